@@ -83,7 +83,8 @@ std::span<const float> CodedRows::some_of(std::span<const float> p,
 void CodedRows::accumulate(std::span<const float> p, std::span<float> out) {
   const std::uint32_t dim = view_.head_size;
   if (!exact_.empty())
-    accumulate_rows(some_of(p, exact_ages_), exact_, view_.v, view_.kv_token_stride, dim, out.data());
+    accumulate_rows(some_of(p, exact_ages_), exact_, view_.v, view_.kv_token_stride, dim,
+                    out.data());
   std::vector<float> sum(dim);
   accumulate_rows(some_of(p, coded_ages_), coded_, values_.data(), dim, dim, sum.data());
   butterflies(sum);

@@ -14,6 +14,7 @@ HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>
       view_(view),
       arithmetic_(arithmetic),
       columns_(live_.columns(), view, admissions),
+      measure_(nullptr, 1, view),
       out_(view.head_size) {
   if (positions == Positions::cache) squeezed_.emplace(view, rope, arithmetic.softmax_scale);
   if (!live_.ladder().back().form->exact()) coded_.emplace(view, rope, arithmetic);
@@ -25,7 +26,7 @@ bool HeadRun::observes(std::uint32_t query) const {
 }
 
 bool HeadRun::wants_row(std::uint32_t query) const {
-  if (measures(query) || future_mass_) return true;
+  if (measure_.measures(query)) return true;
   if (squeezed_) return false;
   // The tail of an admission to come is not known yet: asking for a row too many is harmless.
   return target_.out || live_.needs() != Needs::nothing;
@@ -36,18 +37,17 @@ void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
   visible_ = live_.size() - age_of(query);
   sees_all_ = visible_ == query + 1;
 
-  if (observes(query) || measures(query) || target_.out) {
+  if (observes(query) || measure_.measures(query) || target_.out) {
     if (squeezed_) squeezed_->compute(query, live_, visible_);
     if (coded_) {
       const bool staged = admission().tokens > 1;  // in 16 bit until their admission ends
       coded_->place(live_, visible_, staged ? admission().first : kNoBudget);
       exact_ = coded_->all_exact();
     }
+    if (measure_.measures(query)) measure_.begin_query(query);
     for (std::uint32_t head = 0; head < view_.group; ++head) attend_head(query, head, rows);
     seen_.end_query(query);
   }
-  if (future_mass_)
-    for (std::uint32_t head = 0; head < view_.group; ++head) spend_future(query, head, rows);
   if (watcher_) watcher_(query, live_.positions().first(visible_));
   if (query + 1 == admission().first + admission().tokens) finish_admission();
 }
@@ -70,7 +70,7 @@ void HeadRun::finish_admission() {
 void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
   take_probabilities(query, head, rows);
   seen_.add_row(p_, age_of(query));
-  if (measures(query)) measure_head(query, head, rows);
+  if (measure_.measures(query)) measure_head(query, head, rows);
   if (target_.out) {
     const auto out = output();
     std::copy(out.begin(), out.end(),
@@ -109,24 +109,25 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
     for (std::uint32_t i = 0; i < visible_; ++i) kept_[i] = full.e[live[i]];
     recall = static_cast<double>(lane_sum(kept_.data(), visible_)) / static_cast<double>(full.sum);
   }
-  const std::uint32_t block = span_->block(query);
-  stats_.add_recall(block, head, recall);
-
   const SharedRows::Requests wanted = rows.requests(query, head);
   std::uint32_t hits = 0;
   for (const std::uint32_t position : live)
     if (position < query) hits += wanted.flags[position];
-  stats_.heads[head].miss.add(block, wanted.count - hits, wanted.count);
-
-  measure_spans(query, head, full);
-  if (!span_->sampled(query) && rows.draws() == 0) return;
+  measure_.add_wanted(head, wanted.count);
+  measure_.add(0, head, recall, wanted.count - hits);
+  const std::size_t begins[] = {0, visible_};
+  measure_.add_spans(head, full.e.data(), 1, full.sum, live.data(), begins);
+  if (!measure_.samples(query) && rows.draws() == 0) return;
   const auto full_output = rows.output(query, head), own = output();
   measure_changes(query, head, full_output, own, rows);
-  if (!span_->sampled(query)) return;
-  stats_.add_outputs(*span_, query, head, full_output, own);
-  if (view_.projection)
-    view_.projection->add_residual(head, full_output.data(), own.data(), 1.0f,
-                                   stats_.residual_of(span_->sample(query)));
+  if (!measure_.samples(query)) return;
+  double error = 0, size = 0;
+  for (std::size_t d = 0; d < own.size(); ++d) {
+    const double x = full_output[d], difference = x - own[d];
+    error += difference * difference;
+    size += x * x;
+  }
+  measure_.add_output(0, head, error, size, full_output.data(), own.data(), 1.0f);
 }
 
 /// Adds what the head's error changes of the log-likelihood of each draw.
@@ -138,28 +139,8 @@ void HeadRun::measure_changes(std::uint32_t query, std::uint32_t head, std::span
     for (std::size_t d = 0; d < full.size(); ++d)
       change += static_cast<double>(gradient[d]) *
                 (static_cast<double>(own[d]) - static_cast<double>(full[d]));
-    stats_.changes_of(span_->index(query), rows.draws())[draw] += static_cast<float>(change);
+    measure_.changes(0, rows.draws())[draw] += static_cast<float>(change);
   }
-}
-
-void HeadRun::measure_spans(std::uint32_t query, std::uint32_t head, const SharedRows::Row& full) {
-  for (std::size_t s = 0; s < span_->named().size(); ++s) {
-    const NamedSpan& named = span_->named()[s];
-    const std::uint32_t end = named.start + named.tokens;
-    if (end > query) continue;
-    double all = 0, kept = 0;
-    for (std::uint32_t position = named.start; position < end; ++position) all += full.e[position];
-    for (const std::uint32_t position : live_.positions().first(visible_))
-      if (position >= named.start && position < end) kept += full.e[position];
-    const double sum = full.sum;
-    stats_.heads[head].spans[s].add(span_->block(query), kept / sum, all / sum);
-  }
-}
-
-void HeadRun::spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows) {
-  const SharedRows::Row full = rows.row(query, head);
-  for (const std::uint32_t position : live_.positions().first(visible_))
-    (*future_mass_)[position] -= fixed_mass(1.0f, full.e[position] / full.sum);
 }
 
 std::span<const float> HeadRun::output() {

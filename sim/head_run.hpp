@@ -12,7 +12,7 @@
 #include "policies/tally.hpp"
 #include "sim/coded_rows.hpp"
 #include "sim/head_view.hpp"
-#include "sim/metrics.hpp"
+#include "sim/row_measure.hpp"
 #include "sim/shared_rows.hpp"
 #include "sim/squeezed_keys.hpp"
 
@@ -30,17 +30,9 @@ class HeadRun {
   HeadRun(LiveSet live, Positions positions, const std::vector<Admission>& admissions,
           const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// Evicts by these masses (least first), which shrink by what each query of the full cache gives:
-  /// the reference `oracle_mass`. [token], Q32.32.
-  void follow_oracle(std::shared_ptr<std::vector<std::uint64_t>> future_mass) {
-    future_mass_ = future_mass;
-  }
   /// Holds what the live set's hooks look at.
   void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
-  void measure(const QuerySpan* span) {
-    span_ = span;
-    stats_.resize(*span, view_.group, view_.projected());
-  }
+  void measure(const QuerySpan* span) { measure_ = RowMeasure(span, 1, view_, 1); }
   void write_outputs(OutputTarget target) { target_ = target; }
   /// Reads anew what the view's tokens bring: those that are still to come have changed.
   void look_again() { columns_ = TokenColumns(live_.columns(), view_, admissions_); }
@@ -62,7 +54,9 @@ class HeadRun {
   const LiveSet& live() const { return live_; }
   /// For share_ranks().
   AgedSet& aged() { return live_; }
-  const HeadStats& stats() const { return stats_; }
+  HeadOutcome outcome() {
+    return {measure_.take().front(), live_.evictions(), live_.live_max(), live_.size()};
+  }
 
  private:
   const Admission& admission() const { return admissions_[next_]; }
@@ -71,7 +65,6 @@ class HeadRun {
     return admission().first + admission().tokens - 1 - query;
   }
   bool observes(std::uint32_t query) const;
-  bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
   void begin_admission();
   void finish_admission();
   void attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
@@ -79,8 +72,6 @@ class HeadRun {
   void measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
                        std::span<const float> own, SharedRows& rows);
-  void measure_spans(std::uint32_t query, std::uint32_t head, const SharedRows::Row& full);
-  void spend_future(std::uint32_t query, std::uint32_t head, const SharedRows& rows);
   std::span<const float> output();
 
   LiveSet live_;
@@ -91,10 +82,8 @@ class HeadRun {
   TokenColumns columns_;
   std::optional<SqueezedKeys> squeezed_;
   std::optional<CodedRows> coded_;
-  std::shared_ptr<std::vector<std::uint64_t>> future_mass_;
   std::shared_ptr<const void> kept_alive_;
-  const QuerySpan* span_ = nullptr;
-  HeadStats stats_;
+  RowMeasure measure_;
   OutputTarget target_;
   std::function<void(std::uint32_t, std::span<const std::uint32_t>)> watcher_;
 

@@ -1,9 +1,11 @@
 #include "sim/metrics.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <memory>
 #include <numeric>
 
 namespace kvlab {
@@ -12,20 +14,28 @@ namespace {
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::size_t kLeastBlocks = 8;  // fewer say too little about the error
 
-/// The mean of ratios with block `out` left out (none: out == blocks).
-double mean_without(std::span<const BlockedRatio* const> ratios, std::span<const double> above,
-                    std::span<const double> below, std::size_t out) {
+/// The plain mean of value(i), i < count, of those that are numbers.
+template <class Value>
+double plain_mean(std::size_t count, Value value) {
   double sum = 0;
-  std::size_t count = 0;
-  for (std::size_t r = 0; r < ratios.size(); ++r) {
-    const bool cut = out < ratios[r]->above.size();
-    const double numerator = above[r] - (cut ? ratios[r]->above[out] : 0);
-    const double denominator = below[r] - (cut ? ratios[r]->below[out] : 0);
-    if (denominator <= 0) continue;
-    sum += numerator / denominator;
-    ++count;
+  std::size_t there = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const double own = value(i);
+    if (std::isnan(own)) continue;
+    sum += own;
+    ++there;
   }
-  return count ? sum / static_cast<double>(count) : kNaN;
+  return there ? sum / static_cast<double>(there) : kNaN;
+}
+
+/// The mean of ratios with block `out` left out (none: kSpanBlocks).
+double mean_without(std::span<const BlockedRatio> ratios, std::span<const double> above,
+                    std::span<const double> below, std::size_t out) {
+  return plain_mean(ratios.size(), [&](std::size_t r) {
+    const bool cut = out < kSpanBlocks;
+    const double denominator = below[r] - (cut ? ratios[r].below[out] : 0);
+    return denominator > 0 ? (above[r] - (cut ? ratios[r].above[out] : 0)) / denominator : kNaN;
+  });
 }
 
 /// The variance of what these are of, each with one part left out.
@@ -35,6 +45,20 @@ double jackknife(std::span<const double> replicates) {
   double squares = 0;
   for (const double x : replicates) squares += (x - mean) * (x - mean);
   return (n - 1) / n * squares;
+}
+
+/// Between these, most likely, are the bits of the first to last - 1 of the values by size, and few
+/// others.
+std::pair<std::uint32_t, std::uint32_t> bounds_of(const float* values, std::size_t size,
+                                                  std::size_t first, std::size_t last) {
+  std::vector<std::uint32_t> some;
+  for (std::size_t i = 0; i < size; i += 16)
+    some.push_back(std::bit_cast<std::uint32_t>(values[i]));
+  const auto begin = some.begin(), low = begin + some.size() * first / size * 3 / 4,
+             high = std::min(begin + some.size() * last / size * 5 / 4 + 4, some.end() - 1);
+  std::nth_element(begin, high, some.end());
+  std::nth_element(begin, low, high);
+  return {*low, *high};
 }
 
 /// The mean of ratios, and with each block left out: NaN of one without weight.
@@ -57,36 +81,33 @@ struct Replicates {
 };
 
 /// The mean of ratios from all columns of a sketch but one, as many times as there are columns.
-std::vector<double> means_without_columns(std::span<const BlockedRatio* const> ratios,
+std::vector<double> means_without_columns(std::span<const BlockedRatio> ratios,
                                           std::span<const double> above,
                                           std::span<const double> below) {
-  const std::size_t columns = ratios.empty() ? 0 : ratios.front()->columns.size();
+  const std::size_t columns = ratios.empty() ? 0 : ratios.front().columns.size();
   std::vector<double> means, left(above.size());
   for (std::size_t column = 0; column < columns; ++column) {
     for (std::size_t r = 0; r < left.size(); ++r)
-      left[r] = (above[r] - ratios[r]->columns[column]) * static_cast<double>(columns) /
+      left[r] = (above[r] - ratios[r].columns[column]) * static_cast<double>(columns) /
                 static_cast<double>(columns - 1);
-    means.push_back(mean_without(ratios, left, below, ratios.front()->above.size()));
+    means.push_back(mean_without(ratios, left, below, kSpanBlocks));
   }
   return means;
 }
 
-Replicates replicates_of(std::span<const BlockedRatio* const> ratios) {
+Replicates replicates_of(std::span<const BlockedRatio> ratios) {
   std::vector<double> above, below;
-  std::size_t blocks = 0;
-  for (const BlockedRatio* ratio : ratios) {
-    above.push_back(std::accumulate(ratio->above.begin(), ratio->above.end(), 0.0));
-    below.push_back(ratio->weight());
-    blocks = std::max(blocks, ratio->above.size());
+  for (const BlockedRatio& ratio : ratios) {
+    above.push_back(std::accumulate(ratio.above.begin(), ratio.above.end(), 0.0));
+    below.push_back(ratio.weight());
   }
-  Replicates replicates{mean_without(ratios, above, below, blocks),
+  Replicates replicates{mean_without(ratios, above, below, kSpanBlocks),
                         std::accumulate(below.begin(), below.end(), 0.0),
                         {},
                         means_without_columns(ratios, above, below)};
-  for (std::size_t block = 0; block < blocks; ++block) {
-    const bool filled = std::any_of(ratios.begin(), ratios.end(), [&](const BlockedRatio* ratio) {
-      return ratio->below[block] > 0;
-    });
+  for (std::size_t block = 0; !ratios.empty() && block < ratios.front().blocks; ++block) {
+    const bool filled = std::ranges::any_of(
+        ratios, [&](const BlockedRatio& ratio) { return ratio.below[block] > 0; });
     replicates.without.push_back(filled ? mean_without(ratios, above, below, block) : kNaN);
   }
   return replicates;
@@ -127,12 +148,9 @@ std::vector<std::uint32_t> QuerySpan::sampled_queries() const {
 
 double BlockedRatio::weight() const { return std::accumulate(below.begin(), below.end(), 0.0); }
 
-Estimate mean_of(std::span<const BlockedRatio* const> ratios) {
-  return replicates_of(ratios).estimate();
-}
+Estimate mean_of(std::span<const BlockedRatio> ratios) { return replicates_of(ratios).estimate(); }
 
-Estimate difference_of(std::span<const BlockedRatio* const> ratios,
-                       std::span<const BlockedRatio* const> less) {
+Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const BlockedRatio> less) {
   Replicates difference = replicates_of(ratios);
   const Replicates other = replicates_of(less);
   difference.mean -= other.mean;
@@ -143,60 +161,94 @@ Estimate difference_of(std::span<const BlockedRatio* const> ratios,
   return difference.estimate();
 }
 
+Quantile quantile_of(const QuerySpan& span, const float* values) {
+  const auto rank = [](std::size_t count) { return (count - 1) / 10; };
+  // Whichever block is left out, the value lies in [first, last) of all, by size.
+  const std::size_t size = span.size(), of_block = size / span.blocks() + 1,
+                    first = size > of_block ? rank(size - of_block) : 0,
+                    last = std::min(size, rank(size) + of_block + 1);
+  // Of those within the bounds: a value's bits, which order as it does; its block.
+  const std::unique_ptr<std::uint64_t[]> order(new std::uint64_t[size]);
+  std::array<std::size_t, kSpanBlocks> before;  // values that are less, by block
+  std::size_t skipped = size, count = 0;
+  for (auto [low, high] = bounds_of(values, size, first, last);
+       skipped > first || skipped + count < last; low = 0, high = ~0u) {
+    skipped = count = 0;
+    for (std::uint32_t block = 0, i = 0; block < span.blocks(); ++block) {
+      const std::uint32_t end = i + span.queries_in(block);
+      before[block] = static_cast<std::size_t>(
+          std::count_if(values + i, values + end,
+                        [less = std::bit_cast<float>(low)](float x) { return x < less; }));
+      for (; i < end; ++i) {
+        const auto bits = std::bit_cast<std::uint32_t>(values[i]);
+        order[count] = std::uint64_t{bits} << 32 | block;
+        count += bits - low <= high - low ? 1 : 0;
+      }
+      skipped += before[block];
+    }
+  }
+  // Where the values of [first, sorted) lie; those beyond are seldom looked at.
+  const auto at = [&](std::size_t i) { return order.get() + (i - skipped); };
+  std::nth_element(at(skipped), at(first), at(skipped + count));
+  for (std::size_t i = skipped; i < first; ++i) ++before[*at(i) % kSpanBlocks];
+  std::size_t sorted = first;
+  const auto sort_to = [&](std::size_t end) {
+    std::nth_element(at(sorted), at(end - 1), at(skipped + count));
+    std::sort(at(sorted), at(end));
+    sorted = end;
+  };
+  sort_to((first + last + 1) / 2);
+  const auto value = [&](std::size_t i) {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(*at(i) >> 32));
+  };
+  Quantile quantile{value(rank(size)), {}};
+  quantile.without.fill(kNaN);
+  for (std::uint32_t block = 0; block < span.blocks(); ++block) {
+    if (span.queries_in(block) == size) continue;
+    std::size_t i = first;
+    for (auto left = rank(size - span.queries_in(block)) + before[block] - first;; ++i) {
+      if (i == sorted) sort_to(last);
+      if (*at(i) % kSpanBlocks != block && left-- == 0) break;
+    }
+    quantile.without[block] = value(i);
+  }
+  return quantile;
+}
+
+Estimate mean_of(std::span<const Quantile> quantiles, std::size_t blocks, double weight) {
+  const auto mean = [&](auto value) {
+    return plain_mean(quantiles.size(), [&](std::size_t i) { return value(quantiles[i]); });
+  };
+  Replicates replicates{mean([](const Quantile& own) { return own.value; }), weight, {}, {}};
+  for (std::size_t block = 0; block < blocks; ++block)
+    replicates.without.push_back(mean([&](const Quantile& own) { return own.without[block]; }));
+  return replicates.estimate();
+}
+
 void HeadStats::resize(const QuerySpan& span, std::uint32_t group,
                        const ProjectionColumns& columns) {
-  heads.resize(group);
-  for (PerQueryHead& head : heads) {
-    for (BlockedRatio* ratio : {&head.recall, &head.nll, &head.miss, &head.error})
-      ratio->resize(span.blocks());
-    head.spans.resize(span.named().size());
-    for (BlockedRatio& ratio : head.spans) ratio.resize(span.blocks());
-  }
-  error2.resize(span.samples());
-  output2.resize(span.samples());
+  const SumsShape shape = span.sums(group);
+  sums.resize(static_cast<std::size_t>(shape.size()));
+  for (std::uint32_t head = 0; head < group; ++head)
+    for (std::uint32_t block = 0; block < span.blocks(); ++block)
+      sums[shape.at(Sum::queries, head, block)] = span.queries_in(block);
+  quantiles.resize(group);
+  errors.resize(std::size_t{span.samples()} * 2);
   residual.resize(std::size_t{span.samples()} * columns.residual);
   changes.resize(std::size_t{span.size()} * columns.draws);
 }
 
+void HeadStats::take_recalls(const QuerySpan& span, const float* recalls) {
+  for (std::size_t head = 0; head < quantiles.size(); ++head)
+    quantiles[head] = quantile_of(span, recalls + head * span.size());
+}
+
 bool HeadStats::fits(const QuerySpan& span, std::uint32_t group,
                      const ProjectionColumns& columns) const {
-  const auto blocked = [&](const BlockedRatio& ratio) {
-    return ratio.above.size() == span.blocks() && ratio.below.size() == span.blocks();
-  };
-  return heads.size() == group && error2.size() == span.samples() &&
-         output2.size() == span.samples() &&
+  return sums.size() == span.sums(group).size() && quantiles.size() == group &&
+         errors.size() == std::size_t{span.samples()} * 2 &&
          (residual.empty() || residual.size() == std::size_t{span.samples()} * columns.residual) &&
-         (changes.empty() || changes.size() == std::size_t{span.size()} * columns.draws) &&
-         std::all_of(heads.begin(), heads.end(), [&](const PerQueryHead& head) {
-           return blocked(head.recall) && blocked(head.nll) && blocked(head.miss) &&
-                  blocked(head.error) && head.spans.size() == span.named().size() &&
-                  std::all_of(head.spans.begin(), head.spans.end(), blocked);
-         });
-}
-
-void HeadStats::add_recall(std::uint32_t block, std::uint32_t head, double recall) {
-  heads[head].recall.add(block, recall, 1);
-  heads[head].nll.add(block, -std::log(std::max(recall, kRecallFloor)), 1);
-}
-
-void HeadStats::add_outputs(const QuerySpan& span, std::uint32_t query, std::uint32_t head,
-                            std::span<const float> full, std::span<const float> kept) {
-  double error = 0, size = 0;
-  for (std::size_t d = 0; d < full.size(); ++d) {
-    const double difference = static_cast<double>(full[d]) - static_cast<double>(kept[d]);
-    error += difference * difference;
-    size += static_cast<double>(full[d]) * static_cast<double>(full[d]);
-  }
-  add_error(span.place(query), head, error, size);
-}
-
-void HeadStats::add_error(QuerySpan::Place place, std::uint32_t head, double error, double size) {
-  error2[place.sample] += error;
-  output2[place.sample] += size;
-  if (size > 0)
-    heads[head].error.add(place.block, std::sqrt(error / size), 1);
-  else
-    ++heads[head].zero_outputs;
+         (changes.empty() || changes.size() == std::size_t{span.size()} * columns.draws);
 }
 
 }  // namespace kvlab

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "sim/error_projection.hpp"
+#include "sim/metrics/sums.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -33,7 +35,7 @@ class QuerySpan {
     return static_cast<std::uint32_t>(index_[query]) / every_;
   }
   /// Contiguous blocks of queries, for standard errors: 16, or as many as there are queries.
-  std::uint32_t blocks() const { return std::min(size_, 16u); }
+  std::uint32_t blocks() const { return std::min(size_, kSpanBlocks); }
   std::uint32_t block(std::uint32_t query) const {
     return block_of(static_cast<std::uint32_t>(index_[query]));
   }
@@ -42,20 +44,24 @@ class QuerySpan {
   std::uint32_t block_of(std::uint32_t i) const {
     return static_cast<std::uint32_t>(std::uint64_t{i} * blocks() / size_);
   }
+  std::uint32_t queries_in(std::uint32_t block) const {
+    return first_of(block + 1) - first_of(block);
+  }
   std::uint32_t sample_every() const { return every_; }
   const std::vector<NamedSpan>& named() const { return named_; }
+  /// Of a KV head's sums.
+  SumsShape sums(std::uint32_t group) const { return {(group + 3) / 4, named_.size()}; }
   /// Measured queries behind a named span.
   std::uint32_t queries_after(const NamedSpan& span) const;
   /// The positions of all queries, and of those that are sampled.
   std::vector<std::uint32_t> queries() const;
   std::vector<std::uint32_t> sampled_queries() const;
-  /// Where the figures of a sampled query go.
-  struct Place {
-    std::uint32_t sample, block;
-  };
-  Place place(std::uint32_t query) const { return {sample(query), block(query)}; }
 
  private:
+  std::uint32_t first_of(std::uint32_t block) const {
+    return static_cast<std::uint32_t>((std::uint64_t{block} * size_ + blocks() - 1) / blocks());
+  }
+
   std::vector<std::int32_t> index_;  // [token]: which query of the span, or -1
   Span span_;
   std::uint32_t size_ = 0, every_;
@@ -64,11 +70,12 @@ class QuerySpan {
 
 /// A ratio of sums, by block: a mean (weights 1), or misses per request.
 struct BlockedRatio {
-  std::vector<double> above, below;  // [block]
+  using Blocks = std::array<double, kSpanBlocks>;
+  std::size_t blocks = 0;
+  Blocks above = {}, below = {};
   /// Of all blocks, by the column of a sketch that `above` is a sum over; or empty.
-  std::vector<double> columns;
+  std::vector<double> columns = {};
 
-  void resize(std::uint32_t blocks) { above.resize(blocks), below.resize(blocks); }
   void add(std::uint32_t block, double numerator, double denominator) {
     above[block] += numerator;
     below[block] += denominator;
@@ -85,43 +92,44 @@ struct Estimate {
   /// without weight. What two configurations are paired by.
   std::vector<double> blocks;
 };
-Estimate mean_of(std::span<const BlockedRatio* const> ratios);
+Estimate mean_of(std::span<const BlockedRatio> ratios);
 /// One such mean less another, over the same queries: the error is that of the difference.
-Estimate difference_of(std::span<const BlockedRatio* const> ratios,
-                       std::span<const BlockedRatio* const> less);
+Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const BlockedRatio> less);
+
+/// A query head's 10% quantile: of the n values the (n + 9) / 10-th smallest.
+struct Quantile {
+  double value;
+  BlockedRatio::Blocks without;  ///< with each block left out; NaN: nothing is left
+};
+/// `values` [query of the span], none of them negative.
+Quantile quantile_of(const QuerySpan& span, const float* values);
+/// The plain mean of quantiles; `weight`: of all.
+Estimate mean_of(std::span<const Quantile> quantiles, std::size_t blocks, double weight);
 
 /// nll_recall takes the logarithm of no less than this.
 inline constexpr double kRecallFloor = 1e-9;
 
 /// One configuration's figures on one KV head.
 struct HeadStats {
-  struct PerQueryHead {
-    BlockedRatio recall, nll, miss, error;
-    std::vector<BlockedRatio> spans;  ///< by named span: what is kept of its probability, and all
-    std::uint64_t zero_outputs = 0;
-  };
-  std::vector<PerQueryHead> heads;      // [group]
-  std::vector<double> error2, output2;  // [sample]: sums over the group of squared norms
+  std::vector<double> sums;         ///< SumsShape
+  std::vector<Quantile> quantiles;  ///< of recall, by query head
+  std::vector<double> errors;       ///< [sample, 2]: squared, group summed: error, output
   // Summed over the group; empty where none are taken.
   std::vector<float> residual;  ///< [sample, column]: errors behind W_o
   std::vector<float> changes;   ///< [query of the span, draw]: of log-likelihood
 
   void resize(const QuerySpan& span, std::uint32_t group, const ProjectionColumns& columns = {});
+  /// The quantiles of recalls [query head, query of the span].
+  void take_recalls(const QuerySpan& span, const float* recalls);
   /// Whether this has the size that resize() gives, or nothing of an ErrorProjection.
   bool fits(const QuerySpan& span, std::uint32_t group, const ProjectionColumns& columns) const;
   float* residual_of(std::uint32_t sample) {
-    return residual.data() + sample * (residual.size() / error2.size());
+    return residual.data() + sample * (residual.size() * 2 / errors.size());
   }
   /// Of the `index`-th query of the span.
   float* changes_of(std::size_t index, std::uint32_t draws) {
     return changes.data() + index * draws;
   }
-  void add_recall(std::uint32_t block, std::uint32_t head, double recall);
-  /// `full` and `kept`: attention outputs of the full cache and of the kept set, [dim].
-  void add_outputs(const QuerySpan& span, std::uint32_t query, std::uint32_t head,
-                   std::span<const float> full, std::span<const float> kept);
-  /// Adds outputs by their squared norms: of the difference, and of the full cache's output.
-  void add_error(QuerySpan::Place place, std::uint32_t head, double error, double size);
 };
 
 /// What a configuration leaves behind on one KV head.

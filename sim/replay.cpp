@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
@@ -13,7 +11,6 @@
 #include "sim/head_run.hpp"
 #include "sim/lanes/head_lanes.hpp"
 #include "sim/lanes/layer_lanes.hpp"
-#include "sim/oracles/future_mass.hpp"
 #include "sim/oracles/residual_oracle.hpp"
 #include "sim/run/tabulate.hpp"
 #include "sim/run_heads.hpp"
@@ -23,10 +20,6 @@ namespace kvlab {
 namespace {
 
 constexpr std::uint32_t kSampleEvery = 8;
-
-HeadOutcome outcome_of(const HeadRun& run) {
-  return {run.stats(), run.live().evictions(), run.live().live_max(), run.live().size()};
-}
 
 /// What the KV heads of a layer came to that evict together: by KV head, then configuration. Empty
 /// where it is not computed, or has been taken.
@@ -182,16 +175,25 @@ class Replay {
   void run_here(std::span<const std::size_t> which, ReplayUnit unit,
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = unit;
-    std::vector<std::size_t> by_layer, plainly, in_lanes;
+    std::vector<std::size_t> by_layer, topk, plainly, in_lanes;
     for (const std::size_t c : which)
-      (configs_[c].evicts_by_layer() ? by_layer
-       : runs_plainly(configs_[c])   ? plainly
-                                     : in_lanes)
+      (configs_[c].evicts_by_layer()            ? by_layer
+       : !runs_plainly(configs_[c])             ? in_lanes
+       : configs_[c].policy.name == kOracleTopk ? topk
+                                                : plainly)
           .push_back(c);
     if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
-    if (plainly.empty() && in_lanes.empty()) return;
+    if (by_layer.size() == which.size()) return;
     const HeadTensors tensors = read(layer, kv_head);
-    if (!plainly.empty()) run_plainly(plainly, layer, kv_head, tensors.view, outcomes);
+    for (const std::size_t c : topk)
+      outcomes[c] = {topk_stats(span_, tensors.view, {tensors.view, rope_, arithmetic_},
+                                configs_[c].budget_of(layer, kv_head),
+                                configs_[c].in_dense_prompt)};
+    if (!plainly.empty()) {
+      auto own = run_plainly(plainly, {layer, kv_head}, {&tensors.view, 1}, &span_, 0, {});
+      for (std::size_t i = 0; i < plainly.size(); ++i)
+        outcomes[plainly[i]] = std::move(own.front()[i]);
+    }
     if (!in_lanes.empty()) run_lanes(in_lanes, layer, kv_head, tensors.view, outcomes);
   }
 
@@ -210,7 +212,7 @@ class Replay {
       tensors.push_back(read(layer, h));
       views.push_back(tensors.back().view);
     }
-    if (options_.plain) return run_layer_plainly(which, layer, views, span, kept_head, keep);
+    if (options_.plain) return run_plainly(which, {layer, 0}, views, span, kept_head, keep);
     const auto own = configs_of_head(which, layer, 0);  // the heads of a layer have one budget
     LaneConfigs configs;
     for (const auto& config : own) configs.push_back(config.get());
@@ -220,6 +222,28 @@ class Replay {
                   [&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
     lanes.run();
     return lanes.outcomes();
+  }
+
+  /// The same of the KV heads of `views`, of which `first` is the first, without lanes.
+  std::vector<std::vector<HeadOutcome>> run_plainly(std::span<const std::size_t> which,
+                                                    ReplayUnit first,
+                                                    std::span<const HeadView> views,
+                                                    const QuerySpan* span, std::uint32_t kept_head,
+                                                    const KeepSet& keep) const {
+    std::vector<SharedRows> rows;
+    for (const HeadView& view : views) rows.emplace_back(view, rope_, arithmetic_);
+    std::vector<LayerRun> runs(which.size());
+    for (std::size_t i = 0; i < which.size(); ++i)
+      for (std::uint32_t h = 0; h < views.size(); ++h) {
+        runs[i].push_back(make_run(which[i], first.layer, first.kv_head + h, views[h]));
+        if (span) runs[i].back()->measure(span);
+        if (keep && first.kv_head + h == kept_head) runs[i].back()->watch(keep);
+      }
+    run_layer({0, trace_.tokens()}, rows, runs);
+    std::vector<std::vector<HeadOutcome>> outcomes(views.size());
+    for (const LayerRun& run : runs)
+      for (std::uint32_t h = 0; h < views.size(); ++h) outcomes[h].push_back(run[h]->outcome());
+    return outcomes;
   }
 
   /// `configs`: configs_of_head().
@@ -245,49 +269,30 @@ class Replay {
   }
 
   std::unique_ptr<HeadRun> make_run(std::size_t c, std::uint32_t layer, std::uint32_t kv_head,
-                                    const HeadView& view,
-                                    const std::vector<std::uint64_t>& future) const {
+                                    const HeadView& view) const {
     const ResolvedConfig& config = configs_[c];
     const auto run = [&](LiveSet live) {
       return std::make_unique<HeadRun>(std::move(live), config.positions, config.admissions, view,
                                        rope_, arithmetic_);
     };
-    if (config.policy.name == kOracleTopk) return nullptr;
-    if (config.policy.name == kOracleResidual) {
-      auto oracle = std::make_shared<const ResidualOracle>(residual_oracle(layer, kv_head, view));
-      auto follower =
-          run(LiveSet(residual_oracle_ops(), residual_oracle_params(*oracle),
-                      config.budget_of(layer, kv_head), Guards{}, config.identity(layer, kv_head)));
-      follower->keep(oracle);
-      return follower;
-    }
-    if (config.policy.name != kOracleMass) return run(config.live_set(layer, kv_head));
-    const auto masses = std::make_shared<std::vector<std::uint64_t>>(future);
-    auto oracle =
-        run(LiveSet(future_mass_ops(), future_mass_params(*masses),
-                    config.budget_of(layer, kv_head), Guards{}, config.identity(layer, kv_head)));
-    oracle->follow_oracle(masses);
-    return oracle;
+    if (config.policy.entry) return run(config.live_set(layer, kv_head));
+    const std::shared_ptr<Oracle> oracle = make_oracle(config.policy.name, layer, kv_head, view);
+    auto follower =
+        run(LiveSet(oracle_ops(), oracle_params(*oracle), config.budget_of(layer, kv_head),
+                    Guards{}, config.identity(layer, kv_head)));
+    follower->keep(oracle);
+    return follower;
   }
 
-  ResidualOracle residual_oracle(std::uint32_t layer, std::uint32_t kv_head,
-                                 const HeadView& view) const {
+  std::shared_ptr<Oracle> make_oracle(std::string_view name, std::uint32_t layer,
+                                      std::uint32_t kv_head, const HeadView& view) const {
+    SharedRows rows(view, rope_, arithmetic_);
+    if (name == kOracleMass) return std::make_shared<MassOracle>(view, std::move(rows));
     std::vector<float> norm2(trace_.tokens());
     trace_.residual_norm2(layer, norm2.data());
-    SharedRows rows = shared_rows(view);
-    return {view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2)};
+    return std::make_shared<ResidualOracle>(
+        view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2));
   }
-
-  std::vector<std::uint64_t> future_masses(std::span<const std::size_t> which,
-                                           SharedRows& rows) const {
-    const bool wanted = std::any_of(which.begin(), which.end(), [&](std::size_t c) {
-      return configs_[c].policy.name == kOracleMass;
-    });
-    if (!wanted) return {};
-    return total_masses(trace_.tokens(), trace_.shape().group(), rows);
-  }
-
-  SharedRows shared_rows(const HeadView& view) const { return {view, rope_, arithmetic_}; }
 
  private:
   /// Whoever asks first for a KV head runs its layer; the others find theirs.
@@ -302,27 +307,6 @@ class Replay {
     for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
   }
 
-  std::vector<std::vector<HeadOutcome>> run_layer_plainly(
-      std::span<const std::size_t> which, std::uint32_t layer, std::span<const HeadView> views,
-      const QuerySpan* span, std::uint32_t kept_head, const KeepSet& keep) const {
-    std::vector<SharedRows> rows;
-    for (const HeadView& view : views) rows.push_back(shared_rows(view));
-    std::vector<LayerRun> runs;
-    for (const std::size_t c : which) {
-      LayerRun& run = runs.emplace_back();
-      for (std::uint32_t h = 0; h < views.size(); ++h) {
-        run.push_back(make_run(c, layer, h, views[h], {}));
-        if (span) run.back()->measure(span);
-        if (keep && h == kept_head) run.back()->watch(keep);
-      }
-    }
-    run_layer({0, trace_.tokens()}, rows, runs);
-    std::vector<std::vector<HeadOutcome>> outcomes(views.size());
-    for (const LayerRun& run : runs)
-      for (std::uint32_t h = 0; h < views.size(); ++h) outcomes[h].push_back(outcome_of(*run[h]));
-    return outcomes;
-  }
-
   void run_lanes(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
                  const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
     const auto configs = configs_of_head(which, layer, kv_head);
@@ -330,30 +314,6 @@ class Replay {
     lanes.run();
     std::vector<HeadOutcome> own = lanes.outcomes();
     for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
-  }
-
-  void run_plainly(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
-                   const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
-    SharedRows rows(view, rope_, arithmetic_);
-    TopkRun topk(span_, view.group);
-    std::vector<std::unique_ptr<HeadRun>> runs;  // null: oracle_topk
-    const std::vector<std::uint64_t> future = future_masses(which, rows);
-    for (const std::size_t c : which) {
-      runs.push_back(make_run(c, layer, kv_head, view, future));
-      if (runs.back())
-        runs.back()->measure(&span_);
-      else
-        topk.add(configs_[c].budget_of(layer, kv_head), configs_[c].in_dense_prompt);
-    }
-    run_head({0, trace_.tokens()}, rows, runs, &topk);
-    auto next_topk = topk.configurations().begin();
-    for (std::size_t i = 0; i < which.size(); ++i) {
-      HeadOutcome& outcome = outcomes[which[i]];
-      if (const auto& run = runs[i])
-        outcome = outcome_of(*run);
-      else
-        outcome = {(next_topk++)->stats};
-    }
   }
 
   void check() {
@@ -467,9 +427,9 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
 }
 
 ReplayResult ReplayGathering::result() const {
-  return {job_.replay.budgets(),
-          tabulate(job_.shape, job_.replay.span(), job_.replay.configs(), job_.replay.layers(),
-                   layers_, joint_->squares(job_.replay.span(), job_.replay.columns().draws))};
+  const auto joint = joint_->squares(job_.replay.span(), job_.replay.columns().draws);
+  return {job_.replay.budgets(), tabulate({job_.shape, job_.replay.span(), job_.replay.configs(),
+                                           job_.replay.layers(), layers_, joint})};
 }
 
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
@@ -514,18 +474,14 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     return kept;
   }
   const HeadTensors tensors = job.read(layer, kv_head);
-  if (!job.runs_plainly(config)) {
-    const auto own = job.configs_of_head(only, layer, kv_head);
-    HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);
-    lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
-    lanes.run();
+  if (job.runs_plainly(config)) {
+    job.run_plainly(only, {layer, kv_head}, {&tensors.view, 1}, nullptr, kv_head, keep);
     return kept;
   }
-  SharedRows rows = job.shared_rows(tensors.view);
-  std::vector<std::unique_ptr<HeadRun>> runs;
-  runs.push_back(job.make_run(0, layer, kv_head, tensors.view, job.future_masses(only, rows)));
-  runs[0]->watch(keep);
-  run_head({0, trace.tokens()}, rows, runs, nullptr);
+  const auto own = job.configs_of_head(only, layer, kv_head);
+  HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);
+  lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
+  lanes.run();
   return kept;
 }
 

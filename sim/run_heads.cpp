@@ -8,28 +8,23 @@ namespace kvlab {
 namespace {
 
 bool anybody_wants(std::uint32_t first, std::uint32_t count,
-                   std::span<const std::unique_ptr<HeadRun>> runs, const TopkRun* topk) {
-  for (std::uint32_t query = first; query < first + count; ++query) {
-    if (topk && topk->wants_row(query)) return true;
+                   std::span<const std::unique_ptr<HeadRun>> runs) {
+  for (std::uint32_t query = first; query < first + count; ++query)
     for (const auto& run : runs)
-      if (run && run->wants_row(query)) return true;
-  }
+      if (run->wants_row(query)) return true;
   return false;
 }
 
 }  // namespace
 
-void run_head(QueryRange queries, SharedRows& rows, std::span<const std::unique_ptr<HeadRun>> runs,
-              TopkRun* topk) {
+void run_head(QueryRange queries, SharedRows& rows,
+              std::span<const std::unique_ptr<HeadRun>> runs) {
   for (std::uint32_t first = queries.begin; first < queries.end; first += rows.block_queries()) {
     const std::uint32_t count = std::min(rows.block_queries(), queries.end - first);
     throw_if_cancelled();
-    if (anybody_wants(first, count, runs, topk)) rows.compute(first, count);
+    if (anybody_wants(first, count, runs)) rows.compute(first, count);
     for (const auto& run : runs)
-      for (std::uint32_t query = first; run && query < first + count; ++query)
-        run->attend(query, rows);
-    if (topk)
-      for (std::uint32_t query = first; query < first + count; ++query) topk->attend(query, rows);
+      for (std::uint32_t query = first; query < first + count; ++query) run->attend(query, rows);
   }
 }
 
@@ -43,10 +38,7 @@ void run_layer(QueryRange queries, std::span<SharedRows> rows, std::span<const L
   for (std::uint32_t first = queries.begin; first < queries.end; first += block) {
     const std::uint32_t count = std::min(block, queries.end - first);
     throw_if_cancelled();
-    const auto wants = [&](const LayerRun& run) {
-      return anybody_wants(first, count, run, nullptr);
-    };
-    if (std::ranges::any_of(runs, wants))
+    if (std::ranges::any_of(runs, [&](auto& run) { return anybody_wants(first, count, run); }))
       for (SharedRows& head : rows) head.compute(first, count);
     for (const LayerRun& run : runs)
       for (std::uint32_t query = first; query < first + count; ++query)

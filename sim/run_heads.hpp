@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "sim/head_run.hpp"
-#include "sim/oracles/future_mass.hpp"
 
 namespace kvlab {
 
@@ -15,10 +14,9 @@ struct QueryRange {
   std::uint32_t begin, end;
 };
 
-/// Takes queries, in order, through every run (null entries are skipped) and through `topk` (may
-/// be null). Shared rows are computed only where somebody wants them.
-void run_head(QueryRange queries, SharedRows& rows, std::span<const std::unique_ptr<HeadRun>> runs,
-              TopkRun* topk);
+/// Takes queries, in order, through every run. Shared rows are computed only where somebody wants
+/// them.
+void run_head(QueryRange queries, SharedRows& rows, std::span<const std::unique_ptr<HeadRun>> runs);
 
 /// One run of each KV head of a layer.
 using LayerRun = std::vector<std::unique_ptr<HeadRun>>;

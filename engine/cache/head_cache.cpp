@@ -22,8 +22,9 @@ HeadCache::HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output)
       columns_(live_.columns(), shape.head_size, output),
       keys_(0, shape.head_size) {
   if (has_codes() && shape.head_size % kCodeBlock != 0)
-    throw std::invalid_argument(fmt::format(
-        "ladder: heads of {} channels; whole blocks of {} are expected", shape.head_size, kCodeBlock));
+    throw std::invalid_argument(
+        fmt::format("ladder: heads of {} channels; whole blocks of {} are expected",
+                    shape.head_size, kCodeBlock));
 }
 
 std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
@@ -158,10 +159,10 @@ void HeadCache::multiply_at(const HeadAdmission& admission, std::uint32_t begin,
   std::vector<float> rotated(queries * dim);
   for (std::size_t i = 0; i < queries; ++i) {
     const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
-    rope.rotate(admission.q + token * admission.query_stride + i % group * dim, dim,
-                turned == Turned::to_number ? visible(admission, token) - 1
-                                            : admission.first + token,
-                &rotated[i * dim]);
+    rope.rotate(
+        admission.q + token * admission.query_stride + i % group * dim, dim,
+        turned == Turned::to_number ? visible(admission, token) - 1 : admission.first + token,
+        &rotated[i * dim]);
   }
   if (turned == Turned::behind_butterflies) butterflies(rotated);
   by_row.resize(queries * stride);

@@ -68,8 +68,9 @@ class HeadCache {
     std::uint64_t bytes = 0;
     if (!has_codes()) return std::uint64_t{live_.size()} * 2 * shape_.head_size * sizeof(float);
     for (const std::uint32_t row : live_.slots())
-      bytes += is_coded(row) ? live_.ladder()[rungs_[row]].form->block_bytes() * shape_.head_size / kCodeBlock
-                             : 2 * shape_.head_size * sizeof(float);
+      bytes += is_coded(row)
+                   ? live_.ladder()[rungs_[row]].form->block_bytes() * shape_.head_size / kCodeBlock
+                   : 2 * shape_.head_size * sizeof(float);
     return bytes;
   }
   /// That keys and values take up, rows to come among them; keys by sixteen.
@@ -110,7 +111,7 @@ class HeadCache {
   std::vector<float> plain_keys_;  // [row, dim], before RoPE; only where positions are squeezed
   std::vector<std::uint32_t> rotated_to_;  // [row]: the position that a key is rotated to; likewise
   std::vector<int> rungs_;  // [row]: whose form it has, or -1: as it was computed; only with codes
-  std::uint32_t old_ = 0;  // live tokens that are placed by number, the oldest; likewise
+  std::uint32_t old_ = 0;   // live tokens that are placed by number, the oldest; likewise
 
   std::mutex seen_mutex_;
   Tally seen_;

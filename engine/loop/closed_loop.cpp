@@ -120,7 +120,7 @@ class LayerAttention {
 
   void attend_by_head(QueryRange queries, std::size_t first, std::size_t count) {
     parallel_for(shape_.kv_heads, threads_, [&](std::size_t head) {
-      run_head(queries, rows_[head], std::span(by_head_[head]).subspan(first, count), nullptr);
+      run_head(queries, rows_[head], std::span(by_head_[head]).subspan(first, count));
     });
   }
   void attend_by_layer(QueryRange queries, std::size_t first, std::size_t count) {

@@ -14,12 +14,19 @@ __device__ inline int span_block(const ReplaySpan& span, int index) {
 }
 
 /// Where a figure of a cache and query head is summed.
-__device__ inline double& figure_sum(const ReplayArgs& args, std::int64_t figure, ReplaySum kind,
-                                     int head, int block) {
-  const int heads = 4 * args.shape.quads();
+__device__ inline double& figure_sum(const ReplayArgs& args, std::int64_t figure, Sum sum, int head,
+                                     int block) {
+  const SumsShape shape{static_cast<std::size_t>(args.shape.quads()),
+                        static_cast<std::size_t>(args.span.named_count)};
   return args.figures
-      .sums[((figure * kReplaySums + static_cast<int>(kind)) * heads + head) * kReplaySpanBlocks +
-            block];
+      .sums[static_cast<std::size_t>(figure) * shape.size() +
+            shape.at(sum, static_cast<std::size_t>(head), static_cast<std::size_t>(block))];
+}
+
+/// Where the recall of query `index` of the span is noted.
+__device__ inline float& figure_recall(const ReplayArgs& args, std::int64_t figure, int index,
+                                       int head) {
+  return args.figures.recalls[(figure * args.shape.group + head) * args.span.size + index];
 }
 
 /// A query's terms.
@@ -65,12 +72,8 @@ __device__ __noinline__ void add_named_sums(const ReplayPlace& at, const std::ui
       const int head = 4 * quad + static_cast<int>(at.lane);
       if (at.lane < 4 && head < args.shape.group) {
         const double sum = component(args.rows.sums[row], static_cast<int>(at.lane));
-        double2& to =
-            args.figures.named[((at.figure() * args.span.named_count + s) * 4 * kQuads + head) *
-                                   kReplaySpanBlocks +
-                               block];
-        to.x += of_kept / sum;
-        to.y += of_all / sum;
+        figure_sum(args, at.figure(), kept_of(s), head, block) += of_kept / sum;
+        figure_sum(args, at.figure(), all_of(s), head, block) += of_all / sum;
       }
     }
   }
@@ -90,11 +93,14 @@ class RecallSums {
                count = static_cast<std::uint32_t>(args.rows.count);
     for (std::uint32_t n = at_.thread; n < count * group; n += at_.threads) {
       const int i = static_cast<int>(n / group), head = static_cast<int>(n % group);
-      if (args.span.index[args.rows.first + i] >= 0) resolve(i, head);
+      const int index = args.span.index[args.rows.first + i];
+      if (index < 0) continue;
+      resolve(i, head);
+      figure_recall(args, at_.figure(), index, head) = shared_.kept[i][head];
     }
     __syncthreads();
     for (std::uint32_t n = at_.thread; n < 4 * group; n += at_.threads)
-      add(static_cast<ReplaySum>(n / group), static_cast<int>(n % group));
+      add(static_cast<Sum>(n / group), static_cast<int>(n % group));
   }
 
  private:
@@ -118,15 +124,15 @@ class RecallSums {
     }
     nll(i, head) = static_cast<float>(-log(fmax(double{kept}, 1e-9)));
   }
-  __device__ void add(ReplaySum kind, int head) {
+  __device__ void add(Sum kind, int head) {
     const ReplayArgs& args = at_.args;
     for (int i = 0; i < args.rows.count; ++i) {
       const int index = args.span.index[args.rows.first + i];
       if (index < 0) continue;
       double value = shared_.kept[i][head];
-      if (kind == ReplaySum::nll) value = nll(i, head);
-      if (kind == ReplaySum::missed) value = wanted(i, head) - shared_.hits[i][head];
-      if (kind == ReplaySum::wanted) value = wanted(i, head);
+      if (kind == Sum::nll) value = nll(i, head);
+      if (kind == Sum::missed) value = wanted(i, head) - shared_.hits[i][head];
+      if (kind == Sum::wanted) value = wanted(i, head);
       figure_sum(args, at_.figure(), kind, head, span_block(args.span, index)) += value;
     }
   }

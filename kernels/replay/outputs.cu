@@ -387,12 +387,8 @@ __global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
     if (head < group) {
       of = args.samples.errors[sample * kMostReplayGroup + head];
       const int block = span_block(args.span, index);
-      if (of.y > 0) {
-        figure_sum(args, figure, ReplaySum::error, head, block) += sqrt(of.x / of.y);
-        figure_sum(args, figure, ReplaySum::errors, head, block) += 1;
-      } else {
-        ++args.figures.zero_outputs[std::int64_t{figure} * 4 * args.shape.quads() + head];
-      }
+      if (of.y > 0) figure_sum(args, figure, Sum::error, head, block) += sqrt(of.x / of.y);
+      figure_sum(args, figure, of.y > 0 ? Sum::errors : Sum::zeros, head, block) += 1;
     }
     double error = 0, size = 0;
     for (int h = 0; h < group; ++h) {

@@ -21,7 +21,7 @@ cudaError_t plan_walk(const ReplayArgs& args, Plan& plan) {
   if (shape.group < 1 || shape.group > kMostReplayGroup || shape.head_size < 8 ||
       shape.head_size > kMostReplayHeadSize || shape.head_size % 8 != 0 || shape.rotated % 4 != 0 ||
       args.rows.count < 1 || args.rows.count > kMostReplayQueries ||
-      args.span.blocks > kReplaySpanBlocks || args.layer_heads > kMostLayerHeads ||
+      args.span.blocks > static_cast<int>(kSpanBlocks) || args.layer_heads > kMostLayerHeads ||
       (args.layer_heads && args.units_of_config() % args.layer_heads != 0) ||
       args.member_count < 1 || shape.units < 1 || shape.units > 65535 ||
       (args.squeezed && shape.tokens > kMostOldDistance))

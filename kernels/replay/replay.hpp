@@ -10,11 +10,11 @@
 #include <cuda_runtime.h>
 
 #include "kernels/evict/eviction.hpp"
+#include "sim/metrics/sums.hpp"
 
 namespace kvlab::kernels {
 
 inline constexpr int kMostReplayQueries = 64;    ///< of a block
-inline constexpr int kReplaySpanBlocks = 16;     ///< that figures are summed over, at most
 inline constexpr int kMostReplayGroup = 8;       ///< query heads of a KV head
 inline constexpr int kMostReplayHeadSize = 256;  ///< a multiple of 4
 inline constexpr int kReplayAhead = 8;       ///< queries that a cache's own logits are computed for
@@ -216,17 +216,12 @@ struct ReplaySamples {
   int tiles;                 ///< of them
 };
 
-/// What is summed for each query head and block of the span.
-enum class ReplaySum { recall, nll, missed, wanted, error, errors };
-inline constexpr int kReplaySums = 6;
-
 struct ReplayFigures {
-  double* sums;     // [unit, configuration, ReplaySum, head (of quads), 16]; null: no figures
+  double* sums;     // [unit, configuration, SumsShape]; null: no figures
+  float* recalls;   // [unit, configuration, head, query of the span]
   double* errors;   // [unit, configuration, sample, 2]: squared, group summed: error, output
   float* residual;  // [unit, configuration, sample, kReplayResiduals]; or null
   float* changes;   // [unit, configuration, query of the span, draw]: of log-likelihood; or null
-  std::uint32_t* zero_outputs;  // [unit, configuration, head (of quads)]
-  double2* named;  // [unit, configuration, named span, head (of quads), 16]: kept, all; or null
   std::uint32_t* kept;  // [unit, configuration, token, words]: bits, zero before; or null
   int configs, samples, words;
 };

@@ -108,7 +108,7 @@ class ReplayWalk {
     if (attends) total(totals, query, !kSqueezed && measures ? i : -1);
     float folded = fold(totals);
     if (measures) measure(i, query, folded);
-    if (measures && args.figures.named) add_named_sums<kQuads>(at_, cache_.live_words(), i);
+    if (measures && args.span.named_count) add_named_sums<kQuads>(at_, cache_.live_words(), i);
     if (!attends) return;
     const bool lost = is_lost(folded, at_);
     if (lost) {

@@ -383,9 +383,10 @@ __global__ void figures_kernel(const __grid_constant__ ReplayArgs args) {
       args.windows + (unit * args.member_count + blockIdx.x) * args.rows.block * heads;
   for (int i = 0; i < args.rows.count; ++i) {
     const int index = args.span.index[args.rows.first + i];
-    if (index >= 0)
-      figure_sum(args, figure, static_cast<ReplaySum>(kind), head, span_block(args.span, index)) +=
-          double{component(from[i * heads + head], kind)};
+    if (index < 0) continue;
+    const float value = component(from[i * heads + head], kind);
+    figure_sum(args, figure, static_cast<Sum>(kind), head, span_block(args.span, index)) += value;
+    if (kind == 0) figure_recall(args, figure, index, head) = value;
   }
 }
 

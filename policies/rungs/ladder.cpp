@@ -54,8 +54,8 @@ void check(const Ladder& ladder, std::string_view text) {
 std::vector<const KvForm*> way_down(std::span<const RungSlots> ladder, int from, int to) {
   std::vector<const KvForm*> forms;
   const KvForm* above = from < 0 ? &kKvForms[0] : ladder[static_cast<std::size_t>(from)].form;
-  for (const RungSlots& rung : ladder.first(static_cast<std::size_t>(to) + 1)
-                                   .subspan(static_cast<std::size_t>(from + 1))) {
+  for (const RungSlots& rung :
+       ladder.first(static_cast<std::size_t>(to) + 1).subspan(static_cast<std::size_t>(from + 1))) {
     if (*rung.form != *above) forms.push_back(rung.form);
     above = rung.form;
   }

@@ -12,7 +12,6 @@ namespace kvlab {
 
 using cuda::check;
 using cuda::DeviceBuffer;
-using kernels::ReplaySum;
 using kernels::Type;
 
 constexpr std::uint32_t kAlignment = 16;  // of what is multiplied, bytes
@@ -166,22 +165,27 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   const auto fetch = [](auto part) {
     return cuda::download(std::span<const typename decltype(part)::element_type>(part));
   };
-  const Figures figures{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.zero_outputs),
-                        fetch(parts_.named), fetch(parts_.progress)};
+  const Figures figures{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.progress)};
   std::vector<std::vector<HeadOutcome>> all(units_.size());
   parallel_for(units_.size(), plan_.threads, [&](std::size_t unit) {
+    std::vector<HeadOutcome>& own = all[unit];
     for (std::size_t c = 0; c < sizes_.configs; ++c)
-      all[unit].push_back(outcome(unit * sizes_.configs + c, figures));
+      own.push_back(outcome(unit * sizes_.configs + c, figures));
     // The largest parts by far: unit by unit they are copied, and their memory filled, by all
     // threads.
-    const auto share = [&](std::span<const float> part, std::vector<float> HeadStats::*to) {
-      const std::size_t of_unit = part.size() / units_.size(), own = of_unit / sizes_.configs;
+    const auto share = [&](std::span<const float> part, auto put) {
+      const std::size_t of_unit = part.size() / units_.size(), size = of_unit / sizes_.configs;
       const auto fetched = fetch(part.subspan(unit * of_unit, of_unit));
       for (std::size_t c = 0; c < sizes_.configs; ++c)
-        std::copy_n(fetched.data() + c * own, own, (all[unit][c].stats.*to).data());
+        put(own[c].stats, std::span(fetched).subspan(c * size, size));
     };
-    share(parts_.residual, &HeadStats::residual);
-    share(parts_.changes, &HeadStats::changes);
+    const auto copy_to = [](std::vector<float> HeadStats::*part) {
+      return [part](HeadStats& to, auto from) { (to.*part).assign(from.begin(), from.end()); };
+    };
+    share(parts_.residual, copy_to(&HeadStats::residual));
+    share(parts_.changes, copy_to(&HeadStats::changes));
+    share(parts_.recalls,
+          [&](HeadStats& to, auto from) { to.take_recalls(plan_.span, from.data()); });
   });
   return all;
 }
@@ -195,44 +199,15 @@ LiveCounts Batch::counts_of(std::size_t figure, const kernels::ReplayProgress& w
 }
 
 HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
-  const auto& [sums, errors, zeros, named, progress] = figures;
-  const std::size_t heads = 4 * sizes_.quads;
-  const auto sum = [&, &sums = sums](ReplaySum kind, std::size_t head, std::uint32_t block) {
-    return sums[((figure * kernels::kReplaySums + static_cast<std::size_t>(kind)) * heads + head) *
-                    kernels::kReplaySpanBlocks +
-                block];
-  };
-  HeadOutcome outcome;
+  const LiveCounts counts = counts_of(figure, figures.progress[figure]);
+  HeadOutcome outcome{{}, counts.evictions, counts.most, counts.end};
   HeadStats& stats = outcome.stats;
   stats.resize(plan_.span, static_cast<std::uint32_t>(sizes_.group), sizes_.columns);
-  for (std::uint32_t i = 0; i < plan_.span.size(); ++i)
-    stats.heads[0].recall.below[plan_.span.block_of(i)] += 1;
-  const std::vector<double> queries = stats.heads[0].recall.below;
-  for (std::size_t head = 0; head < sizes_.group; ++head) {
-    HeadStats::PerQueryHead& own = stats.heads[head];
-    own.recall.below = own.nll.below = queries;
-    for (std::uint32_t block = 0; block < plan_.span.blocks(); ++block) {
-      own.recall.above[block] = sum(ReplaySum::recall, head, block);
-      own.nll.above[block] = sum(ReplaySum::nll, head, block);
-      own.miss.add(block, sum(ReplaySum::missed, head, block), sum(ReplaySum::wanted, head, block));
-      own.error.add(block, sum(ReplaySum::error, head, block), sum(ReplaySum::errors, head, block));
-      for (std::size_t s = 0; s < sizes_.named; ++s) {
-        const double2& of =
-            named[((figure * sizes_.named + s) * heads + head) * kernels::kReplaySpanBlocks +
-                  block];
-        own.spans[s].add(block, of.x, of.y);
-      }
-    }
-    own.zero_outputs = zeros[figure * heads + head];
-  }
-  for (std::size_t sample = 0; sample < sizes_.samples; ++sample) {
-    stats.error2[sample] = errors[2 * (figure * sizes_.samples + sample)];
-    stats.output2[sample] = errors[2 * (figure * sizes_.samples + sample) + 1];
-  }
-  const LiveCounts counts = counts_of(figure, progress[figure]);
-  outcome.evictions = counts.evictions;
-  outcome.live_max = counts.most;
-  outcome.live_end = counts.end;
+  // But for what is counted by the span, which is 0 on the device.
+  for (std::size_t i = 0; i < stats.sums.size(); ++i)
+    stats.sums[i] += figures.sums[figure * stats.sums.size() + i];
+  std::copy_n(figures.errors.data() + figure * stats.errors.size(), stats.errors.size(),
+              stats.errors.data());
   return outcome;
 }
 

@@ -51,8 +51,6 @@ class Batch {
   /// Of all units and configurations, on the host.
   struct Figures {
     std::vector<double> sums, errors;
-    std::vector<std::uint32_t> zeros;
-    std::vector<double2> named;
     std::vector<kernels::ReplayProgress> progress;
   };
   LiveCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;

@@ -81,7 +81,7 @@ void lay_out_caches(Arena& arena, const UnitSizes& s, std::size_t units, ReplayA
 void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchParts& parts,
                      ReplayArgs& args) {
   const std::size_t caches = units * s.configs, sampled = caches * s.block_samples,
-                    kept = caches * s.block_kept(), heads = caches * 4 * s.quads;
+                    kept = caches * s.block_kept();
   parts.progress = take_span<kernels::ReplayProgress>(arena, caches);
   args.caches.progress = parts.progress.data();
   kernels::ReplaySamples& samples = args.samples;
@@ -109,20 +109,17 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
     parts.changes = take_span<float>(arena, caches * s.queries * s.columns.draws);
   }
 
-  parts.sums = take_span<double>(arena, heads * kernels::kReplaySums * kernels::kReplaySpanBlocks);
+  parts.sums = take_span<double>(arena, caches * SumsShape{s.quads, s.named}.size());
+  parts.recalls = take_span<float>(arena, caches * s.queries * s.group);
   parts.errors = take_span<double>(arena, caches * s.samples * 2);
-  parts.zero_outputs = take_span<std::uint32_t>(arena, heads);
-  if (s.named)
-    parts.named = take_span<double2>(arena, s.named * heads * kernels::kReplaySpanBlocks);
   kernels::ReplayFigures& figures = args.figures;
   figures.configs = static_cast<int>(s.configs);
   figures.samples = static_cast<int>(s.samples);
   figures.sums = parts.sums.data();
   figures.errors = parts.errors.data();
-  figures.zero_outputs = parts.zero_outputs.data();
+  figures.recalls = parts.recalls.data();
   figures.residual = parts.residual.data();
   figures.changes = parts.changes.data();
-  figures.named = parts.named.data();
 }
 
 }  // namespace

@@ -48,9 +48,7 @@ struct BatchParts {
   // Zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;
-  std::span<double2> named;
-  std::span<std::uint32_t> zero_outputs;
-  std::span<float> residual, changes;  // set by the replay
+  std::span<float> recalls, residual, changes;  // set by the replay
 };
 
 /// Lays out `units` units: to `parts`, and to what the kernels read and write.

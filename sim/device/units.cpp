@@ -114,8 +114,6 @@ void Units::clear() {
   zero(parts_.progress);
   zero(parts_.sums);
   zero(parts_.errors);
-  zero(parts_.zero_outputs);
-  zero(parts_.named);
 }
 
 /// The arguments of the members' walk.

@@ -9,25 +9,6 @@ namespace {
 constexpr std::uint32_t kColumns = ResidualOracle::kColumns;
 constexpr float kLeastSum = 1e-20f;  // of probabilities that are left
 
-const ResidualOracle& oracle_of(const void* params) {
-  return **static_cast<const ResidualOracle* const*>(params);
-}
-
-RankType rank_by_change(const void*, Tokens tokens, std::size_t count, const void* params,
-                        const Step& step, std::uint64_t* ranks) {
-  oracle_of(params).rank(tokens.positions, count, step, ranks);
-  return RankType::whole;
-}
-
-std::size_t least_change(const void*, Tokens tokens, std::size_t begin, std::size_t end,
-                         const void* params, const Step& step) {
-  std::vector<std::uint64_t> ranks(end);
-  oracle_of(params).rank(tokens.positions, end, step, ranks.data());
-  return static_cast<std::size_t>(
-      std::min_element(ranks.begin() + static_cast<std::ptrdiff_t>(begin), ranks.end()) -
-      ranks.begin());
-}
-
 }  // namespace
 
 /// What a query head still gets: Σ p and Σ p · W_o v over those who have not left.
@@ -76,7 +57,7 @@ ResidualOracle::ResidualOracle(const HeadView& view, SharedRows& rows,
 }
 
 void ResidualOracle::rank(const std::uint32_t* positions, std::size_t count, const Step& step,
-                          std::uint64_t* ranks) const {
+                          std::uint64_t* ranks) {
   const std::uint32_t last = std::min(step.now + kAhead, tokens_);
   std::vector<Sums> sums;  // [query from now on, group]
   for (std::uint32_t query = step.now; query < last; ++query)
@@ -129,21 +110,6 @@ double ResidualOracle::change_without(std::uint32_t token, const std::vector<Sum
     change += static_cast<double>(squares / norm2_[query]);
   }
   return change;
-}
-
-PolicyOps residual_oracle_ops() {
-  PolicyOps ops = future_mass_ops();
-  ops.info.name = "oracle_residual";
-  ops.params_bytes = sizeof(const ResidualOracle*);
-  ops.rank = rank_by_change;
-  ops.first_least = least_change;
-  return ops;
-}
-
-std::vector<std::byte> residual_oracle_params(const ResidualOracle& oracle) {
-  const ResidualOracle* const from = &oracle;
-  const auto bytes = std::as_bytes(std::span(&from, 1));
-  return {bytes.begin(), bytes.end()};
 }
 
 }  // namespace kvlab

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "sim/oracles/future_mass.hpp"
+#include "sim/oracles/oracle.hpp"
 
 namespace kvlab {
 
@@ -14,7 +14,7 @@ namespace kvlab {
 /// queries, relative to the stream, if nobody else left. It assumes what a policy cannot know:
 /// those queries; and it looks at nothing beyond them, nor at other heads. Original positions; no
 /// guards. Memory: [token, group, token] floats, the half of it that is causal.
-class ResidualOracle {
+class ResidualOracle final : public Oracle {
  public:
   static constexpr std::uint32_t kAhead = 32;    ///< queries
   static constexpr std::uint32_t kColumns = 16;  ///< directions of the residual stream
@@ -23,10 +23,8 @@ class ResidualOracle {
   ResidualOracle(const HeadView& view, SharedRows& rows, const std::vector<float>& sketch,
                  std::vector<float> norm2);
 
-  /// The order of leaving before `step.now` is admitted: who leaves has a rank below all others.
-  /// positions and ranks [count], by age.
   void rank(const std::uint32_t* positions, std::size_t count, const Step& step,
-            std::uint64_t* ranks) const;
+            std::uint64_t* ranks) override;
 
  private:
   struct Sums;
@@ -52,9 +50,5 @@ class ResidualOracle {
   std::vector<float> full_;       // [query, kColumns]: what all tokens come to
   std::vector<float> norm2_;      // [query]
 };
-
-/// The hooks of a live set that evicts by an oracle, which has to outlive it.
-PolicyOps residual_oracle_ops();
-std::vector<std::byte> residual_oracle_params(const ResidualOracle& oracle);
 
 }  // namespace kvlab

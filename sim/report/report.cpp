@@ -54,6 +54,7 @@ constexpr const char* kOpenLoop =
     "layers and tokens is not in these figures. <code>kvlab eval</code> closes the loop.";
 constexpr const char* kMeanings =
     "<dt>recall</dt><dd>mean over queries of the full cache’s attention on the tokens kept</dd>\n"
+    "<dt>recall, 10th percentile</dt><dd>a tenth of a head’s queries keep no more</dd>\n"
     "<dt>−ln recall</dt><dd>mean of −ln of the same: the divergence of the kept attention from the "
     "full</dd>\n"
     "<dt>miss rate</dt><dd>requested tokens that were gone, over all requested tokens</dd>\n"

@@ -12,10 +12,12 @@ void add_layer_error(LayerOutcome& layer, const QuerySpan& span, std::size_t c,
                      std::uint32_t sample) {
   double error = 0, output = 0;
   for (const auto& head : layer.heads) {
-    error += head[c].stats.error2[sample];
-    output += head[c].stats.output2[sample];
+    error += head[c].stats.errors[2 * sample];
+    output += head[c].stats.errors[2 * sample + 1];
   }
-  if (output > 0) layer.error[c].add(span.block_of_sample(sample), std::sqrt(error / output), 1);
+  if (output > 0)
+    layer.errors[LayerError::outputs].layer[c].add(span.block_of_sample(sample),
+                                                   std::sqrt(error / output), 1);
 }
 
 /// Whether each head has `what`: a reference that has no outputs has none.
@@ -27,8 +29,9 @@ bool has_all(const LayerOutcome& layer, std::size_t c, std::vector<float> HeadSt
 /// The squared sums over the heads of what `of` gives of each, `count` numbers, and those of each
 /// head, divided by `by`; by number too where `to` has columns.
 template <class Of>
-void add_squares(SquaredErrors& to, LayerOutcome& layer, std::size_t c, std::uint32_t block,
+void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std::uint32_t block,
                  std::uint32_t count, double by, Of of) {
+  LayerRatios& to = layer.errors[error];
   std::vector<double> sum(count);
   const auto add = [&](BlockedRatio& ratio, const auto* numbers) {
     double squares = 0;
@@ -52,21 +55,13 @@ void add_changes(LayerOutcome& layer, const QuerySpan& span, std::size_t c, std:
   std::vector<float>& changes = layer.changes[c];
   changes.resize(std::size_t{span.size()} * draws);
   for (std::uint32_t i = 0; i < span.size(); ++i)
-    add_squares(layer.kl, layer, c, span.block_of(i), draws, 2.0 * draws, [&](HeadStats& stats) {
-      const float* const own = stats.changes_of(i, draws);
-      for (std::uint32_t draw = 0; draw < draws; ++draw)
-        changes[std::size_t{i} * draws + draw] += own[draw];
-      return own;
-    });
-}
-
-void resize(SquaredErrors& errors, const QuerySpan& span, std::size_t heads, std::size_t configs,
-            std::uint32_t columns = 0) {
-  BlockedRatio none;
-  none.resize(span.blocks());
-  none.columns.resize(columns);
-  errors.layer.assign(configs, none);
-  errors.heads.assign(heads, errors.layer);
+    add_squares(LayerError::kl, layer, c, span.block_of(i), draws, 2.0 * draws,
+                [&](HeadStats& stats) {
+                  const float* const own = stats.changes_of(i, draws);
+                  for (std::uint32_t draw = 0; draw < draws; ++draw)
+                    changes[std::size_t{i} * draws + draw] += own[draw];
+                  return own;
+                });
 }
 
 }  // namespace
@@ -74,25 +69,26 @@ void resize(SquaredErrors& errors, const QuerySpan& span, std::size_t heads, std
 void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
                   const LayerFacts& facts, unsigned threads) {
   const ProjectionColumns& columns = facts.columns;
-  layer.error.resize(configs);
   layer.changes.resize(configs);
-  resize(layer.residual, span, layer.heads.size(), configs, columns.residual);
-  resize(layer.kl, span, layer.heads.size(), configs);
+  for (LayerRatios& ratios : layer.errors) {
+    BlockedRatio none{.blocks = span.blocks()};
+    if (&ratios == &layer.errors[LayerError::residual]) none.columns.resize(columns.residual);
+    ratios.layer.assign(configs, none);
+    ratios.heads.assign(layer.heads.size(), ratios.layer);
+  }
   parallel_for(configs, threads, [&](std::size_t c) {
-    layer.error[c].resize(span.blocks());
     const bool residual = columns.residual && has_all(layer, c, &HeadStats::residual);
     for (std::uint32_t sample = 0; sample < span.samples(); ++sample) {
       add_layer_error(layer, span, c, sample);
       if (residual && facts.norm2[sample] > 0)
-        add_squares(layer.residual, layer, c, span.block_of_sample(sample), columns.residual,
+        add_squares(LayerError::residual, layer, c, span.block_of_sample(sample), columns.residual,
                     facts.norm2[sample],
                     [&](HeadStats& stats) { return stats.residual_of(sample); });
     }
     if (columns.draws && has_all(layer, c, &HeadStats::changes))
       add_changes(layer, span, c, columns.draws);
     for (auto& head : layer.heads) {
-      head[c].stats.error2 = {};
-      head[c].stats.output2 = {};
+      head[c].stats.errors = {};
       head[c].stats.residual = {};
       head[c].stats.changes = {};
     }
@@ -110,7 +106,7 @@ void JointChanges::add(LayerOutcome& layer) {
 std::vector<BlockedRatio> JointChanges::squares(const QuerySpan& span, std::uint32_t draws) const {
   std::vector<BlockedRatio> ratios(sums_.size());
   for (std::size_t c = 0; c < sums_.size(); ++c) {
-    ratios[c].resize(span.blocks());
+    ratios[c].blocks = span.blocks();
     for (std::size_t first = 0; first < sums_[c].size(); first += draws) {
       double squares = 0;
       for (std::size_t i = first; i < first + draws; ++i)

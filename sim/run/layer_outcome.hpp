@@ -2,8 +2,8 @@
 // or a square is taken.
 #pragma once
 
+#include <array>
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "sim/error_projection.hpp"
@@ -11,9 +11,15 @@
 
 namespace kvlab {
 
-/// Squares of what errors become further on, summed over a layer's heads before they are squared,
-/// and of each KV head by itself. Without weight where they are not known.
-struct SquaredErrors {
+/// Errors of a layer: of the heads' outputs side by side; their squares behind W_o, by the residual
+/// stream's norm; halves of squared changes of log-likelihood.
+struct LayerError {
+  enum Kind : std::size_t { outputs, residual, kl, count };
+};
+
+/// One such error of all heads together and, but for outputs, of each KV head by itself. Without
+/// weight where it is not known.
+struct LayerRatios {
   std::vector<BlockedRatio> layer;               // [configuration]
   std::vector<std::vector<BlockedRatio>> heads;  // [kv_head][configuration]
 };
@@ -21,9 +27,7 @@ struct SquaredErrors {
 /// One layer's outcomes, and its errors over all heads.
 struct LayerOutcome {
   std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
-  std::vector<BlockedRatio> error;              // [configuration]: of concatenated heads
-  SquaredErrors residual;                       // behind W_o, by the residual stream's norm
-  SquaredErrors kl;                             // halves of squared changes of log-likelihood
+  std::array<LayerRatios, LayerError::count> errors;
   /// [configuration][query of the span, draw]: changes of log-likelihood, heads summed; or empty.
   std::vector<std::vector<float>> changes;
 };

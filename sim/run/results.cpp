@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -25,25 +24,10 @@ constexpr std::string_view kHeader =
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 
-constexpr std::array kMetrics{
-    MetricInfo{"recall", "recall", true, true},
-    MetricInfo{"nll_recall", "−ln recall", false, true},
-    MetricInfo{"miss_rate", "miss rate", false, true},
-    MetricInfo{"output_error", "output error", false, true},
-    MetricInfo{"layer_error", "layer error", false, true},
-    MetricInfo{"residual_error", "residual error", false, true},
-    MetricInfo{"kl_estimate", "estimate of KL", false, true},
-    MetricInfo{"kl_estimate_joint", "estimate of KL, layers together", false, true},
-    MetricInfo{"regret_mass", "−ln recall beyond oracle_mass", false, false},
-    MetricInfo{"regret_residual", "residual error beyond oracle_residual", false, false},
-    MetricInfo{"evictions", "evictions", false, false},
-    MetricInfo{"live_max", "most live tokens", false, false},
-    MetricInfo{"kv_bytes", "bytes of keys and values, at the end", false, false},
-    MetricInfo{"kv_bytes_mean", "bytes of keys and values, mean", false, false},
-    MetricInfo{"kv_bytes_peak", "bytes of keys and values, most", false, false},
-    MetricInfo{"budget_bytes", "bytes that the budget would take", false, false},
-    MetricInfo{"state_bytes", "bytes of policy state", false, false},
-    MetricInfo{"zero_outputs", "outputs of zero, skipped", false, false},
+constexpr bool higher = true, lower = false;  // as metrics.def says
+constexpr MetricInfo kMetrics[] = {
+#define METRIC(name, label, better, decides, reduced) {#name, label, better, decides},
+#include "sim/metrics/metrics.def"
 };
 
 std::string scope_text(std::int32_t index) { return index < 0 ? "all" : fmt::format("{}", index); }
@@ -206,11 +190,21 @@ void refuse_duplicates(const std::vector<ResultRow>& rows, const std::vector<std
 std::span<const MetricInfo> all_metrics() { return kMetrics; }
 
 const MetricInfo* find_metric(std::string_view name) {
-  static constexpr MetricInfo kOfSpan{"span_recall", "recall of a span", true, false};
-  if (name.starts_with(kSpanRecall) && name.size() > kSpanRecall.size()) return &kOfSpan;
-  const auto found = std::find_if(kMetrics.begin(), kMetrics.end(),
-                                  [&](const MetricInfo& metric) { return metric.name == name; });
-  return found == kMetrics.end() ? nullptr : &*found;
+  const std::string_view all_spans = kSpanRecall.substr(0, kSpanRecall.size() - 1);
+  if (name == all_spans || name == kSpanRecall) return nullptr;
+  if (name.starts_with(kSpanRecall)) name = all_spans;
+  const auto found = std::ranges::find(kMetrics, name, &MetricInfo::name);
+  return found == std::end(kMetrics) ? nullptr : &*found;
+}
+
+const MetricInfo& deciding_metric(std::string_view name) {
+  std::vector<std::string_view> known;
+  for (const MetricInfo& metric : kMetrics)
+    if (metric.ranks) known.push_back(metric.name);
+  if (std::ranges::find(known, name) == known.end())
+    throw std::invalid_argument(
+        fmt::format("--metric: '{}' should be one of {}", name, fmt::join(known, ", ")));
+  return *find_metric(name);
 }
 
 std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> grid,

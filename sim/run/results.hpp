@@ -20,10 +20,12 @@ struct MetricInfo {
   bool ranks;  ///< false: a bookkeeping figure (bytes, evictions); deploy does not rank by it
 };
 
-/// Every metric that a results file may hold, but for `span_recall:NAME` of each named span.
+/// Every metric that a results file may hold; `span_recall` stands for `span_recall:NAME`.
 std::span<const MetricInfo> all_metrics();
 /// Null if there is none of that name. All of `span_recall:NAME` have one description.
 const MetricInfo* find_metric(std::string_view name);
+/// One that may decide. Throws std::invalid_argument, about --metric.
+const MetricInfo& deciding_metric(std::string_view name);
 
 /// One row. `layer` and `head` are -1 where the file says `all`.
 struct ResultRow {

@@ -1,13 +1,10 @@
 #include "sim/run/tabulate.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <functional>
 #include <limits>
 #include <map>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "sim/live_counts.hpp"
 
@@ -16,218 +13,213 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-/// Turns outcomes into rows.
+using Ratios = std::vector<BlockedRatio>;
+
+/// Turns outcomes into rows, part of the model by part: a KV head, a layer, or all.
 class Tabulator {
  public:
-  Tabulator(const ModelShape& shape, const QuerySpan& span, const ResolvedConfig& config,
-            std::size_t c, std::vector<Measurement>& rows)
-      : shape_(shape), span_(span), config_(config), c_(c), rows_(rows) {}
+  explicit Tabulator(const ReplayOutcome& of)
+      : of_(of), span_(of.span), sums_(of.span.sums(of.shape.group())) {}
 
-  using Outcomes = std::vector<const HeadOutcome*>;
-  using Ratios = std::vector<const BlockedRatio*>;
-
-  /// One configuration's outcomes on a part of the model: a KV head, a layer, or all.
-  struct ModelPart {
-    Outcomes outcomes;
-    Ratios layer, residual, kl;     ///< of one layer, or of each
-    Ratios joint;                   ///< one, of all layers; or none
-    std::vector<ReplayUnit> units;  ///< [outcome]
-
-    /// Of a layer; of KV head `head` alone where that is not negative.
-    void add(const LayerOutcome& of, std::uint32_t index, std::int32_t head, std::size_t c) {
-      const auto squares = [&](const SquaredErrors& errors) {
-        return head < 0 ? &errors.layer[c] : &errors.heads[static_cast<std::size_t>(head)][c];
-      };
-      if (head < 0) layer.push_back(&of.error[c]);
-      residual.push_back(squares(of.residual));
-      kl.push_back(squares(of.kl));
-      for (std::size_t h = 0; h < of.heads.size(); ++h)
-        if (head < 0 || h == static_cast<std::size_t>(head)) {
-          outcomes.push_back(&of.heads[h][c]);
-          units.push_back({index, static_cast<std::uint32_t>(h)});
-        }
+  std::vector<Measurement> rows() {
+    const std::size_t layers = of_.layers.size();
+    for (c_ = 0; c_ < of_.configs.size(); ++c_) {
+      by_mass_ = oracle_beside(kOracleMass);
+      by_residual_ = oracle_beside(kOracleResidual);
+      known_counts_.clear();
+      for (std::size_t l = 0; l < layers; ++l) {
+        layer_ = static_cast<std::int32_t>(of_.layer_indices[l]);
+        for (std::size_t h = 0; h < of_.layers[l].heads.size(); ++h)
+          add_rows(l, l + 1, static_cast<std::int32_t>(h));
+        add_rows(l, l + 1, -1);
+      }
+      layer_ = -1;
+      add_rows(0, layers, -1);
     }
-    template <class Ratio>
-    Ratios ratios(Ratio ratio) const {
-      Ratios all;
-      for (const HeadOutcome* outcome : outcomes)
-        for (const HeadStats::PerQueryHead& head : outcome->stats.heads)
-          all.push_back(&std::invoke(ratio, head));
-      return all;
-    }
-  };
-  void add_rows(std::int32_t layer, std::int32_t head, const ModelPart& part,
-                const ModelPart* oracle, const ModelPart* residual_oracle) {
-    layer_ = layer;
-    head_ = head;
-    using PerQueryHead = HeadStats::PerQueryHead;
-    add_mean("recall", part.ratios(&PerQueryHead::recall), span_.size());
-    add_mean("nll_recall", part.ratios(&PerQueryHead::nll), span_.size());
-    if (oracle) add_regret(part, *oracle);
-    add_mean("miss_rate", part.ratios(&PerQueryHead::miss), span_.size());
-    if (config_.policy.name == kOracleTopk) return;  // picks from everything, and holds nothing
-    add_held(part);
-    add_mean("output_error", part.ratios(&PerQueryHead::error), {});
-    const std::uint32_t heads = head < 0 ? shape_.query_heads : shape_.group();
-    const auto layers = static_cast<std::uint32_t>(part.residual.size());
-    add_layers("layer_error", mean_of(part.layer), 1, heads);
-    add_layers("residual_error", mean_of(part.residual), layers, heads);
-    if (residual_oracle)
-      add_layers("regret_residual", difference_of(part.residual, residual_oracle->residual), layers,
-                 heads);
-    add_layers("kl_estimate", mean_of(part.kl), layers, heads);
-    add_layers("kl_estimate_joint", mean_of(part.joint), 1, heads * layers);
-    for (std::size_t s = 0; s < span_.named().size(); ++s)
-      add_mean(
-          std::string(kSpanRecall) + span_.named()[s].name,
-          part.ratios([s](const PerQueryHead& of) -> const BlockedRatio& { return of.spans[s]; }),
-          span_.queries_after(span_.named()[s]));
-    add_totals(part.outcomes);
+    return std::move(rows_);
   }
 
  private:
-  void add(std::string metric, double value, double standard_error, std::uint64_t count) {
-    rows_.push_back({c_, layer_, head_, std::move(metric), value, standard_error, count});
+  const ResolvedConfig& config() const { return of_.configs[c_]; }
+
+  /// An oracle beside the configuration: at the same budget and prefill.
+  std::optional<std::size_t> oracle_beside(std::string_view name) const {
+    if (is_reference(config().policy.name) || !config().evicts()) return std::nullopt;
+    const auto found = std::ranges::find_if(of_.configs, [&](const ResolvedConfig& other) {
+      return other.policy.name == name && other.budget.text() == config().budget.text() &&
+             other.prefill.chunk == config().prefill.chunk;
+    });
+    if (found == of_.configs.end()) return std::nullopt;
+    return static_cast<std::size_t>(found - of_.configs.begin());
   }
-  /// `factor` times an estimate.
-  void add(std::string metric, const Estimate& estimate, double factor, std::uint64_t count) {
-    add(std::move(metric), factor * estimate.value, factor * estimate.standard_error, count);
+
+  /// Of layers [first, last); of KV head `head` alone where that is not negative.
+  void add_rows(std::size_t first, std::size_t last, std::int32_t head) {
+    first_ = first, last_ = last, head_ = head;
+    count();
+#define METRIC(name, label, better, decides, reduced) \
+  metric_ = #name;                                    \
+  reduced;
+#include "sim/metrics/metrics.def"
+  }
+
+  /// Calls each(outcome, layer of the replay, KV head) for a configuration's outcomes.
+  template <class Each>
+  void for_heads(std::size_t c, Each each) const {
+    for (std::size_t l = first_; l < last_; ++l)
+      for (std::size_t h = 0; h < of_.layers[l].heads.size(); ++h)
+        if (head_ < 0 || h == static_cast<std::size_t>(head_))
+          each(of_.layers[l].heads[h][c], of_.layer_indices[l], static_cast<std::uint32_t>(h));
+  }
+  std::span<const double> blocks(const HeadOutcome& of, Sum sum, std::size_t head) const {
+    return std::span(of.stats.sums).subspan(sums_.at(sum, head, 0), kSpanBlocks);
+  }
+  /// By query head.
+  Ratios ratios(std::size_t c, Sum above, Sum below) const {
+    Ratios all;
+    for_heads(c, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
+      for (std::size_t head = 0; head < of_.shape.group(); ++head) {
+        BlockedRatio& own = all.emplace_back(span_.blocks());
+        std::ranges::copy(blocks(of, above, head), own.above.begin());
+        std::ranges::copy(blocks(of, below, head), own.below.begin());
+      }
+    });
+    return all;
+  }
+  Ratios ratios(std::size_t c, LayerError::Kind error) const {
+    Ratios all;
+    for (std::size_t l = first_; l < last_; ++l) {
+      const LayerRatios& of = of_.layers[l].errors[error];
+      all.push_back(head_ < 0 ? of.layer[c] : of.heads[static_cast<std::size_t>(head_)][c]);
+    }
+    return all;
+  }
+
+  void add(double value, double standard_error, std::uint64_t count) {
+    rows_.push_back({c_, layer_, head_, metric_, value, standard_error, count});
+  }
+  /// `factor` times an estimate, if it has weight, which `count` is of.
+  void add(const Estimate& estimate, double factor, double count) {
+    if (!(estimate.weight > 0)) return;
+    add(factor * estimate.value, factor * estimate.standard_error,
+        static_cast<std::uint64_t>(count));
     if (layer_ >= 0) return;
     for (const double block : estimate.blocks) rows_.back().blocks.push_back(factor * block);
   }
 
-  /// Bytes of keys and values over decoded queries: what heads hold on average, and the sum of the
-  /// most that each holds, which has to be allocated; and what the budget would take.
-  void add_held(const ModelPart& part) {
-    double mean = 0, peak = 0, budgets = 0;
-    for (std::size_t i = 0; i < part.units.size(); ++i) {
-      const auto [layer, head] = part.units[i];
-      const std::uint32_t budget = config_.budget_of(layer, head);
-      const auto found = counts_.find(budget);
-      const LiveCounts& counts =
-          found != counts_.end()
-              ? found->second
-              : counts_.emplace(budget, live_counts(config_, budget)).first->second;
+  // What metrics.def names.
+
+  /// The plain mean over query heads; counted are `queries` of each, or, of errors, samples.
+  void mean(Sum above, Sum below, std::optional<std::uint32_t> queries = {}) {
+    const Ratios all = ratios(c_, above, below);
+    const auto filled =
+        std::ranges::count_if(all, [](const BlockedRatio& own) { return own.weight() > 0; });
+    const Estimate estimate = mean_of(all);
+    add(estimate, 1,
+        below == Sum::errors ? estimate.weight
+                             : static_cast<double>(filled) * queries.value_or(span_.size()));
+  }
+  void recall_quantile() {
+    std::vector<Quantile> all;
+    for_heads(c_, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
+      all.insert(all.end(), of.stats.quantiles.begin(), of.stats.quantiles.end());
+    });
+    const double count = static_cast<double>(all.size()) * span_.size();
+    add(mean_of(all, span_.blocks(), count), 1, count);
+  }
+  /// What is lost beyond `oracle_mass`.
+  void regret(Sum above, Sum below) {
+    if (!by_mass_) return;
+    Estimate regret = difference_of(ratios(c_, above, below), ratios(*by_mass_, above, below));
+    regret.blocks.clear();
+    add(regret, 1, regret.weight);
+  }
+  void of_named_spans() {
+    for (std::size_t s = 0; s < span_.named().size(); ++s) {
+      metric_ = std::string(kSpanRecall) + span_.named()[s].name;
+      mean(kept_of(s), all_of(s), span_.queries_after(span_.named()[s]));
+    }
+  }
+  /// Of one layer, or the sum or mean over them.
+  void add_layers(const Estimate& estimate, bool sum) {
+    const std::uint32_t heads = head_ < 0 ? of_.shape.query_heads : of_.shape.group();
+    add(estimate, sum ? static_cast<double>(last_ - first_) : 1, estimate.weight * heads);
+  }
+  void mean_of_layers(LayerError::Kind error) { add_layers(mean_of(ratios(c_, error)), false); }
+  void sum_of_layers(LayerError::Kind error) { add_layers(mean_of(ratios(c_, error)), true); }
+  void layers_regret(LayerError::Kind error) {
+    if (by_residual_)
+      add_layers(difference_of(ratios(c_, error), ratios(*by_residual_, error)), true);
+  }
+  void joint() {
+    const Estimate estimate = mean_of(of_.joint.subspan(c_, 1));
+    if (layer_ < 0)
+      add(estimate, 1, estimate.weight * of_.shape.query_heads * static_cast<double>(last_));
+  }
+  /// A sum or a maximum over KV heads. A reference that picks from everything holds nothing.
+  void total(double value) {
+    if (config().policy.name != kOracleTopk) add(value, kNaN, heads_);
+  }
+  void total_of_all(double value) {
+    if (layer_ < 0) total(value);
+  }
+  void total_if_any(double value) {
+    if (value > 0) total(value);
+  }
+
+  /// Sums what KV heads hold: tokens that are counted, and, over decoded queries, bytes: what heads
+  /// hold on average, and the most that each holds, which has to be allocated; and what the budget
+  /// would take.
+  void count() {
+    evictions_ = live_max_ = live_end_ = zeros_ = mean_held_ = peak_held_ = end_held_ = budget_ = 0;
+    heads_ = 0;
+    for_heads(c_, [&](const HeadOutcome& of, std::uint32_t layer, std::uint32_t head) {
+      ++heads_;
+      evictions_ += static_cast<double>(of.evictions);
+      live_max_ = std::max(live_max_, static_cast<double>(of.live_max));
+      live_end_ += static_cast<double>(of.live_end);
+      for (std::size_t h = 0; h < of_.shape.group(); ++h)
+        for (const double zeros : blocks(of, Sum::zeros, h)) zeros_ += zeros;
+      const std::uint32_t budget = config().budget_of(layer, head);
+      auto known = known_counts_.find(budget);
+      if (known == known_counts_.end())
+        known = known_counts_.emplace(budget, live_counts(config(), budget)).first;
+      const LiveCounts& counts = known->second;
       // Of the slots that a layer shares, this head's.
       const double share =
-          config_.shares_slots() ? static_cast<double>(part.outcomes[i]->live_end) - counts.end : 0;
-      mean += counts.held_mean + share;
-      peak += counts.held_peak + share;
-      budgets += counts.held_budget;
-    }
-    const auto bytes = static_cast<double>(kv_bytes_per_token(shape_.head_size));
-    add("kv_bytes_mean", mean * bytes, kNaN, part.units.size());
-    add("kv_bytes_peak", peak * bytes, kNaN, part.units.size());
-    if (layer_ < 0) add("budget_bytes", budgets * bytes, kNaN, part.units.size());
+          config().shares_slots() ? static_cast<double>(of.live_end) - counts.end : 0;
+      mean_held_ += counts.held_mean + share;
+      peak_held_ += counts.held_peak + share;
+      end_held_ += counts.held_end + share;
+      budget_ += counts.held_budget;
+    });
   }
-
-  /// `queries`: of each query head, to be counted; else what has weight is.
-  void add_mean(const std::string& metric, const Ratios& ratios,
-                std::optional<std::uint32_t> queries) {
-    const auto filled = static_cast<std::uint64_t>(std::ranges::count_if(
-        ratios, [](const BlockedRatio* ratio) { return ratio->weight() > 0; }));
-    if (filled == 0) return;
-    const Estimate estimate = mean_of(ratios);
-    add(metric, estimate, 1,
-        queries ? filled * *queries : static_cast<std::uint64_t>(estimate.weight));
+  double held_bytes() const { return static_cast<double>(kv_bytes_per_token(of_.shape.head_size)); }
+  /// In the trace's own type, or in codes.
+  double end_bytes() const {
+    const double own = 2.0 * of_.shape.head_size * static_cast<double>(bytes_of(of_.shape.dtype));
+    return config().policy.ladder.is_plain() ? live_end_ * own : end_held_ * held_bytes();
   }
+  double state_bytes() const { return static_cast<double>(state_bytes_per_token(config())); }
 
-  /// What is lost beyond `oracle_mass`.
-  void add_regret(const ModelPart& part, const ModelPart& oracle) {
-    const auto nll = [](const ModelPart& of) { return of.ratios(&HeadStats::PerQueryHead::nll); };
-    const Estimate regret = difference_of(nll(part), nll(oracle));
-    add("regret_mass", regret.value, regret.standard_error,
-        static_cast<std::uint64_t>(regret.weight));
-  }
-
-  /// `factor` times a mean over layers.
-  void add_layers(const char* metric, const Estimate& estimate, double factor,
-                  std::uint32_t heads) {
-    if (!(estimate.weight > 0)) return;
-    add(metric, estimate, factor, static_cast<std::uint64_t>(estimate.weight) * heads);
-  }
-
-  void add_totals(const Outcomes& outcomes) {
-    std::uint64_t evictions = 0, live_max = 0, live_end = 0, zeros = 0;
-    for (const HeadOutcome* outcome : outcomes) {
-      evictions += outcome->evictions;
-      live_max = std::max(live_max, outcome->live_max);
-      live_end += outcome->live_end;
-      for (const HeadStats::PerQueryHead& head : outcome->stats.heads) zeros += head.zero_outputs;
-    }
-    const std::uint64_t kv_bytes = live_end * 2 * shape_.head_size * bytes_of(shape_.dtype);
-    const auto total = [&](const char* metric, std::uint64_t value) {
-      add(metric, static_cast<double>(value), kNaN, outcomes.size());
-    };
-    total("evictions", evictions);
-    total("live_max", live_max);
-    total("kv_bytes", kv_bytes);
-    total("state_bytes", live_end * state_bytes_per_token(config_));
-    if (zeros) total("zero_outputs", zeros);
-  }
-
-  const ModelShape& shape_;
+  const ReplayOutcome& of_;
   const QuerySpan& span_;
-  const ResolvedConfig& config_;
-  std::map<std::uint32_t, LiveCounts> counts_;  // by budget
-  std::size_t c_;
-  std::vector<Measurement>& rows_;
-  std::int32_t layer_ = 0, head_ = 0;
+  SumsShape sums_;
+  std::vector<Measurement> rows_;
+  std::size_t c_ = 0, first_ = 0, last_ = 0;  // the configuration, and the layers of the part
+  std::int32_t layer_ = 0, head_ = 0;         // as in its rows
+  std::string metric_;
+  std::optional<std::size_t> by_mass_, by_residual_;  // oracles beside the configuration
+  std::map<std::uint32_t, LiveCounts> known_counts_;  // by budget
+  std::uint64_t heads_ = 0;
+  double evictions_ = 0, live_max_ = 0, live_end_ = 0, zeros_ = 0;  // count()
+  double mean_held_ = 0, peak_held_ = 0, end_held_ = 0, budget_ = 0;
 };
-
-/// An oracle beside a policy: at the same budget and prefill.
-std::optional<std::size_t> oracle_beside(std::span<const ResolvedConfig> configs, std::size_t c,
-                                         std::string_view name) {
-  if (is_reference(configs[c].policy.name) || !configs[c].evicts()) return std::nullopt;
-  for (std::size_t other = 0; other < configs.size(); ++other)
-    if (configs[other].policy.name == name &&
-        configs[other].budget.text() == configs[c].budget.text() &&
-        configs[other].prefill.chunk == configs[c].prefill.chunk)
-      return other;
-  return std::nullopt;
-}
 
 }  // namespace
 
-std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,
-                                  std::span<const ResolvedConfig> configs,
-                                  std::span<const std::uint32_t> layer_indices,
-                                  const std::vector<LayerOutcome>& layers,
-                                  std::span<const BlockedRatio> joint) {
-  using ModelPart = Tabulator::ModelPart;
-  std::vector<Measurement> rows;
-  for (std::size_t c = 0; c < configs.size(); ++c) {
-    Tabulator table(shape, span, configs[c], c, rows);
-    const auto by_mass = oracle_beside(configs, c, kOracleMass),
-               by_residual = oracle_beside(configs, c, kOracleResidual);
-    const auto of_layer = [&](std::size_t l, std::int32_t head, std::size_t config) {
-      ModelPart part;
-      part.add(layers[l], layer_indices[l], head, config);
-      return part;
-    };
-    const auto of_all = [&](std::size_t config) {
-      ModelPart part{.joint = {&joint[config]}};
-      for (std::size_t l = 0; l < layers.size(); ++l)
-        part.add(layers[l], layer_indices[l], -1, config);
-      return part;
-    };
-    const auto add_rows = [&](std::int32_t layer, std::int32_t head, const auto& part_of) {
-      std::optional<ModelPart> mass, residual;
-      if (by_mass) mass = part_of(*by_mass);
-      if (by_residual) residual = part_of(*by_residual);
-      table.add_rows(layer, head, part_of(c), mass ? &*mass : nullptr,
-                     residual ? &*residual : nullptr);
-    };
-    for (std::size_t l = 0; l < layers.size(); ++l) {
-      const auto heads = static_cast<std::int32_t>(layers[l].heads.size());
-      const auto layer = static_cast<std::int32_t>(layer_indices[l]);
-      for (std::int32_t h = 0; h < heads; ++h)
-        add_rows(layer, h, [&](std::size_t config) { return of_layer(l, h, config); });
-      add_rows(layer, -1, [&](std::size_t config) { return of_layer(l, -1, config); });
-    }
-    add_rows(-1, -1, of_all);
-  }
-  return rows;
+std::vector<Measurement> tabulate(const ReplayOutcome& outcome) {
+  return Tabulator(outcome).rows();
 }
 
 }  // namespace kvlab

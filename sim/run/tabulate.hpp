@@ -10,12 +10,17 @@
 
 namespace kvlab {
 
+/// All of a replay.
+struct ReplayOutcome {
+  const ModelShape& shape;
+  const QuerySpan& span;
+  std::span<const ResolvedConfig> configs;
+  std::span<const std::uint32_t> layer_indices;
+  const std::vector<LayerOutcome>& layers;
+  std::span<const BlockedRatio> joint;  ///< JointChanges::squares()
+};
+
 /// One row a figure, ordered by configuration, layer, head (the aggregate last) and metric.
-/// `joint`: JointChanges::squares().
-std::vector<Measurement> tabulate(const ModelShape& shape, const QuerySpan& span,
-                                  std::span<const ResolvedConfig> configs,
-                                  std::span<const std::uint32_t> layer_indices,
-                                  const std::vector<LayerOutcome>& layers,
-                                  std::span<const BlockedRatio> joint);
+std::vector<Measurement> tabulate(const ReplayOutcome& outcome);
 
 }  // namespace kvlab

@@ -10,58 +10,43 @@
 namespace kvlab {
 namespace {
 
-constexpr std::string_view kMagic = "kvunit 4";
+constexpr std::string_view kMagic = "kvunit 5";
 constexpr std::size_t kHashDigits = 16;
 
-/// Writes, field after field; little endian, as all of our machines are.
-class Packer {
- public:
-  explicit Packer(std::string& bytes) : bytes_(bytes) {}
+/// Calls each(count, or list of plain values) for what an outcome is made of: what is written and
+/// read, in this order; little endian, as all of our machines are.
+template <class Outcome, class Each>
+void for_fields(Outcome& outcome, Each each) {
+  each(outcome.evictions);
+  each(outcome.live_max);
+  each(outcome.live_end);
+  each(outcome.stats.sums);
+  each(outcome.stats.quantiles);
+  each(outcome.stats.errors);
+  each(outcome.stats.residual);
+  each(outcome.stats.changes);
+}
 
-  void operator()(const std::uint64_t& value) { append(&value, sizeof(value)); }
-  void operator()(const std::vector<double>& values) {
-    (*this)(std::uint64_t{values.size()});
-    append(values.data(), values.size() * sizeof(double));
-  }
-  void operator()(const std::vector<float>& values) {
-    (*this)(std::uint64_t{values.size()});
-    append(values.data(), values.size() * sizeof(float));
-  }
-  template <class T, class Each>
-  void list(const std::vector<T>& values, Each each) {
-    (*this)(std::uint64_t{values.size()});
-    for (const T& value : values) each(*this, value);
-  }
+void append(std::string& bytes, const std::uint64_t& value) {
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+template <class T>
+void append(std::string& bytes, const std::vector<T>& values) {
+  append(bytes, std::uint64_t{values.size()});
+  bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
 
- private:
-  void append(const void* data, std::size_t size) {
-    if (size) bytes_.append(static_cast<const char*>(data), size);
-  }
-  std::string& bytes_;
-};
-
-/// Reads the same fields. Throws std::runtime_error where the bytes end too early.
+/// Reads the same. Throws std::runtime_error where the bytes end too early.
 class Unpacker {
  public:
   explicit Unpacker(std::string_view bytes) : rest_(bytes) {}
 
-  void operator()(std::uint64_t& value) { take(&value, 1, sizeof(value)); }
-  void operator()(std::vector<double>& values) {
-    values.resize(count(sizeof(double)));
-    take(values.data(), values.size(), sizeof(double));
+  void operator()(std::uint64_t& value) { take(&value, sizeof(value)); }
+  template <class T>
+  void operator()(std::vector<T>& values) {
+    values.resize(count(sizeof(T)));
+    take(values.data(), values.size() * sizeof(T));
   }
-  void operator()(std::vector<float>& values) {
-    values.resize(count(sizeof(float)));
-    take(values.data(), values.size(), sizeof(float));
-  }
-  template <class T, class Each>
-  void list(std::vector<T>& values, Each each) {
-    values.resize(count(sizeof(std::uint64_t)));
-    for (T& value : values) each(*this, value);
-  }
-  bool empty() const { return rest_.empty(); }
-
- private:
   /// A length whose entries, of at least `least` bytes each, can be there.
   std::size_t count(std::size_t least) {
     std::uint64_t value = 0;
@@ -69,42 +54,16 @@ class Unpacker {
     if (value > rest_.size() / least) throw std::runtime_error("a length is past its end");
     return static_cast<std::size_t>(value);
   }
-  void take(void* to, std::size_t number, std::size_t size) {
-    if (number * size > rest_.size()) throw std::runtime_error("it ends too early");
-    if (number) std::memcpy(to, rest_.data(), number * size);
-    rest_.remove_prefix(number * size);
+  bool empty() const { return rest_.empty(); }
+
+ private:
+  void take(void* to, std::size_t size) {
+    if (size > rest_.size()) throw std::runtime_error("it ends too early");
+    if (size) std::memcpy(to, rest_.data(), size);
+    rest_.remove_prefix(size);
   }
   std::string_view rest_;
 };
-
-// One list of fields for both directions: `Stream` packs or unpacks.
-
-template <class Stream, class Id>
-void id_fields(Stream& stream, Id& id) {
-  stream(id.job);
-  stream(id.trace);
-  stream(id.unit);
-}
-
-template <class Stream, class Outcome>
-void outcome_fields(Stream& stream, Outcome& outcome) {
-  stream(outcome.evictions);
-  stream(outcome.live_max);
-  stream(outcome.live_end);
-  stream(outcome.stats.error2);
-  stream(outcome.stats.output2);
-  stream(outcome.stats.residual);
-  stream(outcome.stats.changes);
-  stream.list(outcome.stats.heads, [](auto& s, auto& head) {
-    s(head.zero_outputs);
-    const auto ratio = [](auto& to, auto& of) {
-      to(of.above);
-      to(of.below);
-    };
-    for (auto* of : {&head.recall, &head.nll, &head.miss, &head.error}) ratio(s, *of);
-    s.list(head.spans, ratio);
-  });
-}
 
 std::vector<HeadOutcome> unpack(const UnitId& id, std::string_view bytes) {
   if (!bytes.starts_with(kMagic) || bytes.size() < kMagic.size() + kHashDigits)
@@ -114,10 +73,10 @@ std::vector<HeadOutcome> unpack(const UnitId& id, std::string_view bytes) {
     throw std::runtime_error("its checksum does not match");
   Unpacker unpacker(body.substr(kMagic.size()));
   UnitId found;
-  id_fields(unpacker, found);
+  for (auto* part : {&found.job, &found.trace, &found.unit}) unpacker(*part);
   if (found != id) throw std::runtime_error("it is another unit, or of another replay");
-  std::vector<HeadOutcome> outcomes;
-  unpacker.list(outcomes, [](auto& s, auto& outcome) { outcome_fields(s, outcome); });
+  std::vector<HeadOutcome> outcomes(unpacker.count(sizeof(std::uint64_t)));
+  for (HeadOutcome& outcome : outcomes) for_fields(outcome, [&](auto& field) { unpacker(field); });
   if (!unpacker.empty()) throw std::runtime_error("something follows its end");
   return outcomes;
 }
@@ -126,10 +85,10 @@ std::vector<HeadOutcome> unpack(const UnitId& id, std::string_view bytes) {
 
 std::string pack_unit(const UnitId& id, std::span<const HeadOutcome> outcomes) {
   std::string bytes(kMagic);
-  Packer packer(bytes);
-  id_fields(packer, id);
-  packer(std::uint64_t{outcomes.size()});
-  for (const HeadOutcome& outcome : outcomes) outcome_fields(packer, outcome);
+  for (const std::uint64_t part : {id.job, id.trace, id.unit, std::uint64_t{outcomes.size()}})
+    append(bytes, part);
+  for (const HeadOutcome& outcome : outcomes)
+    for_fields(outcome, [&](const auto& field) { append(bytes, field); });
   return bytes + xxh3_hex(bytes);
 }
 

@@ -118,6 +118,23 @@ class Measures {
                                        counted == Counted::queries ? used * span_.size() : terms};
   }
 
+  /// The mean over heads of each one's 10% quantile of recall: the least value that at least a
+  /// tenth of the queries do not exceed.
+  void add_recall_p10(int layer, int head, const std::vector<Head>& heads) {
+    const auto p10 = [&](std::size_t block, double sum = 0) {
+      for (Head h : heads) {
+        Vector values;
+        for (std::size_t i = 0; i < span_.size(); ++i)
+          if (block_of(i) != block) values.push_back((*h)[span_[i]].recall);
+        std::sort(values.begin(), values.end());
+        sum += values.empty() ? std::nan("") : values[(values.size() - 1) / 10];
+      }
+      return sum / static_cast<double>(heads.size());
+    };
+    const double error = jackknife(std::vector<bool>(blocks(), true), p10);
+    figures_[{layer, head, "recall_p10"}] = {p10(kNoBlock), error, heads.size() * span_.size()};
+  }
+
   void rows(int layer, int head, const std::vector<Head>& heads) {
     using Pair = std::pair<double, double>;
     const auto recall = [](const AtQuery& at) { return Pair{at.recall, 1}; };
@@ -129,6 +146,7 @@ class Measures {
       return at.out2 > 0 ? Pair{std::sqrt(at.error2 / at.out2), 1} : Pair{0, 0};
     };
     add_ratio(layer, head, "recall", heads, 1, Counted::queries, recall);
+    add_recall_p10(layer, head, heads);
     add_ratio(layer, head, "nll_recall", heads, 1, Counted::queries, nll);
     if (outcome_.mass_oracle)
       add_ratio(layer, head, "regret_mass", heads, 1, Counted::queries, [](const AtQuery& at) {

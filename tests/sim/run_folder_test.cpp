@@ -53,7 +53,7 @@ TEST_CASE("units that were packed and come in any order make the figures of a re
   CHECK(job.unit(3).layer == 1);
   CHECK(job.unit(3).kv_head == 1);
   std::vector<HeadOutcome> odd = job.run(0);
-  odd[1].stats.error2.pop_back();
+  odd[1].stats.errors.pop_back();
   ReplayGathering again(job);
   CHECK_THROWS_WITH(again.put(0, odd), ContainsSubstring("another replay"));
 }
@@ -97,9 +97,8 @@ TEST_CASE("a replay in memory comes to the run that a replay to a folder leaves"
 TEST_CASE("a unit that was cut, changed or is another's is refused by the file's name") {
   const UnitId id{7, 1, 2};
   HeadOutcome outcome{.evictions = 3};
-  outcome.stats.heads.resize(2);
-  outcome.stats.heads[1].recall.above = {0.25, 0.5};
-  outcome.stats.error2 = {1, 2, 3};
+  outcome.stats.quantiles = {{.value = 0.25, .without = {0.5}}};
+  outcome.stats.errors = {1, 2, 3};
   const std::string bytes = pack_unit(id, std::span(&outcome, 1));
   const auto refusal = [&](const UnitId& wanted, const std::string& given) {
     return error_of([&] { unpack_unit(wanted, given, "a.unit"); });
@@ -107,8 +106,8 @@ TEST_CASE("a unit that was cut, changed or is another's is refused by the file's
   const auto back = unpack_unit(id, bytes, "a.unit");
   REQUIRE(back.size() == 1);
   CHECK(back[0].evictions == 3);
-  CHECK(back[0].stats.heads.at(1).recall.above == std::vector<double>{0.25, 0.5});
-  CHECK(back[0].stats.error2 == std::vector<double>{1, 2, 3});
+  CHECK(back[0].stats.quantiles.at(0).without[0] == 0.5);
+  CHECK(back[0].stats.errors == std::vector<double>{1, 2, 3});
   for (std::size_t size = 0; size < bytes.size(); ++size)
     CHECK_THAT(refusal(id, bytes.substr(0, size)), ContainsSubstring("a.unit: "));
   for (std::size_t at = 0; at < bytes.size(); ++at) {

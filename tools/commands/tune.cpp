@@ -58,17 +58,6 @@ std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget&
   return grid;
 }
 
-void check_metric(const po::variables_map& options) {
-  if (!options.count("metric")) return;
-  const std::string name = options["metric"].as<std::string>();
-  std::vector<std::string_view> known;
-  for (const MetricInfo& metric : all_metrics())
-    if (metric.ranks) known.push_back(metric.name);
-  if (std::ranges::find(known, name) == known.end())
-    throw std::invalid_argument(
-        fmt::format("--metric: '{}' should be one of {}", name, fmt::join(known, ", ")));
-}
-
 /// How far one is behind the leader, and the interval where there is one.
 std::string behind_text(const Difference& behind) {
   const std::string mean = fmt::format("+{:.4f}", behind.mean);
@@ -136,7 +125,7 @@ int run(const po::variables_map& options) {
   const Budget budget = read_budget(required(options, "budget", "--budget B, tokens or a share"));
   if (budget.all)
     throw std::invalid_argument("--budget: all is the full cache; give tokens or a share");
-  check_metric(options);
+  if (options.count("metric")) deciding_metric(options["metric"].as<std::string>());
   TuneRequest request{.texts = {},
                       .grid = {},
                       .metric = options.count("metric") ? options["metric"].as<std::string>() : "",

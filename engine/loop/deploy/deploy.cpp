@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <stdexcept>
 
 #include "sim/report/verdict.hpp"
@@ -12,17 +11,6 @@ namespace kvlab {
 namespace {
 
 using nlohmann::json;
-
-const MetricInfo& ranking_metric(const std::string& name) {
-  std::vector<std::string> known;
-  for (const MetricInfo& metric : all_metrics()) {
-    if (!metric.ranks) continue;
-    if (metric.name == name) return metric;
-    known.emplace_back(metric.name);
-  }
-  throw std::invalid_argument(
-      fmt::format("--metric: '{}' should be one of {}", name, fmt::join(known, ", ")));
-}
 
 BudgetColumn budget_of_run(const Figures& figures, const std::string& text) {
   const BudgetColumn* column = figures.find_budget(text);
@@ -74,7 +62,7 @@ Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
 Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
                            const std::string& metric) {
   Ballot ballot{
-      .budget = budget_of_run(figures, budget), .metric = &ranking_metric(metric), .ranking = {}};
+      .budget = budget_of_run(figures, budget), .metric = &deciding_metric(metric), .ranking = {}};
   refuse_several_models(run.info);
   ballot.ranking = rank_policies(figures, ballot.budget.text, *ballot.metric);
   if (ballot.ranking.empty())

@@ -59,11 +59,7 @@ void FeedbackLane::attend_together(std::span<const std::unique_ptr<FeedbackLane>
 
 std::vector<HeadOutcome> FeedbackLane::outcomes() {
   std::vector<HeadOutcome> all;
-  for (const auto& run : runs_) {
-    run->flush();
-    all.push_back({std::move(run->stats()), run->cache().evictions(), run->cache().live_max(),
-                   run->cache().size()});
-  }
+  for (const auto& run : runs_) all.push_back(run->outcome());
   return all;
 }
 

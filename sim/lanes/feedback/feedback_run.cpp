@@ -1,12 +1,9 @@
 #include "sim/lanes/feedback/feedback_run.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "policies/observation.hpp"
-#include "sim/lanes/span_sums.hpp"
 #include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
@@ -42,10 +39,8 @@ FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identit
       old_keys_(view),
       cursor_(config.admissions),
       view_(view),
-      span_(span),
-      tally_(1, view.group) {
+      measure_(span, 1, view) {
   if (config.shares_slots()) cache_.share_slots();
-  if (span) stats_.resize(*span, view.group, view.projected());
 }
 
 bool FeedbackRun::observes(std::uint32_t query) const {
@@ -67,7 +62,7 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unroun
     begin_observing();
   }
   visible_ = cache_.size() - cursor_.age_of(query);
-  if (observes(query) || measures(query)) {
+  if (observes(query) || measure_.measures(query)) {
     if (squeezed_)
       see_squeezed(query, rows, *unrounded, *places, room);
     else if (has_whole_row(query))
@@ -116,7 +111,7 @@ void FeedbackRun::observe_all(std::uint32_t query, GroupRows& rows) {
 
 void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
   observe_all(query, rows);
-  if (!measures(query)) return;
+  if (!measure_.measures(query)) return;
   measure(query, rows, rows.sums(query));
   measure_outputs(query, rows, nullptr);
 }
@@ -132,7 +127,7 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& roo
   for (std::uint32_t head = 0; head < rows.group(); ++head)
     if (room.sum[head] < kSharedSumFloor) take_own_maximum(query, head, rows, room);
   observe_kept(query, rows, room);
-  if (!measures(query)) return;
+  if (!measure_.measures(query)) return;
   measure(query, rows, room.shared.data());
   if (visible_ == query + 1) return measure_outputs(query, rows, nullptr);
   if (!takes_outputs(query, rows)) return;
@@ -164,19 +159,15 @@ void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, GatherRo
     for (std::uint32_t head = 0; head < view_.group; ++head)
       room->factors[head] = 1 / room->sum[head];
     rows.add_changes(query, room->outputs.data(), room->factors.data(),
-                     stats_.changes_of(span_->index(query), rows.draws()));
+                     measure_.changes(0, rows.draws()));
   }
-  if (!span_->sampled(query)) return;
-  const float* const full = rows.outputs(query);
+  if (!measure_.samples(query)) return;
   for (std::uint32_t head = 0; head < view_.group; ++head) {
-    const double error =
-        room ? row_loops().distance2(full + head * dim, room->outputs.data() + head * dim,
-                                     1 / room->sum[head], dim)
-             : 0;
-    stats_.add_error(span_->place(query), head, error, rows.norms2(query)[head]);
-    if (room && view_.projection)
-      view_.projection->add_residual(head, full + head * dim, room->outputs.data() + head * dim,
-                                     1 / room->sum[head], stats_.residual_of(span_->sample(query)));
+    const float* const full = rows.outputs(query) + head * dim;
+    const float* const kept = room ? room->outputs.data() + head * dim : nullptr;
+    const float factor = room ? 1 / room->sum[head] : 1;
+    const double error = room ? row_loops().distance2(full, kept, factor, dim) : 0;
+    measure_.add_output(0, head, error, rows.norms2(query)[head], full, kept, factor);
   }
 }
 
@@ -190,7 +181,8 @@ void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom&
 void FeedbackRun::see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
                                const PlaceTable& places, GatherRoom& room) {
   room.resize(visible_, rows.heads());
-  const bool outputs = measures(query) && takes_outputs(query, rows), whole = has_whole_row(query);
+  const bool outputs = measure_.measures(query) && takes_outputs(query, rows),
+             whole = has_whole_row(query);
   if (whole)
     take_whole(query, unrounded, room);
   else if (observes(query) || outputs)
@@ -199,7 +191,7 @@ void FeedbackRun::see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& 
     observe_all(query, unrounded);
   else
     observe_kept(query, rows, room);
-  if (!measures(query)) return;
+  if (!measure_.measures(query)) return;
   if (!whole) add_shared(query, rows, room);
   measure(query, rows, room.shared.data());
   if (!outputs) return;
@@ -354,19 +346,20 @@ void FeedbackRun::add_requests(std::uint32_t query, const std::uint32_t* asked) 
 
 void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* shared) {
   const GroupRows::Requests wanted = rows.requests(query);
-  tally_.begin_query(span_->block(query), wanted.count, {&stats_, 1});
+  measure_.begin_query(query);
   const bool all = visible_ == query + 1;
   const std::uint64_t* const bits = all ? nullptr : rows.request_bits(query);
+  const std::size_t begins[] = {0, visible_};
   for (std::uint32_t head = 0; head < rows.group(); ++head) {
-    const double recall =
-        all ? 1.0 : static_cast<double>(shared[head]) / static_cast<double>(rows.sums(query)[head]);
+    const double sum = rows.sums(query)[head], recall = all ? 1.0 : shared[head] / sum;
     const std::uint64_t hits =
         all ? wanted.count[head]
             : row_loops().common(bits + head * rows.words(), cache_.live_bits(), query / 64 + 1);
-    tally_.add(0, head, recall, static_cast<double>(wanted.count[head] - hits));
+    measure_.add_wanted(head, wanted.count[head]);
+    measure_.add(0, head, recall, wanted.count[head] - static_cast<std::uint32_t>(hits));
+    measure_.add_spans(head, rows.e(query, head / kQuad) + head % kQuad, kQuad, sum,
+                       cache_.positions().data(), begins);
   }
-  const std::size_t begins[] = {0, visible_};
-  add_span_sums(*span_, query, rows, cache_.positions().data(), begins, {&stats_, 1});
 }
 
 }  // namespace kvlab

@@ -5,7 +5,7 @@
 #include "sim/lanes/feedback/aged_keys.hpp"
 #include "sim/lanes/lane.hpp"
 #include "sim/lanes/output_chain.hpp"
-#include "sim/lanes/recall_tally.hpp"
+#include "sim/row_measure.hpp"
 
 namespace kvlab {
 
@@ -37,7 +37,10 @@ class FeedbackRun {
 
   const AgedCache& cache() const { return cache_; }
   AgedSet& aged() { return cache_; }
-  HeadStats& stats() { return stats_; }
+  /// After the last query.
+  HeadOutcome outcome() {
+    return {measure_.take().front(), cache_.evictions(), cache_.live_max(), cache_.size()};
+  }
   /// The live tokens that the last query could see.
   std::span<const std::uint32_t> visible() const { return cache_.positions().first(visible_); }
 
@@ -45,11 +48,6 @@ class FeedbackRun {
   /// run's own, or not live.
   std::uint32_t first_shared() const {
     return old_keys_.size() < cache_.size() ? cache_.positions()[old_keys_.size()] : 0;
-  }
-
-  /// After the last query.
-  void flush() {
-    if (span_) tally_.flush({&stats_, 1});
   }
 
  private:
@@ -83,11 +81,10 @@ class FeedbackRun {
   void take_own_outputs(GatherRoom& room) const;
   /// Whether a measured query's outputs are looked at.
   bool takes_outputs(std::uint32_t query, const GroupRows& rows) const {
-    return rows.draws() > 0 || span_->sampled(query);
+    return rows.draws() > 0 || measure_.samples(query);
   }
   void measure_outputs(std::uint32_t query, GroupRows& rows, GatherRoom* room);
   void begin_observing();
-  bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
 
   AgedCache cache_;
@@ -96,9 +93,7 @@ class FeedbackRun {
   AgedKeys old_keys_;  // of live tokens that have lost a younger one; the others follow one another
   AdmissionCursor cursor_;
   const HeadView& view_;
-  const QuerySpan* span_;
-  HeadStats stats_;
-  RecallTally tally_;
+  RowMeasure measure_;
   std::uint32_t visible_ = 0;
   Seen seen_;                        // of the admission in progress
   std::vector<std::uint64_t> mass_;  // [age], over an admission of several queries

@@ -77,12 +77,6 @@ struct RowLoops {
   std::size_t (*first_least)(const std::uint64_t* ranks, std::size_t begin, std::size_t end);
   /// Bits set in both.
   std::uint64_t (*common)(const std::uint64_t* a, const std::uint64_t* b, std::size_t words);
-  /// Figures of `sets` live sets of a quad, all [set][stride], from sums of exponentials and hits:
-  /// recall += r = sums * inverse[4], 1 at most and from set `whole` on; product *= r or `least`,
-  /// if that is more; missed += due[4] - hits.
-  void (*tally)(const double* sums, const std::uint32_t* hits, std::size_t sets, std::size_t whole,
-                std::size_t stride, const double* inverse, const std::int32_t* due, double least,
-                double* recall, double* product, double* missed);
   /// to[i] [4] = e of tokens[i], negative where bit tokens[i] of `bits` is not set; size[h] +=
   /// their magnitudes.
   void (*list_weights)(const float* e, const std::uint32_t* tokens, std::size_t count,

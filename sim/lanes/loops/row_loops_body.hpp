@@ -27,7 +27,6 @@ constexpr RowLoops row_loops_named(const char* name) {
           .bin = bin,
           .first_least = first_least,
           .common = common,
-          .tally = tally,
           .list_weights = list_weights,
           .accumulate = accumulate_quad,
           .distance2 = distance2,

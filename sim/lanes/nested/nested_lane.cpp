@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "sim/lanes/span_sums.hpp"
 #include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
@@ -14,18 +13,14 @@ NestedLane::NestedLane(LaneConfigs configs, std::unique_ptr<NestedOrder> order,
       oldest_first_(order_->oldest_first()),
       guards_(configs.front()->guards),
       view_(view),
-      span_(span),
       cursor_(configs.front()->admissions),
-      stats_(configs.size()),
-      tally_(configs.size(), view.group),
+      measure_(span, configs.size(), view),
       begins_(configs.size() + 1) {
   for (const ResolvedConfig* config : configs) levels_.push_back({config->budget_tokens});
-  for (HeadStats& stats : stats_)
-    if (span) stats.resize(*span, view.group, view.projected());
 }
 
 bool NestedLane::wants_row(std::uint32_t query) const {
-  return order_->wants_rows() || (span_ && span_->contains(query));
+  return order_->wants_rows() || measure_.measures(query);
 }
 
 void NestedLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
@@ -35,7 +30,7 @@ void NestedLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& row
 void NestedLane::attend_query(std::uint32_t query, GroupRows& rows) {
   if (cursor_.begins_at(query)) begin_admission(cursor_.current());
   unseen_ = cursor_.age_of(query);
-  if (span_ && span_->contains(query)) measure(query, rows);
+  if (measure_.measures(query)) measure(query, rows);
   if (watcher_) show(query);
   order_->spend(query, rows);
   if (cursor_.ends_at(query)) cursor_.advance();
@@ -189,26 +184,44 @@ void NestedLane::measure(std::uint32_t query, GroupRows& rows) {
   const GroupRows::Requests wanted = rows.requests(query);
   running_.resize(levels * heads);
   hits_.resize(running_.size());
-  own_.resize(heads);
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
     row_loops().run_totals(rows.e(query, quad), tokens_.data(), begins_.data(), levels, unseen_,
                            wanted.least + quad * kQuad, heads, running_.data() + quad * kQuad,
                            hits_.data() + quad * kQuad);
   std::size_t whole = 0;  // the first level that has all
   while (whole < levels && begins_[whole + 1] - unseen_ < query + std::size_t{1}) ++whole;
-  // The query's own token is live, and it is not in N.
-  for (std::uint32_t h = 0; h < heads; ++h)
-    own_[h] = rows.e(query, h / kQuad)[query * kQuad + h % kQuad] >= wanted.least[h];
-  tally_.begin_query(span_->block(query), wanted.count, stats_);
-  tally_.add_all(running_.data(), hits_.data(), rows.sums(query), wanted.count, own_.data(), whole);
-  add_span_sums(*span_, query, rows, tokens_.data(), begins_, stats_);
-  if (!span_->sampled(query) && rows.draws() == 0) return;
+  measure_.begin_query(query);
+  measure_recalls(query, whole, rows);
+  if (!measure_.samples(query) && rows.draws() == 0) return;
   outputs_.assign(heads * view_.head_size, 0.0f);
   for (std::size_t l = 0; l < levels; ++l) {
-    if (l >= whole && !span_->sampled(query)) break;
+    if (l >= whole && !measure_.samples(query)) break;
     add_level(query, l, rows);
     measure_outputs(query, l, whole, rows);
   }
+}
+
+/// From level `whole` on a set has the row entire.
+void NestedLane::measure_recalls(std::uint32_t query, std::size_t whole, GroupRows& rows) {
+  const GroupRows::Requests wanted = rows.requests(query);
+  const std::uint32_t group = view_.group;
+  inverse_.resize(group);
+  due_.resize(group);
+  for (std::uint32_t head = 0; head < group; ++head) {
+    const float* const e = rows.e(query, head / kQuad) + head % kQuad;
+    const double sum = rows.sums(query)[head];
+    inverse_[head] = 1 / sum;
+    // The query's own token is live, and it is not in N.
+    due_[head] = wanted.count[head] + (e[query * kQuad] >= wanted.least[head] ? 1 : 0);
+    measure_.add_wanted(head, wanted.count[head]);
+    measure_.add_spans(head, e, kQuad, sum, tokens_.data(), begins_);
+  }
+  const std::size_t levels = levels_.size(), heads = rows.heads();
+  for (std::size_t l = 0; l < levels; ++l)
+    for (std::uint32_t head = 0; head < group; ++head) {
+      const double recall = l < whole ? running_[l * heads + head] * inverse_[head] : 1;
+      measure_.add(l, head, std::min(1.0, recall), due_[head] - hits_[l * heads + head]);
+    }
 }
 
 /// Adds the values of what a level holds to the outputs.
@@ -231,22 +244,16 @@ void NestedLane::measure_outputs(std::uint32_t query, std::size_t level, std::si
                                  GroupRows& rows) {
   const std::size_t dim = view_.head_size;
   const float* const full = rows.outputs(query);
-  const bool cut = level < whole, samples = span_->sampled(query);
-  const float* const kept = cut ? level_outputs(query, level, rows) : nullptr;
-  HeadStats& stats = stats_[level];
-  if (cut && rows.draws() > 0)
-    rows.add_changes(query, kept, factors_.data(),
-                     stats.changes_of(span_->index(query), rows.draws()));
-  if (!samples) return;
+  const float* const kept = level < whole ? level_outputs(query, level, rows) : nullptr;
+  if (kept && rows.draws() > 0)
+    rows.add_changes(query, kept, factors_.data(), measure_.changes(level, rows.draws()));
+  if (!measure_.samples(query)) return;
   distances_.assign(view_.group, 0);
-  if (cut)
+  if (kept)
     row_loops().quick_distances(full, kept, view_.group, factors_.data(), dim, distances_.data());
-  for (std::uint32_t h = 0; h < view_.group; ++h) {
-    if (cut && view_.projection)
-      view_.projection->add_residual(h, full + h * dim, kept + h * dim, factors_[h],
-                                     stats.residual_of(span_->sample(query)));
-    stats.add_error(span_->place(query), h, distances_[h], rows.norms2(query)[h]);
-  }
+  for (std::uint32_t h = 0; h < view_.group; ++h)
+    measure_.add_output(level, h, distances_[h], rows.norms2(query)[h], full + h * dim,
+                        kept ? kept + h * dim : nullptr, kept ? factors_[h] : 1);
 }
 
 /// Sums of values [heads][dim] of the levels up to `level`, until the next call; factors_ makes
@@ -295,10 +302,9 @@ void NestedLane::show(std::uint32_t query) {
 
 std::vector<HeadOutcome> NestedLane::outcomes() {
   std::vector<HeadOutcome> all;
-  if (span_) tally_.flush(stats_);
+  std::vector<HeadStats> stats = measure_.take();
   for (std::size_t l = 0; l < levels_.size(); ++l)
-    all.push_back(
-        {std::move(stats_[l]), levels_[l].evictions, levels_[l].live_max, begins_[l + 1]});
+    all.push_back({std::move(stats[l]), levels_[l].evictions, levels_[l].live_max, begins_[l + 1]});
   return all;
 }
 

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "sim/lanes/lane.hpp"
-#include "sim/lanes/recall_tally.hpp"
+#include "sim/row_measure.hpp"
 
 namespace kvlab {
 
@@ -64,6 +64,7 @@ class NestedLane final : public Lane {
     return begins_[level + 1] - (level == 0 ? unseen_ : 0);
   }
   void measure(std::uint32_t query, GroupRows& rows);
+  void measure_recalls(std::uint32_t query, std::size_t whole, GroupRows& rows);
   void add_level(std::uint32_t query, std::size_t level, const GroupRows& rows);
   void measure_outputs(std::uint32_t query, std::size_t level, std::size_t whole, GroupRows& rows);
   const float* level_outputs(std::uint32_t query, std::size_t level, const GroupRows& rows);
@@ -76,11 +77,9 @@ class NestedLane final : public Lane {
   bool oldest_first_;
   Guards guards_;
   HeadView view_;
-  const QuerySpan* span_;
   AdmissionCursor cursor_;
   std::vector<Level> levels_;
-  std::vector<HeadStats> stats_;  // [level]
-  RecallTally tally_;
+  RowMeasure measure_;  // a set for each level
   std::vector<std::uint32_t>
       tokens_;                        // live at a level and at no smaller budget; ascending in each
   std::vector<std::size_t> begins_;   // [level + 1]: where the levels lie in tokens_
@@ -88,9 +87,10 @@ class NestedLane final : public Lane {
   std::vector<std::uint64_t> ranks_;  // [tokens]
   std::vector<double> running_;       // [level][heads]: sums of the current query, running
   std::vector<std::uint32_t> hits_;   // likewise
+  std::vector<double> inverse_;       // [group]: of the row's sums
+  std::vector<std::uint32_t> due_;    // [group]: hits of who has all
   std::vector<double> distances_;     // [group]
   std::vector<float> factors_;        // [group]
-  std::vector<std::uint32_t> own_;    // [heads]: whether the query's own token is among the hits
   std::vector<float> weights_;        // [token of a level][4]
   AlignedVector<float> outputs_;      // [heads][dim]: sums of values, running over levels
   AlignedVector<float> own_outputs_;  // the same of one level, some heads from their own maximum

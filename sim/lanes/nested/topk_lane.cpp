@@ -17,11 +17,8 @@ std::vector<std::uint32_t> budgets_of(const LaneConfigs& configs) {
 
 TopkLane::TopkLane(LaneConfigs configs, std::uint32_t group, const QuerySpan& span)
     : configs_(std::move(configs)),
-      stats_(configs_.size()),
-      tally_(configs_.size(), group),
-      span_(span),
+      measure_(&span, configs_.size(), {.group = group}),
       sums_(budgets_of(configs_)) {
-  for (HeadStats& stats : stats_) stats.resize(span, group);
   const auto& budgets = sums_.budgets();
   for (const ResolvedConfig* config : configs_)
     level_.push_back(static_cast<std::size_t>(
@@ -34,7 +31,7 @@ void TopkLane::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows)
 }
 
 void TopkLane::attend_query(std::uint32_t query, GroupRows& rows) {
-  tally_.begin_query(span_.block(query), rows.requests(query).count, stats_);
+  measure_.begin_query(query);
   bool cut = false;
   for (std::size_t c = 0; c < configs_.size(); ++c) cut |= !keeps_all(c, query);
   if (cut) sums_.begin_row(query, rows);
@@ -50,6 +47,7 @@ void TopkLane::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows)
   const float own = rows.e(query, head / kQuad)[query * kQuad + head % kQuad];
   const auto full = static_cast<double>(rows.sums(query)[head]);
   const GroupRows::Requests wanted = rows.requests(query);
+  measure_.add_wanted(head, wanted.count[head]);
   const bool own_asks = own >= wanted.least[head];
   const std::uint32_t leading = wanted.count[head] + (own_asks ? 1 : 0);
   for (std::size_t c = 0; c < configs_.size(); ++c) {
@@ -62,14 +60,13 @@ void TopkLane::measure(std::uint32_t query, std::uint32_t head, GroupRows& rows)
       missed = wanted.count[head] -
                (std::min(leading, configs_[c]->budget_tokens) - (keeps_own ? 1 : 0));
     }
-    tally_.add(c, head, recall, missed);
+    measure_.add(c, head, recall, missed);
   }
 }
 
 std::vector<HeadOutcome> TopkLane::outcomes() {
   std::vector<HeadOutcome> all;
-  tally_.flush(stats_);
-  for (HeadStats& stats : stats_) all.push_back({std::move(stats)});
+  for (HeadStats& stats : measure_.take()) all.push_back({std::move(stats)});
   return all;
 }
 

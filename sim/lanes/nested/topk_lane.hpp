@@ -4,7 +4,7 @@
 
 #include "sim/lanes/lane.hpp"
 #include "sim/lanes/nested/top_sums.hpp"
-#include "sim/lanes/recall_tally.hpp"
+#include "sim/row_measure.hpp"
 
 namespace kvlab {
 
@@ -12,7 +12,7 @@ class TopkLane final : public Lane {
  public:
   TopkLane(LaneConfigs configs, std::uint32_t group, const QuerySpan& span);
 
-  bool wants_row(std::uint32_t query) const override { return span_.contains(query); }
+  bool wants_row(std::uint32_t query) const override { return measure_.measures(query); }
   void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
   std::vector<HeadOutcome> outcomes() override;
   void watch(LaneWatcher) override {}  ///< it keeps a set for each query head, not for a KV head
@@ -26,9 +26,7 @@ class TopkLane final : public Lane {
 
   LaneConfigs configs_;
   std::vector<std::size_t> level_;  // [config]: its budget's place in sums_
-  std::vector<HeadStats> stats_;
-  RecallTally tally_;
-  const QuerySpan& span_;
+  RowMeasure measure_;
   TopSums sums_;
 };
 

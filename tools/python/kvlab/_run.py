@@ -39,7 +39,7 @@ class Metric(NamedTuple):
 
 
 def metrics() -> dict[str, Metric]:
-    """Every metric by its name, but for span_recall:NAME of each named span."""
+    """Every metric by its name; span_recall stands for span_recall:NAME of each named span."""
     return {entry[0]: Metric(*entry) for entry in _kvlab.metrics()}
 
 

@@ -125,12 +125,6 @@ typedef std::int32_t FourInts __attribute__((vector_size(16)));
 
 typedef double FourDoubles __attribute__((vector_size(32)));
 
-inline FourDoubles load_doubles(const double* from) {
-  FourDoubles v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
 inline Four load_four(const float* from) {
   Four v;
   std::memcpy(&v, from, sizeof v);

@@ -1,4 +1,4 @@
-// Who leaves first, and what is noted of live sets.
+// Who leaves first.
 #pragma once
 
 #include "sim/lanes/loops/rows/quads.hpp"
@@ -77,30 +77,6 @@ std::size_t first_least(const std::uint64_t* ranks, std::size_t begin, std::size
   while (i + kLongs <= end && !any_equal(load_longs(ranks + i), least)) i += kLongs;
   while (ranks[i] != least) ++i;
   return i;
-}
-
-void tally(const double* sums, const std::uint32_t* hits, std::size_t sets, std::size_t whole,
-           std::size_t stride, const double* inverse, const std::int32_t* due, double least,
-           double* recall, double* product, double* missed) {
-  const FourDoubles one = FourDoubles{} + 1.0, floor = FourDoubles{} + least,
-                    inverses = load_doubles(inverse);
-  FourInts dues;
-  std::memcpy(&dues, due, sizeof dues);
-  const auto add = [&](std::size_t at, FourDoubles kept) {
-    FourInts hit;
-    std::memcpy(&hit, hits + at, sizeof hit);
-    const FourDoubles sum = load_doubles(recall + at) + kept,
-                      factor = load_doubles(product + at) * (kept > floor ? kept : floor),
-                      misses = load_doubles(missed + at) +
-                               __builtin_convertvector(dues - hit, FourDoubles);
-    std::memcpy(recall + at, &sum, sizeof sum);
-    std::memcpy(product + at, &factor, sizeof factor);
-    std::memcpy(missed + at, &misses, sizeof misses);
-  };
-  for (std::size_t set = 0; set < sets; ++set) {
-    const FourDoubles share = load_doubles(sums + set * stride) * inverses;
-    add(set * stride, set >= whole ? one : share > one ? one : share);
-  }
 }
 
 }  // namespace

@@ -1,0 +1,33 @@
+// The sums that metrics are made of, laid out alike on the host and on the device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvlab {
+
+inline constexpr std::uint32_t kSpanBlocks = 16;  ///< of a span's queries, at most
+
+enum class Sum : std::size_t {
+#define SUM(name) name,
+#include "sim/metrics/metrics.def"
+  kept_of_named,  ///< of the first named span; then all of it; then those of the next
+};
+constexpr Sum kept_of(std::size_t named) {
+  return static_cast<Sum>(static_cast<std::size_t>(Sum::kept_of_named) + 2 * named);
+}
+constexpr Sum all_of(std::size_t named) {
+  return static_cast<Sum>(static_cast<std::size_t>(kept_of(named)) + 1);
+}
+
+/// [Sum][query head, whole quads][block].
+struct SumsShape {
+  std::size_t quads, named;
+
+  constexpr std::size_t size() const { return at(kept_of(named), 0, 0); }
+  constexpr std::size_t at(Sum sum, std::size_t head, std::size_t block) const {
+    return (static_cast<std::size_t>(sum) * 4 * quads + head) * kSpanBlocks + block;
+  }
+};
+
+}  // namespace kvlab

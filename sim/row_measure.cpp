@@ -1,0 +1,103 @@
+#include "sim/row_measure.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace kvlab {
+
+RowMeasure::RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& view,
+                       std::uint32_t together)
+    : span_(span),
+      projection_(view.projection),
+      group_(view.group),
+      together_(together),
+      stats_(sets) {
+  if (!span) return;
+  shape_ = span->sums(view.group);
+  for (HeadStats& stats : stats_) stats.resize(*span, view.group, view.projected());
+  recall_.resize(sets * group_);
+  product_.resize(recall_.size(), 1.0);
+  missed_.resize(recall_.size());
+  wanted_.resize(group_);
+  width_ = std::min<std::size_t>(16, recall_.size());
+  tiles_ = (recall_.size() + width_ - 1) / width_;
+  rows_.resize(together * tiles_ * width_);
+  recalls_.reset(new float[tiles_ * span->size() * width_]);
+}
+
+void RowMeasure::begin_query(std::uint32_t query) {
+  const std::uint32_t block = span_->block(query);
+  if (block != block_ || pending_ == together_) flush();
+  query_ = query;
+  block_ = block;
+  newest_ = rows_.data() + pending_++ * tiles_ * width_;
+}
+
+void RowMeasure::add_spans(std::uint32_t head, const float* e, std::size_t stride, double sum,
+                           const std::uint32_t* tokens, std::span<const std::size_t> begins) {
+  for (std::size_t s = 0; s < span_->named().size(); ++s) {
+    const NamedSpan& named = span_->named()[s];
+    const std::uint32_t end = named.start + named.tokens;
+    if (end > query_) continue;
+    double all = 0, kept = 0;
+    for (std::uint32_t token = named.start; token < end; ++token) all += e[token * stride];
+    for (std::size_t set = 0; set < stats_.size(); ++set) {
+      const auto* const last = tokens + begins[set + 1];
+      for (const auto* token = std::lower_bound(tokens + begins[set], last, named.start);
+           token < last && *token < end; ++token)
+        kept += e[*token * stride];
+      this->sum(set, kept_of(s), head) += kept / sum;
+      this->sum(set, all_of(s), head) += all / sum;
+    }
+  }
+}
+
+void RowMeasure::add_output(std::size_t set, std::uint32_t head, double error, double size,
+                            const float* full, const float* kept, float factor) {
+  HeadStats& stats = stats_[set];
+  const std::uint32_t sample = span_->sample(query_);
+  stats.errors[2 * sample] += error;
+  stats.errors[2 * sample + 1] += size;
+  if (size > 0) sum(set, Sum::error, head) += std::sqrt(error / size);
+  sum(set, size > 0 ? Sum::errors : Sum::zeros, head) += 1;
+  if (kept && projection_)
+    projection_->add_residual(head, full, kept, factor, stats.residual_of(sample));
+}
+
+/// The pending queries to the sums.
+void RowMeasure::flush() {
+  for (std::size_t at = 0; pending_ > 0 && at < recall_.size(); ++at) {
+    const std::size_t set = at / group_;
+    const auto head = static_cast<std::uint32_t>(at % group_);
+    sum(set, Sum::recall, head) += std::exchange(recall_[at], 0);
+    sum(set, Sum::nll, head) -= std::log(std::exchange(product_[at], 1));
+    sum(set, Sum::missed, head) += std::exchange(missed_[at], 0);
+    sum(set, Sum::wanted, head) += wanted_[head];
+  }
+  const std::size_t first = pending_ > 0 ? span_->index(query_) + 1 - pending_ : 0;
+  for (std::size_t tile = 0; tile < tiles_; ++tile)
+    for (std::size_t i = 0; i < pending_; ++i)
+      std::copy_n(rows_.data() + (i * tiles_ + tile) * width_, width_,
+                  recalls_.get() + (tile * span_->size() + first + i) * width_);
+  std::ranges::fill(wanted_, 0);
+  pending_ = 0;
+}
+
+std::vector<HeadStats> RowMeasure::take() {
+  if (!span_) return std::move(stats_);
+  flush();
+  const std::size_t size = span_->size(), stride = size + width_;
+  std::vector<float> turned(width_ * stride);
+  for (std::size_t first = 0; first < recall_.size(); first += width_) {
+    const float* const tile = recalls_.get() + first * size;
+    for (std::size_t i = 0; i < size; ++i)
+      for (std::size_t c = 0; c < width_; ++c) turned[c * stride + i] = tile[i * width_ + c];
+    for (std::size_t at = first; at < std::min(first + width_, recall_.size()); ++at)
+      stats_[at / group_].quantiles[at % group_] =
+          quantile_of(*span_, turned.data() + (at - first) * stride);
+  }
+  return std::move(stats_);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,82 @@
+// What live sets on one KV head come to, query by query: the figures of the plain replay and of the
+// lanes alike.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "sim/head_view.hpp"
+#include "sim/metrics.hpp"
+
+namespace kvlab {
+
+class RowMeasure {
+ public:
+  /// Queries that may enter the sums together, with one logarithm: a product of so many recalls
+  /// stays above 1e-288.
+  static constexpr std::uint32_t kTogether = 32;
+
+  RowMeasure() = default;
+  /// `span` may be null: nothing is measured. Both it and the view's projection must outlive this.
+  RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& view,
+             std::uint32_t together = kTogether);
+
+  bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
+  /// Whether errors are taken of a measured query.
+  bool samples(std::uint32_t query) const { return span_->sampled(query); }
+
+  // What follows is about the query of the last begin_query().
+
+  void begin_query(std::uint32_t query);
+  /// Once for all sets: so many tokens a query head requests.
+  void add_wanted(std::uint32_t head, std::uint32_t wanted) { wanted_[head] += wanted; }
+  /// What one set holds of a query head's row: `missed` of the wanted tokens are gone.
+  void add(std::size_t set, std::uint32_t head, double recall, std::uint32_t missed) {
+    const std::size_t at = set * group_ + head;
+    recall_[at] += recall;
+    product_[at] *= std::max(recall, kRecallFloor);
+    missed_[at] += missed;
+    newest_[at] = static_cast<float>(recall);
+  }
+  /// What sets hold of named spans, from a row's exponentials, `stride` apart, and their sum. Set l
+  /// holds tokens[0] to tokens[begins[l + 1] - 1], of which those from begins[l] on ascend.
+  void add_spans(std::uint32_t head, const float* e, std::size_t stride, double sum,
+                 const std::uint32_t* tokens, std::span<const std::size_t> begins);
+  /// Squared norms of an output's error and of the full cache's output; and both vectors, [dim],
+  /// the kept one to be multiplied by `factor`, or null where they are the same.
+  void add_output(std::size_t set, std::uint32_t head, double error, double size, const float* full,
+                  const float* kept, float factor);
+  /// Changes of log-likelihood, [draw], to be added to.
+  float* changes(std::size_t set, std::uint32_t draws) {
+    return stats_[set].changes_of(span_->index(query_), draws);
+  }
+
+  /// After the last query: by set.
+  std::vector<HeadStats> take();
+
+ private:
+  double& sum(std::size_t set, Sum of, std::uint32_t head) {
+    return stats_[set].sums[shape_.at(of, head, block_)];
+  }
+  void flush();
+
+  const QuerySpan* span_ = nullptr;
+  const ErrorProjection* projection_ = nullptr;
+  SumsShape shape_ = {};
+  std::size_t group_ = 0;
+  std::uint32_t together_ = 0, query_ = 0, block_ = 0, pending_ = 0;
+  std::vector<HeadStats> stats_;  // [set]
+  // Of pending_ queries, the last of them query_.
+  std::vector<double> recall_, product_;        // [set, group]: sums
+  std::vector<std::uint32_t> missed_, wanted_;  // likewise; [group]
+  // Recalls lie in tiles, as wide as a cache line or as all of a query's.
+  std::size_t width_ = 0, tiles_ = 0;
+  std::vector<float> rows_;           // [query, tile, width]: [set, group]
+  float* newest_ = nullptr;           // the last query's
+  std::unique_ptr<float[]> recalls_;  // [tile, query of the span, width]
+};
+
+}  // namespace kvlab
