@@ -9,6 +9,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <stdexcept>
 
 #include "engine/loop/float64_attention.hpp"
 #include "policies/observation.hpp"
@@ -446,6 +447,11 @@ VerifyReport Verifier::report() { return watch_->finish(); }
 VerifyReport verify_decoder(Backend& backend, const ResolvedConfig& cache,
                             const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
                             const VerifyOptions& options) {
+  if (cache.policy.ladder.is_coded())
+    throw std::invalid_argument(fmt::format(
+        "ladder {}: observations are compared with attention over keys in 16 bit, and codes are "
+        "not; a ladder of 16 is expected",
+        cache.policy.ladder.text()));
   Verifier verifier(
       backend.config(), cache, backend.rounding(), options,
       wants_projections(cache.policy.columns) ? backend.output_projections() : nullptr);

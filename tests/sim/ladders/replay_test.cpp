@@ -174,7 +174,7 @@ TEST_CASE("counted bytes are those of the rungs that tokens are on") {
 
 TEST_CASE("what ladders do not go with is refused") {
   const auto refuse = [](CacheConfig config, const char* why) {
-    CHECK_THROWS_WITH(resolve(config, 64, 0, {2, 2}), Catch::Matchers::Contains(why));
+    CHECK_THROWS_WITH(resolve(config, 64, 0, {2, 2}), Catch::Matchers::ContainsSubstring(why));
   };
   CacheConfig config = config_of("h2o", "4", 16);
   config.positions = Positions::cache;
@@ -187,7 +187,7 @@ TEST_CASE("what ladders do not go with is refused") {
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder.path() / "trace", {});  // heads of 16
   CHECK_THROWS_WITH(figures(trace, config_of("h2o", "4", 16)),
-                    Catch::Matchers::Contains("whole blocks of 32"));
+                    Catch::Matchers::ContainsSubstring("whole blocks of 32"));
 }
 
 }  // namespace kvlab
