@@ -198,7 +198,7 @@ class Tabulator {
   /// In the trace's own type, or in codes.
   double end_bytes() const {
     const double own = 2.0 * of_.shape.head_size * static_cast<double>(bytes_of(of_.shape.dtype));
-    return config().policy.ladder.is_plain() ? live_end_ * own : end_held_ * held_bytes();
+    return config().policy.ladder.is_coded() ? end_held_ * held_bytes() : live_end_ * own;
   }
   double state_bytes() const { return static_cast<double>(state_bytes_per_token(config())); }
 
