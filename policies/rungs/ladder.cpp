@@ -53,11 +53,11 @@ void check(const Ladder& ladder, std::string_view text) {
 
 std::vector<const KvForm*> way_down(std::span<const RungSlots> ladder, int from, int to) {
   std::vector<const KvForm*> forms;
-  const KvForm* above = from < 0 ? &kKvForms[0] : ladder[static_cast<std::size_t>(from)].form;
-  for (const RungSlots& rung :
-       ladder.first(static_cast<std::size_t>(to) + 1).subspan(static_cast<std::size_t>(from + 1))) {
-    if (*rung.form != *above) forms.push_back(rung.form);
-    above = rung.form;
+  const std::size_t next = from < 0 ? 0 : static_cast<std::size_t>(from) + 1;
+  const KvForm* above = next == 0 ? &kKvForms[0] : ladder[next - 1].form;
+  for (std::size_t r = next; r <= static_cast<std::size_t>(to); ++r) {
+    if (*ladder[r].form != *above) forms.push_back(ladder[r].form);
+    above = ladder[r].form;
   }
   return forms;
 }
