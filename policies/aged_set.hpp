@@ -64,6 +64,8 @@ class AgedSet {
   const KvForm& form(std::size_t age) const { return *ladder_[rung(age)].form; }
   std::size_t rung(std::size_t age) const { return rungs_.empty() ? 0 : rungs_[age]; }
   std::span<const RungSlots> ladder() const { return ladder_; }
+  /// Whether some rung keeps codes.
+  bool has_codes() const { return !ladder_.back().form->exact(); }
 
   /// How many tokens have to leave before the next admission.
   std::uint32_t surplus() const {

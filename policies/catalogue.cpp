@@ -217,7 +217,7 @@ void PolicySpec::name_column(std::string_view column) {
 
 std::string PolicySpec::params_text() const {
   if (!entry) return "";
-  std::string own_ladder = ladder.is_plain() ? "" : "ladder=" + ladder.text('+', '@');
+  std::string own_ladder = ladder.is_plain() ? "" : ladder.setting();
   if (!entry->info.evicts) return own_ladder;
   std::vector<std::string> parts;
   if (const std::string column = named_column(); !column.empty())

@@ -1,7 +1,6 @@
 #include "sim/coded_rows.hpp"
 
-#include <stdexcept>
-#include <string>
+#include <algorithm>
 
 #include "traces/base/numeric/code.hpp"
 #include "traces/base/numeric/softmax.hpp"
@@ -10,9 +9,7 @@ namespace kvlab {
 
 CodedRows::CodedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
     : view_(view), rope_(rope), arithmetic_(arithmetic), keys_(0, view.head_size) {
-  if (view.head_size % kCodeBlock != 0)
-    throw std::invalid_argument("a ladder of codes: heads of " + std::to_string(view.head_size) +
-                                " channels; whole blocks of 32 are expected");
+  check_coded_heads(view.head_size);
 }
 
 void CodedRows::place(const LiveSet& live, std::uint32_t visible, std::uint32_t exact_from) {

@@ -17,7 +17,7 @@ HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>
       measure_(nullptr, 1, view),
       out_(view.head_size) {
   if (positions == Positions::cache) squeezed_.emplace(view, rope, arithmetic.softmax_scale);
-  if (!live_.ladder().back().form->exact()) coded_.emplace(view, rope, arithmetic);
+  if (live_.has_codes()) coded_.emplace(view, rope, arithmetic);
 }
 
 bool HeadRun::observes(std::uint32_t query) const {
@@ -80,11 +80,9 @@ void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& r
 
 void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
   p_.resize(visible_);
-  kept_.resize(visible_);
   if (squeezed_ || !exact_) {
-    if (!exact_) coded_->logits(query, head, rows, kept_.data());
-    shared_exponentials(exact_ ? squeezed_->logits(head).data() : kept_.data(), visible_,
-                        p_.data());
+    if (!exact_) coded_->logits(query, head, rows, p_.data());
+    shared_exponentials(exact_ ? squeezed_->logits(head).data() : p_.data(), visible_, p_.data());
     divide(p_.data(), visible_, lane_sum(p_.data(), visible_), p_.data());
     return;
   }
@@ -106,6 +104,7 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
   const auto live = live_.positions().first(visible_);
   double recall = 1;
   if (!sees_all_) {
+    kept_.resize(visible_);
     for (std::uint32_t i = 0; i < visible_; ++i) kept_[i] = full.e[live[i]];
     recall = static_cast<double>(lane_sum(kept_.data(), visible_)) / static_cast<double>(full.sum);
   }

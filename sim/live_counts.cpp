@@ -7,7 +7,6 @@
 #include "policies/live_set.hpp"
 
 namespace kvlab {
-
 namespace {
 
 /// The tokens on each rung of a ladder.
@@ -60,7 +59,7 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
       ladder == config.rungs.end() ? std::vector{RungSlots{.slots = budget}} : ladder->second;
   LiveCounts counts;
   RungCounts on(rungs);
-  std::uint64_t sum = 0, decoded = 0;
+  std::uint64_t decoded = 0;
   double held = 0;
   bool after_prompt = false;
   for (const Admission& admission : config.admissions) {
@@ -71,20 +70,13 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
     counts.most = std::max(counts.most, counts.end);
     after_prompt = admission.ends_prompt;
     if (!admission.decodes) continue;
-    sum += counts.end, ++decoded;
-    held += on.held();
-    counts.peak = std::max(counts.peak, counts.end);
+    held += on.held(), ++decoded;
     counts.held_peak = std::max(counts.held_peak, on.held());
   }
   counts.held_end = on.held();
   counts.held_budget = budget == kNoBudget ? counts.held_end : on.room();
-  counts.mean = counts.end, counts.held_mean = counts.held_end;
-  if (decoded == 0) {
-    counts.peak = counts.end, counts.held_peak = counts.held_end;
-  } else {
-    counts.mean = static_cast<double>(sum) / static_cast<double>(decoded);
-    counts.held_mean = held / static_cast<double>(decoded);
-  }
+  if (decoded == 0) counts.held_peak = counts.held_end;
+  counts.held_mean = decoded == 0 ? counts.held_end : held / static_cast<double>(decoded);
   return counts;
 }
 

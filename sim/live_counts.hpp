@@ -12,11 +12,11 @@ namespace kvlab {
 struct LiveCounts {
   std::uint64_t evictions = 0;
   std::uint32_t most = 0, end = 0;  ///< prompts included; behind the last token
-  double mean = 0;                  ///< over decoded queries, each itself included
-  std::uint32_t peak = 0;           ///< likewise; both are `end` where none is decoded
-  /// Likewise, their bytes in tokens of 16 bit: the mean, the most and behind the last token; and
-  /// what the rungs have room for, of a cache that evicts.
-  double held_mean = 0, held_peak = 0, held_end = 0, held_budget = 0;
+  // Bytes, in tokens of 16 bit.
+  double held_mean = 0;    ///< over decoded queries, each itself included
+  double held_peak = 0;    ///< likewise; both are `held_end` where none is decoded
+  double held_end = 0;     ///< behind the last token
+  double held_budget = 0;  ///< what the rungs have room for, or held_end where nobody leaves
 };
 
 /// `config` with its admissions; `budget` is the head's. Under ada() `budget` is the mean over the

@@ -105,15 +105,16 @@ std::vector<std::string> with_ladders(const std::vector<std::string>& policies,
                                       const po::variables_map& options,
                                       std::span<const std::string_view> references) {
   if (!options.count("ladder")) return policies;
+  std::vector<Ladder> ladders;
+  for (const std::string& text : options["ladder"].as<std::vector<std::string>>())
+    ladders.push_back(parse_ladder(text));
   std::vector<std::string> all;
-  for (const std::string& policy : policies) {
-    if (std::ranges::find(references, policy) != references.end()) all.push_back(policy);
-    for (const std::string& text : options["ladder"].as<std::vector<std::string>>()) {
-      const Ladder ladder = parse_ladder(text);
-      if (std::ranges::find(references, policy) == references.end())
-        all.push_back(ladder.is_plain() ? policy : policy + ":ladder=" + ladder.text('+', '@'));
-    }
-  }
+  for (const std::string& policy : policies)
+    if (std::ranges::find(references, policy) != references.end())
+      all.push_back(policy);
+    else
+      for (const Ladder& ladder : ladders)
+        all.push_back(ladder.is_plain() ? policy : policy + ":" + ladder.setting());
   return all;
 }
 
@@ -213,8 +214,7 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
       "@FILE, or a mean shared as in pyramid(20%)");
   add("ladder", po::value<std::vector<std::string>>()->composing()->value_name("RUNG:SHARE,..."),
       "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: rungs of 16, fp8, 8, "
-      "4, "
-      "k4v2 or 2 bits, such as 4 or 16:16t,4:100%; may be given again (default: 16)");
+      "4, k4v2 or 2 bits, such as 4 or 16:16t,4:100%; may be given again (default: 16)");
   add("prefill", text_option("MODE,...", "dense"),
       "how a prompt is admitted: dense (at once), chunk:N or stream");
   add("positions", text_option("original|cache"),

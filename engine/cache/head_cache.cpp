@@ -1,9 +1,6 @@
 #include "engine/cache/head_cache.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "traces/base/numeric/code.hpp"
@@ -21,10 +18,7 @@ HeadCache::HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output)
       live_(std::move(live)),
       columns_(live_.columns(), shape.head_size, output),
       keys_(0, shape.head_size) {
-  if (has_codes() && shape.head_size % kCodeBlock != 0)
-    throw std::invalid_argument(
-        fmt::format("ladder: heads of {} channels; whole blocks of {} are expected",
-                    shape.head_size, kCodeBlock));
+  if (live_.has_codes()) check_coded_heads(shape.head_size);
 }
 
 std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
@@ -59,7 +53,7 @@ void HeadCache::compact() {
     keys.get_row(from[row], key.data());
     keys_.set_row(row, key.data());
     std::copy_n(&values[from[row] * dim], dim, &values_[row * dim]);
-    if (has_codes()) rungs_[row] = rungs[from[row]];
+    if (live_.has_codes()) rungs_[row] = rungs[from[row]];
     if (shape_.positions != Positions::cache) continue;
     std::copy_n(&plain_keys[from[row] * dim], dim, &plain_keys_[row * dim]);
     rotated_to_[row] = rotated_to[from[row]];
@@ -78,7 +72,7 @@ void HeadCache::grow_to(std::size_t rows) {
   }
   keys_.grow(rows);
   values_.resize(rows * dim);
-  if (has_codes()) rungs_.resize(rows);
+  if (live_.has_codes()) rungs_.resize(rows);
   if (shape_.positions != Positions::cache) return;
   plain_keys_.resize(rows * dim);
   rotated_to_.resize(rows);
@@ -105,7 +99,7 @@ void HeadCache::store(const HeadAdmission& admission, const RopeTable& rope) {
     rope.rotate(key, dim, admission.first + i, rotated.data());
     keys_.set_row(rows[i], rotated.data());
     std::copy_n(value, dim, &values_[rows[i] * dim]);
-    if (has_codes()) rungs_[rows[i]] = -1;
+    if (live_.has_codes()) rungs_[rows[i]] = -1;
     if (shape_.positions == Positions::cache) {
       std::copy_n(key, dim, &plain_keys_[rows[i] * dim]);
       rotated_to_[rows[i]] = admission.first + i;
@@ -130,7 +124,7 @@ void HeadCache::squeeze(const RopeTable& rope) {
 }
 
 void HeadCache::step_down(std::uint32_t first, std::uint32_t last) {
-  if (!has_codes()) return;
+  if (!live_.has_codes()) return;
   const std::size_t dim = shape_.head_size;
   std::vector<float> key(dim);
   for (std::uint32_t age = first; age < last; ++age) {
@@ -178,7 +172,7 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
   std::vector<float> by_row, by_row_of_old, by_row_of_codes, by_age(rows.size());
   multiply_at(admission, begin, end, Turned::to_position, panels, rope, by_row);
   if (old_ > 0) multiply_at(admission, begin, end, Turned::to_number, panels, rope, by_row_of_old);
-  if (has_codes())
+  if (live_.has_codes())
     multiply_at(admission, begin, end, Turned::behind_butterflies, panels, rope, by_row_of_codes);
 
   Tally received(live_, shape_.threshold16, static_cast<std::uint32_t>(rows.size()));
@@ -187,8 +181,9 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
     const std::size_t head = i % group, count = visible(admission, token);
     float* p = by_age.data();
     for (std::size_t age = 0; age < count; ++age)
-      p[age] = is_coded(rows[age]) ? by_row_of_codes[i * stride + rows[age]] / kCodeBlock
-                                   : (age < old_ ? by_row_of_old : by_row)[i * stride + rows[age]];
+      p[age] = (age < old_ ? by_row_of_old : by_row)[i * stride + rows[age]];
+    for (std::size_t age = 0; live_.has_codes() && age < count; ++age)
+      if (is_coded(rows[age])) p[age] = by_row_of_codes[i * stride + rows[age]] / kCodeBlock;
     scale(p, count, shape_.softmax_scale);
     const std::int32_t shift = shared_exponentials(p, count, p);
     const float sum = lane_sum(p, count);
@@ -209,7 +204,7 @@ void HeadCache::accumulate(std::span<const float> p, std::span<const std::uint32
                            float* out) const {
   const std::size_t dim = shape_.head_size;
   const auto coded = [&](std::uint32_t row) { return is_coded(row); };
-  if (std::ranges::none_of(rows, coded))
+  if (!live_.has_codes() || std::ranges::none_of(rows, coded))
     return accumulate_rows(p, rows, values_.data(), dim, dim, out);
   std::vector<std::uint32_t> rows_of[2];  // exact, coded
   std::vector<float> p_of[2], sum(dim);

@@ -66,7 +66,8 @@ class HeadCache {
   /// Of the live tokens: of their codes, or 4 an element.
   std::uint64_t live_bytes() const {
     std::uint64_t bytes = 0;
-    if (!has_codes()) return std::uint64_t{live_.size()} * 2 * shape_.head_size * sizeof(float);
+    if (!live_.has_codes())
+      return std::uint64_t{live_.size()} * 2 * shape_.head_size * sizeof(float);
     for (const std::uint32_t row : live_.slots())
       bytes += is_coded(row)
                    ? live_.ladder()[rungs_[row]].form->block_bytes() * shape_.head_size / kCodeBlock
@@ -89,9 +90,8 @@ class HeadCache {
   void squeeze(const RopeTable& rope);
   /// Codes the rows of the live tokens of ages [first, last) as their rungs keep them.
   void step_down(std::uint32_t first, std::uint32_t last);
-  bool has_codes() const { return !live_.ladder().back().form->exact(); }
   bool is_coded(std::uint32_t row) const {
-    return !rungs_.empty() && rungs_[row] >= 0 && !live_.ladder()[rungs_[row]].form->exact();
+    return rungs_[row] >= 0 && !live_.ladder()[rungs_[row]].form->exact();
   }
   /// How queries are turned: to their positions, to their numbers, or to positions and behind the
   /// butterflies of codes.

@@ -86,7 +86,7 @@ PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compile
     fail(guards, "should hold sinks and recent, and nothing else");
   for (const char* guard : {"sinks", "recent"})
     text += fmt::format(":{}={}", guard, setting_text(guards, guard));
-  if (fields.has("ladder")) text += ":ladder=" + parse_ladder(fields.text("ladder")).text('+', '@');
+  if (fields.has("ladder")) text += ":" + parse_ladder(fields.text("ladder")).setting();
   if (fields.has("modifiers")) text += modifiers_from(fields.object("modifiers"), fields);
   return parse_policy(text, {}, compiled);
 }

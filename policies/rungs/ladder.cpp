@@ -26,13 +26,11 @@ const KvForm& form_named(std::string_view name, std::string_view text) {
   refuse(text, fmt::format("'{}' is no rung; known: {}", name, fmt::join(known, ", ")));
 }
 
-Extent share_of(std::string_view share, std::string_view text) try {
+Extent share_of(std::string_view share, std::string_view text) {
   if (!share.ends_with('t') && !share.ends_with('%'))
     refuse(text, fmt::format("'{}' should be tokens such as 16t, or a share such as 25%", share));
-  return parse_extent(share.ends_with('t') ? share.substr(0, share.size() - 1) : share, "share", 1);
-} catch (const std::invalid_argument& error) {
-  if (std::string_view(error.what()).starts_with("ladder")) throw;
-  refuse(text, error.what());
+  if (share.ends_with('t')) share.remove_suffix(1);
+  return parse_extent(share, fmt::format("ladder '{}': share", text), 1);
 }
 
 void check(const Ladder& ladder, std::string_view text) {
@@ -60,6 +58,13 @@ std::vector<const KvForm*> way_down(std::span<const RungSlots> ladder, int from,
     above = ladder[r].form;
   }
   return forms;
+}
+
+void check_coded_heads(std::uint32_t head_size) {
+  if (head_size % kCodeBlock != 0)
+    throw std::invalid_argument(
+        fmt::format("a ladder of codes: heads of {} channels; whole blocks of {} are expected",
+                    head_size, kCodeBlock));
 }
 
 std::string Ladder::text(char between, char of) const {

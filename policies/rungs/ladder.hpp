@@ -22,6 +22,9 @@ struct RungSlots {
 /// order. Those of equal bits are left out: there it is copied.
 std::vector<const KvForm*> way_down(std::span<const RungSlots> ladder, int from, int to);
 
+/// Throws std::invalid_argument where heads of so many channels are no whole blocks.
+void check_coded_heads(std::uint32_t head_size);
+
 struct Ladder {
   struct Rung {
     const KvForm* form = &kKvForms[0];
@@ -36,6 +39,8 @@ struct Ladder {
   bool is_coded() const { return !rungs.back().form->exact(); }
   /// As parse_ladder() reads it; one rung is its form's name.
   std::string text(char between = ',', char of = ':') const;
+  /// As it stands behind a policy: `ladder=16@16t+4@100%`.
+  std::string setting() const { return "ladder=" + text('+', '@'); }
   /// The slots of each rung in `bytes` of one KV head, whose keys and values have so many blocks of
   /// channels: shares are rounded down, and the last rung has what is left. Throws
   /// std::invalid_argument where the first rung has no room for a token.
