@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
@@ -175,15 +176,16 @@ class Replay {
   void run_here(std::span<const std::size_t> which, ReplayUnit unit,
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = unit;
-    std::vector<std::size_t> by_layer, topk, plainly, in_lanes;
+    std::vector<std::size_t> by_layer[2], topk, plainly, in_lanes;  // the first: in lanes, plainly
     for (const std::size_t c : which)
-      (configs_[c].evicts_by_layer()            ? by_layer
+      (configs_[c].evicts_by_layer()            ? by_layer[runs_plainly(configs_[c])]
        : !runs_plainly(configs_[c])             ? in_lanes
        : configs_[c].policy.name == kOracleTopk ? topk
                                                 : plainly)
           .push_back(c);
-    if (!by_layer.empty()) take_from_layer(by_layer, unit, outcomes);
-    if (by_layer.size() == which.size()) return;
+    for (const auto& alike : by_layer)
+      if (!alike.empty()) take_from_layer(alike, unit, outcomes);
+    if (topk.empty() && plainly.empty() && in_lanes.empty()) return;
     const HeadTensors tensors = read(layer, kv_head);
     for (const std::size_t c : topk)
       outcomes[c] = {topk_stats(span_, tensors.view, {tensors.view, rope_, arithmetic_},
@@ -197,9 +199,9 @@ class Replay {
     if (!in_lanes.empty()) run_lanes(in_lanes, layer, kv_head, tensors.view, outcomes);
   }
 
-  /// One layer through configurations whose caches evict together: outcomes by KV head, then
-  /// configuration. `span` may be null: nothing is measured. `keep`, which may be empty, gets what
-  /// the first configuration keeps for each query on `kept_head`.
+  /// One layer through configurations whose caches evict together, all by lanes or all plainly:
+  /// outcomes by KV head, then configuration. `span` may be null: nothing is measured. `keep`,
+  /// which may be empty, gets what the first configuration keeps for each query on `kept_head`.
   using KeepSet = std::function<void(std::uint32_t, std::span<const std::uint32_t>)>;
   std::vector<std::vector<HeadOutcome>> run_layer_together(std::span<const std::size_t> which,
                                                            std::uint32_t layer,
@@ -212,7 +214,8 @@ class Replay {
       tensors.push_back(read(layer, h));
       views.push_back(tensors.back().view);
     }
-    if (options_.plain) return run_plainly(which, {layer, 0}, views, span, kept_head, keep);
+    if (runs_plainly(configs_[which.front()]))
+      return run_plainly(which, {layer, 0}, views, span, kept_head, keep);
     const auto own = configs_of_head(which, layer, 0);  // the heads of a layer have one budget
     LaneConfigs configs;
     for (const auto& config : own) configs.push_back(config.get());
@@ -298,7 +301,7 @@ class Replay {
   /// Whoever asks first for a KV head runs its layer; the others find theirs.
   void take_from_layer(std::span<const std::size_t> which, ReplayUnit unit,
                        std::vector<HeadOutcome>& outcomes) const {
-    LayerOutcomes& layer = by_layer_[unit.layer];
+    LayerOutcomes& layer = by_layer_[unit.layer][runs_plainly(configs_[which.front()])];
     const std::lock_guard lock(layer.mutex);
     layer.heads.resize(trace_.shape().kv_heads);
     if (layer.heads[unit.kv_head].empty())
@@ -356,7 +359,7 @@ class Replay {
   HeadArithmetic arithmetic_;
   QuerySpan span_;
   std::vector<std::uint32_t> layers_;
-  mutable std::vector<LayerOutcomes> by_layer_;  // [layer]
+  mutable std::vector<std::array<LayerOutcomes, 2>> by_layer_;  // [layer][plainly]
 };
 
 }  // namespace
