@@ -30,21 +30,21 @@ class RungCounts {
     return over;
   }
   void admit(std::uint32_t tokens) { tokens_[0] += tokens; }
-  /// In tokens of 16 bit.
   double held() const {
-    double held = 0;
-    for (std::size_t r = 0; r < ladder_.size(); ++r) held += tokens_[r] * share(r);
-    return held;
+    return in_16_bit([&](std::size_t rung) { return tokens_[rung]; });
   }
   double room() const {
-    double room = 0;
-    for (std::size_t r = 0; r < ladder_.size(); ++r) room += ladder_[r].slots * share(r);
-    return room;
+    return in_16_bit([&](std::size_t rung) { return ladder_[rung].slots; });
   }
 
  private:
-  double share(std::size_t rung) const {
-    return static_cast<double>(ladder_[rung].form->block_bytes()) / kKvForms[0].block_bytes();
+  /// The bytes of count(rung) tokens on each rung, in tokens of 16 bit.
+  template <class Count>
+  double in_16_bit(Count count) const {
+    double bytes = 0;
+    for (std::size_t r = 0; r < ladder_.size(); ++r)
+      bytes += static_cast<double>(count(r)) * ladder_[r].form->block_bytes();
+    return bytes / kKvForms[0].block_bytes();
   }
 
   std::vector<RungSlots> ladder_;
