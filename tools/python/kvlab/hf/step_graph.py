@@ -10,10 +10,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvlab.hf.calls import cache_among, count_in
 
-_KNOWN = frozenset(
-    ("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep")
-    + ("num_logits_to_keep",)
-)
+_OF_THE_HEAD = frozenset(("logits_to_keep", "num_logits_to_keep"))  # which the decoder does not see
+_KNOWN = _OF_THE_HEAD.union(("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict"))
 
 
 class StepGraph:
@@ -41,7 +39,7 @@ class StepGraph:
             if not self._ran:
                 self._ran = True
                 return original(*arguments, **words)
-            self._evicting._calls.look((), words)
+            self._evicting._calls.look((), {word: words[word] for word in words if word not in _OF_THE_HEAD})
             count_in(past, 1, self._mask)
             cache = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
             return CausalLMOutputWithPast(logits=self._step(ids, fed), **{cache: past})
