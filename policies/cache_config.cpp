@@ -9,7 +9,7 @@ namespace kvlab {
 namespace {
 
 /// Empty where all heads have one budget.
-HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length, HeadCounts model) {
+HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length, CacheShape model) {
   const Budget& budget = config.budget;
   if (budget.is_even() || budget.split == Budget::Split::ada) return {};
   const std::string what = "budget " + budget.text();
@@ -19,7 +19,7 @@ HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length, Hea
   if (heads.empty()) {
     const std::uint32_t least = config.policy.entry ? least_budget(config.policy) : 1;
     for (const std::uint32_t own :
-         pyramid_budgets(budget.resolve(length), length, least, model.layers))
+         pyramid_budgets(budget.resolve(length, model.head_size), length, least, model.layers))
       heads.push_back({own});
   }
   check_shape(heads, model, what);
@@ -66,10 +66,9 @@ void check_ladder(const CacheConfig& config) {
     refuse("full keeps every token on one rung; one form is expected");
 }
 
-/// The tokens that a ladder holds in the bytes of `asked` tokens in 16 bit.
-std::uint32_t climb(ResolvedConfig& config, std::uint32_t asked) {
-  const auto slots =
-      config.policy.ladder.slots(std::uint64_t{asked} * kKvForms[0].block_bytes(), 1);
+/// The tokens that a ladder holds in `bytes` of a head of so many blocks of channels.
+std::uint32_t climb(ResolvedConfig& config, std::uint64_t bytes, std::uint32_t blocks) {
+  const auto slots = config.policy.ladder.slots(bytes, blocks);
   std::uint64_t tokens = 0;
   for (const RungSlots& rung : slots) tokens += rung.slots;
   const auto budget = static_cast<std::uint32_t>(std::min<std::uint64_t>(tokens, kNoBudget / 2));
@@ -77,15 +76,24 @@ std::uint32_t climb(ResolvedConfig& config, std::uint32_t asked) {
   return budget;
 }
 
+/// The same in the bytes of `asked` tokens in 16 bit, whatever a head's size.
+std::uint32_t climb(ResolvedConfig& config, std::uint32_t asked) {
+  return climb(config, std::uint64_t{asked} * kKvForms[0].block_bytes(), 1);
+}
+
 /// Budgets in tokens of 16 bit become those that the ladder holds in as many bytes.
-void climb(ResolvedConfig& config) {
+void climb(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size) {
   if (config.policy.ladder.is_plain()) return;
   check_ladder(config);
   if (!config.evicts()) {
     config.rungs[kNoBudget] = {{config.policy.ladder.rungs.front().form, kNoBudget / 2}};
     return;
   }
-  config.budget_tokens = climb(config, config.budget_tokens);
+  const bool of_bytes = config.budget.in_bytes && config.budget.is_even();
+  if (of_bytes) check_coded_heads(head_size);
+  config.budget_tokens =
+      of_bytes ? climb(config, config.budget.bytes_of(length, head_size), head_size / kCodeBlock)
+               : climb(config, config.budget_tokens);
   for (auto& layer : config.head_budgets)
     for (std::uint32_t& own : layer) own = climb(config, own);
 }
@@ -111,18 +119,20 @@ ResolvedConfig ResolvedConfig::of_head(std::uint32_t layer, std::uint32_t kv_hea
 }
 
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence,
-                       HeadCounts model) {
+                       CacheShape model) {
   ResolvedConfig resolved{config};
   resolved.sequence = sequence;
   if (!config.evicts()) {
-    climb(resolved);
+    climb(resolved, length, model.head_size);
     return resolved;
   }
-  resolved.budget_tokens = config.budget.resolve(length);
+  resolved.budget_tokens = config.budget.resolve(length, model.head_size);
   resolved.head_budgets = budgets_by_head(config, length, model);
+  resolved.asked_tokens =
+      resolved.head_budgets.empty() ? resolved.budget_tokens : mean_budget(resolved.head_budgets);
   for (const auto& layer : resolved.head_budgets)
     resolved.budget_tokens = std::max(resolved.budget_tokens, std::ranges::max(layer));
-  climb(resolved);
+  climb(resolved, length, model.head_size);
   if (!config.policy.entry) return resolved;
   resolved.guards = resolve_guards(config.policy, resolved.budget_tokens);
   check_guards(resolved);

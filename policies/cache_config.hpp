@@ -54,6 +54,8 @@ struct ResolvedConfig : CacheConfig {
   std::uint32_t budget_tokens = kNoBudget;  ///< the largest; kNoBudget: nobody leaves
   Guards guards = {};                       ///< of that budget
   HeadBudgets head_budgets = {};            ///< empty: all heads have budget_tokens
+  /// As asked for, in tokens of 16 bit, a mean over heads; kNoBudget: nobody leaves.
+  std::uint32_t asked_tokens = kNoBudget;
   std::map<std::uint32_t, std::vector<RungSlots>> rungs = {};  ///< by budget; empty: one plain rung
   std::vector<Admission> admissions = {};  ///< where they are known beforehand: in a replay
   std::vector<bool> in_dense_prompt = {};  ///< [token], likewise
@@ -64,10 +66,6 @@ struct ResolvedConfig : CacheConfig {
   std::uint32_t threshold16() const { return request_threshold16(threshold); }
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {seed, sequence, layer, kv_head};
-  }
-  /// In tokens; kNoBudget: nobody leaves.
-  std::uint32_t mean_tokens() const {
-    return head_budgets.empty() ? budget_tokens : mean_budget(head_budgets);
   }
   /// What one KV head alone does: budget_tokens and guards are its own.
   ResolvedConfig of_head(std::uint32_t layer, std::uint32_t kv_head) const;
@@ -81,10 +79,10 @@ struct ResolvedConfig : CacheConfig {
   }
 };
 
-/// `config` for a sequence of at most `length` tokens in a model of so many heads, which may be
-/// left out where the budget is even. Throws std::invalid_argument where the guards do not fit a
-/// budget, or budgets by head not the model.
+/// `config` for a sequence of at most `length` tokens in a model of such heads, which may be left
+/// out where the budget is even and not in bytes. Throws std::invalid_argument where the guards do
+/// not fit a budget, or budgets by head not the model.
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence = 0,
-                       HeadCounts model = {});
+                       CacheShape model = {});
 
 }  // namespace kvlab

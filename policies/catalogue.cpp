@@ -27,11 +27,11 @@ double parse_number(std::string_view text, std::string_view what, std::string_vi
   return value;
 }
 
-/// Throws unless it lies in [least, 2^31) tokens.
+/// Throws unless it lies in [least, 2^31), of tokens or another unit.
 Extent parse_tokens(std::string_view text, std::string_view what, double least,
-                    std::string_view alternative = "") {
+                    std::string_view alternative = "", std::string_view unit = "tokens") {
   const std::string should =
-      fmt::format("a whole number of tokens, at least {} and below 2^31{}", least, alternative);
+      fmt::format("a whole number of {}, at least {} and below 2^31{}", unit, least, alternative);
   const double value = parse_number(text, what, should);
   if (value != std::floor(value) || value < least || value >= 2147483648.0)
     throw std::invalid_argument(fmt::format("{}: '{}' should be {}", what, text, should));
@@ -311,6 +311,25 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   return spec;
 }
 
+namespace {
+
+/// `128`, `20%`, `20%bytes` or `64KiB`.
+Budget parse_even(std::string_view text, const std::string& what) {
+  if (text.ends_with("%bytes"))
+    return {.extent = parse_extent(text.substr(0, text.size() - 5), what, 1), .in_bytes = true};
+  constexpr std::pair<std::string_view, std::uint64_t> kUnits[] = {
+      {"KiB", 1u << 10}, {"MiB", 1u << 20}, {"GiB", 1u << 30}, {"B", 1}};
+  for (const auto& [unit, bytes] : kUnits)
+    if (text.ends_with(unit)) {
+      const std::string_view number = text.substr(0, text.size() - unit.size());
+      const Extent count = parse_tokens(number, what, 1, ", such as 64KiB", unit);
+      return {.bytes = count.tokens * bytes, .in_bytes = true};
+    }
+  return {.extent = parse_extent(text, what, 1)};
+}
+
+}  // namespace
+
 Budget parse_budget(std::string_view text) {
   if (text == "null")
     throw std::invalid_argument(
@@ -321,9 +340,11 @@ Budget parse_budget(std::string_view text) {
     if (!text.ends_with(')'))
       throw std::invalid_argument(fmt::format("budget: '{}' should end in a )", text));
     const std::string_view mean = text.substr(name.size() + 1, text.size() - name.size() - 2);
-    return {.extent = parse_extent(mean, fmt::format("budget: {}", name), 1), .split = split};
+    Budget budget = parse_even(mean, fmt::format("budget: {}", name));
+    budget.split = split;
+    return budget;
   }
-  return {.extent = parse_extent(text, "budget", 1)};
+  return parse_even(text, "budget");
 }
 
 std::uint32_t least_budget(const PolicySpec& spec) {

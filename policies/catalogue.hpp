@@ -64,8 +64,8 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
 /// brief() of a policy's text; as it stands where it names none of the catalogue.
 std::string brief_policy(const std::string& text);
 
-/// Parses `128`, `20%`, `pyramid(20%)`, `ada(128)`. Throws std::invalid_argument for 0, a negative
-/// number, or more than 100%.
+/// Parses `128`, `20%`, `64KiB`, `20%bytes`, `pyramid(20%)`, `ada(128)`. Throws
+/// std::invalid_argument for 0, a negative number, or more than 100%.
 Budget parse_budget(std::string_view text);
 
 /// The guards of `spec` in tokens. Throws std::invalid_argument unless sinks + recent <= budget and

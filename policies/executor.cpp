@@ -80,7 +80,7 @@ void check_held(const Executor& executor, const CacheConfig& config) {
     throw std::invalid_argument(why);
 }
 
-void check_held(const Executor& executor, const ResolvedConfig& config, HeadCounts model) {
+void check_held(const Executor& executor, const ResolvedConfig& config, CacheShape model) {
   check_held(executor, config);
   std::size_t given = 0;
   bool fits = config.head_budgets.empty() || config.head_budgets.size() == model.layers;

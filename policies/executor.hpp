@@ -75,7 +75,7 @@ std::string refusal(const Executor& executor, const CacheConfig& config);
 /// Throws std::invalid_argument with the refusal, if there is one.
 void check_held(const Executor& executor, const CacheConfig& config);
 /// Likewise, also where budgets by head are of another shape than the model's.
-void check_held(const Executor& executor, const ResolvedConfig& config, HeadCounts model);
+void check_held(const Executor& executor, const ResolvedConfig& config, CacheShape model);
 
 /// Whether a device holds both side by side: of one policy, one choice of columns, one kind of
 /// positions.

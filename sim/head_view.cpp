@@ -89,7 +89,7 @@ void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, co
 }
 
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
-                       std::uint32_t sequence, HeadCounts model) {
+                       std::uint32_t sequence, CacheShape model) {
   const std::uint32_t length =
       segments.empty() ? 0 : segments.back().start + segments.back().tokens;
   ResolvedConfig resolved = resolve(config, length, sequence, model);

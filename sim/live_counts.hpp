@@ -23,11 +23,6 @@ struct LiveCounts {
 /// heads of a layer, and the sums over them are right.
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget);
 
-/// Bytes of a token's key and value in 16 bit on one KV head: 2 an element, whatever they are
-/// computed in.
-constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
-  return std::uint64_t{2} * head_size * 2;
-}
 /// What a configuration holds in all layers and heads, bytes.
 struct Memory {
   double mean = 0, peak = 0;  ///< keys and values over decoded queries, 16 bit; the heads' summed
@@ -36,8 +31,8 @@ struct Memory {
 
   double total() const { return mean + state; }
 };
-/// `config` with its admissions, in a model of so many heads.
-Memory memory_of(const ResolvedConfig& config, HeadCounts model, std::uint32_t head_size);
+/// `config` with its admissions, in a model of such heads.
+Memory memory_of(const ResolvedConfig& config, CacheShape model);
 
 /// Of its policy state and columns, its position and, where positions are squeezed, its rank.
 std::uint64_t state_bytes_per_token(const CacheConfig& config);

@@ -103,7 +103,7 @@ class Replay {
   std::vector<std::uint32_t> budgets() const {
     std::vector<std::uint32_t> tokens;
     for (const ResolvedConfig& config : configs_)
-      tokens.push_back(config.evicts() ? config.mean_tokens() : trace_.tokens());
+      tokens.push_back(config.evicts() ? config.asked_tokens : trace_.tokens());
     return tokens;
   }
 
@@ -347,8 +347,9 @@ class Replay {
           "policy oracle_residual: the trace {} lacks the norms and the sketch of `kvlab capture`",
           trace_.directory().string()));
     check_columns(config.policy, trace_, options_.output != nullptr);
-    configs_.push_back(resolve(config, trace_.segments(), sequence_,
-                               {trace_.shape().layers, trace_.shape().kv_heads}));
+    configs_.push_back(
+        resolve(config, trace_.segments(), sequence_,
+                {trace_.shape().layers, trace_.shape().kv_heads, trace_.shape().head_size}));
   }
 
   const TraceReader& trace_;

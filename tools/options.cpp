@@ -210,7 +210,9 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
   add("policy", text_option("P,..."), text.c_str());
   add_source_option(options);
   add("budget", text_option("B,..."),
-      "tokens that a decoded query may span, or a share of the length: 64,128,20%; by head: "
+      "tokens that a decoded query may span, or a share of the length: 64,128,20%; bytes of a "
+      "head: "
+      "64KiB,20%bytes; by head: "
       "@FILE, or a mean shared as in pyramid(20%)");
   add("ladder", po::value<std::vector<std::string>>()->composing()->value_name("RUNG:SHARE,..."),
       "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: rungs of 16, fp8, 8, "

@@ -34,7 +34,7 @@ struct ModelConfig {
 
   /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }
-  HeadCounts heads() const { return {layers, kv_heads}; }
+  CacheShape heads() const { return {layers, kv_heads, head_size}; }
   float softmax_scale() const;  ///< 1 / sqrt(head_size)
 };
 

@@ -102,8 +102,8 @@ std::vector<std::vector<Memory>> memory_of(const ModelConfig& model, const std::
     const auto segments =
         segments_of(tokens, loop_span(tokens, loop_options(options, s, tokens, 1)).prompt);
     for (std::size_t c = 0; c < configs.size(); ++c)
-      memory[c].push_back(memory_of(resolve(configs[c], segments, 0, model.heads()), model.heads(),
-                                    model.shape().head_size));
+      memory[c].push_back(
+          memory_of(resolve(configs[c], segments, 0, model.heads()), model.heads()));
   }
   return memory;
 }
@@ -184,8 +184,9 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
                     .nll = paired_scores(scored, &LoopScores::nll)};
   for (std::size_t c = 0; c < configs.size(); ++c)
     result.scores.push_back(
-        score_of(configs[c], configs[c].evicts() ? configs[c].budget.resolve(length) : length, c,
-                 scored, result, options.block_tokens));
+        score_of(configs[c],
+                 configs[c].evicts() ? configs[c].budget.resolve(length, model.head_size) : length,
+                 c, scored, result, options.block_tokens));
   return result;
 }
 

@@ -99,13 +99,15 @@ CompiledPolicies source_of(const JsonFields& fields, const CompiledPolicies& com
                         fields.where());
 }
 
-/// Tokens, a list of them by layer and KV head, or how a mean is shared: "pyramid(128)".
+/// Tokens, a list of them by layer and KV head, bytes: "64KiB", or how a mean is shared:
+/// "pyramid(128)".
 Budget budget_from(const JsonFields& fields, const PolicySpec& policy) {
   const json& budget = fields.any("budget");
   if (budget.is_string()) {
     const Budget shared = parse_budget(budget.get<std::string>());
-    if (shared.split == Budget::Split::even)
-      fail(fields, "budget should be tokens, a list of them, or such as \"pyramid(128)\"");
+    if (shared.split == Budget::Split::even && shared.bytes == 0)
+      fail(fields,
+           "budget should be tokens, a list of them, or such as \"64KiB\", \"pyramid(128)\"");
     return shared;
   }
   const Budget own = budget_from_json(budget, fields.where() + ": budget");
@@ -179,7 +181,7 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
   json budget = cache.budget.extent.tokens;
   if (!cache.budget.heads.empty())
     budget = cache.budget.heads;
-  else if (!cache.budget.is_even())
+  else if (!cache.budget.is_even() || cache.budget.in_bytes)
     budget = cache.budget.text();
   nlohmann::ordered_json top{
       {"format", kPolicyFormat},

@@ -12,24 +12,58 @@ namespace {
 
 constexpr std::uint32_t kPyramidBeta = 20;
 
+/// 65536 is 64KiB.
+std::string text_of_bytes(std::uint64_t bytes) {
+  const char* const units[] = {"B", "KiB", "MiB", "GiB"};
+  std::size_t unit = 0;
+  for (; unit + 1 < std::size(units) && bytes % 1024 == 0; bytes /= 1024) ++unit;
+  return fmt::format("{}{}", bytes, units[unit]);
+}
+
 }  // namespace
 
 std::string Budget::text() const {
   if (all) return "all";
   if (!heads.empty() || !file.empty()) return file.empty() ? "by head" : "@" + file;
+  const std::string mean =
+      bytes > 0 ? text_of_bytes(bytes) : text_of(extent) + (in_bytes ? "bytes" : "");
   switch (split) {
     case Split::even:
       break;
     case Split::pyramid:
-      return fmt::format("pyramid({})", text_of(extent));
+      return fmt::format("pyramid({})", mean);
     case Split::ada:
-      return fmt::format("ada({})", text_of(extent));
+      return fmt::format("ada({})", mean);
   }
-  return text_of(extent);
+  return mean;
 }
 
-std::uint32_t Budget::resolve(std::uint32_t length) const {
-  return all ? length : std::max(1u, extent.resolve(length));
+std::uint64_t Budget::bytes_of(std::uint32_t length, std::uint32_t head_size) const {
+  if (head_size == 0)
+    throw std::invalid_argument(fmt::format(
+        "budget {}: the size of a head is not known here; give tokens or a share", text()));
+  if (bytes > 0) return bytes;
+  const unsigned __int128 all_bytes =
+      static_cast<unsigned __int128>(kv_bytes_per_token(head_size)) * length;
+  return static_cast<std::uint64_t>(all_bytes * extent.share_ppm / 1'000'000u);
+}
+
+std::uint32_t Budget::resolve(std::uint32_t length, std::uint32_t head_size) const {
+  if (all) return length;
+  if (!in_bytes) return std::max(1u, extent.resolve(length));
+  const std::uint64_t tokens = bytes_of(length, head_size) / kv_bytes_per_token(head_size);
+  if (tokens == 0)
+    throw std::invalid_argument(fmt::format("budget {}: holds no token, which takes {} bytes",
+                                            text(), kv_bytes_per_token(head_size)));
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(tokens, 0x7fff'ffffu));
+}
+
+Budget Budget::at_length(std::uint32_t length, std::uint32_t head_size) const {
+  Budget fixed = *this;
+  if (all || !(in_bytes || extent.is_share)) return fixed;
+  if (in_bytes) fixed.bytes = bytes_of(length, head_size);
+  fixed.extent = tokens(resolve(length, head_size));
+  return fixed;
 }
 
 std::uint32_t mean_budget(const HeadBudgets& heads) {
@@ -56,7 +90,7 @@ Budget budget_of_heads(HeadBudgets heads, std::string file) {
   return {.extent = tokens(mean), .heads = std::move(heads), .file = std::move(file)};
 }
 
-void check_shape(const HeadBudgets& heads, HeadCounts model, const std::string& what) {
+void check_shape(const HeadBudgets& heads, CacheShape model, const std::string& what) {
   const std::size_t own = heads.empty() ? 0 : heads.front().size();
   const bool fits = heads.size() == model.layers && (own == 1 || own == model.kv_heads);
   if (!fits || std::ranges::any_of(heads, [&](const auto& layer) { return layer.size() != own; }))

@@ -12,27 +12,40 @@ namespace kvlab {
 /// Tokens [layer][kv_head].
 using HeadBudgets = std::vector<std::vector<std::uint32_t>>;
 
-/// A model's layers, and the KV heads of each.
-struct HeadCounts {
-  std::uint32_t layers = 0, kv_heads = 0;
+/// A model's layers, the KV heads of each, and the channels of a head; 0: not known.
+struct CacheShape {
+  std::uint32_t layers = 0, kv_heads = 0, head_size = 0;
 };
 
-/// `128`, `20%`, `all`, `pyramid(20%)`, `ada(20%)`, or what a file says of each head.
+/// Bytes of a token's key and value in 16 bit, which is what budgets count them as.
+constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
+  return std::uint64_t{4} * head_size;
+}
+
+/// `128`, `20%`, `64KiB`, `20%bytes`, `all`, `pyramid(20%)`, `ada(20%)`, or what a file says of
+/// each head.
 struct Budget {
   /// How `extent`, a mean, is shared: every head has it; over layers as in PyramidKV; over the
   /// heads of a layer by their ranks after the prompt, as in Ada-KV.
   enum class Split { even, pyramid, ada };
 
-  Extent extent = {};  ///< of a head; the mean, rounded, where heads differ
+  Extent extent = {};       ///< of a head; the mean, rounded, where heads differ
+  std::uint64_t bytes = 0;  ///< of a head, before `extent`; 0: none
+  bool in_bytes = false;    ///< `bytes`, or a share of what all tokens take in 16 bit
   bool all = false;
   Split split = Split::even;
   HeadBudgets heads = {};  ///< of a file; a layer of one number has it for all its heads
   std::string file = {};   ///< its path, as asked for
 
   std::string text() const;
-  /// In tokens, the mean where heads differ; a share is rounded down from `length`, at least 1.
-  /// `all` is the length.
-  std::uint32_t resolve(std::uint32_t length) const;
+  /// In tokens of 16 bit, the mean where heads differ; a share is rounded down from `length`, at
+  /// least 1. `all` is the length. Throws std::invalid_argument where `bytes` hold no token, or
+  /// heads of an unknown size.
+  std::uint32_t resolve(std::uint32_t length, std::uint32_t head_size) const;
+  /// A head's, where asked for in bytes.
+  std::uint64_t bytes_of(std::uint32_t length, std::uint32_t head_size) const;
+  /// A share, or bytes, fixed at what they are of `length`; `extent` is in tokens then.
+  Budget at_length(std::uint32_t length, std::uint32_t head_size) const;
   /// Whether all heads have one budget, which resolve() says.
   bool is_even() const { return split == Split::even && heads.empty(); }
 };
@@ -45,7 +58,7 @@ std::uint32_t mean_budget(const HeadBudgets& heads);
 Budget budget_of_heads(HeadBudgets heads, std::string file = {});
 
 /// Throws std::invalid_argument: not so many layers, or KV heads.
-void check_shape(const HeadBudgets& heads, HeadCounts model, const std::string& what);
+void check_shape(const HeadBudgets& heads, CacheShape model, const std::string& what);
 
 /// PyramidKV's series (Cai et al. 2024, section 4.2, with the authors' beta = 20): from
 /// 2 · mean − last in the first layer down to `last`, a twentieth of the mean, in equal steps;

@@ -50,7 +50,7 @@ std::vector<BenchGrid> all_grids() {
 
 /// Live tokens attended by one KV head's cache.
 double slot_steps(const TraceReader& trace, const CacheConfig& config) {
-  const std::uint32_t budget = config.budget.resolve(trace.tokens());
+  const std::uint32_t budget = config.budget.resolve(trace.tokens(), trace.shape().head_size);
   double steps = 0;
   for (const Segment& segment : trace.segments())
     for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t)

@@ -164,7 +164,7 @@ Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
   const std::size_t series = series_of(figures, request.policy);
   Allocation result{.policy = figures.series()[series].label,
                     .metric = metric_of(figures, series, request.metric),
-                    .mean_tokens = request.budget.resolve(length)};
+                    .mean_tokens = request.budget.resolve(length, 0)};
   const auto budgets = even_budgets(figures, series, result.metric, length);
   if (result.mean_tokens < budgets.front().least_tokens || result.mean_tokens > length)
     throw std::invalid_argument(fmt::format(

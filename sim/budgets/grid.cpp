@@ -60,7 +60,7 @@ std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) 
 
   std::vector<CacheConfig> configs;
   for (const Budget& budget : axes.budgets) {
-    if (policy.entry && !budget.extent.is_share && !budget.all)
+    if (policy.entry && !budget.extent.is_share && !budget.in_bytes && !budget.all)
       resolve_guards(policy, budget.extent.tokens);
     config.budget = budget;
     for (const Prefill& prefill : axes.prefills)

@@ -28,7 +28,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (!has_policy || !has_budget || !config.policy.entry) return 0;
   for (const std::uint32_t length : {1u, 1000u, 0x7fff'ffffu})
     fuzz::accepts([&] {
-      const HeadCounts model{3, 2};
+      const CacheShape model{3, 2};
       const ResolvedConfig resolved = resolve(config, length, 0, model);
       for (std::uint32_t layer = 0; layer < model.layers; ++layer) resolved.of_head(layer, 1);
     });

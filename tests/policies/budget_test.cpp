@@ -13,7 +13,7 @@ using kvlab::test::error_of;
 
 namespace {
 
-std::string refusal(const std::string& policy, const Budget& budget, HeadCounts model,
+std::string refusal(const std::string& policy, const Budget& budget, CacheShape model,
                     std::uint32_t length = 1000) {
   const CacheConfig config{.policy = parse_policy(policy), .budget = budget};
   return error_of<std::invalid_argument>([&] { resolve(config, length, 0, model); });
@@ -24,8 +24,8 @@ std::string refusal(const std::string& policy, const Budget& budget, HeadCounts 
 TEST_CASE("a budget reads back as it was written") {
   for (const char* text : {"128", "20%", "all", "pyramid(20%)", "pyramid(64)", "ada(12.5%)"})
     CHECK(parse_budget(text).text() == text);
-  CHECK(parse_budget("pyramid(20%)").resolve(1000) == 200);
-  CHECK(parse_budget("all").resolve(1000) == 1000);
+  CHECK(parse_budget("pyramid(20%)").resolve(1000, 0) == 200);
+  CHECK(parse_budget("all").resolve(1000, 0) == 1000);
   CHECK_FALSE(parse_budget("pyramid(20%)").is_even());
   CHECK(budget_of_heads({{1, 2}}, "b.json").text() == "@b.json");
 }
@@ -70,7 +70,7 @@ TEST_CASE("each head has its own budget and the guards that belong to it") {
   const ResolvedConfig resolved = resolve(config, 1000, 3, {2, 2});
   CHECK(resolved.budget_tokens == 40);
   CHECK(resolved.guards.recent == 20);
-  CHECK(resolved.budget.resolve(1000) == 18);
+  CHECK(resolved.budget.resolve(1000, 0) == 18);
   CHECK(resolved.budget_of(1, 1) == 4);
   const ResolvedConfig own = resolved.of_head(1, 0);
   CHECK(own.budget_tokens == 20);

@@ -167,14 +167,44 @@ TEST_CASE("a budget is at least one token or a share above 0% and up to 100%") {
 }
 
 TEST_CASE("a budget's share is rounded down from the length, to at least one token") {
-  CHECK(parse_budget("20%").resolve(999) == 199);
-  CHECK(parse_budget("100%").resolve(999) == 999);
-  CHECK(parse_budget("1%").resolve(50) == 1);
-  CHECK(parse_budget("128").resolve(64) == 128);
-  CHECK(Budget{.all = true}.resolve(777) == 777);
+  CHECK(parse_budget("20%").resolve(999, 0) == 199);
+  CHECK(parse_budget("100%").resolve(999, 0) == 999);
+  CHECK(parse_budget("1%").resolve(50, 0) == 1);
+  CHECK(parse_budget("128").resolve(64, 0) == 128);
+  CHECK(Budget{.all = true}.resolve(777, 0) == 777);
   CHECK(parse_budget("20%").text() == "20%");
   CHECK(parse_budget("128").text() == "128");
   CHECK(Budget{.all = true}.text() == "all");
+}
+
+TEST_CASE("a budget in bytes holds as many tokens of 16 bit as fit, of heads of a known size") {
+  constexpr std::uint32_t kHead = 64;  // 256 bytes a token
+  CHECK(parse_budget("64KiB").resolve(9, kHead) == 256);
+  CHECK(parse_budget("1000B").resolve(9, kHead) == 3);
+  CHECK(parse_budget("2GiB").resolve(9, 1) == 536'870'912);
+  CHECK(parse_budget("25%bytes").resolve(1000, kHead) == 250);
+  CHECK(parse_budget("25%bytes").bytes_of(999, kHead) == 63'936);
+  CHECK(parse_budget("pyramid(1KiB)").resolve(9, kHead) == 4);
+  for (const char* text : {"64KiB", "3MiB", "5B", "25%bytes", "ada(2KiB)", "pyramid(5%bytes)"})
+    CHECK(parse_budget(text).text() == text);
+  CHECK(parse_budget("2048B").text() == "2KiB");
+  const Budget fixed = parse_budget("25%bytes").at_length(999, kHead);
+  CHECK(fixed.text() == "63936B");
+  CHECK(fixed.resolve(5, kHead) == 249);
+  CHECK(fixed.extent.tokens == 249);
+  CHECK(parse_budget("20%").at_length(999, kHead).text() == "199");
+}
+
+TEST_CASE("a wrong budget in bytes is refused in a line") {
+  CHECK(budget_refusal("1.5KiB") ==
+        "budget: '1.5' should be a whole number of KiB, at least 1 and below 2^31, such as 64KiB");
+  CHECK(budget_refusal("0B") ==
+        "budget: '0' should be a whole number of B, at least 1 and below 2^31, such as 64KiB");
+  CHECK(budget_refusal("120%bytes") == "budget: 120% should be at least 0% and at most 100%");
+  CHECK_THROWS_WITH(parse_budget("255B").resolve(9, 64),
+                    "budget 255B: holds no token, which takes 256 bytes");
+  CHECK_THROWS_WITH(parse_budget("1KiB").resolve(9, 0),
+                    "budget 1KiB: the size of a head is not known here; give tokens or a share");
 }
 
 TEST_CASE("sinks and recent have to fit the budget") {

@@ -80,7 +80,7 @@ AllocationRequest at(const std::string& budget) { return {.budget = parse_budget
 
 TEST_CASE("a file gives one budget, or one for each layer, or for each layer and KV head") {
   CHECK(read("64").is_even());
-  CHECK(read("64").resolve(1000) == 64);
+  CHECK(read("64").resolve(1000, 0) == 64);
   CHECK(read("[64, 32]").heads == HeadBudgets{{64}, {32}});
   const Budget heads = read("[[64, 32], [1, 2147483647]]");
   CHECK(heads.heads == HeadBudgets{{64, 32}, {1, 2147483647}});
@@ -163,7 +163,7 @@ TEST_CASE("heads that gain more from a token get more, at equal bytes") {
     const Allocation found = allocate_budgets(run, at(budget));
     INFO(budget);
     CHECK(found.metric == "residual_error");
-    CHECK(found.mean_tokens == parse_budget(budget).resolve(1000));
+    CHECK(found.mean_tokens == parse_budget(budget).resolve(1000, 0));
     std::vector<std::uint32_t> all;
     for (const auto& layer : found.heads) all.insert(all.end(), layer.begin(), layer.end());
     REQUIRE(all.size() == 4);

@@ -81,7 +81,7 @@ TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a f
       {"format", kFidelityFormat}, {"model", "m"}, {"weights_xxh3", "ab"}, {"kvlab", "1"}};
   add_fidelity(json, assess_fidelity(configs, texts), configs, texts);
   const test::TemporaryFolder folder;
-  write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts));
+  write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts, 16));
   write_file_atomically(folder / kFidelityJson, json_text(json));
   const std::string page = fidelity_page(folder.path());
   CHECK(page.find("<td class=\"n\">3</td><td class=\"n\">3</td>") != std::string::npos);
@@ -122,7 +122,7 @@ TEST_CASE("A share of texts that differ in length is no evidence at a budget in 
     nlohmann::ordered_json json{
         {"format", kFidelityFormat}, {"model", "m"}, {"weights_xxh3", "ab"}, {"kvlab", "1"}};
     add_fidelity(json, assess_fidelity(configs, texts), configs, texts);
-    write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts));
+    write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, texts, 16));
     write_file_atomically(file, json_text(json));
     return fidelity_evidence(file, "nll_recall", 13, "ab");
   };

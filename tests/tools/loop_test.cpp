@@ -188,7 +188,7 @@ TEST_CASE(
           0);
   const Budget by_head = read_budget("@" + path("b"));
   CHECK(by_head.heads.size() == 4);
-  CHECK(by_head.resolve(100) == 12);
+  CHECK(by_head.resolve(100, 0) == 12);
 
   const std::string budgets = "12,@" + path("b") + ",pyramid(12)";
   REQUIRE(run_command(replay_command(), replay_with(budgets, "run")) == 0);

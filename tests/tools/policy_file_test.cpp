@@ -114,6 +114,16 @@ TEST_CASE("a policy file becomes the configuration of a cache") {
   CHECK(one.threshold16() == request_threshold16(0.02));
 }
 
+TEST_CASE("a budget in bytes reads back as it was written") {
+  const TemporaryFolder folder;
+  PolicyFile file = h2o_file();
+  file.cache.budget = parse_budget("64KiB");
+  write_policy_file(folder / "policy.json", file);
+  CHECK(json::parse(read_bytes(folder / "policy.json"))["budget"] == "64KiB");
+  const PolicyFile read = read_policy_file(folder / "policy.json");
+  CHECK(resolve(read.cache, 1000, 0, {2, 2, 64}).budget_tokens == 256);
+}
+
 TEST_CASE("budgets may differ by layer and KV head, in the model's shape") {
   const TemporaryFolder folder;
   PolicyFile file = h2o_file();
@@ -122,7 +132,7 @@ TEST_CASE("budgets may differ by layer and KV head, in the model's shape") {
   const PolicyFile read = read_policy_file(folder / "policy.json");
   CHECK(read.cache.budget.heads == file.cache.budget.heads);
   CHECK(read.cache.budget.text() == "by head");
-  CHECK(read.cache.budget.resolve(1000) == 163);
+  CHECK(read.cache.budget.resolve(1000, 0) == 163);
   check_shape(read, kShape);
   const ResolvedConfig resolved = resolve(read.cache, 1000, 0, {2, 2});
   for (std::uint32_t i = 0; i < 4; ++i)

@@ -94,10 +94,11 @@ ordered_json stream(const po::variables_map& options) {
                          .budgets = {},
                          .steps = count_from(options, "steps", 1, kMostTokens)};
   for (const CacheConfig& config : grid) {
-    if (config.budget.extent.is_share || !config.budget.is_even() || config.budget.all)
+    if (config.budget.extent.is_share || config.budget.in_bytes || !config.budget.is_even() ||
+        config.budget.all)
       throw std::invalid_argument(
           "--budget: a stream has no length to take a share of; give tokens");
-    how.budgets.push_back(config.budget.resolve(0));
+    how.budgets.push_back(config.budget.resolve(0, 0));
   }
   return bench_stream(how);
 }

@@ -117,7 +117,8 @@ int run(const po::variables_map& options) {
                        {"weights_xxh3", model.backend->weights_xxh3()},
                        {"kvlab", KVLAB_VERSION}};
   add_fidelity(json, fidelity, configs, measured);
-  write_file_atomically(folder / kFidelityCsv, fidelity_csv(configs, measured));
+  write_file_atomically(folder / kFidelityCsv,
+                        fidelity_csv(configs, measured, model.backend->config().head_size));
   write_file_atomically(folder / kFidelityJson, json_text(json, 1) + "\n");
   folder.commit();
   if (options.count("report") && !vega_script())

@@ -76,7 +76,7 @@ std::string evicted_text(const SequenceDecoder& decoder, const ModelShape& shape
   const std::uint64_t evictions = decoder.evictions();
   if (evictions == 0)
     return fmt::format("evicted nothing: all {} tokens fit the budget of {}", decoder.tokens(),
-                       cache.mean_tokens());
+                       cache.budget_tokens);
   const double gone = static_cast<double>(evictions) / heads;
   const double bytes = 2 * heads * shape.head_size * static_cast<double>(number_bytes) / 1024;
   std::string text = fmt::format("evicted {:.0f} tokens of each KV head; KV {:.1f} of {:.1f} KiB",
@@ -104,7 +104,7 @@ ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& c
       {"turns", turns},
       {"policy", cache.policy.name},
       {"params", cache.policy.params_text()},
-      {"budget_tokens", cache.evicts() ? ordered_json(cache.mean_tokens()) : ordered_json("all")},
+      {"budget_tokens", cache.evicts() ? ordered_json(cache.asked_tokens) : ordered_json("all")},
       {"positions", name_of(cache.positions)},
       {"prefill", cache.prefill.text()},
       {"prompt_tokens", conversation.prompt_pace().tokens},

@@ -135,14 +135,16 @@ int run(const po::variables_map& options) {
                       .answers = answer_plan_from(options),
                       .progress = progress_bar("tune")};
   const auto compiled = policy_sources_from(options);
-  if (!budget.extent.is_share)  // refuses what is wrong before a model is loaded
+  if (!budget.extent.is_share &&
+      !budget.in_bytes)  // refuses what is wrong before a model is loaded
     grid_of(options, budget, budget.extent.tokens, compiled);
   const LoopModel model = load_loop_model(options);
   request.texts = loop_texts_from(options, model);
   const auto replayer = loop_replayer(options);
   request.device = replayer.get();
   const auto length = static_cast<std::uint32_t>(request.texts.front().ids.size());
-  request.grid = grid_of(options, budget, budget.resolve(length), compiled);
+  request.grid =
+      grid_of(options, budget, budget.resolve(length, model.backend->config().head_size), compiled);
   request.answers.seed = seed_from(options);
   if (!request.answers.tasks.empty()) request.answers.chat = read_chat_frame(model.directory);
   find_lengths(*model.backend, model.tokenizer, request.answers);

@@ -53,7 +53,9 @@ Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
     if (config.budget == column.text && config.budgets.size() == info.traces.front().layers)
       return budget_of_heads(config.budgets);
   Budget budget{.extent = tokens(column.least_tokens)};
-  if (!column.text.starts_with('@')) budget.split = parse_budget(column.text).split;
+  if (column.text.starts_with('@')) return budget;
+  const Budget asked = parse_budget(column.text);
+  budget.split = asked.split, budget.bytes = asked.bytes, budget.in_bytes = asked.bytes > 0;
   return budget;
 }
 

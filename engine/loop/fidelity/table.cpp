@@ -65,17 +65,18 @@ ordered_json metric_json(const FidelityMetric& metric, std::span<const CacheConf
 }
 
 /// Tokens of a budget as asked for, a mean where heads share it, in texts of so many tokens by
-/// their names; none of budgets in a file. Throws std::runtime_error for a share of texts that
-/// differ in length.
+/// their names; none of bytes, or of budgets in a file. Throws std::runtime_error for a share of
+/// texts that differ in length.
 std::optional<double> tokens_of(const std::string& budget, const JsonFields& tokens) {
   if (budget.starts_with('@')) return std::nullopt;
-  Extent extent;
+  Budget asked;
   try {
-    extent = parse_budget(budget).extent;
+    asked = parse_budget(budget);
   } catch (const std::invalid_argument& error) {
     throw std::runtime_error(fmt::format("{}: {}", tokens.where(), error.what()));
   }
-  if (!extent.is_share) return extent.tokens;
+  if (asked.bytes > 0) return std::nullopt;
+  if (!asked.extent.is_share) return asked.extent.tokens;
   std::set<std::uint64_t> lengths;
   for (const auto& [text, length] : tokens.json().items()) lengths.insert(tokens.whole(text));
   if (lengths.size() != 1)
@@ -83,7 +84,7 @@ std::optional<double> tokens_of(const std::string& budget, const JsonFields& tok
         "{}: {} are of {} lengths, so that {} is no number of tokens; measure texts of one length, "
         "or budgets in tokens",
         tokens.where(), tokens.json().size(), lengths.size(), budget));
-  return static_cast<double>(*lengths.begin()) * extent.share_ppm / 1e6;
+  return static_cast<double>(*lengths.begin()) * asked.extent.share_ppm / 1e6;
 }
 
 /// A rank correlation.
@@ -101,15 +102,16 @@ nlohmann::json or_null(const std::optional<double>& value) {
 
 }  // namespace
 
-std::string fidelity_csv(std::span<const CacheConfig> configs,
-                         std::span<const FidelityText> texts) {
+std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const FidelityText> texts,
+                         std::uint32_t head_size) {
   std::string csv = fmt::format("text,{},metric,value\n", kConfigColumns);
   const auto add = [&](const FidelityText& text, std::size_t c, const std::string& metric,
                        double value) {
     if (std::isfinite(value))
-      csv += fmt::format("{},{},{},{}\n", csv_field(text.name),
-                         config_columns(configs[c], configs[c].budget.resolve(text.tokens)), metric,
-                         value);
+      csv +=
+          fmt::format("{},{},{},{}\n", csv_field(text.name),
+                      config_columns(configs[c], configs[c].budget.resolve(text.tokens, head_size)),
+                      metric, value);
   };
   for (const FidelityText& text : texts)
     for (std::size_t c = 0; c < configs.size(); ++c) {

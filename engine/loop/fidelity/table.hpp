@@ -17,7 +17,8 @@ inline constexpr const char* kFidelityJson = "fidelity.json";
 
 /// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value: one figure a row;
 /// `kl` is the truth.
-std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
+std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const FidelityText> texts,
+                         std::uint32_t head_size);
 
 /// Adds `texts`, `tokens` and `prompt_tokens` by text, `metrics`, `default_metric` and `ceiling` to
 /// what is there.

@@ -45,7 +45,7 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
   if (!request.beyond_context) check_context(backend.config(), run);
   run.answers = answer_tasks(backend.batches(), tokenizer, run.prompts, run.modes, run.configs,
                              request.answers);
-  run.memory = task_memory(run, backend.config().heads(), backend.config().shape().head_size);
+  run.memory = task_memory(run, backend.config().heads());
   return run;
 }
 

@@ -8,7 +8,7 @@ namespace kvlab {
 namespace {
 
 Memory memory_of(const CacheConfig& asked, const TaskPrompt& prompt, QueryMode mode,
-                 HeadCounts model, std::uint32_t head_size) {
+                 CacheShape model) {
   std::vector<Segment> segments;
   std::uint32_t start = 0;
   const auto add = [&](std::size_t tokens, SegmentKind kind) {
@@ -18,9 +18,9 @@ Memory memory_of(const CacheConfig& asked, const TaskPrompt& prompt, QueryMode m
   for (const auto& segment : prompt.segments(mode)) add(segment.size(), SegmentKind::prompt);
   add(prompt.answer.size(), SegmentKind::decode);
   CacheConfig config = asked;
-  if (config.budget.extent.is_share)  // of the prompt, without the answer
-    config.budget.extent = tokens(config.budget.resolve(prompt.tokens()));
-  return kvlab::memory_of(resolve(config, segments, 0, model), model, head_size);
+  // (Of the prompt, without the answer.)
+  config.budget = config.budget.at_length(prompt.tokens(), model.head_size);
+  return kvlab::memory_of(resolve(config, segments, 0, model), model);
 }
 
 /// Whether each draw was answered right, of one mode: [configuration][prompt].
@@ -50,15 +50,14 @@ void add_contender(TaskVerdict& task, const TaskRun& run, std::size_t mode, std:
 
 }  // namespace
 
-std::vector<std::vector<Memory>> task_memory(const TaskRun& run, HeadCounts model,
-                                             std::uint32_t head_size) {
+std::vector<std::vector<Memory>> task_memory(const TaskRun& run, CacheShape model) {
   std::vector<std::vector<Memory>> memory(run.modes.size(),
                                           std::vector<Memory>(run.configs.size()));
   const auto prompts = static_cast<double>(run.prompts.size());
   for (std::size_t m = 0; m < run.modes.size(); ++m)
     for (std::size_t c = 0; c < run.configs.size(); ++c)
       for (const TaskPrompt& prompt : run.prompts) {
-        const Memory own = memory_of(run.configs[c], prompt, run.modes[m], model, head_size);
+        const Memory own = memory_of(run.configs[c], prompt, run.modes[m], model);
         Memory& all = memory[m][c];
         all.mean += own.mean / prompts;
         all.peak = std::max(all.peak, own.peak);

@@ -11,8 +11,7 @@ namespace kvlab {
 
 /// What a configuration holds while prompts are answered: mean of the prompts, the most of one.
 /// [mode][configuration].
-std::vector<std::vector<Memory>> task_memory(const TaskRun& run, HeadCounts model,
-                                             std::uint32_t head_size);
+std::vector<std::vector<Memory>> task_memory(const TaskRun& run, CacheShape model);
 
 /// TaskRun::memory as figures over all lengths and depths.
 std::vector<TaskFigure> memory_figures(const TaskRun& run);

@@ -29,10 +29,10 @@ constexpr std::size_t kMostFinalists = 48;
 /// Phases of the work: two for each text, then the race, then the answers.
 enum Kind { kCapture, kReplay, kRace, kAnswers };
 
-std::uint32_t common_budget(const TuneRequest& request) {
+std::uint32_t common_budget(const TuneRequest& request, std::uint32_t head_size) {
   const Budget& budget = request.grid.front().budget;
   const auto tokens_in = [&](const LoopText& text) {
-    return budget.resolve(static_cast<std::uint32_t>(text.ids.size()));
+    return budget.resolve(static_cast<std::uint32_t>(text.ids.size()), head_size);
   };
   const std::uint32_t first = tokens_in(request.texts.front());
   for (const LoopText& text : request.texts)
@@ -65,8 +65,7 @@ std::vector<Memory> memory_of(const TuneRequest& request, const ModelConfig& mod
       segments_of(static_cast<std::uint32_t>(text.ids.size()), text.prompt_tokens);
   std::vector<Memory> memory;
   for (const CacheConfig& config : request.grid)
-    memory.push_back(kvlab::memory_of(resolve(config, segments, 0, model.heads()), model.heads(),
-                                      model.shape().head_size));
+    memory.push_back(kvlab::memory_of(resolve(config, segments, 0, model.heads()), model.heads()));
   return memory;
 }
 
@@ -351,7 +350,7 @@ Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
   if (request.grid.size() < 2)
     throw std::invalid_argument("--policy: one configuration is nothing to choose from; give more");
   Tuning tuning;
-  tuning.budget_tokens = common_budget(request);
+  tuning.budget_tokens = common_budget(request, backend.config().head_size);
   tuning.scores.resize(request.grid.size() + 1);
   tuning.memory = memory_of(request, backend.config());
   RaceField field = field_of(request);
@@ -375,8 +374,8 @@ Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
 PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
                           const Backend& backend) {
   CacheConfig cache = request.grid[tuning.winner];
-  cache.budget.extent = tokens(static_cast<std::uint32_t>(tuning.budget_tokens));
-  cache.budget.all = false;
+  cache.budget = cache.budget.at_length(
+      static_cast<std::uint32_t>(request.texts.front().ids.size()), backend.config().head_size);
   json ties = json::array(), texts = json::array();
   for (const std::size_t config : tuning.tied())
     if (config != tuning.winner) ties.push_back(request.grid[config].policy.text());

@@ -150,7 +150,7 @@ std::uint64_t Query::mass(std::uint32_t token, float weight) const {
 std::vector<std::vector<std::uint32_t>> kept_by(const Formula& formula, const TraceReader& trace,
                                                 std::uint32_t sequence, const CacheConfig& config,
                                                 std::uint32_t layer, std::uint32_t kv_head) {
-  const std::uint32_t budget = config.budget.resolve(trace.tokens());
+  const std::uint32_t budget = config.budget.resolve(trace.tokens(), trace.shape().head_size);
   return NaiveCache(formula, trace, config, budget,
                     {.now = 0,
                      .budget = budget,

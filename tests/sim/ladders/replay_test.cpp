@@ -133,6 +133,22 @@ TEST_CASE("attention over codes agrees with float64") {
   }
 }
 
+TEST_CASE("bytes are shared among rungs to the byte, and tokens of 16 bit are as many bytes") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);  // heads of 32: 128 bytes a token
+  const auto asked = [](const char* policy, const char* budget) {
+    return CacheConfig{.policy = parse_policy(policy), .budget = parse_budget(budget)};
+  };
+  for (const char* policy : {"h2o", "h2o:ladder=4", "lru:ladder=16@5t+4@100%"})
+    CHECK(figures(trace, asked(policy, "1536B")) == figures(trace, asked(policy, "12")));
+  const ResolvedConfig odd = resolve(asked("h2o:ladder=16@2t+4@100%", "1535B"), 64, 0, {1, 1, 32});
+  REQUIRE(odd.rungs.at(odd.budget_tokens).size() == 2);
+  CHECK(odd.rungs.at(odd.budget_tokens)[1].slots == (1535 - 2 * 128) / 40);
+  const ResolvedConfig share = resolve(asked("h2o:ladder=4", "50%bytes"), 63, 0, {1, 1, 32});
+  CHECK(share.budget_tokens == 63 * 128 / 2 / 40);
+  CHECK(share.asked_tokens == 31);
+}
+
 TEST_CASE("a full cache on one rung codes every decoded token") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);

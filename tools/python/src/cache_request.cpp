@@ -28,13 +28,15 @@ void bind_cache_request(nb::module_& module) {
           "__init__",
           [](CacheRequest* to, Text policy, const std::vector<Policy>& own, Text budget,
              Text prefill, Text positions, std::uint64_t seed, double threshold,
-             std::uint32_t length, std::uint32_t layers, std::uint32_t kv_heads) {
-            new (to) CacheRequest{policy, own,       budget, prefill,           positions,
-                                  seed,   threshold, length, {layers, kv_heads}};
+             std::uint32_t length, std::uint32_t layers, std::uint32_t kv_heads,
+             std::uint32_t head_size) {
+            new (to) CacheRequest{policy,    own,       budget,
+                                  prefill,   positions, seed,
+                                  threshold, length,    {layers, kv_heads, head_size}};
           },
           nb::arg("policy"), nb::arg("own"), nb::arg("budget"), nb::arg("prefill"),
           nb::arg("positions"), nb::arg("seed"), nb::arg("threshold"), nb::arg("length"),
-          nb::arg("layers"), nb::arg("kv_heads"));
+          nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_size") = 0);
 }
 
 }  // namespace kvlab::python

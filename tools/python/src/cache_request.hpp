@@ -18,7 +18,7 @@ struct CacheRequest {
   std::uint64_t seed;
   double threshold;
   std::uint32_t length;
-  HeadCounts model;
+  CacheShape model;
 };
 
 /// Throws std::invalid_argument for what the executor does not know.

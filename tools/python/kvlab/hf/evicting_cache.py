@@ -82,8 +82,7 @@ class evicting:
             seed=seed,
             threshold=request_threshold,
             length=int(length or config.max_position_embeddings),
-            layers=self._shape.layers,
-            kv_heads=self._shape.kv_heads,
+            **{size: getattr(self._shape, size) for size in ("layers", "kv_heads", "head_size")},
         )
         self._make: Callable[[], Any]
         if self._device.type == "cuda":
