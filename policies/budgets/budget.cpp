@@ -25,8 +25,7 @@ std::string text_of_bytes(std::uint64_t bytes) {
 std::string Budget::text() const {
   if (all) return "all";
   if (!heads.empty() || !file.empty()) return file.empty() ? "by head" : "@" + file;
-  std::string mean =
-      bytes > 0 ? text_of_bytes(bytes) : text_of(extent) + (in_bytes ? "bytes" : "");
+  std::string mean = bytes > 0 ? text_of_bytes(bytes) : text_of(extent) + (in_bytes ? "bytes" : "");
   switch (split) {
     case Split::even:
       break;
