@@ -74,6 +74,10 @@ HeadArithmetic arithmetic_of(const TraceReader& trace, double threshold) {
   if (!(threshold >= 0 && threshold <= 1))
     throw std::invalid_argument(
         fmt::format("request threshold {}: should be between 0 and 1", threshold));
+  if (!trace.header().rows.empty())
+    throw std::invalid_argument(
+        fmt::format("trace {}: its layers attend each in its own way, which is not replayed",
+                    trace.directory().string()));
   return {.softmax_scale = trace.header().softmax_scale,
           .rounding = trace.header().rounding == Rounding::model_dtype
                           ? std::optional(trace.shape().dtype)
