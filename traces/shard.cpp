@@ -64,7 +64,7 @@ constexpr std::size_t kMostFrequencies = std::size_t{1} << 26;
 
 /// Rotation tables and sinks, to the rows that the manifest describes.
 void read_rows(const SafetensorsFile& file, TensorChecker& checker, TraceHeader& header) {
-  std::size_t tables = 0;
+  std::size_t tables = 1;
   for (const RowSpec& row : header.rows) tables = std::max<std::size_t>(tables, row.table + 1);
   const std::size_t width = file.at("inv_freq").elements() / tables;
   if (width * header.shape.layers > kMostFrequencies)

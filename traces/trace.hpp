@@ -95,6 +95,10 @@ class TraceReader {
   const std::filesystem::path& directory() const { return directory_; }
   const TraceHeader& header() const { return manifest_.header; }
   const ModelShape& shape() const { return header().shape; }
+  /// The same trace as if it had these layers alone, ascending; they keep their numbers.
+  TraceReader of_layers(std::span<const std::uint32_t> layers) const;
+  /// Layers with a span, or those without: policies act on the latter.
+  std::vector<std::uint32_t> layers_with_span(bool with) const;
   /// How a layer's queries attend.
   const RowSpec& row(std::uint32_t layer) const {
     return header().rows.empty() ? plain_row_ : header().rows[layer];

@@ -86,6 +86,26 @@ TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest) 
   return trace;
 }
 
+TraceReader TraceReader::of_layers(std::span<const std::uint32_t> layers) const {
+  TraceReader some = *this;
+  TraceHeader& header = some.manifest_.header;
+  header.shape.layers = static_cast<std::uint32_t>(layers.size());
+  header.shape.numbers.clear();
+  header.rows.clear();
+  for (const std::uint32_t layer : layers) {
+    header.shape.numbers.push_back(shape().number(layer));
+    header.rows.push_back(row(layer));
+  }
+  return some;
+}
+
+std::vector<std::uint32_t> TraceReader::layers_with_span(bool with) const {
+  std::vector<std::uint32_t> layers;
+  for (std::uint32_t layer = 0; layer < shape().layers; ++layer)
+    if ((row(layer).span > 0) == with) layers.push_back(layer);
+  return layers;
+}
+
 std::uint32_t TraceReader::draws(Span span) const {
   const auto& gradients = extras().gradients;
   return gradients && agree_from_first(segments(), span, gradients->span) ? gradients->draws : 0;
