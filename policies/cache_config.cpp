@@ -69,9 +69,7 @@ void check_ladder(const CacheConfig& config) {
 /// The tokens that a ladder holds in `bytes` of a head of so many blocks of channels.
 std::uint32_t climb(ResolvedConfig& config, std::uint64_t bytes, std::uint32_t blocks) {
   const auto slots = config.policy.ladder.slots(bytes, blocks);
-  std::uint64_t tokens = 0;
-  for (const RungSlots& rung : slots) tokens += rung.slots;
-  const auto budget = static_cast<std::uint32_t>(std::min<std::uint64_t>(tokens, kNoBudget / 2));
+  const std::uint32_t budget = tokens_of(slots);
   config.rungs.try_emplace(budget, slots);
   return budget;
 }

@@ -105,9 +105,7 @@ std::vector<std::string> with_ladders(const std::vector<std::string>& policies,
                                       const po::variables_map& options,
                                       std::span<const std::string_view> references) {
   if (!options.count("ladder")) return policies;
-  std::vector<Ladder> ladders;
-  for (const std::string& text : options["ladder"].as<std::vector<std::string>>())
-    ladders.push_back(parse_ladder(text));
+  const std::vector<Ladder> ladders = ladders_from(options);
   std::vector<std::string> all;
   for (const std::string& policy : policies)
     if (std::ranges::find(references, policy) != references.end())
@@ -199,6 +197,25 @@ po::typed_value<std::int64_t>* number_option(const char* name, std::int64_t stan
   return number_option(name)->default_value(standard);
 }
 
+void add_ladder_option(po::options_description& options) {
+  options.add_options()(
+      "ladder", po::value<std::vector<std::string>>()->composing()->value_name("RUNG:SHARE,..."),
+      "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: rungs of 16, fp8, 8, "
+      "4, k4v2 or 2 bits, such as 4 or 16:16t,4:100%; may be given again; auto: several (default: "
+      "16)");
+}
+
+std::vector<Ladder> ladders_from(const po::variables_map& options) {
+  if (!options.count("ladder")) return {Ladder{}};
+  std::vector<Ladder> ladders;
+  for (const std::string& text : options["ladder"].as<std::vector<std::string>>())
+    if (text == "auto")
+      for (const char* const standard : kStandardLadders) ladders.push_back(parse_ladder(standard));
+    else
+      ladders.push_back(parse_ladder(text));
+  return ladders;
+}
+
 void add_policy_options(po::options_description& options, bool needs_policy) {
   auto add = options.add_options();
   const std::string without = needs_policy ? "may be left out beside --policy-source"
@@ -214,9 +231,7 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
       "head: "
       "64KiB,20%bytes; by head: "
       "@FILE, or a mean shared as in pyramid(20%)");
-  add("ladder", po::value<std::vector<std::string>>()->composing()->value_name("RUNG:SHARE,..."),
-      "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: rungs of 16, fp8, 8, "
-      "4, k4v2 or 2 bits, such as 4 or 16:16t,4:100%; may be given again (default: 16)");
+  add_ladder_option(options);
   add("prefill", text_option("MODE,...", "dense"),
       "how a prompt is admitted: dense (at once), chunk:N or stream");
   add("positions", text_option("original|cache"),

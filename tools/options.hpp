@@ -37,6 +37,9 @@ void add_common_options(po::options_description& options);
 std::string required(const po::variables_map& options, const char* name, std::string_view example);
 /// The entries of the list `--name`, less the space around each; none where it was not given.
 std::vector<std::string> list_from(const po::variables_map& options, const char* name);
+void add_ladder_option(po::options_description& options);
+/// Those of `--ladder`, of which `auto` stands for several; one of 16 bit if none is given.
+std::vector<Ladder> ladders_from(const po::variables_map& options);
 /// The number of `--name`, which is a value<std::int64_t> (Boost reads -1 as a large unsigned).
 /// Throws std::invalid_argument outside [least, most].
 std::int64_t number_from(const po::variables_map& options, const char* name, std::int64_t least,

@@ -49,6 +49,12 @@ void check(const Ladder& ladder, std::string_view text) {
 
 }  // namespace
 
+std::uint32_t tokens_of(std::span<const RungSlots> ladder) {
+  std::uint64_t tokens = 0;
+  for (const RungSlots& rung : ladder) tokens += rung.slots;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(tokens, 0x7fff'ffffu));
+}
+
 std::vector<const KvForm*> way_down(std::span<const RungSlots> ladder, int from, int to) {
   std::vector<const KvForm*> forms;
   const std::size_t next = from < 0 ? 0 : static_cast<std::size_t>(from) + 1;

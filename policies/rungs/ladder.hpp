@@ -18,6 +18,9 @@ struct RungSlots {
   std::uint32_t slots = 0;  ///< tokens that it holds
 };
 
+/// Of all rungs, below 2^31.
+std::uint32_t tokens_of(std::span<const RungSlots> ladder);
+
 /// The forms of a token that goes from the rung `from`, or -1: as it was computed, down to `to`, in
 /// order. Those of equal bits are left out: there it is copied.
 std::vector<const KvForm*> way_down(std::span<const RungSlots> ladder, int from, int to);
@@ -47,6 +50,17 @@ struct Ladder {
   std::vector<RungSlots> slots(std::uint64_t bytes, std::uint32_t blocks) const;
   bool operator==(const Ladder&) const = default;
 };
+
+/// Those that are tried where none is named (docs/ladders.md: what each is for).
+inline constexpr const char* kStandardLadders[] = {"16",
+                                                   "fp8",
+                                                   "8",
+                                                   "4",
+                                                   "16:16t,8:100%",
+                                                   "16:16t,4:100%",
+                                                   "16:16t,k4v2:100%",
+                                                   "16:16t,4:50%,k4v2:50%",
+                                                   "8:25%,4:50%,k4v2:25%"};
 
 /// `16`, `4`, `16:16t,8:25%,4:75%`; behind a policy `16@16t+8@25%+4@75%`. Throws
 /// std::invalid_argument: an unknown form, rungs that go up, shares that are not 100% together.

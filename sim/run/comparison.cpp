@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "policies/catalogue.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -283,7 +284,13 @@ Verdict verdict_of(std::span<const Contender> contenders, double budget_bytes,
 bool guards_fill(std::string_view policy, std::string_view params, std::uint32_t budget_tokens) {
   if (policy == "window" || policy == "sink") return false;  // which is what they are
   double guarded = 0;
-  for (const std::string& setting : split_list(params, ':')) {
+  const std::vector<std::string> settings = split_list(params, ':');
+  for (const std::string& setting : settings)
+    if (setting.starts_with("ladder="))  // which holds other numbers in the same bytes
+      budget_tokens =
+          tokens_of(parse_ladder(setting.substr(7))
+                        .slots(std::uint64_t{budget_tokens} * kKvForms[0].block_bytes(), 1));
+  for (const std::string& setting : settings) {
     const std::size_t equals = setting.find('=') + 1;
     if (!setting.starts_with("sinks=") && !setting.starts_with("recent=")) continue;
     const double number = std::strtod(setting.c_str() + equals, nullptr);

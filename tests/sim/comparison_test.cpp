@@ -185,6 +185,8 @@ TEST_CASE("Guards that are as large as the budget are said") {
   CHECK(guards_fill("h2o", "sinks=32:recent=50%", 64));
   CHECK_FALSE(guards_fill("h2o", "sinks=4:recent=50%", 64));
   CHECK_FALSE(guards_fill("window", "sinks=0:recent=64", 64));
+  CHECK(guards_fill("h2o", "sinks=4:recent=60:ladder=16@50%+16@50%", 64));
+  CHECK_FALSE(guards_fill("h2o", "sinks=4:recent=60:ladder=4", 64));
   const std::vector<Contender> one{{"h2o", 0.1, {1, 1, 0, 1}}};
   const auto lines =
       verdict_warnings(judged(one, true), one, {.budget = "64 tokens", .filled = {"h2o"}});

@@ -42,6 +42,13 @@ TEST_CASE("A bare name stands for its variants, and settings for themselves") {
   CHECK(std::ranges::find(texts, parse_policy("roco:sinks=4").text()) != texts.end());
 }
 
+TEST_CASE("The standard ladders hold 16 bit, and each can be read") {
+  std::vector<std::string> texts;
+  for (const char* const text : kStandardLadders) texts.push_back(parse_ladder(text).text());
+  CHECK(parse_ladder(kStandardLadders[0]).is_plain());
+  CHECK(std::ranges::equal(texts, kStandardLadders));
+}
+
 TEST_CASE("Parameters are tried around their defaults, within their range") {
   const auto near = [](double standard, double least, double most) {
     return parameter_values(standard, least, most);

@@ -28,6 +28,7 @@ void add_options(po::options_description& options) {
       "policies: a bare name stands for its variants (guards and parameters), h2o:recent=25% for "
       "itself (default: all that there are, but random)");
   add_source_option(options);
+  add_ladder_option(options);
   add("metric", text_option("METRIC"),
       "what puts the grid in order before the race (default: what deploy goes by)");
   add("work", number_option("PERCENT", 25), "of what the closed loop of the whole grid would cost");
@@ -37,15 +38,17 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-/// All variants at the budget, each once.
+/// All variants at the budget on each ladder, each once.
 std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget& budget,
                                  std::uint32_t tokens, const CompiledPolicies& compiled) {
   std::vector<std::string> names = tunable_policies(compiled);
   if (options.count("policy")) names = list_from(options, "policy");
   std::vector<CacheConfig> grid;
-  for (const std::string& name : names)
+  const auto add_variants = [&](const std::string& name, const Ladder& ladder) {
     for (PolicySpec& spec : policy_variants(name, tokens, compiled)) {
-      const Positions positions = spec.entry->info.positions;
+      if (!ladder.is_plain()) spec.ladder = ladder;
+      const Positions positions =
+          spec.ladder.is_coded() ? Positions::original : spec.entry->info.positions;
       const auto same = [&](const CacheConfig& other) {
         return other.policy.text() == spec.text();
       };
@@ -55,6 +58,9 @@ std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget&
                         .positions = positions,
                         .seed = seed_from(options)});
     }
+  };
+  for (const Ladder& ladder : ladders_from(options))
+    for (const std::string& name : names) add_variants(name, ladder);
   return grid;
 }
 

@@ -209,6 +209,11 @@ std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& r
   return finalists;
 }
 
+/// What the budget is in bytes: a ladder's rounding leaves some of them.
+double budget_bytes(const Tuning& tuning) {
+  return std::ranges::max(tuning.memory, {}, &Memory::budget).budget;
+}
+
 /// Who entered the last round, judged; and behind them who holds more than the budget.
 void judge(Tuning& tuning, const TuneRequest& request) {
   std::vector<std::size_t> place(request.grid.size(), request.grid.size());  // in the last round
@@ -227,7 +232,7 @@ void judge(Tuning& tuning, const TuneRequest& request) {
       tuning.scope.filled.push_back(policy.text());
   }
   tuning.scope.budget = fmt::format("{} tokens", tuning.budget_tokens);
-  tuning.scope.budget_bytes = tuning.memory.front().budget;
+  tuning.scope.budget_bytes = budget_bytes(tuning);
   tuning.scope.figure = "KL";
   tuning.scope.texts = tuning.race.kl.texts();
   tuning.scope.tokens = tuning.race.kl.tokens();
@@ -241,7 +246,7 @@ void judge(Tuning& tuning, const TuneRequest& request) {
 
 /// Those that hold more than the budget do not race, unless all do.
 void drop_holders_of_more(Tuning& tuning) {
-  const double most = kSameMemory * tuning.memory.front().budget;
+  const double most = kSameMemory * budget_bytes(tuning);
   const auto more = [&](std::size_t c) { return tuning.memory[c].peak > most; };
   std::ranges::copy_if(tuning.order, std::back_inserter(tuning.more), more);
   if (tuning.more.size() == tuning.order.size()) return tuning.more.clear();
