@@ -56,6 +56,7 @@ struct ResolvedConfig : CacheConfig {
   HeadBudgets head_budgets = {};            ///< empty: all heads have budget_tokens
   /// As asked for, in tokens of 16 bit, a mean over heads; kNoBudget: nobody leaves.
   std::uint32_t asked_tokens = kNoBudget;
+  std::vector<std::uint32_t> layer_numbers = {};  ///< as the model counts; empty: 0, 1, 2, …
   std::map<std::uint32_t, std::vector<RungSlots>> rungs = {};  ///< by budget; empty: one plain rung
   std::vector<Admission> admissions = {};  ///< where they are known beforehand: in a replay
   std::vector<bool> in_dense_prompt = {};  ///< [token], likewise
@@ -65,7 +66,7 @@ struct ResolvedConfig : CacheConfig {
   }
   std::uint32_t threshold16() const { return request_threshold16(threshold); }
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
-    return {seed, sequence, layer, kv_head};
+    return {seed, sequence, layer_numbers.empty() ? layer : layer_numbers[layer], kv_head};
   }
   /// What one KV head alone does: budget_tokens and guards are its own.
   ResolvedConfig of_head(std::uint32_t layer, std::uint32_t kv_head) const;

@@ -54,6 +54,12 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
   return refused_columns(executor, policy);
 }
 
+std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks) {
+  if (executor.bent_rows || !(capped || sinks)) return "";
+  return fmt::format("{} does not know {}; {} does", executor.name,
+                     capped ? "soft caps" : "sink logits", executor.instead);
+}
+
 bool side_by_side(const CacheConfig& one, const CacheConfig& other) {
   return one.policy.entry == other.policy.entry && one.policy.columns == other.policy.columns &&
          one.positions == other.positions;

@@ -27,6 +27,7 @@ struct Executor {
   bool scope_layer = false;
   bool group_max = false;
   bool ladders = false;
+  bool bent_rows = false;  ///< layers with soft caps or sink logits
   Columns columns = Columns::none;
 };
 
@@ -71,6 +72,8 @@ std::string column_beyond(const Executor& executor, const PolicySpec& policy);
 
 /// Why the executor cannot run such a cache, in one line; empty: it can.
 std::string refusal(const Executor& executor, const CacheConfig& config);
+/// Likewise of a layer with a soft cap or with sink logits.
+std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks);
 
 /// Throws std::invalid_argument with the refusal, if there is one.
 void check_held(const Executor& executor, const CacheConfig& config);

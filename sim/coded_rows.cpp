@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "traces/base/numeric/code.hpp"
-#include "traces/base/numeric/softmax.hpp"
+#include "traces/row_spec.hpp"
 
 namespace kvlab {
 
@@ -66,7 +66,7 @@ void CodedRows::logits(std::uint32_t query, std::uint32_t head, SharedRows& rows
                  by_slot_.size());
   some_.resize(coded_.size());
   for (std::size_t i = 0; i < coded_.size(); ++i) some_[i] = by_slot_[coded_[i]] / kCodeBlock;
-  scale(some_.data(), some_.size(), arithmetic_.softmax_scale);
+  make_scores(some_.data(), some_.size(), arithmetic_.softmax_scale, arithmetic_.softcap);
   for (std::size_t i = 0; i < coded_.size(); ++i) to[coded_ages_[i]] = some_[i];
 }
 

@@ -8,6 +8,7 @@
 #include "sim/head_view.hpp"
 #include "sim/replay.hpp"
 #include "sim/run/tabulate.hpp"
+#include "traces/layer_ropes.hpp"
 
 namespace kvlab {
 
@@ -15,8 +16,8 @@ namespace kvlab {
 struct ReplayPlan {
   const TraceReader& trace;
   std::uint32_t sequence;
-  const RopeTable& rope;
-  const HeadArithmetic& arithmetic;
+  const LayerRopes& ropes;
+  std::span<const HeadArithmetic> arithmetics;  ///< by layer
   const QuerySpan& span;
   unsigned threads;
   std::vector<const ResolvedConfig*> configs;
@@ -27,8 +28,8 @@ struct ReplayPlan {
 class HeadReplayer {
  public:
   virtual ~HeadReplayer() = default;
-  /// Whether it can; what it cannot the CPU does.
-  virtual bool takes(const TraceHeader& header, const CacheConfig& config) const = 0;
+  /// Whether it can; what it cannot the CPU does. All layers of the trace are alike in this.
+  virtual bool takes(const TraceReader& trace, const CacheConfig& config) const = 0;
   /// The outcomes by unit, then by configuration of the plan. Throws std::runtime_error: the device
   /// fails, or is too small for one unit.
   virtual std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,

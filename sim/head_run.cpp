@@ -4,6 +4,7 @@
 
 #include "policies/observation.hpp"
 #include "traces/base/numeric/softmax.hpp"
+#include "traces/row_spec.hpp"
 
 namespace kvlab {
 
@@ -16,7 +17,7 @@ HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>
       columns_(live_.columns(), view, admissions),
       measure_(nullptr, 1, view),
       out_(view.head_size) {
-  if (positions == Positions::cache) squeezed_.emplace(view, rope, arithmetic.softmax_scale);
+  if (positions == Positions::cache) squeezed_.emplace(view, rope, arithmetic);
   if (live_.has_codes()) coded_.emplace(view, rope, arithmetic);
 }
 
@@ -78,25 +79,28 @@ void HeadRun::attend_head(std::uint32_t query, std::uint32_t head, SharedRows& r
   }
 }
 
+/// Softmax over what is live, and over the sink.
+void HeadRun::divide_scores(const float* scores, std::uint32_t head) {
+  const RowSum all = row_exponentials(scores, visible_, view_.sink(head), p_.data());
+  divide(p_.data(), visible_, all.sum, p_.data());
+}
+
 void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
   p_.resize(visible_);
   if (squeezed_ || !exact_) {
     if (!exact_) coded_->logits(query, head, rows, p_.data());
-    shared_exponentials(exact_ ? squeezed_->logits(head).data() : p_.data(), visible_, p_.data());
-    divide(p_.data(), visible_, lane_sum(p_.data(), visible_), p_.data());
-    return;
+    return divide_scores(exact_ ? squeezed_->logits(head).data() : p_.data(), head);
   }
   const SharedRows::Row full = rows.row(query, head);
   if (sees_all_) return divide(full.e.data(), visible_, full.sum, p_.data());
   const auto live = live_.positions().first(visible_);
   for (std::uint32_t i = 0; i < visible_; ++i) p_[i] = full.e[live[i]];
-  float sum = lane_sum(p_.data(), visible_);
+  const float sum = lane_sum(p_.data(), visible_);
   if (sum < kSharedSumFloor) {
     rows.logits(query, head, live, p_.data());
-    shared_exponentials(p_.data(), visible_, p_.data());
-    sum = lane_sum(p_.data(), visible_);
+    return divide_scores(p_.data(), head);
   }
-  divide(p_.data(), visible_, sum, p_.data());
+  divide(p_.data(), visible_, sum + full.sink, p_.data());
 }
 
 void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
@@ -106,7 +110,8 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
   if (!sees_all_) {
     kept_.resize(visible_);
     for (std::uint32_t i = 0; i < visible_; ++i) kept_[i] = full.e[live[i]];
-    recall = static_cast<double>(lane_sum(kept_.data(), visible_)) / static_cast<double>(full.sum);
+    const double kept = lane_sum(kept_.data(), visible_) + static_cast<double>(full.sink);
+    recall = kept / static_cast<double>(full.sum);
   }
   const SharedRows::Requests wanted = rows.requests(query, head);
   std::uint32_t hits = 0;

@@ -68,6 +68,7 @@ class HeadRun {
   void begin_admission();
   void finish_admission();
   void attend_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
+  void divide_scores(const float* scores, std::uint32_t head);
   void take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,

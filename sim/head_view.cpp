@@ -67,18 +67,21 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                   .k = tensors.k.data(),
                   .v = tensors.v.data(),
                   .kv_token_stride = shape.head_size};
+  if (const auto& sinks = trace.row(layer).sinks; !sinks.empty())
+    tensors.view.sinks = sinks.data() + kv_head * shape.group();
   return tensors;
 }
 
-HeadArithmetic arithmetic_of(const TraceReader& trace, double threshold) {
+HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, double threshold) {
   if (!(threshold >= 0 && threshold <= 1))
     throw std::invalid_argument(
         fmt::format("request threshold {}: should be between 0 and 1", threshold));
-  return {.softmax_scale = trace.header().softmax_scale,
+  return {.softmax_scale = trace.row(layer).scale,
           .rounding = trace.header().rounding == Rounding::model_dtype
                           ? std::optional(trace.shape().dtype)
                           : std::nullopt,
-          .threshold16 = request_threshold16(threshold)};
+          .threshold16 = request_threshold16(threshold),
+          .softcap = trace.row(layer).softcap};
 }
 
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,

@@ -27,6 +27,7 @@ struct HeadView {
   const float* k = nullptr;  // [token, dim]
   const float* v = nullptr;  // [token, dim]
   std::size_t kv_token_stride = 0;
+  const float* sinks = nullptr;                 ///< [group] logits; null: none
   const ErrorProjection* projection = nullptr;  ///< null: none is taken
   OutputWeights output = {};                    ///< for columns that are computed from it
   const BroughtColumns* brought = nullptr;      ///< columns that are not computed; null: none
@@ -41,6 +42,8 @@ struct HeadView {
   }
   /// Query heads of the `quad`-th four.
   std::uint32_t heads_in(std::uint32_t quad) const { return std::min(group - quad * 4, 4u); }
+  /// Its sink logit; null: none.
+  const float* sink(std::uint32_t head) const { return sinks ? sinks + head : nullptr; }
   const float* key(std::uint32_t token) const { return k + token * kv_token_stride; }
 };
 
@@ -89,11 +92,12 @@ struct HeadArithmetic {
   float softmax_scale = 1.0f;
   std::optional<Dtype> rounding;  ///< q and k are rounded to it after RoPE at original positions
   std::uint32_t threshold16 = 0;  ///< of requests
+  float softcap = 0;              ///< of scores; 0: none
 };
 
-/// The trace's own, at a threshold of requests: throws std::invalid_argument unless it is between 0
+/// A layer's own, at a threshold of requests: throws std::invalid_argument unless it is between 0
 /// and 1.
-HeadArithmetic arithmetic_of(const TraceReader& trace, double threshold);
+HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, double threshold);
 
 /// y = x [dim] rotated to its original position, and rounded as the model does.
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,

@@ -57,6 +57,18 @@ void check_projections(const OutputProjections& output, const TraceReader& trace
         fmt::format("--model: the trace {} is not of this checkpoint", trace.directory().string()));
 }
 
+/// What policies act on of a trace: its layers without a span. A span keeps few tokens anyhow.
+TraceReader acted_on(const TraceReader& trace) {
+  if (trace.layers_with_span(true).empty()) return trace;
+  const std::vector<std::uint32_t> layers = trace.layers_with_span(false);
+  if (layers.empty())
+    throw std::invalid_argument(
+        fmt::format("trace {}: every layer has a span, so there is nothing that policies act on; a "
+                    "trace with a layer that sees all tokens is expected",
+                    trace.directory().string()));
+  return trace.of_layers(layers);
+}
+
 /// Requests are counted once for all configurations.
 double threshold_of(std::span<const CacheConfig> configs) {
   const double threshold = configs.empty() ? CacheConfig{}.threshold : configs.front().threshold;
@@ -73,18 +85,21 @@ class Replay {
  public:
   Replay(const TraceReader& trace, std::uint32_t sequence, std::span<const CacheConfig> configs,
          const ReplayOptions& options)
-      : trace_(trace),
+      : trace_(acted_on(trace)),
         sequence_(sequence),
         options_(options),
-        rope_(trace.header().rope, trace.tokens()),
-        arithmetic_(arithmetic_of(trace, threshold_of(configs))),
+        ropes_(trace_),
         span_(trace.segments(), options.span, options.every_output_error ? 1 : kSampleEvery,
               trace.header().spans),
-        by_layer_(trace.shape().layers) {
+        by_layer_(trace_.shape().layers) {
+    for (std::uint32_t layer = 0; layer < shape().layers; ++layer)
+      arithmetics_.push_back(arithmetic_of(trace_, layer, threshold_of(configs)));
     check();
     for (const CacheConfig& config : configs) add(config);
   }
 
+  /// Of the layers that policies act on.
+  const ModelShape& shape() const { return trace_.shape(); }
   const QuerySpan& span() const { return span_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
   std::span<const ResolvedConfig> configs() const { return configs_; }
@@ -137,21 +152,24 @@ class Replay {
   bool goes_elsewhere(std::size_t c) const {
     const PolicyEntry* entry = configs_[c].policy.entry.get();
     const bool only_here = entry && entry->host;
-    return options_.elsewhere && !only_here &&
-           options_.elsewhere->takes(trace_.header(), configs_[c]);
+    return options_.elsewhere && !only_here && options_.elsewhere->takes(trace_, configs_[c]);
   }
 
   ReplayPlan plan_for(std::span<const std::size_t> which) const {
-    ReplayPlan plan{trace_, sequence_,        rope_, arithmetic_,
-                    span_,  options_.threads, {},    options_.output.get()};
+    ReplayPlan plan{trace_, sequence_,        ropes_, arithmetics_,
+                    span_,  options_.threads, {},     options_.output.get()};
     for (const std::size_t c : which) plan.configs.push_back(&configs_[c]);
     return plan;
   }
 
   /// Without lanes: one live set at a time.
-  bool runs_plainly(const CacheConfig& config) const {
+  bool runs_plainly(const CacheConfig& config, std::uint32_t layer) const {
     return options_.plain || config.policy.name == kOracleResidual ||
-           !config.policy.ladder.is_plain();
+           !config.policy.ladder.is_plain() || !trace_.row(layer).is_plain();
+  }
+  /// Random draws are by the number that the model gives the layer.
+  LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
+    return {0, sequence_, shape().number(layer), kv_head};
   }
 
   /// A KV head with all that the configurations look at.
@@ -178,8 +196,8 @@ class Replay {
     const auto [layer, kv_head] = unit;
     std::vector<std::size_t> by_layer[2], topk, plainly, in_lanes;  // the first: in lanes, plainly
     for (const std::size_t c : which)
-      (configs_[c].evicts_by_layer()            ? by_layer[runs_plainly(configs_[c])]
-       : !runs_plainly(configs_[c])             ? in_lanes
+      (configs_[c].evicts_by_layer()            ? by_layer[runs_plainly(configs_[c], layer)]
+       : !runs_plainly(configs_[c], layer)      ? in_lanes
        : configs_[c].policy.name == kOracleTopk ? topk
                                                 : plainly)
           .push_back(c);
@@ -188,9 +206,9 @@ class Replay {
     if (topk.empty() && plainly.empty() && in_lanes.empty()) return;
     const HeadTensors tensors = read(layer, kv_head);
     for (const std::size_t c : topk)
-      outcomes[c] = {topk_stats(span_, tensors.view, {tensors.view, rope_, arithmetic_},
-                                configs_[c].budget_of(layer, kv_head),
-                                configs_[c].in_dense_prompt)};
+      outcomes[c] = {
+          topk_stats(span_, tensors.view, {tensors.view, ropes_[layer], arithmetics_[layer]},
+                     configs_[c].budget_of(layer, kv_head), configs_[c].in_dense_prompt)};
     if (!plainly.empty()) {
       auto own = run_plainly(plainly, {layer, kv_head}, {&tensors.view, 1}, &span_, 0, {});
       for (std::size_t i = 0; i < plainly.size(); ++i)
@@ -214,12 +232,12 @@ class Replay {
       tensors.push_back(read(layer, h));
       views.push_back(tensors.back().view);
     }
-    if (runs_plainly(configs_[which.front()]))
+    if (runs_plainly(configs_[which.front()], layer))
       return run_plainly(which, {layer, 0}, views, span, kept_head, keep);
     const auto own = configs_of_head(which, layer, 0);  // the heads of a layer have one budget
     LaneConfigs configs;
     for (const auto& config : own) configs.push_back(config.get());
-    LayerLanes lanes(configs, {0, sequence_, layer, 0}, views, rope_, arithmetic_, span);
+    LayerLanes lanes(configs, identity(layer, 0), views, ropes_[layer], arithmetics_[layer], span);
     if (keep)
       lanes.watch(kept_head,
                   [&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
@@ -234,7 +252,8 @@ class Replay {
                                                     const QuerySpan* span, std::uint32_t kept_head,
                                                     const KeepSet& keep) const {
     std::vector<SharedRows> rows;
-    for (const HeadView& view : views) rows.emplace_back(view, rope_, arithmetic_);
+    for (const HeadView& view : views)
+      rows.emplace_back(view, ropes_[first.layer], arithmetics_[first.layer]);
     std::vector<LayerRun> runs(which.size());
     for (std::size_t i = 0; i < which.size(); ++i)
       for (std::uint32_t h = 0; h < views.size(); ++h) {
@@ -255,7 +274,8 @@ class Replay {
                        const QuerySpan* span) const {
     LaneConfigs lanes;
     for (const auto& config : configs) lanes.push_back(config.get());
-    return {std::move(lanes), {0, sequence_, layer, kv_head}, view, rope_, arithmetic_, span};
+    return {std::move(lanes), identity(layer, kv_head), view,
+            ropes_[layer],    arithmetics_[layer],      span};
   }
 
   /// With the head's own budgets.
@@ -276,7 +296,7 @@ class Replay {
     const ResolvedConfig& config = configs_[c];
     const auto run = [&](LiveSet live) {
       return std::make_unique<HeadRun>(std::move(live), config.positions, config.admissions, view,
-                                       rope_, arithmetic_);
+                                       ropes_[layer], arithmetics_[layer]);
     };
     if (config.policy.entry) return run(config.live_set(layer, kv_head));
     const std::shared_ptr<Oracle> oracle = make_oracle(config.policy.name, layer, kv_head, view);
@@ -289,7 +309,7 @@ class Replay {
 
   std::shared_ptr<Oracle> make_oracle(std::string_view name, std::uint32_t layer,
                                       std::uint32_t kv_head, const HeadView& view) const {
-    SharedRows rows(view, rope_, arithmetic_);
+    SharedRows rows(view, ropes_[layer], arithmetics_[layer]);
     if (name == kOracleMass) return std::make_shared<MassOracle>(view, std::move(rows));
     std::vector<float> norm2(trace_.tokens());
     trace_.residual_norm2(layer, norm2.data());
@@ -297,11 +317,21 @@ class Replay {
         view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2));
   }
 
+  /// Which layer the model calls so.
+  std::uint32_t layer_of(std::uint32_t number) const {
+    const std::uint32_t layer = shape().layer_of(number);
+    if (layer == shape().layers)
+      throw std::invalid_argument(fmt::format("layer {}: the trace {} has layers {}{}", number,
+                                              trace_.directory().string(), shape().numbers_text(),
+                                              shape().numbers.empty() ? "" : " without a span"));
+    return layer;
+  }
+
  private:
   /// Whoever asks first for a KV head runs its layer; the others find theirs.
   void take_from_layer(std::span<const std::size_t> which, ReplayUnit unit,
                        std::vector<HeadOutcome>& outcomes) const {
-    LayerOutcomes& layer = by_layer_[unit.layer][runs_plainly(configs_[which.front()])];
+    LayerOutcomes& layer = by_layer_[unit.layer][runs_plainly(configs_[which.front()], unit.layer)];
     const std::lock_guard lock(layer.mutex);
     layer.heads.resize(trace_.shape().kv_heads);
     if (layer.heads[unit.kv_head].empty())
@@ -326,16 +356,11 @@ class Replay {
           "every query",
           trace_.directory().string()));
     if (options_.output) check_projections(*options_.output, trace_);
-    layers_ = options_.layers;
+    for (const std::uint32_t number : options_.layers) layers_.push_back(layer_of(number));
     if (layers_.empty()) {
-      layers_.resize(trace_.shape().layers);
+      layers_.resize(shape().layers);
       std::iota(layers_.begin(), layers_.end(), 0u);
     }
-    for (const std::uint32_t layer : layers_)
-      if (layer >= trace_.shape().layers)
-        throw std::invalid_argument(fmt::format("layer {}: the trace {} has layers 0 to {}", layer,
-                                                trace_.directory().string(),
-                                                trace_.shape().layers - 1));
   }
 
   void add(const CacheConfig& config) {
@@ -347,17 +372,17 @@ class Replay {
           "policy oracle_residual: the trace {} lacks the norms and the sketch of `kvlab capture`",
           trace_.directory().string()));
     check_columns(config.policy, trace_, options_.output != nullptr);
-    configs_.push_back(
-        resolve(config, trace_.segments(), sequence_,
-                {trace_.shape().layers, trace_.shape().kv_heads, trace_.shape().head_size}));
+    configs_.push_back(resolve(config, trace_.segments(), sequence_,
+                               {shape().layers, shape().kv_heads, shape().head_size}));
+    configs_.back().layer_numbers = shape().numbers;
   }
 
-  const TraceReader& trace_;
+  const TraceReader trace_;  // its layers without a span
   std::uint32_t sequence_;
   std::vector<ResolvedConfig> configs_;
   const ReplayOptions& options_;
-  RopeTable rope_;
-  HeadArithmetic arithmetic_;
+  LayerRopes ropes_;
+  std::vector<HeadArithmetic> arithmetics_;  // by layer
   QuerySpan span_;
   std::vector<std::uint32_t> layers_;
   mutable std::vector<std::array<LayerOutcomes, 2>> by_layer_;  // [layer][plainly]
@@ -377,13 +402,12 @@ bool is_reference(std::string_view policy) {
 struct ReplayJob::Impl {
   Replay replay;
   std::size_t heads, configs;
-  const ModelShape& shape;
 };
 
 ReplayJob::ReplayJob(const TraceReader& trace, std::uint32_t sequence,
                      std::span<const CacheConfig> configs, const ReplayOptions& options)
     : impl_(new Impl{Replay(trace, sequence, configs, options), trace.shape().kv_heads,
-                     configs.size(), trace.shape()}) {}
+                     configs.size()}) {}
 
 ReplayJob::ReplayJob(ReplayJob&&) noexcept = default;
 ReplayJob::~ReplayJob() = default;
@@ -418,7 +442,8 @@ ReplayGathering::~ReplayGathering() = default;
 
 void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) {
   const auto fits = [&](const HeadOutcome& outcome) {
-    return outcome.stats.fits(job_.replay.span(), job_.shape.group(), job_.replay.columns());
+    return outcome.stats.fits(job_.replay.span(), job_.replay.shape().group(),
+                              job_.replay.columns());
   };
   if (outcomes.size() != job_.configs || !std::all_of(outcomes.begin(), outcomes.end(), fits))
     throw std::runtime_error("the outcomes of another replay");
@@ -432,8 +457,9 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
 
 ReplayResult ReplayGathering::result() const {
   const auto joint = joint_->squares(job_.replay.span(), job_.replay.columns().draws);
-  return {job_.replay.budgets(), tabulate({job_.shape, job_.replay.span(), job_.replay.configs(),
-                                           job_.replay.layers(), layers_, joint})};
+  return {job_.replay.budgets(),
+          tabulate({job_.replay.shape(), job_.replay.span(), job_.replay.configs(),
+                    job_.replay.layers(), layers_, joint})};
 }
 
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
@@ -461,11 +487,12 @@ ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
 
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
                                const CacheConfig& config, const ReplayOptions& options,
-                               std::uint32_t layer, std::uint32_t kv_head,
+                               std::uint32_t number, std::uint32_t kv_head,
                                std::span<const std::uint32_t> queries) {
   if (config.policy.name == kOracleTopk)
     throw std::invalid_argument("oracle_topk keeps a set for each query head, not for a KV head");
   const Replay job(trace, sequence, std::span(&config, 1), options);
+  const std::uint32_t layer = job.layer_of(number);
   check_head(trace, layer, kv_head);
   std::vector<KeptSet> kept;
   const auto keep = [&](std::uint32_t query, std::span<const std::uint32_t> live) {
@@ -478,7 +505,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     return kept;
   }
   const HeadTensors tensors = job.read(layer, kv_head);
-  if (job.runs_plainly(config)) {
+  if (job.runs_plainly(config, layer)) {
     job.run_plainly(only, {layer, kv_head}, {&tensors.view, 1}, nullptr, kv_head, keep);
     return kept;
   }

@@ -34,7 +34,7 @@ struct ReplayOptions {
   /// Of the traces' model, for columns that are computed from them; null: a trace brings those.
   std::shared_ptr<const OutputProjections> output = nullptr;
   unsigned threads = 1;
-  std::vector<std::uint32_t> layers;     ///< empty: all
+  std::vector<std::uint32_t> layers;     ///< by number; empty: all without a span
   std::function<void(double)> progress;  ///< called with the fraction done; may be empty
 };
 
@@ -64,13 +64,13 @@ struct HeadOutcome;   // sim/metrics.hpp
 struct LayerOutcome;  // sim/run/layer_outcome.hpp
 class JointChanges;   // likewise
 
-/// Which KV head a unit of work is about.
+/// Which KV head a unit of work is about; `layer` counts those without a span.
 struct ReplayUnit {
   std::uint32_t layer, kv_head;
 };
 
-/// One trace (index `sequence` of the run) through `configs`, by units of work: one KV head of one
-/// layer, all configurations together.
+/// The layers without a span of one trace (index `sequence` of the run) through `configs`, by units
+/// of work: one KV head of one layer, all configurations together.
 class ReplayJob {
  public:
   /// `trace`, `configs` and `options` must outlive the job. Throws std::invalid_argument: a span
@@ -121,8 +121,8 @@ class ReplayGathering {
 ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
                     std::span<const CacheConfig> configs, const ReplayOptions& options);
 
-/// The kept set of one configuration and head at each query. `queries`: which (ascending
-/// positions).
+/// The kept set of one configuration and head at each query. `layer`: its number; `queries`: which
+/// (ascending positions).
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
                                const CacheConfig& config, const ReplayOptions& options,
                                std::uint32_t layer, std::uint32_t kv_head,

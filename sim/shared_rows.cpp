@@ -4,6 +4,7 @@
 
 #include "policies/observation.hpp"
 #include "traces/base/numeric/softmax.hpp"
+#include "traces/row_spec.hpp"
 
 namespace kvlab {
 namespace {
@@ -18,11 +19,12 @@ std::uint32_t block_for(const HeadView& view, std::size_t stride) {
 }  // namespace
 
 SharedRows::SharedRows(const HeadView& view, const RopeTable& rope,
-                       const HeadArithmetic& arithmetic)
+                       const HeadArithmetic& arithmetic, std::uint32_t span)
     : view_(view),
       rope_(rope),
       arithmetic_(arithmetic),
       keys_(view.tokens, view.head_size),
+      span_(span),
       stride_(keys_.panel_count() * 16),
       gradients_(view.projection) {
   block_ = block_for(view, stride_);
@@ -30,6 +32,7 @@ SharedRows::SharedRows(const HeadView& view, const RopeTable& rope,
   queries_.resize(rows * view.head_size);
   e_.resize(rows * stride_);
   sums_.resize(rows);
+  sinks_.resize(rows);
   flags_.resize(rows * stride_);
   request_count_.resize(rows);
   outputs_.resize(rows * view.head_size);
@@ -58,9 +61,12 @@ void SharedRows::compute(std::uint32_t first, std::uint32_t count) {
   for (std::uint32_t query = first; query < first + count; ++query)
     for (std::uint32_t head = 0; head < view_.group; ++head) {
       float* row = e_.data() + index(query, head) * stride_;
-      scale(row, query + 1, arithmetic_.softmax_scale);
-      shared_exponentials(row, query + 1, row);
-      sums_[index(query, head)] = lane_sum(row, query + 1);
+      const std::uint32_t unseen = first_seen(span_, query), seen = query + 1 - unseen;
+      std::fill_n(row, unseen, 0.0f);
+      make_scores(row + unseen, seen, arithmetic_.softmax_scale, arithmetic_.softcap);
+      const RowSum sum = row_exponentials(row + unseen, seen, view_.sink(head), row + unseen);
+      sums_[index(query, head)] = sum.sum;
+      sinks_[index(query, head)] = sum.sink;
     }
   std::fill(request_count_.begin(), request_count_.end(), -1);
   std::fill(has_output_.begin(), has_output_.end(), false);
@@ -68,7 +74,7 @@ void SharedRows::compute(std::uint32_t first, std::uint32_t count) {
 
 SharedRows::Row SharedRows::row(std::uint32_t query, std::uint32_t head) const {
   const std::size_t i = index(query, head);
-  return {{e_.data() + i * stride_, query + std::size_t{1}}, sums_[i]};
+  return {{e_.data() + i * stride_, query + std::size_t{1}}, sums_[i], sinks_[i]};
 }
 
 SharedRows::Requests SharedRows::requests(std::uint32_t query, std::uint32_t head) {
@@ -111,7 +117,7 @@ void SharedRows::logits(std::uint32_t query, std::uint32_t head,
     keys_.get_row(tokens[i], key.data());
     out[i] = dot_fused(q, key.data(), view_.head_size);
   }
-  scale(out, tokens.size(), arithmetic_.softmax_scale);
+  make_scores(out, tokens.size(), arithmetic_.softmax_scale, arithmetic_.softcap);
 }
 
 }  // namespace kvlab

@@ -14,7 +14,9 @@ namespace kvlab {
 
 class SharedRows {
  public:
-  SharedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
+  /// `span`: tokens that a query sees; 0: all.
+  SharedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
+             std::uint32_t span = 0);
 
   /// Reads the view's keys from `first` on: they have changed.
   void read_keys(std::uint32_t first);
@@ -23,10 +25,11 @@ class SharedRows {
   /// Computes the rows of queries [first, first + count), count <= block_queries().
   void compute(std::uint32_t first, std::uint32_t count);
 
-  /// One query head's row: exponentials of tokens 0 … query, and their sum.
+  /// One query head's row: exponentials of tokens 0 … query, 0 beyond the layer's span; and their
+  /// sum, the sink's own in it.
   struct Row {
     std::span<const float> e;  // [query + 1]
-    float sum;
+    float sum, sink;
   };
   Row row(std::uint32_t query, std::uint32_t head) const;
 
@@ -60,10 +63,11 @@ class SharedRows {
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
   Panels keys_;  // [token, dim], rotated
-  std::uint32_t block_, first_ = 0;
+  std::uint32_t span_, block_, first_ = 0;
   std::size_t stride_;                       // floats between rows of e_
   std::vector<float> queries_;               // [block, group, dim], rotated
-  std::vector<float> e_, sums_;              // [block, group, token], [block, group]
+  std::vector<float> e_;                     // [block, group, token]
+  std::vector<float> sums_, sinks_;          // [block, group]
   std::vector<std::uint8_t> flags_;          // [block, group, token]
   std::vector<std::int64_t> request_count_;  // [block, group]; -1: not computed
   std::vector<float> outputs_, p_;           // [block, group, dim]

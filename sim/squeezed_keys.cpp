@@ -1,13 +1,14 @@
 #include "sim/squeezed_keys.hpp"
 
-#include "traces/base/numeric/softmax.hpp"
+#include "traces/row_spec.hpp"
 
 namespace kvlab {
 
-SqueezedKeys::SqueezedKeys(const HeadView& view, const RopeTable& rope, float softmax_scale)
+SqueezedKeys::SqueezedKeys(const HeadView& view, const RopeTable& rope,
+                           const HeadArithmetic& arithmetic)
     : view_(view),
       rope_(rope),
-      softmax_scale_(softmax_scale),
+      arithmetic_(arithmetic),
       keys_(0, view.head_size),
       queries_(std::size_t{view.group} * view.head_size) {}
 
@@ -52,7 +53,7 @@ void SqueezedKeys::compute(std::uint32_t query, const LiveSet& live, std::uint32
     float* to = by_age_.data() + head * visible_;
     for (std::uint32_t i = 0; i < visible; ++i)
       to[i] = (i < old_ ? by_number_ : by_position_)[head * stride + slots[i]];
-    scale(to, visible_, softmax_scale_);
+    make_scores(to, visible_, arithmetic_.softmax_scale, arithmetic_.softcap);
   }
 }
 

@@ -20,7 +20,7 @@ namespace kvlab {
 
 class SqueezedKeys {
  public:
-  SqueezedKeys(const HeadView& view, const RopeTable& rope, float softmax_scale);
+  SqueezedKeys(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
   /// After an admission: places every live token.
   void place(const LiveSet& live);
@@ -34,7 +34,7 @@ class SqueezedKeys {
 
   HeadView view_;
   const RopeTable& rope_;
-  float softmax_scale_;
+  HeadArithmetic arithmetic_;
   Panels keys_;                        // [slot, dim], rotated to placed_[slot]
   std::vector<std::uint32_t> placed_;  // [slot]
   std::vector<std::uint32_t> tokens_;  // [slot]: which token it was placed for

@@ -48,7 +48,8 @@ TraceExtras::Sketch write_sketch(const std::filesystem::path& directory, const M
   from_float(Dtype::bf16, sketch.values.data(), sketch.values.size(), bytes.data());
   std::vector<TensorToWrite> tensors;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
-    tensors.push_back({layer_tensor(layer, "sketch"), Dtype::bf16, sketch_shape(shape),
+    tensors.push_back({layer_tensor(shape.number(layer), "sketch"), Dtype::bf16,
+                       sketch_shape(shape),
                        std::span(bytes).subspan(layer * of_layer * 2, of_layer * 2)});
   return {sketch.seed, write_safetensors(directory / kSketchFile, tensors,
                                          {{"seed", std::to_string(sketch.seed)}})};
@@ -56,7 +57,7 @@ TraceExtras::Sketch write_sketch(const std::filesystem::path& directory, const M
 
 std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape) {
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
-    file.at(layer_tensor(layer, "sketch"), Dtype::bf16, sketch_shape(shape));
+    file.at(layer_tensor(shape.number(layer), "sketch"), Dtype::bf16, sketch_shape(shape));
   if (file.tensors().size() != shape.layers)
     throw std::runtime_error(fmt::format("{}: {} tensors; one for each of {} layers is expected",
                                          file.path().string(), file.tensors().size(),
@@ -92,7 +93,7 @@ void check_column_tensors(const SafetensorsFile& file, const ModelShape& shape,
                           std::uint32_t tokens, std::string_view name) {
   const std::size_t wanted[] = {shape.kv_heads, tokens};
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
-    file.at(column_tensor(layer, name), Dtype::f32, wanted);
+    file.at(column_tensor(shape.number(layer), name), Dtype::f32, wanted);
   if (file.tensors().size() != shape.layers)
     throw std::runtime_error(fmt::format("{}: {} tensors; one for each of {} layers is expected",
                                          file.path().string(), file.tensors().size(),

@@ -40,7 +40,7 @@ void write_column(const std::filesystem::path& directory, const std::string& nam
     if (!std::ranges::all_of(layers[layer], [](float x) { return std::isfinite(x); }))
       throw std::runtime_error(
           fmt::format("layer {}: a value is not finite; nothing can be stored", layer));
-    tensors.push_back({column_tensor(layer, name),
+    tensors.push_back({column_tensor(shape.number(layer), name),
                        Dtype::f32,
                        {shape.kv_heads, manifest.tokens},
                        std::as_bytes(std::span(layers[layer]))});
@@ -73,7 +73,7 @@ void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradie
         fill(shard, layer, values);
         layers[layer].resize(values.size() * bytes_of(shape.dtype));
         from_float(shape.dtype, values.data(), values.size(), layers[layer].data());
-        tensors.push_back({layer_tensor(layer, kGradientTensor),
+        tensors.push_back({layer_tensor(shape.number(layer), kGradientTensor),
                            shape.dtype,
                            {gradients.draws, shape.query_heads, shard.tokens, shape.head_size},
                            layers[layer]});

@@ -1,9 +1,10 @@
 #include "traces/manifest.hpp"
 
-#include <fmt/core.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <stdexcept>
 
 #include "traces/base/json.hpp"
@@ -36,15 +37,33 @@ std::string parse_hash(const JsonFields& fields, std::string_view key, bool may_
   return hash;
 }
 
+json rows_json(const TraceHeader& header) {
+  const ModelShape& shape = header.shape;
+  json list = json::array();
+  for (const RowSpec& row : header.rows)
+    list.push_back({{"layer", shape.number(static_cast<std::uint32_t>(list.size()))},
+                    {"span", row.span},
+                    {"softcap", row.softcap},
+                    {"rope", row.table},
+                    {"scale", row.scale},
+                    {"query_heads", shape.query_heads},
+                    {"kv_heads", shape.kv_heads},
+                    {"key_size", shape.head_size},
+                    {"value_size", shape.head_size}});
+  return list;
+}
+
 json config_json(const TraceHeader& header) {
   const ModelShape& shape = header.shape;
   const json plain_rope = {{"rope_type", "default"}};
-  return {{"layers", shape.layers},
-          {"query_heads", shape.query_heads},
-          {"kv_heads", shape.kv_heads},
-          {"head_size", shape.head_size},
-          {"dtype", torch_name(shape.dtype)},
-          {"rope", header.rope_config->is_null() ? plain_rope : *header.rope_config}};
+  json config{{"layers", shape.layers},
+              {"query_heads", shape.query_heads},
+              {"kv_heads", shape.kv_heads},
+              {"head_size", shape.head_size},
+              {"dtype", torch_name(shape.dtype)},
+              {"rope", header.rope_config->is_null() ? plain_rope : *header.rope_config}};
+  if (!header.rows.empty()) config["rows"] = rows_json(header);
+  return config;
 }
 
 /// The types whose angles are position * inv_freq at any length of the sequence. The parameters are
@@ -55,9 +74,53 @@ void check_rope(const JsonFields& rope) {
     rope.refuse("rope_type", "default, linear, llama3 or yarn is expected");
 }
 
-void parse_config(const JsonFields& config, TraceHeader& header) {
-  // Whatever else a config says may change what attention computes: sliding windows, soft caps, …
-  config.allow_only({"layers", "query_heads", "kv_heads", "head_size", "dtype", "rope"});
+/// Throws unless a layer has the heads that all have: nothing behind a trace knows others.
+void check_head_shape(const JsonFields& item, const ModelShape& shape) {
+  const std::pair<std::string_view, std::uint32_t> sizes[] = {{"query_heads", shape.query_heads},
+                                                              {"kv_heads", shape.kv_heads},
+                                                              {"key_size", shape.head_size},
+                                                              {"value_size", shape.head_size}};
+  for (const auto& [key, expected] : sizes)
+    if (item.size(key, kMaxHeads) != expected)
+      item.refuse(key, fmt::format("{} is expected, as in all layers", expected));
+}
+
+/// One of each layer, in ascending order of its number.
+void parse_rows(const JsonFields& config, TraceHeader& header) {
+  constexpr double kMost = 1e30;
+  ModelShape& shape = header.shape;
+  std::vector<bool> used(shape.layers);
+  std::uint32_t tables = 0, next = 0;
+  const std::vector<JsonFields> items = config.objects("rows");
+  if (items.size() != shape.layers)
+    throw error(config.where(), fmt::format("{} rows; one of each of {} layers is expected",
+                                            items.size(), shape.layers));
+  for (const JsonFields& item : items) {
+    item.allow_only({"layer", "span", "softcap", "rope", "scale", "query_heads", "kv_heads",
+                     "key_size", "value_size"});
+    check_head_shape(item, shape);
+    shape.numbers.push_back(
+        static_cast<std::uint32_t>(item.integer("layer", next, kMaxLayers - 1)));
+    next = shape.numbers.back() + 1;
+    header.rows.push_back({.span = item.whole32("span", kMaxTraceTokens),
+                           .softcap = static_cast<float>(item.number("softcap", 0, kMost)),
+                           .table = item.whole32("rope", shape.layers - 1),
+                           .scale = static_cast<float>(item.number("scale", 0, kMost))});
+    used[header.rows.back().table] = true;
+    tables = std::max(tables, header.rows.back().table + 1);
+  }
+  if (next == shape.layers) shape.numbers.clear();
+  for (std::uint32_t table = 0; table < tables; ++table)
+    if (!used[table])
+      throw error(config.where(), fmt::format("no row has rope {}; tables are numbered from 0 on "
+                                              "without a gap",
+                                              table));
+}
+
+void parse_config(const JsonFields& config, TraceHeader& header, bool has_rows) {
+  // Whatever else a config says may change what attention computes.
+  config.allow_only({"layers", "query_heads", "kv_heads", "head_size", "dtype", "rope",
+                     has_rows ? "rows" : "rope"});
   ModelShape& shape = header.shape;
   shape.layers = config.size("layers", kMaxLayers);
   shape.query_heads = config.size("query_heads", kMaxHeads);
@@ -73,6 +136,7 @@ void parse_config(const JsonFields& config, TraceHeader& header) {
   shape.dtype = *dtype;
   check_rope(config.object("rope"));
   header.rope_config = config.any("rope");
+  if (has_rows) parse_rows(config, header);
 }
 
 json spans_json(const std::vector<NamedSpan>& spans) {
@@ -200,7 +264,7 @@ TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
 
 /// What the manifest and every shard say alike.
 json description_json(const TraceHeader& header) {
-  return {{"format", kTraceFormat},
+  return {{"format", header.format()},
           {"model", header.model},
           {"config", config_json(header)},
           {"rounding", name_of(header.rounding)},
@@ -209,10 +273,10 @@ json description_json(const TraceHeader& header) {
           {"capture", header.capture->is_null() ? json::object() : *header.capture}};
 }
 
-TraceHeader parse_description(const JsonFields& fields) {
+TraceHeader parse_description(const JsonFields& fields, std::int64_t format) {
   TraceHeader header;
   header.model = fields.text("model");
-  parse_config(fields.object("config"), header);
+  parse_config(fields.object("config"), header, format > 2);
   header.rounding = parse_name(fields, "rounding", Rounding::model_dtype, Rounding::none);
   header.weights_xxh3 = parse_hash(fields, "weights_xxh3", true);
   header.tokenizer_xxh3 = parse_hash(fields, "tokenizer_xxh3", true);
@@ -275,7 +339,7 @@ std::string manifest_text(const Manifest& manifest) {
 TraceHeader parse_header(std::string_view text) {
   const json object = parse_json(text, "trace header");
   const JsonFields fields(object, "trace header");
-  TraceHeader header = parse_description(fields);
+  TraceHeader header = parse_description(fields, 2);
   header.spans = parse_spans(fields, kMaxTraceTokens);
   return header;
 }
@@ -283,12 +347,13 @@ TraceHeader parse_header(std::string_view text) {
 Manifest parse_manifest(std::string_view text, std::string_view what) {
   const json object = parse_json(text, what);
   const JsonFields fields(object, std::string(what));
-  const bool has_extras = check_format(fields) > 1;
+  const std::int64_t format = check_format(fields);
+  const bool has_extras = format > 1;
   fields.allow_only({"format", "model", "config", "rounding", "tokens", "prompt_tokens", "segments",
                      "shards", "tokens_xxh3", "weights_xxh3", "tokenizer_xxh3", "capture",
                      has_extras ? "extras" : "format", has_extras ? "spans" : "format"});
   Manifest manifest;
-  manifest.header = parse_description(fields);
+  manifest.header = parse_description(fields, format);
   manifest.tokens = fields.size("tokens", kMaxTraceTokens);
   manifest.segments = parse_segments(fields, manifest.tokens);
   manifest.prompt_tokens = prompt_tokens_of(manifest.segments);
@@ -323,17 +388,52 @@ ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
   };
   for (const char* key : {"format", "config", "first", "tokens", "segments", "capture"}) parse(key);
   ShardMetadata metadata;
-  const bool has_spans = check_format(fields) > 1;
-  metadata.header = parse_description(fields);
+  const std::int64_t format = check_format(fields);
+  metadata.header = parse_description(fields, format);
   metadata.tokens = fields.size("tokens", kShardTokens);
   metadata.first = fields.whole32("first", kMaxTraceTokens - metadata.tokens);
   metadata.segments = parse_segments(fields, metadata.first + metadata.tokens);
-  if (has_spans) {
+  if (format > 1) {
     // Of the whole trace, whose length a shard does not know.
     parse("spans");
     metadata.header.spans = parse_spans(fields, kMaxTraceTokens);
   }
   return metadata;
+}
+
+std::uint32_t ModelShape::layer_of(std::uint32_t number) const {
+  for (std::uint32_t layer = 0; layer < layers; ++layer)
+    if (this->number(layer) == number) return layer;
+  return layers;
+}
+
+std::string ModelShape::numbers_text() const {
+  return numbers.empty() ? fmt::format("0 to {}", layers - 1)
+                         : fmt::format("{}", fmt::join(numbers, ", "));
+}
+
+RowSpec TraceHeader::row(std::uint32_t layer) const {
+  return rows.empty() ? RowSpec{.scale = softmax_scale, .rope = rope} : rows[layer];
+}
+
+void TraceHeader::simplify() {
+  for (const std::size_t given : {shape.numbers.size(), rows.size()})
+    if (given != 0 && given != shape.layers)
+      throw std::invalid_argument(
+          fmt::format("trace header: {} rows or numbers; one for each of {} layers is expected",
+                      given, shape.layers));
+  for (std::uint32_t layer = 0; layer < shape.layers && shape.number(layer) == layer;)
+    if (++layer == shape.layers) shape.numbers.clear();
+  const auto like_first = [&](const RowSpec& row) {
+    return row.span == 0 && row.is_plain() && row.table == 0 && row.scale == rows.front().scale;
+  };
+  if (shape.numbers.empty() && std::ranges::all_of(rows, like_first)) {
+    if (rows.empty()) return;
+    rope = rows.front().rope;
+    softmax_scale = rows.front().scale;
+    return rows.clear();
+  }
+  if (rows.empty()) rows.assign(shape.layers, row(0));
 }
 
 std::string_view name_of(Rounding rounding) {
@@ -351,29 +451,59 @@ bool same_description(const TraceHeader& a, const TraceHeader& b) {
 void check_header(const TraceHeader& header) {
   try {
     const json description = parse_json(text_of(description_json(header)), "trace header");
-    parse_description(JsonFields(description, "trace header"));
+    parse_description(JsonFields(description, "trace header"), header.format());
     check_rope_and_scale(header, "trace header");
   } catch (const std::runtime_error& wrong) {
     throw std::invalid_argument(wrong.what());
   }
 }
 
-void check_rope_and_scale(const TraceHeader& header, std::string_view what) {
-  const auto positive = [](float value) { return std::isfinite(value) && value > 0; };
-  if (header.rope.rotated() > header.shape.head_size)
+namespace {
+
+/// Beyond it a logit is none: see verify_trace().
+constexpr float kLargestSink = 0x1p20f;
+
+void check_rope(const Rope& rope, const ModelShape& shape, std::string_view what) {
+  if (rope.rotated() > shape.head_size)
     throw error(what,
                 fmt::format("inv_freq has {} elements; at most half the head size, {}, is right",
-                            header.rope.inv_freq.size(), header.shape.head_size / 2));
-  for (const float frequency : header.rope.inv_freq)
+                            rope.inv_freq.size(), shape.head_size / 2));
+  for (const float frequency : rope.inv_freq)
     if (!std::isfinite(frequency) || frequency < 0)
       throw error(
           what, fmt::format("inv_freq holds {}; finite numbers from 0 on are expected", frequency));
-  if (!positive(header.rope.factor))
-    throw error(
-        what, fmt::format("rope_factor is {}; a positive number is expected", header.rope.factor));
-  if (!positive(header.softmax_scale))
-    throw error(what, fmt::format("softmax_scale is {}; a positive number is expected",
-                                  header.softmax_scale));
+  if (!(std::isfinite(rope.factor) && rope.factor > 0))
+    throw error(what, fmt::format("rope_factor is {}; a positive number is expected", rope.factor));
+}
+
+}  // namespace
+
+void check_rope_and_scale(const TraceHeader& header, std::string_view what) {
+  std::map<std::uint32_t, Rope> tables;
+  std::size_t width = 0;
+  for (std::uint32_t layer = 0; layer < (header.rows.empty() ? 1 : header.shape.layers); ++layer) {
+    const RowSpec row = header.row(layer);
+    check_rope(row.rope, header.shape, what);
+    if (!(std::isfinite(row.scale) && row.scale > 0))
+      throw error(what,
+                  fmt::format("softmax_scale is {}; a positive number is expected", row.scale));
+    if (!row.sinks.empty() && row.sinks.size() != header.shape.query_heads)
+      throw error(
+          what,
+          fmt::format("layer {}: {} sinks; one for each of {} query heads is expected",
+                      header.shape.number(layer), row.sinks.size(), header.shape.query_heads));
+    for (const float sink : row.sinks)
+      if (!(std::fabs(sink) <= kLargestSink))
+        throw error(
+            what, fmt::format("layer {}: a sink is {}; a logit between -2^20 and 2^20 is expected",
+                              header.shape.number(layer), sink));
+    width = layer == 0 ? row.rope.rotated() : width;
+    if (!(tables.try_emplace(row.table, row.rope).first->second == row.rope) ||
+        row.rope.rotated() != width)
+      throw error(what, fmt::format("rope {}: one table under each number, all of one length, is "
+                                    "expected",
+                                    row.table));
+  }
 }
 
 std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t tokens) {

@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -60,6 +59,29 @@ void check_rows(const TensorView& tensor, const ShardInfo& shard,
                                          shard.first, shard.first + shard.tokens - 1));
 }
 
+/// Of all layers together: more is no model's, and would fill memory.
+constexpr std::size_t kMostFrequencies = std::size_t{1} << 26;
+
+/// Rotation tables and sinks, to the rows that the manifest describes.
+void read_rows(const SafetensorsFile& file, TensorChecker& checker, TraceHeader& header) {
+  std::size_t tables = 1;
+  for (const RowSpec& row : header.rows) tables = std::max<std::size_t>(tables, row.table + 1);
+  const std::size_t width = file.at("inv_freq").elements() / tables;
+  if (width * header.shape.layers > kMostFrequencies)
+    throw std::runtime_error(fmt::format("{}: inv_freq is too large for {} layers",
+                                         file.path().string(), header.shape.layers));
+  const auto inv_freq = copied<float>(checker.expect("inv_freq", Dtype::f32, {tables, width}));
+  const auto factors = copied<float>(checker.expect("rope_factor", Dtype::f32, {tables}));
+  for (std::uint32_t l = 0; l < header.shape.layers; ++l) {
+    RowSpec& row = header.rows[l];
+    const auto own = std::span(inv_freq).subspan(row.table * width, width);
+    row.rope = {{own.begin(), own.end()}, factors[row.table]};
+    const std::string name = layer_tensor(header.shape.number(l), "sink");
+    if (file.contains(name))
+      row.sinks = copied<float>(checker.expect(name, Dtype::f32, {header.shape.query_heads}));
+  }
+}
+
 /// Times this, a finite gradient is finite.
 float largest_gradient_scale(Dtype dtype) {
   if (dtype != Dtype::f16) return 1;
@@ -73,28 +95,49 @@ std::string layer_tensor(std::uint32_t layer, std::string_view part) {
 }
 
 std::string write_tokens(const std::filesystem::path& directory, std::span<const std::int32_t> ids,
-                         const Rope& rope, float softmax_scale) {
-  const std::array factor{rope.factor}, scale{softmax_scale};
-  const std::span<const float> inv_freq(rope.inv_freq);
-  const std::array<TensorToWrite, 4> tensors{
-      {{"ids", Dtype::i32, {ids.size()}, std::as_bytes(ids)},
-       {"inv_freq", Dtype::f32, {inv_freq.size()}, std::as_bytes(inv_freq)},
-       {"rope_factor", Dtype::f32, {1}, std::as_bytes(std::span(factor))},
-       {"softmax_scale", Dtype::f32, {1}, std::as_bytes(std::span(scale))}}};
+                         const TraceHeader& header) {
+  std::vector<float> inv_freq, factors;
+  std::vector<TensorToWrite> tensors{{"ids", Dtype::i32, {ids.size()}, std::as_bytes(ids)}};
+  const auto add = [&](std::string name, std::vector<std::size_t> shape,
+                       std::span<const float> values) {
+    tensors.push_back({std::move(name), Dtype::f32, std::move(shape), std::as_bytes(values)});
+  };
+  if (header.rows.empty()) {
+    add("inv_freq", {header.rope.inv_freq.size()}, header.rope.inv_freq);
+    add("rope_factor", {1}, {&header.rope.factor, 1});
+    add("softmax_scale", {1}, {&header.softmax_scale, 1});
+    return write_safetensors(directory / kTokensFile, tensors, {});
+  }
+  for (const RowSpec& row : header.rows)
+    factors.resize(std::max<std::size_t>(factors.size(), row.table + 1));
+  const std::size_t width = header.rows.front().rope.inv_freq.size();
+  inv_freq.resize(factors.size() * width);
+  for (const RowSpec& row : header.rows) {
+    factors[row.table] = row.rope.factor;
+    std::ranges::copy(row.rope.inv_freq, inv_freq.data() + row.table * width);
+  }
+  add("inv_freq", {factors.size(), width}, inv_freq);
+  add("rope_factor", {factors.size()}, factors);
+  for (std::uint32_t l = 0; l < header.shape.layers; ++l)
+    if (const auto& sinks = header.rows[l].sinks; !sinks.empty())
+      add(layer_tensor(header.shape.number(l), "sink"), {sinks.size()}, sinks);
   return write_safetensors(directory / kTokensFile, tensors, {});
 }
 
-TokensFile read_tokens(const SafetensorsFile& file) {
+std::vector<std::int32_t> read_tokens(const SafetensorsFile& file, TraceHeader& header) {
   TensorChecker checker(file);
-  TokensFile tokens;
-  tokens.ids = copied<std::int32_t>(checker.expect_vector("ids", Dtype::i32));
-  tokens.rope.inv_freq = copied<float>(checker.expect_vector("inv_freq", Dtype::f32));
-  tokens.rope.factor = copied<float>(checker.expect("rope_factor", Dtype::f32, {1})).front();
-  tokens.softmax_scale = copied<float>(checker.expect("softmax_scale", Dtype::f32, {1})).front();
+  auto ids = copied<std::int32_t>(checker.expect_vector("ids", Dtype::i32));
+  if (header.rows.empty()) {
+    header.rope.inv_freq = copied<float>(checker.expect_vector("inv_freq", Dtype::f32));
+    header.rope.factor = copied<float>(checker.expect("rope_factor", Dtype::f32, {1})).front();
+    header.softmax_scale = copied<float>(checker.expect("softmax_scale", Dtype::f32, {1})).front();
+  } else {
+    read_rows(file, checker, header);
+  }
   checker.refuse_others();
-  if (std::any_of(tokens.ids.begin(), tokens.ids.end(), [](std::int32_t id) { return id < 0; }))
+  if (std::any_of(ids.begin(), ids.end(), [](std::int32_t id) { return id < 0; }))
     throw std::runtime_error(fmt::format("{}: ids holds a negative id", file.path().string()));
-  return tokens;
+  return ids;
 }
 
 void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
@@ -104,8 +147,9 @@ void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
   TensorChecker checker(file);
   const std::string rows(kCheckRowsTensor);
   check_rows(checker.expect(rows, Dtype::i32, {kCheckRows}), shard, file.path());
-  const bool has_lse = file.contains(layer_tensor(0, "check_lse"));
-  for (std::uint32_t l = 0; l < shape.layers; ++l) {
+  const bool has_lse = file.contains(layer_tensor(shape.number(0), "check_lse"));
+  for (std::uint32_t index = 0; index < shape.layers; ++index) {
+    const std::uint32_t l = shape.number(index);
     checker.expect(layer_tensor(l, "q"), shape.dtype, {heads, n, size});
     checker.expect(layer_tensor(l, "k"), shape.dtype, {kv_heads, n, size});
     checker.expect(layer_tensor(l, "v"), shape.dtype, {kv_heads, n, size});
@@ -120,7 +164,7 @@ float check_gradient_tensors(const SafetensorsFile& file, const ModelShape& shap
                              const ShardInfo& shard, std::uint32_t draws) {
   TensorChecker checker(file);
   for (std::uint32_t l = 0; l < shape.layers; ++l)
-    checker.expect(layer_tensor(l, kGradientTensor), shape.dtype,
+    checker.expect(layer_tensor(shape.number(l), kGradientTensor), shape.dtype,
                    {draws, shape.query_heads, shard.tokens, shape.head_size});
   float scale = 0;
   to_float(Dtype::f32,

@@ -24,18 +24,12 @@ inline constexpr std::array<std::uint32_t, kCheckRows> kCheckGrid = [] {
   return rows;
 }();
 
-/// What tokens.safetensors holds.
-struct TokensFile {
-  std::vector<std::int32_t> ids;  // [tokens]
-  Rope rope;
-  float softmax_scale = 0;
-};
-
 /// Replaces DIRECTORY/tokens.safetensors. Returns its XXH3-64.
 std::string write_tokens(const std::filesystem::path& directory, std::span<const std::int32_t> ids,
-                         const Rope& rope, float softmax_scale);
-/// Throws std::runtime_error for missing, unknown or misshapen tensors.
-TokensFile read_tokens(const SafetensorsFile& file);
+                         const TraceHeader& header);
+/// The ids; what else the file holds goes to the manifest's `header`. Throws std::runtime_error for
+/// missing, unknown or misshapen tensors.
+std::vector<std::int32_t> read_tokens(const SafetensorsFile& file, TraceHeader& header);
 
 inline constexpr std::string_view kResidualTensor = "residual_norm2", kGradientTensor = "grad",
                                   kGradientScaleTensor = "grad_scale";

@@ -146,8 +146,9 @@ std::string ShardBuffer::write(const std::filesystem::path& path, std::uint32_t 
     kept.push_back(picked(slots, shape_.query_heads, width, sources));
     return std::as_bytes(std::span(kept.back()));
   };
-  for (std::uint32_t l = 0; l < shape_.layers; ++l) {
-    Layer& layer = layers_[l];
+  for (std::uint32_t index = 0; index < shape_.layers; ++index) {
+    const std::uint32_t l = shape_.number(index);
+    Layer& layer = layers_[index];
     tensors.push_back({layer_tensor(l, "q"),
                        shape_.dtype,
                        {heads, n, size},

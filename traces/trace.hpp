@@ -14,17 +14,28 @@
 #include "traces/base/numeric/rope.hpp"
 #include "traces/base/safetensors.hpp"
 #include "traces/extras.hpp"
+#include "traces/row_spec.hpp"
 
 namespace kvlab {
 
-inline constexpr int kTraceFormat = 2;  ///< 1, without extras and spans, is read too
+inline constexpr int kTraceFormat = 3;  ///< 1, without extras and spans, and 2, without rows, too
 inline constexpr std::uint32_t kShardTokens = 1024;
 inline constexpr std::uint32_t kCheckRows = 16;
 
-/// The attention shape of a model, and its dtype.
+/// The attention shape of a model, and its dtype. Layers are those that have a KV cache.
 struct ModelShape {
   std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
   Dtype dtype = Dtype::f32;  ///< of q, k and v in the trace
+  /// What the model calls its layers, ascending; empty: 0, 1, 2, … Names and figures have these.
+  std::vector<std::uint32_t> numbers = {};
+
+  std::uint32_t number(std::uint32_t layer) const {
+    return numbers.empty() ? layer : numbers[layer];
+  }
+  /// Which layer has this number; `layers`: none.
+  std::uint32_t layer_of(std::uint32_t number) const;
+  /// 0 to 31, or 3, 7, 11: what may be asked for.
+  std::string numbers_text() const;
 
   std::uint32_t group() const { return query_heads / kv_heads; }
   bool operator==(const ModelShape&) const = default;
@@ -49,10 +60,16 @@ struct TraceHeader {
   Rope rope;              ///< written as data: inv_freq, factor
   JsonValue rope_config;  ///< type and parameters, for people
   float softmax_scale = 0;
+  std::vector<RowSpec> rows;  ///< by layer; empty: `rope` and `softmax_scale` say all
   Rounding rounding = Rounding::none;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
   JsonValue capture;                         ///< {"engine", "version", "device", "options"}
   std::vector<NamedSpan> spans;
+
+  RowSpec row(std::uint32_t layer) const;
+  int format() const { return rows.empty() ? 2 : 3; }  ///< that a writer needs
+  /// The least that says the same: rows only where some layer needs one.
+  void simplify();
 };
 
 enum class Part { q, k, v };
@@ -78,6 +95,14 @@ class TraceReader {
   const std::filesystem::path& directory() const { return directory_; }
   const TraceHeader& header() const { return manifest_.header; }
   const ModelShape& shape() const { return header().shape; }
+  /// The same trace as if it had these layers alone, ascending; they keep their numbers.
+  TraceReader of_layers(std::span<const std::uint32_t> layers) const;
+  /// Layers with a span, or those without: policies act on the latter.
+  std::vector<std::uint32_t> layers_with_span(bool with) const;
+  /// How a layer's queries attend.
+  const RowSpec& row(std::uint32_t layer) const {
+    return header().rows.empty() ? plain_row_ : header().rows[layer];
+  }
   std::uint32_t tokens() const { return manifest_.tokens; }
   std::uint32_t prompt_tokens() const { return manifest_.prompt_tokens; }
   const std::vector<Segment>& segments() const { return manifest_.segments; }
@@ -143,6 +168,7 @@ class TraceReader {
   std::filesystem::path directory_;
   Manifest manifest_;  // and of tokens.safetensors what belongs to its header
   std::vector<std::int32_t> ids_;
+  RowSpec plain_row_;                   // of all layers, where the header has no rows
   std::vector<SafetensorsFile> files_;  // by shard
   SafetensorsFile tokens_file_;
   std::optional<SafetensorsFile> sketch_file_;
@@ -178,7 +204,7 @@ class TraceWriter {
  public:
   /// Creates the directory. Throws std::runtime_error if it exists or cannot be made, and
   /// std::invalid_argument for a header that no reader would accept. A null rope_config or capture
-  /// stands for {"rope_type": "default"} and {}.
+  /// stands for {"rope_type": "default"} and {}. Format 3 is written only where rows need it.
   TraceWriter(std::filesystem::path directory, TraceHeader header);
   /// Unfinished: leaves the sealed shards (for `trace seal`), or nothing at all if there are none.
   ~TraceWriter();

@@ -71,21 +71,39 @@ TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest) 
   TraceReader trace;
   trace.directory_ = directory;
   trace.tokens_file_ = SafetensorsFile::open(directory / kTokensFile);
-  TokensFile tokens = read_tokens(trace.tokens_file_);
-  if (tokens.ids.size() != manifest.tokens)
+  trace.ids_ = read_tokens(trace.tokens_file_, manifest.header);
+  if (trace.ids_.size() != manifest.tokens)
     throw std::runtime_error(fmt::format("{}: {} ids; the trace has {} tokens",
-                                         trace.tokens_file_.path().string(), tokens.ids.size(),
+                                         trace.tokens_file_.path().string(), trace.ids_.size(),
                                          manifest.tokens));
-  manifest.header.rope = std::move(tokens.rope);
-  manifest.header.softmax_scale = tokens.softmax_scale;
   check_rope_and_scale(manifest.header, trace.tokens_file_.path().string());
   trace.manifest_ = std::move(manifest);
-  trace.ids_ = std::move(tokens.ids);
+  trace.plain_row_ = trace.header().row(0);
   for (const ShardInfo& shard : trace.shards())
     trace.files_.push_back(
         open_shard(directory / shard.file, trace.header(), shard, trace.extras().residual_norm2));
   trace.open_extras();
   return trace;
+}
+
+TraceReader TraceReader::of_layers(std::span<const std::uint32_t> layers) const {
+  TraceReader some = *this;
+  TraceHeader& header = some.manifest_.header;
+  header.shape.layers = static_cast<std::uint32_t>(layers.size());
+  header.shape.numbers.clear();
+  header.rows.clear();
+  for (const std::uint32_t layer : layers) {
+    header.shape.numbers.push_back(shape().number(layer));
+    header.rows.push_back(row(layer));
+  }
+  return some;
+}
+
+std::vector<std::uint32_t> TraceReader::layers_with_span(bool with) const {
+  std::vector<std::uint32_t> layers;
+  for (std::uint32_t layer = 0; layer < shape().layers; ++layer)
+    if ((row(layer).span > 0) == with) layers.push_back(layer);
+  return layers;
 }
 
 std::uint32_t TraceReader::draws(Span span) const {
@@ -122,7 +140,7 @@ void TraceReader::column(std::string_view name, std::uint32_t layer, std::uint32
                          float* to) const {
   for (std::size_t i = 0; i < column_files_.size(); ++i) {
     if (extras().columns[i].name != name) continue;
-    const TensorView& tensor = column_files_[i].at(column_tensor(layer, name));
+    const TensorView& tensor = column_files_[i].at(column_tensor(shape().number(layer), name));
     const std::size_t bytes = std::size_t{tokens()} * sizeof(float);
     return to_float(Dtype::f32, tensor.data.data() + kv_head * bytes, tokens(), to);
   }
@@ -135,7 +153,7 @@ void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::
   if (layer >= shape().layers || head >= heads || first > tokens() || count > tokens() - first)
     throw std::out_of_range(fmt::format("trace: no tokens [{}, {} + {}) of layer {}, head {}",
                                         first, first, count, layer, head));
-  const std::string tensor = layer_tensor(layer, name_of(part));
+  const std::string tensor = layer_tensor(shape().number(layer), name_of(part));
   const std::size_t row = shape().head_size, row_bytes = row * bytes_of(shape().dtype);
   while (count > 0) {
     const std::size_t index = first / kShardTokens;
@@ -159,7 +177,7 @@ void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head, std::u
     throw std::out_of_range(
         fmt::format("trace: no such gradients of layer {}, head {}", layer, query_head));
   const std::size_t size = shape().head_size, row_bytes = size * bytes_of(shape().dtype);
-  const std::string name = layer_tensor(layer, kGradientTensor);
+  const std::string name = layer_tensor(shape().number(layer), kGradientTensor);
   std::size_t shard = gradient_files_.size();
   const std::byte* rows = nullptr;  // of the shard, the draw and the head
   for (const std::uint32_t position : positions) {
@@ -178,7 +196,8 @@ void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head, std::u
 void TraceReader::residual_norm2(std::uint32_t layer, float* to) const {
   if (!extras().residual_norm2) throw std::logic_error("trace: it has no residual norms");
   for (std::size_t i = 0; i < files_.size(); ++i)
-    to_float(Dtype::f32, files_[i].at(layer_tensor(layer, kResidualTensor)).data.data(),
+    to_float(Dtype::f32,
+             files_[i].at(layer_tensor(shape().number(layer), kResidualTensor)).data.data(),
              shards()[i].tokens, to + shards()[i].first);
 }
 
@@ -186,7 +205,7 @@ std::vector<float> TraceReader::sketch(std::uint32_t layer, std::uint32_t kv_hea
                                        std::uint32_t columns) const {
   if (!sketch_file_) throw std::logic_error("trace: it has no sketch of the output projections");
   const std::size_t rows = std::size_t{shape().group()} * shape().head_size;
-  const TensorView& all = sketch_file_->at(layer_tensor(layer, "sketch"));
+  const TensorView& all = sketch_file_->at(layer_tensor(shape().number(layer), "sketch"));
   std::vector<float> wide(rows * kSketchColumns), sketch;
   to_float(Dtype::bf16, all.data.data() + kv_head * wide.size() * bytes_of(Dtype::bf16),
            wide.size(), wide.data());
@@ -208,8 +227,8 @@ TraceReader::CheckRows TraceReader::check_rows(std::size_t index, std::uint32_t 
   CheckRows check;
   check.rows.resize(kCheckRows);
   std::memcpy(check.rows.data(), file.at(kCheckRowsTensor).data.data(), 4 * kCheckRows);
-  check.out = floats(layer_tensor(layer, "check_out"));
-  const std::string lse = layer_tensor(layer, "check_lse");
+  check.out = floats(layer_tensor(shape().number(layer), "check_out"));
+  const std::string lse = layer_tensor(shape().number(layer), "check_lse");
   if (file.contains(lse)) check.lse = floats(lse);
   return check;
 }

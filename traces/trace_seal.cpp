@@ -38,7 +38,9 @@ Rescued rescue_shards(const fs::path& directory) {
     rescued.shards.push_back(
         {shard_name(index), metadata.first, metadata.tokens, xxh3_hex(file.bytes())});
     rescued.last = std::move(metadata);
-    if (index == 0) rescued.has_residuals = file.contains(layer_tensor(0, kResidualTensor));
+    if (index == 0)
+      rescued.has_residuals =
+          file.contains(layer_tensor(rescued.last.header.shape.number(0), kResidualTensor));
   }
   if (rescued.shards.empty())
     throw std::runtime_error(
@@ -58,14 +60,13 @@ void remove_parts(const fs::path& directory) {
 }
 
 /// Cuts tokens.safetensors to the kept tokens. Returns its XXH3-64.
-std::string cut_tokens(const fs::path& directory, std::uint32_t kept) {
+std::string cut_tokens(const fs::path& directory, std::uint32_t kept, TraceHeader header) {
   const auto file = SafetensorsFile::open(directory / kTokensFile);
-  const TokensFile tokens = read_tokens(file);
-  if (tokens.ids.size() < kept)
+  const std::vector<std::int32_t> ids = read_tokens(file, header);
+  if (ids.size() < kept)
     throw std::runtime_error(fmt::format("{}: {} ids; the shards hold {} tokens",
-                                         file.path().string(), tokens.ids.size(), kept));
-  return write_tokens(directory, std::span(tokens.ids).first(kept), tokens.rope,
-                      tokens.softmax_scale);
+                                         file.path().string(), ids.size(), kept));
+  return write_tokens(directory, std::span(ids).first(kept), header);
 }
 
 }  // namespace
@@ -84,7 +85,7 @@ std::uint32_t seal_trace(const fs::path& directory) {
   manifest.segments = std::move(rescued.last.segments);
   manifest.prompt_tokens = prompt_tokens_of(manifest.segments);
   manifest.shards = std::move(rescued.shards);
-  manifest.tokens_xxh3 = cut_tokens(directory, tokens);
+  manifest.tokens_xxh3 = cut_tokens(directory, tokens, manifest.header);
   manifest.header.spans = clipped(manifest.header.spans, tokens);
   manifest.extras.residual_norm2 = rescued.has_residuals;
   if (fs::exists(directory / kSketchFile)) {

@@ -8,6 +8,7 @@
 #include "traces/base/numeric/panels.hpp"
 #include "traces/base/numeric/softmax.hpp"
 #include "traces/base/parallel.hpp"
+#include "traces/layer_ropes.hpp"
 #include "traces/shard.hpp"
 #include "traces/trace.hpp"
 
@@ -65,6 +66,7 @@ class HeadVerifier {
                std::uint32_t kv_head)
       : trace_(trace),
         table_(table),
+        row_(trace.row(layer)),
         layer_(layer),
         kv_head_(kv_head),
         size_(trace.shape().head_size),
@@ -101,8 +103,7 @@ class HeadVerifier {
     Largest value;
     include_norms(value, values_.data(), 0, trace_.tokens());
     complain("values of KV head", kv_head_, value, kLargestValue);
-    const double factor = trace_.header().rope.factor;
-    const double scale = std::fabs(trace_.header().softmax_scale) * factor * factor;
+    const double factor = row_.rope.factor, scale = std::fabs(row_.scale) * factor * factor;
     for (std::uint32_t g = 0; g < trace_.shape().group(); ++g) {
       const std::uint32_t head = kv_head_ * trace_.shape().group() + g;
       Largest query;
@@ -133,7 +134,7 @@ class HeadVerifier {
     result_.problems.push_back(
         fmt::format("layer {}, {} {}: a value at position {} is not finite, or so large that "
                     "attention has no meaning",
-                    layer_, what, head, largest.position));
+                    trace_.shape().number(layer_), what, head, largest.position));
   }
 
   /// Calls use(rows, shard) for the rows of one head, a shard at a time.
@@ -171,7 +172,8 @@ class HeadVerifier {
     for (std::size_t i = 0; i < kCheckRows; ++i) {
       const std::size_t at = query_head * kCheckRows + i;
       excess_ = excess_of(queries.data() + i * size_);
-      compare_row(scores_.data() + i * stride, check.rows[i], check.out.data() + at * size_,
+      const float* const sink = row_.sinks.empty() ? nullptr : &row_.sinks[query_head];
+      compare_row(scores_.data() + i * stride, check.rows[i], sink, check.out.data() + at * size_,
                   check.lse.empty() ? nullptr : &check.lse[at], out, lse);
     }
     result_.rows += kCheckRows;
@@ -186,27 +188,29 @@ class HeadVerifier {
   double excess_of(const float* query) const {
     double squares = 0;
     for (std::size_t d = 0; d < size_; ++d) squares += static_cast<double>(query[d]) * query[d];
-    const double most = std::sqrt(squares) * largest_key_.value * trace_.header().rope.factor *
-                        std::fabs(trace_.header().softmax_scale);
+    const double most =
+        std::sqrt(squares) * largest_key_.value * row_.rope.factor * std::fabs(row_.scale);
     return std::max(1.0, most * kOfScore / tolerance_);
   }
 
-  void compare_row(float* scores, std::uint32_t position, const float* out, const float* lse,
-                   Largest& worst_out, Largest& worst_lse) {
-    const std::size_t count = std::size_t{position} + 1;
-    scale(scores, count, trace_.header().softmax_scale);
+  void compare_row(float* scores, std::uint32_t position, const float* sink, const float* out,
+                   const float* lse, Largest& worst_out, Largest& worst_lse) {
+    const std::size_t first = first_seen(row_.span, position), count = position + 1 - first;
+    scores += first;
+    make_scores(scores, count, row_.scale, row_.softcap);
     const auto usable = [](float score) { return std::fabs(score) < kLargestScore; };  // no NaN
     if (!std::all_of(scores, scores + count, usable)) {
       worst_out.include(kInfinity, position);
       return;
     }
-    const std::int32_t shift = shared_exponentials(scores, count, scores);
-    const float sum = lane_sum(scores, count);
-    divide(scores, count, sum, scores);
+    const RowSum sum = row_exponentials(scores, count, sink, scores);
+    divide(scores, count, sum.sum, scores);
     std::vector<float> reference(size_);
-    accumulate_rows({scores, count}, {}, values_.data(), size_, size_, reference.data());
+    accumulate_rows({scores, count}, {}, values_.data() + first * size_, size_, size_,
+                    reference.data());
     worst_out.include(relative_error(out, reference.data(), size_) / excess_, position);
-    if (lse) worst_lse.include(std::fabs(*lse - log_sum_exp(shift, sum)) / excess_, position);
+    if (lse)
+      worst_lse.include(std::fabs(*lse - log_sum_exp(sum.shift, sum.sum)) / excess_, position);
   }
 
   void report(std::size_t shard, std::uint32_t query_head, std::string_view quantity,
@@ -216,12 +220,13 @@ class HeadVerifier {
         fmt::format("{}: layer {}, query head {}: the decoder's {} at position {} differs by "
                     "{:.3g} from that of "
                     "the trace's q, k and v; at most {:g} is allowed",
-                    trace_.shards()[shard].file, layer_, query_head, quantity, worst.position,
-                    worst.value, tolerance_));
+                    trace_.shards()[shard].file, trace_.shape().number(layer_), query_head,
+                    quantity, worst.position, worst.value, tolerance_));
   }
 
   const TraceReader& trace_;
   const RopeTable& table_;
+  const RowSpec& row_;
   std::uint32_t layer_, kv_head_;
   std::size_t size_;
   Panels keys_;                // rotated; [tokens, head_size]
@@ -267,9 +272,9 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
       const auto wrong =
           std::find_if(norms.begin(), norms.end(), [&](float x) { return !finite(x) || x < 0; });
       if (wrong != norms.end())
-        problems.push_back(
-            fmt::format("layer {}: {} at position {} is {}; a finite number from 0 on is expected",
-                        layer, kResidualTensor, wrong - norms.begin(), *wrong));
+        problems.push_back(fmt::format(
+            "layer {}: {} at position {} is {}; a finite number from 0 on is expected",
+            trace.shape().number(layer), kResidualTensor, wrong - norms.begin(), *wrong));
     }
     for (std::uint32_t head = 0; trace.sketch_file() && head < trace.shape().kv_heads; ++head) {
       const std::vector<float> sketch = trace.sketch(layer, head, kSketchColumns);
@@ -278,7 +283,7 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
       if (std::all_of(sketch.begin(), sketch.end(), within)) continue;
       problems.push_back(
           fmt::format("{}: layer {}, KV head {}: a value is not finite, or beyond {:g}",
-                      kSketchFile, layer, head, kMost));
+                      kSketchFile, trace.shape().number(layer), head, kMost));
     }
   }
   return problems;
@@ -289,7 +294,8 @@ std::vector<std::string> wrong_columns(const TraceReader& trace) {
   std::vector<std::string> problems;
   for (std::size_t i = 0; i < trace.column_files().size(); ++i)
     for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
-      const std::string name = column_tensor(layer, trace.extras().columns[i].name);
+      const std::string name =
+          column_tensor(trace.shape().number(layer), trace.extras().columns[i].name);
       const TensorView& tensor = trace.column_files()[i].at(name);
       const std::size_t wrong = first_not_finite(Dtype::f32, tensor.data);
       if (wrong < tensor.elements())
@@ -307,13 +313,13 @@ std::vector<std::string> wrong_gradients(const TraceReader& trace, unsigned thre
   parallel_for(problems.size(), threads, [&](std::size_t i) {
     const SafetensorsFile& file = trace.gradient_files()[i / shape.layers];
     const auto layer = static_cast<std::uint32_t>(i % shape.layers);
-    const TensorView& tensor = file.at(layer_tensor(layer, kGradientTensor));
+    const TensorView& tensor = file.at(layer_tensor(shape.number(layer), kGradientTensor));
     const std::size_t wrong = first_not_finite(shape.dtype, tensor.data);
     if (wrong == tensor.elements()) return;
     const std::size_t row = wrong / shape.head_size, tokens = tensor.shape[2];
     problems[i] = fmt::format(
         "{}: layer {}, draw {}, query head {}: the gradient at token {} of the file is not finite",
-        file.path().filename().string(), layer, row / tokens / shape.query_heads,
+        file.path().filename().string(), shape.number(layer), row / tokens / shape.query_heads,
         row / tokens % shape.query_heads, row % tokens);
   });
   std::erase(problems, "");
@@ -346,12 +352,12 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
     return check;
   }
   const ModelShape& shape = trace.shape();
-  const RopeTable table(trace.header().rope, trace.tokens());
+  const LayerRopes ropes(trace);
   std::vector<HeadCheck> heads(std::size_t{shape.layers} * shape.kv_heads);
   parallel_for(heads.size(), threads, [&](std::size_t i) {
     const auto layer = static_cast<std::uint32_t>(i / shape.kv_heads);
     const auto kv_head = static_cast<std::uint32_t>(i % shape.kv_heads);
-    heads[i] = HeadVerifier(trace, table, layer, kv_head).run();
+    heads[i] = HeadVerifier(trace, ropes[layer], layer, kv_head).run();
   });
   for (HeadCheck& head : heads) {
     check.worst_out = std::max(check.worst_out, head.worst_out);

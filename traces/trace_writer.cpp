@@ -61,6 +61,7 @@ class TraceWriter::Impl {
  public:
   Impl(fs::path directory, TraceHeader header)
       : directory_(std::move(directory)), header_(std::move(header)) {
+    header_.simplify();
     check_header(header_);
     made_ = make_directory(directory_);
     lock_.emplace(directory_, O_RDONLY | O_DIRECTORY);
@@ -189,8 +190,7 @@ class TraceWriter::Impl {
   /// there.
   void seal(std::uint32_t count) {
     const std::uint32_t first = first_open(), end = first + count;
-    tokens_xxh3_ =
-        write_tokens(directory_, std::span(ids_).first(end), header_.rope, header_.softmax_scale);
+    tokens_xxh3_ = write_tokens(directory_, std::span(ids_).first(end), header_);
     const auto metadata = shard_metadata({header_, clipped(segments_, end), first, count});
     const std::string name = shard_name(shards_.size());
     const std::string hash = buffers_.front().write(directory_ / name, count, metadata);

@@ -10,8 +10,8 @@ namespace kvlab {
 FullAttention::FullAttention(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                              double threshold)
     : tensors_(read_head(trace, layer, kv_head)),
-      rope_(trace.header().rope, trace.tokens()),
-      rows_(tensors_.view, rope_, arithmetic_of(trace, threshold)) {}
+      rope_(trace.row(layer).rope, trace.tokens()),
+      rows_(tensors_.view, rope_, arithmetic_of(trace, layer, threshold), trace.row(layer).span) {}
 
 std::vector<float> FullAttention::probabilities(std::uint32_t head, std::uint32_t first,
                                                 std::uint32_t count) {

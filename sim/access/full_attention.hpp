@@ -39,7 +39,7 @@ class FullAttention {
                           std::vector<std::uint8_t>& asked);
 
   HeadTensors tensors_;
-  RopeTable rope_;
+  RopeTable rope_;  // of the layer
   SharedRows rows_;
 };
 

@@ -7,8 +7,8 @@
 
 #include "sim/exact_pass.hpp"
 #include "traces/base/numeric/hot_loops.hpp"
-#include "traces/base/numeric/rope.hpp"
 #include "traces/base/parallel.hpp"
+#include "traces/layer_ropes.hpp"
 
 namespace kvlab {
 namespace {
@@ -97,7 +97,7 @@ double attend(const OpenBlas& blas, const float* q, const Head& head, std::uint3
 
 ExactPass exact_pass(const TraceReader& trace, unsigned threads) {
   const ModelShape& shape = trace.shape();
-  const RopeTable rope(trace.header().rope, trace.tokens());
+  const LayerRopes ropes(trace);
   const OpenBlas blas;
   std::atomic<double> flops = 0;
   ExactPass pass;
@@ -106,13 +106,13 @@ ExactPass exact_pass(const TraceReader& trace, unsigned threads) {
       const auto layer = static_cast<std::uint32_t>(unit / shape.kv_heads),
                  kv_head = static_cast<std::uint32_t>(unit % shape.kv_heads);
       Head head;
-      read_rotated(trace, rope, Part::k, layer, kv_head, head.k);
-      read_rotated(trace, rope, Part::v, layer, kv_head, head.v);
+      read_rotated(trace, ropes[layer], Part::k, layer, kv_head, head.k);
+      read_rotated(trace, ropes[layer], Part::v, layer, kv_head, head.v);
       std::vector<float> q, scores, out(head.k.size());
       for (std::uint32_t g = 0; g < shape.group(); ++g) {
-        read_rotated(trace, rope, Part::q, layer, kv_head * shape.group() + g, q);
+        read_rotated(trace, ropes[layer], Part::q, layer, kv_head * shape.group() + g, q);
         flops += attend(blas, q.data(), head, trace.tokens(), shape.head_size,
-                        trace.header().softmax_scale, scores, out.data());
+                        trace.row(layer).scale, scores, out.data());
       }
     });
   });

@@ -171,10 +171,10 @@ Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
         "--budget: {} is {} tokens; should be from {}, the run's least budget, to {}",
         request.budget.text(), result.mean_tokens, budgets.front().least_tokens, length));
   std::vector<Curve> hulls;
-  for (std::int32_t layer = 0; layer < static_cast<std::int32_t>(trace.layers); ++layer)
+  for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
     for (std::int32_t head = 0; head < static_cast<std::int32_t>(trace.kv_heads); ++head)
-      hulls.push_back(
-          lower_hull(curve_of(figures, series, result.metric, budgets, length, {layer, head})));
+      hulls.push_back(lower_hull(curve_of(figures, series, result.metric, budgets, length,
+                                          {static_cast<std::int32_t>(trace.number(layer)), head})));
   const auto tokens = share_tokens(hulls, std::uint64_t{result.mean_tokens} * hulls.size());
   for (std::size_t i = 0; i < hulls.size(); ++i) {
     if (i % trace.kv_heads == 0) result.heads.emplace_back();

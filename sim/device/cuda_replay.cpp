@@ -1,6 +1,7 @@
 #include "sim/device/cuda_replay.hpp"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <stdexcept>
 
@@ -24,6 +25,25 @@ std::vector<ReplayUnit> whole_layers(const ReplayPlan& plan, std::span<const Rep
   return all;
 }
 
+/// Whether all layers attend as a device does.
+bool knows_rows(const TraceReader& trace) {
+  for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
+    const RowSpec& row = trace.row(layer);
+    if (!refusal_of_rows(kCudaReplay, row.softcap > 0, !row.sinks.empty()).empty()) return false;
+  }
+  return true;
+}
+
+/// Units whose layers turn and scale alike, as one batch has them: by table and scale.
+using Alike = std::map<std::pair<std::uint32_t, float>, std::vector<ReplayUnit>>;
+
+Alike alike(const TraceReader& trace, std::span<const ReplayUnit> units) {
+  Alike groups;
+  for (const ReplayUnit& unit : units)
+    groups[{trace.row(unit.layer).table, trace.row(unit.layer).scale}].push_back(unit);
+  return groups;
+}
+
 std::size_t index_of(const ReplayUnit& unit, const std::vector<ReplayUnit>& all) {
   const auto same = [&](const ReplayUnit& other) {
     return other.layer == unit.layer && other.kv_head == unit.kv_head;
@@ -35,13 +55,13 @@ class Replayer final : public CudaReplayer {
  public:
   explicit Replayer(KeptWatcher watcher) : watcher_(std::move(watcher)) {}
 
-  bool takes(const TraceHeader& header, const CacheConfig& config) const override {
-    const ModelShape& shape = header.shape;
+  bool takes(const TraceReader& trace, const CacheConfig& config) const override {
+    const ModelShape& shape = trace.shape();
     const PolicyEntry* const entry = config.policy.entry.get();
     return refusal(kCudaReplay, config).empty() && kernels::has_text(*entry) &&
            shape.group() <= kernels::kMostReplayGroup &&
            shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0 &&
-           header.rope.rotated() % 4 == 0 &&
+           trace.row(0).rope.rotated() % 4 == 0 && knows_rows(trace) &&
            (config.policy.modifiers.scope == Modifiers::Scope::head || walks_layers(shape));
   }
 
@@ -50,14 +70,22 @@ class Replayer final : public CudaReplayer {
   std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,
                                             std::span<const ReplayUnit> units) override {
     std::vector<std::vector<HeadOutcome>> all, asked;
-    const std::vector<ReplayUnit> whole = whole_layers(plan, units);
-    in_batches(plan, whole, [&](Batch& batch, std::size_t first) {
-      if (watcher_) batch.keep_sets();
-      batch.replay(walks_);
-      if (watcher_) batch.show_sets(first, watcher_);
-      waves_ = batch.units().waves(walks_);
-      for (auto& outcomes : batch.outcomes()) all.push_back(std::move(outcomes));
-    });
+    const std::vector<ReplayUnit> wanted = whole_layers(plan, units);
+    std::vector<ReplayUnit> whole;
+    const auto watch = [&](std::size_t unit, std::size_t config, std::uint32_t query, auto live) {
+      watcher_(index_of(whole[unit], wanted), config, query, live);
+    };
+    for (const auto& [key, group] : alike(plan.trace, wanted)) {
+      const std::size_t before = whole.size();
+      whole.insert(whole.end(), group.begin(), group.end());
+      in_batches(plan, group, [&](Batch& batch, std::size_t first) {
+        if (watcher_) batch.keep_sets();
+        batch.replay(walks_);
+        if (watcher_) batch.show_sets(before + first, watch);
+        waves_ = batch.units().waves(walks_);
+        for (auto& outcomes : batch.outcomes()) all.push_back(std::move(outcomes));
+      });
+    }
     for (const ReplayUnit& unit : units) asked.push_back(std::move(all[index_of(unit, whole)]));
     return asked;
   }
@@ -65,13 +93,10 @@ class Replayer final : public CudaReplayer {
   int waves() const override { return waves_; }
 
   ExactPass exact_pass(const TraceReader& trace, unsigned threads) override {
-    const RopeTable rope(trace.header().rope, trace.tokens());
-    const HeadArithmetic arithmetic{.softmax_scale = trace.header().softmax_scale,
-                                    .rounding = trace.header().rounding == Rounding::model_dtype
-                                                    ? std::optional(trace.shape().dtype)
-                                                    : std::nullopt};
+    const LayerRopes ropes(trace);
+    const std::vector<HeadArithmetic> arithmetics(trace.shape().layers, arithmetic_of(trace, 0, 0));
     const QuerySpan span(trace.segments(), Span::all, 1);
-    const ReplayPlan plan{trace, 0, rope, arithmetic, span, threads, {}, nullptr};
+    const ReplayPlan plan{trace, 0, ropes, arithmetics, span, threads, {}, nullptr};
     std::vector<ReplayUnit> units;
     for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head)
@@ -87,12 +112,14 @@ class Replayer final : public CudaReplayer {
   }
 
  private:
-  /// Calls work(batch, index of its first unit) for as many units at a time as fit.
+  /// Calls work(batch, index of its first unit) for as many units at a time as fit; of layers that
+  /// turn and scale alike.
   template <class Work>
   void in_batches(const ReplayPlan& plan, std::span<const ReplayUnit> units, Work work) {
-    const TraceHeader& header = plan.trace.header();
-    const UnitsPlan common{header.shape, header.rope,         plan.rope,    plan.arithmetic,
-                           plan.span,    plan.trace.tokens(), plan.sequence};
+    const std::uint32_t layer = units.front().layer;
+    const UnitsPlan common{
+        plan.trace.shape(), plan.trace.row(layer).rope, plan.ropes[layer], plan.arithmetics[layer],
+        plan.span,          plan.trace.tokens(),        plan.sequence};
     const Grid grid(plan.configs, common.tokens, !plan.span.named().empty());
     const Tables tables(common);
     UnitSizes sizes = sizes_of(common, grid, plan.configs.size());

@@ -48,7 +48,11 @@ std::vector<ReplayRule> rules_by_head(const std::vector<ReplayRule>& rules,
   const HeadBudgets& shape = (*uneven)->head_budgets;
   heads_of_layer = static_cast<int>(shape.front().size());
   std::vector<ReplayRule> all;
-  for (std::uint32_t layer = 0; layer < shape.size(); ++layer)
+  const std::vector<std::uint32_t>& numbers = (*uneven)->layer_numbers;
+  for (std::uint32_t layer = 0; layer < shape.size(); ++layer) {
+    // By the layers' numbers, as units have them; nothing asks for those between.
+    const std::size_t before = numbers.empty() ? layer : numbers[layer];
+    all.resize(before * shape.front().size() * rules.size(), rules.front());
     for (std::uint32_t head = 0; head < shape[layer].size(); ++head)
       for (std::size_t c = 0; c < rules.size(); ++c) {
         const ResolvedConfig& config = *configs[c];
@@ -59,6 +63,7 @@ std::vector<ReplayRule> rules_by_head(const std::vector<ReplayRule>& rules,
         own.rule = {budget, guards.sinks, guards.recent};
         own.room_at = config.policy.modifiers.room_at(budget);
       }
+  }
   return all;
 }
 

@@ -94,7 +94,7 @@ Units::Units(const UnitsPlan& plan, const Grid& grid, const UnitSizes& sizes,
 void Units::allocate(std::span<const ReplayUnit> units) {
   std::vector<std::uint32_t> layers, kv_heads;
   for (const ReplayUnit& unit : units) {
-    layers.push_back(unit.layer);
+    layers.push_back(plan_.shape.number(unit.layer));
     kv_heads.push_back(unit.kv_head);
   }
   layers_ = cuda::upload(layers, "the replay");

@@ -96,7 +96,7 @@ HeadStats topk_stats(const QuerySpan& span, const HeadView& view, SharedRows row
     std::partial_sort(order.begin(), order.begin() + budget, order.end(),
                       [&](std::uint32_t a, std::uint32_t b) { return row.e[a] > row.e[b]; });
     order.resize(budget);
-    double kept = 0;
+    double kept = row.sink;
     std::uint32_t hits = 0;
     for (const std::uint32_t token : order) {
       kept += static_cast<double>(row.e[token]);

@@ -45,6 +45,7 @@ ResidualOracle::ResidualOracle(const HeadView& view, SharedRows& rows,
       for (std::uint32_t head = 0; head < group_; ++head) {
         const SharedRows::Row row = rows.row(query, head);
         float* const p = p_.data() + this->row(query, head);
+        sinks_.push_back(row.sink / row.sum);
         Sums all;
         for (std::uint32_t j = 0; j <= query; ++j) {
           p[j] = row.e[j] / row.sum;
@@ -63,7 +64,7 @@ void ResidualOracle::rank(const std::uint32_t* positions, std::size_t count, con
   for (std::uint32_t query = step.now; query < last; ++query)
     for (std::uint32_t head = 0; head < group_; ++head) {
       const float* const p = probabilities(query, head);
-      Sums& own = sums.emplace_back();
+      Sums& own = sums.emplace_back(Sums{.p = sinks_[std::size_t{query} * group_ + head]});
       for (std::size_t i = 0; i < count; ++i)
         own.add(p[positions[i]], projected(head, positions[i]));
       for (std::uint32_t later = step.now; later <= query; ++later)

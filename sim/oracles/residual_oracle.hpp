@@ -46,6 +46,7 @@ class ResidualOracle final : public Oracle {
 
   std::uint32_t tokens_, group_;
   std::vector<float> p_;          // [query, group, query + 1]
+  std::vector<float> sinks_;      // [query, group]: what no token gets
   std::vector<float> projected_;  // [group, token, kColumns]: W_o v
   std::vector<float> full_;       // [query, kColumns]: what all tokens come to
   std::vector<float> norm2_;      // [query]

@@ -374,11 +374,12 @@ class Page {
   static std::string trace_html(const RunTrace& trace) {
     return fmt::format(
         "{}: {} tokens, {} of them prompt; manifest {}<br>{}, {} layers, {} query and {} KV heads "
-        "of {}, {}; weights "
+        "of {}, {}{}; weights "
         "{}<br>captured by {}",
         escape(trace.name), trace.tokens, trace.prompt_tokens, code(trace.hash),
         escape(trace.model), trace.layers, trace.query_heads, trace.kv_heads, trace.head_size,
-        escape(trace.dtype), code(trace.weights_xxh3), code(json_text(*trace.capture, -1)));
+        escape(trace.dtype), (trace.span_layers > 0 ? "; " : "") + trace.span_text(),
+        code(trace.weights_xxh3), code(json_text(*trace.capture, -1)));
   }
 
   std::string provenance() const {

@@ -134,7 +134,7 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
     KeptHead& head = kept.heads[i / jobs];
     const CacheConfig& config = *configs[std::min(i % jobs, configs.size() - 1)];
     if (i % jobs == configs.size()) {
-      FullAttention full(trace, head.layer, head.head, config.threshold);
+      FullAttention full(trace, trace.shape().layer_of(head.layer), head.head, config.threshold);
       for (const std::uint32_t query : kept.queries)
         head.attention.push_back(glances_of(full.mean_row(query)));
       return;

@@ -6,6 +6,8 @@
 #include <stdexcept>
 
 #include "sim/budgets/budget_file.hpp"
+#include "sim/head_view.hpp"
+#include "sim/live_counts.hpp"
 #include "sim/report/verdict.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -21,39 +23,65 @@ constexpr std::size_t kMaxCsvBytes = std::size_t{4} << 30;
 constexpr std::size_t kMaxJsonBytes = std::size_t{256} << 20;
 
 json to_json(const RunTrace& trace) {
-  return {{"name", trace.name},
-          {"path", trace.path},
-          {"hash", trace.hash},
-          {"tokens", trace.tokens},
-          {"prompt_tokens", trace.prompt_tokens},
-          {"model",
-           {{"name", trace.model},
-            {"dtype", trace.dtype},
-            {"layers", trace.layers},
-            {"query_heads", trace.query_heads},
-            {"kv_heads", trace.kv_heads},
-            {"head_size", trace.head_size},
-            {"weights_xxh3", trace.weights_xxh3},
-            {"tokenizer_xxh3", trace.tokenizer_xxh3}}},
-          {"capture", *trace.capture}};
+  json top{{"name", trace.name},
+           {"path", trace.path},
+           {"hash", trace.hash},
+           {"tokens", trace.tokens},
+           {"prompt_tokens", trace.prompt_tokens},
+           {"model",
+            {{"name", trace.model},
+             {"dtype", trace.dtype},
+             {"layers", trace.layers},
+             {"query_heads", trace.query_heads},
+             {"kv_heads", trace.kv_heads},
+             {"head_size", trace.head_size},
+             {"weights_xxh3", trace.weights_xxh3},
+             {"tokenizer_xxh3", trace.tokenizer_xxh3}}},
+           {"capture", *trace.capture}};
+  if (!trace.numbers.empty()) top["layer_numbers"] = trace.numbers;
+  if (trace.span_layers > 0)
+    top["span_layers"] = {{"layers", trace.span_layers},
+                          {"kv_bytes_mean", trace.span_mean_bytes},
+                          {"kv_bytes_peak", trace.span_peak_bytes}};
+  return top;
+}
+
+std::vector<std::uint32_t> whole_numbers(const JsonFields& fields, std::string_view key) {
+  std::vector<std::uint32_t> numbers;
+  for (const json& entry : fields.list(key))
+    numbers.push_back(
+        whole_number(entry, fmt::format("{}: {}[{}]", fields.where(), key, numbers.size())));
+  return numbers;
 }
 
 RunTrace trace_from(const JsonFields& fields) {
   const JsonFields model = fields.object("model");
-  return {.name = fields.text("name"),
-          .path = fields.text("path"),
-          .hash = fields.text("hash"),
-          .tokens = fields.whole32("tokens"),
-          .prompt_tokens = fields.whole32("prompt_tokens"),
-          .model = model.text("name"),
-          .dtype = model.text("dtype"),
-          .layers = model.whole32("layers", kMaxLayers),
-          .query_heads = model.whole32("query_heads", kMaxHeads),
-          .kv_heads = model.whole32("kv_heads", kMaxHeads),
-          .head_size = model.whole32("head_size"),
-          .weights_xxh3 = model.text("weights_xxh3"),
-          .tokenizer_xxh3 = model.text("tokenizer_xxh3"),
-          .capture = fields.any("capture")};
+  RunTrace trace{.name = fields.text("name"),
+                 .path = fields.text("path"),
+                 .hash = fields.text("hash"),
+                 .tokens = fields.whole32("tokens"),
+                 .prompt_tokens = fields.whole32("prompt_tokens"),
+                 .model = model.text("name"),
+                 .dtype = model.text("dtype"),
+                 .layers = model.whole32("layers", kMaxLayers),
+                 .query_heads = model.whole32("query_heads", kMaxHeads),
+                 .kv_heads = model.whole32("kv_heads", kMaxHeads),
+                 .head_size = model.whole32("head_size"),
+                 .weights_xxh3 = model.text("weights_xxh3"),
+                 .tokenizer_xxh3 = model.text("tokenizer_xxh3"),
+                 .capture = fields.any("capture")};
+  if (fields.has("layer_numbers")) {
+    trace.numbers = whole_numbers(fields, "layer_numbers");
+    if (trace.numbers.size() != trace.layers)
+      fields.refuse("layer_numbers", "one for each layer is expected");
+  }
+  if (fields.has("span_layers")) {
+    const JsonFields spans = fields.object("span_layers");
+    trace.span_layers = spans.whole32("layers", kMaxLayers);
+    trace.span_mean_bytes = spans.number("kv_bytes_mean", 0);
+    trace.span_peak_bytes = spans.number("kv_bytes_peak", 0);
+  }
+  return trace;
 }
 
 json to_json(const RunConfig& config) {
@@ -91,14 +119,6 @@ auto list_of(const JsonFields& fields, std::string_view key, Read read) {
   std::vector<decltype(read(fields))> entries;
   for (const JsonFields& entry : fields.objects(key)) entries.push_back(read(entry));
   return entries;
-}
-
-std::vector<std::uint32_t> whole_numbers(const JsonFields& fields, std::string_view key) {
-  std::vector<std::uint32_t> numbers;
-  for (const json& entry : fields.list(key))
-    numbers.push_back(
-        whole_number(entry, fmt::format("{}: {}[{}]", fields.where(), key, numbers.size())));
-  return numbers;
 }
 
 json to_json(const RunInfo& info) {
@@ -277,8 +297,11 @@ void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string
   if (trace == info.traces.end())
     throw std::runtime_error(fmt::format("{}: a row is of trace {}, which run.json does not name",
                                          where, json_quoted(row.trace)));
-  if (row.layer >= static_cast<std::int64_t>(trace->layers) ||
-      row.head >= static_cast<std::int64_t>(trace->kv_heads))
+  const auto& numbers = trace->numbers;
+  const bool known =
+      row.layer < 0 || (numbers.empty() ? row.layer < static_cast<std::int64_t>(trace->layers)
+                                        : std::ranges::find(numbers, row.layer) != numbers.end());
+  if (!known || row.head >= static_cast<std::int64_t>(trace->kv_heads))
     throw std::runtime_error(fmt::format(
         "{}: a row is of layer {}, head {}; trace {} has {} layers of {} KV heads", where,
         row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
@@ -299,20 +322,44 @@ std::string read_checked(const std::filesystem::path& path, const JsonFields& in
 
 RunTrace describe(const TraceReader& trace, const std::string& path) {
   const TraceHeader& header = trace.header();
-  return {.name = last_name(path),
-          .path = path,
-          .hash = trace.hash(),
-          .tokens = trace.tokens(),
-          .prompt_tokens = trace.prompt_tokens(),
-          .model = header.model,
-          .dtype = std::string(torch_name(header.shape.dtype)),
-          .layers = header.shape.layers,
-          .query_heads = header.shape.query_heads,
-          .kv_heads = header.shape.kv_heads,
-          .head_size = header.shape.head_size,
-          .weights_xxh3 = header.weights_xxh3,
-          .tokenizer_xxh3 = header.tokenizer_xxh3,
-          .capture = header.capture};
+  const ModelShape& shape = header.shape;
+  RunTrace described{.name = last_name(path),
+                     .path = path,
+                     .hash = trace.hash(),
+                     .tokens = trace.tokens(),
+                     .prompt_tokens = trace.prompt_tokens(),
+                     .model = header.model,
+                     .dtype = std::string(torch_name(header.shape.dtype)),
+                     .layers = header.shape.layers,
+                     .query_heads = header.shape.query_heads,
+                     .kv_heads = header.shape.kv_heads,
+                     .head_size = header.shape.head_size,
+                     .weights_xxh3 = header.weights_xxh3,
+                     .tokenizer_xxh3 = header.tokenizer_xxh3,
+                     .capture = header.capture};
+  for (const std::uint32_t layer : trace.layers_with_span(false))
+    described.numbers.push_back(shape.number(layer));
+  described.layers = static_cast<std::uint32_t>(described.numbers.size());
+  if (shape.numbers.empty() && described.layers == shape.layers) described.numbers.clear();
+  for (const std::uint32_t layer : trace.layers_with_span(true)) {
+    CacheConfig window{.policy = parse_policy("window")};
+    window.budget = parse_budget(fmt::format("{}", trace.row(layer).span));
+    const Memory memory =
+        memory_of(resolve(window, trace.segments(), 0), {1, shape.kv_heads, shape.head_size});
+    described.span_layers += 1;
+    described.span_mean_bytes += memory.mean;
+    described.span_peak_bytes += memory.peak;
+  }
+  return described;
+}
+
+std::string RunTrace::span_text() const {
+  if (span_layers == 0) return "";
+  constexpr double kMiB = 1 << 20;
+  return fmt::format(
+      "{} layers with a span beside them keep {:.2f} MiB of keys and values, at most "
+      "{:.2f}",
+      span_layers, span_mean_bytes / kMiB, span_peak_bytes / kMiB);
 }
 
 std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {

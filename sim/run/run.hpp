@@ -28,7 +28,17 @@ struct RunTrace {
   std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
   JsonValue capture;                         ///< engine, version, device, options
+  std::vector<std::uint32_t> numbers = {};   ///< of the layers; empty: 0, 1, 2, …
+  /// Beside `layers`: those with a span, which keep it as window does; and the bytes of their keys
+  /// and values over decoded queries, 16 bit.
+  std::uint32_t span_layers = 0;
+  double span_mean_bytes = 0, span_peak_bytes = 0;
 
+  std::uint32_t number(std::uint32_t layer) const {
+    return numbers.empty() ? layer : numbers[layer];
+  }
+  /// "15 layers with a span beside them keep 1.2 MiB of keys and values, at most 1.3 MiB", or "".
+  std::string span_text() const;
   bool operator==(const RunTrace&) const = default;
 };
 RunTrace describe(const TraceReader& trace, const std::string& path);

@@ -28,7 +28,7 @@ class Tabulator {
       by_residual_ = oracle_beside(kOracleResidual);
       known_counts_.clear();
       for (std::size_t l = 0; l < layers; ++l) {
-        layer_ = static_cast<std::int32_t>(of_.layer_indices[l]);
+        layer_ = static_cast<std::int32_t>(of_.shape.number(of_.layer_indices[l]));
         for (std::size_t h = 0; h < of_.layers[l].heads.size(); ++h)
           add_rows(l, l + 1, static_cast<std::int32_t>(h));
         add_rows(l, l + 1, -1);

@@ -12,7 +12,7 @@ namespace kvlab {
 
 /// All of a replay.
 struct ReplayOutcome {
-  const ModelShape& shape;
+  const ModelShape& shape;  ///< with the layers' numbers
   const QuerySpan& span;
   std::span<const ResolvedConfig> configs;
   std::span<const std::uint32_t> layer_indices;

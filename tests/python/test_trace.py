@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pathlib
 import pickle
 import shutil
@@ -9,6 +10,7 @@ import pytest
 from conftest import SAMPLE, drawn
 
 import kvlab
+from kvlab import _kvlab
 
 
 def test_what_a_trace_says_of_itself(sample: kvlab.Trace) -> None:
@@ -167,3 +169,82 @@ def test_opening_copies_nothing(tmp_path: pathlib.Path) -> None:
     views = trace.to_dict()
     assert sum(array.nbytes for parts in views.values() for array in parts) > 32_000_000
     assert own_memory() - before < 3_200_000
+
+
+def write_rows(folder: pathlib.Path, **changed: object) -> None:
+    """Layers 2 and 5: one with a span, one with a cap and sinks, each with a table of its own."""
+    header = {
+        "model": "rows",
+        "config": {"layers": 2, "query_heads": 4, "kv_heads": 2, "head_size": 16, "dtype": "float32"}
+        | {"rope": {"rope_type": "default"}},
+        "rounding": "none",
+        "weights_xxh3": "",
+        "tokenizer_xxh3": "",
+        "capture": {},
+        "spans": [],
+    }
+    rows: list[dict[str, object]] = [
+        {"span": 5, "rope": 1},
+        {"softcap": 3.0, "scale": 0.5, "sink": numpy.array([1.0, 0.0, -1.0, 2.0], numpy.float32)},
+    ]
+    tables = [[1.0, 0.1], [0.0, 0.0]]
+    given = {"rows": rows, "layer_numbers": [2, 5], "inv_freq": tables, "rope_factor": [1.0, 1.0]} | changed
+    writer = _kvlab.TraceWriter(str(folder), json.dumps(header), softmax_scale=0.25, **given)
+    arrays = {name: array.swapaxes(1, 2) for name, array in drawn().items() if name != "ids"}
+    writer.begin([7] * 80, True)
+    for layer in range(2):
+        parts = {name: numpy.ascontiguousarray(array[layer]) for name, array in arrays.items()}
+        writer.layer(layer, **parts, out=attended(layer, **parts))
+    writer.end()
+    writer.finish()
+
+
+def attended(layer: int, q: numpy.ndarray, k: numpy.ndarray, v: numpy.ndarray) -> numpy.ndarray:
+    """[tokens, heads, size]: attention as the rows of write_rows say, in float64."""
+    tokens = numpy.arange(len(q))
+    angle = numpy.outer(tokens, [[0.0, 0.0], [1.0, 0.1]][layer])[:, None]
+    cos, sin = numpy.cos(angle), numpy.sin(angle)
+
+    def turned(x: numpy.ndarray) -> numpy.ndarray:
+        a, b = x[..., :2].astype(float), x[..., 2:4].astype(float)
+        return numpy.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 4:]], axis=-1)
+
+    scores = numpy.einsum("thd,jhd->htj", turned(q), turned(k).repeat(2, axis=1)) * (0.25, 0.5)[layer]
+    seen = tokens[:, None] >= tokens
+    if layer == 0:
+        seen &= tokens[:, None] - tokens < 5
+    else:
+        scores = 3 * numpy.tanh(scores / 3)
+    e = numpy.where(seen, numpy.exp(scores), 0)
+    rest = 0 if layer == 0 else numpy.exp([1.0, 0.0, -1.0, 2.0])[:, None, None]
+    p = e / (e.sum(axis=-1, keepdims=True) + rest)
+    return numpy.einsum("htj,jhd->thd", p, v.repeat(2, axis=1)).astype(numpy.float32)
+
+
+def test_rows_are_written_verified_and_read(tmp_path: pathlib.Path) -> None:
+    write_rows(tmp_path / "rows")
+    trace = kvlab.Trace(tmp_path / "rows")
+    assert trace.layer_numbers == [2, 5] and trace.layers == 2
+    assert trace.rows[0] == {"span": 5, "softcap": 0.0, "rope": 1, "scale": 0.25, "sink": None}
+    assert trace.rows[1] == {"span": 0, "softcap": 3.0, "rope": 0, "scale": 0.5, "sink": [1.0, 0.0, -1.0, 2.0]}
+    numpy.testing.assert_array_equal(trace.inv_freq, numpy.float32([[1.0, 0.1], [0.0, 0.0]]))
+    numpy.testing.assert_array_equal(trace.read("k", 5, 1), drawn()["k"][1, 1])
+    assert set(trace.to_dict()) >= {"layers.2.q", "layers.5.v"}
+    with pytest.raises(ValueError, match="layer 0, head 0: the trace .* has 2 layers"):
+        trace.read("k", 0, 0)
+
+
+@pytest.mark.parametrize(
+    "changed, why",
+    [
+        ({"rows": [{}, {"window": 3}]}, '"window": span, softcap, rope, scale and sink are expected'),
+        ({"rows": [{}, {"rope": 2}]}, "rope 2: there are 2 tables"),
+        ({"rows": [{"rope": 1}]}, "1 rows or numbers; one for each of 2 layers"),
+        ({"rope_factor": [1.0]}, "1 rope factors; one for each of 2 tables"),
+        ({"layer_numbers": [5, 2]}, '"layer" is 2'),
+    ],
+)
+def test_rows_that_make_no_trace_are_refused(tmp_path: pathlib.Path, changed: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        write_rows(tmp_path / "rows", **changed)
+    assert not (tmp_path / "rows").exists()

@@ -59,14 +59,26 @@ double round_to_bits(double value, int bits) {
   return std::ldexp(std::nearbyint(std::ldexp(fraction, bits)), exponent - bits);
 }
 
-RopeAngles exact_angles(const Sequence& s) {
+RowSpec Sequence::row(std::uint32_t layer) const {
+  if (!rows.empty()) return rows[layer];
+  return {.scale = static_cast<float>(scale), .rope = {inv_freq, rope_factor}};
+}
+
+double Sequence::score(std::uint32_t layer, double product) const {
+  if (rows.empty()) return scale * product;
+  const double all = rows[layer].scale * product, cap = rows[layer].softcap;
+  return cap > 0 ? cap * std::tanh(all / cap) : all;
+}
+
+RopeAngles exact_angles(const Sequence& s, std::uint32_t layer) {
   RopeAngles angles;
+  const Rope rope = s.row(layer).rope;
   for (std::uint32_t position = 0; position < s.tokens; ++position) {
     angles.cos.emplace_back(), angles.sin.emplace_back();
-    for (float frequency : s.inv_freq) {
+    for (float frequency : rope.inv_freq) {
       const double angle = position * static_cast<double>(frequency);
-      angles.cos.back().push_back(std::cos(angle) * static_cast<double>(s.rope_factor));
-      angles.sin.back().push_back(std::sin(angle) * static_cast<double>(s.rope_factor));
+      angles.cos.back().push_back(std::cos(angle) * static_cast<double>(rope.factor));
+      angles.sin.back().push_back(std::sin(angle) * static_cast<double>(rope.factor));
     }
   }
   return angles;
@@ -83,13 +95,15 @@ Vector rotate(const RopeAngles& angles, const Vector& x, std::uint32_t position)
   return y;
 }
 
-Vector rotate_and_round(const Sequence& s, const Vector& x, std::uint32_t position) {
-  const std::size_t half = s.inv_freq.size();
+Vector rotate_and_round(const Sequence& s, std::uint32_t layer, const Vector& x,
+                        std::uint32_t position) {
+  const Rope rope = s.row(layer).rope;
+  const std::size_t half = rope.inv_freq.size();
   Vector y(x);
   for (std::size_t i = 0; i < half; ++i) {
-    const double angle = position * static_cast<double>(s.inv_freq[i]);
-    const float c = static_cast<float>(std::cos(angle)) * s.rope_factor;
-    const float r = static_cast<float>(std::sin(angle)) * s.rope_factor;
+    const double angle = position * static_cast<double>(rope.inv_freq[i]);
+    const float c = static_cast<float>(std::cos(angle)) * rope.factor;
+    const float r = static_cast<float>(std::sin(angle)) * rope.factor;
     const auto a = static_cast<float>(x[i]), b = static_cast<float>(x[i + half]);
     y[i] = static_cast<double>(a * c - b * r);
     y[i + half] = static_cast<double>(b * c + a * r);
@@ -98,11 +112,12 @@ Vector rotate_and_round(const Sequence& s, const Vector& x, std::uint32_t positi
   return y;
 }
 
-Vector softmax(const Vector& logits) {
-  const double most = *std::max_element(logits.begin(), logits.end());
+Vector softmax(const Vector& logits, double sink) {
+  const double most = std::max(sink, *std::max_element(logits.begin(), logits.end()));
   Vector p;
   double sum = 0;
   for (double x : logits) sum += p.emplace_back(std::exp(x - most));
+  sum += p.emplace_back(std::exp(sink - most));
   for (double& x : p) x /= sum;
   return p;
 }
@@ -117,9 +132,10 @@ Config standard(const std::string& policy, std::uint32_t budget) {
 
 Simulator::Simulator(Sequence sequence, double threshold)
     : s_(std::move(sequence)),
-      angles_(exact_angles(s_)),
       threshold16_(static_cast<std::uint64_t>(std::lround(threshold * 65536))) {
   full_.resize(s_.layers), future_.resize(s_.layers);
+  for (std::uint32_t layer = 0; layer < s_.layers; ++layer)
+    angles_.push_back(exact_angles(s_, layer));
   for (std::uint32_t layer = 0; layer < s_.layers; ++layer) {
     for (std::uint32_t h = 0; h < s_.query_heads; ++h)
       full_[layer].push_back(attend_in_full(layer, h));
@@ -143,7 +159,8 @@ Simulator::Full Simulator::attend_in_full(std::uint32_t layer, std::uint32_t que
   const Matrix& k = s_.k[layer][query_head / s_.group()];
   const Matrix& v = s_.v[layer][query_head / s_.group()];
   const auto turn = [&](const Vector& x, std::uint32_t position) {
-    return s_.rounding_bits ? rotate_and_round(s_, x, position) : rotate(angles_, x, position);
+    return s_.rounding_bits ? rotate_and_round(s_, layer, x, position)
+                            : rotate(angles_[layer], x, position);
   };
   Matrix turned_k;
   for (std::uint32_t j = 0; j < s_.tokens; ++j) turned_k.push_back(turn(k[j], j));
@@ -151,8 +168,14 @@ Simulator::Full Simulator::attend_in_full(std::uint32_t layer, std::uint32_t que
   for (std::uint32_t t = 0; t < s_.tokens; ++t) {
     const Vector turned_q = turn(q[t], t);
     Vector logits, out(s_.head_size);
-    for (std::uint32_t j = 0; j <= t; ++j) logits.push_back(s_.scale * dot(turned_q, turned_k[j]));
-    const Vector p = softmax(logits);
+    const RowSpec row = s_.row(layer);
+    for (std::uint32_t j = 0; j <= t; ++j)
+      logits.push_back(row.span == 0 || t - j < row.span
+                           ? s_.score(layer, dot(turned_q, turned_k[j]))
+                           : -std::numeric_limits<double>::infinity());
+    Vector p = softmax(logits, sink_of(row, query_head));
+    full.sink.push_back(p.back());
+    p.pop_back();
     for (std::uint32_t j = 0; j <= t; ++j)
       for (std::uint32_t d = 0; d < s_.head_size; ++d) out[d] += p[j] * v[j][d];
     full.requested.push_back(requests_of(p, threshold16_, nullptr));
@@ -280,13 +303,14 @@ class Simulator::HeadRun {
     for (std::uint32_t g = 0; g < s_.group(); ++g) {
       const std::uint32_t h = kv_head_ * s_.group() + g;
       Vector logits;
-      const Vector q = config_.squeezed ? rotate(sim_.angles_, s_.q[layer_][h][t],
+      const Vector q = config_.squeezed ? rotate(sim_.angles_[layer_], s_.q[layer_][h][t],
                                                  static_cast<std::uint32_t>(index))
                                         : Vector{};
       for (std::size_t i = 0; i <= index; ++i)
-        logits.push_back(config_.squeezed ? s_.scale * dot(q, squeezed_keys[i])
+        logits.push_back(config_.squeezed ? s_.score(layer_, dot(q, squeezed_keys[i]))
                                           : sim_.full_[layer_][h].logits[t][live_[i]]);
-      const Vector p = softmax(logits);
+      Vector p = softmax(logits, sink_of(s_.row(layer_), h));
+      p.pop_back();
       double* narrowest = config_.policy == "lru" ? &narrowest_ : nullptr;
       const std::vector<bool> requested = requests_of(p, sim_.threshold16_, narrowest);
       for (std::size_t i = 0; i <= index; ++i) {
@@ -300,8 +324,8 @@ class Simulator::HeadRun {
   Matrix keys_by_age(std::size_t index) const {
     Matrix keys;
     for (std::size_t i = 0; i <= index; ++i)
-      keys.push_back(
-          rotate(sim_.angles_, s_.k[layer_][kv_head_][live_[i]], static_cast<std::uint32_t>(i)));
+      keys.push_back(rotate(sim_.angles_[layer_], s_.k[layer_][kv_head_][live_[i]],
+                            static_cast<std::uint32_t>(i)));
     return keys;
   }
 
@@ -311,6 +335,7 @@ class Simulator::HeadRun {
     AtQuery at;
     Vector out(s_.head_size);
     std::vector<bool> live(t + 1);
+    at.recall = full.sink[t];
     for (std::size_t i = 0; i <= index; ++i) {
       live[live_[i]] = true;
       at.recall += full.p[t][live_[i]];
@@ -363,6 +388,7 @@ void Simulator::run_topk(const Config& config, std::uint32_t layer, std::uint32_
       AtQuery at;
       for (std::uint32_t j = 0; j < t; ++j) at.requested += full.requested[t][j] ? 1 : 0;
       at.missed = at.requested;
+      at.recall = full.sink[t];
       for (std::uint32_t j : order) {
         at.recall += full.p[t][j];
         if (j < t && full.requested[t][j]) --at.missed;

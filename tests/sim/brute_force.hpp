@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <string>
 #include <tuple>
@@ -24,6 +25,7 @@ struct Sequence {
   double scale = 1;                 ///< of logits
   std::vector<float> inv_freq;      ///< [rotated / 2]
   float rope_factor = 1;            ///< on cos and sin
+  std::vector<RowSpec> rows;        ///< by layer; empty: all by the three above
   std::vector<Segment> segments;
   std::vector<NamedSpan> spans;
   std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE
@@ -35,6 +37,9 @@ struct Sequence {
       gradient;  ///< [layer][query head][draw][token, dim]
 
   std::uint32_t group() const { return query_heads / kv_heads; }
+  RowSpec row(std::uint32_t layer) const;
+  /// A product of query and key as a score.
+  double score(std::uint32_t layer, double product) const;
 };
 Sequence load(const TraceReader& trace);
 
@@ -46,15 +51,21 @@ struct RopeAngles {
   Matrix cos, sin;
 };
 /// Cosines and sines of every position, in float64.
-RopeAngles exact_angles(const Sequence& s);
+RopeAngles exact_angles(const Sequence& s, std::uint32_t layer = 0);
 /// A token's vector rotated to `position`: dimensions i and i + half go together.
 Vector rotate(const RopeAngles& angles, const Vector& x, std::uint32_t position);
 /// A token's vector at its original position, where q and k are rounded: rotated in float32, then
 /// rounded once to the dtype.
-Vector rotate_and_round(const Sequence& s, const Vector& x, std::uint32_t position);
+Vector rotate_and_round(const Sequence& s, std::uint32_t layer, const Vector& x,
+                        std::uint32_t position);
 
-/// Probabilities of one query over `keys`.
-Vector softmax(const Vector& logits);
+/// Probabilities of one query over `keys`, and over a sink logit where there is one, which comes
+/// last and is always there: minus infinity for none.
+Vector softmax(const Vector& logits, double sink);
+inline constexpr double kNoSink = -std::numeric_limits<double>::infinity();
+inline double sink_of(const RowSpec& row, std::uint32_t query_head) {
+  return row.sinks.empty() ? kNoSink : double{row.sinks[query_head]};
+}
 
 /// One configuration. Guards are in tokens.
 struct Config {
@@ -133,6 +144,7 @@ class Simulator {
  private:
   struct Full {
     Matrix logits, p, out;  // lower triangles
+    Vector sink;            // what no token gets of a query
     std::vector<std::vector<bool>> requested;
   };
   class HeadRun;
@@ -144,7 +156,7 @@ class Simulator {
                 std::vector<AtQuery>& queries) const;
 
   Sequence s_;
-  RopeAngles angles_;
+  std::vector<RopeAngles> angles_;  // by layer
   std::uint64_t threshold16_;
   std::vector<std::vector<Full>> full_;  // [layer][query head]
   /// [layer][KV head][now][token]: what queries from `now` on give the token

@@ -73,9 +73,10 @@ Sequence load(const TraceReader& trace) {
   s.tokens = trace.tokens();
   s.element_bytes = shape.dtype == Dtype::f32 ? 4 : 2;
   s.rounding_bits = significant_bits(trace.header());
-  s.scale = static_cast<double>(trace.header().softmax_scale);
-  s.inv_freq = trace.header().rope.inv_freq;
-  s.rope_factor = trace.header().rope.factor;
+  s.scale = static_cast<double>(trace.row(0).scale);
+  s.inv_freq = trace.row(0).rope.inv_freq;
+  s.rope_factor = trace.row(0).rope.factor;
+  s.rows = trace.header().rows;
   s.segments = trace.segments();
   s.spans = trace.header().spans;
   s.q.resize(s.layers), s.k.resize(s.layers), s.v.resize(s.layers);

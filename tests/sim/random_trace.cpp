@@ -13,8 +13,9 @@ namespace {
 TraceHeader header_of(const RandomTrace& wanted) {
   TraceHeader header;
   header.model = "random";
-  header.shape = {wanted.layers, wanted.query_heads, wanted.kv_heads, wanted.head_size,
-                  wanted.dtype};
+  header.shape = {wanted.layers,    wanted.query_heads, wanted.kv_heads,
+                  wanted.head_size, wanted.dtype,       wanted.numbers};
+  header.rows = wanted.rows;
   const std::uint32_t half = wanted.head_size / 2;
   for (std::uint32_t i = 0; i < half; ++i)
     header.rope.inv_freq.push_back(
@@ -60,6 +61,7 @@ brute::Sequence draw(const RandomTrace& wanted, const TraceHeader& header) {
   s.scale = static_cast<double>(header.softmax_scale);
   s.inv_freq = header.rope.inv_freq;
   s.rope_factor = wanted.rope_factor;
+  s.rows = wanted.rows;
   s.segments = wanted.segments;
   if (wanted.rounding == Rounding::model_dtype && wanted.dtype != Dtype::f32)
     s.rounding_bits = bits_of(wanted.dtype);

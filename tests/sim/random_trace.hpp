@@ -22,6 +22,8 @@ struct RandomTrace {
   std::uint32_t draws = 3;    ///< of gradients
   Span gradients_of = Span::decode;
   std::vector<NamedSpan> spans;
+  std::vector<RowSpec> rows;  ///< by layer; empty: alike
+  std::vector<std::uint32_t> numbers;
   std::uint64_t seed = 1;
 };
 

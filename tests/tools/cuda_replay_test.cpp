@@ -127,7 +127,7 @@ TEST_CASE("a device measures what the plain replay measures, and keeps the sets 
       options.elsewhere = nullptr;
       std::size_t taken = 0;
       for (const Case& c : cases) {
-        if (!device->takes(trace.header(), c.replay)) continue;
+        if (!device->takes(trace, c.replay)) continue;
         const auto sets = kept_sets(trace, kSequence, c.replay, options, 0, 0, every);
         for (const KeptSet& set : sets) {
           INFO(c.text << " query " << set.query);
@@ -137,6 +137,36 @@ TEST_CASE("a device measures what the plain replay measures, and keeps the sets 
       }
     }
   }
+}
+
+TEST_CASE("a device replays layers that turn and scale differently, each by its number", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const test::TemporaryFolder folder;
+  RandomTrace wanted{.layers = 4, .draws = 0, .numbers = {1, 4, 6, 9}};
+  for (std::uint32_t l = 0; l < 4; ++l) {
+    wanted.rows.push_back({.span = l == 2 ? 9u : 0, .table = l % 2, .scale = 0.2f + 0.05f * l});
+    for (int i = 0; i < 8; ++i)
+      wanted.rows[l].rope.inv_freq.push_back(l % 2 ? 0 : 1 / static_cast<float>(i + 1));
+  }
+  const TraceReader trace = write_random_trace(folder / "trace", wanted);
+  std::vector<CacheConfig> grid;
+  for (const char* policy : {"h2o", "random", "window", "h2o:scope=layer"})
+    for (const Positions positions : {Positions::original, Positions::cache})
+      grid.push_back({.policy = parse_policy(policy),
+                      .budget = {.extent = tokens(11)},
+                      .positions = positions});
+  grid.push_back(grid[2]);
+  grid.back().budget = budget_of_heads({{5, 9}, {20, 3}, {7, 7}});
+  const auto device = cuda_replayer();
+  const TraceReader acted = trace.of_layers(trace.layers_with_span(false));
+  for (const CacheConfig& config : grid) REQUIRE(device->takes(acted, config));
+  ReplayOptions options{.plain = true};
+  const ReplayResult here = replay(trace, kSequence, grid, options);
+  options.elsewhere = device.get();
+  check_equal(replay(trace, kSequence, grid, options), here,
+              [&](std::size_t c) { return grid[c].policy.text(); });
+  wanted.rows[3].softcap = 3;
+  CHECK(!device->takes(write_random_trace(folder / "capped", wanted), grid[0]));
 }
 
 /// Figures and, at every query, the kept sets: of all units.
@@ -149,7 +179,7 @@ void check_same(const TraceReader& trace, const std::vector<CacheConfig>& grid) 
     return grid[c].policy.text() + " budget " + grid[c].budget.text() + " prefill " +
            grid[c].prefill.text() + " positions " + std::string(name_of(grid[c].positions));
   };
-  for (const CacheConfig& config : grid) REQUIRE(device->takes(trace.header(), config));
+  for (const CacheConfig& config : grid) REQUIRE(device->takes(trace, config));
   ReplayOptions options{.span = Span::all, .plain = true, .threads = 4};
   const ReplayResult here = replay(trace, kSequence, grid, options);
   options.elsewhere = device.get();
@@ -268,7 +298,7 @@ TEST_CASE("a device keeps the sets of the plain replay under budgets by head", "
   check_same(trace, grid);
   by_layer.policy = parse_policy("h2o");
   by_layer.budget = parse_budget("ada(24)");
-  CHECK(!cuda_replayer()->takes(trace.header(), by_layer));
+  CHECK(!cuda_replayer()->takes(trace, by_layer));
 }
 
 TEST_CASE("a device takes one KV head of a layer whose caches evict together", "[gpu]") {
@@ -326,7 +356,7 @@ TEST_CASE("a device replays policies from sources as the CPU does, beside the re
   add(parse_policy("own_h2o", {}, compile_policy_source(folder / "own_h2o.hpp")));
   add(parse_policy(leaky->info.name, {}, leaky));
   const auto device = cuda_replayer();
-  for (const CacheConfig& config : grid) CHECK(device->takes(trace.header(), config));
+  for (const CacheConfig& config : grid) CHECK(device->takes(trace, config));
   ReplayOptions options{.span = Span::all, .threads = 4};
   const ReplayResult here = replay(trace, 0, grid, options);
   options.elsewhere = device.get();

@@ -34,15 +34,15 @@ std::vector<float> random_rows(std::mt19937& random, std::size_t count, Dtype dt
 
 /// One head's vector rotated to a position, in float64, then rounded if the model does.
 std::vector<double> rotated(const float* x, std::uint32_t position, const TraceHeader& header,
-                            Mistake mistake) {
+                            const Rope& rope, Mistake mistake) {
   std::vector<double> y(x, x + kSize);
   if (mistake == Mistake::no_rope) return y;
   const std::size_t half = kTurned / 2;
   for (std::size_t i = 0; i < half; ++i) {
     const bool pairs = mistake == Mistake::interleaved_rope;
     const std::size_t a = pairs ? 2 * i : i, b = pairs ? 2 * i + 1 : i + half;
-    const double angle = double{header.rope.inv_freq[i]} * position;
-    const double c = std::cos(angle) * header.rope.factor, s = std::sin(angle) * header.rope.factor;
+    const double angle = double{rope.inv_freq[i]} * position;
+    const double c = std::cos(angle) * rope.factor, s = std::sin(angle) * rope.factor;
     y[a] = x[a] * c - x[b] * s;
     y[b] = x[b] * c + x[a] * s;
   }
@@ -55,30 +55,41 @@ std::vector<double> rotated(const float* x, std::uint32_t position, const TraceH
 class Attention {
  public:
   Attention(Sample& sample, std::size_t layer, Mistake mistake)
-      : sample_(sample), layer_(layer), mistake_(mistake) {
+      : sample_(sample),
+        layer_(layer),
+        mistake_(mistake),
+        spec_(sample.header.row(static_cast<std::uint32_t>(layer))) {
     const std::uint32_t late = mistake == Mistake::later_positions ? 1 : 0;
     for (std::uint32_t t = 0; t < sample.tokens(); ++t)
       for (std::size_t h = 0; h < kKvHeads; ++h)
         keys_.push_back(rotated(sample.k[layer].data() + (t * kKvHeads + h) * kSize, t + late,
-                                sample.header, mistake));
+                                sample.header, spec_.rope, mistake));
   }
 
   void row(std::uint32_t t, std::size_t head) {
     const auto query = rotated(sample_.q[layer_].data() + (t * kQueryHeads + head) * kSize, t,
-                               sample_.header, mistake_);
+                               sample_.header, spec_.rope, mistake_);
     const std::size_t kv_head =
         mistake_ == Mistake::heads_in_turn ? head % kKvHeads : head / (kQueryHeads / kKvHeads);
-    const double scale = sample_.header.softmax_scale * (mistake_ == Mistake::scale ? 1.1 : 1.0);
-    const std::uint32_t first = mistake_ == Mistake::no_first_key && t > 0 ? 1 : 0;
+    const double scale = spec_.scale * (mistake_ == Mistake::scale ? 1.1 : 1.0);
+    std::uint32_t first = mistake_ == Mistake::no_first_key && t > 0 ? 1 : 0;
+    if (spec_.span > 0)
+      while (t - first >= spec_.span) ++first;
     const std::uint32_t last =
         mistake_ == Mistake::not_causal ? std::min(t + 1, sample_.tokens() - 1) : t;
     const auto score = [&](std::uint32_t j) {
       const auto& key = keys_[j * kKvHeads + kv_head];
       double product = 0;
       for (std::size_t d = 0; d < kSize; ++d) product += query[d] * key[d];
-      return scale * product;
+      const double cap = spec_.softcap, s = scale * product;
+      return cap > 0 ? cap * std::tanh(s / cap) : s;
     };
     double largest = score(first), sum = 0, output[kSize] = {};
+    if (!spec_.sinks.empty()) {
+      largest = std::max<double>(largest, spec_.sinks[head]);
+      for (std::uint32_t j = first; j <= last; ++j) largest = std::max(largest, score(j));
+      sum = std::exp(spec_.sinks[head] - largest);
+    }
     for (std::uint32_t j = first; j <= last; ++j) largest = std::max(largest, score(j));
     for (std::uint32_t j = first; j <= last; ++j) {
       const double e = std::exp(score(j) - largest);
@@ -97,16 +108,28 @@ class Attention {
   Sample& sample_;
   std::size_t layer_;
   Mistake mistake_;
+  RowSpec spec_;
   std::vector<std::vector<double>> keys_;  // [tokens * kv_heads]
 };
 
 }  // namespace
 
+std::vector<RowSpec> sample_rows() {
+  const Rope near{{1.0f, 0.1f, 0.01f}, 1.25f}, far{{0.5f, 0.0f, 0.002f}, 1.0f};
+  return {{.span = 20, .table = 1, .scale = 0.6f, .rope = near},
+          {.softcap = 1.5f,
+           .table = 0,
+           .scale = 0.9f,
+           .rope = far,
+           .sinks = {0.5f, -1.0f, 2.0f, 0.0f, 3.0f, -20.0f}}};
+}
+
 Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding, Mistake mistake,
-                   float magnitude) {
+                   float magnitude, std::vector<RowSpec> rows) {
   std::mt19937 random(7);
   Sample sample;
   sample.header = sample_header(dtype, rounding);
+  sample.header.rows = std::move(rows);
   for (std::uint32_t t = 0; t < tokens; ++t)
     sample.ids.push_back(static_cast<std::int32_t>(3 * t + 1));
   for (std::size_t layer = 0; layer < kLayers; ++layer) {

@@ -37,7 +37,10 @@ struct Sample {
 /// 2 layers, 6 query and 2 KV heads of 8, 6 of whose dimensions turn. `magnitude`: of queries and
 /// keys.
 Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding,
-                   Mistake mistake = Mistake::none, float magnitude = 1.3f);
+                   Mistake mistake = Mistake::none, float magnitude = 1.3f,
+                   std::vector<RowSpec> rows = {});
+/// Two rows that differ in everything: span, cap, table, scale, sinks.
+std::vector<RowSpec> sample_rows();
 
 /// Feeds tokens [first, first + count) as one admission.
 void admit(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,

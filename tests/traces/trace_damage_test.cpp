@@ -83,9 +83,9 @@ TEST_CASE("A folder that is no trace is refused by name") {
 TEST_CASE("A later format is refused as such, whatever else it holds") {
   const BrokenTrace trace;
   CHECK_THAT(trace.error_with_manifest([](json& m) {
-    m = {{"format", 3}, {"novel", 1}};
+    m = {{"format", 4}, {"novel", 1}};
   }),
-             ContainsSubstring("trace format 3; this kvlab reads format 2, a later one is needed"));
+             ContainsSubstring("trace format 4; this kvlab reads format 3, a later one is needed"));
 }
 
 TEST_CASE("A manifest with anything missing, unknown or out of range is refused") {

@@ -104,7 +104,8 @@ std::string kept_text(const RunTrace& trace, const Figures& figures, std::size_t
   std::vector<double> kept;
   for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
     for (std::uint32_t head = 0; head < trace.kv_heads; ++head) {
-      const Scope scope{static_cast<std::int32_t>(layer), static_cast<std::int32_t>(head)};
+      const Scope scope{static_cast<std::int32_t>(trace.number(layer)),
+                        static_cast<std::int32_t>(head)};
       if (const auto own = figures.average(series, budget, "kv_bytes", scope))
         kept.push_back(own->mean / static_cast<double>(2 * trace.head_size * bytes));
     }
@@ -190,6 +191,7 @@ void print_table(const Run& run, const std::string& out, const std::vector<std::
       if (model_of[row.trace] == model) rows.push_back(row);
     if (models.size() > 1) fmt::print("== {} ==\n", model);
     print_metrics(*trace, rows, show);
+    if (const std::string spans = trace->span_text(); !spans.empty()) fmt::print("{}\n", spans);
   }
   const auto bounds = [](const ResultRow& row) { return row.policy == kOracleTopk; };
   if (evicts && !show.empty() && std::ranges::any_of(run.rows, bounds))

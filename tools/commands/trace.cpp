@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "tools/options.hpp"
@@ -66,6 +67,28 @@ std::string spans_text(const TraceReader& trace) {
   return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
 }
 
+/// How the layers attend; of a trace that says so by layer.
+Json rows_json(const TraceReader& trace) {
+  Json rows = Json::array();
+  for (const RowSpec& row : trace.header().rows)
+    rows.push_back({{"layer", trace.shape().number(static_cast<std::uint32_t>(rows.size()))},
+                    {"span", row.span},
+                    {"softcap", row.softcap},
+                    {"rope", row.table},
+                    {"scale", row.scale},
+                    {"sinks", !row.sinks.empty()}});
+  return rows;
+}
+
+/// Of how many layers what is so.
+std::string rows_text(const std::vector<RowSpec>& rows) {
+  const auto count = [&](auto is) { return std::ranges::count_if(rows, is); };
+  return fmt::format("{} of {} layers with a span, {} capped, {} with sinks",
+                     count([](const RowSpec& r) { return r.span > 0; }), rows.size(),
+                     count([](const RowSpec& r) { return r.softcap > 0; }),
+                     count([](const RowSpec& r) { return !r.sinks.empty(); }));
+}
+
 Json info_json(const TraceReader& trace) {
   const TraceHeader& header = trace.header();
   const ModelShape& shape = header.shape;
@@ -77,7 +100,7 @@ Json info_json(const TraceReader& trace) {
   for (const NamedSpan& span : header.spans)
     spans.push_back({{"name", span.name}, {"start", span.start}, {"tokens", span.tokens}});
   return {{"trace", trace.directory().string()},
-          {"format", kTraceFormat},
+          {"format", header.format()},
           {"hash", trace.hash()},
           {"model", header.model},
           {"layers", shape.layers},
@@ -86,7 +109,8 @@ Json info_json(const TraceReader& trace) {
           {"head_size", shape.head_size},
           {"dtype", torch_name(shape.dtype)},
           {"rope", Json(*header.rope_config)},
-          {"softmax_scale", header.softmax_scale},
+          {"softmax_scale", trace.row(0).scale},
+          {"rows", rows_json(trace)},
           {"rounding", name_of(header.rounding)},
           {"tokens", trace.tokens()},
           {"prompt_tokens", trace.prompt_tokens()},
@@ -120,8 +144,9 @@ void print_info(const TraceReader& trace) {
         fmt::format("{}, {} query and {} KV heads of {}, {}", shape.layers, shape.query_heads,
                     shape.kv_heads, shape.head_size, torch_name(shape.dtype)));
   print("rope", fmt::format("{}, {} of {} dimensions turn; q and k rounded after it: {}",
-                            header.rope_config->value("rope_type", ""), header.rope.rotated(),
+                            header.rope_config->value("rope_type", ""), trace.row(0).rope.rotated(),
                             shape.head_size, name_of(header.rounding)));
+  if (!header.rows.empty()) print("rows", rows_text(header.rows));
   print("tokens", fmt::format("{}: {}", trace.tokens(), segments_text(trace.segments())));
   print("files", fmt::format("{}, {:.1f} MiB", shards_text(trace),
                              static_cast<double>(file_bytes(trace)) / (1 << 20)));

@@ -42,7 +42,6 @@ CacheConfig config_of(const std::string& policy, const std::string& ladder, std:
 /// `window` behind a dense prompt: who is live, and on which rung, is known. Float64 but for codes.
 double naive_error(const TraceReader& trace, const std::vector<RungSlots>& ladder) {
   const brute::Sequence s = brute::load(trace);
-  const brute::RopeAngles angles = brute::exact_angles(s);
   const auto code = [&](const brute::Vector& exact, std::size_t rung, bool key) {
     std::vector<float> row(exact.begin(), exact.end());
     butterflies(row);
@@ -56,7 +55,8 @@ double naive_error(const TraceReader& trace, const std::vector<RungSlots>& ladde
     return back;
   };
   double sum = 0, count = 0;
-  for (std::uint32_t l = 0; l < s.layers; ++l)
+  for (std::uint32_t l = 0; l < s.layers; ++l) {
+    const brute::RopeAngles angles = brute::exact_angles(s, l);
     for (std::uint32_t h = 0; h < s.query_heads; ++h) {
       const auto &k = s.k[l][h / s.group()], &v = s.v[l][h / s.group()];
       for (std::uint32_t t = s.segments[1].start; t < s.tokens; ++t) {
@@ -68,7 +68,7 @@ double naive_error(const TraceReader& trace, const std::vector<RungSlots>& ladde
         const auto product = [&](const brute::Vector& key) {
           double dot = 0;
           for (std::size_t d = 0; d < q.size(); ++d) dot += q[d] * key[d];
-          return dot * s.scale;
+          return s.score(l, dot);
         };
         for (std::uint32_t i = 0; i <= t; ++i)
           all.push_back(product(brute::rotate(angles, k[i], i)));
@@ -82,17 +82,19 @@ double naive_error(const TraceReader& trace, const std::vector<RungSlots>& ladde
           --left;
           if (j == 0) break;
         }
-        const brute::Vector p = brute::softmax(logits), full = brute::softmax(all);
+        const double sink = brute::sink_of(s.row(l), h);
+        const brute::Vector p = brute::softmax(logits, sink), full = brute::softmax(all, sink);
         double error = 0, size = 0;
         for (std::size_t d = 0; d < q.size(); ++d) {
           double own = 0, whole = 0;
-          for (std::size_t i = 0; i < p.size(); ++i) own += p[i] * values[i][d];
-          for (std::size_t i = 0; i < full.size(); ++i) whole += full[i] * v[i][d];
+          for (std::size_t i = 0; i + 1 < p.size(); ++i) own += p[i] * values[i][d];
+          for (std::size_t i = 0; i + 1 < full.size(); ++i) whole += full[i] * v[i][d];
           error += (own - whole) * (own - whole), size += whole * whole;
         }
         sum += std::sqrt(error / size), ++count;
       }
     }
+  }
   return sum / count;
 }
 
@@ -147,6 +149,25 @@ TEST_CASE("bytes are shared among rungs to the byte, and tokens of 16 bit are as
   const ResolvedConfig share = resolve(asked("h2o:ladder=4", "50%bytes"), 63, 0, {1, 1, 32});
   CHECK(share.budget_tokens == 63 * 128 / 2 / 40);
   CHECK(share.asked_tokens == 31);
+}
+
+TEST_CASE("attention over codes is the layer's own: table, scale, cap and sinks") {
+  const TemporaryFolder folder;
+  std::vector<RowSpec> rows(2);
+  for (std::uint32_t l = 0; l < 2; ++l) {
+    rows[l] = {.softcap = 2.0f * l, .table = l, .scale = l ? 0.1f : 0.3f};
+    for (std::uint32_t i = 0; i < 16; ++i)
+      rows[l].rope.inv_freq.push_back(l ? 0 : 1 / static_cast<float>(i + 1));
+  }
+  rows[1].sinks = {1, 0, 3, -2};
+  const TraceReader trace = write_random_trace(
+      folder.path() / "trace", {.query_heads = 4, .kv_heads = 2, .head_size = 32, .rows = rows});
+  for (const char* ladder : {"4", "16@5t+4@100%"}) {
+    const CacheConfig config = config_of("window", ladder, 12);
+    const ResolvedConfig resolved = resolve(config, trace.tokens());
+    const double expected = naive_error(trace, resolved.rungs.at(resolved.budget_tokens));
+    CHECK(figures(trace, config).at({-1, -1, "output_error"}) == Approx(expected).epsilon(1e-5));
+  }
 }
 
 TEST_CASE("a full cache on one rung codes every decoded token") {

@@ -36,7 +36,7 @@ def accesses_of(
         if span == "all" or kind == "decode"
         for position in range(start, start + tokens)
     ]
-    layers = range(trace.layers) if layer is None else [layer]
+    layers = trace.layer_numbers if layer is None else [layer]
     heads = range(trace.kv_heads) if head is None else [head]
     written = numpy.arange(trace.tokens, dtype="u4")  # each token by its own query
     times, objects = [], []

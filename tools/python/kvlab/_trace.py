@@ -154,6 +154,16 @@ class Trace:
         return self._held.inv_freq
 
     @property
+    def layer_numbers(self) -> list[int]:
+        """What the model calls its layers: those that have a KV cache."""
+        return self._held.layer_numbers
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """How each layer's queries attend: `span` (0: all), `softcap` (0: none), `rope` (row of inv_freq), `scale`, `sink`."""
+        return self._held.rows
+
+    @property
     def segments(self) -> list[tuple[int, int, str]]:
         """(start, tokens, "prompt" or "decode") of each."""
         return self._held.segments

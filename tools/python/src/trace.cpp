@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 
 #include "sim/access/full_attention.hpp"
@@ -36,21 +37,25 @@ Part part_of(const std::string& name) {
   throw std::invalid_argument(fmt::format("part '{}': should be q, k or v", name));
 }
 
-void check_place(const TraceReader& trace, std::uint32_t layer, std::uint32_t head,
-                 std::uint32_t heads) {
+/// Which of the trace's layers the model calls `number`.
+std::uint32_t layer_at(const TraceReader& trace, std::uint32_t number, std::uint32_t head,
+                       std::uint32_t heads) {
+  const std::uint32_t layer = trace.shape().layer_of(number);
   if (layer >= trace.shape().layers || head >= heads)
     throw std::invalid_argument(fmt::format("layer {}, head {}: the trace {} has {} layers of {}",
-                                            layer, head, trace.directory().string(),
+                                            number, head, trace.directory().string(),
                                             trace.shape().layers, heads));
+  return layer;
 }
 
 /// [tokens, head_size] of one head, float32.
-FloatArray read_head(const Trace& trace, const std::string& part, std::uint32_t layer,
+FloatArray read_head(const Trace& trace, const std::string& part, std::uint32_t number,
                      std::uint32_t head) {
   const TraceReader& reader = *trace.reader;
   const ModelShape& shape = reader.shape();
   const Part which = part_of(part);
-  check_place(reader, layer, head, which == Part::q ? shape.query_heads : shape.kv_heads);
+  const std::uint32_t layer =
+      layer_at(reader, number, head, which == Part::q ? shape.query_heads : shape.kv_heads);
   std::vector<float> values(std::size_t{reader.tokens()} * shape.head_size);
   {
     const nb::gil_scoped_release no_gil;
@@ -59,10 +64,10 @@ FloatArray read_head(const Trace& trace, const std::string& part, std::uint32_t 
   return array_of(std::move(values), {reader.tokens(), shape.head_size});
 }
 
-FloatArray read_column(const Trace& trace, const std::string& name, std::uint32_t layer,
+FloatArray read_column(const Trace& trace, const std::string& name, std::uint32_t number,
                        std::uint32_t kv_head) {
   const TraceReader& reader = *trace.reader;
-  check_place(reader, layer, kv_head, reader.shape().kv_heads);
+  const std::uint32_t layer = layer_at(reader, number, kv_head, reader.shape().kv_heads);
   if (!reader.has_column(name))
     throw std::invalid_argument(fmt::format("column {}: the trace {} has none of that name", name,
                                             reader.directory().string()));
@@ -72,10 +77,10 @@ FloatArray read_column(const Trace& trace, const std::string& name, std::uint32_
 }
 
 /// [count, tokens] of one query head.
-FloatArray attention(const Trace& trace, std::uint32_t layer, std::uint32_t head,
+FloatArray attention(const Trace& trace, std::uint32_t number, std::uint32_t head,
                      std::uint32_t first, std::optional<std::uint32_t> asked) {
   const TraceReader& reader = *trace.reader;
-  check_place(reader, layer, head, reader.shape().query_heads);
+  const std::uint32_t layer = layer_at(reader, number, head, reader.shape().query_heads);
   const std::uint32_t tokens = reader.tokens();
   const std::uint32_t count = asked.value_or(first < tokens ? tokens - first : 0);
   if (first >= tokens || count == 0 || count > tokens - first)
@@ -91,9 +96,15 @@ FloatArray attention(const Trace& trace, std::uint32_t layer, std::uint32_t head
 
 /// Queries, and the earlier tokens that each asks for.
 std::pair<Array<std::uint32_t>, Array<std::uint32_t>> accesses(
-    const Trace& trace, std::uint32_t layer, std::uint32_t kv_head,
+    const Trace& trace, std::uint32_t number, std::uint32_t kv_head,
     std::optional<std::uint32_t> top_k, double threshold,
     const std::vector<std::uint32_t>& queries) {
+  const ModelShape& shape = trace.reader->shape();
+  const std::uint32_t layer = shape.layer_of(number);
+  if (layer == shape.layers || kv_head >= shape.kv_heads)
+    throw std::invalid_argument(
+        fmt::format("layer {}, KV head {}: the trace {} has {} layers of {} KV heads", number,
+                    kv_head, trace.path, shape.layers, shape.kv_heads));
   FullAttention::Accesses found = result_of_long([&] {
     return FullAttention(*trace.reader, layer, kv_head, threshold).accesses({top_k}, queries);
   });
@@ -115,11 +126,46 @@ std::string model_json(const Trace& trace) {
   const TraceHeader& header = trace.reader->header();
   return json_text(nlohmann::json{{"model", header.model},
                                   {"rope", *header.rope_config},
-                                  {"rope_factor", header.rope.factor},
-                                  {"softmax_scale", header.softmax_scale},
+                                  {"rope_factor", trace.reader->row(0).rope.factor},
+                                  {"softmax_scale", trace.reader->row(0).scale},
                                   {"weights_xxh3", header.weights_xxh3},
                                   {"tokenizer_xxh3", header.tokenizer_xxh3},
                                   {"capture", *header.capture}});
+}
+
+std::vector<std::uint32_t> layer_numbers(const Trace& trace) {
+  std::vector<std::uint32_t> numbers;
+  for (std::uint32_t l = 0; l < trace.reader->shape().layers; ++l)
+    numbers.push_back(trace.reader->shape().number(l));
+  return numbers;
+}
+
+/// As TraceWriter takes them.
+nb::typed<nb::list, nb::dict> rows_of(const Trace& trace) {
+  nb::list rows;
+  for (std::uint32_t l = 0; l < trace.reader->shape().layers; ++l) {
+    const RowSpec& row = trace.reader->row(l);
+    nb::dict said;
+    said["span"] = row.span;
+    said["softcap"] = row.softcap;
+    said["rope"] = row.table;
+    said["scale"] = row.scale;
+    said["sink"] = row.sinks.empty() ? nb::object(nb::none()) : nb::cast(row.sinks);
+    rows.append(said);
+  }
+  return rows;
+}
+
+FloatArray frequencies(const Trace& trace) {
+  const TraceHeader& header = trace.reader->header();
+  if (header.rows.empty())
+    return array_of(std::vector<float>(header.rope.inv_freq), {header.rope.inv_freq.size()});
+  std::map<std::uint32_t, std::vector<float>> tables;
+  for (const RowSpec& row : header.rows) tables[row.table] = row.rope.inv_freq;
+  std::vector<float> all;
+  for (const auto& [table, inv_freq] : tables)
+    all.insert(all.end(), inv_freq.begin(), inv_freq.end());
+  return array_of(std::move(all), {tables.size(), tables.at(0).size()});
 }
 
 std::vector<std::string> shard_files(const Trace& trace) {
@@ -153,13 +199,11 @@ void bind_trace(nb::module_& module) {
             return array_of(std::vector<std::int32_t>(t.reader->ids()), {t.reader->tokens()});
           },
           nb::rv_policy::automatic)
-      .def_prop_ro(
-          "inv_freq",
-          [](const Trace& t) {
-            const auto& inv_freq = t.reader->header().rope.inv_freq;
-            return array_of(std::vector<float>(inv_freq), {inv_freq.size()});
-          },
-          nb::rv_policy::automatic)
+      .def_prop_ro("inv_freq", frequencies, nb::rv_policy::automatic,
+                   "[n], or [tables, n] where layers differ.")
+      .def_prop_ro("layer_numbers", layer_numbers, "What the model calls its layers.")
+      .def_prop_ro("rows", rows_of, nb::sig("def rows(self) -> list[dict[str, object]]"),
+                   "By layer: how its queries attend.")
       .def_prop_ro("model_json", model_json, "What is known of the model, as JSON.")
       .def_prop_ro("shard_files", shard_files)
       .def_prop_ro("columns",

@@ -2,8 +2,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -17,6 +19,7 @@
 #include "policies/columns/columns.hpp"
 #include "tools/python/src/bindings.hpp"
 #include "tools/python/src/trace.hpp"
+#include "traces/base/json.hpp"
 #include "traces/base/text.hpp"
 #include "traces/extras_writer.hpp"
 #include "traces/manifest.hpp"
@@ -40,11 +43,63 @@ struct Writer {
   }
 };
 
+/// One rotation table, or a list of them.
+using Tables = std::variant<std::vector<float>, std::vector<std::vector<float>>>;
+using Factors = std::variant<float, std::vector<float>>;
+
+std::vector<Rope> ropes_of(const Tables& inv_freq, const Factors& factors) {
+  std::vector<Rope> ropes;
+  if (const auto* const one = std::get_if<std::vector<float>>(&inv_freq))
+    ropes.push_back({*one});
+  else
+    for (const auto& table : std::get<1>(inv_freq)) ropes.push_back({table});
+  const auto* const each = std::get_if<std::vector<float>>(&factors);
+  if (ropes.empty() || (each && each->size() != ropes.size()))
+    throw std::invalid_argument(
+        fmt::format("{} rope factors; one for each of {} tables is expected",
+                    each ? each->size() : 1, ropes.size()));
+  for (std::size_t i = 0; i < ropes.size(); ++i)
+    ropes[i].factor = each ? (*each)[i] : std::get<float>(factors);
+  return ropes;
+}
+
+/// What a mapping says of a layer; what it leaves out is as in plain attention.
+RowSpec row_of(const nb::dict& said, const std::vector<Rope>& ropes, float softmax_scale) {
+  RowSpec row{.scale = softmax_scale};
+  for (const auto [key, value] : said) {
+    const auto name = nb::cast<std::string>(key);
+    if (name == "span")
+      row.span = nb::cast<std::uint32_t>(value);
+    else if (name == "softcap")
+      row.softcap = nb::cast<float>(value);
+    else if (name == "rope")
+      row.table = nb::cast<std::uint32_t>(value);
+    else if (name == "scale")
+      row.scale = nb::cast<float>(value);
+    else if (name == "sink" && !value.is_none())
+      row.sinks = nb::cast<std::vector<float>>(value);
+    else if (name != "sink")
+      throw std::invalid_argument(fmt::format(
+          "rows: {}: span, softcap, rope, scale and sink are expected", json_quoted(name)));
+  }
+  if (row.table >= ropes.size())
+    throw std::invalid_argument(
+        fmt::format("rows: rope {}: there are {} tables", row.table, ropes.size()));
+  row.rope = ropes[row.table];
+  return row;
+}
+
 void make_writer(Writer* at, const std::string& directory, const std::string& header_json,
-                 std::vector<float> inv_freq, float rope_factor, float softmax_scale) {
+                 const Tables& inv_freq, const Factors& rope_factor, float softmax_scale,
+                 const std::optional<std::vector<nb::dict>>& rows,
+                 std::vector<std::uint32_t> layer_numbers) {
   TraceHeader header = parse_header(header_json);
-  header.rope = {std::move(inv_freq), rope_factor};
+  const std::vector<Rope> ropes = ropes_of(inv_freq, rope_factor);
+  header.rope = ropes.front();
   header.softmax_scale = softmax_scale;
+  header.shape.numbers = std::move(layer_numbers);
+  if (rows)
+    for (const nb::dict& said : *rows) header.rows.push_back(row_of(said, ropes, softmax_scale));
   new (at) Writer{TraceWriter(directory, std::move(header))};
 }
 
@@ -119,8 +174,15 @@ void bind_trace_writer(nb::module_& module) {
   using no_gil = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Writer>(module, "TraceWriter", "TraceWriter of traces/trace.hpp.")
       .def("__init__", make_writer, nb::arg("directory"), nb::arg("header"), nb::arg("inv_freq"),
-           nb::arg("rope_factor"), nb::arg("softmax_scale"),
-           "`header`: JSON of the manifest's keys that describe a trace.")
+           nb::arg("rope_factor"), nb::arg("softmax_scale"), nb::arg("rows") = nb::none(),
+           nb::arg("layer_numbers") = std::vector<std::uint32_t>(),
+           nb::sig("def __init__(self, directory: str, header: str, inv_freq: Sequence[float] | "
+                   "Sequence[Sequence[float]], rope_factor: float | Sequence[float], "
+                   "softmax_scale: float, rows: Sequence[dict[str, object]] | None = None, "
+                   "layer_numbers: Sequence[int] = ()) -> None"),
+           "`header`: JSON of the manifest's keys that describe a trace. `rows`: span, softcap, "
+           "rope, scale, sink by layer, all optional; `rope`: which of `inv_freq`. "
+           "`layer_numbers`: what the model calls the layers that are present.")
       .def("sketch", sketch, nb::arg("weights"),
            nb::sig("def sketch(self, weights: object) -> None"),
            "From float32 [hidden, inputs] of each output projection.")
@@ -132,7 +194,8 @@ void bind_trace_writer(nb::module_& module) {
           "layer",
           [](Writer& w, std::uint32_t layer, const Rows& q, const Rows& k, const Rows& v,
              const Rows& out) { (*w).layer(layer, span(q), span(k), span(v), span(out), {}); },
-          nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
+          "`layer`: its place among those present.", nb::arg("layer"), nb::arg("q"), nb::arg("k"),
+          nb::arg("v"), nb::arg("out"),
           nb::sig(
               "def layer(self, layer: int, q: object, k: object, v: object, out: object) -> None"))
       .def(

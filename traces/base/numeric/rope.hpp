@@ -15,6 +15,7 @@ struct Rope {
   float factor = 1.0f;
 
   std::size_t rotated() const { return 2 * inv_freq.size(); }
+  bool operator==(const Rope&) const = default;
 };
 
 /// cos and sin of position * inv_freq for positions 0 … count-1, each [count, rotated / 2].

@@ -247,7 +247,7 @@ def add_columns(out: str, columns: Mapping[str, Column]) -> None:
     for name, function in columns.items():
         layers = []
         try:
-            for layer in range(trace.layers):
+            for layer in trace.layer_numbers:
                 q, k, v = (torch.cat(tensors[f"layers.{layer}.{part}"], dim=1) for part in "qkv")
                 layers.append(floats(torch.as_tensor(function(q, k, v, layer))))
             with refusing():

@@ -220,7 +220,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 def add(trace: Trace, name: str, arguments: Arguments) -> None:
     if name in trace._held.columns and not arguments.replace:
         raise Refused(f"{trace.path}: has a column {name} already; --replace makes it again")
-    layers = [COLUMNS[name](trace, layer, arguments).astype(numpy.float32) for layer in range(trace.layers)]
+    if trace.inv_freq.ndim > 1:
+        raise Refused(f"{trace.path}: its layers attend each in its own way; columns are of layers that attend alike")
+    layers = [COLUMNS[name](trace, layer, arguments).astype(numpy.float32) for layer in trace.layer_numbers]
     with refusing(f"{trace.path}: column {name}: "):
         _kvlab.add_column(trace._held, name, layers)
     print(f"{trace.path}: column {name} of {trace.tokens} tokens")
