@@ -29,6 +29,12 @@ SMALL = {
 }  # fmt: skip
 
 
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1, "num_heads": 2,
+    "out_hidden_size": 64,
+}  # fmt: skip
+
+
 def covering(kinds: list[str]) -> list[str]:
     """Of the kinds of layers so many that each is there."""
     distinct = list(dict.fromkeys(kinds))
@@ -55,20 +61,31 @@ def config_of(family: str, **words: Any) -> Any:
     if text is plain:
         return made(**small_words(plain) | words)
     name = next(name for name in ("text_config", "llm_config", "language_config") if getattr(plain, name, None) is text)
-    return made(**{name: small_words(text) | {"model_type": text.model_type} | words})
+    parts = {name: small_words(text) | {"model_type": text.model_type} | words}
+    if vision := getattr(plain, "vision_config", None):
+        small = {name: value for name, value in VISION.items() if name in vars(vision)}
+        parts["vision_config"] = small | {"model_type": vision.model_type}
+    return made(**parts)
 
 
 def model_of(family: str, **words: Any) -> Any:
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(family, **words)).eval()
+    config = config_of(family, **words)
+    of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText
+    model = auto.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed" not in name:
                 parameter.mul_(3)  # so that rows of attention differ from each other
             if "sink" in name:
                 parameter.uniform_(-1, 1)
+            elif parameter.ndim == 1 and "norm" in name:
+                parameter.add_(torch.rand_like(parameter) - 0.5)
     return model.float()
 
 
 def families() -> list[str]:
-    return [family for family, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING]
+    """All but one whose parts are large whatever its config says."""
+    found = [family for family, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING]
+    return [family for family in found if family != "blt"]

@@ -8,7 +8,7 @@ import pathlib
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -19,15 +19,25 @@ import kvlab
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from hf_miniatures import LAYERS, families, model_of
+from hf_miniatures import families, model_of
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvlab.hf.layers import decoder_of
 from kvlab.hf.models import TRANSFORMERS
 
 TOKENS = 400
 IDS = torch.randint(3, 97, (1, TOKENS), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Miniatures are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def plain_attention(model: Any) -> dict[int, Any]:
@@ -50,36 +60,46 @@ def plain_attention(model: Any) -> dict[int, Any]:
     return outs
 
 
-def rotated(x: Any, trace: kvlab.Trace) -> Any:
+def rotated(x: Any, inv_freq: Any, factor: float) -> Any:
     """[tokens, size] before RoPE, float64."""
     a, b = torch.as_tensor(x).double().chunk(2, dim=-1)
-    angles = torch.outer(torch.arange(len(a)).double(), torch.as_tensor(trace.inv_freq).double())
-    cos, sin = angles.cos() * trace.model["rope_factor"], angles.sin() * trace.model["rope_factor"]
+    angles = torch.outer(torch.arange(len(a)).double(), torch.as_tensor(inv_freq).double())
+    cos, sin = angles.cos() * factor, angles.sin() * factor
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def said_attention(trace: kvlab.Trace, layer: int, head: int) -> Any:
+def said_attention(trace: kvlab.Trace, place: int, head: int) -> Any:
     """[tokens, size] of a query head, from the trace alone."""
-    kv_head = head * trace.kv_heads // trace.query_heads
-    q, k = rotated(trace.read("q", layer, head), trace), rotated(trace.read("k", layer, kv_head), trace)
-    scores = q @ k.T * trace.model["softmax_scale"]
-    hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-    return (
-        scores.masked_fill(hidden, -torch.inf).softmax(-1) @ torch.as_tensor(trace.read("v", layer, kv_head)).double()
-    )
+    layer, row, kv_head = trace.layer_numbers[place], trace.rows[place], head * trace.kv_heads // trace.query_heads
+    table = numpy.atleast_2d(trace.inv_freq)[row["rope"]]
+    parts = (trace.read("q", layer, head), trace.read("k", layer, kv_head))
+    q, k = (rotated(x, table, trace.model["rope_factor"]) for x in parts)
+    scores = q @ k.T * row["scale"]
+    if row["softcap"]:
+        scores = torch.tanh(scores / row["softcap"]) * row["softcap"]
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    if row["span"]:
+        hidden |= torch.ones_like(hidden).tril(-row["span"])
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if row["sink"] is not None:
+        scores = torch.cat((scores, torch.full((len(q), 1), row["sink"][head], dtype=torch.float64)), dim=1)
+    return scores.softmax(-1)[:, : len(q)] @ torch.as_tensor(trace.read("v", layer, kv_head)).double()
 
 
 def check_says(trace: kvlab.Trace, model: Any) -> None:
-    for layer, plain in plain_attention(model).items():
-        said = torch.stack([said_attention(trace, layer, head) for head in range(trace.query_heads)], 1)
-        assert float((said - plain).norm() / plain.norm()) <= 1e-5, layer
+    plain = plain_attention(model)
+    assert sorted(plain) == trace.layer_numbers
+    for place, layer in enumerate(trace.layer_numbers):
+        said = torch.stack([said_attention(trace, place, head) for head in range(trace.query_heads)], 1)
+        assert float((said - plain[layer]).norm() / plain[layer].norm()) <= 1e-5, layer
 
 
-NEW = ("gpt2", "deepseek_v2", "bert", "moshi")  # under the interface, or with a cache, since
+# Under the interface, with a cache, or the same in parts as at once, since transformers 5.
+NEW = ("gpt2", "deepseek_v2", "bert", "moshi", "llama4", "llama4_text")
 
 
 def made(family: str, words: dict[str, Any]) -> Any:
-    if family not in families() or (family in NEW and TRANSFORMERS < (5, 0)):
+    if family not in CONFIG_MAPPING or (family in NEW and TRANSFORMERS < (5, 0)):
         pytest.skip(f"transformers {transformers.__version__} has no such {family}")
     return model_of(family, **words)
 
@@ -89,12 +109,20 @@ CAPTURED: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen3", {}),
     ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 128}),
     ("phi3", {}),
     ("glm4", {}),  # RoPE of half a head, side by side
     ("cohere", {}),
     ("olmo2", {}),
     ("granite", {"attention_multiplier": 0.3}),
-    ("smollm3", {"no_rope_layers": [0] * LAYERS}),
+    ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
+    ("gemma2", {"sliding_window": 64}),
+    ("gemma3_text", {"sliding_window": 64}),
+    ("gemma3", {"sliding_window": 64}),  # a wrapper
+    ("gpt_oss", {"sliding_window": 64}),
+    ("qwen3_next", {}),
+    ("qwen3_5_text", {}),
+    ("llama4_text", {"attention_chunk_size": 400}),
     ("gpt2", {}),
     ("gpt_neox", {}),
     ("apertus", {}),
@@ -102,6 +130,9 @@ CAPTURED: list[tuple[str, dict[str, Any]]] = [
     ("hunyuan_v1_dense", {}),  # norms behind RoPE
     ("ministral3", {"sliding_window": None}),
     ("deepseek_v2", {}),
+    ("llava", {}),
+    ("qwen3_vl", {}),
+    ("llama4", {"attention_chunk_size": 400}),
 ]
 
 
@@ -123,12 +154,9 @@ def test_a_trace_says_what_the_plain_model_computes(
 @pytest.mark.parametrize(
     ("family", "words", "message"),
     [
-        ("gpt_oss", {}, "layer 0: its window is 128 of 400 tokens"),
-        ("gemma2", {"sliding_window": 512}, "layer 0: scores are capped at 50.0"),
-        ("gemma3_text", {"sliding_window": 512}, "layer 1: its RoPE is another than layer 0's"),
-        ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "layer 2: its RoPE is another than layer 0's"),
-        ("qwen3_next", {}, "layer 0 has no attention"),
-        ("llama4_text", {}, "layer 1: its RoPE is another"),
+        ("llama4_text", {"attention_chunk_size": 399}, "layer 0: a query does not see all tokens before it"),
+        ("mimo_v2_flash", {}, "layer 1: kv_heads is 4, and layer 0's 2"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "layer 2 has the keys of layer"),
         ("doge", {}, "layer 0: its mask adds to the scores"),
         ("bert", {"is_decoder": False}, "layer 0: a query does not see all tokens before it"),
         ("moshi", {}, "keys of one token differ by .* from position to position, though nothing turns them"),

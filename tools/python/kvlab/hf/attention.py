@@ -38,6 +38,9 @@ class Call:
     span: int  # 0: all
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
+    last: torch.Tensor | None = (
+        None  # [tokens]: what the mask shows to the last query of the whole text, where it can be asked
+    )
 
 
 def attention(call: Call) -> torch.Tensor:
@@ -74,7 +77,12 @@ def check_mask(call: Call, end: int) -> None:
             f"--model: layer {call.layer}: its mask adds to the scores; one that only hides tokens is expected"
         )
     least = min(end, call.span + n - 1) if call.span else end
-    if not least <= held <= end or not bool((shown == seen).all()):
+    ahead = True
+    if call.last is not None:
+        ahead = torch.equal(
+            call.last.nonzero()[:, 0], torch.arange(len(call.last), device=call.last.device)[-call.span :]
+        )
+    if not ahead or not least <= held <= end or not bool((shown == seen).all()):
         span = f"a window of {call.span} tokens" if call.span else "all tokens before it"
         raise Refused(
             f"--model: layer {call.layer}: a query does not see {span}, which is what its attention is called with;"
@@ -82,10 +90,21 @@ def check_mask(call: Call, end: int) -> None:
         )
 
 
+def _last_row(mask_function: Any, tokens: int, device: Any) -> torch.Tensor | None:
+    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(tokens, device=device)
+    try:
+        row: torch.Tensor = mask_function(zero, zero, zero + tokens - 1, keys).expand(tokens)
+        return row
+    except Exception:  # of a function that knows the tokens alone that are there
+        return None
+
+
 def _call(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]) -> Call:
     layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise Refused(f"--model: {type(module).__name__} has no layer_idx, which says what layer it is of")
+    if not isinstance(layer, int) or layer < 0:
+        raise Refused(
+            f"--model: {type(module).__name__} has {layer} for its layer_idx; the number of a layer is expected"
+        )
     if len(q) != 1 or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
         shapes = f"queries {list(q.shape)} and keys {list(k.shape)}"
         raise Refused(f"--model: layer {layer}: {shapes}; [1, heads, tokens, size] of one sequence is expected")
@@ -118,12 +137,22 @@ def _call(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any])
 
 
 @contextlib.contextmanager
-def attending(decoder: Any, attend: Callable[[Call], torch.Tensor]) -> Iterator[None]:
-    """In the block, `attend` [n, query_heads, value_size] is what the decoder's attention puts out."""
+def attending(decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int = 0) -> Iterator[None]:
+    """In the block, `attend` [n, query_heads, value_size] is what the decoder's attention puts out. `tokens`: calls say what
+    their masks show to the last of so many."""
+    rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by a mask's place: it, and its last row
 
     def function(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, **words: Any) -> Any:
-        out = attend(_call(module, query, key, value, attention_mask, words))
-        return out[None].to(value.dtype), None
+        call = _call(module, query, key, value, attention_mask, words)
+        if attention_mask is not None and attention_mask.data_ptr() in rows:
+            call.last = rows[attention_mask.data_ptr()][1]
+        return attend(call)[None].to(value.dtype), None
+
+    def mask(*arguments: Any, **words: Any) -> Any:
+        made = eager_mask(*arguments, **words)
+        if tokens and made is not None and "mask_function" in words:
+            rows[made.data_ptr()] = (made, _last_row(words["mask_function"], tokens, made.device))
+        return made
 
     configs = {id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}
     settings = [
@@ -131,7 +160,7 @@ def attending(decoder: Any, attend: Callable[[Call], torch.Tensor]) -> Iterator[
     ]
     before = [(config, own["_attn_implementation_internal"]) for config, own in settings]
     AttentionInterface.register(NAME, function)
-    AttentionMaskInterface.register(NAME, eager_mask)
+    AttentionMaskInterface.register(NAME, mask)
     try:
         decoder.set_attn_implementation(NAME)
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -21,9 +22,20 @@ from kvlab._progress import shown
 from kvlab._trace import Trace
 from kvlab.hf.attention import Call, attending, attention, check_mask
 from kvlab.hf.calls import cache_among, cache_word
-from kvlab.hf.layers import Given, Layer, decoder_of, layer_count, layers_of, listening, refuse_beyond_format, turns_of
+from kvlab.hf.layers import (
+    Given,
+    Layer,
+    decoder_of,
+    layer_count,
+    layers_of,
+    listening,
+    refuse_beyond_format,
+    running,
+    turns_of,
+)
 from kvlab.hf.models import (
     ROPE_TYPES,
+    Rope,
     Shape,
     base_of,
     file_of,
@@ -87,7 +99,7 @@ class Listener:
 
     def turns(self, layer: Layer, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the tokens being fed: once for each device and table."""
-        key = (device, layer.rope.inv_freq.numpy().tobytes(), layer.rope.factor)
+        key = (device, layer.rope.key)
         if key not in self.turns_on:
             positions = torch.arange(self.first, self.first + self.count, device=device)
             self.turns_on[key] = layer.rope.cos_sin(positions)
@@ -112,13 +124,13 @@ class Listener:
         self.keys[layer.index] = torch.cat((old, new), dim=1)[:, -call.k.shape[1] :]
         out = attention(dataclasses.replace(call, q=rotate(q, *now).transpose(0, 1), k=self.keys[layer.index]))
         v = call.v[:, -self.count :].transpose(0, 1)
-        self.writer.layer(self.plan.number(layer), q=floats(q), k=floats(k), v=floats(v), out=floats(out))
+        self.writer.layer(self.plan.places[layer.index], q=floats(q), k=floats(k), v=floats(v), out=floats(out))
         return out
 
     def keep_residual(self, layer: int, values: torch.Tensor) -> None:
         self.seen.add((layer, "residual"))
         norms = values.view(self.count, -1).float().square().sum(-1)
-        self.writer.residual(self.plan.number(self.layers[layer]), floats(norms))
+        self.writer.residual(self.plan.places[layer], floats(norms))
 
     def feed(self, ids: Sequence[int], kind: str, chunk: int, progress: Progress) -> torch.Tensor:
         """Returns the hidden state [1, hidden] behind the last token."""
@@ -139,7 +151,8 @@ class Listener:
         self.checked.clear()
         self.turns_on.clear()
         words = {} if self.cache is None else {cache_word(decoder): self.cache}
-        result = decoder(torch.tensor([ids], device=decoder.device), **words, use_cache=True, return_dict=True)
+        with running(decoder):
+            result = decoder(torch.tensor([ids], device=decoder.device), **words, use_cache=True, return_dict=True)
         self.cache = cache_among(result.values())
         if len(self.seen) != (2 if self.plan.has_residual else 1) * len(self.layers):
             raise Refused("--model: some layers have not attended; the same layers are expected for all tokens")
@@ -171,14 +184,45 @@ class Plan:
     decoder: Any
     layers: list[Layer]
     shape: Shape
+    count: int  # of all layers
+    tokens: int  # that will be fed, at most
 
     @property
     def has_residual(self) -> bool:
         return all(layer.residual is not None for layer in self.layers)
 
-    def number(self, layer: Layer) -> int:
-        """By which the writer knows it."""
-        return layer.index
+    @functools.cached_property
+    def places(self) -> dict[int, int]:
+        """Of layers among those that attend, by which the writer knows them."""
+        return {layer.index: place for place, layer in enumerate(self.layers)}
+
+    def writer(self, out: str, header: str) -> _kvlab.TraceWriter:
+        tables: dict[bytes, Rope] = {}
+        for layer in self.layers:
+            tables.setdefault(layer.rope.key, layer.rope)
+        names = list(tables)
+        # A window that hides nothing of the text says nothing of it, unless other layers have none.
+        spans = {layer.span for layer in self.layers}
+        all_see = 0 not in spans and min(spans) >= self.tokens
+        rows: list[dict[str, object]] = [
+            {
+                "span": 0 if all_see else layer.span,
+                "softcap": layer.softcap,
+                "rope": names.index(layer.rope.key),
+                "scale": layer.rope.softmax_scale,
+                "sink": None if layer.sink is None else layer.sink.tolist(),
+            }
+            for layer in self.layers
+        ]
+        numbers, first = list(self.places), self.layers[0].rope
+        alike = all(row == rows[0] | {"span": 0, "softcap": 0.0, "sink": None} for row in rows)
+        if alike and numbers == list(range(self.count)):
+            return _kvlab.TraceWriter(out, header, first.inv_freq.tolist(), first.factor, first.softmax_scale)
+        inv_freq, factors = (
+            [rope.inv_freq.tolist() for rope in tables.values()],
+            [rope.factor for rope in tables.values()],
+        )
+        return _kvlab.TraceWriter(out, header, inv_freq, factors, first.softmax_scale, rows, numbers)
 
     def most_likely(self, hidden: torch.Tensor) -> int:
         return int(self.model.get_output_embeddings()(hidden).argmax())
@@ -189,10 +233,10 @@ def plan_of(model: Any, fed: Fed) -> Plan:
     decoder = decoder_of(model)
     tokens = len(fed.ids) + (max(0, fed.max_new_tokens - 1) if fed.prompt_tokens is None else 0)
     layers = layers_of(decoder, fed.ids, tokens)
-    count = layer_count(decoder, layers)
-    refuse_beyond_format(layers, count, tokens)
+    refuse_beyond_format(layers)
     first = layers[0]
-    return Plan(model, decoder, layers, Shape(count, first.query_heads, first.kv_heads, first.key_size))
+    shape = Shape(len(layers), first.query_heads, first.kv_heads, first.key_size)
+    return Plan(model, decoder, layers, shape, layer_count(decoder, layers), tokens)
 
 
 def description(
@@ -231,7 +275,7 @@ def feed(listener: Listener, fed: Fed, progress: Progress) -> None:
         if len(fed.ids) > fed.prompt_tokens:
             listener.feed(fed.ids[fed.prompt_tokens :], "decode", fed.chunk, progress)
         return
-    ends = text_config(plan.model.config).eos_token_id
+    ends = getattr(text_config(plan.model.config), "eos_token_id", None)
     hidden = listener.feed(fed.ids, "prompt", fed.chunk, progress)
     for _ in range(fed.max_new_tokens - 1):  # the last token is chosen and not fed
         token = plan.most_likely(hidden)
@@ -275,9 +319,8 @@ def write_capture(
 ) -> int:
     """The whole of a capture. Returns the tokens that were fed."""
     header = json.dumps(description(plan.model, plan.shape, name, checkpoint, fed.prompt_tokens is not None, spans))
-    rope = plan.layers[0].rope
     with refusing("--out "):
-        writer = _kvlab.TraceWriter(out, header, rope.inv_freq.tolist(), rope.factor, rope.softmax_scale)
+        writer = plan.writer(out, header)
     listener = Listener(plan, writer)
     try:
         with refusing():

@@ -144,7 +144,8 @@ def decoder_of(model: Any) -> Any:
     own = getattr(model, "get_decoder", lambda: None)()
     for found in (own, getattr(model, "base_model", None), getattr(model, "model", None)):
         if found is not None and found is not model and hasattr(found, "set_attn_implementation"):
-            return getattr(found, "language_model", found)
+            found = getattr(found, "language_model", found)
+            return found if found.get_output_embeddings() is None else decoder_of(found)
     raise Refused(f"--model: {type(model).__name__} has no decoder; a model such as LlamaForCausalLM is expected")
 
 
@@ -178,7 +179,7 @@ def _hooked(decoder: Any, run: Run) -> Iterator[None]:
             hook.remove()
 
 
-def _look(decoder: Any, ids: Sequence[int], first: int) -> Run:
+def _look(decoder: Any, ids: Sequence[int], first: int, tokens: int = 0) -> Run:
     run = Run()
 
     def attend(call: Call) -> torch.Tensor:
@@ -187,7 +188,7 @@ def _look(decoder: Any, ids: Sequence[int], first: int) -> Run:
         run.outs.append(attention(call))
         return run.outs[-1]
 
-    with attending(decoder, attend), _hooked(decoder, run):
+    with attending(decoder, attend, tokens), _hooked(decoder, run):
         _fed(decoder, ids, first)
     if not run.calls:
         what = f"attention of {type(decoder).__name__} does not go through transformers' AttentionInterface"
@@ -326,24 +327,34 @@ def _name_of(modules: dict[str, Any], wanted: Any) -> str:
 def layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
     """Those that attend, in order. Refused where a trace of `tokens` tokens cannot say what the plain model computes, of
     the first and of the last positions."""
+    with torch.no_grad(), running(decoder):
+        return _layers_of(decoder, ids, tokens)
+
+
+@contextlib.contextmanager
+def running(decoder: Any) -> Iterator[None]:
+    """What a decoder throws that nobody knows is refused."""
     try:
-        with torch.no_grad():
-            return _layers_of(decoder, ids, tokens)
-    except (Refused, torch.cuda.OutOfMemoryError):
+        yield
+    except (Refused, OSError, torch.cuda.OutOfMemoryError):
         raise
-    except Exception as error:  # of modules that nobody knows
-        what = f"{type(decoder).__name__} runs otherwise than a decoder of text: {type(error).__name__}: {one_line(error, 120)}"
-        raise Refused(f"--model: {what}") from None
+    except Exception as error:
+        what = f"{type(decoder).__name__} runs otherwise than a decoder of text: {type(error).__name__}"
+        raise Refused(f"--model: {what}: {one_line(error, 120)}") from None
 
 
 def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
     most = getattr(decoder.config, "max_position_embeddings", None)
     n = min(TOKENS, most) if isinstance(most, int) and most > 0 else TOKENS
     few = (list(ids) + [number * 7 % len(decoder.get_input_embeddings().weight) for number in range(1, n)])[:n]
-    run = _look(decoder, few, 0)
+    run = _look(decoder, few, 0, tokens)
     numbers, modules = [call.layer for call in run.calls], dict(decoder.named_modules())
     if twice := {number for number in numbers if numbers.count(number) > 1}:
         raise Refused(f"--model: layer {min(twice)} attends more than once; once is expected")
+    owners = {call.k.float().cpu().numpy().tobytes(): call.layer for call in reversed(run.calls)}
+    for call in run.calls:
+        if (owner := owners[call.k.float().cpu().numpy().tobytes()]) != call.layer:
+            raise Refused(f"--model: layer {call.layer} has the keys of layer {owner}; keys of its own are expected")
     layers = []
     for call, out in sorted(zip(run.calls, run.outs), key=lambda one: one[0].layer):
         layers.append(_layer_of(decoder, modules, call, out, run))
@@ -428,34 +439,14 @@ def layer_count(decoder: Any, layers: Sequence[Layer]) -> int:
     return len(decoder.get_submodule(blocks)) if blocks else layers[-1].index + 1
 
 
-def refuse_beyond_format(layers: Sequence[Layer], count: int, tokens: int) -> None:
-    """Whatever a trace cannot say of `count` layers and so many tokens."""
-
-    def refuse(layer: Layer, what: str, right: str) -> None:
-        raise Refused(f"--model: layer {layer.index}: {what}; a trace can say {right} alone")
-
-    if absent := set(range(count)) - {layer.index for layer in layers}:
-        raise Refused(
-            f"--model: layer {min(absent)} has no attention; a trace can say models alone that attend in every layer"
-        )
+def refuse_beyond_format(layers: Sequence[Layer]) -> None:
+    """Shapes, of which a trace has one."""
+    first = layers[0]
     for layer in layers:
         if layer.key_size != layer.value_size:
-            refuse(layer, f"keys of {layer.key_size} and values of {layer.value_size} dimensions", "equal sizes")
+            sizes = f"keys of {layer.key_size} and values of {layer.value_size} dimensions"
+            raise Refused(f"--model: layer {layer.index}: {sizes}; a trace can say equal sizes alone")
         for name in ("query_heads", "kv_heads", "key_size"):
-            if getattr(layer, name) != getattr(layers[0], name):
-                refuse(
-                    layer, f"{name} is {getattr(layer, name)}, and layer 0's {getattr(layers[0], name)}", "equal shapes"
-                )
-        if layer.span and layer.span < tokens:
-            refuse(layer, f"its window is {layer.span} of {tokens} tokens", "attention to all tokens")
-        if layer.softcap:
-            refuse(layer, f"scores are capped at {layer.softcap}", "softmax")
-        if layer.sink is not None:
-            refuse(layer, "softmax has a sink (s_aux)", "softmax over tokens")
-        same = layer.rope.factor == layers[0].rope.factor and torch.equal(layer.rope.inv_freq, layers[0].rope.inv_freq)
-        if not same:
-            refuse(layer, "its RoPE is another than layer 0's", "one RoPE for all layers")
-        if layer.rope.softmax_scale != layers[0].rope.softmax_scale:
-            refuse(
-                layer, f"scores are scaled by {layer.rope.softmax_scale}, and layer 0's by another", "one softmax scale"
-            )
+            if (own := getattr(layer, name)) != (others := getattr(first, name)):
+                what = f"{name} is {own}, and layer {first.index}'s {others}"
+                raise Refused(f"--model: layer {layer.index}: {what}; a trace can say equal shapes alone")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import pathlib
 from typing import Any, NoReturn
 
+import numpy
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -36,6 +38,11 @@ class Rope:
     inv_freq: torch.Tensor  # [head_size / 2] float32, on the CPU
     factor: float  # multiplies cos and sin
     softmax_scale: float
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """Equal for tables that turn alike."""
+        return numpy.append(self.inv_freq.numpy(), numpy.float32(self.factor)).tobytes()
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] to two of [n, head_size / 2], float32 of the float64 angle, as kvlab's."""
