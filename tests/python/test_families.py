@@ -24,6 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from kvlab.hf import capturing
 from kvlab.hf.layers import decoder_of
 from kvlab.hf.models import TRANSFORMERS
 
@@ -163,9 +164,10 @@ def test_a_trace_says_what_the_plain_model_computes(
         ("inkling_text", {}, "layer 0: its attention is called with position_bias"),
     ],
 )
-def test_what_a_trace_cannot_say_is_refused(
-    family: str, words: dict[str, Any], message: str, tmp_path: pathlib.Path
+def test_what_a_trace_cannot_say_is_refused_before_it_is_fed(
+    family: str, words: dict[str, Any], message: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(capturing.Listener, "feed_chunk", lambda *_: pytest.fail("tokens are fed"))
     with pytest.raises(kvlab.hf.Refused, match=message) as refused:
         kvlab.hf.capture(made(family, words), IDS, prompt_tokens=300, out=tmp_path / "trace")
     assert "\n" not in str(refused.value) and not (tmp_path / "trace").exists()
