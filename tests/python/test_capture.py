@@ -19,7 +19,7 @@ import safetensors.torch
 import tokenizers
 from hf_fixture import FORCED, KVLAB, ROOT, TINY, TOKENS, ModelTest, ids_of, kvlab, manifest_of
 
-from kvlab.hf import capturing, models
+from kvlab.hf import capturing, layers, models
 
 COMPARE = ROOT / "tests" / "scripts" / "compare_traces.py"
 
@@ -288,8 +288,8 @@ class CaptureTest(ModelTest):
     def test_a_capture_that_fails_can_be_sealed(self):
         arguments = ["--model", TINY, "--prompt-file", self.text, *FORCED]
         out = self.at / "full"
-        feed = capturing.HookedModel.feed_chunk
-        self.addCleanup(setattr, capturing.HookedModel, "feed_chunk", feed)
+        feed = capturing.Listener.feed_chunk
+        self.addCleanup(setattr, capturing.Listener, "feed_chunk", feed)
 
         def feed_until(file):
             """A folder is in the place of a file that is to be written."""
@@ -298,7 +298,7 @@ class CaptureTest(ModelTest):
                 (out / file).mkdir(exist_ok=True)
                 return feed(hooked, ids, kind)
 
-            capturing.HookedModel.feed_chunk = feed_chunk
+            capturing.Listener.feed_chunk = feed_chunk
 
         feed_until("shard-00001.safetensors")
         self.check_refused("kvlab trace seal", "full", *arguments)
@@ -312,7 +312,7 @@ class CaptureTest(ModelTest):
         self.check_refused("tokens.safetensors: is not a regular file", "full", *arguments)
         self.assertFalse(out.exists())
 
-        capturing.HookedModel.feed_chunk = feed
+        capturing.Listener.feed_chunk = feed
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
         self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, unlimited)
         for file, most in (("output", 50_000), ("shard-00000", 1_000_000)):
@@ -321,35 +321,26 @@ class CaptureTest(ModelTest):
             self.assertFalse(out.exists())
 
     def test_a_rotation_that_is_not_the_models_is_refused(self):
-        rotate = capturing.rotate
-        self.addCleanup(setattr, capturing, "rotate", rotate)
-        capturing.rotate = lambda x, cos, sin: rotate(x, cos, -sin).flip(0)
+        rotate = layers.rotate
+        self.addCleanup(setattr, layers, "rotate", rotate)
+        layers.rotate = lambda x, cos, sin: rotate(x, cos, -sin).flip(0)
         self.check_refused("plain model", "wrong", "--model", TINY, "--prompt-file", self.text, *FORCED)
 
     def test_what_a_trace_cannot_say_is_refused_by_name(self):
         config = json.loads((TINY / "config.json").read_text())
-        yarn = {"rope_type": "dynamic", "factor": 2.0}
-        for words, changes in (
-            ("model_type 'gemma2'", {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}),
-            (
-                "sliding_window is 128",
-                {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128},
-            ),
-            (
-                "use_sliding_window",
-                {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
-            ),
-            ("rope_type 'dynamic'", {"rope_scaling": yarn}),
-            ("partial_rotary_factor is 0.5", {"partial_rotary_factor": 0.5}),
-            ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}),
-            ("is missing", {"num_hidden_layers": 5}),
+        dynamic = {"rope_type": "dynamic", "factor": 2.0}
+        few, many = ["--prompt", "It was"], ["--prompt-file", self.text, *FORCED, "--beyond-context"]
+        for words, changes, arguments in (
+            ("layer 0: at positions from 1036 on its RoPE turns otherwise", {"rope_scaling": dynamic}, many),
+            ("LlamaForSequenceClassification", {"architectures": ["LlamaForSequenceClassification"]}, few),
+            ("is missing", {"num_hidden_layers": 5}, few),
         ):
             with self.subTest(words):
                 model = self.at / "changed"
+                shutil.rmtree(model, ignore_errors=True)
                 shutil.copytree(TINY, model)
                 (model / "config.json").write_text(json.dumps(config | changes))
-                self.check_refused(words, "refused", "--model", model, "--prompt", "It was")
-                shutil.rmtree(model)
+                self.check_refused(words, "refused", "--model", model, *arguments)
         self.assertFalse((self.at / "refused").exists())
 
     def test_bad_options_are_refused(self):

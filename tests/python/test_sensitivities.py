@@ -206,7 +206,7 @@ class SensitivitiesTest(ModelTest):
         self.check_refused("query_heads is 4", self.short, "--model", wider)
         prompt = [{"start": 0, "tokens": 70, "kind": "prompt"}]
         changes = (
-            ("trace format 3", {"format": 3}),
+            ("trace format 4", {"format": 4}),
             ("manifest.json", {"segments": None}),
             ("manifest.json: config", {"config": {}}),
             ("another trace", {"weights_xxh3": ""}),

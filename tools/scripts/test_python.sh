@@ -23,7 +23,7 @@ sanitize() {
     preload+="$(g++ -print-file-name=$library) "
   done
   # Python itself leaks by design. What is compiled at run time, PyTorch and the command are no part of the extension.
-  local left_out=(commands.py pages.py notebooks.py hf.py calls.py capture.py sensitivities.py evicting.py evicting_cuda.py ops.py)
+  local left_out=(commands.py pages.py notebooks.py hf.py families.py calls.py capture.py sensitivities.py evicting.py evicting_cuda.py ops.py)
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 LD_PRELOAD=$preload PYTHONPATH=$package \
     "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python "${left_out[@]/#/--ignore=tests/python/test_}" \
     -k "not header_of_ones_own and not libcachesim and not opening_copies"
@@ -52,20 +52,21 @@ torch=(torch==2.11.0 transformers safetensors peft torchao bitsandbytes accelera
 oldest=$PWD/build-python/oldest-transformers  # before the newest: only what differs
 rm -rf "$oldest"
 if "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" --no-deps --target "$oldest" \
-  transformers==4.45.2 tokenizers==0.20.3 huggingface-hub==0.36.2 peft==0.13.2; then
-  PYTHONPATH=$oldest "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python/test_{hf,calls,evicting,capture,sensitivities}.py \
+  transformers==4.54.1 tokenizers==0.21.4 huggingface-hub==0.36.2; then
+  PYTHONPATH=$oldest "$folder/bin/python" -m pytest -q -p no:cacheprovider \
+    tests/python/test_{hf,families,calls,evicting,capture,sensitivities}.py \
     -k "not quantised"  # which today's quantisers and that transformers do not do together
 else
-  echo "transformers 4.45.2 could not be installed: the tests of kvlab.hf by it are skipped" >&2
+  echo "transformers 4.54.1 could not be installed: the tests of kvlab.hf by it are skipped" >&2
 fi
-# PyTorch 1.13 too, where ./dev test --optional has made a Python of it; the package is the one that pip has built.
+# Columns without transformers, on the PyTorch that ./dev test --optional has made a Python of.
 old=${KVLAB_HF_PYTHON:-$PWD/build-python/bin/python} package=$PWD/build-python/package
 mkdir -p "$package"
 ln -sfn "$("$folder/bin/python" -c 'import pathlib, kvlab; print(pathlib.Path(kvlab.__file__).parent)')" "$package/kvlab"
-if PYTHONPATH=$package "$old" -c 'import pytest, torch, transformers, kvlab' 2>/dev/null; then
-  PYTHONPATH=$package "$old" -m pytest -q -p no:cacheprovider tests/python/test_{columns,presses,capture,sensitivities}.py
+if PYTHONPATH=$package "$old" -c 'import pytest, torch, kvlab' 2>/dev/null; then
+  PYTHONPATH=$package "$old" -m pytest -q -p no:cacheprovider tests/python/test_{columns,presses}.py
 else
-  echo "$old cannot import pytest, torch, transformers and kvlab: the tests of kvlab.hf by it are skipped" >&2
+  echo "$old cannot import pytest, torch and kvlab: the tests of columns by it are skipped" >&2
 fi
 mypy=("$folder/bin/python" -m mypy --strict --cache-dir build-python/mypy)
 "${mypy[@]}" -m kvlab._accesses -m kvlab._commands -m kvlab._policy -m kvlab._progress -m kvlab._run -m kvlab._trace

@@ -202,7 +202,8 @@ void bind_trace(nb::module_& module) {
       .def_prop_ro("inv_freq", frequencies, nb::rv_policy::automatic,
                    "[n], or [tables, n] where layers differ.")
       .def_prop_ro("layer_numbers", layer_numbers, "What the model calls its layers.")
-      .def_prop_ro("rows", rows_of, "By layer: how its queries attend.")
+      .def_prop_ro("rows", rows_of, nb::sig("def rows(self) -> list[dict[str, object]]"),
+                   "By layer: how its queries attend.")
       .def_prop_ro("model_json", model_json, "What is known of the model, as JSON.")
       .def_prop_ro("shard_files", shard_files)
       .def_prop_ro("columns",

@@ -22,17 +22,16 @@ import transformers
 from tokenizers import Tokenizer
 
 from kvlab import _kvlab
-from kvlab.hf.capturing import Column, Fed, write_capture
+from kvlab.hf.capturing import Column, Fed, plan_of, write_capture
 from kvlab.hf.command_line import Parser, announce_size, refuse_missing_cuda, whole_number
 from kvlab.hf.models import (
     DTYPES,
-    default_attention,
     default_device,
     file_of,
     load_config,
     load_model,
-    refuse_unsupported,
-    shape_of,
+    refuse_no_decoder,
+    text_config,
 )
 from kvlab.hf.refused import Refused, one_line
 
@@ -175,9 +174,8 @@ def add_options(parser: Parser) -> None:
     add("--beyond-context", action="store_true", help=longer)
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="to compute in; auto: the checkpoint's")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
-    attention = "transformers' attn_implementation (default: sdpa, or eager where PyTorch is too old for it)"
-    kinds = ["sdpa", "eager", "flash_attention_2"]
-    add("--attention", choices=kinds, default=default_attention(), help=attention)
+    attention = "transformers' attn_implementation of the model that the capture is compared with"
+    add("--attention", choices=["sdpa", "eager", "flash_attention_2"], help=attention)
     chunk = "tokens of a given text to feed at once (default: 1024)"
     number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)
     repeated("--span-of", "TEXT", "a part of the prompt that is there once: the trace gets its tokens as a span")
@@ -205,8 +203,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def refuse_beyond_context(arguments: argparse.Namespace, config: Any, ids: list[int]) -> None:
-    prompt, trained = arguments.prompt_tokens or len(ids), config.max_position_embeddings
-    if prompt > trained and not arguments.beyond_context:
+    prompt, trained = arguments.prompt_tokens or len(ids), getattr(config, "max_position_embeddings", None)
+    if isinstance(trained, int) and prompt > trained and not arguments.beyond_context:
         raise Refused(
             f"--prompt: needs {prompt} positions; --model {arguments.model} was trained on {trained}, and so many"
             " tokens would fit; --beyond-context takes the prompt all the same"
@@ -215,7 +213,8 @@ def refuse_beyond_context(arguments: argparse.Namespace, config: Any, ids: list[
 
 def run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.model)
-    refuse_unsupported(arguments.model, config, others=True)
+    refuse_no_decoder(arguments.model, config)
+    config = text_config(config)
     ids = encode(arguments.model, config, prompt_text(arguments))[: arguments.max_tokens]
     if arguments.teacher_forced and arguments.prompt_tokens > len(ids):
         raise Refused(f"--prompt-tokens: {arguments.prompt_tokens} is more than the text's {len(ids)} tokens")
@@ -227,11 +226,12 @@ def run(arguments: argparse.Namespace) -> None:
     most = 100 if arguments.max_new_tokens is None else arguments.max_new_tokens
     fed = Fed(ids, arguments.prompt_tokens, most, arguments.chunk)
     name = pathlib.Path(arguments.model).resolve().name
-    shape, tokens = shape_of(model), len(ids) + (0 if arguments.teacher_forced else most)
+    plan = plan_of(model, fed)
+    shape, tokens = plan.shape, len(ids) + (0 if arguments.teacher_forced else most)
     rows = tokens * shape.layers * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size
     announce_size(PROGRAM, f"trace into {arguments.out}", rows * torch.finfo(model.dtype).bits / 8)
     try:
-        fed_tokens = write_capture(model, fed, arguments.out, name, arguments.model, spans, columns, progress)
+        fed_tokens = write_capture(plan, fed, arguments.out, name, arguments.model, spans, columns, progress)
     except KeyboardInterrupt as interrupted:
         raise Refused(str(interrupted) or "interrupted") from None
     progress(fed_tokens)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -18,36 +20,41 @@ import transformers
 from kvlab import _kvlab
 from kvlab._progress import shown
 from kvlab._trace import Trace
-from kvlab.hf.calls import cache_word
+from kvlab.hf.attention import Call, attending, attention, check_mask
+from kvlab.hf.calls import cache_among, cache_word
+from kvlab.hf.layers import (
+    Given,
+    Layer,
+    decoder_of,
+    layer_count,
+    layers_of,
+    listening,
+    refuse_beyond_format,
+    running,
+    turns_of,
+)
 from kvlab.hf.models import (
-    FAMILIES,
+    ROPE_TYPES,
     Rope,
     Shape,
-    attention_modules,
     base_of,
     file_of,
     name_of,
-    output_weights,
-    projections,
-    refuse_unsupported,
-    rope_of,
+    output_projection,
+    refuse_no_decoder,
     rope_parameters,
-    rotary_modules,
     rotate,
-    shape_of,
+    text_config,
     weights_xxh3,
 )
-from kvlab.hf.other_families import measure
 from kvlab.hf.refused import Refused, one_line, refusing
-
-PLAIN_TOKENS = 64  # that are also fed to the model as it is
 
 Progress = Callable[[int], object]
 Column = Callable[[Any, Any, Any, int], Any]
 
 
 # ---------------------------------------------------------------------------------------------
-# The hooks
+# Feeding
 
 
 def floats(values: torch.Tensor) -> numpy.typing.NDArray[numpy.float32]:
@@ -55,115 +62,75 @@ def floats(values: torch.Tensor) -> numpy.typing.NDArray[numpy.float32]:
     return made
 
 
-def turn_by_nothing(module: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
-    cos, sin = output
-    return torch.ones_like(cos), torch.zeros_like(sin)
+class Listener:
+    """Feeds a decoder; what its attention is given goes to a trace writer.
 
-
-def plain_outputs(model: Any, shape: Shape, ids: Sequence[int]) -> torch.Tensor:
-    """What layer 0's attention puts out [n, query_heads, head_size] in the model as it is."""
-    outputs: list[torch.Tensor] = []
-    attention = attention_modules(model)[0]
-    hook = attention.o_proj.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
-    try:
-        model.model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
-    finally:
-        hook.remove()
-    return outputs[0].view(len(ids), shape.query_heads, shape.head_size)
-
-
-class HookedModel:
-    """Feeds a model; what its attention computes goes to a trace writer. close() leaves the model as it was.
-
-    Hooks sit on the projections and norms, which have had the same names and places in every
-    version of transformers; attention itself is left alone. The hooks also rotate q and k, and the
-    model's own rotation then turns by nothing: it would round cos, sin and both products to the
-    model's dtype and take angles in float32 (off by 0.004 at position 100,000), which no trace can
-    say.
+    Attention is computed here, from what the trace says: q and k before RoPE are rotated in float32 and rounded once, as
+    they are read. The model's own rotation takes angles in float32 (off by 0.004 at position 100,000) and rounds cos, sin
+    and both products to its dtype.
     """
 
-    def __init__(
-        self, model: Any, shape: Shape, rope: Rope, writer: _kvlab.TraceWriter, plain: torch.Tensor, residual: bool
-    ) -> None:
-        """`plain`: plain_outputs of the first tokens. `residual`: whether the residual stream can be had."""
-        self.residual = residual
-        self.model, self.shape, self.rope, self.writer, self.plain = model, shape, rope, writer, plain
-        self.cache, self.cache_word = transformers.DynamicCache(), cache_word(model.model)
+    def __init__(self, plan: Plan, writer: _kvlab.TraceWriter) -> None:
+        self.plan, self.writer = plan, writer
+        self.layers = {layer.index: layer for layer in plan.layers}
+        self.cache: Any = None  # which the model makes
         self.first, self.count = 0, 0  # tokens being fed
-        self.seen: set[tuple[int, str]] = set()  # (layer, part)s that came of them
-        self.parts: dict[str, Any] = {}  # q, k and v of the layer that runs
+        self.keys: dict[int, torch.Tensor] = {}  # by layer, [kv_heads, tokens, key_size], rotated
+        self.given: dict[int, Given] = {}  # by layer: what its module is called with
+        self.seen: set[tuple[int, str]] = set()  # (layer, part)s that came of the tokens being fed
+        self.checked: dict[tuple[int, int, int], Any] = {}  # masks of theirs, by place, length and span
         self.turns_on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # device: their cos and sin
-        self.hooks: list[Any] = []
-        for index, module in enumerate(attention_modules(model)):
-            self.hook_layer(index, module)
-        for module in rotary_modules(model):
-            self.hooks.append(module.register_forward_hook(turn_by_nothing))
 
-    def close(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        hooks = []
+        for layer in self.plan.layers if self.plan.has_residual else ():
 
-    def hook_layer(self, index: int, module: Any) -> None:
-        for part, source, heads in projections(module, self.shape):
+            def keep(_: Any, inputs: Any, words: Any, index: int = layer.index) -> None:
+                self.keep_residual(index, next(iter((*inputs, *words.values()))))
 
-            def keep(_: Any, inputs: Any, output: torch.Tensor, part: str = part, heads: int = heads) -> torch.Tensor:
-                return self.keep(index, part, heads, output)
+            hooks.append(layer.residual.register_forward_pre_hook(keep, with_kwargs=True))
+        try:
+            with attending(self.plan.decoder, self.attend), listening(self.plan.layers, self.given):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-            self.hooks.append(source.register_forward_hook(keep))
-        self.hooks.append(module.o_proj.register_forward_pre_hook(lambda _, inputs: self.keep_output(index, inputs[0])))
-        if self.residual:
-            after = self.model.model.layers[index].post_attention_layernorm  # whose input is the residual stream
-            self.hooks.append(after.register_forward_pre_hook(lambda _, inputs: self.keep_residual(index, inputs[0])))
-
-    def rows(self, layer: int, part: str, heads: int, values: torch.Tensor) -> torch.Tensor:
-        """To [n, heads, head_size], from [1, n, heads * head_size], or [1, n, heads, head_size]
-        after a norm of heads."""
-        count, size = self.count, self.shape.head_size
-        right = tuple(values.shape) in ((1, count, heads * size), (1, count, heads, size))
-        if not right or values.dtype != self.model.dtype:
-            raise Refused(
-                f"--model: layer {layer}: {part} is {name_of(values.dtype)} {list(values.shape)};"
-                f" {name_of(self.model.dtype)} [1, {count}, {heads * size}] is expected"
-            )
-        self.seen.add((layer, part))
-        return values.view(count, heads, size)
-
-    def keep(self, layer: int, part: str, heads: int, values: torch.Tensor) -> torch.Tensor:
-        """Returns what the model goes on with."""
-        rows = self.rows(layer, part, heads, values)
-        self.parts[part] = floats(rows)
-        return values if part == "v" else rotate(rows, *self.turns(rows.device)).view(values.shape)
-
-    def turns(self, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the tokens being fed: once for each device, not for each layer."""
-        if device not in self.turns_on:
+    def turns(self, layer: Layer, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the tokens being fed: once for each device and table."""
+        key = (device, layer.rope.key)
+        if key not in self.turns_on:
             positions = torch.arange(self.first, self.first + self.count, device=device)
-            self.turns_on[device] = self.rope.cos_sin(positions)
-        return self.turns_on[device]
+            self.turns_on[key] = layer.rope.cos_sin(positions)
+        return self.turns_on[key]
 
-    def keep_output(self, layer: int, values: torch.Tensor) -> None:
-        rows = self.rows(layer, "out", self.shape.query_heads, values)
-        if all((layer, part) in self.seen for part in "qkv"):  # otherwise feed_chunk() refuses
-            self.writer.layer(layer, **self.parts, out=floats(rows))
-        if layer == 0 and self.first == 0:
-            self.compare(rows)
+    def attend(self, call: Call) -> torch.Tensor:
+        layer = self.layers.get(call.layer)
+        if layer is None or (layer.index, "out") in self.seen or call.q.shape[1] != self.count:
+            raise Refused(f"--model: layer {call.layer} attends otherwise than at first; the same layers are expected")
+        self.seen.add((layer.index, "out"))
+        if not layer.fits(call):
+            raise Refused(f"--model: layer {layer.index}: attention has another scale, window or shape than at first")
+        mask = (0 if call.mask is None else call.mask.data_ptr(), call.k.shape[1], call.span)
+        if mask not in self.checked:
+            check_mask(call, self.first + self.count)
+            self.checked[mask] = call.mask
+        turns = turns_of(layer, self.given[layer.index], self.count, self.first)
+        q, k = layer.stored(call.q, turns), layer.stored(call.k[:, -self.count :], turns)
+        now = self.turns(layer, q.device)
+        new = rotate(k, *now).transpose(0, 1)
+        old = self.keys.get(layer.index, new[:, :0])
+        self.keys[layer.index] = torch.cat((old, new), dim=1)[:, -call.k.shape[1] :]
+        out = attention(dataclasses.replace(call, q=rotate(q, *now).transpose(0, 1), k=self.keys[layer.index]))
+        v = call.v[:, -self.count :].transpose(0, 1)
+        self.writer.layer(self.plan.places[layer.index], q=floats(q), k=floats(k), v=floats(v), out=floats(out))
+        return out
 
     def keep_residual(self, layer: int, values: torch.Tensor) -> None:
         self.seen.add((layer, "residual"))
-        self.writer.residual(layer, floats(values.view(self.count, -1).float().square().sum(-1)))
-
-    def compare(self, rows: torch.Tensor) -> None:
-        """The first tokens' outputs of layer 0 against the plain model's: the rotation must be its."""
-        count = min(len(rows), len(self.plain))
-        plain, ours = self.plain[:count].float(), rows[:count].float()
-        error = float((plain - ours).norm() / plain.norm())
-        most = 1e-3 if self.model.dtype == torch.float32 else 0.1
-        if not error <= most:
-            raise Refused(
-                f"--model: layer 0 differs by {error:.2g} from the plain model's; the RoPE of Llama is expected"
-                " (--dtype float32 tells its rounding from another RoPE)"
-            )
+        norms = values.view(self.count, -1).float().square().sum(-1)
+        self.writer.residual(self.plan.places[layer], floats(norms))
 
     def feed(self, ids: Sequence[int], kind: str, chunk: int, progress: Progress) -> torch.Tensor:
         """Returns the hidden state [1, hidden] behind the last token."""
@@ -176,23 +143,23 @@ class HookedModel:
 
     def feed_chunk(self, ids: Sequence[int], kind: str) -> torch.Tensor:
         self.first, self.count = self.writer.tokens, len(ids)
+        decoder = self.plan.decoder
+        if self.first and self.cache is None:
+            raise Refused(f"--model: {type(decoder).__name__} gives no cache; one is needed from chunk to chunk")
         self.writer.begin(ids, kind == "prompt")
         self.seen.clear()
+        self.checked.clear()
         self.turns_on.clear()
-        tokens = torch.tensor([ids], device=self.model.device)
-        before = self.cache.get_seq_length()
-        result = self.model.model(input_ids=tokens, **{self.cache_word: self.cache}, use_cache=True, return_dict=True)
-        if self.cache.get_seq_length() != before + self.count:
-            raise Refused(f"--model: transformers {transformers.__version__} has not counted the tokens of its cache")
-        if len(self.seen) != (5 if self.residual else 4) * self.shape.layers:
-            raise Refused("--model: some projections are not called as modules; their outputs cannot be had")
+        words = {} if self.cache is None else {cache_word(decoder): self.cache}
+        with running(decoder):
+            result = decoder(torch.tensor([ids], device=decoder.device), **words, use_cache=True, return_dict=True)
+        self.cache = cache_among(result.values())
+        if len(self.seen) != (2 if self.plan.has_residual else 1) * len(self.layers):
+            raise Refused("--model: some layers have not attended; the same layers are expected for all tokens")
         with refusing():
             self.writer.end()
         last: torch.Tensor = result.last_hidden_state[:, -1]
         return last
-
-    def most_likely(self, hidden: torch.Tensor) -> int:
-        return int(self.model.get_output_embeddings()(hidden).argmax())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -209,16 +176,80 @@ class Fed:
     chunk: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is captured of a model: the layers that attend, and of what a trace of them is made."""
+
+    model: Any
+    decoder: Any
+    layers: list[Layer]
+    shape: Shape
+    count: int  # of all layers
+    tokens: int  # that will be fed, at most
+
+    @property
+    def has_residual(self) -> bool:
+        return all(layer.residual is not None for layer in self.layers)
+
+    @functools.cached_property
+    def places(self) -> dict[int, int]:
+        """Of layers among those that attend, by which the writer knows them."""
+        return {layer.index: place for place, layer in enumerate(self.layers)}
+
+    def writer(self, out: str, header: str) -> _kvlab.TraceWriter:
+        tables: dict[bytes, Rope] = {}
+        for layer in self.layers:
+            tables.setdefault(layer.rope.key, layer.rope)
+        names = list(tables)
+        # A window that hides nothing of the text says nothing of it, unless other layers have none.
+        spans = {layer.span for layer in self.layers}
+        all_see = 0 not in spans and min(spans) >= self.tokens
+        rows: list[dict[str, object]] = [
+            {
+                "span": 0 if all_see else layer.span,
+                "softcap": layer.softcap,
+                "rope": names.index(layer.rope.key),
+                "scale": layer.rope.softmax_scale,
+                "sink": None if layer.sink is None else layer.sink.tolist(),
+            }
+            for layer in self.layers
+        ]
+        numbers, first = list(self.places), self.layers[0].rope
+        alike = all(row == rows[0] | {"span": 0, "softcap": 0.0, "sink": None} for row in rows)
+        if alike and numbers == list(range(self.count)):
+            return _kvlab.TraceWriter(out, header, first.inv_freq.tolist(), first.factor, first.softmax_scale)
+        inv_freq, factors = (
+            [rope.inv_freq.tolist() for rope in tables.values()],
+            [rope.factor for rope in tables.values()],
+        )
+        return _kvlab.TraceWriter(out, header, inv_freq, factors, first.softmax_scale, rows, numbers)
+
+    def most_likely(self, hidden: torch.Tensor) -> int:
+        return int(self.model.get_output_embeddings()(hidden).argmax())
+
+
+def plan_of(model: Any, fed: Fed) -> Plan:
+    """Refused where a trace cannot say what the model computes."""
+    decoder = decoder_of(model)
+    tokens = len(fed.ids) + (max(0, fed.max_new_tokens - 1) if fed.prompt_tokens is None else 0)
+    layers = layers_of(decoder, fed.ids, tokens)
+    refuse_beyond_format(layers)
+    first = layers[0]
+    shape = Shape(len(layers), first.query_heads, first.kv_heads, first.key_size)
+    return Plan(model, decoder, layers, shape, layer_count(decoder, layers), tokens)
+
+
 def description(
     model: Any, shape: Shape, name: str, checkpoint: str | None, forced: bool, spans: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What the manifest and every shard say alike."""
-    dtype = name_of(model.dtype)
+    dtype, rope = name_of(model.dtype), rope_parameters(text_config(model.config))
     tokenizer = file_of(checkpoint, "tokenizer.json") if checkpoint else None
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
     return {
         "model": _kvlab.without_controls(name),
-        "config": dataclasses.asdict(shape) | {"dtype": dtype, "rope": rope_parameters(model.config)},
+        "config": dataclasses.asdict(shape)
+        | {"dtype": dtype, "rope": rope if rope["rope_type"] in ROPE_TYPES else {"rope_type": "default"}},
         "rounding": "none" if dtype == "float32" else "model_dtype",
         "weights_xxh3": weights_xxh3(checkpoint) if checkpoint else "",
         "tokenizer_xxh3": _kvlab.tokenizer_xxh3(str(tokenizer.parent)) if tokenizer else "",
@@ -229,7 +260,7 @@ def description(
             "device": device,
             "options": {
                 "torch": torch.__version__,
-                "attention": str(getattr(model.config, "_attn_implementation", "")),
+                "attention": "in float32, under transformers' AttentionInterface",
                 "rope": "rotated in float32, rounded once",
                 "teacher_forced": forced,
             },
@@ -237,20 +268,20 @@ def description(
     }
 
 
-def feed(hooked: HookedModel, fed: Fed, progress: Progress) -> None:
-    config = hooked.model.config
+def feed(listener: Listener, fed: Fed, progress: Progress) -> None:
+    plan = listener.plan
     if fed.prompt_tokens is not None:
-        hooked.feed(fed.ids[: fed.prompt_tokens], "prompt", fed.chunk, progress)
+        listener.feed(fed.ids[: fed.prompt_tokens], "prompt", fed.chunk, progress)
         if len(fed.ids) > fed.prompt_tokens:
-            hooked.feed(fed.ids[fed.prompt_tokens :], "decode", fed.chunk, progress)
+            listener.feed(fed.ids[fed.prompt_tokens :], "decode", fed.chunk, progress)
         return
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    hidden = hooked.feed(fed.ids, "prompt", fed.chunk, progress)
+    ends = getattr(text_config(plan.model.config), "eos_token_id", None)
+    hidden = listener.feed(fed.ids, "prompt", fed.chunk, progress)
     for _ in range(fed.max_new_tokens - 1):  # the last token is chosen and not fed
-        token = hooked.most_likely(hidden)
-        if token in ends:
+        token = plan.most_likely(hidden)
+        if token in (ends if isinstance(ends, list) else [ends]):
             return
-        hidden = hooked.feed([token], "decode", 1, progress)
+        hidden = listener.feed([token], "decode", 1, progress)
 
 
 def add_columns(out: str, columns: Mapping[str, Column]) -> None:
@@ -277,7 +308,7 @@ def unfinished(out: str) -> str:
 
 
 def write_capture(
-    model: Any,
+    plan: Plan,
     fed: Fed,
     out: str,
     name: str,
@@ -287,23 +318,16 @@ def write_capture(
     progress: Progress,
 ) -> int:
     """The whole of a capture. Returns the tokens that were fed."""
-    first = fed.ids[:PLAIN_TOKENS]
-    if model.config.model_type in FAMILIES:
-        shape, residual = shape_of(model), True
-        rope = rope_of(model, shape)
-    else:
-        shape, rope, residual = measure(model, first)
-    plain = plain_outputs(model, shape, first)
-    weights = output_weights(model) if residual else []
-    header = json.dumps(description(model, shape, name, checkpoint, fed.prompt_tokens is not None, spans))
+    header = json.dumps(description(plan.model, plan.shape, name, checkpoint, fed.prompt_tokens is not None, spans))
     with refusing("--out "):
-        writer = _kvlab.TraceWriter(out, header, rope.inv_freq.tolist(), rope.factor, rope.softmax_scale)
-    hooked = HookedModel(model, shape, rope, writer, plain, residual)
+        writer = plan.writer(out, header)
+    listener = Listener(plan, writer)
     try:
         with refusing():
-            if residual:
-                writer.sketch(map(floats, weights))
-        feed(hooked, fed, progress)
+            if plan.has_residual:
+                writer.sketch(floats(output_projection(layer.output, plan.model)) for layer in plan.layers)
+        with listener.listening():
+            feed(listener, fed, progress)
         with refusing():
             writer.finish()
         tokens = writer.tokens
@@ -313,7 +337,6 @@ def write_capture(
         what = "interrupted" if interrupted else one_line(error)
         raise (KeyboardInterrupt if interrupted else Refused)(what + unfinished(out)) from None
     finally:
-        hooked.close()
         writer.close()
     add_columns(out, columns)
     return tokens
@@ -345,8 +368,8 @@ def capture(
     name = _kvlab.without_controls(
         pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name
     )
-    refuse_unsupported(name, base.config, others=True)
-    ids = _one_sequence(input_ids, int(base.config.vocab_size))
+    refuse_no_decoder(name, base.config)
+    ids = _one_sequence(input_ids, int(text_config(base.config).vocab_size))
     if prompt_tokens is not None and not 1 <= prompt_tokens <= len(ids):
         raise Refused(f"prompt_tokens: {prompt_tokens} should be between 1 and {len(ids)}")
     folder = tempfile.TemporaryDirectory(prefix="kvlab-") if out is None else None
@@ -358,7 +381,7 @@ def capture(
         with torch.inference_mode(), shown(progress is True, "capture") as bar:
             most = len(ids) + (max_new_tokens if prompt_tokens is None else 0)
             told = progress if callable(progress) else lambda tokens: bar(tokens / most) if bar else None
-            write_capture(base, fed, path, name, checkpoint, spans, columns or {}, told)
+            write_capture(plan_of(base, fed), fed, path, name, checkpoint, spans, columns or {}, told)
     finally:
         base.train(training)
     trace = Trace(path)

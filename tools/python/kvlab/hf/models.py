@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import pathlib
 from typing import Any, NoReturn
 
+import numpy
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import cached_file
 
 from kvlab import _kvlab
@@ -35,6 +38,11 @@ class Rope:
     inv_freq: torch.Tensor  # [head_size / 2] float32, on the CPU
     factor: float  # multiplies cos and sin
     softmax_scale: float
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """Equal for tables that turn alike."""
+        return numpy.append(self.inv_freq.numpy(), numpy.float32(self.factor)).tobytes()
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] to two of [n, head_size / 2], float32 of the float64 angle, as kvlab's."""
@@ -86,47 +94,47 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return parameters
 
 
-def refuse_unsupported(name: str, config: Any, others: bool = False) -> None:
-    """Whatever would change what attention computes from q, k and v, and the format cannot say. `others`: families that
-    are not listed are measured later."""
-    try:
-        _refuse_settings(name, config, others)
-    except Refused:
-        raise
-    except Exception as error:  # of a config that nobody knows
-        what = f"its config is another than Llama's ({one_line(error, 120)})"
-        raise Refused(f"--model {name}: model_type {config.model_type!r}: {what}") from None
+def text_config(config: Any) -> Any:
+    """Of the decoder of text, which others may be around."""
+    return config.get_text_config(decoder=True)
 
 
-def _refuse_settings(name: str, config: Any, others: bool) -> None:
-    family = config.model_type
-    is_other = others and family not in FAMILIES and TRANSFORMERS >= (4, 48)
+def refuse_no_decoder(name: str, config: Any) -> None:
+    """Whatever is no decoder of text, or would be loaded as another."""
 
     def refuse(what: str, right: str) -> NoReturn:
-        raise Refused(f"--model {name}: {f'model_type {family!r}: ' if is_other else ''}{what}; {right}")
+        raise Refused(f"--model {name}: model_type {config.model_type!r}: {what}; {right}")
 
-    if family not in FAMILIES and not is_other:
+    architectures = config.architectures or ["ForCausalLM"]
+    if config.is_encoder_decoder:
+        refuse("has an encoder beside its decoder", "a decoder of text is expected")
+    if not any(word in architectures[0] for word in ("CausalLM", "LMHead", "ConditionalGeneration")):
+        refuse(f"architecture {architectures[0]} is not supported", "a decoder with a head of language is expected")
+    if not isinstance(getattr(text_config(config), "vocab_size", None), int):
+        refuse("its config has no vocab_size", "the config of a decoder such as Llama's is expected")
+    if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
+        refuse(f"transformers {transformers.__version__} ignores rope_parameters", "transformers 5 is expected")
+
+
+def refuse_unsupported(name: str, config: Any) -> None:
+    """Whatever would change what attention computes from q, k and v, and caches cannot say."""
+    family = config.model_type
+
+    def refuse(what: str, right: str) -> NoReturn:
+        raise Refused(f"--model {name}: {what}; {right}")
+
+    if family not in FAMILIES:
         refuse(f"model_type {family!r} is not supported", f"one of {', '.join(FAMILIES)} is expected")
-    if not is_other and FAMILIES[family] not in (config.architectures or [FAMILIES[family]]):
+    if FAMILIES[family] not in (config.architectures or [FAMILIES[family]]):
         refuse(f"architecture {config.architectures[0]} is not supported", f"{FAMILIES[family]} is expected")
 
-    if is_other and (hasattr(config, "text_config") or config.is_encoder_decoder):
-        inner = getattr(getattr(config, "text_config", None), "model_type", "an encoder beside its decoder")
-        refuse(f"holds {inner!r} beside other models", "a decoder of text alone is expected")
-    for needed in ("vocab_size", "max_position_embeddings", "num_attention_heads"):
-        if not isinstance(getattr(config, needed, None), int):
-            refuse(f"its config has no {needed}", "the config of a decoder such as Llama's is expected")
-
-    kinds = getattr(config, "layer_types", None) or []
-    if other := next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None):
-        refuse(f"layer {kinds.index(other)} is {other}", "a trace can say full attention alone")
     window = getattr(config, "sliding_window", None)
-    right = "a trace cannot say sliding windows, only full attention"
+    right = "caches cannot say sliding windows, only full attention"
     if getattr(config, "use_sliding_window", False):
         refuse("use_sliding_window is true", right)
     if family == "mistral" and window is not None:
         refuse(f"sliding_window is {window}", right)
-    if unknown := sorted(set(kinds) - {"full_attention"}):
+    if unknown := sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"}):
         refuse(f"layer_types names {', '.join(unknown)}", "full_attention in every layer is expected")
 
     if TRANSFORMERS < (5, 0) and getattr(config, "rope_parameters", None):
@@ -137,9 +145,6 @@ def _refuse_settings(name: str, config: Any, others: bool) -> None:
             f"rope_type {parameters['rope_type']!r} is not supported",
             f"one of {', '.join(ROPE_TYPES)} is expected",
         )
-    if parameters.get("llama_4_scaling_beta"):
-        beta = parameters["llama_4_scaling_beta"]
-        refuse(f"llama_4_scaling_beta is {beta}: queries are scaled by their position", "queries that are not are expected")
     for partial in (parameters.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None)):
         if partial not in (None, 1):
             refuse(f"partial_rotary_factor is {partial}", "only heads that are rotated whole (1.0) are supported")
@@ -147,25 +152,20 @@ def _refuse_settings(name: str, config: Any, others: bool) -> None:
         refuse(f"pretraining_tp is {config.pretraining_tp}", "1 is expected")
 
 
-def default_attention() -> str:
-    """sdpa, which transformers 4 refuses where PyTorch is older than 2.1."""
-    available = getattr(transformers.utils, "is_torch_sdpa_available", lambda: True)
-    return "sdpa" if available() else "eager"
-
-
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_model(name: str, dtype: str, attention: str, device: str) -> Any:
+def load_model(name: str, dtype: str, attention: str | None, device: str) -> Any:
+    """`attention`: transformers' attn_implementation; None: its own choice."""
     argument = "dtype" if TRANSFORMERS >= (4, 56) else "torch_dtype"
-    options = {
-        argument: DTYPES.get(dtype, "auto"),
-        "attn_implementation": attention,
-        "output_loading_info": True,
-    }
+    options: dict[str, Any] = {argument: DTYPES.get(dtype, "auto"), "output_loading_info": True}
+    if attention is not None:
+        options["attn_implementation"] = attention
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+        of_text = type(transformers.AutoConfig.from_pretrained(name)) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto: Any = transformers.AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText
+        loaded: Any = auto.from_pretrained(name, **options)
         model, loading = loaded
         model = model.to(device).eval()
     except Exception as error:
@@ -217,7 +217,7 @@ def output_projection(module: Any, model: Any) -> torch.Tensor:
         return weight
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), model.dtype)
     device = next((p.device for p in module.parameters()), model.device)
-    units = torch.eye(module.in_features, dtype=dtype, device=device)
+    units = torch.eye(getattr(module, "in_features", None) or len(module.weight), dtype=dtype, device=device)
     made: torch.Tensor = module(units) - module(torch.zeros_like(units[:1]))
     return made.T
 

@@ -26,7 +26,6 @@ from kvlab.hf.command_line import Parser, announce_size, refuse_missing_cuda, wh
 from kvlab.hf.models import (
     DTYPES,
     Shape,
-    default_attention,
     default_device,
     load_config,
     load_model,
@@ -236,7 +235,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise Refused(f"{trace.path}: its manifest has no weights_xxh3; a trace that names its model is expected")
         refuse_other_weights(trace, arguments.model, checksum)
     device = arguments.device or default_device()
-    model = load_model(arguments.model, "float32", default_attention(), device).requires_grad_(False)
+    model = load_model(arguments.model, "float32", "sdpa", device).requires_grad_(False)
     shape = shape_of(model)
     for trace in traces:
         refuse_another_shape(trace, arguments.model, model, shape)

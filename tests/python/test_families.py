@@ -1,0 +1,196 @@
+"""Captures of transformers' families in miniature: what the trace says is what the plain model's attention computes."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+
+import kvlab
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from hf_miniatures import families, model_of
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvlab.hf import capturing
+from kvlab.hf.layers import decoder_of
+from kvlab.hf.models import TRANSFORMERS
+
+TOKENS = 400
+IDS = torch.randint(3, 97, (1, TOKENS), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Miniatures are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain_attention(model: Any) -> dict[int, Any]:
+    """By layer [tokens, query_heads, value_size], of the function that the family's own file has for `eager`."""
+    outs: dict[int, Any] = {}
+
+    def record(module: Any, *arguments: Any, **words: Any) -> Any:
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        made = eager(module, *arguments, **words)
+        outs[module.layer_idx] = made[0][0].double()
+        return made
+
+    AttentionInterface.register("recorded", record)
+    AttentionMaskInterface.register("recorded", eager_mask)
+    decoder, before = decoder_of(model), model.config._attn_implementation
+    decoder.set_attn_implementation("recorded")
+    with torch.no_grad():
+        decoder(IDS, use_cache=False)
+    decoder.set_attn_implementation(before)
+    return outs
+
+
+def rotated(x: Any, inv_freq: Any, factor: float) -> Any:
+    """[tokens, size] before RoPE, float64."""
+    a, b = torch.as_tensor(x).double().chunk(2, dim=-1)
+    angles = torch.outer(torch.arange(len(a)).double(), torch.as_tensor(inv_freq).double())
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def said_attention(trace: kvlab.Trace, place: int, head: int) -> Any:
+    """[tokens, size] of a query head, from the trace alone."""
+    layer, row, kv_head = trace.layer_numbers[place], trace.rows[place], head * trace.kv_heads // trace.query_heads
+    table = numpy.atleast_2d(trace.inv_freq)[row["rope"]]
+    parts = (trace.read("q", layer, head), trace.read("k", layer, kv_head))
+    q, k = (rotated(x, table, trace.model["rope_factor"]) for x in parts)
+    scores = q @ k.T * row["scale"]
+    if row["softcap"]:
+        scores = torch.tanh(scores / row["softcap"]) * row["softcap"]
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    if row["span"]:
+        hidden |= torch.ones_like(hidden).tril(-row["span"])
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if row["sink"] is not None:
+        scores = torch.cat((scores, torch.full((len(q), 1), row["sink"][head], dtype=torch.float64)), dim=1)
+    return scores.softmax(-1)[:, : len(q)] @ torch.as_tensor(trace.read("v", layer, kv_head)).double()
+
+
+def check_says(trace: kvlab.Trace, model: Any) -> None:
+    plain = plain_attention(model)
+    assert sorted(plain) == trace.layer_numbers
+    for place, layer in enumerate(trace.layer_numbers):
+        said = torch.stack([said_attention(trace, place, head) for head in range(trace.query_heads)], 1)
+        assert float((said - plain[layer]).norm() / plain[layer].norm()) <= 1e-5, layer
+
+
+# Under the interface, with a cache, or the same in parts as at once, since transformers 5.
+NEW = ("gpt2", "deepseek_v2", "bert", "moshi", "llama4", "llama4_text")
+
+
+def made(family: str, words: dict[str, Any]) -> Any:
+    if family not in CONFIG_MAPPING or (family in NEW and TRANSFORMERS < (5, 0)):
+        pytest.skip(f"transformers {transformers.__version__} has no such {family}")
+    return model_of(family, **words)
+
+
+CAPTURED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 128}),
+    ("phi3", {}),
+    ("glm4", {}),  # RoPE of half a head, side by side
+    ("cohere", {}),
+    ("olmo2", {}),
+    ("granite", {"attention_multiplier": 0.3}),
+    ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
+    ("gemma2", {"sliding_window": 64}),
+    ("gemma3_text", {"sliding_window": 64}),
+    ("gemma3", {"sliding_window": 64}),  # a wrapper
+    ("gpt_oss", {"sliding_window": 64}),
+    ("qwen3_next", {}),
+    ("qwen3_5_text", {}),
+    ("llama4_text", {"attention_chunk_size": 400}),
+    ("gpt2", {}),
+    ("gpt_neox", {}),
+    ("apertus", {}),
+    ("nanochat", {}),  # turned back
+    ("hunyuan_v1_dense", {}),  # norms behind RoPE
+    ("ministral3", {"sliding_window": None}),
+    ("deepseek_v2", {}),
+    ("llava", {}),
+    ("qwen3_vl", {}),
+    ("llama4", {"attention_chunk_size": 400}),
+]
+
+
+@pytest.mark.parametrize(("family", "words"), CAPTURED, ids=[family for family, _ in CAPTURED])
+def test_a_trace_says_what_the_plain_model_computes(
+    family: str, words: dict[str, Any], tmp_path: pathlib.Path, command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    model = made(family, words)
+    with torch.no_grad():
+        before = model(IDS).logits
+    trace = kvlab.hf.capture(model, IDS, prompt_tokens=300, out=tmp_path / "trace", chunk=150)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, before)
+    done = command("trace", "verify", tmp_path / "trace")
+    assert done.returncode == 0, done.stderr
+    check_says(trace, model)
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "message"),
+    [
+        ("llama4_text", {"attention_chunk_size": 399}, "layer 0: a query does not see all tokens before it"),
+        ("mimo_v2_flash", {}, "layer 1: kv_heads is 4, and layer 0's 2"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "layer 2 has the keys of layer"),
+        ("doge", {}, "layer 0: its mask adds to the scores"),
+        ("bert", {"is_decoder": False}, "layer 0: a query does not see all tokens before it"),
+        ("moshi", {}, "keys of one token differ by .* from position to position, though nothing turns them"),
+        ("inkling_text", {}, "layer 0: its attention is called with position_bias"),
+    ],
+)
+def test_what_a_trace_cannot_say_is_refused_before_it_is_fed(
+    family: str, words: dict[str, Any], message: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capturing.Listener, "feed_chunk", lambda *_: pytest.fail("tokens are fed"))
+    with pytest.raises(kvlab.hf.Refused, match=message) as refused:
+        kvlab.hf.capture(made(family, words), IDS, prompt_tokens=300, out=tmp_path / "trace")
+    assert "\n" not in str(refused.value) and not (tmp_path / "trace").exists()
+
+
+@pytest.mark.skipif(not os.environ.get("KVLAB_EVERY_FAMILY"), reason="KVLAB_EVERY_FAMILY is not set; minutes")
+def test_every_family_is_captured_or_refused_in_one_line() -> None:
+    counts: collections.Counter[str] = collections.Counter()
+    for family in families():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                model = model_of(family)
+            except Exception as error:  # of a config that wants other numbers
+                counts["no miniature"] += 1
+                print(f"{family}: no miniature: {' '.join(str(error).split())[:100]}")
+                continue
+            try:
+                check_says(kvlab.hf.capture(model, IDS, prompt_tokens=300, progress=False), model)
+                counts["captured"] += 1
+            except kvlab.hf.Refused as refused:
+                assert "\n" not in str(refused)
+                counts["refused"] += 1
+                print(f"{family}: {refused}")
+    print(dict(counts))
+    assert counts["captured"] >= 95

@@ -1,0 +1,171 @@
+"""transformers' attention interface: one function in the place of every layer's attention, and what it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+
+from kvlab.hf.refused import Refused
+
+NAME = "kvlab"
+SCORES = 1 << 26  # at once, float32
+HIDDEN = -1e4  # what a mask adds to a score that does not count: this or less
+
+# Keywords that change nothing of what is computed here; any other has to be None or False.
+_HARMLESS = frozenset(
+    ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states")
+    + ("return_dict", "output_router_logits", "logits_to_keep", "position_embeddings", "training", "layer_idx")
+)
+
+
+@dataclasses.dataclass
+class Call:
+    """What a layer's attention was given of one sequence: of n queries and the keys and values that are held."""
+
+    module: Any
+    layer: int
+    q: torch.Tensor  # [query_heads, n, key_size], as turned, normed and scaled as the model does it
+    k: torch.Tensor  # [kv_heads, held, key_size]
+    v: torch.Tensor  # [kv_heads, held, value_size]
+    mask: torch.Tensor | None  # [1 or query_heads, n, held], added to the scores
+    scale: float
+    span: int  # 0: all
+    softcap: float  # 0: none
+    sink: torch.Tensor | None  # [query_heads]
+    last: torch.Tensor | None = (
+        None  # [tokens]: what the mask shows to the last query of the whole text, where it can be asked
+    )
+
+
+def attention(call: Call) -> torch.Tensor:
+    """[n, query_heads, value_size] float32: softmax(scale · q kᵀ, capped, + mask, and the sink's column) · v."""
+    query_heads, n, _ = call.q.shape
+    kv_heads, held, value_size = call.v.shape
+    group, step = query_heads // kv_heads, max(1, SCORES // (held * (query_heads // kv_heads)))
+    out = call.q.new_empty(n, query_heads, value_size, dtype=torch.float32)
+    for head in range(kv_heads):
+        own = slice(head * group, (head + 1) * group)
+        k, v = call.k[head].float(), call.v[head].float()
+        for rows in (slice(first, min(first + step, n)) for first in range(0, n, step)):
+            scores = call.q[own, rows].float() @ k.T * call.scale
+            if call.softcap:
+                scores = torch.tanh(scores / call.softcap) * call.softcap
+            if call.mask is not None:
+                scores += call.mask[own if len(call.mask) > 1 else slice(None), rows]
+            if call.sink is not None:
+                column = call.sink[own].float().view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+                scores = torch.cat((scores, column), dim=-1)
+            out[rows, own] = (scores.softmax(-1)[..., :held] @ v).transpose(0, 1)
+    return out
+
+
+def check_mask(call: Call, end: int) -> None:
+    """Whether each of the last queries before position `end` sees what a causal query with the call's span sees."""
+    n, held = call.q.shape[1], call.k.shape[1]
+    rows, keys = (torch.arange(end - count, end, device=call.q.device) for count in (n, held))
+    ago = rows[:, None] - keys
+    seen = (ago >= 0) & (ago < call.span) if call.span else ago >= 0
+    shown = torch.ones_like(seen)[None] if call.mask is None else call.mask == 0
+    if call.mask is not None and not bool((shown | (call.mask <= HIDDEN)).all()):
+        raise Refused(
+            f"--model: layer {call.layer}: its mask adds to the scores; one that only hides tokens is expected"
+        )
+    least = min(end, call.span + n - 1) if call.span else end
+    ahead = True
+    if call.last is not None:
+        ahead = torch.equal(
+            call.last.nonzero()[:, 0], torch.arange(len(call.last), device=call.last.device)[-call.span :]
+        )
+    if not ahead or not least <= held <= end or not bool((shown == seen).all()):
+        span = f"a window of {call.span} tokens" if call.span else "all tokens before it"
+        raise Refused(
+            f"--model: layer {call.layer}: a query does not see {span}, which is what its attention is called with;"
+            " a window that its mask alone knows, chunks or padding cannot be said by a trace"
+        )
+
+
+def _last_row(mask_function: Any, tokens: int, device: Any) -> torch.Tensor | None:
+    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(tokens, device=device)
+    try:
+        row: torch.Tensor = mask_function(zero, zero, zero + tokens - 1, keys).expand(tokens)
+        return row
+    except Exception:  # of a function that knows the tokens alone that are there
+        return None
+
+
+def _call(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]) -> Call:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int) or layer < 0:
+        raise Refused(
+            f"--model: {type(module).__name__} has {layer} for its layer_idx; the number of a layer is expected"
+        )
+    if len(q) != 1 or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
+        shapes = f"queries {list(q.shape)} and keys {list(k.shape)}"
+        raise Refused(f"--model: layer {layer}: {shapes}; [1, heads, tokens, size] of one sequence is expected")
+    scale, span, softcap, sink = (words.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
+    for name, value in words.items():
+        if name not in _HARMLESS and value is not None and value is not False:
+            raise Refused(
+                f"--model: layer {layer}: its attention is called with {name}; scaling, a mask, sliding_window, softcap and"
+                " s_aux alone are known"
+            )
+    if mask is not None:
+        if mask.ndim != 4:
+            raise Refused(
+                f"--model: layer {layer}: its mask is {list(mask.shape)}; [1, heads, tokens, tokens] is expected"
+            )
+        mask = mask[0, :, :, : k.shape[2]]
+        mask = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
+    return Call(
+        module,
+        layer,
+        q[0].detach(),
+        k[0].detach(),
+        v[0].detach(),
+        mask,
+        float(q.shape[-1] ** -0.5 if scale is None else scale),
+        int(span or 0),
+        float(softcap or 0),
+        None if sink is None else sink.detach().reshape(-1),
+    )
+
+
+@contextlib.contextmanager
+def attending(decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int = 0) -> Iterator[None]:
+    """In the block, `attend` [n, query_heads, value_size] is what the decoder's attention puts out. `tokens`: calls say what
+    their masks show to the last of so many."""
+    rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by a mask's place: it, and its last row
+
+    def function(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, **words: Any) -> Any:
+        call = _call(module, query, key, value, attention_mask, words)
+        if attention_mask is not None and attention_mask.data_ptr() in rows:
+            call.last = rows[attention_mask.data_ptr()][1]
+        return attend(call)[None].to(value.dtype), None
+
+    def mask(*arguments: Any, **words: Any) -> Any:
+        made = eager_mask(*arguments, **words)
+        if tokens and made is not None and "mask_function" in words:
+            rows[made.data_ptr()] = (made, _last_row(words["mask_function"], tokens, made.device))
+        return made
+
+    configs = {id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}
+    settings = [
+        (config, vars(config)) for config in configs.values() if "_attn_implementation_internal" in vars(config)
+    ]
+    before = [(config, own["_attn_implementation_internal"]) for config, own in settings]
+    AttentionInterface.register(NAME, function)
+    AttentionMaskInterface.register(NAME, mask)
+    try:
+        decoder.set_attn_implementation(NAME)
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(NAME, None)

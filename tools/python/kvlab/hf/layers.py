@@ -1,0 +1,452 @@
+"""What a trace says of each layer that attends, found by running the model on a few tokens and compared with it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvlab.hf.attention import Call, attending, attention, check_mask
+from kvlab.hf.calls import cache_among
+from kvlab.hf.models import Rope, rotate
+from kvlab.hf.refused import Refused, one_line
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
+
+TOKENS = 64  # that are fed to look at a model
+FAR = 5e-3  # float32 loses of large angles; a million positions: 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer that attends: how its queries attend, and where the parts of its block are."""
+
+    index: int  # the model's own
+    module: Any
+    query_heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    span: int  # 0: all
+    softcap: float  # 0: none
+    sink: torch.Tensor | None  # [query_heads]
+    rope: Rope  # [key_size / 2], zeros for what is not turned; with the softmax scale
+    order: torch.Tensor  # [key_size]: the model's dimensions as they are stored, pairs half a key apart
+    pairs: int  # that are turned, in front of those that are not
+    still: bool  # whether the module makes q and k before RoPE if given cos 1 and sin 0; if not, they are turned back
+    output: Any  # the module that projects what attention puts out; None: something is between
+    residual: Any  # the module whose input is the residual stream behind attention; None: there is none
+
+    def fits(self, call: Call) -> bool:
+        """Whether the call attends as the layer did at first."""
+        shape = (*call.q.shape[::2], *call.v.shape[::2])
+        same = shape == (self.query_heads, self.key_size, self.kv_heads, self.value_size)
+        row = (call.scale, call.span, call.softcap, call.sink is None)
+        return same and row == (self.rope.softmax_scale, self.span, self.softcap, self.sink is None)
+
+    def stored(self, x: torch.Tensor, turns: Turns | None) -> torch.Tensor:
+        """[n, heads, key_size] before RoPE, from [heads, n, key_size] of a module in `listening`."""
+        if not self.still:
+            return turned_back(x, self.order, turns, self.rope.factor)
+        return reordered(x, self.order, self.pairs, self.rope.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """cos and sin [n, pairs] by which a layer turns, one for each pair."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def reordered(x: torch.Tensor, order: torch.Tensor, pairs: int, factor: float) -> torch.Tensor:
+    """Dimensions that RoPE leaves alone are divided by its factor, which readers multiply all by."""
+    x, size = x.transpose(0, 1)[..., order.to(x.device)], len(order)
+    turned = torch.arange(size, device=x.device) % (size // 2) < pairs
+    return x if factor == 1 else torch.where(turned, x, x / factor)
+
+
+def turned_back(x: torch.Tensor, order: torch.Tensor, turns: Turns | None, factor: float) -> torch.Tensor:
+    a, b = x.transpose(0, 1)[..., order.to(x.device)].float().chunk(2, dim=-1)
+    cos, sin = (torch.full((len(a), 1, a.shape[-1]), value, device=a.device) for value in (factor, 0.0))
+    if turns is not None:
+        cos[:, 0, : turns.cos.shape[1]], sin[:, 0, : turns.cos.shape[1]] = turns.cos, turns.sin
+    return (torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1) / (cos**2 + sin**2).repeat(1, 1, 2)).to(x.dtype)
+
+
+def _is_turns(value: Any) -> bool:
+    """Of position_embeddings: (cos, sin), or complex numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.is_complex()
+    pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, torch.Tensor) for x in value)
+    return pair and value[0].shape == value[1].shape and value[0].is_floating_point()
+
+
+def _stilled(value: Any) -> Any:
+    if not _is_turns(value):
+        return value
+    if isinstance(value, torch.Tensor):
+        return torch.ones_like(value)
+    return torch.ones_like(value[0]), torch.zeros_like(value[1])
+
+
+def turns_among(given: Given, n: int) -> Turns | None:
+    """The first among what a module is given, for each pair; the model has them for each pair or for each dimension."""
+    for value in filter(_is_turns, (*given[0], *given[1].values())):
+        cos, sin = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
+        cos, sin = (x.reshape(-1, n, x.shape[-1])[0].float() for x in (cos, sin))
+        half = cos.shape[-1] // 2
+        for part, again in ((slice(half), slice(half, None)), (slice(0, None, 2), slice(1, None, 2))):
+            if cos.shape[-1] % 2 == 0 and all(torch.equal(x[:, part], x[:, again]) for x in (cos, sin)):
+                return Turns(cos[:, part], sin[:, part])
+        return Turns(cos, sin)
+    return None
+
+
+@contextlib.contextmanager
+def listening(layers: Sequence[Layer], given: dict[int, Given]) -> Iterator[None]:
+    """In the block, `given` is what each layer's module is called with, but for what turns: that is taken away where the
+    layer can be called without."""
+
+    def hook_of(layer: Layer) -> Any:
+        def take(_: Any, arguments: Any, words: Any) -> Any:
+            given[layer.index] = (arguments, words)
+            if layer.still:
+                return tuple(map(_stilled, arguments)), {name: _stilled(value) for name, value in words.items()}
+            return None
+
+        return take
+
+    hooks = [layer.module.register_forward_pre_hook(hook_of(layer), with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclasses.dataclass
+class Run:
+    """What some tokens gave: each layer's call and output, and what its module was called with."""
+
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    outs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # [n, query_heads, value_size]
+    given: dict[Any, Given] = dataclasses.field(default_factory=dict)  # by module that knows its layer
+    inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of every module, by name: [n, width]
+
+
+def decoder_of(model: Any) -> Any:
+    """The decoder of text, without the head."""
+    own = getattr(model, "get_decoder", lambda: None)()
+    for found in (own, getattr(model, "base_model", None), getattr(model, "model", None)):
+        if found is not None and found is not model and hasattr(found, "set_attn_implementation"):
+            found = getattr(found, "language_model", found)
+            return found if found.get_output_embeddings() is None else decoder_of(found)
+    raise Refused(f"--model: {type(model).__name__} has no decoder; a model such as LlamaForCausalLM is expected")
+
+
+def _fed(decoder: Any, ids: Sequence[int], first: int) -> torch.Tensor:
+    """The hidden states [n, width] of ids at positions from `first` on."""
+    words: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=decoder.device), "use_cache": False}
+    if first:
+        words["position_ids"] = first + torch.arange(len(ids), device=decoder.device)[None]
+    hidden: torch.Tensor = decoder(**words, return_dict=True).last_hidden_state[0].float()
+    return hidden
+
+
+@contextlib.contextmanager
+def _hooked(decoder: Any, run: Run) -> Iterator[None]:
+    def hook_of(name: str) -> Any:
+        def keep(module: Any, arguments: Any, words: Any) -> None:
+            if hasattr(module, "layer_idx"):
+                run.given[module] = (arguments, words)
+            first = next((x for x in (*arguments, *words.values()) if isinstance(x, torch.Tensor)), None)
+            if first is not None and first.ndim == 3 and len(first) == 1:
+                run.inputs.setdefault(name, first[0])
+
+        return keep
+
+    modules = decoder.named_modules()
+    hooks = [module.register_forward_pre_hook(hook_of(name), with_kwargs=True) for name, module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _look(decoder: Any, ids: Sequence[int], first: int, tokens: int = 0) -> Run:
+    run = Run()
+
+    def attend(call: Call) -> torch.Tensor:
+        check_mask(call, len(ids))
+        run.calls.append(call)
+        run.outs.append(attention(call))
+        return run.outs[-1]
+
+    with attending(decoder, attend, tokens), _hooked(decoder, run):
+        _fed(decoder, ids, first)
+    if not run.calls:
+        what = f"attention of {type(decoder).__name__} does not go through transformers' AttentionInterface"
+        raise Refused(f"--model: {what}, which is needed")
+    return run
+
+
+# ---------------------------------------------------------------------------------------------
+# Rotation
+
+
+def _tables(decoder: Any) -> Iterator[tuple[torch.Tensor, float]]:
+    """inv_freq and factor of each rotary embedding that the decoder holds."""
+    for module in decoder.modules():
+        for name, values in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq") and "original" not in name:
+                factor = getattr(module, name.replace("inv_freq", "attention_scaling"), 1.0)
+                yield values.float().cpu().clone(), float(factor)
+
+
+def _read_back(turns: Turns) -> tuple[torch.Tensor, float]:
+    """The table of what turns, from how far it turns from one position to the next."""
+    z = torch.complex(turns.cos.double(), turns.sin.double()).cpu()
+    return (z[1:2] / z[:1]).angle()[0].float(), float(z.abs().mean())
+
+
+def turns_alike(turns: Turns, rope: Rope, pairs: int, first: int) -> bool:
+    """Whether they turn by position · inv_freq at positions from `first` on."""
+    positions = first + torch.arange(len(turns.cos), device=turns.cos.device)
+    ours = [x[:, :pairs] for x in rope.cos_sin(positions)]
+    most = 5e-3 + 2e-7 * (first + len(positions)) * max(1.0, float(rope.inv_freq.abs().max()))
+    return all(float((x - y).abs().max()) <= most for x, y in zip(ours, (turns.cos, turns.sin)))
+
+
+def _table_of(decoder: Any, turns: Turns, layer: int) -> tuple[torch.Tensor, float]:
+    pairs = turns.cos.shape[1]
+    for inv_freq, factor in (*_tables(decoder), _read_back(turns)):
+        if len(inv_freq) == pairs and turns_alike(turns, Rope(inv_freq, factor, 1.0), pairs, 0):
+            return inv_freq, factor
+    raise Refused(f"--model: layer {layer}: its RoPE does not turn by position · inv_freq, which is expected")
+
+
+def _orders(size: int, pairs: int) -> Iterator[torch.Tensor]:
+    """Where pairs may lie in a key: in front or behind, far apart or side by side."""
+    for start in sorted({0, size - 2 * pairs}):
+        numbers = torch.arange(pairs)
+        rest = torch.tensor([i for i in range(size) if not start <= i < start + 2 * pairs], dtype=torch.int64)
+        for a, b in ((numbers, numbers + pairs), (2 * numbers, 2 * numbers + 1)):
+            for one, other in ((a, b), (b, a)):  # turned forwards, or back
+                yield torch.cat((one + start, rest[: len(rest) // 2], other + start, rest[len(rest) // 2 :]))
+
+
+def _keys_of_one_token(decoder: Any, call: Call, given: Given, still: bool) -> torch.Tensor:
+    """[kv_heads, n, key_size]: what the layer's module makes of one token at all positions; `still`: without turning."""
+    n, keys = call.q.shape[1], []
+
+    def alike(x: Any) -> Any:
+        is_hidden = isinstance(x, torch.Tensor) and x.shape[:2] == (1, n) and x.ndim == 3 and x.is_floating_point()
+        x = x[:, :1].expand(-1, n, -1).contiguous() if is_hidden else None if cache_among([x]) is not None else x
+        return _stilled(x) if still else x
+
+    def attend(call: Call) -> torch.Tensor:
+        keys.append(call.k)
+        return attention(call)
+
+    with attending(decoder, attend):
+        call.module(*map(alike, given[0]), **{name: alike(x) for name, x in given[1].items()})
+    return keys[0]
+
+
+def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tensor, int, bool]:
+    """The layer's table, the order that it is stored in, the pairs that are turned, and whether it can be called without."""
+    size = call.q.shape[-1]
+    if size % 2:
+        raise Refused(f"--model: layer {call.layer}: keys of {size} dimensions; an even number is expected")
+    plain, turned = (_keys_of_one_token(decoder, call, given, still).float() for still in (True, False))
+    most = 1e-4 if call.k.dtype == torch.float32 else 0.05
+    if not (off := difference(plain, plain[:, :1].expand_as(plain))) <= most:
+        raise Refused(
+            f"--model: layer {call.layer}: keys of one token differ by {off:.2g} from position to position, though nothing"
+            " turns them that the layer is given; a RoPE that it is given (position_embeddings) is expected"
+        )
+    turns = turns_among(given, plain.shape[1])
+    found = [(Rope(torch.zeros(size // 2), 1.0, call.scale), torch.arange(size), 0)]
+    if turns is not None and 2 * turns.cos.shape[1] <= size:
+        inv_freq, factor = _table_of(decoder, turns, call.layer)
+        rope = Rope(torch.cat((inv_freq, torch.zeros(size // 2 - len(inv_freq)))), factor, call.scale)
+        found += [(rope, order, len(inv_freq)) for order in _orders(size, len(inv_freq))]
+
+    def off_by(rope: Rope, order: torch.Tensor, pairs: int) -> float:
+        back = turned_back(turned, order, turns if pairs else None, rope.factor)
+        return difference(reordered(plain, order, pairs, rope.factor), back)
+
+    least = min(found, key=lambda one: off_by(*one))
+    return *least, off_by(*least) <= most
+
+
+# ---------------------------------------------------------------------------------------------
+# The block
+
+
+def _output_of(modules: dict[str, Any], call: Call, out: torch.Tensor, run: Run) -> str:
+    """The module within attention that is given what attention put out, by name; empty: something is between."""
+    within, wanted = _name_of(modules, call.module) + ".", out.reshape(len(out), -1)
+    for name, given in run.inputs.items():
+        if name.startswith(within) and torch.equal(given, wanted.to(given.dtype)):
+            weight = getattr(modules[name], "weight", None)  # of what is quantised, a function
+            if callable(weight) or getattr(weight, "ndim", 0) == 2:
+                return name
+    return ""
+
+
+def _residual_of(modules: dict[str, Any], call: Call, output: str, run: Run) -> Any:
+    """The module of the block that is given the block's input and, added, what attention's output is projected to."""
+    block = _name_of(modules, call.module).rpartition(".")[0]
+    if block not in run.inputs:
+        return None
+    before, added = run.inputs[block].float(), modules[output](run.inputs[output][None])[0].float()
+    most = 0.01 if run.inputs[block].dtype == torch.float32 else 0.05
+    for name, given in run.inputs.items():
+        if name.startswith(block + ".") and given.shape == before.shape:
+            off = (given.float() - before - added).norm(dim=-1) / added.norm(dim=-1).clamp_min(1e-30)
+            if float(off.median()) <= most:
+                return modules[name]
+    return None
+
+
+def _name_of(modules: dict[str, Any], wanted: Any) -> str:
+    return next(name for name, module in modules.items() if module is wanted)
+
+
+# ---------------------------------------------------------------------------------------------
+# The layers
+
+
+def layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
+    """Those that attend, in order. Refused where a trace of `tokens` tokens cannot say what the plain model computes, of
+    the first and of the last positions."""
+    with torch.no_grad(), running(decoder):
+        return _layers_of(decoder, ids, tokens)
+
+
+@contextlib.contextmanager
+def running(decoder: Any) -> Iterator[None]:
+    """What a decoder throws that nobody knows is refused."""
+    try:
+        yield
+    except (Refused, OSError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:
+        what = f"{type(decoder).__name__} runs otherwise than a decoder of text: {type(error).__name__}"
+        raise Refused(f"--model: {what}: {one_line(error, 120)}") from None
+
+
+def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
+    most = getattr(decoder.config, "max_position_embeddings", None)
+    n = min(TOKENS, most) if isinstance(most, int) and most > 0 else TOKENS
+    few = (list(ids) + [number * 7 % len(decoder.get_input_embeddings().weight) for number in range(1, n)])[:n]
+    run = _look(decoder, few, 0, tokens)
+    numbers, modules = [call.layer for call in run.calls], dict(decoder.named_modules())
+    if twice := {number for number in numbers if numbers.count(number) > 1}:
+        raise Refused(f"--model: layer {min(twice)} attends more than once; once is expected")
+    owners = {call.k.float().cpu().numpy().tobytes(): call.layer for call in reversed(run.calls)}
+    for call in run.calls:
+        if (owner := owners[call.k.float().cpu().numpy().tobytes()]) != call.layer:
+            raise Refused(f"--model: layer {call.layer} has the keys of layer {owner}; keys of its own are expected")
+    layers = []
+    for call, out in sorted(zip(run.calls, run.outs), key=lambda one: one[0].layer):
+        layers.append(_layer_of(decoder, modules, call, out, run))
+    _compare(decoder, layers, few, 0)
+    if tokens > n and "position_ids" in inspect.signature(decoder.forward).parameters:
+        _compare(decoder, layers, few, tokens - n)
+    return layers
+
+
+def _layer_of(decoder: Any, modules: dict[str, Any], call: Call, out: torch.Tensor, run: Run) -> Layer:
+    rope, order, pairs, still = _rotation(decoder, call, run.given[call.module])
+    (query_heads, _, key_size), (kv_heads, _, value_size) = call.q.shape, call.v.shape
+    output = _output_of(modules, call, out, run)
+    residual = _residual_of(modules, call, output, run) if output else None
+    shape = (query_heads, kv_heads, key_size, value_size)
+    row = (call.span, call.softcap, None if call.sink is None else call.sink.float().cpu())
+    return Layer(
+        call.layer,
+        call.module,
+        *shape,
+        *row,
+        rope,
+        order,
+        pairs,
+        still,
+        modules[output] if residual else None,
+        residual,
+    )
+
+
+def turns_of(layer: Layer, given: Given, n: int, first: int) -> Turns | None:
+    """By which the layer turns n tokens at positions from `first` on, checked against its table."""
+    if not layer.pairs:
+        return None
+    turns = turns_among(given, n)
+    if turns is None or not turns_alike(turns, layer.rope, layer.pairs, first):
+        raise Refused(
+            f"--model: layer {layer.index}: at positions from {first} on its RoPE turns otherwise than at first; one rotation"
+            " for all positions is expected"
+        )
+    return turns
+
+
+def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: int) -> None:
+    """What is stored of the layers with what they compute, and the hidden states with those of the plain model."""
+    where, at = f" at positions from {first} on" if first else "", {layer.index: layer for layer in layers}
+    plain, own = _fed(decoder, ids, first), _look(decoder, ids, first)
+    given: dict[int, Given] = {}
+    outs: list[torch.Tensor] = []
+
+    def attend(call: Call) -> torch.Tensor:
+        layer = at[call.layer]
+        turns = turns_of(layer, given[call.layer], len(ids), first)
+        now = layer.rope.cos_sin(first + torch.arange(len(ids), device=call.q.device))
+        q, k = (rotate(layer.stored(x, turns), *now).transpose(0, 1) for x in (call.q, call.k))
+        outs.append(attention(dataclasses.replace(call, q=q, k=k, scale=layer.rope.softmax_scale)))
+        return outs[-1]
+
+    with attending(decoder, attend), listening(layers, given):
+        hidden = _fed(decoder, ids, first)
+    most = 0.1 if own.calls[0].q.dtype != torch.float32 else FAR if first else 1e-3
+    for call, right, out in zip(own.calls, own.outs, outs, strict=True):
+        if not (off := difference(right, out)) <= most:
+            raise Refused(
+                f"--model: layer {call.layer}: what a trace says differs by {off:.2g} from the plain model's{where}"
+            )
+    if not (off := difference(plain, hidden)) <= most:
+        raise Refused(
+            f"--model: {type(layers[0].module).__name__} computes more than softmax(scale · q kᵀ + mask) · v: hidden states"
+            f" differ by {off:.2g} from the plain model's{where}"
+        )
+
+
+def difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
+    return float(((theirs - ours).norm() / theirs.norm().clamp_min(1e-30)).nan_to_num(torch.inf))
+
+
+def layer_count(decoder: Any, layers: Sequence[Layer]) -> int:
+    """Of the model, those that do not attend among them."""
+    path = _name_of(dict(decoder.named_modules()), layers[0].module).split(".")
+    blocks = ".".join(path[: next((at for at, part in enumerate(path) if part.isdigit()), 0)])
+    return len(decoder.get_submodule(blocks)) if blocks else layers[-1].index + 1
+
+
+def refuse_beyond_format(layers: Sequence[Layer]) -> None:
+    """Shapes, of which a trace has one."""
+    first = layers[0]
+    for layer in layers:
+        if layer.key_size != layer.value_size:
+            sizes = f"keys of {layer.key_size} and values of {layer.value_size} dimensions"
+            raise Refused(f"--model: layer {layer.index}: {sizes}; a trace can say equal sizes alone")
+        for name in ("query_heads", "kv_heads", "key_size"):
+            if (own := getattr(layer, name)) != (others := getattr(first, name)):
+                what = f"{name} is {own}, and layer {first.index}'s {others}"
+                raise Refused(f"--model: layer {layer.index}: {what}; a trace can say equal shapes alone")
