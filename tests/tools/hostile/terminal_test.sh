@@ -100,8 +100,12 @@ limited() { (ulimit -f "$1"; shift; exec "$@"); } # a file that cannot grow stan
 refused "cannot write: File too large" limited 4 "$kvlab" capture --model tiny --prompt hello --max-new-tokens 8 --out trace
 [ ! -e trace ] || fail "a trace that cannot be written"
 refused "cannot write: File too large" limited 4 "$kvlab" report run --out large.html
-refused "cannot write: File too large" limited 60 "$kvlab" report run --figures large --out large.html
-refused "demo is taken away" limited 200 "$kvlab" demo
+if [ -e "${KVLAB_VEGA:-/usr/share/javascript/vega}" ]; then # a page without it would fit
+  refused "cannot write: File too large" limited 60 "$kvlab" report run --figures large --out large.html
+  refused "demo is taken away" limited 200 "$kvlab" demo
+else
+  echo "left out: a disk that is full behind some figures, for want of Vega"
+fi
 [ -z "$(ls -d demo* large* 2>/dev/null)" ] || fail "left: $(ls)"
 
 # An output that cannot be is refused before the work.
