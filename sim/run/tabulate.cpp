@@ -79,7 +79,7 @@ class Tabulator {
     Ratios all;
     for_heads(c, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
       for (std::size_t head = 0; head < of_.shape.group(); ++head) {
-        BlockedRatio& own = all.emplace_back(span_.blocks());
+        BlockedRatio& own = all.emplace_back(BlockedRatio{.blocks = span_.blocks()});
         std::ranges::copy(blocks(of, above, head), own.above.begin());
         std::ranges::copy(blocks(of, below, head), own.below.begin());
       }
