@@ -228,9 +228,7 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
   add_source_option(options);
   add("budget", text_option("B,..."),
       "tokens that a decoded query may span, or a share of the length: 64,128,20%; bytes of a "
-      "head: "
-      "64KiB,20%bytes; by head: "
-      "@FILE, or a mean shared as in pyramid(20%)");
+      "head: 64KiB,20%bytes; by head: @FILE, or a mean shared as in pyramid(20%)");
   add_ladder_option(options);
   add("prefill", text_option("MODE,...", "dense"),
       "how a prompt is admitted: dense (at once), chunk:N or stream");

@@ -141,8 +141,8 @@ int run(const po::variables_map& options) {
                       .answers = answer_plan_from(options),
                       .progress = progress_bar("tune")};
   const auto compiled = policy_sources_from(options);
-  if (!budget.extent.is_share &&
-      !budget.in_bytes)  // refuses what is wrong before a model is loaded
+  // Whatever is wrong is refused before a model is loaded, where no model has to be known.
+  if (!budget.extent.is_share && !budget.in_bytes)
     grid_of(options, budget, budget.extent.tokens, compiled);
   const LoopModel model = load_loop_model(options);
   request.texts = loop_texts_from(options, model);
