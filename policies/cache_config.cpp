@@ -66,17 +66,11 @@ void check_ladder(const CacheConfig& config) {
     refuse("full keeps every token on one rung; one form is expected");
 }
 
-/// The tokens that a ladder holds in `bytes` of a head of so many blocks of channels.
-std::uint32_t climb(ResolvedConfig& config, std::uint64_t bytes, std::uint32_t blocks) {
-  const auto slots = config.policy.ladder.slots(bytes, blocks);
+/// The tokens of a cache with such slots.
+std::uint32_t climb(ResolvedConfig& config, const std::vector<RungSlots>& slots) {
   const std::uint32_t budget = tokens_of(slots);
   config.rungs.try_emplace(budget, slots);
   return budget;
-}
-
-/// The same in the bytes of `asked` tokens in 16 bit, whatever a head's size.
-std::uint32_t climb(ResolvedConfig& config, std::uint32_t asked) {
-  return climb(config, std::uint64_t{asked} * kKvForms[0].block_bytes(), 1);
 }
 
 /// Budgets in tokens of 16 bit become those that the ladder holds in as many bytes.
@@ -89,11 +83,13 @@ void climb(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size
   }
   const bool of_bytes = config.budget.in_bytes && config.budget.is_even();
   if (of_bytes) check_coded_heads(head_size);
-  config.budget_tokens =
-      of_bytes ? climb(config, config.budget.bytes_of(length, head_size), head_size / kCodeBlock)
-               : climb(config, config.budget_tokens);
+  const Ladder& ladder = config.policy.ladder;
+  config.budget_tokens = climb(
+      config, of_bytes
+                  ? ladder.slots(config.budget.bytes_of(length, head_size), head_size / kCodeBlock)
+                  : ladder.slots_of_tokens(config.budget_tokens));
   for (auto& layer : config.head_budgets)
-    for (std::uint32_t& own : layer) own = climb(config, own);
+    for (std::uint32_t& own : layer) own = climb(config, ladder.slots_of_tokens(own));
 }
 
 }  // namespace

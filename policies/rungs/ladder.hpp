@@ -48,6 +48,10 @@ struct Ladder {
   /// channels: shares are rounded down, and the last rung has what is left. Throws
   /// std::invalid_argument where the first rung has no room for a token.
   std::vector<RungSlots> slots(std::uint64_t bytes, std::uint32_t blocks) const;
+  /// The same in the bytes of so many tokens of 16 bit, whatever a head's size.
+  std::vector<RungSlots> slots_of_tokens(std::uint32_t tokens) const {
+    return slots(std::uint64_t{tokens} * kKvForms[0].block_bytes(), 1);
+  }
   bool operator==(const Ladder&) const = default;
 };
 

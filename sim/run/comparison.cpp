@@ -287,9 +287,7 @@ bool guards_fill(std::string_view policy, std::string_view params, std::uint32_t
   const std::vector<std::string> settings = split_list(params, ':');
   for (const std::string& setting : settings)
     if (setting.starts_with("ladder="))  // which holds other numbers in the same bytes
-      budget_tokens =
-          tokens_of(parse_ladder(setting.substr(7))
-                        .slots(std::uint64_t{budget_tokens} * kKvForms[0].block_bytes(), 1));
+      budget_tokens = tokens_of(parse_ladder(setting.substr(7)).slots_of_tokens(budget_tokens));
   for (const std::string& setting : settings) {
     const std::size_t equals = setting.find('=') + 1;
     if (!setting.starts_with("sinks=") && !setting.starts_with("recent=")) continue;
