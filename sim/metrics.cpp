@@ -4,14 +4,14 @@
 #include <bit>
 #include <cmath>
 #include <iterator>
-#include <limits>
 #include <memory>
 #include <numeric>
+
+#include "traces/base/numeric/nan.hpp"
 
 namespace kvlab {
 namespace {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::size_t kLeastBlocks = 8;  // fewer say too little about the error
 
 /// The plain mean of value(i), i < count, of those that are numbers.

@@ -9,10 +9,10 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kBlockFloats = std::size_t{1} << 19;  // exponentials in flight: 2 MB
+constexpr std::size_t kFloatsInFlight = std::size_t{1} << 19;  // exponentials in flight: 2 MB
 
 std::uint32_t block_for(const HeadView& view, std::size_t stride) {
-  const std::size_t queries = kBlockFloats / (stride * view.group);
+  const std::size_t queries = kFloatsInFlight / (stride * view.group);
   return static_cast<std::uint32_t>(std::clamp<std::size_t>(queries, 6, 60));
 }
 

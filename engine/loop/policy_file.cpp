@@ -18,7 +18,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::size_t kMaxBytes = std::size_t{16} << 20;
+constexpr std::size_t kMostPolicyBytes = std::size_t{16} << 20;
 constexpr std::array<std::string_view, 14> kKeys{
     "format",  "policy",    "params", "guards", "modifiers", "budget", "positions",
     "prefill", "threshold", "seed",   "model",  "run",       "source", "ladder"};
@@ -160,7 +160,7 @@ json guard_json(Extent extent) {
 }  // namespace
 
 PolicyFile read_policy_file(const std::filesystem::path& path, const CompiledPolicies& compiled) {
-  const json top = parse_json(read_text_file(path, kMaxBytes), path.string());
+  const json top = parse_json(read_text_file(path, kMostPolicyBytes), path.string());
   const JsonFields fields(top, path.string());
   fields.check_format(kPolicyFormat);
   refuse_reserved_and_unknown(fields, top);

@@ -2,14 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 #include <random>
+
+#include "traces/base/numeric/nan.hpp"
 
 namespace kvlab {
 namespace {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr int kDraws = 2000;
 
 using Values = std::vector<double>;

@@ -40,7 +40,7 @@ struct Expected {
 };
 
 /// Float64's probabilities of one row, and those of a plain attention on rounded q and k.
-struct Row {
+struct CheckedRow {
   std::vector<double> exact, plain;
 };
 
@@ -242,8 +242,9 @@ class Verifier::Watch final : public DecoderObserver {
   }
 
   /// `query` and `keys` are rotated, in float64.
-  Row row_of(const std::vector<double>& query, std::span<const std::vector<double>> keys) const {
-    Row row{.exact = reference_.probabilities(query, keys), .plain = {}};
+  CheckedRow row_of(const std::vector<double>& query,
+                    std::span<const std::vector<double>> keys) const {
+    CheckedRow row{.exact = reference_.probabilities(query, keys), .plain = {}};
     if (!rounding_) return row;
     const auto rounded = [&](const std::vector<double>& x) {
       std::vector<double> y;
@@ -258,7 +259,7 @@ class Verifier::Watch final : public DecoderObserver {
   }
 
   /// By how much a probability near the threshold may be off, relatively.
-  double relative_error(const Row& row, double threshold) const {
+  double relative_error(const CheckedRow& row, double threshold) const {
     double worst = 0;
     for (std::size_t i = 0; i < row.plain.size(); ++i)
       if (row.exact[i] > threshold / 2)
@@ -299,7 +300,7 @@ class Verifier::Watch final : public DecoderObserver {
     };
     for (std::uint32_t g = 0; g < shape_.group(); ++g) {
       const float* q = head.q.data() + (std::size_t{query} * shape_.group() + g) * shape_.head_size;
-      const Row row = row_of(
+      const CheckedRow row = row_of(
           reference_.rotate(q, asked_.positions == Positions::original ? query : place), keys);
       const std::vector<double>& p = row.exact;
       const double largest = *std::max_element(p.begin(), p.end());

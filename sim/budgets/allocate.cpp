@@ -12,7 +12,7 @@ namespace kvlab {
 namespace {
 
 constexpr std::size_t kFewestBudgets = 3;
-constexpr std::string_view kMetrics[] = {"kl_estimate", "residual_error"};
+constexpr std::string_view kAllocators[] = {"kl_estimate", "residual_error"};
 
 /// Error lost per token from `a` to `b`.
 double fall(const CurvePoint& a, const CurvePoint& b) {
@@ -50,16 +50,16 @@ std::string metric_of(const Figures& figures, std::size_t series, const std::str
              figures.average(series, budget.text, metric).has_value();
     });
   };
-  if (!asked.empty() && std::ranges::find(kMetrics, asked) == std::end(kMetrics))
+  if (!asked.empty() && std::ranges::find(kAllocators, asked) == std::end(kAllocators))
     throw std::invalid_argument(
-        fmt::format("--metric: '{}' should be one of {}", asked, fmt::join(kMetrics, ", ")));
-  for (const std::string_view metric : kMetrics)
+        fmt::format("--metric: '{}' should be one of {}", asked, fmt::join(kAllocators, ", ")));
+  for (const std::string_view metric : kAllocators)
     if ((asked.empty() || asked == metric) && has(metric)) return std::string(metric);
   throw std::invalid_argument(fmt::format(
       "the run has no {}; it takes a trace with {}",
-      asked.empty() ? fmt::format("{}", fmt::join(kMetrics, " and no ")) : asked,
-      asked == kMetrics[0] ? "gradients (python -m kvlab.hf sensitivities)"
-                           : "residual norms and a sketch (format 2), as captures have"));
+      asked.empty() ? fmt::format("{}", fmt::join(kAllocators, " and no ")) : asked,
+      asked == kAllocators[0] ? "gradients (python -m kvlab.hf sensitivities)"
+                              : "residual norms and a sketch (format 2), as captures have"));
 }
 
 /// The length that all traces have.

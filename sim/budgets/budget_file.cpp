@@ -14,7 +14,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::size_t kMaxBytes = std::size_t{16} << 20;
+constexpr std::size_t kMostBudgetBytes = std::size_t{16} << 20;
 
 std::uint32_t tokens_from(const json& value, const std::string& where) {
   const std::uint32_t tokens = whole_number(value, where);
@@ -53,8 +53,8 @@ Budget read_budget(std::string_view text) {
   if (!text.starts_with('@')) return parse_budget(text);
   const std::string file(text.substr(1));
   if (file.empty()) throw std::invalid_argument("budget: '@' should be followed by a file's path");
-  return budget_from_json(parse_json(read_text_file(file, kMaxBytes), file), file + ": budgets",
-                          file);
+  return budget_from_json(parse_json(read_text_file(file, kMostBudgetBytes), file),
+                          file + ": budgets", file);
 }
 
 std::string budgets_text(const HeadBudgets& heads) {

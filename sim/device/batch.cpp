@@ -14,8 +14,6 @@ using cuda::check;
 using cuda::DeviceBuffer;
 using kernels::Type;
 
-constexpr std::uint32_t kAlignment = 16;  // of what is multiplied, bytes
-
 /// Some units at a time: the threads read, the device rotates.
 void Batch::read() {
   const ModelShape& shape = plan_.trace.shape();
@@ -246,7 +244,7 @@ double Batch::attend() {
               .y = args_.rows.outputs,
               .y_row = dim,
               .y_batch = rows * dim,
-              .alignment = kAlignment},
+              .alignment = kProductAlignment},
              stream_);
     flops += 4.0 * args_.shape.units * wanted * width * static_cast<double>(dim);
   }

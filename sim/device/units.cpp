@@ -14,7 +14,6 @@ using kernels::Type;
 
 namespace {
 
-constexpr std::uint32_t kAlignment = 16;   // of what is multiplied, bytes
 constexpr double kUsableMemory = 0.9;      // of what is free
 constexpr std::size_t kMostUnits = 65535;  // of a grid
 
@@ -217,7 +216,7 @@ void Units::multiply_rows(std::uint32_t first, std::uint32_t count) {
             .y = parts_.products,
             .y_row = tokens,
             .y_batch = static_cast<std::int64_t>(sizes_.block) * group * tokens,
-            .alignment = kAlignment},
+            .alignment = kProductAlignment},
            stream());
 }
 
@@ -244,7 +243,7 @@ void Units::multiply_parts(std::uint32_t first, std::uint32_t count) {
             .y_row = tokens,
             .y_batch = rows * tokens,
             .tf32 = true,
-            .alignment = kAlignment},
+            .alignment = kProductAlignment},
            stream());
 }
 
@@ -307,7 +306,7 @@ void Units::multiply_terms(std::uint32_t first, std::uint32_t count) {
        .y = parts_.terms,
        .y_row = of_token,
        .y_batch = tokens * of_token,
-       .alignment = kAlignment},
+       .alignment = kProductAlignment},
       stream());
 }
 

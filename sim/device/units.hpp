@@ -57,6 +57,8 @@ inline int pairs_of(const ModelShape& shape) {
   return kernels::ReplayShape{.head_size = static_cast<int>(shape.head_size)}.pairs();
 }
 
+inline constexpr std::uint32_t kProductAlignment = 16;  ///< of what is multiplied, bytes
+
 /// Tokens of a unit as its tensors have them: rows of products begin aligned.
 constexpr std::size_t padded_tokens(std::size_t tokens) { return (tokens + 15) / 16 * 16; }
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "policies/catalogue.hpp"
+#include "traces/base/numeric/nan.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -16,7 +17,6 @@ namespace {
 
 using Values = std::vector<double>;
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kOutside = 0.05;  // of a 95% interval
 
 /// The regularised incomplete beta function, by Lentz's continued fraction.

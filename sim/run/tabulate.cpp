@@ -1,17 +1,15 @@
 #include "sim/run/tabulate.hpp"
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <optional>
 #include <string>
 
 #include "sim/live_counts.hpp"
+#include "traces/base/numeric/nan.hpp"
 
 namespace kvlab {
 namespace {
-
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 using Ratios = std::vector<BlockedRatio>;
 

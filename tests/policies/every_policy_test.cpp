@@ -13,13 +13,13 @@ using namespace kvlab;
 
 namespace {
 
-struct Admission {
+struct Admitted {
   std::uint32_t first, count;
 };
 
 /// A prompt, decoding, a second turn, decoding.
-std::vector<Admission> conversation(std::uint32_t chunk) {
-  std::vector<Admission> result;
+std::vector<Admitted> conversation(std::uint32_t chunk) {
+  std::vector<Admitted> result;
   std::uint32_t next = 0;
   const auto admit = [&](std::uint32_t total, std::uint32_t at_once) {
     for (std::uint32_t done = 0; done < total;) {
@@ -41,7 +41,7 @@ struct Replayed {
   std::vector<std::vector<std::byte>> states;    ///< at the end, by age
 };
 
-std::vector<Observation> draw_all(const LiveSet& live, const Admission& admission) {
+std::vector<Observation> draw_all(const LiveSet& live, const Admitted& admission) {
   std::vector<Observation> seen;
   for (const std::uint32_t position : live.positions())
     seen.push_back(draw_observation(position, admission.first, admission.count));
@@ -51,7 +51,7 @@ std::vector<Observation> draw_all(const LiveSet& live, const Admission& admissio
 Replayed replay(const PolicySpec& spec, std::uint32_t budget, std::uint32_t chunk) {
   LiveSet live(spec, budget, {.seed = 3, .sequence = 1, .layer = 2, .kv_head = 1});
   Replayed result;
-  for (const Admission& admission : conversation(chunk)) {
+  for (const Admitted& admission : conversation(chunk)) {
     live.make_room(admission.first);
     live.admit(admission.first, admission.count,
                draw_columns(admission.first, admission.count, live.columns().size()).data());
@@ -107,7 +107,7 @@ TEST_CASE("every policy keeps to its budget and evicts no more than it must") {
         const Replayed replayed = replay(spec, budget, chunk);
         std::uint32_t live = 0;
         std::size_t i = 0;
-        for (const Admission& admission : conversation(chunk)) {
+        for (const Admitted& admission : conversation(chunk)) {
           live = (spec.entry->info.evicts ? std::min(live, budget - 1) : live) + admission.count;
           REQUIRE(replayed.kept[i].size() == live);
           REQUIRE(std::ranges::is_sorted(replayed.kept[i]));
@@ -126,7 +126,7 @@ TEST_CASE("no policy evicts a guarded token") {
         const Guards guards = spec.entry->info.evicts ? resolve_guards(spec, budget) : Guards{0, 0};
         const Replayed replayed = replay(spec, budget, chunk);
         std::size_t i = 0;
-        for (const Admission& admission : conversation(chunk)) {
+        for (const Admitted& admission : conversation(chunk)) {
           const auto& kept = replayed.kept[i++];
           const auto is_live = [&](std::uint32_t p) { return std::ranges::binary_search(kept, p); };
           // sinks + recent <= budget, and now itself is one of the recent.

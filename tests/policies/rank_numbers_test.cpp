@@ -19,7 +19,7 @@ namespace {
 
 __extension__ using Wide = unsigned __int128;
 
-constexpr std::uint32_t kHeads = 3, kBudget = 16, kPrompt = 40, kTokens = 90, kSeed = 3;
+constexpr std::uint32_t kHeads = 3, kBudget = 16, kPrompt = 40, kRanked = 90, kSeed = 3;
 
 /// How the KV heads of a layer make room.
 struct Asked {
@@ -173,7 +173,7 @@ void run_sets(const PolicySpec& spec, Each each) {
     heads.emplace_back(spec, kBudget, AgedSet::Identity{kSeed, 0, 2, h});
   for (LiveSet& head : heads) all.push_back(&head);
   share_ranks(all);
-  for (std::uint32_t first = 0; first < kTokens;) {
+  for (std::uint32_t first = 0; first < kRanked;) {
     const std::uint32_t count = first == 0 ? kPrompt : 1;
     for (LiveSet& head : heads) head.make_room(first);
     each(heads, first, count);

@@ -9,12 +9,6 @@ namespace {
 
 constexpr double kTwo32 = 4294967296.0;
 
-double dot(const Vector& a, const Vector& b) {
-  double sum = 0;
-  for (std::size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
-  return sum;
-}
-
 double norm2(const Vector& a) { return dot(a, a); }
 
 Vector difference(const Vector& a, const Vector& b) {

@@ -52,6 +52,11 @@ struct RopeAngles {
 };
 /// Cosines and sines of every position, in float64.
 RopeAngles exact_angles(const Sequence& s, std::uint32_t layer = 0);
+inline double dot(const Vector& a, const Vector& b) {
+  double sum = 0;
+  for (std::size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
+  return sum;
+}
 /// A token's vector rotated to `position`: dimensions i and i + half go together.
 Vector rotate(const RopeAngles& angles, const Vector& x, std::uint32_t position);
 /// A token's vector at its original position, where q and k are rounded: rotated in float32, then

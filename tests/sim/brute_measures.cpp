@@ -10,12 +10,6 @@
 namespace kvlab::brute {
 namespace {
 
-double dot(const Vector& a, const Vector& b) {
-  double sum = 0;
-  for (std::size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
-  return sum;
-}
-
 /// Of a policy's own state.
 std::uint32_t slot_bytes(const std::string& policy) {
   if (policy == "lru") return 4;

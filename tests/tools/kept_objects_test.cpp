@@ -39,7 +39,7 @@ class Variable {
 };
 
 /// A policy that is called `name` and ranks by its mass plus `more`.
-std::string policy_text(const std::string& name, int more = 0) {
+std::string shop_text(const std::string& name, int more = 0) {
   return "#include \"policies/policy.hpp\"\n"
          "struct Own {\n"
          "  static constexpr kvlab::PolicyInfo kInfo{.name = \"" +
@@ -103,25 +103,25 @@ std::uint64_t rank_of(const PolicyEntry& entry) {
 
 TEST_CASE("a policy that was compiled before is not compiled again") {
   const Workshop shop;
-  CHECK(rank_of(*shop.compile(policy_text("own", 1))) == 41);
+  CHECK(rank_of(*shop.compile(shop_text("own", 1))) == 41);
   REQUIRE(shop.objects().size() == 1);
   struct stat found {};
   REQUIRE(stat(shop.kept().c_str(), &found) == 0);
   CHECK((found.st_mode & 0777) == 0700);
 
   shop.break_compiler();
-  const auto again = shop.compile(policy_text("own", 1));
+  const auto again = shop.compile(shop_text("own", 1));
   CHECK(again->info.name == std::string("own"));
   CHECK(rank_of(*again) == 41);
-  CHECK_THAT(error_of<std::invalid_argument>(
-                 [&] { shop.compile(policy_text("own", 2)); }),  // another text
-             ContainsSubstring("does not compile"));
+  CHECK_THAT(
+      error_of<std::invalid_argument>([&] { shop.compile(shop_text("own", 2)); }),  // another text
+      ContainsSubstring("does not compile"));
   CHECK(shop.objects().size() == 1);
 }
 
 TEST_CASE("a damaged object is compiled again, and then kept whole") {
   const Workshop shop;
-  shop.compile(policy_text("own", 3));
+  shop.compile(shop_text("own", 3));
   REQUIRE(shop.objects().size() == 1);
   const fs::path object = shop.objects()[0];
   const std::string whole = read_bytes(object);
@@ -129,7 +129,7 @@ TEST_CASE("a damaged object is compiled again, and then kept whole") {
        {whole.substr(0, whole.size() / 2), std::string(), "x" + whole.substr(1), whole + "\n"}) {
     fs::remove(object);
     write_bytes(object, bytes);
-    CHECK(rank_of(*shop.compile(policy_text("own", 3))) == 43);
+    CHECK(rank_of(*shop.compile(shop_text("own", 3))) == 43);
     CHECK(read_bytes(object).size() == whole.size());
   }
 }
@@ -139,14 +139,14 @@ TEST_CASE("a folder that others may write is not used, and nothing else changes"
   fs::create_directories(shop.kept());
   for (const fs::path& open : {shop.kept(), shop.kept().parent_path()}) {
     chmod(open.c_str(), 0777);
-    CHECK(rank_of(*shop.compile(policy_text("own", 4))) == 44);
+    CHECK(rank_of(*shop.compile(shop_text("own", 4))) == 44);
     CHECK(shop.objects().empty());
     chmod(open.c_str(), 0700);
   }
   fs::create_directory(shop.folder() / "elsewhere");
   fs::remove(shop.kept());
   fs::create_directory_symlink(shop.folder() / "elsewhere", shop.kept());
-  CHECK(rank_of(*shop.compile(policy_text("own", 4))) == 44);
+  CHECK(rank_of(*shop.compile(shop_text("own", 4))) == 44);
   CHECK(fs::is_empty(shop.folder() / "elsewhere"));
   CHECK_FALSE(ObjectCache("not/absolute").find("key"));
   CHECK_NOTHROW(ObjectCache("").keep("key", "nothing"));
@@ -156,7 +156,7 @@ TEST_CASE("what includes a file of one's own is not kept: that file may change")
   const Workshop shop;
   const std::string other = (shop.folder() / "other.hpp").string();
   write_bytes(other, "constexpr int kMore = 5;\n");
-  const auto text = "#include \"" + other + "\"\n" + policy_text("own", 6);
+  const auto text = "#include \"" + other + "\"\n" + shop_text("own", 6);
   CHECK(rank_of(*shop.compile(text)) == 46);
   CHECK(shop.objects().empty());
 }
@@ -165,8 +165,8 @@ TEST_CASE("several policies from headers, but not two of one name") {
   const Workshop shop;
   const std::vector<std::string> paths{(shop.folder() / "a.hpp").string(),
                                        (shop.folder() / "b.hpp").string()};
-  write_bytes(paths[0], policy_text("first", 1));
-  write_bytes(paths[1], policy_text("second", 2));
+  write_bytes(paths[0], shop_text("first", 1));
+  write_bytes(paths[1], shop_text("second", 2));
   const CompiledPolicies both = compile_policy_sources(paths);
   REQUIRE(both.entries.size() == 2);
   CHECK(rank_of(*both.find("first")) == 41);
@@ -174,7 +174,7 @@ TEST_CASE("several policies from headers, but not two of one name") {
   CHECK_FALSE(both.find("third"));
   CHECK(parse_policy("second:recent=4", {}, both).entry == both.find("second"));
 
-  write_bytes(paths[1], policy_text("first", 2));
+  write_bytes(paths[1], shop_text("first", 2));
   CHECK(error_of<std::invalid_argument>([&] { compile_policy_sources(paths); }) ==
         "--policy-source " + paths[1] + ": is first, and so is " + paths[0] +
             "; give one of them another kInfo.name");
@@ -185,8 +185,8 @@ TEST_CASE("one run takes several headers, and names each; a deployed one asks fo
   const std::string a = (shop.folder() / "a.hpp").string(), b = (shop.folder() / "b.hpp").string(),
                     run = (shop.folder() / "run").string(),
                     policy = (shop.folder() / "policy.json").string();
-  write_bytes(a, policy_text("first"));
-  write_bytes(b, policy_text("second"));
+  write_bytes(a, shop_text("first"));
+  write_bytes(b, shop_text("second"));
   const auto call = [](const std::string& name, const std::vector<std::string>& words) {
     for (const Command& command : all_commands())
       if (command.name == name) return run_command(command, words);

@@ -20,12 +20,7 @@ using Catch::Matchers::ContainsSubstring;
 using nlohmann::json;
 using namespace test;
 
-constexpr std::uint32_t kTokens = 1100;  // two shards
-
-const Sample& sample() {
-  static const Sample kSample = make_sample(kTokens, Dtype::f32, Rounding::none);
-  return kSample;
-}
+constexpr std::uint32_t kTokens = 1100;
 
 OutputSketch sketch_of(const ModelShape& shape) {
   OutputSketch sketch{7, {}};
@@ -39,7 +34,7 @@ OutputSketch sketch_of(const ModelShape& shape) {
 /// The norm of token t is t + layer.
 void admit_with_residuals(TraceWriter& writer, std::uint32_t first, std::uint32_t count,
                           float worst = 0) {
-  const Sample& s = sample();
+  const Sample& s = two_shards();
   const auto rows = [&](const std::vector<float>& all) {
     const std::size_t width = all.size() / s.tokens();
     return std::span(all).subspan(first * width, count * width);
@@ -57,7 +52,7 @@ void admit_with_residuals(TraceWriter& writer, std::uint32_t first, std::uint32_
 }
 
 std::filesystem::path write_whole(const TemporaryFolder& folder, float worst = 0) {
-  TraceHeader header = sample().header;
+  TraceHeader header = two_shards().header;
   header.spans = {{"early", 3, 5}, {"late", 1090, 10}};
   TraceWriter writer(folder / "t", header);
   writer.sketch(sketch_of(header.shape));
@@ -144,7 +139,7 @@ TEST_CASE("Damaged extras are refused by name") {
   write_bytes(path / "output.safetensors", bytes);
   CHECK_THAT(error_of([&] { open_verified_trace(path, 1); }),
              ContainsSubstring("output.safetensors: damaged"));
-  ModelShape other = sample().header.shape;
+  ModelShape other = two_shards().header.shape;
   other.head_size = 4;
   write_sketch(path, other, sketch_of(other));
   CHECK_THAT(error_of([&] { TraceReader::open(path); }), ContainsSubstring("layers.0.sketch"));
@@ -253,7 +248,7 @@ TEST_CASE("Damaged gradients are refused by name") {
 TEST_CASE("A gradient that is not finite does not verify") {
   const TemporaryFolder folder;
   const auto path = write_whole(folder);
-  const ModelShape& shape = sample().header.shape;
+  const ModelShape& shape = two_shards().header.shape;
   // Of the first file, layer 1, draw 1, query head 2, token 17.
   const std::size_t size = shape.head_size,
                     wrong = (((std::size_t{2} + 1) * shape.query_heads + 2) * 1024 + 17) * size + 1;
@@ -322,7 +317,7 @@ TEST_CASE("A trace that is sealed again has no gradients: they are of the whole"
 // ---------------------------------------------------------------------------------------
 
 std::filesystem::path write_with_columns(const TemporaryFolder& folder) {
-  write_trace(folder / "t", sample(), kTokens);
+  write_trace(folder / "t", two_shards(), kTokens);
   write_column(folder / "t", "score", [](auto layer, auto head, auto token) {
     return static_cast<float>(1000 * (10 * layer + head)) - 0.5f * static_cast<float>(token);
   });

@@ -147,6 +147,11 @@ Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding, Mistake
   return sample;
 }
 
+const Sample& two_shards() {
+  static const Sample kSample = make_sample(1100, Dtype::f32, Rounding::none);
+  return kSample;
+}
+
 void admit(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,
            SegmentKind kind, bool new_segment) {
   const auto rows = [&](const std::vector<float>& all) {

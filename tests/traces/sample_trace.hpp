@@ -39,6 +39,8 @@ struct Sample {
 Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding,
                    Mistake mistake = Mistake::none, float magnitude = 1.3f,
                    std::vector<RowSpec> rows = {});
+/// Of 1,100 tokens, two shards, in float32.
+const Sample& two_shards();
 /// Two rows that differ in everything: span, cap, table, scale, sinks.
 std::vector<RowSpec> sample_rows();
 

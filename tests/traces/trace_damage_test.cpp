@@ -25,15 +25,10 @@ using test::make_sample;
 using test::read_bytes;
 using test::Sample;
 using test::TemporaryFolder;
+using test::two_shards;
 using test::write_bytes;
 using test::write_trace;
 namespace fs = std::filesystem;
-
-/// Two shards, 1100 tokens, 900 of them prompt.
-const Sample& sample() {
-  static const Sample kSample = make_sample(1100, Dtype::f32, Rounding::none);
-  return kSample;
-}
 
 std::set<std::string> names_in(const fs::path& folder) {
   std::set<std::string> names;
@@ -44,7 +39,7 @@ std::set<std::string> names_in(const fs::path& folder) {
 /// A whole trace, to be broken.
 class BrokenTrace {
  public:
-  BrokenTrace() { write_trace(path(), sample(), 900); }
+  BrokenTrace() { write_trace(path(), two_shards(), 900); }
 
   fs::path path() const { return folder_ / "t"; }
   fs::path file(const char* name) const { return path() / name; }
@@ -170,7 +165,7 @@ TEST_CASE("A missing, truncated, swapped or foreign shard is refused by name") {
                  ContainsSubstring("swapped"));
   write_bytes(first, read_bytes(second));
 
-  Sample other = sample();
+  Sample other = two_shards();
   other.header.model = "another";
   write_trace(trace.path() / "other", other, 900);
   write_bytes(second, read_bytes(trace.path() / "other/shard-00001.safetensors"));
@@ -238,7 +233,7 @@ TEST_CASE("Wrong ids, frequencies or scale are refused by name") {
     write_safetensors(trace.file("tokens.safetensors"), tensors, {});
     return trace.error();
   };
-  const auto& ids = sample().ids;
+  const auto& ids = two_shards().ids;
   CHECK(error_of_tokens(ids, {1, 0.1f}, 1, 1).empty());
   CHECK_THAT(error_of_tokens({1, 2}, {1}, 1, 1),
              ContainsSubstring("2 ids; the trace has 1100 tokens"));
@@ -274,7 +269,7 @@ void run_and_kill(Body body) {
 TEST_CASE("A killed capture leaves whole shards, says that it is unfinished, and can be sealed") {
   const TemporaryFolder folder;
   const auto path = folder / "t";
-  const Sample& s = sample();
+  const Sample& s = two_shards();
   run_and_kill([&] {
     TraceWriter writer(path, s.header);
     admit(writer, s, 0, 900, SegmentKind::prompt);
@@ -366,8 +361,8 @@ TEST_CASE("A full disk at the first shard is named, and nothing is left") {
   const TemporaryFolder folder;
   {
     const FileSizeLimit limit(100'000);
-    TraceWriter writer(folder / "t", sample().header);
-    CHECK_THAT(error_of([&] { admit(writer, sample(), 0, 1100, SegmentKind::prompt); }),
+    TraceWriter writer(folder / "t", two_shards().header);
+    CHECK_THAT(error_of([&] { admit(writer, two_shards(), 0, 1100, SegmentKind::prompt); }),
                ContainsSubstring("shard-00000.safetensors: cannot write: File too large"));
     CHECK(names_in(folder / "t") == std::set<std::string>{"tokens.safetensors"});
     CHECK_THROWS_AS(writer.finish(), std::logic_error);
@@ -378,8 +373,8 @@ TEST_CASE("A full disk at the first shard is named, and nothing is left") {
 TEST_CASE("A full disk later leaves the sealed shards, which make a trace") {
   const TemporaryFolder folder;
   {
-    TraceWriter writer(folder / "t", sample().header);
-    admit(writer, sample(), 0, 1100, SegmentKind::prompt);
+    TraceWriter writer(folder / "t", two_shards().header);
+    admit(writer, two_shards(), 0, 1100, SegmentKind::prompt);
     const FileSizeLimit limit(2'000);
     CHECK_THAT(error_of([&] { writer.finish(); }),
                ContainsSubstring("tokens.safetensors: cannot write: File too large"));

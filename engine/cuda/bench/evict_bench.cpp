@@ -8,7 +8,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr std::uint32_t kWarmUp = 4;         // steps
+constexpr std::uint32_t kWarmUpSteps = 4;    // steps
 constexpr std::uint32_t kSampledSteps = 16;  // at each length
 constexpr std::uint32_t kLengths = 5;        // at which the full cache's steps are timed
 
@@ -20,7 +20,7 @@ double step_milliseconds(CudaDecoder& decoder, int batch, std::uint32_t length,
     decoder.pretend(row, length);
     decoder.set_next(row, ids[static_cast<std::size_t>(row)]);
   }
-  for (std::uint32_t i = 0; i < kWarmUp; ++i) decoder.step(batch);
+  for (std::uint32_t i = 0; i < kWarmUpSteps; ++i) decoder.step(batch);
   return milliseconds_of(decoder.stream(),
                          [&] {
                            for (std::uint32_t i = 0; i < steps; ++i) decoder.step(batch);
@@ -33,7 +33,7 @@ std::uint64_t device_bytes(const cuda::MemoryInfo& before) {
 }
 
 CudaDecoderOptions decoder_options(const EvictBenchOptions& options, int batch, bool evicts) {
-  const std::uint32_t tokens = options.prompt + options.decoded + kWarmUp + kSampledSteps;
+  const std::uint32_t tokens = options.prompt + options.decoded + kWarmUpSteps + kSampledSteps;
   CudaDecoderOptions how{.sequences = batch, .slots = evicts ? 0 : tokens, .prefill_tokens = 256};
   if (!evicts) return how;
   how.caches.assign(static_cast<std::size_t>(batch), options.cache);

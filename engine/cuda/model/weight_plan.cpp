@@ -5,7 +5,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kAlignment = 256;  // bytes, which cuBLASLt's fastest kernels want
+constexpr std::size_t kWeightAlignment = 256;  // bytes, which cuBLASLt's fastest kernels want
 
 class Planner {
  public:
@@ -87,7 +87,9 @@ class Planner {
     plan_.bytes += plan_.parts.back().elements() * element_bytes_;
   }
 
-  void align() { plan_.bytes = (plan_.bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  void align() {
+    plan_.bytes = (plan_.bytes + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment;
+  }
   std::byte* here() const { return base_ ? base_ + plan_.bytes : nullptr; }
 
   const ModelConfig& config_;

@@ -20,8 +20,8 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::size_t kMaxBytes = std::size_t{256} << 20;
-constexpr const char* kFootnote =
+constexpr std::size_t kMostEvalBytes = std::size_t{256} << 20;
+constexpr const char* kEvalFootnote =
     "Closed loop, teacher-forced: evictions change what later layers see. Two policies are told "
     "apart where the 95% interval of their paired difference, over texts or over the blocks of one "
     "text, leaves out zero.";
@@ -41,7 +41,7 @@ class EvalPage {
     const std::string title = "What do evictions cost " + fields_.text("model") + "?";
     return html_page(
         "kvlab: " + title,
-        html_header("kvlab eval", escape(title), context(), answer(), "blue", kFootnote) +
+        html_header("kvlab eval", escape(title), context(), answer(), "blue", kEvalFootnote) +
             explorer.sections + standings() + all_figures() +
             html_section("What the figures mean", "",
                          fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings)) +
@@ -160,7 +160,7 @@ class EvalPage {
 
 std::string eval_page(const std::filesystem::path& folder) {
   const std::string file = (folder / kEvalJson).string();
-  const json top = parse_json(read_text_file(file, kMaxBytes), file);
+  const json top = parse_json(read_text_file(file, kMostEvalBytes), file);
   JsonFields(top, file).check_format(kEvalFormat);
   const ScoreSet scores = load_scores(folder);
   std::vector<std::string> budgets;

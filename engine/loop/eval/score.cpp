@@ -4,17 +4,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <map>
 #include <numeric>
 #include <stdexcept>
 
 #include "policies/catalogue.hpp"
+#include "traces/base/numeric/nan.hpp"
 
 namespace kvlab {
 namespace {
-
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 using Scores = std::vector<std::vector<LoopScores>>;
 

@@ -5,19 +5,17 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 
 #include "sim/report/verdict.hpp"
 #include "sim/run/csv.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/numeric/nan.hpp"
 
 namespace kvlab {
 namespace {
 
 using nlohmann::ordered_json;
-
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 ordered_json config_json(const EvalScore& score) {
   const CacheConfig& cache = score.config;
@@ -31,53 +29,53 @@ ordered_json config_json(const EvalScore& score) {
 }
 
 ordered_json score_json(const EvalScore& score, const std::vector<std::string>& texts) {
-  ordered_json json = config_json(score);
-  json["perplexity"] = number_or_null(score.perplexity);
-  json["perplexity_stderr"] = number_or_null(score.perplexity_error);
-  json["nll"] = number_or_null(score.nll);
-  json["nll_stderr"] = number_or_null(score.nll_error);
-  json["kl"] = number_or_null(score.kl);
-  json["kl_stderr"] = number_or_null(score.kl_error);
-  json["kl_p50"] = number_or_null(score.kl_p50);
-  json["kl_p90"] = number_or_null(score.kl_p90);
-  json["kl_p99"] = number_or_null(score.kl_p99);
-  json["top1_agreement"] = number_or_null(score.same_first);
-  json["tokens"] = score.tokens;
-  json["kv_bytes_mean"] = score.memory.mean;
-  json["kv_bytes_peak"] = score.memory.peak;
-  json["kv_bytes_measured"] = score.kv_bytes_most;
-  json["state_bytes"] = score.memory.state;
-  json["budget_bytes"] = score.memory.budget;
+  ordered_json object = config_json(score);
+  object["perplexity"] = number_or_null(score.perplexity);
+  object["perplexity_stderr"] = number_or_null(score.perplexity_error);
+  object["nll"] = number_or_null(score.nll);
+  object["nll_stderr"] = number_or_null(score.nll_error);
+  object["kl"] = number_or_null(score.kl);
+  object["kl_stderr"] = number_or_null(score.kl_error);
+  object["kl_p50"] = number_or_null(score.kl_p50);
+  object["kl_p90"] = number_or_null(score.kl_p90);
+  object["kl_p99"] = number_or_null(score.kl_p99);
+  object["top1_agreement"] = number_or_null(score.same_first);
+  object["tokens"] = score.tokens;
+  object["kv_bytes_mean"] = score.memory.mean;
+  object["kv_bytes_peak"] = score.memory.peak;
+  object["kv_bytes_measured"] = score.kv_bytes_most;
+  object["state_bytes"] = score.memory.state;
+  object["budget_bytes"] = score.memory.budget;
   if (score.texts.size() > 1) {
-    json["nll_deviation"] = number_or_null(score.nll_deviation);
-    json["kl_deviation"] = number_or_null(score.kl_deviation);
-    json["by_text"] = ordered_json::array();
+    object["nll_deviation"] = number_or_null(score.nll_deviation);
+    object["kl_deviation"] = number_or_null(score.kl_deviation);
+    object["by_text"] = ordered_json::array();
     for (std::size_t t = 0; t < score.texts.size(); ++t)
-      json["by_text"].push_back({{"text", texts[t]},
-                                 {"nll", number_or_null(score.texts[t].nll)},
-                                 {"kl", number_or_null(score.texts[t].kl)},
-                                 {"tokens", score.texts[t].tokens}});
+      object["by_text"].push_back({{"text", texts[t]},
+                                   {"nll", number_or_null(score.texts[t].nll)},
+                                   {"kl", number_or_null(score.texts[t].kl)},
+                                   {"tokens", score.texts[t].tokens}});
   }
-  if (score.blocks.empty()) return json;
-  json["blocks"] = ordered_json::array();
+  if (score.blocks.empty()) return object;
+  object["blocks"] = ordered_json::array();
   for (const EvalBlock& block : score.blocks)
-    json["blocks"].push_back({{"first", block.first},
-                              {"perplexity", number_or_null(std::exp(block.nll))},
-                              {"ms_per_token", number_or_null(block.milliseconds_per_token)}});
-  return json;
+    object["blocks"].push_back({{"first", block.first},
+                                {"perplexity", number_or_null(std::exp(block.nll))},
+                                {"ms_per_token", number_or_null(block.milliseconds_per_token)}});
+  return object;
 }
 
 ordered_json pair_json(const Evaluation& evaluation, std::size_t a, std::size_t b) {
   const CacheConfig &one = evaluation.scores[a].config, &other = evaluation.scores[b].config;
-  ordered_json json{{"a", a},
-                    {"b", b},
-                    {"a_policy", one.policy.text()},
-                    {"a_budget", one.budget_text()},
-                    {"b_policy", other.policy.text()},
-                    {"b_budget", other.budget_text()}};
-  if (evaluation.against_full) json["kl"] = difference_json(evaluation.kl.difference(a, b));
-  json["nll"] = difference_json(evaluation.nll.difference(a, b));
-  return json;
+  ordered_json object{{"a", a},
+                      {"b", b},
+                      {"a_policy", one.policy.text()},
+                      {"a_budget", one.budget_text()},
+                      {"b_policy", other.policy.text()},
+                      {"b_budget", other.budget_text()}};
+  if (evaluation.against_full) object["kl"] = difference_json(evaluation.kl.difference(a, b));
+  object["nll"] = difference_json(evaluation.nll.difference(a, b));
+  return object;
 }
 
 /// Every configuration with the first one, and every two of one budget in tokens.
@@ -94,31 +92,31 @@ ordered_json pairs_json(const Evaluation& evaluation) {
 
 /// By budget: who contends, the best first, and behind them who holds more than the budget.
 ordered_json contenders_json(const Evaluation& evaluation) {
-  ordered_json json = ordered_json::object();
+  ordered_json object = ordered_json::object();
   for (const std::string& budget : evaluation.budgets()) {
     const auto [scores, contenders, verdict, scope] = evaluation.judged(budget);
     const auto add = [&](std::size_t c, const Difference& behind, bool holds_more) {
-      json[budget].push_back({{"configuration", scores[c]},
-                              {"policy", contenders[c].name},
-                              {"behind", difference_json(behind)},
-                              {"holds_more", holds_more},
-                              {"kv_bytes_mean", contenders[c].memory.mean},
-                              {"kv_bytes_peak", contenders[c].memory.peak}});
+      object[budget].push_back({{"configuration", scores[c]},
+                                {"policy", contenders[c].name},
+                                {"behind", difference_json(behind)},
+                                {"holds_more", holds_more},
+                                {"kv_bytes_mean", contenders[c].memory.mean},
+                                {"kv_bytes_peak", contenders[c].memory.peak}});
     };
     for (std::size_t i = 0; i < verdict.order.size(); ++i)
       add(verdict.order[i], verdict.behind[i], false);
     for (const std::size_t c : verdict.more) add(c, {}, true);
   }
-  return json;
+  return object;
 }
 
 ordered_json verdicts_json(const Evaluation& evaluation) {
-  ordered_json json = ordered_json::object();
+  ordered_json object = ordered_json::object();
   for (const std::string& budget : evaluation.budgets()) {
     const auto judged = evaluation.judged(budget);
-    json[budget] = verdict_json(judged.verdict, judged.contenders, judged.scope);
+    object[budget] = verdict_json(judged.verdict, judged.contenders, judged.scope);
   }
-  return json;
+  return object;
 }
 
 /// Error against bytes, over all budgets: those that none dominates.
@@ -230,18 +228,18 @@ std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
 }
 
 ordered_json eval_json(const Evaluation& evaluation, const std::vector<std::string>& texts) {
-  ordered_json json{{"format", kEvalFormat},
-                    {"texts", texts},
-                    {"tokens", evaluation.scores.front().tokens},
-                    {"configurations", ordered_json::array()},
-                    {"pairs", pairs_json(evaluation)},
-                    {"contenders", contenders_json(evaluation)},
-                    {"verdicts", verdicts_json(evaluation)},
-                    {"frontier", frontier_json(evaluation)},
-                    {"warnings", eval_warnings(evaluation)}};
+  ordered_json object{{"format", kEvalFormat},
+                      {"texts", texts},
+                      {"tokens", evaluation.scores.front().tokens},
+                      {"configurations", ordered_json::array()},
+                      {"pairs", pairs_json(evaluation)},
+                      {"contenders", contenders_json(evaluation)},
+                      {"verdicts", verdicts_json(evaluation)},
+                      {"frontier", frontier_json(evaluation)},
+                      {"warnings", eval_warnings(evaluation)}};
   for (const EvalScore& score : evaluation.scores)
-    json["configurations"].push_back(score_json(score, texts));
-  return json;
+    object["configurations"].push_back(score_json(score, texts));
+  return object;
 }
 
 std::vector<ResultRow> parse_score_rows(std::string_view text, std::string_view file) {

@@ -5,16 +5,14 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <numeric>
 #include <stdexcept>
 
 #include "sim/run/results.hpp"
+#include "traces/base/numeric/nan.hpp"
 
 namespace kvlab {
 namespace {
-
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 using Values = std::vector<double>;
 
@@ -100,9 +98,9 @@ Apart pairs_apart(std::span<const FidelityText> texts, const BudgetGroup& group)
 }
 
 /// One metric against KL over the same texts.
-class Comparison {
+class MetricAgainstKl {
  public:
-  Comparison(std::span<const FidelityText> texts, const std::string& metric) {
+  MetricAgainstKl(std::span<const FidelityText> texts, const std::string& metric) {
     for (const FidelityText& text : texts) {
       kl_.push_back(text.kl);
       cost_.push_back(cost_of(text, metric));
@@ -206,7 +204,7 @@ Fidelity assess_fidelity(std::span<const CacheConfig> configs,
   std::iota(everything.begin(), everything.end(), std::size_t{0});
   Fidelity result;
   for (const std::string& metric : common_metrics(texts)) {
-    const Comparison comparison(texts, metric);
+    const MetricAgainstKl comparison(texts, metric);
     FidelityMetric own{metric, {}, comparison.pooled(everything)};
     for (std::size_t b = 0; b < budgets.size(); ++b) {
       own.within.push_back(comparison.within(budgets[b].budget, budgets[b].configs));

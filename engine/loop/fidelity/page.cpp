@@ -20,10 +20,10 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::size_t kMaxBytes = std::size_t{256} << 20;
+constexpr std::size_t kMostFidelityBytes = std::size_t{256} << 20;
 constexpr std::size_t kMostWrong = 5;  // cases a budget
 
-constexpr const char* kFootnote =
+constexpr const char* kFidelityFootnote =
     "Rho: Spearman’s rank correlation among the policies of one budget, means over texts; its 95% "
     "interval by a bootstrap over texts. Regret: KL of the policy that the figure puts first over "
     "the least KL.";
@@ -70,11 +70,11 @@ class FidelityPage {
     nlohmann::ordered_json data;
     const std::string drawn =
         figures_section(escape(standard_) + " against KL", kScatter, scatters(), data);
-    return html_page(
-        "kvlab: " + title,
-        html_header("kvlab fidelity", escape(title), context(), answer(), "blue", kFootnote) +
-            metrics_table() + drawn + wrong() + provenance(),
-        data);
+    return html_page("kvlab: " + title,
+                     html_header("kvlab fidelity", escape(title), context(), answer(), "blue",
+                                 kFidelityFootnote) +
+                         metrics_table() + drawn + wrong() + provenance(),
+                     data);
   }
 
   /// The figure that decides against KL, at each budget.
@@ -251,9 +251,10 @@ template <class Use>
 auto with_page(const std::filesystem::path& folder, Use&& use) {
   const std::string file = (folder / kFidelityJson).string(),
                     csv = (folder / kFidelityCsv).string();
-  const json top = parse_json(read_text_file(file, kMaxBytes), file);
+  const json top = parse_json(read_text_file(file, kMostFidelityBytes), file);
   JsonFields(top, file).check_format(kFidelityFormat);
-  const std::vector<ResultRow> rows = parse_score_rows(read_text_file(csv, kMaxBytes), csv);
+  const std::vector<ResultRow> rows =
+      parse_score_rows(read_text_file(csv, kMostFidelityBytes), csv);
   return use(FidelityPage(top, file, rows));
 }
 

@@ -22,7 +22,7 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr std::size_t kMostMisordered = 10;  // shown, of each metric and budget
-constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
+constexpr std::size_t kMostTableBytes = std::size_t{64} << 20;
 
 ordered_json wrong_json(const FidelityBudget& budget, std::span<const CacheConfig> configs) {
   ordered_json list = ordered_json::array();
@@ -36,32 +36,32 @@ ordered_json wrong_json(const FidelityBudget& budget, std::span<const CacheConfi
 }
 
 ordered_json metric_json(const FidelityMetric& metric, std::span<const CacheConfig> configs) {
-  ordered_json json = {{"within", {}},
-                       {"within_low", {}},
-                       {"within_high", {}},
-                       {"single_text", {}},
-                       {"pooled", number_or_null(metric.pooled)},
-                       {"regret", {}},
-                       {"worst_regret", {}},
-                       {"chosen", {}},
-                       {"best", {}},
-                       {"told_apart", {}},
-                       {"misordered", {}},
-                       {"wrong", {}}};
+  ordered_json object = {{"within", {}},
+                         {"within_low", {}},
+                         {"within_high", {}},
+                         {"single_text", {}},
+                         {"pooled", number_or_null(metric.pooled)},
+                         {"regret", {}},
+                         {"worst_regret", {}},
+                         {"chosen", {}},
+                         {"best", {}},
+                         {"told_apart", {}},
+                         {"misordered", {}},
+                         {"wrong", {}}};
   for (const FidelityBudget& budget : metric.within) {
-    json["within"][budget.budget] = number_or_null(budget.rho);
-    json["within_low"][budget.budget] = number_or_null(budget.rho_interval.low);
-    json["within_high"][budget.budget] = number_or_null(budget.rho_interval.high);
-    json["single_text"][budget.budget] = number_or_null(budget.rho_single);
-    json["regret"][budget.budget] = number_or_null(budget.regret);
-    json["worst_regret"][budget.budget] = number_or_null(budget.worst_regret);
-    json["chosen"][budget.budget] = configs[budget.chosen].policy.text();
-    json["best"][budget.budget] = configs[budget.best].policy.text();
-    json["told_apart"][budget.budget] = budget.told_apart;
-    json["misordered"][budget.budget] = budget.misordered.size();
-    json["wrong"][budget.budget] = wrong_json(budget, configs);
+    object["within"][budget.budget] = number_or_null(budget.rho);
+    object["within_low"][budget.budget] = number_or_null(budget.rho_interval.low);
+    object["within_high"][budget.budget] = number_or_null(budget.rho_interval.high);
+    object["single_text"][budget.budget] = number_or_null(budget.rho_single);
+    object["regret"][budget.budget] = number_or_null(budget.regret);
+    object["worst_regret"][budget.budget] = number_or_null(budget.worst_regret);
+    object["chosen"][budget.budget] = configs[budget.chosen].policy.text();
+    object["best"][budget.budget] = configs[budget.best].policy.text();
+    object["told_apart"][budget.budget] = budget.told_apart;
+    object["misordered"][budget.budget] = budget.misordered.size();
+    object["wrong"][budget.budget] = wrong_json(budget, configs);
   }
-  return json;
+  return object;
 }
 
 /// Tokens of a budget as asked for, a mean where heads share it, in texts of so many tokens by
@@ -121,25 +121,25 @@ std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const F
   return csv;
 }
 
-void add_fidelity(ordered_json& json, const Fidelity& fidelity,
+void add_fidelity(ordered_json& object, const Fidelity& fidelity,
                   std::span<const CacheConfig> configs, std::span<const FidelityText> texts) {
-  json["texts"] = ordered_json::array();
+  object["texts"] = ordered_json::array();
   for (const FidelityText& text : texts) {
-    json["texts"].push_back(text.name);
-    json["tokens"][text.name] = text.tokens;
-    json["prompt_tokens"][text.name] = text.prompt_tokens;
+    object["texts"].push_back(text.name);
+    object["tokens"][text.name] = text.tokens;
+    object["prompt_tokens"][text.name] = text.prompt_tokens;
   }
-  json["default_metric"] = fidelity.standard;
+  object["default_metric"] = fidelity.standard;
   for (const FidelityMetric& metric : fidelity.metrics)
-    json["metrics"][metric.metric] = metric_json(metric, configs);
+    object["metrics"][metric.metric] = metric_json(metric, configs);
   for (std::size_t b = 0; b < fidelity.ceiling.size(); ++b)
-    json["ceiling"][fidelity.metrics.front().within[b].budget] =
+    object["ceiling"][fidelity.metrics.front().within[b].budget] =
         number_or_null(fidelity.ceiling[b]);
 }
 
 nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
                                  std::uint32_t budget_tokens, const std::string& weights_xxh3) {
-  const std::string text = read_text_file(file, kMaxBytes);
+  const std::string text = read_text_file(file, kMostTableBytes);
   const nlohmann::json top = parse_json(text, file.string());
   const JsonFields fields(top, file.string());
   fields.check_format(kFidelityFormat);

@@ -21,7 +21,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMostDrawn = 8;  // so that the answer fits one screen
-constexpr const char* kFootnote =
+constexpr const char* kRaceFootnote =
     "The open loop ordered the grid; the first of it raced in the closed loop, over more and more "
     "text. Whoever the 95% interval of the paired difference from the leader puts behind leaves. "
     "Paired: over the same tokens. KL of two rounds is of different texts.";
@@ -244,7 +244,7 @@ class RacePage {
         rows.push_back(std::move(row));
       }
     return html_section("Who stayed and who left",
-                        fmt::format("{} Ended: {}.", kFootnote, escape(run_.text("ended"))),
+                        fmt::format("{} Ended: {}.", kRaceFootnote, escape(run_.text("ended"))),
                         table(columns, rows));
   }
 

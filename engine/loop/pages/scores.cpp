@@ -19,6 +19,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/numeric/nan.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -26,8 +27,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr std::size_t kMaxBytes = std::size_t{256} << 20;
+constexpr std::size_t kMostScoresBytes = std::size_t{256} << 20;
 
 constexpr std::array kEvalMetrics{MetricInfo{"kl", "KL, nats", false, true},
                                   MetricInfo{"kl_p50", "KL, median", false, true},
@@ -83,7 +83,7 @@ ScoreSet scores_of_run(const std::filesystem::path& folder) {
 
 ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   const std::string file = (folder / kEvalJson).string(), csv = (folder / kEvalCsv).string();
-  const json top = parse_json(read_text_file(file, kMaxBytes), file);
+  const json top = parse_json(read_text_file(file, kMostScoresBytes), file);
   const JsonFields fields(top, file);
   fields.check_format(kEvalFormat);
   const std::string model = fields.text("model");
@@ -92,7 +92,7 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
                .note = "Closed loop, teacher-forced: evictions change what later layers see."};
   for (const json& text : fields.list("texts"))
     set.sequences += (set.sequences.empty() ? "" : ", ") + printable(text_of(text));
-  for (ResultRow& row : parse_score_rows(read_text_file(csv, kMaxBytes), csv))
+  for (ResultRow& row : parse_score_rows(read_text_file(csv, kMostScoresBytes), csv))
     set.groups[row.trace == "all" ? 0 : 1].rows.push_back(std::move(row));
   if (fields.list("texts").size() < 2) set.groups.pop_back();
   set.metrics = present(kEvalMetrics, set.groups.front().rows);
@@ -152,7 +152,7 @@ std::map<std::string, std::vector<double>> answers_in(const std::filesystem::pat
   std::map<std::string, std::vector<double>> answers;
   const std::string file = (folder / "answers.csv").string();
   if (!std::filesystem::exists(file)) return answers;
-  const std::string text = read_text_file(file, kMaxBytes);
+  const std::string text = read_text_file(file, kMostScoresBytes);
   CsvReader reader(text);
   reader.next();
   while (const auto record = reader.next()) {
@@ -172,14 +172,14 @@ std::map<std::string, std::vector<double>> answers_in(const std::filesystem::pat
 
 ScoreSet scores_of_task(const std::filesystem::path& folder) {
   const std::string file = (folder / kTaskJson).string(), csv = (folder / "task.csv").string();
-  const json top = parse_json(read_text_file(file, kMaxBytes), file);
+  const json top = parse_json(read_text_file(file, kMostScoresBytes), file);
   const JsonFields fields(top, file);
   const std::string model = fields.text("model");
   ScoreSet set{.kind = "task",
                .headline = "exact_match",
                .sequences = fields.text("task"),
                .note = "Answers of the model under each cache. Shares with their 95% intervals."};
-  const std::string text = read_text_file(csv, kMaxBytes);
+  const std::string text = read_text_file(csv, kMostScoresBytes);
   const auto answers = answers_in(folder);
   CsvReader reader(text);
   reader.next();

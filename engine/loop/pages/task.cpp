@@ -15,7 +15,7 @@
 namespace kvlab {
 namespace {
 
-constexpr const char* kFootnote =
+constexpr const char* kTaskFootnote =
     "An answer is right if it is exactly what was hidden. Shares have 95% intervals. Two are told "
     "apart by the draws that only one of them answers right, in an exact test.";
 constexpr const char* kMeanings =
@@ -60,7 +60,7 @@ std::string task_page(const std::filesystem::path& folder) {
                   fields.list("words").size());
   return html_page(
       "kvlab: " + title,
-      html_header("kvlab task", escape(title), context, answer_of(set), "blue", kFootnote) +
+      html_header("kvlab task", escape(title), context, answer_of(set), "blue", kTaskFootnote) +
           explorer.sections +
           html_section("What the figures mean", "",
                        fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings)) +

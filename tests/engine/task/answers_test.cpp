@@ -8,6 +8,7 @@
 #include "engine/loop/task/run.hpp"
 #include "engine/sampler.hpp"
 #include "tests/catch.hpp"
+#include "tests/engine/tiny.hpp"
 #include "tests/error_of.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -17,15 +18,10 @@
 namespace kvlab {
 namespace {
 
-const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
 const std::vector<QueryMode> kModes{QueryMode::aware, QueryMode::agnostic};
 
-Backend& tiny() {
-  static const auto backend = load_backend(Device::cpu, kTiny, 2);
-  return *backend;
-}
 const Tokenizer& tokenizer() {
-  static const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
+  static const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   return tokenizer;
 }
 
@@ -181,7 +177,7 @@ TEST_CASE("Answers of a task that was stopped are taken up; damaged ones are ask
 
 TEST_CASE("A CUDA device gives answers the likelihood that the CPU gives them", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  const auto cuda = load_backend(Device::cuda, kTiny, 2);
+  const auto cuda = load_backend(Device::cuda, kTinyModel, 2);
   const std::vector<CacheConfig> configs{config("full", 1),      config("h2o", 30),
                                          config("window", 24),   config("h2o", 40),
                                          config("lru", 24, {1}), config("streaming_h2o", 30)};

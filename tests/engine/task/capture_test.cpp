@@ -8,20 +8,14 @@
 
 #include "engine/loop/task/run.hpp"
 #include "tests/catch.hpp"
+#include "tests/engine/tiny.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab {
 namespace {
 
-const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
-
-Backend& tiny() {
-  static const auto backend = load_backend(Device::cpu, kTiny, 2);
-  return *backend;
-}
-
 TEST_CASE("The answer's span is the tokens of what says it, for every kind of question") {
-  const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
+  const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   const Haystack text(bundled_haystack());
   for (const TaskSpec& spec :
        {TaskSpec{}, TaskSpec{.kind = TaskKind::needle, .keys = 3},
@@ -53,10 +47,10 @@ TaskRequest two_questions() {
 
 TEST_CASE("A question's trace has its segments, the right answer decoded, and the span") {
   const test::TemporaryFolder folder;
-  const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
+  const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   const TaskRun run = run_task(tiny(), tokenizer, two_questions());
   AtomicFolder filled(folder / "traces");
-  capture_tasks(tiny(), tokenizer, kTiny, run, filled, 2, {});
+  capture_tasks(tiny(), tokenizer, kTinyModel, run, filled, 2, {});
   filled.commit();
   std::size_t traces = 0;
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder / "traces"))
@@ -87,13 +81,13 @@ TEST_CASE("A question's trace has its segments, the right answer decoded, and th
 
 TEST_CASE("Traces of questions that cannot all be written are not there") {
   const test::TemporaryFolder folder;
-  const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
+  const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   TaskRun run = run_task(tiny(), tokenizer, two_questions());
   run.prompts[1].evidence = {"what nobody said"};
   CHECK_THROWS_AS(
       [&] {
         const AtomicFolder filled(folder / "traces");
-        capture_tasks(tiny(), tokenizer, kTiny, run, filled, 2, {});
+        capture_tasks(tiny(), tokenizer, kTinyModel, run, filled, 2, {});
       }(),
       std::invalid_argument);
   CHECK(std::filesystem::is_empty(folder.path()));

@@ -14,8 +14,6 @@
 namespace kvlab::papers {
 namespace {
 
-constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
-
 using Values = std::vector<float>;                // [token]
 using Vectors = std::vector<std::vector<float>>;  // [token][dim]
 
@@ -124,12 +122,12 @@ Formula redundant(const Values& column, double mix) {
   };
 }
 
-struct Paper {
+struct ColumnPaper {
   std::string text, column;
   std::function<Formula(const Values&)> formula;
 };
 
-std::vector<Paper> papers() {
+std::vector<ColumnPaper> papers_of_columns() {
   const auto lowest = [](const Values& c) { return by(c, 1); };
   const auto highest = [](const Values& c) { return by(c, -1); };
   const auto plain = [](const Values& c) { return weighed(c, 0); };
@@ -152,8 +150,8 @@ std::vector<Paper> papers() {
       {"column:name=lagkv:recent=5", "lagkv", lowest}};
 }
 
-void check(const Paper& paper, const TraceReader& trace, std::uint32_t budget, std::uint32_t chunk,
-           std::uint32_t layer, std::uint32_t kv_head) {
+void check_columns(const ColumnPaper& paper, const TraceReader& trace, std::uint32_t budget,
+                   std::uint32_t chunk, std::uint32_t layer, std::uint32_t kv_head) {
   const CacheConfig config{
       .policy = parse_policy(paper.text), .budget = {.extent = tokens(budget)}, .prefill = {chunk}};
   std::vector<std::uint32_t> every(trace.tokens());
@@ -194,9 +192,10 @@ TEST_CASE("policies with columns keep what their papers' formulas keep, on rando
        .seed = 17});
   bring_columns(folder / "trace");
   const TraceReader trace = open_verified_trace(folder / "trace", 1);
-  for (const Paper& paper : papers()) DYNAMIC_SECTION(paper.text) {
+  for (const ColumnPaper& paper : papers_of_columns()) DYNAMIC_SECTION(paper.text) {
       for (const std::uint32_t budget : {12u, 41u})
-        for (const std::uint32_t chunk : {0u, 1u, 9u}) check(paper, trace, budget, chunk, 1, 1);
+        for (const std::uint32_t chunk : {0u, 1u, 9u})
+          check_columns(paper, trace, budget, chunk, 1, 1);
     }
 }
 
@@ -206,8 +205,8 @@ TEST_CASE("policies with columns keep what their papers' formulas keep, on a cap
   test::make_format_2(folder / "trace");
   bring_columns(folder / "trace");
   const TraceReader trace = open_verified_trace(folder / "trace", 1);
-  for (const Paper& paper : papers()) DYNAMIC_SECTION(paper.text) {
-      check(paper, trace, 48, 0, 2, 1);
+  for (const ColumnPaper& paper : papers_of_columns()) DYNAMIC_SECTION(paper.text) {
+      check_columns(paper, trace, 48, 0, 2, 1);
     }
 }
 

@@ -12,6 +12,8 @@
 
 namespace kvlab::papers {
 
+inline constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
+
 /// What the live tokens received from one query.
 struct Query {
   std::vector<std::vector<float>> p;  ///< [query head][token]; 0 where a token was not seen

@@ -13,8 +13,6 @@
 namespace kvlab::papers {
 namespace {
 
-constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
-
 struct Paper {
   std::string text;  ///< as the command line names it
   Formula formula;
