@@ -6,6 +6,9 @@
 // Bytes: the logits once, 4 * vocab a row (greedy). Otherwise one multiprocessor reads a row 3 to
 // 12 times, from the L2 cache.
 #include <cmath>
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
+#include <cub/warp/warp_scan.cuh>
 
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/likeliest.cuh"
@@ -22,13 +25,15 @@ using u64 = unsigned long long;
 constexpr int kParts = 32;  ///< of a row, for the largest logit: a lane each
 constexpr int kPartThreads = 256;
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
-constexpr int kLimbBits = 14, kLimbs = 3;  ///< of a weight, so that 32-bit sums do not overflow
-constexpr int kMostVocab = (1 << (32 - kLimbBits)) - 1;
+constexpr int kLimbBits = 14, kLimbs = 3;      ///< of a weight, so that 32-bit sums do not overflow
+constexpr float kMostWeight = 0x1.fffffep41f;  // the largest below 2^42, which fits the limbs
+constexpr int kMostVocab = 1 << (32 - kLimbBits);
 constexpr int kBucketBits = 11, kBuckets = 1 << kBucketBits;
 
 /// workspace[row, part] = the best candidate of a part.
 __global__ void __launch_bounds__(kPartThreads) best_of_parts(const SampleArgs args) {
-  __shared__ u64 best_of_warp[kPartThreads / kWarpSize];
+  using Reduce = cub::BlockReduce<u64, kPartThreads>;
+  __shared__ Reduce::TempStorage storage;
   let_successor_start();
   wait_for_predecessor();
   const float* const logits = args.logits + std::size_t{blockIdx.y} * args.vocab;
@@ -36,12 +41,8 @@ __global__ void __launch_bounds__(kPartThreads) best_of_parts(const SampleArgs a
   for (int id = static_cast<int>(blockIdx.x * kPartThreads + threadIdx.x); id < args.vocab;
        id += kParts * kPartThreads)
     best = max(best, candidate(logits[id], id));
-  best = warp_max(best);
-  if (threadIdx.x % kWarpSize == 0) best_of_warp[threadIdx.x / kWarpSize] = best;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (const u64 other : best_of_warp) best = max(best, other);
-  static_cast<u64*>(args.workspace)[blockIdx.y * kParts + blockIdx.x] = best;
+  best = Reduce(storage).Reduce(best, cuda::maximum<>{});
+  if (threadIdx.x == 0) static_cast<u64*>(args.workspace)[blockIdx.y * kParts + blockIdx.x] = best;
 }
 
 /// SplitMix64's finaliser over the counter-th state from `seed`: 53 bits.
@@ -57,11 +58,11 @@ __device__ inline u64 scaled(u64 total, u64 bits) {
   return __umul64hi(total, bits) << 11 | total * bits >> 53;
 }
 
-/// Tempered probabilities, unnormalised: 2^42 for the likeliest, 0 below about 3e-13 of it.
+/// Tempered probabilities, unnormalised: kMostWeight for the likeliest, 0 below about 3e-13 of it.
 struct Weights {
   float largest, temperature;
   __device__ u64 operator()(float logit) const {
-    return __float2ull_rn(expf((logit - largest) / temperature) * 0x1p42f);
+    return __float2ull_rn(fminf(expf((logit - largest) / temperature) * 0x1p42f, kMostWeight));
   }
 };
 
@@ -70,16 +71,6 @@ struct Sum {
   u64 weight = 0;
 };
 __device__ inline Sum operator+(Sum a, Sum b) { return {a.count + b.count, a.weight + b.weight}; }
-
-/// The sum over this lane and those below it.
-__device__ inline Sum warp_prefix(Sum own) {
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const Sum below{__shfl_up_sync(0xffffffffu, own.count, distance),
-                    __shfl_up_sync(0xffffffffu, own.weight, distance)};
-    if (static_cast<int>(threadIdx.x) % kWarpSize >= distance) own = own + below;
-  }
-  return own;
-}
 
 enum class Measure { count, weight };
 __device__ inline u64 in(Measure measure, Sum sum) {
@@ -92,11 +83,22 @@ struct Cutoff {
   Sum before;
 };
 
+using Reduce = cub::BlockReduce<u64, kThreads>;
+using Scan = cub::BlockScan<u64, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+using SumScan = cub::BlockScan<Sum, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+using WarpScan = cub::WarpScan<u64>;
+
 struct Shared {
   u32 counts[kBuckets];
   u32 limbs[kLimbs][kBuckets];
-  Sum of_warp[kWarps];
+  union {  // one at a time, a barrier between
+    Reduce::TempStorage reduce;
+    Scan::TempStorage scan;
+    SumScan::TempStorage sums;
+    WarpScan::TempStorage of_warp[kWarps];
+  };
   Cutoff found;
+  u64 total;
   int id;
 };
 
@@ -130,22 +132,21 @@ class Row {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int share = (vocab_ + kWarps - 1) / kWarps;
     const int begin = min(warp * share, vocab_), end = min(begin + share, vocab_);
-    u64 own = 0;
+    u64 own = 0, before;
     for (int id = begin + lane; id < end; id += kWarpSize) own += value(id);
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
-      own += __shfl_xor_sync(0xffffffffu, own, distance);
     if (threadIdx.x == 0) shared_.id = -1;
-    if (lane == 0) shared_.of_warp[warp] = {0, own};
+    Scan(shared_.scan).ExclusiveSum(own, before);
+    const u64 after = __shfl_sync(~0u, before + own, kWarpSize - 1);
+    before = __shfl_sync(~0u, before, 0);
     __syncthreads();
-    u64 before = 0;
-    for (int other = 0; other < warp; ++other) before += shared_.of_warp[other].weight;
-    if (before <= target && target < before + own)
-      for (int base = begin; base < end; base += kWarpSize) {
+    if (before <= target && target < after)
+      for (int base = begin; base < end && before <= target; base += kWarpSize) {
         const u64 here = base + lane < end ? value(base + lane) : 0;
-        const u64 until = before + warp_prefix({0, here}).weight;
+        u64 until, sum;
+        WarpScan(shared_.of_warp[warp]).InclusiveSum(here, until, sum);
+        until += before;
         if (until - here <= target && target < until) shared_.id = base + lane;
-        before = __shfl_sync(0xffffffffu, until, kWarpSize - 1);
-        if (before > target) break;
+        before += sum;
       }
     __syncthreads();
     return shared_.id;
@@ -187,16 +188,12 @@ class Row {
   /// The bucket in which the sums exceed the target, two buckets a thread.
   __device__ Cutoff cross(Measure measure, u64 target, const Cutoff& from, int shift) {
     static_assert(kBuckets == 2 * kThreads);
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int first = 2 * static_cast<int>(threadIdx.x);
     const Sum own[2] = {bucket(first), bucket(first + 1)};
-    const Sum both = own[0] + own[1], until = warp_prefix(both);
     if (threadIdx.x == 0) shared_.found = from;
-    if (lane == kWarpSize - 1) shared_.of_warp[warp] = until;
+    Sum before;
+    SumScan(shared_.sums).ExclusiveScan(own[0] + own[1], before, from.before, cuda::std::plus<>{});
     __syncthreads();
-    Sum before = from.before;
-    for (int other = 0; other < warp; ++other) before = before + shared_.of_warp[other];
-    before = before + Sum{until.count - both.count, until.weight - both.weight};
     for (int i = 0; i < 2; ++i) {
       const Sum after = before + own[i];
       if (in(measure, before) <= target && target < in(measure, after))
@@ -256,14 +253,10 @@ __device__ u64 total_weight(const float* logits, int vocab, Weights weights, Sha
 #pragma unroll 4
   for (int id = static_cast<int>(threadIdx.x); id < vocab; id += kThreads)
     own += weights(logits[id]);
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
-    own += __shfl_xor_sync(0xffffffffu, own, distance);
-  if (threadIdx.x % kWarpSize == 0) shared.of_warp[threadIdx.x / kWarpSize] = {0, own};
+  own = Reduce(shared.reduce).Sum(own);
+  if (threadIdx.x == 0) shared.total = own;
   __syncthreads();
-  u64 total = 0;
-  for (const Sum& sum : shared.of_warp) total += sum.weight;
-  __syncthreads();
-  return total;
+  return shared.total;
 }
 
 /// A block for each row.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <thrust/device_vector.h>
 
 #include <span>
 #include <stdexcept>
@@ -26,35 +27,29 @@ template <class T>
 class DeviceArray {
  public:
   /// Zeroed. An empty array is null.
-  explicit DeviceArray(std::size_t size) : size_(size) {
-    if (size == 0) return;
-    check_cuda(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T)));
-    clear();
-  }
-  explicit DeviceArray(std::span<const T> values) : DeviceArray(values.size()) {
-    if (!values.empty())
-      check_cuda(cudaMemcpy(data_, values.data(), values.size_bytes(), cudaMemcpyHostToDevice));
-  }
+  explicit DeviceArray(std::size_t size) : DeviceArray(std::vector<T>(size)) {}
+  explicit DeviceArray(std::span<const T> values) : values_(values.begin(), values.end()) {}
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;
-  ~DeviceArray() { cudaFree(data_); }
 
-  T* data() const { return data_; }
-  void clear() {
-    if (size_) check_cuda(cudaMemset(data_, 0, size_ * sizeof(T)));
+  T* data() const { return const_cast<T*>(thrust::raw_pointer_cast(values_.data())); }
+  void clear() { check_cuda(cudaMemset(data(), 0, values_.size() * sizeof(T))); }
+  /// As many values as the array has, or its first ones.
+  void assign(std::span<const T> values) const {
+    if (values.size() > values_.size())
+      throw std::invalid_argument("DeviceArray::assign: more values than the array holds");
+    thrust::copy(values.begin(), values.end(), thrust::device_pointer_cast(data()));
   }
   /// Waits for the device, then copies.
   std::vector<T> to_host() const {
-    std::vector<T> values(size_);
+    std::vector<T> values(values_.size());
     check_cuda(cudaDeviceSynchronize());
-    if (size_)
-      check_cuda(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
+    thrust::copy(values_.begin(), values_.end(), values.begin());
     return values;
   }
 
  private:
-  T* data_ = nullptr;
-  std::size_t size_;
+  thrust::device_vector<T> values_;
 };
 
 /// Waits for the fills and copies that were enqueued before on the default stream: cudaMemset, and

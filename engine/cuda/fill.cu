@@ -1,6 +1,6 @@
 #include "engine/cuda/fill.hpp"
 
-#include <algorithm>
+#include <cub/device/device_for.cuh>
 
 #include "kernels/device/type_dispatch.cuh"
 
@@ -8,12 +8,6 @@ namespace kvlab::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr unsigned kMostBlocks = 132 * 16;
-
-unsigned blocks_for(std::size_t count) {
-  return static_cast<unsigned>(
-      std::clamp<std::size_t>((count + kThreads - 1) / kThreads, 1, kMostBlocks));
-}
 
 /// SplitMix64's finaliser.
 __device__ std::uint64_t hash(std::uint64_t x) {
@@ -30,43 +24,53 @@ __device__ float normal(std::uint64_t bits) {
   return sqrtf(-2.0f * logf(u)) * cospif(2.0f * v);
 }
 
+// What the fills do at element i, for cub::DeviceFor.
+
 template <class T>
-__global__ void fill_normal_kernel(T* to, std::size_t count, float deviation, std::uint64_t seed) {
-  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
-       i += gridDim.x * blockDim.x)
+struct FillNormal {
+  T* to;
+  float deviation;
+  std::uint64_t seed;
+  __device__ void operator()(std::size_t i) const {
     to[i] = kernels::from_float<T>(deviation * normal(hash(hash(seed) + i)));
-}
+  }
+};
 
 template <class T>
-__global__ void fill_value_kernel(T* to, std::size_t count, float value) {
-  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
-       i += gridDim.x * blockDim.x)
-    to[i] = kernels::from_float<T>(value);
-}
+struct FillValue {
+  T* to;
+  float value;
+  __device__ void operator()(std::size_t i) const { to[i] = kernels::from_float<T>(value); }
+};
 
-__global__ void fill_iota_kernel(std::int32_t* to, int count) {
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < count;
-       i += static_cast<int>(gridDim.x * blockDim.x))
-    to[i] = i;
-}
+struct FillIota {
+  std::int32_t* to;
+  __device__ void operator()(std::size_t i) const { to[i] = static_cast<std::int32_t>(i); }
+};
 
 template <class T>
-__global__ void find_not_finite_kernel(const T* from, std::size_t count, std::int32_t* found) {
-  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
-       i += gridDim.x * blockDim.x)
+struct FindNotFinite {
+  const T* from;
+  std::int32_t* found;
+  __device__ void operator()(std::size_t i) const {
     if (!isfinite(kernels::to_float(from[i]))) *found = 1;
-}
+  }
+};
 
-__global__ void rope_rows_kernel(const float* inv_freq, int half, const std::int32_t* positions,
-                                 std::uint32_t first, std::size_t count, float factor,
-                                 float2* table) {
-  const std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  const std::size_t row = i / static_cast<std::size_t>(half);
-  const double position = positions ? max(positions[row], 0) : first + static_cast<double>(row);
-  const double angle = position * static_cast<double>(inv_freq[i % static_cast<std::size_t>(half)]);
-  table[i] = {static_cast<float>(cos(angle)) * factor, static_cast<float>(sin(angle)) * factor};
-}
+struct FillRopeRows {
+  const float* inv_freq;
+  std::size_t half;
+  const std::int32_t* positions;
+  std::uint32_t first;
+  float factor;
+  float2* table;
+  __device__ void operator()(std::size_t i) const {
+    const std::size_t row = i / half;
+    const double position = positions ? max(positions[row], 0) : first + static_cast<double>(row);
+    const double angle = position * static_cast<double>(inv_freq[i % half]);
+    table[i] = {static_cast<float>(cos(angle)) * factor, static_cast<float>(sin(angle)) * factor};
+  }
+};
 
 /// Eight 16-byte loads in flight a thread.
 __global__ void read_all_kernel(const uint4* from, std::size_t count, std::uint32_t* sink) {
@@ -117,43 +121,36 @@ __global__ void finish_step_kernel(FinishStepArgs args) {
 
 cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
                         cudaStream_t stream) {
-  return kernels::with_type(type, [&](auto element) {
-    fill_normal_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
-        static_cast<decltype(element)*>(to), count, deviation, seed);
-    return cudaGetLastError();
+  return kernels::with_type(type, [&]<class T>(T) {
+    return cub::DeviceFor::Bulk(count, FillNormal<T>{static_cast<T*>(to), deviation, seed}, stream);
   });
 }
 
 cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream) {
-  return kernels::with_type(type, [&](auto element) {
-    fill_value_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
-        static_cast<decltype(element)*>(to), count, value);
-    return cudaGetLastError();
+  return kernels::with_type(type, [&]<class T>(T) {
+    return cub::DeviceFor::Bulk(count, FillValue<T>{static_cast<T*>(to), value}, stream);
   });
 }
 
 cudaError_t fill_iota(std::int32_t* to, int count, cudaStream_t stream) {
-  fill_iota_kernel<<<blocks_for(static_cast<std::size_t>(count)), kThreads, 0, stream>>>(to, count);
-  return cudaGetLastError();
+  return cub::DeviceFor::Bulk(count, FillIota{to}, stream);
 }
 
 cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
                             cudaStream_t stream) {
-  return kernels::with_type(type, [&](auto element) {
-    find_not_finite_kernel<<<blocks_for(count), kThreads, 0, stream>>>(
-        static_cast<const decltype(element)*>(from), count, found);
-    return cudaGetLastError();
+  return kernels::with_type(type, [&]<class T>(T) {
+    return cub::DeviceFor::Bulk(count, FindNotFinite<T>{static_cast<const T*>(from), found},
+                                stream);
   });
 }
 
 cudaError_t fill_rope_rows(const float* inv_freq, int half, const std::int32_t* positions,
                            std::uint32_t first, int rows, float factor, float2* table,
                            cudaStream_t stream) {
-  const std::size_t count = static_cast<std::size_t>(rows) * static_cast<std::size_t>(half);
-  const auto blocks = static_cast<unsigned>((count + kThreads - 1) / kThreads);
-  rope_rows_kernel<<<blocks, kThreads, 0, stream>>>(inv_freq, half, positions, first, count, factor,
-                                                    table);
-  return cudaGetLastError();
+  const auto width = static_cast<std::size_t>(half);
+  return cub::DeviceFor::Bulk(static_cast<std::size_t>(rows) * width,
+                              FillRopeRows{inv_freq, width, positions, first, factor, table},
+                              stream);
 }
 
 cudaError_t read_all(const void* from, std::size_t bytes, std::uint32_t* sink,

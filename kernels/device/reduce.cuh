@@ -1,4 +1,5 @@
-// Reductions over a warp and a block, in a fixed order.
+// Reductions over a warp and a block, in a fixed order that is part of the results; every lane gets
+// them. Where neither counts, and NVRTC does not compile it, CUB does.
 #pragma once
 
 #include <cuda_runtime.h>

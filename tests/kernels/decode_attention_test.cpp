@@ -48,8 +48,7 @@ class Batch {
   /// New lengths; the cache beyond them is poison again.
   void set_lengths(const std::vector<std::int32_t>& lengths) {
     lengths_ = lengths;
-    check_cuda(cudaMemcpy(device_lengths_->data(), lengths_.data(), lengths_.size() * 4,
-                          cudaMemcpyHostToDevice));
+    device_lengths_->assign(lengths_);
     upload_cache(lengths_);
   }
 
@@ -135,10 +134,8 @@ class Batch {
       return;
     }
     const auto key_bytes = encode(size_.type, keys), value_bytes = encode(size_.type, values);
-    check_cuda(cudaMemcpy(device_keys_->data(), key_bytes.data(), key_bytes.size(),
-                          cudaMemcpyHostToDevice));
-    check_cuda(cudaMemcpy(device_values_->data(), value_bytes.data(), value_bytes.size(),
-                          cudaMemcpyHostToDevice));
+    device_keys_->assign(key_bytes);
+    device_values_->assign(value_bytes);
   }
 
   void add(AttentionErrors& errors, std::size_t row, std::span<const float> out, float lse) const {

@@ -31,8 +31,7 @@ std::unique_ptr<DeviceArray<T>> to_device(const std::vector<T>& values) {
 }
 template <class T>
 void overwrite(const DeviceArray<T>& array, const std::vector<T>& values) {
-  check_cuda(
-      cudaMemcpy(array.data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  array.assign(values);
 }
 template <class T>
 void append(std::vector<std::byte>& bytes, const std::vector<T>& values) {

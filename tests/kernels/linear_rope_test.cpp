@@ -18,7 +18,7 @@ using namespace kvlab::kernels;
 
 namespace {
 
-constexpr std::size_t kRedzone = 64;  // bytes behind every output
+constexpr std::size_t kRopeRedzone = 64;  // bytes behind every output
 constexpr int kSlots = 5, kPositions = 100;
 
 struct Case {
@@ -43,9 +43,10 @@ struct Outputs {
         q(bytes(c, c.rows * c.query_heads)),
         keys(bytes(c, c.rows * c.kv_heads * kSlots)),
         values(bytes(c, c.rows * c.kv_heads * kSlots)),
-        positions(std::size_t(c.rows * c.kv_heads * kSlots) * sizeof(std::uint32_t) + kRedzone) {}
+        positions(std::size_t(c.rows * c.kv_heads * kSlots) * sizeof(std::uint32_t) +
+                  kRopeRedzone) {}
   static std::size_t bytes(const Case& c, int heads) {
-    return std::size_t(heads) * std::size_t(c.head_size) * bytes_of(c.type) + kRedzone;
+    return std::size_t(heads) * std::size_t(c.head_size) * bytes_of(c.type) + kRopeRedzone;
   }
   void poison() const {
     for (const auto* part : {&y, &q, &keys, &values, &positions})
@@ -64,19 +65,17 @@ struct Outputs {
   DeviceArray<std::byte> y, q, keys, values, positions;
 };
 
-class Trial {
+class RopeTrial {
  public:
-  explicit Trial(const Case& c) : c_(c), out(c) {
+  explicit RopeTrial(const Case& c) : c_(c), out(c) {
     for (int position = 0; position < kPositions; ++position)
       for (int i = 0; i < c.rotated / 2; ++i) {
         const double angle = position * std::pow(10000.0, -2.0 * i / c.rotated);
         turns_.push_back(float2{float(std::cos(angle)), float(std::sin(angle))});
       }
-    check_cuda(cudaMemcpy(rope_.data(), turns_.data(), turns_.size() * sizeof(float2),
-                          cudaMemcpyHostToDevice));
+    rope_.assign(turns_);
     for (int row = 0; row < c.rows; ++row) sequence_.push_back(c.rows - 1 - row);
-    check_cuda(cudaMemcpy(sequences_.data(), sequence_.data(), sequence_.size() * 4,
-                          cudaMemcpyHostToDevice));
+    sequences_.assign(sequence_);
     move(0);
   }
   /// Other positions and slots.
@@ -86,19 +85,16 @@ class Trial {
       position.push_back((row * 37 + by * 11) % kPositions);
       slot.push_back((row + by) % (c_.pairs ? 2 : kSlots));  // with pairs: added to the next slot
     }
-    check_cuda(cudaMemcpy(positions_.data(), position.data(), position.size() * 4,
-                          cudaMemcpyHostToDevice));
-    check_cuda(cudaMemcpy(slots_.data(), slot.data(), slot.size() * 4, cudaMemcpyHostToDevice));
+    positions_.assign(position);
+    slots_.assign(slot);
     std::vector<std::int64_t> first;
     std::vector<std::int32_t> next;
     for (int pair = 0; pair < c_.rows * c_.kv_heads; ++pair) {
       first.push_back(std::int64_t{pair} * kSlots);
       next.push_back((2 * pair + by) % (kSlots - 1));
     }
-    check_cuda(
-        cudaMemcpy(first_slot_.data(), first.data(), first.size() * 8, cudaMemcpyHostToDevice));
-    check_cuda(
-        cudaMemcpy(next_slots_.data(), next.data(), next.size() * 4, cudaMemcpyHostToDevice));
+    first_slot_.assign(first);
+    next_slots_.assign(next);
   }
 
   LinearArgs product() const {
@@ -177,7 +173,7 @@ class Trial {
 
 void check(const Case& c) {
   INFO(c.name());
-  Trial trial(c);
+  RopeTrial trial(c);
   CapturedGraph graph([&](cudaStream_t stream) { return trial.enqueue(stream); });
   for (int by = 0; by < 2; ++by) {
     trial.move(by);
@@ -263,7 +259,7 @@ TEST_CASE("a product that ends with RoPE equals the two launches to the bit", "[
 
 TEST_CASE("200 runs of a product that ends with RoPE are equal to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  Trial trial(
+  RopeTrial trial(
       {.rows = 5, .query_heads = 32, .kv_heads = 8, .head_size = 128, .rotated = 128, .k = 520});
   const std::vector<std::byte> first = trial.in_two();
   CapturedGraph graph([&](cudaStream_t stream) { return trial.enqueue(stream); });

@@ -338,11 +338,7 @@ class Chain {
     }
     start_ = random_values(Type::f32, kRows * kHidden, random);
   }
-  void reset() {
-    check_cuda(cudaMemcpy(residual_.data(), start_.data(), start_.size() * sizeof(float),
-                          cudaMemcpyHostToDevice));
-    check_cuda(cudaDeviceSynchronize());
-  }
+  void reset() { residual_.assign(start_); }
   template <class Between>
   cudaError_t enqueue(cudaStream_t stream, Between between) const {
     for (std::size_t i = 0; i < kLayers; ++i) {

@@ -28,8 +28,7 @@ std::unique_ptr<DeviceArray<T>> poisoned(std::size_t size) {
 }
 template <class T>
 void overwrite(const DeviceArray<T>& array, const std::vector<T>& values) {
-  check_cuda(
-      cudaMemcpy(array.data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  array.assign(values);
 }
 void append(std::vector<std::byte>& all, const std::vector<std::byte>& more) {
   all.insert(all.end(), more.begin(), more.end());

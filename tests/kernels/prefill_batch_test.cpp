@@ -196,8 +196,7 @@ class Batch {
   }
   template <class T>
   static void copy(const DeviceArray<T>& to, const std::vector<T>& from) {
-    check_cuda(cudaMemcpy(to.data(), from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice));
-    check_cuda(cudaDeviceSynchronize());
+    to.assign(from);
   }
 
   /// Keys and values drawn at random, in every slot.

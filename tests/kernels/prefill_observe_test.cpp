@@ -48,8 +48,7 @@ class Observer {
     for (int h = 0; h < chunk_.size().kv_heads; ++h)
       std::fill_n(start.begin() + static_cast<std::ptrdiff_t>(chunk_.begin(h)), chunk_.visible(h),
                   Observation{});
-    check_cuda(cudaMemcpy(seen_.data(), start.data(), start.size() * sizeof(Observation),
-                          cudaMemcpyHostToDevice));
+    seen_.assign(start);
     check_cuda(cudaMemset(workspace_.data(), kPoison,
                           observe_workspace(chunk_.shape(), chunk_.size().queries)));
     check_cuda(cudaDeviceSynchronize());

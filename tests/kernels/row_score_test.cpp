@@ -97,8 +97,7 @@ class Scores {
   /// Other tokens follow.
   void turn() {
     for (std::int32_t& id : next_) id = (id + 2) % static_cast<std::int32_t>(vocab_);
-    check_cuda(
-        cudaMemcpy(device_next_->data(), next_.data(), next_.size() * 4, cudaMemcpyHostToDevice));
+    device_next_->assign(next_);
   }
 
  private:

@@ -20,10 +20,10 @@ using namespace kvlab::kernels;
 
 namespace {
 
-constexpr int kKvHeads = 2, kHeadSize = 64;
+constexpr int kHeads = 2, kHeadSize = 64;
 constexpr std::size_t kRowBytes = kHeadSize * bytes_of(Type::bf16);
 constexpr std::uint32_t kLayer = 5;
-constexpr std::byte kUntouched{0xA7};
+constexpr std::byte kPoison{0xA7};
 
 struct Pair {
   std::uint32_t budget = kNoBudget, sinks = 0, recent = 0;
@@ -66,9 +66,9 @@ class Cache {
       most_ = std::max(most_, static_cast<int>(capacity));
     }
     const std::size_t all = static_cast<std::size_t>(slots_);
-    host.keys.assign(all * kRowBytes, kUntouched);
+    host.keys.assign(all * kRowBytes, kPoison);
     host.values = host.keys;
-    host.states.assign(all * slot_bytes_, kUntouched);
+    host.states.assign(all * slot_bytes_, kPoison);
     host.columns.assign(all * column_count_, -1.0f);
     host.positions.assign(all, 0xA7A7'A7A7);
     host.lengths.assign(capacities.size(), 0);
@@ -99,9 +99,9 @@ class Cache {
   }
   SlotCache device() const {
     return {.type = Type::bf16,
-            .sequences = static_cast<int>(first_slots_.size()) / kKvHeads,
-            .query_heads = kKvHeads,
-            .kv_heads = kKvHeads,
+            .sequences = static_cast<int>(first_slots_.size()) / kHeads,
+            .query_heads = kHeads,
+            .kv_heads = kHeads,
             .head_size = kHeadSize,
             .softmax_scale = 1,
             .most_slots = most_,
@@ -156,8 +156,7 @@ class Cache {
   template <class T>
   static void put(const DeviceArray<T>& to, const std::vector<T>& from) {
     if (from.empty()) return;
-    check_cuda(cudaMemcpy(to.data(), from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice));
-    check_cuda(cudaDeviceSynchronize());
+    to.assign(from);
   }
 
   std::size_t slot_bytes_, column_count_;
@@ -194,17 +193,17 @@ class Run {
           LiveSet::Identity{.seed = seed(sequence(i)),
                             .sequence = id(sequence(i)),
                             .layer = kLayer,
-                            .kv_head = static_cast<std::uint32_t>(i % kKvHeads)}));
+                            .kv_head = static_cast<std::uint32_t>(i % kHeads)}));
       modifiers_ = spec.modifiers;
       const std::uint32_t kept =
           budget == kNoBudget ? kMostTokens : budget - 1 + modifiers_.every - 1;
       capacities.push_back(in_place ? kept + most : std::max(kept, 1u));
-      if (i % kKvHeads == 0) params.insert(params.end(), spec.params.begin(), spec.params.end());
+      if (i % kHeads == 0) params.insert(params.end(), spec.params.begin(), spec.params.end());
       needs_ = spec.entry->info.needs;
     }
-    for (std::size_t i = 0; i < live_.size(); i += kKvHeads) {
+    for (std::size_t i = 0; i < live_.size(); i += kHeads) {
       std::vector<AgedSet*> heads;
-      for (int h = 0; h < kKvHeads; ++h) heads.push_back(live_[i + h].get());
+      for (int h = 0; h < kHeads; ++h) heads.push_back(live_[i + h].get());
       share_ranks(heads);
     }
     resident_ = std::make_unique<Cache>(capacities, policy);
@@ -212,7 +211,7 @@ class Run {
     const std::vector<std::uint32_t> room(pairs_.size(), most);
     if (!in_place) scratch_ = std::make_unique<Cache>(room, policy);
     if (!in_place) scratch_->upload();
-    next_.assign(pairs_.size() / kKvHeads, 0);
+    next_.assign(pairs_.size() / kHeads, 0);
     fill_rules(params);
     workspace_ = std::make_unique<DeviceArray<std::byte>>(shrink_workspace(working().device()));
     seen_ = std::make_unique<DeviceArray<Observation>>(working().slots());
@@ -269,7 +268,7 @@ class Run {
  private:
   static constexpr std::uint32_t kMostTokens = 6000;
 
-  static int sequence(std::size_t pair) { return static_cast<int>(pair) / kKvHeads; }
+  static int sequence(std::size_t pair) { return static_cast<int>(pair) / kHeads; }
   static std::uint64_t seed(int sequence) { return 1000 + 17 * sequence; }
   static std::uint32_t id(int sequence) { return 9 - sequence; }
 
@@ -331,10 +330,8 @@ class Run {
   }
 
   void put_counts(const std::vector<std::uint32_t>& now, const std::vector<std::uint32_t>& counts) {
-    check_cuda(cudaMemcpy(now_->data(), now.data(), now.size() * 4, cudaMemcpyHostToDevice));
-    check_cuda(
-        cudaMemcpy(admitted_->data(), counts.data(), counts.size() * 4, cudaMemcpyHostToDevice));
-    check_cuda(cudaDeviceSynchronize());
+    now_->assign(now);
+    admitted_->assign(counts);
   }
 
   /// Writes the tokens' keys and values, and what every live token is given.
@@ -359,8 +356,7 @@ class Run {
       }
     }
     working().upload();
-    check_cuda(cudaMemcpy(seen_->data(), seen.data(), seen.size() * sizeof(Observation),
-                          cudaMemcpyHostToDevice));
+    seen_->assign(seen);
     put_counts(now, counts);
   }
 
