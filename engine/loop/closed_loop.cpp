@@ -197,11 +197,7 @@ class ClosedLoop {
     if (options_.progress) options_.progress(done_ / (each * static_cast<double>(configs_.size())));
   }
 
-  /// The whole prompt; never where there is none.
-  bool admits_at_once(std::size_t c) const {
-    const Admission& first = configs_[c].admissions.front();
-    return first.ends_prompt && first.tokens == span_.prompt;
-  }
+  bool admits_at_once(std::size_t c) const { return admits_prompt_at_once(configs_[c], span_); }
   /// Of the rows that are a configuration's own.
   std::uint32_t first_row(std::size_t c) const {
     return admits_at_once(c) && c != alike_[0] ? span_.prompt : 0;

@@ -40,6 +40,13 @@ struct LoopSpan {
 };
 LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options);
 
+/// Whether the whole prompt is one admission; never where there is none. Its rows are then those of
+/// the full cache, whatever the policy.
+inline bool admits_prompt_at_once(const ResolvedConfig& config, const LoopSpan& span) {
+  const Admission& first = config.admissions.front();
+  return first.ends_prompt && first.tokens == span.prompt;
+}
+
 /// A prompt, and what is decoded behind it.
 std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt);
 

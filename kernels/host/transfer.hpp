@@ -53,6 +53,22 @@ void copy(T* to, const T* from, std::size_t count, cudaStream_t stream) {
         "copying on the device");
 }
 
+/// Memory that has a row each `stride` bytes.
+template <class T>
+struct Rows {
+  T* first;
+  std::size_t stride;
+};
+
+/// Enqueues a copy of the first `width` bytes of some rows.
+inline void copy_rows(Rows<std::byte> to, Rows<const std::byte> from, std::size_t width,
+                      std::size_t rows, cudaStream_t stream) {
+  if (width == 0) return;
+  check(cudaMemcpy2DAsync(to.first, to.stride, from.first, from.stride, width, rows,
+                          cudaMemcpyDeviceToDevice, stream),
+        "copying on the device");
+}
+
 /// Zero when it returns, for the same reason.
 inline DeviceBuffer zeroes(std::size_t bytes, std::string_view what) {
   DeviceBuffer buffer(bytes, what);

@@ -226,11 +226,9 @@ class EvictingCache::Prompt final : public DeviceAdmission {
   void keep_plain_keys(const PromptPart& part, const LayerOutputs& to) {
     const PlainKeys keys = cache_.plain_keys(to);
     const std::size_t width = cache_.config_.kv_heads * cache_.model_.key_bytes();
-    check(cudaMemcpy2DAsync(memory_.plain_keys + part.first * width, width, keys.first,
-                            keys.row * bytes_of(cache_.model_.dtype()), width,
-                            static_cast<std::size_t>(part.rows), cudaMemcpyDeviceToDevice,
-                            cache_.stream_),
-          "keys before RoPE");
+    cuda::copy_rows({memory_.plain_keys + part.first * width, width},
+                    {keys.first, keys.row * bytes_of(cache_.model_.dtype())}, width,
+                    static_cast<std::size_t>(part.rows), cache_.stream_);
   }
 
   void make_columns(std::uint32_t layer) {

@@ -86,18 +86,34 @@ HeadArithmetic arithmetic_of(const DeviceModel& model, const CacheConfig& config
           .threshold16 = request_threshold16(config.threshold)};
 }
 
-/// Hidden states and what attention takes and gives, of configurations side by side; a row is a
-/// token of one of them.
+/// The rows of configurations side by side: those that all have in common, which are computed once,
+/// then each configuration's own.
+struct LoopRows {
+  std::size_t shared, own, configs;
+  std::size_t all() const { return shared + configs * own; }
+  std::size_t of_config() const { return shared + own; }  ///< as attention sees it
+  /// Of a token that is not shared.
+  std::size_t row(std::size_t config, std::size_t token) const { return config * own + token; }
+};
+
+/// Hidden states and what attention takes and gives.
 struct GroupMemory {
-  GroupMemory(cuda::Arena& arena, const DeviceModel& model, std::size_t rows)
-      : x(arena.take<float>(rows * model.config().hidden)),
-        heads(arena.take<std::byte>(rows * model.config().query_heads * model.key_bytes())),
-        configs(arena.take<std::int32_t>(rows)),
-        tokens(arena.take<std::int32_t>(rows)) {}
+  GroupMemory(cuda::Arena& arena, const DeviceModel& model, const LoopRows& rows)
+      : x(arena.take<float>(rows.all() * model.config().hidden)),
+        heads(arena.take<std::byte>(rows.all() * row_bytes(model))),
+        configs(arena.take<std::int32_t>(rows.all())),
+        tokens(arena.take<std::int32_t>(rows.all())),
+        whole(rows.shared == 0
+                  ? heads
+                  : arena.take<std::byte>(rows.configs * rows.of_config() * row_bytes(model))) {}
   GroupMemory() = default;
+  static std::size_t row_bytes(const DeviceModel& model) {
+    return model.config().query_heads * model.key_bytes();
+  }
   float* x = nullptr;          // [row, hidden]
   std::byte* heads = nullptr;  // [row, query_head, dim]: queries, then outputs
   std::int32_t *configs = nullptr, *tokens = nullptr;  // [row]
+  std::byte* whole = nullptr;  // [config, token, query_head, dim]: heads, for attention
 };
 
 /// One sequence under all configurations.
@@ -124,6 +140,10 @@ class SequenceRun {
     for (const CacheConfig& config : configs)
       resolved_.push_back(resolve(config, segments_, options.sequence, config_.heads()));
     for (const ResolvedConfig& config : resolved_) pointers_.push_back(&config);
+    if (std::ranges::all_of(resolved_, [&](const ResolvedConfig& config) {
+          return admits_prompt_at_once(config, span_);
+        }))
+      shared_ = std::min(span_.prompt, span_.first_scored);
     Ids padded = ids;
     padded.resize(rows_, ids.front());
     device_ids_ = cuda::upload(padded, "token ids");
@@ -138,10 +158,11 @@ class SequenceRun {
     for (std::size_t first = 0; first < pointers_.size(); first += at_once) {
       const std::size_t count = std::min(at_once, pointers_.size() - first);
       const std::span group = std::span(pointers_).subspan(first, count);
-      const cuda::Placed<GroupMemory> memory("hidden states", on_.model, count * rows_);
-      forward(group, *memory, first);
+      const LoopRows rows = rows_of(count);
+      const cuda::Placed<GroupMemory> memory("hidden states", on_.model, rows);
+      forward(group, rows, *memory, first);
       if (first == 0) cuda::copy(full_x_.as<float>(), memory->x, rows_ * config_.hidden, stream());
-      score(*memory, first, count);
+      score(*memory, rows, first);
     }
     return std::move(scores_);
   }
@@ -151,10 +172,11 @@ class SequenceRun {
   std::size_t scored() const { return ids_.size() - 1 - span_.first_scored; }
   std::size_t scored_at_once() const { return std::min(kScoredRows, scored()); }
   cudaStream_t stream() const { return on_.streams.first(); }
+  LoopRows rows_of(std::size_t configs) const { return {shared_, rows_ - shared_, configs}; }
 
   std::size_t configs_at_once() const {
     const std::size_t of_config = LoopAttention::bytes_of_config(plan_, pointers_) +
-                                  cuda::Placed<GroupMemory>::bytes(on_.model, rows_);
+                                  cuda::Placed<GroupMemory>::bytes(on_.model, rows_of(1));
     const cuda::MemoryInfo memory = cuda::memory_info();
     const auto usable = static_cast<std::size_t>(kUsableMemory * static_cast<double>(memory.free));
     const std::size_t fit = (usable - std::min(usable, kReserve)) / of_config;
@@ -175,33 +197,36 @@ class SequenceRun {
   }
 
   /// Leaves the hidden states behind the last layer.
-  void forward(std::span<const ResolvedConfig* const> group, const GroupMemory& memory,
-               std::size_t first) {
+  void forward(std::span<const ResolvedConfig* const> group, const LoopRows& rows,
+               const GroupMemory& memory, std::size_t first) {
     LoopAttention attention(plan_, group, tables_, options_.threads, on_.product, on_.streams,
                             on_.walks);
-    note_rows(memory, group.size());
-    for (std::size_t c = 0; c < group.size(); ++c) {
-      on_.layers.embed(device_ids_.as<std::int32_t>(), static_cast<int>(rows_),
-                       memory.x + c * rows_ * config_.hidden);
+    embed(rows, memory);
+    for (std::size_t c = 0; c < group.size(); ++c)
       scores_[first + c].kv_bytes_peak = attention.live_max(c) * 2 * on_.model.key_bytes();
-    }
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
       throw_if_cancelled();
-      project(layer, memory, attention, group.size() * rows_);
-      attention.attend(layer, memory.heads, memory.heads);
-      finish(layer, memory, group.size() * rows_);
+      project(layer, memory, attention, rows.all());
+      share(rows, memory, attention);
+      attention.attend(layer, memory.whole, memory.whole);
+      gather(rows, memory);
+      finish(layer, memory, rows.all());
       on_.streams.synchronize();
       note_done(first * config_.layers + (layer + 1) * group.size());
     }
   }
 
-  void note_rows(const GroupMemory& memory, std::size_t configs) const {
+  /// The tokens' embeddings, and which token of which configuration a row is.
+  void embed(const LoopRows& rows, const GroupMemory& memory) {
     Ids config, token;
-    for (std::size_t c = 0; c < configs; ++c) {
-      config.insert(config.end(), rows_, static_cast<std::int32_t>(c));
-      token.resize(token.size() + rows_);
-      std::iota(token.end() - static_cast<std::ptrdiff_t>(rows_), token.end(), 0);
-    }
+    const auto part = [&](std::size_t first, std::size_t count, std::size_t c) {
+      on_.layers.embed(device_ids_.as<std::int32_t>() + first, static_cast<int>(count),
+                       memory.x + config.size() * config_.hidden);
+      config.insert(config.end(), count, static_cast<std::int32_t>(c));
+      for (std::size_t i = 0; i < count; ++i) token.push_back(static_cast<std::int32_t>(first + i));
+    };
+    if (rows.shared > 0) part(0, rows.shared, 0);
+    for (std::size_t c = 0; c < rows.configs; ++c) part(rows.shared, rows.own, c);
     cuda::write(memory.configs, config, "the closed loop");
     cuda::write(memory.tokens, token, "the closed loop");
   }
@@ -235,18 +260,48 @@ class SequenceRun {
   }
 
   std::byte* outputs(const GroupMemory& memory, std::size_t row) const {
-    return memory.heads + row * config_.query_heads * on_.model.key_bytes();
+    return memory.heads + row * GroupMemory::row_bytes(on_.model);
   }
 
-  void score(const GroupMemory& memory, std::size_t first_config, std::size_t configs) {
+  /// What was computed once, to each configuration: queries, and the keys and values that the first
+  /// one has.
+  void share(const LoopRows& rows, const GroupMemory& memory, const LoopAttention& attention) {
+    if (rows.shared == 0) return;
+    const std::size_t of_row = GroupMemory::row_bytes(on_.model), of_key = on_.model.key_bytes(),
+                      of_head = rows.of_config() * of_key, of_config = of_head * config_.kv_heads;
+    for (std::size_t c = 0; c < rows.configs; ++c) {
+      cuda::copy(memory.whole + c * rows.of_config() * of_row, memory.heads, rows.shared * of_row,
+                 stream());
+      if (c == 0) continue;
+      for (std::byte* const part : {attention.keys(), attention.values()})
+        cuda::copy_rows({part + c * of_config, of_head}, {part, of_head}, rows.shared * of_key,
+                        config_.kv_heads, stream());
+    }
+    cuda::copy_rows({memory.whole + rows.shared * of_row, rows.of_config() * of_row},
+                    {outputs(memory, rows.shared), rows.own * of_row}, rows.own * of_row,
+                    rows.configs, stream());
+  }
+
+  /// The way back: outputs to the rows that products take.
+  void gather(const LoopRows& rows, const GroupMemory& memory) {
+    if (rows.shared == 0) return;
+    const std::size_t of_row = GroupMemory::row_bytes(on_.model);
+    cuda::copy(memory.heads, memory.whole, rows.shared * of_row, stream());
+    cuda::copy_rows({outputs(memory, rows.shared), rows.own * of_row},
+                    {memory.whole + rows.shared * of_row, rows.of_config() * of_row},
+                    rows.own * of_row, rows.configs, stream());
+  }
+
+  void score(const GroupMemory& memory, const LoopRows& of, std::size_t first_config) {
     for (std::size_t first = 0; first < scored(); first += scored_at_once()) {
       const std::size_t count = std::min(scored_at_once(), scored() - first),
-                        row = (span_.first_scored + first) * config_.hidden;
-      on_.layers.head(full_x_.as<float>() + row, static_cast<int>(count), full_logits_.as<float>());
-      for (std::size_t c = 0; c < configs; ++c) {
+                        token = span_.first_scored + first;
+      on_.layers.head(full_x_.as<float>() + token * config_.hidden, static_cast<int>(count),
+                      full_logits_.as<float>());
+      for (std::size_t c = 0; c < of.configs; ++c) {
         const bool itself = is_yardstick(first_config + c);
         if (first_config + c > 0)
-          on_.layers.head(memory.x + c * rows_ * config_.hidden + row, static_cast<int>(count),
+          on_.layers.head(memory.x + of.row(c, token) * config_.hidden, static_cast<int>(count),
                           logits_.as<float>());
         on_.streams.synchronize();
         const cuda::DeviceBuffer& logits = first_config + c == 0 ? full_logits_ : logits_;
@@ -292,6 +347,7 @@ class SequenceRun {
   const UnitsPlan plan_;
   const Tables tables_;
   const std::size_t rows_;  ///< of a configuration
+  std::size_t shared_ = 0;  ///< of them, that all configurations have in common
   std::vector<ResolvedConfig> resolved_;
   std::vector<const ResolvedConfig*> pointers_;
   cuda::DeviceBuffer device_ids_, full_x_, full_logits_, logits_;
