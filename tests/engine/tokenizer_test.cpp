@@ -41,6 +41,26 @@ std::string fnv1a(const Ids& ids) {
   return hex;
 }
 
+/// The model that `./dev model NAME` fetches, on the same texts.
+void check_pretrained(const std::string& name) {
+  const auto file = kRoot / "engine/models" / name / "tokenizer.json";
+  if (!std::filesystem::exists(file))
+    return skip("no engine/models/" + name + "; ./dev model " + name);
+  const auto expected = nlohmann::json::parse(
+      std::ifstream(kRoot / "tests/data/tokenizer" / (name + "_ids.json"), std::ios::binary));
+  const auto texts = cases().at("texts").get<std::vector<std::string>>();
+  const Tokenizer tokenizer = Tokenizer::load(file);
+  std::size_t tokens = 0;
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    INFO("text " << i << ": " << nlohmann::json(texts[i]).dump());
+    const Ids ids = tokenizer.encode(texts[i]);
+    tokens += ids.size();
+    REQUIRE(fnv1a(ids) == expected.at("fnv1a").at(i).get<std::string>());
+    REQUIRE(tokenizer.decode(ids) == expected.at("decoded").value(std::to_string(i), texts[i]));
+  }
+  CHECK(tokens == expected.at("tokens").get<std::size_t>());
+}
+
 std::string repeated(const std::string& unit, std::size_t times) {
   std::string text;
   for (std::size_t i = 0; i < times; ++i) text += unit;
@@ -68,20 +88,11 @@ TEST_CASE("ids and decoded text equal the library's for every text and tokenizer
 }
 
 TEST_CASE("ids of SmolLM2's own tokenizer, which lacks tokens of bytes, equal the library's") {
-  const auto file = kRoot / "engine/models/smollm2/tokenizer.json";
-  if (!std::filesystem::exists(file)) return skip("no engine/models/smollm2; ./dev model smollm2");
-  const auto expected = nlohmann::json::parse(
-      std::ifstream(kRoot / "tests/data/tokenizer/smollm2_ids.json", std::ios::binary));
-  const auto texts = cases().at("texts").get<std::vector<std::string>>();
-  const Tokenizer tokenizer = Tokenizer::load(file);
-  std::size_t tokens = 0;
-  for (std::size_t i = 0; i < texts.size(); ++i) {
-    INFO("text " << i << ": " << nlohmann::json(texts[i]).dump());
-    const Ids ids = tokenizer.encode(texts[i]);
-    tokens += ids.size();
-    REQUIRE(fnv1a(ids) == expected.at("fnv1a").at(i).get<std::string>());
-  }
-  CHECK(tokens == expected.at("tokens").get<std::size_t>());
+  check_pretrained("smollm2");
+}
+
+TEST_CASE("ids of Gemma 3's own tokenizer, of half a million merges, equal the library's") {
+  check_pretrained("gemma3");
 }
 
 TEST_CASE("long texts without a break equal the library's, and take no quadratic time") {

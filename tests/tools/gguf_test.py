@@ -110,6 +110,53 @@ def least_limits():
     resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 
 
+NORM_NAMES = {  # of Gemma 3
+    "attn_norm": "input_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def gemma3():
+    """The fields and tensors of a Gemma 3 of seven layers; bytes are its tokens from 7 to 262."""
+    kind = gguf.GGUFValueType
+    pieces = {"▁": -9.0, "t": -7.0, "h": -6.0, "e": -5.0, "th": -1.0, "he": -0.0, "the": -2.0, "▁the": -3.0}
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "\n", "  ", "   ", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    found = {key.replace("llama", "gemma3"): value for key, value in fields().items()}
+    del found["tokenizer.ggml.merges"], found["tokenizer.ggml.pre"]
+    found |= {
+        "gemma3.block_count": (7, kind.UINT32),
+        "gemma3.attention.key_length": (16, kind.UINT32),
+        "gemma3.attention.sliding_window": (32, kind.UINT32),
+        "tokenizer.ggml.model": ("llama", kind.STRING),
+        "tokenizer.ggml.tokens": (tokens, kind.ARRAY),
+        "tokenizer.ggml.token_type": ([3] * 3 + [2] + [4] * 3 + [6] * 256 + [1] * len(pieces), kind.ARRAY),
+        "tokenizer.ggml.scores": ([-1000.0] * 7 + [0.0] * 256 + [*pieces.values()], kind.ARRAY),
+        "tokenizer.ggml.add_space_prefix": (False, kind.BOOL),
+        "tokenizer.ggml.add_bos_token": (True, kind.BOOL),
+    }
+    for number, name in enumerate(("padding", "eos", "bos", "unknown")):
+        found[f"tokenizer.ggml.{name}_token_id"] = (number, kind.UINT32)
+    draw = np.random.default_rng(2)
+    shapes = {name: (16 if name in ("attn_q_norm", "attn_k_norm") else WIDTH,) for name in NORM_NAMES}
+    shapes |= {"attn_q": (HEADS * 16, WIDTH), "attn_k": (32, WIDTH), "attn_v": (32, WIDTH), "ffn_gate": (INNER, WIDTH)}
+    shapes |= {"attn_output": (WIDTH, HEADS * 16), "ffn_up": (INNER, WIDTH), "ffn_down": (WIDTH, INNER)}
+    shapes = {f"blk.{number}.{name}.weight": shape for number in range(7) for name, shape in shapes.items()}
+    shapes |= {"token_embd.weight": (len(tokens), WIDTH), "output_norm.weight": (WIDTH,)}
+    return found, {name: draw.normal(1, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def read_tensor(folder, name):
+    data = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8 : 8 + length])[name]["data_offsets"]
+    words = np.frombuffer(data[8 + length + begin : 8 + length + end], "<u2").astype(np.uint32)
+    return (words << 16).view(np.float32)
+
+
 class GgufTest(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -143,15 +190,11 @@ class GgufTest(unittest.TestCase):
         self.assertEqual(settings["tokenizer_class"], "PreTrainedTokenizerFast")
         self.assertEqual((settings["bos_token"], settings["eos_token"]), ("<|end|>", "<|end|>"))
 
-        data = (self.out / "model.safetensors").read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        begin, end = header["model.layers.1.self_attn.q_proj.weight"]["data_offsets"]
-        found = np.frombuffer(data[8 + length + begin : 8 + length + end], "<u2").astype(np.uint32) << 16
+        found = read_tensor(self.out, "model.layers.1.self_attn.q_proj.weight")
         # GGUF has the two halves of a rotation side by side; a checkpoint has one half behind the other.
         wanted = weights["blk.1.attn_q.weight"].reshape(HEADS, SIZE // 2, 2, WIDTH)
         wanted = np.concatenate((wanted[:, :, 0], wanted[:, :, 1]), axis=1).reshape(-1)
-        np.testing.assert_allclose(found.view(np.float32), wanted, rtol=2**-8)
+        np.testing.assert_allclose(found, wanted, rtol=2**-8)
 
         generate = [
             "generate",
@@ -166,6 +209,49 @@ class GgufTest(unittest.TestCase):
         ]
         done = subprocess.run([KVLAB, *generate], capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_a_gemma_3_becomes_what_transformers_has(self):
+        keys, weights = gemma3()
+        write_gguf(self.source, keys, weights, "gemma3")
+        done = self.convert()
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        config = json.loads((self.out / "config.json").read_text())
+        self.assertEqual(config["layer_types"], [*["sliding_attention"] * 5, "full_attention", "sliding_attention"])
+        found = [config[key] for key in ("model_type", "sliding_window", "head_dim", "query_pre_attn_scalar")]
+        self.assertEqual(found, ["gemma3_text", 32, 16, 16])
+        self.assertEqual((config["rope_theta"], config["rope_local_base_freq"]), (10000, 10000))
+        for name, theirs in (NORM_NAMES | {"attn_q": "self_attn.q_proj", "ffn_down": "mlp.down_proj"}).items():
+            # GGUF has 1 + w of norms. Rows of q are as they are.
+            wanted = weights[f"blk.3.{name}.weight"].reshape(-1) - ("norm" in name)
+            found = read_tensor(self.out, f"model.layers.3.{theirs}.weight")
+            np.testing.assert_allclose(found, wanted, rtol=2**-8, err_msg=name)
+
+        tokenizer = json.loads((self.out / "tokenizer.json").read_text())
+        marks = ["▁▁", "▁"], ["▁", "▁▁"], ["▁", "▁"]
+        merges = [*marks, ["h", "e"], ["t", "h"], ["th", "e"], ["t", "he"], ["▁", "the"]]
+        self.assertEqual(tokenizer["model"]["merges"], merges)
+        added = [(token["content"], token["special"]) for token in tokenizer["added_tokens"]]
+        special = [(token, True) for token in ("<pad>", "<eos>", "<bos>", "<unk>")]
+        self.assertEqual(added, special + [("\n", False), ("▁▁", False), ("▁▁▁", False)])
+        self.assertEqual(tokenizer["post_processor"]["special_tokens"]["<bos>"]["ids"], [2])
+
+    def test_a_gemma_3_of_another_kind_is_refused(self):
+        kind = gguf.GGUFValueType
+        keys, weights = gemma3()
+        scores, tokens = "tokenizer.ggml.scores", "tokenizer.ggml.tokens"
+        for words, key, value, of in (
+            ("rope.scaling.type is not supported; a gemma3 ", "gemma3.rope.scaling.type", "linear", kind.STRING),
+            ("softcapping is not supported", "gemma3.final_logit_softcapping", 30.0, kind.FLOAT32),
+            ("sliding_window is 0", "gemma3.attention.sliding_window", 0, kind.UINT32),
+            ("pattern is 0", "gemma3.attention.sliding_window_pattern", 0, kind.UINT32),
+            ("a space put before", "tokenizer.ggml.add_space_prefix", True, kind.BOOL),
+            ("a number for each", scores, keys[scores][0][1:], kind.ARRAY),
+            ("a number for each", scores, keys[scores][0][1:] + [float("nan")], kind.ARRAY),
+            ("one of more than 1024", tokens, ["a" * 1025, *keys[tokens][0][1:]], kind.ARRAY),
+            ("unknown_token_id is 4000", "tokenizer.ggml.unknown_token_id", 4000, kind.UINT32),
+        ):
+            write_gguf(self.source, keys | {key: (value, of)}, weights, "gemma3")
+            self.check_refused(words)
 
     def test_a_file_that_was_cut_anywhere_is_refused(self):
         write_gguf(self.source, fields(), tensors())
@@ -215,10 +301,13 @@ class GgufTest(unittest.TestCase):
         spec = importlib.util.spec_from_file_location("gguf_to_checkpoint", SCRIPT)
         script = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(script)
-        write_gguf(self.source, fields(), tensors())
-        whole = self.source.read_bytes()
-        header = len(whole) - sum(values.nbytes for values in tensors().values())
+        wholes = []
+        for keys, weights, architecture in ((fields(), tensors(), "llama"), (*gemma3(), "gemma3")):
+            write_gguf(self.source, keys, weights, architecture)
+            whole = self.source.read_bytes()
+            wholes.append((whole, len(whole) - sum(values.nbytes for values in weights.values())))
         for seed in range(int(os.environ.get("KVLAB_GGUF_MUTANTS", "200"))):
+            whole, header = wholes[seed % 2]
             mutant = bytearray(whole)
             draw = random.Random(seed)
             for _ in range(draw.choice((1, 1, 2, 5))):
@@ -241,7 +330,7 @@ class GgufTest(unittest.TestCase):
 
     def test_other_architectures_are_refused_by_name(self):
         write_gguf(self.source, fields(), tensors(), "gemma")
-        self.check_refused("general.architecture is 'gemma'; only 'llama'")
+        self.check_refused("general.architecture is 'gemma'; it should be llama or gemma3")
 
     def check_field(self, words, key, value, kind):
         changed = fields() | {key: (value, kind)}
@@ -271,7 +360,7 @@ class GgufTest(unittest.TestCase):
             ("should be positive", epsilon, -1.0, kind.FLOAT32),
             ("should be positive", base, float("inf"), kind.FLOAT32),
             ("its type should be float", base, "much", kind.STRING),
-            ("model is 'llama'; only byte-level", "tokenizer.ggml.model", "llama", kind.STRING),
+            ("model is 'bert'; it should be gpt2 or llama", "tokenizer.ggml.model", "bert", kind.STRING),
             ("pre is 'dbrx'", "tokenizer.ggml.pre", "dbrx", kind.STRING),
             ("list of texts", tokens, list(range(len(TOKENS))), kind.ARRAY),
             ("should be different", tokens, ["a"] * len(TOKENS), kind.ARRAY),

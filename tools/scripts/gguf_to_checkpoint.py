@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Turns a GGUF file of a llama model into a checkpoint: config.json, model.safetensors (bf16), tokenizer.json.
+"""Turns a GGUF file into a checkpoint: config.json, model.safetensors (bf16), tokenizer.json.
 
     python3 tools/scripts/gguf_to_checkpoint.py MODEL.gguf OUT
 
-Takes the llama architecture with byte-level BPE, in any quantisation that the gguf package can undo; refuses others
-by name. Exits 2 with one line if anything is wrong with the input, and then leaves nothing behind.
+Takes the architectures llama and gemma3 (texts alone) with byte-level BPE or SentencePiece's, in any quantisation that
+the gguf package can undo; refuses others by name. Exits 2 with one line if anything is wrong with the input, and then
+leaves nothing behind.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -38,7 +40,11 @@ PRE_TOKENIZERS = {
         ],
     },
 }
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # kinds of tokens
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # kinds of tokens
+MOST_CHARACTERS = 1024  # of one of SentencePiece's tokens, which is tried cut at each
+SPACE = "\u2581"  # how SentencePiece writes a space
+# Keys of an architecture that change what is computed.
+UNSUPPORTED = ("rope.scaling", "expert", "attention.scale", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 class Refused(Exception):
@@ -104,118 +110,244 @@ class Metadata:
         return value
 
 
-def read_config(meta):
-    architecture = meta.get("general.architecture", str)
-    if architecture != "llama":
-        raise Refused(f"general.architecture is '{architecture}'; only 'llama' can be converted")
+def llama_config(meta, config):
+    return {"hidden_act": "silu", "mlp_bias": False}
+
+
+def gemma3_config(meta, config):
+    """What the file takes for granted is the same in every Gemma 3 without a scaled rotation."""
+    period = meta.size("gemma3.attention.sliding_window_pattern", 6)
+    full = [
+        "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(config["num_hidden_layers"])
+    ]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["head_dim"],
+        "sliding_window": meta.size("gemma3.attention.sliding_window"),
+        "layer_types": full,
+        "rope_local_base_freq": meta.positive("gemma3.rope.freq_base_swa", 10000.0),
+        "rope_scaling": None,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+        "pad_token_id": meta.token("tokenizer.ggml.padding_token_id"),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    model_class: str
+    model_type: str
+    config: object  # of the metadata and the config so far: the keys that only this one has
+    norms: dict  # of a layer, by GGUF's name
+    interleaved: bool  # GGUF keeps rows of q and k with the two halves of a rotation side by side
+    norm_offset: int  # what GGUF adds to the weights of norms
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        "llama",
+        llama_config,
+        {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+        interleaved=True,
+        norm_offset=0,
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        gemma3_config,
+        {
+            "attn_norm": "input_layernorm",
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        interleaved=False,
+        norm_offset=1,
+    ),
+}
+
+
+def read_architecture(meta):
+    name = meta.get("general.architecture", str)
+    if name not in ARCHITECTURES:
+        raise Refused(f"general.architecture is '{name}'; it should be {' or '.join(ARCHITECTURES)}")
     for key in meta.fields:
-        if key.startswith("llama.rope.scaling") or key.startswith("llama.expert"):
-            raise Refused(f"{key} is not supported; a llama model without it can be converted")
-    heads, width = meta.size("llama.attention.head_count"), meta.size("llama.embedding_length")
-    kv_heads = meta.size("llama.attention.head_count_kv", heads)
-    head_size = meta.size("llama.attention.key_length", width // heads or 1)
+        if key.startswith(tuple(f"{name}.{part}" for part in UNSUPPORTED)):
+            raise Refused(f"{key} is not supported; a {name} model without it can be converted")
+    return name
+
+
+def read_config(meta, name):
+    architecture = ARCHITECTURES[name]
+    heads, width = meta.size(f"{name}.attention.head_count"), meta.size(f"{name}.embedding_length")
+    kv_heads = meta.size(f"{name}.attention.head_count_kv", heads)
+    head_size = meta.size(f"{name}.attention.key_length", width // heads or 1)
     if heads % kv_heads or head_size % 2:
         raise Refused(
-            f"{heads} heads (llama.attention.head_count) of size {head_size} cannot share {kv_heads} KV heads"
+            f"{heads} heads ({name}.attention.head_count) of size {head_size} cannot share {kv_heads} KV heads"
             " (head_count_kv); a multiple, and an even size, are expected"
         )
-    rotated = meta.size("llama.rope.dimension_count", head_size)
+    rotated = meta.size(f"{name}.rope.dimension_count", head_size)
     if rotated != head_size:
-        raise Refused(f"llama.rope.dimension_count is {rotated}; it should be the head size, {head_size}")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        raise Refused(f"{name}.rope.dimension_count is {rotated}; it should be the head size, {head_size}")
+    config = {
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
         "hidden_size": width,
-        "intermediate_size": meta.size("llama.feed_forward_length"),
-        "num_hidden_layers": meta.size("llama.block_count"),
+        "intermediate_size": meta.size(f"{name}.feed_forward_length"),
+        "num_hidden_layers": meta.size(f"{name}.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_size,
-        "max_position_embeddings": meta.size("llama.context_length"),
-        "rms_norm_eps": meta.positive("llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": meta.positive("llama.rope.freq_base", 10000.0),
-        "hidden_act": "silu",
+        "max_position_embeddings": meta.size(f"{name}.context_length"),
+        "rms_norm_eps": meta.positive(f"{name}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": meta.positive(f"{name}.rope.freq_base", 10000.0),
         "vocab_size": len(meta.texts("tokenizer.ggml.tokens")),
         "bos_token_id": meta.token("tokenizer.ggml.bos_token_id"),
         "eos_token_id": meta.token("tokenizer.ggml.eos_token_id"),
         "torch_dtype": "bfloat16",
         "attention_bias": False,
-        "mlp_bias": False,
     }
+    return config | architecture.config(meta, config)
 
 
-def added_token(number, text):
+def added_token(number, text, kind):
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": number, "content": text, **plain, "special": True}
+    return {"id": number, "content": text, **plain, "special": kind != USER_DEFINED}
 
 
-def read_tokenizer(meta):
-    model = meta.get("tokenizer.ggml.model", str)
-    if model != "gpt2":
-        raise Refused(f"tokenizer.ggml.model is '{model}'; only byte-level BPE ('gpt2') can be converted")
+def byte_level(meta, tokens, kinds):
+    """The parts of a tokenizer of GPT-2's kind: merges are in the file, and the pre-tokenizer by its name."""
     pre = meta.get("tokenizer.ggml.pre", str, "gpt-2")
     if pre not in PRE_TOKENIZERS:
         raise Refused(f"tokenizer.ggml.pre is '{pre}'; it should be one of {', '.join(PRE_TOKENIZERS)}")
-    tokens = meta.texts("tokenizer.ggml.tokens")
-    kinds = meta.get("tokenizer.ggml.token_type", list)
-    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise Refused("tokenizer.ggml.tokens should be different, and each have a token_type")
-    for number, kind in enumerate(kinds):
-        if kind not in (NORMAL, CONTROL, USER_DEFINED):
-            raise Refused(f"tokenizer.ggml.token_type[{number}] is {kind}; it should be 1, 3 or 4")
     merges = [merge.split(" ") for merge in meta.texts("tokenizer.ggml.merges")]
     for number, merge in enumerate(merges):
         if len(merge) != 2:
             raise Refused(f"tokenizer.ggml.merges[{number}] should be two tokens with a space between them")
-    post = None
-    if meta.get("tokenizer.ggml.add_bos_token", bool, False):
-        number = meta.token("tokenizer.ggml.bos_token_id")
-        first, rest = {"id": tokens[number], "type_id": 0}, {"id": "A", "type_id": 0}
-        post = {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": first}, {"Sequence": rest}],
-            "pair": [{"SpecialToken": first}, {"Sequence": rest}, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}},
-        }
+    return {
+        "normalizer": None,
+        "pre_tokenizer": PRE_TOKENIZERS[pre],
+        "decoder": {**BYTE_LEVEL, "add_prefix_space": True},
+        "model": {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre == "llama-bpe"},
+        "merges": merges,
+    }
+
+
+def merges_of_scores(tokens, kinds, scores):
+    """Every way to put two pieces together to a third: by its score, then the longest parts first."""
+    pieces = {text: score for text, kind, score in zip(tokens, kinds, scores) if kind == NORMAL}
+    pieces |= {text: float("inf") for text, kind in zip(tokens, kinds) if kind == USER_DEFINED}  # cut out first
+    merges = []
+    for text in pieces:
+        halves = ([text[:at], text[at:]] for at in range(1, len(text)))
+        merges += [(left, right) for left, right in halves if left in pieces and right in pieces]
+    return sorted(merges, key=lambda halves: (-pieces["".join(halves)], *(-len(half) for half in halves)))
+
+
+def sentencepiece(meta, tokens, kinds):
+    """The parts of one of SentencePiece's with bytes for rare characters: merges follow from scores."""
+    if meta.get("tokenizer.ggml.add_space_prefix", bool, True):
+        raise Refused("tokenizer.ggml.add_space_prefix is not false; a space put before texts is not supported")
+    scores = meta.get("tokenizer.ggml.scores", list)
+    if len(scores) != len(tokens) or not all(isinstance(score, float) and score == score for score in scores):
+        raise Refused("tokenizer.ggml.scores should be a number for each token")
+    if max(map(len, tokens)) > MOST_CHARACTERS:
+        raise Refused(f"tokenizer.ggml.tokens has one of more than {MOST_CHARACTERS} characters")
+    for number, kind in enumerate(kinds):
+        if kind == USER_DEFINED:  # which alone are written with spaces
+            tokens[number] = tokens[number].replace(" ", SPACE)
+    space, mark = {"String": " "}, {"String": SPACE}
+    steps = [{"type": "Replace", "pattern": mark, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    unk = tokens[meta.token("tokenizer.ggml.unknown_token_id")]
+    return {
+        "normalizer": {"type": "Replace", "pattern": space, "content": SPACE},
+        "pre_tokenizer": {"type": "Split", "pattern": space, "behavior": "MergedWithPrevious", "invert": False},
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": {"unk_token": unk, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False},
+        "merges": merges_of_scores(tokens, kinds, scores),
+    }
+
+
+TOKENIZERS = {  # and the kinds of tokens that they have
+    "gpt2": (byte_level, (NORMAL, CONTROL, USER_DEFINED)),
+    "llama": (sentencepiece, (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE)),
+}
+
+
+def first_token(number, text):
+    """The post-processor that puts it before a text."""
+    first, rest = {"id": text, "type_id": 0}, {"id": "A", "type_id": 0}
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": first}, {"Sequence": rest}],
+        "pair": [{"SpecialToken": first}, {"Sequence": rest}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]}},
+    }
+
+
+def read_tokenizer(meta):
+    model = meta.get("tokenizer.ggml.model", str)
+    if model not in TOKENIZERS:
+        raise Refused(f"tokenizer.ggml.model is '{model}'; it should be {' or '.join(TOKENIZERS)}")
+    parts_of, allowed = TOKENIZERS[model]
+    tokens = meta.texts("tokenizer.ggml.tokens")
+    kinds = meta.get("tokenizer.ggml.token_type", list)
+    if len(kinds) != len(tokens):
+        raise Refused("tokenizer.ggml.tokens should each have a token_type")
+    for number, kind in enumerate(kinds):
+        if kind not in allowed:
+            raise Refused(f"tokenizer.ggml.token_type[{number}] is {kind}; it should be one of {allowed}")
+    parts = parts_of(meta, tokens, kinds)
+    if len(set(tokens)) != len(tokens):
+        raise Refused("tokenizer.ggml.tokens should be different")
+    bos = meta.get("tokenizer.ggml.add_bos_token", bool, False) and meta.token("tokenizer.ggml.bos_token_id")
+    added = [(i, text, kind) for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind not in (NORMAL, BYTE)]
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [added_token(i, text) for i, text in enumerate(tokens) if kinds[i] != NORMAL],
-        "normalizer": None,
-        "pre_tokenizer": PRE_TOKENIZERS[pre],
-        "post_processor": post,
-        "decoder": {**BYTE_LEVEL, "add_prefix_space": True},
+        "added_tokens": [added_token(*token) for token in added],
+        "normalizer": parts["normalizer"],
+        "pre_tokenizer": parts["pre_tokenizer"],
+        "post_processor": None if bos is False else first_token(bos, tokens[bos]),
+        "decoder": parts["decoder"],
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": None,
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre == "llama-bpe",
+            **parts["model"],
             "vocab": {text: i for i, text in enumerate(tokens)},
-            "merges": merges,
+            "merges": parts["merges"],
         },
     }
 
 
-def wanted_tensors(config):
+def wanted_tensors(config, architecture):
     """GGUF's name -> (Hugging Face's name, shape, heads whose rows are interleaved)."""
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    interleaved = (heads, kv_heads) if architecture.interleaved else (0, 0)
+    norms = {
+        name: (theirs, (size if theirs.startswith("self_attn") else width,), 0)
+        for name, theirs in architecture.norms.items()
+    }
     layer = {
-        "attn_norm": ("input_layernorm", (width,), 0),
-        "attn_q": ("self_attn.q_proj", (heads * size, width), heads),
-        "attn_k": ("self_attn.k_proj", (kv_heads * size, width), kv_heads),
+        "attn_norm": norms["attn_norm"],
+        "attn_q": ("self_attn.q_proj", (heads * size, width), interleaved[0]),
+        "attn_k": ("self_attn.k_proj", (kv_heads * size, width), interleaved[1]),
         "attn_v": ("self_attn.v_proj", (kv_heads * size, width), 0),
         "attn_output": ("self_attn.o_proj", (width, heads * size), 0),
-        "ffn_norm": ("post_attention_layernorm", (width,), 0),
+        "ffn_norm": norms["ffn_norm"],
         "ffn_gate": ("mlp.gate_proj", (inner, width), 0),
         "ffn_up": ("mlp.up_proj", (inner, width), 0),
         "ffn_down": ("mlp.down_proj", (width, inner), 0),
-    }
+    } | norms
     wanted = {
         "token_embd.weight": ("model.embed_tokens.weight", (vocab, width), 0),
         "output_norm.weight": ("model.norm.weight", (width,), 0),
@@ -234,8 +366,8 @@ def as_bf16(values):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
-def converted(tensor, shape, interleaved):
-    """The tensor's weights in `shape`. GGUF keeps rows of q and k with the two halves of a rotation side by side."""
+def converted(tensor, shape, interleaved, norm_offset):
+    """The tensor's weights in `shape`."""
     try:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except (NotImplementedError, ValueError) as error:
@@ -246,24 +378,25 @@ def converted(tensor, shape, interleaved):
         raise Refused(f"tensor {tensor.name} holds a value that is not finite")
     if interleaved:
         values = values.reshape(interleaved, shape[0] // interleaved // 2, 2, shape[1]).swapaxes(1, 2).reshape(shape)
-    return as_bf16(values)
+    return as_bf16(values - norm_offset if len(shape) == 1 else values)
 
 
-def read_weights(reader, config):
+def read_weights(reader, config, name):
+    architecture = ARCHITECTURES[name]
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config["tie_word_embeddings"] = "output.weight" not in tensors
     if config["num_hidden_layers"] > len(tensors):
         raise Refused(
-            f"llama.block_count is {config['num_hidden_layers']}; there are {len(tensors)} tensors, of fewer layers"
+            f"{name}.block_count is {config['num_hidden_layers']}; there are {len(tensors)} tensors, of fewer layers"
         )
-    wanted = wanted_tensors(config)
+    wanted = wanted_tensors(config, architecture)
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise Refused(f"has no tensor {missing[0]}")
     if unknown := sorted(tensors.keys() - wanted.keys()):
-        raise Refused(f"tensor {unknown[0]} is not part of a plain llama model")
+        raise Refused(f"tensor {unknown[0]} is not part of a plain {name} model")
     weights = {}
-    for name, (theirs, shape, interleaved) in wanted.items():
-        weights[theirs] = converted(tensors[name], shape, interleaved)
+    for ours, (theirs, shape, interleaved) in wanted.items():
+        weights[theirs] = converted(tensors[ours], shape, interleaved, architecture.norm_offset)
     return weights
 
 
@@ -292,15 +425,21 @@ def convert(source, folder):
     except Exception as error:  # the package names no error of its own for a broken file
         raise Refused(f"cannot be read: {one_line(error, 150)}; a whole GGUF file is expected")
     meta = Metadata(reader)
-    config, tokenizer = read_config(meta), read_tokenizer(meta)
-    weights = read_weights(reader, config)
+    architecture = read_architecture(meta)
+    config, tokenizer = read_config(meta, architecture), read_tokenizer(meta)
+    weights = read_weights(reader, config, architecture)
     template = meta.get("tokenizer.chat_template", str, "-")
     # By its class transformers takes tokenizer.json as it is, and no rules of the model's type.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if template == "-" else {"chat_template": template})
     for key in ("bos", "eos"):
         settings[f"{key}_token"] = meta.texts("tokenizer.ggml.tokens")[config[f"{key}_token_id"]]
-    for name, value in [("config", config), ("tokenizer", tokenizer), ("tokenizer_config", settings)]:
-        (folder / f"{name}.json").write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    for name, value, indent in [
+        ("config", config, 1),
+        ("tokenizer", tokenizer, None),
+        ("tokenizer_config", settings, 1),
+    ]:
+        text = json.dumps(value, ensure_ascii=False, indent=indent) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
     write_safetensors(weights, folder / "model.safetensors")
     name, licence = meta.get("general.name", str, source.stem), meta.get("general.license", str, "not said")
     return one_line(name), one_line(licence)
