@@ -29,9 +29,10 @@ void round_trip(const Known& known, std::string_view text) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  static const Known all[] = {known("llama3.json", true), known("qwen2.json", false),
-                              known("llama2.json", false), known("metaspace.json", false),
-                              known("unknown.json", false)};
+  static const Known all[] = {known("llama3.json", true),   known("qwen2.json", false),
+                              known("llama2.json", false),  known("metaspace.json", false),
+                              known("unknown.json", false), known("gemma.json", false),
+                              known("olmo.json", true),     known("merged.json", true)};
   for (const Known& one : all) round_trip(one, fuzz::text_of(data, size));
   return 0;
 }

@@ -431,8 +431,9 @@ def convert(source, folder):
     template = meta.get("tokenizer.chat_template", str, "-")
     # By its class transformers takes tokenizer.json as it is, and no rules of the model's type.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if template == "-" else {"chat_template": template})
-    for key in ("bos", "eos"):
-        settings[f"{key}_token"] = meta.texts("tokenizer.ggml.tokens")[config[f"{key}_token_id"]]
+    for key in ("bos", "eos", "pad"):
+        if f"{key}_token_id" in config:
+            settings[f"{key}_token"] = meta.texts("tokenizer.ggml.tokens")[config[f"{key}_token_id"]]
     for name, value, indent in [
         ("config", config, 1),
         ("tokenizer", tokenizer, None),
