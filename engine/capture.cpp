@@ -10,9 +10,9 @@ TraceHeader trace_header(const ModelConfig& config, const std::string& device,
   TraceHeader header;
   header.model = config.name;
   header.shape = config.shape();
-  header.rope = config.rope;
+  header.rows = config.rows;
+  header.simplify();
   header.rope_config = config.rope_config;
-  header.softmax_scale = config.softmax_scale();
   header.rounding = Rounding::none;
   header.capture = nlohmann::json{{"engine", "kvlab"},
                                   {"version", KVLAB_VERSION},

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <stdexcept>
 
 #include "engine/cache/growing_rope.hpp"
@@ -23,20 +24,21 @@ constexpr double kThreadedProducts = 1e6;      // fewer multiplications: threads
 class Decoder::Impl {
  public:
   Impl(const Model& model, ResolvedConfig cache, unsigned threads)
-      : model_(model),
-        config_(model.config()),
-        asked_(std::move(cache)),
-        threads_(threads),
-        rope_(config_.rope) {
+      : model_(model), config_(model.config()), asked_(std::move(cache)), threads_(threads) {
+    asked_.spans = config_.heads().spans;
     check_held(kDecoder, asked_, config_.heads());
-    const HeadShape shape{.head_size = config_.head_size,
-                          .group = config_.query_heads / config_.kv_heads,
-                          .positions = asked_.positions,
-                          .softmax_scale = config_.softmax_scale(),
-                          .threshold16 = asked_.threshold16()};
     if (wants_projections(asked_.policy.columns)) output_ = model.output_projections();
-    for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
+    for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+      const RowSpec& row = config_.rows[layer];
+      const HeadShape shape{.head_size = config_.head_size,
+                            .group = config_.query_heads / config_.kv_heads,
+                            .positions = asked_.positions_of(layer),
+                            .softmax_scale = row.scale,
+                            .threshold16 = asked_.threshold16(),
+                            .span = row.span};
       layers_.emplace_back(asked_, shape, config_.kv_heads, layer, output_.get());
+      ropes_.try_emplace(row.table, row.rope);
+    }
   }
 
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
@@ -109,8 +111,9 @@ class Decoder::Impl {
 
   std::uint64_t evictions() const {
     std::uint64_t sum = 0;
-    for (const LayerCache& layer : layers_)
-      for (const HeadCache& head : layer.heads()) sum += head.live().evictions();
+    for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
+      for (const HeadCache& head : layers_[layer].heads())
+        if (asked_.span_of(layer) == 0) sum += head.live().evictions();
     return sum;
   }
 
@@ -218,7 +221,8 @@ class Decoder::Impl {
       if (first.observer_)
         first.observer_->layer(layer, work.q, work.k, work.v, work.out, work.lse);
       model.attention_output(layer, work.out.data(), n, work.x.data(), threads);
-      if (first.observer_) first.observer_->residual(layer, work.x);
+      if (first.observer_ && model.config().norms.behind_attention.empty())
+        first.observer_->residual(layer, work.x);
       model.mlp(layer, work.x.data(), n, threads);
     }
     for (Impl* const one : decoders) {
@@ -234,7 +238,8 @@ class Decoder::Impl {
       const auto victims = cache.heads()[head].make_room(tokens_);
       if (observer_) observer_->evicted(layer, head, tokens_, victims);
     }
-    cache.attend(rows(part), rope_.covering(tokens_ + part.tokens),
+    GrowingRope& rope = ropes_.at(config_.rows[layer].table);
+    cache.attend(rows(part), rope.covering(tokens_ + part.tokens),
                  std::min(most_threads, threads_for(layer, part.tokens)), wants_outputs);
     for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {
       const auto seen = cache.heads()[head].observe();
@@ -284,7 +289,7 @@ class Decoder::Impl {
   unsigned threads_;
   std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
   std::deque<LayerCache> layers_;
-  GrowingRope rope_;
+  std::map<std::uint32_t, GrowingRope> ropes_;  // by table
   DecoderObserver* observer_ = nullptr;
   std::uint32_t tokens_ = 0;
   std::uint64_t kv_bytes_peak_ = 0;

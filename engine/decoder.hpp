@@ -41,7 +41,8 @@ class DecoderObserver {
   virtual void layer(std::uint32_t /*layer*/, std::span<const float> /*q*/,
                      std::span<const float> /*k*/, std::span<const float> /*v*/,
                      std::span<const float> /*out*/, std::span<const float> /*lse*/) {}
-  /// The residual stream x [n, hidden] after the layer's attention output was added.
+  /// The residual stream x [n, hidden] after the layer's attention output was added; not of models
+  /// with a norm behind that, which an error before it does not reach as it is.
   virtual void residual(std::uint32_t /*layer*/, std::span<const float> /*x*/) {}
   virtual void admitted() {}  ///< after the last layer
 };

@@ -31,7 +31,7 @@ class SequenceDecoder {
   virtual std::uint32_t tokens() const = 0;  ///< fed so far
   virtual std::uint64_t kv_bytes_peak()
       const = 0;  ///< keys and values held at most, all layers and heads
-  virtual std::uint64_t evictions() const = 0;
+  virtual std::uint64_t evictions() const = 0;  ///< in layers that policies act on
   /// Tokens live now, [layer][KV head]; empty where they are not counted by head.
   virtual std::vector<std::vector<std::uint32_t>> kept() const { return {}; }
 };

@@ -9,7 +9,8 @@ namespace kvlab {
 namespace {
 
 /// Empty where all heads have one budget.
-HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length, CacheShape model) {
+HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length,
+                            const CacheShape& model) {
   const Budget& budget = config.budget;
   if (budget.is_even() || budget.split == Budget::Split::ada) return {};
   const std::string what = "budget " + budget.text();
@@ -51,6 +52,15 @@ void check_layers_even(const ResolvedConfig& config) {
             fmt::format("policy {}: under scope=layer the KV heads of a layer keep one set, and in "
                         "layer {} budgets of {} and {} tokens are asked for; one would be right",
                         config.policy.name, layer, config.head_budgets[layer].front(), budget));
+}
+
+/// Layers with a span have theirs among the budgets by head.
+void insert_spans(ResolvedConfig& config, const CacheShape& model) {
+  HeadBudgets& heads = config.head_budgets;
+  for (std::size_t layer = 0; !heads.empty() && layer < model.spans.size(); ++layer)
+    if (model.spans[layer] > 0)
+      heads.insert(heads.begin() + static_cast<std::ptrdiff_t>(layer),
+                   std::vector(model.kv_heads, model.spans[layer]));
 }
 
 /// What a ladder refuses.
@@ -116,12 +126,19 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
                        CacheShape model) {
   ResolvedConfig resolved{config};
   resolved.sequence = sequence;
+  const CacheShape acted_on = model.acted_on();
+  if (acted_on.layers < model.layers) resolved.spans = model.spans;
+  if (config.evicts() && model.layers > 0 && acted_on.layers == 0)
+    throw std::invalid_argument(
+        fmt::format("policy {}: every layer of the model has a span, so there is nothing that it "
+                    "acts on; full is expected",
+                    config.policy.name));
   if (!config.evicts()) {
     climb(resolved, length, model.head_size);
     return resolved;
   }
   resolved.budget_tokens = config.budget.resolve(length, model.head_size);
-  resolved.head_budgets = budgets_by_head(config, length, model);
+  resolved.head_budgets = budgets_by_head(config, length, acted_on);
   resolved.asked_tokens =
       resolved.head_budgets.empty() ? resolved.budget_tokens : mean_budget(resolved.head_budgets);
   for (const auto& layer : resolved.head_budgets)
@@ -131,6 +148,7 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   resolved.guards = resolve_guards(config.policy, resolved.budget_tokens);
   check_guards(resolved);
   if (config.policy.modifiers.scope == Modifiers::Scope::layer) check_layers_even(resolved);
+  insert_spans(resolved, model);
   return resolved;
 }
 

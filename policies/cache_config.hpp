@@ -61,7 +61,16 @@ struct ResolvedConfig : CacheConfig {
   std::vector<Admission> admissions = {};  ///< where they are known beforehand: in a replay
   std::vector<bool> in_dense_prompt = {};  ///< [token], likewise
 
+  /// By layer: where it is not 0, the model sees that many tokens, and just these are kept,
+  /// whatever is asked for. Empty: no such layers.
+  std::vector<std::uint32_t> spans = {};
+
+  std::uint32_t span_of(std::uint32_t layer) const { return spans.empty() ? 0 : spans[layer]; }
+  Positions positions_of(std::uint32_t layer) const {
+    return span_of(layer) > 0 ? Positions::original : positions;
+  }
   std::uint32_t budget_of(std::uint32_t layer, std::uint32_t kv_head) const {
+    if (span_of(layer) > 0) return span_of(layer);
     return evicts() && !head_budgets.empty() ? head_budgets[layer][kv_head] : budget_tokens;
   }
   std::uint32_t threshold16() const { return request_threshold16(threshold); }
@@ -73,6 +82,8 @@ struct ResolvedConfig : CacheConfig {
   /// The empty cache of one KV head. Throws std::invalid_argument where the guards do not fit its
   /// budget.
   LiveSet live_set(std::uint32_t layer, std::uint32_t kv_head) const {
+    if (const std::uint32_t span = span_of(layer); span > 0)
+      return {parse_policy("window"), span, identity(layer, kv_head)};
     LiveSet live{policy, budget_of(layer, kv_head), identity(layer, kv_head)};
     if (shares_slots()) live.share_slots();
     if (const auto own = rungs.find(live.budget()); own != rungs.end()) live.keep_at(own->second);

@@ -60,6 +60,11 @@ std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks) {
                      capped ? "soft caps" : "sink logits", executor.instead);
 }
 
+std::string refusal_of_model(const Executor& executor, const std::string& peculiarity) {
+  if (executor.all_models || peculiarity.empty()) return "";
+  return fmt::format("{} does not know {}; {} does", executor.name, peculiarity, executor.instead);
+}
+
 bool side_by_side(const CacheConfig& one, const CacheConfig& other) {
   return one.policy.entry == other.policy.entry && one.policy.columns == other.policy.columns &&
          one.positions == other.positions;
@@ -86,7 +91,7 @@ void check_held(const Executor& executor, const CacheConfig& config) {
     throw std::invalid_argument(why);
 }
 
-void check_held(const Executor& executor, const ResolvedConfig& config, CacheShape model) {
+void check_held(const Executor& executor, const ResolvedConfig& config, const CacheShape& model) {
   check_held(executor, config);
   std::size_t given = 0;
   bool fits = config.head_budgets.empty() || config.head_budgets.size() == model.layers;

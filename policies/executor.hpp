@@ -27,7 +27,8 @@ struct Executor {
   bool scope_layer = false;
   bool group_max = false;
   bool ladders = false;
-  bool bent_rows = false;  ///< layers with soft caps or sink logits
+  bool bent_rows = false;   ///< layers with soft caps or sink logits
+  bool all_models = false;  ///< also those with windows, norms behind blocks, GELU
   Columns columns = Columns::none;
 };
 
@@ -39,6 +40,7 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .scope_layer = true,
                                    .group_max = true,
                                    .ladders = true,
+                                   .all_models = true,
                                    .columns = Columns::built_in};
 inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .instead = "--device cpu",
@@ -74,11 +76,13 @@ std::string column_beyond(const Executor& executor, const PolicySpec& policy);
 std::string refusal(const Executor& executor, const CacheConfig& config);
 /// Likewise of a layer with a soft cap or with sink logits.
 std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks);
+/// Likewise of a model, by what sets it apart from Llama's kind (ModelConfig::peculiarity).
+std::string refusal_of_model(const Executor& executor, const std::string& peculiarity);
 
 /// Throws std::invalid_argument with the refusal, if there is one.
 void check_held(const Executor& executor, const CacheConfig& config);
 /// Likewise, also where budgets by head are of another shape than the model's.
-void check_held(const Executor& executor, const ResolvedConfig& config, CacheShape model);
+void check_held(const Executor& executor, const ResolvedConfig& config, const CacheShape& model);
 
 /// Whether a device holds both side by side: of one policy, one choice of columns, one kind of
 /// positions.

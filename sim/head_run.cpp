@@ -95,6 +95,8 @@ void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, Shared
   if (sees_all_) return divide(full.e.data(), visible_, full.sum, p_.data());
   const auto live = live_.positions().first(visible_);
   for (std::uint32_t i = 0; i < visible_; ++i) p_[i] = full.e[live[i]];
+  // Of a layer with a span all that it sees is live.
+  if (arithmetic_.span > 0) return divide(p_.data(), visible_, full.sum, p_.data());
   const float sum = lane_sum(p_.data(), visible_);
   if (sum < kSharedSumFloor) {
     rows.logits(query, head, live, p_.data());

@@ -81,7 +81,8 @@ HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, doub
                           ? std::optional(trace.shape().dtype)
                           : std::nullopt,
           .threshold16 = request_threshold16(threshold),
-          .softcap = trace.row(layer).softcap};
+          .softcap = trace.row(layer).softcap,
+          .span = trace.row(layer).span};
 }
 
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,

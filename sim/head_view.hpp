@@ -93,6 +93,7 @@ struct HeadArithmetic {
   std::optional<Dtype> rounding;  ///< q and k are rounded to it after RoPE at original positions
   std::uint32_t threshold16 = 0;  ///< of requests
   float softcap = 0;              ///< of scores; 0: none
+  std::uint32_t span = 0;         ///< tokens that a query sees; 0: all
 };
 
 /// A layer's own, at a threshold of requests: throws std::invalid_argument unless it is between 0

@@ -80,10 +80,10 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
   return counts;
 }
 
-Memory memory_of(const ResolvedConfig& config, CacheShape model) {
+Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
   std::map<std::uint32_t, double> heads;  // by budget
   for (std::uint32_t layer = 0; layer < model.layers; ++layer)
-    for (std::uint32_t head = 0; head < model.kv_heads; ++head)
+    for (std::uint32_t head = 0; config.span_of(layer) == 0 && head < model.kv_heads; ++head)
       heads[config.budget_of(layer, head)] += 1;
   const auto bytes = static_cast<double>(kv_bytes_per_token(model.head_size)),
              state = static_cast<double>(state_bytes_per_token(config));

@@ -23,7 +23,7 @@ struct LiveCounts {
 /// heads of a layer, and the sums over them are right.
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget);
 
-/// What a configuration holds in all layers and heads, bytes.
+/// What a configuration holds in all heads of the layers that it acts on, bytes.
 struct Memory {
   double mean = 0, peak = 0;  ///< keys and values over decoded queries, 16 bit; the heads' summed
   double state = 0;           ///< policy state beside them, at the end
@@ -32,7 +32,7 @@ struct Memory {
   double total() const { return mean + state; }
 };
 /// `config` with its admissions, in a model of such heads.
-Memory memory_of(const ResolvedConfig& config, CacheShape model);
+Memory memory_of(const ResolvedConfig& config, const CacheShape& model);
 
 /// Of its policy state and columns, its position and, where positions are squeezed, its rank.
 std::uint64_t state_bytes_per_token(const CacheConfig& config);

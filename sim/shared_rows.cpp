@@ -19,12 +19,11 @@ std::uint32_t block_for(const HeadView& view, std::size_t stride) {
 }  // namespace
 
 SharedRows::SharedRows(const HeadView& view, const RopeTable& rope,
-                       const HeadArithmetic& arithmetic, std::uint32_t span)
+                       const HeadArithmetic& arithmetic)
     : view_(view),
       rope_(rope),
       arithmetic_(arithmetic),
       keys_(view.tokens, view.head_size),
-      span_(span),
       stride_(keys_.panel_count() * 16),
       gradients_(view.projection) {
   block_ = block_for(view, stride_);
@@ -61,7 +60,7 @@ void SharedRows::compute(std::uint32_t first, std::uint32_t count) {
   for (std::uint32_t query = first; query < first + count; ++query)
     for (std::uint32_t head = 0; head < view_.group; ++head) {
       float* row = e_.data() + index(query, head) * stride_;
-      const std::uint32_t unseen = first_seen(span_, query), seen = query + 1 - unseen;
+      const std::uint32_t unseen = first_seen(arithmetic_.span, query), seen = query + 1 - unseen;
       std::fill_n(row, unseen, 0.0f);
       make_scores(row + unseen, seen, arithmetic_.softmax_scale, arithmetic_.softcap);
       const RowSum sum = row_exponentials(row + unseen, seen, view_.sink(head), row + unseen);

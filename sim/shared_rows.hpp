@@ -14,9 +14,7 @@ namespace kvlab {
 
 class SharedRows {
  public:
-  /// `span`: tokens that a query sees; 0: all.
-  SharedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
-             std::uint32_t span = 0);
+  SharedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
   /// Reads the view's keys from `first` on: they have changed.
   void read_keys(std::uint32_t first);
@@ -63,7 +61,7 @@ class SharedRows {
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
   Panels keys_;  // [token, dim], rotated
-  std::uint32_t span_, block_, first_ = 0;
+  std::uint32_t block_, first_ = 0;
   std::size_t stride_;                       // floats between rows of e_
   std::vector<float> queries_;               // [block, group, dim], rotated
   std::vector<float> e_;                     // [block, group, token]

@@ -1,4 +1,4 @@
-// The angles by which a trace's layers turn queries and keys.
+// The angles by which layers turn queries and keys.
 #pragma once
 
 #include <map>
@@ -12,9 +12,10 @@ class LayerRopes {
  public:
   explicit LayerRopes(const TraceReader& trace) {
     for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
-      tables_.try_emplace(trace.row(layer).table, trace.row(layer).rope, trace.tokens());
-    for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
-      by_layer_.push_back(&tables_.at(trace.row(layer).table));
+      add(trace.row(layer), trace.tokens());
+  }
+  LayerRopes(std::span<const RowSpec> rows, std::uint32_t tokens) {
+    for (const RowSpec& row : rows) add(row, tokens);
   }
   LayerRopes(const LayerRopes&) = delete;
   LayerRopes(LayerRopes&&) = default;
@@ -22,6 +23,10 @@ class LayerRopes {
   const RopeTable& operator[](std::uint32_t layer) const { return *by_layer_[layer]; }
 
  private:
+  void add(const RowSpec& row, std::uint32_t tokens) {
+    by_layer_.push_back(&tables_.try_emplace(row.table, row.rope, tokens).first->second);
+  }
+
   std::map<std::uint32_t, RopeTable> tables_;
   std::vector<const RopeTable*> by_layer_;
 };

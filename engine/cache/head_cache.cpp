@@ -5,6 +5,7 @@
 
 #include "traces/base/numeric/code.hpp"
 #include "traces/base/numeric/softmax.hpp"
+#include "traces/row_spec.hpp"
 
 namespace kvlab {
 namespace {
@@ -29,6 +30,12 @@ std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
   step_down(0, live_.size());
   if (has_spare_rows()) compact();
   return victims_;
+}
+
+std::uint32_t HeadCache::first_visible(const HeadAdmission& admission, std::uint32_t token) const {
+  const auto live = live_.positions();
+  const std::uint32_t oldest = first_seen(shape_.span, admission.first + token);
+  return static_cast<std::uint32_t>(std::ranges::lower_bound(live, oldest) - live.begin());
 }
 
 /// After a prompt none is spared, but for the next token's; otherwise rows that have been needed
@@ -178,12 +185,14 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
   Tally received(live_, shape_.threshold16, static_cast<std::uint32_t>(rows.size()));
   for (std::size_t i = 0; i < queries; ++i) {
     const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
-    const std::size_t head = i % group, count = visible(admission, token);
+    const std::uint32_t first = first_visible(admission, token);
+    const std::size_t head = i % group, count = visible(admission, token) - first;
+    const std::span seen = rows.subspan(first, count);
     float* p = by_age.data();
     for (std::size_t age = 0; age < count; ++age)
-      p[age] = (age < old_ ? by_row_of_old : by_row)[i * stride + rows[age]];
+      p[age] = (first + age < old_ ? by_row_of_old : by_row)[i * stride + seen[age]];
     for (std::size_t age = 0; live_.has_codes() && age < count; ++age)
-      if (is_coded(rows[age])) p[age] = by_row_of_codes[i * stride + rows[age]] / kCodeBlock;
+      if (is_coded(seen[age])) p[age] = by_row_of_codes[i * stride + seen[age]] / kCodeBlock;
     scale(p, count, shape_.softmax_scale);
     const std::int32_t shift = shared_exponentials(p, count, p);
     const float sum = lane_sum(p, count);
@@ -192,7 +201,7 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
         static_cast<float>(log_sum_exp(shift, static_cast<double>(sum)));
     float* out = admission.out + token * admission.query_stride + head * dim;
     std::fill_n(out, dim, 0.0f);
-    accumulate({p, count}, rows.first(count), out);
+    accumulate({p, count}, seen, out);
     received.add_row({p, count}, admission.tokens - 1 - token);
     if (head + 1 == group) received.end_query(admission.first + token);
   }

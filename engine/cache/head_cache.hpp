@@ -19,12 +19,13 @@
 
 namespace kvlab {
 
-/// What the heads of one decoder have in common.
+/// What the heads of one layer have in common.
 struct HeadShape {
   std::uint32_t head_size, group;  ///< `group`: query heads that share a KV head
   Positions positions = Positions::original;
   float softmax_scale = 1.0f;
   std::uint32_t threshold16 = 0;  ///< of requests
+  std::uint32_t span = 0;         ///< tokens that a query sees, itself included; 0: all
 };
 
 /// What one KV head's tokens of an admission bring, before RoPE, and where their outputs go. Rows
@@ -83,6 +84,8 @@ class HeadCache {
   std::uint32_t visible(const HeadAdmission& admission, std::uint32_t token) const {
     return live_.size() - admission.tokens + token + 1;
   }
+  /// The age of the oldest token that it sees.
+  std::uint32_t first_visible(const HeadAdmission& admission, std::uint32_t token) const;
   bool has_spare_rows() const;
   void compact();
   void grow_to(std::size_t rows);

@@ -40,7 +40,7 @@ class LayerCache {
   HeadAdmission admission(const LayerRows& rows, std::size_t head) const;
 
   HeadShape shape_;
-  bool observes_;
+  bool observes_ = false;
   std::deque<HeadCache> heads_;
 };
 

@@ -11,6 +11,7 @@
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/linear.hpp"
 #include "traces/base/numeric/elementwise.hpp"
+#include "traces/base/numeric/softmax.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {
@@ -22,6 +23,15 @@ constexpr std::size_t kRowsAtOnce = 512;  // bounds the memory of a long prompt
 class Loader {
  public:
   Loader(TensorReader& tensors, unsigned threads) : tensors_(tensors), threads_(threads) {}
+
+  /// What a norm multiplies by; none where the layer has none.
+  std::vector<float> norm(const std::string& layer, std::string_view name, std::size_t size,
+                          const ModelConfig& config) {
+    if (name.empty()) return {};
+    std::vector<float> values = vector(fmt::format("{}{}.weight", layer, name), size);
+    for (float& value : values) value += config.norm_offset;
+    return values;
+  }
 
   std::vector<float> vector(const std::string& name, std::size_t size) {
     const TensorView& tensor = tensors_.take(name, std::array{size});
@@ -64,7 +74,8 @@ class Loader {
 };
 
 struct Layer {
-  std::vector<float> input_norm, mlp_norm;  // [hidden]
+  // [hidden], or empty
+  std::vector<float> before_attention, behind_attention, before_mlp, behind_mlp;
   Linear q, k, v, output;
   std::vector<float> q_norm, k_norm;  // [head_size], or empty
   Linear gate, up, down;
@@ -76,16 +87,18 @@ Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
   const std::size_t q_size = std::size_t{c.query_heads} * c.head_size;
   const std::size_t kv_size = std::size_t{c.kv_heads} * c.head_size;
   Layer layer;
-  layer.input_norm = loader.vector(prefix + "input_layernorm.weight", c.hidden);
+  layer.before_attention = loader.norm(prefix, c.norms.before_attention, c.hidden, c);
+  layer.behind_attention = loader.norm(prefix, c.norms.behind_attention, c.hidden, c);
+  layer.before_mlp = loader.norm(prefix, c.norms.before_mlp, c.hidden, c);
+  layer.behind_mlp = loader.norm(prefix, c.norms.behind_mlp, c.hidden, c);
   layer.q = loader.linear(attention + "q_proj", q_size, c.hidden, c.qkv_bias);
   layer.k = loader.linear(attention + "k_proj", kv_size, c.hidden, c.qkv_bias);
   layer.v = loader.linear(attention + "v_proj", kv_size, c.hidden, c.qkv_bias);
   layer.output = loader.linear(attention + "o_proj", c.hidden, q_size, c.output_bias);
   if (c.qk_norm) {
-    layer.q_norm = loader.vector(attention + "q_norm.weight", c.head_size);
-    layer.k_norm = loader.vector(attention + "k_norm.weight", c.head_size);
+    layer.q_norm = loader.norm(attention, "q_norm", c.head_size, c);
+    layer.k_norm = loader.norm(attention, "k_norm", c.head_size, c);
   }
-  layer.mlp_norm = loader.vector(prefix + "post_attention_layernorm.weight", c.hidden);
   layer.gate = loader.linear(mlp + "gate_proj", c.mlp, c.hidden, c.mlp_bias);
   layer.up = loader.linear(mlp + "up_proj", c.mlp, c.hidden, c.mlp_bias);
   layer.down = loader.linear(mlp + "down_proj", c.hidden, c.mlp, c.mlp_bias);
@@ -115,7 +128,7 @@ class Model::Impl {
                         std::array<std::size_t, 2>{config_.vocab, config_.hidden});
     else
       head_ = loader.linear(head, config_.vocab, config_.hidden, false);
-    norm_ = loader.vector("model.norm.weight", config_.hidden);
+    norm_ = loader.norm("model.", "norm", config_.hidden, config_);
     for (std::uint32_t i = 0; i < config_.layers; ++i)
       layers_.push_back(load_layer(loader, config_, i));
     tensors.refuse_rest();
@@ -135,6 +148,8 @@ class Model::Impl {
                                             ids[i], config_.name, config_.vocab));
       embedding_.weight.get_row(static_cast<std::size_t>(ids[i]), x + i * config_.hidden);
     }
+    if (config_.embedding_scale != 1)
+      scale(x, ids.size() * config_.hidden, config_.embedding_scale);
   }
 
   void attention_inputs(std::uint32_t index, const float* x, std::size_t n, float* q, float* k,
@@ -143,7 +158,7 @@ class Model::Impl {
     const std::size_t q_size = layer.q.weight.rows(), kv_size = layer.k.weight.rows();
     in_blocks(n, [&](std::size_t first, std::size_t count) {
       const std::vector<float> normed =
-          norm_rows(x + first * config_.hidden, count, layer.input_norm, threads);
+          norm_rows(x + first * config_.hidden, count, layer.before_attention, threads);
       apply(layer.q, normed.data(), count, q + first * q_size, threads);
       apply(layer.k, normed.data(), count, k + first * kv_size, threads);
       apply(layer.v, normed.data(), count, v + first * kv_size, threads);
@@ -168,7 +183,11 @@ class Model::Impl {
 
   void attention_output(std::uint32_t index, const float* o, std::size_t n, float* x,
                         unsigned threads) const {
-    apply_and_add(layers_.at(index).output, o, n, x, threads);
+    const Layer& layer = layers_.at(index);
+    in_blocks(n, [&](std::size_t first, std::size_t count) {
+      add_output(layer.output, layer.behind_attention, o + first * layer.output.weight.depth(),
+                 count, x + first * config_.hidden, threads);
+    });
   }
 
   void mlp(std::uint32_t index, float* x, std::size_t n, unsigned threads) const {
@@ -176,9 +195,9 @@ class Model::Impl {
     std::vector<float> inner(std::min(n, kRowsAtOnce) * config_.mlp);
     in_blocks(n, [&](std::size_t first, std::size_t count) {
       float* rows = x + first * config_.hidden;
-      const std::vector<float> normed = norm_rows(rows, count, layer.mlp_norm, threads);
+      const std::vector<float> normed = norm_rows(rows, count, layer.before_mlp, threads);
       gated(layer, normed.data(), count, inner.data(), threads);
-      apply_and_add(layer.down, inner.data(), count, rows, threads);
+      add_output(layer.down, layer.behind_mlp, inner.data(), count, rows, threads);
     });
   }
 
@@ -192,6 +211,17 @@ class Model::Impl {
   }
 
  private:
+  /// x += a block's last product of y, and of a norm behind it.
+  void add_output(const Linear& last, const std::vector<float>& norm, const float* y, std::size_t n,
+                  float* x, unsigned threads) const {
+    if (norm.empty()) return apply_and_add(last, y, n, x, threads);
+    std::vector<float> out(n * config_.hidden);
+    apply(last, y, n, out.data(), threads);
+    out = norm_rows(out.data(), n, norm, threads);
+    add(out.data(), out.size(), x);
+  }
+
+  /// x itself where there is no norm.
   std::vector<float> norm_rows(const float* x, std::size_t n, const std::vector<float>& weight,
                                unsigned threads) const {
     std::vector<float> y(n * config_.hidden);
@@ -212,7 +242,7 @@ class Model::Impl {
     });
   }
 
-  /// inner = silu(gate(x)) * up(x); inner [n, mlp].
+  /// inner = act(gate(x)) * up(x); inner [n, mlp].
   void gated(const Layer& layer, const float* x, std::size_t n, float* inner,
              unsigned threads) const {
     for_tiles(n, layer.gate.weight, threads, [&](const Tile& tile) {
@@ -222,7 +252,8 @@ class Model::Impl {
       const std::size_t columns =
           std::min<std::size_t>(kTileColumns, config_.mlp - tile.first_output());
       for (std::size_t r = 0; r < tile.rows; ++r) {
-        silu_times(gate + r * kTileColumns, up + r * kTileColumns, columns);
+        (config_.gelu ? gelu_times : silu_times)(gate + r * kTileColumns, up + r * kTileColumns,
+                                                 columns);
         std::copy_n(gate + r * kTileColumns, columns,
                     inner + (tile.first_row + r) * config_.mlp + tile.first_output());
       }

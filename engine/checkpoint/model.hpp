@@ -16,7 +16,13 @@
 
 namespace kvlab {
 
-/// What config.json says. Llama 2/3, Mistral, Qwen2, Qwen3.
+/// Where a block has RMS norms: the tensors' names in its layer; empty: none there.
+struct BlockNorms {
+  std::string_view before_attention = "input_layernorm", behind_attention = {},
+                   before_mlp = "post_attention_layernorm", behind_mlp = {};
+};
+
+/// What config.json says.
 struct ModelConfig {
   std::string name;          ///< the directory's name
   std::string architecture;  ///< LlamaForCausalLM, …
@@ -24,25 +30,32 @@ struct ModelConfig {
                 vocab = 0;
   std::uint32_t trained_context = 0;  ///< max_position_embeddings
   float norm_epsilon = 0;
-  bool tied_head = false, qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false;
+  float norm_offset = 0;      ///< norms multiply by this and their weight
+  float embedding_scale = 1;  ///< of a token's embedding, not of the output matrix
+  BlockNorms norms;
+  bool tied_head = false, qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false,
+       gelu = false;  ///< gelu: by tanh; otherwise silu
   Dtype weights_dtype = Dtype::bf16;
   std::int32_t bos = -1;          ///< as config.json says; the tokenizer has the say; -1: none
   std::vector<std::int32_t> eos;  ///< may be empty
-  Rope rope;  ///< inv_freq and factor after scaling (default, linear, llama3, yarn)
-  JsonValue rope_config;
+  std::vector<RowSpec> rows;      ///< by layer: how its queries attend
+  JsonValue rope_config;          ///< of the layers without a span, for people
   std::vector<std::string> unknown_keys;  ///< of config.json, which may change what is computed
 
   /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }
-  CacheShape heads() const { return {layers, kv_heads, head_size}; }
-  float softmax_scale() const;  ///< 1 / sqrt(head_size)
+  CacheShape heads() const;
+  // Of all layers, where they attend alike.
+  const Rope& rope() const { return rows.front().rope; }
+  float softmax_scale() const { return rows.front().scale; }
+  /// What sets it apart from Llama's kind, which all decoders know; empty: nothing.
+  std::string peculiarity() const;
 };
 
 /// The architectures that are supported, and each one's model_type.
 std::vector<std::pair<std::string, std::string>> supported_architectures();
 /// Throws std::runtime_error that names the file and key: missing, out of range, or an architecture
-/// or option that is not supported (sliding windows in use, other activations, other RoPE types,
-/// …).
+/// or option that is not supported (other activations, other RoPE types, …).
 ModelConfig load_model_config(const std::filesystem::path& directory);
 /// Reads one config.json, wherever it lies; `name` is the model's. Throws as load_model_config().
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name);
@@ -65,12 +78,12 @@ class Model {
   /// [n, kv_heads, head_size].
   void attention_inputs(std::uint32_t layer, const float* x, std::size_t n, float* q, float* k,
                         float* v, unsigned threads) const;
-  /// x += output projection of o [n, query_heads, head_size].
+  /// x += output projection of o [n, query_heads, head_size], with a norm behind it likewise.
   void attention_output(std::uint32_t layer, const float* o, std::size_t n, float* x,
                         unsigned threads) const;
   /// Weights of attention_output(), made at the first call.
   std::shared_ptr<const OutputProjections> output_projections() const;
-  /// x += down(silu(gate(norm(x))) * up(norm(x))).
+  /// x += down(act(gate(norm(x))) * up(norm(x))), with a norm behind where there is one.
   void mlp(std::uint32_t layer, float* x, std::size_t n, unsigned threads) const;
   /// logits [n, vocab] of the final norm of x.
   void logits(const float* x, std::size_t n, float* out, unsigned threads) const;

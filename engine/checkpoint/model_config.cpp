@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -22,19 +23,35 @@ constexpr std::size_t kMaxConfigBytes = 1 << 20;
 constexpr std::uint32_t kMaxLayers = 4096, kMaxWidth = 1 << 20, kMaxHeads = 1 << 14,
                         kMaxHeadSize = 1024, kMaxVocab = 1 << 24;
 
+/// Which layers see a window alone, where `layer_types` does not say.
+enum class Windows {
+  none,
+  all,      ///< unless sliding_window is null
+  last,     ///< from max_window_layers on, where use_sliding_window is on
+  between,  ///< all but every sliding_window_pattern-th
+};
+
 /// What an architecture fixes, and which of its keys mean something.
 struct Architecture {
   std::string_view name, model_type;
+  std::string_view own_keys = {};  ///< that are read here, and mean nothing or harm elsewhere
+  Windows windows = Windows::none;
+  RopeKeys rope = {};
+  std::optional<RopeKeys> rope_of_windows = {};  ///< where it is another
+  BlockNorms norms = {};
+  float norm_offset = 0;
+  bool scaled_embedding = false;  ///< by the root of the width
+  bool gelu = false;
+  bool tied_by_default = false;
   bool qkv_bias = false;              ///< always
   bool attention_bias_key = false;    ///< attention_bias adds biases to q, k, v and the output
   bool mlp_bias_key = false;          ///< mlp_bias adds biases to the MLP
   bool qk_norm = false;               ///< always
-  bool sliding_by_default = false;    ///< sliding_window is in use unless it is null
   bool head_size_from_width = false;  ///< head_dim may be left out: hidden_size / heads
   bool kv_heads_from_heads = false;   ///< num_key_value_heads may be left out: the query heads
 };
 
-constexpr std::array<Architecture, 4> kArchitectures{{
+constexpr std::array<Architecture, 5> kArchitectures{{
     {.name = "LlamaForCausalLM",
      .model_type = "llama",
      .attention_bias_key = true,
@@ -43,14 +60,34 @@ constexpr std::array<Architecture, 4> kArchitectures{{
      .kv_heads_from_heads = true},
     {.name = "MistralForCausalLM",
      .model_type = "mistral",
-     .sliding_by_default = true,
+     .windows = Windows::all,
      .head_size_from_width = true},
     {.name = "Qwen2ForCausalLM",
      .model_type = "qwen2",
+     .windows = Windows::last,
      .qkv_bias = true,
      .head_size_from_width = true},
     {.name = "Qwen3ForCausalLM",
      .model_type = "qwen3",
+     .windows = Windows::last,
+     .attention_bias_key = true,
+     .qk_norm = true},
+    {.name = "Gemma3ForCausalLM",
+     .model_type = "gemma3_text",
+     .own_keys =
+         "query_pre_attn_scalar hidden_activation rope_local_base_freq cache_implementation "
+         "sliding_window_pattern _sliding_window_pattern",
+     .windows = Windows::between,
+     .rope = {.kind = "full_attention", .default_theta = 1e6},
+     .rope_of_windows =
+         RopeKeys{.theta = "rope_local_base_freq", .scaling = {}, .kind = "sliding_attention"},
+     .norms = {.behind_attention = "post_attention_layernorm",
+               .before_mlp = "pre_feedforward_layernorm",
+               .behind_mlp = "post_feedforward_layernorm"},
+     .norm_offset = 1,
+     .scaled_embedding = true,
+     .gelu = true,
+     .tied_by_default = true,
      .attention_bias_key = true,
      .qk_norm = true},
 }};
@@ -66,7 +103,7 @@ constexpr std::string_view kForeignKeys =
     "llama_4_scaling_beta no_rope_layers no_rope_layer_interval sparse_attention_config index_topk "
     "kv_lora_rank num_kv_shared_layers num_experts num_local_experts n_routed_experts "
     "moe_intermediate_size pruned_heads alibi use_alibi parallel_attn use_parallel_residual bias "
-    "use_bias lm_head_bias";
+    "use_bias lm_head_bias use_bidirectional_attention";
 /// Factors, which change nothing where they are 1.
 constexpr std::string_view kForeignFactors =
     "logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb rotary_pct";
@@ -93,9 +130,9 @@ constexpr std::string_view kKnownKeys =
     "begin_suppress_tokens keys_to_ignore_at_inference transformers.js_config";
 
 const Architecture& architecture_of(const JsonFields& config) {
-  constexpr std::string_view right =
-      "supported are LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM, "
-      "one of them in a list";
+  std::vector<std::string_view> names;
+  for (const Architecture& known : kArchitectures) names.push_back(known.name);
+  const std::string right = fmt::format("one in a list is expected, of {}", fmt::join(names, ", "));
   const nlohmann::json& list = config.value("architectures");
   if (!list.is_array() || list.size() != 1 || !list[0].is_string())
     config.refuse("architectures", right);
@@ -109,29 +146,93 @@ const Architecture& architecture_of(const JsonFields& config) {
   config.refuse("architectures", right);
 }
 
-/// Layers that attend otherwise: to a window, to a choice of tokens, or not at all.
-void refuse_layer_types(const JsonFields& config) {
-  if (!config.has("layer_types")) return;
-  constexpr std::string_view right = "only full_attention is supported";
-  const nlohmann::json& types = config.value("layer_types");
-  if (!types.is_array()) config.refuse("layer_types", right);
-  for (std::size_t layer = 0; layer < types.size(); ++layer)
-    if (types[layer] != "full_attention")
-      config.refuse("layer_types",
-                    fmt::format("layer {} is {}; {}", layer, types[layer].dump(), right));
+/// Tokens that a query of a layer with a window sees; 0: none is in use.
+std::uint32_t read_window(const JsonFields& config, const Architecture& architecture) {
+  constexpr std::string_view key = "sliding_window", on = "use_sliding_window";
+  const Windows windows = architecture.windows;
+  const bool switched_on = config.flag(on, false);
+  if (windows == Windows::last && !switched_on) return 0;
+  if (windows != Windows::last && switched_on)
+    config.refuse(on, fmt::format("{} has no such switch", architecture.name));
+  if (windows == Windows::none && config.has(key))
+    config.refuse(key, fmt::format("{} has no sliding windows", architecture.name));
+  const bool is_null = config.json().contains(key) && !config.has(key);
+  if (windows == Windows::none || (windows == Windows::all && is_null)) return 0;
+  return config.size(key, kMaxContext);
 }
 
-void refuse_sliding(const JsonFields& config, const Architecture& architecture) {
-  constexpr std::string_view right = "sliding windows are not supported";
-  if (config.flag("use_sliding_window", false)) config.refuse("use_sliding_window", right);
-  const bool switched = architecture.model_type.starts_with("qwen");  // by use_sliding_window
-  if (!switched && config.has("sliding_window")) config.refuse("sliding_window", right);
-  if (architecture.sliding_by_default && !config.json().contains("sliding_window"))
-    config.refuse("sliding_window", "it must be null: without the key a window of 4096 is in use");
+/// Whether a layer has a window where `layer_types` does not say.
+bool is_windowed(const JsonFields& config, Windows windows, std::uint32_t layer) {
+  const auto number = [&](std::string_view key, std::uint32_t if_absent) {
+    return config.has(key) ? config.whole32(key, kMaxContext) : if_absent;
+  };
+  if (windows == Windows::last) return layer >= number("max_window_layers", 28);
+  if (windows != Windows::between) return windows == Windows::all;
+  return (layer + 1) % std::max(1u, number("sliding_window_pattern", 6)) != 0;
 }
 
-void refuse_foreign(const JsonFields& config) {
+/// What `layer_types` says of each layer: whether it has a window. Refuses layers that attend
+/// otherwise: to a choice of tokens, or not at all.
+std::vector<bool> read_types(const JsonFields& config, Windows windows, std::uint32_t layers) {
+  constexpr std::string_view key = "layer_types";
+  const nlohmann::json& types = config.list(key);
+  std::vector<bool> windowed;
+  for (const nlohmann::json& type : types) {
+    windowed.push_back(windows != Windows::none && type == "sliding_attention");
+    if (!windowed.back() && type != "full_attention")
+      config.refuse(key, fmt::format("layer {} is {}; {}", windowed.size() - 1, type.dump(),
+                                     "full_attention would be supported"));
+  }
+  if (types.size() != layers)
+    config.refuse(key, fmt::format("one for each of {} layers is expected", layers));
+  return windowed;
+}
+
+/// Tokens that a query of each layer sees; 0: all.
+std::vector<std::uint32_t> read_spans(const JsonFields& config, const Architecture& architecture,
+                                      std::uint32_t layers) {
+  constexpr std::string_view key = "layer_types";
+  const Windows windows = architecture.windows;
+  std::vector<bool> windowed;
+  if (config.has(key)) windowed = read_types(config, windows, layers);
+  const std::uint32_t window = read_window(config, architecture);
+  std::vector<std::uint32_t> spans(layers);
+  for (std::uint32_t layer = 0; layer < layers; ++layer) {
+    const bool by_rule = window > 0 && is_windowed(config, windows, layer);
+    const bool own = windowed.empty() ? by_rule : windowed[layer];
+    if ((own && window == 0) || (windows == Windows::all && own != by_rule))
+      config.refuse(key, fmt::format("layer {} contradicts the windows that are in use", layer));
+    spans[layer] = own ? window : 0;
+  }
+  return spans;
+}
+
+void read_rows(const JsonFields& config, const Architecture& architecture, ModelConfig& model) {
+  constexpr std::string_view scalar = "query_pre_attn_scalar";
+  const std::vector<std::uint32_t> spans = read_spans(config, architecture, model.layers);
+  const ScaledRope rope = read_rope(config, model.head_size, architecture.rope);
+  const ScaledRope of_windows =
+      architecture.rope_of_windows
+          ? read_rope(config, model.head_size, *architecture.rope_of_windows)
+          : rope;
+  const double size = config.has(scalar) ? config.number(scalar, 1e-6, 1e6) : model.head_size;
+  for (const std::uint32_t span : spans) {
+    model.rows.push_back({.span = span,
+                          .scale = static_cast<float>(1.0 / std::sqrt(size)),
+                          .rope = (span > 0 ? of_windows : rope).rope});
+    model.rows.back().table = model.rows.back().rope == model.rows.front().rope ? 0 : 1;
+  }
+  model.rope_config = rope.config;
+}
+
+bool lists(std::string_view keys, const std::string& key) {
+  const auto all = split_list(std::string(keys), ' ');
+  return std::ranges::find(all, key) != all.end();
+}
+
+void refuse_foreign(const JsonFields& config, const Architecture& architecture) {
   for (const std::string& key : split_list(kForeignKeys, ' ')) {
+    if (lists(architecture.own_keys, key)) continue;
     const nlohmann::json& value = config.value(key);
     const bool off = value.empty() || value == false || value == 0;  // null is empty
     if (!off) config.refuse(key, "this is not supported");
@@ -145,23 +246,22 @@ void refuse_foreign(const JsonFields& config) {
       config.refuse("auto_map", "a model with code of its own is not supported");
 }
 
-std::vector<std::string> unknown_keys(const nlohmann::json& config) {
-  const auto known = split_list(kKnownKeys, ' '), foreign = split_list(kForeignKeys, ' '),
-             factors = split_list(kForeignFactors, ' ');
+std::vector<std::string> unknown_keys(const nlohmann::json& config,
+                                      const Architecture& architecture) {
   std::vector<std::string> unknown;
   for (const auto& [key, value] : config.items())
-    if (!value.is_null() && std::ranges::find(known, key) == known.end() &&
-        std::ranges::find(foreign, key) == foreign.end() &&
-        std::ranges::find(factors, key) == factors.end())
+    if (!value.is_null() && !lists(kKnownKeys, key) && !lists(kForeignKeys, key) &&
+        !lists(kForeignFactors, key) && !lists(architecture.own_keys, key))
       unknown.push_back(key);
   return unknown;
 }
 
 void refuse_unsupported(const JsonFields& config, const Architecture& architecture) {
-  refuse_foreign(config);
-  refuse_layer_types(config);
-  if (config.has("hidden_act") && config.text("hidden_act") != "silu")
-    config.refuse("hidden_act", "only silu is supported");
+  refuse_foreign(config, architecture);
+  const std::string_view act = architecture.gelu ? "hidden_activation" : "hidden_act",
+                         right = architecture.gelu ? "gelu_pytorch_tanh" : "silu";
+  if (config.has(act) && config.text(act) != right)
+    config.refuse(act, fmt::format("only {} is supported", right));
   if (config.has("pretraining_tp") && config.integer("pretraining_tp", 1, 1 << 20) != 1)
     config.refuse("pretraining_tp", "only 1 is supported");
   if (architecture.qkv_bias && !config.flag("attention_bias", true))
@@ -171,7 +271,6 @@ void refuse_unsupported(const JsonFields& config, const Architecture& architectu
     config.refuse("attention_bias", fmt::format("{} has no such biases", architecture.name));
   if (!architecture.mlp_bias_key && config.flag("mlp_bias", false))
     config.refuse("mlp_bias", fmt::format("{} has no such biases", architecture.name));
-  refuse_sliding(config, architecture);
 }
 
 void read_sizes(const JsonFields& config, const Architecture& architecture, ModelConfig& model) {
@@ -239,8 +338,17 @@ std::vector<std::pair<std::string, std::string>> supported_architectures() {
   return all;
 }
 
-float ModelConfig::softmax_scale() const {
-  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_size)));
+CacheShape ModelConfig::heads() const {
+  CacheShape shape{layers, kv_heads, head_size};
+  for (const RowSpec& row : rows) shape.spans.push_back(row.span);
+  return shape;
+}
+
+std::string ModelConfig::peculiarity() const {
+  for (const RowSpec& row : rows)
+    if (row.span > 0) return fmt::format("windows of {} tokens", row.span);
+  if (!norms.behind_attention.empty()) return "norms behind blocks";
+  return gelu ? "GELU" : "";
 }
 
 ModelConfig load_model_config(const std::filesystem::path& directory) {
@@ -258,22 +366,25 @@ ModelConfig read_model_config(const std::filesystem::path& path, std::string nam
   refuse_unsupported(config, architecture);
 
   ModelConfig model;
-  model.unknown_keys = unknown_keys(json);
+  model.unknown_keys = unknown_keys(json, architecture);
   model.name = std::move(name);
   model.architecture = architecture.name;
   read_sizes(config, architecture, model);
   constexpr double kSmallest = 1e-12;
   model.norm_epsilon = static_cast<float>(config.number("rms_norm_eps", kSmallest, 1));
-  model.tied_head = config.flag("tie_word_embeddings", false);
+  model.tied_head = config.flag("tie_word_embeddings", architecture.tied_by_default);
   model.output_bias = architecture.attention_bias_key && config.flag("attention_bias", false);
   model.qkv_bias = architecture.qkv_bias || model.output_bias;
   model.mlp_bias = architecture.mlp_bias_key && config.flag("mlp_bias", false);
   model.qk_norm = architecture.qk_norm;
+  model.norms = architecture.norms;
+  model.norm_offset = architecture.norm_offset;
+  if (architecture.scaled_embedding)
+    model.embedding_scale = std::sqrt(static_cast<float>(model.hidden));
+  model.gelu = architecture.gelu;
   model.weights_dtype = weights_dtype(config);
   read_special_tokens(config, model);
-  ScaledRope rope = read_rope(config, model.head_size);
-  model.rope = std::move(rope.rope);
-  model.rope_config = std::move(rope.config);
+  read_rows(config, architecture, model);
   return model;
 }
 

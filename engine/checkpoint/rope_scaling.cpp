@@ -107,12 +107,22 @@ double scale_yarn(const JsonFields& config, const JsonFields& parameters, double
   return yarn_attention_factor(parameters, factor);
 }
 
-/// The object that holds the parameters: `rope_parameters`, the older `rope_scaling`, or none.
-std::string parameters_key(const JsonFields& config) {
-  const bool older = config.has("rope_scaling"), newer = config.has("rope_parameters");
-  if (older && newer && config.value("rope_scaling") != config.value("rope_parameters"))
-    config.refuse("rope_scaling", "it must equal rope_parameters, or be left out");
-  return newer ? "rope_parameters" : older ? "rope_scaling" : "";
+/// The object that holds the parameters: `rope_parameters`, its entry of that kind of layers, the
+/// older `rope_scaling`, or an empty one.
+JsonFields parameters_of(const JsonFields& config, const RopeKeys& keys) {
+  static const nlohmann::json kNone = nlohmann::json::object();
+  constexpr std::string_view newer = "rope_parameters";
+  const bool has_older = !keys.scaling.empty() && config.has(keys.scaling);
+  if (!config.has(newer))
+    return has_older ? config.object(keys.scaling) : JsonFields(kNone, config.where());
+  const JsonFields all = config.object(newer);
+  if (!keys.kind.empty()) all.allow_only({"full_attention", "sliding_attention"});
+  const JsonFields own = keys.kind.empty()    ? all
+                         : all.has(keys.kind) ? all.object(keys.kind)
+                                              : JsonFields(kNone, all.where());
+  if (has_older && config.value(keys.scaling) != own.json())
+    config.refuse(keys.scaling, "it must equal rope_parameters, or be left out");
+  return own;
 }
 
 std::string rope_type(const JsonFields& parameters) {
@@ -122,13 +132,13 @@ std::string rope_type(const JsonFields& parameters) {
   return newer ? parameters.text("rope_type") : older ? parameters.text("type") : "default";
 }
 
-double rope_theta(const JsonFields& config, const JsonFields& parameters) {
-  constexpr std::string_view key = "rope_theta";
-  constexpr double kDefault = 10000;  // of all four architectures
-  if (config.has(key) && parameters.has(key) && config.value(key) != parameters.value(key))
-    config.refuse(key, "it must equal the one of the RoPE parameters");
-  if (!config.has(key) && !parameters.has(key)) return kDefault;
-  return (parameters.has(key) ? parameters : config).number(key, 1 + kTiny, kMaxTheta);
+double rope_theta(const JsonFields& config, const JsonFields& parameters, const RopeKeys& keys) {
+  constexpr std::string_view newer = "rope_theta";
+  const bool has_newer = parameters.has(newer), has_older = config.has(keys.theta);
+  if (has_older && has_newer && config.value(keys.theta) != parameters.value(newer))
+    config.refuse(keys.theta, "it must equal the one of the RoPE parameters");
+  if (has_newer) return parameters.number(newer, 1 + kTiny, kMaxTheta);
+  return has_older ? config.number(keys.theta, 1 + kTiny, kMaxTheta) : keys.default_theta;
 }
 
 void refuse_partial(const JsonFields& reader) {
@@ -139,13 +149,10 @@ void refuse_partial(const JsonFields& reader) {
 
 }  // namespace
 
-ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size) {
-  static const nlohmann::json kNone = nlohmann::json::object();
-  const std::string key = parameters_key(config);
-  const JsonFields parameters(key.empty() ? kNone : config.value(key),
-                              config.where() + (key.empty() ? "" : ", " + key));
+ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size, const RopeKeys& keys) {
+  const JsonFields parameters = parameters_of(config, keys);
   const std::string type = rope_type(parameters);
-  const double theta = rope_theta(config, parameters);
+  const double theta = rope_theta(config, parameters, keys);
   refuse_partial(config);
   refuse_partial(parameters);
 

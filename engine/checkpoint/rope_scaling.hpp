@@ -17,10 +17,17 @@ struct ScaledRope {
   nlohmann::json config;  ///< rope_type, rope_theta and the type's parameters, for people
 };
 
+/// Where config.json says how layers of one kind turn.
+struct RopeKeys {
+  std::string_view theta = "rope_theta", scaling = "rope_scaling";  ///< of transformers 4
+  std::string_view kind = {};  ///< whose parameters `rope_parameters` has; empty: all layers'
+  double default_theta = 10000;
+};
+
 /// Types default, linear, llama3 and yarn, by the formulas of transformers, in the layout with
 /// `rope_theta` and `rope_scaling` or with `rope_parameters`. Computed in float64, rounded once.
 /// Throws std::runtime_error that names the file and key: another type, a missing, extra or
 /// contradictory parameter, a number out of range.
-ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size);
+ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size, const RopeKeys& keys = {});
 
 }  // namespace kvlab

@@ -10,6 +10,7 @@
 #include "sim/run_heads.hpp"
 #include "traces/base/numeric/softmax.hpp"
 #include "traces/base/parallel.hpp"
+#include "traces/layer_ropes.hpp"
 
 namespace kvlab {
 namespace {
@@ -67,8 +68,9 @@ class LayerAttention {
     arithmetic.threshold16 = config.threshold16();
     for (std::uint32_t head = 0; head < shape_.kv_heads; ++head)
       (places_.back().by_layer ? by_layer_.back() : by_head_[head])
-          .push_back(std::make_unique<HeadRun>(config.live_set(layer_, head), config.positions,
-                                               config.admissions, views_[head], rope_, arithmetic));
+          .push_back(std::make_unique<HeadRun>(config.live_set(layer_, head),
+                                               config.positions_of(layer_), config.admissions,
+                                               views_[head], rope_, arithmetic));
     write_outputs(places_.size() - 1, out);
   }
 
@@ -151,10 +153,7 @@ class ClosedLoop {
         options_(options),
         tokens_(static_cast<std::uint32_t>(ids.size())),
         span_(loop_span(tokens_, options)),
-        rope_(model.config().rope, tokens_),
-        arithmetic_{.softmax_scale = model.config().softmax_scale(),
-                    .rounding = std::nullopt,
-                    .threshold16 = 0},  // each configuration has its own
+        ropes_(model.config().rows, tokens_),
         hidden_(configs.size()),
         scores_(configs.size()) {
     const std::vector<Segment> segments = segments_of(tokens_, span_.prompt);
@@ -208,7 +207,14 @@ class ClosedLoop {
   }
 
   LayerAttention attention(std::uint32_t layer, const Projections& p) const {
-    return {shape_, p, layer, output_.get(), rope_, arithmetic_, options_.threads};
+    const RowSpec& row = model_.config().rows[layer];
+    return {shape_,
+            p,
+            layer,
+            output_.get(),
+            ropes_[layer],
+            {.softmax_scale = row.scale, .span = row.span},  // (the rest is a configuration's own)
+            options_.threads};
   }
 
   void first_layer() {
@@ -326,8 +332,7 @@ class ClosedLoop {
   std::vector<std::size_t> alike_, apart_;  // configurations
   std::uint32_t tokens_;
   LoopSpan span_;
-  RopeTable rope_;
-  HeadArithmetic arithmetic_;
+  LayerRopes ropes_;
   std::vector<std::vector<float>> hidden_;  // by configuration: [own row, hidden]
   std::vector<LoopScores> scores_;
   double done_ = 0;  // layers

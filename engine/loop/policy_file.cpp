@@ -204,9 +204,9 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
   write_file_atomically(path, json_text(top) + "\n");
 }
 
-void check_shape(const PolicyFile& file, const ModelShape& shape) {
+void check_shape(const PolicyFile& file, const CacheShape& model) {
   const HeadBudgets& budgets = file.cache.budget.heads;
-  if (!budgets.empty()) check_shape(budgets, {shape.layers, shape.kv_heads}, "policy file");
+  if (!budgets.empty()) check_shape(budgets, model.acted_on(), "policy file");
 }
 
 std::string model_mismatch(const PolicyFile& file, const std::string& model,

@@ -29,7 +29,7 @@ PolicyFile read_policy_file(const std::filesystem::path& path,
 void write_policy_file(const std::filesystem::path& path, const PolicyFile& file);
 
 /// Throws std::runtime_error if budgets by head are not of this shape.
-void check_shape(const PolicyFile& file, const ModelShape& shape);
+void check_shape(const PolicyFile& file, const CacheShape& model);
 
 /// One line for standard error if `file` was chosen on other weights than these; else empty.
 std::string model_mismatch(const PolicyFile& file, const std::string& model,

@@ -15,6 +15,7 @@
 #include "policies/observation.hpp"
 #include "sim/run_heads.hpp"
 #include "traces/base/parallel.hpp"
+#include "traces/layer_ropes.hpp"
 
 namespace kvlab {
 namespace {
@@ -23,6 +24,7 @@ constexpr double kFloatError = 1e-5;  // of a float32 probability
 
 /// The evicting run of one KV head, as it is watched.
 struct WatchedHead {
+  const Float64Attention* reference = nullptr;  // its layer's
   std::unique_ptr<LiveSet> shadow;           // the simulator's, fed with the engine's observations
   std::unique_ptr<ColumnMaker> maker;        // the simulator's too; null where there are no columns
   std::vector<float> columns;                // the engine's, of the admission in progress
@@ -56,11 +58,14 @@ class Verifier::Watch final : public DecoderObserver {
         rounding_(rounding),
         how_(std::move(how)),
         output_(std::move(output)),
-        reference_(config.rope, shape_.head_size, config.softmax_scale()),
         heads_(std::size_t{shape_.layers} * shape_.kv_heads) {
+    asked_.spans = config_.heads().spans;
+    for (const RowSpec& row : config_.rows)
+      references_.emplace_back(row.rope, shape_.head_size, row.scale);
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
       for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
         WatchedHead& head = at(layer, h);
+        head.reference = &references_[layer];
         head.shadow = std::make_unique<LiveSet>(asked_.live_set(layer, h));
         if (const auto& names = head.shadow->columns(); !names.empty())
           head.maker = std::make_unique<ColumnMaker>(names, shape_.head_size,
@@ -211,7 +216,7 @@ class Verifier::Watch final : public DecoderObserver {
       head.k.insert(head.k.end(), key, key + dim);
       head.v.insert(head.v.end(), value, value + dim);
       head.rotated.push_back(
-          reference_.rotate(key, admission.first + static_cast<std::uint32_t>(i)));
+          head.reference->rotate(key, admission.first + static_cast<std::uint32_t>(i)));
     }
   }
 
@@ -242,9 +247,9 @@ class Verifier::Watch final : public DecoderObserver {
   }
 
   /// `query` and `keys` are rotated, in float64.
-  CheckedRow row_of(const std::vector<double>& query,
+  CheckedRow row_of(const Float64Attention& reference, const std::vector<double>& query,
                     std::span<const std::vector<double>> keys) const {
-    CheckedRow row{.exact = reference_.probabilities(query, keys), .plain = {}};
+    CheckedRow row{.exact = reference.probabilities(query, keys), .plain = {}};
     if (!rounding_) return row;
     const auto rounded = [&](const std::vector<double>& x) {
       std::vector<double> y;
@@ -254,7 +259,7 @@ class Verifier::Watch final : public DecoderObserver {
     };
     std::vector<std::vector<double>> rounded_keys;
     for (const auto& key : keys) rounded_keys.push_back(rounded(key));
-    row.plain = reference_.probabilities(rounded(query), rounded_keys);
+    row.plain = reference.probabilities(rounded(query), rounded_keys);
     return row;
   }
 
@@ -275,7 +280,7 @@ class Verifier::Watch final : public DecoderObserver {
       keys.push_back(
           asked_.positions == Positions::original
               ? head.rotated[live[i]]
-              : reference_.rotate(head.k.data() + std::size_t{live[i]} * shape_.head_size, i));
+              : head.reference->rotate(head.k.data() + std::size_t{live[i]} * shape_.head_size, i));
     std::vector<Expected> expected(live.size());
     for (std::uint32_t n = 0; n < admission.tokens; ++n) {
       const std::uint32_t visible = head.shadow->size() - (admission.tokens - 1 - n);
@@ -301,7 +306,8 @@ class Verifier::Watch final : public DecoderObserver {
     for (std::uint32_t g = 0; g < shape_.group(); ++g) {
       const float* q = head.q.data() + (std::size_t{query} * shape_.group() + g) * shape_.head_size;
       const CheckedRow row = row_of(
-          reference_.rotate(q, asked_.positions == Positions::original ? query : place), keys);
+          *head.reference,
+          head.reference->rotate(q, asked_.positions == Positions::original ? query : place), keys);
       const std::vector<double>& p = row.exact;
       const double largest = *std::max_element(p.begin(), p.end());
       const double relative = relative_error(row, threshold * largest);
@@ -331,7 +337,7 @@ class Verifier::Watch final : public DecoderObserver {
   std::optional<Dtype> rounding_;
   VerifyOptions how_;
   std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
-  Float64Attention reference_;
+  std::vector<Float64Attention> references_;         // by layer
   double worst_plain_ = 0;
   std::vector<WatchedHead> heads_;  // [layer, kv_head]
   std::vector<Admission> admissions_;
@@ -387,7 +393,11 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
                                                               std::uint32_t first,
                                                               std::uint32_t count) {
   const std::size_t dim = shape_.head_size;
-  const HeadArithmetic arithmetic{config_.softmax_scale(), rounding_, asked_.threshold16()};
+  const RowSpec& row = config_.rows[layer];
+  const HeadArithmetic arithmetic{.softmax_scale = row.scale,
+                                  .rounding = rounding_,
+                                  .threshold16 = asked_.threshold16(),
+                                  .span = row.span};
   std::deque<FreeRun> free;
   std::vector<SharedRows> rows;
   LayerRun runs;
@@ -404,8 +414,9 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
                         .kv_token_stride = dim,
                         .output = weights_of(output_.get(), layer, kv_head)};
     FreeRun& own = free.emplace_back(head, layer, kv_head);
-    runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head), asked_.positions,
-                                             admissions_, view, rope, arithmetic));
+    runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head),
+                                             asked_.positions_of(layer), admissions_, view, rope,
+                                             arithmetic));
     runs.back()->watch_admissions(
         [&own](std::uint32_t now, const LiveSet& live) { own.compare(now, live); });
     rows.emplace_back(view, rope, arithmetic);
@@ -418,15 +429,15 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
 
 VerifyReport Verifier::Watch::finish() {
   if (admissions_.empty()) return report;
-  const RopeTable rope(config_.rope, admissions_.back().first + admissions_.back().tokens);
+  const LayerRopes ropes(config_.rows, admissions_.back().first + admissions_.back().tokens);
   std::vector<std::optional<Parting>> partings(heads_.size());
   const std::uint32_t together = asked_.evicts_by_layer() ? shape_.kv_heads : 1;
   parallel_for(heads_.size() / together, how_.threads, [&](std::size_t i) {
     const std::size_t first = i * together;
     const auto layer = static_cast<std::uint32_t>(first / shape_.kv_heads);
     if (!looks_at(layer)) return;
-    const auto own =
-        run_free(rope, layer, static_cast<std::uint32_t>(first % shape_.kv_heads), together);
+    const auto own = run_free(ropes[layer], layer,
+                              static_cast<std::uint32_t>(first % shape_.kv_heads), together);
     std::ranges::copy(own, partings.begin() + static_cast<std::ptrdiff_t>(first));
   });
   for (std::size_t i = 0; i < partings.size(); ++i) {

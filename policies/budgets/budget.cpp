@@ -65,6 +65,11 @@ Budget Budget::at_length(std::uint32_t length, std::uint32_t head_size) const {
   return fixed;
 }
 
+CacheShape CacheShape::acted_on() const {
+  const auto with_span = spans.size() - static_cast<std::size_t>(std::ranges::count(spans, 0u));
+  return {layers - static_cast<std::uint32_t>(with_span), kv_heads, head_size};
+}
+
 std::uint32_t mean_budget(const HeadBudgets& heads) {
   std::uint64_t sum = 0, count = 0;
   for (const auto& layer : heads) {

@@ -15,6 +15,11 @@ using HeadBudgets = std::vector<std::vector<std::uint32_t>>;
 /// A model's layers, the KV heads of each, and the channels of a head; 0: not known.
 struct CacheShape {
   std::uint32_t layers = 0, kv_heads = 0, head_size = 0;
+  /// By layer, how many tokens a query sees; 0: all. Empty: all in every layer.
+  std::vector<std::uint32_t> spans = {};
+
+  /// Policies act on layers without a span: as if the model had these alone.
+  CacheShape acted_on() const;
 };
 
 /// Bytes of a token's key and value in 16 bit, which is what budgets count them as.

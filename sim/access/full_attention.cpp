@@ -11,7 +11,7 @@ FullAttention::FullAttention(const TraceReader& trace, std::uint32_t layer, std:
                              double threshold)
     : tensors_(read_head(trace, layer, kv_head)),
       rope_(trace.row(layer).rope, trace.tokens()),
-      rows_(tensors_.view, rope_, arithmetic_of(trace, layer, threshold), trace.row(layer).span) {}
+      rows_(tensors_.view, rope_, arithmetic_of(trace, layer, threshold)) {}
 
 std::vector<float> FullAttention::probabilities(std::uint32_t head, std::uint32_t first,
                                                 std::uint32_t count) {

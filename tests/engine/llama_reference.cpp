@@ -97,9 +97,9 @@ void run_layer(const Layer& layer, const ModelConfig& config, std::vector<Double
     keys.push_back(product(layer.k, input.data()));
     values.push_back(product(layer.v, input.data()));
     for (std::size_t h = 0; h < config.query_heads; ++h)
-      rotate(&q[h * config.head_size], config.head_size, config.rope, t);
+      rotate(&q[h * config.head_size], config.head_size, config.rope(), t);
     for (std::size_t h = 0; h < config.kv_heads; ++h)
-      rotate(&keys[t][h * config.head_size], config.head_size, config.rope, t);
+      rotate(&keys[t][h * config.head_size], config.head_size, config.rope(), t);
     add(x[t], product(layer.o, attention(config, q, keys, values).data()));
 
     const Doubles mlp_input = normed(x[t], layer.mlp_norm, double{config.norm_epsilon});

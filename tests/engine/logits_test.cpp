@@ -31,10 +31,12 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
   const Model model = Model::load(directory, 2);
   const std::size_t vocab = model.config().vocab;
 
-  REQUIRE(model.config().rope.inv_freq.size() == wanted.inv_freq.size());
-  for (std::size_t i = 0; i < wanted.inv_freq.size(); ++i)
-    CHECK(model.config().rope.inv_freq[i] == Approx(wanted.inv_freq[i]).epsilon(5e-7).margin(0));
-  CHECK(model.config().rope.factor == Approx(wanted.rope_factor[0]).epsilon(1e-6));
+  const std::size_t half = model.config().head_size / 2;
+  REQUIRE(wanted.inv_freq.size() % half == 0);
+  for (std::size_t i = 0; i < wanted.inv_freq.size(); ++i)  // of the first layer, or of all
+    CHECK(model.config().rows[i / half].rope.inv_freq[i % half] ==
+          Approx(wanted.inv_freq[i]).epsilon(5e-7).margin(0));
+  CHECK(model.config().rope().factor == Approx(wanted.rope_factor[0]).epsilon(1e-6));
 
   const std::vector<float> logits = test::plain_forward(model, wanted.ids, 2);
   REQUIRE(wanted.logits.size() == wanted.rows.size() * vocab);
@@ -49,8 +51,9 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
 }
 
 TEST_CASE("miniature checkpoints give the logits of transformers") {
-  for (const char* name : {"llama3", "llama_biases", "mistral", "qwen2", "qwen3", "llama3_64",
-                           "llama_biases_96", "mistral_128", "qwen2_64", "qwen3_128"})
+  for (const char* name :
+       {"llama3", "llama_biases", "mistral", "qwen2", "qwen3", "gemma3_mini", "gemma3_mini_older",
+        "llama3_64", "llama_biases_96", "mistral_128", "qwen2_64", "qwen3_128"})
     compare(name, source_path("tests/data/models") / name);
 }
 
@@ -64,11 +67,11 @@ TEST_CASE("the small model gives the logits of transformers") {
   compare("small", directory);
 }
 
-TEST_CASE("SmolLM2 gives the logits of transformers") {
-  const std::filesystem::path directory = source_path("engine/models/smollm2");
+void compare_pretrained(const std::string& name) {
+  const std::filesystem::path directory = source_path("engine/models") / name;
   if (!std::filesystem::exists(directory))
-    return skip("no engine/models/smollm2; ./dev model smollm2");
-  const SafetensorsFile file = test::expected_file("smollm2", "expected.safetensors");
+    return skip("no engine/models/" + name + "; ./dev model " + name);
+  const SafetensorsFile file = test::expected_file(name, "expected.safetensors");
   const auto ids = test::values<std::int32_t>(file, "ids"),
              rows = test::values<std::int32_t>(file, "rows"),
              columns = test::values<std::int32_t>(file, "columns");
@@ -89,6 +92,9 @@ TEST_CASE("SmolLM2 gives the logits of transformers") {
     CHECK(error <= 1e-5);
   }
 }
+
+TEST_CASE("SmolLM2 gives the logits of transformers") { compare_pretrained("smollm2"); }
+TEST_CASE("Gemma 3 gives the logits of transformers") { compare_pretrained("gemma3"); }
 
 // --- batch invariance ---------------------------------------------------------------------------
 

@@ -97,10 +97,10 @@ TEST_CASE("a config's numbers arrive") {
   CHECK(c.bos == 7);
   CHECK(c.eos == std::vector<std::int32_t>{8, 9});
   CHECK(c.softmax_scale() == 0.25f);
-  CHECK(c.rope.inv_freq.size() == 8);
-  CHECK(c.rope.inv_freq[0] == 1.0f);
-  CHECK(c.rope.inv_freq[4] == static_cast<float>(std::pow(500000.0, -0.5)));
-  CHECK(c.rope.factor == 1.0f);
+  CHECK(c.rope().inv_freq.size() == 8);
+  CHECK(c.rope().inv_freq[0] == 1.0f);
+  CHECK(c.rope().inv_freq[4] == static_cast<float>(std::pow(500000.0, -0.5)));
+  CHECK(c.rope().factor == 1.0f);
   CHECK(c.rope_config->at("rope_type") == "default");
 }
 
@@ -111,7 +111,7 @@ TEST_CASE("what may be left out takes the architecture's default") {
   CHECK_FALSE(c.tied_head);
   CHECK(c.bos == -1);
   CHECK(c.eos.empty());
-  CHECK(c.rope.inv_freq[4] == 0.01f);  // theta 10000
+  CHECK(c.rope().inv_freq[4] == 0.01f);  // theta 10000
   CHECK(read(with(llama(), {{"eos_token_id", 3}})).eos == std::vector<std::int32_t>{3});
   CHECK(read(with(llama(), {{"head_dim", 20}})).head_size == 20);
 }
@@ -259,14 +259,81 @@ TEST_CASE("a folder that holds another program's model is refused for that") {
              ContainsSubstring("gguf_to_checkpoint.py"));
 }
 
-TEST_CASE("sliding windows in use are refused, those switched off are not") {
-  refused(with(mistral(), {{"sliding_window", 4096}}), "sliding_window");
+json gemma3() {
+  json config = llama();
+  config.update({{"architectures", {"Gemma3ForCausalLM"}},
+                 {"model_type", "gemma3_text"},
+                 {"hidden_activation", "gelu_pytorch_tanh"},
+                 {"head_dim", 32},
+                 {"query_pre_attn_scalar", 64},
+                 {"sliding_window", 12},
+                 {"rope_theta", 1e6},
+                 {"rope_local_base_freq", 1e4}});
+  return config;
+}
+
+std::vector<std::uint32_t> spans(const json& config) { return read(config).heads().spans; }
+
+const json kFull = "full_attention", kSliding = "sliding_attention";
+
+TEST_CASE("each layer's window is the one that its family gives it") {
+  using Spans = std::vector<std::uint32_t>;
+  CHECK(spans(mistral()) == Spans{0, 0, 0});
+  CHECK(spans(with(mistral(), {{"sliding_window", 512}})) == Spans{512, 512, 512});
+  const json late = with(qwen2(), {{"use_sliding_window", true}, {"sliding_window", 512}});
+  CHECK(spans(late) == Spans{0, 0, 0});
+  CHECK(spans(with(late, {{"max_window_layers", 1}})) == Spans{0, 512, 512});
+  CHECK(spans(with(late, {{"layer_types", {kSliding, kFull, kSliding}}})) == Spans{512, 0, 512});
+  CHECK(spans(with(late, {{"use_sliding_window", false}})) == Spans{0, 0, 0});
+  CHECK(spans(gemma3()) == Spans{12, 12, 12});
+  CHECK(spans(with(gemma3(), {{"sliding_window_pattern", 2}})) == Spans{12, 0, 12});
+  CHECK(spans(with(gemma3(), {{"layer_types", {kFull, kFull, kSliding}}})) == Spans{0, 0, 12});
+  CHECK_NOTHROW(read(with(qwen3(), {{"layer_types", {kFull, kFull, kFull}}})));
+}
+
+TEST_CASE("windows that a family does not have, or contradict themselves, are refused") {
   refused(with(llama(), {{"sliding_window", 4096}}), "sliding_window");
-  refused(with(qwen2(), {{"use_sliding_window", true}, {"sliding_window", 512}}),
-          "use_sliding_window");
-  refused(with(qwen3(), {{"layer_types", {"full_attention", "sliding_attention"}}}), "layer_types");
-  CHECK_NOTHROW(read(with(qwen2(), {{"use_sliding_window", false}, {"sliding_window", 512}})));
-  CHECK_NOTHROW(read(with(qwen3(), {{"layer_types", {"full_attention", "full_attention"}}})));
+  refused(with(llama(), {{"use_sliding_window", true}}), "use_sliding_window");
+  refused(with(mistral(), {{"use_sliding_window", true}}), "use_sliding_window");
+  refused(with(qwen3(), {{"layer_types", {kFull, kSliding, kFull}}}), "layer_types");
+  refused(with(mistral(), {{"sliding_window", 8}, {"layer_types", {kSliding, kFull, kFull}}}),
+          "layer_types");
+  refused(with(gemma3(), {{"layer_types", {kFull, kSliding}}}), "layer_types");
+  refused(with(gemma3(), {{"sliding_window", 0}}), "sliding_window");
+}
+
+TEST_CASE("Gemma 3 has its own scales, norms and two tables of RoPE, in either layout") {
+  const ModelConfig c =
+      read(with(gemma3(), {{"layer_types", {kSliding, kFull, kSliding}},
+                           {"rope_scaling", {{"rope_type", "linear"}, {"factor", 8.0}}}}));
+  CHECK((c.tied_head && c.qk_norm && c.gelu && c.norm_offset == 1 && c.unknown_keys.empty()));
+  CHECK(c.embedding_scale == std::sqrt(96.0f));
+  CHECK(c.norms.behind_mlp == "post_feedforward_layernorm");
+  CHECK(c.peculiarity() == "windows of 12 tokens");
+  for (std::size_t layer = 0; layer < 3; ++layer) {
+    const RowSpec& row = c.rows[layer];
+    CHECK(row.scale == 0.125f);
+    CHECK(row.table == layer % 2);
+    const double theta = layer == 1 ? 1e6 : 1e4, factor = layer == 1 ? 8 : 1;
+    CHECK(row.rope.inv_freq[1] == Approx(std::pow(theta, -2.0 / 32) / factor).epsilon(1e-6));
+  }
+  json newer = gemma3();
+  for (const char* key : {"rope_theta", "rope_local_base_freq"}) newer.erase(key);
+  newer.update({{"layer_types", {kSliding, kFull, kSliding}},
+                {"rope_parameters",
+                 {{kFull, {{"rope_type", "linear"}, {"factor", 8.0}, {"rope_theta", 1e6}}},
+                  {kSliding, {{"rope_type", "default"}}}}}});
+  for (std::size_t layer = 0; layer < 3; ++layer)
+    CHECK(read(newer).rows[layer].rope == c.rows[layer].rope);
+  refused(with(newer, {{"rope_parameters", {{"linear_attention", kFull}}}}), "linear_attention");
+}
+
+TEST_CASE("what Gemma 3 may have and kvlab does not is refused") {
+  refused(with(gemma3(), {{"hidden_activation", "silu"}}), "hidden_activation");
+  refused(with(gemma3(), {{"attn_logit_softcapping", 50.0}}), "attn_logit_softcapping");
+  refused(with(gemma3(), {{"final_logit_softcapping", 30.0}}), "final_logit_softcapping");
+  refused(with(gemma3(), {{"use_bidirectional_attention", true}}), "use_bidirectional_attention");
+  refused(with(llama(), {{"query_pre_attn_scalar", 64}}), "query_pre_attn_scalar");
 }
 
 // --- RoPE ---------------------------------------------------------------------------------------
@@ -284,37 +351,38 @@ TEST_CASE("both layouts of the RoPE parameters read the same") {
   const ModelConfig older = read(with(scaled(kLlama3), {{"rope_theta", 5000.0}}));
   const ModelConfig newer =
       read(with(llama(), {{"rope_parameters", with(kLlama3, {{"rope_theta", 5000.0}})}}));
-  CHECK(older.rope.inv_freq == newer.rope.inv_freq);
+  CHECK(older.rope().inv_freq == newer.rope().inv_freq);
   CHECK(older.rope_config == newer.rope_config);
   const json by_type = with(kLlama3, {{"rope_type", nullptr}, {"type", "llama3"}});
-  CHECK(read(with(scaled(by_type), {{"rope_theta", 5000.0}})).rope.inv_freq == older.rope.inv_freq);
+  CHECK(read(with(scaled(by_type), {{"rope_theta", 5000.0}})).rope().inv_freq ==
+        older.rope().inv_freq);
 }
 
 TEST_CASE("linear scaling divides every frequency") {
   const ModelConfig plain = read(llama());
   const ModelConfig linear = read(scaled({{"type", "linear"}, {"factor", 4.0}}));
   for (std::size_t i = 0; i < 8; ++i)
-    CHECK(linear.rope.inv_freq[i] == Approx(plain.rope.inv_freq[i] / 4).epsilon(1e-7));
+    CHECK(linear.rope().inv_freq[i] == Approx(plain.rope().inv_freq[i] / 4).epsilon(1e-7));
 }
 
 TEST_CASE("llama3 scaling keeps short waves and stretches long ones") {
   const ModelConfig plain = read(llama()), llama3 = read(scaled(kLlama3));
-  CHECK(llama3.rope.inv_freq[0] == plain.rope.inv_freq[0]);
-  CHECK(llama3.rope.inv_freq[7] == Approx(plain.rope.inv_freq[7] / 8).epsilon(1e-7));
+  CHECK(llama3.rope().inv_freq[0] == plain.rope().inv_freq[0]);
+  CHECK(llama3.rope().inv_freq[7] == Approx(plain.rope().inv_freq[7] / 8).epsilon(1e-7));
 }
 
 TEST_CASE("YaRN's factor follows attention_factor, mscale or the scaling factor") {
-  CHECK(read(scaled(kYarn)).rope.factor == static_cast<float>(0.1 * std::log(4.0) + 1));
-  CHECK(read(scaled(with(kYarn, {{"attention_factor", 1.5}}))).rope.factor == 1.5f);
+  CHECK(read(scaled(kYarn)).rope().factor == static_cast<float>(0.1 * std::log(4.0) + 1));
+  CHECK(read(scaled(with(kYarn, {{"attention_factor", 1.5}}))).rope().factor == 1.5f);
   const ModelConfig both = read(scaled(with(kYarn, {{"mscale", 2.0}, {"mscale_all_dim", 1.0}})));
-  CHECK(both.rope.factor ==
+  CHECK(both.rope().factor ==
         static_cast<float>((0.2 * std::log(4.0) + 1) / (0.1 * std::log(4.0) + 1)));
 }
 
 TEST_CASE("YaRN's ramp runs by default from 32 turns to 1") {
   const json fractional = with(kYarn, {{"truncate", false}});
   const auto frequencies = [&](const json& changes) {
-    return read(scaled(with(fractional, changes))).rope.inv_freq;
+    return read(scaled(with(fractional, changes))).rope().inv_freq;
   };
   CHECK(frequencies({{"beta_fast", 32}, {"beta_slow", 1}}) == frequencies(json::object()));
   CHECK(frequencies({{"beta_fast", 16}}) != frequencies(json::object()));

@@ -53,7 +53,7 @@ CacheConfig deployed(const std::string& path, const CompiledPolicies& compiled,
   const PolicyFile file = read_policy_file(path, compiled);
   if (const auto warning = model_mismatch(file, config.name, weights_xxh3); !warning.empty())
     fmt::print(stderr, "kvlab eval: {}\n", warning);
-  check_shape(file, config.shape());
+  check_shape(file, config.heads());
   return file.cache;
 }
 

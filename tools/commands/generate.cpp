@@ -130,7 +130,7 @@ int run(const po::variables_map& options) {
   const auto turns =
       turns_from(options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer));
   const std::uint32_t length = most_tokens(turns, max_new_tokens);
-  if (asked.file) check_shape(*asked.file, config.shape());
+  if (asked.file) check_shape(*asked.file, config.heads());
   const ResolvedConfig cache = resolve(asked.cache, length, 0, config.heads());
   const std::string too_long = check_context(options, config, cache, turns);
   if (asked.file) warn(model_mismatch(*asked.file, config.name, backend->weights_xxh3()));

@@ -113,7 +113,7 @@ int run(const po::variables_map& options) {
   const auto grid = file ? std::vector{file->cache} : grid_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const auto backend = load_backend(device_from(options), directory, threads);
-  if (file) check_shape(*file, backend->config().shape());
+  if (file) check_shape(*file, backend->config().heads());
   const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
   const Dialogue dialogue = dialogue_from(options, grid, backend->config(), tokenizer);
   say_of_model(backend->config(), tokenizer);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "engine/cuda/bench/bench_tools.hpp"
 #include "engine/cuda/bench/paged_bench.hpp"
@@ -35,7 +36,8 @@ DeviceModel model_of(const Shape& shape) {
   config.vocab = little;
   config.norm_epsilon = 1e-5f;
   config.tied_head = true;
-  config.rope.inv_freq.assign(shape.head_size / 2, 0.01f);
+  config.rows.assign(config.layers, {.scale = 1 / std::sqrt(static_cast<float>(shape.head_size)),
+                                     .rope = {std::vector<float>(shape.head_size / 2, 0.01f)}});
   return DeviceModel::random(std::move(config));
 }
 

@@ -45,7 +45,7 @@ PairSlots pair_slots(const DeviceModel& model, const CudaDecoderOptions& options
 /// The fast kernels rotate whole heads, or none.
 bool needs_plain(const DeviceModel& model, const CudaDecoderOptions& options) {
   return options.plain_eviction || (options.rotation() != KeyRotation::by_position &&
-                                    model.config().rope.rotated() != model.config().head_size);
+                                    model.config().rope().rotated() != model.config().head_size);
 }
 
 /// Null for a policy of the registry.
@@ -70,8 +70,8 @@ EvictingCache::Work::Work(cuda::Arena& arena, const DeviceModel& model, const Pa
   const ModelConfig& config = model.config();
   const auto row_count = static_cast<std::size_t>(options.rows());
   q = arena.take<std::byte>(row_count * config.query_heads * model.key_bytes());
-  inv_freq = arena.take<float>(config.rope.inv_freq.size());
-  rope = arena.take<float2>(row_count * config.rope.inv_freq.size());
+  inv_freq = arena.take<float>(config.rope().inv_freq.size());
+  rope = arena.take<float2>(row_count * config.rope().inv_freq.size());
   plain_k = arena.take<std::byte>(config.qk_norm && options.policy().column_count() > 0
                                       ? row_count * config.kv_heads * model.key_bytes()
                                       : 0);
@@ -105,7 +105,7 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       counts_(slots_.first_slots().size()),
       shared_when_(options_.caches.size()) {
   storage_->clear(slots_, options_);
-  cuda::write(work_->inv_freq, config_.rope.inv_freq, "RoPE's frequencies");
+  cuda::write(work_->inv_freq, config_.rope().inv_freq, "RoPE's frequencies");
   check(cuda::fill_iota(work_->iota, options_.rows(), stream), "a prompt");
   check(cudaMemsetAsync(work_->zeros, 0,
                         static_cast<std::size_t>(options_.rows()) * sizeof(std::int32_t), stream),

@@ -77,7 +77,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
   kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) override {
     if (part.first == 0) take_live(layer);
     const Work& work = *cache_.work_;
-    const Rope& rope = cache_.config_.rope;
+    const Rope& rope = cache_.config_.rope();
     kernels::RopeWriteArgs args{};
     args.sequences = work.zeros;
     args.slots = work.iota;
@@ -276,9 +276,9 @@ class EvictingCache::Prompt final : public DeviceAdmission {
             .query_heads = static_cast<int>(config.query_heads),
             .kv_heads = static_cast<int>(config.kv_heads),
             .head_size = static_cast<int>(config.head_size),
-            .rotated = static_cast<int>(config.rope.rotated()),
+            .rotated = static_cast<int>(config.rope().rotated()),
             .inv_freq = cache_.work_->inv_freq,
-            .rope_factor = two_frames ? 1 : config.rope.factor,
+            .rope_factor = two_frames ? 1 : config.rope().factor,
             .older = memory_.cache.lengths,
             .first = static_cast<int>(part.first),
             .tokens = part.rows};

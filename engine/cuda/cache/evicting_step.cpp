@@ -15,7 +15,7 @@ class EvictingCache::Step final : public CacheStep {
 
   void begin() const override {
     if (cache_.rotation_ == KeyRotation::by_age) return;
-    const Rope& rope = cache_.config_.rope;
+    const Rope& rope = cache_.config_.rope();
     cuda::check(cuda::fill_rope_rows(cache_.work_->inv_freq, static_cast<int>(rope.inv_freq.size()),
                                      cache_.batch_.state().positions, 0, rows_, rope.factor,
                                      cache_.work_->rope, cache_.stream_),
@@ -35,7 +35,7 @@ class EvictingCache::Step final : public CacheStep {
     args.q = cache_.work_->q;
     args.plain_k = cache_.work_->plain_k;
     if (cache_.rotation_ == KeyRotation::by_age) return args;
-    args.rotated = static_cast<int>(cache_.config_.rope.rotated());
+    args.rotated = static_cast<int>(cache_.config_.rope().rotated());
     args.rope = cache_.work_->rope;
     args.positions = cache_.batch_.rows();
     return args;
@@ -63,8 +63,8 @@ class EvictingCache::Step final : public CacheStep {
                         .now = now_,
                         .q = cache_.work_->q,
                         .inv_freq = cache_.work_->inv_freq,
-                        .rotated = static_cast<int>(cache_.config_.rope.rotated()),
-                        .rope_factor = cache_.config_.rope.factor,
+                        .rotated = static_cast<int>(cache_.config_.rope().rotated()),
+                        .rope_factor = cache_.config_.rope().factor,
                         .out = to.out,
                         .lse = to.lse,
                         .workspace = nullptr,

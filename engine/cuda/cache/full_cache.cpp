@@ -30,7 +30,7 @@ FullCache::Work::Work(cuda::Arena& arena, const DeviceModel& model,
   const std::size_t all = capacity(options), rows = static_cast<std::size_t>(options.rows());
   const auto slots = static_cast<int>(all);
   q = arena.take<std::byte>(rows * config.query_heads * model.key_bytes());
-  rope = arena.take<float2>(all * config.rope.inv_freq.size());
+  rope = arena.take<float2>(all * config.rope().inv_freq.size());
   iota = arena.take<std::int32_t>(all);
   zeros = arena.take<std::int32_t>(rows);
   workspace = arena.take<std::byte>(
@@ -50,10 +50,10 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, CudaDeco
   // Slots that nothing was written to are never read; the sanitizer is to see it if they are.
   check(cudaMemsetAsync(work_->workspace, 0, kernels::kSignalBytes, stream), "attention");
   const auto slots = static_cast<int>(capacity(options));
-  const auto& inv_freq = config_.rope.inv_freq;
+  const auto& inv_freq = config_.rope().inv_freq;
   const cuda::DeviceBuffer frequencies = cuda::upload(inv_freq, "RoPE's frequencies");
   check(cuda::fill_rope_rows(frequencies.as<float>(), static_cast<int>(inv_freq.size()), nullptr, 0,
-                             slots, config_.rope.factor, work_->rope, stream),
+                             slots, config_.rope().factor, work_->rope, stream),
         "RoPE's table");
   check(cuda::fill_iota(work_->iota, slots, stream), "positions");
   check(cudaMemsetAsync(work_->zeros, 0,
@@ -91,7 +91,7 @@ std::size_t FullCache::offset(std::uint32_t layer, int sequence) const {
 
 kernels::RopeWriteArgs FullCache::write(std::uint32_t layer, int sequence) const {
   kernels::RopeWriteArgs args{};
-  args.rotated = static_cast<int>(config_.rope.rotated());
+  args.rotated = static_cast<int>(config_.rope().rotated());
   args.rope = work_->rope;
   args.keys = storage_->keys + offset(layer, sequence);
   args.values = storage_->values + offset(layer, sequence);

@@ -10,6 +10,7 @@
 #include "engine/cuda/fill.hpp"
 #include "engine/cuda/model/weight_plan.hpp"
 #include "kernels/host/transfer.hpp"
+#include "policies/executor.hpp"
 
 namespace kvlab {
 namespace {
@@ -23,6 +24,8 @@ void refuse_unsupported(const ModelConfig& config) {
     throw std::runtime_error(
         fmt::format("{}: {}; --device cpu runs this model", config.name, what));
   };
+  if (const std::string why = refusal_of_model(kCudaDecoder, config.peculiarity()); !why.empty())
+    throw std::runtime_error(fmt::format("{}: {}", config.name, why));
   constexpr std::array<std::uint32_t, 3> head_sizes{64, 96, 128};
   constexpr std::uint32_t most_in_group = 8;
   if (std::ranges::find(head_sizes, config.head_size) == head_sizes.end())

@@ -17,6 +17,10 @@ void silu_times(float* gate, const float* up, std::size_t count) {
   hot_loops().silu_times(gate, up, count);
 }
 
+void gelu_times(float* gate, const float* up, std::size_t count) {
+  hot_loops().gelu_times(gate, up, count);
+}
+
 void add(const float* x, std::size_t count, float* y) { hot_loops().add(x, count, y); }
 
 }  // namespace kvlab

@@ -12,6 +12,8 @@ void rms_norm(const float* x, const float* weight, std::size_t size, float epsil
 
 /// gate[i] = silu(gate[i]) * up[i], with silu(g) = g / (1 + exp(-g)).
 void silu_times(float* gate, const float* up, std::size_t count);
+/// Likewise gelu(g) = g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))).
+void gelu_times(float* gate, const float* up, std::size_t count);
 
 /// y[i] += x[i].
 void add(const float* x, std::size_t count, float* y);

@@ -42,6 +42,7 @@ struct HotLoops {
   /// y[i] = x[i] * factor * weight[i].
   void (*scale_by)(const float* x, const float* weight, std::size_t count, float factor, float* y);
   void (*silu_times)(float* gate, const float* up, std::size_t count);
+  void (*gelu_times)(float* gate, const float* up, std::size_t count);
 };
 
 /// The loops of the best instruction set that this machine has.

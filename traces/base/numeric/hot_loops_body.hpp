@@ -181,16 +181,23 @@ void exponentials(const float* s, std::size_t count, std::int32_t shift, float* 
   each(s, s, count, e, [shift](Floats a, Floats) { return exponential(a, shift); });
 }
 
-/// g / (1 + exp(-g)), from exp(-|g|), which never overflows.
-inline Floats silu(Floats g) {
-  const Floats size = g < 0.0f ? -g : g;
+/// g / (1 + exp(-x)), from exp(-|x|), which never overflows.
+inline Floats gated_by(Floats g, Floats x) {
+  const Floats size = x < 0.0f ? -x : x;
   const Floats capped = size > 100.0f ? Floats{} + 100.0f : size;
   const Floats e = exponential(-capped, 0);
-  return (g < 0.0f ? g * e : g) / (1.0f + e);
+  return (x < 0.0f ? g * e : g) / (1.0f + e);
 }
 
 void silu_times(float* gate, const float* up, std::size_t count) {
-  each(gate, up, count, gate, [](Floats g, Floats u) { return silu(g) * u; });
+  each(gate, up, count, gate, [](Floats g, Floats u) { return gated_by(g, g) * u; });
+}
+
+/// (1 + tanh(x)) / 2 is 1 / (1 + exp(-2x)).
+void gelu_times(float* gate, const float* up, std::size_t count) {
+  constexpr float kTwice = 1.59576912160573f;  // 2 sqrt(2 / pi)
+  each(gate, up, count, gate,
+       [](Floats g, Floats u) { return gated_by(g, kTwice * (g + 0.044715f * g * g * g)) * u; });
 }
 
 // --- sums and scaling -------------------------------------------------------------------------
@@ -268,7 +275,8 @@ constexpr HotLoops loops_named(const char* name) {
           .scale = scale,
           .add = add,
           .scale_by = scale_by,
-          .silu_times = silu_times};
+          .silu_times = silu_times,
+          .gelu_times = gelu_times};
 }
 
 }  // namespace

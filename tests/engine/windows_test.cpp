@@ -1,0 +1,137 @@
+// Layers that see a window of the model's own: they keep just that, and policies act on the others.
+#include <memory>
+#include <numeric>
+
+#include "engine/capture.hpp"
+#include "engine/decoder.hpp"
+#include "tests/catch.hpp"
+#include "tests/engine/expected_logits.hpp"
+#include "tests/engine/plain_forward.hpp"
+#include "tests/error_of.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+constexpr std::uint32_t kWindow = 11, kTokens = 90, kPrompt = 60;
+
+/// Layer 2 of 4 sees all.
+const Model& gemma() {
+  static const Model model = Model::load(test::source_path("tests/data/models/gemma3_mini"), 1);
+  return model;
+}
+
+std::vector<std::int32_t> some_ids(std::size_t count) {
+  std::vector<std::int32_t> ids(count);
+  for (std::size_t i = 0; i < count; ++i) ids[i] = static_cast<std::int32_t>(i * i * 31 % 67);
+  return ids;
+}
+
+ResolvedConfig cache(const std::string& policy, std::uint32_t budget, Prefill prefill = {}) {
+  CacheConfig config{.policy = parse_policy(policy), .budget = {.extent = tokens(budget)}};
+  config.positions = config.policy.entry->info.positions;
+  config.prefill = prefill;
+  return resolve(config, kTokens, 0, gemma().config().heads());
+}
+
+struct Fed {
+  std::unique_ptr<Decoder> decoder;
+  std::vector<float> logits;
+};
+
+/// A prompt and decoded tokens, all logits kept.
+Fed fed(const ResolvedConfig& config, unsigned threads = 1) {
+  Fed run{std::make_unique<Decoder>(gemma(), config, threads), {}};
+  const auto ids = some_ids(kTokens);
+  std::vector<float> decoded;
+  run.decoder->feed(std::span(ids).first(kPrompt), SegmentKind::prompt, &run.logits);
+  for (std::size_t i = kPrompt; i < kTokens; ++i) {
+    run.decoder->feed(std::span(ids).subspan(i, 1), SegmentKind::decode, &decoded);
+    run.logits.insert(run.logits.end(), decoded.begin(), decoded.end());
+  }
+  return run;
+}
+
+std::vector<std::uint32_t> live(const Fed& run, std::uint32_t layer) {
+  const auto positions = run.decoder->live(layer, 1).positions();
+  return {positions.begin(), positions.end()};
+}
+
+}  // namespace
+
+TEST_CASE("A decoder of windows gives a plain forward pass, however a prompt comes") {
+  const Fed whole = fed({});
+  CHECK(test::relative_error(whole.logits, test::plain_forward(gemma(), some_ids(kTokens), 1)) <
+        1e-5);
+  for (const std::uint32_t chunk : {1u, 4u, kWindow, 29u})
+    CHECK(fed(cache("full", kNoBudget, {chunk})).logits == whole.logits);
+  CHECK(fed({}, 3).logits == whole.logits);
+}
+
+TEST_CASE("Layers with a window keep it under any policy, and the others have the budget") {
+  std::vector<std::uint32_t> window(kWindow);
+  std::iota(window.begin(), window.end(), kTokens - kWindow);
+  const Fed full = fed({});
+  for (const char* policy : {"full", "window", "streaming_h2o", "h2o:scope=layer"})
+    for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}}) {
+      CAPTURE(policy, prefill.text());
+      const Fed run = fed(cache(policy, 24, prefill));
+      const bool evicts = std::string(policy) != "full";
+      for (const std::uint32_t layer : {0u, 1u, 3u}) CHECK(live(run, layer) == window);
+      CHECK(live(run, 2).size() == (evicts ? 24u : kTokens));
+      CHECK(run.decoder->evictions() == (evicts ? 2 * (kTokens - 24) : 0u));
+      CHECK((run.logits == full.logits) == !evicts);
+    }
+  CHECK(fed(cache("h2o", kTokens)).logits == full.logits);
+}
+
+TEST_CASE("Budgets by head are of the layers that policies act on") {
+  CacheConfig config{.policy = parse_policy("h2o"), .budget = budget_of_heads({{20, 30}})};
+  const ResolvedConfig own = resolve(config, kTokens, 0, gemma().config().heads());
+  CHECK(own.asked_tokens == 25);
+  const Fed run = fed(own);
+  CHECK(run.decoder->kept() ==
+        HeadBudgets{{kWindow, kWindow}, {kWindow, kWindow}, {20, 30}, {kWindow, kWindow}});
+  config.budget = budget_of_heads({{20}, {20}, {20}, {20}});
+  CHECK_THROWS_AS(resolve(config, kTokens, 0, gemma().config().heads()), std::invalid_argument);
+}
+
+TEST_CASE("A policy with nothing to act on is refused") {
+  CacheShape model = gemma().config().heads();
+  model.spans = {4, 4, 4, 4};
+  CHECK_NOTHROW(resolve({}, kTokens, 0, model));
+  const CacheConfig h2o{.policy = parse_policy("h2o"), .budget = {.extent = tokens(24)}};
+  CHECK(test::error_of<std::invalid_argument>([&] {
+          resolve(h2o, kTokens, 0, model);
+        }).find("every layer") != std::string::npos);
+}
+
+TEST_CASE("A capture says how each layer attends, and verifies") {
+  const test::TemporaryFolder folder;
+  const auto ids = some_ids(kTokens);
+  for (const char* name : {"dense", "stream"}) {
+    TraceWriter writer(folder / name, trace_header(gemma(), {}));
+    Capture capture(writer);
+    Decoder decoder(gemma(), cache("full", kNoBudget, {std::string(name) == "stream" ? 1u : 0u}),
+                    1);
+    decoder.watch(&capture);
+    decoder.feed(std::span(ids).first(kPrompt), SegmentKind::prompt);
+    decoder.feed(std::span(ids).subspan(kPrompt), SegmentKind::decode);
+    writer.finish();
+  }
+  const TraceReader trace = TraceReader::open(folder / "dense");
+  CHECK(trace.header().format() == 3);
+  CHECK(trace.layers_with_span(false) == std::vector<std::uint32_t>{2});
+  for (std::uint32_t layer = 0; layer < 4; ++layer) {
+    const RowSpec &row = trace.row(layer), &own = gemma().config().rows[layer];
+    CHECK((row.span == own.span && row.scale == own.scale && row.rope == own.rope));
+  }
+  // (An error before the norm behind attention is not one of the residual stream.)
+  CHECK_FALSE(trace.has_residuals());
+  const TraceCheck check = verify_trace(trace, 1);
+  CHECK(check.ok);
+  CHECK(check.worst_lse < 1e-5);
+  CHECK(TraceReader::open(folder / "stream").shards().front().xxh3 == trace.shards().front().xxh3);
+}
