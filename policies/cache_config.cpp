@@ -123,7 +123,7 @@ ResolvedConfig ResolvedConfig::of_head(std::uint32_t layer, std::uint32_t kv_hea
 }
 
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence,
-                       CacheShape model) {
+                       const CacheShape& model) {
   ResolvedConfig resolved{config};
   resolved.sequence = sequence;
   const CacheShape acted_on = model.acted_on();

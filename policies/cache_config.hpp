@@ -95,6 +95,6 @@ struct ResolvedConfig : CacheConfig {
 /// out where the budget is even and not in bytes. Throws std::invalid_argument where the guards do
 /// not fit a budget, or budgets by head not the model.
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence = 0,
-                       CacheShape model = {});
+                       const CacheShape& model = {});
 
 }  // namespace kvlab

@@ -93,7 +93,7 @@ void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, co
 }
 
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
-                       std::uint32_t sequence, CacheShape model) {
+                       std::uint32_t sequence, const CacheShape& model) {
   const std::uint32_t length =
       segments.empty() ? 0 : segments.back().start + segments.back().tokens;
   ResolvedConfig resolved = resolve(config, length, sequence, model);

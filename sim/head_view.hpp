@@ -107,6 +107,6 @@ void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, co
 /// `config` for a sequence of these segments, whose admissions are known: prompts by the prefill,
 /// decoded tokens one by one. Throws as resolve() by length does.
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
-                       std::uint32_t sequence, CacheShape model = {});
+                       std::uint32_t sequence, const CacheShape& model = {});
 
 }  // namespace kvlab

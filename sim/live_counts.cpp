@@ -1,5 +1,7 @@
 #include "sim/live_counts.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 #include <numeric>
@@ -81,10 +83,10 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
 }
 
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
-  std::map<std::uint32_t, double> heads;  // by budget
+  std::map<std::uint32_t, double> heads, of_spans;  // by budget
   for (std::uint32_t layer = 0; layer < model.layers; ++layer)
-    for (std::uint32_t head = 0; config.span_of(layer) == 0 && head < model.kv_heads; ++head)
-      heads[config.budget_of(layer, head)] += 1;
+    for (std::uint32_t head = 0; head < model.kv_heads; ++head)
+      (config.span_of(layer) > 0 ? of_spans : heads)[config.budget_of(layer, head)] += 1;
   const auto bytes = static_cast<double>(kv_bytes_per_token(model.head_size)),
              state = static_cast<double>(state_bytes_per_token(config));
   Memory memory;
@@ -95,7 +97,22 @@ Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
     memory.state += count * state * counts.end;
     memory.budget += count * bytes * counts.held_budget;
   }
+  ResolvedConfig window;
+  window.admissions = config.admissions;
+  for (const auto& [span, count] : of_spans) {
+    const LiveCounts counts = live_counts(window, span);
+    memory.span_mean += count * bytes * counts.held_mean;
+    memory.span_peak += count * bytes * counts.held_peak;
+  }
   return memory;
+}
+
+std::string span_text(std::size_t layers, double mean_bytes, double peak_bytes) {
+  if (layers == 0) return "";
+  constexpr double kMiB = 1 << 20;
+  return fmt::format(
+      "{} layers with a span beside them keep {:.2f} MiB of keys and values, at most {:.2f}",
+      layers, mean_bytes / kMiB, peak_bytes / kMiB);
 }
 
 std::uint64_t state_bytes_per_token(const CacheConfig& config) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "policies/cache_config.hpp"
 
@@ -28,9 +29,13 @@ struct Memory {
   double mean = 0, peak = 0;  ///< keys and values over decoded queries, 16 bit; the heads' summed
   double state = 0;           ///< policy state beside them, at the end
   double budget = 0;          ///< what the budget's tokens would take
+  /// Beside these: of the layers with a span, which keep it as `window` does.
+  double span_mean = 0, span_peak = 0;
 
   double total() const { return mean + state; }
 };
+/// "15 layers with a span beside them keep 1.20 MiB of keys and values, at most 1.30", or "".
+std::string span_text(std::size_t layers, double mean_bytes, double peak_bytes);
 /// `config` with its admissions, in a model of such heads.
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model);
 

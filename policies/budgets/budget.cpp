@@ -94,7 +94,7 @@ Budget budget_of_heads(HeadBudgets heads, std::string file) {
   return {.extent = tokens(mean), .heads = std::move(heads), .file = std::move(file)};
 }
 
-void check_shape(const HeadBudgets& heads, CacheShape model, const std::string& what) {
+void check_shape(const HeadBudgets& heads, const CacheShape& model, const std::string& what) {
   const std::size_t own = heads.empty() ? 0 : heads.front().size();
   const bool fits = heads.size() == model.layers && (own == 1 || own == model.kv_heads);
   if (!fits || std::ranges::any_of(heads, [&](const auto& layer) { return layer.size() != own; }))

@@ -63,7 +63,7 @@ std::uint32_t mean_budget(const HeadBudgets& heads);
 Budget budget_of_heads(HeadBudgets heads, std::string file = {});
 
 /// Throws std::invalid_argument: not so many layers, or KV heads.
-void check_shape(const HeadBudgets& heads, CacheShape model, const std::string& what);
+void check_shape(const HeadBudgets& heads, const CacheShape& model, const std::string& what);
 
 /// PyramidKV's series (Cai et al. 2024, section 4.2, with the authors' beta = 20): from
 /// 2 · mean − last in the first layer down to `last`, a twentieth of the mean, in equal steps;

@@ -341,25 +341,18 @@ RunTrace describe(const TraceReader& trace, const std::string& path) {
     described.numbers.push_back(shape.number(layer));
   described.layers = static_cast<std::uint32_t>(described.numbers.size());
   if (shape.numbers.empty() && described.layers == shape.layers) described.numbers.clear();
-  for (const std::uint32_t layer : trace.layers_with_span(true)) {
-    CacheConfig window{.policy = parse_policy("window")};
-    window.budget = parse_budget(fmt::format("{}", trace.row(layer).span));
-    const Memory memory =
-        memory_of(resolve(window, trace.segments(), 0), {1, shape.kv_heads, shape.head_size});
-    described.span_layers += 1;
-    described.span_mean_bytes += memory.mean;
-    described.span_peak_bytes += memory.peak;
-  }
+  CacheShape model{shape.layers, shape.kv_heads, shape.head_size};
+  for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+    model.spans.push_back(trace.row(layer).span);
+  const Memory memory = memory_of(resolve({}, trace.segments(), 0, model), model);
+  described.span_layers = shape.layers - described.layers;
+  described.span_mean_bytes = memory.span_mean;
+  described.span_peak_bytes = memory.span_peak;
   return described;
 }
 
 std::string RunTrace::span_text() const {
-  if (span_layers == 0) return "";
-  constexpr double kMiB = 1 << 20;
-  return fmt::format(
-      "{} layers with a span beside them keep {:.2f} MiB of keys and values, at most "
-      "{:.2f}",
-      span_layers, span_mean_bytes / kMiB, span_peak_bytes / kMiB);
+  return kvlab::span_text(span_layers, span_mean_bytes, span_peak_bytes);
 }
 
 std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {

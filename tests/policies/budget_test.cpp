@@ -13,7 +13,7 @@ using kvlab::test::error_of;
 
 namespace {
 
-std::string refusal(const std::string& policy, const Budget& budget, CacheShape model,
+std::string refusal(const std::string& policy, const Budget& budget, const CacheShape& model,
                     std::uint32_t length = 1000) {
   const CacheConfig config{.policy = parse_policy(policy), .budget = budget};
   return error_of<std::invalid_argument>([&] { resolve(config, length, 0, model); });

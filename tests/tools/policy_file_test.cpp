@@ -27,7 +27,7 @@ PolicyFile h2o_file() {
           .run = {{"hash", "0123456789abcdef"}, {"ties", json::array({"sink"})}}};
 }
 
-const ModelShape kShape{.layers = 2, .query_heads = 4, .kv_heads = 2, .head_size = 64};
+const CacheShape kShape{.layers = 2, .kv_heads = 2, .head_size = 64};
 
 /// What reading a good file, changed by `change`, is refused with; empty if it is read.
 template <class Change>
@@ -137,7 +137,7 @@ TEST_CASE("budgets may differ by layer and KV head, in the model's shape") {
   const ResolvedConfig resolved = resolve(read.cache, 1000, 0, {2, 2});
   for (std::uint32_t i = 0; i < 4; ++i)
     CHECK(resolved.budget_of(i / 2, i % 2) == std::array{100u, 200u, 300u, 50u}[i]);
-  ModelShape other = kShape;
+  CacheShape other = kShape;
   other.layers = 3;
   CHECK_THROWS_WITH(check_shape(read, other),
                     ContainsSubstring("2 layers x 2 KV heads") && ContainsSubstring("3 x 2"));

@@ -65,7 +65,7 @@ void print_blocks(const EvalScore& score) {
                    : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));
 }
 
-void print_table(const std::vector<EvalScore>& scores) {
+void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) {
   fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n", "policy",
              "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1", "mean KV",
              "peak KV");
@@ -84,6 +84,9 @@ void print_table(const std::vector<EvalScore>& scores) {
     print_blocks(score);
   }
   fmt::print("KV: bytes of keys and values that a sequence holds over decoded queries, 16 bit\n");
+  const Memory& memory = scores.front().memory;
+  if (const std::size_t spans = model.layers - model.acted_on().layers; spans > 0)
+    fmt::print("{}\n", span_text(spans, memory.span_mean, memory.span_peak));
 }
 
 /// How far a configuration's texts differ.
@@ -183,7 +186,7 @@ int run(const po::variables_map& options) {
     print_json(json);
     return 0;
   }
-  print_table(evaluation.scores);
+  print_table(evaluation.scores, config.heads());
   print_texts(evaluation, how.names);
   print_verdicts(evaluation);
   return 0;

@@ -51,13 +51,14 @@ bool differs_by_head(const ResolvedConfig& cache) {
 }
 
 /// "kept at the end: 24.5 tokens a KV head on average, 8 to 40".
-std::string kept_text(const SequenceDecoder& decoder) {
+std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cache) {
   double sum = 0, heads = 0;
   std::uint32_t least = ~0u, most = 0;
-  for (const auto& layer : decoder.kept())
-    for (const std::uint32_t tokens : layer) {
-      sum += tokens, heads += 1;
-      least = std::min(least, tokens), most = std::max(most, tokens);
+  const auto kept = decoder.kept();
+  for (std::uint32_t layer = 0; layer < kept.size(); ++layer)
+    for (std::size_t head = 0; cache.span_of(layer) == 0 && head < kept[layer].size(); ++head) {
+      sum += kept[layer][head], heads += 1;
+      least = std::min(least, kept[layer][head]), most = std::max(most, kept[layer][head]);
     }
   if (heads == 0) return "";
   return fmt::format("kept at the end: {:.1f} tokens a KV head on average, {} to {}", sum / heads,
@@ -70,7 +71,7 @@ std::size_t value_bytes(const Backend& backend) {
 }
 
 /// "evicted 412 tokens of each KV head, mean; KV 96.0 of 204.0 KiB at the end", or why nothing.
-std::string evicted_text(const SequenceDecoder& decoder, const ModelShape& shape,
+std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& shape,
                          std::size_t number_bytes, const ResolvedConfig& cache) {
   const double heads = static_cast<double>(shape.layers) * shape.kv_heads;
   const std::uint64_t evictions = decoder.evictions();
@@ -81,6 +82,7 @@ std::string evicted_text(const SequenceDecoder& decoder, const ModelShape& shape
   const double bytes = 2 * heads * shape.head_size * static_cast<double>(number_bytes) / 1024;
   std::string text = fmt::format("evicted {:.0f} tokens of each KV head; KV {:.1f} of {:.1f} KiB",
                                  gone, (decoder.tokens() - gone) * bytes, decoder.tokens() * bytes);
+  if (!cache.spans.empty()) text += ", of the layers without a window";
   if (cache.prefill.chunk == 0)
     text += "; a dense prompt is whole while it is read (--prefill stream never holds more)";
   return text;
@@ -156,8 +158,8 @@ int run(const po::variables_map& options) {
     print_json(result);
   }
   if (!json && cache.evicts())
-    warn(evicted_text(*decoder, config.shape(), value_bytes(*backend), cache));
-  if (!json && differs_by_head(cache)) warn(kept_text(*decoder));
+    warn(evicted_text(*decoder, config.heads().acted_on(), value_bytes(*backend), cache));
+  if (!json && differs_by_head(cache)) warn(kept_text(*decoder, cache));
   return 0;
 }
 

@@ -46,6 +46,10 @@ ordered_json score_json(const EvalScore& score, const std::vector<std::string>& 
   object["kv_bytes_measured"] = score.kv_bytes_most;
   object["state_bytes"] = score.memory.state;
   object["budget_bytes"] = score.memory.budget;
+  if (score.memory.span_peak > 0) {
+    object["span_bytes_mean"] = score.memory.span_mean;
+    object["span_bytes_peak"] = score.memory.span_peak;
+  }
   if (score.texts.size() > 1) {
     object["nll_deviation"] = number_or_null(score.nll_deviation);
     object["kl_deviation"] = number_or_null(score.kl_deviation);

@@ -8,7 +8,7 @@ namespace kvlab {
 namespace {
 
 Memory memory_of(const CacheConfig& asked, const TaskPrompt& prompt, QueryMode mode,
-                 CacheShape model) {
+                 const CacheShape& model) {
   std::vector<Segment> segments;
   std::uint32_t start = 0;
   const auto add = [&](std::size_t tokens, SegmentKind kind) {
@@ -50,7 +50,7 @@ void add_contender(TaskVerdict& task, const TaskRun& run, std::size_t mode, std:
 
 }  // namespace
 
-std::vector<std::vector<Memory>> task_memory(const TaskRun& run, CacheShape model) {
+std::vector<std::vector<Memory>> task_memory(const TaskRun& run, const CacheShape& model) {
   std::vector<std::vector<Memory>> memory(run.modes.size(),
                                           std::vector<Memory>(run.configs.size()));
   const auto prompts = static_cast<double>(run.prompts.size());

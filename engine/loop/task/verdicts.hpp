@@ -11,7 +11,7 @@ namespace kvlab {
 
 /// What a configuration holds while prompts are answered: mean of the prompts, the most of one.
 /// [mode][configuration].
-std::vector<std::vector<Memory>> task_memory(const TaskRun& run, CacheShape model);
+std::vector<std::vector<Memory>> task_memory(const TaskRun& run, const CacheShape& model);
 
 /// TaskRun::memory as figures over all lengths and depths.
 std::vector<TaskFigure> memory_figures(const TaskRun& run);

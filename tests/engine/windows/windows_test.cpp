@@ -5,29 +5,16 @@
 #include "engine/capture.hpp"
 #include "engine/decoder.hpp"
 #include "tests/catch.hpp"
-#include "tests/engine/expected_logits.hpp"
 #include "tests/engine/plain_forward.hpp"
+#include "tests/engine/windows/gemma_mini.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/json.hpp"
 
 using namespace kvlab;
+using test::gemma, test::kPrompt, test::kTokens, test::kWindow, test::window_ids;
 
 namespace {
-
-constexpr std::uint32_t kWindow = 11, kTokens = 90, kPrompt = 60;
-
-/// Layer 2 of 4 sees all.
-const Model& gemma() {
-  static const Model model = Model::load(test::source_path("tests/data/models/gemma3_mini"), 1);
-  return model;
-}
-
-std::vector<std::int32_t> some_ids(std::size_t count) {
-  std::vector<std::int32_t> ids(count);
-  for (std::size_t i = 0; i < count; ++i) ids[i] = static_cast<std::int32_t>(i * i * 31 % 67);
-  return ids;
-}
 
 ResolvedConfig cache(const std::string& policy, std::uint32_t budget, Prefill prefill = {}) {
   CacheConfig config{.policy = parse_policy(policy), .budget = {.extent = tokens(budget)}};
@@ -44,7 +31,7 @@ struct Fed {
 /// A prompt and decoded tokens, all logits kept.
 Fed fed(const ResolvedConfig& config, unsigned threads = 1) {
   Fed run{std::make_unique<Decoder>(gemma(), config, threads), {}};
-  const auto ids = some_ids(kTokens);
+  const auto ids = window_ids();
   std::vector<float> decoded;
   run.decoder->feed(std::span(ids).first(kPrompt), SegmentKind::prompt, &run.logits);
   for (std::size_t i = kPrompt; i < kTokens; ++i) {
@@ -63,8 +50,7 @@ std::vector<std::uint32_t> live(const Fed& run, std::uint32_t layer) {
 
 TEST_CASE("A decoder of windows gives a plain forward pass, however a prompt comes") {
   const Fed whole = fed({});
-  CHECK(test::relative_error(whole.logits, test::plain_forward(gemma(), some_ids(kTokens), 1)) <
-        1e-5);
+  CHECK(test::relative_error(whole.logits, test::plain_forward(gemma(), window_ids(), 1)) < 1e-5);
   for (const std::uint32_t chunk : {1u, 4u, kWindow, 29u})
     CHECK(fed(cache("full", kNoBudget, {chunk})).logits == whole.logits);
   CHECK(fed({}, 3).logits == whole.logits);
@@ -110,7 +96,7 @@ TEST_CASE("A policy with nothing to act on is refused") {
 
 TEST_CASE("A capture says how each layer attends, and verifies") {
   const test::TemporaryFolder folder;
-  const auto ids = some_ids(kTokens);
+  const auto ids = window_ids();
   for (const char* name : {"dense", "stream"}) {
     TraceWriter writer(folder / name, trace_header(gemma(), {}));
     Capture capture(writer);
