@@ -77,7 +77,7 @@ struct Layer {
   // [hidden], or empty
   std::vector<float> before_attention, behind_attention, before_mlp, behind_mlp;
   Linear q, k, v, output;
-  std::vector<float> q_norm, k_norm;  // [head_size], or empty
+  std::vector<float> q_norm, k_norm;  // [head_size], of all heads, or empty
   Linear gate, up, down;
 };
 
@@ -96,8 +96,8 @@ Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
   layer.v = loader.linear(attention + "v_proj", kv_size, c.hidden, c.qkv_bias);
   layer.output = loader.linear(attention + "o_proj", c.hidden, q_size, c.output_bias);
   if (c.qk_norm) {
-    layer.q_norm = loader.norm(attention, "q_norm", c.head_size, c);
-    layer.k_norm = loader.norm(attention, "k_norm", c.head_size, c);
+    layer.q_norm = loader.norm(attention, "q_norm", c.whole_qk_norm ? q_size : c.head_size, c);
+    layer.k_norm = loader.norm(attention, "k_norm", c.whole_qk_norm ? kv_size : c.head_size, c);
   }
   layer.gate = loader.linear(mlp + "gate_proj", c.mlp, c.hidden, c.mlp_bias);
   layer.up = loader.linear(mlp + "up_proj", c.mlp, c.hidden, c.mlp_bias);
@@ -164,8 +164,8 @@ class Model::Impl {
       apply(layer.v, normed.data(), count, v + first * kv_size, threads);
     });
     if (!config_.qk_norm) return;
-    norm_heads(q, n * config_.query_heads, layer.q_norm, threads);
-    norm_heads(k, n * config_.kv_heads, layer.k_norm, threads);
+    norm_parts(q, n * q_size, layer.q_norm, threads);
+    norm_parts(k, n * kv_size, layer.k_norm, threads);
   }
 
   std::shared_ptr<const OutputProjections> output_projections() const {
@@ -224,6 +224,7 @@ class Model::Impl {
   /// x itself where there is no norm.
   std::vector<float> norm_rows(const float* x, std::size_t n, const std::vector<float>& weight,
                                unsigned threads) const {
+    if (weight.empty()) return {x, x + n * config_.hidden};
     std::vector<float> y(n * config_.hidden);
     for_rows(n, config_.hidden, threads, [&](std::size_t first, std::size_t count) {
       for (std::size_t i = first * config_.hidden; i < (first + count) * config_.hidden;
@@ -233,12 +234,13 @@ class Model::Impl {
     return y;
   }
 
-  void norm_heads(float* x, std::size_t vectors, const std::vector<float>& weight,
+  /// Of x, as many numbers at a time as the norm has.
+  void norm_parts(float* x, std::size_t numbers, const std::vector<float>& weight,
                   unsigned threads) const {
-    const std::size_t size = config_.head_size;
-    for_rows(vectors, size, threads, [&](std::size_t first, std::size_t count) {
-      for (float* head = x + first * size; head < x + (first + count) * size; head += size)
-        rms_norm(head, weight.data(), size, config_.norm_epsilon, head);
+    const std::size_t size = weight.size();
+    for_rows(numbers / size, size, threads, [&](std::size_t first, std::size_t count) {
+      for (float* part = x + first * size; part < x + (first + count) * size; part += size)
+        rms_norm(part, weight.data(), size, config_.norm_epsilon, part);
     });
   }
 

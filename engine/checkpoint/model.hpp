@@ -34,7 +34,8 @@ struct ModelConfig {
   float embedding_scale = 1;  ///< of a token's embedding, not of the output matrix
   BlockNorms norms;
   bool tied_head = false, qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false,
-       gelu = false;  ///< gelu: by tanh; otherwise silu
+       whole_qk_norm = false,  ///< of all heads together
+      gelu = false;            ///< by tanh; otherwise silu
   Dtype weights_dtype = Dtype::bf16;
   std::int32_t bos = -1;          ///< as config.json says; the tokenizer has the say; -1: none
   std::vector<std::int32_t> eos;  ///< may be empty

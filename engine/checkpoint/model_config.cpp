@@ -36,6 +36,7 @@ struct Architecture {
   std::string_view name, model_type;
   std::string_view own_keys = {};  ///< that are read here, and mean nothing or harm elsewhere
   Windows windows = Windows::none;
+  std::uint32_t pattern = 6;  ///< between: every so many-th layer sees all
   RopeKeys rope = {};
   std::optional<RopeKeys> rope_of_windows = {};  ///< where it is another
   BlockNorms norms = {};
@@ -47,11 +48,17 @@ struct Architecture {
   bool attention_bias_key = false;    ///< attention_bias adds biases to q, k, v and the output
   bool mlp_bias_key = false;          ///< mlp_bias adds biases to the MLP
   bool qk_norm = false;               ///< always
+  bool whole_qk_norm = false;         ///< of all heads together
   bool head_size_from_width = false;  ///< head_dim may be left out: hidden_size / heads
   bool kv_heads_from_heads = false;   ///< num_key_value_heads may be left out: the query heads
 };
 
-constexpr std::array<Architecture, 5> kArchitectures{{
+constexpr BlockNorms kNormsBehind{.before_attention = {},
+                                  .behind_attention = "post_attention_layernorm",
+                                  .before_mlp = {},
+                                  .behind_mlp = "post_feedforward_layernorm"};
+
+constexpr std::array<Architecture, 7> kArchitectures{{
     {.name = "LlamaForCausalLM",
      .model_type = "llama",
      .attention_bias_key = true,
@@ -72,6 +79,26 @@ constexpr std::array<Architecture, 5> kArchitectures{{
      .windows = Windows::last,
      .attention_bias_key = true,
      .qk_norm = true},
+    {.name = "Olmo2ForCausalLM",
+     .model_type = "olmo2",
+     .norms = kNormsBehind,
+     .attention_bias_key = true,
+     .qk_norm = true,
+     .whole_qk_norm = true,
+     .head_size_from_width = true,
+     .kv_heads_from_heads = true},
+    {.name = "Olmo3ForCausalLM",
+     .model_type = "olmo3",
+     .windows = Windows::between,
+     .pattern = 4,
+     .rope = {.kind = "full_attention", .default_theta = 5e5},
+     .rope_of_windows = RopeKeys{.scaling = {}, .kind = "sliding_attention", .default_theta = 5e5},
+     .norms = kNormsBehind,
+     .attention_bias_key = true,
+     .qk_norm = true,
+     .whole_qk_norm = true,
+     .head_size_from_width = true,
+     .kv_heads_from_heads = true},
     {.name = "Gemma3ForCausalLM",
      .model_type = "gemma3_text",
      .own_keys =
@@ -162,13 +189,14 @@ std::uint32_t read_window(const JsonFields& config, const Architecture& architec
 }
 
 /// Whether a layer has a window where `layer_types` does not say.
-bool is_windowed(const JsonFields& config, Windows windows, std::uint32_t layer) {
+bool is_windowed(const JsonFields& config, const Architecture& architecture, std::uint32_t layer) {
+  const Windows windows = architecture.windows;
   const auto number = [&](std::string_view key, std::uint32_t if_absent) {
     return config.has(key) ? config.whole32(key, kMaxContext) : if_absent;
   };
   if (windows == Windows::last) return layer >= number("max_window_layers", 28);
   if (windows != Windows::between) return windows == Windows::all;
-  return (layer + 1) % std::max(1u, number("sliding_window_pattern", 6)) != 0;
+  return (layer + 1) % std::max(1u, number("sliding_window_pattern", architecture.pattern)) != 0;
 }
 
 /// What `layer_types` says of each layer: whether it has a window. Refuses layers that attend
@@ -198,7 +226,7 @@ std::vector<std::uint32_t> read_spans(const JsonFields& config, const Architectu
   const std::uint32_t window = read_window(config, architecture);
   std::vector<std::uint32_t> spans(layers);
   for (std::uint32_t layer = 0; layer < layers; ++layer) {
-    const bool by_rule = window > 0 && is_windowed(config, windows, layer);
+    const bool by_rule = window > 0 && is_windowed(config, architecture, layer);
     const bool own = windowed.empty() ? by_rule : windowed[layer];
     if ((own && window == 0) || (windows == Windows::all && own != by_rule))
       config.refuse(key, fmt::format("layer {} contradicts the windows that are in use", layer));
@@ -377,6 +405,7 @@ ModelConfig read_model_config(const std::filesystem::path& path, std::string nam
   model.qkv_bias = architecture.qkv_bias || model.output_bias;
   model.mlp_bias = architecture.mlp_bias_key && config.flag("mlp_bias", false);
   model.qk_norm = architecture.qk_norm;
+  model.whole_qk_norm = architecture.whole_qk_norm;
   model.norms = architecture.norms;
   model.norm_offset = architecture.norm_offset;
   if (architecture.scaled_embedding)

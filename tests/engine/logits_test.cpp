@@ -52,8 +52,9 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
 
 TEST_CASE("miniature checkpoints give the logits of transformers") {
   for (const char* name :
-       {"llama3", "llama_biases", "mistral", "qwen2", "qwen3", "gemma3_mini", "gemma3_mini_older",
-        "llama3_64", "llama_biases_96", "mistral_128", "qwen2_64", "qwen3_128"})
+       {"llama3", "llama_biases", "mistral", "qwen2", "qwen3", "gemma3_mini", "mistral_windows",
+        "qwen3_windows", "olmo2", "olmo3", "gemma3_mini_older", "llama3_64", "llama_biases_96",
+        "mistral_128", "qwen2_64", "qwen3_128"})
     compare(name, source_path("tests/data/models") / name);
 }
 

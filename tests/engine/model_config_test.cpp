@@ -328,6 +328,22 @@ TEST_CASE("Gemma 3 has its own scales, norms and two tables of RoPE, in either l
   refused(with(newer, {{"rope_parameters", {{"linear_attention", kFull}}}}), "linear_attention");
 }
 
+TEST_CASE("OLMo 2 and 3 norm behind blocks alone, and all heads together") {
+  json olmo3 = llama();
+  olmo3.update({{"architectures", {"Olmo3ForCausalLM"}},
+                {"model_type", "olmo3"},
+                {"num_hidden_layers", 4},
+                {"sliding_window", 12}});
+  const ModelConfig c = read(olmo3);
+  CHECK((c.qk_norm && c.whole_qk_norm && c.norms.before_attention.empty() && !c.gelu));
+  CHECK(c.heads().spans == std::vector<std::uint32_t>{12, 12, 12, 0});
+  CHECK(c.rope().inv_freq[1] == Approx(std::pow(5e5, -2.0 / 16)).epsilon(1e-6));
+  const ModelConfig olmo2 = read(with(olmo3, {{"architectures", {"Olmo2ForCausalLM"}},
+                                              {"model_type", "olmo2"},
+                                              {"sliding_window", nullptr}}));
+  CHECK(olmo2.peculiarity() == "norms behind blocks");
+}
+
 TEST_CASE("what Gemma 3 may have and kvlab does not is refused") {
   refused(with(gemma3(), {{"hidden_activation", "silu"}}), "hidden_activation");
   refused(with(gemma3(), {{"attn_logit_softcapping", 50.0}}), "attn_logit_softcapping");
