@@ -193,12 +193,12 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
       p[age] = (first + age < old_ ? by_row_of_old : by_row)[i * stride + seen[age]];
     for (std::size_t age = 0; live_.has_codes() && age < count; ++age)
       if (is_coded(seen[age])) p[age] = by_row_of_codes[i * stride + seen[age]] / kCodeBlock;
-    scale(p, count, shape_.softmax_scale);
-    const std::int32_t shift = shared_exponentials(p, count, p);
-    const float sum = lane_sum(p, count);
-    divide(p, count, sum, p);
+    make_scores(p, count, shape_.softmax_scale, shape_.softcap);
+    const float* sink = shape_.sinks.empty() ? nullptr : &shape_.sinks[head];
+    const RowSum all = row_exponentials(p, count, sink, p);
+    divide(p, count, all.sum, p);
     admission.lse[token * admission.lse_stride + head] =
-        static_cast<float>(log_sum_exp(shift, static_cast<double>(sum)));
+        static_cast<float>(log_sum_exp(all.shift, static_cast<double>(all.sum)));
     float* out = admission.out + token * admission.query_stride + head * dim;
     std::fill_n(out, dim, 0.0f);
     accumulate({p, count}, seen, out);

@@ -26,6 +26,8 @@ struct HeadShape {
   float softmax_scale = 1.0f;
   std::uint32_t threshold16 = 0;  ///< of requests
   std::uint32_t span = 0;         ///< tokens that a query sees, itself included; 0: all
+  float softcap = 0;              ///< as RowSpec's, and so are
+  std::vector<float> sinks = {};  // [query head]
 };
 
 /// What one KV head's tokens of an admission bring, before RoPE, and where their outputs go. Rows

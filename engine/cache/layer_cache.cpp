@@ -15,8 +15,13 @@ constexpr std::uint32_t kQueryBlock = 32;  // queries that share one pass over t
 LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
                        std::uint32_t layer, const OutputProjections* output)
     : shape_(shape) {
-  for (std::uint32_t head = 0; head < kv_heads; ++head)
-    heads_.emplace_back(shape_, config.live_set(layer, head), weights_of(output, layer, head));
+  for (std::uint32_t head = 0; head < kv_heads; ++head) {
+    HeadShape own = shape_;
+    if (!shape.sinks.empty())
+      own.sinks.assign(&shape.sinks[head * shape.group],
+                       &shape.sinks[head * shape.group] + shape.group);
+    heads_.emplace_back(own, config.live_set(layer, head), weights_of(output, layer, head));
+  }
   // Under scope=layer the heads order their tokens by the same ranks.
   std::vector<AgedSet*> together;
   for (HeadCache& head : heads_) together.push_back(&head.aged());

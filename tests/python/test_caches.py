@@ -21,7 +21,7 @@ def output(inputs: int = 64) -> _kvlab.OutputProjections:
 
 def caches_of(policy: str) -> Any:
     asked = _kvlab.CacheRequest(policy, [], "24", "dense", "", 0, 0.01, 80, 2, 2)
-    return _kvlab.Caches(asked, 4, 16, INV_FREQ, 1.0, 0.25, output)
+    return _kvlab.Caches(asked, 4, 16, INV_FREQ, 1.0, [{"scale": 0.25}] * 2, output)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "sink", "criticalkv", "lru:scope=layer"])

@@ -89,6 +89,13 @@ def steps(model: Any, *lengths: int, **words: Any) -> None:
         model(ids_of(length), **words)
 
 
+def masked(model: Any, *masks: Any) -> None:
+    """A prompt of six tokens, and one token, with these masks."""
+    past = transformers.DynamicCache()
+    for count, mask in zip((6, 1), masks):
+        model(ids_of(count), attention_mask=mask and torch.tensor([mask]), **{cache_word(model): past})
+
+
 def before(model: Any, tokens: int) -> Any:
     past = transformers.DynamicCache()
     model(ids_of(tokens), **{cache_word(model): past})
@@ -119,16 +126,21 @@ CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
         (lambda m: m(ids_of(6), attention_mask=torch.zeros(1, 1, 6, 6)), r"attention_mask is \[1, 1, 6, 6\]"),
         (lambda m: m(ids_of(6), attention_mask={"full_attention": CAUSAL}), "attention_mask is a dict"),
         (lambda m: steps(m, 6, 1, attention_mask=torch.ones(1, 6)), r"attention_mask is \[1, 6\]; none, or \[1, 7\]"),
-        (lambda m: m(ids_of(3), attention_mask=torch.tensor([[0, 1, 1]])), "attention_mask leaves tokens out"),
+        (lambda m: m(ids_of(3), attention_mask=torch.tensor([[1, 0, 1]])), "attention_mask leaves tokens out"),
+        (lambda m: m(ids_of(3), attention_mask=torch.tensor([[1, 1, 0]])), "attention_mask leaves tokens out"),
+        (lambda m: masked(m, [1] * 6, [1] * 5 + [0, 1]), "attention_mask leaves tokens out"),
+        (lambda m: masked(m, None, [1] * 5 + [0, 1]), "attention_mask leaves tokens out"),
+        (lambda m: masked(m, [0] + [1] * 5, [1] * 7), "attention_mask leaves tokens out"),
+        (lambda m: masked(m, [0] + [1] * 5, None), r"attention_mask is a NoneType; none, or \[1, 7\] with padding"),
         (lambda m: m(ids_of(6), position_ids=torch.arange(6)[None] + 1), "position_ids jumps; 0 to 5, by one"),
         (lambda m: m(ids_of(6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])), "position_ids jumps; 0 to 5"),
         (lambda m: steps(m, 6, 1, position_ids=torch.arange(6)[None]), r"position_ids is \[1, 6\]; 6 to 6, by one"),
         (lambda m: m(ids_of(6), cache_position=torch.arange(6) * 2), "cache_position"),
         (lambda m: m(inputs_embeds=torch.ones(1, 6, 32), position_ids=torch.ones(1, 6).long()), "position_ids jumps"),
         (lambda m: m(ids_of(6), output_attentions=True), "output_attentions is given"),
-        (lambda m: m(ids_of(6).view(2, 3)), "a batch of 2; one sequence at a time"),
-        (lambda m: m.generate(ids_of(6), num_beams=2, **GREEDY), "a batch of 2"),
-        (lambda m: m.generate(torch.cat([ids_of(6)] * 2), **GREEDY), "a batch of 2"),
+        (lambda m: [m(ids_of(6).view(2, 3)), m(ids_of(6))], "begins anew, and 3 tokens are held"),
+        (lambda m: m(ids_of(1), **{cache_word(m): m(ids_of(6).view(2, 3)).past_key_values}), "a batch of 1; .* had 2"),
+        (lambda m: m.generate(ids_of(6), num_beams=2, **GREEDY), "rows that change places"),
         (lambda m: m.generate(ids_of(6), cache_implementation="static", **GREEDY), "StaticCache; a plain DynamicCache"),
         (
             lambda m: m.generate(ids_of(9).repeat(1, 3), prompt_lookup_num_tokens=3, **GREEDY | {"eos_token_id": 0}),
@@ -159,11 +171,13 @@ def test_attention_that_is_not_known_is_refused_at_entry() -> None:
     module = model.model.layers[1].self_attn
     own = module.forward
 
-    def doubled(*arguments: Any, **words: Any) -> Any:
+    def looking(*arguments: Any, **words: Any) -> Any:
+        past = cache_among((*arguments, *words.values()))
+        held = past.get_seq_length(1) if past is not None else 0
         out, *others = own(*arguments, **words)
-        return out * 2, *others
+        return out * (1 + held), *others
 
-    module.forward = doubled
+    module.forward = looking
     with pytest.raises(ValueError, match=r"count 9, logits differ by [\d.]+ from the plain LlamaFor"):
         with kvlab.hf.evicting(model, "h2o", 16):
             pass

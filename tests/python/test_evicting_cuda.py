@@ -52,6 +52,12 @@ def model_of(family: str = "llama", dtype: Any = torch.float32, layers: int = 2,
     return model.to("cuda", dtype).eval()
 
 
+def miniature(family: str) -> Any:
+    import hf_miniatures
+
+    return hf_miniatures.model_of(family, head_dim=64, sliding_window=16).cuda()
+
+
 def ids_of(tokens: int, seed: int = 5) -> Any:
     return torch.randint(1, 97, (1, tokens), generator=torch.Generator().manual_seed(seed)).cuda()
 
@@ -148,6 +154,18 @@ def test_a_text_ends_where_the_slots_end(graph: bool) -> None:
         assert caches.tokens == 50
 
 
+def test_a_batch_is_its_rows_one_by_one() -> None:
+    model, lengths = model_of(), (40, 31)
+    ids = ids_of(80).view(2, 40)
+    mask = torch.stack([(torch.arange(40) >= 40 - length).long() for length in lengths]).cuda()
+    with torch.no_grad(), kvlab.hf.evicting(model, "knorm", 24) as caches:
+        texts = model.generate(ids, attention_mask=mask, **WORDS)
+    for row, length in enumerate(lengths):
+        with torch.no_grad(), kvlab.hf.evicting(model, "knorm", 24) as own:
+            assert torch.equal(model.generate(ids[row : row + 1, -length:], **WORDS)[0, length:], texts[row, 40:])
+        assert caches.kept(1, 1, row).tolist() == own.kept(1, 1).tolist()
+
+
 @pytest.mark.parametrize("policy", ["knorm", "sink", "window:once"])
 def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
     """A prompt, an answer, another prompt: by what near ties in the model's own figures do not change."""
@@ -190,9 +208,10 @@ def test_memory_is_what_the_budget_says() -> None:
         (lambda m: kvlab.hf.evicting(m, "lagkv", 16), "lagkv"),
         (lambda m: kvlab.hf.evicting(m, "h2o", "ada(16)"), "the kernel library does not know it"),
         (lambda m: kvlab.hf.evicting(m, "h2o", 16, graph=True, record=True), "graph=True needs"),
-        (lambda m: _call(m, input_ids=ids_of(6).view(2, 3)), "a batch of 2; one sequence at a time"),
-        (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[0, 1, 1]]).cuda()), "leaves tokens out"),
+        (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[1, 0, 1]]).cuda()), "leaves tokens out"),
         (lambda m: kvlab.hf.evicting(m.double(), "h2o", 16), "float64; on CUDA one of"),
+        (lambda m: kvlab.hf.evicting(miniature("gpt_oss"), "h2o", 16), "layer 1 has sinks; on CUDA neither is held"),
+        (lambda m: kvlab.hf.evicting(miniature("gemma3_text"), "h2o", 16, graph=True), "graph=True: layer 0 has a window"),
     ],
 )
 def test_what_is_refused(use: Any, message: str) -> None:

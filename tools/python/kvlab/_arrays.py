@@ -24,11 +24,12 @@ def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, pro
     if not 1 <= prompt_tokens <= tokens:
         raise ValueError(f"prompt_tokens: {prompt_tokens} should be between 1 and {tokens}")
     settings = _Config(config)
-    arithmetic = (
-        settings.inv_freq(head_size),
-        float(settings.get("rope_factor", 1.0)),
-        float(settings.get("softmax_scale", 1 / math.sqrt(head_size))),
-    )
+    factors = [float(factor) for factor in numpy.atleast_1d(settings.get("rope_factor", 1.0))]
+    scale = float(settings.get("softmax_scale", 1 / math.sqrt(head_size)))
+    arithmetic = (settings.inv_freq(head_size), factors, scale)
+    rows = list(settings.get("rows") or [{}] * layers)
+    if len(rows) != layers:
+        raise ValueError(f"config: {len(rows)} rows; one for each of {layers} layers is expected")
     sizes = {"layers": layers, "query_heads": query_heads, "kv_heads": k.shape[1], "head_size": head_size}
     header = {
         "model": settings.get("name", "arrays"),
@@ -42,8 +43,9 @@ def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, pro
     starts = range(0, tokens, _kvlab.shard_tokens)
     ends = sorted({prompt_tokens, tokens, *starts[1:]})
     checked = sorted({min(start + row, tokens - 1) for start in starts for row in _kvlab.check_grid()})
-    outputs = [_outputs(arrays, layer, arithmetic, checked) for layer in range(layers)]
-    writer = _kvlab.TraceWriter(folder, json.dumps(header), *arithmetic)
+    outputs = [_outputs(arrays, layer, (*arithmetic, rows[layer]), checked) for layer in range(layers)]
+    numbers = list(settings.get("layer_numbers") or range(layers))
+    writer = writer_of(folder, json.dumps(header), *arithmetic, rows, numbers, layers)
     try:
         for start, end in zip([0, *ends], ends):
             writer.begin(fed[start:end], end <= prompt_tokens)
@@ -59,16 +61,32 @@ def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, pro
         writer.close()
 
 
-def _outputs(
-    arrays: Mapping[str, Any], layer: int, arithmetic: tuple[list[float], float, float], checked: list[int]
-) -> Any:
+def writer_of(
+    folder: str,
+    header: str,
+    inv_freq: list[list[float]],
+    factors: list[float],
+    scale: float,
+    rows: list[dict[str, Any]],
+    numbers: list[int],
+    layers: int,
+) -> _kvlab.TraceWriter:
+    """Of a model of so many layers: where all attend alike and plainly, as older readers take it."""
+    if all(row == rows[0] and not any(map(row.get, ("span", "softcap", "sink"))) for row in rows) and numbers == list(
+        range(layers)
+    ):
+        return _kvlab.TraceWriter(folder, header, inv_freq[0], factors[0], rows[0].get("scale", scale))
+    return _kvlab.TraceWriter(folder, header, inv_freq, factors, scale, rows, numbers)
+
+
+def _outputs(arrays: Mapping[str, Any], layer: int, arithmetic: tuple[Any, ...], checked: list[int]) -> Any:
     """[checked, query_heads, head_size]: what attention puts out there."""
     parts = {name: _floats(array[layer]) for name, array in arrays.items()}
     for name, values in parts.items():
         if not (finite := numpy.isfinite(values)).all():
             raise ValueError(f"{name}: layer {layer} holds {values[~finite][0]}; finite numbers are expected")
     dtype = _dtype(arrays["q"])
-    return _kvlab.attention_outputs(parts["q"], parts["k"], parts["v"], *arithmetic, dtype, checked)
+    return _kvlab.attention_outputs(parts["q"], parts["k"], parts["v"], *arithmetic[:3], dtype, checked, arithmetic[3])
 
 
 class _Config:
@@ -82,16 +100,17 @@ class _Config:
             return self._config.get(name, default)
         return getattr(self._config, name, default)
 
-    def inv_freq(self, head_size: int) -> list[float]:
+    def inv_freq(self, head_size: int) -> list[list[float]]:
+        """By table."""
         given = self.get("inv_freq")
         if given is not None:
-            return [float(x) for x in given]
+            return [[float(x) for x in table] for table in numpy.atleast_2d(given)]
         scaling = self.get("rope_scaling")
         kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
         if kind not in (None, "default"):
             raise ValueError(f"config: rope_scaling {kind} is not computed here; give inv_freq and rope_factor")
         theta = float(self.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0)
-        return [float(theta ** (-2.0 * i / head_size)) for i in range(head_size // 2)]
+        return [[float(theta ** (-2.0 * i / head_size)) for i in range(head_size // 2)]]
 
 
 def _exported(array: Any, name: str) -> Any:

@@ -282,10 +282,10 @@ def _output_of(model: Model) -> _kvlab.OutputProjections | None:
         return _kvlab.OutputProjections.read(os.fspath(model))
     if not hasattr(model, "config"):
         raise ValueError(f"model: a {type(model).__name__}; a folder or a model of transformers is expected")
-    from kvlab.hf.models import base_of, output_projections, shape_of
+    from kvlab.hf.layers import output_projections
+    from kvlab.hf.models import base_of
 
-    base = base_of(model)
-    return output_projections(base, shape_of(base))
+    return output_projections(base_of(model))
 
 
 def replay(

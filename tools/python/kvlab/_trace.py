@@ -42,8 +42,9 @@ class Trace:
 
         Arrays are numpy's or of anything that speaks DLPack (PyTorch's bfloat16 too), float32, float16 or bfloat16.
         `config`: a mapping, or an object with such attributes: `rope_theta` (10000), or `inv_freq` and `rope_factor`
-        for any other RoPE; `softmax_scale` (head_size ** -0.5); `name`. `out` keeps the trace in a new folder; without
-        it the trace lies in a temporary one, which goes with this handle.
+        for any other RoPE; `softmax_scale` (head_size ** -0.5); `name`; where layers differ, `rows` as Trace.rows has
+        them, with a table and a factor for each `rope`, and `layer_numbers`. `out` keeps the trace in a new folder;
+        without it the trace lies in a temporary one, which goes with this handle.
         """
         folder = None
         if out is None:

@@ -17,6 +17,7 @@ ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor) {
   if (!asked.positions.empty()) request.positions = {asked.positions};
   ResolvedConfig config = kvlab::resolve(make_grid(request, {}, compiled_from(asked.own)).front(),
                                          asked.length, 0, asked.model);
+  config.layer_numbers = asked.layer_numbers;
   check_held(executor, config);
   return config;
 }
@@ -29,14 +30,22 @@ void bind_cache_request(nb::module_& module) {
           [](CacheRequest* to, Text policy, const std::vector<Policy>& own, Text budget,
              Text prefill, Text positions, std::uint64_t seed, double threshold,
              std::uint32_t length, std::uint32_t layers, std::uint32_t kv_heads,
-             std::uint32_t head_size) {
-            new (to) CacheRequest{policy,    own,       budget,
-                                  prefill,   positions, seed,
-                                  threshold, length,    {layers, kv_heads, head_size}};
+             std::uint32_t head_size, std::vector<std::uint32_t> layer_numbers) {
+            new (to) CacheRequest{policy,
+                                  own,
+                                  budget,
+                                  prefill,
+                                  positions,
+                                  seed,
+                                  threshold,
+                                  length,
+                                  {layers, kv_heads, head_size},
+                                  std::move(layer_numbers)};
           },
           nb::arg("policy"), nb::arg("own"), nb::arg("budget"), nb::arg("prefill"),
           nb::arg("positions"), nb::arg("seed"), nb::arg("threshold"), nb::arg("length"),
-          nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_size") = 0);
+          nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_size") = 0,
+          nb::arg("layer_numbers") = std::vector<std::uint32_t>());
 }
 
 }  // namespace kvlab::python

@@ -19,6 +19,7 @@ struct CacheRequest {
   double threshold;
   std::uint32_t length;
   CacheShape model;
+  std::vector<std::uint32_t> layer_numbers;  ///< as ResolvedConfig's
 };
 
 /// Throws std::invalid_argument for what the executor does not know.

@@ -2,6 +2,8 @@
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -15,6 +17,7 @@
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
 #include "tools/python/src/cache_request.hpp"
+#include "tools/python/src/rows.hpp"
 
 namespace kvlab::python {
 namespace {
@@ -25,20 +28,26 @@ using Rows = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu
 class Caches {
  public:
   Caches(const CacheRequest& asked, std::uint32_t query_heads, std::uint32_t head_size,
-         const std::vector<float>& inv_freq, float rope_factor, float softmax_scale,
+         const Tables& inv_freq, const Factors& rope_factor, const std::vector<nb::dict>& rows,
          const ProjectionsOf& projections)
       : kv_heads_(asked.model.kv_heads),
         group_(query_heads / kv_heads_),
         head_size_(head_size),
-        rope_({inv_freq, rope_factor}),
         tokens_(asked.model.layers) {
     const ResolvedConfig config = resolve(asked, kDecoder);
+    const std::vector<Rope> ropes = ropes_of(inv_freq, rope_factor);
+    for (const Rope& rope : ropes) ropes_.emplace_back(rope);
     if (wants_projections(config.policy.columns))
       output_ = nb::cast<std::shared_ptr<OutputProjections>>(projections());
-    const HeadShape shape{head_size, group_, config.positions, softmax_scale, config.threshold16()};
     chunk_ = config.prefill.chunk;
-    for (std::uint32_t layer = 0; layer < asked.model.layers; ++layer)
+    for (std::uint32_t layer = 0; layer < asked.model.layers; ++layer) {
+      const RowSpec row = row_of(rows.at(layer), ropes, 0);
+      tables_.push_back(row.table);
+      const HeadShape shape{
+          head_size,   group_,   config.positions, row.scale, config.threshold16(),
+          row.softcap, row.sinks};
       layers_.emplace_back(config, shape, kv_heads_, layer, output_.get());
+    }
   }
 
   Caches(const Caches&) = delete;
@@ -102,7 +111,7 @@ class Caches {
       rows.first = tokens_[layer];
       rows.tokens = std::min(most, all - done);
       for (HeadCache& head : cache.heads()) head.make_room(rows.first);
-      cache.attend(rows, rope_.covering(rows.first + rows.tokens), threads);
+      cache.attend(rows, ropes_[tables_[layer]].covering(rows.first + rows.tokens), threads);
       for (HeadCache& head : cache.heads()) head.observe();
       tokens_[layer] += rows.tokens;
       rows.q += rows.tokens * queries;
@@ -125,7 +134,8 @@ class Caches {
 
   std::uint32_t kv_heads_, group_, head_size_;
   std::uint32_t chunk_ = 0;  // tokens of a prompt's admission; 0: all
-  GrowingRope rope_;
+  std::vector<GrowingRope> ropes_;
+  std::vector<std::uint32_t> tables_;                // [layer]: which of them
   std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
   std::deque<LayerCache> layers_;
   std::vector<std::uint32_t> tokens_;  // [layer]: so far
@@ -135,11 +145,12 @@ class Caches {
 
 void bind_caches(nb::module_& module) {
   nb::class_<Caches>(module, "Caches", "The caches of every layer of a model, for one sequence.")
-      .def(nb::init<const CacheRequest&, std::uint32_t, std::uint32_t, const std::vector<float>&,
-                    float, float, const ProjectionsOf&>(),
+      .def(nb::init<const CacheRequest&, std::uint32_t, std::uint32_t, const Tables&,
+                    const Factors&, const std::vector<nb::dict>&, const ProjectionsOf&>(),
            nb::arg("asked"), nb::arg("query_heads"), nb::arg("head_size"), nb::arg("inv_freq"),
-           nb::arg("rope_factor"), nb::arg("softmax_scale"), nb::arg("projections"),
-           "`projections` is called for OutputProjections where the policy reads them.")
+           nb::arg("rope_factor"), nb::arg("rows"), nb::arg("projections"),
+           "`rows`: as TraceWriter's, by layer, without spans. `projections` is called for "
+           "OutputProjections where the policy reads them.")
       .def("attend", &Caches::attend, nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
            nb::arg("is_prompt"), nb::arg("threads"),
            "q [tokens, query_heads, head_size], k and v before RoPE; returns the outputs.")

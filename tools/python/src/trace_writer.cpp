@@ -18,6 +18,7 @@
 #include "engine/output_sketch.hpp"
 #include "policies/columns/columns.hpp"
 #include "tools/python/src/bindings.hpp"
+#include "tools/python/src/rows.hpp"
 #include "tools/python/src/trace.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/text.hpp"
@@ -43,9 +44,7 @@ struct Writer {
   }
 };
 
-/// One rotation table, or a list of them.
-using Tables = std::variant<std::vector<float>, std::vector<std::vector<float>>>;
-using Factors = std::variant<float, std::vector<float>>;
+}  // namespace
 
 std::vector<Rope> ropes_of(const Tables& inv_freq, const Factors& factors) {
   std::vector<Rope> ropes;
@@ -63,7 +62,6 @@ std::vector<Rope> ropes_of(const Tables& inv_freq, const Factors& factors) {
   return ropes;
 }
 
-/// What a mapping says of a layer; what it leaves out is as in plain attention.
 RowSpec row_of(const nb::dict& said, const std::vector<Rope>& ropes, float softmax_scale) {
   RowSpec row{.scale = softmax_scale};
   for (const auto [key, value] : said) {
@@ -88,6 +86,8 @@ RowSpec row_of(const nb::dict& said, const std::vector<Rope>& ropes, float softm
   row.rope = ropes[row.table];
   return row;
 }
+
+namespace {
 
 void make_writer(Writer* at, const std::string& directory, const std::string& header_json,
                  const Tables& inv_freq, const Factors& rope_factor, float softmax_scale,

@@ -13,7 +13,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvlab.hf.refused import Refused
 
-NAME = "kvlab"
 SCORES = 1 << 26  # at once, float32
 HIDDEN = -1e4  # what a mask adds to a score that does not count: this or less
 
@@ -30,6 +29,7 @@ class Call:
 
     module: Any
     layer: int
+    row: int  # of the batch
     q: torch.Tensor  # [query_heads, n, key_size], as turned, normed and scaled as the model does it
     k: torch.Tensor  # [kv_heads, held, key_size]
     v: torch.Tensor  # [kv_heads, held, value_size]
@@ -99,15 +99,16 @@ def _last_row(mask_function: Any, tokens: int, device: Any) -> torch.Tensor | No
         return None
 
 
-def _call(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]) -> Call:
+def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]) -> list[Call]:
+    """Of each sequence."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or layer < 0:
         raise Refused(
             f"--model: {type(module).__name__} has {layer} for its layer_idx; the number of a layer is expected"
         )
-    if len(q) != 1 or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
+    if len(q) != len(k) or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
         shapes = f"queries {list(q.shape)} and keys {list(k.shape)}"
-        raise Refused(f"--model: layer {layer}: {shapes}; [1, heads, tokens, size] of one sequence is expected")
+        raise Refused(f"--model: layer {layer}: {shapes}; [sequences, heads, tokens, size] is expected")
     scale, span, softcap, sink = (words.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
     for name, value in words.items():
         if name not in _HARMLESS and value is not None and value is not False:
@@ -120,35 +121,34 @@ def _call(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any])
             raise Refused(
                 f"--model: layer {layer}: its mask is {list(mask.shape)}; [1, heads, tokens, tokens] is expected"
             )
-        mask = mask[0, :, :, : k.shape[2]]
+        mask = mask[:, :, :, : k.shape[2]]
         mask = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
-    return Call(
-        module,
-        layer,
-        q[0].detach(),
-        k[0].detach(),
-        v[0].detach(),
-        mask,
-        float(q.shape[-1] ** -0.5 if scale is None else scale),
-        int(span or 0),
-        float(softcap or 0),
-        None if sink is None else sink.detach().reshape(-1),
-    )
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    how = (scale, int(span or 0), float(softcap or 0), None if sink is None else sink.detach().reshape(-1))
+    rows = zip(q.detach(), k.detach(), v.detach(), [None] * len(q) if mask is None else mask.expand(len(q), -1, -1, -1))
+    return [Call(module, layer, row, *given, *how) for row, given in enumerate(rows)]
 
 
 @contextlib.contextmanager
-def attending(decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int = 0) -> Iterator[None]:
+def attending(
+    decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int = 0, *, batches: bool = False
+) -> Iterator[None]:
     """In the block, `attend` [n, query_heads, value_size] is what the decoder's attention puts out. `tokens`: calls say what
-    their masks show to the last of so many."""
+    their masks show to the last of so many. `batches`: of several sequences too, and of no masks."""
     rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by a mask's place: it, and its last row
 
     def function(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, **words: Any) -> Any:
-        call = _call(module, query, key, value, attention_mask, words)
+        calls = _calls(module, query, key, value, None if batches else attention_mask, words)
+        if len(calls) != 1 and not batches:
+            raise Refused(f"--model: layer {calls[0].layer}: {len(calls)} sequences of queries; one is expected")
         if attention_mask is not None and attention_mask.data_ptr() in rows:
-            call.last = rows[attention_mask.data_ptr()][1]
-        return attend(call)[None].to(value.dtype), None
+            calls[0].last = rows[attention_mask.data_ptr()][1]
+        outs = [attend(call) for call in calls]
+        return (torch.stack(outs) if len(outs) > 1 else outs[0][None]).to(value.dtype), None
 
     def mask(*arguments: Any, **words: Any) -> Any:
+        if batches:
+            return None
         made = eager_mask(*arguments, **words)
         if tokens and made is not None and "mask_function" in words:
             rows[made.data_ptr()] = (made, _last_row(words["mask_function"], tokens, made.device))
@@ -159,13 +159,14 @@ def attending(decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int 
         (config, vars(config)) for config in configs.values() if "_attn_implementation_internal" in vars(config)
     ]
     before = [(config, own["_attn_implementation_internal"]) for config, own in settings]
-    AttentionInterface.register(NAME, function)
-    AttentionMaskInterface.register(NAME, mask)
+    name = f"kvlab_{id(function)}"  # of blocks within blocks each its own
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, mask)
     try:
-        decoder.set_attn_implementation(NAME)
+        decoder.set_attn_implementation(name)
         yield
     finally:
         for config, own in before:
             config._attn_implementation_internal = own
         for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(NAME, None)
+            interface._global_mapping.pop(name, None)

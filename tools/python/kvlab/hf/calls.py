@@ -1,4 +1,4 @@
-"""What a call of a transformers model brings: its cache, and whether it is one sequence that goes on."""
+"""What a call of a transformers model brings: its cache, and whether its sequences go on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import transformers
 
+from kvlab.hf.models import text_config
 from kvlab.hf.refused import Refused
 
 # What a decoder may be given; all else has to be None or False. The cache is told by what it can do.
 _KNOWN = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "token_type_ids")
-    + ("use_cache", "output_hidden_states", "return_dict")
+    + ("use_cache", "output_hidden_states", "return_dict", "output_router_logits")
 )
 
 
@@ -28,20 +29,52 @@ def cache_among(values: Iterable[Any]) -> Any:
     return next((one for one in values if hasattr(one, "get_seq_length") and hasattr(one, "update")), None)
 
 
-def count_in(past: Any, count: int, like: torch.Tensor) -> None:
-    """Transformers counts the tokens of its cache, which gets as many zeros."""
-    before, zeros = past.get_seq_length(), like.new_zeros(1, 1, count, 1)
-    past.update(zeros, zeros, 0)
-    if past.get_seq_length() != before + count:
-        raise Refused(f"evicting: the call's {type(past).__name__} of {before} tokens has not counted {count} more")
+class CountedCache:
+    """A cache of transformers' that counts its tokens, and takes no keys and values."""
+
+    def __init__(self, past: Any, layer: int) -> None:
+        """`layer`: the first that attends."""
+        self.past, self._layer = past, layer
+
+        def update(keys: Any, values: Any, layer_idx: int, *arguments: Any, **words: Any) -> tuple[Any, Any]:
+            if layer_idx == layer:
+                self.count(keys.shape[-2], *arguments, **words)
+            return keys, values
+
+        def back(*_: Any, **__: Any) -> None:
+            what = "a sequence that goes back, or rows that change places (beams, assisted decoding)"
+            raise Refused(f"evicting: {what}, is not supported")
+
+        past.update = update
+        for name in self._BACK:
+            setattr(past, name, back)
+
+    _BACK = ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices")
+
+    def count(self, tokens: int, *arguments: Any, **words: Any) -> None:
+        """Transformers counts the tokens of what it holds: as many zeros."""
+        before, zeros = self.past.get_seq_length(), torch.zeros(1, 1, tokens, 1)
+        type(self.past).update(self.past, zeros, zeros, self._layer, *arguments, **words)
+        if self.past.get_seq_length() != before + tokens:
+            what = f"the call's {type(self.past).__name__} of {before} tokens has not counted {tokens} more"
+            raise Refused(f"evicting: {what}")
+
+    def release(self) -> None:
+        for name in ("update", *self._BACK):
+            vars(self.past).pop(name, None)
 
 
 def few_logits(model: Any) -> torch.Tensor:
     """[4, vocabulary] float32: of a prompt's last token and of three decoded ones."""
-    ids = torch.arange(1, 10, device=model.device)[None] * 7 % model.config.vocab_size
-    words = {cache_word(model): transformers.DynamicCache(), "use_cache": True, "return_dict": True}
+    ids = torch.arange(1, 10, device=model.device)[None] * 7 % text_config(model.config).vocab_size
+    past: dict[str, Any] = {}
+    logits = []
     with torch.no_grad():
-        return torch.cat([model(part, **words).logits[0, -1:].float() for part in ids.tensor_split((6, 7, 8), 1)])
+        for part in ids.tensor_split((6, 7, 8), 1):
+            made = model(part, **past, use_cache=True, return_dict=True)
+            past = {cache_word(model): cache_among(made.values())}
+            logits.append(made.logits[0, -1:].float())
+    return torch.cat(logits)
 
 
 class Calls:
@@ -49,36 +82,49 @@ class Calls:
 
     def __init__(self, decoder: Any) -> None:
         self._names = list(inspect.signature(decoder.forward).parameters)
-        self._config = decoder.config
+        self._decoder = decoder
         self._wrong: torch.Tensor | None = None  # on the device: whether a decoded token's were
+        self._seen = torch.ones(1, 0, dtype=torch.bool)  # [row, column]: the mask so far, but for decoded tokens
+        self.pads: list[int] = []  # of each row, so far
+        self.outer_mask: Any = None  # what the model around the decoder is given
 
-    def look(self, arguments: tuple[Any, ...], words: Mapping[str, Any]) -> None:
-        """Refuses whatever caches of one sequence do not do."""
-        given = {"output_attentions": getattr(self._config, "output_attentions", None)} | dict(words)
+    def look(self, arguments: tuple[Any, ...], words: Mapping[str, Any]) -> tuple[int, int, list[int]] | None:
+        """How many columns are before the call's, how many it has, and how many tokens it brings to each row. Refuses whatever caches of
+        sequences that go on do not do."""
+        config = self._decoder.config
+        given = {"output_attentions": getattr(config, "output_attentions", None)} | dict(words)
         given |= dict(zip(self._names, arguments))
         rows = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-        if rows is None:
-            return  # of which transformers complains
-        if rows.ndim < 2 or rows.shape[0] != 1:
-            raise Refused(f"evicting: a batch of {rows.shape[0]}; one sequence at a time is supported")
+        if rows is None or rows.ndim < 2:
+            return None  # of which transformers complains
         past = cache_among(given.values())
-        if past is not None and (type(past) is not transformers.DynamicCache or getattr(past, "offloading", False)):
-            raise Refused(f"evicting: the call's cache is a {type(past).__name__}; a plain DynamicCache is expected")
-        older = given.get("past_key_values")  # of transformers before 4.48: tuples, which it makes a cache of
-        start = older[0][0].shape[-2] if isinstance(older, tuple) and older else past.get_seq_length() if past is not None else 0
         for name, value in given.items():
-            if name not in _KNOWN and all(value is not fine for fine in (None, False, past, older)):
+            if name not in _KNOWN and all(value is not fine for fine in (None, False, past)):
                 raise Refused(f"evicting: {name} is given; the caches know {', '.join(sorted(_KNOWN))}")
-        end = start + int(rows.shape[1])
-        later = end - start == 1 and rows.device.type != "cpu"  # where to look means to wait
+        if past is None and not (config.use_cache if given.get("use_cache") is None else given["use_cache"]):
+            why = "use_cache=False in it or in the model's config"
+            raise Refused(f"evicting: the call comes without a cache, as with {why}; use_cache=True is expected")
+        own = type(past).__module__.startswith("transformers.models.")  # of a family
+        if (
+            past is not None
+            and not own
+            and (type(past) is not transformers.DynamicCache or getattr(past, "offloading", False))
+        ):
+            raise Refused(f"evicting: the call's cache is a {type(past).__name__}; a plain DynamicCache is expected")
+        start, (batch, n) = 0 if past is None else int(past.get_seq_length()), rows.shape[:2]
+        if start == 0 or not self.pads:
+            self._seen, self.pads = torch.ones(batch, 0, dtype=torch.bool, device=rows.device), [0] * batch
+        if len(self.pads) != batch:
+            raise Refused(f"evicting: a batch of {batch}; the call before had {len(self.pads)} sequences")
+        later = n == 1 and rows.device.type != "cpu"  # where to look means to wait
         if not later:
             self.end()
-        mask = f"none, or [1, {end}] without padding, is expected"
-        self._expect("attention_mask", given, [(1, end)], lambda mask: mask.bool(), "leaves tokens out", mask, later)
-        shapes, numbers = [(end - start,), (1, end - start)], f"{start} to {end - 1}, by one, is expected"
-        for name in ("position_ids", "cache_position"):
-            counted = lambda at: at == torch.arange(start, end, device=at.device)  # noqa: E731
-            self._expect(name, given, shapes, counted, "jumps", numbers, later)
+        mask = given.get("attention_mask")
+        if isinstance(mask, dict) and all(value is None for value in mask.values()):
+            mask = self.outer_mask  # of which the model around has made what attention is told here to leave out
+        new = self._new(mask, batch, start, n, later)
+        self._look_at_positions(given, start, n, new, later, rows.device)
+        return start, n, new
 
     def end(self) -> None:
         wrong, self._wrong = self._wrong, None
@@ -86,17 +132,48 @@ class Calls:
             what = "an attention_mask that leaves tokens out, or position_ids that do not count on by one"
             raise Refused(f"evicting: a decoded token came with {what}; a sequence without gaps is expected")
 
-    def _expect(
-        self, name: str, given: Mapping[str, Any], shapes: list[Any], fine: Any, wrong: str, right: str, later: bool
-    ) -> None:
-        value = given.get(name)
-        if value is None:
-            return
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
-            found = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise Refused(f"evicting: {name} is {found}; {right}")
-        all_fine = fine(value).all()
+    def _expect(self, name: str, fine: torch.Tensor, later: bool, wrong: str) -> None:
         if later:
-            self._wrong = ~all_fine if self._wrong is None else self._wrong | ~all_fine
-        elif not bool(all_fine):
-            raise Refused(f"evicting: {name} {wrong}; {right}")
+            self._wrong = ~fine if self._wrong is None else self._wrong | ~fine
+        elif not bool(fine):
+            raise Refused(f"evicting: {name} {wrong}")
+
+    def _new(self, mask: Any, batch: int, start: int, n: int, later: bool) -> list[int]:
+        """Of the call's n columns, the tokens that each row has behind its padding."""
+        right = f"none, or [{batch}, {start + n}] with padding in front alone, is expected"
+        if mask is None and not any(self.pads):
+            return [n] * batch
+        if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (batch, start + n):
+            found = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+            raise Refused(f"evicting: attention_mask is {found}; {right}")
+        shown, before = mask.bool(), self._seen.shape[1]
+        part = shown[:, start:]
+        fine = (shown[:, :before] == self._seen).all() & shown[:, before:start].all() & part[:, -1].all()
+        self._expect("attention_mask", fine & (part[:, 1:] >= part[:, :-1]).all(), later, f"leaves tokens out; {right}")
+        if later:
+            return [1] * batch
+        new: list[int] = part.sum(1).tolist()
+        self._seen, self.pads = shown, [pads + n - count for pads, count in zip(self.pads, new)]
+        return new
+
+    def _look_at_positions(
+        self, given: Mapping[str, Any], start: int, n: int, new: list[int], later: bool, device: Any
+    ) -> None:
+        right = f"{start} to {start + n - 1}, by one, is expected"
+        columns = torch.arange(start, start + n, device=device)
+        for name in ("position_ids", "cache_position"):
+            value = given.get(name)
+            if value is None:
+                continue
+            if (
+                not isinstance(value, torch.Tensor)
+                or value.shape[-1:] != (n,)
+                or value.shape[-2:-1] not in ((), (1,), (len(new),))
+            ):
+                found = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+                raise Refused(f"evicting: {name} is {found}; {right}")
+            at, fine = value.to(device), value.to(device) == columns
+            if any(self.pads) and name == "position_ids":  # of padding they are as they may
+                pads, counts = (torch.tensor(numbers, device=device)[:, None] for numbers in (self.pads, new))
+                fine = (at == columns - pads) | (columns - start < n - counts)
+            self._expect(name, fine.all(), later, f"jumps; {right}")

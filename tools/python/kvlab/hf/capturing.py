@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from kvlab import _kvlab
+from kvlab._arrays import writer_of
 from kvlab._progress import shown
 from kvlab._trace import Trace
 from kvlab.hf.attention import Call, attending, attention, check_mask
@@ -31,11 +32,11 @@ from kvlab.hf.layers import (
     listening,
     refuse_beyond_format,
     running,
+    said,
     turns_of,
 )
 from kvlab.hf.models import (
     ROPE_TYPES,
-    Rope,
     Shape,
     base_of,
     file_of,
@@ -197,32 +198,12 @@ class Plan:
         return {layer.index: place for place, layer in enumerate(self.layers)}
 
     def writer(self, out: str, header: str) -> _kvlab.TraceWriter:
-        tables: dict[bytes, Rope] = {}
-        for layer in self.layers:
-            tables.setdefault(layer.rope.key, layer.rope)
-        names = list(tables)
+        inv_freq, factors, rows = said(self.layers)
         # A window that hides nothing of the text says nothing of it, unless other layers have none.
-        spans = {layer.span for layer in self.layers}
-        all_see = 0 not in spans and min(spans) >= self.tokens
-        rows: list[dict[str, object]] = [
-            {
-                "span": 0 if all_see else layer.span,
-                "softcap": layer.softcap,
-                "rope": names.index(layer.rope.key),
-                "scale": layer.rope.softmax_scale,
-                "sink": None if layer.sink is None else layer.sink.tolist(),
-            }
-            for layer in self.layers
-        ]
-        numbers, first = list(self.places), self.layers[0].rope
-        alike = all(row == rows[0] | {"span": 0, "softcap": 0.0, "sink": None} for row in rows)
-        if alike and numbers == list(range(self.count)):
-            return _kvlab.TraceWriter(out, header, first.inv_freq.tolist(), first.factor, first.softmax_scale)
-        inv_freq, factors = (
-            [rope.inv_freq.tolist() for rope in tables.values()],
-            [rope.factor for rope in tables.values()],
-        )
-        return _kvlab.TraceWriter(out, header, inv_freq, factors, first.softmax_scale, rows, numbers)
+        if min(layer.span for layer in self.layers) >= self.tokens:
+            rows = [row | {"span": 0} for row in rows]
+        scale = self.layers[0].rope.softmax_scale
+        return writer_of(out, header, inv_freq, factors, scale, rows, list(self.places), self.count)
 
     def most_likely(self, hidden: torch.Tensor) -> int:
         return int(self.model.get_output_embeddings()(hidden).argmax())

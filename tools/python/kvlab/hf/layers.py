@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from kvlab import _kvlab
 from kvlab.hf.attention import Call, attending, attention, check_mask
 from kvlab.hf.calls import cache_among
-from kvlab.hf.models import Rope, rotate
+from kvlab.hf.models import Rope, output_projection, rotate
 from kvlab.hf.refused import Refused, one_line
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
@@ -35,7 +36,9 @@ class Layer:
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
     rope: Rope  # [key_size / 2], zeros for what is not turned; with the softmax scale
-    order: torch.Tensor  # [key_size]: the model's dimensions as they are stored, pairs half a key apart
+    order: (
+        torch.Tensor | None
+    )  # [key_size]: the model's dimensions as they are stored, pairs half a key apart; None: as they are
     pairs: int  # that are turned, in front of those that are not
     still: bool  # whether the module makes q and k before RoPE if given cos 1 and sin 0; if not, they are turned back
     output: Any  # the module that projects what attention puts out; None: something is between
@@ -63,15 +66,21 @@ class Turns:
     sin: torch.Tensor
 
 
-def reordered(x: torch.Tensor, order: torch.Tensor, pairs: int, factor: float) -> torch.Tensor:
+def _ordered(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    x = x.transpose(0, 1)
+    return x if order is None else x[..., order.to(x.device)]
+
+
+def reordered(x: torch.Tensor, order: torch.Tensor | None, pairs: int, factor: float) -> torch.Tensor:
     """Dimensions that RoPE leaves alone are divided by its factor, which readers multiply all by."""
-    x, size = x.transpose(0, 1)[..., order.to(x.device)], len(order)
-    turned = torch.arange(size, device=x.device) % (size // 2) < pairs
-    return x if factor == 1 else torch.where(turned, x, x / factor)
+    x, size = _ordered(x, order), x.shape[-1]
+    if factor == 1:
+        return x
+    return torch.where(torch.arange(size, device=x.device) % (size // 2) < pairs, x, x / factor)
 
 
-def turned_back(x: torch.Tensor, order: torch.Tensor, turns: Turns | None, factor: float) -> torch.Tensor:
-    a, b = x.transpose(0, 1)[..., order.to(x.device)].float().chunk(2, dim=-1)
+def turned_back(x: torch.Tensor, order: torch.Tensor | None, turns: Turns | None, factor: float) -> torch.Tensor:
+    a, b = _ordered(x, order).float().chunk(2, dim=-1)
     cos, sin = (torch.full((len(a), 1, a.shape[-1]), value, device=a.device) for value in (factor, 0.0))
     if turns is not None:
         cos[:, 0, : turns.cos.shape[1]], sin[:, 0, : turns.cos.shape[1]] = turns.cos, turns.sin
@@ -94,11 +103,12 @@ def _stilled(value: Any) -> Any:
     return torch.ones_like(value[0]), torch.zeros_like(value[1])
 
 
-def turns_among(given: Given, n: int) -> Turns | None:
+def turns_among(given: Given, n: int, row: int = 0) -> Turns | None:
     """The first among what a module is given, for each pair; the model has them for each pair or for each dimension."""
     for value in filter(_is_turns, (*given[0], *given[1].values())):
         cos, sin = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
-        cos, sin = (x.reshape(-1, n, x.shape[-1])[0].float() for x in (cos, sin))
+        cos, sin = (x.reshape(-1, n, x.shape[-1]) for x in (cos, sin))
+        cos, sin = (x[min(row, len(x) - 1)].float() for x in (cos, sin))
         half = cos.shape[-1] // 2
         for part, again in ((slice(half), slice(half, None)), (slice(0, None, 2), slice(1, None, 2))):
             if cos.shape[-1] % 2 == 0 and all(torch.equal(x[:, part], x[:, again]) for x in (cos, sin)):
@@ -112,11 +122,20 @@ def listening(layers: Sequence[Layer], given: dict[int, Given]) -> Iterator[None
     """In the block, `given` is what each layer's module is called with, but for what turns: that is taken away where the
     layer can be called without."""
 
+    last: list[Any] = [None, None]  # what turned, and what stands for it: of all layers mostly the same
+
+    def stilled(value: Any) -> Any:
+        if not _is_turns(value):
+            return value
+        if value is not last[0]:
+            last[:] = value, _stilled(value)
+        return last[1]
+
     def hook_of(layer: Layer) -> Any:
         def take(_: Any, arguments: Any, words: Any) -> Any:
             given[layer.index] = (arguments, words)
             if layer.still:
-                return tuple(map(_stilled, arguments)), {name: _stilled(value) for name, value in words.items()}
+                return tuple(map(stilled, arguments)), {name: stilled(value) for name, value in words.items()}
             return None
 
         return take
@@ -259,7 +278,7 @@ def _keys_of_one_token(decoder: Any, call: Call, given: Given, still: bool) -> t
     return keys[0]
 
 
-def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tensor, int, bool]:
+def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tensor | None, int, bool]:
     """The layer's table, the order that it is stored in, the pairs that are turned, and whether it can be called without."""
     size = call.q.shape[-1]
     if size % 2:
@@ -272,13 +291,13 @@ def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tenso
             " turns them that the layer is given; a RoPE that it is given (position_embeddings) is expected"
         )
     turns = turns_among(given, plain.shape[1])
-    found = [(Rope(torch.zeros(size // 2), 1.0, call.scale), torch.arange(size), 0)]
+    found: list[Any] = [(Rope(torch.zeros(size // 2), 1.0, call.scale), None, 0)]
     if turns is not None and 2 * turns.cos.shape[1] <= size:
         inv_freq, factor = _table_of(decoder, turns, call.layer)
         rope = Rope(torch.cat((inv_freq, torch.zeros(size // 2 - len(inv_freq)))), factor, call.scale)
         found += [(rope, order, len(inv_freq)) for order in _orders(size, len(inv_freq))]
 
-    def off_by(rope: Rope, order: torch.Tensor, pairs: int) -> float:
+    def off_by(rope: Rope, order: torch.Tensor | None, pairs: int) -> float:
         back = turned_back(turned, order, turns if pairs else None, rope.factor)
         return difference(reordered(plain, order, pairs, rope.factor), back)
 
@@ -295,8 +314,8 @@ def _output_of(modules: dict[str, Any], call: Call, out: torch.Tensor, run: Run)
     within, wanted = _name_of(modules, call.module) + ".", out.reshape(len(out), -1)
     for name, given in run.inputs.items():
         if name.startswith(within) and torch.equal(given, wanted.to(given.dtype)):
-            weight = getattr(modules[name], "weight", None)  # of what is quantised, a function
-            if callable(weight) or getattr(weight, "ndim", 0) == 2:
+            weight = getattr(modules[name], "weight", None)  # of what is quantised, a function; of adapters, none
+            if callable(weight) or getattr(weight, "ndim", 0) == 2 or hasattr(modules[name], "in_features"):
                 return name
     return ""
 
@@ -366,6 +385,8 @@ def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
 
 def _layer_of(decoder: Any, modules: dict[str, Any], call: Call, out: torch.Tensor, run: Run) -> Layer:
     rope, order, pairs, still = _rotation(decoder, call, run.given[call.module])
+    if order is not None:
+        order = None if torch.equal(order, torch.arange(len(order))) else order.to(call.q.device)
     (query_heads, _, key_size), (kv_heads, _, value_size) = call.q.shape, call.v.shape
     output = _output_of(modules, call, out, run)
     residual = _residual_of(modules, call, output, run) if output else None
@@ -380,7 +401,7 @@ def _layer_of(decoder: Any, modules: dict[str, Any], call: Call, out: torch.Tens
         order,
         pairs,
         still,
-        modules[output] if residual else None,
+        modules[output] if output else None,
         residual,
     )
 
@@ -439,14 +460,60 @@ def layer_count(decoder: Any, layers: Sequence[Layer]) -> int:
     return len(decoder.get_submodule(blocks)) if blocks else layers[-1].index + 1
 
 
-def refuse_beyond_format(layers: Sequence[Layer]) -> None:
+def acted_on(layers: Sequence[Layer], tokens: int) -> list[Layer]:
+    """Those that policies act on: without a window, or all where none hides anything of so many tokens."""
+    spans = {layer.span for layer in layers}
+    acted = list(layers) if min(spans) >= tokens > 0 else [layer for layer in layers if layer.span == 0]
+    if not acted:
+        what = (
+            f"every layer has a window, the smallest of {min(spans)} tokens, so there is nothing that policies act on"
+        )
+        raise Refused(f"--model: {what}; a layer that sees all tokens, or length={min(spans)} at most, is expected")
+    return acted
+
+
+def said(layers: Sequence[Layer]) -> tuple[list[list[float]], list[float], list[dict[str, Any]]]:
+    """Tables of RoPE, their factors, and each layer's row, as the extension takes them."""
+    tables = {layer.rope.key: layer.rope for layer in layers}
+    names = list(tables)
+    rows: list[dict[str, Any]] = [
+        {
+            "span": layer.span,
+            "softcap": layer.softcap,
+            "rope": names.index(layer.rope.key),
+            "scale": layer.rope.softmax_scale,
+            "sink": None if layer.sink is None else layer.sink.tolist(),
+        }
+        for layer in layers
+    ]
+    return [rope.inv_freq.tolist() for rope in tables.values()], [rope.factor for rope in tables.values()], rows
+
+
+def output_weights(model: Any, layers: Sequence[Layer]) -> Iterator[torch.Tensor]:
+    """Of each layer, [hidden, inputs]."""
+    for layer in layers:
+        if layer.output is None:
+            what = "something is between what attention puts out and its projection, which a column is computed from"
+            raise Refused(f"--model: layer {layer.index}: {what}; a projection of its own is expected")
+        with torch.no_grad():
+            yield output_projection(layer.output, model).detach()
+
+
+def output_projections(model: Any, layers: Sequence[Layer] = ()) -> _kvlab.OutputProjections:
+    """Those of the layers, or of all that policies act on, as columns that are computed from them read them."""
+    layers = layers or acted_on(layers_of(decoder_of(model), [], 0), 0)
+    weights = [weight.float().T.contiguous().cpu().numpy() for weight in output_weights(model, layers)]
+    return _kvlab.OutputProjections(weights, layers[0].kv_heads, layers[0].key_size)
+
+
+def refuse_beyond_format(layers: Sequence[Layer], who: str = "a trace can say") -> None:
     """Shapes, of which a trace has one."""
     first = layers[0]
     for layer in layers:
         if layer.key_size != layer.value_size:
             sizes = f"keys of {layer.key_size} and values of {layer.value_size} dimensions"
-            raise Refused(f"--model: layer {layer.index}: {sizes}; a trace can say equal sizes alone")
+            raise Refused(f"--model: layer {layer.index}: {sizes}; {who} equal sizes alone")
         for name in ("query_heads", "kv_heads", "key_size"):
             if (own := getattr(layer, name)) != (others := getattr(first, name)):
                 what = f"{name} is {own}, and layer {first.index}'s {others}"
-                raise Refused(f"--model: layer {layer.index}: {what}; a trace can say equal shapes alone")
+                raise Refused(f"--model: layer {layer.index}: {what}; {who} equal shapes alone")

@@ -192,23 +192,6 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def attention_modules(model: Any) -> list[Any]:
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    modules = [getattr(layer, "self_attn", None) for layer in layers or ()]
-    if not modules or None in modules:
-        where = f"layer {modules.index(None)} has no self_attn" if modules else "has no model.layers"
-        raise Refused(f"--model: {type(model).__name__}: {where}; a decoder such as LlamaForCausalLM is expected")
-    for module in modules:
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            if not hasattr(module, part):
-                raise Refused(f"--model: {type(module).__name__} has no {part}; separate projections are expected")
-        if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
-            raise Refused(
-                f"--model: {type(module).__name__} has one of q_norm and k_norm; both or neither are expected"
-            )
-    return modules
-
-
 def output_projection(module: Any, model: Any) -> torch.Tensor:
     """The weight [hidden, inputs] that an output projection works by: of an adapter or quantised weights, what it
     makes of the unit vectors."""
@@ -222,60 +205,11 @@ def output_projection(module: Any, model: Any) -> torch.Tensor:
     return made.T
 
 
-def output_weights(model: Any) -> list[torch.Tensor]:
-    """Of all layers, [hidden, inputs]."""
-    with torch.no_grad():
-        return [output_projection(module.o_proj, model).detach() for module in attention_modules(model)]
-
-
-def output_projections(model: Any, shape: Shape) -> _kvlab.OutputProjections:
-    """Those of all layers, as columns that are computed from them read them."""
-    weights = [weight.float().T.contiguous().cpu() for weight in output_weights(model)]
-    return _kvlab.OutputProjections([one.numpy() for one in weights], shape.kv_heads, shape.head_size)
-
-
-def projections(module: Any, shape: Any) -> list[tuple[str, Any, int]]:
-    """q, k and v: the module whose output they are before RoPE, and how many heads they have."""
-    normed = hasattr(module, "q_norm")
-    return [
-        ("q", module.q_norm if normed else module.q_proj, shape.query_heads),
-        ("k", module.k_norm if normed else module.k_proj, shape.kv_heads),
-        ("v", module.v_proj, shape.kv_heads),
-    ]
-
-
-def rotary_modules(model: Any) -> list[Any]:
-    """One for all layers, or one in each (transformers before 4.45)."""
-    shared = getattr(model.model, "rotary_emb", None)
-    return [shared] if shared is not None else [module.rotary_emb for module in attention_modules(model)]
-
-
-def shape_of(model: Any) -> Shape:
-    config, modules = model.config, attention_modules(model)
-    return Shape(len(modules), config.num_attention_heads, config.num_key_value_heads, modules[0].head_dim)
-
-
-def rope_of(model: Any, shape: Shape) -> Rope:
-    """From the model's own rotary embedding, which must turn by position * inv_freq."""
-    rotary = rotary_modules(model)[0]
-    if rotary.inv_freq.numel() * 2 != shape.head_size:
-        raise Refused(
-            f"--model: {rotary.inv_freq.numel() * 2} of {shape.head_size} dimensions are rotated;"
-            " only heads that are rotated whole are supported"
-        )
-    scales = {float(getattr(module, "scaling", shape.head_size**-0.5)) for module in attention_modules(model)}
-    if len(scales) > 1:
-        raise Refused("--model: layers differ in the softmax scale; one for all is expected")
-    rope = Rope(rotary.inv_freq.float().cpu().clone(), float(getattr(rotary, "attention_scaling", 1)), scales.pop())
-
-    positions = torch.tensor([0, 1, 2, 3, 50, 700], device=rotary.inv_freq.device)
-    theirs = rotary(torch.zeros(1, 1, 1, device=positions.device), positions[None])
-    ours = [torch.cat((turned, turned), dim=-1)[None] for turned in rope.cos_sin(positions)]
-    if any(a.shape != b.shape or (a - b).abs().max() > 1e-3 for a, b in zip(theirs, ours)):
-        raise Refused(
-            f"--model: {type(rotary).__name__} does not turn by position * inv_freq; the RoPE of Llama is expected"
-        )
-    return rope
+def shape_of(config: Any) -> Shape:
+    """Of a family that refuse_unsupported() knows."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Shape(config.num_hidden_layers, heads, config.num_key_value_heads, size)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def run(arguments: argparse.Namespace) -> None:
         refuse_other_weights(trace, arguments.model, checksum)
     device = arguments.device or default_device()
     model = load_model(arguments.model, "float32", "sdpa", device).requires_grad_(False)
-    shape = shape_of(model)
+    shape = shape_of(model.config)
     for trace in traces:
         refuse_another_shape(trace, arguments.model, model, shape)
     elements = sum(trace.tokens for trace in traces) * shape.layers * shape.query_heads * shape.head_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -11,7 +11,8 @@ import numpy.typing
 import torch
 
 from kvlab import _library, ops
-from kvlab.hf.models import Rope, Shape, name_of
+from kvlab.hf.layers import Layer
+from kvlab.hf.models import Shape, name_of
 from kvlab.hf.refused import Refused
 
 Counts = numpy.typing.NDArray[numpy.uint32]
@@ -43,7 +44,7 @@ class Admission:
     admitted: torch.Tensor  # [1]: count
     rows: torch.Tensor  # 0, 1, 2, …
     sequences: torch.Tensor  # 0, 0, 0, …
-    rope: torch.Tensor | None  # [token, half, 2]; None: by age
+    ropes: list[torch.Tensor] | None  # of each table [token, half, 2]; None: by age
     weights: torch.Tensor | None
     tail: int
 
@@ -54,20 +55,28 @@ class SlotCaches:
     def __init__(
         self,
         plan: Any,
-        shape: Shape,
-        rope: Rope,
+        layers: Sequence[Layer],
         dtype: torch.dtype,
         device: torch.device,
-        outputs: Callable[[], list[torch.Tensor]],
+        outputs: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         """`outputs` gives each layer's W_o [hidden, inputs], if the policy has a column that reads it."""
         if name_of(dtype) not in _library.TYPES:
             raise Refused(f"evicting: {name_of(dtype)}; on CUDA one of {', '.join(_library.TYPES)} is expected")
-        self._plan, self._shape, self._rope = plan, shape, rope
+        for layer in layers:
+            if layer.softcap or layer.sink is not None:
+                what = "a soft cap" if layer.softcap else "sinks"
+                raise Refused(f"evicting: layer {layer.index} has {what}; on CUDA neither is held; model.to('cpu')")
+        first = layers[0]
+        shape = Shape(len(layers), first.query_heads, first.kv_heads, first.key_size)
+        self._plan, self._shape = plan, shape
         self._dtype, self._device = dtype, device
         self._policy = _library.policy(plan.policy)
-        self._inv_freq = rope.inv_freq.to(device)
-        self._inv_freq64 = self._inv_freq.double()
+        tables = {layer.rope.key: layer.rope for layer in layers}
+        self._tables = [list(tables).index(layer.rope.key) for layer in layers]  # [layer]: which of these
+        self._ropes = [(rope.inv_freq.to(device), rope.factor) for rope in tables.values()]
+        self._inv_freq64 = [inv_freq.double() for inv_freq, _ in self._ropes]
+        self._of_model = [(layer.index, layer.rope.softmax_scale) for layer in layers]
         self._heads = (shape.query_heads, shape.kv_heads, shape.head_size)
         self._outputs: list[torch.Tensor | None] = [None] * shape.layers  # [hidden, query head, head size]
         if "value_out_norm1" in plan.columns:
@@ -201,40 +210,42 @@ class SlotCaches:
         self._live += 1
         self._now.fill_(fed)
 
-    def token_rope(self) -> torch.Tensor | None:
-        """cos and sin of the position that `now` holds on the device."""
-        if self._plan.squeezed:
-            return None
-        return self._rope_of(self._now.double())
+    def token_ropes(self) -> list[torch.Tensor] | None:
+        """By table, cos and sin of the position that `now` holds on the device."""
+        return None if self._plan.squeezed else self._ropes_of(self._now.double())
 
-    def _rope_of(self, positions: torch.Tensor) -> torch.Tensor:
+    def _ropes_of(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        return [self._rope_of(positions, table) for table in range(len(self._ropes))]
+
+    def _rope_of(self, positions: torch.Tensor, table: int) -> torch.Tensor:
         """[n, half, 2] float32 of the float64 angle."""
-        angle = positions[:, None] * self._inv_freq64
-        return torch.stack((angle.cos(), angle.sin()), -1).float() * self._rope.factor
+        angle = positions[:, None] * self._inv_freq64[table]
+        return torch.stack((angle.cos(), angle.sin()), -1).float() * self._ropes[table][1]
 
     def _step(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         if layer == 0:
             self.before_token()
-            self._step_rope = self.token_rope()
+            self._step_ropes = self.token_ropes()
         self._fed[layer] += 1
-        return self.token(layer, qkv, self._step_rope)
+        return self.token(layer, qkv, self._step_ropes)
 
     def count_token(self) -> None:
         """A step went through all layers by other means than attend()."""
         self._fed = [fed + 1 for fed in self._fed]
 
-    def token(self, layer: int, qkv: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
+    def token(self, layer: int, qkv: torch.Tensor, ropes: list[torch.Tensor] | None) -> torch.Tensor:
         """One token's attention: nothing but launches."""
         q, out = self._q, torch.empty_like(self._q)
         most, first_slot, keys, values, positions, lengths, next_slots, states, columns = self._layers[layer]
-        zero = self._zero
+        zero, table, (number, scale) = self._zero, self._tables[layer], self._of_model[layer]
+        rope = None if ropes is None else ropes[table]
         OP.write.default(qkv, rope, zero, zero, None, self._now, first_slot, next_slots, keys, values, positions, q)
         if columns is not None:
             self._bring(layer, qkv, first_slot, next_slots, self._now, values, columns)
         slots = (first_slot, keys, values, positions, lengths, next_slots, self._ages, states)
         rules = (self._rules_of[layer], self._params, self._threshold16, self._seeds, zero)
-        turns = (self._inv_freq if self._plan.squeezed else None, self._rope.factor)
-        heads = (layer, self._rope.softmax_scale, most)
+        turns = (self._ropes[table][0] if self._plan.squeezed else None, self._ropes[table][1])
+        heads = (number, scale, most)
         room_at, work = self._room_of[layer], self._workspace
         OP.evicting_attention.default(
             self._plan.policy, q, self._now, *heads, *slots, *rules, columns, room_at, *turns, work, out
@@ -288,7 +299,7 @@ class SlotCaches:
         plan = self._plan
         OP.shrink.default(
             plan.policy,
-            layer,
+            self._of_model[layer][0],
             self._shape.query_heads,
             *source,
             *to,
@@ -339,7 +350,7 @@ class SlotCaches:
                 torch.full_like(self._now, tokens),
                 numbers,
                 torch.zeros_like(numbers),
-                None if self._plan.squeezed else self._rope_of(fed + first + numbers.double()),
+                None if self._plan.squeezed else self._ropes_of(fed + first + numbers.double()),
                 weights,
                 tail,
             )
@@ -360,7 +371,7 @@ class SlotCaches:
         q, out = (torch.empty(len(qkv), query_heads, size, dtype=self._dtype, device=self._device) for _ in range(2))
         OP.write.default(
             qkv,
-            admission.rope,
+            None if admission.ropes is None else admission.ropes[self._tables[layer]],
             admission.rows,
             admission.sequences,
             admission.rows,
@@ -374,8 +385,8 @@ class SlotCaches:
         )
         keys = memory.keys
         if plan.squeezed:
-            q, keys = self._squeezed(q, memory)
-        seen = self._attend_prompt(q, keys, memory, admission, older + admission.count, out)
+            q, keys = self._squeezed(layer, q, memory)
+        seen = self._attend_prompt(layer, q, keys, memory, admission, older + admission.count, out)
         if memory.columns is not None:
             self._bring(layer, qkv, memory.first_slot, memory.lengths, None, memory.values, memory.columns)
         slots = self._layers[layer]
@@ -400,10 +411,17 @@ class SlotCaches:
         )
 
     def _attend_prompt(
-        self, q: torch.Tensor, keys: torch.Tensor, memory: Slots, admission: Admission, keys_end: int, out: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        memory: Slots,
+        admission: Admission,
+        keys_end: int,
+        out: torch.Tensor,
     ) -> torch.Tensor | None:
         """Returns what each slot received; None where the policy looks at nothing."""
-        scale, observes = self._rope.softmax_scale, self._policy.needs > 0
+        scale, observes = self._of_model[layer][1], self._policy.needs > 0
         first_slot, older, query_heads = memory.first_slot, memory.lengths, self._shape.query_heads
         rows = self._zeros(len(q), query_heads, 2, dtype=torch.float32) if observes else None
         OP.prefill_attention.default(q, keys, memory.values, first_slot, older, 0, scale, out, rows)
@@ -432,19 +450,20 @@ class SlotCaches:
         )
         return seen
 
-    def _squeezed(self, q: torch.Tensor, memory: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+    def _squeezed(self, layer: int, q: torch.Tensor, memory: Slots) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys by the number of older live tokens, as kvlab_evicting_attention rotates them."""
         query_heads, kv_heads, size = self._heads
         slot = torch.arange(memory.most, device=self._device).expand(kv_heads, -1)
         older = memory.lengths[:, None]
         ages = torch.where(slot < older, memory.positions.view(kv_heads, -1), 2**40 + slot).argsort(-1).argsort(-1)
-        keys = self._rotated(memory.keys.view(kv_heads, -1, size), ages).view(-1, size)
+        keys = self._rotated(layer, memory.keys.view(kv_heads, -1, size), ages).view(-1, size)
         places = (older + torch.arange(len(q), device=self._device)).repeat_interleave(query_heads // kv_heads, 0)
-        return self._rotated(q.transpose(0, 1), places).transpose(0, 1).contiguous(), keys
+        return self._rotated(layer, q.transpose(0, 1), places).transpose(0, 1).contiguous(), keys
 
-    def _rotated(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def _rotated(self, layer: int, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """[head, n, size] by [head, n], in float32, rounded once."""
-        cos, sin = self._rope_of(places.reshape(-1).double()).view(*places.shape, -1, 2).unbind(-1)
+        rope = self._rope_of(places.reshape(-1).double(), self._tables[layer])
+        cos, sin = rope.view(*places.shape, -1, 2).unbind(-1)
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvlab.hf.calls import cache_among, count_in
+from kvlab.hf.calls import cache_among
 
 _OF_THE_HEAD = frozenset(("logits_to_keep", "num_logits_to_keep"))  # which the decoder does not see
-_KNOWN = _OF_THE_HEAD.union(("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict"))
+_KNOWN = _OF_THE_HEAD.union(
+    ("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict")
+)
 
 
 class StepGraph:
@@ -32,40 +34,50 @@ class StepGraph:
         def forward(*arguments: Any, **words: Any) -> Any:
             ids, past, fed = words.get("input_ids"), cache_among(words.values()), self._evicting.tokens
             others = (value for word, value in words.items() if word not in _KNOWN and value is not past)
-            if arguments or ids is None or past is None or any(value is not None and value is not False for value in others):
+            if (
+                arguments
+                or ids is None
+                or past is None
+                or any(value is not None and value is not False for value in others)
+            ):
                 return original(*arguments, **words)
-            if words.get("return_dict") is False or tuple(ids.shape) != (1, 1) or fed == 0 or past.get_seq_length() != fed:
-                return original(*arguments, **words)
+            if (
+                words.get("return_dict") is False
+                or tuple(ids.shape) != (1, 1)
+                or fed == 0
+                or past.get_seq_length() != fed
+                or past is not self._evicting._past.past
+            ):
+                return original(*arguments, **words)  # of a batch, of what is padded
             if not self._ran:
                 self._ran = True
                 return original(*arguments, **words)
-            self._evicting._calls.look((), {word: words[word] for word in words if word not in _OF_THE_HEAD})
-            count_in(past, 1, self._mask)
+            self._evicting._look(None, (), {word: words[word] for word in words if word not in _OF_THE_HEAD})
+            self._evicting._past.count(1)
             cache = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-            return CausalLMOutputWithPast(logits=self._step(ids, fed), **{cache: past})
+            return CausalLMOutputWithPast(logits=self._step(original, ids, fed), **{cache: past})
 
         return forward
 
-    def _step(self, ids: torch.Tensor, fed: int) -> Any:
-        caches = self._evicting._caches
+    def _step(self, original: Any, ids: torch.Tensor, fed: int) -> Any:
+        caches = self._evicting._rows[0].caches
         self._ids.copy_(ids)
         self._position.fill_(fed)
         caches.before_token()
         if self._graph is None:
-            self._capture()
+            self._capture(original)
         self._graph.replay()
         caches.count_token()
         return self._logits.clone()
 
-    def _capture(self) -> None:
-        caches, graph = self._evicting._caches, torch.cuda.CUDAGraph()
+    def _capture(self, original: Any) -> None:
+        caches, graph = self._evicting._rows[0].caches, torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph):
-            rope = caches.token_rope()
-            self._evicting._attend_token = lambda layer, qkv: caches.token(layer, qkv, rope)
+            ropes = caches.token_ropes()
+            self._evicting._attend_token = lambda layer, qkv: caches.token(layer, qkv, ropes)
             try:
-                words = {"attention_mask": self._mask, "use_cache": False}
-                hidden = self._model.model(input_ids=self._ids, position_ids=self._position, **words)[0]
-                self._logits = self._model.lm_head(hidden)
+                words = {"attention_mask": self._mask, "use_cache": False, "return_dict": True}
+                self._logits = original(input_ids=self._ids, position_ids=self._position, **words).logits
             finally:
                 self._evicting._attend_token = None
         self._graph = graph
