@@ -75,7 +75,7 @@ def check_kept(model: Any) -> None:
                 kept[layer, head].append(caches.kept(layer, head))
         for layer in set(caches._layers) - set(acted):
             span = caches._layers[layer].span
-            numpy.testing.assert_array_equal(caches.kept(layer, 0), numpy.arange(TOKENS - span, TOKENS))
+            numpy.testing.assert_array_equal(caches.kept(layer, 0), numpy.arange(max(0, TOKENS - span), TOKENS))
     assert caches.evictions == len(kept) * (TOKENS - BUDGET)
     for trace, layers in (
         (caches.trace(), acted),
@@ -187,5 +187,8 @@ def test_every_family_is_evicted_from_or_refused_in_one_line() -> None:
                 assert "\n" not in str(refused)
                 counts["refused"] += 1
                 print(f"{family}: {refused}")
+            except Exception as error:
+                counts["wrong"] += 1
+                print(f"{family}: WRONG: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     print(dict(counts))
-    assert counts["evicted"] >= 80
+    assert counts["evicted"] >= 80 and counts["wrong"] == 0
