@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import warnings
 from typing import Any
@@ -77,10 +78,11 @@ def check_kept(model: Any) -> None:
             span = caches._layers[layer].span
             numpy.testing.assert_array_equal(caches.kept(layer, 0), numpy.arange(max(0, TOKENS - span), TOKENS))
     assert caches.evictions == len(kept) * (TOKENS - BUDGET)
-    for trace, layers in (
-        (caches.trace(), acted),
-        (kvlab.hf.capture(model, IDS[:, :TOKENS], prompt_tokens=PROMPT, progress=False), acted[:1]),
-    ):
+    replayed = [(caches.trace(), acted)]
+    with contextlib.suppress(kvlab.hf.Refused):  # of windows with other heads, which a trace cannot say
+        replayed.append((kvlab.hf.capture(model, IDS[:, :TOKENS], prompt_tokens=PROMPT, progress=False), acted[:1]))
+    assert len(replayed) == 2 or caches.window_bytes > 0
+    for trace, layers in replayed:
         run = kvlab.replay(trace, "h2o", BUDGET, references=False)
         for layer, head in ((layer, head) for layer, head in kept if layer in layers):
             live = run.kept(layer, head, "h2o").live
