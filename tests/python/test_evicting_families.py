@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from hf_miniatures import families, model_of
-from test_families import IDS, made, one_thread  # noqa: F401
+from test_families import IDS, one_thread  # noqa: F401
+from test_families import made as made_by_default
 
 from kvlab.hf.calls import cache_among, cache_word
 
@@ -46,8 +47,17 @@ EVICTED: list[tuple[str, dict[str, Any]]] = [
     ("apertus", {}),
     ("hunyuan_v1_dense", {}),  # turned back
     ("qwen3_moe", {}),
+    ("gemma4_text", {"sliding_window": 16}),
+    ("mimo_v2_flash", {"sliding_window": 16}),  # windows with heads of their own
 ]
 NAMES = [family for family, _ in EVICTED]
+
+
+def made(family: str, words: dict[str, Any]) -> Any:
+    model = made_by_default(family, words)
+    if "attn_logit_softcapping" in words:
+        model.set_attn_implementation("eager")  # transformers 4 leaves soft caps out elsewhere
+    return model
 
 
 def text_of(model: Any, ids: Any, **words: Any) -> Any:
@@ -193,4 +203,4 @@ def test_every_family_is_evicted_from_or_refused_in_one_line() -> None:
                 counts["wrong"] += 1
                 print(f"{family}: WRONG: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     print(dict(counts))
-    assert counts["evicted"] >= 80 and counts["wrong"] == 0
+    assert counts["evicted"] >= 125 and counts["wrong"] == 0

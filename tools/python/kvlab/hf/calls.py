@@ -15,7 +15,7 @@ from kvlab.hf.refused import Refused
 # What a decoder may be given; all else has to be None or False. The cache is told by what it can do.
 _KNOWN = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "token_type_ids")
-    + ("use_cache", "output_hidden_states", "return_dict", "output_router_logits")
+    + ("use_cache", "output_hidden_states", "return_dict", "output_router_logits", "logits_to_keep", "per_layer_inputs")
 )
 
 
