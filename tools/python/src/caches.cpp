@@ -43,9 +43,13 @@ class Caches {
     for (std::uint32_t layer = 0; layer < asked.model.layers; ++layer) {
       const RowSpec row = row_of(rows.at(layer), ropes, 0);
       tables_.push_back(row.table);
-      const HeadShape shape{
-          head_size,   group_,   config.positions, row.scale, config.threshold16(),
-          row.softcap, row.sinks};
+      const HeadShape shape{.head_size = head_size,
+                            .group = group_,
+                            .positions = config.positions,
+                            .softmax_scale = row.scale,
+                            .threshold16 = config.threshold16(),
+                            .softcap = row.softcap,
+                            .sinks = row.sinks};
       layers_.emplace_back(config, shape, kv_heads_, layer, output_.get());
     }
   }
