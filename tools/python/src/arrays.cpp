@@ -37,7 +37,8 @@ FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v, con
     const HeadArithmetic arithmetic{
         .softmax_scale = row.scale,
         .rounding = rounded == Dtype::f32 ? std::nullopt : std::optional(rounded),
-        .softcap = row.softcap};
+        .softcap = row.softcap,
+        .span = row.span};
     for (std::uint32_t head = 0; head < kv_heads; ++head) {
       throw_if_cancelled();
       SharedRows rows({.tokens = tokens,
@@ -50,7 +51,7 @@ FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v, con
                        .v = v.data() + head * head_floats,
                        .kv_token_stride = size,
                        .sinks = row.sinks.empty() ? nullptr : &row.sinks.at(head * group)},
-                      rope, arithmetic, row.span);
+                      rope, arithmetic);
       for (std::size_t i = 0; i < positions.size(); ++i) {
         rows.compute(positions[i], 1);
         float* to = outputs.data() + (i * heads + head * group) * size;
