@@ -110,7 +110,7 @@ class AgedSet {
   /// Step 1: who leaves, were `now` admitted next, so that at most budget - 1 are live: ages,
   /// ascending. Until the next call.
   std::span<const std::uint32_t> find_leaving(std::uint32_t now) {
-    if (shares_slots_) return find_victims(now);
+    if (shares_slots_ || ladder_.size() > 1) return find_victims(now);
     return surplus() == 1 && leaves_by_own_rank() ? find_victim(now) : find_victims(now);
   }
   /// The rule as it is written: the first by leaving_keys(). Of a ladder, who finds no room; the

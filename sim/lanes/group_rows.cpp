@@ -7,6 +7,8 @@
 #include <stdexcept>
 
 #include "policies/observation.hpp"
+#include "policies/rungs/form.hpp"
+#include "traces/base/numeric/code.hpp"
 #include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
@@ -49,10 +51,12 @@ float least_requested(float sum, float most, std::uint32_t threshold16) {
   return e;
 }
 
-GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
+GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
+                     std::span<const float> coded)
     : view_(view),
       rope_(rope),
       arithmetic_(arithmetic),
+      coded_(!coded.empty()),
       keys_(view.tokens, view.head_size),
       quads_((view.group + kQuad - 1) / kQuad),
       stride_(keys_.panel_count() * kBlockTokens),
@@ -68,9 +72,18 @@ GroupRows::GroupRows(const HeadView& view, const RopeTable& rope, const HeadArit
   lazy_.resize(block_);
   std::vector<float> key(view.head_size);
   for (std::uint32_t token = 0; token < view.tokens; ++token) {
-    rotate(view.key(token), token, key.data());
+    if (coded_)
+      std::copy_n(coded.data() + std::size_t{token} * key.size(), key.size(), key.data());
+    else
+      rotate_original(rope_, arithmetic_, view.key(token), view_.head_size, token, key.data());
     keys_.set_row(token, key.data());
   }
+  if (coded_) arithmetic_.softmax_scale /= kCodeBlock;  // H H x = 32 x
+}
+
+void GroupRows::rotate_query(const float* x, std::uint32_t position, float* y) const {
+  rotate_original(rope_, arithmetic_, x, view_.head_size, position, y);
+  if (coded_) butterflies({y, view_.head_size});
 }
 
 void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t from) {
@@ -80,8 +93,8 @@ void GroupRows::compute(std::uint32_t first, std::uint32_t count, std::uint32_t 
   const std::size_t group = view_.group;
   for (std::uint32_t i = 0; i < count; ++i)
     for (std::uint32_t head = 0; head < group; ++head)
-      rotate(view_.query(head, first + i), first + i,
-             queries_.data() + (i * group + head) * view_.head_size);
+      rotate_query(view_.query(head, first + i), first + i,
+                   queries_.data() + (i * group + head) * view_.head_size);
   quad_rows_.clear();
   const std::size_t panels = (first + count + 15) / 16, begin = from / 16;
   for (std::size_t row = 0; row < std::size_t{count} * quads_; ++row)

@@ -21,7 +21,10 @@ float least_requested(float sum, float most, std::uint32_t threshold16);
 
 class GroupRows {
  public:
-  GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
+  /// `coded` [token, dim]: the keys after RoPE, behind the butterflies, as codes give them; empty:
+  /// those of the view.
+  GroupRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
+            std::span<const float> coded = {});
 
   /// Queries a block holds: enough to reuse keys, few enough that rows stay in cache.
   std::uint32_t block_queries() const { return block_; }
@@ -104,13 +107,12 @@ class GroupRows {
   void sum_outputs(std::uint32_t query);
   void add_values(std::uint32_t query, std::size_t begin, std::size_t end, float* sums) const;
   Lazy& lazy(std::uint32_t query) { return lazy_[query - first_]; }
-  void rotate(const float* x, std::uint32_t position, float* y) const {
-    rotate_original(rope_, arithmetic_, x, view_.head_size, position, y);
-  }
+  void rotate_query(const float* x, std::uint32_t position, float* y) const;
 
   HeadView view_;
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
+  bool coded_;   // keys are behind the butterflies
   Panels keys_;  // [token, dim], rotated
   std::uint32_t block_, quads_, first_ = 0, count_ = 0;
   std::size_t stride_, words_;        // tokens of a row, padded; 64-bit words of a row's bits

@@ -20,7 +20,9 @@ Kind kind_of(const CacheConfig& config) {
   if (config.policy.name == kOracleMass) return Kind::nested;
   if (config.positions == Positions::cache) return Kind::squeezed;
   const PolicyInfo& info = config.policy.entry->info;
-  if (config.policy.modifiers != Modifiers{}) return Kind::feedback;  // sets of budgets differ
+  // Under modifiers and ladders sets of budgets differ.
+  if (config.policy.modifiers != Modifiers{} || !config.policy.ladder.is_plain())
+    return Kind::feedback;
   return info.order == Order::nested && info.needs == Needs::nothing ? Kind::nested
                                                                      : Kind::feedback;
 }
@@ -54,6 +56,18 @@ std::unique_ptr<FeedbackLane> squeezed_lane(LaneConfigs configs, AgedSet::Identi
       arithmetic.rounding ? std::make_unique<GroupRows>(view, rope, exact) : nullptr);
 }
 
+std::unique_ptr<FeedbackLane> feedback_lane(LaneConfigs configs, AgedSet::Identity identity,
+                                            const HeadView& view, const RopeTable& rope,
+                                            const HeadArithmetic& arithmetic,
+                                            const QuerySpan* span) {
+  const bool coded = std::ranges::any_of(configs, [](const ResolvedConfig* config) {
+    return config->policy.ladder.is_coded();
+  });
+  return std::make_unique<FeedbackLane>(
+      std::move(configs), identity, view, span, nullptr, nullptr,
+      coded ? std::make_unique<RungRows>(view, rope, arithmetic) : nullptr);
+}
+
 HeadLanes::HeadLanes(LaneConfigs configs, LiveSet::Identity identity, const HeadView& view,
                      const RopeTable& rope, const HeadArithmetic& arithmetic, const QuerySpan* span)
     : count_(configs.size()), view_(view), rows_(view, rope, arithmetic) {
@@ -82,7 +96,7 @@ void HeadLanes::plan(const LaneConfigs& configs, LiveSet::Identity identity, con
         break;
       }
       case Kind::feedback:
-        add(std::make_unique<FeedbackLane>(std::move(own), identity, view_, span), indices);
+        add(feedback_lane(std::move(own), identity, view_, rope, arithmetic, span), indices);
         break;
       case Kind::squeezed:
         add(squeezed_lane(std::move(own), identity, view_, rope, arithmetic, span), indices);

@@ -7,6 +7,12 @@
 
 namespace kvlab {
 
+/// The lane of configurations at original positions.
+std::unique_ptr<FeedbackLane> feedback_lane(LaneConfigs configs, AgedSet::Identity identity,
+                                            const HeadView& view, const RopeTable& rope,
+                                            const HeadArithmetic& arithmetic,
+                                            const QuerySpan* span);
+
 /// The lane of configurations at squeezed positions.
 std::unique_ptr<FeedbackLane> squeezed_lane(LaneConfigs configs, AgedSet::Identity identity,
                                             const HeadView& view, const RopeTable& rope,

@@ -31,7 +31,7 @@ void LayerLanes::add(const LaneConfigs& configs, Positions positions, AgedSet::I
   for (std::size_t h = 0; h < views_.size(); ++h) {
     layer.kv_head = static_cast<std::uint32_t>(h);
     kind.heads.push_back(positions == Positions::original
-                             ? std::make_unique<FeedbackLane>(own, layer, views_[h], span)
+                             ? feedback_lane(own, layer, views_[h], rope, arithmetic, span)
                              : squeezed_lane(own, layer, views_[h], rope, arithmetic, span));
     for (std::size_t c = 0; c < own.size(); ++c) together[c].push_back(&kind.heads[h]->aged(c));
   }

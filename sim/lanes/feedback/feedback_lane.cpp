@@ -5,11 +5,14 @@
 namespace kvlab {
 FeedbackLane::FeedbackLane(LaneConfigs configs, LiveSet::Identity identity, const HeadView& view,
                            const QuerySpan* span, std::unique_ptr<PlaceTable> places,
-                           std::unique_ptr<GroupRows> unrounded)
-    : span_(span), unrounded_(std::move(unrounded)), places_(std::move(places)) {
+                           std::unique_ptr<GroupRows> unrounded, std::unique_ptr<RungRows> coded)
+    : span_(span),
+      unrounded_(std::move(unrounded)),
+      places_(std::move(places)),
+      coded_(std::move(coded)) {
   for (const ResolvedConfig* config : configs) {
     identity.seed = config->seed;
-    runs_.push_back(std::make_unique<FeedbackRun>(*config, identity, view, span));
+    runs_.push_back(std::make_unique<FeedbackRun>(*config, identity, view, span, coded_.get()));
     observes_ |= runs_.back()->cache().needs() != Needs::nothing;
   }
 }
@@ -29,6 +32,7 @@ void FeedbackLane::prepare(std::uint32_t first, std::uint32_t count) {
     for (const auto& run : runs_) from = std::min(from, run->first_shared());
     unrounded_->compute(first, count, from);
   }
+  if (coded_ && wanted) coded_->compute(first, count);
 }
 
 void FeedbackLane::step(std::size_t config, std::uint32_t query, GroupRows& rows) {

@@ -13,10 +13,11 @@ class FeedbackLane final : public Lane {
   /// `configs`: any policies, all at original positions or all squeezed; neighbours should keep
   /// similar sets. `span` may be null: nothing is measured. `places`: for squeezed positions, which
   /// need rows of unrounded logits too; else null. `unrounded`: these, for the lane to compute;
-  /// null: the full cache's are not rounded either.
+  /// null: the full cache's are not rounded either. `coded`: for ladders.
   FeedbackLane(LaneConfigs configs, LiveSet::Identity identity, const HeadView& view,
                const QuerySpan* span, std::unique_ptr<PlaceTable> places = nullptr,
-               std::unique_ptr<GroupRows> unrounded = nullptr);
+               std::unique_ptr<GroupRows> unrounded = nullptr,
+               std::unique_ptr<RungRows> coded = nullptr);
   ~FeedbackLane() override;
 
   bool wants_row(std::uint32_t query) const override;
@@ -38,6 +39,7 @@ class FeedbackLane final : public Lane {
   const QuerySpan* span_;
   std::unique_ptr<GroupRows> unrounded_;
   std::unique_ptr<PlaceTable> places_;
+  std::unique_ptr<RungRows> coded_;
   std::vector<std::unique_ptr<FeedbackRun>> runs_;
   GatherRoom room_;
   LaneWatcher watcher_;

@@ -1,9 +1,13 @@
 #include "sim/lanes/feedback/feedback_run.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "policies/observation.hpp"
+#include "traces/base/numeric/code.hpp"
 #include "traces/base/numeric/softmax.hpp"
 
 namespace kvlab {
@@ -19,6 +23,8 @@ std::size_t kept_index(std::size_t i, std::size_t head, std::size_t room_tokens)
 void GatherRoom::resize(std::size_t tokens, std::uint32_t heads) {
   const std::size_t size = whole_blocks(tokens);
   if (mass.size() < size) {
+    ages.resize(size);
+    std::iota(ages.begin(), ages.end(), 0u);
     kept.resize(size * heads);
     mass.resize(size);
     asked.resize(size);
@@ -32,7 +38,7 @@ void GatherRoom::resize(std::size_t tokens, std::uint32_t heads) {
 }
 
 FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity,
-                         const HeadView& view, const QuerySpan* span)
+                         const HeadView& view, const QuerySpan* span, RungRows* coded)
     : cache_(config.policy, config.budget_tokens, config.guards, identity, view.tokens),
       columns_(cache_.columns(), view, config.admissions),
       squeezed_(config.positions == Positions::cache),
@@ -41,6 +47,9 @@ FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identit
       view_(view),
       measure_(span, 1, view) {
   if (config.shares_slots()) cache_.share_slots();
+  if (const auto own = config.rungs.find(config.budget_tokens); own != config.rungs.end())
+    cache_.keep_at(own->second);
+  if (cache_.has_codes()) rungs_ = coded->of(cache_.ladder());
 }
 
 bool FeedbackRun::observes(std::uint32_t query) const {
@@ -65,6 +74,8 @@ void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unroun
   if (observes(query) || measure_.measures(query)) {
     if (squeezed_)
       see_squeezed(query, rows, *unrounded, *places, room);
+    else if (find_codes(room))
+      see_coded(query, rows, room);
     else if (has_whole_row(query))
       see_all(query, rows);
     else
@@ -116,14 +127,18 @@ void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
   measure_outputs(query, rows, nullptr);
 }
 
-void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+/// The exponentials of what is live, and their sums, which are recall's.
+void FeedbackRun::gather_kept(std::uint32_t query, const GroupRows& rows, GatherRoom& room) const {
   room.resize(visible_, rows.heads());
-  const std::size_t room_tokens = room.mass.size();
   for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
     row_loops().gather(rows.e(query, quad), cache_.positions().data(), visible_,
-                       room.kept.data() + quad * room_tokens * kQuad,
+                       room.kept.data() + quad * room.mass.size() * kQuad,
                        room.sum.data() + quad * kQuad, room.most.data() + quad * kQuad);
   room.shared = room.sum;
+}
+
+void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+  gather_kept(query, rows, room);
   for (std::uint32_t head = 0; head < rows.group(); ++head)
     if (room.sum[head] < kSharedSumFloor) take_own_maximum(query, head, rows, room);
   observe_kept(query, rows, room);
@@ -135,6 +150,106 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& roo
   room.outputs.assign(values, values + rows.heads() * std::size_t{view_.head_size});
   take_own_outputs(room);
   measure_outputs(query, rows, &room);
+}
+
+/// Whose row each token is in, to room.from: whether any is coded. What an admission of several
+/// tokens brings is exact until it ends.
+bool FeedbackRun::find_codes(GatherRoom& room) const {
+  if (rungs_.empty()) return false;
+  const Admission& admission = cursor_.current();
+  const std::uint32_t exact_from = admission.tokens > 1 ? admission.first : kNoBudget;
+  bool any = false;
+  room.from.resize(visible_);
+  for (std::uint32_t age = 0; age < visible_; ++age) {
+    const bool exact = cache_.positions()[age] >= exact_from;
+    room.from[age] = exact ? nullptr : rungs_[cache_.rung(age)];
+    any |= room.from[age] != nullptr;
+  }
+  return any;
+}
+
+/// Probabilities from the rows of the rungs; recall and misses from the full cache's.
+void FeedbackRun::see_coded(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+  gather_kept(query, rows, room);
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad) take_codes(query, quad, rows, room);
+  for (std::uint32_t head = 0; head < rows.group(); ++head)
+    if (room.sum[head] < kSharedSumFloor) take_own_coded(query, head, rows, room);
+  observe_kept(query, rows, room);
+  if (!measure_.measures(query)) return;
+  measure(query, rows, room.shared.data());
+  if (!takes_outputs(query, rows)) return;
+  take_coded_outputs(rows, room);
+  measure_outputs(query, rows, &room);
+}
+
+/// Puts the coded tokens' exponentials among the gathered ones, all at the largest shift of the
+/// rows: another shift is an exact power of two.
+void FeedbackRun::take_codes(std::uint32_t query, std::uint32_t quad, const GroupRows& rows,
+                             GatherRoom& room) const {
+  std::int32_t shift[kQuad];
+  std::copy_n(rows.shifts(query) + quad * kQuad, kQuad, shift);
+  for (const RungRow* const rung : rungs_)
+    for (std::size_t h = 0; rung && h < kQuad; ++h)
+      shift[h] = std::max(shift[h], rung->rows.shifts(query)[quad * kQuad + h]);
+  const auto factors = [&](const GroupRows& of) {
+    std::array<float, kQuad> factor;
+    for (std::size_t h = 0; h < kQuad; ++h)
+      factor[h] = std::ldexp(1.0f, of.shifts(query)[quad * kQuad + h] - shift[h]);
+    return factor;
+  };
+  const auto exact = factors(rows);
+  std::vector<std::array<float, kQuad>> of_rung;
+  for (const RungRow* const rung : rungs_) of_rung.push_back(rung ? factors(rung->rows) : exact);
+
+  float* const kept = room.kept.data() + quad * room.mass.size() * kQuad;
+  for (std::size_t i = 0; i < visible_; ++i) {
+    const RungRow* const from = room.from[i];
+    const float* const e =
+        from ? from->rows.e(query, quad) + cache_.positions()[i] * kQuad : kept + i * kQuad;
+    const auto& factor = from ? of_rung[cache_.rung(i)] : exact;
+    for (std::size_t h = 0; h < kQuad; ++h) kept[i * kQuad + h] = e[h] * factor[h];
+  }
+  row_loops().gather(kept, room.ages.data(), visible_, kept, room.sum.data() + quad * kQuad,
+                     room.most.data() + quad * kQuad);
+}
+
+void FeedbackRun::take_own_coded(std::uint32_t query, std::uint32_t head, const GroupRows& rows,
+                                 GatherRoom& room) const {
+  for (std::size_t i = 0; i < visible_; ++i) {
+    const GroupRows& of = room.from[i] ? room.from[i]->rows : rows;
+    of.logits(query, head, visible().subspan(i, 1), room.row.data() + i);
+  }
+  take_own_row(head, room);
+}
+
+/// Adds the values of the tokens in `from`'s row, times their exponentials, to out [heads][dim].
+void FeedbackRun::add_values_of(const RungRow* from, GatherRoom& room, float* out) const {
+  const std::size_t dim = view_.head_size, quads = (view_.group + kQuad - 1) / kQuad;
+  for (std::uint32_t quad = 0; quad < quads; ++quad) {
+    const float* const kept = room.kept.data() + quad * room.mass.size() * kQuad;
+    room.picked.clear();
+    room.weights.resize(room.mass.size() * kQuad);
+    for (std::size_t i = 0; i < visible_; ++i) {
+      if (room.from[i] != from) continue;
+      std::copy_n(kept + i * kQuad, kQuad, room.weights.data() + room.picked.size() * kQuad);
+      room.picked.push_back(cache_.positions()[i]);
+    }
+    row_loops().accumulate(room.weights.data(), room.picked.data(), room.picked.size(),
+                           view_.heads_in(quad), from ? from->values.data() : view_.v,
+                           from ? dim : view_.kv_token_stride, dim, out + quad * kQuad * dim);
+  }
+}
+
+void FeedbackRun::take_coded_outputs(const GroupRows& rows, GatherRoom& room) const {
+  const std::size_t dim = view_.head_size, size = rows.heads() * dim;
+  std::vector<float> coded(size);
+  room.outputs.assign(size, 0.0f);
+  add_values_of(nullptr, room, room.outputs.data());
+  for (std::size_t rung = 0; rung < rungs_.size(); ++rung)
+    if (rungs_[rung] && (rung == 0 || rungs_[rung] != rungs_[rung - 1]))
+      add_values_of(rungs_[rung], room, coded.data());
+  butterflies(coded);
+  for (std::size_t d = 0; d < size; ++d) room.outputs[d] += coded[d] / kCodeBlock;
 }
 
 /// The outputs of the heads that were taken from their own maxima, from gathered exponentials.

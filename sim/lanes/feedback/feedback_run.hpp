@@ -3,6 +3,7 @@
 
 #include "sim/lanes/feedback/aged_cache.hpp"
 #include "sim/lanes/feedback/aged_keys.hpp"
+#include "sim/lanes/feedback/rung_rows.hpp"
 #include "sim/lanes/lane.hpp"
 #include "sim/lanes/output_chain.hpp"
 #include "sim/row_measure.hpp"
@@ -18,6 +19,10 @@ struct GatherRoom {
   std::vector<bool> lost;                       // [heads]: taken from its own maximum
   std::vector<float> row;                       // one head's, by age
   AlignedVector<float> products, rotated;       // [4][age], [4][dim]: squeezed
+  std::vector<std::uint32_t> ages;              // 0, 1, 2, …
+  std::vector<RungRow*> from;                   // [age]: whose row has the token; null: the exact one
+  std::vector<std::uint32_t> picked;            // positions of some of them
+  AlignedVector<float> weights;                 // [picked][4]
   std::vector<float> outputs;                   // [heads][dim]: sums of values times exponentials
   std::vector<float> factors;                   // [group]: what makes outputs of them
   OutputChain chain;
@@ -27,8 +32,9 @@ struct GatherRoom {
 
 class FeedbackRun {
  public:
+  /// `coded`: of all rungs' rows; null where no configuration of the lane has a ladder.
   FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity, const HeadView& view,
-              const QuerySpan* span);
+              const QuerySpan* span, RungRows* coded);
 
   /// `rows`: the full cache's. `unrounded`: the same at unrounded positions, and `places`, for
   /// squeezed positions; else null.
@@ -54,6 +60,14 @@ class FeedbackRun {
   bool observes(std::uint32_t query) const;
   void make_room(std::uint32_t now);
   void see_all(std::uint32_t query, GroupRows& rows);
+  bool find_codes(GatherRoom& room) const;
+  void see_coded(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  void take_codes(std::uint32_t query, std::uint32_t quad, const GroupRows& rows,
+                  GatherRoom& room) const;
+  void take_own_coded(std::uint32_t query, std::uint32_t head, const GroupRows& rows,
+                      GatherRoom& room) const;
+  void take_coded_outputs(const GroupRows& rows, GatherRoom& room) const;
+  void add_values_of(const RungRow* from, GatherRoom& room, float* out) const;
   void observe_all(std::uint32_t query, GroupRows& rows);
   void see_squeezed(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
                     const PlaceTable& places, GatherRoom& room);
@@ -70,6 +84,7 @@ class FeedbackRun {
   void add_shared(std::uint32_t query, GroupRows& rows, GatherRoom& room) const;
   void observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  void gather_kept(std::uint32_t query, const GroupRows& rows, GatherRoom& room) const;
   void take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows, GatherRoom& room);
   void take_own_row(std::uint32_t head, GatherRoom& room) const;
   void take_masses(std::uint32_t query, GroupRows& rows, GatherRoom& room);
@@ -88,6 +103,7 @@ class FeedbackRun {
   float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
 
   AgedCache cache_;
+  std::vector<RungRow*> rungs_;  // by rung; null where it is exact, empty where all are
   TokenColumns columns_;
   bool squeezed_;
   AgedKeys old_keys_;  // of live tokens that have lost a younger one; the others follow one another
