@@ -84,6 +84,23 @@ void check_equal(const TraceReader& trace, const std::vector<Case>& cases, Span 
   }
 }
 
+void check_equal_sets(const TraceReader& trace, const std::vector<Case>& cases) {
+  std::vector<std::uint32_t> every(trace.tokens());
+  std::iota(every.begin(), every.end(), 0u);
+  for (const Case& c : cases) {
+    if (c.brute.policy == "oracle_topk") continue;
+    ReplayOptions options;
+    const auto kept = kept_sets(trace, kSequence, c.replay, options, 0, 0, every);
+    options.plain = true;
+    const auto plain = kept_sets(trace, kSequence, c.replay, options, 0, 0, every);
+    REQUIRE(kept.size() == plain.size());
+    for (std::size_t t = 0; t < plain.size(); ++t) {
+      INFO(c.text << " query " << t);
+      REQUIRE(kept[t].positions == plain[t].positions);
+    }
+  }
+}
+
 TEST_CASE("lanes measure what the plain replay measures where a layer's heads evict together") {
   const Traced traced(shapes()[1]);  // of two KV heads, two turns
   std::vector<Case> cases;
@@ -100,6 +117,27 @@ TEST_CASE("lanes measure what the plain replay measures where a layer's heads ev
   check_equal(traced.trace, cases, Span::decode, false);
 }
 
+TEST_CASE("lanes measure what the plain replay measures on ladders, and keep the very sets") {
+  std::vector<RandomTrace> coded = shapes();
+  std::erase_if(coded, [](const RandomTrace& shape) { return shape.segments.front().tokens == 1; });
+  for (RandomTrace& shape : coded) {
+    shape.head_size = 32;
+    const Traced traced(shape);
+    std::vector<Case> cases;
+    for (const char* policy : {"window", "lru:sinks=2", "h2o:every=5", "a2sf:recent=4",
+                               "h2o:scope=layer:group=max", "snapkv:recent=4:smooth=1"})
+      for (const char* ladder : {"4", "fp8@30%+4@70%", "16@5t+8@20%+k4v2@80%", "16@50%+16@50%"})
+        for (const std::uint32_t chunk : {0u, 7u}) {
+          Case c = make_case("h2o", 12, chunk, false);
+          c.replay.policy = parse_policy(std::string(policy) + ":ladder=" + ladder);
+          c.text = c.replay.policy.text() + " chunk " + std::to_string(chunk);
+          cases.push_back(c);
+        }
+    check_equal(traced.trace, cases, Span::decode, true);
+    check_equal_sets(traced.trace, cases);
+  }
+}
+
 TEST_CASE("lanes measure what the plain replay measures, and keep the very sets that it keeps") {
   for (const RandomTrace& wanted : shapes()) {
     const Traced traced(wanted);
@@ -111,20 +149,7 @@ TEST_CASE("lanes measure what the plain replay measures, and keep the very sets 
       own.gradients_of = span;
       check_equal(Traced(own).trace, cases, span, span == Span::all);
     }
-    std::vector<std::uint32_t> every(traced.trace.tokens());
-    std::iota(every.begin(), every.end(), 0u);
-    for (const Case& c : cases) {
-      if (c.brute.policy == "oracle_topk") continue;
-      ReplayOptions options;
-      const auto kept = kept_sets(traced.trace, kSequence, c.replay, options, 0, 0, every);
-      options.plain = true;
-      const auto plain = kept_sets(traced.trace, kSequence, c.replay, options, 0, 0, every);
-      REQUIRE(kept.size() == plain.size());
-      for (std::size_t t = 0; t < plain.size(); ++t) {
-        INFO(c.text << " query " << t);
-        REQUIRE(kept[t].positions == plain[t].positions);
-      }
-    }
+    check_equal_sets(traced.trace, cases);
   }
 }
 
