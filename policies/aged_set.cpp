@@ -115,6 +115,7 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   victims_.clear();
   if (leaving == 0 && !steps_down()) return victims_;
   fill_keys(now, keys_);
+  if (ladder_.size() > 1 && step_down(leaving > 0)) return victims_;
   victims_.resize(size_);
   std::iota(victims_.begin(), victims_.end(), 0u);
   if (ladder_.size() > 1) {
@@ -138,10 +139,33 @@ bool AgedSet::steps_down() const {
                             after_prompt_) > 0;
 }
 
+/// deal() where the first rung has one token too many and no other has any: at each rung the first
+/// to leave goes on, until one has room. Else false, and nothing is done.
+bool AgedSet::step_down(bool leaving) {
+  std::vector<std::uint32_t> count(ladder_.size());
+  for (std::uint32_t age = 0; age < size_; ++age) ++count[rungs_[age]];
+  if (count.front() != ladder_.front().slots) return false;
+  const auto has_room = [&](std::size_t rung) {
+    return (!leaving && rung + 1 == count.size()) || count[rung] < ladder_[rung].slots;
+  };
+  for (std::size_t rung = 1; rung < count.size(); ++rung)
+    if (!has_room(rung) && count[rung] > ladder_[rung].slots) return false;
+  for (std::size_t rung = 0;; ++rung) {
+    std::uint32_t first = size_;
+    for (std::uint32_t age = 0; age < size_; ++age)
+      if (rungs_[age] == rung && (first == size_ || keys_[age] < keys_[first])) first = age;
+    if (rung + 1 == count.size()) {
+      victims_.assign(1, first);
+      return true;
+    }
+    ++rungs_[first];
+    if (has_room(rung + 1)) return true;
+  }
+}
+
 /// Deals the tokens of victims_, from the last to leave to the first, each to the first rung that
 /// has room and is not above its own. Leaves in victims_ who finds none; where nobody is to leave
-/// yet, before a burst, the last rung takes them. Where one token is over, this is a step: at each
-/// rung the first to leave goes on.
+/// yet, before a burst, the last rung takes them.
 void AgedSet::deal(bool leaving) {
   std::vector<std::uint32_t> room;
   for (const RungSlots& rung : ladder_) room.push_back(rung.slots);

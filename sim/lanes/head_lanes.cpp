@@ -60,9 +60,8 @@ std::unique_ptr<FeedbackLane> feedback_lane(LaneConfigs configs, AgedSet::Identi
                                             const HeadView& view, const RopeTable& rope,
                                             const HeadArithmetic& arithmetic,
                                             const QuerySpan* span) {
-  const bool coded = std::ranges::any_of(configs, [](const ResolvedConfig* config) {
-    return config->policy.ladder.is_coded();
-  });
+  const bool coded = std::ranges::any_of(
+      configs, [](const ResolvedConfig* config) { return config->policy.ladder.is_coded(); });
   return std::make_unique<FeedbackLane>(
       std::move(configs), identity, view, span, nullptr, nullptr,
       coded ? std::make_unique<RungRows>(view, rope, arithmetic) : nullptr);

@@ -20,11 +20,11 @@ struct GatherRoom {
   std::vector<float> row;                       // one head's, by age
   AlignedVector<float> products, rotated;       // [4][age], [4][dim]: squeezed
   std::vector<std::uint32_t> ages;              // 0, 1, 2, …
-  std::vector<RungRow*> from;                   // [age]: whose row has the token; null: the exact one
-  std::vector<std::uint32_t> picked;            // positions of some of them
-  AlignedVector<float> weights;                 // [picked][4]
-  std::vector<float> outputs;                   // [heads][dim]: sums of values times exponentials
-  std::vector<float> factors;                   // [group]: what makes outputs of them
+  std::vector<RungRow*> from;         // [age]: whose row has the token; null: the exact one
+  std::vector<std::uint32_t> picked;  // positions of some of them
+  AlignedVector<float> weights;       // [picked][4]
+  std::vector<float> outputs;         // [heads][dim]: sums of values times exponentials
+  std::vector<float> factors;         // [group]: what makes outputs of them
   OutputChain chain;
 
   void resize(std::size_t tokens, std::uint32_t heads);
