@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -271,8 +272,9 @@ class evicting:
         }
         return Trace.from_arrays(q, k, v, config=config, prompt_tokens=held.prompt_tokens, out=out)
 
-    def _look_around(self, _: Any, arguments: Any, words: Any) -> None:
-        self._calls.outer_mask = words.get("attention_mask")
+    def _look_around(self, model: Any, arguments: Any, words: Any) -> None:
+        given = dict(zip(inspect.signature(model.forward).parameters, arguments)) | words
+        self._calls.outer_mask = given.get("attention_mask")
 
     def _look(self, _: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
         """At a call of the decoder: where its sequences go on."""
