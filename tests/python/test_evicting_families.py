@@ -166,6 +166,12 @@ def test_a_batched_chat_goes_on_behind_padding() -> None:
             positions = (shown.cumsum(1) - 1).clamp(0)[:, begin:]
             made_of = model(ids, attention_mask=shown, position_ids=positions, **past)
             past[cache_word(model)] = cache_among(made_of.values())
+    past = {"use_cache": True}
+    with kvlab.hf.evicting(model, "h2o", BUDGET), torch.no_grad():
+        made_of_one = model(first[0], attention_mask=first[1], **past)
+        past[cache_word(model)] = cache_among(made_of_one.values())
+        with pytest.raises(ValueError, match="padding behind tokens.*position_ids"):
+            model(second[0], attention_mask=torch.cat((first[1], second[1]), 1), **past)
     for row, (one, two) in enumerate(((40, 10), (25, 21))):
         past = {"use_cache": True}
         with kvlab.hf.evicting(model, "h2o", BUDGET) as own, torch.no_grad():

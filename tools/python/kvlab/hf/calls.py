@@ -123,6 +123,9 @@ class Calls:
         if isinstance(mask, dict) and all(value is None for value in mask.values()):
             mask = self.outer_mask  # of which the model around has made what attention is told here to leave out
         new = self._new(mask, batch, start, n, later)
+        if start > 0 and min(new) < n and given.get("position_ids") is None:
+            what = "padding behind tokens, which the model numbers too; position_ids that count tokens alone are"
+            raise Refused(f"evicting: the call brings {what} expected")
         self._look_at_positions(given, start, n, new, later, rows.device)
         return start, n, new
 
