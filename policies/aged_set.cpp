@@ -115,7 +115,7 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   victims_.clear();
   if (leaving == 0 && !steps_down()) return victims_;
   fill_keys(now, keys_);
-  if (ladder_.size() > 1 && step_down(leaving > 0)) return victims_;
+  if (ladder_.size() > 1 && deal_one(leaving > 0)) return victims_;
   victims_.resize(size_);
   std::iota(victims_.begin(), victims_.end(), 0u);
   if (ladder_.size() > 1) {
@@ -141,7 +141,7 @@ bool AgedSet::steps_down() const {
 
 /// deal() where the first rung has one token too many and no other has any: at each rung the first
 /// to leave goes on, until one has room. Else false, and nothing is done.
-bool AgedSet::step_down(bool leaving) {
+bool AgedSet::deal_one(bool leaving) {
   std::vector<std::uint32_t> count(ladder_.size());
   for (std::uint32_t age = 0; age < size_; ++age) ++count[rungs_[age]];
   if (count.front() != ladder_.front().slots) return false;

@@ -139,7 +139,7 @@ class AgedSet {
   }
   /// Whether the first rung has no room for the next admission.
   bool steps_down() const;
-  bool step_down(bool leaving);
+  bool deal_one(bool leaving);
   void deal(bool leaving);
   std::pair<std::size_t, std::size_t> unguarded(std::uint32_t now) const;
   Ranks modified_ranks(std::uint32_t now) const;

@@ -7,6 +7,21 @@
 
 namespace kvlab {
 
+void take_token(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
+                std::uint32_t position, std::span<float> key, std::span<float> value) {
+  rotate_original(rope, arithmetic, view.key(position), view.head_size, position, key.data());
+  std::copy_n(view.v + position * view.kv_token_stride, view.head_size, value.begin());
+  butterflies(key);
+  butterflies(value);
+}
+
+void code_token(std::span<const KvForm* const> way, std::span<float> key, std::span<float> value) {
+  for (const KvForm* form : way) {
+    code_row(key, form->key_bits, form->floating);
+    code_row(value, form->value_bits, form->floating);
+  }
+}
+
 CodedRows::CodedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
     : view_(view), rope_(rope), arithmetic_(arithmetic), keys_(0, view.head_size) {
   check_coded_heads(view.head_size);
@@ -39,17 +54,11 @@ void CodedRows::step_down(std::uint32_t slot, std::uint32_t position, int rung) 
   const std::span<float> value = std::span(values_).subspan(slot * dim, dim);
   if (held.position != position) {
     held = {position, -1};
-    rotate_original(rope_, arithmetic_, view_.key(position), view_.head_size, position, key.data());
-    std::copy_n(view_.v + position * view_.kv_token_stride, dim, value.begin());
-    butterflies(key);
-    butterflies(value);
+    take_token(view_, rope_, arithmetic_, position, key, value);
   } else {
     keys_.get_row(slot, key.data());
   }
-  for (const KvForm* form : way_down(ladder_, held.rung, rung)) {
-    code_row(key, form->key_bits, form->floating);
-    code_row(value, form->value_bits, form->floating);
-  }
+  code_token(way_down(ladder_, held.rung, rung), key, value);
   keys_.set_row(slot, key.data());
   held.rung = rung;
 }

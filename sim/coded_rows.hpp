@@ -12,6 +12,12 @@
 
 namespace kvlab {
 
+/// A token's key after RoPE, and its value, as codes are made of them: behind the butterflies.
+void take_token(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic,
+                std::uint32_t position, std::span<float> key, std::span<float> value);
+/// Both through the forms of way_down(), in order.
+void code_token(std::span<const KvForm* const> way, std::span<float> key, std::span<float> value);
+
 /// One KV head of one configuration. A code is a pure function of a token and its rung: it is made
 /// through the codes of the rungs above.
 class CodedRows {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -89,3 +92,18 @@ def families() -> list[str]:
     """All but one whose parts are large whatever its config says."""
     found = [family for family, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING]
     return [family for family in found if family != "blt"]
+
+
+def miniatures(counts: collections.Counter[str], tried: Callable[[Any], object] = id) -> Iterator[tuple[str, Any]]:
+    """Each family with its miniature, warnings put aside; what cannot be made, or `tried`, is printed and counted."""
+    for family in families():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                model = model_of(family)
+                tried(model)
+            except Exception as error:  # of a config that wants other numbers
+                counts["no miniature"] += 1
+                print(f"{family}: no miniature: {' '.join(str(error).split())[:100]}")
+                continue
+            yield family, model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import warnings
 from typing import Any
 
 import numpy
@@ -16,7 +15,7 @@ import kvlab
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from hf_miniatures import families, model_of
+from hf_miniatures import miniatures, model_of
 from test_families import IDS, one_thread  # noqa: F401
 from test_families import made as made_by_default
 
@@ -187,26 +186,17 @@ def test_a_batched_chat_goes_on_behind_padding() -> None:
 @pytest.mark.skipif(not os.environ.get("KVLAB_EVERY_FAMILY"), reason="KVLAB_EVERY_FAMILY is not set; minutes")
 def test_every_family_is_evicted_from_or_refused_in_one_line() -> None:
     counts: collections.Counter[str] = collections.Counter()
-    for family in families():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                model = model_of(family)
-                text_of(model, IDS[:, :PROMPT])
-            except Exception as error:  # of a config that wants other numbers
-                counts["no miniature"] += 1
-                print(f"{family}: no miniature: {' '.join(str(error).split())[:100]}")
-                continue
-            try:
-                check_full(model)
-                check_kept(model)
-                counts["evicted"] += 1
-            except kvlab.hf.Refused as refused:
-                assert "\n" not in str(refused)
-                counts["refused"] += 1
-                print(f"{family}: {refused}")
-            except Exception as error:
-                counts["wrong"] += 1
-                print(f"{family}: WRONG: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    for family, model in miniatures(counts, lambda model: text_of(model, IDS[:, :PROMPT])):
+        try:
+            check_full(model)
+            check_kept(model)
+            counts["evicted"] += 1
+        except kvlab.hf.Refused as refused:
+            assert "\n" not in str(refused)
+            counts["refused"] += 1
+            print(f"{family}: {refused}")
+        except Exception as error:
+            counts["wrong"] += 1
+            print(f"{family}: WRONG: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     print(dict(counts))
     assert counts["evicted"] >= 125 and counts["wrong"] == 0

@@ -7,7 +7,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ import kvlab
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from hf_miniatures import families, model_of
+from hf_miniatures import miniatures, model_of
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -176,21 +175,13 @@ def test_what_a_trace_cannot_say_is_refused_before_it_is_fed(
 @pytest.mark.skipif(not os.environ.get("KVLAB_EVERY_FAMILY"), reason="KVLAB_EVERY_FAMILY is not set; minutes")
 def test_every_family_is_captured_or_refused_in_one_line() -> None:
     counts: collections.Counter[str] = collections.Counter()
-    for family in families():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                model = model_of(family)
-            except Exception as error:  # of a config that wants other numbers
-                counts["no miniature"] += 1
-                print(f"{family}: no miniature: {' '.join(str(error).split())[:100]}")
-                continue
-            try:
-                check_says(kvlab.hf.capture(model, IDS, prompt_tokens=300, progress=False), model)
-                counts["captured"] += 1
-            except kvlab.hf.Refused as refused:
-                assert "\n" not in str(refused)
-                counts["refused"] += 1
-                print(f"{family}: {refused}")
+    for family, model in miniatures(counts):
+        try:
+            check_says(kvlab.hf.capture(model, IDS, prompt_tokens=300, progress=False), model)
+            counts["captured"] += 1
+        except kvlab.hf.Refused as refused:
+            assert "\n" not in str(refused)
+            counts["refused"] += 1
+            print(f"{family}: {refused}")
     print(dict(counts))
     assert counts["captured"] >= 95

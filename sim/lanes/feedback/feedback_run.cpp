@@ -1,7 +1,6 @@
 #include "sim/lanes/feedback/feedback_run.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -198,7 +197,8 @@ void FeedbackRun::take_codes(std::uint32_t query, std::uint32_t quad, const Grou
     return factor;
   };
   const auto exact = factors(rows);
-  std::vector<std::array<float, kQuad>> of_rung;
+  auto& of_rung = room.rung_factors;
+  of_rung.clear();
   for (const RungRow* const rung : rungs_) of_rung.push_back(rung ? factors(rung->rows) : exact);
 
   float* const kept = room.kept.data() + quad * room.mass.size() * kQuad;

@@ -1,6 +1,8 @@
 // One configuration of the feedback lane.
 #pragma once
 
+#include <array>
+
 #include "sim/lanes/feedback/aged_cache.hpp"
 #include "sim/lanes/feedback/aged_keys.hpp"
 #include "sim/lanes/feedback/rung_rows.hpp"
@@ -23,8 +25,10 @@ struct GatherRoom {
   std::vector<RungRow*> from;         // [age]: whose row has the token; null: the exact one
   std::vector<std::uint32_t> picked;  // positions of some of them
   AlignedVector<float> weights;       // [picked][4]
-  std::vector<float> outputs;         // [heads][dim]: sums of values times exponentials
-  std::vector<float> factors;         // [group]: what makes outputs of them
+  std::vector<std::array<float, kQuad>>
+      rung_factors;            // what brings a rung\'s row to the common shift
+  std::vector<float> outputs;  // [heads][dim]: sums of values times exponentials
+  std::vector<float> factors;  // [group]: what makes outputs of them
   OutputChain chain;
 
   void resize(std::size_t tokens, std::uint32_t heads);

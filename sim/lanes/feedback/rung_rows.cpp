@@ -1,8 +1,6 @@
 #include "sim/lanes/feedback/rung_rows.hpp"
 
-#include <algorithm>
-
-#include "traces/base/numeric/code.hpp"
+#include "sim/coded_rows.hpp"
 
 namespace kvlab {
 
@@ -29,14 +27,8 @@ std::unique_ptr<RungRow> RungRows::code(const std::vector<const KvForm*>& way) c
   for (std::uint32_t token = 0; token < view_.tokens; ++token) {
     const std::span<float> key = std::span(keys).subspan(token * dim, dim),
                            value = std::span(values).subspan(token * dim, dim);
-    rotate_original(rope_, arithmetic_, view_.key(token), view_.head_size, token, key.data());
-    std::copy_n(view_.v + token * view_.kv_token_stride, dim, value.begin());
-    butterflies(key);
-    butterflies(value);
-    for (const KvForm* form : way) {
-      code_row(key, form->key_bits, form->floating);
-      code_row(value, form->value_bits, form->floating);
-    }
+    take_token(view_, rope_, arithmetic_, token, key, value);
+    code_token(way, key, value);
   }
   return std::make_unique<RungRow>(
       RungRow{GroupRows(view_, rope_, arithmetic_, keys), std::move(values)});

@@ -43,7 +43,7 @@ def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, pro
     starts = range(0, tokens, _kvlab.shard_tokens)
     ends = sorted({prompt_tokens, tokens, *starts[1:]})
     checked = sorted({min(start + row, tokens - 1) for start in starts for row in _kvlab.check_grid()})
-    outputs = [_outputs(arrays, layer, (*arithmetic, rows[layer]), checked) for layer in range(layers)]
+    outputs = [_outputs(arrays, layer, arithmetic, rows[layer], checked) for layer in range(layers)]
     numbers = list(settings.get("layer_numbers") or range(layers))
     writer = writer_of(folder, json.dumps(header), *arithmetic, rows, numbers, layers)
     try:
@@ -79,14 +79,14 @@ def writer_of(
     return _kvlab.TraceWriter(folder, header, inv_freq, factors, scale, rows, numbers)
 
 
-def _outputs(arrays: Mapping[str, Any], layer: int, arithmetic: tuple[Any, ...], checked: list[int]) -> Any:
+def _outputs(arrays: Mapping[str, Any], layer: int, arithmetic: Any, row: dict[str, Any], checked: list[int]) -> Any:
     """[checked, query_heads, head_size]: what attention puts out there."""
     parts = {name: _floats(array[layer]) for name, array in arrays.items()}
     for name, values in parts.items():
         if not (finite := numpy.isfinite(values)).all():
             raise ValueError(f"{name}: layer {layer} holds {values[~finite][0]}; finite numbers are expected")
     dtype = _dtype(arrays["q"])
-    return _kvlab.attention_outputs(parts["q"], parts["k"], parts["v"], *arithmetic[:3], dtype, checked, arithmetic[3])
+    return _kvlab.attention_outputs(parts["q"], parts["k"], parts["v"], *arithmetic, dtype, checked, row)
 
 
 class _Config:

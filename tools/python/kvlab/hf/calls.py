@@ -89,8 +89,8 @@ class Calls:
         self.outer_mask: Any = None  # what the model around the decoder is given
 
     def look(self, arguments: tuple[Any, ...], words: Mapping[str, Any]) -> tuple[int, int, list[int]] | None:
-        """How many columns are before the call's, how many it has, and how many tokens it brings to each row. Refuses whatever caches of
-        sequences that go on do not do."""
+        """How many columns are before the call's, how many it has, and how many tokens it brings to each row. Refuses
+        whatever caches of sequences that go on do not do."""
         config = self._decoder.config
         given = {"output_attentions": getattr(config, "output_attentions", None)} | dict(words)
         given |= dict(zip(self._names, arguments))

@@ -100,9 +100,8 @@ class evicting:
         self._shape = Shape(len(self._acted), first.query_heads, first.kv_heads, first.key_size)
         self._places = {layer.index: place for place, layer in enumerate(self._acted)}
         self._spans = {layer.index: layer.span for layer in self._layers.values() if layer.index not in self._places}
-        self._most = (
-            min(layer.span for layer in self._acted) or None
-        )  # tokens that a window beyond the text hides none of
+        # Tokens that a window beyond the text hides none of.
+        self._most = min(layer.span for layer in self._acted) or None
         words = {"prefill": prefill, "positions": positions or "", "seed": seed, "threshold": request_threshold}
         self._make = self._caches_of(policy, "" if budget is None else str(budget), length=length, **words)
         self._attend_token: Callable[[int, torch.Tensor], torch.Tensor] | None = None  # while a graph is captured
@@ -273,8 +272,9 @@ class evicting:
         return Trace.from_arrays(q, k, v, config=config, prompt_tokens=held.prompt_tokens, out=out)
 
     def _look_around(self, model: Any, arguments: Any, words: Any) -> None:
-        given = dict(zip(inspect.signature(model.forward).parameters, arguments)) | words
-        self._calls.outer_mask = given.get("attention_mask")
+        if arguments:
+            words = dict(zip(inspect.signature(model.forward).parameters, arguments)) | words
+        self._calls.outer_mask = words.get("attention_mask")
 
     def _look(self, _: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
         """At a call of the decoder: where its sequences go on."""
@@ -322,6 +322,8 @@ class evicting:
         turns = (
             None if layer.still or layer.index not in self._places else turns_among(self._given[layer.index], n, row)
         )
+        if row + 1 == len(self._new):
+            self._given.pop(layer.index, None)  # the hidden states of a prompt are not held for all layers
         if self._attend_token is not None:
             qkv = (layer.stored(call.q, turns), layer.stored(call.k, turns), call.v.transpose(0, 1))
             return self._attend_token(self._places[call.layer], torch.cat(qkv, 1))

@@ -36,9 +36,8 @@ class Layer:
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
     rope: Rope  # [key_size / 2], zeros for what is not turned; with the softmax scale
-    order: (
-        torch.Tensor | None
-    )  # [key_size]: the model's dimensions as they are stored, pairs half a key apart; None: as they are
+    # [key_size]: the model's dimensions as they are stored, pairs half a key apart; None: as they are.
+    order: torch.Tensor | None
     pairs: int  # that are turned, in front of those that are not
     still: bool  # whether the module makes q and k before RoPE if given cos 1 and sin 0; if not, they are turned back
     output: Any  # the module that projects what attention puts out; None: something is between
