@@ -8,10 +8,9 @@
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/decoder.hpp"
 #include "engine/loop/verify.hpp"
-#include "policies/executor.hpp"
 #include "tests/catch.hpp"
+#include "tests/conformance.hpp"
 #include "tests/engine/cuda_fixture.hpp"
-#include "tests/policies/unmodified.hpp"
 
 using namespace kvlab;
 
@@ -52,45 +51,30 @@ double relative_error(const std::vector<float>& a, const std::vector<float>& b) 
   return std::sqrt(difference / norm);
 }
 
-/// Only of what observes masses.
-bool takes_group(const std::string& modifiers) { return modifiers.find("group") != modifiers.npos; }
-
 constexpr const char* kPolicies[]{"window", "sink", "lru", "h2o", "streaming_h2o", "random"};
 
 }  // namespace
 
-TEST_CASE("In float32 every policy's logits are the CPU decoder's, in every mode", "[gpu]") {
+TEST_CASE("In float32 logits are the CPU decoder's, whatever is asked of the caches", "[gpu]") {
   if (no_device()) return;
-  for (const char* policy : kPolicies)
-    for (const Prefill prefill : {Prefill{0}, Prefill{32}, Prefill{1}})
-      for (const Positions positions : {Positions::original, Positions::cache}) {
-        const ResolvedConfig options = cache(policy, 48, prefill, positions);
-        CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
-        Decoder cpu(cpu_tiny(), options, 2);
-        CAPTURE(policy, prefill.text(), name_of(positions));
-        // A near-tie may part them: later rows then differ by what one token of 48 is worth.
-        CHECK(relative_error(conversation(cuda), conversation(cpu)) < 1e-3);
-        CHECK(cuda.evictions() == cpu.evictions());
-        CHECK(cuda.tokens() == 220);
-      }
+  const CacheShape heads = cpu_tiny().config().heads();
+  const test::Choices choices{.policies = {"window", "sink", "lru", "h2o", "snapkv", "random"},
+                              .budgets = test::budgets_about(48, heads),
+                              .prefills = {Prefill{0}, Prefill{32}, Prefill{1}, Prefill{89}}};
+  for (const CacheConfig& config : test::covering(choices, &kCudaDecoder, 220, heads)) {
+    const ResolvedConfig options = resolve(config, 220, 0, heads);
+    CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
+    Decoder cpu(cpu_tiny(), options, 2);
+    INFO(test::text_of(config));
+    // A near-tie may part them: later rows then differ by what one token of 48 is worth.
+    CHECK(relative_error(conversation(cuda), conversation(cpu)) < 1e-3);
+    CHECK(cuda.evictions() == cpu.evictions());
+    CHECK(cuda.tokens() == 220);
+  }
 }
 
-TEST_CASE("In float32 logits under modifiers are the CPU decoder's", "[gpu]") {
+TEST_CASE("The CUDA decoder refuses a column that it cannot compute", "[gpu]") {
   if (no_device()) return;
-  for (const std::string modifiers :
-       {":every=16", ":every=7:smooth=2", ":once:smooth=3:pool=max", ":smooth=2", ":scope=layer",
-        ":every=64:scope=layer:smooth=1", ":group=max", ":every=16:group=max"})
-    for (const std::string policy : {"window", "sink", "lru", "h2o"})
-      for (const Prefill prefill : {Prefill{0}, Prefill{32}, Prefill{1}})
-        for (const Positions positions : {Positions::original, Positions::cache}) {
-          if (takes_group(modifiers) && policy != "h2o") continue;
-          const ResolvedConfig options = cache(policy + modifiers, 48, prefill, positions);
-          CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
-          Decoder cpu(cpu_tiny(), options, 2);
-          CAPTURE(policy, modifiers, prefill.text(), name_of(positions));
-          CHECK(relative_error(conversation(cuda), conversation(cpu)) < 1e-3);
-          CHECK(cuda.evictions() == cpu.evictions());
-        }
   CHECK_THROWS_WITH(
       CudaSequence(tiny(Dtype::f32),
                    {.tokens = 220, .cache = cache("lagkv", 48, {}, Positions::original)}),
@@ -291,85 +275,24 @@ TEST_CASE("A batch's later prompts, and the logits of their last tokens, are tho
   }
 }
 
-TEST_CASE(
-    "Sequences of a batch, each with its own budget, guards and mode, pass the three questions",
-    "[gpu]") {
+TEST_CASE("Sequences of a batch pass the three questions, whatever is asked for", "[gpu]") {
   if (no_device()) return;
-  for (const char* policy : kPolicies)
-    for (const bool plain : {false, true})
-      for (const Positions positions : {Positions::original, Positions::cache}) {
-        CAPTURE(policy, plain, name_of(positions));
-        check_parity(parity(tiny(Dtype::bf16), policy, plain, positions, {}));
-      }
-}
-
-TEST_CASE("Sequences of a batch under modifiers pass the three questions", "[gpu]") {
-  if (no_device()) return;
-  for (const std::string modifiers :
-       {":every=16", ":every=64", ":smooth=2", ":every=9:smooth=1000:pool=max", ":once:smooth=2",
-        ":scope=layer", ":every=16:scope=layer:smooth=1"})
-    for (const std::string policy : {"h2o", "lru", "window", "random"})
-      for (const bool plain : {false, true})
-        for (const Positions positions : {Positions::original, Positions::cache}) {
-          CAPTURE(policy, modifiers, plain, name_of(positions));
-          check_parity(parity(tiny(Dtype::bf16), policy + modifiers, plain, positions, {}));
-        }
-}
-
-TEST_CASE("Every policy of a decoder passes the three questions, in bursts, by layer, by groups",
-          "[gpu]") {
-  if (no_device()) return;
+  test::Choices choices{.budgets = {parse_budget("24"), parse_budget("ada(24)")},
+                        .prefills = {Prefill{0}, Prefill{1}}};  // the latter: plain steps
   for (const PolicyEntry& entry : policy_catalogue())
-    for (const std::string modifiers : {"", ":every=16", ":scope=layer", ":group=max"}) {
-      const std::string policy =
-          modifiers.empty() ? entry.info.name : test::unmodified(entry.info.name, modifiers);
-      if (takes_group(modifiers) && !needs_mass(entry.info.needs)) continue;
-      if (!entry.info.evicts || !refusal(kCudaDecoder, {.policy = parse_policy(policy)}).empty())
-        continue;
-      // Plainly too, where a step is of another kind.
-      for (const bool plain : {false, true}) {
-        if (plain && (modifiers == ":every=16" || modifiers == ":scope=layer")) continue;
-        CAPTURE(policy, plain);
-        check_parity(parity(tiny(Dtype::bf16), policy, plain, entry.info.positions, {}));
-      }
-    }
-}
-
-TEST_CASE("Sequences whose heads share slots after a prompt pass the three questions", "[gpu]") {
-  if (no_device()) return;
-  for (const std::string modifiers : {"", ":every=16", ":once:smooth=2"})
-    for (const std::string policy : {"h2o", "lru", "snapkv", "nacl", "sink", "keydiff"})
-      for (const Positions positions : {Positions::original, Positions::cache}) {
-        CAPTURE(policy, modifiers, name_of(positions));
-        check_parity(parity(tiny(Dtype::bf16), test::unmodified(policy, modifiers),
-                            modifiers == ":every=16", positions, {.shares_slots = true}));
-      }
-}
-
-TEST_CASE("In float32 logits of heads that share slots are the CPU decoder's", "[gpu]") {
-  if (no_device()) return;
-  for (const std::string policy : {"h2o", "lru", "window", "h2o:every=16"})
-    for (const Prefill prefill : {Prefill{0}, Prefill{32}, Prefill{1}, Prefill{89}}) {
-      ResolvedConfig options = cache(policy, 48, prefill, Positions::original);
-      options.budget = parse_budget("ada(48)");
-      CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
-      Decoder cpu(cpu_tiny(), options, 2);
-      CAPTURE(policy, prefill.text());
-      CHECK(relative_error(conversation(cuda), conversation(cpu)) < 1e-3);
-      CHECK(cuda.evictions() == cpu.evictions());
-    }
-}
-
-TEST_CASE("Columns in the CUDA decoder are those of its keys and values, bit for bit", "[gpu]") {
-  if (no_device()) return;
-  for (const Dtype dtype : {Dtype::bf16, Dtype::f32})
-    for (const std::string column : {"key_norm", "value_norm", "value_norm1", "key_cosine"})
-      for (const std::string modifiers : {"", ":every=16:scope=layer", ":once"})
-        for (const Positions positions : {Positions::original, Positions::cache}) {
-          const std::string policy = "column:name=" + column + modifiers;
-          CAPTURE(policy, name_of(positions), dtype == Dtype::f32);
-          check_parity(parity(tiny(dtype), policy, false, positions, {}));
-        }
+    if (entry.info.evicts && column_beyond(kCudaDecoder, parse_policy(entry.info.name)).empty())
+      choices.policies.push_back(entry.info.name);
+  for (const char* column : {"key_norm", "value_norm", "value_norm1", "key_cosine"})
+    choices.policies.push_back(std::string("column:name=") + column);
+  const CacheShape heads = cpu_tiny().config().heads();
+  bool bf16 = false;
+  for (const CacheConfig& config : test::covering(choices, &kCudaDecoder, 400, heads)) {
+    const bool plain = config.prefill.chunk == 1;
+    bf16 = !bf16;
+    CAPTURE(config.policy.text(), config.budget.text(), plain, name_of(config.positions), bf16);
+    check_parity(parity(tiny(bf16 ? Dtype::bf16 : Dtype::f32), config.policy.text(), plain,
+                        config.positions, {.shares_slots = config.shares_slots()}));
+  }
 }
 
 // Hidden, as it takes minutes: KVLAB_PARITY_MODEL is a checkpoint's folder, or a configuration

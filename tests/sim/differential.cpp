@@ -5,9 +5,12 @@
 #include <cmath>
 #include <map>
 #include <numeric>
+#include <random>
 #include <set>
 
+#include "policies/columns/columns.hpp"
 #include "tests/catch.hpp"
+#include "tests/traces/extra_files.hpp"
 
 namespace kvlab {
 namespace {
@@ -178,6 +181,30 @@ std::vector<Case> by_head_grid(const ModelShape& shape, std::uint32_t tokens) {
         if (!squeezed || !is_reference(name))
           cases.push_back(make_case_by_head(name, heads, chunk, squeezed));
   return cases;
+}
+
+TraceReader write_with_columns(const std::filesystem::path& directory, const RandomTrace& wanted) {
+  write_random_trace(directory, wanted);
+  std::mt19937 draw(wanted.seed);
+  std::set<std::string> names{"drawn"};
+  for (const PolicyEntry& entry : policy_catalogue())
+    for (std::uint32_t c = 0; c < entry.info.column_count(); ++c)
+      names.insert(entry.info.columns[c]);
+  for (const std::string& name : names)
+    if (!is_computed(name, false) && !name.starts_with("name="))
+      test::write_column(directory, name, [&](auto, auto, auto) {
+        return static_cast<float>(draw() % 4096) / 4096;
+      });
+  return TraceReader::open(directory);
+}
+
+std::vector<CacheConfig> configs_of(const test::Choices& choices, const Executor* executor,
+                                    const TraceReader& trace, std::uint32_t budget) {
+  const ModelShape& shape = trace.shape();
+  const CacheShape model{shape.layers, shape.kv_heads, shape.head_size};
+  test::Choices from = choices;
+  if (from.budgets.empty()) from.budgets = test::budgets_about(budget, model);
+  return test::covering(from, executor, trace.tokens(), model);
 }
 
 std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases) {

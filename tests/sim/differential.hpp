@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "sim/replay.hpp"
+#include "tests/conformance.hpp"
 #include "tests/sim/brute_force.hpp"
+#include "tests/sim/random_trace.hpp"
 
 namespace kvlab {
 
@@ -35,6 +37,14 @@ Case make_case_by_head(const std::string& policy, const HeadBudgets& heads, std:
 /// Every policy and reference under budgets that differ from head to head and from layer to layer,
 /// in every prefill and position mode.
 std::vector<Case> by_head_grid(const ModelShape& shape, std::uint32_t tokens);
+
+/// With every column that a registered policy reads and nobody computes, and one named "drawn": all
+/// drawn.
+TraceReader write_with_columns(const std::filesystem::path& directory, const RandomTrace& wanted);
+
+/// test::covering over the trace's heads, with budgets about so many tokens.
+std::vector<CacheConfig> configs_of(const test::Choices& choices, const Executor* executor,
+                                    const TraceReader& trace, std::uint32_t budget);
 
 std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
 

@@ -59,21 +59,21 @@ std::vector<RandomTrace> shapes() {
        .seed = 7}};
 }
 
+using test::text_of;
 using Key = std::tuple<std::size_t, int, int, std::string>;
 
-void check_equal(const TraceReader& trace, const std::vector<Case>& cases, Span span,
+void check_equal(const TraceReader& trace, const std::vector<CacheConfig>& configs, Span span,
                  bool every_error) {
   ReplayOptions options{.span = span, .every_output_error = every_error, .threads = 2};
-  const auto configs = replay_configs(cases);
   const ReplayResult lanes = replay(trace, kSequence, configs, options);
   options.plain = true;
   const ReplayResult plain = replay(trace, kSequence, configs, options);
   REQUIRE(lanes.measurements.size() == plain.measurements.size());
   for (std::size_t i = 0; i < plain.measurements.size(); ++i) {
     const Measurement &got = lanes.measurements[i], &wanted = plain.measurements[i];
-    INFO(cases[wanted.config].text << " " << wanted.metric << " layer " << wanted.layer << " head "
-                                   << wanted.head << ": " << got.value << ", plain "
-                                   << wanted.value);
+    INFO(text_of(configs[wanted.config])
+         << " " << wanted.metric << " layer " << wanted.layer << " head " << wanted.head << ": "
+         << got.value << ", plain " << wanted.value);
     REQUIRE(Key(got.config, got.layer, got.head, got.metric) ==
             Key(wanted.config, wanted.layer, wanted.head, wanted.metric));
     CHECK(got.count == wanted.count);
@@ -84,72 +84,50 @@ void check_equal(const TraceReader& trace, const std::vector<Case>& cases, Span 
   }
 }
 
-void check_equal_sets(const TraceReader& trace, const std::vector<Case>& cases) {
+void check_equal_sets(const TraceReader& trace, const std::vector<CacheConfig>& configs) {
   std::vector<std::uint32_t> every(trace.tokens());
   std::iota(every.begin(), every.end(), 0u);
-  for (const Case& c : cases) {
-    if (c.brute.policy == "oracle_topk") continue;
+  for (const CacheConfig& config : configs) {
+    if (config.policy.name == "oracle_topk") continue;
     ReplayOptions options;
-    const auto kept = kept_sets(trace, kSequence, c.replay, options, 0, 0, every);
+    const auto kept = kept_sets(trace, kSequence, config, options, 0, 0, every);
     options.plain = true;
-    const auto plain = kept_sets(trace, kSequence, c.replay, options, 0, 0, every);
+    const auto plain = kept_sets(trace, kSequence, config, options, 0, 0, every);
     REQUIRE(kept.size() == plain.size());
     for (std::size_t t = 0; t < plain.size(); ++t) {
-      INFO(c.text << " query " << t);
+      INFO(text_of(config) << " query " << t);
       REQUIRE(kept[t].positions == plain[t].positions);
     }
-  }
-}
-
-TEST_CASE("lanes measure what the plain replay measures where a layer's heads evict together") {
-  const Traced traced(shapes()[1]);  // of two KV heads, two turns
-  std::vector<Case> cases;
-  for (const char* policy : {"h2o", "lru:sinks=2", "streaming_h2o", "window"})
-    for (const std::uint32_t chunk : {0u, 7u})
-      for (const char* budget : {"ada(14)", "ada(30%)", "pyramid(14)"}) {
-        Case c = make_case("h2o", 14, chunk, policy == std::string("streaming_h2o"));
-        const bool is_even = budget == std::string("pyramid(14)");
-        c.replay.policy = parse_policy(std::string(policy) + (is_even ? ":scope=layer" : ""));
-        c.replay.budget = parse_budget(budget);
-        c.text = c.replay.policy.text() + " at " + budget;
-        cases.push_back(c);
-      }
-  check_equal(traced.trace, cases, Span::decode, false);
-}
-
-TEST_CASE("lanes measure what the plain replay measures on ladders, and keep the very sets") {
-  std::vector<RandomTrace> coded = shapes();
-  std::erase_if(coded, [](const RandomTrace& shape) { return shape.segments.front().tokens == 1; });
-  for (RandomTrace& shape : coded) {
-    shape.head_size = 32;
-    const Traced traced(shape);
-    std::vector<Case> cases;
-    for (const char* policy : {"window", "lru:sinks=2", "h2o:every=5", "a2sf:recent=4",
-                               "h2o:scope=layer:group=max", "snapkv:recent=4:smooth=1"})
-      for (const char* ladder : {"4", "fp8@30%+4@70%", "16@5t+8@20%+k4v2@80%", "16@50%+16@50%"})
-        for (const std::uint32_t chunk : {0u, 7u}) {
-          Case c = make_case("h2o", 12, chunk, false);
-          c.replay.policy = parse_policy(std::string(policy) + ":ladder=" + ladder);
-          c.text = c.replay.policy.text() + " chunk " + std::to_string(chunk);
-          cases.push_back(c);
-        }
-    check_equal(traced.trace, cases, Span::decode, true);
-    check_equal_sets(traced.trace, cases);
   }
 }
 
 TEST_CASE("lanes measure what the plain replay measures, and keep the very sets that it keeps") {
   for (const RandomTrace& wanted : shapes()) {
     const Traced traced(wanted);
-    const std::vector<Case> cases = whole_grid(traced.trace.tokens());
-    check_equal(traced.trace, by_head_grid(traced.trace.shape(), traced.trace.tokens()),
+    const std::vector<CacheConfig> configs = replay_configs(whole_grid(traced.trace.tokens()));
+    check_equal(traced.trace,
+                replay_configs(by_head_grid(traced.trace.shape(), traced.trace.tokens())),
                 Span::decode, false);
     for (const Span span : {Span::decode, Span::all}) {
       RandomTrace own = wanted;
       own.gradients_of = span;
-      check_equal(Traced(own).trace, cases, span, span == Span::all);
+      check_equal(Traced(own).trace, configs, span, span == Span::all);
     }
-    check_equal_sets(traced.trace, cases);
+    check_equal_sets(traced.trace, configs);
+  }
+}
+
+TEST_CASE("lanes measure and keep what the plain replay does, whatever is asked for") {
+  const test::Choices choices{
+      .ladders = {"", "4", "fp8@30%+4@70%", "16@5t+8@20%+k4v2@80%", "16@50%+16@50%"}};
+  for (const std::size_t shape : {1, 2}) {
+    RandomTrace wanted = shapes()[shape];
+    wanted.head_size = 32;
+    const test::TemporaryFolder folder;
+    const TraceReader trace = write_with_columns(folder / "trace", wanted);
+    const auto configs = configs_of(choices, nullptr, trace, 37);
+    check_equal(trace, configs, Span::decode, true);
+    check_equal_sets(trace, configs);
   }
 }
 

@@ -285,27 +285,6 @@ TEST_CASE("one set for a layer's KV heads, with lanes and plainly the same figur
   }
 }
 
-TEST_CASE("figures with lanes are those of the plain replay under every modifier") {
-  const Traced traced(two_turns());
-  std::vector<CacheConfig> configs;
-  for (const Asked& asked : cases())
-    for (const Positions positions : {Positions::original, Positions::cache}) {
-      configs.push_back(config_of(asked));
-      configs.back().positions = positions;
-    }
-  ReplayOptions options{.threads = 2};
-  const ReplayResult lanes = replay(traced.trace, 0, configs, options);
-  options.plain = true;
-  const ReplayResult plain = replay(traced.trace, 0, configs, options);
-  REQUIRE(lanes.measurements.size() == plain.measurements.size());
-  for (std::size_t i = 0; i < plain.measurements.size(); ++i) {
-    const Measurement &got = lanes.measurements[i], &wanted = plain.measurements[i];
-    INFO(configs[wanted.config].policy.text()
-         << " " << wanted.metric << " " << got.value << ", plain " << wanted.value);
-    REQUIRE(std::abs(got.value - wanted.value) <= 1e-6 * std::max(1.0, std::abs(wanted.value)));
-  }
-}
-
 TEST_CASE("modifiers that are written out and modify nothing give what none give") {
   const Traced traced(two_turns());
   for (const std::string policy : {"h2o", "lru", "window", "sink", "random"}) {

@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "engine/decoder.hpp"
-#include "policies/executor.hpp"
 #include "tests/catch.hpp"
+#include "tests/conformance.hpp"
 #include "tests/loop_fixture.hpp"
 
 namespace kvlab {
@@ -33,46 +33,30 @@ std::vector<double> decode(const Model& model, const std::vector<std::int32_t>& 
 
 TEST_CASE("The closed loop by layers gives every token the decoder's log-likelihood") {
   const Model model = Model::load(kModel, 2);
-  const std::vector<std::int32_t> ids = some_tokens(220);
+  const std::vector<std::int32_t> ids = some_tokens(180);
   const std::uint32_t prompt = 60;
-  for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}})
-    for (const Positions positions : {Positions::original, Positions::cache}) {
-      std::vector<CacheConfig> configs{config_of("full", 1, prefill, Positions::original)};
-      for (const PolicyEntry& entry : policy_catalogue())
-        if (entry.info.evicts && column_beyond(kDecoder, parse_policy(entry.info.name)).empty())
-          configs.push_back(config_of(entry.info.name, 40, prefill, positions));
-      const auto scores =
-          run_closed_loop(model, ids, configs, {.prompt_tokens = prompt, .threads = 2});
-      for (std::size_t c = 0; c < configs.size(); ++c) {
-        INFO(configs[c].policy.text()
-             << " prefill " << prefill.text() << " positions " << name_of(positions));
-        const std::vector<double> expected = decode(model, ids, prompt, configs[c]);
-        REQUIRE(scores[c].nll.size() == expected.size());
-        double worst = 0;
-        for (std::size_t i = 0; i < expected.size(); ++i)
-          worst = std::max(worst, std::fabs(scores[c].nll[i] - expected[i]));
-        CHECK(worst <= 1e-4);
-      }
-    }
+  const CacheShape heads = model.config().heads();
+  const auto configs = with_full_first(
+      test::covering({.budgets = test::budgets_about(36, heads)}, &kDecoder, 180, heads));
+  const auto scores = run_closed_loop(model, ids, configs, {.prompt_tokens = prompt, .threads = 2});
+  for (std::size_t c = 0; c < configs.size(); ++c) {
+    INFO(test::text_of(configs[c]));
+    const std::vector<double> expected = decode(model, ids, prompt, configs[c]);
+    REQUIRE(scores[c].nll.size() == expected.size());
+    double worst = 0;
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      worst = std::max(worst, std::fabs(scores[c].nll[i] - expected[i]));
+    CHECK(worst <= 1e-4);
+  }
 }
 
-TEST_CASE("The closed loop takes budgets by layer and KV head") {
+TEST_CASE("The closed loop counts the bytes of budgets by layer and KV head") {
   const Model model = Model::load(kModel, 2);
-  const std::vector<std::int32_t> ids = some_tokens(120);
   CacheConfig config = config_of("h2o", 40, Prefill{1}, Positions::original);
-  HeadBudgets heads;
-  for (std::uint32_t i = 0; i < 4; ++i) heads.push_back({20 + 10 * i, 25 + 10 * i});
-  config.budget = budget_of_heads(heads);
-  CacheConfig shared = config_of("h2o", 20, Prefill{0}, Positions::original);
-  shared.budget = parse_budget("ada(20)");
-  const std::vector<CacheConfig> configs{config_of("full", 1, Prefill{1}, Positions::original),
-                                         config, shared};
-  const auto scores = run_closed_loop(model, ids, configs, {.prompt_tokens = 50, .threads = 1});
-  for (std::size_t c = 1; c < 3; ++c) {
-    const std::vector<double> expected = decode(model, ids, 50, configs[c]);
-    for (std::size_t i = 0; i < expected.size(); ++i)
-      REQUIRE(std::fabs(scores[c].nll[i] - expected[i]) <= 1e-4);
-  }
+  config.budget = budget_of_heads({{20, 25}, {30, 35}, {40, 45}, {50, 55}});
+  const std::vector<CacheConfig> configs = with_full_first({config});
+  const auto scores =
+      run_closed_loop(model, some_tokens(120), configs, {.prompt_tokens = 50, .threads = 1});
   CHECK(scores[1].kv_bytes_peak == (20 + 25 + 30 + 35 + 40 + 45 + 50 + 55) * 2 * 64 * 4);
 }
 

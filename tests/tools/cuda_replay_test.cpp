@@ -3,8 +3,6 @@
 
 #include <cmath>
 #include <map>
-#include <random>
-#include <set>
 #include <tuple>
 
 #include "engine/backend.hpp"
@@ -14,7 +12,6 @@
 #include "tests/sim/differential.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/skip.hpp"
-#include "tests/traces/extra_files.hpp"
 #include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab {
@@ -175,10 +172,7 @@ void check_same(const TraceReader& trace, const std::vector<CacheConfig>& grid) 
   const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
     kept[{unit, config, query}] = {live.begin(), live.end()};
   });
-  const auto text = [&](std::size_t c) {
-    return grid[c].policy.text() + " budget " + grid[c].budget.text() + " prefill " +
-           grid[c].prefill.text() + " positions " + std::string(name_of(grid[c].positions));
-  };
+  const auto text = [&](std::size_t c) { return test::text_of(grid[c]); };
   for (const CacheConfig& config : grid) REQUIRE(device->takes(trace, config));
   ReplayOptions options{.span = Span::all, .plain = true, .threads = 4};
   const ReplayResult here = replay(trace, kSequence, grid, options);
@@ -197,108 +191,35 @@ void check_same(const TraceReader& trace, const std::vector<CacheConfig>& grid) 
       }
 }
 
-/// With every column that a registered policy reads and nobody computes, drawn.
-TraceReader with_columns(const std::filesystem::path& directory, const RandomTrace& wanted) {
-  write_random_trace(directory, wanted);
-  std::mt19937 draw(wanted.seed);
-  std::set<std::string> names{"drawn"};
+TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  std::vector<std::string> policies{"column:name=drawn",
+                                    "column:name=key_cosine:keep=-1",
+                                    "keydiff:sinks=2:recent=5",
+                                    "lru:sinks=2",
+                                    "vatp:every=7",
+                                    "knorm:once:smooth=2",
+                                    "h2o:every=500",
+                                    "criticalkv:every=9:smooth=1000"};
   for (const PolicyEntry& entry : policy_catalogue())
-    for (std::uint32_t c = 0; c < entry.info.column_count(); ++c)
-      names.insert(entry.info.columns[c]);
-  for (const std::string& name : names)
-    if (!is_computed(name, false) && !name.starts_with("name="))
-      test::write_column(directory, name, [&](auto, auto, auto) {
-        return static_cast<float>(draw() % 4096) / 4096;
-      });
-  return TraceReader::open(directory);
-}
-
-TEST_CASE("a device keeps the sets of the plain replay under every registered policy", "[gpu]") {
-  if (!has_cuda_device()) return skip("no CUDA device");
-  for (const std::size_t shape : {1, 2}) {
+    if (entry.info.evicts) policies.push_back(entry.info.name);
+  RandomTrace layers{.layers = 3,
+                     .segments = {{0, 40, kPrompt}, {40, 80, kDecode}, {120, 20, kPrompt}},
+                     .spans = {{"early", 10, 9}},
+                     .seed = 12};
+  for (const RandomTrace& wanted : {shapes()[1], shapes()[2], layers}) {
     const test::TemporaryFolder folder;
-    const TraceReader trace = with_columns(folder / "trace", shapes()[shape]);
-    std::vector<std::string> policies{"column:name=drawn",        "column:name=key_cosine:keep=-1",
-                                      "keydiff:sinks=2:recent=5", "vatp:every=7",
-                                      "knorm:once:smooth=2",      "criticalkv:every=9:smooth=3"};
-    for (const PolicyEntry& entry : policy_catalogue()) policies.push_back(entry.info.name);
-    std::vector<CacheConfig> grid;
-    for (const std::string& policy : policies)
-      for (const std::uint32_t budget : {37u, 52u})
-        for (const std::uint32_t chunk : {0u, 7u, 1u})
-          for (const Positions positions : {Positions::original, Positions::cache})
-            grid.push_back({.policy = parse_policy(policy),
-                            .budget = {.extent = tokens(budget)},
-                            .prefill = {chunk},
-                            .positions = positions});
-    check_same(trace, grid);
+    const TraceReader trace = write_with_columns(folder / "trace", wanted);
+    check_same(trace, configs_of({.policies = policies}, &kCudaReplay, trace, 37));
   }
 }
 
-TEST_CASE("a device keeps the sets of the plain replay under modifiers", "[gpu]") {
+TEST_CASE("a device does not take heads that share slots", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;
-  const TraceReader trace = with_columns(folder / "trace", shapes()[1]);
-  std::vector<CacheConfig> grid;
-  for (const std::string modifiers :
-       {":every=2", ":every=16", ":every=500", ":smooth=2", ":once", ":once:smooth=3:pool=max",
-        ":every=9:smooth=1000", ":scope=layer", ":scope=layer:every=5:smooth=2"})
-    for (const std::string policy :
-         {"h2o", "lru:sinks=2", "window", "random", "vatp", "knorm", "lazy_eviction"})
-      for (const std::uint32_t chunk : {0u, 7u, 1u})
-        for (const Positions positions : {Positions::original, Positions::cache})
-          grid.push_back({.policy = parse_policy(policy + modifiers),
-                          .budget = {.extent = tokens(12)},
-                          .prefill = {chunk},
-                          .positions = positions});
-  check_same(trace, grid);
-}
-
-TEST_CASE("a device keeps the sets of the plain replay where a group gives its largest", "[gpu]") {
-  if (!has_cuda_device()) return skip("no CUDA device");
-  for (const std::size_t shape : {1, 2}) {
-    const test::TemporaryFolder folder;
-    const TraceReader trace = write_random_trace(folder / "trace", shapes()[shape]);
-    std::vector<CacheConfig> grid;
-    for (const char* policy :
-         {"h2o:group=max", "a2sf:group=max", "tova:group=max", "vatp:group=max",
-          "h2o:group=max:scope=layer", "snapkv:group=max:recent=5"})
-      for (const std::uint32_t chunk : {0u, 7u, 1u})
-        for (const Positions positions : {Positions::original, Positions::cache})
-          grid.push_back({.policy = parse_policy(policy),
-                          .budget = {.extent = tokens(20)},
-                          .prefill = {chunk},
-                          .positions = positions});
-    check_same(trace, grid);
-  }
-}
-
-TEST_CASE("a device keeps the sets of the plain replay under budgets by head", "[gpu]") {
-  if (!has_cuda_device()) return skip("no CUDA device");
-  const test::TemporaryFolder folder;
-  const TraceReader trace = write_random_trace(
-      folder / "trace", {.layers = 3,
-                         .segments = {{0, 40, kPrompt}, {40, 80, kDecode}, {120, 20, kPrompt}},
-                         .spans = {{"early", 10, 9}},
-                         .seed = 12});
-  std::vector<CacheConfig> grid{{.policy = parse_policy("full")}};
-  for (const char* policy : {"h2o", "lru:sinks=2", "window", "sink", "random", "vatp",
-                             "h2o:every=9:smooth=2", "window:every=5"})
-    for (const std::uint32_t chunk : {0u, 7u, 1u})
-      for (const Positions positions : {Positions::original, Positions::cache})
-        for (const Budget& budget :
-             {budget_of_heads({{12, 33}, {200, 8}, {21, 21}}), parse_budget("pyramid(24)")})
-          grid.push_back({.policy = parse_policy(policy),
-                          .budget = budget,
-                          .prefill = {chunk},
-                          .positions = positions});
-  CacheConfig by_layer{.policy = parse_policy("h2o:scope=layer"),
-                       .budget = parse_budget("pyramid(24)")};
-  grid.push_back(by_layer);
-  check_same(trace, grid);
-  by_layer.policy = parse_policy("h2o");
-  by_layer.budget = parse_budget("ada(24)");
-  CHECK(!cuda_replayer()->takes(trace, by_layer));
+  const TraceReader trace = write_random_trace(folder / "trace", {});
+  CHECK(!cuda_replayer()->takes(
+      trace, {.policy = parse_policy("h2o"), .budget = parse_budget("ada(24)")}));
 }
 
 TEST_CASE("a device takes one KV head of a layer whose caches evict together", "[gpu]") {

@@ -5,28 +5,21 @@
 #include <algorithm>
 #include <cmath>
 
-#include "policies/executor.hpp"
+#include "tests/conformance.hpp"
 #include "tests/engine/cuda_fixture.hpp"
 #include "tests/loop_fixture.hpp"
 
 namespace kvlab {
 namespace {
 
-/// The full cache and every policy, guarded and not, at two budgets.
-std::vector<CacheConfig> grid(Prefill prefill, Positions positions) {
-  std::vector<CacheConfig> configs{config_of("full", 1, prefill, Positions::original)};
-  for (const PolicyEntry& entry : policy_catalogue())
-    for (const std::uint32_t budget : {36u, 70u})
-      if (entry.info.evicts && column_beyond(kCudaLoop, parse_policy(entry.info.name)).empty())
-        configs.push_back(config_of(entry.info.name, budget, prefill, positions));
-  configs.push_back(config_of("lru:sinks=4:recent=50%", 40, prefill, positions));
-  for (const char* policy : {"h2o:every=16", "lru:once", "window:every=5", "h2o:smooth=2:every=7",
-                             "h2o:group=max", "h2o:scope=layer", "lru:scope=layer:every=6"})
-    configs.push_back(config_of(policy, 24, prefill, positions));
-  for (const char* policy : {"h2o", "window", "vatp"}) {
-    configs.push_back(config_of(policy, 24, prefill, positions));
-    configs.back().budget = budget_of_heads({4, {12, 36}});
-  }
+/// The full cache, and whatever may be asked for; with guards too.
+std::vector<CacheConfig> grid() {
+  const CacheShape heads = cpu_tiny().config().heads();
+  auto configs = with_full_first(
+      test::covering({.budgets = test::budgets_about(36, heads)}, &kCudaLoop, 300, heads));
+  for (const Positions positions : {Positions::original, Positions::cache})
+    for (const char* policy : {"lru:sinks=4:recent=50%", "roco", "h2o"})
+      configs.push_back(config_of(policy, 70, Prefill{}, positions));
   return configs;
 }
 
@@ -56,22 +49,17 @@ TEST_CASE("In float32 the loop on a device gives every token the CPU's log-likel
   const auto backend = load_cuda_backend(kTiny);
   const Sweep on_device = sweep_by_device_layers(tiny(Dtype::f32));
   const std::vector<Ids> sequences{some_tokens(200), some_tokens(131)};
-  for (const Prefill prefill : {Prefill{0}, Prefill{13}, Prefill{1}})
-    for (const Positions positions : {Positions::original, Positions::cache}) {
-      const std::vector<CacheConfig> configs = grid(prefill, positions);
-      const EvalOptions options{.prompt_tokens = 50, .threads = 2};
-      const auto ours = on_device(sequences, configs, options),
-                 wanted = sweep_by_layers(cpu_tiny())(sequences, configs, options);
-      for (std::size_t s = 0; s < sequences.size(); ++s)
-        for (std::size_t c = 0; c < configs.size(); ++c) {
-          INFO(configs[c].policy.text()
-               << " budget " << configs[c].budget.text() << " prefill " << prefill.text()
-               << " positions " << name_of(positions) << " sequence " << s);
-          const double most = tolerance(configs[c]);
-          CHECK(worst_difference(ours[s][c].nll, wanted[s][c].nll) <= most);
-          CHECK(worst_difference(ours[s][c].kl, wanted[s][c].kl) <= most);
-          CHECK(ours[s][c].kv_bytes_peak == wanted[s][c].kv_bytes_peak);
-        }
+  const std::vector<CacheConfig> configs = grid();
+  const EvalOptions options{.prompt_tokens = 50, .threads = 2};
+  const auto ours = on_device(sequences, configs, options),
+             wanted = sweep_by_layers(cpu_tiny())(sequences, configs, options);
+  for (std::size_t s = 0; s < sequences.size(); ++s)
+    for (std::size_t c = 0; c < configs.size(); ++c) {
+      INFO(test::text_of(configs[c]) << " sequence " << s);
+      const double most = tolerance(configs[c]);
+      CHECK(worst_difference(ours[s][c].nll, wanted[s][c].nll) <= most);
+      CHECK(worst_difference(ours[s][c].kl, wanted[s][c].kl) <= most);
+      CHECK(ours[s][c].kv_bytes_peak == wanted[s][c].kv_bytes_peak);
     }
 }
 
@@ -79,14 +67,14 @@ TEST_CASE("In bf16 the loop by layers is the engine's that decodes, within bf16"
   if (no_device()) return;
   const auto backend = load_cuda_backend(kTiny);
   const std::vector<Ids> sequences{some_tokens(300)};
-  std::vector<CacheConfig> configs = grid(Prefill{0}, Positions::original);
+  std::vector<CacheConfig> configs = grid();
   std::erase_if(configs, [](const CacheConfig& c) { return !refusal(kCudaDecoder, c).empty(); });
   const EvalOptions options{.prompt_tokens = 60, .threads = 2};
   const auto by_layers =
                  sweep_by_device_layers(*backend->device_model())(sequences, configs, options),
              by_tokens = sweep_by_tokens(*backend)(sequences, configs, options);
   for (std::size_t c = 0; c < configs.size(); ++c) {
-    INFO(configs[c].policy.text() << " budget " << configs[c].budget.text());
+    INFO(test::text_of(configs[c]));
     CHECK(std::fabs(mean(by_layers[0][c].nll) - mean(by_tokens[0][c].nll)) <=
           tolerance_in_bf16(by_tokens[0][c]));
   }

@@ -1,0 +1,139 @@
+#include "tests/conformance.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <optional>
+#include <random>
+#include <set>
+#include <stdexcept>
+
+#include "tests/policies/unmodified.hpp"
+
+namespace kvlab::test {
+namespace {
+
+constexpr std::size_t kFactors = 6;
+/// Which of each list: policy, modifiers, ladder, budget, prefill, positions.
+using Row = std::array<std::uint16_t, kFactors>;
+
+std::string spell(const std::string& policy, const std::string& modifiers) {
+  return modifiers == "own" ? policy : unmodified(policy, modifiers);
+}
+
+/// What the row says; empty if it says nothing that can be.
+std::optional<CacheConfig> config_of(const Choices& from, const Row& row, const Executor* executor,
+                                     std::uint32_t length, const CacheShape& model) {
+  try {
+    std::string policy = spell(from.policies[row[0]], from.modifiers[row[1]]);
+    if (!from.ladders[row[2]].empty()) policy += ":ladder=" + from.ladders[row[2]];
+    CacheConfig config{.policy = parse_policy(policy),
+                       .budget = from.budgets[row[3]],
+                       .prefill = from.prefills[row[4]],
+                       .positions = from.positions[row[5]],
+                       .seed = 11};
+    if (executor && !refusal(*executor, config).empty()) return {};
+    resolve(config, length, 0, model);
+    return config;
+  } catch (const std::invalid_argument&) {
+    return {};
+  }
+}
+
+std::array<std::size_t, kFactors> sizes(const Choices& from) {
+  return {from.policies.size(), from.modifiers.size(), from.ladders.size(),
+          from.budgets.size(),  from.prefills.size(),  from.positions.size()};
+}
+
+/// Fails where an entry of a list is in no row.
+void check_each_is_met(const Choices& from, const std::vector<Row>& rows) {
+  const auto most = sizes(from);
+  for (std::size_t f = 0; f < kFactors; ++f) {
+    std::set<std::uint16_t> met;
+    for (const Row& row : rows) met.insert(row[f]);
+    for (std::uint16_t i = 0; i < most[f]; ++i)
+      if (!met.contains(i))
+        throw std::logic_error(fmt::format(
+            "conformance: choice {} of list {} goes with nothing", i,
+            std::array{"policies", "modifiers", "ladders", "budgets", "prefills", "positions"}[f]));
+  }
+}
+
+/// The pairs of choices that a row has.
+std::vector<std::size_t> pairs_of(const Row& row) {
+  std::vector<std::size_t> pairs;
+  for (std::size_t a = 0; a < kFactors; ++a)
+    for (std::size_t b = a + 1; b < kFactors; ++b)
+      pairs.push_back(((a * kFactors + b) * 128 + row[a]) * 128 + row[b]);
+  return pairs;
+}
+
+std::vector<Row> sample(const std::vector<Row>& rows) {
+  std::vector<bool> left(kFactors * kFactors * 128 * 128);
+  for (const Row& row : rows)
+    for (const std::size_t pair : pairs_of(row)) left[pair] = true;
+  std::vector<Row> chosen;
+  for (std::ptrdiff_t most = kFactors * (kFactors - 1) / 2; most > 0; --most)
+    for (const Row& row : rows) {  // those that bring `most` new pairs, and then fewer
+      const auto pairs = pairs_of(row);
+      if (std::ranges::count_if(pairs, [&](std::size_t pair) { return left[pair]; }) < most)
+        continue;
+      for (const std::size_t pair : pairs) left[pair] = false;
+      chosen.push_back(row);
+    }
+  return chosen;
+}
+
+}  // namespace
+
+std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model) {
+  HeadBudgets heads(model.layers, std::vector<std::uint32_t>(model.kv_heads));
+  std::uint32_t next = 0;
+  for (auto& layer : heads)  // even within every other layer, as scope=layer needs it in all
+    for (std::uint32_t& own : layer) own = tokens * (4 + next++ * 5 % 7) / 6;
+  HeadBudgets layers = heads;
+  for (auto& layer : layers) std::ranges::fill(layer, layer.front());
+  return {parse_budget(std::to_string(tokens)), parse_budget(fmt::format("pyramid({})", tokens)),
+          parse_budget(fmt::format("ada({})", tokens)), budget_of_heads(heads),
+          budget_of_heads(layers)};
+}
+
+std::vector<CacheConfig> covering(const Choices& choices, const Executor* executor,
+                                  std::uint32_t length, const CacheShape& model) {
+  Choices from = choices;
+  if (from.policies.empty())
+    for (const PolicyEntry& entry : policy_catalogue())
+      if (const CacheConfig alone{.policy = parse_policy(entry.info.name)};
+          alone.evicts() && (!executor || refusal(*executor, alone).empty()))
+        from.policies.push_back(entry.info.name);
+  const auto most = sizes(from);
+  std::vector<Row> rows;
+  std::size_t all = 1;
+  for (const std::size_t size : most) all *= size;
+  for (std::size_t i = 0; i < all; ++i) {
+    Row row{};
+    std::size_t rest = i;
+    for (std::size_t f = 0; f < kFactors; rest /= most[f++])
+      row[f] = static_cast<std::uint16_t>(rest % most[f]);
+    if (config_of(from, row, executor, length, model)) rows.push_back(row);
+  }
+  check_each_is_met(from, rows);
+  std::ranges::shuffle(rows, std::mt19937(1));
+  if (!std::getenv("KVLAB_EVERY")) rows = sample(rows);
+  std::vector<CacheConfig> chosen;
+  std::set<std::string> met;  // "own" may be none
+  for (const Row& row : rows) {
+    const CacheConfig config = *config_of(from, row, executor, length, model);
+    if (met.insert(text_of(config)).second) chosen.push_back(config);
+  }
+  return chosen;
+}
+
+std::string text_of(const CacheConfig& config) {
+  return fmt::format("{} budget {} prefill {} positions {}", config.policy.text(),
+                     config.budget.text(), config.prefill.text(), name_of(config.positions));
+}
+
+}  // namespace kvlab::test
