@@ -183,7 +183,7 @@ def test_a_batched_chat_goes_on_behind_padding() -> None:
             numpy.testing.assert_array_equal(caches.kept(layer, 0, row), own.kept(layer, 0))
 
 
-@pytest.mark.skipif(not os.environ.get("KVLAB_EVERY_FAMILY"), reason="KVLAB_EVERY_FAMILY is not set; minutes")
+@pytest.mark.skipif(not os.environ.get("KVLAB_EVERY"), reason="KVLAB_EVERY is not set; minutes")
 def test_every_family_is_evicted_from_or_refused_in_one_line() -> None:
     counts: collections.Counter[str] = collections.Counter()
     for family, model in miniatures(counts, lambda model: text_of(model, IDS[:, :PROMPT])):

@@ -172,7 +172,7 @@ def test_what_a_trace_cannot_say_is_refused_before_it_is_fed(
     assert "\n" not in str(refused.value) and not (tmp_path / "trace").exists()
 
 
-@pytest.mark.skipif(not os.environ.get("KVLAB_EVERY_FAMILY"), reason="KVLAB_EVERY_FAMILY is not set; minutes")
+@pytest.mark.skipif(not os.environ.get("KVLAB_EVERY"), reason="KVLAB_EVERY is not set; minutes")
 def test_every_family_is_captured_or_refused_in_one_line() -> None:
     counts: collections.Counter[str] = collections.Counter()
     for family, model in miniatures(counts):

@@ -9,5 +9,6 @@ function(kvlab_embed_text target function)
             "-DFILES=${ARGN}" -P ${PROJECT_SOURCE_DIR}/tools/cmake/write_embedded.cmake
     DEPENDS ${files} ${PROJECT_SOURCE_DIR}/tools/cmake/write_embedded.cmake
     VERBATIM)
+  set_source_files_properties(${output} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON) # clang-tidy reads what is ours alone
   target_sources(${target} PRIVATE ${output})
 endfunction()

@@ -1,11 +1,12 @@
 #!/bin/sh
 # faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: capture, replay, eval and tune, each with one fault at a time:
 # killed before a call that changes files, or that call failing, writing less, or an allocation without memory. What was
-# sealed is whole, the same command goes on or says why not, and nothing else is touched. STEPS moments of each kind (6),
-# or `all` (of a hundred thousand allocations, 400). In the environment: KINDS, these kinds of faults alone; KILLS, how
-# often capture and replay are killed at random too, as larger jobs by one to four threads (12; SEED: other moments).
+# sealed is whole, the same command goes on or says why not, and nothing else is touched. STEPS moments of each kind (2; 6
+# under KVLAB_EVERY), or `all` (of a hundred thousand allocations, 400). In the environment: KINDS, these kinds of faults
+# alone; KILLS, how often capture and replay are killed at random too, as larger jobs by one to four threads (4 or 12;
+# SEED: other moments).
 set -eu
-kvlab=$1 source=$2 faults=$3 steps=${4:-6}
+kvlab=$1 source=$2 faults=$3 steps=${4:-$((${KVLAB_EVERY:+4} + 2))}
 shift 3
 [ $# -eq 0 ] || shift
 commands=${*:-capture replay evaluate tune}
@@ -173,7 +174,7 @@ mv trace run scores tuned whole
 for command in $commands; do
   for kind in ${KINDS:-kill ENOSPC EIO EINTR short memory}; do walk $command $kind; done
 done
-kills=${KILLS:-12} text=long grid='--policy h2o,lru --budget 16,32'
+kills=${KILLS:-$((${KVLAB_EVERY:+8} + 4))} text=long grid='--policy h2o,lru --budget 16,32'
 case "$commands" in *capture*) storm capture trace ;; esac
 case "$commands" in *replay*) storm replay run ;; esac
 [ "$(cat ./*.part run.part.more | sort -u)" = theirs ] || fail "a file of another was written"
