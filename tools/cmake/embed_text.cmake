@@ -7,8 +7,7 @@ function(kvlab_embed_text target function)
     OUTPUT ${output}
     COMMAND ${CMAKE_COMMAND} -DOUTPUT=${output} -DFUNCTION=${function} -DROOT=${PROJECT_SOURCE_DIR}
             "-DFILES=${ARGN}" -P ${PROJECT_SOURCE_DIR}/tools/cmake/write_embedded.cmake
-    DEPENDS ${files} ${PROJECT_SOURCE_DIR}/tools/cmake/write_embedded.cmake
-    VERBATIM)
+    DEPENDS ${files} ${PROJECT_SOURCE_DIR}/tools/cmake/write_embedded.cmake VERBATIM)
   set_source_files_properties(${output} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON) # clang-tidy reads what is ours alone
   target_sources(${target} PRIVATE ${output})
 endfunction()
