@@ -159,9 +159,10 @@ class Decoder::Impl {
     for (LayerCache& layer : layers_) layer.end_prompt();
   }
 
-  /// Nobody leaves and nothing is observed: chunks do not matter.
+  /// Nobody leaves, nothing is observed or coded: chunks do not matter.
   bool any_chunk() const {
-    return !asked_.evicts() && asked_.policy.entry->info.needs == Needs::nothing;
+    return !asked_.evicts() && asked_.policy.entry->info.needs == Needs::nothing &&
+           !asked_.policy.ladder.is_coded();
   }
   std::size_t admission_tokens(SegmentKind kind, std::size_t count) const {
     const std::uint32_t asked = kind == SegmentKind::decode ? 1 : asked_.prefill.chunk;

@@ -17,7 +17,7 @@ constexpr std::uint32_t kMostBlock = 8192;  // where a prompt's chunks make them
 std::uint32_t prompt_block(std::span<const CacheConfig> configs) {
   std::uint64_t block = 1;
   for (const CacheConfig& config : configs) {
-    if (!config.evicts()) continue;
+    if (!config.evicts() && !config.policy.ladder.is_coded()) continue;
     if (config.prefill.chunk == 0) return 0;
     block = std::lcm(block, std::uint64_t{config.prefill.chunk});
     if (block > kMostBlock) return 0;
