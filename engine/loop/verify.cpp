@@ -11,9 +11,11 @@
 #include <memory>
 #include <stdexcept>
 
+#include "engine/cache/growing_rope.hpp"
 #include "engine/loop/float64_attention.hpp"
 #include "policies/observation.hpp"
 #include "sim/run_heads.hpp"
+#include "traces/base/numeric/code.hpp"
 #include "traces/base/parallel.hpp"
 #include "traces/layer_ropes.hpp"
 
@@ -25,6 +27,7 @@ constexpr double kFloatError = 1e-5;  // of a float32 probability
 /// The evicting run of one KV head, as it is watched.
 struct WatchedHead {
   const Float64Attention* reference = nullptr;  // its layer's
+  GrowingRope* rope = nullptr;                  // likewise, as the engine turns keys for codes
   std::unique_ptr<LiveSet> shadow;           // the simulator's, fed with the engine's observations
   std::unique_ptr<ColumnMaker> maker;        // the simulator's too; null where there are no columns
   std::vector<float> columns;                // the engine's, of the admission in progress
@@ -60,12 +63,15 @@ class Verifier::Watch final : public DecoderObserver {
         output_(std::move(output)),
         heads_(std::size_t{shape_.layers} * shape_.kv_heads) {
     asked_.spans = config_.heads().spans;
-    for (const RowSpec& row : config_.rows)
+    for (const RowSpec& row : config_.rows) {
       references_.emplace_back(row.rope, shape_.head_size, row.scale);
+      ropes_.emplace_back(row.rope);
+    }
     for (std::uint32_t layer = 0; layer < shape_.layers; ++layer)
       for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
         WatchedHead& head = at(layer, h);
         head.reference = &references_[layer];
+        head.rope = &ropes_[layer];
         head.shadow = std::make_unique<LiveSet>(asked_.live_set(layer, h));
         if (const auto& names = head.shadow->columns(); !names.empty())
           head.maker = std::make_unique<ColumnMaker>(names, shape_.head_size,
@@ -272,15 +278,31 @@ class Verifier::Watch final : public DecoderObserver {
     return std::max(kFloatError, 2 * worst);
   }
 
+  /// The key of the live token at `age`, turned, in float64: what its code holds, if it has one.
+  std::vector<double> key_of(const WatchedHead& head, std::uint32_t age) const {
+    const Admission& admission = admissions_.back();
+    const std::uint32_t position = head.shadow->positions()[age];
+    const float* const plain = head.k.data() + std::size_t{position} * shape_.head_size;
+    if (asked_.positions == Positions::cache) return head.reference->rotate(plain, age);
+    const bool staged = admission.tokens > 1 && position >= admission.first;
+    if (staged || head.shadow->form(age).exact()) return head.rotated[position];
+    std::vector<float> code(shape_.head_size);
+    head.rope->covering(position + 1).rotate(plain, code.size(), position, code.data());
+    butterflies(code);
+    for (const KvForm* form :
+         way_down(head.shadow->ladder(), -1, static_cast<int>(head.shadow->rung(age))))
+      code_row(code, form->key_bits, form->floating);
+    std::vector<double> key(code.begin(), code.end());
+    butterflies(key);
+    for (double& x : key) x /= kCodeBlock;
+    return key;
+  }
+
   std::vector<Expected> expected_observations(const WatchedHead& head) {
     const auto live = head.shadow->positions();
     const Admission& admission = admissions_.back();
     std::vector<std::vector<double>> keys;
-    for (std::uint32_t i = 0; i < live.size(); ++i)
-      keys.push_back(
-          asked_.positions == Positions::original
-              ? head.rotated[live[i]]
-              : head.reference->rotate(head.k.data() + std::size_t{live[i]} * shape_.head_size, i));
+    for (std::uint32_t age = 0; age < live.size(); ++age) keys.push_back(key_of(head, age));
     std::vector<Expected> expected(live.size());
     for (std::uint32_t n = 0; n < admission.tokens; ++n) {
       const std::uint32_t visible = head.shadow->size() - (admission.tokens - 1 - n);
@@ -338,6 +360,7 @@ class Verifier::Watch final : public DecoderObserver {
   VerifyOptions how_;
   std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
   std::vector<Float64Attention> references_;         // by layer
+  std::vector<GrowingRope> ropes_;                   // likewise
   double worst_plain_ = 0;
   std::vector<WatchedHead> heads_;  // [layer, kv_head]
   std::vector<Admission> admissions_;
@@ -459,11 +482,6 @@ VerifyReport Verifier::report() { return watch_->finish(); }
 VerifyReport verify_decoder(Backend& backend, const ResolvedConfig& cache,
                             const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
                             const VerifyOptions& options) {
-  if (cache.policy.ladder.is_coded())
-    throw std::invalid_argument(fmt::format(
-        "ladder {}: observations are compared with attention over keys in 16 bit, and codes are "
-        "not; a ladder of 16 is expected",
-        cache.policy.ladder.text()));
   Verifier verifier(
       backend.config(), cache, backend.rounding(), options,
       wants_projections(cache.policy.columns) ? backend.output_projections() : nullptr);

@@ -54,7 +54,10 @@ void check(Backend& backend, const ResolvedConfig& options, const std::vector<Ve
 TEST_CASE("The engine and the simulator evict the same tokens, whatever is asked for") {
   const auto backend = load_backend(Device::cpu, kModel, 2);
   const CacheShape heads = backend->config().heads();
-  test::Choices choices{.budgets = test::budgets_about(36, heads)};
+  test::Choices choices{
+      .ladders = {"", "16@12t+8@30%+4@70%", "4", "fp8@50%+k4v2@50%", "8@25%+4@50%+2@25%"},
+      .budgets = test::budgets_about(36, heads)};
+  choices.budgets.push_back(parse_budget("10%bytes"));
   for (const PolicyEntry& entry : policy_catalogue())
     if (column_beyond(kDecoder, parse_policy(entry.info.name)).empty() && entry.info.evicts)
       choices.policies.push_back(entry.info.name);

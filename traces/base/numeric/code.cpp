@@ -46,18 +46,22 @@ void code_floating(std::span<float> block, float largest) {
   for (float& y : block) y = round_to_e4m3(y / scale) * scale;
 }
 
-}  // namespace
-
-void butterflies(std::span<float> row) {
+template <class Number>
+void butterflies_of(std::span<Number> row) {
   for (std::size_t base = 0; base < row.size(); base += kBlock)
     for (std::size_t apart = 1; apart < kBlock; apart *= 2)
       for (std::size_t i = base; i < base + kBlock; ++i)
         if ((i & apart) == 0) {
-          const float a = row[i], b = row[i + apart];
+          const Number a = row[i], b = row[i + apart];
           row[i] = a + b;
           row[i + apart] = a - b;
         }
 }
+
+}  // namespace
+
+void butterflies(std::span<float> row) { butterflies_of(row); }
+void butterflies(std::span<double> row) { butterflies_of(row); }
 
 void code_row(std::span<float> row, int bits, bool floating) {
   for (std::size_t base = 0; base < row.size(); base += kBlock) {

@@ -10,6 +10,7 @@ namespace kvlab {
 /// y = H x for each block of 32, H the Hadamard matrix of ±1: five rounds of sums and differences,
 /// neighbours first. H H x = 32 x.
 void butterflies(std::span<float> row);
+void butterflies(std::span<double> row);
 
 /// Each block of 32 of `row`, behind the butterflies, to what is read back of its code. Whole
 /// numbers of `bits`: with mn16 = fp16(least), s16 = fp16((most - least) / (2^bits - 1)), the next
