@@ -35,6 +35,16 @@ class RungCounts {
   double held() const {
     return in_16_bit([&](std::size_t rung) { return tokens_[rung]; });
   }
+  /// As LiveCounts::floats_peak, with the youngest `staged` not coded yet.
+  std::uint64_t in_floats(std::uint32_t staged) const {
+    constexpr std::uint64_t kExact = 2 * kCodeBlock * sizeof(float);
+    std::uint64_t bytes = staged * kExact;
+    for (std::size_t r = 0; r < ladder_.size(); ++r) {
+      const KvForm& form = *ladder_[r].form;
+      bytes += (tokens_[r] - (r == 0 ? staged : 0)) * (form.exact() ? kExact : form.block_bytes());
+    }
+    return bytes;
+  }
   double room() const {
     return in_16_bit([&](std::size_t rung) { return ladder_[rung].slots; });
   }
@@ -70,6 +80,8 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
     counts.evictions += leaving;
     counts.end += admission.tokens - leaving;
     counts.most = std::max(counts.most, counts.end);
+    const std::uint32_t staged = admission.tokens > 1 ? admission.tokens : 0;
+    counts.floats_peak = std::max(counts.floats_peak, on.in_floats(staged));
     after_prompt = admission.ends_prompt;
     if (!admission.decodes) continue;
     held += on.held(), ++decoded;

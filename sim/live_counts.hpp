@@ -18,6 +18,8 @@ struct LiveCounts {
   double held_peak = 0;    ///< likewise; both are `held_end` where none is decoded
   double held_end = 0;     ///< behind the last token
   double held_budget = 0;  ///< what the rungs have room for, or held_end where nobody leaves
+  /// The most at once, prompts included: bytes of kCodeBlock channels, float32 where not coded.
+  std::uint64_t floats_peak = 0;
 };
 
 /// `config` with its admissions; `budget` is the head's. Under ada() `budget` is the mean over the

@@ -7,6 +7,7 @@
 
 #include "policies/executor.hpp"
 #include "policies/observation.hpp"
+#include "sim/live_counts.hpp"
 #include "sim/run_heads.hpp"
 #include "traces/base/numeric/softmax.hpp"
 #include "traces/base/parallel.hpp"
@@ -59,8 +60,10 @@ class LayerAttention {
     by_head_.resize(shape.kv_heads);
   }
 
-  /// Another configuration, whose outputs go to `out`, [token, query_heads, dim]; null: nowhere.
+  /// Another configuration, which outlives this and whose outputs go to `out`, [token, query_heads,
+  /// dim]; null: nowhere.
   void add(const ResolvedConfig& config, float* out) {
+    configs_.push_back(&config);
     places_.push_back({config.evicts_by_layer(),
                        config.evicts_by_layer() ? by_layer_.size() : by_head_[0].size()});
     if (places_.back().by_layer) by_layer_.emplace_back();
@@ -95,10 +98,15 @@ class LayerAttention {
 
   /// Of the keys and values that the i-th held at once.
   std::uint64_t peak_bytes(std::size_t i) {
-    std::uint64_t tokens = 0;
-    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head)
-      tokens += run(i, head).live().live_max();
-    return tokens * 2 * shape_.head_size * sizeof(float);
+    std::uint64_t bytes = 0;
+    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
+      const LiveSet& live = run(i, head).live();
+      bytes +=
+          live.has_codes()
+              ? live_counts(*configs_[i], live.budget()).floats_peak * shape_.head_size / kCodeBlock
+              : live.live_max() * std::uint64_t{2} * shape_.head_size * sizeof(float);
+    }
+    return bytes;
   }
 
  private:
@@ -139,6 +147,7 @@ class LayerAttention {
   std::vector<std::vector<std::unique_ptr<HeadRun>>> by_head_;  // [kv_head][configuration]
   std::vector<LayerRun> by_layer_;                              // [configuration][kv_head]
   std::vector<Place> places_;
+  std::vector<const ResolvedConfig*> configs_;
 };
 
 /// The configurations that admit the prompt at once see the same prompt in every layer, exactly:

@@ -59,6 +59,14 @@ std::string figures_section(std::string_view heading, std::string_view text,
       heading, text, places);
 }
 
+std::string frontier_section(const Figure& frontier, nlohmann::ordered_json& data) {
+  return figures_section(
+      "What each byte buys",
+      "Down and to the left is better: less error, held in fewer bytes. What holds more is not "
+      "better for losing less. A bar to the right ends at the most that was held at once.",
+      {frontier}, data);
+}
+
 std::string html_header(std::string_view kind, std::string_view question, std::string_view context,
                         std::string_view answer, std::string_view accent, std::string_view note) {
   return fmt::format(

@@ -19,6 +19,9 @@ std::string html_page(std::string_view title, const std::string& body,
 std::string figures_section(std::string_view heading, std::string_view text,
                             const std::vector<Figure>& figures, nlohmann::ordered_json& data);
 
+/// That of error against bytes, which comes first.
+std::string frontier_section(const Figure& frontier, nlohmann::ordered_json& data);
+
 /// A section that the page's scripts fill, found by its id. Heading and text are HTML.
 std::string html_open_section(std::string_view id, std::string_view heading, std::string_view text);
 

@@ -41,10 +41,6 @@ constexpr const char* kCurves =
     "<code>oracle_topk</code>, where it is drawn, is the bound that no choice of so many tokens "
     "can "
     "pass. The full cache has recall 1 and no error.";
-constexpr const char* kFrontier =
-    "Down and to the left is better: less error, held in fewer bytes. What holds more is not "
-    "better "
-    "for losing less. A bar to the right ends at the most that was held at once.";
 constexpr const char* kSeen =
     "The text that the model read, up to one query. Shading: the attention that the full cache "
     "pays, mean over the head’s query heads. What a policy has evicted is struck out; what left "
@@ -93,9 +89,9 @@ class Page {
     if (winner_) data["winner"] = *winner_;
     data["by_head"] = by_head_.name;
     if (run_.kept) data["kept"] = kept_data();
-    std::string body = header() + html_open_section("explore", "What each budget buys", kCurves);
-    if (groups_.size() == 1)
-      body += figures_section("What each byte buys", kFrontier, {frontier()}, data);
+    std::string body = header();
+    if (groups_.size() == 1) body += frontier_section(frontier(), data);
+    body += html_open_section("explore", "What each budget buys", kCurves);
     if (!layers_are_empty())
       body += html_open_section("heads", "Where it is lost", data["note"].get<std::string>());
     if (run_.kept) body += html_open_section("kept", "What was kept, seen", kSeen);

@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "sim/run/csv.hpp"
+#include "traces/base/numeric/nan.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -20,7 +21,9 @@ namespace {
 
 constexpr std::string_view kHeader =
     "trace,policy,params,budget,budget_tokens,prefill,positions,span,threshold,seed,"
-    "layer,head,metric,value,stderr,count";
+    "layer,head,metric,value,stderr,count,ladder,budget_bytes";
+/// Of runs that are older than ladders: without the last two.
+constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",ladder"));
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 
@@ -32,14 +35,17 @@ constexpr MetricInfo kMetrics[] = {
 
 std::string scope_text(std::int32_t index) { return index < 0 ? "all" : fmt::format("{}", index); }
 
+/// Empty where there is none.
+std::string number_field(double value) { return std::isnan(value) ? "" : fmt::format("{}", value); }
+
 void append_row(std::string& text, const ResultRow& row) {
-  const std::string error =
-      std::isnan(row.standard_error) ? "" : fmt::format("{}", row.standard_error);
-  text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n", csv_field(row.trace),
-                      csv_field(row.policy), csv_field(row.params), csv_field(row.budget),
-                      row.budget_tokens, csv_field(row.prefill), csv_field(row.positions),
-                      csv_field(row.span), row.threshold, row.seed, scope_text(row.layer),
-                      scope_text(row.head), csv_field(row.metric), row.value, error, row.count);
+  text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n",
+                      csv_field(row.trace), csv_field(row.policy), csv_field(row.params),
+                      csv_field(row.budget), row.budget_tokens, csv_field(row.prefill),
+                      csv_field(row.positions), csv_field(row.span), row.threshold, row.seed,
+                      scope_text(row.layer), scope_text(row.head), csv_field(row.metric), row.value,
+                      number_field(row.standard_error), row.count, csv_field(row.ladder),
+                      number_field(row.budget_bytes));
 }
 
 /// A field as an error line may quote it: short, no control characters.
@@ -118,11 +124,11 @@ class RowParser {
       throw std::runtime_error(fmt::format("unknown metric '{}'", shown(row.metric)));
     row.value = number<double>("value");
     check_value(row);
-    row.standard_error = fields_[next_].empty()
-                             ? (++next_, std::numeric_limits<double>::quiet_NaN())
-                             : number<double>("stderr");
-    if (row.standard_error < 0) throw std::runtime_error("stderr is negative");
+    row.standard_error = amount("stderr");
     row.count = number<std::uint64_t>("count");
+    if (next_ == fields_.size()) return row;
+    row.ladder = parse_ladder(text()).text();
+    row.budget_bytes = amount("budget_bytes");
     return row;
   }
 
@@ -153,6 +159,14 @@ class RowParser {
   template <class T>
   T number(std::string_view column) {
     return number_in<T>(fields_[next_++], column);
+  }
+
+  /// Not less than nothing; NaN where there is none.
+  double amount(std::string_view column) {
+    if (fields_[next_].empty()) return ++next_, std::numeric_limits<double>::quiet_NaN();
+    const auto value = number<double>(column);
+    if (value < 0) throw std::runtime_error(fmt::format("{} is negative", column));
+    return value;
   }
 
   std::int32_t scope(std::string_view column) {
@@ -211,6 +225,9 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
                                    const ReplayOptions& options, const ReplayResult& result) {
   std::vector<ResultRow> rows;
   rows.reserve(result.measurements.size());
+  std::vector<double> bytes(grid.size(), kNaN);
+  for (const Measurement& one : result.measurements)
+    if (one.metric == "budget_bytes") bytes[one.config] = one.value;
   for (const Measurement& measurement : result.measurements) {
     if (std::isnan(measurement.value)) continue;
     const CacheConfig& config = grid[measurement.config];
@@ -230,6 +247,8 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
                     .value = measurement.value,
                     .standard_error = measurement.standard_error,
                     .count = measurement.count,
+                    .ladder = config.policy.ladder.text(),
+                    .budget_bytes = bytes[measurement.config],
                     .blocks = measurement.blocks});
   }
   return rows;
@@ -260,10 +279,12 @@ std::string results_csv(std::span<const ResultRow> rows) {
 std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view file) {
   std::vector<ResultRow> rows;
   std::vector<std::size_t> lines;
-  read_records(text, file, kHeader, [&](const std::vector<std::string>& fields, std::size_t line) {
+  const bool older = text.substr(0, text.find_first_of("\r\n")) == kOlderHeader;
+  const auto read = [&](const std::vector<std::string>& fields, std::size_t line) {
     rows.push_back(RowParser(fields).parse());
     lines.push_back(line);
-  });
+  };
+  read_records(text, file, older ? kOlderHeader : kHeader, read);
   refuse_duplicates(rows, lines, file);
   return rows;
 }
@@ -272,8 +293,7 @@ std::string blocks_csv(std::span<const ResultRow> rows) {
   std::string text = fmt::format("{}\n", kBlockHeader);
   for (const ResultRow& row : rows)
     for (std::size_t b = 0; b < row.blocks.size(); ++b)
-      text += fmt::format("{},{},{},{}\n", block_key(row), b,
-                          std::isnan(row.blocks[b]) ? "" : fmt::format("{}", row.blocks[b]),
+      text += fmt::format("{},{},{},{}\n", block_key(row), b, number_field(row.blocks[b]),
                           row.block_weights.empty() ? 1 : row.block_weights[b]);
   return text;
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -39,6 +40,8 @@ struct ResultRow {
   double value = 0;
   double standard_error = 0;  ///< NaN where there is none
   std::uint64_t count = 0;    ///< queries x query heads
+  std::string ladder = "16";
+  double budget_bytes = std::numeric_limits<double>::quiet_NaN();  ///< of all layers; NaN: unknown
   /// What it is paired by with other configurations: the figure by block of queries, of tokens, or
   /// by draw, and how much each counts (empty: alike). NaN: nothing in that block.
   std::vector<double> blocks = {}, block_weights = {};

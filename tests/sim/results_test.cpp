@@ -30,7 +30,9 @@ ResultRow row() {
           .metric = "nll_recall",
           .value = 0.1 + 0.2,
           .standard_error = 1e-17,
-          .count = 12345678901234};
+          .count = 12345678901234,
+          .ladder = "16:5t,4:100%",
+          .budget_bytes = 1536};
 }
 
 const std::string kHeader = results_csv({});
@@ -42,9 +44,9 @@ std::string refusal(const std::string& text) {
 
 /// A good row with one column replaced.
 std::string with_column(std::size_t column, const std::string& value) {
-  std::string fields[] = {"book",     "h2o",    "recent=50%", "64", "64",  "dense",
-                          "original", "decode", "0.01",       "0",  "all", "all",
-                          "recall",   "0.5",    "0.01",       "100"};
+  std::string fields[] = {"book",     "h2o",    "recent=50%", "64",  "64",  "dense",
+                          "original", "decode", "0.01",       "0",   "all", "all",
+                          "recall",   "0.5",    "0.01",       "100", "16",  "1024"};
   fields[column] = value;
   std::string line;
   for (const std::string& field : fields) line += field + ",";
@@ -77,13 +79,24 @@ TEST_CASE("results read back to the same bytes and values") {
 TEST_CASE("results have the columns that are promised") {
   CHECK(kHeader ==
         "trace,policy,params,budget,budget_tokens,prefill,positions,span,threshold,seed,layer,head,"
-        "metric,value,stderr,count\n");
+        "metric,value,stderr,count,ladder,budget_bytes\n");
   const std::vector<ResultRow> rows{row()};
   CHECK(
       results_csv(rows) ==
       kHeader +
           "book,h2o,sinks=0:recent=50%,20%,204,chunk:7,cache,decode,0.01,18446744073709551615,3,1,"
-          "nll_recall,0.30000000000000004,1e-17,12345678901234\n");
+          "nll_recall,0.30000000000000004,1e-17,12345678901234,\"16:5t,4:100%\",1536\n");
+}
+
+TEST_CASE("results of runs that are older than ladders are read") {
+  std::string older = with_column(0, "book");
+  for (const std::string part : {",ladder,budget_bytes", ",16,1024"})
+    older.erase(older.find(part), part.size());
+  const auto read = parse_results_csv(older, "results.csv");
+  REQUIRE(read.size() == 1);
+  CHECK(read[0].count == 100);
+  CHECK(read[0].ladder == "16");
+  CHECK(std::isnan(read[0].budget_bytes));
 }
 
 TEST_CASE("a value that is no number has no row") {
@@ -96,6 +109,8 @@ TEST_CASE("a value that is no number has no row") {
   CHECK(rows[0].metric == "recall");
   CHECK(rows[0].budget == "all");
   CHECK(rows[0].params.empty());
+  CHECK(rows[0].ladder == "16");
+  CHECK(std::isnan(rows[0].budget_bytes));
 }
 
 TEST_CASE("a bad row is refused by its line") {
@@ -115,7 +130,8 @@ TEST_CASE("a bad row is refused by its line") {
       Bad{13, "", "finite number"}, Bad{13, "1e400", "finite number"},
       Bad{13, "0x10", "finite number"}, Bad{13, "-1", "should be between"},
       Bad{13, "1e101", "should be between"}, Bad{14, "-0.5", "stderr is negative"},
-      Bad{15, "1.5", "whole number"});
+      Bad{15, "1.5", "whole number"}, Bad{16, "3", "'3' is no rung"},
+      Bad{17, "-1", "budget_bytes is negative"});
   const std::string message = refusal(with_column(bad.column, bad.value));
   CAPTURE(bad.value);
   CHECK_THAT(message, ContainsSubstring("results.csv: line 2: ") && ContainsSubstring(bad.says));
@@ -126,8 +142,8 @@ TEST_CASE("a file that is not made of such rows is refused") {
   CHECK_THAT(refusal(""), ContainsSubstring("line 1") && ContainsSubstring("header"));
   CHECK_THAT(refusal("policy,value\n"), ContainsSubstring("line 1"));
   CHECK_THAT(refusal(kHeader + "book,h2o\n"),
-             ContainsSubstring("line 2: 2 columns; there should be 16"));
-  CHECK_THAT(refusal(with_column(15, "100,7")), ContainsSubstring("line 2: 17 columns"));
+             ContainsSubstring("line 2: 2 columns; there should be 18"));
+  CHECK_THAT(refusal(with_column(15, "100,7")), ContainsSubstring("line 2: 19 columns"));
   CHECK_THAT(refusal(with_column(0, "\"open")),
              ContainsSubstring("line 2: a quoted field is never closed"));
   CHECK_THAT(refusal(with_column(0, "\"a\"b")), ContainsSubstring("after a closing quote"));
@@ -143,9 +159,9 @@ TEST_CASE("every cut of a results file is read or refused, never more") {
   for (std::size_t length = 0; length < text.size(); ++length) {
     const std::string cut = text.substr(0, length);
     const bool read = refusal(cut).empty();
-    // Only the header alone, or a last number cut short, still makes sense.
-    CHECK(read == (length + 1 == kHeader.size() || length == kHeader.size() ||
-                   text.rfind(',') + 1 < length));
+    // Only a header alone, the older one too, or a last number cut short or off makes sense.
+    CHECK(read == (length == kHeader.find(",ladder") || length + 1 == kHeader.size() ||
+                   length == kHeader.size() || text.rfind(',') < length));
   }
 }
 

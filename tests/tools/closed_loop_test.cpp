@@ -3,7 +3,9 @@
 
 #include <cmath>
 
+#include "engine/cpu_backend.hpp"
 #include "engine/decoder.hpp"
+#include "engine/loop/decoder_loop.hpp"
 #include "tests/catch.hpp"
 #include "tests/conformance.hpp"
 #include "tests/loop_fixture.hpp"
@@ -36,8 +38,10 @@ TEST_CASE("The closed loop by layers gives every token the decoder's log-likelih
   const std::vector<std::int32_t> ids = some_tokens(180);
   const std::uint32_t prompt = 60;
   const CacheShape heads = model.config().heads();
-  const auto configs = with_full_first(
-      test::covering({.budgets = test::budgets_about(36, heads)}, &kDecoder, 180, heads));
+  const auto configs =
+      with_full_first(test::covering({.ladders = {"", "16@12t+4@100%", "8@40%+k4v2@60%"},
+                                      .budgets = test::budgets_about(36, heads)},
+                                     &kDecoder, 180, heads));
   const auto scores = run_closed_loop(model, ids, configs, {.prompt_tokens = prompt, .threads = 2});
   for (std::size_t c = 0; c < configs.size(); ++c) {
     INFO(test::text_of(configs[c]));
@@ -58,6 +62,29 @@ TEST_CASE("The closed loop counts the bytes of budgets by layer and KV head") {
   const auto scores =
       run_closed_loop(model, some_tokens(120), configs, {.prompt_tokens = 50, .threads = 1});
   CHECK(scores[1].kv_bytes_peak == (20 + 25 + 30 + 35 + 40 + 45 + 50 + 55) * 2 * 64 * 4);
+}
+
+TEST_CASE("On a ladder the closed loop gives the decoder's log-likelihood, in as many bytes") {
+  const Model model = Model::load(kModel, 2);
+  const std::vector<std::int32_t> ids = some_tokens(120);
+  std::vector<CacheConfig> configs{{}};
+  for (const char* policy :
+       {"full:ladder=8", "h2o:ladder=16@8t+4@100%", "window:every=9:ladder=fp8@50%+k4v2@50%"})
+    for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}})
+      configs.push_back(
+          {.policy = parse_policy(policy), .budget = {.extent = tokens(16)}, .prefill = prefill});
+  const auto scores = run_closed_loop(model, ids, configs, {.prompt_tokens = 50, .threads = 1});
+  const auto backend = cpu_backend(model, 1);
+  const auto by_tokens =
+      run_decoder_loop(*backend, ids, configs, {.prompt_tokens = 50, .threads = 1});
+  for (std::size_t c = 1; c < configs.size(); ++c) {
+    INFO(configs[c].policy.text() << " prefill " << configs[c].prefill.text());
+    const std::vector<double> expected = decode(model, ids, 50, configs[c]);
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      REQUIRE(std::fabs(scores[c].nll[i] - expected[i]) <= 1e-4);
+    CHECK(scores[c].kv_bytes_peak == by_tokens[c].kv_bytes_peak);
+    CHECK(scores[c].kv_bytes_peak < scores[0].kv_bytes_peak);
+  }
 }
 
 TEST_CASE("A sequence with nothing to score is refused") {

@@ -75,8 +75,12 @@ TEST_CASE("A figure is judged within a budget, and by what its choice costs") {
 TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a figure was") {
   const auto configs = grid({"window", "sink", "h2o"}, {"8", "16"});
   const std::vector<FidelityText> texts{
-      text_of("one", {3, 2, 1, .3, .2, .1}, {{"nll_recall", {30, 20, 10, 1, 2, 3}}}),
-      text_of("two", {3, 1, 2, .3, .2, .1}, {{"nll_recall", {30, 20, 10, 1, 2, 3}}})};
+      text_of("one", {3, 2, 1, .3, .2, .1},
+              {{"nll_recall", {30, 20, 10, 1, 2, 3}},
+               {"kv_bytes_mean", {512, 512, 256, 1024, 1024, 512}}}),
+      text_of("two", {3, 1, 2, .3, .2, .1},
+              {{"nll_recall", {30, 20, 10, 1, 2, 3}},
+               {"kv_bytes_mean", {512, 512, 256, 1024, 1024, 512}}})};
   nlohmann::ordered_json json{
       {"format", kFidelityFormat}, {"model", "m"}, {"weights_xxh3", "ab"}, {"kvlab", "1"}};
   add_fidelity(json, assess_fidelity(configs, texts), configs, texts);
@@ -86,10 +90,15 @@ TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a f
   const std::string page = fidelity_page(folder.path());
   CHECK(page.find("<td class=\"n\">3</td><td class=\"n\">3</td>") != std::string::npos);
   const std::vector<Figure> figures = fidelity_figures(folder.path());
-  REQUIRE(figures.size() == 2);
-  CHECK(figures[1].title == "budget 16, rho -1.00");
-  CHECK(figures[1].y.title == "KL to the full cache, nats");
-  CHECK(figures[1].x.title == "−ln recall");
+  REQUIRE(figures.size() == 3);
+  CHECK(figures[0].name == "frontier");
+  REQUIRE(figures[0].series.size() == 3);
+  CHECK(figures[0].series[2].points[0].x == 0.25);  // KiB
+  CHECK(figures[0].series[2].points[0].y == 1.5);
+  CHECK(page.find("What each byte buys") < page.find("Within a budget"));
+  CHECK(figures[2].title == "budget 16, rho -1.00");
+  CHECK(figures[2].y.title == "KL to the full cache, nats");
+  CHECK(figures[2].x.title == "−ln recall");
   CHECK(page.find("64, 32 of them prompt<") != std::string::npos);
 
   const auto file = folder / kFidelityJson;

@@ -155,7 +155,8 @@ class MetricAgainstKl {
 std::vector<std::string> common_metrics(std::span<const FidelityText> texts) {
   std::vector<std::string> names;
   for (const auto& entry : texts.front().figures)
-    if (std::ranges::all_of(
+    if (find_metric(entry.first)->ranks &&
+        std::ranges::all_of(
             texts, [&](const FidelityText& text) { return text.figures.contains(entry.first); }))
       names.push_back(entry.first);
   return names;

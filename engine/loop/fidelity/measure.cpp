@@ -73,8 +73,8 @@ OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
   OpenLoopFigures figures;
   for (const Measurement& row : replayed.measurements) {
     if (row.layer >= 0) continue;
-    if (const MetricInfo* const metric = find_metric(row.metric); !metric || !metric->ranks)
-      continue;
+    const MetricInfo* const metric = find_metric(row.metric);
+    if (!metric || !(metric->ranks || row.metric.starts_with("kv_bytes_"))) continue;
     const std::vector<double> none(configs.size(), std::numeric_limits<double>::quiet_NaN());
     figures.try_emplace(row.metric, none).first->second[row.config] = row.value;
   }

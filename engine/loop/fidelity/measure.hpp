@@ -37,8 +37,8 @@ struct OpenLoopOptions {
   std::function<void(double)> progress = {};   ///< of the replay
 };
 
-/// Every figure of the replay by which policies may be put in order, [metric][configuration]; NaN
-/// where there is none.
+/// Every figure of the replay by which policies may be put in order, and kv_bytes_mean and _peak:
+/// [metric][configuration]; NaN where there is none.
 using OpenLoopFigures = std::map<std::string, std::vector<double>>;
 OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
                               std::span<const CacheConfig> configs, const OpenLoopOptions& options);

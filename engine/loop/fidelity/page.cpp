@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"
@@ -68,13 +69,21 @@ class FidelityPage {
     const std::string title =
         "Which figure predicts the closed loop of " + fields_.text("model") + "?";
     nlohmann::ordered_json data;
+    const std::string bytes = frontier_section(frontier(), data);
     const std::string drawn =
         figures_section(escape(standard_) + " against KL", kScatter, scatters(), data);
     return html_page("kvlab: " + title,
                      html_header("kvlab fidelity", escape(title), context(), answer(), "blue",
                                  kFidelityFootnote) +
-                         metrics_table() + drawn + wrong() + provenance(),
+                         bytes + metrics_table() + drawn + wrong() + provenance(),
                      data);
+  }
+
+  /// The closed loop's KL against what was held; empty of older measurements, without bytes.
+  Figure frontier() const {
+    std::vector<std::size_t> all(figures_.series().size());
+    std::iota(all.begin(), all.end(), std::size_t{0});
+    return frontier_figure(figures_, all, {"kl", "KL to the full cache, nats", false, true});
   }
 
   /// The figure that decides against KL, at each budget.
@@ -265,7 +274,11 @@ std::string fidelity_page(const std::filesystem::path& folder) {
 }
 
 std::vector<Figure> fidelity_figures(const std::filesystem::path& folder) {
-  return with_page(folder, [](const FidelityPage& page) { return page.scatters(); });
+  return with_page(folder, [](const FidelityPage& page) {
+    std::vector<Figure> figures = page.scatters();
+    figures.insert(figures.begin(), page.frontier());
+    return figures;
+  });
 }
 
 }  // namespace kvlab

@@ -12,7 +12,8 @@ namespace kvlab {
 /// Of a folder with fidelity.csv and fidelity.json. Throws std::runtime_error that names the file:
 /// not what `kvlab fidelity` wrote.
 std::string fidelity_page(const std::filesystem::path& folder);
-/// Its figures: the one that decides against KL, at each budget. Throws likewise.
+/// Its figures: KL against bytes, then the one that decides against KL, at each budget. Throws
+/// likewise.
 std::vector<Figure> fidelity_figures(const std::filesystem::path& folder);
 
 }  // namespace kvlab

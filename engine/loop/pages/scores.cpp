@@ -249,9 +249,9 @@ std::vector<Figure> figures_of(const ScoreSet& set) {
   const Figures figures(set.groups.front().rows);
   std::vector<Figure> found;
   for (const MetricInfo& metric : set.metrics) {
-    found.push_back(curve_figure(figures, evicting(figures), metric));
     if (metric.name == set.headline && !metric.higher_is_better)
-      found.push_back(frontier_figure(figures, evicting(figures), metric));
+      found.insert(found.begin(), frontier_figure(figures, evicting(figures), metric));
+    found.push_back(curve_figure(figures, evicting(figures), metric));
   }
   for (Figure& figure : found) figure.title += ", " + set.groups.front().name;
   return found;
@@ -278,13 +278,9 @@ Explorer explorer_of(const ScoreSet& set, std::string_view heading) {
           data["winner"] = s;
   if (set.kind == "task") data["x_title"] = "budget, as asked";
   Explorer explorer;
-  explorer.sections = html_open_section("explore", heading, escape(set.note));
   if (metric != set.metrics.end() && !metric->higher_is_better)
-    explorer.sections += figures_section(
-        "What each byte buys",
-        "Down and to the left is better: less error, held in fewer bytes. What holds more is not "
-        "better for losing less.",
-        {frontier_figure(first, evicting(first), *metric)}, data);
+    explorer.sections = frontier_section(frontier_figure(first, evicting(first), *metric), data);
+  explorer.sections += html_open_section("explore", heading, escape(set.note));
   if (data["heads"] > 0)
     explorer.sections +=
         html_open_section("heads", "By layer and head", escape(data["note"].get<std::string>()));

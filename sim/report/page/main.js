@@ -162,7 +162,7 @@ async function openPage(data) {
   page?.open();
   const labels = (figure) => figure?.series.map((one) => one.label).join('\n');
   const brought = (data.figures ?? []).map((figure, i, all) =>
-    new BroughtFigure(figure, page, labels(figure) !== labels(all[i + 1])));
+    new BroughtFigure(figure, page, figure.name === 'frontier' || labels(figure) !== labels(all[i + 1])));
   const drawBrought = () => Promise.all(brought.map((figure) => figure.chart.draw()));
   document.querySelectorAll('main table').forEach((table) => {
     if (!table.closest('#explore')) enliven(table, table.closest('section')?.querySelector('h2')?.textContent ?? 'best');

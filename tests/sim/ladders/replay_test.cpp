@@ -192,9 +192,17 @@ TEST_CASE("counted bytes are those of the rungs that tokens are on") {
       ResolvedConfig config = resolve(config_of(policy, ladder, 11), trace.segments(), 0, {});
       LiveSet live = config.live_set(0, 0);
       double held = 0, most = 0, count = 0;
+      std::uint64_t floats = 0;
       for (const Admission& admission : config.admissions) {
         live.make_room(admission.first);
         live.admit(admission.first, admission.tokens);
+        std::uint64_t all = 0;
+        for (std::uint32_t age = 0; age < live.size(); ++age)
+          all += live.positions()[age] >= admission.first + (admission.tokens == 1) ||
+                         live.form(age).exact()
+                     ? 64 * 4
+                     : live.form(age).block_bytes();
+        floats = std::max(floats, all);
         live.observe(std::vector<Observation>(live.size()));
         if (admission.ends_prompt) live.end_prompt();
         if (!admission.decodes) continue;
@@ -206,6 +214,7 @@ TEST_CASE("counted bytes are those of the rungs that tokens are on") {
       const LiveCounts counts = live_counts(config, config.budget_tokens);
       CHECK(counts.held_mean == Approx(held / count));
       CHECK(counts.held_peak == most);
+      CHECK(counts.floats_peak == floats);
       CHECK(counts.evictions == live.evictions());
     }
 }

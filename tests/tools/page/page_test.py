@@ -218,9 +218,9 @@ def check_race(browser: Browser) -> None:
 
 def check_hand(browser: Browser) -> None:
     """Hover by the keyboard, and figures to take away."""
-    chart = browser.driver.find_element("css selector", ".chart")
+    chart = browser.driver.find_element("css selector", "#explore .chart")
     chart.send_keys(Keys.ARROW_RIGHT)
-    text = browser.js("return document.querySelector('.readout').value")
+    text = browser.js("return document.querySelector('#explore .readout').value")
     assert "±" in text and "counted" in text, text
     taken = browser.driver.execute_async_script(
         "const done = arguments[0]; const c = kvlabPage.charts[0];"
@@ -321,6 +321,8 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
             check_race(browser)
         if what == "eval":
             assert browser.js("return kvlabPage.charts.at(-1).view.data('dots').length") == 6, "the frontier"
+            first = browser.js("return document.querySelector('main section h2').innerText")
+            assert first == "What each byte buys", first
         if name:
             rows = list(csv.DictReader((folder / what / name).open(newline="")))
             metric = browser.js("return kvlabPage.page.state.metric")

@@ -141,6 +141,9 @@ Words columns_of(const PythonRun& self) {
   columns["stderr"] = numbers_of<double>(rows, [](const ResultRow& r) { return r.standard_error; });
   columns["count"] = numbers_of<std::int64_t>(
       rows, [](const ResultRow& r) { return static_cast<std::int64_t>(r.count); });
+  texts("ladder", [](const ResultRow& r) { return r.ladder; });
+  columns["budget_bytes"] =
+      numbers_of<double>(rows, [](const ResultRow& r) { return r.budget_bytes; });
   return Words(columns);
 }
 
