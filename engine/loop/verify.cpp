@@ -375,30 +375,36 @@ class FreeRun {
   FreeRun(const WatchedHead& head, std::uint32_t layer, std::uint32_t kv_head)
       : head_(head), layer_(layer), kv_head_(kv_head) {}
 
+  /// Before room is made for `now`.
   void compare(std::uint32_t now, const LiveSet& live) {
+    settle(live);
     if (parting || live.surplus() == 0) return;
-    const auto keys = live.leaving_keys(now);
-    std::vector<std::uint32_t> order(keys.size());
-    for (std::uint32_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::ranges::sort(order, [&](std::uint32_t a, std::uint32_t b) { return keys[a] < keys[b]; });
-    const auto& engine = head_.victims.at(now);
-    const std::size_t leaving = live.surplus();
-    // The token the engine should have evicted, and the one it evicted instead.
-    const LeavingKey* spared = nullptr;
-    const LeavingKey* taken = nullptr;
-    for (std::size_t i = 0; i < order.size(); ++i) {
-      const LeavingKey& key = keys[order[i]];
-      const bool by_engine = std::ranges::binary_search(engine, key.position);
-      if (i < leaving && !by_engine) spared = &key;
-      if (i >= leaving && by_engine && !taken) taken = &key;
+    now_ = now;
+    type_ = live.ranks(now).type;
+    keys_ = live.leaving_keys(now);
+  }
+
+  /// Who has left since then, of a ladder not just the first by rank, beside whom the engine
+  /// evicted.
+  void settle(const LiveSet& live) {
+    std::sort(keys_.begin(), keys_.end());
+    const LeavingKey* spared = nullptr;  // the token that the engine should have evicted,
+    const LeavingKey* taken = nullptr;   // and the one that it evicted instead
+    for (const LeavingKey& key : keys_) {
+      const bool by_engine = std::ranges::binary_search(head_.victims.at(now_), key.position),
+                 left = !std::ranges::binary_search(live.positions(), key.position);
+      if (left && !by_engine) spared = &key;
+      if (!left && by_engine && !taken) taken = &key;
     }
-    if (!spared || !taken) return;
-    const RankType type = live.ranks(now).type;
-    const double took = rank_number(type, taken->rank), left = rank_number(type, spared->rank);
-    const double larger = std::max(std::fabs(took), std::fabs(left));
-    const double difference = std::fabs(took - left);
-    parting = Parting{layer_,          kv_head_,         now,
-                      taken->position, spared->position, larger > 0 ? difference / larger : 0};
+    if (spared && taken) {
+      const double took = rank_number(type_, taken->rank),
+                   leaves = rank_number(type_, spared->rank);
+      const double larger = std::max(std::fabs(took), std::fabs(leaves));
+      parting = Parting{
+          layer_,          kv_head_,         now_,
+          taken->position, spared->position, larger > 0 ? std::fabs(took - leaves) / larger : 0};
+    }
+    keys_.clear();
   }
 
   std::optional<Parting> parting;
@@ -406,6 +412,9 @@ class FreeRun {
  private:
   const WatchedHead& head_;
   std::uint32_t layer_, kv_head_;
+  std::uint32_t now_ = 0;
+  RankType type_ = {};
+  std::vector<LeavingKey> keys_;
 };
 
 }  // namespace
@@ -446,7 +455,10 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
   }
   run_layer({0, rope.positions()}, rows, {&runs, 1});
   std::vector<std::optional<Parting>> partings;
-  for (const FreeRun& one : free) partings.push_back(one.parting);
+  for (std::size_t i = 0; i < free.size(); ++i) {
+    free[i].settle(runs[i]->live());
+    partings.push_back(free[i].parting);
+  }
   return partings;
 }
 
