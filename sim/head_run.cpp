@@ -134,6 +134,17 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
     size += x * x;
   }
   measure_.add_output(0, head, error, size, full_output.data(), own.data(), 1.0f);
+  if (!exact_ && measure_.wants_coding(query)) measure_coding(query, head, rows);
+}
+
+/// The output of the same tokens in 16 bit, beside that of out_.
+void HeadRun::measure_coding(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
+  const std::vector<float> p = p_, coded = out_;
+  exact_ = true;
+  take_probabilities(query, head, rows);
+  measure_.add_coding(0, head, output().data(), coded.data(), 1.0f);
+  exact_ = false;
+  p_ = p;
 }
 
 /// Adds what the head's error changes of the log-likelihood of each draw.

@@ -32,7 +32,10 @@ class HeadRun {
 
   /// Holds what the live set's hooks look at.
   void keep(std::shared_ptr<const void> owned) { kept_alive_ = std::move(owned); }
-  void measure(const QuerySpan* span) { measure_ = RowMeasure(span, 1, view_, 1); }
+  void measure(const QuerySpan* span) {
+    measure_ = RowMeasure(span, 1, view_, 1);
+    if (coded_) measure_.separate_codes();
+  }
   void write_outputs(OutputTarget target) { target_ = target; }
   /// Reads anew what the view's tokens bring: those that are still to come have changed.
   void look_again() { columns_ = TokenColumns(live_.columns(), view_, admissions_); }
@@ -73,6 +76,7 @@ class HeadRun {
   void measure_head(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   void measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
                        std::span<const float> own, SharedRows& rows);
+  void measure_coding(std::uint32_t query, std::uint32_t head, SharedRows& rows);
   std::span<const float> output();
 
   LiveSet live_;

@@ -247,7 +247,8 @@ bool HeadStats::fits(const QuerySpan& span, std::uint32_t group,
                      const ProjectionColumns& columns) const {
   return sums.size() == span.sums(group).size() && quantiles.size() == group &&
          errors.size() == std::size_t{span.samples()} * 2 &&
-         (residual.empty() || residual.size() == std::size_t{span.samples()} * columns.residual) &&
+         (residual.empty() || separates_codes(columns.residual) ||
+          residual.size() == std::size_t{span.samples()} * columns.residual) &&
          (changes.empty() || changes.size() == std::size_t{span.size()} * columns.draws);
 }
 

@@ -115,8 +115,10 @@ struct HeadStats {
   std::vector<Quantile> quantiles;  ///< of recall, by query head
   std::vector<double> errors;       ///< [sample, 2]: squared, group summed: error, output
   // Summed over the group; empty where none are taken.
-  std::vector<float> residual;  ///< [sample, column]: errors behind W_o
-  std::vector<float> changes;   ///< [query of the span, draw]: of log-likelihood
+  /// [sample, column]: errors behind W_o; on a ladder of codes [sample, 2, column]: and what coding
+  /// alone changes.
+  std::vector<float> residual;
+  std::vector<float> changes;  ///< [query of the span, draw]: of log-likelihood
 
   void resize(const QuerySpan& span, std::uint32_t group, const ProjectionColumns& columns = {});
   /// The quantiles of recalls [query head, query of the span].
@@ -125,6 +127,10 @@ struct HeadStats {
   bool fits(const QuerySpan& span, std::uint32_t group, const ProjectionColumns& columns) const;
   float* residual_of(std::uint32_t sample) {
     return residual.data() + sample * (residual.size() * 2 / errors.size());
+  }
+  /// Whether what coding changes is there too.
+  bool separates_codes(std::size_t columns) const {
+    return columns > 0 && residual.size() == errors.size() * columns;
   }
   /// Of the `index`-th query of the span.
   float* changes_of(std::size_t index, std::uint32_t draws) {

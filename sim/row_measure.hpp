@@ -24,6 +24,15 @@ class RowMeasure {
   RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& view,
              std::uint32_t together = kTogether);
 
+  /// Before the first query, of a ladder of codes: add_coding() will come.
+  void separate_codes() {
+    for (HeadStats& stats : stats_) stats.residual.resize(2 * stats.residual.size());
+  }
+  /// Whether it is to come for a measured query.
+  bool wants_coding(std::uint32_t query) const {
+    return samples(query) && !stats_.front().residual.empty();
+  }
+
   bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
   /// Whether errors are taken of a measured query.
   bool samples(std::uint32_t query) const { return span_->sampled(query); }
@@ -49,6 +58,13 @@ class RowMeasure {
   /// the kept one to be multiplied by `factor`, or null where they are the same.
   void add_output(std::size_t set, std::uint32_t head, double error, double size, const float* full,
                   const float* kept, float factor);
+  /// Outputs of the same tokens without codes, and with codes, to be multiplied by `factor`.
+  void add_coding(std::size_t set, std::uint32_t head, const float* exact, const float* coded,
+                  float factor) {
+    projection_->add_residual(
+        head, exact, coded, factor,
+        stats_[set].residual_of(span_->sample(query_)) + projection_->columns().residual);
+  }
   /// Changes of log-likelihood, [draw], to be added to.
   float* changes(std::size_t set, std::uint32_t draws) {
     return stats_[set].changes_of(span_->index(query_), draws);

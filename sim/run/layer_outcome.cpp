@@ -27,7 +27,8 @@ bool has_all(const LayerOutcome& layer, std::size_t c, std::vector<float> HeadSt
 }
 
 /// The squared sums over the heads of what `of` gives of each, `count` numbers, and those of each
-/// head, divided by `by`; by number too where `to` has columns.
+/// head, divided by `by`; by number too where `to` has columns. Of less than 0 they are taken away
+/// from others that have been counted.
 template <class Of>
 void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std::uint32_t block,
                  std::uint32_t count, double by, Of of) {
@@ -40,7 +41,7 @@ void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std
       squares += x * x;
       if (!ratio.columns.empty()) ratio.columns[i] += x * x / by;
     }
-    ratio.add(block, squares / by, 1);
+    ratio.add(block, squares / by, by > 0);
   };
   for (std::size_t h = 0; h < layer.heads.size(); ++h) {
     const float* const own = of(layer.heads[h][c].stats);
@@ -48,6 +49,21 @@ void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std
     add(to.heads[h][c], own);
   }
   add(to.layer[c], sum.data());
+}
+
+/// Of a sample: the squares behind W_o, and what they are more than without codes.
+void add_residual(LayerOutcome& layer, const QuerySpan& span, std::size_t c, std::uint32_t sample,
+                  std::uint32_t columns, double norm2) {
+  const std::uint32_t block = span.block_of_sample(sample);
+  const auto own = [&](HeadStats& stats) { return stats.residual_of(sample); };
+  add_squares(LayerError::residual, layer, c, block, columns, norm2, own);
+  if (!layer.heads.front()[c].stats.separates_codes(columns)) return;
+  add_squares(LayerError::coding, layer, c, block, columns, norm2, own);
+  add_squares(LayerError::coding, layer, c, block, columns, -norm2, [&](HeadStats& stats) {
+    float* const without = stats.residual_of(sample);
+    for (std::uint32_t i = 0; i < columns; ++i) without[i] -= without[columns + i];
+    return without;
+  });
 }
 
 /// Of every query of the span; and the changes, summed over the heads.
@@ -72,7 +88,9 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
   layer.changes.resize(configs);
   for (LayerRatios& ratios : layer.errors) {
     BlockedRatio none{.blocks = span.blocks()};
-    if (&ratios == &layer.errors[LayerError::residual]) none.columns.resize(columns.residual);
+    if (&ratios == &layer.errors[LayerError::residual] ||
+        &ratios == &layer.errors[LayerError::coding])
+      none.columns.resize(columns.residual);
     ratios.layer.assign(configs, none);
     ratios.heads.assign(layer.heads.size(), ratios.layer);
   }
@@ -81,9 +99,7 @@ void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t config
     for (std::uint32_t sample = 0; sample < span.samples(); ++sample) {
       add_layer_error(layer, span, c, sample);
       if (residual && facts.norm2[sample] > 0)
-        add_squares(LayerError::residual, layer, c, span.block_of_sample(sample), columns.residual,
-                    facts.norm2[sample],
-                    [&](HeadStats& stats) { return stats.residual_of(sample); });
+        add_residual(layer, span, c, sample, columns.residual, facts.norm2[sample]);
     }
     if (columns.draws && has_all(layer, c, &HeadStats::changes))
       add_changes(layer, span, c, columns.draws);

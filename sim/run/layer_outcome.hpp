@@ -12,9 +12,9 @@
 namespace kvlab {
 
 /// Errors of a layer: of the heads' outputs side by side; their squares behind W_o, by the residual
-/// stream's norm; halves of squared changes of log-likelihood.
+/// stream's norm, and what of these coding adds; halves of squared changes of log-likelihood.
 struct LayerError {
-  enum Kind : std::size_t { outputs, residual, kl, count };
+  enum Kind : std::size_t { outputs, residual, coding, kl, count };
 };
 
 /// One such error of all heads together and, but for outputs, of each KV head by itself. Without

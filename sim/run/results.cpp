@@ -136,7 +136,8 @@ class RowParser {
   /// Nothing that is measured is less than nothing, but for differences (and rounding).
   static void check_value(const ResultRow& row) {
     constexpr double kMost = 1e100, kRounding = 1e-6;
-    const double least = row.metric.starts_with("regret_") ? -kMost : -kRounding;
+    const bool difference = row.metric.starts_with("regret_") || row.metric == "code_error";
+    const double least = difference ? -kMost : -kRounding;
     if (row.value < least || row.value > kMost)
       throw std::runtime_error(fmt::format("{} of {:g} should be between {:g} and {:g}", row.metric,
                                            row.value, least, kMost));

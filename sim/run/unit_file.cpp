@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::string_view kMagic = "kvunit 5";
+constexpr std::string_view kMagic = "kvunit 6";
 constexpr std::size_t kHashDigits = 16;
 
 /// Calls each(count, or list of plain values) for what an outcome is made of: what is written and

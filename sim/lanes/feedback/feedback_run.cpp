@@ -48,7 +48,9 @@ FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identit
   if (config.shares_slots()) cache_.share_slots();
   if (const auto own = config.rungs.find(config.budget_tokens); own != config.rungs.end())
     cache_.keep_at(own->second);
-  if (cache_.has_codes()) rungs_ = coded->of(cache_.ladder());
+  if (!cache_.has_codes()) return;
+  rungs_ = coded->of(cache_.ladder());
+  if (span) measure_.separate_codes();
 }
 
 bool FeedbackRun::observes(std::uint32_t query) const {
@@ -136,18 +138,27 @@ void FeedbackRun::gather_kept(std::uint32_t query, const GroupRows& rows, Gather
   room.shared = room.sum;
 }
 
-void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+void FeedbackRun::take_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
   gather_kept(query, rows, room);
   for (std::uint32_t head = 0; head < rows.group(); ++head)
     if (room.sum[head] < kSharedSumFloor) take_own_maximum(query, head, rows, room);
+}
+
+void FeedbackRun::take_kept_outputs(std::uint32_t query, const GroupRows& rows,
+                                    GatherRoom& room) const {
+  const float* const values = room.chain.move_to(query, rows, cache_.live_bits(), room.sum.data());
+  room.outputs.assign(values, values + rows.heads() * std::size_t{view_.head_size});
+  take_own_outputs(room);
+}
+
+void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+  take_kept(query, rows, room);
   observe_kept(query, rows, room);
   if (!measure_.measures(query)) return;
   measure(query, rows, room.shared.data());
   if (visible_ == query + 1) return measure_outputs(query, rows, nullptr);
   if (!takes_outputs(query, rows)) return;
-  const float* const values = room.chain.move_to(query, rows, cache_.live_bits(), room.sum.data());
-  room.outputs.assign(values, values + rows.heads() * std::size_t{view_.head_size});
-  take_own_outputs(room);
+  take_kept_outputs(query, rows, room);
   measure_outputs(query, rows, &room);
 }
 
@@ -179,6 +190,20 @@ void FeedbackRun::see_coded(std::uint32_t query, GroupRows& rows, GatherRoom& ro
   if (!takes_outputs(query, rows)) return;
   take_coded_outputs(rows, room);
   measure_outputs(query, rows, &room);
+  if (measure_.wants_coding(query)) measure_coding(query, rows, room);
+}
+
+/// The outputs of the same tokens in 16 bit, beside those of room.outputs.
+void FeedbackRun::measure_coding(std::uint32_t query, GroupRows& rows, GatherRoom& room) {
+  const std::vector<float> coded = room.outputs, sums = room.sum;
+  take_kept(query, rows, room);
+  take_kept_outputs(query, rows, room);
+  for (std::uint32_t head = 0; head < view_.group; ++head) {
+    float* const exact = room.outputs.data() + head * std::size_t{view_.head_size};
+    scale(exact, view_.head_size, 1 / room.sum[head]);
+    measure_.add_coding(0, head, exact, coded.data() + (exact - room.outputs.data()),
+                        1 / sums[head]);
+  }
 }
 
 /// Puts the coded tokens' exponentials among the gathered ones, all at the largest shift of the

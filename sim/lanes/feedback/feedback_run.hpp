@@ -70,6 +70,7 @@ class FeedbackRun {
                   GatherRoom& room) const;
   void take_own_coded(std::uint32_t query, std::uint32_t head, const GroupRows& rows,
                       GatherRoom& room) const;
+  void measure_coding(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void take_coded_outputs(const GroupRows& rows, GatherRoom& room) const;
   void add_values_of(const RungRow* from, GatherRoom& room, float* out) const;
   void observe_all(std::uint32_t query, GroupRows& rows);
@@ -88,6 +89,8 @@ class FeedbackRun {
   void add_shared(std::uint32_t query, GroupRows& rows, GatherRoom& room) const;
   void observe_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  void take_kept(std::uint32_t query, GroupRows& rows, GatherRoom& room);
+  void take_kept_outputs(std::uint32_t query, const GroupRows& rows, GatherRoom& room) const;
   void gather_kept(std::uint32_t query, const GroupRows& rows, GatherRoom& room) const;
   void take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows, GatherRoom& room);
   void take_own_row(std::uint32_t head, GatherRoom& room) const;

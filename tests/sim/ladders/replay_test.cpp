@@ -171,6 +171,28 @@ TEST_CASE("attention over codes is the layer's own: table, scale, cap and sinks"
   }
 }
 
+TEST_CASE("what coding costs is what the same tokens in 16 bit do not") {
+  const TemporaryFolder folder;
+  const TraceReader trace = random_trace(folder);
+  for (const char* ladder : {"4", "16@5t+2@100%", "fp8@50%+4@50%"})
+    for (const bool plain : {true, false}) {
+      const CacheConfig config = config_of("window", ladder, 12);
+      INFO(config.policy.text());
+      const Figures coded = figures(trace, config, plain);
+      const std::uint32_t held = resolve(config, trace.tokens()).budget_tokens;
+      const Figures exact =
+          figures(trace, {.policy = parse_policy("window"), .budget = {.extent = tokens(held)}});
+      for (const auto& [where, error] : exact) {
+        auto [layer, head, metric] = where;
+        CHECK(metric != "code_error");
+        if (metric == "residual_error")
+          CHECK(coded.at({layer, head, "code_error"}) ==
+                Approx(coded.at(where) - error).margin(1e-6));
+      }
+      CHECK(std::abs(coded.at({-1, -1, "code_error"})) > 1e-4);
+    }
+}
+
 TEST_CASE("a full cache on one rung codes every decoded token") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
@@ -180,6 +202,7 @@ TEST_CASE("a full cache on one rung codes every decoded token") {
   CHECK(exact.at({-1, -1, "output_error"}) == 0);
   CHECK(coded.at({-1, -1, "output_error"}) > 0);
   CHECK(coded.at({-1, -1, "output_error"}) < 0.02);
+  CHECK(coded.at({-1, -1, "code_error"}) == Approx(coded.at({-1, -1, "residual_error"})));
   CHECK(coded.at({-1, -1, "kv_bytes_peak"}) == exact.at({-1, -1, "kv_bytes_peak"}) * 288 / 512);
 }
 
