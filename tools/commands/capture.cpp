@@ -10,6 +10,7 @@
 #include "engine/loop/conversation.hpp"
 #include "engine/output_sketch.hpp"
 #include "engine/tokenizer/covering.hpp"
+#include "sim/access/key_codes.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/json.hpp"
@@ -200,6 +201,8 @@ int run(const po::variables_map& options) {
     throw std::runtime_error(error.what() + unfinished(out));
   }
   bar(1.0);
+  if (const std::string warning = key_code_warning(TraceReader::open(out)); !warning.empty())
+    fmt::print(stderr, "kvlab capture: {}\n", warning);
 
   if (options["json"].as<bool>()) {
     ordered_json result{{"trace", out}, {"model", config.name}, {"tokens", writer.tokens()}};

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "sim/access/key_codes.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 #include "traces/trace.hpp"
@@ -118,6 +119,7 @@ Json info_json(const TraceReader& trace) {
           {"shards", trace.shards().size()},
           {"bytes", file_bytes(trace)},
           {"extras", extras_json(trace)},
+          {"key_code_errors", key_code_errors(trace)},
           {"spans", std::move(spans)},
           {"weights_xxh3", header.weights_xxh3},
           {"tokenizer_xxh3", header.tokenizer_xxh3},
@@ -151,6 +153,7 @@ void print_info(const TraceReader& trace) {
   print("files", fmt::format("{}, {:.1f} MiB", shards_text(trace),
                              static_cast<double>(file_bytes(trace)) / (1 << 20)));
   print("extras", extras_text(trace));
+  if (const std::string warning = key_code_warning(trace); !warning.empty()) print("keys", warning);
   print("spans", spans_text(trace));
   print("capture", json_text(*header.capture, -1));
 }

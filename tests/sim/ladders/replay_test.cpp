@@ -2,6 +2,7 @@
 #include <cmath>
 #include <map>
 
+#include "sim/access/key_codes.hpp"
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
 #include "tests/catch.hpp"
@@ -240,6 +241,21 @@ TEST_CASE("counted bytes are those of the rungs that tokens are on") {
       CHECK(counts.floats_peak == floats);
       CHECK(counts.evictions == live.evictions());
     }
+}
+
+TEST_CASE("keys that 4 bits move too far are named by layer") {
+  const TemporaryFolder folder;
+  const auto trace_of = [&](const char* name, double spread, std::uint32_t head_size) {
+    return write_random_trace(folder.path() / name,
+                              {.head_size = head_size, .spread = spread, .numbers = {3, 7}});
+  };
+  const TraceReader plain = trace_of("plain", 1.5, 32), longer = trace_of("longer", 60, 32);
+  for (const double error : key_code_errors(plain)) CHECK((error > 0.01 && error < 1));
+  CHECK(key_code_warning(plain).empty());
+  for (const double error : key_code_errors(longer)) CHECK(error > 1);
+  CHECK_THAT(key_code_warning(longer), Catch::Matchers::ContainsSubstring("in layers 3 (by ") &&
+                                           Catch::Matchers::ContainsSubstring(", 7 (by "));
+  CHECK(key_code_errors(trace_of("narrow", 60, 16)).empty());
 }
 
 TEST_CASE("what ladders do not go with is refused") {
