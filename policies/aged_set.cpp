@@ -165,12 +165,12 @@ bool AgedSet::deal_one(bool leaving) {
 
 /// Deals the tokens of victims_, from the last to leave to the first, each to the first rung that
 /// has room and is not above its own. Leaves in victims_ who finds none; where nobody is to leave
-/// yet, before a burst, the last rung takes them.
+/// yet, the first rung has room for those that wait for the burst.
 void AgedSet::deal(bool leaving) {
   std::vector<std::uint32_t> room;
   for (const RungSlots& rung : ladder_) room.push_back(rung.slots);
   --room.front();  // the next token's
-  if (!leaving) room.back() = kNoBudget;
+  if (!leaving) room.front() += std::max(size_, budget_ - 1) - (budget_ - 1);
   std::ranges::sort(victims_,
                     [&](std::uint32_t a, std::uint32_t b) { return keys_[b] < keys_[a]; });
   std::erase_if(victims_, [&](std::uint32_t age) {

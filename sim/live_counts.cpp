@@ -22,11 +22,11 @@ class RungCounts {
     const auto all = std::accumulate(tokens_.begin(), tokens_.end(), 0u);
     const bool leaving = modifiers.surplus(all, budget, after_prompt) > 0;
     if (!leaving && modifiers.surplus(tokens_[0], ladder_[0].slots, after_prompt) == 0) return 0;
+    const std::uint32_t waiting = leaving ? 0 : std::max(all, budget - 1) - (budget - 1);
     std::uint32_t over = 0;
     for (std::size_t r = 0; r < ladder_.size(); ++r) {
-      const bool takes_all = !leaving && r + 1 == ladder_.size();
       const std::uint32_t own = tokens_[r] + over;
-      tokens_[r] = takes_all ? own : std::min(ladder_[r].slots - (r == 0), own);
+      tokens_[r] = std::min(ladder_[r].slots + (r == 0 ? waiting - 1 : 0), own);
       over = own - tokens_[r];
     }
     return over;

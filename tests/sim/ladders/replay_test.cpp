@@ -110,7 +110,7 @@ TEST_CASE("equal rungs are one rung, bit for bit") {
                                                                {"4", "4@25%+4@75%"}};
   for (const char* policy :
        {"window", "lru:sinks=2", "h2o", "h2o:every=5", "a2sf:smooth=1:scope=layer",
-        "snapkv:recent=4", "h2o:scope=layer:every=3"})
+        "snapkv:recent=4", "h2o:scope=layer:every=3", "random:every=6"})
     for (const auto& [one, several] : pairs)
       for (const std::uint32_t budget : {9u, 17u})
         for (const Prefill& prefill : {Prefill{}, parse_prefill("chunk:7")}) {
