@@ -1,5 +1,5 @@
-// What stands on a command line: a policy, a budget, prefill and positions, each on a line. What is
-// accepted parses back to itself, and resolves without harm at any length.
+// What stands on a command line: a policy, a budget, prefill, positions and a ladder, each on a
+// line. What is accepted parses back to itself, and resolves without harm at any length.
 #include "policies/cache_config.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/replay.hpp"
@@ -10,7 +10,7 @@ using namespace kvlab;
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   std::vector<std::string> lines = split_list(fuzz::text_of(data, size), '\n');
-  lines.resize(4);
+  lines.resize(5);
   CacheConfig config;
   const bool has_policy = fuzz::accepts([&] {
     config.policy = parse_policy(lines[0], replay_references());
@@ -25,10 +25,21 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   });
   fuzz::accepts([&] { config.prefill = parse_prefill(lines[2]); });
   fuzz::accepts([&] { config.positions = parse_positions(lines[3]); });
+  fuzz::accepts([&] {
+    const Ladder ladder = parse_ladder(lines[4]);
+    fuzz::require(parse_ladder(ladder.text()) == ladder,
+                  "a ladder that reads otherwise:", lines[4]);
+    for (const std::uint64_t bytes : {1ull, 4096ull, ~0ull}) {
+      unsigned __int128 held = 0;
+      for (const RungSlots& rung : ladder.slots(bytes, 2))
+        held += static_cast<unsigned __int128>(rung.slots) * rung.form->block_bytes() * 2;
+      fuzz::require(held <= bytes, "a ladder that holds more than its bytes:", lines[4]);
+    }
+  });
   if (!has_policy || !has_budget || !config.policy.entry) return 0;
   for (const std::uint32_t length : {1u, 1000u, 0x7fff'ffffu})
     fuzz::accepts([&] {
-      const CacheShape model{3, 2};
+      const CacheShape model{3, 2, 64};
       const ResolvedConfig resolved = resolve(config, length, 0, model);
       for (std::uint32_t layer = 0; layer < model.layers; ++layer) resolved.of_head(layer, 1);
     });
