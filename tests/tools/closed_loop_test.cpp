@@ -87,6 +87,25 @@ TEST_CASE("On a ladder the closed loop gives the decoder's log-likelihood, in as
   }
 }
 
+TEST_CASE("Equal rungs are one rung in the closed loop and in the decoder, bit for bit") {
+  const Model model = Model::load(kModel, 2);
+  const std::vector<std::int32_t> ids = some_tokens(120);
+  const auto backend = cpu_backend(model, 1);
+  std::vector<CacheConfig> configs{{}};
+  for (const std::string policy : {"h2o", "random:every=6", "lru:sinks=2:scope=layer"})
+    for (const char* ladder : {"16", "16@50%+16@50%", "4", "4@50%+4@50%"})
+      configs.push_back(
+          {.policy = parse_policy(policy + ":ladder=" + ladder), .budget = {.extent = tokens(17)}});
+  const LoopOptions options{.prompt_tokens = 50, .threads = 1};
+  for (const auto& scores : {run_closed_loop(model, ids, configs, options),
+                             run_decoder_loop(*backend, ids, configs, options)})
+    for (std::size_t c = 1; c < configs.size(); c += 2) {
+      INFO(configs[c].policy.text());
+      CHECK(scores[c].nll == scores[c + 1].nll);
+      CHECK(scores[c].nll != scores[0].nll);
+    }
+}
+
 TEST_CASE("A sequence with nothing to score is refused") {
   const Model model = Model::load(kModel, 1);
   const std::vector<std::int32_t> ids{0, 5, 6};

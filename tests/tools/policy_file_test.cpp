@@ -3,6 +3,7 @@
 
 #include <array>
 
+#include "policies/executor.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -122,6 +123,23 @@ TEST_CASE("a budget in bytes reads back as it was written") {
   CHECK(json::parse(read_bytes(folder / "policy.json"))["budget"] == "64KiB");
   const PolicyFile read = read_policy_file(folder / "policy.json");
   CHECK(resolve(read.cache, 1000, 0, {2, 2, 64}).budget_tokens == 256);
+}
+
+TEST_CASE(
+    "a ladder reads back as it was written; the CPU runs it, and CUDA says in a line who does") {
+  const TemporaryFolder folder;
+  PolicyFile file = h2o_file();
+  file.cache.policy = parse_policy("h2o:ladder=16@16t+4@100%");
+  file.cache.positions = Positions::original;
+  write_policy_file(folder / "policy.json", file);
+  CHECK(json::parse(read_bytes(folder / "policy.json"))["ladder"] == "16:16t,4:100%");
+  const CacheConfig cache = read_policy_file(folder / "policy.json").cache;
+  CHECK(cache.policy.text() == file.cache.policy.text());
+  CHECK(kvlab::refusal(kDecoder, cache).empty());
+  CHECK(resolve(cache, 1000, 0, {2, 2, 64}).budget_tokens > 128);
+  CHECK(
+      kvlab::refusal(kCudaDecoder, cache) ==
+      "ladder 16:16t,4:100%: the CUDA decoder keeps tokens in 16 bit; --device cpu knows ladders");
 }
 
 TEST_CASE("budgets may differ by layer and KV head, in the model's shape") {
