@@ -142,25 +142,31 @@ bool AgedSet::steps_down() const {
 /// deal() where the first rung has one token too many and no other has any: at each rung the first
 /// to leave goes on, until one has room. Else false, and nothing is done.
 bool AgedSet::deal_one(bool leaving) {
-  std::vector<std::uint32_t> count(ladder_.size());
-  for (std::uint32_t age = 0; age < size_; ++age) ++count[rungs_[age]];
-  if (count.front() != ladder_.front().slots) return false;
-  const auto has_room = [&](std::size_t rung) {
-    return (!leaving && rung + 1 == count.size()) || count[rung] < ladder_[rung].slots;
+  constexpr LeavingKey kNobody{~0u, ~std::uint64_t{0}, ~0u};
+  struct Rung {
+    std::uint32_t count = 0, first = 0;
+    LeavingKey key = kNobody;  // of the first to leave
   };
-  for (std::size_t rung = 1; rung < count.size(); ++rung)
-    if (!has_room(rung) && count[rung] > ladder_[rung].slots) return false;
-  for (std::size_t rung = 0;; ++rung) {
-    std::uint32_t first = size_;
-    for (std::uint32_t age = 0; age < size_; ++age)
-      if (rungs_[age] == rung && (first == size_ || keys_[age] < keys_[first])) first = age;
-    if (rung + 1 == count.size()) {
-      victims_.assign(1, first);
-      return true;
-    }
-    ++rungs_[first];
-    if (has_room(rung + 1)) return true;
+  std::vector<Rung> rungs(ladder_.size());
+  for (std::uint32_t age = 0; age < size_; ++age) {
+    Rung& own = rungs[rungs_[age]];
+    ++own.count;
+    if (keys_[age] < own.key) own.key = keys_[age], own.first = age;
   }
+  if (rungs.front().count != ladder_.front().slots) return false;
+  const auto has_room = [&](std::size_t rung) {
+    return (!leaving && rung + 1 == rungs.size()) || rungs[rung].count < ladder_[rung].slots;
+  };
+  for (std::size_t rung = 1; rung < rungs.size(); ++rung)
+    if (!has_room(rung) && rungs[rung].count > ladder_[rung].slots) return false;
+  Rung going = rungs.front();
+  for (std::size_t rung = 1; rung < rungs.size(); ++rung) {
+    ++rungs_[going.first];
+    if (has_room(rung)) return true;
+    if (rungs[rung].key < going.key) going = rungs[rung];
+  }
+  victims_.assign(1, going.first);
+  return true;
 }
 
 /// Deals the tokens of victims_, from the last to leave to the first, each to the first rung that

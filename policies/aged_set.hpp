@@ -63,6 +63,10 @@ class AgedSet {
   /// The form of the token at an age, once its admission has ended.
   const KvForm& form(std::size_t age) const { return *ladder_[rung(age)].form; }
   std::size_t rung(std::size_t age) const { return rungs_.empty() ? 0 : rungs_[age]; }
+  /// By age; empty of one rung.
+  std::span<const std::uint8_t> rungs() const {
+    return std::span(rungs_).first(rungs_.empty() ? 0 : size_);
+  }
   std::span<const RungSlots> ladder() const { return ladder_; }
   /// Whether some rung keeps codes.
   bool has_codes() const { return !ladder_.back().form->exact(); }

@@ -162,20 +162,20 @@ void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherRoom& roo
   measure_outputs(query, rows, &room);
 }
 
-/// Whose row each token is in, to room.from: whether any is coded. What an admission of several
-/// tokens brings is exact until it ends.
+/// Which source each token is in, to room.source: whether any is coded. What an admission of
+/// several tokens brings is exact until it ends.
 bool FeedbackRun::find_codes(GatherRoom& room) const {
   if (rungs_.empty()) return false;
+  const auto rungs = cache_.rungs();
+  room.source.assign(visible_, 0);
+  std::ranges::copy(rungs.first(std::min<std::size_t>(rungs.size(), visible_)),
+                    room.source.begin());
   const Admission& admission = cursor_.current();
-  const std::uint32_t exact_from = admission.tokens > 1 ? admission.first : kNoBudget;
-  bool any = false;
-  room.from.resize(visible_);
-  for (std::uint32_t age = 0; age < visible_; ++age) {
-    const bool exact = cache_.positions()[age] >= exact_from;
-    room.from[age] = exact ? nullptr : rungs_[cache_.rung(age)];
-    any |= room.from[age] != nullptr;
+  for (std::uint32_t age = visible_; admission.tokens > 1 && age > 0; --age) {
+    if (cache_.positions()[age - 1] < admission.first) break;
+    room.source[age - 1] = static_cast<std::uint8_t>(rungs_.size());
   }
-  return any;
+  return std::ranges::any_of(room.source, [&](std::uint8_t source) { return row_of(source); });
 }
 
 /// Probabilities from the rows of the rungs; recall and misses from the full cache's.
@@ -221,18 +221,20 @@ void FeedbackRun::take_codes(std::uint32_t query, std::uint32_t quad, const Grou
       factor[h] = std::ldexp(1.0f, of.shifts(query)[quad * kQuad + h] - shift[h]);
     return factor;
   };
-  const auto exact = factors(rows);
-  auto& of_rung = room.rung_factors;
-  of_rung.clear();
-  for (const RungRow* const rung : rungs_) of_rung.push_back(rung ? factors(rung->rows) : exact);
+  room.sources.clear();
+  for (const RungRow* const rung : rungs_) {
+    const GroupRows& of = rung ? rung->rows : rows;
+    room.sources.push_back({of.e(query, quad), factors(of)});
+  }
+  room.sources.push_back({rows.e(query, quad), factors(rows)});  // of what is exact
 
   float* const kept = room.kept.data() + quad * room.mass.size() * kQuad;
+  const std::uint32_t* const positions = cache_.positions().data();
   for (std::size_t i = 0; i < visible_; ++i) {
-    const RungRow* const from = room.from[i];
-    const float* const e =
-        from ? from->rows.e(query, quad) + cache_.positions()[i] * kQuad : kept + i * kQuad;
-    const auto& factor = from ? of_rung[cache_.rung(i)] : exact;
-    for (std::size_t h = 0; h < kQuad; ++h) kept[i * kQuad + h] = e[h] * factor[h];
+    const auto& [e, factor] = room.sources[room.source[i]];
+    std::array<float, kQuad> own;
+    for (std::size_t h = 0; h < kQuad; ++h) own[h] = e[positions[i] * kQuad + h] * factor[h];
+    std::ranges::copy(own, kept + i * kQuad);
   }
   row_loops().gather(kept, room.ages.data(), visible_, kept, room.sum.data() + quad * kQuad,
                      room.most.data() + quad * kQuad);
@@ -241,8 +243,8 @@ void FeedbackRun::take_codes(std::uint32_t query, std::uint32_t quad, const Grou
 void FeedbackRun::take_own_coded(std::uint32_t query, std::uint32_t head, const GroupRows& rows,
                                  GatherRoom& room) const {
   for (std::size_t i = 0; i < visible_; ++i) {
-    const GroupRows& of = room.from[i] ? room.from[i]->rows : rows;
-    of.logits(query, head, visible().subspan(i, 1), room.row.data() + i);
+    const RungRow* const from = row_of(room.source[i]);
+    (from ? from->rows : rows).logits(query, head, visible().subspan(i, 1), room.row.data() + i);
   }
   take_own_row(head, room);
 }
@@ -255,7 +257,7 @@ void FeedbackRun::add_values_of(const RungRow* from, GatherRoom& room, float* ou
     room.picked.clear();
     room.weights.resize(room.mass.size() * kQuad);
     for (std::size_t i = 0; i < visible_; ++i) {
-      if (room.from[i] != from) continue;
+      if (row_of(room.source[i]) != from) continue;
       std::copy_n(kept + i * kQuad, kQuad, room.weights.data() + room.picked.size() * kQuad);
       room.picked.push_back(cache_.positions()[i]);
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <utility>
 
 #include "sim/lanes/feedback/aged_cache.hpp"
 #include "sim/lanes/feedback/aged_keys.hpp"
@@ -22,11 +23,12 @@ struct GatherRoom {
   std::vector<float> row;                       // one head's, by age
   AlignedVector<float> products, rotated;       // [4][age], [4][dim]: squeezed
   std::vector<std::uint32_t> ages;              // 0, 1, 2, …
-  std::vector<RungRow*> from;         // [age]: whose row has the token; null: the exact one
-  std::vector<std::uint32_t> picked;  // positions of some of them
-  AlignedVector<float> weights;       // [picked][4]
-  std::vector<std::array<float, kQuad>>
-      rung_factors;            // what brings a rung\'s row to the common shift
+  std::vector<std::uint8_t> source;             // [age]: which of the sources has it
+  std::vector<std::uint32_t> picked;            // positions of some of them
+  AlignedVector<float> weights;                 // [picked][4]
+  /// By rung, then of staged tokens, which are exact: a row, and what brings it to the common
+  /// shift.
+  std::vector<std::pair<const float*, std::array<float, kQuad>>> sources;
   std::vector<float> outputs;  // [heads][dim]: sums of values times exponentials
   std::vector<float> factors;  // [group]: what makes outputs of them
   OutputChain chain;
@@ -65,6 +67,10 @@ class FeedbackRun {
   void make_room(std::uint32_t now);
   void see_all(std::uint32_t query, GroupRows& rows);
   bool find_codes(GatherRoom& room) const;
+  /// Whose row has a token of that source; null: the exact one.
+  const RungRow* row_of(std::uint8_t source) const {
+    return source < rungs_.size() ? rungs_[source] : nullptr;
+  }
   void see_coded(std::uint32_t query, GroupRows& rows, GatherRoom& room);
   void take_codes(std::uint32_t query, std::uint32_t quad, const GroupRows& rows,
                   GatherRoom& room) const;
