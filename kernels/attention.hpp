@@ -8,7 +8,7 @@
 
 namespace kvlab::kernels {
 
-/// Head sizes 64, 96, 128; groups (query heads per KV head) 1 to 8.
+/// Head sizes 64, 96, 128, 256; groups (query heads per KV head) 1 to 8.
 struct AttentionShape {
   Type type;
   int query_heads, kv_heads, head_size;
@@ -18,13 +18,14 @@ struct AttentionShape {
 };
 
 /// One query for each sequence, over its first lengths[s] slots (the query's own is the last of
-/// them). Each KV head is split over the grid so that the card is full at any batch; the parts are
-/// merged in a fixed order: equal inputs give equal bits. (Where it is split depends on all lengths
-/// and on the device, so a sequence's bits may differ in another batch.) Pointers but lengths and
-/// lse, and strides: at 16-byte boundaries. At most 32768 sequences x KV heads.
+/// them). Where a length exceeds `slots`, these are a ring that holds the newest tokens, token t at
+/// t % slots. Each KV head is split over the grid so that the card is full at any batch; the parts
+/// are merged in a fixed order: equal inputs give equal bits. (Where it is split depends on all
+/// lengths and on the device, so a sequence's bits may differ in another batch.) Pointers but
+/// lengths and lse, and strides: at 16-byte boundaries. At most 32768 sequences x KV heads.
 struct DecodeAttentionArgs {
   AttentionShape shape;
-  int sequences, slots;         ///< slots: capacity, the most any length may be
+  int sequences, slots;         ///< slots: capacity
   const void* q;                // [sequence, query_head, dim] of type, rotated
   const void *keys, *values;    // the layer's cache
   const std::int32_t* lengths;  // [sequence], device; 0: nothing is written
@@ -58,7 +59,8 @@ struct QueryBatch {
 };
 
 /// Queries of one sequence, causal: query i lies at slot first + older[kv_head] + i and sees that
-/// slot and all before it. (Nothing has been evicted: slot = position, and older is null.)
+/// slot and all before it, or `span` slots of them. (Nothing has been evicted: slot = position, and
+/// older is null.)
 struct PrefillAttentionArgs {
   AttentionShape shape;
   int first, queries;                   ///< queries: of a batch, the most of a sequence
@@ -72,6 +74,7 @@ struct PrefillAttentionArgs {
                                              ///< null: every shape.head_stride elements
   PagedRows paged{};                         ///< of keys and values; pairs are KV heads
   QueryBatch batch{};                        ///< first_slot is there
+  int span = 0;                              ///< slots that a query sees at most; 0: all
 };
 cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream);
 

@@ -2,6 +2,7 @@
 // launch where there are few. Bytes moved per token stand beside each kernel.
 #include "kernels/pointwise.hpp"
 
+#include "kernels/device/activation.cuh"
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/type_dispatch.cuh"
@@ -32,7 +33,8 @@ __device__ inline int chunk_of_thread() {
 
 /// hidden * (bytes of T + 4).
 template <class T>
-__global__ void embed_kernel(const T* table, int hidden, const std::int32_t* ids, float* x) {
+__global__ void embed_kernel(const T* table, int hidden, float scale, const std::int32_t* ids,
+                             float* x) {
   let_successor_start();
   wait_for_predecessor();
   const int at = chunk_of_thread() * 8;
@@ -41,6 +43,8 @@ __global__ void embed_kernel(const T* table, int hidden, const std::int32_t* ids
   float value[8];
   if (id >= 0) {
     load_eight(table + static_cast<std::size_t>(id) * hidden + at, value);
+#pragma unroll
+    for (float& v : value) v *= scale;
   } else {
 #pragma unroll
     for (float& v : value) v = nanf("");
@@ -60,6 +64,12 @@ __device__ inline float sum_of_squares(const float* row, int hidden, float* sums
   return block_sum(squares, sums);
 }
 
+/// What a row's elements are multiplied by, beside the weights; in every thread of its block.
+__device__ inline float scale_of(const float* row, const Norm& norm, int hidden, float* sums) {
+  const float mean = sum_of_squares(row, hidden, sums) / static_cast<float>(hidden);
+  return 1.0f / sqrtf(mean + norm.epsilon);
+}
+
 /// hidden * 4 + 4. A block for each token.
 __global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
   __shared__ float sums[kThreads / kWarpSize];
@@ -71,20 +81,39 @@ __global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
 
 /// hidden * (4 + bytes of T); the second reading of x is from the cache. A block for each token.
 template <class T>
-__global__ void rms_norm_kernel(const float* x, const T* gamma, float epsilon, int hidden, T* y) {
+__global__ void rms_norm_kernel(const float* x, const Norm norm, int hidden, T* y) {
   __shared__ float sums[kThreads / kWarpSize];
   let_successor_start();
   wait_for_predecessor();
   const float* const row = x + std::size_t{blockIdx.x} * hidden;
-  const float scale =
-      1.0f / sqrtf(sum_of_squares(row, hidden, sums) / static_cast<float>(hidden) + epsilon);
+  const float scale = scale_of(row, norm, hidden, sums);
   for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
     float value[8], weight[8];
     load_eight(row + at, value);
-    load_eight(gamma + at, weight);
+    load_eight(static_cast<const T*>(norm.gamma) + at, weight);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) value[i] = value[i] * scale * weight[i];
+    for (int i = 0; i < 8; ++i) value[i] = value[i] * scale * (norm.offset + weight[i]);
     store_eight(value, y + std::size_t{blockIdx.x} * hidden + at);
+  }
+}
+
+/// hidden * (12 + bytes of T), as above.
+template <class T>
+__global__ void add_normed_kernel(const float* y, const Norm norm, int hidden, float* x) {
+  __shared__ float sums[kThreads / kWarpSize];
+  let_successor_start();
+  wait_for_predecessor();
+  const float* const row = y + std::size_t{blockIdx.x} * hidden;
+  float* const to = x + std::size_t{blockIdx.x} * hidden;
+  const float scale = scale_of(row, norm, hidden, sums);
+  for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
+    float value[8], weight[8], sum[8];
+    load_eight(row + at, value);
+    load_eight(static_cast<const T*>(norm.gamma) + at, weight);
+    load_eight(to + at, sum);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = fmaf(value[i] * scale, norm.offset + weight[i], sum[i]);
+    store_eight(sum, to + at);
   }
 }
 
@@ -108,7 +137,7 @@ __global__ void add_residual_kernel(const T* y, std::size_t count, float* x) {
 
 /// width * 3 * bytes of T.
 template <class T>
-__global__ void silu_gate_kernel(const T* gate_up, int width, T* y) {
+__global__ void gate_kernel(Activation activation, const T* gate_up, int width, T* y) {
   let_successor_start();
   wait_for_predecessor();
   const int at = chunk_of_thread() * 8;
@@ -118,15 +147,16 @@ __global__ void silu_gate_kernel(const T* gate_up, int width, T* y) {
   load_eight(row + at, gate);
   load_eight(row + width + at, up);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+  for (int i = 0; i < 8; ++i) gate[i] = activated(activation, gate[i]) * up[i];
   store_eight(gate, y + std::size_t{blockIdx.x} * width + at);
 }
 
 /// A head in shared memory, one warp's own: from `row`, normed if there is a gamma. What is rotated
 /// is what `plain` captures: rounded to T.
 template <class T>
-__device__ void load_head(const T* row, const T* gamma, float epsilon, int head_size, float* head,
+__device__ void load_head(const T* row, const T* gamma, const RopeWriteArgs& args, float* head,
                           T* plain) {
+  const int head_size = args.head_size;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   float scale = 1;
   if (gamma) {
@@ -135,11 +165,12 @@ __device__ void load_head(const T* row, const T* gamma, float epsilon, int head_
       const float value = to_float(row[d]);
       squares = fmaf(value, value, squares);
     }
-    scale = 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(head_size) + epsilon);
+    scale = 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(head_size) + args.norm_epsilon);
   }
   for (int d = lane; d < head_size; d += kWarpSize) {
     T value = row[d];
-    if (gamma) value = from_float<T>(to_float(value) * scale * to_float(gamma[d]));
+    if (gamma)
+      value = from_float<T>(to_float(value) * scale * (args.norm_offset + to_float(gamma[d])));
     if (plain) plain[d] = value;
     head[d] = to_float(value);
   }
@@ -195,12 +226,12 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
   };
   const float2* const cos_sin = rope_row(args, static_cast<int>(token));
   if (query) {
-    load_head(from, static_cast<const T*>(args.q_gamma), args.norm_epsilon, args.head_size, head,
+    load_head(from, static_cast<const T*>(args.q_gamma), args, head,
               place(args.plain_q, index, args.query_heads));
     store_rotated(head, cos_sin, args.head_size, args.rotated,
                   place(args.q, index, args.query_heads));
   } else {
-    load_head(from, static_cast<const T*>(args.k_gamma), args.norm_epsilon, args.head_size, head,
+    load_head(from, static_cast<const T*>(args.k_gamma), args, head,
               place(args.plain_k, kv_head, args.kv_heads));
     store_rotated(head, cos_sin, args.head_size, args.rotated, static_cast<T*>(args.keys) + cached);
     if (lane == 0) place_of.note_position(args, slot);
@@ -217,37 +248,48 @@ cudaError_t launch_here(void (*kernel)(Params...), const Launch& where, Args... 
 
 bool valid(int tokens, int width) { return tokens > 0 && width > 0 && width % 8 == 0; }
 
+/// A block for each of some rows.
+Launch by_row(int tokens, cudaStream_t stream) {
+  return {.grid = dim3(static_cast<unsigned>(tokens)), .block = dim3(kThreads), .stream = stream};
+}
+bool valid(const float* x, const Norm& norm, int tokens, int hidden, const void* y) {
+  return valid(tokens, hidden) && x && norm.gamma && y && aligned16(x) && aligned16(norm.gamma) &&
+         aligned16(y);
+}
+
 }  // namespace
 
-cudaError_t embed(Type type, const void* table, int hidden, const std::int32_t* ids, int tokens,
-                  float* x, cudaStream_t stream) {
+cudaError_t embed(Type type, const void* table, int hidden, float scale, const std::int32_t* ids,
+                  int tokens, float* x, cudaStream_t stream) {
   if (!valid(tokens, hidden) || !table || !ids || !x || !aligned16(table) || !aligned16(x))
     return cudaErrorInvalidValue;
   return with_type(type, [&]<class T>(T) {
     return launch_here(embed_kernel<T>, by_eight(tokens, hidden, stream),
-                       static_cast<const T*>(table), hidden, ids, x);
+                       static_cast<const T*>(table), hidden, scale, ids, x);
   });
 }
 
-cudaError_t rms_norm(Type type, const float* x, const void* gamma, float epsilon, int tokens,
-                     int hidden, void* y, cudaStream_t stream) {
-  if (!valid(tokens, hidden) || !x || !gamma || !y || !aligned16(x) || !aligned16(gamma) ||
-      !aligned16(y))
-    return cudaErrorInvalidValue;
-  const Launch where{
-      .grid = dim3(static_cast<unsigned>(tokens)), .block = dim3(kThreads), .stream = stream};
+cudaError_t rms_norm(Type type, const float* x, const Norm& norm, int tokens, int hidden, void* y,
+                     cudaStream_t stream) {
+  if (!valid(x, norm, tokens, hidden, y)) return cudaErrorInvalidValue;
   return with_type(type, [&]<class T>(T) {
-    return launch_here(rms_norm_kernel<T>, where, x, static_cast<const T*>(gamma), epsilon, hidden,
+    return launch_here(rms_norm_kernel<T>, by_row(tokens, stream), x, norm, hidden,
                        static_cast<T*>(y));
+  });
+}
+
+cudaError_t add_normed(Type type, const float* y, const Norm& norm, int tokens, int hidden,
+                       float* x, cudaStream_t stream) {
+  if (!valid(y, norm, tokens, hidden, x)) return cudaErrorInvalidValue;
+  return with_type(type, [&]<class T>(T) {
+    return launch_here(add_normed_kernel<T>, by_row(tokens, stream), y, norm, hidden, x);
   });
 }
 
 cudaError_t squared_norms(const float* x, int tokens, int hidden, float* norms,
                           cudaStream_t stream) {
   if (!valid(tokens, hidden) || !x || !norms || !aligned16(x)) return cudaErrorInvalidValue;
-  const Launch where{
-      .grid = dim3(static_cast<unsigned>(tokens)), .block = dim3(kThreads), .stream = stream};
-  return launch_here(squared_norms_kernel, where, x, hidden, norms);
+  return launch_here(squared_norms_kernel, by_row(tokens, stream), x, hidden, norms);
 }
 
 cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
@@ -262,12 +304,12 @@ cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
   });
 }
 
-cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, void* y,
-                      cudaStream_t stream) {
+cudaError_t gate(Type type, Activation activation, const void* gate_up, int tokens, int width,
+                 void* y, cudaStream_t stream) {
   if (!valid(tokens, width) || !gate_up || !y || !aligned16(gate_up) || !aligned16(y))
     return cudaErrorInvalidValue;
   return with_type(type, [&]<class T>(T) {
-    return launch_here(silu_gate_kernel<T>, by_eight(tokens, width, stream),
+    return launch_here(gate_kernel<T>, by_eight(tokens, width, stream), activation,
                        static_cast<const T*>(gate_up), width, static_cast<T*>(y));
   });
 }

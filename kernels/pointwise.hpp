@@ -6,15 +6,18 @@
 
 namespace kvlab::kernels {
 
-/// Widths of embed, rms_norm, squared_norms and silu_gate are multiples of 8.
+/// Widths of embed, rms_norm, add_normed, squared_norms and gate are multiples of 8.
 
-/// x[t] = table[ids[t]], widened to float32; not-a-number for an id below 0 (see sample).
-cudaError_t embed(Type type, const void* table, int hidden, const std::int32_t* ids, int tokens,
-                  float* x, cudaStream_t stream);
+/// x[t] = scale * table[ids[t]] in float32; not-a-number for an id below 0 (see sample).
+cudaError_t embed(Type type, const void* table, int hidden, float scale, const std::int32_t* ids,
+                  int tokens, float* x, cudaStream_t stream);
 
-/// y[t] = x[t] / rms(x[t]) * gamma, rounded to `type`.
-cudaError_t rms_norm(Type type, const float* x, const void* gamma, float epsilon, int tokens,
-                     int hidden, void* y, cudaStream_t stream);
+/// y[t] = x[t] / rms(x[t]) * (offset + gamma), rounded to `type`.
+cudaError_t rms_norm(Type type, const float* x, const Norm& norm, int tokens, int hidden, void* y,
+                     cudaStream_t stream);
+/// x[t] += that of y[t], unrounded.
+cudaError_t add_normed(Type type, const float* y, const Norm& norm, int tokens, int hidden,
+                       float* x, cudaStream_t stream);
 
 /// norms[t] = the sum of x[t]'s squares.
 cudaError_t squared_norms(const float* x, int tokens, int hidden, float* norms,
@@ -24,9 +27,9 @@ cudaError_t squared_norms(const float* x, int tokens, int hidden, float* norms,
 cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
                          cudaStream_t stream);
 
-/// y[t, n] = silu(gate_up[t, n]) * gate_up[t, width + n].
-cudaError_t silu_gate(Type type, const void* gate_up, int tokens, int width, void* y,
-                      cudaStream_t stream);
+/// y[t, n] = activation(gate_up[t, n]) * gate_up[t, width + n].
+cudaError_t gate(Type type, Activation activation, const void* gate_up, int tokens, int width,
+                 void* y, cudaStream_t stream);
 
 /// A cache by pairs (kernels/evict/eviction.hpp): where a token goes, and the position that is
 /// noted there. Null first_slot: the cache has strides instead.
@@ -51,6 +54,7 @@ struct RopeWriteArgs {
   const std::int32_t* sequences;  // [token], device: which sequence of the cache
   const std::int32_t*
       slots;            // [token], device; added to next_slots where those are given, if not null
+  int ring = 0;         ///< where there are strides: slots are taken modulo it; 0: as they are
   void *keys, *values;  // the layer's cache, [sequence, kv_head, slot, dim]
   std::int64_t sequence_stride, head_stride;
   NextSlots next{};
@@ -58,6 +62,7 @@ struct RopeWriteArgs {
   /// For capture, or null: before RoPE, after the norms, of type.
   void *plain_q, *plain_k;  // [token, query_head, dim], [token, kv_head, dim]
   PagedRows paged{};        ///< of keys and values, where `next` has first_slot
+  float norm_offset = 0;    ///< as Norm::offset
 };
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 bool valid(const RopeWriteArgs& args);

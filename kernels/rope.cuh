@@ -25,7 +25,9 @@ class TokenSlot {
   __device__ TokenSlot(const RopeWriteArgs& args, int token)
       : sequence_(args.sequences[token]),
         slot_(args.slots ? args.slots[token] : 0),
-        sits_out_(args.next.now && args.next.now[sequence_] == kIdle) {}
+        sits_out_(args.next.now && args.next.now[sequence_] == kIdle) {
+    if (args.ring > 0) slot_ %= args.ring;
+  }
   /// The sequence keeps what it has, the slot of its next token included.
   __device__ bool sits_out() const { return sits_out_; }
   /// Of a KV head, in elements from the cache's begin.

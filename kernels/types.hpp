@@ -18,6 +18,20 @@ enum class Type { bf16, f16, f32 };
 
 constexpr std::size_t bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
+/// How a gate is bent: x / (1 + e^-x), or x by the normal distribution, approximated by tanh.
+enum class Activation { silu, gelu_tanh };
+
+/// A norm's weights, which are added to `offset`, and what is added to the mean square.
+struct Norm {
+  const void* gamma = nullptr;  // of the type at hand
+  float epsilon = 0, offset = 0;
+};
+
+/// Those that kernels are instantiated for.
+constexpr bool is_head_size(int size) {
+  return size == 64 || size == 96 || size == 128 || size == 256;
+}
+
 /// An attention's workspace begins with signals between blocks: these bytes must be zero before its
 /// first use, and every launch leaves them zero.
 inline constexpr std::size_t kSignalBytes = 132'224;

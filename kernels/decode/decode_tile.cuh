@@ -106,8 +106,11 @@ class TensorCoreWarp {
   using Element = T;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim;
-  static constexpr int kStages = 256 / kDim;      ///< 16 KB of tiles a warp
-  static constexpr int kMostStages = 384 / kDim;  ///< 24 KB, where a launch is long or very short
+  /// 16 KB of tiles a warp. At head size 256 that is one: there are two, one CTA to a
+  /// multiprocessor, and as much is on its way as with two of head size 128.
+  static constexpr int kStages = kDim > 128 ? 2 : 256 / kDim;
+  /// 24 KB, where a launch is long or very short.
+  static constexpr int kMostStages = kDim > 128 ? 2 : 384 / kDim;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<T, kDim, kKeys, kRotated>;
 
@@ -299,8 +302,8 @@ class PlainWarp {
   using Element = float;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim;
-  static constexpr int kStages = 2;
-  static constexpr int kMostStages = 2;
+  static constexpr int kStages = kDim > 128 ? 1 : 2;  ///< two of head size 256 have no room
+  static constexpr int kMostStages = kStages;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<float, kDim, kKeys, kRotated>;
 

@@ -1,8 +1,8 @@
 // Decode attention of pairs whose slots lie one behind the other: see pair_attention.cuh.
 //
-// Instantiated: 3 types x 3 head sizes x 3 ways to number positions, each with tiles sent for one
-// by one (27 kernels); where keys are rotated already also with all at once, and in clusters on
-// sm_90 (9 + 9). Type and head size shape the registers, and the numbering the inner loop. The
+// Instantiated: 3 types x 4 head sizes x 3 ways to number positions, each with tiles sent for one
+// by one (36 kernels); where keys are rotated already also with all at once, and in clusters on
+// sm_90 (12 + 12). Type and head size shape the registers, and the numbering the inner loop. The
 // group, the stages of the ring and what is left for whoever observes are read where the kernel
 // runs.
 #include "kernels/decode/pair_attention.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 bool supported(const PairAttention& args, const PagedRows& paged) {
   const PairTable& table = args.table;
-  if (args.head_size != 64 && args.head_size != 96 && args.head_size != 128) return false;
+  if (!is_head_size(args.head_size)) return false;
   if (args.group < 1 || args.group > kMostGroup) return false;
   const std::int64_t per_16_bytes = 16 / static_cast<std::int64_t>(bytes_of(args.type));
   if (table.head_stride % per_16_bytes != 0 || table.sequence_stride % per_16_bytes != 0)

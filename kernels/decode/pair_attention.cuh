@@ -478,8 +478,10 @@ auto with_warp(const PairAttention& args, Visit visit) {
       return by_size.template operator()<64>();
     case 96:
       return by_size.template operator()<96>();
-    default:
+    case 128:
       return by_size.template operator()<128>();
+    default:
+      return by_size.template operator()<256>();
   }
 }
 

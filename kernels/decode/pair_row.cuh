@@ -26,7 +26,8 @@ struct PairSlots {
     if (table.next_slots == nullptr) {
       base = index / table.kv_heads * table.sequence_stride +
              index % table.kv_heads * table.head_stride;
-      newest = live - 1;
+      const int length = table.lengths[index / table.kv_heads];
+      newest = length > live ? (length - 1) % table.most_slots : live - 1;
     } else {
       base = table.first_slot[index] * head_size;
       newest = table.next_slots[index];

@@ -186,6 +186,19 @@ class TilesAhead {
   }
   /// The next tile, once it is there; the one before it may be overwritten.
   __device__ const typename Warp::Tile& next() {
+    if constexpr (kStages == 1) {
+      __syncwarp();  // all have read the one before
+      fetch();
+      wait_copies<0>();
+      __syncwarp();
+      return ring_[0];
+    } else {
+      return next_of_many();
+    }
+  }
+
+ private:
+  __device__ const typename Warp::Tile& next_of_many() {
     wait_copies<kStages - 2>();
     __syncwarp();
     fetch();
@@ -193,8 +206,6 @@ class TilesAhead {
     read_ = read_ + 1 == kStages ? 0 : read_ + 1;
     return tile;
   }
-
- private:
   __device__ void fetch() {
     source_.start_next(ring_[write_]);
     write_ = write_ + 1 == kStages ? 0 : write_ + 1;

@@ -128,11 +128,10 @@ __global__ void softmax_kernel(const EvictingAttentionArgs args, PlainRows rows)
 
 bool valid(const EvictingAttentionArgs& args) {
   const SlotCache& cache = args.cache;
-  const auto known = [](int size) { return size == 64 || size == 96 || size == 128; };
   const bool squeezed = args.numbering == Positions::cache;
   return cache.sequences > 0 && cache.kv_heads > 0 && cache.query_heads > 0 &&
          cache.query_heads % cache.kv_heads == 0 &&
-         cache.query_heads / cache.kv_heads <= kMostGroup && known(cache.head_size) &&
+         cache.query_heads / cache.kv_heads <= kMostGroup && is_head_size(cache.head_size) &&
          cache.most_slots > 0 && cache.first_slot && cache.keys && cache.values &&
          !cache.paged.in_use() && cache.positions && cache.lengths && cache.next_slots &&
          args.policy.rules && args.now && args.q && args.out && args.workspace &&

@@ -168,8 +168,9 @@ class Finisher {
       const int n = strip * outputs_of_strip(kForm) + output_;
       if (n >= product_.n) return;
       write_output(product_, row_, n,
-                   kForm == Form::gated ? silu(total(0, output_)) * total(1, output_)
-                                        : total(output_ / kTileRows, output_ % kTileRows),
+                   kForm == Form::gated
+                       ? activated(product_.activation, total(0, output_)) * total(1, output_)
+                       : total(output_ / kTileRows, output_ % kTileRows),
                    residual_);
     }
   }
@@ -386,6 +387,8 @@ LinearProduct<T> product_of(const LinearArgs& args) {
           .x = args.x,
           .gamma = static_cast<const T*>(args.gamma),
           .norm_epsilon = args.norm_epsilon,
+          .norm_offset = args.norm_offset,
+          .activation = Activation::silu,
           .bias = static_cast<const T*>(args.bias),
           .y = static_cast<T*>(args.y),
           .y_float = args.y_float,
@@ -403,6 +406,8 @@ LinearProduct<T> product_of(const GatedLinearArgs& args) {
           .x = args.x,
           .gamma = static_cast<const T*>(args.gamma),
           .norm_epsilon = args.norm_epsilon,
+          .norm_offset = args.norm_offset,
+          .activation = args.activation,
           .bias = nullptr,
           .y = static_cast<T*>(args.y),
           .y_float = nullptr,

@@ -22,13 +22,14 @@ struct LinearArgs {
   float norm_epsilon;
   const void* bias;  // [n], or null
   /// Exactly one of the three:
-  void* y;          // [rows, n] of `type`
-  float* y_float;   // [rows, n]: logits
-  float* residual;  // [rows, n]: += the product
+  void* y;                // [rows, n] of `type`
+  float* y_float;         // [rows, n]: logits
+  float* residual;        // [rows, n]: += the product
+  float norm_offset = 0;  ///< as Norm::offset
 };
 cudaError_t linear(const LinearArgs& args, cudaStream_t stream);
 
-/// y[r, n] = silu(gate[n] . norm(x)[r]) * (up[n] . norm(x)[r]).
+/// y[r, n] = activation(gate[n] . norm(x)[r]) * (up[n] . norm(x)[r]).
 struct GatedLinearArgs {
   Type type;
   int rows, n, k;
@@ -36,7 +37,9 @@ struct GatedLinearArgs {
   const float* x;         // [rows, k], the residual stream
   const void* gamma;      // [k]
   float norm_epsilon;
-  void* y;  // [rows, n] of `type`
+  void* y;                // [rows, n] of `type`
+  float norm_offset = 0;  ///< as Norm::offset
+  Activation activation = Activation::silu;
 };
 cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream);
 

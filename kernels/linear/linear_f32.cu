@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(kLinearThreads)
 #pragma unroll
     for (int row = 0; row < kMostLinearRows; ++row)
       if (row < product.rows && lane == row)
-        write_output(product, row, n, product.up ? silu(sums[row]) * ups[row] : sums[row],
+        write_output(product, row, n,
+                     product.up ? activated(product.activation, sums[row]) * ups[row] : sums[row],
                      residual_of(product, row, n));
   }
 }

@@ -2,6 +2,7 @@
 // epilogue.
 #pragma once
 
+#include "kernels/device/activation.cuh"
 #include "kernels/device/barrier.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/tensor_core.cuh"
@@ -18,9 +19,10 @@ struct LinearProduct {
   const T* up;      // [n, k], or null
   const void* x;    // [rows, k] of T, or float where there is a gamma
   const T* gamma;   // [k], or null
-  float norm_epsilon;
-  const T* bias;  // [n], or null
-  T* y;           // one of three is not null
+  float norm_epsilon, norm_offset;
+  Activation activation;  ///< of the gate
+  const T* bias;          // [n], or null
+  T* y;                   // one of three is not null
   float* y_float;
   float* residual;
 };
@@ -56,8 +58,6 @@ __device__ inline T write_output(const LinearProduct<T>& product, int row, int c
   if (product.residual) product.residual[at] = residual + value;
   return rounded;
 }
-
-__device__ inline float silu(float x) { return x / (1.0f + expf(-x)); }
 
 /// The norm's share of a warp. Chunk c of a row, eight elements, belongs to slice (c / 32) % 8 and
 /// lane c % 32, whatever the number of rows, so that sums of squares do not depend on it; a warp
@@ -154,7 +154,7 @@ __device__ inline void norm_rows(const LinearProduct<T>& product, const std::byt
       load_eight(out + at, value);
       load_eight(gamma_row + at, gamma);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) value[e] *= scale * gamma[e];
+      for (int e = 0; e < 8; ++e) value[e] *= scale * (product.norm_offset + gamma[e]);
       finish(value, out + at);
     });
   barrier_of_first<kLinearThreads>();

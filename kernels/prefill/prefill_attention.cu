@@ -4,7 +4,7 @@
 // Work: 4 * head_size operations for each (query, query head, visible key). Tensor cores do it for
 // the 2-byte types; float32 is done plainly.
 //
-// Instantiated: 3 head sizes, by tensor cores for 2 types (6 kernels) and plainly (3); and all of
+// Instantiated: 4 head sizes, by tensor cores for 2 types (8 kernels) and plainly (4); and all of
 // them once more for keys and values in blocks.
 #include <algorithm>
 
@@ -20,10 +20,17 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kKeys = 64;        ///< keys of a tile
-constexpr int kRowsOfWarp = 32;  ///< two rows of matrices: what is read of a key serves both
-constexpr int kRows = kWarps * kRowsOfWarp;
 constexpr int kStages = 2;
+
+/// Two rows of matrices a warp: what is read of a key serves both. At head size 256 the outputs of
+/// two would take every register, and tiles of 64 keys the room of a second CTA.
+template <int kDim>
+struct Tiling {
+  static constexpr int kMatrices = kDim > 128 ? 1 : 2;  ///< rows of matrices of a warp
+  static constexpr int kKeys = kDim > 128 ? 32 : 64;    ///< keys of a tile
+  static constexpr int kRowsOfWarp = 16 * kMatrices, kRows = kWarps * kRowsOfWarp;
+  static constexpr int kPlainRows = kDim > 128 ? 8 : 16;  ///< in float32; in 48 KB with the keys
+};
 
 struct Plan {
   PrefillAttentionArgs args;
@@ -54,13 +61,15 @@ __device__ void write_row(const PrefillAttentionArgs& args, std::int64_t row, fl
 
 template <class T, int kDim>
 struct alignas(16) Shared {
-  T query[kRows * kDim];
-  T keys[kStages][kKeys * kDim];
-  T values[kStages][kKeys * kDim];
+  using Tiles = Tiling<kDim>;
+  T query[Tiles::kRows * kDim];
+  T keys[kStages][Tiles::kKeys * kDim];
+  T values[kStages][Tiles::kKeys * kDim];
 };
 
 constexpr int kSlotsOfSlice = 16;  ///< of one block
-constexpr int kSlices = kKeys / kSlotsOfSlice;
+template <int kDim>
+constexpr int kSlices = Tiling<kDim>::kKeys / kSlotsOfSlice;
 static_assert(kSlotsOfSlice <= kFewestSlotsOfBlock);
 
 /// Starts copying one of kSlices parts of a tile's rows [slot, dim]; zeros from row `valid` on. By
@@ -69,7 +78,7 @@ static_assert(kSlotsOfSlice <= kFewestSlotsOfBlock);
 template <class T, int kDim, bool kPaged>
 __device__ void load_slice(T* to, const T* from, int stride, int valid, int slice) {
   using Layout = Swizzled<kDim * sizeof(T)>;
-  constexpr int kEach = kKeys * Layout::kChunks / kSlices;
+  constexpr int kEach = kSlotsOfSlice * Layout::kChunks;
 #pragma unroll
   for (int j = 0; j < kEach; j += kThreads) {
     const int i = slice * kEach + j + threadIdx.x;
@@ -82,45 +91,50 @@ __device__ void load_slice(T* to, const T* from, int stride, int valid, int slic
 }
 
 /// The element at which a tile's slice begins in its block; 0 where no row of it is valid.
-__device__ inline std::int64_t slice_begin(const PrefillAttentionArgs& args, int pair, int tile,
+__device__ inline std::int64_t slice_begin(const PrefillAttentionArgs& args, int pair, int begin,
                                            int slice, int valid) {
   const int row = slice * kSlotsOfSlice;
-  return row < valid ? paged_row(args, pair, tile * kKeys + row) : 0;
+  return row < valid ? paged_row(args, pair, begin + row) : 0;
 }
 
-/// A warp's 32 rows: matrix row m holds, in lane l, rows m * 16 + l / 4 and the eighth after that.
+/// Where no key has been seen: below any logit, and a number, so that a row that sees nothing of a
+/// tile gives it no weight.
+constexpr float kNoLogit = -3e38f;
+
+/// A warp's rows: matrix row m holds, in lane l, rows m * 16 + l / 4 and the eighth after that.
 template <class T, int kDim>
 class WarpRows {
  public:
   using Layout = Swizzled<kDim * sizeof(T)>;
+  static constexpr int kMatrices = Tiling<kDim>::kMatrices, kKeys = Tiling<kDim>::kKeys;
 
   __device__ WarpRows() {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kMatrices; ++m) {
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n)
         out_[m][n][0] = out_[m][n][1] = out_[m][n][2] = out_[m][n][3] = 0;
-      max_[m][0] = max_[m][1] = -INFINITY;
+      max_[m][0] = max_[m][1] = kNoLogit;
       sum_[m][0] = sum_[m][1] = 0;
     }
   }
 
-  /// Adds a tile of keys; `visible(m, half)` is how many of them that row sees, kKeys or more for
-  /// all. Every row has seen a key then.
+  /// Adds a tile of keys, of which a row sees those from hidden(m, half) on, 0 or less for all, and
+  /// before visible(m, half), kKeys or more for all.
   /// Calls fetch(slice) for all slices of the next tile, between products: copies in one go would
   /// stand before the first products' operands.
-  template <bool kMasked, class Visible, class Fetch>
+  template <bool kMasked, class Hidden, class Visible, class Fetch>
   __device__ void add(const T* query, const T* keys, const T* values, float base2_scale,
-                      Visible visible, Fetch fetch) {
-    float logit[2][kKeys / 8][4] = {};
+                      Hidden hidden, Visible visible, Fetch fetch) {
+    float logit[kMatrices][kKeys / 8][4] = {};
     score(query, keys, logit, fetch);
-    if constexpr (kMasked) mask(logit, visible);
+    if constexpr (kMasked) mask(logit, hidden, visible);
     raise_max(logit, base2_scale);
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
-      std::uint32_t weight[2][4];
+      std::uint32_t weight[kMatrices][4];
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
+      for (int m = 0; m < kMatrices; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           weight[m][i] = weigh(logit[m][k * 2 + i / 2], m, i % 2, base2_scale);
@@ -133,7 +147,7 @@ class WarpRows {
   template <class Write, class Row>
   __device__ void finish(Write write, Row row) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < kMatrices; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float sum = sum_[m][half];
@@ -154,24 +168,24 @@ class WarpRows {
   __device__ static bool keeps(int m, int half) { return lane() % 4 == m * 2 + half; }
 
   template <class Fetch>
-  __device__ void score(const T* query, const T* keys, float (&logit)[2][kKeys / 8][4],
+  __device__ void score(const T* query, const T* keys, float (&logit)[kMatrices][kKeys / 8][4],
                         Fetch fetch) const {
     const std::uint32_t q = shared_address(query), k = shared_address(keys);
     const int key = lane() / 16 * 8 + lane() % 8;
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
-      static_assert(kDim / 16 >= kSlices);
-      if (d < kSlices) fetch(d);
-      std::uint32_t a[2][4];
+      static_assert(kDim / 16 >= kSlices<kDim>);
+      if (d < kSlices<kDim>) fetch(d);
+      std::uint32_t a[kMatrices][4];
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
+      for (int m = 0; m < kMatrices; ++m)
         load_matrices(a[m], q + Layout::offset(m * 16 + lane() % 16, d * 2 + lane() / 16));
 #pragma unroll
       for (int n = 0; n < kKeys / 8; n += 2) {
         std::uint32_t b[4];
         load_matrices(b, k + Layout::offset(n * 8 + key, d * 2 + lane() / 8 % 2));
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < kMatrices; ++m) {
           multiply_add<T>(logit[m][n], a[m], b[0], b[1]);
           multiply_add<T>(logit[m][n + 1], a[m], b[2], b[3]);
         }
@@ -179,28 +193,29 @@ class WarpRows {
     }
   }
 
-  template <class Visible>
-  __device__ static void mask(float (&logit)[2][kKeys / 8][4], Visible visible) {
+  template <class Hidden, class Visible>
+  __device__ static void mask(float (&logit)[kMatrices][kKeys / 8][4], Hidden hidden,
+                              Visible visible) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < kMatrices; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int end = visible(m, half) - lane() % 4 * 2;
+        const int end = visible(m, half) - lane() % 4 * 2, begin = hidden(m, half) - lane() % 4 * 2;
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
           for (int i = 0; i < 2; ++i)
-            if (n * 8 + i >= end) logit[m][n][half * 2 + i] = -INFINITY;
+            if (n * 8 + i >= end || n * 8 + i < begin) logit[m][n][half * 2 + i] = -INFINITY;
       }
   }
 
   /// Makes max_ no less than the tile's logits, but for kSlack: weights up to 2^kSlack do no harm,
   /// and most tiles need no rescaling then.
-  __device__ void raise_max(const float (&logit)[2][kKeys / 8][4], float base2_scale) {
-    float max[2][2];
+  __device__ void raise_max(const float (&logit)[kMatrices][kKeys / 8][4], float base2_scale) {
+    float max[kMatrices][2];
     bool raise = false;
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < kMatrices; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float largest = -INFINITY;
@@ -215,7 +230,7 @@ class WarpRows {
       }
     if (!__any_sync(~0u, raise)) return;
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < kMatrices; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float factor = rescale(max_[m][half], max[m][half]);
@@ -238,7 +253,7 @@ class WarpRows {
   }
 
   /// Adds the values of keys k * 16 to k * 16 + 15.
-  __device__ void add_values(const T* values, int k, const std::uint32_t (&weight)[2][4]) {
+  __device__ void add_values(const T* values, int k, const std::uint32_t (&weight)[kMatrices][4]) {
     const std::uint32_t v = shared_address(values);
     const int key = k * 16 + lane() / 8 % 2 * 8 + lane() % 8;
 #pragma unroll
@@ -246,7 +261,7 @@ class WarpRows {
       std::uint32_t b[4];
       load_matrices_transposed(b, v + Layout::offset(key, n + lane() / 16));
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+      for (int m = 0; m < kMatrices; ++m) {
         multiply_add<T>(out_[m][n], weight[m], b[0], b[1]);
         multiply_add<T>(out_[m][n + 1], weight[m], b[2], b[3]);
       }
@@ -254,17 +269,30 @@ class WarpRows {
   }
 
   static constexpr float kSlack = 6;
-  float out_[2][kDim / 8][4];
-  float max_[2][2], sum_[2][2];    // sum_: over this lane's keys alone, until finish
+  float out_[kMatrices][kDim / 8][4];
+  float max_[kMatrices][2], sum_[kMatrices][2];  // sum_: over this lane's keys alone, until finish
   float max_product_ = -INFINITY;  // of the row that the lane keeps; max_ has some slack
 };
+
+/// Starts copying the queries of a CTA's rows; zeros behind the last one.
+template <class T, int kDim>
+__device__ void load_queries(T* to, const PrefillRows& rows, int first_row, int last_row) {
+  using Layout = Swizzled<kDim * sizeof(T)>;
+  const T* q = static_cast<const T*>(rows.args.q);
+  for (int i = threadIdx.x; i < Tiling<kDim>::kRows * Layout::kChunks; i += kThreads) {
+    const int row = first_row + i / Layout::kChunks, chunk = i % Layout::kChunks;
+    const bool wanted = row <= last_row;
+    copy_async(shared_address(to) + Layout::offset(i / Layout::kChunks, chunk),
+               q + (wanted ? rows.head(row) * kDim + chunk * 8 : 0), wanted);
+  }
+}
 
 /// The tensor-core kernel.
 template <class T, int kDim, bool kPaged>
 __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
-  using Layout = Swizzled<kDim * sizeof(T)>;
+  constexpr int kRows = Tiling<kDim>::kRows, kKeys = Tiling<kDim>::kKeys;
   const auto& args = plan.args;
   const PrefillRows rows = rows_of_block(plan);
   const int first_row = tile_of_block(plan) * kRows;
@@ -272,48 +300,48 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const int last_row = min(first_row + kRows, rows.count()) - 1;
   const int keys_end = rows.slot(last_row) + 1;
   const int tiles = (keys_end + kKeys - 1) / kKeys;
-  const int unmasked = (rows.slot(first_row) + 1) / kKeys;  // tiles that all rows see whole
+  const int first_tile = rows.first_seen(first_row) / kKeys;
+  // Tiles that all rows see whole.
+  const int first_whole = (rows.first_seen(last_row) + kKeys - 1) / kKeys;
+  const int unmasked = (rows.slot(first_row) + 1) / kKeys;
 
-  const T* q = static_cast<const T*>(args.q);
-  for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kThreads) {
-    const int row = first_row + i / Layout::kChunks, chunk = i % Layout::kChunks;
-    const bool wanted = row <= last_row;
-    copy_async(shared_address(shared.query) + Layout::offset(i / Layout::kChunks, chunk),
-               q + (wanted ? rows.head(row) * kDim + chunk * 8 : 0), wanted);
-  }
+  load_queries<T, kDim>(shared.query, rows, first_row, last_row);
   const std::int64_t begin = kPaged ? 0 : pair_begin(args, rows.pair);
   const T* keys = static_cast<const T*>(args.keys) + begin;
   const T* values = static_cast<const T*>(args.values) + begin;
   const auto fetch = [&](int tile, int slice) {
     std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
     const int valid = keys_end - tile * kKeys;  // none of a tile beyond the last
-    if constexpr (kPaged) from = slice_begin(args, rows.pair, tile, slice, valid);
+    if constexpr (kPaged) from = slice_begin(args, rows.pair, tile * kKeys, slice, valid);
     const int stride = args.paged.slot_stride;
     load_slice<T, kDim, kPaged>(shared.keys[tile % kStages], keys + from, stride, valid, slice);
     load_slice<T, kDim, kPaged>(shared.values[tile % kStages], values + from, stride, valid, slice);
   };
-  for (int slice = 0; slice < kSlices; ++slice) fetch(0, slice);
+  for (int slice = 0; slice < kSlices<kDim>; ++slice) fetch(first_tile, slice);
   commit_copies();
 
-  const int warp_row = threadIdx.x / 32 * kRowsOfWarp;
+  const int warp_row = threadIdx.x / 32 * Tiling<kDim>::kRowsOfWarp;
   const int lane_row = first_row + warp_row + threadIdx.x % 32 / 4;
   const auto row_of = [&](int m, int half) { return lane_row + m * 16 + half * 8; };
   WarpRows<T, kDim> warp;
   const T* query = shared.query + warp_row * kDim;
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = first_tile; tile < tiles; ++tile) {
     wait_copies<0>();
     __syncthreads();  // the tile is there, and the one before it has been read
-    const T* tile_keys = shared.keys[tile % kStages];
-    const T* tile_values = shared.values[tile % kStages];
+    const T *tile_keys = shared.keys[tile % kStages], *tile_values = shared.values[tile % kStages];
     const auto visible = [&](int m, int half) {
       return rows.slot(row_of(m, half)) + 1 - tile * kKeys;
     };
+    const auto hidden = [&](int m, int half) {
+      return rows.first_seen(row_of(m, half)) - tile * kKeys;
+    };
     const auto fetch_next = [&](int slice) { fetch(tile + 1, slice); };
-    if (tile < unmasked)
-      warp.template add<false>(query, tile_keys, tile_values, plan.base2_scale, visible,
+    if (tile >= first_whole && tile < unmasked)
+      warp.template add<false>(query, tile_keys, tile_values, plan.base2_scale, hidden, visible,
                                fetch_next);
     else
-      warp.template add<true>(query, tile_keys, tile_values, plan.base2_scale, visible, fetch_next);
+      warp.template add<true>(query, tile_keys, tile_values, plan.base2_scale, hidden, visible,
+                              fetch_next);
     commit_copies();
   }
 
@@ -330,11 +358,23 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
       });
 }
 
-constexpr int kPlainRows = 16, kPlainKeys = 32;
+constexpr int kPlainKeys = 32;
 
-/// Float32: a warp has four rows and, at a time, 32 keys, one for each lane.
+template <int kDim>
+__device__ void write_plain_row(const PrefillAttentionArgs& args, std::int64_t row,
+                                const float (&out)[kDim / 32], float max_product, float max,
+                                float sum) {
+  const int lane = threadIdx.x % 32;
+  float* const to = static_cast<float*>(args.out) + row * kDim;
+#pragma unroll
+  for (int i = 0; i < kDim / 32; ++i) to[i * 32 + lane] = out[i] / sum;
+  if (lane == 0) write_row(args, row, max_product, max, sum);
+}
+
+/// Float32: a warp has two or four rows and, at a time, 32 keys, one for each lane.
 template <int kDim, bool kPaged>
 __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant__ Plan plan) {
+  constexpr int kPlainRows = Tiling<kDim>::kPlainRows;
   __shared__ float query[kPlainRows][kDim], keys[kPlainKeys][kDim + 1];  // lanes read a column
   const auto& args = plan.args;
   const PrefillRows rows = rows_of_block(plan);
@@ -357,8 +397,8 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kEach;
   float out[kEach][kOwn] = {}, max_product[kEach], max[kEach], sum[kEach] = {};
 #pragma unroll
-  for (int r = 0; r < kEach; ++r) max_product[r] = max[r] = -INFINITY;
-  for (int start = 0; start < keys_end; start += kPlainKeys) {
+  for (int r = 0; r < kEach; ++r) max_product[r] = -INFINITY, max[r] = kNoLogit;
+  for (int start = rows.first_seen(first_row); start < keys_end; start += kPlainKeys) {
     const int there = min(kPlainKeys, keys_end - start);
     __syncthreads();
     for (int i = threadIdx.x; i < there * kDim; i += kThreads)
@@ -370,7 +410,8 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
       float dot = 0;
       if (lane < there)
         for (int d = 0; d < kDim; ++d) dot = fmaf(query[warp_row + r][d], keys[lane][d], dot);
-      const bool seen = start + lane <= rows.slot(first_row + warp_row + r) && lane < there;
+      const int slot = start + lane, row = first_row + warp_row + r;
+      const bool seen = lane < there && slot >= rows.first_seen(row) && slot <= rows.slot(row);
       const float logit = seen ? dot * plan.base2_scale : -INFINITY;
       max_product[r] = fmaxf(max_product[r], warp_max(seen ? dot : -INFINITY));
       const float largest = fmaxf(max[r], max_product[r] * plan.base2_scale);
@@ -396,11 +437,8 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
     const int row = first_row + warp_row + r;
-    if (row > last_row) continue;
-    float* to = static_cast<float*>(args.out) + rows.head(row) * kDim;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) to[i * 32 + lane] = out[r][i] / sum[r];
-    if (lane == 0) write_row(args, rows.head(row), max_product[r], max[r], sum[r]);
+    if (row <= last_row)
+      write_plain_row<kDim>(args, rows.head(row), out[r], max_product[r], max[r], sum[r]);
   }
 }
 
@@ -418,7 +456,8 @@ cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
   const cudaError_t allowed = cudaFuncSetAttribute(
       prefill_tiles<T, kDim, kPaged>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (allowed != cudaSuccess) return allowed;
-  prefill_tiles<T, kDim, kPaged><<<grid(plan, kRows), kThreads, kBytes, stream>>>(plan);
+  prefill_tiles<T, kDim, kPaged>
+      <<<grid(plan, Tiling<kDim>::kRows), kThreads, kBytes, stream>>>(plan);
   return cudaGetLastError();
 }
 
@@ -432,7 +471,7 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
     case Type::f32:
       break;
   }
-  prefill_plain<kDim, kPaged><<<grid(plan, kPlainRows), kThreads, 0, stream>>>(plan);
+  prefill_plain<kDim, kPaged><<<grid(plan, Tiling<kDim>::kPlainRows), kThreads, 0, stream>>>(plan);
   return cudaGetLastError();
 }
 
@@ -447,8 +486,8 @@ bool aligned(const void* pointer) { return pointer != nullptr && aligned16(point
 }  // namespace
 
 cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream) {
-  if (!can_prefill(args) || !aligned(args.q) || !aligned(args.keys) || !aligned(args.values) ||
-      !aligned(args.out))
+  if (!can_prefill(args) || args.span < 0 || !aligned(args.q) || !aligned(args.keys) ||
+      !aligned(args.values) || !aligned(args.out))
     return cudaErrorInvalidValue;
   const Plan plan{.args = args,
                   .group = args.shape.query_heads / args.shape.kv_heads,
@@ -461,7 +500,7 @@ cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t str
     case 128:
       return launch<128>(plan, stream);
     default:
-      return cudaErrorInvalidValue;
+      return launch<256>(plan, stream);
   }
 }
 

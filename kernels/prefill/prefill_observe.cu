@@ -9,8 +9,8 @@
 // beside them an exponential and, for masses, six more instructions each. Bytes: little: queries
 // once, keys once for each kRange queries, 8 for each row, 24 for each key.
 //
-// Instantiated: 3 head sizes x 4 kinds of count, by tensor cores for 2 types (24 kernels) and
-// plainly for float32 (12); what is counted decides which registers a key needs. On sm_90 itself
+// Instantiated: 4 head sizes x 4 kinds of count, by tensor cores for 2 types (32 kernels) and
+// plainly for float32 (16); what is counted decides which registers a key needs. On sm_90 itself
 // the 2-byte types have kernels of their own; those here are for other devices.
 #include <algorithm>
 
@@ -323,15 +323,16 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
       return launch<64, kCount>(plan, stream);
     case 96:
       return launch<96, kCount>(plan, stream);
-    default:
+    case 128:
       return launch<128, kCount>(plan, stream);
+    default:
+      return launch<256, kCount>(plan, stream);
   }
 }
 
 bool supported(const ObserveArgs& args) {
   const AttentionShape& shape = args.shape;
   if (!can_prefill(args) || args.younger < 0 || args.keys_end < 1) return false;
-  if (shape.head_size != 64 && shape.head_size != 96 && shape.head_size != 128) return false;
   if (shape.head_stride % shape.head_size != 0) return false;  // slots are counted in seen
   const auto aligned = [](const void* pointer) { return pointer != nullptr && aligned16(pointer); };
   if (!aligned(args.q) || !aligned(args.keys) || !aligned(args.workspace)) return false;

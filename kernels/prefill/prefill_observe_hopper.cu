@@ -2,7 +2,7 @@
 // cores work on the next tile of queries while this one is counted, and the copy engine fetches
 // tiles: copies by the counting threads took a third of their instructions.
 //
-// Instantiated: 2 types x 3 head sizes x 4 kinds of count (24 kernels), for sm_90a alone.
+// Instantiated: 2 types x 4 head sizes x 4 kinds of count (32 kernels), for sm_90a alone.
 #include <cuda.h>
 
 #include <algorithm>
@@ -17,18 +17,23 @@
 namespace kvlab::kernels::observe {
 namespace {
 
-constexpr int kWarpgroups = 3;        ///< warpgroups of a CTA that count
+/// Warpgroups of a CTA that count: at head size 256 a warp's keys take twice the registers.
+template <int kDim>
+constexpr int kWarpgroups = kDim > 128 ? 2 : 3;
 constexpr int kKeysOfWarpgroup = 64;  ///< 16 of each warp
-constexpr int kKeys = kWarpgroups * kKeysOfWarpgroup;
-constexpr int kCounting = kWarpgroups * 128;  ///< threads that count
-constexpr int kThreads = kCounting + 32;      ///< and the warp that fetches
-constexpr int kStages = 5;                    ///< tiles in shared memory
+template <int kDim>
+constexpr int kKeys = kWarpgroups<kDim>* kKeysOfWarpgroup;
+template <int kDim>
+constexpr int kCounting = kWarpgroups<kDim> * 128;  ///< threads that count
+template <int kDim>
+constexpr int kThreads = kCounting<kDim> + 32;  ///< and the warp that fetches
+constexpr int kStages = 5;                      ///< tiles in shared memory
 
 template <class T, int kDim>
 struct Shared {
   static constexpr int kPanels = (kDim + 63) / 64;
   union {
-    T keys[kKeys * kDim];  // before the first queries
+    T keys[kKeys<kDim> * kDim];  // before the first queries
     unsigned char queries[kStages][kPanels][kQueries * Panel::kRowBytes];
   };
   RowTerm terms[kStages][kQueries];
@@ -197,7 +202,7 @@ __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
 }
 
 template <class T, int kDim, Count kCount>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads<kDim>, 1)
     observe_warpgroups(const __grid_constant__ Plan plan,
                        const __grid_constant__ CUtensorMap queries) {
   extern __shared__ unsigned char memory[];
@@ -205,13 +210,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& shared =
       *reinterpret_cast<Shared<T, kDim>*>(memory + (unaligned == 0 ? 0 : kAlignment - unaligned));
   const auto& args = plan.args;
-  const Part part(plan, kKeys);
+  const Part part(plan, kKeys<kDim>);
   if (part.begin >= part.end) return;
 
   using KeyLayout = Swizzled<kDim * sizeof(T)>;
   constexpr int kChunks = KeyLayout::kChunks;
   const T* keys = static_cast<const T*>(args.keys);
-  for (int i = threadIdx.x; i < kKeys * kChunks; i += kThreads) {
+  for (int i = threadIdx.x; i < kKeys<kDim> * kChunks; i += kThreads<kDim>) {
     const bool wanted = i / kChunks < part.keys;
     copy_async(shared_address(shared.keys) + KeyLayout::offset(i / kChunks, i % kChunks),
                keys + (wanted ? part.key_row(args, i / kChunks) + i % kChunks * 8 : 0), wanted);
@@ -220,16 +225,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0)
     for (int stage = 0; stage < kStages; ++stage) {
       shared.full[stage].init(1);
-      shared.free[stage].init(kCounting / 32);
+      shared.free[stage].init(kCounting<kDim> / 32);
     }
   wait_copies<0>();
   publish_to_products();
   __syncthreads();
-  const int warp_key = min(static_cast<int>(threadIdx.x) / 32 * 16, kKeys - 16);
+  const int warp_key = min(static_cast<int>(threadIdx.x) / 32 * 16, kKeys<kDim> - 16);
   WarpKeys<T, kDim, kCount> warp(shared.keys + warp_key * kDim);
   __syncthreads();  // the keys are in registers, their place is free
-  if (threadIdx.x >= kCounting) {
-    if (threadIdx.x == kCounting) fetch_tiles(shared, plan, part, queries);
+  if (threadIdx.x >= kCounting<kDim>) {
+    if (threadIdx.x == kCounting<kDim>) fetch_tiles(shared, plan, part, queries);
     return;
   }
   count_tiles(shared, plan, part, warp, warp_key);
@@ -273,7 +278,7 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   if (const cudaError_t error = describe_queries(plan.args, queries); error != cudaSuccess)
     return error;
   observe_warpgroups<T, kDim, kCount>
-      <<<grid(plan, kKeys), kThreads, kBytes, stream>>>(plan, queries);
+      <<<grid(plan, kKeys<kDim>), kThreads<kDim>, kBytes, stream>>>(plan, queries);
   return cudaGetLastError();
 }
 
@@ -299,8 +304,10 @@ cudaError_t launch(const Plan& plan, Count count, cudaStream_t stream) {
       return launch<T, 64>(plan, count, stream);
     case 96:
       return launch<T, 96>(plan, count, stream);
-    default:
+    case 128:
       return launch<T, 128>(plan, count, stream);
+    default:
+      return launch<T, 256>(plan, count, stream);
   }
 }
 

@@ -13,7 +13,8 @@ bool can_prefill(const Args& args) {
   if (shape.kv_heads < 1 || shape.query_heads < 1 || shape.query_heads % shape.kv_heads != 0)
     return false;
   constexpr int kMostGroup = 8;
-  if (shape.query_heads / shape.kv_heads > kMostGroup) return false;
+  if (shape.query_heads / shape.kv_heads > kMostGroup || !is_head_size(shape.head_size))
+    return false;
   if (shape.head_stride % (16 / static_cast<std::int64_t>(bytes_of(shape.type))) != 0) return false;
   constexpr int kMostPosition = 1 << 27;  // so that eight times as many rows can be counted
   if (args.first < 0 || args.first >= kMostPosition) return false;
@@ -77,6 +78,10 @@ struct PrefillRows {
 
   __device__ int count() const { return own.count * group; }
   __device__ int slot(int row) const { return first + row / group; }
+  /// The first slot that a row sees.
+  __device__ int first_seen(int row) const {
+    return args.span == 0 ? 0 : max(slot(row) + 1 - args.span, 0);
+  }
   /// Index of the row's query head among [query, query_head].
   __device__ std::int64_t head(int row) const {
     return std::int64_t{own.begin + row / group} * args.shape.query_heads + kv_head * group +

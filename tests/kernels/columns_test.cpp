@@ -144,7 +144,7 @@ class Columns {
 TEST_CASE("columns on the device are the host's, to the bit, prompt and steps", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const int head_size : {64, 96, 128})
+    for (const int head_size : {64, 96, 128, 256})
       for (const Names& names : kNames) {
         INFO(names.back() << ", head size " << head_size << ", type " << static_cast<int>(type));
         Columns columns(type, head_size, names);

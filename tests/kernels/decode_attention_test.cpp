@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/attention.hpp"
+#include "kernels/pointwise.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/kernels/attention_reference.hpp"
@@ -65,6 +66,53 @@ class Batch {
             .workspace = workspace_->data()};
   }
 
+  /// The newest tokens, which are taken out of the cache, and put back to where a ring has them by
+  /// the launch ahead of the attention.
+  void take_out_newest() {
+    std::vector<float> newest;
+    std::vector<std::int32_t> slots, sequences;
+    for (int s = 0; s < size_.sequences; ++s) {
+      newest.insert(newest.end(), &q_[s * query_heads() * dim()],
+                    &q_[(s + 1) * query_heads() * dim()]);
+      sequences.push_back(s);
+      slots.push_back(lengths_[s] - 1);
+      for (auto* const cache : {&keys_, &values_})
+        for (int h = 0; h < size_.kv_heads; ++h)
+          newest.insert(newest.end(), row(*cache, s, h), row(*cache, s, h) + dim());
+    }
+    newest_ = upload(newest);
+    newest_slots_ = std::make_unique<DeviceArray<std::int32_t>>(slots);
+    sequences_ = std::make_unique<DeviceArray<std::int32_t>>(sequences);
+    const std::vector<std::byte> spoiled(row_bytes(), std::byte{kPoison});
+    for (int s = 0; s < size_.sequences; ++s)
+      for (int h = 0; h < size_.kv_heads; ++h)
+        for (const auto& cache : {device_keys_.get(), device_values_.get()})
+          check_cuda(
+              cudaMemcpy(cache->data() + (row(keys_, s, h) - keys_.data()) * bytes_of(size_.type),
+                         spoiled.data(), spoiled.size(), cudaMemcpyHostToDevice));
+  }
+  cudaError_t write_and_attend(cudaStream_t stream) const {
+    RopeWriteArgs write{};
+    write.type = size_.type;
+    write.tokens = size_.sequences;
+    write.query_heads = static_cast<int>(query_heads());
+    write.kv_heads = size_.kv_heads;
+    write.head_size = size_.head_size;
+    write.qkv = newest_->data();
+    write.sequences = sequences_->data();
+    write.slots = newest_slots_->data();
+    write.ring = size_.slots;
+    write.keys = device_keys_->data();
+    write.values = device_values_->data();
+    write.sequence_stride = shape().sequence_stride;
+    write.head_stride = shape().head_stride;
+    write.q = device_q_->data();
+    DecodeAttentionArgs attend = args();
+    attend.settled = true;
+    const cudaError_t error = rope_write(write, stream);
+    return error == cudaSuccess ? decode_attention(attend, stream) : error;
+  }
+
   void poison() {
     check_cuda(cudaMemset(out_->data(), kPoison, (heads() + kGuardRows) * row_bytes()));
     check_cuda(cudaMemset(lse_->data(), kPoison, (heads() + kGuardRows) * 4));
@@ -98,6 +146,12 @@ class Batch {
 
  private:
   static constexpr std::size_t kGuardRows = 2;
+
+  /// The newest token's.
+  const float* row(const std::vector<float>& cache, int sequence, int head) const {
+    const std::size_t first = (std::size_t(sequence) * size_.kv_heads + head) * size_.slots;
+    return &cache[(first + (lengths_[sequence] - 1) % size_.slots) * dim()];
+  }
 
   std::size_t dim() const { return size_.head_size; }
   std::size_t query_heads() const { return std::size_t(size_.group) * size_.kv_heads; }
@@ -141,7 +195,7 @@ class Batch {
   void add(AttentionErrors& errors, std::size_t row, std::span<const float> out, float lse) const {
     const std::size_t sequence = row / query_heads(), kv_head = row % query_heads() / size_.group;
     const std::size_t first = (sequence * size_.kv_heads + kv_head) * size_.slots * dim();
-    const std::size_t count = lengths_[sequence] * dim();
+    const std::size_t count = std::min(lengths_[sequence], size_.slots) * dim();
     const std::span<const float> query(&q_[row * dim()], dim());
     const std::span<const float> keys(&keys_[first], count), values(&values_[first], count);
     errors.add(out, lse, exact_row(query, keys, values, size_.scale),
@@ -152,7 +206,8 @@ class Batch {
   std::vector<std::int32_t> lengths_;
   std::vector<float> q_, keys_, values_;
   std::unique_ptr<DeviceArray<std::byte>> device_q_, device_keys_, device_values_, out_, workspace_;
-  std::unique_ptr<DeviceArray<std::int32_t>> device_lengths_;
+  std::unique_ptr<DeviceArray<std::byte>> newest_;  // q, keys and values
+  std::unique_ptr<DeviceArray<std::int32_t>> device_lengths_, newest_slots_, sequences_;
   std::unique_ptr<DeviceArray<float>> lse_;
 };
 
@@ -179,7 +234,7 @@ const std::vector<std::int32_t> kRagged = {1, 63, 0, 64, 65, 127, 128, 129, 300,
 TEST_CASE("decode attention agrees with float64 for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const int head_size : {64, 96, 128})
+    for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 4, 7, 8}) {
         const Size size{
             .type = type, .head_size = head_size, .group = group, .sequences = 12, .slots = 300};
@@ -212,9 +267,11 @@ TEST_CASE("decode attention agrees with float64 where CTAs take many tiles", "[g
 TEST_CASE("decode attention agrees with float64 where each of few pairs has a cluster", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const int head_size : {64, 96, 128})
+    for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 3, 8}) {
-        const int tiles = type == Type::f32 ? 2 : 384 / head_size, slots = tiles * 8 * 64;
+        const int most = head_size == 256 ? 2 : 384 / head_size;
+        const int tiles = type == Type::f32 ? (head_size == 256 ? 1 : 2) : most,
+                  slots = tiles * 8 * 64;
         const Size size{
             .type = type, .head_size = head_size, .group = group, .sequences = 6, .slots = slots};
         INFO(name(size));
@@ -222,9 +279,24 @@ TEST_CASE("decode attention agrees with float64 where each of few pairs has a cl
       }
 }
 
+TEST_CASE("decode attention over rings waits for their newest tokens", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f32})
+    for (const int slots : {512, 500, 9000}) {
+      Batch batch({.type = type, .head_size = 256, .sequences = 3, .slots = slots},
+                  {slots + 300, 3 * slots + 70, slots - 1});
+      batch.poison();
+      batch.take_out_newest();
+      CapturedGraph graph([&](cudaStream_t stream) { return batch.write_and_attend(stream); });
+      graph.launch();
+      check_cuda(cudaDeviceSynchronize());
+      batch.check();
+    }
+}
+
 TEST_CASE("decode attention of few pairs, small enough for a race checker", "[gpu][small]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const int head_size : {64, 96, 128})
+  for (const int head_size : {64, 96, 128, 256})
     run_and_check({.head_size = head_size, .group = 3, .kv_heads = 1, .sequences = 2, .slots = 700},
                   {700, 65});
 }
@@ -233,10 +305,16 @@ TEST_CASE("decode attention holds for logits of 80 either way and for equal ones
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int kv_heads : {1, 2}) {
-      Size size{.type = type, .kv_heads = kv_heads, .sequences = 12, .slots = 300};
+      const int head_size = kv_heads == 1 ? 256 : 128;
+      Size size{.type = type,
+                .head_size = head_size,
+                .kv_heads = kv_heads,
+                .sequences = 12,
+                .slots = 300};
       INFO(name(size));
       run_and_check(size, kRagged, true);
-      size.scale = 30 / std::sqrt(128.0f);  // the largest of some hundreds lie beyond 80
+      // The largest of some hundreds lie beyond 80.
+      size.scale = 30 / std::sqrt(static_cast<float>(head_size));
       run_and_check(size, kRagged);
     }
 }
@@ -246,6 +324,7 @@ TEST_CASE("decode attention in a captured graph follows lengths that change", "[
   for (const Size& size : {Size{.kv_heads = 2, .sequences = 3, .slots = 1500},
                            Size{.kv_heads = 3, .sequences = 3, .slots = 1500},
                            Size{.kv_heads = 3, .sequences = 3, .slots = 1600},
+                           Size{.head_size = 256, .kv_heads = 1, .sequences = 3, .slots = 1500},
                            Size{.type = Type::f32, .sequences = 3, .slots = 1500}}) {
     Batch batch(size, {1, 1, 1});
     CapturedGraph graph(
@@ -266,6 +345,7 @@ TEST_CASE("decode attention gives equal bits 200 times", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Size& size : {Size{.group = 7, .sequences = 3, .slots = 5000},
                            Size{.head_size = 64, .group = 7, .sequences = 3, .slots = 3000},
+                           Size{.head_size = 256, .group = 7, .sequences = 3, .slots = 5000},
                            Size{.group = 7, .kv_heads = 4, .sequences = 3, .slots = 5000},
                            Size{.type = Type::f16, .group = 7, .sequences = 3, .slots = 5000},
                            Size{.type = Type::f32, .group = 7, .sequences = 3, .slots = 5000}}) {

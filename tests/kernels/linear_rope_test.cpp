@@ -249,6 +249,7 @@ TEST_CASE("a product that ends with RoPE equals the two launches to the bit", "[
              .rotated = 96,
              .k = 520});
       check({.type = type, .rows = rows, .query_heads = 7, .kv_heads = 1, .bias = true});
+      check({.type = type, .rows = rows, .kv_heads = 1, .head_size = 256, .rotated = 256});
     }
   check({.rows = 8, .query_heads = 2, .kv_heads = 1, .k = 8192});  // in two passes
   check({.rows = 5, .query_heads = 6, .kv_heads = 3, .pairs = true});

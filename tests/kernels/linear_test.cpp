@@ -28,6 +28,8 @@ struct Problem {
   int rows = 1, n = 8, k = 8;
   bool norm = false, bias = false, gated = false;
   Output output = Output::y;
+  float offset = 0;
+  Activation activation = Activation::silu;
 
   std::string name() const {
     constexpr const char* kTypes[] = {"bf16", "f16", "f32"};
@@ -40,7 +42,11 @@ struct Problem {
   }
 };
 
-double silu(double x) { return x / (1 + std::exp(-x)); }
+double activated(Activation activation, double x) {
+  if (activation == Activation::silu) return x / (1 + std::exp(-x));
+  constexpr double kRoot2OverPi = 0.79788456080286535588;
+  return x / 2 * (1 + std::tanh(kRoot2OverPi * (x + 0.044715 * x * x * x)));
+}
 
 /// Inputs of a problem on both sides, and its results by three ways.
 class Trial {
@@ -66,7 +72,9 @@ class Trial {
                            .x = static_cast<const float*>(x_.data()),
                            .gamma = gamma_.data(),
                            .norm_epsilon = kEpsilon,
-                           .y = out_.data()},
+                           .y = out_.data(),
+                           .norm_offset = p_.offset,
+                           .activation = p_.activation},
                           stream);
     float* const floats = reinterpret_cast<float*>(out_.data());
     return linear({.type = p_.type,
@@ -80,7 +88,8 @@ class Trial {
                    .bias = bias_.data(),
                    .y = p_.output == Output::y ? out_.data() : nullptr,
                    .y_float = p_.output == Output::logits ? floats : nullptr,
-                   .residual = p_.output == Output::residual ? floats : nullptr},
+                   .residual = p_.output == Output::residual ? floats : nullptr,
+                   .norm_offset = p_.offset},
                   stream);
   }
 
@@ -130,7 +139,8 @@ class Trial {
         Sum squares = 0;
         for (const Sum v : x) squares += v * v;
         const Sum scale = 1 / std::sqrt(squares / Sum(k) + Sum(kEpsilon));
-        for (std::size_t i = 0; i < k; ++i) x[i] = round_x(x[i] * scale * Sum(gamma_.host[i]));
+        for (std::size_t i = 0; i < k; ++i)
+          x[i] = round_x(x[i] * scale * Sum(p_.offset + gamma_.host[i]));
       }
       const auto dot = [&](const std::vector<float>& matrix, std::size_t at) {
         Sum sum = 0;
@@ -140,7 +150,7 @@ class Trial {
       for (std::size_t at = 0; at < n; ++at) {
         Sum value = dot(weight_.host, at);
         if (p_.bias) value += Sum(bias_.host[at]);
-        if (p_.gated) value = Sum(silu(double(value))) * dot(up_.host, at);
+        if (p_.gated) value = Sum(activated(p_.activation, double(value))) * dot(up_.host, at);
         if (p_.output == Output::residual) value += Sum(residual_.host[row * n + at]);
         y.push_back(double(round_y(value)));
       }
@@ -236,7 +246,15 @@ TEST_CASE("gated linear is as exact as float32 sums of the type's values", "[gpu
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const auto& [n, k] : {std::pair{1, 8}, {12, 24}, {45, 520}, {131, 2048}, {2117, 64}})
       for (const int rows : {1, 4, 7, 8})
-        check_accuracy({.type = type, .rows = rows, .n = n, .k = k, .norm = true, .gated = true});
+        for (const Activation activation : {Activation::silu, Activation::gelu_tanh})
+          check_accuracy({.type = type,
+                          .rows = rows,
+                          .n = n,
+                          .k = k,
+                          .norm = true,
+                          .gated = true,
+                          .offset = activation == Activation::silu ? 0.0f : 1.0f,
+                          .activation = activation});
 }
 
 TEST_CASE("linear is right where blocks take many units, and for long rows", "[gpu]") {

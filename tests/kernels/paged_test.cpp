@@ -215,7 +215,7 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
 TEST_CASE("A cache in blocks evicts as one without, for every type, size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
-    for (const int head_size : {64, 96, 128})
+    for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 3, 8})
         check_layer({.policy = group == 3 ? "lru" : "h2o",
                      .type = type,
@@ -243,7 +243,7 @@ TEST_CASE("A cache in blocks evicts as one without, by a column of values", "[gp
 TEST_CASE("A cache in blocks evicts as one without, where positions are squeezed", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
-    for (const int head_size : {64, 96, 128}) {
+    for (const int head_size : {64, 96, 128, 256}) {
       check_layer({.policy = "streaming_h2o",
                    .type = type,
                    .numbering = KVLAB_SQUEEZED,

@@ -75,18 +75,19 @@ void plain_and_captured(Enqueue enqueue, Check check) {
 TEST_CASE("the pointwise kernels refuse what they do not support before launching") {
   alignas(16) float memory[16] = {};
   std::int32_t id = 0;
-  CHECK(embed(Type::bf16, memory, 12, &id, 1, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(embed(Type::bf16, memory, 8, &id, 0, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(rms_norm(Type::bf16, memory, memory, 0, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(rms_norm(Type::bf16, memory + 1, memory, 0, 1, 8, memory, nullptr) ==
+  CHECK(embed(Type::bf16, memory, 12, 1, &id, 1, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(embed(Type::bf16, memory, 8, 1, &id, 0, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(rms_norm(Type::bf16, memory, {memory}, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(rms_norm(Type::bf16, memory + 1, {memory}, 1, 8, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(add_normed(Type::bf16, memory + 1, {memory}, 1, 8, memory, nullptr) ==
         cudaErrorInvalidValue);
   CHECK(add_residual(Type::bf16, memory, 0, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(silu_gate(Type::bf16, memory, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(gate(Type::bf16, Activation::silu, memory, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
   CHECK(rope_write(RopeWriteArgs{}, nullptr) == cudaErrorInvalidValue);
   CHECK(sample(SampleArgs{}, nullptr) == cudaErrorInvalidValue);
 }
 
-TEST_CASE("embed widens rows of the table; an id below 0 gives not-a-number", "[gpu]") {
+TEST_CASE("embed widens and scales rows of the table; an id below 0 gives not-a-number", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(1);
   for (const Type type : kTypes)
@@ -97,46 +98,56 @@ TEST_CASE("embed widens rows of the table; an id below 0 gives not-a-number", "[
       const std::vector<std::int32_t> ids{10, 0, 3, -1, 3};
       const DeviceArray<std::int32_t> device_ids{std::span<const std::int32_t>(ids)};
       const Poisoned x(Type::f32, ids.size() * width);
-      check_cuda(
-          embed(type, device_table.data(), hidden, device_ids.data(), 5, x.floats(), nullptr));
+      check_cuda(embed(type, device_table.data(), hidden, 1.5f, device_ids.data(), 5, x.floats(),
+                       nullptr));
       const std::vector<float> got = x.take();
       for (std::size_t t = 0; t < ids.size(); ++t)
         for (std::size_t i = 0; i < width; ++i) {
           if (ids[t] < 0)
             REQUIRE(std::isnan(got[t * width + i]));
           else
-            REQUIRE(got[t * width + i] == table[std::size_t(ids[t]) * width + i]);
+            REQUIRE(got[t * width + i] == 1.5f * table[std::size_t(ids[t]) * width + i]);
         }
     }
 }
 
-TEST_CASE("rms_norm divides by the root mean square and rounds once", "[gpu]") {
+TEST_CASE("norms divide by the root mean square, and round once or not at all", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(2);
   for (const Type type : kTypes)
-    for (const std::size_t hidden : {8, 520, 4096}) {
-      const std::size_t tokens = 5;
-      const auto x = random_values(Type::f32, tokens * hidden, random);
-      const auto gamma = random_values(type, hidden, random);
-      const DeviceArray<float> device_x{std::span<const float>(x)};
-      const auto device_gamma = upload(type, gamma);
-      std::vector<double> exact;
-      for (std::size_t t = 0; t < tokens; ++t) {
-        double squares = 0;
-        for (std::size_t i = 0; i < hidden; ++i)
-          squares += double(x[t * hidden + i]) * double(x[t * hidden + i]);
-        const double rms = std::sqrt(squares / double(hidden) + double(1e-5f));
-        for (std::size_t i = 0; i < hidden; ++i)
-          exact.push_back(double(x[t * hidden + i]) / rms * double(gamma[i]));
+    for (const std::size_t hidden : {8, 520, 4096})
+      for (const float offset : {0.0f, 1.0f}) {
+        const std::size_t tokens = 5;
+        const auto x = random_values(Type::f32, tokens * hidden, random);
+        const auto stream_before = random_values(Type::f32, tokens * hidden, random);
+        const auto gamma = random_values(type, hidden, random);
+        const DeviceArray<float> device_x{std::span<const float>(x)};
+        const auto device_gamma = upload(type, gamma);
+        const Norm norm{device_gamma.data(), 1e-5f, offset};
+        std::vector<double> exact, added;
+        for (std::size_t t = 0; t < tokens; ++t) {
+          double squares = 0;
+          for (std::size_t i = 0; i < hidden; ++i)
+            squares += double(x[t * hidden + i]) * double(x[t * hidden + i]);
+          const double rms = std::sqrt(squares / double(hidden) + double(1e-5f));
+          for (std::size_t i = 0; i < hidden; ++i) {
+            const std::size_t at = t * hidden + i;
+            exact.push_back(double(x[at]) / rms * (double(offset) + double(gamma[i])));
+            added.push_back(double(stream_before[at]) + exact.back());
+          }
+        }
+        const Poisoned y(type, tokens * hidden);
+        plain_and_captured(
+            [&](cudaStream_t stream) {
+              return rms_norm(type, device_x.data(), norm, int(tokens), int(hidden), y.data(),
+                              stream);
+            },
+            [&] { check_close(type, y.take(), exact); });
+        const DeviceArray<float> sum{std::span<const float>(stream_before)};
+        check_cuda(
+            add_normed(type, device_x.data(), norm, int(tokens), int(hidden), sum.data(), nullptr));
+        check_close(Type::f32, sum.to_host(), added);
       }
-      const Poisoned y(type, tokens * hidden);
-      plain_and_captured(
-          [&](cudaStream_t stream) {
-            return rms_norm(type, device_x.data(), device_gamma.data(), 1e-5f, int(tokens),
-                            int(hidden), y.data(), stream);
-          },
-          [&] { check_close(type, y.take(), exact); });
-    }
 }
 
 TEST_CASE("add_residual adds every element once, whatever the count", "[gpu]") {
@@ -155,27 +166,33 @@ TEST_CASE("add_residual adds every element once, whatever the count", "[gpu]") {
     }
 }
 
-TEST_CASE("silu_gate multiplies up by the gate, far from zero too", "[gpu]") {
+TEST_CASE("gate multiplies up by what the activation leaves, far from zero too", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(4);
-  for (const Type type : kTypes)
-    for (const std::size_t width : {8, 88, 2056}) {
-      const std::size_t tokens = 3;
-      auto gate_up = random_values(type, tokens * 2 * width, random);
-      gate_up[0] = 80;
-      gate_up[1] = -80;
-      const auto device = upload(type, gate_up);
-      std::vector<double> exact;
-      for (std::size_t t = 0; t < tokens; ++t)
-        for (std::size_t i = 0; i < width; ++i) {
-          const double gate = double(gate_up[t * 2 * width + i]);
-          exact.push_back(gate / (1 + std::exp(-gate)) *
-                          double(gate_up[t * 2 * width + width + i]));
-        }
-      const Poisoned y(type, tokens * width);
-      check_cuda(silu_gate(type, device.data(), int(tokens), int(width), y.data(), nullptr));
-      check_close(type, y.take(), exact);
-    }
+  for (const Activation activation : {Activation::silu, Activation::gelu_tanh})
+    for (const Type type : kTypes)
+      for (const std::size_t width : {8, 88, 2056}) {
+        const std::size_t tokens = 3;
+        auto gate_up = random_values(type, tokens * 2 * width, random);
+        gate_up[0] = 80;
+        gate_up[1] = -80;
+        const auto device = upload(type, gate_up);
+        std::vector<double> exact;
+        for (std::size_t t = 0; t < tokens; ++t)
+          for (std::size_t i = 0; i < width; ++i) {
+            const double x = double(gate_up[t * 2 * width + i]);
+            const double bent = activation == Activation::silu
+                                    ? x / (1 + std::exp(-x))
+                                    : x / 2 *
+                                          (1 + std::tanh(std::sqrt(2 / 3.14159265358979323846) *
+                                                         (x + 0.044715 * x * x * x)));
+            exact.push_back(bent * double(gate_up[t * 2 * width + width + i]));
+          }
+        const Poisoned y(type, tokens * width);
+        check_cuda(
+            gate(type, activation, device.data(), int(tokens), int(width), y.data(), nullptr));
+        check_close(type, y.take(), exact);
+      }
 }
 
 namespace {
@@ -184,6 +201,7 @@ struct RopeCase {
   Type type;
   std::size_t head_size, rotated, query_heads, kv_heads;
   bool norm;
+  float offset = 0;
 };
 
 /// A projection of four tokens of two sequences, and where its parts must go.
@@ -236,7 +254,8 @@ class RopeTrial {
                          .head_stride = std::int64_t(kSlots * c_.head_size),
                          .q = q_.data(),
                          .plain_q = plain_q_.data(),
-                         .plain_k = plain_k_.data()},
+                         .plain_k = plain_k_.data(),
+                         .norm_offset = c_.offset},
                         stream);
     };
     plain_and_captured(enqueue, [&] { check_outputs(); });
@@ -259,7 +278,8 @@ class RopeTrial {
     for (const float x : out) squares += double(x) * double(x);
     const double rms = std::sqrt(squares / double(size) + double(1e-6f));
     for (std::size_t i = 0; i < size; ++i)
-      out[i] = rounded(c_.type, float(double(out[i]) / rms * double(gamma[i])));
+      out[i] =
+          rounded(c_.type, float(double(out[i]) / rms * (double(c_.offset) + double(gamma[i]))));
     return out;
   }
   std::vector<double> rotated(std::size_t token, std::span<const float> head) const {
@@ -320,6 +340,7 @@ TEST_CASE("rope_write norms, rotates and puts each head where it belongs, and no
   for (const Type type : kTypes)
     for (const bool norm : {false, true}) {
       RopeTrial({type, 64, 64, 3, 1, norm}).check();
+      RopeTrial({type, 256, 256, 4, 1, norm, 1}).check();
       RopeTrial({type, 96, 96, 4, 4, norm}).check();
       RopeTrial({type, 128, 128, 14, 2, norm}).check();
       RopeTrial({type, 80, 32, 4, 2, norm}).check();

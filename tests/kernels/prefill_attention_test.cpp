@@ -18,7 +18,7 @@ namespace {
 double max_product(const PrefillChunk& chunk, std::size_t row) {
   const auto query = chunk.query(row), keys = chunk.keys(row);
   double largest = -std::numeric_limits<double>::infinity();
-  for (std::size_t j = 0; j < chunk.seen_by(row); ++j) {
+  for (std::size_t j = 0; j * query.size() < keys.size(); ++j) {
     double product = 0;
     for (std::size_t d = 0; d < query.size(); ++d)
       product += double{query[d]} * keys[j * query.size() + d];
@@ -67,10 +67,25 @@ void run_and_check(const PrefillSize& size) {
 TEST_CASE("prefill attention agrees with float64 for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const int head_size : {64, 96, 128})
+    for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 4, 7, 8})
         run_and_check(
             {.type = type, .head_size = head_size, .group = group, .first = 37, .queries = 67});
+}
+
+TEST_CASE("prefill attention shows a query just its span", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 128, 256})
+      for (const int group : {1, 3, 8})
+        for (const int span : {1, 5, 32, 63, 64, 65, 200, 1000})
+          run_and_check({.type = type,
+                         .head_size = head_size,
+                         .group = group,
+                         .first = span % 2 == 0 ? 150 : 0,
+                         .queries = 131,
+                         .ragged = span == 64,
+                         .span = span});
 }
 
 TEST_CASE("prefill attention takes any first position and number of queries", "[gpu]") {
@@ -90,19 +105,32 @@ TEST_CASE("prefill attention takes KV heads of unequal length, wherever they beg
 
 TEST_CASE("prefill attention holds for logits of 80 either way and for equal ones", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
-    PrefillSize size{.type = type, .first = 70, .queries = 130, .equal_keys = true};
-    run_and_check(size);
-    size.equal_keys = false;
-    size.scale = 30 / std::sqrt(128.0f);  // the largest of some hundreds lie beyond 80
-    run_and_check(size);
-  }
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {128, 256})
+      for (const int span : {0, 40}) {
+        PrefillSize size{.type = type,
+                         .head_size = head_size,
+                         .first = 70,
+                         .queries = 130,
+                         .equal_keys = true,
+                         .span = span};
+        run_and_check(size);
+        size.equal_keys = false;
+        // The largest of some hundreds lie beyond 80.
+        size.scale = 30 / std::sqrt(static_cast<float>(head_size));
+        run_and_check(size);
+      }
 }
 
 TEST_CASE("prefill attention gives equal bits 200 times, plain and in a captured graph", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
-    PrefillChunk chunk({.type = type, .first = 100, .queries = 300});
+    const bool wide = type != Type::f16;
+    PrefillChunk chunk({.type = type,
+                        .head_size = wide ? 256 : 128,
+                        .first = 100,
+                        .queries = 300,
+                        .span = wide ? 130 : 0});
     const Stream stream;
     check_cuda(chunk.enqueue(stream.get()));
     const auto bits = chunk.bits();

@@ -343,7 +343,7 @@ TEST_CASE("Prompts in one call give the bits of a call each, for every type, siz
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
-    for (const int head_size : {64, 96, 128})
+    for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 3, 8})
         run_and_check(
             {.size = {.type = type, .head_size = head_size, .group = group}, .needs = KVLAB_BOTH});

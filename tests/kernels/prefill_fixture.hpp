@@ -24,12 +24,14 @@ struct PrefillSize {
   float scale = 0;      ///< 0: 1 / sqrt(head_size)
   bool ragged = false;  ///< KV head h has 41 * h more older tokens, its slots begin anywhere
   bool equal_keys = false;
+  int span = 0;
 
   std::string text() const {
     const char* types[] = {"bf16", "f16", "f32"};
     return std::string(types[static_cast<int>(type)]) + " head size " + std::to_string(head_size) +
            " group " + std::to_string(group) + " first " + std::to_string(first) + " queries " +
-           std::to_string(queries) + (ragged ? " ragged" : "");
+           std::to_string(queries) + (ragged ? " ragged" : "") +
+           (span > 0 ? " span " + std::to_string(span) : "");
   }
 };
 
@@ -83,7 +85,8 @@ class PrefillChunk {
                               .lse = lse_->data(),
                               .rows = softmax_->data(),
                               .older = older(),
-                              .first_slot = first_slot()},
+                              .first_slot = first_slot(),
+                              .span = size_.span},
                              stream);
   }
 
@@ -110,7 +113,7 @@ class PrefillChunk {
 
   std::span<const float> query(std::size_t row) const { return {&q_[row * dim()], dim()}; }
   int kv_head(std::size_t row) const { return static_cast<int>(row % query_heads()) / size_.group; }
-  /// How many slots a row sees, and their keys and values.
+  /// The slot behind those that a row sees, and their keys and values.
   std::size_t seen_by(std::size_t row) const {
     return first(kv_head(row)) + row / query_heads() + 1;
   }
@@ -134,7 +137,9 @@ class PrefillChunk {
   static constexpr std::size_t kUnusedSlots = 5;
 
   std::span<const float> part(const std::vector<float>& all, std::size_t row) const {
-    return {&all[begin(kv_head(row)) * dim()], seen_by(row) * dim()};
+    const std::size_t end = seen_by(row), span = size_.span;
+    const std::size_t from = span > 0 && end > span ? end - span : 0;
+    return {&all[(begin(kv_head(row)) + from) * dim()], (end - from) * dim()};
   }
   std::unique_ptr<DeviceArray<std::byte>> upload(const std::vector<float>& values) const {
     return std::make_unique<DeviceArray<std::byte>>(encode(size_.type, values));

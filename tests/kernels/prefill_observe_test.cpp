@@ -259,7 +259,7 @@ void run_and_check(const PrefillSize& size, const Asked& asked) {
 TEST_CASE("the second pass agrees with float64 for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const int head_size : {64, 96, 128})
+    for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 4, 7, 8})
         for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
           run_and_check({.type = type,
@@ -309,7 +309,7 @@ TEST_CASE("the second pass weighs queries by age, and only the tail", "[gpu]") {
 TEST_CASE("the second pass takes the largest of a group's masses", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const int head_size : {64, 96, 128})
+    for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 8})
         for (const bool weighted : {false, true})
           run_and_check({.type = type,
@@ -370,7 +370,7 @@ TEST_CASE("parts of an admission add up to the whole, to the bit", "[gpu]") {
 TEST_CASE("sums of masses are those of each one's own rounding, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
-    for (const int head_size : {64, 96, 128}) {
+    for (const int head_size : {64, 96, 128, 256}) {
       const PrefillChunk chunk({.type = type, .head_size = head_size, .first = 50, .queries = 400});
       CHECK((run(chunk, {.ones = true}) == run(chunk, {})));
     }

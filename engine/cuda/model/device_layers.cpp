@@ -16,6 +16,9 @@ DeviceLayers::Work::Work(cuda::Arena& arena, const DeviceModel& model, int rows)
   normed = arena.take<std::byte>(row * model.config().hidden);
   gate_up = arena.take<std::byte>(row * 2 * model.config().mlp);
   inner = arena.take<std::byte>(row * model.config().mlp);
+  behind = arena.take<float>(model.config().norms.behind_attention.empty()
+                                 ? 0
+                                 : static_cast<std::size_t>(rows) * model.config().hidden);
 }
 
 DeviceLayers::DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stream)
@@ -23,7 +26,7 @@ DeviceLayers::DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stre
 
 void DeviceLayers::embed(const std::int32_t* ids, int rows, float* x) {
   check(kernels::embed(model_.type(), model_.weights().embedding, static_cast<int>(config_.hidden),
-                       ids, rows, x, stream_),
+                       config_.embedding_scale, ids, rows, x, stream_),
         "embedding");
 }
 
@@ -39,6 +42,7 @@ void DeviceLayers::qkv(std::uint32_t layer, int rows, const float* x, const Laye
   write.q_gamma = w.q_norm;
   write.k_gamma = w.k_norm;
   write.norm_epsilon = config_.norm_epsilon;
+  write.norm_offset = config_.norm_offset;
   write.plain_q = to.plain_q;
   if (to.plain_k) write.plain_k = to.plain_k;
   if (is_few(rows)) {
@@ -47,13 +51,12 @@ void DeviceLayers::qkv(std::uint32_t layer, int rows, const float* x, const Laye
     check(kernels::linear_rope_write(args, write, stream_), "queries, keys and values");
     return;
   }
-  norm(w.input_norm, x, rows);
-  matmul(w.qkv, work_->normed, rows, Output::type, to.qkv);
+  matmul(w.qkv, normed(w.input_norm, x, rows), rows, Output::type, to.qkv);
   check(kernels::rope_write(write, stream_), "RoPE");
 }
 
 void DeviceLayers::output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to) {
-  add(weights(layer).output, to.out, rows, x);
+  add(weights(layer).output, weights(layer).behind_attention, to.out, rows, x);
   if (to.norm2)
     check(kernels::squared_norms(x, rows, static_cast<int>(config_.hidden), to.norm2, stream_),
           "norms of the residual stream");
@@ -75,7 +78,9 @@ void DeviceLayers::gated(std::uint32_t layer, int rows, const float* x) {
                .x = x,
                .gamma = w.mlp_norm,
                .norm_epsilon = config_.norm_epsilon,
-               .y = work_->inner},
+               .y = work_->inner,
+               .norm_offset = config_.norm_offset,
+               .activation = activation()},
               stream_),
           "a gated product");
     return;
@@ -85,15 +90,15 @@ void DeviceLayers::gated(std::uint32_t layer, int rows, const float* x) {
     args.y = work_->gate_up;
     check(kernels::linear(args, stream_), "a product");
   } else {
-    norm(w.mlp_norm, x, rows);
-    matmul(matrix, work_->normed, rows, Output::type, work_->gate_up);
+    matmul(matrix, normed(w.mlp_norm, x, rows), rows, Output::type, work_->gate_up);
   }
-  check(kernels::silu_gate(model_.type(), work_->gate_up, rows, mlp, work_->inner, stream_),
-        "a gate");
+  check(
+      kernels::gate(model_.type(), activation(), work_->gate_up, rows, mlp, work_->inner, stream_),
+      "a gate");
 }
 
 void DeviceLayers::down(std::uint32_t layer, int rows, float* x) {
-  add(weights(layer).down, work_->inner, rows, x);
+  add(weights(layer).down, weights(layer).behind_mlp, work_->inner, rows, x);
 }
 
 void DeviceLayers::head(const float* x, int rows, float* logits) {
@@ -103,16 +108,18 @@ void DeviceLayers::head(const float* x, int rows, float* logits) {
     args.y_float = logits;
     check(kernels::linear(args, stream_), "the head");
   } else {
-    norm(w.norm, x, rows);
-    matmul(w.head, work_->normed, rows, Output::float32, logits);
+    matmul(w.head, normed(w.norm, x, rows), rows, Output::float32, logits);
   }
 }
 
-void DeviceLayers::add(const DeviceMatrix& matrix, const void* input, int rows, float* x) {
+void DeviceLayers::add(const DeviceMatrix& matrix, const void* norm_behind, const void* input,
+                       int rows, float* x) {
   if (is_few(rows)) {
     kernels::LinearArgs args = few(matrix, input, rows);
-    args.residual = x;
+    (norm_behind ? args.y_float : args.residual) = norm_behind ? work_->behind : x;
     check(kernels::linear(args, stream_), "a product");
+  } else if (norm_behind) {
+    matmul(matrix, input, rows, Output::float32, work_->behind);
   } else if (!matrix.bias) {
     matmul(matrix, input, rows, Output::add_float32, x);
   } else {
@@ -121,6 +128,10 @@ void DeviceLayers::add(const DeviceMatrix& matrix, const void* input, int rows, 
                                 static_cast<std::size_t>(rows) * config_.hidden, x, stream_),
           "a sum");
   }
+  if (norm_behind)
+    check(kernels::add_normed(model_.type(), work_->behind, norm_of(norm_behind), rows,
+                              static_cast<int>(config_.hidden), x, stream_),
+          "a norm behind a block");
 }
 
 kernels::LinearArgs DeviceLayers::few(const DeviceMatrix& matrix, const void* x, int rows) const {
@@ -143,13 +154,15 @@ kernels::LinearArgs DeviceLayers::few_normed(const DeviceMatrix& matrix, const v
   kernels::LinearArgs args = few(matrix, x, rows);
   args.gamma = gamma;
   args.norm_epsilon = config_.norm_epsilon;
+  args.norm_offset = config_.norm_offset;
   return args;
 }
 
-void DeviceLayers::norm(const void* gamma, const float* x, int rows) {
-  check(kernels::rms_norm(model_.type(), x, gamma, config_.norm_epsilon, rows,
-                          static_cast<int>(config_.hidden), work_->normed, stream_),
+const std::byte* DeviceLayers::normed(const void* gamma, const float* x, int rows) {
+  check(kernels::rms_norm(model_.type(), x, norm_of(gamma), rows, static_cast<int>(config_.hidden),
+                          work_->normed, stream_),
         "a norm");
+  return work_->normed;
 }
 
 void DeviceLayers::matmul(const DeviceMatrix& matrix, const void* input, int rows, Output output,

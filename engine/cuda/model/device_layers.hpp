@@ -29,7 +29,8 @@ class DeviceLayers {
   /// x += of what the attention put out; and the squared norms of that x, where a capture wants
   /// them.
   void output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to);
-  /// The MLP, in halves: inner = silu(gate * norm(x)) * (up * norm(x)); x += down * inner.
+  /// The MLP, in halves: inner = act(gate * norm(x)) * (up * norm(x)); x += down * inner, which is
+  /// normed where there is a norm behind, as that of output() is.
   void gated(std::uint32_t layer, int rows, const float* x);
   void down(std::uint32_t layer, int rows, float* x);
   /// logits [row, vocab] float32 of the final norm of x.
@@ -45,16 +46,25 @@ class DeviceLayers {
     std::byte* normed;   // [row, hidden]
     std::byte* gate_up;  // [row, 2 * mlp]
     std::byte* inner;    // [row, mlp]
+    float* behind;       // [row, hidden]: what a norm behind a block takes; null without them
   };
 
   const DeviceLayer& weights(std::uint32_t layer) const { return model_.weights().layers[layer]; }
-  /// x += matrix * input + bias; input [row, k].
-  void add(const DeviceMatrix& matrix, const void* input, int rows, float* x);
+  /// x += matrix * input + bias, or the norm of that; input [row, k].
+  void add(const DeviceMatrix& matrix, const void* norm_behind, const void* input, int rows,
+           float* x);
   /// Arguments of products of few rows.
   kernels::LinearArgs few(const DeviceMatrix& matrix, const void* x, int rows) const;
   kernels::LinearArgs few_normed(const DeviceMatrix& matrix, const void* gamma, const float* x,
                                  int rows) const;
-  void norm(const void* gamma, const float* x, int rows);
+  /// Norms of x, in memory that the next ones take.
+  const std::byte* normed(const void* gamma, const float* x, int rows);
+  kernels::Norm norm_of(const void* gamma) const {
+    return {gamma, config_.norm_epsilon, config_.norm_offset};
+  }
+  kernels::Activation activation() const {
+    return config_.gelu ? kernels::Activation::gelu_tanh : kernels::Activation::silu;
+  }
   void matmul(const DeviceMatrix& matrix, const void* input, int rows,
               cuda::ProductArgs::Output output, void* y);
 

@@ -26,10 +26,10 @@ void refuse_unsupported(const ModelConfig& config) {
   };
   if (const std::string why = refusal_of_model(kCudaDecoder, config.peculiarity()); !why.empty())
     throw std::runtime_error(fmt::format("{}: {}", config.name, why));
-  constexpr std::array<std::uint32_t, 3> head_sizes{64, 96, 128};
   constexpr std::uint32_t most_in_group = 8;
-  if (std::ranges::find(head_sizes, config.head_size) == head_sizes.end())
-    refuse(fmt::format("head size {}: the CUDA kernels take 64, 96 and 128", config.head_size));
+  if (!kernels::is_head_size(static_cast<int>(config.head_size)))
+    refuse(
+        fmt::format("head size {}: the CUDA kernels take 64, 96, 128 and 256", config.head_size));
   const std::uint32_t group = config.query_heads / config.kv_heads;
   if (group > most_in_group)
     refuse(fmt::format("{} query heads for a KV head: the CUDA kernels take at most {}", group,
@@ -161,13 +161,20 @@ DeviceModel DeviceModel::random(ModelConfig config, std::uint64_t seed) {
   return model;
 }
 
-kernels::AttentionShape DeviceModel::attention_shape(int slots) const {
+std::uint64_t DeviceModel::cache_bytes(std::uint64_t tokens) const {
+  std::uint64_t kept = 0;
+  for (const RowSpec& row : config_.rows)
+    kept += row.span > 0 ? std::min<std::uint64_t>(tokens, row.span) : tokens;
+  return kept * 2 * config_.kv_heads * key_bytes();
+}
+
+kernels::AttentionShape DeviceModel::attention_shape(int slots, std::uint32_t layer) const {
   const std::int64_t head_stride = std::int64_t{slots} * config_.head_size;
   return {.type = type(),
           .query_heads = static_cast<int>(config_.query_heads),
           .kv_heads = static_cast<int>(config_.kv_heads),
           .head_size = static_cast<int>(config_.head_size),
-          .softmax_scale = config_.softmax_scale(),
+          .softmax_scale = config_.rows[layer].scale,
           .sequence_stride = head_stride * config_.kv_heads,
           .head_stride = head_stride};
 }
@@ -178,7 +185,7 @@ kernels::SlotCache DeviceModel::slot_cache(int sequences, int most_slots) const 
           .query_heads = static_cast<int>(config_.query_heads),
           .kv_heads = static_cast<int>(config_.kv_heads),
           .head_size = static_cast<int>(config_.head_size),
-          .softmax_scale = config_.softmax_scale(),
+          .softmax_scale = config_.rows.front().scale,
           .most_slots = most_slots};
 }
 

@@ -24,8 +24,9 @@ struct DeviceMatrix {
 };
 
 struct DeviceLayer {
-  void *input_norm = nullptr, *mlp_norm = nullptr;  // [hidden]
-  void *q_norm = nullptr, *k_norm = nullptr;        // [head_size], or null
+  void *input_norm = nullptr, *mlp_norm = nullptr;          // [hidden]
+  void *behind_attention = nullptr, *behind_mlp = nullptr;  // [hidden]: norms, or null
+  void *q_norm = nullptr, *k_norm = nullptr;                // [head_size], or null
   DeviceMatrix qkv;  ///< query heads, then key heads, then value heads
   DeviceMatrix output;
   DeviceMatrix gate_up;  ///< the gate's rows, then those of up
@@ -39,7 +40,7 @@ struct DeviceWeights {
   std::vector<DeviceLayer> layers;
 };
 
-/// Llama 2/3, Mistral, Qwen2, Qwen3: head sizes 64, 96, 128, at most 8 query heads for a KV head.
+/// Head sizes 64, 96, 128, 256, at most 8 query heads for a KV head, norms before blocks.
 class DeviceModel {
  public:
   /// Reads a checkpoint into device memory, tensor by tensor from the mapped files. The dtype is
@@ -55,12 +56,10 @@ class DeviceModel {
   kernels::Type type() const { return kernel_type(dtype_); }
   /// Bytes of one token's key in one head, or of its value.
   std::size_t key_bytes() const { return config_.head_size * bytes_of(dtype_); }
-  /// Bytes of keys and values of so many tokens, all layers and KV heads.
-  std::uint64_t cache_bytes(std::uint64_t tokens) const {
-    return tokens * 2 * config_.layers * config_.kv_heads * key_bytes();
-  }
-  /// Attention over a cache [sequence, kv_head, slot, dim] of `slots` for each head.
-  kernels::AttentionShape attention_shape(int slots) const;
+  /// Bytes of keys and values of so many tokens, all layers and KV heads; spans hold no more.
+  std::uint64_t cache_bytes(std::uint64_t tokens) const;
+  /// A layer's attention over a cache [sequence, kv_head, slot, dim] of `slots` for each head.
+  kernels::AttentionShape attention_shape(int slots, std::uint32_t layer = 0) const;
   /// One layer's cache, but for where its memory is.
   kernels::SlotCache slot_cache(int sequences, int most_slots) const;
   /// Weights of the output projections, read back at the first call. From one thread.

@@ -33,8 +33,14 @@ class Planner {
     const std::size_t q = std::size_t{config_.query_heads} * config_.head_size;
     const std::size_t kv = std::size_t{config_.kv_heads} * config_.head_size;
     DeviceLayer layer;
-    layer.input_norm = norm(prefix + "input_layernorm.weight", config_.hidden);
-    layer.mlp_norm = norm(prefix + "post_attention_layernorm.weight", config_.hidden);
+    const auto block_norm = [&](std::string_view name) -> void* {
+      return name.empty() ? nullptr
+                          : norm(fmt::format("{}{}.weight", prefix, name), config_.hidden);
+    };
+    layer.input_norm = block_norm(config_.norms.before_attention);
+    layer.behind_attention = block_norm(config_.norms.behind_attention);
+    layer.mlp_norm = block_norm(config_.norms.before_mlp);
+    layer.behind_mlp = block_norm(config_.norms.behind_mlp);
     if (config_.qk_norm) {
       layer.q_norm = norm(attention + "q_norm.weight", config_.head_size);
       layer.k_norm = norm(attention + "k_norm.weight", config_.head_size);
