@@ -37,7 +37,7 @@ std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model)
 /// A sample in which each two choices meet that can, by a greedy search in an order of its own; all
 /// there are where the environment has KVLAB_EVERY. For sequences of at most `length` tokens.
 /// `executor`: null is the plain replay, which refuses nothing. Throws std::logic_error if a choice
-/// goes with no other at all: nothing is left out silently.
+/// that the executor does not refuse goes with nothing: none is left out silently.
 std::vector<CacheConfig> covering(const Choices& choices, const Executor* executor,
                                   std::uint32_t length, const CacheShape& model);
 

@@ -16,14 +16,18 @@ using namespace kvlab;
 
 namespace {
 
-ResolvedConfig cache(const std::string& policy, std::uint32_t budget, Prefill prefill,
+ResolvedConfig cache(const PolicySpec& policy, std::uint32_t budget, Prefill prefill,
                      Positions positions) {
-  return resolve({.policy = parse_policy(policy),
+  return resolve({.policy = policy,
                   .budget = {.extent = tokens(budget)},
                   .prefill = prefill,
                   .positions = positions,
                   .seed = 11},
                  budget);
+}
+ResolvedConfig cache(const std::string& policy, std::uint32_t budget, Prefill prefill,
+                     Positions positions) {
+  return cache(parse_policy(policy), budget, prefill, positions);
 }
 
 /// A prompt, decoded tokens, and a second turn: logits of every token.
@@ -109,14 +113,19 @@ struct ParityShape {
 
 /// Four unequal sequences: budgets by layer and head, with guards, of one token; all three kinds of
 /// prefill.
-std::vector<ResolvedConfig> parity_caches(const std::string& policy, Positions positions,
+std::vector<ResolvedConfig> parity_caches(const PolicySpec& policy, Positions positions,
                                           const ModelConfig& model, const ParityShape& shape) {
   const std::uint32_t scale = shape.scale;
+  const auto guarded = [&](Extent sinks, Extent recent) {
+    PolicySpec own = policy;
+    own.sinks = sinks, own.recent = recent;
+    return own;
+  };
   std::vector<ResolvedConfig> caches{
-      cache(policy + ":recent=8", 24 * scale, Prefill{0}, positions),
-      cache(policy + ":sinks=2:recent=25%", 64 * scale, Prefill{16}, positions),
+      cache(guarded(policy.sinks, tokens(8)), 24 * scale, Prefill{0}, positions),
+      cache(guarded(tokens(2), percent(25)), 64 * scale, Prefill{16}, positions),
       cache(policy, 40 * scale, Prefill{1}, positions),
-      cache(policy + ":sinks=0:recent=0", 1, Prefill{0}, positions)};
+      cache(guarded(tokens(0), tokens(0)), 1, Prefill{0}, positions)};
   for (std::uint32_t s = 0; s < caches.size(); ++s) {
     caches[s].sequence = s;
     caches[s].seed = 3 + s;
@@ -132,7 +141,7 @@ std::vector<ResolvedConfig> parity_caches(const std::string& policy, Positions p
 }
 
 /// Decodes a batch of four, one of them with a second turn, and asks the three questions of each.
-std::vector<VerifyReport> parity(const DeviceModel& model, const std::string& policy, bool plain,
+std::vector<VerifyReport> parity(const DeviceModel& model, const PolicySpec& policy, bool plain,
                                  Positions positions, const ParityShape& shape) {
   const auto caches = parity_caches(policy, positions, model.config(), shape);
   CudaDecoder decoder(model, {.sequences = 4,
@@ -277,7 +286,7 @@ TEST_CASE("A batch's later prompts, and the logits of their last tokens, are tho
 
 TEST_CASE("Sequences of a batch pass the three questions, whatever is asked for", "[gpu]") {
   if (no_device()) return;
-  test::Choices choices{.budgets = {parse_budget("24"), parse_budget("ada(24)")},
+  test::Choices choices{.budgets = {parse_budget("64"), parse_budget("ada(64)")},
                         .prefills = {Prefill{0}, Prefill{1}}};  // the latter: plain steps
   for (const PolicyEntry& entry : policy_catalogue())
     if (entry.info.evicts && column_beyond(kCudaDecoder, parse_policy(entry.info.name)).empty())
@@ -290,7 +299,7 @@ TEST_CASE("Sequences of a batch pass the three questions, whatever is asked for"
     const bool plain = config.prefill.chunk == 1;
     bf16 = !bf16;
     CAPTURE(config.policy.text(), config.budget.text(), plain, name_of(config.positions), bf16);
-    check_parity(parity(tiny(bf16 ? Dtype::bf16 : Dtype::f32), config.policy.text(), plain,
+    check_parity(parity(tiny(bf16 ? Dtype::bf16 : Dtype::f32), config.policy, plain,
                         config.positions, {.shares_slots = config.shares_slots()}));
   }
 }
@@ -316,7 +325,7 @@ TEST_CASE("Long parity", "[.][parity][gpu]") {
       if (!only.empty() && only != policy) continue;
       if (!positioned.empty() && positioned != name_of(positions)) continue;
       CAPTURE(policy, name_of(positions));
-      const auto reports = parity(model, policy, false, positions, shape);
+      const auto reports = parity(model, parse_policy(policy), false, positions, shape);
       print_parity(drawn ? path.stem().string() : path.filename().string(), policy, positions,
                    reports);
       check_parity(reports);
