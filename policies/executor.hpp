@@ -28,7 +28,7 @@ struct Executor {
   bool group_max = false;
   bool ladders = false;
   bool bent_rows = false;   ///< layers with soft caps or sink logits
-  bool all_models = false;  ///< also those with windows, norms behind blocks, GELU
+  bool all_models = false;  ///< also those of ModelConfig::peculiarity
   Columns columns = Columns::none;
 };
 
@@ -76,7 +76,7 @@ std::string column_beyond(const Executor& executor, const PolicySpec& policy);
 std::string refusal(const Executor& executor, const CacheConfig& config);
 /// Likewise of a layer with a soft cap or with sink logits.
 std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks);
-/// Likewise of a model, by what sets it apart from Llama's kind (ModelConfig::peculiarity).
+/// Likewise of a model, by what one decoder alone computes of it (ModelConfig::peculiarity).
 std::string refusal_of_model(const Executor& executor, const std::string& peculiarity);
 
 /// Throws std::invalid_argument with the refusal, if there is one.

@@ -55,8 +55,10 @@ LoopModel load_loop_model(const po::variables_map& options, LoopWay way) {
   }
   loaded.backend = load_backend(Device::cuda, directory, threads);
   Backend& backend = *loaded.backend;
-  loaded.sweep = way == LoopWay::tokens ? sweep_by_tokens(backend)
-                                        : sweep_by_device_layers(*backend.device_model());
+  // Layers with a span are not replayed there yet.
+  const bool by_tokens = way == LoopWay::tokens || backend.config().has_spans();
+  loaded.sweep =
+      by_tokens ? sweep_by_tokens(backend) : sweep_by_device_layers(*backend.device_model());
   return loaded;
 }
 

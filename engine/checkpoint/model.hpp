@@ -46,10 +46,15 @@ struct ModelConfig {
   /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }
   CacheShape heads() const;
-  // Of all layers, where they attend alike.
-  const Rope& rope() const { return rows.front().rope; }
-  float softmax_scale() const { return rows.front().scale; }
-  /// What sets it apart from Llama's kind, which all decoders know; empty: nothing.
+  bool has_spans() const;  ///< some layer has one
+  /// Of the layers without a span, which attend alike; of the first, where all have one.
+  const RowSpec& unspanned() const;
+  const Rope& rope() const { return unspanned().rope; }
+  /// Rotation tables of the rows, numbered from 0.
+  std::uint32_t rope_tables() const;
+  const Rope& rope_of_table(std::uint32_t table) const;
+  float softmax_scale() const { return unspanned().scale; }
+  /// What the CPU alone computes of it; empty: nothing.
   std::string peculiarity() const;
 };
 

@@ -372,11 +372,26 @@ CacheShape ModelConfig::heads() const {
   return shape;
 }
 
+const RowSpec& ModelConfig::unspanned() const {
+  const auto row = std::ranges::find(rows, 0u, &RowSpec::span);
+  return row == rows.end() ? rows.front() : *row;
+}
+
+bool ModelConfig::has_spans() const {
+  return std::ranges::any_of(rows, [](const RowSpec& row) { return row.span > 0; });
+}
+
+std::uint32_t ModelConfig::rope_tables() const {
+  return std::ranges::max(rows, {}, &RowSpec::table).table + 1;
+}
+
+const Rope& ModelConfig::rope_of_table(std::uint32_t table) const {
+  return std::ranges::find(rows, table, &RowSpec::table)->rope;
+}
+
 std::string ModelConfig::peculiarity() const {
-  for (const RowSpec& row : rows)
-    if (row.span > 0) return fmt::format("windows of {} tokens", row.span);
-  if (!norms.behind_attention.empty()) return "norms behind blocks";
-  return gelu ? "GELU" : "";
+  if (whole_qk_norm) return "norms of all heads together";
+  return norms.before_attention.empty() ? "norms behind blocks alone" : "";
 }
 
 ModelConfig load_model_config(const std::filesystem::path& directory) {

@@ -82,7 +82,7 @@ void AsyncCapture::write_layers(Pool& pool, int buffer, std::uint32_t first, std
     for (std::uint32_t i = 0; i < layers; ++i) {
       layer_.read(shape_, pool.at(buffer) + i * layer_bytes, tokens);
       writer_.layer(first + i, layer_.q, layer_.k, layer_.v, layer_.out, layer_.lse);
-      writer_.residual(first + i, layer_.norm2);
+      if (shape_.residuals) writer_.residual(first + i, layer_.norm2);
     }
     release(pool, buffer);
   });

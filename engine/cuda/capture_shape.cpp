@@ -27,7 +27,7 @@ CaptureShape::Offsets CaptureShape::offsets(std::size_t tokens) const {
   at.qkv = take(q + 2 * kv, element);
   at.out = take(q, element);
   at.lse = take(query_heads, sizeof(float));
-  at.norm2 = take(1, sizeof(float));
+  at.norm2 = take(residuals ? 1 : 0, sizeof(float));
   at.plain_q = take(plain ? q : 0, element);
   at.plain_k = take(plain ? kv : 0, element);
   at.end = arena.bytes();
@@ -40,7 +40,8 @@ CaptureShape capture_shape(const ModelConfig& config, Dtype dtype) {
           .query_heads = config.query_heads,
           .kv_heads = config.kv_heads,
           .head_size = config.head_size,
-          .plain = config.qk_norm};
+          .plain = config.qk_norm,
+          .residuals = config.norms.behind_attention.empty()};
 }
 
 void CapturedLayer::read(const CaptureShape& shape, const std::byte* data, std::size_t tokens) {
@@ -62,7 +63,7 @@ void CapturedLayer::read(const CaptureShape& shape, const std::byte* data, std::
   const auto* const from = reinterpret_cast<const float*>(data + at.lse);
   lse.assign(from, from + tokens * shape.query_heads);
   const auto* const norms = reinterpret_cast<const float*>(data + at.norm2);
-  norm2.assign(norms, norms + tokens);
+  norm2.assign(norms, norms + (shape.residuals ? tokens : 0));
 }
 
 LayerOutputMemory::Parts::Parts(cuda::Arena& arena, const CaptureShape& shape, Rows rows,
@@ -92,7 +93,7 @@ LayerOutputs LayerOutputMemory::captured_at(std::byte* base, std::size_t tokens)
   return {.qkv = base,
           .out = base + at.out,
           .lse = reinterpret_cast<float*>(base + at.lse),
-          .norm2 = reinterpret_cast<float*>(base + at.norm2),
+          .norm2 = shape_.residuals ? reinterpret_cast<float*>(base + at.norm2) : nullptr,
           .plain_q = shape_.plain ? base + at.plain_q : nullptr,
           .plain_k = shape_.plain ? base + at.plain_k : nullptr};
 }

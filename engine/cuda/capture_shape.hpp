@@ -15,7 +15,8 @@ namespace kvlab {
 struct CaptureShape {
   Dtype dtype;
   std::uint32_t layers, query_heads, kv_heads, head_size;
-  bool plain;  ///< q and k are apart, because they are normed by head
+  bool plain;      ///< q and k are apart, because they are normed by head
+  bool residuals;  ///< no norm stands between attention and the residual stream
 
   // Bytes from the layer's begin; every part starts at a multiple of 256.
   struct Offsets {

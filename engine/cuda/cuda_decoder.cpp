@@ -94,9 +94,11 @@ void CudaDecoder::watch(int sequence, DecoderObserver* observer) {
   watch_->watch(sequence, observer);
 }
 
+bool CudaDecoder::can_forget() const { return !evicts() && !config_.has_spans(); }
+
 void CudaDecoder::rewind(int sequence, std::uint32_t tokens) {
   std::uint32_t& fed = fed_.at(static_cast<std::size_t>(sequence));
-  if (evicts() && tokens != fed)
+  if (!can_forget() && tokens != fed && (evicts() || tokens > 0))
     throw std::logic_error("CUDA decoder: where tokens leave, none that was fed can be forgotten");
   if (tokens > fed)
     throw std::invalid_argument(

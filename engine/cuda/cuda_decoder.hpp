@@ -80,7 +80,10 @@ class CudaDecoder {
   void set_next(int sequence, std::int32_t id);
   /// Whether tokens leave: then nothing that was fed can be forgotten.
   bool evicts() const { return options_.evicts(); }
-  /// Forgets all but the first `tokens`. Throws std::logic_error where tokens leave.
+  /// Whether tokens can be forgotten: where none leaves, and no layer's span has been left behind.
+  bool can_forget() const;
+  /// Forgets all but the first `tokens`. Throws std::logic_error where it cannot; all can be
+  /// forgotten where none leaves.
   void rewind(int sequence, std::uint32_t tokens);
   /// Benchmarks: random keys and values instead of a prompt of so many tokens.
   void pretend(int sequence, std::uint32_t tokens);

@@ -72,7 +72,7 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
   decoder_.choose(1);
 
   // What has left cannot come back: where tokens leave, no step runs that may be forgotten.
-  const std::uint32_t ahead = decoder_.evicts() ? 0 : kAhead;
+  const std::uint32_t ahead = decoder_.can_forget() ? kAhead : 0;
   std::deque<int> copies;  // of steps whose token has not been seen yet
   std::uint32_t chosen = 1, seen = 0;
   for (bool more = true; more && seen < count;) {

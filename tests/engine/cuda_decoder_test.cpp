@@ -2,8 +2,6 @@
 #include "engine/cuda/cuda_decoder.hpp"
 
 #include <cmath>
-#include <fstream>
-#include <random>
 
 #include "engine/backend.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
@@ -41,51 +39,6 @@ std::vector<float> all_logits_on_cpu(const Model& model, const Ids& ids) {
 
 std::span<const float> row(const std::vector<float>& logits, std::size_t index, std::size_t vocab) {
   return std::span(logits).subspan(index * vocab, vocab);
-}
-
-/// A random checkpoint of the given config, with biases and norms that are not neutral.
-/// `head_deviation`: of the head's weights.
-void write_checkpoint(const std::filesystem::path& directory, const nlohmann::json& json,
-                      float head_deviation = 0.1f) {
-  std::filesystem::create_directories(directory);
-  std::ofstream(directory / "config.json") << json;
-  const ModelConfig config = load_model_config(directory);
-  const WeightPlan plan = plan_weights(config, Dtype::f32, nullptr);
-  std::mt19937 generator(7);
-  std::vector<std::vector<float>> values;
-  std::vector<TensorToWrite> tensors;
-  for (const WeightPart& part : plan.parts) {
-    const bool norm = part.initial == Initial::ones;
-    std::normal_distribution<float> draw(norm ? 1.0f : 0.0f, norm ? 0.2f
-                                                             : part.name == "lm_head.weight"
-                                                                 ? head_deviation
-                                                                 : 0.1f);
-    values.emplace_back(part.elements());
-    for (float& value : values.back()) value = draw(generator);
-  }
-  for (std::size_t i = 0; i < values.size(); ++i)
-    tensors.push_back(
-        {plan.parts[i].name, Dtype::f32, plan.parts[i].shape, std::as_bytes(std::span(values[i]))});
-  write_safetensors(directory / "model.safetensors", tensors, {});
-}
-
-nlohmann::json small_config(const char* architecture, const char* type, int heads, int kv_heads,
-                            int head_size) {
-  return {{"architectures", {architecture}},
-          {"model_type", type},
-          {"hidden_act", "silu"},
-          {"hidden_size", 96},
-          {"intermediate_size", 136},
-          {"num_hidden_layers", 2},
-          {"num_attention_heads", heads},
-          {"num_key_value_heads", kv_heads},
-          {"head_dim", head_size},
-          {"max_position_embeddings", 512},
-          {"rms_norm_eps", 1e-6},
-          {"rope_theta", 10000.0},
-          {"tie_word_embeddings", false},
-          {"vocab_size", 301},
-          {"torch_dtype", "float32"}};
 }
 
 /// The id that is sampled next, and the logits it came from.

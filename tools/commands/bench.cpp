@@ -38,7 +38,7 @@ void add_options(po::options_description& options) {
   add("prompt-tokens", number_option("N", 2048),
       "evict, loop: tokens in each sequence at the start");
   add("max-new-tokens", number_option("N", 2048), "evict: tokens that each sequence decodes");
-  add("head-size", text_option("LIST"), "attention: 64, 96, 128");
+  add("head-size", text_option("LIST"), "attention: 64, 96, 128, 256");
   add("group", text_option("LIST"), "attention: query heads for each of 8 KV heads");
   add("sequences", text_option("LIST"), "attention: sequences");
   add("slots", number_option("N", 4096), "attention: live tokens of each sequence");

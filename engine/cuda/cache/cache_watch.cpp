@@ -95,7 +95,22 @@ void CacheWatch::part(std::uint32_t layer, const PromptPart& part, const LayerOu
   if (part.first + tokens == admitted_) show_admission(layer);
 }
 
+/// A ring holds no positions: they follow from its length. Its policy is none of the cache's.
+std::vector<CacheWatch::Head> CacheWatch::ring(std::uint32_t layer, std::uint32_t first,
+                                               std::uint32_t admitted) const {
+  const std::uint32_t older = std::min(first, config_.rows[layer].span - 1);
+  Head head;
+  head.positions.resize(older + admitted);
+  std::iota(head.positions.begin(), head.positions.end(), first - older);
+  return std::vector(config_.kv_heads, head);
+}
+
 void CacheWatch::show_admission(std::uint32_t layer) {
+  if (cache_.rings().has(layer)) {
+    show_layer(sequence_, layer, first_, admitted_, ring(layer, first_, admitted_), captured_);
+    captured_ = {};
+    return;
+  }
   const AdmissionMemory& memory = cache_.admission();
   const auto slots = static_cast<std::size_t>(memory.cache.most_slots);
   const auto older = to_host(memory.cache.lengths, config_.kv_heads, stream_);
@@ -128,7 +143,9 @@ void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
     for (const Fed& one : fed) {
       const auto row = static_cast<std::size_t>(one.sequence);
       std::vector<Head> heads;
-      for (std::size_t h = 0; h < config_.kv_heads; ++h) {
+      const bool is_ring = cache_.rings().has(layer);
+      if (is_ring) heads = ring(layer, one.position, 1);
+      for (std::size_t h = 0; !is_ring && h < config_.kv_heads; ++h) {
         const std::size_t at = layer * slots.pairs() + row * config_.kv_heads + h;
         heads.push_back(all.head(static_cast<std::size_t>(slots.first_slots()[at]),
                                  static_cast<std::size_t>(lengths[at])));

@@ -56,6 +56,7 @@ class CacheWatch {
   Slots read(const kernels::SlotCache& cache, const std::byte* states, const float* columns,
              const Observation* seen, std::size_t count) const;
   void show_admission(std::uint32_t layer);
+  std::vector<Head> ring(std::uint32_t layer, std::uint32_t first, std::uint32_t admitted) const;
   void show_layer(int sequence, std::uint32_t layer, std::uint32_t first, std::uint32_t admitted,
                   const std::vector<Head>& heads, const CapturedLayer& captured);
 

@@ -70,8 +70,9 @@ EvictingCache::Work::Work(cuda::Arena& arena, const DeviceModel& model, const Pa
   const ModelConfig& config = model.config();
   const auto row_count = static_cast<std::size_t>(options.rows());
   q = arena.take<std::byte>(row_count * config.query_heads * model.key_bytes());
-  inv_freq = arena.take<float>(config.rope().inv_freq.size());
-  rope = arena.take<float2>(row_count * config.rope().inv_freq.size());
+  const std::size_t halves = config.rope_tables() * config.head_size / 2;
+  inv_freq = arena.take<float>(halves);
+  rope = arena.take<float2>(row_count * halves);
   plain_k = arena.take<std::byte>(config.qk_norm && options.policy().column_count() > 0
                                       ? row_count * config.kv_heads * model.key_bytes()
                                       : 0);
@@ -100,12 +101,15 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       kernels_(eviction_kernels(model, options_, compiled_.get())),
       storage_("the cache's slots", model, slots_, options_),
       work_("attention", model, slots_, options_),
+      rings_(model, batch, options_, stream),
       branch_(kernels_, storage_->cache(0, options_.sequences), static_cast<int>(config_.layers),
               work_->workspaces, stream),
       counts_(slots_.first_slots().size()),
       shared_when_(options_.caches.size()) {
   storage_->clear(slots_, options_);
-  cuda::write(work_->inv_freq, config_.rope().inv_freq, "RoPE's frequencies");
+  for (std::uint32_t table = 0; table < config_.rope_tables(); ++table)
+    cuda::write(work_->inv_freq + table * config_.head_size / 2,
+                config_.rope_of_table(table).inv_freq, "RoPE's frequencies");
   check(cuda::fill_iota(work_->iota, options_.rows(), stream), "a prompt");
   check(cudaMemsetAsync(work_->zeros, 0,
                         static_cast<std::size_t>(options_.rows()) * sizeof(std::int32_t), stream),
@@ -114,8 +118,9 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
 
 CacheBytes EvictingCache::bytes(const DeviceModel& model, const CudaDecoderOptions& options) {
   const PairSlots slots = pair_slots(model, options);
-  CacheBytes bytes{.storage = Placed<SlotStorage>::bytes(model, slots, options),
-                   .work = Placed<Work>::bytes(model, slots, options)};
+  CacheBytes bytes = SpanRings::bytes(model, options);
+  bytes.storage += Placed<SlotStorage>::bytes(model, slots, options);
+  bytes.work += Placed<Work>::bytes(model, slots, options);
   if (options.longest_prompt > 0)
     bytes.work += Placed<AdmissionMemory>::bytes(
         model, options, std::max(options.longest_prompt, static_cast<std::uint32_t>(slots.most())));
@@ -141,11 +146,13 @@ std::uint64_t EvictingCache::live_bytes(int sequence, std::uint32_t fed) const {
     else
       live += fed == 0 ? 0 : slots_.older(layer, pair, fed - 1) + 1;
   });
-  return live * 2 * model_.key_bytes();
+  return live * 2 * model_.key_bytes() + rings_.live_bytes(fed);
 }
 
 std::vector<std::vector<std::uint32_t>> EvictingCache::kept(int sequence, std::uint32_t fed) const {
   std::vector<std::vector<std::uint32_t>> kept(config_.layers);
+  for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
+    if (rings_.has(layer)) kept[layer].assign(config_.kv_heads, rings_.kept(layer, fed));
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
     const bool counted = counts(sequence);
     kept[layer].push_back(counted   ? counts_of(layer, pair).live
@@ -166,6 +173,7 @@ std::uint64_t EvictingCache::evictions(int sequence, std::uint32_t behind) const
 
 void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
   constexpr const char* kWhat = "drawing a cache";
+  rings_.pretend(sequence);
   const auto copy = [&](auto* to, const auto* from, std::size_t count) {
     check(cudaMemcpyAsync(to, from, count * sizeof *from, cudaMemcpyHostToDevice, stream_), kWhat);
   };
@@ -195,8 +203,8 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
     copy(storage_->lengths + at, &live, 1);
     copy(storage_->next_slots + at, &live, 1);
   });
-  if (rotation_ == KeyRotation::by_age)
-    for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
+  for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
+    if (rotation_ == KeyRotation::by_age && !rings_.has(layer))
       check(kernels::number_by_age(storage_->cache_of(layer, sequence), stream_), kWhat);
   check(cudaStreamSynchronize(stream_), kWhat);
 }
@@ -205,6 +213,26 @@ EvictingCache::PlainKeys EvictingCache::plain_keys(const LayerOutputs& to) const
   const std::size_t head = config_.head_size, kv = config_.kv_heads * head;
   if (config_.qk_norm) return {to.plain_k ? to.plain_k : work_->plain_k, kv};
   return {to.qkv + config_.query_heads * model_.key_bytes(), config_.query_heads * head + 2 * kv};
+}
+
+void EvictingCache::fill_rope(std::uint32_t table, const std::int32_t* positions,
+                              std::uint32_t first, int rows) const {
+  const Rope& rope = config_.rope_of_table(table);
+  check(cuda::fill_rope_rows(inv_freq(table), static_cast<int>(rope.inv_freq.size()), positions,
+                             first, rows, rope.factor, rope_rows(table), stream_),
+        "RoPE");
+}
+
+/// Where keys are not rotated by age. `rows`: of the part or step.
+void EvictingCache::rotate(std::uint32_t layer, const std::int32_t* rows,
+                           kernels::RopeWriteArgs& args) const {
+  const RowSpec& row = config_.rows[layer];
+  args.q = work_->q;
+  args.plain_k = work_->plain_k;
+  if (rotation_ == KeyRotation::by_age && !rings_.has(layer)) return;
+  args.rotated = static_cast<int>(row.rope.rotated());
+  args.rope = rope_rows(row.table);
+  args.positions = rows;
 }
 
 // --- Modifiers -----------------------------------------------------------------------------------
@@ -244,6 +272,7 @@ void EvictingCache::make_room(int sequence, std::uint32_t fed, bool after_prompt
   check(cudaMemcpyAsync(work_->nothing, &nothing, sizeof nothing, cudaMemcpyHostToDevice, stream_),
         "making room");
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+    if (rings_.has(layer)) continue;
     const kernels::SlotCache cache = storage_->cache_of(layer, sequence);
     kernels::ShrinkArgs args{.from = cache,
                              .to = cache,
@@ -333,6 +362,7 @@ void EvictingCache::share_slots_of_live(int sequence, std::uint32_t fed) {
   check(cudaMemcpyAsync(work_->nothing, &nothing, sizeof nothing, cudaMemcpyHostToDevice, stream_),
         "sharing slots");
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+    if (rings_.has(layer)) continue;
     check(kernels::shrink(kernels_,
                           {.from = storage_->cache_of(layer, sequence),
                            .to = memory.cache,

@@ -6,6 +6,7 @@
 #include "engine/cuda/cache/device_cache.hpp"
 #include "engine/cuda/cache/observed_attention.hpp"
 #include "engine/cuda/cache/slot_storage.hpp"
+#include "engine/cuda/cache/span_rings.hpp"
 #include "kernels/attention.hpp"
 #include "kernels/evict/admission.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
@@ -55,6 +56,7 @@ class EvictingCache final : public DeviceCache {
   void pretend(int sequence, std::uint32_t tokens) override;
 
   // For those who watch.
+  const SpanRings& rings() const { return rings_; }
   const PairSlots& slots() const { return slots_; }
   const SlotStorage& storage() const { return *storage_; }
   /// As an admission left its last layer.
@@ -78,8 +80,8 @@ class EvictingCache final : public DeviceCache {
     Work(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
          const CudaDecoderOptions& options);
     std::byte* q;                  // [row, query_head, dim]
-    float* inv_freq;               // [rotated / 2]
-    float2* rope;                  // [row, rotated / 2]
+    float* inv_freq;               // [table, rotated / 2]
+    float2* rope;                  // [table, row, rotated / 2]
     std::byte* plain_k;            // [row, kv_head, dim], before RoPE, where norms hide it; or null
     std::int32_t *iota, *zeros;    // [row]
     Admitted *nothing, *admitted;  // at the first new token's position: none; all
@@ -93,6 +95,18 @@ class EvictingCache final : public DeviceCache {
     std::size_t row;
   };
   PlainKeys plain_keys(const LayerOutputs& to) const;
+  const float* inv_freq(std::uint32_t table) const {
+    return work_->inv_freq + table * config_.head_size / 2;
+  }
+  /// The rotations of rows, by a layer's table: of given positions, or from `first` on.
+  void fill_rope(std::uint32_t table, const std::int32_t* positions, std::uint32_t first,
+                 int rows) const;
+  float2* rope_rows(std::uint32_t table) const {
+    return work_->rope +
+           table * static_cast<std::size_t>(options_.rows()) * (config_.head_size / 2);
+  }
+  /// Queries, plain keys and RoPE of a write.
+  void rotate(std::uint32_t layer, const std::int32_t* rows, kernels::RopeWriteArgs& args) const;
   /// Memory for an admission. Waits, where it has to grow.
   const AdmissionMemory& reserve(std::uint32_t slots);
   /// each(pair) for all KV heads of a sequence in a layer.
@@ -101,11 +115,11 @@ class EvictingCache final : public DeviceCache {
     const std::size_t first = static_cast<std::size_t>(sequence) * config_.kv_heads;
     for (std::size_t head = 0; head < config_.kv_heads; ++head) each(first + head);
   }
-  /// each(layer, pair) for all KV heads of a sequence.
+  /// each(layer, pair) for all KV heads of a sequence, in the layers that the policy acts on.
   template <class Each>
   void each_head(int sequence, Each each) const {
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
-      each_pair(sequence, [&](std::size_t pair) { each(layer, pair); });
+      if (!rings_.has(layer)) each_pair(sequence, [&](std::size_t pair) { each(layer, pair); });
   }
 
   const Modifiers& modifiers(int sequence) const {
@@ -145,6 +159,7 @@ class EvictingCache final : public DeviceCache {
   cuda::Placed<SlotStorage> storage_;
   cuda::Placed<Work> work_;
   cuda::Placed<AdmissionMemory> admission_;
+  SpanRings rings_;
   ObserverBranch branch_;
   std::vector<Counts> counts_;              // [layer, pair]
   std::vector<std::uint32_t> shared_when_;  // [sequence]: fed when slots were shared last

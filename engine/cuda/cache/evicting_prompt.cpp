@@ -75,9 +75,15 @@ class EvictingCache::Prompt final : public DeviceAdmission {
 
  private:
   kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) override {
-    if (part.first == 0) take_live(layer);
+    const bool is_all = part.rows == static_cast<int>(tokens());
+    if (layer == 0 || !is_all) fill_ropes(part);
     const Work& work = *cache_.work_;
-    const Rope& rope = cache_.config_.rope();
+    if (cache_.rings_.has(layer)) {
+      kernels::RopeWriteArgs args = cache_.rings_.write(layer, sequence_, fed_ + part.first);
+      cache_.rotate(layer, work.iota, args);
+      return args;
+    }
+    if (part.first == 0) take_live(layer);
     kernels::RopeWriteArgs args{};
     args.sequences = work.zeros;
     args.slots = work.iota;
@@ -89,22 +95,19 @@ class EvictingCache::Prompt final : public DeviceAdmission {
                  .next_slots = memory_.cache.lengths,
                  .positions = nullptr,
                  .now = nullptr};
-    args.q = work.q;
-    args.plain_k = work.plain_k;
-    if (cache_.rotation_ == KeyRotation::by_age) return args;
-    const auto half = static_cast<int>(rope.inv_freq.size());
-    const bool is_all = part.rows == static_cast<int>(tokens());
-    if (layer == 0 || !is_all)
-      check(cuda::fill_rope_rows(work.inv_freq, half, nullptr, fed_ + part.first, part.rows,
-                                 rope.factor, work.rope, cache_.stream_),
-            "RoPE");
-    args.rotated = 2 * half;
-    args.rope = work.rope;
-    args.positions = work.iota;
+    cache_.rotate(layer, work.iota, args);
     return args;
   }
 
+  void fill_ropes(const PromptPart& part) const {
+    for (std::uint32_t table = 0; table < cache_.config_.rope_tables(); ++table)
+      cache_.fill_rope(table, nullptr, fed_ + part.first, part.rows);
+  }
+
   void attend_part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) override {
+    if (cache_.rings_.has(layer))
+      return cache_.rings_.attend(layer, sequence_, fed_ + part.first, part.rows, cache_.work_->q,
+                                  to);
     if (squeezes_) {
       const kernels::SqueezeArgs shape = squeeze_shape(part);
       if (cache_.rotation_ == KeyRotation::by_age)
@@ -112,7 +115,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
               "positions of a prompt");
       squeeze_keys(shape, false);
     }
-    check(kernels::prefill_attention({.shape = shape(),
+    check(kernels::prefill_attention({.shape = shape(layer),
                                       .first = static_cast<int>(part.first),
                                       .queries = part.rows,
                                       .q = cache_.work_->q,
@@ -161,7 +164,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
     for (std::size_t head = 0; head < cache_.config_.kv_heads; ++head)
       older = std::max(older, cache_.older(sequence_, layer, first_pair + head, fed_));
     check(kernels::observe_queries(
-              {.shape = shape(),
+              {.shape = shape(layer),
                .needs = cache_.options_.policy().needs,
                .first = static_cast<int>(part.first),
                .queries = part.rows,
@@ -277,15 +280,15 @@ class EvictingCache::Prompt final : public DeviceAdmission {
             .kv_heads = static_cast<int>(config.kv_heads),
             .head_size = static_cast<int>(config.head_size),
             .rotated = static_cast<int>(config.rope().rotated()),
-            .inv_freq = cache_.work_->inv_freq,
+            .inv_freq = cache_.inv_freq(config.unspanned().table),
             .rope_factor = two_frames ? 1 : config.rope().factor,
             .older = memory_.cache.lengths,
             .first = static_cast<int>(part.first),
             .tokens = part.rows};
   }
 
-  kernels::AttentionShape shape() const {
-    return cache_.model_.attention_shape(memory_.cache.most_slots);
+  kernels::AttentionShape shape(std::uint32_t layer) const {
+    return cache_.model_.attention_shape(memory_.cache.most_slots, layer);
   }
   const void* attended_keys() const {
     return squeezes_ ? memory_.squeezed_keys : memory_.cache.keys;

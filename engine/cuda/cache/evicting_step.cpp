@@ -9,20 +9,24 @@ class EvictingCache::Step final : public CacheStep {
   Step(const EvictingCache& cache, int rows, const LayerOutputMemory& outputs)
       : cache_(cache),
         rows_(rows),
+        outputs_(outputs),
         now_(reinterpret_cast<const std::uint32_t*>(cache.batch_.state().positions)),
         columns_(cache.columns() > 0 ? columns(outputs) : std::vector<kernels::ColumnArgs>{}),
         attention_(cache.kernels_, layers(outputs), cache.branch_, cache.stream_) {}
 
   void begin() const override {
-    if (cache_.rotation_ == KeyRotation::by_age) return;
-    const Rope& rope = cache_.config_.rope();
-    cuda::check(cuda::fill_rope_rows(cache_.work_->inv_freq, static_cast<int>(rope.inv_freq.size()),
-                                     cache_.batch_.state().positions, 0, rows_, rope.factor,
-                                     cache_.work_->rope, cache_.stream_),
-                "RoPE");
+    const std::uint32_t plain = cache_.config_.unspanned().table;
+    for (std::uint32_t table = 0; table < cache_.config_.rope_tables(); ++table)
+      if (table != plain || cache_.rotation_ != KeyRotation::by_age)
+        cache_.fill_rope(table, cache_.batch_.state().positions, 0, rows_);
   }
 
   kernels::RopeWriteArgs write(std::uint32_t layer) const override {
+    if (cache_.rings_.has(layer)) {
+      kernels::RopeWriteArgs args = cache_.rings_.write(layer);
+      cache_.rotate(layer, cache_.batch_.rows(), args);
+      return args;
+    }
     const kernels::SlotCache cache = cache_.storage_->cache(layer, rows_);
     kernels::RopeWriteArgs args{};
     args.keys = cache.keys;
@@ -32,29 +36,38 @@ class EvictingCache::Step final : public CacheStep {
                  .next_slots = cache.next_slots,
                  .positions = cache.positions,
                  .now = now_};
-    args.q = cache_.work_->q;
-    args.plain_k = cache_.work_->plain_k;
-    if (cache_.rotation_ == KeyRotation::by_age) return args;
-    args.rotated = static_cast<int>(cache_.config_.rope().rotated());
-    args.rope = cache_.work_->rope;
-    args.positions = cache_.batch_.rows();
+    cache_.rotate(layer, cache_.batch_.rows(), args);
     return args;
   }
 
   void attend(std::uint32_t layer) const override {
-    attention_.attend(layer);
+    if (cache_.rings_.has(layer))
+      return cache_.rings_.attend(layer, rows_, cache_.work_->q, outputs_.step(layer));
+    attention_.attend(place(layer));
     // Only what observes reads them. The keys must be there still.
     if (!columns_.empty())
-      cuda::check(kernels::make_columns(columns_[layer], cache_.stream_), "columns");
+      cuda::check(kernels::make_columns(columns_[place(layer)], cache_.stream_), "columns");
   }
-  void observe(std::uint32_t layer) const override { attention_.observe(layer); }
+  void observe(std::uint32_t layer) const override {
+    if (!cache_.rings_.has(layer)) attention_.observe(place(layer));
+  }
   void end() const override { attention_.join(); }
 
  private:
+  /// Which of the layers that the policy acts on.
+  std::size_t place(std::uint32_t layer) const {
+    std::size_t before = 0;
+    for (std::uint32_t other = 0; other < layer; ++other)
+      before += cache_.rings_.has(other) ? 0 : 1;
+    return before;
+  }
+
   std::vector<kernels::EvictingAttentionArgs> layers(const LayerOutputMemory& outputs) const {
     const bool squeezed = cache_.rotation_ != KeyRotation::by_position;
     std::vector<kernels::EvictingAttentionArgs> layers;
     for (std::uint32_t layer = 0; layer < cache_.config_.layers; ++layer) {
+      if (cache_.rings_.has(layer)) continue;
+      const Rope& rope = cache_.config_.rows[layer].rope;
       const LayerOutputs to = outputs.step(layer);
       layers.push_back({.cache = cache_.storage_->cache(layer, rows_),
                         .policy = cache_.storage_->policy(layer),
@@ -62,9 +75,9 @@ class EvictingCache::Step final : public CacheStep {
                         .two_frames = cache_.rotation_ == KeyRotation::two_frames,
                         .now = now_,
                         .q = cache_.work_->q,
-                        .inv_freq = cache_.work_->inv_freq,
-                        .rotated = static_cast<int>(cache_.config_.rope().rotated()),
-                        .rope_factor = cache_.config_.rope().factor,
+                        .inv_freq = cache_.inv_freq(cache_.config_.rows[layer].table),
+                        .rotated = static_cast<int>(rope.rotated()),
+                        .rope_factor = rope.factor,
                         .out = to.out,
                         .lse = to.lse,
                         .workspace = nullptr,
@@ -76,6 +89,7 @@ class EvictingCache::Step final : public CacheStep {
   std::vector<kernels::ColumnArgs> columns(const LayerOutputMemory& outputs) const {
     std::vector<kernels::ColumnArgs> layers;
     for (std::uint32_t layer = 0; layer < cache_.config_.layers; ++layer) {
+      if (cache_.rings_.has(layer)) continue;
       const kernels::SlotCache cache = cache_.storage_->cache(layer, rows_);
       const PlainKeys keys = cache_.plain_keys(outputs.step(layer));
       layers.push_back({.cache = cache,
@@ -95,6 +109,7 @@ class EvictingCache::Step final : public CacheStep {
 
   const EvictingCache& cache_;
   int rows_;
+  const LayerOutputMemory& outputs_;
   const std::uint32_t* now_;
   std::vector<kernels::ColumnArgs> columns_;  // [layer]; empty without
   ObservedAttention attention_;

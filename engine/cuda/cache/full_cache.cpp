@@ -13,13 +13,18 @@ namespace {
 /// Slots of a sequence: one more than it has tokens, which no token has.
 std::uint32_t capacity(const CudaDecoderOptions& options) { return options.slots + 1; }
 
+/// Elements from one table of RoPE to the next.
+std::size_t rope_stride(const ModelConfig& config, const CudaDecoderOptions& options) {
+  return capacity(options) * config.head_size / 2;
+}
+
 }  // namespace
 
 FullCache::Storage::Storage(cuda::Arena& arena, const DeviceModel& model,
                             const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   const std::size_t half = static_cast<std::size_t>(options.sequences) * capacity(options) *
-                           config.layers * config.kv_heads * model.key_bytes();
+                           config.heads().acted_on().layers * config.kv_heads * model.key_bytes();
   keys = arena.take<std::byte>(half);
   values = arena.take<std::byte>(half);
 }
@@ -30,7 +35,7 @@ FullCache::Work::Work(cuda::Arena& arena, const DeviceModel& model,
   const std::size_t all = capacity(options), rows = static_cast<std::size_t>(options.rows());
   const auto slots = static_cast<int>(all);
   q = arena.take<std::byte>(rows * config.query_heads * model.key_bytes());
-  rope = arena.take<float2>(all * config.rope().inv_freq.size());
+  rope = arena.take<float2>(config.rope_tables() * rope_stride(config, options));
   iota = arena.take<std::int32_t>(all);
   zeros = arena.take<std::int32_t>(rows);
   workspace = arena.take<std::byte>(
@@ -44,17 +49,25 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, CudaDeco
       batch_(batch),
       options_(options),
       stream_(stream),
-      shape_(model.attention_shape(static_cast<int>(capacity(options)))),
       storage_("the cache's keys and values", model, options),
-      work_("attention", model, options) {
+      work_("attention", model, options),
+      rings_(model, batch, options_, stream) {
+  for (std::uint32_t layer = 0, before = 0; layer < config_.layers; ++layer) {
+    place_.push_back(before);
+    before += rings_.has(layer) ? 0 : 1;
+  }
   // Slots that nothing was written to are never read; the sanitizer is to see it if they are.
   check(cudaMemsetAsync(work_->workspace, 0, kernels::kSignalBytes, stream), "attention");
   const auto slots = static_cast<int>(capacity(options));
-  const auto& inv_freq = config_.rope().inv_freq;
-  const cuda::DeviceBuffer frequencies = cuda::upload(inv_freq, "RoPE's frequencies");
-  check(cuda::fill_rope_rows(frequencies.as<float>(), static_cast<int>(inv_freq.size()), nullptr, 0,
-                             slots, config_.rope().factor, work_->rope, stream),
-        "RoPE's table");
+  for (std::uint32_t table = 0; table < config_.rope_tables(); ++table) {
+    const Rope& rope = config_.rope_of_table(table);
+    const cuda::DeviceBuffer frequencies = cuda::upload(rope.inv_freq, "RoPE's frequencies");
+    check(cuda::fill_rope_rows(frequencies.as<float>(), static_cast<int>(rope.inv_freq.size()),
+                               nullptr, 0, slots, rope.factor,
+                               work_->rope + table * rope_stride(config_, options_), stream),
+          "RoPE's table");
+    check(cudaStreamSynchronize(stream), "RoPE's table");
+  }
   check(cuda::fill_iota(work_->iota, slots, stream), "positions");
   check(cudaMemsetAsync(work_->zeros, 0,
                         static_cast<std::size_t>(options.rows()) * sizeof(std::int32_t), stream),
@@ -63,7 +76,9 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, CudaDeco
 }
 
 CacheBytes FullCache::bytes(const DeviceModel& model, const CudaDecoderOptions& options) {
-  return {Placed<Storage>::bytes(model, options), Placed<Work>::bytes(model, options)};
+  const CacheBytes rings = SpanRings::bytes(model, options);
+  return {Placed<Storage>::bytes(model, options) + rings.storage,
+          Placed<Work>::bytes(model, options) + rings.work};
 }
 
 BatchState::Row FullCache::row(std::uint32_t fed) const {
@@ -84,21 +99,29 @@ std::uint64_t FullCache::live_bytes(int /*sequence*/, std::uint32_t fed) const {
 
 /// Bytes from the cache's begin to a layer's sequence.
 std::size_t FullCache::offset(std::uint32_t layer, int sequence) const {
-  const std::size_t at = std::size_t{layer} * static_cast<std::size_t>(options_.sequences) +
+  const std::size_t at = place_[layer] * static_cast<std::size_t>(options_.sequences) +
                          static_cast<std::size_t>(sequence);
-  return at * static_cast<std::size_t>(shape_.sequence_stride) * bytes_of(model_.dtype());
+  return at * static_cast<std::size_t>(shape(layer).sequence_stride) * bytes_of(model_.dtype());
 }
 
 kernels::RopeWriteArgs FullCache::write(std::uint32_t layer, int sequence) const {
   kernels::RopeWriteArgs args{};
-  args.rotated = static_cast<int>(config_.rope().rotated());
-  args.rope = work_->rope;
   args.keys = storage_->keys + offset(layer, sequence);
   args.values = storage_->values + offset(layer, sequence);
-  args.sequence_stride = shape_.sequence_stride;
-  args.head_stride = shape_.head_stride;
-  args.q = work_->q;
+  args.sequence_stride = shape(layer).sequence_stride;
+  args.head_stride = shape(layer).head_stride;
   return args;
+}
+
+void FullCache::rotate(std::uint32_t layer, kernels::RopeWriteArgs& args) const {
+  const RowSpec& row = config_.rows[layer];
+  args.rotated = static_cast<int>(row.rope.rotated());
+  args.rope = work_->rope + row.table * rope_stride(config_, options_);
+  args.q = work_->q;
+}
+
+kernels::AttentionShape FullCache::shape(std::uint32_t layer) const {
+  return model_.attention_shape(static_cast<int>(capacity(options_)), layer);
 }
 
 class FullCache::Prompt final : public DeviceAdmission {
@@ -111,15 +134,24 @@ class FullCache::Prompt final : public DeviceAdmission {
 
  private:
   kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) override {
-    kernels::RopeWriteArgs args = cache_.write(layer, sequence_);
-    args.positions = args.slots = cache_.work_->iota + fed_ + part.first;
+    const std::uint32_t position = fed_ + part.first;
+    const bool ring = cache_.rings_.has(layer);
+    kernels::RopeWriteArgs args =
+        ring ? cache_.rings_.write(layer, sequence_, position) : cache_.write(layer, sequence_);
+    cache_.rotate(layer, args);
+    args.positions = cache_.work_->iota + position;
+    if (ring) return args;
+    args.slots = args.positions;
     args.sequences = cache_.work_->zeros;
     return args;
   }
 
   void attend_part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) override {
+    if (cache_.rings_.has(layer))
+      return cache_.rings_.attend(layer, sequence_, fed_ + part.first, part.rows, cache_.work_->q,
+                                  to);
     const std::size_t at = cache_.offset(layer, sequence_);
-    check(kernels::prefill_attention({.shape = cache_.shape_,
+    check(kernels::prefill_attention({.shape = cache_.shape(layer),
                                       .first = static_cast<int>(fed_ + part.first),
                                       .queries = part.rows,
                                       .q = cache_.work_->q,
@@ -142,8 +174,11 @@ class FullCache::Step final : public CacheStep {
       : cache_(cache), rows_(rows), outputs_(outputs) {}
 
   kernels::RopeWriteArgs write(std::uint32_t layer) const override {
-    kernels::RopeWriteArgs args = cache_.write(layer, 0);
+    const bool ring = cache_.rings_.has(layer);
+    kernels::RopeWriteArgs args = ring ? cache_.rings_.write(layer) : cache_.write(layer, 0);
+    cache_.rotate(layer, args);
     args.positions = cache_.batch_.state().positions;
+    if (ring) return args;
     args.slots = cache_.batch_.state().slots;
     args.sequences = cache_.batch_.rows();
     return args;
@@ -151,8 +186,9 @@ class FullCache::Step final : public CacheStep {
 
   void attend(std::uint32_t layer) const override {
     const LayerOutputs to = outputs_.step(layer);
+    if (cache_.rings_.has(layer)) return cache_.rings_.attend(layer, rows_, cache_.work_->q, to);
     const std::size_t at = cache_.offset(layer, 0);
-    check(kernels::decode_attention({.shape = cache_.shape_,
+    check(kernels::decode_attention({.shape = cache_.shape(layer),
                                      .sequences = rows_,
                                      .slots = static_cast<int>(capacity(cache_.options_)),
                                      .q = cache_.work_->q,
@@ -183,17 +219,20 @@ std::unique_ptr<const CacheStep> FullCache::step(int rows, const LayerOutputMemo
 }
 
 void FullCache::pretend(int sequence, std::uint32_t tokens) {
-  for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
+  rings_.pretend(sequence);
+  for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
+    if (rings_.has(layer)) continue;
     for (std::uint32_t head = 0; head < config_.kv_heads; ++head)
       for (const bool key : {true, false}) {
         const std::size_t at =
             offset(layer, sequence) +
-            head * static_cast<std::size_t>(shape_.head_stride) * bytes_of(model_.dtype());
+            head * static_cast<std::size_t>(shape(layer).head_stride) * bytes_of(model_.dtype());
         check(cuda::fill_normal(model_.type(), (key ? storage_->keys : storage_->values) + at,
                                 std::size_t{tokens} * config_.head_size, 1.0f, at + (key ? 1 : 0),
                                 stream_),
               "drawing a cache");
       }
+  }
 }
 
 }  // namespace kvlab

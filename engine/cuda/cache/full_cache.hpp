@@ -1,9 +1,8 @@
-// Every token of every sequence: a token's slot is its position.
+// Every token of every sequence that is ever seen: where a layer has no span, a token's slot is its
+// position.
 #pragma once
 
-#include "engine/cuda/cache/device_cache.hpp"
-#include "engine/cuda/decoder_options.hpp"
-#include "engine/cuda/model/device_model.hpp"
+#include "engine/cuda/cache/span_rings.hpp"
 #include "kernels/attention.hpp"
 
 namespace kvlab {
@@ -29,17 +28,20 @@ class FullCache final : public DeviceCache {
   class Step;
   struct Storage {
     Storage(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
-    std::byte *keys, *values;  // [layer, sequence, kv_head, slot, dim], keys rotated
+    std::byte *keys, *values;  // [layer without a span, sequence, kv_head, slot, dim], keys rotated
   };
   struct Work {
     Work(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
     std::byte* q;         // [row, query_head, dim], rotated
-    float2* rope;         // [position, rotated / 2]
+    float2* rope;         // [table, position, rotated / 2]
     std::int32_t* iota;   // [slot]
     std::int32_t* zeros;  // [row]
     std::byte* workspace;
   };
   kernels::RopeWriteArgs write(std::uint32_t layer, int sequence) const;
+  /// Likewise, but for where keys and values go.
+  void rotate(std::uint32_t layer, kernels::RopeWriteArgs& args) const;
+  kernels::AttentionShape shape(std::uint32_t layer) const;
   std::size_t offset(std::uint32_t layer, int sequence) const;
 
   const DeviceModel& model_;
@@ -47,9 +49,10 @@ class FullCache final : public DeviceCache {
   const BatchState& batch_;
   CudaDecoderOptions options_;
   cudaStream_t stream_;
-  kernels::AttentionShape shape_;
+  std::vector<std::size_t> place_;  // [layer]: layers without a span before it
   cuda::Placed<Storage> storage_;
   cuda::Placed<Work> work_;
+  SpanRings rings_;
 };
 
 }  // namespace kvlab

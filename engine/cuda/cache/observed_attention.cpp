@@ -57,8 +57,8 @@ ObservedAttention::ObservedAttention(const kernels::EvictionKernels& kernels,
       layers_(std::move(layers)),
       branch_(branch),
       stream_(stream),
-      together_(layers_at_once(layers_.front().cache)),
-      beside_attention_(goes_beside_attention(layers_.front().cache)) {
+      together_(layers_.empty() ? 1 : layers_at_once(layers_.front().cache)),
+      beside_attention_(!layers_.empty() && goes_beside_attention(layers_.front().cache)) {
   for (std::size_t layer = 0; layer < layers_.size(); ++layer)
     layers_[layer].workspace = branch.workspaces + layer % (2 * kHalf) * branch.workspace_bytes;
 }

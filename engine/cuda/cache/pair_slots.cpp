@@ -12,8 +12,14 @@ PairSlots::PairSlots(const ModelConfig& config, std::span<const ResolvedConfig> 
     : kv_heads_(config.kv_heads),
       caches_(caches.begin(), caches.end()),
       most_tokens_(most_tokens > 0 ? most_tokens : kNoBudget) {
+  for (ResolvedConfig& cache : caches_) cache.spans = config.heads().spans;
   for (std::uint32_t layer = 0; layer < config.layers; ++layer)
     for (std::size_t pair = 0; pair < pairs(); ++pair) {
+      if (config.rows[layer].span > 0) {
+        budgets_.push_back(0);
+        first_slots_.push_back(total_);
+        continue;
+      }
       guards(layer, pair);  // refuses what does not fit
       const std::uint32_t budget = asked(layer, pair), slots = slots_of(pair, budget);
       if (slots >= std::uint32_t{1} << 31)
@@ -39,6 +45,7 @@ std::uint32_t PairSlots::slots_of(std::size_t pair, std::uint32_t budget) const 
 }
 
 Guards PairSlots::guards(std::uint32_t layer, std::size_t pair) const {
+  if (caches_[pair / kv_heads_].span_of(layer) > 0) return {};
   const std::uint32_t tokens = asked(layer, pair);
   return tokens == kNoBudget ? Guards{} : resolve_guards(caches_[pair / kv_heads_].policy, tokens);
 }

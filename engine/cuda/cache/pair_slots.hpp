@@ -9,7 +9,8 @@
 
 namespace kvlab {
 
-/// A pair is one KV head of one sequence; every layer has all pairs.
+/// A pair is one KV head of one sequence; every layer has all pairs, with no slots where it has a
+/// span.
 class PairSlots {
  public:
   /// `caches` [sequence] decide the budgets; nobody has more than `most_tokens` (0: no limit).

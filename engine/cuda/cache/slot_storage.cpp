@@ -11,7 +11,8 @@ constexpr const char* kTables = "the cache's tables";
 
 SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
                          const CudaDecoderOptions& options)
-    : shape_(model.slot_cache(options.sequences, slots.most())),
+    : config_(&model.config()),
+      shape_(model.slot_cache(options.sequences, slots.most())),
       pairs_(slots.pairs()),
       params_bytes_(options.entry()->params_bytes) {
   const auto total = static_cast<std::size_t>(slots.total());
@@ -97,6 +98,7 @@ kernels::SlotCache SlotStorage::cache(std::uint32_t layer, int sequences) const 
   const std::size_t at = layer * pairs_;
   kernels::SlotCache cache = shape_;
   cache.sequences = sequences;
+  cache.softmax_scale = config_->rows[layer].scale;
   cache.first_slot = first_slots + at;
   cache.keys = keys;
   cache.values = values;

@@ -48,6 +48,7 @@ class SlotStorage {
   std::uint64_t* seeds;
 
  private:
+  const ModelConfig* config_;
   kernels::SlotCache shape_;  ///< of a layer, without its memory
   std::size_t pairs_;         ///< of a layer
   std::size_t params_bytes_;  ///< of a sequence

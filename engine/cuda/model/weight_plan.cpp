@@ -85,7 +85,7 @@ class Planner {
     return at;
   }
   void* norm(const std::string& name, std::size_t size) {
-    return tensor(name, {size}, Initial::ones);
+    return tensor(name, {size}, config_.norm_offset > 0 ? Initial::zeros : Initial::ones);
   }
 
   void add(std::string name, std::vector<std::size_t> shape, Initial initial) {

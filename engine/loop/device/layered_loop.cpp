@@ -48,6 +48,10 @@ const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
 }
 
 void refuse(const DeviceModel& model, std::span<const CacheConfig> configs) {
+  if (model.config().has_spans())
+    throw std::invalid_argument(fmt::format(
+        "{}: the closed loop on CUDA does not know layers with a span; --by-tokens does",
+        model.config().name));
   const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
     check_held(kCudaLoop, config);

@@ -95,11 +95,12 @@ TEST_CASE("A policy with nothing to act on is refused") {
         }).find("every layer") != std::string::npos);
 }
 
-TEST_CASE("Who does not know such layers says who does") {
-  const std::string own = gemma().config().peculiarity();
+TEST_CASE("Who does not know a model says who does") {
+  const std::string own = "norms of all heads together";
+  CHECK(refusal_of_model(kCudaDecoder, gemma().config().peculiarity()).empty());
   CHECK(refusal_of_model(kDecoder, own).empty());
   CHECK(refusal_of_model(kCudaDecoder, own) ==
-        "the CUDA decoder does not know windows of 11 tokens; --device cpu does");
+        "the CUDA decoder does not know norms of all heads together; --device cpu does");
 }
 
 TEST_CASE("A capture says how each layer attends, and verifies") {
