@@ -313,8 +313,18 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
 
 namespace {
 
-/// `128`, `20%`, `20%bytes` or `64KiB`.
+/// `128`, `20%`, `20%bytes`, `64KiB` or `ratio(0.5)`.
 Budget parse_even(std::string_view text, const std::string& what) {
+  if (constexpr std::string_view kRatio = "ratio(";
+      text.starts_with(kRatio) && text.ends_with(')')) {
+    const std::string_view number = text.substr(kRatio.size(), text.size() - kRatio.size() - 1);
+    const double ratio = parse_number(number, what, "the share that leaves, such as ratio(0.5)");
+    if (!(ratio >= 0 && ratio < 1))
+      throw std::invalid_argument(
+          fmt::format("{}: {} should be at least ratio(0) and below ratio(1)", what, text));
+    const auto share_ppm = static_cast<std::uint32_t>(std::lround(ratio * 1e6));
+    return {.extent = {.share_ppm = share_ppm, .is_share = true}, .of_prompt = true};
+  }
   if (text.ends_with("%bytes"))
     return {.extent = parse_extent(text.substr(0, text.size() - 5), what, 1), .in_bytes = true};
   constexpr std::pair<std::string_view, std::uint64_t> kUnits[] = {

@@ -38,9 +38,11 @@ class DecoderLoop {
         logits_(configs.size()),
         seconds_(configs.size()),
         scores_(configs.size()) {
-    for (const CacheConfig& config : configs)
+    for (CacheConfig config : configs) {
+      config.budget = config.budget.at_prompt(span_.prompt);
       decoders_.push_back(backend.decoder(
           resolve(config, tokens_, options.sequence, backend.config().heads()), tokens_));
+    }
   }
 
   std::vector<LoopScores> run() {

@@ -174,6 +174,7 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
   std::size_t longest = 0;
   for (const Ids& ids : sequences.ids) longest = std::max(longest, ids.size());
   const auto length = static_cast<std::uint32_t>(longest);
+  const std::uint32_t prompt = loop_options(options, 0, longest, 1).prompt_tokens;
 
   const ScoredSequences scored{sweep(sequences.ids, configs, options), std::move(sequences.text),
                                repeats_of(texts),
@@ -183,10 +184,11 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
                     .kl = paired_scores(scored, &LoopScores::kl),
                     .nll = paired_scores(scored, &LoopScores::nll)};
   for (std::size_t c = 0; c < configs.size(); ++c)
-    result.scores.push_back(
-        score_of(configs[c],
-                 configs[c].evicts() ? configs[c].budget.resolve(length, model.head_size) : length,
-                 c, scored, result, options.block_tokens));
+    result.scores.push_back(score_of(
+        configs[c],
+        configs[c].evicts() ? configs[c].budget.at_prompt(prompt).resolve(length, model.head_size)
+                            : length,
+        c, scored, result, options.block_tokens));
   return result;
 }
 

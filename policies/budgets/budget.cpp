@@ -25,7 +25,9 @@ std::string text_of_bytes(std::uint64_t bytes) {
 std::string Budget::text() const {
   if (all) return "all";
   if (!heads.empty() || !file.empty()) return file.empty() ? "by head" : "@" + file;
-  std::string mean = bytes > 0 ? text_of_bytes(bytes) : text_of(extent) + (in_bytes ? "bytes" : "");
+  std::string mean = of_prompt   ? fmt::format("ratio({})", extent.share_ppm / 1e6)
+                     : bytes > 0 ? text_of_bytes(bytes)
+                                 : text_of(extent) + (in_bytes ? "bytes" : "");
   switch (split) {
     case Split::even:
       break;
@@ -35,6 +37,16 @@ std::string Budget::text() const {
       return fmt::format("ada({})", mean);
   }
   return mean;
+}
+
+Budget Budget::at_prompt(std::uint32_t prompt) const {
+  if (!of_prompt) return *this;
+  Budget fixed = *this;
+  fixed.of_prompt = false;
+  // (In doubles, as Python's int(prompt * (1 - ratio)).)
+  const auto kept = static_cast<std::uint32_t>(prompt * (1.0 - extent.share_ppm / 1e6));
+  fixed.extent = tokens(std::max(kept, 1u) + 1);
+  return fixed;
 }
 
 std::uint64_t Budget::bytes_of(std::uint32_t length, std::uint32_t head_size) const {
@@ -49,6 +61,10 @@ std::uint64_t Budget::bytes_of(std::uint32_t length, std::uint32_t head_size) co
 
 std::uint32_t Budget::resolve(std::uint32_t length, std::uint32_t head_size) const {
   if (all) return length;
+  if (of_prompt)
+    throw std::invalid_argument(fmt::format(
+        "budget {}: is of a prompt, whose length is not known here; give tokens or a share",
+        text()));
   if (!in_bytes) return std::max(1u, extent.resolve(length));
   const std::uint64_t tokens = bytes_of(length, head_size) / kv_bytes_per_token(head_size);
   if (tokens == 0)
@@ -59,7 +75,7 @@ std::uint32_t Budget::resolve(std::uint32_t length, std::uint32_t head_size) con
 
 Budget Budget::at_length(std::uint32_t length, std::uint32_t head_size) const {
   Budget fixed = *this;
-  if (all || !(in_bytes || extent.is_share)) return fixed;
+  if (all || of_prompt || !(in_bytes || extent.is_share)) return fixed;
   if (in_bytes) fixed.bytes = bytes_of(length, head_size);
   fixed.extent = tokens(resolve(length, head_size));
   return fixed;

@@ -27,8 +27,8 @@ constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
   return std::uint64_t{4} * head_size;
 }
 
-/// `128`, `20%`, `64KiB`, `20%bytes`, `all`, `pyramid(20%)`, `ada(20%)`, or what a file says of
-/// each head.
+/// `128`, `20%`, `64KiB`, `20%bytes`, `all`, `ratio(0.5)`, `pyramid(20%)`, `ada(20%)`, or what a
+/// file says of each head.
 struct Budget {
   /// How `extent`, a mean, is shared: every head has it; over layers as in PyramidKV; over the
   /// heads of a layer by their ranks after the prompt, as in Ada-KV.
@@ -38,6 +38,7 @@ struct Budget {
   std::uint64_t bytes = 0;  ///< of a head, before `extent`; 0: none
   bool in_bytes = false;    ///< `bytes`, or a share of what all tokens take in 16 bit
   bool all = false;
+  bool of_prompt = false;  ///< `extent` is the share of the prompt that leaves, as kvpress counts
   Split split = Split::even;
   HeadBudgets heads = {};  ///< of a file; a layer of one number has it for all its heads
   std::string file = {};   ///< its path, as asked for
@@ -47,6 +48,9 @@ struct Budget {
   /// least 1. `all` is the length. Throws std::invalid_argument where `bytes` hold no token, or
   /// heads of an unknown size.
   std::uint32_t resolve(std::uint32_t length, std::uint32_t head_size) const;
+  /// `ratio(r)` of a prompt of so many tokens, in tokens: those that kvpress keeps, and the one to
+  /// come. Any other is as it was.
+  Budget at_prompt(std::uint32_t prompt) const;
   /// A head's, where asked for in bytes.
   std::uint64_t bytes_of(std::uint32_t length, std::uint32_t head_size) const;
   /// A share, or bytes, fixed at what they are of `length`; `extent` is in tokens then.

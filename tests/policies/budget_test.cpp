@@ -22,12 +22,28 @@ std::string refusal(const std::string& policy, const Budget& budget, const Cache
 }  // namespace
 
 TEST_CASE("a budget reads back as it was written") {
-  for (const char* text : {"128", "20%", "all", "pyramid(20%)", "pyramid(64)", "ada(12.5%)"})
+  for (const char* text : {"128", "20%", "all", "pyramid(20%)", "pyramid(64)", "ada(12.5%)",
+                           "ratio(0.5)", "ada(ratio(0.75))"})
     CHECK(parse_budget(text).text() == text);
   CHECK(parse_budget("pyramid(20%)").resolve(1000, 0) == 200);
   CHECK(parse_budget("all").resolve(1000, 0) == 1000);
   CHECK_FALSE(parse_budget("pyramid(20%)").is_even());
   CHECK(budget_of_heads({{1, 2}}, "b.json").text() == "@b.json");
+}
+
+TEST_CASE("a ratio is of a prompt, and counts as kvpress does") {
+  const auto tokens = [](const char* text, std::uint32_t prompt) {
+    return parse_budget(text).at_prompt(prompt).resolve(1'000'000, 0);
+  };
+  CHECK(tokens("ratio(0.5)", 1536) == 769);
+  CHECK(tokens("ratio(0.9)", 1536) == 154);
+  CHECK(tokens("ratio(0.9)", 100) == 10);  // int(100 * (1 - 0.9)) is 9
+  CHECK(tokens("ratio(0.99)", 10) == 2);
+  CHECK(tokens("20%", 10) == 200'000);
+  CHECK_THAT(error_of<std::invalid_argument>([] { parse_budget("ratio(1)"); }),
+             ContainsSubstring("below ratio(1)"));
+  CHECK_THAT(error_of<std::invalid_argument>([] { parse_budget("ratio(0.5)").resolve(9, 0); }),
+             ContainsSubstring("budget ratio(0.5): is of a prompt"));
 }
 
 TEST_CASE("an allocator's mean is a budget like any other") {

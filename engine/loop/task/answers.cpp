@@ -163,7 +163,10 @@ class TaskLoop {
     std::uint32_t longest = 0;
     for (const Row& row : rows) {
       const std::uint32_t tokens = prompt_of(row).tokens();
-      caches.push_back(resolve(configs_[row.config], tokens, static_cast<std::uint32_t>(row.prompt),
+      CacheConfig config = configs_[row.config];
+      const std::size_t prompt = prompt_of(row).segments(modes_[row.mode]).front().size();
+      config.budget = config.budget.at_prompt(static_cast<std::uint32_t>(prompt));
+      caches.push_back(resolve(config, tokens, static_cast<std::uint32_t>(row.prompt),
                                backend_.config().heads()));
       longest = std::max(longest, tokens);
     }
