@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -31,6 +33,14 @@ inline std::string c_literal(const std::string& text) {
   return literal + '"';
 }
 
+/// What a layer's tokens of a prompt bring, before RoPE: [token, head, dim] each.
+struct SeenRows {
+  std::uint32_t sequence, layer, first, tokens, query_heads, kv_heads, head_size;
+  const float *q, *k, *v;
+  std::span<const float> inv_freq;
+  float rope_factor, softmax_scale;
+};
+
 /// One policy that a command line can name. Copies share all but the struct itself: what the table
 /// points to lives as long as the process.
 struct PolicyEntry : PolicyOps {
@@ -38,6 +48,10 @@ struct PolicyEntry : PolicyOps {
   /// What hooks that are no text of ours call back: their `params` are a pointer to it. Null: they
   /// are a policy's own.
   std::shared_ptr<const void> host = nullptr;
+  /// Shown each layer of a prompt before a token of it is ranked; in a replay, instead, which trace
+  /// holds the rows of a sequence. Null: it does not look. Prompts have to be dense.
+  std::function<void(const SeenRows&)> see_rows = nullptr;
+  std::function<void(std::uint32_t sequence, const std::string& trace)> see_trace = nullptr;
 };
 
 /// Policies beside the registry's: those of --policy-source, in its order. No two have one name.

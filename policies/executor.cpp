@@ -39,6 +39,8 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
     return fmt::format("policy {} is a reference of the replay; {} needs a policy", policy.name,
                        executor.name);
   if (!config.evicts()) return "";
+  if (policy.entry->see_rows && config.prefill.chunk != 0)
+    return fmt::format("policy {}: looks at whole prompts; prefill dense is expected", policy.name);
   const auto unknown = [&](const std::string& what) {
     return fmt::format("{} does not know {}; {} does", executor.name, what, executor.instead);
   };

@@ -374,6 +374,8 @@ class Replay {
     configs_.push_back(resolve(config, trace_.segments(), sequence_,
                                {shape().layers, shape().kv_heads, shape().head_size}));
     configs_.back().layer_numbers = shape().numbers;
+    if (config.policy.entry && config.policy.entry->see_trace)
+      config.policy.entry->see_trace(sequence_, trace_.directory().string());
   }
 
   const TraceReader trace_;  // its layers without a span

@@ -16,6 +16,7 @@
 
 #include "sim/budgets/grid.hpp"
 #include "sim/source/policy_source.hpp"
+#include "tools/embedding.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
 
@@ -294,8 +295,13 @@ std::uint64_t seed_from(const po::variables_map& options) {
 }
 
 CompiledPolicies policy_sources_from(const po::variables_map& options) {
-  if (!options.count("policy-source")) return {};
-  return compile_policy_sources(options["policy-source"].as<std::vector<std::string>>());
+  CompiledPolicies all;
+  if (options.count("policy-source"))
+    all = compile_policy_sources(options["policy-source"].as<std::vector<std::string>>());
+  if (const Embedding* const within = Embedding::of_thread())
+    all.entries.insert(all.entries.end(), within->policies().entries.begin(),
+                       within->policies().entries.end());
+  return all;
 }
 
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
@@ -379,6 +385,8 @@ std::string announcement(double first, double done, double seconds) {
 }
 
 std::function<void(double)> progress_bar(std::string label) {
+  if (const Embedding* const within = Embedding::of_thread())
+    return within->progress() ? within->progress() : [](double) {};
   return [bar = std::make_shared<Bar>(std::move(label))](double fraction) { bar->show(fraction); };
 }
 
@@ -419,7 +427,11 @@ std::string read_text(const std::string& path) {
 }
 
 void print_json(const nlohmann::ordered_json& json) {
-  fmt::print("{}\n", printable_json(json_text(json)));
+  const std::string text = printable_json(json_text(json));
+  if (Embedding* const within = Embedding::of_thread())
+    within->json = text;
+  else
+    fmt::print("{}\n", text);
 }
 
 void refuse_unwritable(const std::string& path, std::string_view option) {

@@ -14,7 +14,8 @@ constexpr std::uint32_t kQueryBlock = 32;  // queries that share one pass over t
 
 LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
                        std::uint32_t layer, const OutputProjections* output)
-    : shape_(shape) {
+    : shape_(shape), identity_(config.identity(layer, 0)) {
+  if (config.policy.entry && config.policy.entry->see_rows) looker_ = config.policy.entry;
   for (std::uint32_t head = 0; head < kv_heads; ++head) {
     HeadShape own = shape_;
     if (!shape.sinks.empty())
@@ -31,6 +32,8 @@ LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std
 
 void LayerCache::attend(const LayerRows& rows, const RopeTable& rope, unsigned threads,
                         bool wants_outputs) {
+  tokens_ = rows.first + rows.tokens;
+  if (looker_ && rows.tokens > 1) show(rows, rope.rope());
   const std::size_t heads = heads_.size();
   const std::uint32_t n = rows.tokens;
   parallel_for(heads, threads, [&](std::size_t h) { heads_[h].admit(admission(rows, h), rope); });
@@ -43,8 +46,18 @@ void LayerCache::attend(const LayerRows& rows, const RopeTable& rope, unsigned t
   });
 }
 
+void LayerCache::show(const LayerRows& rows, const Rope& rope) const {
+  const auto heads = static_cast<std::uint32_t>(heads_.size());
+  looker_->see_rows({identity_.sequence, identity_.layer, rows.first, rows.tokens,
+                     heads * shape_.group, heads, shape_.head_size, rows.q, rows.k, rows.v,
+                     rope.inv_freq, rope.factor, shape_.softmax_scale});
+}
+
 void LayerCache::end_prompt() {
   for (HeadCache& head : heads_) head.end_prompt();
+  // At once, so that who looks need not keep what it saw: that does not depend on who comes next.
+  for (HeadCache& head : heads_)
+    if (looker_) head.make_room(tokens_);
 }
 
 HeadAdmission LayerCache::admission(const LayerRows& rows, std::size_t head) const {

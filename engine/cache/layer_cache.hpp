@@ -38,9 +38,13 @@ class LayerCache {
 
  private:
   HeadAdmission admission(const LayerRows& rows, std::size_t head) const;
+  void show(const LayerRows& rows, const Rope& rope) const;
 
   HeadShape shape_;
   bool observes_ = false;
+  std::uint32_t tokens_ = 0;  // so far
+  LiveSet::Identity identity_;
+  std::shared_ptr<const PolicyEntry> looker_;  // null: nobody looks at rows
   std::deque<HeadCache> heads_;
 };
 

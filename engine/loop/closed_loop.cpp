@@ -236,7 +236,10 @@ class ClosedLoop {
                             options_.threads);
     std::vector<std::vector<float>> outputs(configs_.size(), std::vector<float>(output_floats()));
     LayerAttention all = attention(0, p);
-    for (std::size_t c = 0; c < configs_.size(); ++c) all.add(configs_[c], outputs[c].data());
+    for (std::size_t c = 0; c < configs_.size(); ++c) {
+      show(0, c, p);
+      all.add(configs_[c], outputs[c].data());
+    }
     all.attend({0, tokens_});
     for (std::size_t c = 0; c < configs_.size(); ++c) {
       finish_layer(0, c, all.peak_bytes(c), outputs[c]);
@@ -260,8 +263,10 @@ class ClosedLoop {
     project(layer, alike_[0], p);
     std::vector<float> output(output_floats());
     LayerAttention all = attention(layer, p);
-    for (const std::size_t c : alike_)
+    for (const std::size_t c : alike_) {
+      show(layer, c, p);
       all.add(configs_[c], c == alike_[0] ? output.data() : nullptr);
+    }
     all.attend({0, span_.prompt});
     for (std::size_t i = 0; i < alike_.size(); ++i) {
       if (i > 0) {
@@ -271,6 +276,16 @@ class ClosedLoop {
       all.attend_one(i, {span_.prompt, tokens_});
       finish_layer(layer, alike_[i], all.peak_bytes(i), output);
     }
+  }
+
+  /// The prompt's rows, to a policy that looks: such admit it at once.
+  void show(std::uint32_t layer, std::size_t c, const Projections& p) const {
+    const PolicyEntry& policy = *configs_[c].policy.entry;
+    const RowSpec& row = model_.config().rows[layer];
+    if (policy.see_rows)
+      policy.see_rows({options_.sequence, layer, 0, span_.prompt, shape_.query_heads,
+                       shape_.kv_heads, shape_.head_size, p.q.data(), p.k.data(), p.v.data(),
+                       row.rope.inv_freq, row.rope.factor, row.scale});
   }
 
   /// A configuration's own rows.

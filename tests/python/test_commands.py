@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import Any
 
+import numpy
 import pytest
 from conftest import ROOT
 
@@ -48,6 +49,38 @@ def test_task() -> None:
     assert answers
 
 
+@kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%")
+def summed(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    state["mass"] += seen.mass
+    return state["mass"]
+
+
+@kvlab.policy(rows=True, modifiers=["once"])
+def short_keys(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    assert token.rows.k.shape[1] >= step.now and len(token.keys) == step.live
+    return -numpy.linalg.norm(token.keys, axis=1)
+
+
+@pytest.mark.parametrize(("mine", "header"), [(summed, "h2o"), (short_keys, "knorm:once")])
+def test_a_function_in_the_closed_loop_does_what_the_header_does(mine: Any, header: str, tmp_path: Any) -> None:
+    def figures(found: Any) -> Any:
+        return [entry | {"policy": "", "params": ""} for entry in found if "bytes" not in entry["metric"]]
+
+    loop = kvlab.evaluate(TINY, TEXT, [mine, header], [64, "ratio(0.5)"], window=256)["configurations"]
+    for a, b in zip(loop[1:3], loop[3:5]):
+        assert a["policy"] == mine.name and a["kl"] == pytest.approx(b["kl"], rel=1e-4) and a["kl"] > 0
+    words: dict[str, Any] = {"words": [100], "depth": ["50%"], "draws": 3}
+    mine_says, theirs = (kvlab.task("passkey", TINY, policy, 64, **words)["figures"] for policy in (mine, header))
+    assert figures(mine_says) == figures(theirs)
+    kvlab.tune(TINY, TEXT, 64, tmp_path / "policy.json", [mine, "sink:once", header], **SHORT)
+    assert (tmp_path / "policy.json").exists()
+
+
+def test_a_function_that_looks_wants_a_dense_prompt() -> None:
+    with pytest.raises(ValueError, match="short_keys: looks at whole prompts; prefill dense is expected"):
+        kvlab.evaluate(TINY, TEXT, short_keys, 64, window=256, prefill="chunk:8")
+
+
 def test_progress_is_told() -> None:
     seen: list[float] = []
     kvlab.evaluate(TINY, TEXT, ["window", "h2o"], [64, 128], window=256, progress=seen.append)
@@ -66,12 +99,6 @@ def test_errors_are_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="nodir"):
         kvlab.evaluate("nodir", TEXT, "h2o", 8)
 
-    @kvlab.policy()
-    def oldest(state: Any, seen: Any, token: Any, step: Any) -> Any:
-        return token.position
-
-    with pytest.raises(ValueError, match="policy oldest: is a Python function; kvlab eval takes policies of headers"):
-        kvlab.evaluate(TINY, TEXT, oldest, 8)
     monkeypatch.delenv("KVLAB_COMMAND")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeError, match="the kvlab command is needed"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
+from conftest import drawn
 
 import kvlab
 
@@ -285,3 +286,57 @@ def test_the_plain_one_of_several_variants_is_kept_by_its_name(small: kvlab.Trac
         run.kept(0, 1, "h2o", 16)  # sinks=4 is no variant with a modifier
     with pytest.raises(ValueError, match="configurations of h2o:sinks=0; say more"):
         run.kept(0, 1, "h2o:sinks=0")
+
+
+def test_a_function_may_look_at_tokens_keys_and_values(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
+    @kvlab.policy(rows=True)
+    def looking(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        rows, trace = token.rows, (small, other)[step.sequence]
+        assert rows.q.shape == (4, trace.tokens, 16) and rows.v.shape == (2, trace.tokens, 16)
+        assert numpy.array_equal(token.ids, trace.ids[token.position])
+        key = trace.read("k", step.layer, step.kv_head)
+        assert numpy.array_equal(token.keys, key[token.position]) and token.values.shape == (step.live, 16)
+        turned = rows.turned(rows.k)
+        assert numpy.allclose(numpy.linalg.norm(turned, axis=2), numpy.linalg.norm(rows.k, axis=2), rtol=1e-5)
+        return -numpy.linalg.norm(token.keys, axis=1)
+
+    other = kvlab.Trace.from_arrays(**drawn(seed=2), prompt_tokens=32, out=tmp_path / "other")
+    run = kvlab.replay([small, other], [looking, "knorm"], 20)
+    for trace in ("trace", "other"):
+        live = [run.kept(1, 1, policy, 20, trace=trace).live for policy in ("looking", "knorm")]
+        assert numpy.array_equal(*live)
+
+    @kvlab.policy()
+    def blind(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return token.keys[:, 0]
+
+    with pytest.raises(LookupError, match="is there for a policy that asks"):
+        kvlab.replay(small, blind, 20)
+
+
+def test_queries_may_be_weighed(small: kvlab.Trace) -> None:
+    @kvlab.policy(needs="mass", state={"mass": "u8"}, recent=8, weights=[1.0] * 8, modifiers=["once"])
+    def last_eight(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        state["mass"] += seen.mass
+        return state["mass"]
+
+    run = kvlab.replay(small, [last_eight, "snapkv:window=8:recent=8:smooth=0"], 16)
+    assert numpy.array_equal(run.kept(1, 1, "last_eight", 16).live, run.kept(1, 1, "snapkv", 16).live)
+    with pytest.raises(ValueError, match="weights: numbers between 0 and 1"):
+        kvlab.policy(weights=[2.0])
+
+
+def test_a_column_may_be_added(tmp_path: pathlib.Path) -> None:
+    trace = kvlab.Trace.from_arrays(**drawn(), prompt_tokens=32, out=tmp_path / "trace")
+    values = numpy.random.default_rng(0).random((2, 2, trace.tokens), dtype="float32")
+    trace.add_column("mine", values)
+    assert numpy.array_equal(trace.column("mine", 1, 0), values[1, 0])
+
+    @kvlab.policy(columns=["mine"])
+    def by_mine(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        return token.mine
+
+    run = kvlab.replay(trace, [by_mine, "column:name=mine"], 20)
+    assert numpy.array_equal(run.kept(1, 0, "by_mine", 20).live, run.kept(1, 0, "column", 20).live)
+    with pytest.raises(ValueError, match=r"column more: layer 0 is \[1, 80\]; \[2, 80\] is expected"):
+        trace.add_column("more", values[:, :1])

@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from kvlab._policy import Policy
+from kvlab import _kvlab
+from kvlab._policy import Policy, known_as, resolve
 from kvlab._progress import Progress, shown
 
 Path = str | os.PathLike[str]
@@ -80,15 +81,19 @@ def _run(
 ) -> Any:
     """What the command prints with --json. Options are its own, with '_' for '-'."""
     several = [policies] if isinstance(policies, (str, Policy)) else list(policies)
-    for one in several:
-        if isinstance(one, Policy) and one.source is None:
-            raise ValueError(f"policy {one.name}: is a Python function; kvlab {name} takes policies of headers")
-    sources = [str(one.source) for one in several if isinstance(one, Policy)]
-    all_options: dict[str, Any] = {"policy": several, "policy_source": sources, "budget": budgets, **options}
-    call = [_program(), name, *words, "--json"]
+    texts, own = resolve(several)
+    in_process = any(known.function for known in map(known_as, texts) if known)
+    if in_process:
+        options = {"device": "cpu"} | options
+    sources = [] if in_process else [str(one.source) for one in several if isinstance(one, Policy)]
+    all_options: dict[str, Any] = {"policy": texts, "policy_source": sources, "budget": budgets, **options}
+    asked = [*words, "--json"]
     for option, value in all_options.items():
-        call += _words("--" + option.replace("_", "-"), value, option in _REPEATED)
+        asked += _words("--" + option.replace("_", "-"), value, option in _REPEATED)
     with shown(progress, name) as told:
+        if in_process:
+            return json.loads(_kvlab.run_command(name, asked, own, told))
+        call = [_program(), name, *asked]
         code, out, error = _finished(call, told)
     if code != 0:
         line = error.strip().splitlines()[-1:] or [f"ended with {code}"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +15,7 @@ import numpy
 import numpy.typing
 
 from kvlab import _kvlab
+from kvlab._rows import Rows, Sight
 
 Needs = Literal["nothing", "mass", "requests", "both"]
 Ranks = numpy.typing.NDArray[Any]
@@ -57,15 +60,48 @@ class Seen(NamedTuple):
 
 
 class Token:
-    """The live tokens by age: `position`, and each column by its name."""
+    """The live tokens by age: `position`, and each column by its name. To a policy of `rows=True` also the whole
+    layer, as `rows`, and of the live tokens `ids`, `keys` (before RoPE) and `values`, [live, head_size].
+    """
 
     def __init__(
         self,
         position: numpy.typing.NDArray[numpy.uint32],
         columns: Mapping[str, numpy.typing.NDArray[numpy.float32]],
+        look: Callable[[], Rows] | None = None,
+        kv_head: int = 0,
     ) -> None:
         self.position = position
-        self._columns = columns
+        self._columns, self._look, self._kv_head = columns, look, kv_head
+
+    @property
+    def rows(self) -> Rows:
+        if self._look is None:
+            raise LookupError("token.rows: is there for a policy that asks: @kvlab.policy(rows=True)")
+        try:
+            return self._look()
+        except KeyError:
+            raise LookupError("token.rows: nothing of this layer is known here") from None
+
+    @property
+    def ids(self) -> numpy.typing.NDArray[numpy.int32]:
+        if (ids := self.rows.ids) is None:
+            raise LookupError("token.ids: are known in replays only")
+        return ids[self.position]
+
+    @property
+    def keys(self) -> numpy.typing.NDArray[numpy.float32]:
+        return self._shown(self.rows.k)
+
+    @property
+    def values(self) -> numpy.typing.NDArray[numpy.float32]:
+        return self._shown(self.rows.v)
+
+    def _shown(self, x: numpy.typing.NDArray[numpy.float32]) -> numpy.typing.NDArray[numpy.float32]:
+        if len(self) and int(self.position[-1]) >= x.shape[1]:
+            raise LookupError("token.keys, token.values: of decoded tokens they are known in replays only")
+        shown: numpy.typing.NDArray[numpy.float32] = x[self._kv_head, self.position]
+        return shown
 
     def __getattr__(self, name: str) -> numpy.typing.NDArray[numpy.float32]:
         try:
@@ -99,15 +135,25 @@ Function = Callable[[Any, Any, Token, Step], Any]
 class Policy:
     """A policy beside the registry's. In text it stands for its name: f"{policy}:every=64"."""
 
-    def __init__(self, held: _kvlab.Policy, function: Function | None = None, source: str | None = None) -> None:
+    def __init__(
+        self,
+        held: _kvlab.Policy,
+        function: Function | None = None,
+        source: str | None = None,
+        look: Callable[[], _kvlab.Policy] | None = None,
+    ) -> None:
         self.held = held
         self.function = function
         self.source = source
+        self._look = look  # where it looks at rows: what makes one that sees those of one call
         _own[self.name] = self
 
     @property
     def name(self) -> str:
         return self.held.name
+
+    def for_one_call(self) -> _kvlab.Policy:
+        return self.held if self._look is None else self._look()
 
     @property
     def info(self) -> PolicyInfo:
@@ -153,6 +199,8 @@ def policy(
     recent: int | str | None = None,
     modifiers: Iterable[str] = (),
     positions: Literal["original", "cache"] = "original",
+    rows: bool = False,
+    weights: Sequence[float] = (),
     name: str | None = None,
     summary: str = "",
 ) -> Callable[[Function], Policy]:
@@ -162,7 +210,11 @@ def policy(
     floats or whole numbers from 0 on. `state`: names and dtypes of what it keeps for each token, 0 at first, given as
     a structured array that it changes in place. `sinks`, `recent`, `modifiers`: defaults, as on the command line.
     A policy that needs nothing is called when room is made, keeps no state, and may be called more than once.
+    `rows`: the function looks at token.rows, ids, keys or values. `weights`, between 0 and 1: what the attention of a
+    prompt's last query counts, of the one before it, and so on; that of those before them is not observed.
     """
+    if not all(0 <= weight <= 1 for weight in weights):
+        raise ValueError("weights: numbers between 0 and 1 are expected")
 
     def make(function: Function) -> Policy:
         own = _OwnFunction(function, name or function.__name__, tuple(columns), state)
@@ -171,19 +223,24 @@ def policy(
         if _kvlab.is_taken(own.name):
             raise ValueError(f"{own.where}: the name {own.name} is taken by a policy of kvlab; give another: name=…")
         guards = [f"{word}={value}" for word, value in (("sinks", sinks), ("recent", recent)) if value is not None]
-        held = _kvlab.Policy.own(
-            own.name,
-            summary or (inspect.getdoc(function) or "an own policy").splitlines()[0],
-            own.path,
-            own.text,
-            needs or "nothing",
-            list(own.columns),
-            ":".join([*guards, *modifiers]),
-            positions,
-            own.dtype.itemsize if own.dtype is not None else 0,
-            own,
-        )
-        return Policy(held, function)
+
+        def held(one: _OwnFunction) -> _kvlab.Policy:
+            return _kvlab.Policy.own(
+                own.name,
+                summary or (inspect.getdoc(function) or "an own policy").splitlines()[0],
+                own.path,
+                own.text,
+                needs or "nothing",
+                list(own.columns),
+                ":".join([*guards, *modifiers]),
+                positions,
+                own.dtype.itemsize if own.dtype is not None else 0,
+                list(weights),
+                one,
+                one.sight,
+            )
+
+        return Policy(held(own), function, look=(lambda: held(own.looking())) if rows else None)
 
     return make
 
@@ -195,6 +252,7 @@ class _OwnFunction:
         self, function: Function, name: str, columns: tuple[str, ...], state: Mapping[str, Any] | None
     ) -> None:
         self.function, self.name, self.columns = function, name, columns
+        self.sight: Sight | None = None
         code = function.__code__
         self.path = code.co_filename
         self.line = code.co_firstlineno
@@ -208,6 +266,12 @@ class _OwnFunction:
         if self.dtype is not None and self.dtype.hasobject:
             raise ValueError(f"{self.where}: state: numbers of a fixed size are expected, not objects")
 
+    def looking(self) -> _OwnFunction:
+        """The same, of one call that shows it rows."""
+        own = copy.copy(self)
+        own.sight = Sight()
+        return own
+
     @property
     def where(self) -> str:
         return f"{self.path}:{self.line}: policy {self.name}"
@@ -217,9 +281,10 @@ class _OwnFunction:
     ) -> Ranks:
         if self.dtype is not None:
             state = state.reshape(-1).view(self.dtype)
-        token = Token(position, {name: columns[:, i] for i, name in enumerate(self.columns)})
-        seen = None if queries is None else Seen(mass, requests, last, queries)
         where = Step(*step)
+        look = None if self.sight is None else functools.partial(self.sight.of, where.sequence, where.layer)
+        token = Token(position, {name: columns[:, i] for i, name in enumerate(self.columns)}, look, where.kv_head)
+        seen = None if queries is None else Seen(mass, requests, last, queries)
         try:
             answer = self.function(state, seen, token, where)
         except Exception as error:
@@ -257,12 +322,17 @@ class _OwnFunction:
         return numpy.ascontiguousarray(answer, numpy.float64)
 
 
+def known_as(text: str) -> Policy | None:
+    """Whom a text means, if not one of the registry."""
+    return _own.get(text.split(":", 1)[0])
+
+
 def resolve(asked: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.Policy]]:
     """Policies as text, and those of them that the registry does not know."""
     texts: list[str] = []
     own: dict[str, Policy] = {}
     for one in asked:
-        found = one if isinstance(one, Policy) else _own.get(str(one).split(":", 1)[0])
+        found = one if isinstance(one, Policy) else known_as(str(one))
         if not isinstance(one, (str, Policy)):
             raise TypeError(
                 f"policies: a {type(one).__name__}; a text such as 'h2o:recent=25%' or a Policy is expected"
@@ -272,4 +342,4 @@ def resolve(asked: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.Polic
             continue
         if own.setdefault(found.name, found) is not found:
             raise ValueError(f"policies: two are called {found.name}; give one of them another name")
-    return texts, [one.held for one in own.values()]
+    return texts, [one.for_one_call() for one in own.values()]

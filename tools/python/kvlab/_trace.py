@@ -63,6 +63,15 @@ class Trace:
         """[tokens]: a column that the trace brings."""
         return self._held.column(name, layer, kv_head)
 
+    def add_column(self, name: str, values: Any) -> None:
+        """Adds a column to the trace's folder, or replaces it: [layers, kv_heads, tokens], kept as float32."""
+        layers = [numpy.ascontiguousarray(layer, numpy.float32) for layer in values]
+        try:
+            _kvlab.add_column(self._held, name, layers)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: column {name}: {error}") from None
+        self._held = _kvlab.Trace.open(self.path, False, None)
+
     def attention(self, layer: int, head: int, first: int = 0, count: int | None = None) -> Floats:
         """[count, tokens]: what query head `head` gives each token at queries `first` on, where nothing is evicted."""
         return self._held.attention(layer, head, first, count)

@@ -17,5 +17,6 @@ void bind_projections(nb::module_& module);
 void bind_cache_request(nb::module_& module);
 void bind_caches(nb::module_& module);
 void bind_slot_plan(nb::module_& module);
+void bind_command(nb::module_& module);
 
 }  // namespace kvlab::python

@@ -38,6 +38,7 @@ struct Host {
   ~Host() {
     const nb::gil_scoped_acquire gil;
     own.function.reset();
+    own.sight.reset();
   }
 };
 
@@ -214,6 +215,32 @@ std::size_t first_least(const void* data, Tokens tokens, std::size_t begin, std:
   return static_cast<std::size_t>(std::min_element(first, last) - all.begin());
 }
 
+float weight(std::uint32_t age, const void* params) {
+  const std::vector<float>& weights = host_of(params).own.weights;
+  return weights.empty() ? 1.0f : age < weights.size() ? weights[age] : 0.0f;
+}
+
+std::uint32_t tail(const void* params) {
+  const std::size_t given = host_of(params).own.weights.size();
+  return given == 0 ? kNoTail : static_cast<std::uint32_t>(given);
+}
+
+/// A copy for Python.
+FloatArray shown(const float* rows, const SeenRows& seen, std::uint32_t heads) {
+  const std::size_t count = std::size_t{seen.tokens} * heads * seen.head_size;
+  return array_of(std::vector<float>(rows, rows + count), {seen.tokens, heads, seen.head_size});
+}
+
+void show_rows(const Host& host, const SeenRows& seen) {
+  const nb::gil_scoped_acquire gil;
+  host.own.sight.attr("rows")(
+      seen.sequence, seen.layer, seen.first, shown(seen.q, seen, seen.query_heads),
+      shown(seen.k, seen, seen.kv_heads), shown(seen.v, seen, seen.kv_heads),
+      array_of(std::vector<float>(seen.inv_freq.begin(), seen.inv_freq.end()),
+               {seen.inv_freq.size()}),
+      seen.rope_factor, seen.softmax_scale);
+}
+
 Needs needs_from(const std::string& text) {
   if (text == "nothing") return Needs::nothing;
   if (text == "mass") return Needs::mass;
@@ -233,6 +260,7 @@ PolicyInfo info_of(const Host& host) {
                   .citation = own.path.c_str(),
                   .needs = host.needs,
                   .order = Order::feedback,
+                  .weighted = !own.weights.empty(),
                   .positions = parse_positions(own.positions)};
   for (std::size_t c = 0; c < own.columns.size(); ++c) {
     if (!is_column_name(own.columns[c]))
@@ -275,11 +303,18 @@ Policy make_own_policy(OwnPolicy own) {
       .observe_each = observe_each,
       .rank = rank,
       .first_least = first_least,
-      .weight = [](std::uint32_t, const void*) { return 1.0f; },
-      .tail = [](const void*) { return kNoTail; },
+      .weight = weight,
+      .tail = tail,
       .clear_padding = [](void*) {}};
   entry->source = std::move(source);
   entry->host = host;
+  if (!host->own.sight.is_none()) {
+    entry->see_rows = [host](const SeenRows& seen) { show_rows(*host, seen); };
+    entry->see_trace = [host](std::uint32_t sequence, const std::string& path) {
+      const nb::gil_scoped_acquire gil;
+      host->own.sight.attr("trace")(sequence, path);
+    };
+  }
   return {std::move(entry)};
 }
 

@@ -18,9 +18,14 @@ struct OwnPolicy {
   std::string defaults;         ///< guards and modifiers, as on the command line; may be empty
   std::string positions;        ///< original, cache
   std::size_t state_bytes = 0;  ///< that the function keeps for each token
+  /// Of queries by how many are younger in their admission, and 0 from there on; empty: all are 1.
+  std::vector<float> weights;
   /// (state, mass, requests, last_request, queries, position, columns, step) -> ranks: state is
   /// uint8 [live, state_bytes], written in place; what is not needed is None; step is a tuple.
   nb::object function;
+  /// rows(sequence, layer, first, q, k, v, inv_freq, rope_factor, softmax_scale), arrays [token,
+  /// head, dim] that are its own, and trace(sequence, path): what PolicyEntry shows. Or None.
+  nb::object sight;
 };
 
 /// Throws std::invalid_argument for columns, guards or modifiers that no policy may have. Whoever

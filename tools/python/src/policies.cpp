@@ -27,7 +27,8 @@ Policy compile(const std::string& path) {
 Policy own(const std::string& name, const std::string& summary, const std::string& path,
            const std::string& text, const std::string& needs,
            const std::vector<std::string>& columns, const std::string& defaults,
-           const std::string& positions, std::size_t state_bytes, nb::object function) {
+           const std::string& positions, std::size_t state_bytes, const std::vector<float>& weights,
+           nb::object function, nb::object sight) {
   return make_own_policy({.name = name,
                           .summary = summary,
                           .path = path,
@@ -37,7 +38,9 @@ Policy own(const std::string& name, const std::string& summary, const std::strin
                           .defaults = defaults,
                           .positions = positions,
                           .state_bytes = state_bytes,
-                          .function = std::move(function)});
+                          .weights = weights,
+                          .function = std::move(function),
+                          .sight = std::move(sight)});
 }
 
 }  // namespace
@@ -54,8 +57,8 @@ void bind_policies(nb::module_& module) {
                   "The policy of a header, compiled by the host's compiler.")
       .def_static("own", own, nb::arg("name"), nb::arg("summary"), nb::arg("path"), nb::arg("text"),
                   nb::arg("needs"), nb::arg("columns"), nb::arg("defaults"), nb::arg("positions"),
-                  nb::arg("state_bytes"), nb::arg("function"),
-                  "A policy whose ranks a Python function gives.")
+                  nb::arg("state_bytes"), nb::arg("weights"), nb::arg("function"),
+                  nb::arg("sight").none(), "A policy whose ranks a Python function gives.")
       .def_prop_ro("name", [](const Policy& p) { return std::string(p.entry->info.name); })
       .def_prop_ro(
           "json", [](const Policy& p) { return json_of(*p.entry); },

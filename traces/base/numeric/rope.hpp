@@ -23,6 +23,7 @@ class RopeTable {
  public:
   RopeTable(const Rope& rope, std::uint32_t count);
 
+  const Rope& rope() const { return rope_; }
   std::uint32_t positions() const { return positions_; }
   /// What `position` rotates by, [rotated / 2] each.
   std::span<const float> cosines(std::uint32_t position) const {
@@ -37,6 +38,7 @@ class RopeTable {
   void rotate(const float* x, std::size_t size, std::uint32_t position, float* y) const;
 
  private:
+  Rope rope_;
   std::uint32_t positions_;
   std::size_t half_;
   std::vector<float> cos_, sin_;

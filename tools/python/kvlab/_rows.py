@@ -1,0 +1,93 @@
+"""What a policy may look at beside its state: the queries, keys and values of a layer."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import threading
+from typing import Any
+
+import numpy
+import numpy.typing
+
+from kvlab import _kvlab
+
+Floats = numpy.typing.NDArray[numpy.float32]
+
+_MOST_HELD = 256  # layers of sequences that are held at once
+
+
+class Rows:
+    """A layer's tokens: in a replay all, elsewhere those of the prompt."""
+
+    def __init__(self, q: Floats, k: Floats, v: Floats, inv_freq: Floats, rope_factor: float, scale: float) -> None:
+        self.q, self.k, self.v = q, k, v
+        """Before RoPE, [heads, tokens, head_size]."""
+        self.inv_freq, self.rope_factor, self.softmax_scale = inv_freq, rope_factor, scale
+        self.ids: numpy.typing.NDArray[numpy.int32] | None = None
+        """In a replay."""
+        self.memo: dict[Any, Any] = {}  # of whoever computes something of them once
+
+    def turns(self, first: int, count: int) -> tuple[Floats, Floats]:
+        """cos and sin [count, head_size / 2] of positions."""
+        angles = numpy.outer(numpy.arange(first, first + count), self.inv_freq.astype(float))
+        cos, sin = self.rope_factor * numpy.cos(angles), self.rope_factor * numpy.sin(angles)
+        return cos.astype(numpy.float32), sin.astype(numpy.float32)
+
+    def turned(self, x: Floats) -> Floats:
+        """q or k behind RoPE."""
+        cos, sin = self.turns(0, x.shape[1])
+        n, y = len(self.inv_freq), x.copy()
+        y[..., :n] = x[..., :n] * cos - x[..., n : 2 * n] * sin
+        y[..., n : 2 * n] = x[..., n : 2 * n] * cos + x[..., :n] * sin
+        return y
+
+
+class Sight:
+    """What one call of ours shows a policy: the extension calls `rows` and `trace`."""
+
+    def __init__(self) -> None:
+        self._traces: dict[int, _kvlab.Trace] = {}
+        self._shown: collections.OrderedDict[tuple[int, int], Rows] = collections.OrderedDict()
+        self._read = functools.lru_cache(maxsize=4)(self._rows_of_trace)
+        self._lock = threading.Lock()
+
+    def trace(self, sequence: int, path: str) -> None:
+        if sequence not in self._traces or self._traces[sequence].path != path:
+            self._traces[sequence] = _kvlab.Trace.open(path, False, None)
+            self._read.cache_clear()
+
+    def rows(
+        self, sequence: int, layer: int, first: int, q: Floats, k: Floats, v: Floats, inv_freq: Floats, *rest: float
+    ) -> None:
+        parts: list[Any] = [part.swapaxes(0, 1) for part in (q, k, v)]
+        with self._lock:
+            before = self._shown.pop((sequence, layer), None)
+            if first and before is not None:
+                gap = first - before.k.shape[1]  # decoded tokens are not shown
+                parts = [
+                    numpy.concatenate((old[:, :first], numpy.full_like(new[:, :1], numpy.nan).repeat(max(gap, 0), 1), new), 1)
+                    for old, new in zip((before.q, before.k, before.v), parts)
+                ]
+            self._shown[sequence, layer] = Rows(parts[0], parts[1], parts[2], inv_freq, *rest)
+            while len(self._shown) > _MOST_HELD:
+                self._shown.popitem(last=False)
+
+    def of(self, sequence: int, layer: int) -> Rows:
+        with self._lock:
+            shown = self._shown.get((sequence, layer))
+            return shown if shown is not None else self._read(sequence, layer)
+
+    def _rows_of_trace(self, sequence: int, layer: int) -> Rows:
+        trace = self._traces[sequence]
+        row: dict[str, Any] = trace.rows[trace.layer_numbers.index(layer)]
+        table: Any = row["rope"] if trace.inv_freq.ndim > 1 else ...
+        q, k, v = (
+            numpy.stack([trace.read(part, layer, head) for head in range(heads)])
+            for part, heads in (("q", trace.query_heads), ("k", trace.kv_heads), ("v", trace.kv_heads))
+        )
+        factor = float(json.loads(trace.model_json)["rope_factor"])
+        rows = Rows(q, k, v, trace.inv_freq[table], factor, row["scale"])
+        rows.ids = trace.ids
+        return rows
