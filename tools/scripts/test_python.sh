@@ -68,6 +68,13 @@ if PYTHONPATH=$package "$old" -c 'import pytest, torch, kvlab' 2>/dev/null; then
 else
   echo "$old cannot import pytest, torch and kvlab: the tests of columns by it are skipped" >&2
 fi
+presses=$PWD/build-python/kvpress  # which wants an older transformers
+if "$folder/bin/uv" venv --quiet --clear --python "$python" "$presses" &&
+  "$folder/bin/uv" pip install --quiet --python "$presses/bin/python" torch==2.11.0 kvpress==0.5.5 pytest; then
+  PYTHONPATH=$package "$presses/bin/python" -m pytest -q -p no:cacheprovider tests/python/test_kvpress.py
+else
+  echo "kvpress could not be installed: its tests are skipped" >&2
+fi
 mypy=("$folder/bin/python" -m mypy --strict --cache-dir build-python/mypy)
 "${mypy[@]}" -m kvlab._accesses -m kvlab._commands -m kvlab._policy -m kvlab._progress -m kvlab._run -m kvlab._trace
 "${mypy[@]}" -p kvlab.hf

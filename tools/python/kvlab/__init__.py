@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, Any
 from kvlab._commands import evaluate, fidelity, task, tune
 from kvlab._kvlab import version as __version__
 from kvlab._policy import Policy, PolicyInfo, Seen, Step, Token, policies, policy, policy_source
+from kvlab._rows import Rows
 from kvlab._run import Difference, Kept, Metric, Run, difference, load_run, metrics, replay
 from kvlab._trace import Trace
 
 if TYPE_CHECKING:
     from kvlab import hf
+    from kvlab.hf import KvlabPress, from_press
 
 __all__ = [
     "Difference",
     "Kept",
+    "KvlabPress",
     "Metric",
     "Policy",
     "PolicyInfo",
+    "Rows",
     "Run",
     "Seen",
     "Step",
@@ -34,6 +38,7 @@ __all__ = [
     "difference",
     "evaluate",
     "fidelity",
+    "from_press",
     "hf",
     "load_run",
     "metrics",
@@ -49,4 +54,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "hf":  # imported when it is asked for: it needs torch
         return importlib.import_module("kvlab.hf")
+    if name in ("KvlabPress", "from_press"):  # and these kvpress
+        return getattr(importlib.import_module("kvlab.hf"), name)
     raise AttributeError(f"module 'kvlab' has no attribute '{name}'")

@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvlab.hf.capturing import capture
     from kvlab.hf.evicting_cache import evicting
+    from kvlab.hf.presses import KvlabPress, from_press
     from kvlab.hf.refused import Refused
 
-__all__ = ["Refused", "capture", "evicting"]
+__all__ = ["KvlabPress", "Refused", "capture", "evicting", "from_press"]
 
-_HOMES = {"capture": "capturing", "evicting": "evicting_cache", "Refused": "refused"}
+_HOMES = {
+    "capture": "capturing",
+    "evicting": "evicting_cache",
+    "Refused": "refused",
+    "from_press": "presses",
+    "KvlabPress": "presses",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,265 @@
+"""kvpress: its presses as policies here, and policies of ours as a press there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+import types
+import warnings
+from typing import Any, Literal
+
+import kvpress
+import numpy
+import numpy.typing
+import torch
+from kvpress.utils import compute_n_kept, get_prerope_key_states, get_prerope_query_states
+
+from kvlab import _kvlab
+from kvlab._policy import Policy, Step, Token, policy, resolve
+from kvlab._rows import Rows
+from kvlab.hf.columns import output_projection
+from kvlab.hf.layers import acted_on, decoder_of, layers_of, output_projections, said
+from kvlab.hf.models import base_of, text_config
+from kvlab.hf.refused import Refused
+
+Scores = numpy.typing.NDArray[numpy.float64]
+
+_SAFEGUARD = 0.2  # of ada()
+_one_at_a_time = threading.Lock()  # torch's random state is everybody's
+
+
+class Tie(tuple[int, int, int, int, int]):
+    """(sequence, layer, KV head, tokens of one score, places for them)."""
+
+
+class PressPolicy(Policy):
+    """A press as a policy of prompts, asked once at their end."""
+
+    def __init__(self, made: Policy, budget: str, ties: list[Tie]) -> None:
+        super().__init__(made.held, made.function, look=made._look)
+        self.budget = budget
+        """The press's own: ratio(…), or ada(ratio(…))."""
+        self.ties = ties
+        """Where tokens of one score were kept and dropped: those that torch.topk takes are kept."""
+
+
+def from_press(press: Any, *, model: Any = None, name: str | None = None) -> PressPolicy:
+    """A policy that keeps of a dense prompt what `press`, a ScorerPress of kvpress, keeps at the same ratio.
+
+    Scores are computed by the press itself from a layer's queries, keys and values, anew for each budget: budget B
+    stands for the ratio that keeps B - 1 tokens of the prompt, `ratio(0.5)` for that of kvpress. KeyRerotationPress
+    means positions="cache", AdaKVPress a budget such as "ada(ratio(0.5))". `model`, a checkpoint's folder or a loaded
+    model, is for presses that read the output projection.
+    """
+    inner, budget = press, "ratio({:g})"
+    positions: Literal["original", "cache"] = "original"
+    if isinstance(press, kvpress.AdaKVPress):
+        if press.alpha_safeguard != _SAFEGUARD:
+            raise Refused(f"AdaKVPress: alpha_safeguard {press.alpha_safeguard}; ada() has {_SAFEGUARD}")
+        inner, budget = press.press, "ada(ratio({:g}))"
+    elif isinstance(press, kvpress.KeyRerotationPress):
+        inner, positions = press.press, "cache"
+    names = _names(inner)
+    ties: list[Tie] = []
+
+    def ranks(state: Any, seen: Any, token: Token, step: Step) -> Scores:
+        rows = token.rows
+        with _one_at_a_time:
+            if step.budget not in rows.memo:
+                rows.memo[step.budget] = _scores(inner, rows, step, model, ties)
+        scores: Scores = rows.memo[step.budget][step.kv_head, token.position]
+        return scores
+
+    made = policy(
+        modifiers=["once"],
+        positions=positions,
+        rows=True,
+        name=name or "_".join(["press", *names]).lower(),
+        summary=f"kvpress's {'('.join(names)}{')' * (len(names) - 1)}",
+    )(ranks)
+    return PressPolicy(made, budget.format(press.compression_ratio), ties)
+
+
+def _names(press: Any) -> list[str]:
+    """Of a press and of those within it. Raises Refused for what is more than scores."""
+    kind, base = type(press), kvpress.ScorerPress
+    name = kind.__name__
+    if not isinstance(press, base):
+        raise Refused(f"{name}: is no ScorerPress; of those that wrap one, AdaKVPress and KeyRerotationPress are known")
+    if kind.compress is not base.compress:
+        raise Refused(f"{name}: chooses in its own way, not by its scores alone")
+    if isinstance(press, kvpress.CriticalKVPress):
+        return ["CriticalKV", *_names(press.press)]
+    if kind.post_init_from_model is not base.post_init_from_model:
+        raise Refused(f"{name}: reads weights of its own, or hidden states, which no trace holds")
+    return [name.removesuffix("Press")]
+
+
+def _ratio(tokens: int, kept: int) -> float:
+    """The one of which int(tokens * (1 - ratio)) is `kept`."""
+    ratio = 1 - kept / tokens
+    while int(tokens * (1 - ratio)) < kept:
+        ratio = float(numpy.nextafter(ratio, 0))
+    return ratio
+
+
+class _Attention:
+    """What a press reads of a layer's module. Hidden states are the tokens' numbers."""
+
+    def __init__(self, rows: Rows, step: Step, model: Any) -> None:
+        self._rows, self._model, self.layer_idx = rows, model, step.layer
+        self._parts = {part: torch.from_numpy(getattr(rows, part)[:, : step.now]) for part in "qkv"}
+        heads, self.head_dim = len(rows.q), rows.q.shape[-1]
+        if 2 * len(rows.inv_freq) != self.head_dim:
+            raise Refused(f"from_press: {2 * len(rows.inv_freq)} of {self.head_dim} dimensions turn; all are expected")
+        self.num_key_value_groups = heads // len(rows.k)
+        self.config = types.SimpleNamespace(
+            num_attention_heads=heads,
+            num_key_value_heads=len(rows.k),
+            num_key_value_groups=self.num_key_value_groups,
+            head_dim=self.head_dim,
+            hidden_size=heads * self.head_dim,
+            _attn_implementation="sdpa",
+        )
+
+    def _of(self, part: str, hidden: torch.Tensor) -> torch.Tensor:
+        rows = self._parts[part][:, hidden[0, :, 0].long()]
+        return rows.transpose(0, 1).reshape(1, hidden.shape[1], -1)
+
+    def q_proj(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._of("q", hidden)
+
+    def k_proj(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._of("k", hidden)
+
+    def v_proj(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._of("v", hidden)
+
+    def rotary_emb(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, count = int(position_ids[0, 0]), position_ids.shape[1]
+        cos, sin = (torch.from_numpy(table).repeat(1, 2)[None] for table in self._rows.turns(first, count))
+        return cos, sin
+
+    @property
+    def o_proj(self) -> Any:
+        if self._model is None:
+            raise Refused("from_press: the press reads the output projection; give model=, the trace's")
+        if hasattr(self._model, "model"):
+            return self._model.model.layers[self.layer_idx].self_attn.o_proj
+        shape = types.SimpleNamespace(query_heads=self.config.num_attention_heads, head_size=self.head_dim)
+        weight = torch.from_numpy(output_projection(shape, str(self._model), self.layer_idx))  # type: ignore[arg-type]
+        self.config.hidden_size = len(weight)
+        return types.SimpleNamespace(weight=weight)
+
+
+class _Probabilities:
+    """[1, query_heads, tokens, tokens], made when a press reads them."""
+
+    def __init__(self, rows: Rows, tokens: int) -> None:
+        self._rows, self._tokens = rows, tokens
+
+    @functools.cached_property
+    def _made(self) -> torch.Tensor:
+        rows, n = self._rows, self._tokens
+        q, k = (torch.from_numpy(rows.turned(x[:, :n])) for x in (rows.q, rows.k))
+        logits = q @ k.repeat_interleave(len(q) // len(k), 0).transpose(1, 2) * rows.softmax_scale
+        return logits.masked_fill_(torch.ones(n, n).triu(1).bool(), float("-inf")).softmax(-1)[None]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._made[index]
+
+
+def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> Scores:
+    """[kv_heads, tokens], of those at the cut a little higher who stay."""
+    kept, own = step.budget - 1, copy.deepcopy(press)
+    own.compression_ratio = _ratio(step.now, kept)
+    module = _Attention(rows, step, model)
+    hidden = torch.arange(step.now).float()[None, :, None]
+    keys, values = torch.from_numpy(rows.turned(rows.k[:, : step.now]))[None], module._parts["v"][None]
+    turns = module.rotary_emb(hidden, torch.arange(step.now)[None])
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(step.seed + step.layer)
+        attentions = _Probabilities(rows, step.now)
+        scores = own.score(module, hidden, keys, values, attentions, {"position_embeddings": turns})[0].float()
+    for head, given in enumerate(scores):
+        top = given.topk(kept)
+        equal, cut = given == top.values[-1], top.values[-1]
+        places = int((top.values == cut).sum())
+        if int(equal.sum()) == places:
+            continue
+        if not ties:
+            what = f"{int(equal.sum())} tokens of one score in layer {step.layer}, KV head {head}, for {places} places"
+            warnings.warn(f"{type(press).__name__}: {what}: those stay that torch.topk takes", stacklevel=2)
+        ties.append(Tie((step.sequence, step.layer, head, int(equal.sum()), places)))
+        stay = top.indices[top.values == cut]
+        given[stay] = torch.nextafter(cut, torch.tensor(float("inf")))
+    result: Scores = scores.double().numpy()
+    return result
+
+
+class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
+    """A policy of kvlab in kvpress's pipeline and harness: of a prompt stay the tokens that a replay of it keeps.
+
+    `budget` counts the token to come, as everywhere here; without it `compression_ratio` says what stays, as in any
+    press. Keys stay at their original positions.
+    """
+
+    def __init__(
+        self, policy: str | Policy, budget: int | str | None = None, compression_ratio: float = 0.0, *, seed: int = 0
+    ) -> None:
+        self.policy, self.budget, self.compression_ratio, self.seed = policy, budget, compression_ratio, seed
+
+    def post_init_from_model(self, model: Any) -> None:
+        base = base_of(model)
+        length = int(text_config(base.config).max_position_embeddings)
+        layers = layers_of(decoder_of(base), [], length)
+        self._acted = acted_on(layers, length)
+        self._outputs = functools.cache(lambda: output_projections(base, self._acted))
+
+    def _kept(self, layer: int, *rows: torch.Tensor) -> list[torch.Tensor]:
+        """By KV head, ascending. q, k and v [heads, tokens, head_size] before RoPE."""
+        first, tokens = self._acted[0], rows[0].shape[1]
+        place = [one.index for one in self._acted].index(layer)
+        (text,), own = resolve([self.policy])
+        budget = self.budget if self.budget is not None else compute_n_kept(tokens, self.compression_ratio) + 1
+        asked = _kvlab.CacheRequest(
+            policy=text,
+            own=own,
+            budget="" if text == "full" else str(budget),
+            length=tokens,
+            prefill="dense",
+            positions="original",
+            seed=self.seed,
+            threshold=0.01,
+            layers=len(self._acted),
+            kv_heads=first.kv_heads,
+            head_size=first.key_size,
+            layer_numbers=[one.index for one in self._acted],
+        )
+        caches = _kvlab.Caches(asked, first.query_heads, first.key_size, *said(self._acted), self._outputs)
+        q, k, v = (part.transpose(0, 1).float().contiguous().cpu().numpy() for part in rows)
+        caches.attend(place, q, k, v, True, os.cpu_count() or 1)
+        return [torch.from_numpy(caches.kept(place, head).astype(int)) for head in range(first.kv_heads)]
+
+    def compress(
+        self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        if self.budget is None and self.compression_ratio == 0:
+            return keys, values
+        q = get_prerope_query_states(module, hidden_states)
+        k = get_prerope_key_states(module, hidden_states)
+        kept = [self._kept(module.layer_idx, *row) for row in zip(q, k, values)]
+        if len({len(head) for row in kept for head in row}) == 1:
+            at = torch.stack([torch.stack(row) for row in kept]).to(keys.device)[..., None].expand(-1, -1, -1, keys.shape[-1])
+            return keys.gather(2, at).contiguous(), values.gather(2, at).contiguous()
+        gone = torch.ones(keys.shape[:3], dtype=torch.bool)  # of heads with budgets of their own, as AdaKVPress does
+        for row, heads in enumerate(kept):
+            for head, live in enumerate(heads):
+                gone[row, head, live] = False
+        module.masked_key_indices = gone.nonzero(as_tuple=True)
+        return keys, values
