@@ -215,12 +215,14 @@ EvictingCache::PlainKeys EvictingCache::plain_keys(const LayerOutputs& to) const
   return {to.qkv + config_.query_heads * model_.key_bytes(), config_.query_heads * head + 2 * kv};
 }
 
-void EvictingCache::fill_rope(std::uint32_t table, const std::int32_t* positions,
-                              std::uint32_t first, int rows) const {
-  const Rope& rope = config_.rope_of_table(table);
-  check(cuda::fill_rope_rows(inv_freq(table), static_cast<int>(rope.inv_freq.size()), positions,
-                             first, rows, rope.factor, rope_rows(table), stream_),
-        "RoPE");
+void EvictingCache::fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const {
+  if (rotation_ == KeyRotation::by_age && !config_.has_spans()) return;
+  for (std::uint32_t table = 0; table < config_.rope_tables(); ++table) {
+    const Rope& rope = config_.rope_of_table(table);
+    check(cuda::fill_rope_rows(inv_freq(table), static_cast<int>(rope.inv_freq.size()), positions,
+                               first, rows, rope.factor, rope_rows(table), stream_),
+          "RoPE");
+  }
 }
 
 /// Where keys are not rotated by age. `rows`: of the part or step.

@@ -98,9 +98,9 @@ class EvictingCache final : public DeviceCache {
   const float* inv_freq(std::uint32_t table) const {
     return work_->inv_freq + table * config_.head_size / 2;
   }
-  /// The rotations of rows, by a layer's table: of given positions, or from `first` on.
-  void fill_rope(std::uint32_t table, const std::int32_t* positions, std::uint32_t first,
-                 int rows) const;
+  /// The rotations of rows, by every table that keys are rotated by where they are cached: of given
+  /// positions, or from `first` on.
+  void fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const;
   float2* rope_rows(std::uint32_t table) const {
     return work_->rope +
            table * static_cast<std::size_t>(options_.rows()) * (config_.head_size / 2);

@@ -76,7 +76,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
  private:
   kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) override {
     const bool is_all = part.rows == static_cast<int>(tokens());
-    if (layer == 0 || !is_all) fill_ropes(part);
+    if (layer == 0 || !is_all) cache_.fill_ropes(nullptr, fed_ + part.first, part.rows);
     const Work& work = *cache_.work_;
     if (cache_.rings_.has(layer)) {
       kernels::RopeWriteArgs args = cache_.rings_.write(layer, sequence_, fed_ + part.first);
@@ -97,11 +97,6 @@ class EvictingCache::Prompt final : public DeviceAdmission {
                  .now = nullptr};
     cache_.rotate(layer, work.iota, args);
     return args;
-  }
-
-  void fill_ropes(const PromptPart& part) const {
-    for (std::uint32_t table = 0; table < cache_.config_.rope_tables(); ++table)
-      cache_.fill_rope(table, nullptr, fed_ + part.first, part.rows);
   }
 
   void attend_part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) override {

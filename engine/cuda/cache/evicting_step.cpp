@@ -14,12 +14,7 @@ class EvictingCache::Step final : public CacheStep {
         columns_(cache.columns() > 0 ? columns(outputs) : std::vector<kernels::ColumnArgs>{}),
         attention_(cache.kernels_, layers(outputs), cache.branch_, cache.stream_) {}
 
-  void begin() const override {
-    const std::uint32_t plain = cache_.config_.unspanned().table;
-    for (std::uint32_t table = 0; table < cache_.config_.rope_tables(); ++table)
-      if (table != plain || cache_.rotation_ != KeyRotation::by_age)
-        cache_.fill_rope(table, cache_.batch_.state().positions, 0, rows_);
-  }
+  void begin() const override { cache_.fill_ropes(cache_.batch_.state().positions, 0, rows_); }
 
   kernels::RopeWriteArgs write(std::uint32_t layer) const override {
     if (cache_.rings_.has(layer)) {

@@ -215,3 +215,19 @@ TEST_CASE("What a window has left behind cannot be fed again, but all can be for
   decoder.prefill(0, some_ids(150, kVocab));
   CHECK(decoder.logits(0) == first);
 }
+
+TEST_CASE("Windows and squeezed positions may share one table of RoPE", "[gpu]") {
+  if (no_device()) return;
+  nlohmann::json json = small_config("Qwen3ForCausalLM", "qwen3", 4, 2, 64);
+  json.update(
+      {{"use_sliding_window", true}, {"sliding_window", kWindow}, {"max_window_layers", 1}});
+  const test::TemporaryFolder folder;
+  write_checkpoint(folder / "model", json);
+  const Model model = Model::load(folder / "model", 2);
+  const DeviceModel device = DeviceModel::load(folder / "model");
+  REQUIRE((model.config().has_spans() && model.config().rope_tables() == 1));
+  const ResolvedConfig options = cache("h2o", 48, Prefill{0}, Positions::cache);
+  CudaSequence cuda(device, {.tokens = 400, .cache = options});
+  Decoder cpu(model, options, 2);
+  CHECK(relative_error(conversation(cuda), conversation(cpu)) < 1e-3);
+}
