@@ -73,7 +73,8 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
 
   // What has left cannot come back: where tokens leave, no step runs that may be forgotten.
   const std::uint32_t ahead = decoder_.can_forget() ? kAhead : 0;
-  std::deque<int> copies;  // of steps whose token has not been seen yet
+  std::deque<int> copies;        // of steps that are not kept yet,
+  std::deque<std::int32_t> fed;  // and tokens; those that run ahead, or that wait for their step
   std::uint32_t chosen = 1, seen = 0;
   for (bool more = true; more && seen < count;) {
     throw_if_cancelled();
@@ -82,14 +83,14 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
       if (capture_)
         copies.push_back(capture_->copy_step(decoder_.step_capture(), decoder_.stream()));
     }
+    for (; !fed.empty() && !copies.empty(); fed.pop_front(), copies.pop_front())
+      capture_->keep(copies.front(), fed.front());
     const std::int32_t id = decoder_.ids(base + seen)[0];
     if (id < 0)
       throw std::runtime_error("logits are not finite; the checkpoint's weights may be damaged");
     ++seen;
     more = on_id(id) && seen < count;
-    if (!more || !capture_) continue;
-    capture_->keep(copies.front(), id);  // the step after it has fed it
-    copies.pop_front();
+    if (more && capture_) fed.push_back(id);
   }
   for (const int copy : copies) capture_->drop(copy);
   // Steps were under way when it was over; what they fed is forgotten, their draws too.

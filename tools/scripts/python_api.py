@@ -22,6 +22,7 @@ TITLES = {
     "_trace": "Traces",
     "_run": "Replays",
     "_policy": "Policies",
+    "_rows": "What a policy may look at",
     "_commands": "The closed loop",
 }
 HEAD = """# Python, name by name
@@ -184,6 +185,7 @@ def joined(parts: list[str]) -> str:
 def pages() -> dict[str, str]:
     parts = [HEAD]
     of_package = homes(PACKAGE / "__init__.py")
+    of_package.pop("hf", None)  # on the page of its own
     for home, title in TITLES.items():
         parts += [f"## {title}", *section(PACKAGE / f"{home}.py", of_package.pop(home), "kvlab")]
     if of_package:
