@@ -143,7 +143,7 @@ void read_numbers(const po::variables_map& options, const char* name, std::uint3
 ordered_json attention(const po::variables_map& options) {
   AttentionBenchOptions how{.slots = count_from(options, "slots", 4, kMostSlots)};
   if (options.count("policy")) how.policies = list_from(options, "policy");
-  read_numbers(options, "head-size", 128, how.head_sizes);
+  read_numbers(options, "head-size", 256, how.head_sizes);
   read_numbers(options, "group", 8, how.groups);
   read_numbers(options, "sequences", 1024, how.batches);
   return bench_attention(how);
