@@ -36,7 +36,7 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
   for (std::size_t i = 0; i < wanted.inv_freq.size(); ++i)  // of the first layer, or of all
     CHECK(model.config().rows[i / half].rope.inv_freq[i % half] ==
           Approx(wanted.inv_freq[i]).epsilon(5e-7).margin(0));
-  CHECK(model.config().rope().factor == Approx(wanted.rope_factor[0]).epsilon(1e-6));
+  CHECK(model.config().rows[0].rope.factor == Approx(wanted.rope_factor[0]).epsilon(1e-6));
 
   const std::vector<float> logits = test::plain_forward(model, wanted.ids, 2);
   REQUIRE(wanted.logits.size() == wanted.rows.size() * vocab);
