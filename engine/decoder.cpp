@@ -35,7 +35,9 @@ class Decoder::Impl {
                             .positions = asked_.positions_of(layer),
                             .softmax_scale = row.scale,
                             .threshold16 = asked_.threshold16(),
-                            .span = row.span};
+                            .span = row.span,
+                            .softcap = row.softcap,
+                            .sinks = row.sinks};
       layers_.emplace_back(asked_, shape, config_.kv_heads, layer, output_.get());
       ropes_.try_emplace(row.table, row.rope);
     }

@@ -67,8 +67,7 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                   .k = tensors.k.data(),
                   .v = tensors.v.data(),
                   .kv_token_stride = shape.head_size};
-  if (const auto& sinks = trace.row(layer).sinks; !sinks.empty())
-    tensors.view.sinks = sinks.data() + kv_head * shape.group();
+  tensors.view.sinks = trace.row(layer).sinks_of(kv_head, shape.group());
   return tensors;
 }
 

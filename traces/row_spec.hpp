@@ -20,6 +20,10 @@ struct RowSpec {
 
   /// Whether plain softmax over what a query sees is all there is.
   bool is_plain() const { return softcap == 0 && sinks.empty(); }
+  /// [group] of a KV head, or null.
+  const float* sinks_of(std::uint32_t kv_head, std::uint32_t group) const {
+    return sinks.empty() ? nullptr : &sinks[std::size_t{kv_head} * group];
+  }
 };
 
 /// The oldest token that the query at `position` sees.

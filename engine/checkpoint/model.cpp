@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 
 #include "engine/checkpoint/checkpoint.hpp"
@@ -18,6 +19,24 @@ namespace kvlab {
 namespace {
 
 constexpr std::size_t kRowsAtOnce = 512;  // bounds the memory of a long prompt
+
+/// Where a weight's rows lie in a tensor; empty shape: it is the whole tensor.
+struct Part {
+  std::vector<std::size_t> shape = {};  ///< the tensor's
+  std::size_t first = 0;                ///< element
+  std::size_t row_step = 0, column_step = 1;
+};
+
+/// The row of a checkpoint's q or k that stands at `row` here: dimensions that turn together are
+/// half a head apart, those that do not turn (the last ones of a checkpoint's head) come after
+/// either half.
+std::size_t turned_row(std::size_t row, std::size_t head_size, std::size_t rotated) {
+  const std::size_t d = row % head_size, half = head_size / 2, turns = rotated / 2;
+  const std::size_t side = d / half, i = d % half;
+  const std::size_t from =
+      i < turns ? side * turns + i : rotated + side * (half - turns) + i - turns;
+  return row - d + from;
+}
 
 /// Makes vectors and panels of a checkpoint's tensors.
 class Loader {
@@ -33,22 +52,26 @@ class Loader {
     return values;
   }
 
-  std::vector<float> vector(const std::string& name, std::size_t size) {
-    const TensorView& tensor = tensors_.take(name, std::array{size});
+  std::vector<float> vector(const std::string& name, std::size_t size, Part part = {}) {
+    if (part.shape.empty()) part.shape = {size};
+    const TensorView& tensor = tensors_.take(name, part.shape);
     std::vector<float> values(size);
-    to_float(tensor.dtype, tensor.data.data(), size, values.data());
+    read(tensor, part.first, part.column_step, values);
     check_finite(name, values);
     return values;
   }
 
-  Panels matrix(const std::string& name, std::size_t rows, std::size_t columns) {
-    const TensorView& tensor = tensors_.take(name, std::array{rows, columns});
+  Panels matrix(const std::string& name, std::size_t rows, std::size_t columns, Part part = {},
+                std::size_t head_size = 0, std::size_t rotated = 0) {
+    if (part.shape.empty()) part.shape = {rows, columns};
+    if (part.row_step == 0) part.row_step = columns;
+    const TensorView& tensor = tensors_.take(name, part.shape);
     Panels panels(rows, columns, tensor.dtype);
-    const std::size_t row_bytes = columns * bytes_of(tensor.dtype);
     parallel_for(panels.panel_count(), threads_, [&](std::size_t panel) {
       std::vector<float> values(columns);
       for (std::size_t row = 16 * panel; row < std::min(rows, 16 * panel + 16); ++row) {
-        to_float(tensor.dtype, tensor.data.data() + row * row_bytes, columns, values.data());
+        const std::size_t from = rotated == head_size ? row : turned_row(row, head_size, rotated);
+        read(tensor, part.first + from * part.row_step, part.column_step, values);
         check_finite(name, values);
         panels.set_row(row, values.data());
       }
@@ -63,7 +86,32 @@ class Loader {
     return layer;
   }
 
+  /// The part [first, first + outputs) of a tensor that has `all` outputs.
+  Linear fused(const std::string& name, std::size_t all, std::size_t first, std::size_t outputs,
+               std::size_t inputs, std::size_t head_size = 0, std::size_t rotated = 0) {
+    return {matrix(name, outputs, inputs, {.shape = {all, inputs}, .first = first * inputs},
+                   head_size, rotated),
+            {}};
+  }
+
+  /// One expert's weight of a stack [expert, inputs, all], every step-th output from `first` on.
+  Linear stacked(const std::string& name, std::size_t experts, std::size_t expert,
+                 std::size_t inputs, std::size_t all, std::size_t first, std::size_t step) {
+    const Part weight{{experts, inputs, all}, expert * inputs * all + first, step, all};
+    const Part bias{{experts, all}, expert * all + first, 0, step};
+    return {matrix(name, all / step, inputs, weight), vector(name + "_bias", all / step, bias)};
+  }
+
  private:
+  static void read(const TensorView& tensor, std::size_t first, std::size_t step,
+                   std::span<float> to) {
+    const std::size_t bytes = bytes_of(tensor.dtype);
+    const auto* const from = tensor.data.data() + first * bytes;
+    if (step == 1) return to_float(tensor.dtype, from, to.size(), to.data());
+    for (std::size_t i = 0; i < to.size(); ++i)
+      to_float(tensor.dtype, from + i * step * bytes, 1, &to[i]);
+  }
+
   void check_finite(const std::string& name, std::span<const float> values) const {
     if (!std::ranges::all_of(values, [](float v) { return std::isfinite(v); }))
       tensors_.refuse_not_finite(name);
@@ -73,13 +121,51 @@ class Loader {
   unsigned threads_;
 };
 
+struct Mlp {
+  Linear gate, up, down;
+};
+
 struct Layer {
   // [hidden], or empty
   std::vector<float> before_attention, behind_attention, before_mlp, behind_mlp;
   Linear q, k, v, output;
   std::vector<float> q_norm, k_norm;  // [head_size], of all heads, or empty
-  Linear gate, up, down;
+  Mlp mlp;
+  Linear router;             // [experts, hidden], or empty
+  std::vector<Mlp> experts;  // or none
 };
+
+Mlp load_mlp(Loader& loader, const ModelConfig& c, const std::string& prefix, std::size_t width) {
+  const std::string both = prefix + "gate_up_proj.weight";
+  return {.gate = c.fused ? loader.fused(both, 2 * width, 0, width, c.hidden)
+                          : loader.linear(prefix + "gate_proj", width, c.hidden, c.mlp_bias),
+          .up = c.fused ? loader.fused(both, 2 * width, width, width, c.hidden)
+                        : loader.linear(prefix + "up_proj", width, c.hidden, c.mlp_bias),
+          .down = loader.linear(prefix + "down_proj", c.hidden, width, c.mlp_bias)};
+}
+
+void load_experts(Loader& loader, const ModelConfig& c, const std::string& prefix, Layer& layer) {
+  const Experts& all = c.experts;
+  const std::string both = prefix + "experts.gate_up_proj", down = prefix + "experts.down_proj";
+  layer.router =
+      loader.linear(prefix + (all.stacked ? "router" : "gate"), all.count, c.hidden, all.stacked);
+  for (std::size_t e = 0; e < all.count; ++e)
+    layer.experts.push_back(
+        all.stacked ? Mlp{.gate = loader.stacked(both, all.count, e, c.hidden, 2 * all.mlp, 0, 2),
+                          .up = loader.stacked(both, all.count, e, c.hidden, 2 * all.mlp, 1, 2),
+                          .down = loader.stacked(down, all.count, e, all.mlp, c.hidden, 0, 1)}
+                    : load_mlp(loader, c, fmt::format("{}experts.{}.", prefix, e), all.mlp));
+}
+
+void load_fused_attention(Loader& loader, const ModelConfig& c, const std::string& prefix,
+                          Layer& layer) {
+  const std::string name = prefix + "qkv_proj.weight";
+  const std::size_t q = std::size_t{c.query_heads} * c.head_size,
+                    kv = std::size_t{c.kv_heads} * c.head_size, all = q + 2 * kv;
+  layer.q = loader.fused(name, all, 0, q, c.hidden, c.head_size, c.rotated);
+  layer.k = loader.fused(name, all, q, kv, c.hidden, c.head_size, c.rotated);
+  layer.v = loader.fused(name, all, q + kv, kv, c.hidden);
+}
 
 Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
   const std::string prefix = fmt::format("model.layers.{}.", index);
@@ -91,17 +177,22 @@ Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
   layer.behind_attention = loader.norm(prefix, c.norms.behind_attention, c.hidden, c);
   layer.before_mlp = loader.norm(prefix, c.norms.before_mlp, c.hidden, c);
   layer.behind_mlp = loader.norm(prefix, c.norms.behind_mlp, c.hidden, c);
-  layer.q = loader.linear(attention + "q_proj", q_size, c.hidden, c.qkv_bias);
-  layer.k = loader.linear(attention + "k_proj", kv_size, c.hidden, c.qkv_bias);
-  layer.v = loader.linear(attention + "v_proj", kv_size, c.hidden, c.qkv_bias);
+  if (c.fused) {
+    load_fused_attention(loader, c, attention, layer);
+  } else {
+    layer.q = loader.linear(attention + "q_proj", q_size, c.hidden, c.qkv_bias);
+    layer.k = loader.linear(attention + "k_proj", kv_size, c.hidden, c.qkv_bias);
+    layer.v = loader.linear(attention + "v_proj", kv_size, c.hidden, c.qkv_bias);
+  }
   layer.output = loader.linear(attention + "o_proj", c.hidden, q_size, c.output_bias);
   if (c.qk_norm) {
     layer.q_norm = loader.norm(attention, "q_norm", c.whole_qk_norm ? q_size : c.head_size, c);
     layer.k_norm = loader.norm(attention, "k_norm", c.whole_qk_norm ? kv_size : c.head_size, c);
   }
-  layer.gate = loader.linear(mlp + "gate_proj", c.mlp, c.hidden, c.mlp_bias);
-  layer.up = loader.linear(mlp + "up_proj", c.mlp, c.hidden, c.mlp_bias);
-  layer.down = loader.linear(mlp + "down_proj", c.hidden, c.mlp, c.mlp_bias);
+  if (c.has_experts(index))
+    load_experts(loader, c, mlp, layer);
+  else
+    layer.mlp = load_mlp(loader, c, mlp, c.mlp);
   return layer;
 }
 
@@ -131,6 +222,9 @@ class Model::Impl {
     norm_ = loader.norm("model.", "norm", config_.hidden, config_);
     for (std::uint32_t i = 0; i < config_.layers; ++i)
       layers_.push_back(load_layer(loader, config_, i));
+    for (std::uint32_t i = 0; config_.sinks && i < config_.layers; ++i)
+      config_.rows[i].sinks =
+          loader.vector(fmt::format("model.layers.{}.self_attn.sinks", i), config_.query_heads);
     tensors.refuse_rest();
 
     weights_xxh3_ = checkpoint.xxh3();
@@ -193,11 +287,13 @@ class Model::Impl {
   void mlp(std::uint32_t index, float* x, std::size_t n, unsigned threads) const {
     const Layer& layer = layers_.at(index);
     std::vector<float> inner(std::min(n, kRowsAtOnce) * config_.mlp);
+    const bool of_experts = config_.has_experts(index);
     in_blocks(n, [&](std::size_t first, std::size_t count) {
       float* rows = x + first * config_.hidden;
       const std::vector<float> normed = norm_rows(rows, count, layer.before_mlp, threads);
-      gated(layer, normed.data(), count, inner.data(), threads);
-      add_output(layer.down, layer.behind_mlp, inner.data(), count, rows, threads);
+      if (of_experts) return add_experts(layer, normed, count, rows, threads);
+      gated(layer.mlp, normed.data(), count, inner.data(), threads);
+      add_output(layer.mlp.down, layer.behind_mlp, inner.data(), count, rows, threads);
     });
   }
 
@@ -244,20 +340,78 @@ class Model::Impl {
     });
   }
 
-  /// inner = act(gate(x)) * up(x); inner [n, mlp].
-  void gated(const Layer& layer, const float* x, std::size_t n, float* inner,
+  /// What each row gives to each expert [n, experts]; 0: it is not chosen. Of equal logits the
+  /// first expert's is.
+  std::vector<float> expert_shares(const Layer& layer, const std::vector<float>& x, std::size_t n,
+                                   unsigned threads) const {
+    const Experts& experts = config_.experts;
+    std::vector<float> logits(n * experts.count), shares(logits.size());
+    apply(layer.router, x.data(), n, logits.data(), threads);
+    std::vector<std::size_t> order(experts.count);
+    for (std::size_t row = 0; row < n; ++row) {
+      const float* const own = &logits[row * experts.count];
+      std::iota(order.begin(), order.end(), 0);
+      std::ranges::stable_sort(order,
+                               [&](std::size_t a, std::size_t b) { return own[a] > own[b]; });
+      const auto among = experts.among_chosen ? experts.chosen : experts.count;
+      double sum = 0;
+      for (std::size_t i = 0; i < among; ++i)
+        sum += std::exp(double{own[order[i]]} - own[order[0]]);
+      for (std::size_t i = 0; i < experts.chosen; ++i)
+        shares[row * experts.count + order[i]] =
+            static_cast<float>(std::exp(double{own[order[i]]} - own[order[0]]) / sum);
+    }
+    return shares;
+  }
+
+  /// x += what the chosen experts make of y, in the order of experts: each takes the rows that
+  /// chose it together.
+  void add_experts(const Layer& layer, const std::vector<float>& y, std::size_t n, float* x,
+                   unsigned threads) const {
+    const std::size_t hidden = config_.hidden, count = config_.experts.count;
+    const std::vector<float> shares = expert_shares(layer, y, n, threads);
+    for (std::size_t e = 0; e < count; ++e) {
+      std::vector<std::size_t> rows;
+      std::vector<float> own;
+      for (std::size_t row = 0; row < n; ++row) {
+        if (shares[row * count + e] == 0) continue;
+        rows.push_back(row);
+        own.insert(own.end(), &y[row * hidden], &y[row * hidden] + hidden);
+      }
+      if (rows.empty()) continue;
+      std::vector<float> inner(rows.size() * config_.experts.mlp);
+      gated(layer.experts[e], own.data(), rows.size(), inner.data(), threads);
+      apply(layer.experts[e].down, inner.data(), rows.size(), own.data(), threads);
+      for (std::size_t i = 0; i < rows.size(); ++i) {
+        scale(&own[i * hidden], hidden, shares[rows[i] * count + e]);
+        add(&own[i * hidden], hidden, x + rows[i] * hidden);
+      }
+    }
+  }
+
+  /// gate = act(gate) * up.
+  void activate(float* gate, const float* up, std::size_t count) const {
+    if (config_.clamp == 0) return (config_.gelu ? gelu_times : silu_times)(gate, up, count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const double g = std::min(gate[i], config_.clamp);
+      const double u = std::clamp(up[i], -config_.clamp, config_.clamp);
+      gate[i] = static_cast<float>((u + 1) * g / (1 + std::exp(-1.702 * g)));
+    }
+  }
+
+  /// inner = act(gate(x)) * up(x); inner [n, width].
+  void gated(const Mlp& layer, const float* x, std::size_t n, float* inner,
              unsigned threads) const {
+    const std::size_t width = layer.gate.weight.rows();
     for_tiles(n, layer.gate.weight, threads, [&](const Tile& tile) {
       alignas(64) float gate[kTileRows * kTileColumns], up[kTileRows * kTileColumns];
       tile_product(layer.gate, x, tile, gate);
       tile_product(layer.up, x, tile, up);
-      const std::size_t columns =
-          std::min<std::size_t>(kTileColumns, config_.mlp - tile.first_output());
+      const std::size_t columns = std::min<std::size_t>(kTileColumns, width - tile.first_output());
       for (std::size_t r = 0; r < tile.rows; ++r) {
-        (config_.gelu ? gelu_times : silu_times)(gate + r * kTileColumns, up + r * kTileColumns,
-                                                 columns);
+        activate(gate + r * kTileColumns, up + r * kTileColumns, columns);
         std::copy_n(gate + r * kTileColumns, columns,
-                    inner + (tile.first_row + r) * config_.mlp + tile.first_output());
+                    inner + (tile.first_row + r) * width + tile.first_output());
       }
     });
   }

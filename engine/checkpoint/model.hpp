@@ -22,6 +22,15 @@ struct BlockNorms {
                    before_mlp = "post_attention_layernorm", behind_mlp = {};
 };
 
+/// Layers whose MLP is of experts, of which a router chooses some for each token.
+struct Experts {
+  std::uint32_t count = 0, chosen = 0;  ///< 0: none
+  std::uint32_t mlp = 0;                ///< width of each
+  bool among_chosen = false;            ///< the router's softmax is over the chosen, not over all
+  bool stacked = false;  ///< in one tensor [expert, input, output], gate and up in turns; biases
+  std::vector<bool> layers = {};  ///< which ones
+};
+
 /// What config.json says.
 struct ModelConfig {
   std::string name;          ///< the directory's name
@@ -35,7 +44,12 @@ struct ModelConfig {
   BlockNorms norms;
   bool tied_head = false, qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false,
        whole_qk_norm = false,  ///< of all heads together
-      gelu = false;            ///< by tanh; otherwise silu
+      gelu = false,            ///< by tanh; otherwise silu
+      fused = false,           ///< one tensor has q, k and v, one the gate and up
+      sinks = false;           ///< layers have sink logits; in `rows` once weights are loaded
+  float clamp = 0;             ///< of experts' gates and ups (gate * sigmoid(1.702 gate)); 0: none
+  Experts experts;
+  std::uint32_t rotated = 0;  ///< dimensions that turn, first in a checkpoint's heads
   Dtype weights_dtype = Dtype::bf16;
   std::int32_t bos = -1;          ///< as config.json says; the tokenizer has the say; -1: none
   std::vector<std::int32_t> eos;  ///< may be empty
@@ -46,6 +60,7 @@ struct ModelConfig {
   /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }
   CacheShape heads() const;
+  bool has_experts(std::uint32_t layer) const { return experts.count > 0 && experts.layers[layer]; }
   bool has_spans() const;  ///< some layer has one
   /// Of the layers without a span, which attend alike; of the first, where all have one.
   const RowSpec& unspanned() const;

@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::size_t kMaxConfigBytes = 1 << 20;
 constexpr std::uint32_t kMaxLayers = 4096, kMaxWidth = 1 << 20, kMaxHeads = 1 << 14,
-                        kMaxHeadSize = 1024, kMaxVocab = 1 << 24;
+                        kMaxHeadSize = 1024, kMaxVocab = 1 << 24, kMaxExperts = 1 << 12;
 
 /// Which layers see a window alone, where `layer_types` does not say.
 enum class Windows {
@@ -44,9 +44,12 @@ struct Architecture {
   bool scaled_embedding = false;  ///< by the root of the width
   bool gelu = false;
   bool tied_by_default = false;
-  bool qkv_bias = false;              ///< always
-  bool attention_bias_key = false;    ///< attention_bias adds biases to q, k, v and the output
-  bool mlp_bias_key = false;          ///< mlp_bias adds biases to the MLP
+  bool qkv_bias = false;            ///< always
+  bool attention_bias_key = false;  ///< attention_bias adds biases to q, k, v and the output
+  bool mlp_bias_key = false;        ///< mlp_bias adds biases to the MLP
+  bool fused = false;
+  bool sinks = false;
+  Experts experts = {};               ///< count: not 0 where they are
   bool qk_norm = false;               ///< always
   bool whole_qk_norm = false;         ///< of all heads together
   bool head_size_from_width = false;  ///< head_dim may be left out: hidden_size / heads
@@ -58,7 +61,7 @@ constexpr BlockNorms kNormsBehind{.before_attention = {},
                                   .before_mlp = {},
                                   .behind_mlp = "post_feedforward_layernorm"};
 
-constexpr std::array<Architecture, 7> kArchitectures{{
+constexpr std::array<Architecture, 10> kArchitectures{{
     {.name = "LlamaForCausalLM",
      .model_type = "llama",
      .attention_bias_key = true,
@@ -79,6 +82,32 @@ constexpr std::array<Architecture, 7> kArchitectures{{
      .windows = Windows::last,
      .attention_bias_key = true,
      .qk_norm = true},
+    {.name = "Qwen3MoeForCausalLM",
+     .model_type = "qwen3_moe",
+     .own_keys = "num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
+                 "norm_topk_prob decoder_sparse_step mlp_only_layers router_aux_loss_coef "
+                 "output_router_logits",
+     .windows = Windows::last,
+     .attention_bias_key = true,
+     .experts = {.count = 1},
+     .qk_norm = true},
+    {.name = "Phi3ForCausalLM",
+     .model_type = "phi3",
+     .windows = Windows::all,
+     .rope = {.partial = true},
+     .fused = true,
+     .head_size_from_width = true,
+     .kv_heads_from_heads = true},
+    {.name = "GptOssForCausalLM",
+     .model_type = "gpt_oss",
+     .own_keys = "num_local_experts num_experts_per_tok experts_per_token swiglu_limit "
+                 "swiglu_alpha router_aux_loss_coef output_router_logits initial_context_length",
+     .windows = Windows::between,
+     .pattern = 2,
+     .rope = {.default_theta = 150000},
+     .attention_bias_key = true,
+     .sinks = true,
+     .experts = {.count = 1, .among_chosen = true, .stacked = true}},
     {.name = "Olmo2ForCausalLM",
      .model_type = "olmo2",
      .norms = kNormsBehind,
@@ -183,7 +212,7 @@ std::uint32_t read_window(const JsonFields& config, const Architecture& architec
     config.refuse(on, fmt::format("{} has no such switch", architecture.name));
   if (windows == Windows::none && config.has(key))
     config.refuse(key, fmt::format("{} has no sliding windows", architecture.name));
-  const bool is_null = config.json().contains(key) && !config.has(key);
+  const bool is_null = (config.json().contains(key) || architecture.fused) && !config.has(key);
   if (windows == Windows::none || (windows == Windows::all && is_null)) return 0;
   return config.size(key, kMaxContext);
 }
@@ -251,6 +280,40 @@ void read_rows(const JsonFields& config, const Architecture& architecture, Model
     model.rows.back().table = model.rows.back().rope == model.rows.front().rope ? 0 : 1;
   }
   model.rope_config = rope.config;
+  model.rotated = rope.rotated;
+}
+
+/// Which layers have experts: every decoder_sparse_step-th, but those of mlp_only_layers.
+void read_experts(const JsonFields& config, const Architecture& architecture, ModelConfig& model) {
+  constexpr std::string_view newer = "num_local_experts", older = "num_experts",
+                             only = "mlp_only_layers", step = "decoder_sparse_step",
+                             chosen = "num_experts_per_tok", alpha = "swiglu_alpha";
+  if (architecture.experts.count == 0) return;
+  Experts& experts = model.experts = architecture.experts;
+  if (config.has(newer) && config.has(older) && config.value(newer) != config.value(older))
+    config.refuse(older, "it must equal num_local_experts, or be left out");
+  experts.count = config.size(config.has(newer) ? newer : older, kMaxExperts);
+  experts.chosen = config.size(chosen, experts.count);
+  experts.layers.assign(model.layers, true);
+  if (experts.stacked) {
+    experts.mlp = model.mlp;
+    model.clamp = static_cast<float>(
+        config.has("swiglu_limit") ? config.number("swiglu_limit", 1e-6, 1e6) : 7.0);
+    if (config.has(alpha) && config.number(alpha, 0, 10) != 1.702)
+      config.refuse(alpha, "only 1.702 is supported");
+    return;
+  }
+  experts.mlp = config.size("moe_intermediate_size", kMaxWidth);
+  experts.among_chosen = config.flag("norm_topk_prob", false);
+  const std::uint32_t every = config.has(step) ? config.size(step, kMaxLayers) : 1;
+  for (std::uint32_t layer = 0; layer < model.layers; ++layer)
+    experts.layers[layer] = (layer + 1) % every == 0;
+  if (!config.has(only)) return;
+  for (const nlohmann::json& layer : config.list(only)) {
+    const bool fits = layer.is_number_integer() && layer >= 0 && layer < model.layers;
+    if (!fits) config.refuse(only, fmt::format("its layers must be below {}", model.layers));
+    experts.layers[layer.get<std::size_t>()] = false;
+  }
 }
 
 bool lists(std::string_view keys, const std::string& key) {
@@ -263,7 +326,14 @@ void refuse_foreign(const JsonFields& config, const Architecture& architecture) 
     if (lists(architecture.own_keys, key)) continue;
     const nlohmann::json& value = config.value(key);
     const bool off = value.empty() || value == false || value == 0;  // null is empty
-    if (!off) config.refuse(key, "this is not supported");
+    if (off) continue;
+    if (key == "quantization_config" && value.value("quant_method", "") == "mxfp4")
+      config.refuse(key,
+                    "weights in MXFP4 are not read; python -c \"from transformers import "
+                    "AutoModelForCausalLM as A, Mxfp4Config as C; A.from_pretrained('MODEL', "
+                    "quantization_config=C(dequantize=True), dtype='bfloat16')"
+                    ".save_pretrained('OUT')\" converts them");
+    config.refuse(key, "this is not supported");
   }
   for (const std::string& key : split_list(kForeignFactors, ' '))
     if (config.has(key) && config.value(key) != 1 && config.value(key) != false)
@@ -390,6 +460,9 @@ const Rope& ModelConfig::rope_of_table(std::uint32_t table) const {
 }
 
 std::string ModelConfig::peculiarity() const {
+  if (experts.count > 0) return "experts";
+  if (sinks) return "sink logits";
+  if (fused) return "fused projections";
   if (whole_qk_norm) return "norms of all heads together";
   return norms.before_attention.empty() ? "norms behind blocks alone" : "";
 }
@@ -416,7 +489,8 @@ ModelConfig read_model_config(const std::filesystem::path& path, std::string nam
   constexpr double kSmallest = 1e-12;
   model.norm_epsilon = static_cast<float>(config.number("rms_norm_eps", kSmallest, 1));
   model.tied_head = config.flag("tie_word_embeddings", architecture.tied_by_default);
-  model.output_bias = architecture.attention_bias_key && config.flag("attention_bias", false);
+  model.output_bias =
+      architecture.attention_bias_key && config.flag("attention_bias", architecture.sinks);
   model.qkv_bias = architecture.qkv_bias || model.output_bias;
   model.mlp_bias = architecture.mlp_bias_key && config.flag("mlp_bias", false);
   model.qk_norm = architecture.qk_norm;
@@ -426,9 +500,12 @@ ModelConfig read_model_config(const std::filesystem::path& path, std::string nam
   if (architecture.scaled_embedding)
     model.embedding_scale = std::sqrt(static_cast<float>(model.hidden));
   model.gelu = architecture.gelu;
+  model.fused = architecture.fused;
+  model.sinks = architecture.sinks;
   model.weights_dtype = weights_dtype(config);
   read_special_tokens(config, model);
   read_rows(config, architecture, model);
+  read_experts(config, architecture, model);
   return model;
 }
 

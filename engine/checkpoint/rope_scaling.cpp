@@ -1,5 +1,7 @@
 #include "engine/checkpoint/rope_scaling.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numbers>
@@ -141,10 +143,18 @@ double rope_theta(const JsonFields& config, const JsonFields& parameters, const 
   return has_older ? config.number(keys.theta, 1 + kTiny, kMaxTheta) : keys.default_theta;
 }
 
-void refuse_partial(const JsonFields& reader) {
+/// Dimensions of a head that turn.
+std::uint32_t rotated_of(const JsonFields& reader, std::uint32_t head_size, bool partial) {
   constexpr std::string_view key = "partial_rotary_factor";
-  if (reader.has(key) && reader.number(key, 0, 1) != 1)
+  if (!reader.has(key)) return head_size;
+  const double share = reader.number(key, 0, 1);
+  if (share != 1 && !partial)
     reader.refuse(key, "only heads that are rotated whole (1.0) are supported");
+  const auto rotated = static_cast<std::uint32_t>(head_size * share);
+  if (rotated < 2 || rotated % 2 != 0)
+    reader.refuse(key,
+                  fmt::format("of a head's {} dimensions an even number must turn", head_size));
+  return rotated;
 }
 
 }  // namespace
@@ -153,10 +163,12 @@ ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size, const Ro
   const JsonFields parameters = parameters_of(config, keys);
   const std::string type = rope_type(parameters);
   const double theta = rope_theta(config, parameters, keys);
-  refuse_partial(config);
-  refuse_partial(parameters);
+  const std::uint32_t of_config = rotated_of(config, head_size, keys.partial),
+                      rotated = parameters.has("partial_rotary_factor")
+                                    ? rotated_of(parameters, head_size, keys.partial)
+                                    : of_config;
 
-  Frequencies inv_freq = plain(theta, head_size);
+  Frequencies inv_freq = plain(theta, rotated);
   double factor = 1;
   if (type == "default")
     parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor"});
@@ -165,13 +177,15 @@ ScaledRope read_rope(const JsonFields& config, std::uint32_t head_size, const Ro
   else if (type == "llama3")
     scale_llama3(config, parameters, inv_freq);
   else if (type == "yarn")
-    factor = scale_yarn(config, parameters, theta, head_size, inv_freq);
+    factor = scale_yarn(config, parameters, theta, rotated, inv_freq);
   else
     parameters.refuse(parameters.has("rope_type") ? "rope_type" : "type",
                       "supported types are default, linear, llama3 and yarn");
 
   ScaledRope scaled;
   scaled.rope.inv_freq.assign(inv_freq.begin(), inv_freq.end());
+  scaled.rope.inv_freq.resize(head_size / 2);
+  scaled.rotated = rotated;
   scaled.rope.factor = static_cast<float>(factor);
   scaled.config = parameters.json();
   scaled.config.erase("type");

@@ -13,7 +13,8 @@ namespace kvlab {
 inline constexpr std::uint32_t kMaxContext = 1 << 28;
 
 struct ScaledRope {
-  Rope rope;              ///< inv_freq [head_size / 2]; factor on cos and sin
+  Rope rope;              ///< inv_freq [head_size / 2], 0 behind what turns; factor on cos and sin
+  std::uint32_t rotated;  ///< dimensions that turn, the first ones of a checkpoint's heads
   nlohmann::json config;  ///< rope_type, rope_theta and the type's parameters, for people
 };
 
@@ -22,6 +23,7 @@ struct RopeKeys {
   std::string_view theta = "rope_theta", scaling = "rope_scaling";  ///< of transformers 4
   std::string_view kind = {};  ///< whose parameters `rope_parameters` has; empty: all layers'
   double default_theta = 10000;
+  bool partial = false;  ///< heads may turn in part, by partial_rotary_factor
 };
 
 /// Types default, linear, llama3 and yarn, by the formulas of transformers, in the layout with

@@ -29,7 +29,7 @@ struct Projections {
 };
 
 HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t tokens,
-                 std::uint32_t kv_head, OutputWeights output) {
+                 std::uint32_t kv_head, const float* sinks, OutputWeights output) {
   const std::size_t dim = shape.head_size, kv_offset = kv_head * dim;
   return {.tokens = tokens,
           .group = shape.group(),
@@ -40,6 +40,7 @@ HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t to
           .k = p.k.data() + kv_offset,
           .v = p.v.data() + kv_offset,
           .kv_token_stride = shape.kv_heads * dim,
+          .sinks = sinks,
           .output = output};
 }
 
@@ -49,12 +50,13 @@ class LayerAttention {
  public:
   /// `p` and `rope` outlive it.
   LayerAttention(const ModelShape& shape, const Projections& p, std::uint32_t layer,
-                 const OutputProjections* output, const RopeTable& rope,
+                 const OutputProjections* output, const RopeTable& rope, const RowSpec& row,
                  const HeadArithmetic& arithmetic, unsigned threads)
       : shape_(shape), layer_(layer), rope_(rope), arithmetic_(arithmetic), threads_(threads) {
     const auto tokens = static_cast<std::uint32_t>(p.k.size() / shape.kv_heads / shape.head_size);
     for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
-      views_.push_back(view_of(p, shape, tokens, head, weights_of(output, layer, head)));
+      views_.push_back(view_of(p, shape, tokens, head, row.sinks_of(head, shape.group()),
+                               weights_of(output, layer, head)));
       rows_.emplace_back(views_.back(), rope, arithmetic);
     }
     by_head_.resize(shape.kv_heads);
@@ -222,7 +224,10 @@ class ClosedLoop {
             layer,
             output_.get(),
             ropes_[layer],
-            {.softmax_scale = row.scale, .span = row.span},  // (the rest is a configuration's own)
+            row,
+            {.softmax_scale = row.scale,
+             .softcap = row.softcap,
+             .span = row.span},  // (the rest is a configuration's own)
             options_.threads};
   }
 

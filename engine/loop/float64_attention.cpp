@@ -18,16 +18,18 @@ std::vector<double> Float64Attention::rotate(const float* x, std::uint32_t posit
   return y;
 }
 
-std::vector<double> Float64Attention::probabilities(
-    const std::vector<double>& query, std::span<const std::vector<double>> keys) const {
+std::vector<double> Float64Attention::probabilities(const std::vector<double>& query,
+                                                    std::span<const std::vector<double>> keys,
+                                                    const float* sink) const {
   std::vector<double> p;
   for (const std::vector<double>& key : keys) {
     double logit = 0;
     for (std::uint32_t d = 0; d < head_size_; ++d) logit += query[d] * key[d];
     p.push_back(logit * scale_);
   }
-  const double largest = *std::max_element(p.begin(), p.end());
-  double sum = 0;
+  double largest = *std::max_element(p.begin(), p.end());
+  if (sink) largest = std::max(largest, double{*sink});
+  double sum = sink ? std::exp(*sink - largest) : 0;
   for (double& x : p) sum += x = std::exp(x - largest);
   for (double& x : p) x /= sum;
   return p;

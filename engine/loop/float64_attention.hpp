@@ -19,8 +19,10 @@ class Float64Attention {
   std::vector<double> rotate(const float* x, std::uint32_t position) const;
 
   /// Probabilities of one query over keys [count]; `keys[i]` and `query` are rotated already.
+  /// `sink`: the logit that takes what no token gets, or null.
   std::vector<double> probabilities(const std::vector<double>& query,
-                                    std::span<const std::vector<double>> keys) const;
+                                    std::span<const std::vector<double>> keys,
+                                    const float* sink = nullptr) const;
 
  private:
   Rope rope_;

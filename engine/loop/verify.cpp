@@ -27,6 +27,7 @@ constexpr double kFloatError = 1e-5;  // of a float32 probability
 /// The evicting run of one KV head, as it is watched.
 struct WatchedHead {
   const Float64Attention* reference = nullptr;  // its layer's
+  const float* sinks = nullptr;                 // [group] logits, or null
   GrowingRope* rope = nullptr;                  // likewise, as the engine turns keys for codes
   std::unique_ptr<LiveSet> shadow;           // the simulator's, fed with the engine's observations
   std::unique_ptr<ColumnMaker> maker;        // the simulator's too; null where there are no columns
@@ -71,6 +72,7 @@ class Verifier::Watch final : public DecoderObserver {
       for (std::uint32_t h = 0; h < shape_.kv_heads; ++h) {
         WatchedHead& head = at(layer, h);
         head.reference = &references_[layer];
+        head.sinks = config_.rows[layer].sinks_of(h, shape_.group());
         head.rope = &ropes_[layer];
         head.shadow = std::make_unique<LiveSet>(asked_.live_set(layer, h));
         if (const auto& names = head.shadow->columns(); !names.empty())
@@ -254,8 +256,8 @@ class Verifier::Watch final : public DecoderObserver {
 
   /// `query` and `keys` are rotated, in float64.
   CheckedRow row_of(const Float64Attention& reference, const std::vector<double>& query,
-                    std::span<const std::vector<double>> keys) const {
-    CheckedRow row{.exact = reference.probabilities(query, keys), .plain = {}};
+                    std::span<const std::vector<double>> keys, const float* sink) const {
+    CheckedRow row{.exact = reference.probabilities(query, keys, sink), .plain = {}};
     if (!rounding_) return row;
     const auto rounded = [&](const std::vector<double>& x) {
       std::vector<double> y;
@@ -265,7 +267,7 @@ class Verifier::Watch final : public DecoderObserver {
     };
     std::vector<std::vector<double>> rounded_keys;
     for (const auto& key : keys) rounded_keys.push_back(rounded(key));
-    row.plain = reference.probabilities(rounded(query), rounded_keys);
+    row.plain = reference.probabilities(rounded(query), rounded_keys, sink);
     return row;
   }
 
@@ -327,9 +329,10 @@ class Verifier::Watch final : public DecoderObserver {
     };
     for (std::uint32_t g = 0; g < shape_.group(); ++g) {
       const float* q = head.q.data() + (std::size_t{query} * shape_.group() + g) * shape_.head_size;
-      const CheckedRow row = row_of(
-          *head.reference,
-          head.reference->rotate(q, asked_.positions == Positions::original ? query : place), keys);
+      const CheckedRow row =
+          row_of(*head.reference,
+                 head.reference->rotate(q, asked_.positions == Positions::original ? query : place),
+                 keys, head.sinks ? head.sinks + g : nullptr);
       const std::vector<double>& p = row.exact;
       const double largest = *std::max_element(p.begin(), p.end());
       const double relative = relative_error(row, threshold * largest);
@@ -429,6 +432,7 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
   const HeadArithmetic arithmetic{.softmax_scale = row.scale,
                                   .rounding = rounding_,
                                   .threshold16 = asked_.threshold16(),
+                                  .softcap = row.softcap,
                                   .span = row.span};
   std::deque<FreeRun> free;
   std::vector<SharedRows> rows;
@@ -444,6 +448,7 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
                         .k = head.k.data(),
                         .v = head.v.data(),
                         .kv_token_stride = dim,
+                        .sinks = head.sinks,
                         .output = weights_of(output_.get(), layer, kv_head)};
     FreeRun& own = free.emplace_back(head, layer, kv_head);
     runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head),

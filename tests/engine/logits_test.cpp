@@ -53,8 +53,8 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
 TEST_CASE("miniature checkpoints give the logits of transformers") {
   for (const char* name :
        {"llama3", "llama_biases", "mistral", "qwen2", "qwen3", "gemma3_mini", "mistral_windows",
-        "qwen3_windows", "olmo2", "olmo3", "gemma3_mini_older", "llama3_64", "llama_biases_96",
-        "mistral_128", "qwen2_64", "qwen3_128"})
+        "qwen3_windows", "olmo2", "olmo3", "phi3", "qwen3_moe", "gpt_oss", "gemma3_mini_older",
+        "llama3_64", "llama_biases_96", "mistral_128", "qwen2_64", "qwen3_128"})
     compare(name, source_path("tests/data/models") / name);
 }
 
@@ -128,7 +128,8 @@ bool equal_bits(std::span<const float> a, std::span<const float> b) {
 TEST_CASE("a row's bits depend neither on the rows computed with it nor on the threads",
           "[threads]") {
   for (const char* name :
-       {"engine/models/tiny", "tests/data/models/qwen3", "tests/data/models/llama_biases"}) {
+       {"engine/models/tiny", "tests/data/models/qwen3", "tests/data/models/llama_biases",
+        "tests/data/models/gpt_oss", "tests/data/models/phi3"}) {
     const Model model = Model::load(source_path(name), 2);
     std::vector<std::int32_t> ids(600);
     for (std::size_t i = 0; i < ids.size(); ++i)

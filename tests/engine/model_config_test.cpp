@@ -352,6 +352,66 @@ TEST_CASE("what Gemma 3 may have and kvlab does not is refused") {
   refused(with(llama(), {{"query_pre_attn_scalar", 64}}), "query_pre_attn_scalar");
 }
 
+json moe() {
+  json config = qwen3();
+  config.update({{"architectures", {"Qwen3MoeForCausalLM"}},
+                 {"model_type", "qwen3_moe"},
+                 {"num_experts", 8},
+                 {"num_experts_per_tok", 2},
+                 {"moe_intermediate_size", 40},
+                 {"norm_topk_prob", true}});
+  return config;
+}
+
+TEST_CASE("Qwen3-MoE's experts are in the layers that its keys name") {
+  const ModelConfig all = read(moe());
+  CHECK((all.experts.count == 8 && all.experts.chosen == 2 && all.experts.mlp == 40));
+  CHECK((all.experts.among_chosen && all.unknown_keys.empty()));
+  CHECK(all.experts.layers == std::vector<bool>{true, true, true});
+  CHECK_FALSE(read(with(moe(), {{"norm_topk_prob", nullptr}})).experts.among_chosen);
+  CHECK(read(with(moe(), {{"decoder_sparse_step", 2}})).experts.layers ==
+        std::vector<bool>{false, true, false});
+  CHECK(read(with(moe(), {{"mlp_only_layers", {1}}})).experts.layers ==
+        std::vector<bool>{true, false, true});
+  refused(with(moe(), {{"num_experts_per_tok", 9}}), "num_experts_per_tok");
+  refused(with(moe(), {{"mlp_only_layers", {3}}}), "mlp_only_layers");
+  refused(with(moe(), {{"num_local_experts", 9}}), "num_experts");
+  refused(with(moe(), {{"moe_intermediate_size", nullptr}}), "moe_intermediate_size");
+  refused(with(qwen3(), {{"num_experts", 8}}), "num_experts");
+}
+
+TEST_CASE("gpt-oss has windows in turns, sinks, biases and a clamp; MXFP4 is refused") {
+  json oss = llama();
+  oss.update({{"architectures", {"GptOssForCausalLM"}},
+              {"model_type", "gpt_oss"},
+              {"head_dim", 32},
+              {"sliding_window", 12},
+              {"num_local_experts", 8},
+              {"num_experts_per_tok", 4},
+              {"swiglu_limit", 6.0}});
+  const ModelConfig c = read(oss);
+  CHECK(c.heads().spans == std::vector<std::uint32_t>{12, 0, 12});
+  CHECK((c.sinks && c.qkv_bias && c.output_bias && c.clamp == 6 && c.experts.among_chosen));
+  CHECK((c.experts.mlp == 160 && c.rope().inv_freq[1] == Approx(std::pow(15e4, -2.0 / 32))));
+  refused(with(oss, {{"swiglu_alpha", 1.5}}), "swiglu_alpha");
+  CHECK_THAT(error_of(with(oss, {{"quantization_config", {{"quant_method", "mxfp4"}}}})),
+             ContainsSubstring("Mxfp4Config"));
+}
+
+TEST_CASE("Phi-3's heads may turn in part; longrope is refused") {
+  json phi = llama();
+  phi.update({{"architectures", {"Phi3ForCausalLM"}}, {"model_type", "phi3"}});
+  CHECK(read(phi).heads().spans == std::vector<std::uint32_t>{0, 0, 0});
+  CHECK(spans(with(phi, {{"sliding_window", 9}})) == std::vector<std::uint32_t>{9, 9, 9});
+  const ModelConfig c = read(with(phi, {{"partial_rotary_factor", 0.75}}));
+  CHECK((c.fused && c.rotated == 12 && c.rope().inv_freq.size() == 8));
+  CHECK(c.rope().inv_freq[5] == Approx(std::pow(1e4, -10.0 / 12)).epsilon(1e-6));
+  CHECK((c.rope().inv_freq[6] == 0 && c.rope().inv_freq[7] == 0));
+  refused(with(phi, {{"partial_rotary_factor", 0.2}}), "partial_rotary_factor");
+  refused(with(phi, {{"rope_scaling", {{"type", "longrope"}}}}), "type");
+  refused(with(llama(), {{"partial_rotary_factor", 0.75}}), "partial_rotary_factor");
+}
+
 // --- RoPE ---------------------------------------------------------------------------------------
 
 json scaled(const json& parameters) { return with(llama(), {{"rope_scaling", parameters}}); }

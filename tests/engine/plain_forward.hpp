@@ -28,9 +28,9 @@ inline std::vector<float> plain_attention(const ModelConfig& c, const RowSpec& r
         for (std::size_t d = 0; d < dim; ++d) p[j] += double{query[d]} * double{key[d]};
         p[j] *= double{row.scale};
       }
-      const double most =
-          *std::max_element(p.begin() + static_cast<std::ptrdiff_t>(first), p.end());
-      double total = 0;
+      double most = *std::max_element(p.begin() + static_cast<std::ptrdiff_t>(first), p.end());
+      if (!row.sinks.empty()) most = std::max(most, double{row.sinks[h]});
+      double total = row.sinks.empty() ? 0 : std::exp(double{row.sinks[h]} - most);
       for (std::size_t j = first; j <= t; ++j) total += p[j] = std::exp(p[j] - most);
       for (std::size_t j = first; j <= t; ++j)
         for (std::size_t d = 0; d < dim; ++d)
