@@ -70,7 +70,8 @@ def test_frame(run: kvlab.Run) -> None:
     import io
 
     frame = run.frame()
-    words = {"keep_default_na": False, "na_values": {"stderr": [""]}, "float_precision": "round_trip"}
+    empty = {"stderr": [""], "budget_bytes": [""]}
+    words = {"keep_default_na": False, "na_values": empty, "float_precision": "round_trip"}
     read = pandas.read_csv(io.StringIO(run.csv()), **words)
     assert list(frame.columns) == list(read.columns)
     for name in frame.columns:
