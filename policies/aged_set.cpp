@@ -142,10 +142,9 @@ bool AgedSet::steps_down() const {
 /// deal() where the first rung has one token too many and no other has any: at each rung the first
 /// to leave goes on, until one has room. Else false, and nothing is done.
 bool AgedSet::deal_one(bool leaving) {
-  constexpr LeavingKey kNobody{~0u, ~std::uint64_t{0}, ~0u};
   struct Rung {
     std::uint32_t count = 0, first = 0;
-    LeavingKey key = kNobody;  // of the first to leave
+    LeavingKey key{~0u, ~std::uint64_t{0}, ~0u};  // of the first to leave; now nobody's
   };
   std::vector<Rung> rungs(ladder_.size());
   for (std::uint32_t age = 0; age < size_; ++age) {
