@@ -23,9 +23,9 @@ std::string spell(const std::string& policy, const std::string& modifiers) {
   return modifiers == "own" ? policy : unmodified(policy, modifiers);
 }
 
-/// What the row says; empty if it says nothing that can be. `refused`: that is for the executor.
-std::optional<CacheConfig> config_of(const Choices& from, const Row& row, const Executor* executor,
-                                     std::uint32_t length, const CacheShape& model, bool& refused) {
+/// What the row says; empty if it says nothing that can be.
+std::optional<CacheConfig> config_of(const Choices& from, const Row& row, std::uint32_t length,
+                                     const CacheShape& model) {
   try {
     std::string policy = spell(from.policies[row[0]], from.modifiers[row[1]]);
     if (!from.ladders[row[2]].empty()) policy += ":ladder=" + from.ladders[row[2]];
@@ -35,8 +35,6 @@ std::optional<CacheConfig> config_of(const Choices& from, const Row& row, const 
                        .positions = from.positions[row[5]],
                        .seed = 11};
     resolve(config, length, 0, model);
-    refused = executor && !refusal(*executor, config).empty();
-    if (refused) return {};
     return config;
   } catch (const std::invalid_argument&) {
     return {};
@@ -48,20 +46,17 @@ std::array<std::size_t, kFactors> sizes(const Choices& from) {
           from.budgets.size(),  from.prefills.size(),  from.positions.size()};
 }
 
-/// Fails where an entry of a list is in no row, of those that are run and those that are refused.
-void check_each_is_met(const Choices& from, const std::vector<Row>& rows,
-                       const std::vector<Row>& refused) {
+/// Fails where an entry of a list is in no row that can be, refused or not.
+void check_each_is_met(const Choices& from,
+                       const std::array<std::set<std::uint16_t>, kFactors>& met) {
+  constexpr std::array kLists{"policies", "modifiers", "ladders",
+                              "budgets",  "prefills",  "positions"};
   const auto most = sizes(from);
-  for (std::size_t f = 0; f < kFactors; ++f) {
-    std::set<std::uint16_t> met;
-    for (const auto* list : {&rows, &refused})
-      for (const Row& row : *list) met.insert(row[f]);
+  for (std::size_t f = 0; f < kFactors; ++f)
     for (std::uint16_t i = 0; i < most[f]; ++i)
-      if (!met.contains(i))
-        throw std::logic_error(fmt::format(
-            "conformance: choice {} of list {} goes with nothing", i,
-            std::array{"policies", "modifiers", "ladders", "budgets", "prefills", "positions"}[f]));
-  }
+      if (!met[f].contains(i))
+        throw std::logic_error(
+            fmt::format("conformance: choice {} of list {} goes with nothing", i, kLists[f]));
 }
 
 /// The pairs of choices that a row has.
@@ -111,8 +106,10 @@ std::vector<CacheConfig> covering(const Choices& choices, const Executor* execut
       if (const CacheConfig alone{.policy = parse_policy(entry.info.name)};
           alone.evicts() && (!executor || refusal(*executor, alone).empty()))
         from.policies.push_back(entry.info.name);
+  from.policies.insert(from.policies.end(), choices.beside.begin(), choices.beside.end());
   const auto most = sizes(from);
-  std::vector<Row> rows, refused_rows;
+  std::vector<Row> rows;
+  std::array<std::set<std::uint16_t>, kFactors> met;
   std::size_t all = 1;
   for (const std::size_t size : most) all *= size;
   for (std::size_t i = 0; i < all; ++i) {
@@ -120,19 +117,19 @@ std::vector<CacheConfig> covering(const Choices& choices, const Executor* execut
     std::size_t rest = i;
     for (std::size_t f = 0; f < kFactors; rest /= most[f++])
       row[f] = static_cast<std::uint16_t>(rest % most[f]);
-    bool refused = false;
-    if (config_of(from, row, executor, length, model, refused)) rows.push_back(row);
-    if (refused) refused_rows.push_back(row);
+    const auto config = config_of(from, row, length, model);
+    if (!config) continue;
+    for (std::size_t f = 0; f < kFactors; ++f) met[f].insert(row[f]);
+    if (!executor || refusal(*executor, *config).empty()) rows.push_back(row);
   }
-  check_each_is_met(from, rows, refused_rows);
+  check_each_is_met(from, met);
   std::ranges::shuffle(rows, std::mt19937(1));
   if (!std::getenv("KVLAB_EVERY")) rows = sample(rows);
   std::vector<CacheConfig> chosen;
-  std::set<std::string> met;  // "own" may be none
+  std::set<std::string> texts;  // "own" may be none
   for (const Row& row : rows) {
-    bool refused = false;
-    const CacheConfig config = *config_of(from, row, executor, length, model, refused);
-    if (met.insert(text_of(config)).second) chosen.push_back(config);
+    const CacheConfig config = *config_of(from, row, length, model);
+    if (texts.insert(text_of(config)).second) chosen.push_back(config);
   }
   return chosen;
 }

@@ -13,8 +13,9 @@ namespace kvlab::test {
 /// What there is to choose from. What does not go together, or what the executor refuses, is left
 /// out.
 struct Choices {
-  /// With parameters; empty: all of the registry that evict.
+  /// With parameters; empty: all of the registry that evict and the executor knows.
   std::vector<std::string> policies = {};
+  std::vector<std::string> beside = {};  ///< further ones
   /// Behind a policy that has none of its own; "own": as it is registered.
   std::vector<std::string> modifiers = {"own",
                                         "",

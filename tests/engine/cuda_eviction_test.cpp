@@ -286,13 +286,10 @@ TEST_CASE("A batch's later prompts, and the logits of their last tokens, are tho
 
 TEST_CASE("Sequences of a batch pass the three questions, whatever is asked for", "[gpu]") {
   if (no_device()) return;
-  test::Choices choices{.budgets = {parse_budget("64"), parse_budget("ada(64)")},
-                        .prefills = {Prefill{0}, Prefill{1}}};  // the latter: plain steps
-  for (const PolicyEntry& entry : policy_catalogue())
-    if (entry.info.evicts && column_beyond(kCudaDecoder, parse_policy(entry.info.name)).empty())
-      choices.policies.push_back(entry.info.name);
-  for (const char* column : {"key_norm", "value_norm", "value_norm1", "key_cosine"})
-    choices.policies.push_back(std::string("column:name=") + column);
+  const test::Choices choices{.beside = {"column:name=key_norm", "column:name=value_norm",
+                                         "column:name=value_norm1", "column:name=key_cosine"},
+                              .budgets = {parse_budget("64"), parse_budget("ada(64)")},
+                              .prefills = {Prefill{0}, Prefill{1}}};  // the latter: plain steps
   const CacheShape heads = cpu_tiny().config().heads();
   bool bf16 = false;
   for (const CacheConfig& config : test::covering(choices, &kCudaDecoder, 400, heads)) {

@@ -55,15 +55,11 @@ TEST_CASE("The engine and the simulator evict the same tokens, whatever is asked
   const auto backend = load_backend(Device::cpu, kModel, 2);
   const CacheShape heads = backend->config().heads();
   test::Choices choices{
+      .beside = {"column:name=key_norm", "column:name=value_norm", "column:name=value_norm1",
+                 "column:name=key_cosine", "column:name=value_out_norm1"},
       .ladders = {"", "16@12t+8@30%+4@70%", "4", "fp8@50%+k4v2@50%", "8@25%+4@50%+2@25%"},
       .budgets = test::budgets_about(36, heads)};
   choices.budgets.push_back(parse_budget("10%bytes"));
-  for (const PolicyEntry& entry : policy_catalogue())
-    if (column_beyond(kDecoder, parse_policy(entry.info.name)).empty() && entry.info.evicts)
-      choices.policies.push_back(entry.info.name);
-  for (const char* column :
-       {"key_norm", "value_norm", "value_norm1", "key_cosine", "value_out_norm1"})
-    choices.policies.push_back(std::string("column:name=") + column);
   const auto turns = two_turns(60);
   check(*backend, resolve({}, 300), turns);
   for (const CacheConfig& config : test::covering(choices, &kDecoder, 300, heads))
