@@ -286,12 +286,13 @@ class Model::Impl {
 
   void mlp(std::uint32_t index, float* x, std::size_t n, unsigned threads) const {
     const Layer& layer = layers_.at(index);
-    std::vector<float> inner(std::min(n, kRowsAtOnce) * config_.mlp);
+    std::vector<float> inner;
     const bool of_experts = config_.has_experts(index);
     in_blocks(n, [&](std::size_t first, std::size_t count) {
       float* rows = x + first * config_.hidden;
       const std::vector<float> normed = norm_rows(rows, count, layer.before_mlp, threads);
       if (of_experts) return add_experts(layer, normed, count, rows, threads);
+      inner.resize(count * config_.mlp);
       gated(layer.mlp, normed.data(), count, inner.data(), threads);
       add_output(layer.mlp.down, layer.behind_mlp, inner.data(), count, rows, threads);
     });

@@ -14,6 +14,7 @@
 #include "engine/cache/growing_rope.hpp"
 #include "engine/loop/float64_attention.hpp"
 #include "policies/observation.hpp"
+#include "sim/coded_rows.hpp"
 #include "sim/run_heads.hpp"
 #include "traces/base/numeric/code.hpp"
 #include "traces/base/parallel.hpp"
@@ -291,9 +292,8 @@ class Verifier::Watch final : public DecoderObserver {
     std::vector<float> code(shape_.head_size);
     head.rope->covering(position + 1).rotate(plain, code.size(), position, code.data());
     butterflies(code);
-    for (const KvForm* form :
-         way_down(head.shadow->ladder(), -1, static_cast<int>(head.shadow->rung(age))))
-      code_row(code, form->key_bits, form->floating);
+    code_token(way_down(head.shadow->ladder(), -1, static_cast<int>(head.shadow->rung(age))), code,
+               {});
     std::vector<double> key(code.begin(), code.end());
     butterflies(key);
     for (double& x : key) x /= kCodeBlock;
