@@ -1,5 +1,5 @@
-// The C interface: translates structs, finds policies by name, has others compiled, and does
-// nothing else.
+// The C interface: translates structs, finds policies by name, has others compiled, keeps why a
+// call was refused, and does nothing else.
 #include "kernels/kvlab.h"
 
 #include <array>
@@ -22,6 +22,7 @@
 #include "kernels/evict/eviction_kernels.hpp"
 #include "kernels/pointwise.hpp"
 #include "kernels/runtime/policy_kernels.hpp"
+#include "kernels/why_not.hpp"
 
 using namespace kvlab;
 using namespace kvlab::kernels;
@@ -61,6 +62,24 @@ const std::vector<kvlab_policy>& policies() {
   return list;
 }
 
+constexpr const char* kNull = "an argument is NULL";
+
+/// Of the thread's last call that takes a stream: kvlab_last_error.
+thread_local std::string last_error;
+
+/// The error of such a call, whose reason is kept.
+cudaError_t told(const char* call, cudaError_t error, const std::string& why = "") {
+  last_error.clear();
+  if (error != cudaSuccess)
+    last_error = std::string(call) + ": " + (why.empty() ? cudaGetErrorString(error) : why);
+  return error;
+}
+
+/// Whether `why` a call is refused is not empty; then it is kept.
+bool refused(const char* call, const std::string& why) {
+  return !why.empty() && told(call, cudaErrorInvalidValue, why) != cudaSuccess;
+}
+
 /// `said`: what is wrong.
 cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::string& said) try {
   constexpr std::uintmax_t kMaxBytes = 1 << 20;
@@ -98,28 +117,6 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
 Type type_of(kvlab_type type) { return static_cast<Type>(type); }
 
 Needs needs_of(kvlab_needs needs) { return static_cast<Needs>(needs); }
-
-/// Whether the enumerations hold what their types name: C lets them be anything.
-bool known(kvlab_type type) { return type >= KVLAB_BF16 && type <= KVLAB_F32; }
-
-/// Whether they can be PagedRows at all; the kernels know the rest.
-bool known(const kvlab_pages& pages) {
-  if (pages.blocks == nullptr) return pages.page == 0;
-  return pages.page > 0 && std::has_single_bit(static_cast<unsigned>(pages.page)) &&
-         pages.slot_stride == static_cast<std::int32_t>(pages.slot_stride);
-}
-
-bool known(const kvlab_cache& cache) { return known(cache.type) && known(cache.pages); }
-
-bool known(const kvlab_evicting_attention_args& args) {
-  return known(args.cache) && args.numbering >= KVLAB_ORIGINAL &&
-         args.numbering <= KVLAB_TWO_FRAMES;
-}
-
-bool known(const kvlab_prefill_args& args) {
-  return known(args.type) && known(args.pages) && args.first_slot != nullptr &&
-         (args.sequences == 0) == (args.first_query == nullptr);
-}
 
 QueryBatch batch_of(const kvlab_prefill_args& args) {
   return {.first = args.first_query,
@@ -205,6 +202,8 @@ extern "C" {
 
 int kvlab_version(void) { return KVLAB_VERSION; }
 
+const char* kvlab_last_error(void) { return last_error.c_str(); }
+
 const kvlab_policy* kvlab_find_policy(const char* name) {
   if (name == nullptr) return nullptr;
   for (const kvlab_policy& policy : policies())
@@ -281,9 +280,8 @@ cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params,
 }
 
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
-  if (args == nullptr || !known(args->cache)) return cudaErrorInvalidValue;
+  if (refused(__func__, args == nullptr ? kNull : why_not(*args))) return cudaErrorInvalidValue;
   const kvlab_cache& cache = args->cache;
-  if (cache.first_slot == nullptr) return cudaErrorInvalidValue;
   RopeWriteArgs converted{};
   converted.type = type_of(cache.type);
   converted.tokens = args->tokens;
@@ -304,120 +302,121 @@ cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
                     .now = args->now};
   converted.q = args->q;
   converted.paged = rows_of(cache.pages);
-  return rope_write(converted, stream);
+  return told(__func__, rope_write(converted, stream));
 }
 
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
-  if (args == nullptr || !known(args->cache)) return cudaErrorInvalidValue;
-  if (args->count < 1 || args->count > static_cast<int>(kMaxColumns)) return cudaErrorInvalidValue;
+  if (refused(__func__, args == nullptr ? kNull : why_not(*args))) return cudaErrorInvalidValue;
   ColumnList columns{.count = args->count};
-  for (int at = 0; at < args->count; ++at) {
-    if (args->columns[at] < KVLAB_KEY_NORM || args->columns[at] > KVLAB_VALUE_OUT_NORM1)
-      return cudaErrorInvalidValue;
+  for (int at = 0; at < args->count; ++at)
     columns.of[at] = static_cast<BuiltInColumn>(args->columns[at]);
-  }
-  return make_columns({.cache = cache_of(args->cache),
-                       .columns = columns,
-                       .slots = args->slots,
-                       .tokens = args->tokens,
-                       .now = args->now,
-                       .keys = args->keys,
-                       .key_row = args->key_row,
-                       .unit_keys = args->unit_keys,
-                       .to = args->to,
-                       .output = args->output,
-                       .hidden = args->hidden},
-                      stream);
+  return told(__func__, make_columns({.cache = cache_of(args->cache),
+                                      .columns = columns,
+                                      .slots = args->slots,
+                                      .tokens = args->tokens,
+                                      .now = args->now,
+                                      .keys = args->keys,
+                                      .key_row = args->key_row,
+                                      .unit_keys = args->unit_keys,
+                                      .to = args->to,
+                                      .output = args->output,
+                                      .hidden = args->hidden},
+                                     stream));
 }
 
 cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
-  if (cache == nullptr) return cudaErrorInvalidValue;
-  return number_by_age(cache_of(*cache), stream);
+  if (refused(__func__, cache == nullptr ? kNull : why_not_shape(*cache)))
+    return cudaErrorInvalidValue;
+  return told(__func__, number_by_age(cache_of(*cache), stream));
 }
 
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache) {
-  if (policy == nullptr || cache == nullptr || !known(*cache)) return 0;
+  if (policy == nullptr || cache == nullptr || !why_not_shape(*cache).empty()) return 0;
   return policy->kernels.attention_workspace(cache_of(*cache));
 }
 
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream) {
-  if (policy == nullptr || args == nullptr || !known(args->cache)) return cudaErrorInvalidValue;
-  return policy->kernels.attend(policy->kernels, evicting_of(*args), stream);
+  if (refused(__func__,
+              policy == nullptr || args == nullptr ? kNull : why_not(policy->kernels, *args)))
+    return cudaErrorInvalidValue;
+  return told(__func__, policy->kernels.attend(policy->kernels, evicting_of(*args), stream));
 }
 
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
                                  const kvlab_evicting_attention_args* layers, int count,
                                  cudaStream_t stream) {
-  if (policy == nullptr || layers == nullptr || count < 1 || count > kMostObservedLayers)
+  if (refused(__func__, policy == nullptr || layers == nullptr
+                            ? kNull
+                            : why_not(policy->kernels,
+                                      {layers, static_cast<std::size_t>(count < 0 ? 0 : count)})))
     return cudaErrorInvalidValue;
   std::array<EvictingAttentionArgs, kMostObservedLayers> converted{};
-  for (int layer = 0; layer < count; ++layer) {
-    if (!known(layers[layer])) return cudaErrorInvalidValue;
+  for (int layer = 0; layer < count; ++layer)
     converted[static_cast<std::size_t>(layer)] = evicting_of(layers[layer]);
-  }
   const std::span all(converted.data(), static_cast<std::size_t>(count));
-  return policy->kernels.observe(policy->kernels, all, false, stream);
+  return told(__func__, policy->kernels.observe(policy->kernels, all, false, stream));
 }
 
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
-  if (policy == nullptr || args == nullptr || !known(*args)) return cudaErrorInvalidValue;
-  return policy->kernels.attention(evicting_of(*args), stream);
+  if (refused(__func__,
+              policy == nullptr || args == nullptr ? kNull : why_not(policy->kernels, *args)))
+    return cudaErrorInvalidValue;
+  return told(__func__, policy->kernels.attention(evicting_of(*args), stream));
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
-  if (args == nullptr || !known(*args)) return cudaErrorInvalidValue;
-  return prefill_attention({.shape = shape_of(*args),
-                            .first = args->first,
-                            .queries = args->queries,
-                            .q = args->q,
-                            .keys = args->keys,
-                            .values = args->values,
-                            .out = args->out,
-                            .lse = args->lse,
-                            .rows = reinterpret_cast<RowSoftmax*>(args->rows),
-                            .older = args->older,
-                            .first_slot = args->first_slot,
-                            .paged = rows_of(args->pages),
-                            .batch = batch_of(*args)},
-                           stream);
+  if (refused(__func__, args == nullptr ? kNull : why_not(*args))) return cudaErrorInvalidValue;
+  return told(__func__, prefill_attention({.shape = shape_of(*args),
+                                           .first = args->first,
+                                           .queries = args->queries,
+                                           .q = args->q,
+                                           .keys = args->keys,
+                                           .values = args->values,
+                                           .out = args->out,
+                                           .lse = args->lse,
+                                           .rows = reinterpret_cast<RowSoftmax*>(args->rows),
+                                           .older = args->older,
+                                           .first_slot = args->first_slot,
+                                           .paged = rows_of(args->pages),
+                                           .batch = batch_of(*args)},
+                                          stream));
 }
 
 size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
   if (args == nullptr) return 0;
-  if (!known(args->prefill.type)) return 0;
+  if (!is_type(args->prefill.type)) return 0;
   return observe_workspace(shape_of(args->prefill), args->prefill.queries, batch_of(args->prefill));
 }
 
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
-  if (args == nullptr) return cudaErrorInvalidValue;
+  if (refused(__func__, args == nullptr ? kNull : why_not(*args))) return cudaErrorInvalidValue;
   const kvlab_prefill_args& prefill = args->prefill;
-  if (!known(prefill)) return cudaErrorInvalidValue;
-  return observe_queries({.shape = shape_of(prefill),
-                          .needs = needs_of(args->needs),
-                          .first = prefill.first,
-                          .queries = prefill.queries,
-                          .keys_end = args->keys_end,
-                          .younger = args->younger,
-                          .position = args->position,
-                          .q = prefill.q,
-                          .keys = prefill.keys,
-                          .rows = reinterpret_cast<const RowSoftmax*>(prefill.rows),
-                          .older = prefill.older,
-                          .first_slot = prefill.first_slot,
-                          .weights = args->weights,
-                          .tail = args->tail == 0 ? kNoTail : args->tail,
-                          .group_max = args->group_max != 0,
-                          .threshold16 = args->threshold16,
-                          .seen = reinterpret_cast<Observation*>(args->seen),
-                          .workspace = args->workspace,
-                          .paged = rows_of(prefill.pages),
-                          .batch = batch_of(prefill),
-                          .positions = args->positions,
-                          .youngers = args->youngers},
-                         stream);
+  return told(__func__, observe_queries({.shape = shape_of(prefill),
+                                         .needs = needs_of(args->needs),
+                                         .first = prefill.first,
+                                         .queries = prefill.queries,
+                                         .keys_end = args->keys_end,
+                                         .younger = args->younger,
+                                         .position = args->position,
+                                         .q = prefill.q,
+                                         .keys = prefill.keys,
+                                         .rows = reinterpret_cast<const RowSoftmax*>(prefill.rows),
+                                         .older = prefill.older,
+                                         .first_slot = prefill.first_slot,
+                                         .weights = args->weights,
+                                         .tail = args->tail == 0 ? kNoTail : args->tail,
+                                         .group_max = args->group_max != 0,
+                                         .threshold16 = args->threshold16,
+                                         .seen = reinterpret_cast<Observation*>(args->seen),
+                                         .workspace = args->workspace,
+                                         .paged = rows_of(prefill.pages),
+                                         .batch = batch_of(prefill),
+                                         .positions = args->positions,
+                                         .youngers = args->youngers},
+                                        stream));
 }
 
 size_t kvlab_shrink_workspace(const kvlab_cache* from) {
@@ -426,24 +425,28 @@ size_t kvlab_shrink_workspace(const kvlab_cache* from) {
 
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
                          cudaStream_t stream) {
-  if (policy == nullptr || args == nullptr) return cudaErrorInvalidValue;
-  if (!known(args->from) || !known(args->to)) return cudaErrorInvalidValue;
-  if (policy->kernels.weighted && args->seen != nullptr && args->weighted == 0)
-    return cudaErrorNotSupported;
-  return shrink(policy->kernels,
-                {.from = cache_of(args->from),
-                 .to = cache_of(args->to),
-                 .policy = state_of(args->policy),
-                 .to_states = static_cast<std::byte*>(args->to_states),
-                 .to_columns = args->to_columns,
-                 .now = args->now,
-                 .admitted = args->admitted,
-                 .seen = reinterpret_cast<Observation*>(args->seen),
-                 .workspace = args->workspace,
-                 .by_layer = args->by_layer != 0,
-                 .smooth = args->smooth,
-                 .pool = args->pool_max != 0 ? Modifiers::Pool::max : Modifiers::Pool::mean},
-                stream);
+  if (policy != nullptr && args != nullptr && policy->kernels.weighted && args->seen != nullptr &&
+      args->weighted == 0)
+    return told(__func__, cudaErrorNotSupported,
+                "weighted is 0, and the policy weighs a prompt's queries: kvlab_policy_weights");
+  if (refused(__func__,
+              policy == nullptr || args == nullptr ? kNull : why_not(policy->kernels, *args)))
+    return cudaErrorInvalidValue;
+  return told(__func__,
+              shrink(policy->kernels,
+                     {.from = cache_of(args->from),
+                      .to = cache_of(args->to),
+                      .policy = state_of(args->policy),
+                      .to_states = static_cast<std::byte*>(args->to_states),
+                      .to_columns = args->to_columns,
+                      .now = args->now,
+                      .admitted = args->admitted,
+                      .seen = reinterpret_cast<Observation*>(args->seen),
+                      .workspace = args->workspace,
+                      .by_layer = args->by_layer != 0,
+                      .smooth = args->smooth,
+                      .pool = args->pool_max != 0 ? Modifiers::Pool::max : Modifiers::Pool::mean},
+                     stream));
 }
 
 }  // extern "C"

@@ -26,6 +26,10 @@ extern "C" {
 /** Binary interfaces are the same where this equals KVLAB_VERSION. */
 int kvlab_version(void);
 
+/** Why the last call of this thread that takes a stream was refused, in one line: what, where, and what
+ *  would be right. Empty if it was not. It holds until the thread's next such call. */
+const char* kvlab_last_error(void);
+
 /** Element type of queries, keys, values and outputs. Sums are float32. */
 typedef enum { KVLAB_BF16 = 0, KVLAB_F16 = 1, KVLAB_F32 = 2 } kvlab_type;
 

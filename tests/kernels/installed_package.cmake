@@ -13,6 +13,17 @@ execute_process(COMMAND ${CMAKE_COMMAND} --build ${WORK}/build COMMAND_ERROR_IS_
 foreach(example evict paged)
   execute_process(COMMAND ${WORK}/build/${example} COMMAND_ERROR_IS_FATAL ANY)
 endforeach()
+# With a library of another binary interface they do not start.
+file(WRITE ${WORK}/other/other.map "KVLAB_0.1 { global: *; };")
+file(WRITE ${WORK}/other/other.c "int kvlab_version(void) { return 1; }")
+file(GLOB library RELATIVE ${prefix}/lib ${prefix}/lib/libkvlab_kernels.so.?.?)
+execute_process(COMMAND cc -shared -Wl,-soname,${library} -Wl,--version-script=other.map other.c -o ${library}
+                WORKING_DIRECTORY ${WORK}/other COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND ${CMAKE_COMMAND} -E env LD_LIBRARY_PATH=${WORK}/other ${WORK}/build/evict
+                RESULT_VARIABLE code ERROR_VARIABLE said)
+if(code EQUAL 0 OR NOT said MATCHES "version `KVLAB_[0-9.]+' not found")
+  message(FATAL_ERROR "an example runs with a library of another binary interface: ${code} ${said}")
+endif()
 # A policy source needs no checkout: the installed command has the headers in it.
 execute_process(COMMAND ${prefix}/bin/kvlab policies --policy-source ${POLICY} WORKING_DIRECTORY ${WORK}
                 OUTPUT_VARIABLE policies COMMAND_ERROR_IS_FATAL ANY)

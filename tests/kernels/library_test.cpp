@@ -141,6 +141,66 @@ TEST_CASE("The library refuses what it cannot do before any launch") {
   CHECK(kvlab_shrink(snapkv, &shrink, nullptr) == cudaErrorInvalidValue);
 }
 
+TEST_CASE("The library says in one line why a call was refused") {
+  alignas(16) static char memory[16];
+  void* const there = memory;
+  const auto number = static_cast<std::int32_t*>(there);
+  const auto word = static_cast<std::uint32_t*>(there);
+  const std::int64_t first = 0;
+  const kvlab_rule rule{};
+  const kvlab_policy* const h2o = kvlab_find_policy("h2o");
+  const kvlab_cache cache{.type = KVLAB_BF16,
+                          .sequences = 1,
+                          .query_heads = 4,
+                          .kv_heads = 2,
+                          .head_size = 64,
+                          .softmax_scale = 0.125f,
+                          .most_slots = 128,
+                          .first_slot = &first,
+                          .keys = there,
+                          .values = there,
+                          .positions = word,
+                          .lengths = number,
+                          .next_slots = number};
+  kvlab_evicting_attention_args step{
+      .cache = cache, .now = word, .q = there, .out = there, .workspace = there};
+  step.policy.states = there;
+  step.policy.rules = &rule;
+  step.policy.seeds = static_cast<std::uint64_t*>(there);
+  step.policy.sequence_ids = word;
+
+  const auto said = [&](auto change, const kvlab_policy* policy) {
+    kvlab_evicting_attention_args changed = step;
+    change(changed);
+    CHECK(kvlab_evicting_attention(policy, &changed, nullptr) != cudaSuccess);
+    return std::string(kvlab_last_error());
+  };
+  const std::string call = "kvlab_evicting_attention: ";
+  CHECK(said([](auto& args) { args.cache.head_size = 80; }, h2o) ==
+        call + "cache.head_size is 80; 64, 96, 128 or 256");
+  CHECK(said([](auto& args) { args.cache.query_heads = 18; }, h2o) ==
+        call + "cache.query_heads is 18, kv_heads 2: at most 8 for each KV head");
+  CHECK(said([](auto& args) { args.cache.pages = {.blocks = args.cache.lengths, .page = 12}; },
+             h2o) == call + "cache.pages.page is 12; a power of two from 16 to 2^20");
+  CHECK(said([](auto& args) { args.policy.states = nullptr; }, h2o) ==
+        call + "policy.states is NULL: h2o has 8 bytes a slot");
+  CHECK(said([](auto& args) { args.q = static_cast<const char*>(args.q) + 2; }, h2o) ==
+        call + "q does not begin at a multiple of 16 bytes");
+  CHECK(said([](auto& args) { args.numbering = KVLAB_TWO_FRAMES; }, h2o) ==
+        call + "inv_freq, of squeezed positions, is NULL");
+  CHECK(said([](auto&) {}, nullptr) == call + "an argument is NULL");
+
+  kvlab_shrink_args shrink{.from = cache, .to = cache, .policy = step.policy};
+  CHECK(kvlab_shrink(h2o, &shrink, nullptr) == cudaErrorInvalidValue);
+  CHECK(kvlab_last_error() ==
+        std::string("kvlab_shrink: to_states is NULL, and policy.states is not"));
+  kvlab_prefill_args prompt{.type = KVLAB_BF16, .query_heads = 4, .kv_heads = 2, .head_size = 64};
+  CHECK(kvlab_prefill_attention(&prompt, nullptr) == cudaErrorInvalidValue);
+  CHECK(kvlab_last_error() ==
+        std::string(
+            "kvlab_prefill_attention: first is 0, queries 0; from 0, from 1, and below 2^27"));
+}
+
 TEST_CASE("The library compiles a header, and says what is wrong at its own line") {
   const std::string h2o = read_bytes(KVLAB_SOURCE_DIR "/policies/mass/h2o.hpp");
   const Compiled whole = compiled(h2o);

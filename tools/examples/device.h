@@ -1,14 +1,21 @@
-/* What the examples in C share: CUDA's errors, which end the program, and memory of the device. */
+/* What the examples in C share: errors, which end the program, and memory of the device. */
 #ifndef KVLAB_EXAMPLES_DEVICE_H
 #define KVLAB_EXAMPLES_DEVICE_H
 
 #include <cuda_runtime_api.h>
+#include <kvlab.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 static void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+  exit(2);
+}
+
+static void done(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  fprintf(stderr, "%s\n", kvlab_last_error());
   exit(2);
 }
 

@@ -121,7 +121,7 @@ static int decode(const char* name) {
     draw(q, QUERY_HEADS * DIM);
     check(cudaMemcpy(device_q, q, sizeof q, cudaMemcpyHostToDevice), "q");
     check(cudaMemcpy(now, &t, sizeof t, cudaMemcpyHostToDevice), "now");
-    check(kvlab_evicting_attention(policy, &step, NULL), "kvlab_evicting_attention");
+    done(kvlab_evicting_attention(policy, &step, NULL));
 
     to_host(out, step.out, sizeof out);
     to_host(keys, step.cache.keys, sizeof keys);

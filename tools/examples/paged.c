@@ -114,7 +114,7 @@ static void write_tokens(const Layer* layer, kvlab_cache cache, int tokens, cons
   write.slots = slots;
   write.now = now;
   write.q = layer->q;
-  check(kvlab_write(&write, NULL), "kvlab_write");
+  done(kvlab_write(&write, NULL));
 }
 
 /* One sequence of the cache. */
@@ -157,12 +157,12 @@ static void run_prompt(const Layer* layer, int sequence) {
   prefill->out = on_device(NULL, (size_t)(tokens * Q) * sizeof(float));
   prefill->rows = on_device(NULL, (size_t)(tokens * QUERY_HEADS) * sizeof(kvlab_row_softmax));
   prefill->pages = one.pages;
-  check(kvlab_prefill_attention(prefill, NULL), "kvlab_prefill_attention");
+  done(kvlab_prefill_attention(prefill, NULL));
   observe.needs = kvlab_policy_needs(layer->policy);
   observe.keys_end = tokens;
   observe.seen = on_device(NULL, SLOTS * sizeof(kvlab_observation));
   observe.workspace = on_device(NULL, kvlab_observe_workspace(&observe));
-  check(kvlab_observe(&observe, NULL), "kvlab_observe");
+  done(kvlab_observe(&observe, NULL));
 
   const uint32_t admitted = (uint32_t)tokens;
   kvlab_shrink_args shrink;
@@ -175,7 +175,7 @@ static void run_prompt(const Layer* layer, int sequence) {
   shrink.admitted = on_device(&admitted, sizeof admitted);
   shrink.seen = observe.seen;
   shrink.workspace = on_device(NULL, kvlab_shrink_workspace(&one));
-  check(kvlab_shrink(layer->policy, &shrink, NULL), "kvlab_shrink");
+  done(kvlab_shrink(layer->policy, &shrink, NULL));
   hold(sequence, BUDGET); /* the first BUDGET slots are all that decoding takes */
   printf("sequence %d: %d tokens in, %d blocks held, %d unused\n", sequence, tokens, held[sequence],
          unused_count);
@@ -229,7 +229,7 @@ static double decode(const Layer* layer) {
     to_device(layer->now, now, sizeof now);
     draw_tokens(layer, SEQUENCES);
     write_tokens(layer, layer->cache, SEQUENCES, layer->now, NULL);
-    check(kvlab_evicting_attention(layer->policy, &step, NULL), "kvlab_evicting_attention");
+    done(kvlab_evicting_attention(layer->policy, &step, NULL));
     to_host(q, layer->q, sizeof q);
     to_host(out, step.out, sizeof out);
     to_host(keys, layer->cache.keys, sizeof keys);

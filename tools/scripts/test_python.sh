@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The Python package as people install it: an empty virtual environment, pip install, its tests, its types. Those of
 # kvlab.hf by the newest transformers of the day, and by the oldest one that it supports.
-# tools/scripts/test_python.sh [PYTHON]; KVLAB_COMMAND names a kvlab whose results are compared.
+# tools/scripts/test_python.sh [PYTHON]; KVLAB_COMMAND names a kvlab whose results are compared, KVLAB_BUILD a release
+# build whose objects serve: then the extension alone is compiled.
 # tools/scripts/test_python.sh --sanitize, afterwards: the tests once more, the extension under ASan and UBSan.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -11,7 +12,7 @@ sanitize() {
   local build library preload="" package=$PWD/build-python/asan
   [[ -x $folder/bin/python ]] || { echo "skipped: tools/scripts/test_python.sh has installed nothing"; return; }
   # What pip has built serves: only the extension's own files, and what reads arrays of Python's, are compiled anew.
-  build=$(dirname "$(ls -t build-python/*/CMakeInit.txt | head -1)")
+  build=${KVLAB_BUILD:-$(dirname "$(ls -t build-python/*/CMakeInit.txt | head -1)")}
   "$folder/bin/pip" install --quiet --disable-pip-version-check nanobind
   cmake "$build" -U 'NB_*' -U nanobind_DIR -DKVLAB_SANITIZE_EXTENSION=ON -DPython_EXECUTABLE="$folder/bin/python" >/dev/null
   cmake --build "$build" --target _kvlab
@@ -37,8 +38,14 @@ python=$(command -v "${1:-python3}")
 "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
   { echo "skipped: $python is no Python 3.10 with venv"; exit 0; }
 "$python" -m venv --clear "$folder"
-began=$SECONDS
-"$folder/bin/pip" install --quiet --disable-pip-version-check '.[all]' ||
+began=$SECONDS shared=()
+if [[ -n ${KVLAB_BUILD:-} ]]; then
+  shared=(-C build-dir="$KVLAB_BUILD")
+  for switch in $(sed -nE 's/^(KVLAB_[A-Z]+):BOOL=([A-Z]+)$/\1=\2/p' "$KVLAB_BUILD/CMakeCache.txt"); do
+    [[ $switch == KVLAB_PYTHON=* ]] || shared+=(-C cmake.define."$switch")
+  done
+fi
+"$folder/bin/pip" install --quiet --disable-pip-version-check "${shared[@]}" '.[all]' ||
   { echo "pip could not install kvlab" >&2; exit 1; }
 echo "pip install took $((SECONDS - began)) s"
 "$folder/bin/pip" install --quiet --disable-pip-version-check pytest mypy pandas-stubs types-tqdm papermill ipykernel uv \

@@ -15,7 +15,7 @@ TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 NEEDS = ("nothing", "mass", "requests", "both")
 UNLIMITED = 2**32 - 1
 OBSERVATION_BYTES = 24
-NOT_SUPPORTED = 801
+INVALID_VALUE, NOT_SUPPORTED = 1, 801
 
 
 class Pages(ctypes.Structure):  # kvlab_pages
@@ -194,6 +194,7 @@ def _pointer(struct: Any) -> Any:
 _SIZE, _TEXT = ctypes.c_size_t, ctypes.c_char_p
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_version": (I32, []),
+    "kvlab_last_error": (_TEXT, []),
     "kvlab_find_policy": (P, [_TEXT]),
     "kvlab_policy_name": (_TEXT, [I32]),
     "kvlab_policy_needs": (I32, [P]),

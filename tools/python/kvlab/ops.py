@@ -96,18 +96,10 @@ def _type(name: str, tensor: torch.Tensor) -> int:
     return _NAMES[tensor.dtype]
 
 
-def _done(name: str, error: int, given: torch.Tensor) -> None:
-    if error == 0:
-        return
-    if error == 1:  # cudaErrorInvalidValue, before any launch
-        raise ValueError(
-            f"kvlab_{name}: {given.dtype} {list(given.shape)} and what comes with it; head sizes 64, 96 and 128, at most"
-            " 8 query heads for a KV head, and every tensor that the policy needs are expected"
-        )
-    if error == _library.NOT_SUPPORTED:
-        raise ValueError(f"kvlab_{name}: this policy weighs a prompt's queries; observe with its weights is expected")
-    text = torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(error))
-    raise RuntimeError(f"kvlab_{name}: {text}")
+def _done(error: int) -> None:
+    if error:
+        refused = error in (_library.INVALID_VALUE, _library.NOT_SUPPORTED)
+        raise (ValueError if refused else RuntimeError)(library().kvlab_last_error().decode())
 
 
 def _cache(name: str, heads: tuple[int, int], most_slots: int, *tensors: Any, scale: float = 0.0) -> _library.Cache:
@@ -131,7 +123,7 @@ def _write(*given: Any) -> None:
         0 if rope is None else 2 * rope.shape[-2],
         *map(_at, (rope, rope_rows, sequences, slots, now, q)),
     )
-    _done("write", library().kvlab_write(args, stream), qkv)
+    _done(library().kvlab_write(args, stream))
 
 
 def _columns(*given: Any) -> None:
@@ -151,7 +143,7 @@ def _columns(*given: Any) -> None:
     args.slots, args.now, args.unit_keys, args.to, args.output = map(_at, (slots, now, unit_keys, to, output))
     args.hidden = 0 if output is None else output.shape[0]
     args.tokens, args.keys, args.key_row = keys.shape[0] // cache.sequences, keys.data_ptr(), keys.stride(0)
-    _done("columns", library().kvlab_columns(args, stream), keys)
+    _done(library().kvlab_columns(args, stream))
 
 
 def _state(layer: int, states: Any, columns: Any, room_at: Any, *rules: Any) -> _library.PolicyState:
@@ -182,7 +174,7 @@ def _evicting_attention(policy: str, *given: Any) -> None:
         *map(_at, (out, None, workspace)),
     )
     held = _library.policy(policy)
-    _done("evicting_attention", library().kvlab_evicting_attention(held.handle, args, stream), q)
+    _done(library().kvlab_evicting_attention(held.handle, args, stream))
 
 
 def _prefill(name: str, q: Any, first: int, softmax_scale: float, *tensors: Any) -> _library.PrefillArgs:
@@ -197,7 +189,7 @@ def _prefill_attention(*given: Any) -> None:
     given_values = {"q": q, "keys": keys, "values": values, "out": out}
     stream = _check("prefill_attention", q, given_values, first_slot=first_slot, older=older, rows=rows)
     args = _prefill("prefill_attention", q, first, softmax_scale, keys, values, first_slot, older, out, None, rows)
-    _done("prefill_attention", library().kvlab_prefill_attention(args, stream), q)
+    _done(library().kvlab_prefill_attention(args, stream))
 
 
 def _observe(policy: str, *given: Any) -> None:
@@ -217,7 +209,7 @@ def _observe(policy: str, *given: Any) -> None:
         tail,
         younger,
     )
-    _done("observe", library().kvlab_observe(args, stream), q)
+    _done(library().kvlab_observe(args, stream))
 
 
 def _shrink(policy: str, layer: int, query_heads: int, *given: Any) -> None:
@@ -241,7 +233,7 @@ def _shrink(policy: str, layer: int, query_heads: int, *given: Any) -> None:
         int(pool_max),
         int(weighted),
     )
-    _done("shrink", library().kvlab_shrink(_library.policy(policy).handle, args, stream), slots[1])
+    _done(library().kvlab_shrink(_library.policy(policy).handle, args, stream))
 
 
 def _number_by_age(*given: Any) -> None:
@@ -249,7 +241,7 @@ def _number_by_age(*given: Any) -> None:
     stream = _check("number_by_age", ages, {}, ages=ages, positions=positions, lengths=lengths, first_slot=first_slot)
     slots = (first_slot, keys, keys, positions, lengths, None, ages)
     cache = _cache("number_by_age", (query_heads, kv_heads), most_slots, *slots)
-    _done("number_by_age", library().kvlab_number_by_age(cache, stream), ages)
+    _done(library().kvlab_number_by_age(cache, stream))
 
 
 def attention_workspace(

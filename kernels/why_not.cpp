@@ -1,0 +1,285 @@
+#include "kernels/why_not.hpp"
+
+#include <fmt/format.h>
+
+#include <bit>
+#include <cstdint>
+#include <initializer_list>
+#include <string_view>
+#include <utility>
+
+#include "kernels/evict/eviction.hpp"
+#include "kernels/paged_rows.hpp"
+#include "kernels/types.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+bool aligned16(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
+
+/// The first of some wants that is not there.
+class Wants {
+ public:
+  explicit Wants(std::string of = "") : of_(std::move(of)) {}
+
+  /// `said`: what is, and what would be right; behind the struct's name.
+  template <class... Parts>
+  Wants& that(bool holds, fmt::format_string<const Parts&...> said, const Parts&... parts) {
+    if (!holds && missing_.empty()) missing_ = of_ + fmt::format(said, parts...);
+    return *this;
+  }
+  Wants& pointers(std::initializer_list<std::pair<const void*, const char*>> all) {
+    for (const auto& [pointer, name] : all) that(pointer != nullptr, "{} is NULL", name);
+    return *this;
+  }
+  /// Arrays of keys, values, queries and outputs.
+  Wants& rows(std::initializer_list<std::pair<const void*, const char*>> all) {
+    pointers(all);
+    for (const auto& [pointer, name] : all)
+      that(aligned16(pointer), "{} does not begin at a multiple of 16 bytes", name);
+    return *this;
+  }
+  Wants& also(const std::string& missing) {
+    if (missing_.empty()) missing_ = missing;
+    return *this;
+  }
+  std::string missing() const { return missing_; }
+
+ private:
+  std::string of_, missing_;
+};
+
+void want_type(Wants& wants, kvlab_type type) {
+  wants.that(is_type(type), "type is {}; KVLAB_BF16, KVLAB_F16 or KVLAB_F32",
+             static_cast<int>(type));
+}
+
+std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, std::int64_t slots,
+                    const std::string& of) {
+  Wants wants(of + "pages.");
+  if (pages.blocks == nullptr)
+    return wants.that(pages.page == 0, "blocks is NULL, and page {}: both or neither", pages.page)
+        .missing();
+  const std::int64_t in_16_bytes =
+      16 / static_cast<std::int64_t>(bytes_of(static_cast<Type>(type)));
+  wants.that(pages.page >= kFewestSlotsOfBlock && pages.page <= 1 << 20 &&
+                 std::has_single_bit(static_cast<unsigned>(pages.page)),
+             "page is {}; a power of two from {} to 2^20", pages.page, kFewestSlotsOfBlock);
+  wants.that(std::int64_t{pages.page} * pages.most_blocks >= slots,
+             "most_blocks is {} of {} slots: {} slots are wanted", pages.most_blocks, pages.page,
+             slots);
+  for (const auto& [stride, name] : {std::pair{pages.block_stride, "block_stride"},
+                                     {pages.slot_stride, "slot_stride"},
+                                     {pages.head_stride, "head_stride"}})
+    wants.that(stride >= 0 && stride % in_16_bytes == 0,
+               "{} is {}; a multiple of {} elements, 16 bytes", name, stride, in_16_bytes);
+  wants.that(pages.slot_stride >= head_size && pages.slot_stride <= 1 << 24,
+             "slot_stride is {}; at least head_size, {}, and at most 2^24", pages.slot_stride,
+             head_size);
+  wants.that(pages.by_pair != 0 || pages.head_stride >= head_size,
+             "head_stride is {}; at least head_size, {}", pages.head_stride, head_size);
+  return wants.missing();
+}
+
+/// What every attention wants of a shape.
+void want_shape(Wants& wants, kvlab_type type, int query_heads, int kv_heads, int head_size) {
+  constexpr int kMostGroup = 8;
+  want_type(wants, type);
+  wants
+      .that(kv_heads > 0 && query_heads > 0 && query_heads % kv_heads == 0,
+            "query_heads is {}, kv_heads {}: each KV head has as many", query_heads, kv_heads)
+      .that(kv_heads < 1 || query_heads / kv_heads <= kMostGroup,
+            "query_heads is {}, kv_heads {}: at most {} for each KV head", query_heads, kv_heads,
+            kMostGroup)
+      .that(is_head_size(head_size), "head_size is {}; 64, 96, 128 or 256", head_size);
+}
+
+std::string why_not(const DevicePolicy& policy, const kvlab_policy_state& state) {
+  Wants wants("policy.");
+  wants.pointers(
+      {{state.rules, "rules"}, {state.seeds, "seeds"}, {state.sequence_ids, "sequence_ids"}});
+  const std::string_view name = policy.name;
+  return wants
+      .that(policy.slot_bytes == 0 || state.states, "states is NULL: {} has {} bytes a slot", name,
+            policy.slot_bytes)
+      .that(policy.params_bytes == 0 || state.params, "params is NULL: {} has {} bytes a sequence",
+            name, policy.params_bytes)
+      .that(policy.columns.empty() || state.columns, "columns is NULL: {} reads {} a slot", name,
+            policy.columns.size())
+      .missing();
+}
+
+std::string why_not(const kvlab_cache& cache, const char* name) {
+  return Wants(std::string(name) + ".")
+      .rows({{cache.keys, "keys"}, {cache.values, "values"}})
+      .pointers({{cache.first_slot, "first_slot"},
+                 {cache.positions, "positions"},
+                 {cache.lengths, "lengths"},
+                 {cache.next_slots, "next_slots"}})
+      .also(why_not_shape(cache, name))
+      .missing();
+}
+
+}  // namespace
+
+bool is_type(kvlab_type type) { return type >= KVLAB_BF16 && type <= KVLAB_F32; }
+
+std::string why_not_shape(const kvlab_cache& cache, const char* name) {
+  const std::string of = std::string(name) + ".";
+  Wants wants(of);
+  want_type(wants, cache.type);
+  return wants
+      .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.most_slots > 0,
+            "sequences is {}, kv_heads {}, most_slots {}: each at least 1", cache.sequences,
+            cache.kv_heads, cache.most_slots)
+      .that(std::int64_t{cache.sequences} * cache.kv_heads <= 65535,
+            "sequences times kv_heads is {}; at most 65535",
+            std::int64_t{cache.sequences} * cache.kv_heads)
+      .also(is_type(cache.type)
+                ? why_not(cache.pages, cache.head_size, cache.type, cache.most_slots, of)
+                : "")
+      .missing();
+}
+
+std::string why_not(const kvlab_write_args& args) {
+  const kvlab_cache& cache = args.cache;
+  Wants wants;
+  want_type(wants, cache.type);
+  return wants.that(args.tokens > 0, "tokens is {}; at least 1", args.tokens)
+      .that(cache.query_heads > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
+                cache.head_size <= 1024,
+            "cache.query_heads is {}, kv_heads {}, head_size {}: each at least 1, head_size at "
+            "most 1,024",
+            cache.query_heads, cache.kv_heads, cache.head_size)
+      .that(args.rotated >= 0 && args.rotated % 2 == 0 && args.rotated <= cache.head_size,
+            "rotated is {}; an even number of at most head_size, {}", args.rotated, cache.head_size)
+      .pointers({{args.qkv, "qkv"}, {args.sequences, "sequences"}, {args.q, "q"}})
+      .pointers({{cache.keys, "cache.keys"},
+                 {cache.values, "cache.values"},
+                 {cache.first_slot, "cache.first_slot"},
+                 {cache.next_slots, "cache.next_slots"}})
+      .that(args.rotated == 0 || (args.rope && args.rope_rows),
+            "rope or rope_rows is NULL, and rotated {}", args.rotated)
+      .also(why_not(cache.pages, cache.head_size, cache.type, 1, "cache."))
+      .missing();
+}
+
+std::string why_not(const kvlab_columns_args& args) {
+  Wants wants;
+  want_type(wants, args.cache.type);
+  wants.that(args.count >= 1 && args.count <= static_cast<int>(kMaxColumns), "count is {}; 1 to {}",
+             args.count, kMaxColumns);
+  for (int at = 0; wants.missing().empty() && at < args.count; ++at) {
+    const kvlab_column column = args.columns[at];
+    wants
+        .that(column >= KVLAB_KEY_NORM && column <= KVLAB_VALUE_OUT_NORM1,
+              "columns[{}] is {}, no kvlab_column", at, static_cast<int>(column))
+        .that(column != KVLAB_KEY_COSINE || args.unit_keys,
+              "unit_keys is NULL: KVLAB_KEY_COSINE has a mean to keep")
+        .that(column != KVLAB_VALUE_OUT_NORM1 || (args.output && args.hidden > 0),
+              "output is NULL or hidden {}: KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden);
+  }
+  return wants.that(args.tokens > 0, "tokens is {}; at least 1", args.tokens)
+      .pointers({{args.slots, "slots"}, {args.keys, "keys"}, {args.to, "to"}})
+      .pointers({{args.cache.first_slot, "cache.first_slot"}, {args.cache.values, "cache.values"}})
+      .also(why_not(args.cache.pages, args.cache.head_size, args.cache.type, args.tokens, "cache."))
+      .missing();
+}
+
+std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args& args) {
+  Wants wants("cache.");
+  want_shape(wants, args.cache.type, args.cache.query_heads, args.cache.kv_heads,
+             args.cache.head_size);
+  wants.also(why_not(args.cache, "cache")).also(why_not(policy, args.policy));
+  Wants rest;
+  rest.that(!needs_requests(policy.needs) || args.policy.threshold16,
+            "policy.threshold16 is NULL: {} counts requests", std::string_view(policy.name))
+      .that(args.numbering >= KVLAB_ORIGINAL && args.numbering <= KVLAB_TWO_FRAMES,
+            "numbering is {}, no kvlab_positions", static_cast<int>(args.numbering))
+      .pointers({{args.now, "now"}})
+      .rows({{args.q, "q"}, {args.out, "out"}, {args.workspace, "workspace"}});
+  if (args.numbering != KVLAB_ORIGINAL) {
+    rest.pointers({{args.inv_freq, "inv_freq, of squeezed positions,"}})
+        .that(args.rotated == args.cache.head_size, "rotated is {}; squeezed, all of head_size, {}",
+              args.rotated, args.cache.head_size)
+        .that(args.numbering != KVLAB_SQUEEZED || args.cache.ages,
+              "cache.ages is NULL, and numbering KVLAB_SQUEEZED")
+        .that(args.numbering != KVLAB_TWO_FRAMES || policy.oldest_first,
+              "numbering is KVLAB_TWO_FRAMES: window and sink alone go by it, not {}",
+              std::string_view(policy.name));
+  }
+  return wants.also(rest.missing()).missing();
+}
+
+std::string why_not(const DevicePolicy& policy,
+                    std::span<const kvlab_evicting_attention_args> layers) {
+  Wants wants;
+  wants.that(!layers.empty() && layers.size() <= kMostObservedLayers, "count is {}; 1 to {}",
+             layers.size(), kMostObservedLayers);
+  for (std::size_t i = 0; i < layers.size() && wants.missing().empty(); ++i) {
+    const std::string missing = why_not(policy, layers[i]);
+    wants.also(missing.empty() ? "" : fmt::format("layers[{}]: {}", i, missing));
+  }
+  return wants.missing();
+}
+
+std::string why_not(const kvlab_prefill_args& args) {
+  Wants wants;
+  want_shape(wants, args.type, args.query_heads, args.kv_heads, args.head_size);
+  constexpr int kMost = 1 << 27;
+  return wants
+      .that(args.first >= 0 && args.first < kMost && args.queries >= 1 && args.queries < kMost,
+            "first is {}, queries {}; from 0, from 1, and below 2^27", args.first, args.queries)
+      .that((args.sequences == 0) == (args.first_query == nullptr),
+            "sequences is {}, and first_query {}: both are of a batch", args.sequences,
+            args.first_query == nullptr ? "NULL" : "given")
+      .that(args.sequences >= 0 && args.sequences <= 65535, "sequences is {}; at most 65535",
+            args.sequences)
+      .that(args.sequences == 0 ? args.all_queries == 0
+                                : args.all_queries >= args.queries && args.all_queries < kMost,
+            "all_queries is {} of {} sequences; at least queries, {}, of a batch, and 0 of one "
+            "sequence",
+            args.all_queries, args.sequences, args.queries)
+      .pointers({{args.first_slot, "first_slot"}})
+      .rows({{args.q, "q"}, {args.keys, "keys"}})
+      .also(is_type(args.type) ? why_not(args.pages, args.head_size, args.type,
+                                         std::int64_t{args.first} + args.queries, "")
+                               : "")
+      .missing();
+}
+
+std::string why_not(const kvlab_observe_args& args) {
+  Wants wants;
+  const std::string prefill = why_not(args.prefill);
+  return wants.also(prefill.empty() ? "" : "prefill." + prefill)
+      .that(args.needs >= KVLAB_MASS && args.needs <= KVLAB_BOTH,
+            "needs is {}; KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH", static_cast<int>(args.needs))
+      .that(args.younger >= 0 && args.keys_end >= 1, "younger is {}, keys_end {}; from 0, from 1",
+            args.younger, args.keys_end)
+      .pointers({{args.prefill.rows, "prefill.rows"}, {args.seen, "seen"}})
+      .rows({{args.workspace, "workspace"}})
+      .that(args.needs == KVLAB_MASS || args.threshold16,
+            "threshold16 is NULL, and requests are counted")
+      .missing();
+}
+
+std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args) {
+  Wants wants;
+  const kvlab_cache &from = args.from, &to = args.to;
+  return wants.also(why_not(from, "from"))
+      .also(why_not(to, "to"))
+      .that(from.type == to.type && from.sequences == to.sequences &&
+                from.kv_heads == to.kv_heads && from.head_size == to.head_size,
+            "to is of another type or shape than from")
+      .that(
+          from.head_size >= 1 && from.head_size * bytes_of(static_cast<Type>(from.type)) % 16 == 0,
+          "from.head_size is {}; rows of multiples of 16 bytes", from.head_size)
+      .also(why_not(policy, args.policy))
+      .that(policy.slot_bytes == 0 || args.to_states, "to_states is NULL, and policy.states is not")
+      .that(policy.columns.empty() || args.to_columns,
+            "to_columns is NULL, and policy.columns is not")
+      .pointers({{args.workspace, "workspace"}, {args.now, "now"}, {args.admitted, "admitted"}})
+      .missing();
+}
+
+}  // namespace kvlab::kernels
