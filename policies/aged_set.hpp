@@ -21,8 +21,6 @@ namespace kvlab {
 
 class LayerBudgets;  // policies/budgets/layer_budgets.hpp
 
-inline constexpr std::uint32_t kNoBudget = 0xffff'ffffu;  ///< never evicts
-
 class AgedSet {
  public:
   /// Which cache this is: enters Step, hence `random`.

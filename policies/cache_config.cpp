@@ -31,6 +31,7 @@ HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length,
 void check_guards(const ResolvedConfig& config) {
   for (std::size_t l = 0; l < config.head_budgets.size(); ++l)
     for (const std::uint32_t own : config.head_budgets[l]) try {
+        if (own == kNoBudget) continue;
         resolve_guards(config.policy, own);
       } catch (const std::invalid_argument& error) {
         throw std::invalid_argument(
@@ -99,7 +100,8 @@ void climb(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size
                   ? ladder.slots(config.budget.bytes_of(length, head_size), head_size / kCodeBlock)
                   : ladder.slots_of_tokens(config.budget_tokens));
   for (auto& layer : config.head_budgets)
-    for (std::uint32_t& own : layer) own = climb(config, ladder.slots_of_tokens(own));
+    for (std::uint32_t& own : layer)
+      if (own != kNoBudget) own = climb(config, ladder.slots_of_tokens(own));
 }
 
 }  // namespace
@@ -117,7 +119,13 @@ ResolvedConfig ResolvedConfig::of_head(std::uint32_t layer, std::uint32_t kv_hea
   ResolvedConfig own = *this;
   if (head_budgets.empty() || !evicts()) return own;
   own.budget_tokens = budget_of(layer, kv_head);
-  if (policy.entry) own.guards = resolve_guards(policy, own.budget_tokens);
+  if (exempts(layer)) {
+    if (policy.entry) own.policy = parse_policy("full");
+    own.positions = Positions::original;
+    own.guards = {};
+  } else if (policy.entry) {
+    own.guards = resolve_guards(policy, own.budget_tokens);
+  }
   own.head_budgets.clear();
   return own;
 }
@@ -142,7 +150,8 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   resolved.asked_tokens =
       resolved.head_budgets.empty() ? resolved.budget_tokens : mean_budget(resolved.head_budgets);
   for (const auto& layer : resolved.head_budgets)
-    resolved.budget_tokens = std::max(resolved.budget_tokens, std::ranges::max(layer));
+    if (layer.front() != kNoBudget)
+      resolved.budget_tokens = std::max(resolved.budget_tokens, std::ranges::max(layer));
   climb(resolved, length, model.head_size);
   if (!config.policy.entry) return resolved;
   resolved.guards = resolve_guards(config.policy, resolved.budget_tokens);

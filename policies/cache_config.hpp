@@ -66,8 +66,12 @@ struct ResolvedConfig : CacheConfig {
   std::vector<std::uint32_t> spans = {};
 
   std::uint32_t span_of(std::uint32_t layer) const { return spans.empty() ? 0 : spans[layer]; }
+  /// Whether all tokens of the layer stay, in 16 bit, whatever is asked of the others.
+  bool exempts(std::uint32_t layer) const {
+    return evicts() && !head_budgets.empty() && head_budgets[layer].front() == kNoBudget;
+  }
   Positions positions_of(std::uint32_t layer) const {
-    return span_of(layer) > 0 ? Positions::original : positions;
+    return span_of(layer) > 0 || exempts(layer) ? Positions::original : positions;
   }
   std::uint32_t budget_of(std::uint32_t layer, std::uint32_t kv_head) const {
     if (span_of(layer) > 0) return span_of(layer);
@@ -77,13 +81,14 @@ struct ResolvedConfig : CacheConfig {
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {seed, sequence, layer_numbers.empty() ? layer : layer_numbers[layer], kv_head};
   }
-  /// What one KV head alone does: budget_tokens and guards are its own.
+  /// What one KV head alone does: budget_tokens and guards are its own; full in an exempt layer.
   ResolvedConfig of_head(std::uint32_t layer, std::uint32_t kv_head) const;
   /// The empty cache of one KV head. Throws std::invalid_argument where the guards do not fit its
   /// budget.
   LiveSet live_set(std::uint32_t layer, std::uint32_t kv_head) const {
     if (const std::uint32_t span = span_of(layer); span > 0)
       return {parse_policy("window"), span, identity(layer, kv_head)};
+    if (exempts(layer)) return {parse_policy("full"), kNoBudget, identity(layer, kv_head)};
     LiveSet live{policy, budget_of(layer, kv_head), identity(layer, kv_head)};
     if (shares_slots()) live.share_slots();
     if (const auto own = rungs.find(live.budget()); own != rungs.end()) live.keep_at(own->second);

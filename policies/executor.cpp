@@ -48,6 +48,8 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
   if (config.shares_slots() && !executor.shared_slots) return of_budget + unknown("it");
   if (!config.budget.is_even() && !executor.head_budgets)
     return of_budget + unknown("budgets by head");
+  if (config.budget.exempts() && !executor.exempt_layers)
+    return of_budget + unknown("exempt layers");
   const std::string of_policy = fmt::format("policy {}: ", policy.name);
   if (policy.modifiers.scope == Modifiers::Scope::layer && !executor.scope_layer)
     return of_policy + unknown("scope=layer");

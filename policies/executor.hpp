@@ -20,10 +20,11 @@ enum class Columns { none, built_in, any };
 /// What it knows is true here; an executor that learns something turns that to true in its line
 /// below, and has no other gate.
 struct Executor {
-  const char* name;           ///< of messages: "the CUDA decoder"
-  const char* instead;        ///< who knows the rest: "--device cpu"
-  bool head_budgets = false;  ///< unequal ones: of a file, pyramid()
-  bool shared_slots = false;  ///< ada()
+  const char* name;            ///< of messages: "the CUDA decoder"
+  const char* instead;         ///< who knows the rest: "--device cpu"
+  bool head_budgets = false;   ///< unequal ones: of a file, pyramid()
+  bool exempt_layers = false;  ///< `null` in a file
+  bool shared_slots = false;   ///< ada()
   bool scope_layer = false;
   bool group_max = false;
   bool ladders = false;
@@ -36,6 +37,7 @@ struct Executor {
 inline constexpr Executor kDecoder{.name = "a decoder",
                                    .instead = "a replay",
                                    .head_budgets = true,
+                                   .exempt_layers = true,
                                    .shared_slots = true,
                                    .scope_layer = true,
                                    .group_max = true,

@@ -100,13 +100,16 @@ Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
     for (std::uint32_t head = 0; head < model.kv_heads; ++head)
       (config.span_of(layer) > 0 ? of_spans : heads)[config.budget_of(layer, head)] += 1;
   const auto bytes = static_cast<double>(kv_bytes_per_token(model.head_size)),
-             state = static_cast<double>(state_bytes_per_token(config));
+             state = static_cast<double>(state_bytes_per_token(config)),
+             plain = static_cast<double>(state_bytes_per_token({}));
   Memory memory;
   for (const auto& [budget, count] : heads) {
     const LiveCounts counts = live_counts(config, budget);
     memory.mean += count * bytes * counts.held_mean;
     memory.peak += count * bytes * counts.held_peak;
-    memory.state += count * state * counts.end;
+    const bool exempt = config.evicts() && budget == kNoBudget;
+    memory.exempt_peak += exempt ? count * bytes * counts.held_peak : 0;
+    memory.state += count * (exempt ? plain : state) * counts.end;
     memory.budget += count * bytes * counts.held_budget;
   }
   ResolvedConfig window;
@@ -125,6 +128,14 @@ std::string span_text(std::size_t layers, double mean_bytes, double peak_bytes) 
   return fmt::format(
       "{} layers with a span beside them keep {:.2f} MiB of keys and values, at most {:.2f}",
       layers, mean_bytes / kMiB, peak_bytes / kMiB);
+}
+
+std::string exempt_text(double peak_bytes, double exempt_peak_bytes) {
+  constexpr double kMiB = 1 << 20;
+  return fmt::format(
+      "at most {:.2f} MiB of keys and values where it acts, {:.2f} in exempt layers, {:.2f} "
+      "together",
+      (peak_bytes - exempt_peak_bytes) / kMiB, exempt_peak_bytes / kMiB, peak_bytes / kMiB);
 }
 
 std::uint64_t state_bytes_per_token(const CacheConfig& config) {

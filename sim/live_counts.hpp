@@ -26,11 +26,12 @@ struct LiveCounts {
 /// heads of a layer, and the sums over them are right.
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget);
 
-/// What a configuration holds in all heads of the layers that it acts on, bytes.
+/// What a configuration holds in all heads of the layers without a span, bytes.
 struct Memory {
   double mean = 0, peak = 0;  ///< keys and values over decoded queries, 16 bit; the heads' summed
   double state = 0;           ///< policy state beside them, at the end
   double budget = 0;          ///< what the budget's tokens would take
+  double exempt_peak = 0;     ///< of `peak`: in the layers that a budget exempts
   /// Beside these: of the layers with a span, which keep it as `window` does.
   double span_mean = 0, span_peak = 0;
 
@@ -38,6 +39,8 @@ struct Memory {
 };
 /// "15 layers with a span beside them keep 1.20 MiB of keys and values, at most 1.30", or "".
 std::string span_text(std::size_t layers, double mean_bytes, double peak_bytes);
+/// "at most 1.30 MiB of keys and values where it acts, 2.60 in exempt layers, 3.90 together"
+std::string exempt_text(double peak_bytes, double exempt_peak_bytes);
 /// `config` with its admissions, in a model of such heads.
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model);
 

@@ -162,6 +162,9 @@ class Replay {
     return plan;
   }
 
+  static bool evicts_by_layer(const ResolvedConfig& config, std::uint32_t layer) {
+    return config.evicts_by_layer() && !config.exempts(layer);
+  }
   /// Without lanes: one live set at a time.
   bool runs_plainly(const CacheConfig& config, std::uint32_t layer) const {
     return options_.plain || config.policy.name == kOracleResidual || !trace_.row(layer).is_plain();
@@ -195,7 +198,7 @@ class Replay {
     const auto [layer, kv_head] = unit;
     std::vector<std::size_t> by_layer[2], topk, plainly, in_lanes;  // the first: in lanes, plainly
     for (const std::size_t c : which)
-      (configs_[c].evicts_by_layer()            ? by_layer[runs_plainly(configs_[c], layer)]
+      (evicts_by_layer(configs_[c], layer)      ? by_layer[runs_plainly(configs_[c], layer)]
        : !runs_plainly(configs_[c], layer)      ? in_lanes
        : configs_[c].policy.name == kOracleTopk ? topk
                                                 : plainly)
@@ -294,8 +297,8 @@ class Replay {
                                     const HeadView& view) const {
     const ResolvedConfig& config = configs_[c];
     const auto run = [&](LiveSet live) {
-      return std::make_unique<HeadRun>(std::move(live), config.positions, config.admissions, view,
-                                       ropes_[layer], arithmetics_[layer]);
+      return std::make_unique<HeadRun>(std::move(live), config.positions_of(layer),
+                                       config.admissions, view, ropes_[layer], arithmetics_[layer]);
     };
     if (config.policy.entry) return run(config.live_set(layer, kv_head));
     const std::shared_ptr<Oracle> oracle = make_oracle(config.policy.name, layer, kv_head, view);
@@ -501,7 +504,7 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
       kept.push_back({query, {live.begin(), live.end()}});
   };
   const std::size_t only[] = {0};
-  if (config.evicts_by_layer()) {
+  if (job.evicts_by_layer(job.configs().front(), layer)) {
     job.run_layer_together(only, layer, nullptr, kv_head, keep);
     return kept;
   }

@@ -93,9 +93,15 @@ std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model)
     for (std::uint32_t& own : layer) own = tokens * (4 + next++ * 5 % 7) / 6;
   HeadBudgets layers = heads;
   for (auto& layer : layers) std::ranges::fill(layer, layer.front());
-  return {parse_budget(std::to_string(tokens)), parse_budget(fmt::format("pyramid({})", tokens)),
-          parse_budget(fmt::format("ada({})", tokens)), budget_of_heads(heads),
-          budget_of_heads(layers)};
+  std::vector<Budget> budgets = {parse_budget(std::to_string(tokens)),
+                                 parse_budget(fmt::format("pyramid({})", tokens)),
+                                 parse_budget(fmt::format("ada({})", tokens)),
+                                 budget_of_heads(heads), budget_of_heads(layers)};
+  if (model.layers > 1) {
+    std::ranges::fill(layers[model.layers / 2], kNoBudget);
+    budgets.push_back(budget_of_heads(layers));
+  }
+  return budgets;
 }
 
 std::vector<CacheConfig> covering(const Choices& choices, const Executor* executor,

@@ -32,7 +32,8 @@ struct Choices {
   std::vector<Positions> positions = {Positions::original, Positions::cache};
 };
 
-/// "24", "pyramid(24)", "ada(24)", and numbers by head about it, of a model of two or more heads.
+/// "24", "pyramid(24)", "ada(24)", numbers by head about it, and by layer but for one that is
+/// exempt, of a model of two or more heads.
 std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model);
 
 /// A sample in which each two choices meet that can, by a greedy search in an order of its own; all

@@ -11,7 +11,7 @@ std::uint32_t longest_span(const ResolvedConfig& cache, std::uint32_t longest_pr
                            std::uint32_t length) {
   const Modifiers& modifiers = cache.policy.modifiers;
   if (cache.positions == Positions::original || !cache.evicts() || modifiers.once ||
-      cache.shares_slots())
+      cache.shares_slots() || cache.budget.exempts())
     return length;
   const std::uint32_t admission =
       cache.prefill.chunk == 0 ? longest_prompt : std::min(longest_prompt, cache.prefill.chunk);

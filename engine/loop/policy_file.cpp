@@ -113,7 +113,8 @@ Budget budget_from(const JsonFields& fields, const PolicySpec& policy) {
   const Budget own = budget_from_json(budget, fields.where() + ": budget");
   if (own.is_even()) resolve_guards(policy, own.extent.tokens);
   for (const auto& layer : own.heads)
-    for (const std::uint32_t tokens : layer) resolve_guards(policy, tokens);
+    for (const std::uint32_t tokens : layer)
+      if (tokens != kNoBudget) resolve_guards(policy, tokens);
   return own;
 }
 
@@ -180,7 +181,7 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
     params[std::string(cache.policy.entry->params[i].name)] = cache.policy.params[i];
   json budget = cache.budget.extent.tokens;
   if (!cache.budget.heads.empty())
-    budget = cache.budget.heads;
+    budget = budgets_json(cache.budget.heads);
   else if (!cache.budget.is_even() || cache.budget.in_bytes)
     budget = cache.budget.text();
   nlohmann::ordered_json top{

@@ -81,6 +81,10 @@ Budget Budget::at_length(std::uint32_t length, std::uint32_t head_size) const {
   return fixed;
 }
 
+bool Budget::exempts() const {
+  return std::ranges::any_of(heads, [](const auto& layer) { return layer.front() == kNoBudget; });
+}
+
 CacheShape CacheShape::acted_on() const {
   const auto with_span = spans.size() - static_cast<std::size_t>(std::ranges::count(spans, 0u));
   return {layers - static_cast<std::uint32_t>(with_span), kv_heads, head_size};
@@ -89,6 +93,7 @@ CacheShape CacheShape::acted_on() const {
 std::uint32_t mean_budget(const HeadBudgets& heads) {
   std::uint64_t sum = 0, count = 0;
   for (const auto& layer : heads) {
+    if (layer.front() == kNoBudget) continue;
     for (const std::uint32_t own : layer) sum += own;
     count += layer.size();
   }
@@ -107,6 +112,7 @@ Budget budget_of_heads(HeadBudgets heads, std::string file) {
                                               l, zero - heads[l].begin()));
   }
   const std::uint32_t mean = mean_budget(heads);
+  if (mean == 0) throw std::invalid_argument(" exempts every layer; tokens for one are expected");
   return {.extent = tokens(mean), .heads = std::move(heads), .file = std::move(file)};
 }
 

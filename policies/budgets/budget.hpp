@@ -9,7 +9,9 @@
 
 namespace kvlab {
 
-/// Tokens [layer][kv_head].
+inline constexpr std::uint32_t kNoBudget = 0xffff'ffffu;  ///< never evicts
+
+/// Tokens [layer][kv_head]; kNoBudget in all of a layer that is exempt.
 using HeadBudgets = std::vector<std::vector<std::uint32_t>>;
 
 /// A model's layers, the KV heads of each, and the channels of a head; 0: not known.
@@ -57,13 +59,15 @@ struct Budget {
   Budget at_length(std::uint32_t length, std::uint32_t head_size) const;
   /// Whether all heads have one budget, which resolve() says.
   bool is_even() const { return split == Split::even && heads.empty(); }
+  /// Whether a file leaves a layer alone: there all tokens stay, in 16 bit.
+  bool exempts() const;
 };
 
-/// The mean, each layer counting alike, rounded.
+/// The mean over the layers that are not exempt, each counting alike, rounded.
 std::uint32_t mean_budget(const HeadBudgets& heads);
 
 /// What a file at `file` says. Throws std::invalid_argument that is to follow the file's name: no
-/// layers, layers of different numbers of heads, a number that is 0.
+/// layers, layers of different numbers of heads, a number that is 0, or nothing but exempt layers.
 Budget budget_of_heads(HeadBudgets heads, std::string file = {});
 
 /// Throws std::invalid_argument: not so many layers, or KV heads.

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "policies/catalogue.hpp"
@@ -29,9 +30,14 @@ Budget budget_from_json(const json& value, const std::string& where, std::string
   if (!value.is_array())
     return {.extent = tokens(tokens_from(value, where)), .file = std::move(file)};
   HeadBudgets heads;
-  const bool by_head = !value.empty() && value.front().is_array();
+  const auto first = std::ranges::find_if(value, [](const json& v) { return !v.is_null(); });
+  const bool by_head = first != value.end() && first->is_array();
   for (const json& layer : value) {
     const std::string at = fmt::format("{}[{}]", where, heads.size());
+    if (layer.is_null()) {
+      heads.emplace_back(by_head ? first->size() : 1, kNoBudget);
+      continue;
+    }
     if (layer.is_array() != by_head)
       throw std::runtime_error(
           at + (by_head ? ": should be a list of tokens, one for each KV head, as before"
@@ -57,10 +63,19 @@ Budget read_budget(std::string_view text) {
                           file + ": budgets", file);
 }
 
+json budgets_json(const HeadBudgets& heads) {
+  json layers = json::array();
+  for (const auto& layer : heads)
+    layers.push_back(layer.front() == kNoBudget ? json(nullptr) : json(layer));
+  return layers;
+}
+
 std::string budgets_text(const HeadBudgets& heads) {
   std::string text = "[";
-  for (std::size_t l = 0; l < heads.size(); ++l)
-    text += fmt::format("{}\n  [{}]", l ? "," : "", fmt::join(heads[l], ", "));
+  for (const auto& layer : heads)
+    text += fmt::format(
+        "{}\n  {}", text.size() > 1 ? "," : "",
+        layer.front() == kNoBudget ? "null" : fmt::format("[{}]", fmt::join(layer, ", ")));
   return text + "\n]\n";
 }
 

@@ -9,8 +9,8 @@
 
 namespace kvlab {
 
-/// Tokens: one number, one for each layer, or for each layer and KV head. Throws std::runtime_error
-/// that begins with `where`. `file` is the budget's.
+/// Tokens: one number, one for each layer, or for each layer and KV head; null exempts a layer.
+/// Throws std::runtime_error that begins with `where`. `file` is the budget's.
 Budget budget_from_json(const nlohmann::json& value, const std::string& where,
                         std::string file = {});
 
@@ -18,7 +18,9 @@ Budget budget_from_json(const nlohmann::json& value, const std::string& where,
 /// std::invalid_argument as parse_budget does.
 Budget read_budget(std::string_view text);
 
-/// A list by layer of lists by KV head, as JSON text.
+/// A list by layer of lists by KV head, or of null.
+nlohmann::json budgets_json(const HeadBudgets& heads);
+/// Likewise, as JSON text.
 std::string budgets_text(const HeadBudgets& heads);
 
 }  // namespace kvlab

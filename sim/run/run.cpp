@@ -87,7 +87,7 @@ RunTrace trace_from(const JsonFields& fields) {
 json to_json(const RunConfig& config) {
   json top{{"policy", config.policy},   {"params", config.params},       {"budget", config.budget},
            {"prefill", config.prefill}, {"positions", config.positions}, {"seed", config.seed}};
-  if (!config.budgets.empty()) top["budgets"] = config.budgets;
+  if (!config.budgets.empty()) top["budgets"] = budgets_json(config.budgets);
   return top;
 }
 

@@ -170,7 +170,7 @@ class Tabulator {
   /// would take.
   void count() {
     evictions_ = live_max_ = live_end_ = zeros_ = mean_held_ = peak_held_ = end_held_ = budget_ = 0;
-    heads_ = 0;
+    heads_ = state_ = 0;
     for_heads(c_, [&](const HeadOutcome& of, std::uint32_t layer, std::uint32_t head) {
       ++heads_;
       evictions_ += static_cast<double>(of.evictions);
@@ -189,6 +189,9 @@ class Tabulator {
       mean_held_ += counts.held_mean + share;
       peak_held_ += counts.held_peak + share;
       end_held_ += counts.held_end + share;
+      state_ += static_cast<double>(of.live_end) *
+                static_cast<double>(config().exempts(layer) ? state_bytes_per_token({})
+                                                            : state_bytes_per_token(config()));
       budget_ += counts.held_budget;
     });
   }
@@ -198,7 +201,6 @@ class Tabulator {
     const double own = 2.0 * of_.shape.head_size * static_cast<double>(bytes_of(of_.shape.dtype));
     return config().policy.ladder.is_coded() ? end_held_ * held_bytes() : live_end_ * own;
   }
-  double state_bytes() const { return static_cast<double>(state_bytes_per_token(config())); }
 
   const ReplayOutcome& of_;
   const QuerySpan& span_;
@@ -211,7 +213,7 @@ class Tabulator {
   std::map<std::uint32_t, LiveCounts> known_counts_;  // by budget
   std::uint64_t heads_ = 0;
   double evictions_ = 0, live_max_ = 0, live_end_ = 0, zeros_ = 0;  // count()
-  double mean_held_ = 0, peak_held_ = 0, end_held_ = 0, budget_ = 0;
+  double mean_held_ = 0, peak_held_ = 0, end_held_ = 0, budget_ = 0, state_ = 0;
 };
 
 }  // namespace

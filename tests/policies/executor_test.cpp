@@ -1,6 +1,8 @@
 // What each executor of the rule refuses, and in which words.
 #include "policies/executor.hpp"
 
+#include <fmt/format.h>
+
 #include "tests/catch.hpp"
 
 using namespace kvlab;
@@ -36,6 +38,16 @@ TEST_CASE("An executor refuses what it does not know, in one line that names it 
     for (const char* budget : {"64", "pyramid(64)"})
       CHECK(refusal(kDecoder, asked(policy, budget)) == "");
   CHECK(refusal(kDecoder, asked("h2o", "ada(64)")) == "");
+}
+
+TEST_CASE("Layers that a budget exempts are run on the CPU alone") {
+  CacheConfig config = asked("h2o");
+  config.budget = budget_of_heads({{8}, {kNoBudget}}, "b.json");
+  CHECK(refusal(kDecoder, config) == "");
+  for (const Executor& executor : {kCudaDecoder, kKernelLibrary, kCudaLoop, kCudaReplay})
+    CHECK(refusal(executor, config) ==
+          fmt::format("budget @b.json: {} does not know exempt layers; {} does", executor.name,
+                      executor.instead));
 }
 
 TEST_CASE("Who runs no trace refuses columns that only a trace has, and references") {

@@ -86,6 +86,11 @@ TEST_CASE("a file gives one budget, or one for each layer, or for each layer and
   CHECK(heads.heads == HeadBudgets{{64, 32}, {1, 2147483647}});
   CHECK(heads.text() == "@" + heads.file);
   CHECK(read(budgets_text(heads.heads)).heads == heads.heads);
+  const Budget exempting = read("[null, [64, 32]]");
+  CHECK(exempting.heads == HeadBudgets{{kNoBudget, kNoBudget}, {64, 32}});
+  CHECK(exempting.exempts());
+  CHECK(exempting.extent.tokens == 48);
+  CHECK(read(budgets_text(exempting.heads)).heads == exempting.heads);
   CHECK(read_budget("pyramid(20%)").split == Budget::Split::pyramid);
 }
 
@@ -97,6 +102,8 @@ TEST_CASE("what a budget file cannot be is refused by file and place, on one lin
            {"NaN", "b.json"},
            {"\"64\"", "b.json: budgets"},
            {"null", "b.json: budgets"},
+           {"[null, null]", "b.json: budgets exempts every layer; tokens for one are expected"},
+           {"[[64, null], [64, 2]]", "b.json: budgets[0][1]"},
            {"{\"budgets\": 3}", "b.json: budgets"},
            {"[]", "b.json: budgets holds no layers"},
            {"[[]]", "b.json: budgets[0]"},

@@ -131,6 +131,36 @@ TEST_CASE("lanes measure and keep what the plain replay does, whatever is asked 
   }
 }
 
+TEST_CASE("in a layer that a budget exempts all tokens stay, exact, in lanes and plainly") {
+  RandomTrace wanted = shapes()[0];
+  wanted.layers = 2;
+  wanted.head_size = 32;
+  const Traced traced(wanted);
+  std::vector<CacheConfig> configs;
+  for (const char* policy :
+       {"h2o:ladder=4", "window:scope=layer", "sink", "oracle_mass", "oracle_topk"})
+    configs.push_back(
+        {.policy = parse_policy(policy, replay_references()),
+         .budget = budget_of_heads({{kNoBudget}, {9}}),
+         .prefill = {1},
+         .positions = std::string(policy) == "sink" ? Positions::cache : Positions::original});
+  check_equal(traced.trace, configs, Span::decode, true);
+  check_equal_sets(traced.trace, configs);
+  const auto result = replay(traced.trace, kSequence, configs, {});
+  std::size_t exempt = 0, acted_on = 0;
+  for (const Measurement& one : result.measurements)
+    if (one.metric == "nll_recall" && one.head < 0 && one.layer >= 0) {
+      INFO(text_of(configs[one.config]));
+      ++(one.layer == 0 ? exempt : acted_on);
+      CHECK((one.value > 1e-3) == (one.layer == 1));
+    }
+  CHECK(exempt == configs.size());
+  CHECK(acted_on == configs.size());
+  for (const Measurement& one : result.measurements)
+    if (one.metric == "kv_bytes_peak" && one.layer == 0 && one.head < 0)
+      CHECK(one.value == 2 * 65 * 4 * 32);
+}
+
 // --- claims --------------------------------------------------------------------------------------
 
 /// Whether the live sets of all budgets are nested at every step, under random observations that

@@ -84,6 +84,9 @@ void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) 
     print_blocks(score);
   }
   fmt::print("KV: bytes of keys and values that a sequence holds over decoded queries, 16 bit\n");
+  for (const EvalScore& score : scores)
+    if (const Memory& own = score.memory; own.exempt_peak > 0)
+      fmt::print("{}: {}\n", score.label(), exempt_text(own.peak, own.exempt_peak));
   const Memory& memory = scores.front().memory;
   if (const std::size_t spans = model.layers - model.acted_on().layers; spans > 0)
     fmt::print("{}\n", span_text(spans, memory.span_mean, memory.span_peak));

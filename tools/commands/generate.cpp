@@ -55,8 +55,11 @@ std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cach
   double sum = 0, heads = 0;
   std::uint32_t least = ~0u, most = 0;
   const auto kept = decoder.kept();
+  const auto acts = [&](std::uint32_t layer) {
+    return cache.span_of(layer) == 0 && !cache.exempts(layer);
+  };
   for (std::uint32_t layer = 0; layer < kept.size(); ++layer)
-    for (std::size_t head = 0; cache.span_of(layer) == 0 && head < kept[layer].size(); ++head) {
+    for (std::size_t head = 0; acts(layer) && head < kept[layer].size(); ++head) {
       sum += kept[layer][head], heads += 1;
       least = std::min(least, kept[layer][head]), most = std::max(most, kept[layer][head]);
     }

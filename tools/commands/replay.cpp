@@ -160,6 +160,24 @@ void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
   }
 }
 
+/// Where a budget exempts layers of a trace: what those hold, and the others.
+void print_exempt(const Run& run, const RunTrace& trace) {
+  for (const RunConfig& config : run.info.grid) {
+    if (!Budget{.heads = config.budgets}.exempts()) continue;
+    double peak = 0, exempt = 0;
+    for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
+      for (const ResultRow& row : run.rows)
+        if (row.trace == trace.name && row.layer == static_cast<int>(trace.number(layer)) &&
+            row.head < 0 && row.metric == "kv_bytes_peak" && row.policy == config.policy &&
+            row.params == config.params && row.budget == config.budget) {
+          peak += row.value;
+          if (config.budgets[layer].front() == kNoBudget) exempt += row.value;
+        }
+    if (peak > 0)
+      fmt::print("{}, {}: {}\n", config.policy, config.budget, exempt_text(peak, exempt));
+  }
+}
+
 /// As --show names them. Throws std::invalid_argument for what is no figure.
 std::vector<std::string> figures_from(const po::variables_map& options) {
   std::vector<std::string> names = list_from(options, "show");
@@ -191,6 +209,7 @@ void print_table(const Run& run, const std::string& out, const std::vector<std::
       if (model_of[row.trace] == model) rows.push_back(row);
     if (models.size() > 1) fmt::print("== {} ==\n", model);
     print_metrics(*trace, rows, show);
+    print_exempt(run, *trace);
     if (const std::string spans = trace->span_text(); !spans.empty()) fmt::print("{}\n", spans);
   }
   const auto bounds = [](const ResultRow& row) { return row.policy == kOracleTopk; };

@@ -69,6 +69,7 @@ void add_means(EvalScore& score, std::size_t c, const ScoredSequences& sequences
     score.memory.mean += memory.mean;
     score.memory.peak = std::max(score.memory.peak, memory.peak);
     score.memory.state = std::max(score.memory.state, memory.state);
+    score.memory.exempt_peak = std::max(score.memory.exempt_peak, memory.exempt_peak);
     score.memory.span_mean += memory.span_mean;
     score.memory.span_peak = std::max(score.memory.span_peak, memory.span_peak);
     score.memory.budget = std::max(score.memory.budget, memory.budget);

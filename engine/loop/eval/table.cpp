@@ -46,6 +46,7 @@ ordered_json score_json(const EvalScore& score, const std::vector<std::string>& 
   object["kv_bytes_measured"] = score.kv_bytes_most;
   object["state_bytes"] = score.memory.state;
   object["budget_bytes"] = score.memory.budget;
+  if (score.memory.exempt_peak > 0) object["exempt_bytes_peak"] = score.memory.exempt_peak;
   if (score.memory.span_peak > 0) {
     object["span_bytes_mean"] = score.memory.span_mean;
     object["span_bytes_peak"] = score.memory.span_peak;

@@ -45,7 +45,7 @@ class Caches {
       tables_.push_back(row.table);
       const HeadShape shape{.head_size = head_size,
                             .group = group_,
-                            .positions = config.positions,
+                            .positions = config.positions_of(layer),
                             .softmax_scale = row.scale,
                             .threshold16 = config.threshold16(),
                             .softcap = row.softcap,
