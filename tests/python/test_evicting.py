@@ -72,6 +72,25 @@ def test_modes_keep_what_the_replay_keeps(policy: str, words: dict[str, Any], fa
     check_against_replay(model_of(family), ids_of(40), 40, policy, 24, **words)
 
 
+@pytest.mark.parametrize("ladder", ["4", "16@8t+8@40%+k4v2@60%"])
+@pytest.mark.parametrize("words", [{}, {"prefill": "chunk:7"}])
+def test_ladders_keep_what_the_replay_keeps_in_the_bytes_of_the_budget(ladder: str, words: dict[str, Any]) -> None:
+    model, policy = model_of(hidden_size=128), f"a2sf:recent=4:ladder={ladder}"
+    check_against_replay(model, ids_of(90), 30, policy, 24, **words)
+    with kvlab.hf.evicting(model, policy, 24) as caches:
+        decode(model, ids_of(90), 1, caches)
+    if ladder == "4":
+        tokens = 24 * 128 // 40  # of 40 bytes, by layer and KV head
+        assert caches.kv_bytes == 4 * 40 * tokens
+
+
+def test_exempt_layers(tmp_path: pathlib.Path) -> None:
+    budgets = tmp_path / "budgets.json"
+    budgets.write_text("[null, 20]")
+    check_against_replay(model_of(), ids_of(40), 30, "h2o", f"@{budgets}")
+    check_against_replay(model_of(), ids_of(40), 30, "h2o", f"@{budgets}", positions="cache")
+
+
 def test_budgets_by_head() -> None:
     check_against_replay(model_of(), ids_of(40), 30, "h2o", "ada(24)")
     check_against_replay(model_of(), ids_of(40), 30, "h2o", "50%")

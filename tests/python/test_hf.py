@@ -57,6 +57,15 @@ def test_a_loaded_model_is_captured_and_left_as_it_was(family: str) -> None:
     assert "residual_error" in run.csv()  # the sketch of W_o is there
 
 
+def test_keys_that_4_bits_would_spoil_are_warned_of(tmp_path: pathlib.Path) -> None:
+    model = model_of("qwen2", hidden_size=128)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[3] = 600
+        model.model.layers[1].self_attn.q_proj.weight *= 20
+    with pytest.warns(UserWarning, match=r"keys in 4 bits move scores by more than 1 nat in layers 1 \("):
+        kvlab.hf.capture(model, ids_of(40), prompt_tokens=30)
+
+
 def test_what_is_fed_goes_on_with_the_likeliest(tmp_path: pathlib.Path) -> None:
     model, ids = model_of(), ids_of(20)
     trace = kvlab.hf.capture(model, ids[0].tolist(), max_new_tokens=12, out=tmp_path / "trace")

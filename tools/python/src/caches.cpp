@@ -95,8 +95,7 @@ class Caches {
   }
   /// Of keys and values of the live tokens.
   std::uint64_t kv_bytes() const {
-    return sum([](const HeadCache& head) { return std::uint64_t{head.live().size()}; }) * 2 *
-           head_size_ * sizeof(float);
+    return sum([](const HeadCache& head) { return head.live_bytes(); });
   }
   std::uint64_t allocated_bytes() const {
     return sum([](const HeadCache& head) { return head.bytes(); });

@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "sim/access/full_attention.hpp"
+#include "sim/access/key_codes.hpp"
 #include "sim/run/run.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/long_call.hpp"
@@ -213,6 +214,9 @@ void bind_trace(nb::module_& module) {
                        names.push_back(column.name);
                      return names;
                    })
+      .def_prop_ro(
+          "key_code_warning", [](const Trace& t) { return key_code_warning(*t.reader); },
+          "In which layers keys in 4 bits are unsafe; empty: in none.")
       .def_prop_ro("has_gradients",
                    [](const Trace& t) { return t.reader->extras().gradients.has_value(); })
       .def("read", read_head, nb::arg("part"), nb::arg("layer"), nb::arg("head"),

@@ -235,6 +235,8 @@ def run(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt as interrupted:
         raise Refused(str(interrupted) or "interrupted") from None
     progress(fed_tokens)
+    if unsafe := _kvlab.Trace.open(arguments.out, False, None).key_code_warning:
+        print(f"{PROGRAM}: {unsafe}", file=sys.stderr)
     print(f"{arguments.out}: {fed_tokens} tokens of {_kvlab.without_controls(name)}")
 
 

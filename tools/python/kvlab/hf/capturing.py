@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -367,6 +368,8 @@ def capture(
         base.train(training)
     trace = Trace(path)
     trace._folder = folder
+    if unsafe := trace._held.key_code_warning:
+        warnings.warn(unsafe, stacklevel=2)
     return trace
 
 

@@ -237,8 +237,8 @@ class evicting:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values that are held now where policies act: on the CPU in float32, on CUDA in the
-        model's dtype."""
+        """Bytes of the keys and values that are held now where policies act: on the CPU in float32 or a ladder's codes,
+        on CUDA in the model's dtype."""
         return sum(int(row.caches.kv_bytes) for row in self._rows)
 
     @property
