@@ -161,4 +161,18 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   return resolved;
 }
 
+void find_columns(ResolvedConfig& config, std::span<const std::int32_t> prompt,
+                  const CacheShape& model) {
+  const PolicySpec& policy = config.policy;
+  std::vector<std::string> names = policy.columns;
+  std::erase_if(names, built_in_column);
+  if (names.empty() || !policy.column_source) return;
+  if (!policy.modifiers.once)
+    throw std::invalid_argument(
+        fmt::format("policy {}: column {}: decoded tokens bring none, so they have to stay; "
+                    "{}:once is expected",
+                    policy.name, names.front(), policy.name));
+  config.brings = policy.column_source->of(prompt, std::move(names), model);
+}
+
 }  // namespace kvlab

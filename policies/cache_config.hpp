@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "policies/columns/columns.hpp"
 #include "policies/live_set.hpp"
 #include "policies/observation.hpp"
 
@@ -61,6 +62,8 @@ struct ResolvedConfig : CacheConfig {
   std::vector<Admission> admissions = {};  ///< where they are known beforehand: in a replay
   std::vector<bool> in_dense_prompt = {};  ///< [token], likewise
 
+  BringColumns brings = nullptr;  ///< of find_columns(); null: none that is not computed
+
   /// By layer: where it is not 0, the model sees that many tokens, and just these are kept,
   /// whatever is asked for. Empty: no such layers.
   std::vector<std::uint32_t> spans = {};
@@ -80,6 +83,11 @@ struct ResolvedConfig : CacheConfig {
   std::uint32_t threshold16() const { return request_threshold16(threshold); }
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {seed, sequence, layer_numbers.empty() ? layer : layer_numbers[layer], kv_head};
+  }
+  /// What the prompt's tokens bring a KV head that is not computed. Those after it bring zeros:
+  /// they stay.
+  void bring(std::uint32_t layer, std::uint32_t kv_head, BroughtColumns& to) const {
+    if (brings && span_of(layer) == 0) brings(identity(layer, kv_head).layer, kv_head, to);
   }
   /// What one KV head alone does: budget_tokens and guards are its own; full in an exempt layer.
   ResolvedConfig of_head(std::uint32_t layer, std::uint32_t kv_head) const;
@@ -101,5 +109,10 @@ struct ResolvedConfig : CacheConfig {
 /// not fit a budget, or budgets by head not the model.
 ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uint32_t sequence = 0,
                        const CacheShape& model = {});
+
+/// Finds the columns that nobody computes, of the prompt with these ids, where the policy has a
+/// source of them. Throws std::invalid_argument as that does, and where decoded tokens may leave.
+void find_columns(ResolvedConfig& config, std::span<const std::int32_t> prompt,
+                  const CacheShape& model);
 
 }  // namespace kvlab

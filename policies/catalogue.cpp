@@ -290,6 +290,7 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   }
   for (const ParamInfo& param : spec.entry->params) spec.params.push_back(param.standard);
   spec.columns = standard_columns(spec.entry->info);
+  spec.column_source = compiled.column_source;
   spec.sinks = spec.entry->info.sinks;
   spec.recent = spec.entry->info.recent;
   spec.modifiers = spec.entry->info.modifiers;

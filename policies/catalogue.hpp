@@ -34,6 +34,7 @@ struct PolicySpec {
   Modifiers modifiers;
   Ladder ladder = {};                ///< `ladder=4`, `ladder=16@16t+4@100%`
   std::vector<std::string> columns;  ///< as entry->info.columns, with the one that `name=` gives
+  std::shared_ptr<const ColumnSource> column_source = nullptr;  ///< as in CompiledPolicies
 
   /// The name that `name=` gives; empty where the policy does not ask for one.
   std::string named_column() const;

@@ -15,6 +15,8 @@
 
 namespace kvlab {
 
+class ColumnSource;  // policies/columns/columns.hpp
+
 /// The header of a policy that was compiled at run time.
 struct PolicySource {
   std::string path;  ///< as asked for
@@ -55,6 +57,7 @@ struct PolicyEntry : PolicyOps {
 };
 
 /// Policies beside the registry's: those of --policy-source, in its order. No two have one name.
+/// And what brings them, and the registry's, the columns that nobody computes.
 struct CompiledPolicies {
   CompiledPolicies() = default;
   CompiledPolicies(std::nullptr_t) {}
@@ -68,6 +71,7 @@ struct CompiledPolicies {
   }
 
   std::vector<std::shared_ptr<const PolicyEntry>> entries;
+  std::shared_ptr<const ColumnSource> column_source = nullptr;  ///< null: a replay's trace alone
 };
 
 }  // namespace kvlab

@@ -17,7 +17,8 @@ std::string refused_columns(const Executor& executor, const PolicySpec& policy) 
     return fmt::format("policy {}: {} does not know its column {}; {} does", policy.name,
                        executor.name, column, executor.instead);
   return fmt::format(
-      "policy {}: column {}: a decoder computes {} and no other; a replay reads it from a trace",
+      "policy {}: column {}: a decoder computes {} and no other; a replay reads it from a trace, "
+      "the closed loop on the CPU by --columns",
       policy.name, column, built_in_column_names());
 }
 
@@ -25,6 +26,7 @@ std::string refused_columns(const Executor& executor, const PolicySpec& policy) 
 
 std::string column_beyond(const Executor& executor, const PolicySpec& policy) {
   if (executor.columns == Columns::any) return "";
+  if (executor.columns == Columns::brought && policy.column_source) return "";
   for (const std::string& name : policy.columns)
     if (executor.columns == Columns::none || !built_in_column(name)) return name;
   return "";

@@ -13,9 +13,9 @@
 
 namespace kvlab {
 
-/// Which columns a policy may read: none, those that are computed from keys and values, or also
-/// those that lie beside a trace.
-enum class Columns { none, built_in, any };
+/// Which columns a policy may read: none, those that are computed from keys and values, also those
+/// that a ColumnSource brings, or those that lie beside a trace.
+enum class Columns { none, built_in, brought, any };
 
 /// What it knows is true here; an executor that learns something turns that to true in its line
 /// below, and has no other gate.
@@ -43,7 +43,7 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .group_max = true,
                                    .ladders = true,
                                    .all_models = true,
-                                   .columns = Columns::built_in};
+                                   .columns = Columns::brought};
 inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .instead = "--device cpu",
                                        .head_budgets = true,

@@ -34,6 +34,12 @@ void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t 
   }
 }
 
+void bring(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t kv_head,
+           std::uint32_t tokens, BroughtColumns& brought) {
+  config.bring(layer, kv_head, brought);
+  for (auto& [name, column] : brought) column.resize(tokens);
+}
+
 void check_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head) {
   const ModelShape& shape = trace.shape();
   if (layer >= shape.layers || kv_head >= shape.kv_heads)

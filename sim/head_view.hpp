@@ -73,6 +73,10 @@ void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t 
                    const std::vector<std::string>& names, bool knows_projections,
                    BroughtColumns& brought);
 
+/// What a configuration's source of columns brings the tokens of a KV head.
+void bring(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t kv_head,
+           std::uint32_t tokens, BroughtColumns& brought);
+
 /// One KV head's tensors, read from a trace, and what a replay adds to them.
 struct HeadTensors {
   AlignedVector<float> q, k, v;  // [group, token, dim], [token, dim], [token, dim]

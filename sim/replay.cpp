@@ -35,6 +35,7 @@ void check_columns(const PolicySpec& policy, const TraceReader& trace, bool know
   for (const TraceExtras::Column& column : trace.extras().columns) there.push_back(column.name);
   for (const std::string& name : policy.columns) {
     if (is_computed(name, knows_projections) || trace.has_column(name)) continue;
+    if (policy.column_source && !built_in_column(name)) continue;
     const std::string what = fmt::format("policy {}: column {}: ", policy.name, name);
     if (built_in_column(name))
       throw std::invalid_argument(what + "takes the model's weights: give --model DIR");
@@ -178,8 +179,10 @@ class Replay {
   HeadTensors read(std::uint32_t layer, std::uint32_t kv_head) const {
     const OutputProjections* const output = options_.output.get();
     auto brought = std::make_unique<BroughtColumns>();
-    for (const ResolvedConfig& config : configs_)
+    for (const ResolvedConfig& config : configs_) {
+      bring(config, layer, kv_head, trace_.tokens(), *brought);
       bring_columns(trace_, layer, kv_head, config.policy.columns, output, *brought);
+    }
     std::unique_ptr<const ErrorProjection> projection;
     if (columns().any())
       projection = std::make_unique<const ErrorProjection>(trace_, layer, kv_head, options_.span);
@@ -374,9 +377,10 @@ class Replay {
           "policy oracle_residual: the trace {} lacks the norms and the sketch of `kvlab capture`",
           trace_.directory().string()));
     check_columns(config.policy, trace_, options_.output != nullptr);
-    configs_.push_back(resolve(config, trace_.segments(), sequence_,
-                               {shape().layers, shape().kv_heads, shape().head_size}));
+    const CacheShape heads{shape().layers, shape().kv_heads, shape().head_size};
+    configs_.push_back(resolve(config, trace_.segments(), sequence_, heads));
     configs_.back().layer_numbers = shape().numbers;
+    find_columns(configs_.back(), std::span(trace_.ids()).first(trace_.prompt_tokens()), heads);
     if (config.policy.entry && config.policy.entry->see_trace)
       config.policy.entry->see_trace(sequence_, trace_.directory().string());
   }

@@ -14,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "sim/access/column_traces.hpp"
 #include "sim/budgets/grid.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tools/embedding.hpp"
@@ -244,6 +245,27 @@ void add_source_option(po::options_description& options) {
       "a policy of your own, compiled now: one header like those of policies/; may be given again");
 }
 
+void add_columns_option(po::options_description& options) {
+  options.add_options()(
+      "columns", po::value<std::vector<std::string>>()->composing()->value_name("TRACE"),
+      "a trace that begins with the prompt's very tokens: its columns serve policies under `once`; "
+      "may be given again, one for each prompt");
+}
+
+namespace {
+
+/// Null where none is given.
+std::shared_ptr<const ColumnSource> columns_from(const po::variables_map& options) {
+  const auto found = options.find("columns");
+  if (found == options.end()) return nullptr;
+  if (device_from(options) == Device::cuda)
+    throw std::invalid_argument("--columns: no CUDA device reads them; use --device cpu");
+  return std::make_shared<const ColumnTraces>(found->second.as<std::vector<std::string>>(),
+                                              threads_from(options));
+}
+
+}  // namespace
+
 void add_threshold_option(po::options_description& options) {
   options.add_options()(
       "request-threshold", po::value<double>()->value_name("TAU")->default_value(0.01, "0.01"),
@@ -301,6 +323,7 @@ CompiledPolicies policy_sources_from(const po::variables_map& options) {
   if (const Embedding* const within = Embedding::of_thread())
     all.entries.insert(all.entries.end(), within->policies().entries.begin(),
                        within->policies().entries.end());
+  all.column_source = columns_from(options);
   return all;
 }
 

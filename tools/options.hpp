@@ -52,7 +52,10 @@ std::uint64_t seed_from(const po::variables_map& options);
 
 /// `--policy-source` alone, any number of times, for commands that take no grid.
 void add_source_option(po::options_description& options);
-/// The policies of `--policy-source`, compiled. Throws as compile_policy_sources does.
+/// `--columns`, for commands that run prompts which are known beforehand.
+void add_columns_option(po::options_description& options);
+/// The policies of `--policy-source`, compiled, and the columns of `--columns`. Throws as
+/// compile_policy_sources and ColumnTraces do.
 CompiledPolicies policy_sources_from(const po::variables_map& options);
 
 /// The grid that `--policy`, `--budget`, … ask for: every policy x budget (x prefill x positions),

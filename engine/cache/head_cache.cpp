@@ -14,10 +14,12 @@ constexpr std::uint32_t kFewRows = 64;  // not worth compacting
 
 }  // namespace
 
-HeadCache::HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output)
+HeadCache::HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output,
+                     BroughtColumns brought)
     : shape_(shape),
       live_(std::move(live)),
       columns_(live_.columns(), shape.head_size, output),
+      brought_(std::move(brought)),
       keys_(0, shape.head_size) {
   if (live_.has_codes()) check_coded_heads(shape.head_size);
 }
@@ -87,7 +89,9 @@ void HeadCache::grow_to(std::size_t rows) {
 
 void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
   const KeyValueRows rows{admission.k, admission.v, admission.key_stride, admission.tokens};
-  live_.admit(admission.first, admission.tokens, columns_.admit(rows, nullptr, 0));
+  const std::size_t end = std::size_t{admission.first} + admission.tokens;
+  for (auto& [name, column] : brought_) column.resize(std::max(column.size(), end));
+  live_.admit(admission.first, admission.tokens, columns_.admit(rows, &brought_, admission.first));
   grow_to(live_.slot_count());
   store(admission, rope);
   if (shape_.positions == Positions::cache) squeeze(rope);

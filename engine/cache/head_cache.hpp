@@ -45,8 +45,10 @@ struct HeadAdmission {
 
 class HeadCache {
  public:
-  /// `live`: nobody yet; `output`: for columns that are computed from it.
-  HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output = {});
+  /// `live`: nobody yet; `output`: for columns that are computed from it; `brought`: those of the
+  /// prompt's tokens that are not computed.
+  HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output = {},
+            BroughtColumns brought = {});
 
   /// Step 1. Returns the positions of those who left, ascending.
   std::span<const std::uint32_t> make_room(std::uint32_t now);
@@ -109,6 +111,7 @@ class HeadCache {
   HeadShape shape_;
   LiveSet live_;
   ColumnMaker columns_;
+  BroughtColumns brought_;
   std::vector<std::uint32_t> victims_;
   // A token's row is its slot.
   Panels keys_;                    // [row, dim], rotated

@@ -21,7 +21,10 @@ LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std
     if (!shape.sinks.empty())
       own.sinks.assign(&shape.sinks[head * shape.group],
                        &shape.sinks[head * shape.group] + shape.group);
-    heads_.emplace_back(own, config.live_set(layer, head), weights_of(output, layer, head));
+    BroughtColumns brought;
+    config.bring(layer, head, brought);
+    heads_.emplace_back(own, config.live_set(layer, head), weights_of(output, layer, head),
+                        std::move(brought));
   }
   // Under scope=layer the heads order their tokens by the same ranks.
   std::vector<AgedSet*> together;

@@ -60,6 +60,9 @@ class LayerAttention {
       rows_.emplace_back(views_.back(), rope, arithmetic);
     }
     by_head_.resize(shape.kv_heads);
+    brought_.resize(shape.kv_heads);
+    for (std::uint32_t head = 0; head < shape.kv_heads; ++head)
+      views_[head].brought = &brought_[head];
   }
 
   /// Another configuration, which outlives this and whose outputs go to `out`, [token, query_heads,
@@ -71,11 +74,13 @@ class LayerAttention {
     if (places_.back().by_layer) by_layer_.emplace_back();
     HeadArithmetic arithmetic = arithmetic_;
     arithmetic.threshold16 = config.threshold16();
-    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head)
+    for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
+      bring(config, layer_, head, views_[head].tokens, brought_[head]);
       (places_.back().by_layer ? by_layer_.back() : by_head_[head])
           .push_back(std::make_unique<HeadRun>(config.live_set(layer_, head),
                                                config.positions_of(layer_), config.admissions,
                                                views_[head], rope_, arithmetic));
+    }
     write_outputs(places_.size() - 1, out);
   }
 
@@ -144,6 +149,7 @@ class LayerAttention {
   const RopeTable& rope_;
   const HeadArithmetic arithmetic_;
   unsigned threads_;
+  std::vector<BroughtColumns> brought_;                         // [kv_head]
   std::vector<HeadView> views_;                                 // [kv_head]
   std::vector<SharedRows> rows_;                                // [kv_head]
   std::vector<std::vector<std::unique_ptr<HeadRun>>> by_head_;  // [kv_head][configuration]
@@ -171,6 +177,7 @@ class ClosedLoop {
     for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
       check_held(kDecoder, configs_.back());
+      find_columns(configs_.back(), ids.first(span_.prompt), model.config().heads());
       if (wants_projections(config.policy.columns)) output_ = model.output_projections();
     }
     for (std::size_t c = 0; c < configs_.size(); ++c)

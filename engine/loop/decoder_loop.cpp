@@ -40,8 +40,10 @@ class DecoderLoop {
         scores_(configs.size()) {
     for (CacheConfig config : configs) {
       config.budget = config.budget.at_prompt(span_.prompt);
-      decoders_.push_back(backend.decoder(
-          resolve(config, tokens_, options.sequence, backend.config().heads()), tokens_));
+      const CacheShape heads = backend.config().heads();
+      ResolvedConfig resolved = resolve(config, tokens_, options.sequence, heads);
+      find_columns(resolved, ids.first(span_.prompt), heads);
+      decoders_.push_back(backend.decoder(resolved, tokens_));
     }
   }
 

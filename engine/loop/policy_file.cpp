@@ -93,10 +93,14 @@ PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compile
 
 /// The policy that the file was made with, if that is not kvlab's own.
 CompiledPolicies source_of(const JsonFields& fields, const CompiledPolicies& compiled) {
-  if (!fields.has("source")) return {};
-  const JsonFields source = fields.object("source");
-  return require_source(compiled, fields.text("policy"), source.text("path"), source.text("xxh3"),
-                        fields.where());
+  CompiledPolicies own;
+  if (fields.has("source")) {
+    const JsonFields source = fields.object("source");
+    own = require_source(compiled, fields.text("policy"), source.text("path"), source.text("xxh3"),
+                         fields.where());
+  }
+  own.column_source = compiled.column_source;
+  return own;
 }
 
 /// Tokens, a list of them by layer and KV head, bytes: "64KiB", or how a mean is shared:

@@ -33,6 +33,24 @@ bool is_column_name(std::string_view name);
 /// Columns of one KV head by name, [token].
 using BroughtColumns = std::map<std::string, std::vector<float>, std::less<>>;
 
+/// Adds to a KV head's columns those of a prompt that are not computed; `layer` as the model
+/// counts.
+using BringColumns =
+    std::function<void(std::uint32_t layer, std::uint32_t kv_head, BroughtColumns& to)>;
+
+struct CacheShape;  // policies/budgets/budget.hpp
+
+/// Columns that are not computed, of prompts that are known beforehand.
+class ColumnSource {
+ public:
+  virtual ~ColumnSource() = default;
+  /// The columns `names` of the prompt that has these ids, in a model of such heads. Throws
+  /// std::invalid_argument where it knows no such prompt, model or column. Lives as long as this.
+  virtual BringColumns of(std::span<const std::int32_t> prompt, std::vector<std::string> names,
+                          const CacheShape& model) const = 0;
+  virtual std::string xxh3() const = 0;  ///< of all that it brings
+};
+
 /// Keys before RoPE and values of the tokens of an admission, float32; rows are `stride` apart.
 struct KeyValueRows {
   const float *k, *v;

@@ -83,7 +83,8 @@ TEST_CASE("The CUDA decoder refuses a column that it cannot compute", "[gpu]") {
       CudaSequence(tiny(Dtype::f32),
                    {.tokens = 220, .cache = cache("lagkv", 48, {}, Positions::original)}),
       "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, "
-      "value_norm1, key_cosine, value_out_norm1 and no other; a replay reads it from a trace");
+      "value_norm1, key_cosine, value_out_norm1 and no other; a replay reads it from a trace, the "
+      "closed loop on the CPU by --columns");
 }
 
 TEST_CASE("Keys that are cached rotated cost squeezed positions no precision", "[gpu]") {

@@ -54,7 +54,8 @@ TEST_CASE("Who runs no trace refuses columns that only a trace has, and referenc
   for (const Executor& executor : {kPlain, kDecoder})
     CHECK(refusal(executor, asked("lagkv")) ==
           "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, value_norm1, "
-          "key_cosine, value_out_norm1 and no other; a replay reads it from a trace");
+          "key_cosine, value_out_norm1 and no other; a replay reads it from a trace, the closed "
+          "loop on the CPU by --columns");
   const std::string_view references[]{"oracle_mass"};
   CHECK(refusal(kDecoder, {.policy = parse_policy("oracle_mass", references)}) ==
         "policy oracle_mass is a reference of the replay; a decoder needs a policy");

@@ -76,6 +76,54 @@ def test_a_function_in_the_closed_loop_does_what_the_header_does(mine: Any, head
     assert (tmp_path / "policy.json").exists()
 
 
+@kvlab.policy(columns=["value_norm1"], modifiers=["once"])
+def small_values(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    return -token.value_norm1
+
+
+HEADER = """#include "policies/columns/by_column.hpp"
+namespace kvlab {
+struct Small : HighestLeaves {
+  static constexpr PolicyInfo kInfo{.name = "small", .summary = "large values leave first", .citation = "none",
+                                    .order = Order::nested, .modifiers = {.once = true}, .columns = {"value_norm1"}};
+};
+}  // namespace kvlab
+"""
+
+
+def test_a_function_a_columns_file_and_a_header_of_one_rule_agree(command: Any, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "small.hpp").write_text(HEADER)
+    text = ("--model", TINY, "--prompt-file", TEXT, "--teacher-forced", "--prompt-tokens", 128, "--max-tokens", 200)
+    command("capture", *text, "--out", tmp_path / "text")
+    words: dict[str, Any] = {"words": [100], "depth": ["50%"], "draws": 2, "query_aware": True}
+    kvlab.task("passkey", TINY, (), (), capture=tmp_path / "task", **words)
+    paths = [tmp_path / "text", *(tmp_path / "task").iterdir()]
+    for path in paths:
+        trace = kvlab.Trace(path)
+        v = numpy.stack([[trace.read("v", layer, head) for head in range(2)] for layer in range(4)])
+        trace.add_column("mine", numpy.abs(v).cumsum(axis=-1, dtype="f4")[..., -1])  # summed from the first on
+    rules = [small_values, kvlab.policy_source(tmp_path / "small.hpp"), "column:name=mine:keep=-1:once"]
+    opened = kvlab.Trace(tmp_path / "text")
+    live = [kvlab.replay(opened, [rule], [32]).kept(1, 1, rule, 32).live for rule in rules]
+    assert (live[0] == live[1]).all() and (live[0] == live[2]).all()
+    scores = [kvlab.evaluate(TINY, TEXT, rule, 32, window=256, max_tokens=255, columns=paths) for rule in rules]
+    kl = [score["configurations"][1]["kl"] for score in scores]
+    assert kl[0] > 0 and kl == [kl[0]] * 3
+
+    def said(rule: Any) -> Any:
+        figures = kvlab.task("passkey", TINY, rule, 32, columns=paths, **words)["figures"]
+        return [row["value"] for row in figures if "bytes" not in row["metric"]]
+
+    says = [said(rule) for rule in rules]
+    assert says == [says[0]] * 3 and said("sink:once") != says[0]
+    out = tmp_path / "policy.json"
+    kvlab.tune(TINY, TEXT, 32, out, [rules[2], "column:name=mine:once"], columns=paths, **SHORT)
+    generated = ("generate", "--model", TINY, "--prompt", "It was", "--policy-file", out)
+    assert command(*generated, "--columns", paths[0]).stderr.startswith("kvlab generate: --columns: of 1 traces")
+    with pytest.raises(ValueError, match="--columns: of 1 traces none begins with the prompt of 128 tokens"):
+        kvlab.evaluate(TINY, TEXT, rules[2], 32, window=256, columns=paths[1:2])
+
+
 def test_a_function_that_looks_wants_a_dense_prompt() -> None:
     with pytest.raises(ValueError, match="short_keys: looks at whole prompts; prefill dense is expected"):
         kvlab.evaluate(TINY, TEXT, short_keys, 64, window=256, prefill="chunk:8")

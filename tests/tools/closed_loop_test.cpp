@@ -6,9 +6,14 @@
 #include "engine/cpu_backend.hpp"
 #include "engine/decoder.hpp"
 #include "engine/loop/decoder_loop.hpp"
+#include "sim/access/column_traces.hpp"
 #include "tests/catch.hpp"
 #include "tests/conformance.hpp"
+#include "tests/error_of.hpp"
 #include "tests/loop_fixture.hpp"
+#include "tests/traces/temporary_folder.hpp"
+#include "traces/base/json.hpp"
+#include "traces/extras_writer.hpp"
 
 namespace kvlab {
 namespace {
@@ -104,6 +109,78 @@ TEST_CASE("Equal rungs are one rung in the closed loop and in the decoder, bit f
       CHECK(scores[c].nll == scores[c + 1].nll);
       CHECK(scores[c].nll != scores[0].nll);
     }
+}
+
+/// A trace of `ids`, with the column `mine`: the norm of a token's key.
+void write_trace(Backend& backend, std::span<const std::int32_t> ids,
+                 const std::filesystem::path& path) {
+  TraceWriter writer(path, backend.trace_header({}));
+  const auto decoder = backend.capturing_decoder(
+      ResolvedConfig{}, static_cast<std::uint32_t>(ids.size()), writer, {});
+  decoder->feed(ids, SegmentKind::prompt);
+  decoder->flush();
+  writer.finish();
+  const TraceReader trace = TraceReader::open(path);
+  const std::uint32_t size = trace.shape().head_size;
+  ColumnMaker maker({"key_norm"}, size);
+  std::vector<float> key(size);
+  write_column(path, "mine", [&](std::uint32_t layer, std::uint32_t head, std::uint32_t token) {
+    trace.read(Part::k, layer, head, token, 1, key.data());
+    return *maker.admit({key.data(), key.data(), size, 1}, nullptr, 0);
+  });
+}
+
+CacheConfig with_columns(const std::string& policy, std::shared_ptr<const ColumnSource> source) {
+  CompiledPolicies known;
+  known.column_source = std::move(source);
+  return {.policy = parse_policy(policy, {}, known), .budget = {.extent = tokens(16)}};
+}
+
+TEST_CASE("A column beside a trace of the prompt does in both loops what the computed one does") {
+  const Model model = Model::load(kModel, 1);
+  const auto backend = cpu_backend(model, 1);
+  const std::vector<std::int32_t> ids = some_tokens(90);
+  const test::TemporaryFolder folder;
+  const std::string path = folder.path() / "trace";
+  write_trace(*backend, std::span(ids).first(60), path);
+  const auto source = std::make_shared<const ColumnTraces>(std::vector{path}, 1);
+  std::vector<CacheConfig> configs{{}};
+  for (const Prefill prefill : {Prefill{0}, Prefill{7}})
+    for (const char* policy :
+         {"knorm:once", "column:name=mine:keep=-1:once", "column:name=mine:once"}) {
+      configs.push_back(with_columns(policy, source));
+      configs.back().prefill = prefill;
+    }
+  const LoopOptions options{.prompt_tokens = 50, .threads = 1};
+  for (const auto& scores : {run_closed_loop(model, ids, configs, options),
+                             run_decoder_loop(*backend, ids, configs, options)})
+    for (const std::size_t c : {1u, 4u}) {
+      CHECK(scores[c].nll == scores[c + 1].nll);
+      CHECK(scores[c].nll != scores[c + 2].nll);
+      CHECK(scores[c].nll != scores[0].nll);
+    }
+
+  const auto refused = [&](const std::string& policy, std::uint32_t prompt, std::int32_t first) {
+    std::vector<std::int32_t> own = ids;
+    own[0] = first;
+    const std::vector<CacheConfig> one{with_columns(policy, source)};
+    return test::error_of<std::invalid_argument>(
+        [&] { run_closed_loop(model, own, one, {.prompt_tokens = prompt, .threads = 1}); });
+  };
+  const std::string mine = "column:name=mine:once", trace = "--columns: the trace " + path;
+  CHECK(refused(mine, 60, ids[0]) == "");
+  CHECK(refused(mine, 61, ids[0]) ==
+        "--columns: of 1 traces none begins with the prompt of 61 tokens; capture that very text");
+  CHECK(refused(mine, 50, ids[0] + 1).starts_with("--columns: of 1 traces none begins"));
+  CHECK(refused("column:name=other:once", 50, ids[0]) ==
+        trace + " has no column other; python -m kvlab.hf columns or Trace.add_column adds it");
+  CHECK(refused("column:name=mine", 50, ids[0]) ==
+        "policy column: column mine: decoded tokens bring none, so they have to stay; column:once "
+        "is expected");
+  for (const CacheShape& heads : {CacheShape{3, 2, 64}, CacheShape{4, 1, 64}, CacheShape{4, 2, 32}})
+    CHECK(test::error_of<std::invalid_argument>([&] {
+            source->of(std::span(ids).first(50), {"mine"}, heads);
+          }).starts_with(trace + " has 4 layers of 2 KV heads of 64; "));
 }
 
 TEST_CASE("A sequence with nothing to score is refused") {

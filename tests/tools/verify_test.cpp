@@ -73,7 +73,8 @@ TEST_CASE("A decoder refuses a column that it cannot compute") {
   CHECK_THROWS_WITH(verify_decoder(*backend, options, two_turns(4), {}, {}),
                     "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, "
                     "value_norm1, key_cosine, value_out_norm1 "
-                    "and no other; a replay reads it from a trace");
+                    "and no other; a replay reads it from a trace, the closed loop on the CPU by "
+                    "--columns");
 }
 
 TEST_CASE("A policy that needs mass and requests is verified by both") {

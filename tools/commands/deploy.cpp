@@ -40,6 +40,7 @@ void add_options(po::options_description& options) {
       "--confirm: use the first T tokens of each text; 0: all");
   add_answer_options(options);
   add_source_option(options);
+  add_columns_option(options);
   add_common_options(options);
 }
 
@@ -155,7 +156,7 @@ void print_confirmed(const Figures& figures, const Ballot& ballot, const Evaluat
 
 int run(const po::variables_map& options) {
   refuse_without(options, "confirm",
-                 {"model", "text", "max-tokens", "device", "task", "words", "draws"});
+                 {"model", "text", "max-tokens", "device", "task", "words", "draws", "columns"});
   const std::string directory =
       required(options, "run", "kvlab deploy RUN, a directory of `kvlab replay`");
   const std::string budget = required(options, "budget", "--budget B, one of the run");

@@ -45,6 +45,7 @@ void add_options(po::options_description& options) {
       "a directory to be made: eval.csv, eval.json; `kvlab report` makes a page of it");
   add("policy-file", text_option("FILE"), "a deployed policy, beside those of --policy");
   add_policy_options(options);
+  add_columns_option(options);
   add_common_options(options);
 }
 

@@ -24,6 +24,7 @@ void add_options(po::options_description& options) {
   add_context_option(options);
   add("policy-file", text_option("FILE"), "the cache that `kvlab deploy` chose");
   add_policy_options(options);
+  add_columns_option(options);
   add_common_options(options);
 }
 
@@ -136,7 +137,10 @@ int run(const po::variables_map& options) {
       turns_from(options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer));
   const std::uint32_t length = most_tokens(turns, max_new_tokens);
   if (asked.file) check_shape(*asked.file, config.heads());
-  const ResolvedConfig cache = resolve(asked.cache, length, 0, config.heads());
+  ResolvedConfig cache = resolve(asked.cache, length, 0, config.heads());
+  if (turns.size() > 1)
+    refuse_given(options, {"columns"}, "they are the first prompt's, and more turns are to come");
+  find_columns(cache, turns.front(), config.heads());
   const std::string too_long = check_context(options, config, cache, turns);
   if (asked.file) warn(model_mismatch(*asked.file, config.name, backend->weights_xxh3()));
   warn(too_long);

@@ -56,6 +56,7 @@ void add_options(po::options_description& options) {
   add("capture", text_option("DIR"),
       "a directory to be made, for a trace of every question with the right answer behind it");
   add_policy_options(options);
+  add_columns_option(options);
   add_common_options(options);
 }
 
@@ -264,6 +265,8 @@ ordered_json job_of(const TaskRequest& request, const ordered_json& about, Devic
                        config.threshold});
   }
   job["policies"] = std::move(configs);
+  if (const auto& columns = request.configs.back().policy.column_source)
+    job["columns"] = columns->xxh3();
   job["device"] = device == Device::cuda ? "cuda" : "cpu";
   return job;
 }

@@ -28,6 +28,7 @@ void add_options(po::options_description& options) {
       "policies: a bare name stands for its variants (guards and parameters), h2o:recent=25% for "
       "itself (default: all that there are, but random)");
   add_source_option(options);
+  add_columns_option(options);
   add_ladder_option(options);
   add("metric", text_option("METRIC"),
       "what puts the grid in order before the race (default: what deploy goes by)");

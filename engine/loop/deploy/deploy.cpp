@@ -88,6 +88,7 @@ CacheConfig config_of(const Run& run, const Ballot& ballot, const Figures& figur
     for (const RunSource& source : run.info.sources)
       if (source.policy == series.policy)
         own = require_source(compiled, source.policy, source.path, source.xxh3, "run.json");
+    own.column_source = compiled.column_source;
     return {.policy = parse_policy(text, {}, own),
             .budget = budget_of(run.info, ballot.budget),
             .prefill = parse_prefill(series.prefill),

@@ -168,6 +168,10 @@ class TaskLoop {
       config.budget = config.budget.at_prompt(static_cast<std::uint32_t>(prompt));
       caches.push_back(resolve(config, tokens, static_cast<std::uint32_t>(row.prompt),
                                backend_.config().heads()));
+      Ids ids;
+      for (const Ids& segment : prompt_of(row).segments(modes_[row.mode]))
+        ids.insert(ids.end(), segment.begin(), segment.end());
+      find_columns(caches.back(), ids, backend_.config().heads());
       longest = std::max(longest, tokens);
     }
     return backend_.batch_decoder(caches, longest + longest_answer(rows));

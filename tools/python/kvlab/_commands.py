@@ -19,7 +19,7 @@ Option = str | int | float | bool | os.PathLike[str] | Iterable[Any] | None
 Policies = str | Policy | Sequence[str | Policy]
 Budgets = str | int | Sequence[str | int]
 
-_REPEATED = {"text", "trace", "policy_source"}  # the others take one list, with commas
+_REPEATED = {"text", "trace", "policy_source", "columns"}  # the others take one list, with commas
 
 
 def evaluate(
