@@ -6,9 +6,7 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
-#include <span>
 #include <string>
-#include <vector>
 
 #include "engine/batch_decoder.hpp"
 #include "engine/decoder.hpp"
@@ -64,5 +62,10 @@ bool has_cuda_device();
 /// load_backend(Device::cuda, …); throws std::invalid_argument in a build without it,
 /// std::runtime_error without a device.
 std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& directory);
+
+// The backend on the CPU, of a model that is loaded already.
+
+/// Shares the model's weights.
+std::unique_ptr<Backend> cpu_backend(const Model& model, unsigned threads);
 
 }  // namespace kvlab

@@ -9,7 +9,7 @@
 
 #include "engine/cache/growing_rope.hpp"
 #include "engine/cache/layer_cache.hpp"
-#include "engine/longest_sequence.hpp"
+#include "engine/sequence_decoder.hpp"
 #include "policies/executor.hpp"
 #include "traces/base/parallel.hpp"
 

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <functional>
-#include <span>
 #include <vector>
 
 #include "traces/base/numeric/panels.hpp"

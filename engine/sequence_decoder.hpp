@@ -1,8 +1,10 @@
 // What every decoder of one sequence does, on the CPU or on a CUDA device.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -10,6 +12,14 @@
 #include "traces/trace.hpp"
 
 namespace kvlab {
+
+// How many tokens a sequence may have before something that counts them is full.
+
+/// In tokens. Each step gives a token at most `group` probabilities of 1 (2^32 units of a 64-bit
+/// sum) and `group` requests (of a 32-bit count); positions have 31 bits.
+constexpr std::uint32_t longest_sequence(std::uint32_t group) {
+  return std::min((1u << 31) - 1, std::numeric_limits<std::uint32_t>::max() / group);
+}
 
 class SequenceDecoder {
  public:

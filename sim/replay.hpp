@@ -61,7 +61,7 @@ struct ReplayResult {
 };
 
 struct HeadOutcome;   // sim/metrics.hpp
-struct LayerOutcome;  // sim/run/layer_outcome.hpp
+struct LayerOutcome;  // sim/run/tabulate.hpp
 class JointChanges;   // likewise
 
 /// Which KV head a unit of work is about; `layer` counts those without a span.

@@ -6,8 +6,8 @@
 #include <set>
 #include <stdexcept>
 
+#include "engine/backend.hpp"
 #include "engine/checkpoint/model.hpp"
-#include "engine/cpu_backend.hpp"
 #include "engine/loop/device/layered_loop.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "tools/options.hpp"
@@ -45,7 +45,6 @@ LoopModel load_loop_model(const po::variables_map& options, LoopWay way) {
   const unsigned threads = threads_from(options);
   LoopModel loaded{.directory = directory,
                    .backend = nullptr,
-                   .sweep = {},
                    .tokenizer = tokenizer_of(directory, load_model_config(directory))};
   if (device_from(options) == Device::cpu) {
     const Model model = Model::load(directory, threads);
@@ -104,8 +103,7 @@ std::vector<LoopText> loop_texts_from(const po::variables_map& options, const Lo
   for (const std::string& path : paths_of(options, "text"))
     texts.push_back({.name = name_of_text(path),
                      .ids = ids_of_text(path, model.tokenizer, tokens),
-                     .prompt_tokens = prompt,
-                     .trace = {}});
+                     .prompt_tokens = prompt});
   for (const std::string& path : paths_of(options, "trace"))
     texts.push_back(text_of_trace(path, model.backend->weights_xxh3(), threads_from(options)));
   std::set<std::string> names;
@@ -131,8 +129,7 @@ void add_answer_options(po::options_description& options) {
 AnswerPlan answer_plan_from(const po::variables_map& options) {
   constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches side by side
   const std::uint32_t words = count_from(options, "words", 1, 1'000'000);
-  AnswerPlan plan{.tasks = {},
-                  .draws = count_from(options, "draws", 1, 100'000),
+  AnswerPlan plan{.draws = count_from(options, "draws", 1, 100'000),
                   .most_rows = device_from(options) == Device::cuda ? kCudaRows : kCpuRows};
   const std::vector<std::string> names = list_from(options, "task");
   if (names == std::vector<std::string>{"none"})

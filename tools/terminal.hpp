@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <mutex>
 #include <string>
-#include <string_view>
 
 namespace kvlab {
 

@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 

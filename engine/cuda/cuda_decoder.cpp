@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "engine/cuda/cache/full_cache.hpp"
-#include "engine/longest_sequence.hpp"
+#include "engine/sequence_decoder.hpp"
 #include "kernels/host/transfer.hpp"
 #include "traces/base/cancel.hpp"
 

@@ -30,8 +30,7 @@ LoopOptions loop_options(const EvalOptions& options, std::size_t sequence, std::
           .span = options.span,
           .sequence = static_cast<std::uint32_t>(sequence),
           .threads = threads,
-          .against_first = options.against_full,
-          .progress = {}};
+          .against_first = options.against_full};
 }
 
 /// Throws std::invalid_argument that names the text if nothing of a sequence of it is scored.
@@ -179,8 +178,7 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
   const ScoredSequences scored{sweep(sequences.ids, configs, options), std::move(sequences.text),
                                repeats_of(texts),
                                memory_of(model, sequences.ids, configs, options)};
-  Evaluation result{.scores = {},
-                    .against_full = options.against_full,
+  Evaluation result{.against_full = options.against_full,
                     .kl = paired_scores(scored, &LoopScores::kl),
                     .nll = paired_scores(scored, &LoopScores::nll)};
   for (std::size_t c = 0; c < configs.size(); ++c)

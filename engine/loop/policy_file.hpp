@@ -1,10 +1,8 @@
 // policy.json: a policy that was chosen, with everything the engine needs to run it.
 #pragma once
 
-#include <cstdint>
 #include <filesystem>
 #include <string>
-#include <vector>
 
 #include "engine/decoder.hpp"
 #include "traces/base/json.hpp"

@@ -5,23 +5,78 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstdint>
 #include <deque>
 #include <limits>
 #include <map>
 #include <memory>
-#include <stdexcept>
+#include <span>
+#include <vector>
 
 #include "engine/cache/growing_rope.hpp"
-#include "engine/loop/float64_attention.hpp"
 #include "policies/observation.hpp"
+#include "policies/policy.hpp"
 #include "sim/coded_rows.hpp"
 #include "sim/run_heads.hpp"
 #include "traces/base/numeric/code.hpp"
+#include "traces/base/numeric/rope.hpp"
 #include "traces/base/parallel.hpp"
 #include "traces/layer_ropes.hpp"
 
 namespace kvlab {
 namespace {
+
+// Attention in float64, plainly: what observations are checked against.
+
+class Float64Attention {
+ public:
+  Float64Attention(const Rope& rope, std::uint32_t head_size, double softmax_scale)
+      : rope_(rope), head_size_(head_size), scale_(softmax_scale) {}
+
+  /// q or k rotated to `position`, [dim].
+  std::vector<double> rotate(const float* x, std::uint32_t position) const;
+
+  /// Probabilities of one query over keys [count]; `keys[i]` and `query` are rotated already.
+  /// `sink`: the logit that takes what no token gets, or null.
+  std::vector<double> probabilities(const std::vector<double>& query,
+                                    std::span<const std::vector<double>> keys,
+                                    const float* sink = nullptr) const;
+
+ private:
+  Rope rope_;
+  std::uint32_t head_size_;
+  double scale_;
+};
+
+std::vector<double> Float64Attention::rotate(const float* x, std::uint32_t position) const {
+  std::vector<double> y(x, x + head_size_);
+  const std::size_t half = rope_.inv_freq.size();
+  for (std::size_t i = 0; i < half; ++i) {
+    const double angle = static_cast<double>(position) * static_cast<double>(rope_.inv_freq[i]);
+    const double c = std::cos(angle) * rope_.factor, s = std::sin(angle) * rope_.factor;
+    const double a = x[i], b = x[i + half];
+    y[i] = a * c - b * s;
+    y[i + half] = b * c + a * s;
+  }
+  return y;
+}
+
+std::vector<double> Float64Attention::probabilities(const std::vector<double>& query,
+                                                    std::span<const std::vector<double>> keys,
+                                                    const float* sink) const {
+  std::vector<double> p;
+  for (const std::vector<double>& key : keys) {
+    double logit = 0;
+    for (std::uint32_t d = 0; d < head_size_; ++d) logit += query[d] * key[d];
+    p.push_back(logit * scale_);
+  }
+  double largest = *std::max_element(p.begin(), p.end());
+  if (sink) largest = std::max(largest, double{*sink});
+  double sum = sink ? std::exp(*sink - largest) : 0;
+  for (double& x : p) sum += x = std::exp(x - largest);
+  for (double& x : p) x /= sum;
+  return p;
+}
 
 constexpr double kFloatError = 1e-5;  // of a float32 probability
 
@@ -49,6 +104,54 @@ struct Expected {
 /// Float64's probabilities of one row, and those of a plain attention on rounded q and k.
 struct CheckedRow {
   std::vector<double> exact, plain;
+};
+
+/// The first eviction on which a free-running replay of one head disagrees, if any.
+class FreeRun {
+ public:
+  FreeRun(const WatchedHead& head, std::uint32_t layer, std::uint32_t kv_head)
+      : head_(head), layer_(layer), kv_head_(kv_head) {}
+
+  /// Before room is made for `now`.
+  void compare(std::uint32_t now, const LiveSet& live) {
+    settle(live);
+    if (parting || live.surplus() == 0) return;
+    now_ = now;
+    type_ = live.ranks(now).type;
+    keys_ = live.leaving_keys(now);
+  }
+
+  /// Who has left since then, of a ladder not just the first by rank, beside whom the engine
+  /// evicted.
+  void settle(const LiveSet& live) {
+    std::sort(keys_.begin(), keys_.end());
+    const LeavingKey* spared = nullptr;  // the token that the engine should have evicted,
+    const LeavingKey* taken = nullptr;   // and the one that it evicted instead
+    for (const LeavingKey& key : keys_) {
+      const bool by_engine = std::ranges::binary_search(head_.victims.at(now_), key.position),
+                 left = !std::ranges::binary_search(live.positions(), key.position);
+      if (left && !by_engine) spared = &key;
+      if (!left && by_engine && !taken) taken = &key;
+    }
+    if (spared && taken) {
+      const double took = rank_number(type_, taken->rank),
+                   leaves = rank_number(type_, spared->rank);
+      const double larger = std::max(std::fabs(took), std::fabs(leaves));
+      parting = Parting{
+          layer_,          kv_head_,         now_,
+          taken->position, spared->position, larger > 0 ? std::fabs(took - leaves) / larger : 0};
+    }
+    keys_.clear();
+  }
+
+  std::optional<Parting> parting;
+
+ private:
+  const WatchedHead& head_;
+  std::uint32_t layer_, kv_head_;
+  std::uint32_t now_ = 0;
+  RankType type_ = {};
+  std::vector<LeavingKey> keys_;
 };
 
 }  // namespace
@@ -258,7 +361,7 @@ class Verifier::Watch final : public DecoderObserver {
   /// `query` and `keys` are rotated, in float64.
   CheckedRow row_of(const Float64Attention& reference, const std::vector<double>& query,
                     std::span<const std::vector<double>> keys, const float* sink) const {
-    CheckedRow row{.exact = reference.probabilities(query, keys, sink), .plain = {}};
+    CheckedRow row{.exact = reference.probabilities(query, keys, sink)};
     if (!rounding_) return row;
     const auto rounded = [&](const std::vector<double>& x) {
       std::vector<double> y;
@@ -369,58 +472,6 @@ class Verifier::Watch final : public DecoderObserver {
   std::vector<Admission> admissions_;
   bool in_prompt_ = false;  // the last admission was of a prompt
 };
-
-namespace {
-
-/// The first eviction on which a free-running replay of one head disagrees, if any.
-class FreeRun {
- public:
-  FreeRun(const WatchedHead& head, std::uint32_t layer, std::uint32_t kv_head)
-      : head_(head), layer_(layer), kv_head_(kv_head) {}
-
-  /// Before room is made for `now`.
-  void compare(std::uint32_t now, const LiveSet& live) {
-    settle(live);
-    if (parting || live.surplus() == 0) return;
-    now_ = now;
-    type_ = live.ranks(now).type;
-    keys_ = live.leaving_keys(now);
-  }
-
-  /// Who has left since then, of a ladder not just the first by rank, beside whom the engine
-  /// evicted.
-  void settle(const LiveSet& live) {
-    std::sort(keys_.begin(), keys_.end());
-    const LeavingKey* spared = nullptr;  // the token that the engine should have evicted,
-    const LeavingKey* taken = nullptr;   // and the one that it evicted instead
-    for (const LeavingKey& key : keys_) {
-      const bool by_engine = std::ranges::binary_search(head_.victims.at(now_), key.position),
-                 left = !std::ranges::binary_search(live.positions(), key.position);
-      if (left && !by_engine) spared = &key;
-      if (!left && by_engine && !taken) taken = &key;
-    }
-    if (spared && taken) {
-      const double took = rank_number(type_, taken->rank),
-                   leaves = rank_number(type_, spared->rank);
-      const double larger = std::max(std::fabs(took), std::fabs(leaves));
-      parting = Parting{
-          layer_,          kv_head_,         now_,
-          taken->position, spared->position, larger > 0 ? std::fabs(took - leaves) / larger : 0};
-    }
-    keys_.clear();
-  }
-
-  std::optional<Parting> parting;
-
- private:
-  const WatchedHead& head_;
-  std::uint32_t layer_, kv_head_;
-  std::uint32_t now_ = 0;
-  RankType type_ = {};
-  std::vector<LeavingKey> keys_;
-};
-
-}  // namespace
 
 /// The KV heads of a layer from `first` on, query by query.
 std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& rope,

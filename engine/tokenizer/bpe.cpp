@@ -9,7 +9,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include "engine/tokenizer/bytes.hpp"
 #include "engine/tokenizer/text.hpp"
 #include "traces/base/json.hpp"
 

@@ -4,7 +4,6 @@
 
 #include <stdexcept>
 
-#include "engine/tokenizer/bytes.hpp"
 #include "engine/tokenizer/text.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/text.hpp"

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <stdexcept>
-#include <utility>
 
 #include "engine/checkpoint/checkpoint.hpp"
 #include "traces/base/json.hpp"

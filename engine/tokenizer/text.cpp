@@ -1,15 +1,46 @@
 #include "engine/tokenizer/text.hpp"
 
+#include <fmt/format.h>
 #include <utf8proc.h>
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
 
 namespace kvlab::tokenizer {
 namespace {
+
+constexpr int kChars = 0x144;  // the last byte character is U+0143
+
+constexpr bool stands_for_itself(int byte) {
+  return (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
+}
+
+struct ByteMap {
+  std::array<std::string, kBytes> chars;
+  std::array<std::int16_t, kChars> bytes;  ///< by code point; -1: stands for no byte
+};
+
+// Printable bytes keep their Latin-1 character; the others take U+0100 and on, in order.
+ByteMap make_byte_map() {
+  ByteMap map;
+  map.bytes.fill(-1);
+  char32_t next = 0x100;
+  for (int byte = 0; byte < kBytes; ++byte) {
+    const char32_t c = stands_for_itself(byte) ? static_cast<char32_t>(byte) : next++;
+    append_utf8(map.chars[byte], c);
+    map.bytes[c] = static_cast<std::int16_t>(byte);
+  }
+  return map;
+}
+
+const ByteMap& byte_map() {
+  static const ByteMap map = make_byte_map();
+  return map;
+}
 
 bool is_ascii(char c) { return static_cast<unsigned char>(c) < 0x80; }
 
@@ -84,7 +115,61 @@ void order_marks(std::vector<Decomposed>& chars) {
   }
 }
 
+void append_nfc(std::string_view text, std::string& out) {
+  if (std::all_of(text.begin(), text.end(), is_ascii)) {
+    out += text;
+    return;
+  }
+  std::vector<Decomposed> chars;
+  chars.reserve(text.size());
+  for (std::size_t at = 0; at < text.size(); at += char_bytes(text[at])) {
+    append_decomposed(code_point_at(text, at), chars);
+  }
+  order_marks(chars);
+
+  std::vector<utf8proc_int32_t> points(chars.size() + 1);
+  std::transform(chars.begin(), chars.end(), points.begin(),
+                 [](const Decomposed& c) { return c.code_point; });
+  const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
+  const auto count =
+      utf8proc_normalize_utf32(points.data(), static_cast<utf8proc_ssize_t>(chars.size()), options);
+  if (count < 0) throw std::runtime_error("the text cannot be normalised");
+  for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(out, static_cast<char32_t>(points[i]));
+}
+
 }  // namespace
+
+std::string_view char_of_byte(std::uint8_t byte) { return byte_map().chars[byte]; }
+
+std::string bytes_to_chars(std::string_view bytes) {
+  std::string chars;
+  chars.reserve(bytes.size() * 2);
+  for (const char byte : bytes) chars += char_of_byte(static_cast<std::uint8_t>(byte));
+  return chars;
+}
+
+std::optional<std::string> chars_to_bytes(std::string_view token) {
+  const auto& table = byte_map().bytes;
+  std::string bytes;
+  bytes.reserve(token.size());
+  for (std::size_t at = 0; at < token.size(); at += char_bytes(token[at])) {
+    const char32_t c = code_point_at(token, at);
+    if (c >= table.size() || table[c] < 0) return std::nullopt;
+    bytes += static_cast<char>(table[c]);
+  }
+  return bytes;
+}
+
+std::optional<std::uint8_t> byte_of_fallback_token(std::string_view token) {
+  if (token.size() != 6 || !token.starts_with("<0x") || token.back() != '>') return std::nullopt;
+  std::uint8_t byte = 0;
+  const char *begin = token.data() + 3, *end = begin + 2;
+  const auto [stop, error] = std::from_chars(begin, end, byte, 16);
+  if (error != std::errc() || stop != end) return std::nullopt;
+  return byte;
+}
+
+std::string fallback_token(std::uint8_t byte) { return fmt::format("<0x{:02X}>", byte); }
 
 std::size_t char_bytes(char first) { return lead_of(static_cast<std::uint8_t>(first)).bytes; }
 
@@ -171,32 +256,6 @@ bool is_word(char32_t c) {
       return false;
   }
 }
-
-namespace {
-
-void append_nfc(std::string_view text, std::string& out) {
-  if (std::all_of(text.begin(), text.end(), is_ascii)) {
-    out += text;
-    return;
-  }
-  std::vector<Decomposed> chars;
-  chars.reserve(text.size());
-  for (std::size_t at = 0; at < text.size(); at += char_bytes(text[at])) {
-    append_decomposed(code_point_at(text, at), chars);
-  }
-  order_marks(chars);
-
-  std::vector<utf8proc_int32_t> points(chars.size() + 1);
-  std::transform(chars.begin(), chars.end(), points.begin(),
-                 [](const Decomposed& c) { return c.code_point; });
-  const auto options = static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE);
-  const auto count =
-      utf8proc_normalize_utf32(points.data(), static_cast<utf8proc_ssize_t>(chars.size()), options);
-  if (count < 0) throw std::runtime_error("the text cannot be normalised");
-  for (utf8proc_ssize_t i = 0; i < count; ++i) append_utf8(out, static_cast<char32_t>(points[i]));
-}
-
-}  // namespace
 
 // By blocks: characters as numbers take many times their bytes. Nothing is composed with an ASCII
 // character behind it, so one may begin there.

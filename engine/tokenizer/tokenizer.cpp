@@ -9,9 +9,7 @@
 
 #include "engine/tokenizer/added.hpp"
 #include "engine/tokenizer/bpe.hpp"
-#include "engine/tokenizer/bytes.hpp"
 #include "engine/tokenizer/detokenizer.hpp"
-#include "engine/tokenizer/normalizer.hpp"
 #include "engine/tokenizer/postprocessor.hpp"
 #include "engine/tokenizer/pretokenizer.hpp"
 #include "engine/tokenizer/text.hpp"

@@ -1,6 +1,7 @@
 #include "sim/oracles/oracle.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -38,6 +39,9 @@ void for_rows(SharedRows& rows, std::uint32_t group, std::uint32_t first, std::u
       for (std::uint32_t head = 0; head < group; ++head) look(query, head);
   }
 }
+
+constexpr std::uint32_t kColumns = ResidualOracle::kColumns;
+constexpr float kLeastSum = 1e-20f;  // of probabilities that are left
 
 }  // namespace
 
@@ -105,6 +109,108 @@ HeadStats topk_stats(const QuerySpan& span, const HeadView& view, SharedRows row
     measure.add(0, head, std::min(1.0, kept / static_cast<double>(row.sum)), wanted.count - hits);
   });
   return std::move(measure.take().front());
+}
+
+/// What a query head still gets: Σ p and Σ p · W_o v over those who have not left.
+struct ResidualOracle::Sums {
+  float p = 0;
+  float values[kColumns] = {};
+
+  void add(float factor, const float* value) {
+    p += factor;
+    for (std::uint32_t c = 0; c < kColumns; ++c) values[c] += factor * value[c];
+  }
+};
+
+ResidualOracle::ResidualOracle(const HeadView& view, SharedRows& rows,
+                               const std::vector<float>& sketch, std::vector<float> norm2)
+    : tokens_(view.tokens),
+      group_(view.group),
+      p_(std::size_t{tokens_} * (tokens_ + 1) / 2 * group_),
+      projected_(std::size_t{group_} * tokens_ * kColumns),
+      full_(std::size_t{tokens_} * kColumns),
+      norm2_(std::move(norm2)) {
+  for (std::uint32_t head = 0; head < group_; ++head)
+    for (std::uint32_t token = 0; token < tokens_; ++token) {
+      const float* const value = view.v + token * view.kv_token_stride;
+      const float* map = sketch.data() + std::size_t{head} * view.head_size * kColumns;
+      float* const to = projected_.data() + (std::size_t{head} * tokens_ + token) * kColumns;
+      for (std::uint32_t d = 0; d < view.head_size; ++d, map += kColumns)
+        for (std::uint32_t c = 0; c < kColumns; ++c) to[c] += value[d] * map[c];
+    }
+  for (std::uint32_t first = 0; first < tokens_; first += rows.block_queries()) {
+    const std::uint32_t count = std::min(rows.block_queries(), tokens_ - first);
+    rows.compute(first, count);
+    for (std::uint32_t query = first; query < first + count; ++query)
+      for (std::uint32_t head = 0; head < group_; ++head) {
+        const SharedRows::Row row = rows.row(query, head);
+        float* const p = p_.data() + this->row(query, head);
+        sinks_.push_back(row.sink / row.sum);
+        Sums all;
+        for (std::uint32_t j = 0; j <= query; ++j) {
+          p[j] = row.e[j] / row.sum;
+          all.add(p[j], projected(head, j));
+        }
+        for (std::uint32_t c = 0; c < kColumns; ++c)
+          full_[std::size_t{query} * kColumns + c] += all.values[c];
+      }
+  }
+}
+
+void ResidualOracle::rank(const std::uint32_t* positions, std::size_t count, const Step& step,
+                          std::uint64_t* ranks) {
+  const std::uint32_t last = std::min(step.now + kAhead, tokens_);
+  std::vector<Sums> sums;  // [query from now on, group]
+  for (std::uint32_t query = step.now; query < last; ++query)
+    for (std::uint32_t head = 0; head < group_; ++head) {
+      const float* const p = probabilities(query, head);
+      Sums& own = sums.emplace_back(Sums{.p = sinks_[std::size_t{query} * group_ + head]});
+      for (std::size_t i = 0; i < count; ++i)
+        own.add(p[positions[i]], projected(head, positions[i]));
+      for (std::uint32_t later = step.now; later <= query; ++later)
+        own.add(p[later], projected(head, later));
+    }
+  const std::size_t leaving = count + 1 - std::min<std::size_t>(step.budget, count + 1);
+  for (std::size_t i = 0; i < count; ++i) ranks[i] = count + i;
+  for (std::size_t left = 0; left < leaving; ++left) {
+    std::size_t least = count;
+    double least_change = std::numeric_limits<double>::infinity();
+    for (std::size_t i = 0; i < count; ++i) {
+      if (ranks[i] < count) continue;
+      const double change = change_without(positions[i], sums, step.now);
+      if (least < count && !(change < least_change)) continue;
+      least = i;
+      least_change = change;
+    }
+    ranks[least] = left;
+    for (std::uint32_t query = step.now; query < last; ++query)
+      for (std::uint32_t head = 0; head < group_; ++head)
+        sums[(query - step.now) * group_ + head].add(-probabilities(query, head)[positions[least]],
+                                                     projected(head, positions[least]));
+  }
+}
+
+/// Σ over the queries of the residual error, were the token gone too.
+double ResidualOracle::change_without(std::uint32_t token, const std::vector<Sums>& sums,
+                                      std::uint32_t now) const {
+  double change = 0;
+  for (std::size_t i = 0; i < sums.size(); i += group_) {
+    const std::uint32_t query = now + static_cast<std::uint32_t>(i / group_);
+    float error[kColumns];
+    std::copy_n(full_.data() + std::size_t{query} * kColumns, kColumns, error);
+    for (std::uint32_t head = 0; head < group_; ++head) {
+      const Sums& own = sums[i + head];
+      const float p = probabilities(query, head)[token];
+      const float* const value = projected(head, token);
+      const float factor = 1 / std::max(own.p - p, kLeastSum);
+      for (std::uint32_t c = 0; c < kColumns; ++c)
+        error[c] -= (own.values[c] - p * value[c]) * factor;
+    }
+    float squares = 0;
+    for (const float e : error) squares += e * e;
+    change += static_cast<double>(squares / norm2_[query]);
+  }
+  return change;
 }
 
 }  // namespace kvlab

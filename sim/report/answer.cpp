@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cmath>
 
 #include "sim/report/html.hpp"
 #include "sim/report/verdict.hpp"

@@ -3,24 +3,78 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
+#include <functional>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
 #include <set>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "sim/report/answer.hpp"
 #include "sim/report/figure.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/dataset.hpp"
-#include "sim/report/interactive/kept_dataset.hpp"
 #include "sim/report/page.hpp"
 #include "sim/report/palette.hpp"
 #include "sim/run/ranking.hpp"
+#include "sim/run/run.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
+
+// What heads kept over time, as the interactive page reads it (sim/report/page/kept.js).
+
+/// How a kept series is shown: as its curve is, where the run has that.
+struct KeptLook {
+  std::string label, colour;
+};
+
+using nlohmann::ordered_json;
+
+ordered_json lives_of(const KeptSeries& series) {
+  ordered_json flat = ordered_json::array();
+  for (const Lifetime& life : series.lifetimes)
+    for (const std::uint32_t number : {life.position, life.first_query, life.last_query})
+      flat.push_back(number);
+  return flat;
+}
+
+ordered_json attention_of(const KeptHead& head) {
+  ordered_json rows = ordered_json::array();
+  for (const auto& row : head.attention) {
+    ordered_json flat = ordered_json::array();
+    for (const Glance& glance : row) {
+      flat.push_back(glance.position);
+      flat.push_back(glance.level);
+    }
+    rows.push_back(std::move(flat));
+  }
+  return rows;
+}
+
+/// `tokens`: the text of each, or empty; then their ids stand for them.
+ordered_json kept_dataset(const Kept& kept, const std::vector<std::string>& tokens,
+                          const std::function<KeptLook(const KeptSeries&)>& look) {
+  ordered_json texts = tokens, heads = ordered_json::array();
+  if (tokens.empty())
+    for (const std::int32_t id : kept.ids) texts.push_back(fmt::format("{} ", id));
+  for (const KeptHead& head : kept.heads) {
+    ordered_json series = ordered_json::array();
+    for (const KeptSeries& one : head.series) {
+      const auto [label, colour] = look(one);
+      series.push_back({{"label", label}, {"colour", colour}, {"lives", lives_of(one)}});
+    }
+    heads.push_back({{"layer", head.layer},
+                     {"head", head.head},
+                     {"series", series},
+                     {"attention", attention_of(head)}});
+  }
+  return {{"trace", kept.trace},     {"budget", kept.budget}, {"has_text", !tokens.empty()},
+          {"queries", kept.queries}, {"tokens", texts},       {"heads", heads}};
+}
 
 /// What a fidelity measurement on a real model said of a figure (docs/measurements/fidelity.md).
 struct Evidence {

@@ -1,7 +1,6 @@
 // The page of a run: one HTML file that needs nothing else.
 #pragma once
 
-#include <filesystem>
 #include <string>
 #include <vector>
 

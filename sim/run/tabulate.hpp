@@ -1,14 +1,64 @@
 // From what each KV head left behind to rows of figures: by head, by layer, and for everything.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "sim/error_projection.hpp"
+#include "sim/metrics.hpp"
 #include "sim/replay.hpp"
-#include "sim/run/layer_outcome.hpp"
 
 namespace kvlab {
+
+// What the KV heads of a layer leave behind together: errors whose heads are summed before a root
+// or a square is taken.
+
+/// Errors of a layer: of the heads' outputs side by side; their squares behind W_o, by the residual
+/// stream's norm, and what of these coding adds; halves of squared changes of log-likelihood.
+struct LayerError {
+  enum Kind : std::size_t { outputs, residual, coding, kl, count };
+};
+
+/// One such error of all heads together and, but for outputs, of each KV head by itself. Without
+/// weight where it is not known.
+struct LayerRatios {
+  std::vector<BlockedRatio> layer;               // [configuration]
+  std::vector<std::vector<BlockedRatio>> heads;  // [kv_head][configuration]
+};
+
+/// One layer's outcomes, and its errors over all heads.
+struct LayerOutcome {
+  std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
+  std::array<LayerRatios, LayerError::count> errors;
+  /// [configuration][query of the span, draw]: changes of log-likelihood, heads summed; or empty.
+  std::vector<std::vector<float>> changes;
+};
+
+/// What is known of a layer beside its outcomes.
+struct LayerFacts {
+  ProjectionColumns columns;
+  std::vector<float> norm2;  // of the residual stream, [sample]; or empty
+};
+
+/// Sums a layer's errors over its heads, in order, then drops what was kept for each query.
+void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
+                  const LayerFacts& facts, unsigned threads);
+
+/// The changes of log-likelihood of all layers together, whose squares are `kl_estimate_joint`.
+class JointChanges {
+ public:
+  explicit JointChanges(std::size_t configs) : sums_(configs) {}
+
+  /// Layers come in order; takes their changes out.
+  void add(LayerOutcome& layer);
+  /// By configuration; without weight where no layer has changes.
+  std::vector<BlockedRatio> squares(const QuerySpan& span, std::uint32_t draws) const;
+
+ private:
+  std::vector<std::vector<float>> sums_;  // [configuration][query of the span, draw]
+};
 
 /// All of a replay.
 struct ReplayOutcome {

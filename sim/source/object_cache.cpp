@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <exception>
-#include <span>
 #include <system_error>
 
 #include "policies/private_folder.hpp"

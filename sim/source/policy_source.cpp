@@ -2,19 +2,25 @@
 
 #include <dlfcn.h>
 #include <fmt/format.h>
+#include <stdlib.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cctype>
+#include <filesystem>
 #include <span>
 #include <stdexcept>
+#include <string>
+#include <system_error>
+#include <vector>
 
 #include "policies/catalogue.hpp"
 #include "policies/embedded.hpp"
+#include "policies/ops/instruction_set.hpp"
 #include "policies/policy_struct.hpp"
 #include "policies/private_folder.hpp"
 #include "sim/replay.hpp"
 #include "sim/source/complaint.hpp"
-#include "sim/source/host_compiler.hpp"
 #include "sim/source/object_cache.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/process.hpp"
@@ -22,6 +28,97 @@
 
 namespace kvlab {
 namespace {
+
+// The machine's own C++ compiler, as kvlab runs it on a policy's header.
+
+/// $CXX (with its options, if any), else the compiler that built kvlab, else c++; and how it has to
+/// compile a policy: as kvlab itself was, for the instruction set in use here.
+class HostCompiler {
+ public:
+  HostCompiler();
+
+  /// All that decides what comes out: the command, its flags, and what it says of its version.
+  /// Throws std::runtime_error: it cannot be run.
+  std::string identity() const;
+  /// Compiles `source` with the headers of `folder` to the shared object `object`. What it says is
+  /// left in `folder`/log, and the files that it read, but for the system's, in `folder`/reads.
+  /// Returns whether it succeeded. Throws std::runtime_error: it cannot be run.
+  bool compile(const std::filesystem::path& folder, const std::filesystem::path& source,
+               const std::filesystem::path& object) const;
+
+ private:
+  std::vector<std::string> command_, flags_;
+};
+
+namespace fs = std::filesystem;
+
+constexpr std::size_t kMostOfVersion = std::size_t{1} << 20;
+
+/// Whether words[0] succeeds.
+bool succeeds(const std::vector<std::string>& words, const fs::path& log) {
+  try {
+    return run_program(words, log) == 0;
+  } catch (const std::system_error& error) {
+    throw std::runtime_error(
+        fmt::format("--policy-source: cannot run the compiler '{}': {}; install a C++20 compiler, "
+                    "or name one in the environment's CXX",
+                    words[0], error.code().message()));
+  }
+}
+
+std::vector<std::string> words_of(std::string_view text) {
+  std::vector<std::string> words;
+  for (std::string& word : split_list(std::string(text), ' '))
+    if (!word.empty()) words.push_back(std::move(word));
+  return words;
+}
+
+std::vector<std::string> compiler_command() {
+  if (const char* asked = getenv("CXX"); asked && *asked)
+    if (auto words = words_of(asked); !words.empty()) return words;
+  if (access(KVLAB_CXX_COMPILER, X_OK) == 0) return {KVLAB_CXX_COMPILER};
+  return {"c++"};
+}
+
+std::string_view options_of(InstructionSet set) {
+  switch (set) {
+    case InstructionSet::avx512:
+      return KVLAB_AVX512_OPTIONS;
+    case InstructionSet::avx2:
+      return KVLAB_AVX2_OPTIONS;
+    case InstructionSet::base:
+      break;
+  }
+  return "";
+}
+
+// Without contraction, the results are those of a policy that is built in, whatever the set. The
+// mathematical library is left out: its last bits differ from machine to machine.
+HostCompiler::HostCompiler()
+    : command_(compiler_command()),
+      flags_({"-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden",
+              "-fmax-errors=20", "-nodefaultlibs", "-Wl,-z,defs"}) {
+  for (std::string& option : words_of(options_of(instruction_set())))
+    flags_.push_back(std::move(option));
+}
+
+std::string HostCompiler::identity() const {
+  const TemporaryFolder folder;
+  std::vector<std::string> words = command_;
+  words.push_back("--version");
+  succeeds(words, folder / "version");
+  return fmt::format("{}\n{}\n{}", fmt::join(command_, "\n"), fmt::join(flags_, "\n"),
+                     read_text_file(folder / "version", kMostOfVersion));
+}
+
+bool HostCompiler::compile(const fs::path& folder, const fs::path& source,
+                           const fs::path& object) const {
+  std::vector<std::string> words = command_;
+  words.insert(words.end(), flags_.begin(), flags_.end());
+  words.insert(words.end(), {"-I" + folder.string(), "-MMD", "-MF", (folder / "reads").string(),
+                             "-o", object.string(), source.string(), "-lstdc++", "-lc", "-lgcc"});
+  return succeeds(words, folder / "log");
+}
 
 namespace fs = std::filesystem;
 
@@ -64,7 +161,7 @@ void write_inputs(const fs::path& folder, const PolicySource& source, unsigned l
 std::string key_of(const PolicySource& source, const HostCompiler& compiler) {
   std::string all = compiler.identity();
   const auto add = [&](std::string_view part) { all += fmt::format("\n{}:{}", part.size(), part); };
-  add(unit_text({.path = {}, .text = {}, .xxh3 = {}, .type = source.type}, 1));
+  add(unit_text({.type = source.type}, 1));
   add(source.text);
   for (const EmbeddedText& header : policy_headers()) {
     add(header.path);
@@ -143,8 +240,7 @@ bool is_taken(std::string_view name) {
 }
 
 std::shared_ptr<const PolicyEntry> compile_policy_source(const fs::path& path) {
-  PolicySource source{
-      .path = path.string(), .text = read_text_file(path, kMaxSourceBytes), .xxh3 = {}, .type = {}};
+  PolicySource source{.path = path.string(), .text = read_text_file(path, kMaxSourceBytes)};
   const PolicyStruct found = find_policy_struct(source.text, source.path);
   source.type = found.name;
   source.xxh3 = xxh3_hex(source.text);

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "engine/longest_sequence.hpp"
+#include "engine/sequence_decoder.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/llama_reference.hpp"
 

@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/tokenizer/bytes.hpp"
 #include "engine/tokenizer/pattern.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"

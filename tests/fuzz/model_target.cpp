@@ -2,7 +2,7 @@
 // them, its chat template.
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
-#include "engine/loop/task/chat.hpp"
+#include "engine/loop/task/prompt.hpp"
 #include "tests/fuzz/fuzz.hpp"
 
 using namespace kvlab;

@@ -1,6 +1,6 @@
 // A finished unit of work as a killed replay leaves it, with the right checksum; what is accepted
 // packs to the same bytes.
-#include "sim/run/unit_file.hpp"
+#include "sim/run/run_folder.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "traces/base/files.hpp"
 

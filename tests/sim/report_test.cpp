@@ -12,7 +12,7 @@
 #include "sim/report/answer.hpp"
 #include "sim/report/figure.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/vega.hpp"
+#include "sim/report/interactive/scripts.hpp"
 #include "sim/report/palette.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "engine/cpu_backend.hpp"
+#include "engine/backend.hpp"
 #include "engine/decoder.hpp"
 #include "engine/loop/decoder_loop.hpp"
 #include "sim/access/column_traces.hpp"
@@ -13,7 +13,7 @@
 #include "tests/loop_fixture.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/json.hpp"
-#include "traces/extras_writer.hpp"
+#include "traces/extras.hpp"
 
 namespace kvlab {
 namespace {

@@ -1,8 +1,6 @@
 // Who is deployed, with which evidence.
 #include "engine/loop/deploy/deploy.hpp"
 
-#include "engine/loop/deploy/confirm.hpp"
-
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"
 #include "traces/base/json.hpp"

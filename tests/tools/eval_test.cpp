@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/loop/eval/page.hpp"
 #include "engine/loop/eval/table.hpp"
+#include "engine/loop/pages/pages.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"

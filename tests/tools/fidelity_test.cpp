@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "engine/cpu_backend.hpp"
-#include "engine/loop/fidelity/page.hpp"
+#include "engine/backend.hpp"
 #include "engine/loop/fidelity/table.hpp"
+#include "engine/loop/pages/pages.hpp"
 #include "engine/output_sketch.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"

@@ -5,9 +5,8 @@
 #include <cmath>
 #include <numeric>
 
-#include "engine/cpu_backend.hpp"
+#include "engine/backend.hpp"
 #include "engine/loop/pages/pages.hpp"
-#include "engine/loop/tune/grid.hpp"
 #include "engine/output_sketch.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"

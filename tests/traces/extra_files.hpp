@@ -1,7 +1,7 @@
 // Extras of a trace, as tests add them.
 #pragma once
 
-#include "traces/extras_writer.hpp"
+#include "traces/extras.hpp"
 
 namespace kvlab::test {
 

@@ -1,21 +1,207 @@
-#include "engine/bench.hpp"
-
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <stdexcept>
 
+#include "engine/bench.hpp"
 #include "engine/loop/device/layered_loop.hpp"
-#include "tools/commands/bench_replay.hpp"
-#include "tools/figures.hpp"
+#include "sim/bench/replay_cost.hpp"
+#include "tools/command.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/process.hpp"
 
 namespace kvlab {
 namespace {
 
+// What a bench found, for people: the names of its JSON, numbers shortened.
+
 using nlohmann::ordered_json;
+using Cells = std::vector<std::string>;
+
+/// Four digits, and thousands as k, M, G, T.
+std::string shortened(const ordered_json& value) {
+  if (!value.is_number()) return value.is_string() ? value.get<std::string>() : json_text(value);
+  double number = value.get<double>();
+  if (value.is_number_integer() && std::fabs(number) < 1e6) return json_text(value);
+  std::string_view unit = "";
+  for (const std::string_view larger : {"k", "M", "G", "T"}) {
+    if (std::fabs(number) < 1e4) break;
+    number /= 1e3;
+    unit = larger;
+  }
+  return fmt::format("{:.4g}{}", number, unit);
+}
+
+/// The first line names the columns; `first`: what stands before each row.
+class Table {
+ public:
+  void add(const ordered_json& row, const std::string& first = "") {
+    Cells names{""}, cells{first};
+    for (const auto& [name, value] : row.items()) {
+      if (!value.is_array()) {
+        names.push_back(name);
+        cells.push_back(shortened(value));
+        continue;
+      }
+      for (const ordered_json& column : value) {
+        names.push_back(shortened(column.front()));
+        cells.push_back(shortened(column.back()));
+      }
+    }
+    if (names.size() > lines_.front().size()) lines_.front() = names;
+    lines_.push_back(std::move(cells));
+  }
+
+  void print() const {
+    for (const Cells& line : lines_) {
+      for (std::size_t column = 0; column < line.size(); ++column) {
+        std::size_t width = 0;
+        for (const Cells& other : lines_)
+          if (column < other.size()) width = std::max(width, other[column].size());
+        const bool last = column + 1 == line.size();
+        fmt::print("{:<{}}{}", line[column], last ? 0 : width, last ? "\n" : "  ");
+      }
+    }
+  }
+
+ private:
+  std::vector<Cells> lines_{Cells{}};
+};
+
+/// One JSON object as lines on standard output. Lists of objects are tables, and so are objects in
+/// a row that have the same members; of a list within a table's row, each object is a column under
+/// its first member, which shows its last.
+void print_figures(const ordered_json& figures) {
+  Table rows;
+  for (const auto& [name, value] : figures.items()) {
+    if (value.is_object()) {
+      rows.add(value, name);
+      continue;
+    }
+    if (!value.is_array()) {
+      fmt::print("{:<26}{}\n", name, shortened(value));
+      continue;
+    }
+    fmt::print("{}\n", name);
+    Table table;
+    for (const ordered_json& row : value) table.add(row);
+    table.print();
+  }
+  rows.print();
+}
+
+// `kvlab bench replay`: a replay beside an exact pass of attention.
+
+using nlohmann::ordered_json;
+
+constexpr std::int64_t kMostReplayTokens = 1 << 20, kMostHeads = 1024, kMostRepeats = 1000;
+
+/// A synthetic trace for as long as it is measured.
+class TemporaryTrace {
+ public:
+  explicit TemporaryTrace(const SyntheticShape& shape)
+      : trace_(write_synthetic_trace(folder_ / "trace", shape, 1)) {}
+  const TraceReader& trace() const { return trace_; }
+
+ private:
+  TemporaryFolder folder_;
+  TraceReader trace_;
+};
+
+SyntheticShape shape_from(const po::variables_map& options) {
+  SyntheticShape shape;
+  shape.layers = count_from(options, "synthetic-layers", 1, kMostHeads);
+  shape.query_heads = count_from(options, "synthetic-query-heads", 1, kMostHeads);
+  shape.kv_heads = count_from(options, "synthetic-kv-heads", 1, kMostHeads);
+  shape.head_size = count_from(options, "synthetic-head-size", 1, kMostHeads);
+  shape.tokens = count_from(options, "tokens", 1, kMostReplayTokens);
+  shape.prompt_tokens = std::max(1u, shape.tokens / 8);
+  shape.draws = count_from(options, "synthetic-draws", 0, kMaxDraws);
+  if (shape.query_heads % shape.kv_heads != 0 || shape.head_size % 2 != 0 || shape.tokens < 2)
+    throw std::invalid_argument(
+        "--synthetic-query-heads should be a multiple of --synthetic-kv-heads, "
+        "--synthetic-head-size even, --tokens at least 2");
+  return shape;
+}
+
+ordered_json to_json(const ReplayCost& bench, const TraceReader& trace, unsigned threads,
+                     bool on_device) {
+  const ModelShape& shape = trace.shape();
+  ordered_json grids = ordered_json::array();
+  ordered_json json{{"bench", "replay"},
+                    {"tokens", trace.tokens()},
+                    {"layers", shape.layers},
+                    {"query_heads", shape.query_heads},
+                    {"kv_heads", shape.kv_heads},
+                    {"head_size", shape.head_size},
+                    {"threads", threads},
+                    {"device", on_device ? "cuda" : "cpu"},
+                    {"bytes_read", bench.bytes_read},
+                    {"exact_seconds", bench.exact.time.seconds},
+                    {"exact_cpu_seconds", bench.exact.time.cpu_seconds},
+                    {"exact_flops_per_second", bench.exact.flops / bench.exact.time.seconds}};
+  for (const GridTime& grid : bench.grids) {
+    grids.push_back({{"name", grid.name},
+                     {"configurations", grid.configs},
+                     {"seconds", grid.time.seconds},
+                     {"cpu_seconds", grid.time.cpu_seconds},
+                     {"ratio", grid.ratio},
+                     {"cpu_ratio", grid.cpu_ratio},
+                     {"slots_per_second", grid.slot_steps_per_second()}});
+    if (grid.step_microseconds > 0)
+      grids.back()["microseconds_per_step_and_wave"] = grid.step_microseconds;
+    if (grid.name == "grid") {
+      json["ratio_to_attention"] = grid.ratio;
+      json["cpu_ratio_to_attention"] = grid.cpu_ratio;
+    }
+  }
+  json["grids"] = std::move(grids);
+  return json;
+}
+
+/// `--trace`, `--grid`, `--repeats`, `--synthetic-…`.
+void add_bench_replay_options(po::options_description& options) {
+  auto add = options.add_options();
+  add("trace", text_option("TRACE"),
+      "replay: of this trace; default: a synthetic one of the shape of Llama-3.1-8B");
+  add("grid", text_option("NAMES"),
+      "replay: which of the grids that it prints (default: all); also `shelf`, every policy, and "
+      "any policy's name");
+  add("repeats", number_option("N", 3),
+      "replay: how often, in turns with the exact pass; the least times count");
+  add("synthetic-layers", number_option("N", 4),
+      "replay: layers of the synthetic trace; it has --tokens tokens, an eighth of them a prompt");
+  add("synthetic-query-heads", number_option("N", 32), "replay: its query heads");
+  add("synthetic-kv-heads", number_option("N", 8), "replay: its KV heads");
+  add("synthetic-head-size", number_option("N", 128), "replay: its head size");
+  add("synthetic-draws", number_option("N", 0),
+      "replay: its draws of gradients; with any, it has residual norms and a sketch too");
+}
+
+/// What was measured. Throws as commands do.
+ordered_json bench_replay(const po::variables_map& options) {
+  const auto device =
+      options.count("device") && device_from(options) == Device::cuda ? cuda_replayer() : nullptr;
+  const auto grids = bench_grids(list_from(options, "grid"));
+  const auto repeats = count_from(options, "repeats", 1, kMostRepeats);
+  ReplayOptions how;
+  how.threads = threads_from(options);
+  std::optional<TemporaryTrace> synthetic;
+  std::optional<TraceReader> given;
+  if (options.count("trace"))
+    given = TraceReader::open(options["trace"].as<std::string>());
+  else
+    synthetic.emplace(shape_from(options));
+  const TraceReader& trace = given ? *given : synthetic->trace();
+  const ReplayCost bench = measure_replay(trace, grids, how, repeats, device.get());
+  return to_json(bench, trace, how.threads, device != nullptr);
+}
 
 constexpr std::int64_t kMostTokens = 1 << 28, kMostRows = 1 << 16, kMostSlots = 1 << 20;
 
@@ -61,8 +247,7 @@ ordered_json decode(const po::variables_map& options) {
   DecodeBenchOptions how{.model = model_from(options),
                          .batch = static_cast<int>(count_from(options, "batch", 1, kMostRows)),
                          .context = count_from(options, "context", 1, kMostTokens),
-                         .steps = count_from(options, "steps", 1, kMostTokens),
-                         .capture = {}};
+                         .steps = count_from(options, "steps", 1, kMostTokens)};
   if (options.count("capture")) {
     how.capture = options["capture"].as<std::string>();
     refuse_existing(how.capture, "--capture");
@@ -91,7 +276,6 @@ ordered_json stream(const po::variables_map& options) {
   const std::vector<CacheConfig> grid = evicting_from(options);
   StreamBenchOptions how{.model = model_from(options),
                          .cache = grid.front(),
-                         .budgets = {},
                          .steps = count_from(options, "steps", 1, kMostTokens)};
   for (const CacheConfig& config : grid) {
     if (config.budget.extent.is_share || config.budget.in_bytes || !config.budget.is_even() ||
@@ -117,7 +301,6 @@ ordered_json evict(const po::variables_map& options) {
   const std::vector<CacheConfig> grid = evicting_from(options);
   if (grid.size() != 1) throw std::invalid_argument("--budget: give one");
   EvictBenchOptions how{.model = model_from(options),
-                        .cache = {},
                         .batch = static_cast<int>(count_from(options, "batch", 1, kMostRows)),
                         .prompt = count_from(options, "prompt-tokens", 1, kMostTokens),
                         .decoded = count_from(options, "max-new-tokens", 1, kMostTokens)};

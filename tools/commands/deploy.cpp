@@ -1,11 +1,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 #include <stdexcept>
 
-#include "engine/loop/deploy/confirm.hpp"
+#include "engine/loop/deploy/deploy.hpp"
 #include "engine/loop/eval.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"

@@ -4,7 +4,6 @@
 #include <optional>
 
 #include "engine/loop/eval.hpp"
-#include "engine/loop/eval/page.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "sim/report/html.hpp"

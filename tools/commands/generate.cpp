@@ -1,9 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <optional>
-#include <stdexcept>
 
 #include "engine/loop/conversation.hpp"
 #include "engine/loop/policy_file.hpp"
@@ -35,7 +33,7 @@ struct Asked {
 };
 
 Asked asked_from(const po::variables_map& options) {
-  if (!options.count("policy-file")) return {.cache = only_config(options), .file = {}};
+  if (!options.count("policy-file")) return {.cache = only_config(options)};
   refuse_beside_policy_file(options);
   const PolicyFile file =
       read_policy_file(options["policy-file"].as<std::string>(), policy_sources_from(options));

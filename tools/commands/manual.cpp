@@ -1,11 +1,177 @@
-#include "tools/manual.hpp"
-
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <stdexcept>
+#include <string>
+
+#include "tools/command.hpp"
 #include "tools/options.hpp"
+#include "traces/base/text.hpp"
 
 namespace kvlab {
 namespace {
+
+// What other programs know of the command line, made from the options themselves.
+
+/// An option as a shell sees it.
+struct Flag {
+  std::string name, value, text;     ///< value: its name in --help; empty: it takes none
+  std::vector<std::string> choices;  ///< of "cpu|cuda"
+};
+
+std::vector<Flag> flags_of(const Command& command) {
+  po::options_description options;
+  command.add_options(options);
+  std::vector<Flag> flags{{"help", "", "how the command is used", {}}};
+  for (const auto& option : options.options()) {
+    if (option->long_name() == command.positional) continue;
+    Flag flag{option->long_name(), "", option->description(), {}};
+    if (option->semantic()->max_tokens() > 0) {
+      flag.value = option->format_parameter();
+      flag.value = flag.value.substr(0, flag.value.find(" (="));
+      if (flag.value.find('|') != std::string::npos) flag.choices = split_list(flag.value, '|');
+    }
+    flags.push_back(std::move(flag));
+  }
+  return flags;
+}
+
+/// Text in single quotes, for a shell.
+std::string quoted(std::string text) {
+  for (std::size_t at = 0; (at = text.find('\'', at)) != std::string::npos; at += 4)
+    text.replace(at, 1, "'\\''");
+  return "'" + text + "'";
+}
+
+std::string bash() {
+  std::string cases, names;
+  for (const Command& command : all_commands()) {
+    names += " " + command.name;
+    std::string flags;
+    for (const Flag& flag : flags_of(command)) flags += " --" + flag.name;
+    cases += fmt::format("    {}) words=\"{}\" ;;\n", command.name, flags.substr(1));
+  }
+  return fmt::format(
+      "# bash completion of kvlab, made by `kvlab manual bash`\n"
+      "_kvlab() {{\n  local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} "
+      "words=\n"
+      "  if ((COMP_CWORD == 1)); then\n"
+      "    COMPREPLY=($(compgen -W \"help{}\" -- \"$word\"))\n    return\n  fi\n"
+      "  case $before in\n"
+      "    --device) COMPREPLY=($(compgen -W \"cpu cuda\" -- \"$word\")); return ;;\n"
+      "    help) COMPREPLY=($(compgen -W \"{}\" -- \"$word\")); return ;;\n  esac\n"
+      "  [[ $word == -* ]] || return\n  case ${{COMP_WORDS[1]}} in\n{}  esac\n"
+      "  COMPREPLY=($(compgen -W \"$words\" -- \"$word\"))\n}}\n"
+      "complete -o default -F _kvlab kvlab\n",
+      names, names.substr(1), cases);
+}
+
+/// Text in an option's brackets of zsh's _arguments.
+std::string bracketed(const std::string& text) {
+  std::string safe;
+  for (const char c : text) {
+    if (c == '[' || c == ']' || c == ':' || c == '\\') safe += '\\';
+    safe += c;
+  }
+  return safe;
+}
+
+std::string zsh() {
+  std::string commands, cases;
+  for (const Command& command : all_commands()) {
+    commands += "    " + quoted(command.name + ":" + bracketed(command.summary)) + "\n";
+    std::string flags;
+    for (const Flag& flag : flags_of(command)) {
+      std::string spec = fmt::format("--{}[{}]", flag.name, bracketed(flag.text));
+      if (!flag.choices.empty())
+        spec += fmt::format(":{}:({})", bracketed(flag.value), fmt::join(flag.choices, " "));
+      else if (!flag.value.empty())
+        spec += fmt::format(":{}:_files", bracketed(flag.value));
+      flags += " \\\n      " + quoted(spec);
+    }
+    cases +=
+        fmt::format("    {}) _arguments{} \\\n      '*:file:_files' ;;\n", command.name, flags);
+  }
+  return fmt::format(
+      "#compdef kvlab\n# zsh completion of kvlab, made by `kvlab manual zsh`\n"
+      "_kvlab() {{\n  local -a commands=(\n{}  )\n"
+      "  if ((CURRENT == 2)); then _describe command commands; return; fi\n"
+      "  local command=${{words[2]}}\n  shift words\n  ((CURRENT--))\n"
+      "  case $command in\n{}  esac\n}}\n_kvlab \"$@\"\n",
+      commands, cases);
+}
+
+std::string fish() {
+  std::string text = "# fish completion of kvlab, made by `kvlab manual fish`\n";
+  const auto escaped = [](std::string words) {
+    for (std::size_t at = 0; (at = words.find_first_of("\\'", at)) != std::string::npos; at += 2)
+      words.insert(at, 1, '\\');
+    return "'" + words + "'";
+  };
+  for (const Command& command : all_commands()) {
+    text += fmt::format("complete -c kvlab -n __fish_use_subcommand -a {} -d {}\n", command.name,
+                        escaped(command.summary));
+    for (const Flag& flag : flags_of(command)) {
+      text += fmt::format("complete -c kvlab -n '__fish_seen_subcommand_from {}' -l {} -d {}",
+                          command.name, flag.name, escaped(flag.text));
+      if (!flag.choices.empty())
+        text += fmt::format(" -x -a '{}'", fmt::join(flag.choices, " "));
+      else if (!flag.value.empty())
+        text += " -r";
+      text += "\n";
+    }
+  }
+  return text;
+}
+
+/// Text that troff takes for text.
+std::string troff(const std::string& text) {
+  std::string safe;
+  for (const char c : text) {
+    if (c == '\\')
+      safe += "\\e";
+    else if (c == '-')
+      safe += "\\-";
+    else if (c == '\n')
+      safe += "\n.br\n";
+    else
+      safe += c;
+  }
+  if (safe.starts_with('.') || safe.starts_with('\'')) safe.insert(0, "\\&");
+  return safe;
+}
+
+/// kvlab(1), in troff's man macros.
+std::string man_page() {
+  std::string text = fmt::format(
+      ".\\\" Made by `kvlab manual man` from the options.\n.TH KVLAB 1 \"\" \"kvlab {}\"\n"
+      ".SH NAME\nkvlab \\- design KV\\-cache eviction policies offline, deploy them online\n"
+      ".SH SYNOPSIS\n.B kvlab\n.I COMMAND\n[\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n"
+      "Attention traces are captured from a model, replayed through many policies and budgets, and "
+      "the winner is deployed.\n"
+      "A policy is written name:parameter=value:guard=value; lists are comma\\-separated.\n"
+      ".SH COMMANDS\n",
+      KVLAB_VERSION);
+  for (const Command& command : all_commands()) {
+    text += fmt::format(".SS kvlab {} {}\n{}\n", command.name, troff(command.usage),
+                        troff(command.summary));
+    for (const Flag& flag : flags_of(command))
+      text += fmt::format(".TP\n\\fB\\-\\-{}\\fR {}\n{}\n", troff(flag.name),
+                          flag.value.empty() ? "" : "\\fI" + troff(flag.value) + "\\fR",
+                          troff(flag.text));
+    text += fmt::format(".PP\nExample:\n.nf\n{}\n.fi\n", troff(command.example));
+  }
+  return text + ".SH EXIT STATUS\n0; 1 where a check failed; 2 for bad input.\n";
+}
+
+/// A script that completes commands and options: of bash, zsh or fish. Throws std::invalid_argument
+/// for another shell.
+std::string completion_script(const std::string& shell) {
+  if (shell == "bash") return bash();
+  if (shell == "zsh") return zsh();
+  if (shell == "fish") return fish();
+  throw std::invalid_argument(fmt::format("'{}' should be man, bash, zsh or fish", shell));
+}
 
 void add_options(po::options_description& options) {
   options.add_options()("what", text_option("man|bash|zsh|fish"), "");

@@ -6,13 +6,12 @@
 #include <span>
 
 #include "engine/checkpoint/checkpoint.hpp"
-#include "engine/loop/eval/page.hpp"
-#include "engine/loop/fidelity/page.hpp"
+#include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"
 #include "engine/loop/pages/pages.hpp"
 #include "engine/loop/pages/scores.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
-#include "sim/report/interactive/vega.hpp"
+#include "sim/report/interactive/scripts.hpp"
 #include "sim/report/report.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"

@@ -8,7 +8,6 @@
 
 #include "engine/loop/task/capture.hpp"
 #include "engine/loop/task/run.hpp"
-#include "engine/loop/task/verdicts.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/report/verdict.hpp"
 #include "tools/options.hpp"
@@ -136,10 +135,7 @@ TaskRequest request_from(const po::variables_map& options) {
                       .draws = count_from(options, "draws", 1, kMostDraws),
                       .seed = seed_from(options),
                       .modes = modes_from(options),
-                      .configs = {},
-                      .chat = {},
-                      .beyond_context = options["beyond-context"].as<bool>(),
-                      .answers = {}};
+                      .beyond_context = options["beyond-context"].as<bool>()};
   for (double& depth : request.depths) depth /= 100;
   request.answers = {.max_new_tokens = count_from(options, "max-new-tokens", 1, 1 << 20),
                      .most_rows = kCpuRows,

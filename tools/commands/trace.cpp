@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "sim/access/key_codes.hpp"
 #include "tools/options.hpp"

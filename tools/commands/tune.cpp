@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/loop/tune/grid.hpp"
 #include "engine/loop/tune/tune.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/budgets/budget_file.hpp"
@@ -133,9 +132,7 @@ int run(const po::variables_map& options) {
   if (budget.all)
     throw std::invalid_argument("--budget: all is the full cache; give tokens or a share");
   if (options.count("metric")) deciding_metric(options["metric"].as<std::string>());
-  TuneRequest request{.texts = {},
-                      .grid = {},
-                      .metric = options.count("metric") ? options["metric"].as<std::string>() : "",
+  TuneRequest request{.metric = options.count("metric") ? options["metric"].as<std::string>() : "",
                       .share = static_cast<double>(number_from(options, "work", 1, 100)) / 100,
                       .every_output_error = every_output_error_from(options),
                       .threads = threads_from(options),

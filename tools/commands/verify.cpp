@@ -1,6 +1,5 @@
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "engine/loop/conversation.hpp"

@@ -6,6 +6,7 @@
 
 #include "sim/report/verdict.hpp"
 #include "sim/source/policy_source.hpp"
+#include "traces/base/json.hpp"
 
 namespace kvlab {
 namespace {
@@ -63,8 +64,7 @@ Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
 
 Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::string& budget,
                            const std::string& metric) {
-  Ballot ballot{
-      .budget = budget_of_run(figures, budget), .metric = &deciding_metric(metric), .ranking = {}};
+  Ballot ballot{.budget = budget_of_run(figures, budget), .metric = &deciding_metric(metric)};
   refuse_several_models(run.info);
   ballot.ranking = rank_policies(figures, ballot.budget.text, *ballot.metric);
   if (ballot.ranking.empty())
@@ -126,6 +126,38 @@ PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& 
                                            ballot.ranking.scope)},
                   {"references", reference_scores(figures, ballot)},
                   {"loop", "open"}}};
+}
+
+std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot) {
+  const auto judged = evaluation.judged(evaluation.scores[1].config.budget.text());
+  std::vector<Confirmed> confirmed;
+  const auto add = [&](std::size_t c, const Difference& behind, bool holds_more) {
+    const std::size_t score = judged.scores[c];  // behind the full cache
+    confirmed.push_back({score - 1, evaluation.scores[score], behind, holds_more});
+  };
+  for (std::size_t i = 0; i < judged.verdict.order.size(); ++i)
+    add(judged.verdict.order[i], judged.verdict.behind[i], false);
+  for (const std::size_t c : judged.verdict.more) add(c, {}, true);
+  ballot.winner = judged.scores[judged.verdict.winner()] - 1;
+  return confirmed;
+}
+
+nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
+                                      const Figures& figures, const Ballot& ballot) {
+  auto list = nlohmann::ordered_json::array();
+  for (const Confirmed& entry : confirmed)
+    list.push_back({{"policy", figures.series()[ballot.standings()[entry.standing].series].label},
+                    {"kl", number_or_null(entry.score.kl)},
+                    {"kl_stderr", number_or_null(entry.score.kl_error)},
+                    {"behind", difference_json(entry.behind)},
+                    {"ties_with_first", entry.ties()},
+                    {"holds_more", entry.holds_more},
+                    {"perplexity", number_or_null(entry.score.perplexity)},
+                    {"perplexity_stderr", number_or_null(entry.score.perplexity_error)},
+                    {"same_first", number_or_null(entry.score.same_first)},
+                    {"kl_deviation", number_or_null(entry.score.kl_deviation)},
+                    {"tokens", entry.score.tokens}});
+  return list;
 }
 
 }  // namespace kvlab

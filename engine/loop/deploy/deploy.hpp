@@ -2,9 +2,11 @@
 // it.
 #pragma once
 
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
+#include "engine/loop/eval/score.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
@@ -37,5 +39,25 @@ CacheConfig config_of(const Run& run, const Ballot& ballot, const Figures& figur
 /// The policy file of the ballot's winner, with the evidence.
 PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& ballot,
                           const CompiledPolicies& compiled = {});
+
+// The first of a ballot in the closed loop: the order that decides, and what cannot be told apart.
+
+/// What the closed loop said of one standing.
+struct Confirmed {
+  std::size_t standing;  ///< of the ballot
+  EvalScore score;
+  Difference behind;  ///< its KL less the first's, paired over the same tokens
+  bool holds_more;    ///< than the budget
+
+  bool ties() const { return !holds_more && !behind.behind(); }
+};
+
+/// What an evaluation of the full cache and the ballot's first standings, in their order, says: the
+/// least KL first, and behind them who holds more than the budget. Its winner becomes the ballot's.
+std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot);
+
+/// One object an entry, with `behind` and `ties_with_first`.
+nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
+                                      const Figures& figures, const Ballot& ballot);
 
 }  // namespace kvlab

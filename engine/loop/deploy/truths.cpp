@@ -40,7 +40,6 @@ class Questioner {
     for (const PlannedTask& task : plan_.tasks)
       asked.push_back({.task = task.spec.text(),
                        .words = task.words,
-                       .full = {},
                        .right = std::vector<std::vector<bool>>(finalists_.size())});
     std::vector<std::size_t> left(finalists_.size());
     std::iota(left.begin(), left.end(), std::size_t{0});
@@ -104,7 +103,7 @@ class Questioner {
                         .configs = {CacheConfig{}},
                         .chat = plan_.chat,
                         .beyond_context = true,  // where it finds nothing, words are halved
-                        .answers = {.most_rows = plan_.most_rows, .progress = {}}};
+                        .answers = {.most_rows = plan_.most_rows}};
     for (const std::size_t f : who) request.configs.push_back(finalists_[f].config);
     request.answers.progress = [&](double part) {
       if (progress_) progress_(done_ + weight * part);
@@ -219,7 +218,7 @@ double answer_work(std::size_t finalists, const AnswerPlan& plan) {
 }
 
 Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskAsked> asked) {
-  if (asked.empty()) return {.answers = {}, .deployed = 0, .why = "answers were not asked"};
+  if (asked.empty()) return {.deployed = 0, .why = "answers were not asked"};
   std::vector<std::size_t> all, near;
   for (std::size_t f = 0; f < finalists.size(); ++f) {
     const bool answered =
@@ -229,8 +228,7 @@ Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskA
     if (is_near(finalists, f)) near.push_back(f);
   }
   if (all.empty())
-    return {.answers = {},
-            .deployed = 0,
+    return {.deployed = 0,
             .why = "the full cache itself finds too few answers: they decide nothing"};
   const auto least_kl = [&](const std::vector<std::size_t>& who) {
     return *std::ranges::min_element(who, {}, [&](std::size_t f) { return finalists[f].kl; });
@@ -326,8 +324,7 @@ json step_json(const Sweep& by_tokens, const std::vector<std::int32_t>& ids,
       ids.begin(),
       ids.begin() + static_cast<std::ptrdiff_t>(std::min(ids.size(), prompt_tokens + kSteps)));
   const std::vector<CacheConfig> configs{CacheConfig{}, config};
-  const auto scores =
-      by_tokens({beginning}, configs, {.prompt_tokens = prompt_tokens, .progress = {}})[0];
+  const auto scores = by_tokens({beginning}, configs, {.prompt_tokens = prompt_tokens})[0];
   json milliseconds = json::object();
   for (std::size_t c = 0; c < configs.size(); ++c) {
     std::vector<double> steps(scores[c].seconds.begin(), scores[c].seconds.end());

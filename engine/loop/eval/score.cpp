@@ -174,8 +174,6 @@ std::vector<std::string> Evaluation::budgets() const {
 Evaluation::Judged Evaluation::judge(std::vector<std::size_t> which,
                                      const std::string& budget) const {
   Judged judged{.scores = std::move(which),
-                .contenders = {},
-                .verdict = {},
                 .scope = {.budget = budget,
                           .figure = against_full ? "KL" : "−ln p",
                           .texts = deciding().texts(),

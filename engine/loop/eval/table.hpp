@@ -11,6 +11,8 @@
 
 namespace kvlab {
 
+inline constexpr const char* kEvalCsv = "eval.csv";
+inline constexpr const char* kEvalJson = "eval.json";
 inline constexpr int kEvalFormat = 1;
 
 /// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value,stderr,count: one

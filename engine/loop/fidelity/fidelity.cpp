@@ -112,14 +112,12 @@ class MetricAgainstKl {
     const Choice choice = choice_of(mean_over(cost_, all_), mean_over(kl_, all_), which);
     FidelityBudget result{.budget = budget,
                           .rho = rho(all_, which),
-                          .rho_interval = {},
                           .rho_single = kNaN,
                           .regret = choice.regret,
                           .worst_regret = 0,
                           .chosen = choice.chosen,
                           .best = choice.best,
-                          .told_apart = 0,
-                          .misordered = {}};
+                          .told_apart = 0};
     Values single;
     for (const std::size_t text : all_) {
       single.push_back(rho(std::span(&text, 1), which));
@@ -179,7 +177,6 @@ FidelityText fidelity_text(const LoopText& text, std::vector<std::vector<double>
                       .tokens = static_cast<std::uint32_t>(text.ids.size()),
                       .prompt_tokens = text.prompt_tokens,
                       .kl_tokens = std::move(kl_tokens),
-                      .kl = {},
                       .figures = std::move(figures)};
   for (const Values& tokens : result.kl_tokens) result.kl.push_back(spread_of(tokens).mean);
   return result;

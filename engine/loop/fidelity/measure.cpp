@@ -47,10 +47,7 @@ LoopText text_of_trace(const std::filesystem::path& directory, const std::string
   if (segments.size() != 2 || segments[0].kind != SegmentKind::prompt || segments[1].tokens < 2)
     throw std::runtime_error(fmt::format(
         "--trace {}: should hold one prompt and then decoded tokens, two at least", where));
-  LoopText text{.name = last_name(where),
-                .ids = trace.ids(),
-                .prompt_tokens = segments[0].tokens,
-                .trace = {}};
+  LoopText text{.name = last_name(where), .ids = trace.ids(), .prompt_tokens = segments[0].tokens};
   text.trace = std::move(trace);
   return text;
 }
@@ -68,7 +65,6 @@ OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
               .elsewhere = options.device,
               .output = wants_output ? backend.output_projections() : nullptr,
               .threads = options.threads,
-              .layers = {},
               .progress = options.progress});
   OpenLoopFigures figures;
   for (const Measurement& row : replayed.measurements) {
@@ -100,7 +96,7 @@ std::vector<std::vector<double>> kl_of(std::vector<LoopScores> scores) {
 
 double closed_loop_rate(const Sweep& sweep, const LoopText& text, unsigned threads) {
   constexpr std::size_t kTokens = 192;
-  LoopText beginning{.name = text.name, .ids = text.ids, .prompt_tokens = 1, .trace = {}};
+  LoopText beginning{.name = text.name, .ids = text.ids, .prompt_tokens = 1};
   beginning.ids.resize(std::min(kTokens, beginning.ids.size()));
   const WorkTime took = timed([&] { closed_loop_scores(sweep, beginning, {}, threads, {}); });
   return took.seconds / static_cast<double>(beginning.ids.size());

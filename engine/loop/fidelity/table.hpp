@@ -5,7 +5,6 @@
 #include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "engine/loop/fidelity/fidelity.hpp"
 

@@ -2,8 +2,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <stdexcept>
 
 #include "engine/loop/pages/pages.hpp"
@@ -39,11 +37,9 @@ class RacePage {
     if (!run_.has("rounds") || run_.list("rounds").empty())
       throw std::runtime_error(file +
                                ": holds no race; it should be a policy file made by `kvlab tune`");
-    for (const json& round : run_.list("rounds")) {
-      const JsonFields fields(round, run_.where() + ": rounds");
+    for (const JsonFields& fields : run_.objects("rounds")) {
       rounds_.emplace_back();
-      for (const json& entry : fields.list("standings")) {
-        const JsonFields one(entry, fields.where() + ": standings");
+      for (const JsonFields& one : fields.objects("standings")) {
         const JsonFields behind = one.object("behind");
         rounds_.back().push_back({one.text("policy"), one.text("fate"), one.number("kl"),
                                   behind.number_or_nan("mean"), behind.number_or_nan("low"),
@@ -90,8 +86,7 @@ class RacePage {
   std::string on_what() const {
     std::vector<std::string> names;
     std::uint64_t tokens = 0;
-    for (const json& text : run_.list("texts")) {
-      const JsonFields fields(text, run_.where() + ": texts");
+    for (const JsonFields& fields : run_.objects("texts")) {
       names.push_back(escape(fields.text("name")));
       tokens += fields.whole("tokens") - fields.whole("prompt_tokens");
     }
@@ -145,20 +140,17 @@ class RacePage {
     if (!run_.has("truths")) return "";
     const JsonFields truths = run_.object("truths");
     std::vector<Column> columns{{"policy", false}, {"KL of least"}};
-    for (const json& task : truths.list("asked")) {
-      const JsonFields asked(task, truths.where() + ": asked");
+    for (const JsonFields& asked : truths.objects("asked")) {
       columns.push_back({fmt::format("{}, {} words, {} draws", escape(asked.text("task")),
                                      asked.whole("words"), asked.whole("draws"))});
       columns.insert(columns.end(), {{"95% from"}, {"to"}});
     }
     std::vector<std::vector<Cell>> rows;
-    for (const json& policy : truths.list("policies")) {
-      const JsonFields one(policy, truths.where() + ": policies");
+    for (const JsonFields& one : truths.objects("policies")) {
       if (!one.has("answers")) continue;
       rows.push_back({escape(brief_policy(one.text("policy"))),
                       figure_cell(one.number_or_nan("kl_of_least"))});
-      for (const json& entry : one.list("answers")) {
-        const JsonFields answer(entry, one.where() + ": answers");
+      for (const JsonFields& answer : one.objects("answers")) {
         for (const char* key : {"right", "low", "high"})
           rows.back().push_back(figure_cell(answer.number_or_nan(key)));
       }
@@ -173,8 +165,7 @@ class RacePage {
   std::string scores_table() const {
     if (!run_.has("scores")) return "";
     std::vector<std::vector<Cell>> rows;
-    for (const json& entry : run_.list("scores")) {
-      const JsonFields score(entry, run_.where() + ": scores");
+    for (const JsonFields& score : run_.objects("scores")) {
       rows.push_back({escape(brief_policy(score.text("policy")))});
       for (const char* key : {"perplexity", "kl", "kl_deviation", "same_first", "tokens"})
         rows.back().push_back(figure_cell(score.number_or_nan(key)));
@@ -199,7 +190,6 @@ class RacePage {
     Figure figure{.name = "behind",
                   .title = fmt::format("budget {} tokens", file_.whole("budget")),
                   .x = {.title = "KL behind the leader, nats"},
-                  .y = {},
                   .joined = false};
     std::vector<Series> series;
     const auto& last = rounds_.back();
@@ -257,8 +247,7 @@ class RacePage {
     const JsonFields open = run_.object("open_loop");
     const std::string metric = open.text("metric");
     std::vector<std::vector<Cell>> rows;
-    for (const json& entry : open.list("ranking")) {
-      const JsonFields one(entry, open.where() + ": ranking");
+    for (const JsonFields& one : open.objects("ranking")) {
       rows.push_back(
           {escape(brief_policy(one.text("policy"))), figure_cell(one.number_or_nan(metric))});
     }

@@ -9,7 +9,6 @@
 #include <limits>
 #include <map>
 
-#include "engine/loop/eval/page.hpp"
 #include "engine/loop/eval/table.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"

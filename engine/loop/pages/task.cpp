@@ -1,8 +1,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <stdexcept>
-
 #include "engine/loop/pages/pages.hpp"
 #include "engine/loop/pages/scores.hpp"
 #include "sim/report/html.hpp"
@@ -18,7 +16,7 @@ namespace {
 constexpr const char* kTaskFootnote =
     "An answer is right if it is exactly what was hidden. Shares have 95% intervals. Two are told "
     "apart by the draws that only one of them answers right, in an exact test.";
-constexpr const char* kMeanings =
+constexpr const char* kTaskMeanings =
     "<dt>right answers</dt><dd>the share of questions that the model answers word for word</dd>\n"
     "<dt>log-likelihood</dt><dd>what the model gives the right answer, mean of the draws, "
     "nats</dd>\n"
@@ -63,7 +61,7 @@ std::string task_page(const std::filesystem::path& folder) {
       html_header("kvlab task", escape(title), context, answer_of(set), "blue", kTaskFootnote) +
           explorer.sections +
           html_section("What the figures mean", "",
-                       fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings)) +
+                       fmt::format("<dl class=\"prose\">{}</dl>\n", kTaskMeanings)) +
           html_section(
               "Where this comes from", "",
               html_terms({{"weights", "<code>" + escape(fields.text("weights_xxh3")) + "</code>"},

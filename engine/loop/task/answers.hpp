@@ -5,6 +5,7 @@
 #include <functional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/batch_decoder.hpp"
@@ -12,6 +13,15 @@
 #include "sim/run/run_folder.hpp"
 
 namespace kvlab {
+
+// Whether an answer is right.
+
+enum class Judgement { open, right, wrong };
+
+/// Judges by exact match: the first numbers (runs of digits) that `said` holds, as many as are
+/// expected, must be those expected, in any order; other words do not count. `open`: more text
+/// could decide either way. `ended`: no more comes.
+Judgement judge(std::string_view said, std::span<const std::string> expected, bool ended);
 
 struct TaskAnswer {
   bool right = false;         ///< by judge(), of greedy decoding

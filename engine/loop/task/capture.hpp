@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine/backend.hpp"
-#include "engine/loop/task/table.hpp"
+#include "engine/loop/task/figures.hpp"
 #include "traces/base/files.hpp"
 
 namespace kvlab {

@@ -8,6 +8,7 @@
 #include <bit>
 #include <cmath>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -16,6 +17,18 @@
 
 namespace kvlab {
 namespace {
+
+/// Whether a word ends a sentence: a full stop, perhaps in quotes or brackets.
+bool ends_sentence(std::string_view word) {
+  while (!word.empty() && (word.back() == '"' || word.back() == '\'' || word.back() == ')'))
+    word.remove_suffix(1);
+  return !word.empty() && (word.back() == '.' || word.back() == '!' || word.back() == '?');
+}
+
+void append(std::string& text, std::string_view sentence) {
+  if (!text.empty()) text += ' ';
+  text += sentence;
+}
 
 constexpr std::array<std::string_view, 32> kAdjectives{
     "amber", "bitter", "brass",  "broken", "copper", "crimson", "crooked", "dusty",
@@ -115,9 +128,7 @@ TaskDraw draw_needle(const TaskSpec& spec, const Haystack& haystack, TaskPlace p
       .question = fmt::format("\nWhat {} of the {}?",
                               single ? "is the secret number" : "are all secret numbers", keys[0]),
       .lead = fmt::format("The secret {} of the {} {}", single ? "number" : "numbers", keys[0],
-                          single ? "is" : "are"),
-      .expected = {},
-      .evidence = {}};
+                          single ? "is" : "are")};
   for (const std::size_t i : asked) {
     draw.expected.push_back(numbers[i]);
     draw.evidence.push_back(hidden[i].sentence);
@@ -161,6 +172,46 @@ TaskDraw draw_recall(const TaskSpec& spec, TaskPlace place, Random& random) {
 }
 
 }  // namespace
+
+Haystack::Haystack(std::string_view text) {
+  constexpr std::uint32_t kMostWords = 60;  // of a sentence: texts without full stops are cut
+  std::istringstream in{std::string(text)};
+  Sentence sentence{"", 0};
+  for (std::string word; in >> word;) {
+    append(sentence.text, word);
+    if (++sentence.words < kMostWords && !ends_sentence(word)) continue;
+    sentences_.push_back(std::move(sentence));
+    sentence = {"", 0};
+  }
+  if (sentence.words > 0) sentences_.push_back(std::move(sentence));
+  if (sentences_.empty())
+    throw std::invalid_argument("--text: has no words; a text of some sentences is needed");
+}
+
+std::string Haystack::with(std::uint32_t words, std::size_t start,
+                           std::span<const Hidden> hidden) const {
+  std::vector<const Sentence*> taken;
+  std::vector<double> words_before{0};  // of each border
+  while (words_before.back() < words) {
+    taken.push_back(&sentences_[(start + taken.size()) % sentences_.size()]);
+    words_before.push_back(words_before.back() + taken.back()->words);
+  }
+  std::vector<std::string> at_border(words_before.size());
+  for (const Hidden& one : hidden) {
+    const double wanted = one.depth * words_before.back();
+    std::size_t nearest = 0;
+    for (std::size_t b = 1; b < words_before.size(); ++b)
+      if (std::abs(words_before[b] - wanted) < std::abs(words_before[nearest] - wanted))
+        nearest = b;
+    append(at_border[nearest], one.sentence);
+  }
+  std::string text = at_border[0];
+  for (std::size_t i = 0; i < taken.size(); ++i) {
+    append(text, taken[i]->text);
+    if (!at_border[i + 1].empty()) append(text, at_border[i + 1]);
+  }
+  return text;
+}
 
 TaskKind parse_task_kind(std::string_view name) {
   if (name == "passkey") return TaskKind::passkey;

@@ -1,5 +1,5 @@
 // The text that questions are hidden in, written for kvlab; it holds no digits.
-#include "engine/loop/task/haystack.hpp"
+#include "engine/loop/task/draw.hpp"
 
 namespace kvlab {
 

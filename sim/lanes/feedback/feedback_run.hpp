@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "sim/lanes/feedback/aged_cache.hpp"
-#include "sim/lanes/feedback/aged_keys.hpp"
 #include "sim/lanes/feedback/rung_rows.hpp"
 #include "sim/lanes/lane.hpp"
 #include "sim/lanes/output_chain.hpp"

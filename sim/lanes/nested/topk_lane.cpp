@@ -1,9 +1,32 @@
 #include "sim/lanes/nested/topk_lane.hpp"
 
 #include <algorithm>
+#include <bit>
+#include <functional>
 
 namespace kvlab {
 namespace {
+
+constexpr std::uint32_t kMostBins = 2048;
+
+/// The smallest shift that brings `range` into `bins` bins with an eighth to spare.
+std::uint32_t shift_for(std::uint32_t range, std::uint32_t bins) {
+  const auto wanted = static_cast<std::uint32_t>(std::bit_width(range + range / 8));
+  const auto width = static_cast<std::uint32_t>(std::bit_width(bins - 1));
+  return wanted > width ? wanted - width : 0;
+}
+
+/// Few as a rule: one after another into their place.
+void sort_descending(std::uint32_t* x, std::size_t count) {
+  constexpr std::size_t kFew = 24;
+  if (count > kFew) return std::sort(x, x + count, std::greater<>());
+  for (std::size_t i = 1; i < count; ++i) {
+    const std::uint32_t own = x[i];
+    std::size_t to = i;
+    for (; to > 0 && x[to - 1] < own; --to) x[to] = x[to - 1];
+    x[to] = own;
+  }
+}
 
 std::vector<std::uint32_t> budgets_of(const LaneConfigs& configs) {
   std::vector<std::uint32_t> budgets;
@@ -14,6 +37,86 @@ std::vector<std::uint32_t> budgets_of(const LaneConfigs& configs) {
 }
 
 }  // namespace
+
+TopSums::TopSums(std::vector<std::uint32_t> budgets)
+    : budgets_(std::move(budgets)), levels_(budgets_.size()), ends_(kMostBins + kRestBins) {}
+
+void TopSums::begin_row(std::uint32_t query, const GroupRows& rows) {
+  tokens_ = query + 1;
+  stride_ = whole_blocks(tokens_);
+  bins_ = std::min(std::bit_ceil(tokens_), kMostBins);
+  bits_.resize(stride_ * rows.heads());
+  bin_.resize(bits_.size());
+  order_.resize(stride_);
+  most_.assign(rows.heads(), 0);
+  shift_.assign(rows.heads(), 0);
+  for (std::uint32_t h = 0; h < rows.group(); ++h) {
+    most_[h] = std::bit_cast<std::uint32_t>(rows.most(query)[h]);
+    shift_[h] = shift_for(range_of(rows.e(query, h / kQuad) + h % kQuad, most_[h]), bins_);
+  }
+  for (std::uint32_t quad = 0; quad < rows.quads(); ++quad)
+    row_loops().bin(rows.e(query, quad), tokens_, most_.data() + quad * kQuad,
+                    shift_.data() + quad * kQuad, bins_, bits_.data() + quad * kQuad * stride_,
+                    bin_.data() + quad * kQuad * stride_, stride_);
+}
+
+/// How far below the largest, in bits, what the budgets ask for is likely to lie: by some tokens
+/// alone, with a margin for that. e [token][4] of a head.
+std::uint32_t TopSums::range_of(const float* e, std::uint32_t most) const {
+  constexpr std::size_t kSample = 32;
+  constexpr double kMargin = 0.16, kMost = 0.98;  // shares of the tokens
+  std::uint32_t sample[kSample];
+  for (std::size_t i = 0; i < kSample; ++i)
+    sample[i] = std::bit_cast<std::uint32_t>(e[i * tokens_ / kSample * kQuad]);
+  const auto above = std::upper_bound(budgets_.begin(), budgets_.end(), tokens_);
+  const double asked = above == budgets_.begin() ? 0 : *(above - 1),
+               share = std::min(asked / tokens_ + kMargin, kMost);
+  const auto place = static_cast<std::ptrdiff_t>(share * (kSample - 1));
+  std::nth_element(sample, sample + place, sample + kSample, std::greater<>());
+  return most - sample[place];
+}
+
+/// Puts a head's row into the order of its bins.
+void TopSums::scatter(std::uint32_t head) {
+  const std::uint32_t* const bits = bits_.data() + head * stride_;
+  const std::uint16_t* const bin = bin_.data() + head * stride_;
+  const std::uint32_t bins = bins_ + static_cast<std::uint32_t>(kRestBins);
+  std::fill_n(ends_.begin(), bins, 0u);
+  for (std::uint32_t i = 0; i < tokens_; ++i) ++ends_[bin[i]];
+  std::uint32_t begin = 0;
+  for (std::uint32_t b = 0; b < bins; ++b) {
+    const std::uint32_t size = ends_[b];
+    ends_[b] = begin;
+    begin += size;
+  }
+  for (std::uint32_t i = 0; i < tokens_; ++i) order_[ends_[bin[i]]++] = bits[i];
+}
+
+/// Sorts the bin that the `index`-th largest lies in, and returns where it ends. What is too small
+/// for the bins is one.
+std::uint32_t TopSums::sort_bin_of(std::uint32_t head, std::uint32_t index) {
+  const std::uint32_t bin = (most_[head] - order_[index]) >> shift_[head];
+  const std::uint32_t begin = bin == 0 ? 0 : ends_[std::min(bin, bins_) - 1],
+                      end = bin < bins_ ? ends_[bin] : tokens_;
+  sort_descending(order_.data() + begin, end - begin);
+  return end;
+}
+
+void TopSums::take(std::uint32_t head) {
+  scatter(head);
+  double sum = 0;
+  std::uint32_t done = 0, sorted_end = 0;
+  for (std::size_t l = 0; l < budgets_.size() && budgets_[l] <= tokens_; ++l) {
+    const std::uint32_t budget = budgets_[l];
+    if (budget > sorted_end) sorted_end = sort_bin_of(head, budget - 1);
+    float part[4] = {};
+    for (; done + 4 <= budget; done += 4)
+      for (std::uint32_t s = 0; s < 4; ++s) part[s] += std::bit_cast<float>(order_[done + s]);
+    for (; done < budget; ++done) part[0] += std::bit_cast<float>(order_[done]);
+    sum += static_cast<double>((part[0] + part[1]) + (part[2] + part[3]));
+    levels_[l] = {sum, std::bit_cast<float>(order_[budget - 1])};
+  }
+}
 
 TopkLane::TopkLane(LaneConfigs configs, std::uint32_t group, const QuerySpan& span)
     : configs_(std::move(configs)),

@@ -1,7 +1,5 @@
 #include "sim/report/interactive/dataset.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>

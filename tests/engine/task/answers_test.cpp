@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "engine/backend.hpp"
-#include "engine/loop/task/judge.hpp"
 #include "engine/loop/task/run.hpp"
 #include "engine/sampler.hpp"
 #include "tests/catch.hpp"

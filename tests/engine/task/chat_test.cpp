@@ -1,5 +1,4 @@
 // Chat templates that are known, and those that are refused.
-#include "engine/loop/task/chat.hpp"
 
 #include <stdexcept>
 

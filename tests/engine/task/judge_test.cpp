@@ -1,5 +1,5 @@
 // What is right, and what the counts say.
-#include "engine/loop/task/judge.hpp"
+#include "engine/loop/task/answers.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 // Who is deployed by both truths.
 #include "engine/loop/deploy/truths.hpp"
 
-#include "engine/cpu_backend.hpp"
+#include "engine/backend.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tools/loop_model.hpp"

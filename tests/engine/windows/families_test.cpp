@@ -1,8 +1,8 @@
 // Families of other parts: experts, sink logits, fused projections, heads that turn in part.
 #include <nlohmann/json.hpp>
 
+#include "engine/backend.hpp"
 #include "engine/capture.hpp"
-#include "engine/cpu_backend.hpp"
 #include "engine/loop/closed_loop.hpp"
 #include "engine/loop/verify.hpp"
 #include "engine/row_score.hpp"

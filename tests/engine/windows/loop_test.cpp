@@ -1,7 +1,7 @@
 // The closed loop and verify on a model of which most layers see a window.
 #include <cmath>
 
-#include "engine/cpu_backend.hpp"
+#include "engine/backend.hpp"
 #include "engine/decoder.hpp"
 #include "engine/loop/closed_loop.hpp"
 #include "engine/loop/verify.hpp"

@@ -3,7 +3,6 @@
 
 #include <nanobind/ndarray.h>
 
-#include <cstdint>
 #include <initializer_list>
 #include <memory>
 #include <utility>

@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "sim/shared_rows.hpp"
 #include "tools/python/src/array.hpp"

@@ -1,16 +1,352 @@
+#include <fmt/format.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
 #include "policies/catalogue.hpp"
+#include "policies/columns/columns.hpp"
+#include "policies/modifiers/ranks.hpp"
 #include "sim/report/describe_policy.hpp"
 #include "sim/source/policy_source.hpp"
+#include "tools/python/src/array.hpp"
+#include "tools/python/src/bindings.hpp"
 #include "tools/python/src/long_call.hpp"
-#include "tools/python/src/own_policy.hpp"
+#include "tools/python/src/policy.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab::python {
 namespace {
+
+// Policies whose text is a Python function over arrays of all live tokens of a cache.
+
+/// What an own policy says of itself, and the function that is called back.
+struct OwnPolicy {
+  std::string name, summary;
+  std::string path, text;  ///< where the function was written, and its source
+  std::string needs;       ///< nothing, mass, requests, both
+  std::vector<std::string> columns;
+  std::string defaults;         ///< guards and modifiers, as on the command line; may be empty
+  std::string positions;        ///< original, cache
+  std::size_t state_bytes = 0;  ///< that the function keeps for each token
+  /// Of queries by how many are younger in their admission, and 0 from there on; empty: all are 1.
+  std::vector<float> weights;
+  /// (state, mass, requests, last_request, queries, position, columns, step) -> ranks: state is
+  /// uint8 [live, state_bytes], written in place; what is not needed is None; step is a tuple.
+  nb::object function;
+  /// rows(sequence, layer, first, q, k, v, inv_freq, rope_factor, softmax_scale), arrays [token,
+  /// head, dim] that are its own, and trace(sequence, path): what PolicyEntry shows. Or None.
+  nb::object sight;
+};
+
+/// What a slot holds: this, the columns, the function's own state.
+struct SlotHead {
+  std::uint64_t rank;  // that the function gave last: its key
+  std::uint32_t position;
+  RankType type;  // of the rank
+};
+
+/// Behind the pointer that `params` are.
+struct Host {
+  OwnPolicy own;
+  Needs needs;
+
+  std::size_t columns_bytes() const { return own.columns.size() * sizeof(float); }
+  std::size_t slot_bytes() const {
+    constexpr std::size_t kAlign = alignof(SlotHead);
+    const std::size_t bytes = sizeof(SlotHead) + columns_bytes() + own.state_bytes;
+    return (bytes + kAlign - 1) / kAlign * kAlign;
+  }
+  ~Host() {
+    const nb::gil_scoped_acquire gil;
+    own.function.reset();
+    own.sight.reset();
+  }
+};
+
+const Host& host_of(const void* params) {
+  Host* host = nullptr;
+  std::memcpy(&host, params, sizeof(host));
+  return *host;
+}
+
+/// The states of a cache's live tokens, by age.
+class Slots {
+ public:
+  Slots(void* slots, const Host& host) : slots_(static_cast<std::byte*>(slots)), host_(host) {}
+
+  SlotHead head(std::size_t i) const {
+    SlotHead head;
+    std::memcpy(&head, at(i), sizeof(head));
+    return head;
+  }
+  void put(std::size_t i, const SlotHead& head) const { std::memcpy(at(i), &head, sizeof(head)); }
+  std::byte* columns(std::size_t i) const { return at(i) + sizeof(SlotHead); }
+  std::byte* state(std::size_t i) const { return columns(i) + host_.columns_bytes(); }
+
+ private:
+  std::byte* at(std::size_t i) const { return slots_ + i * host_.slot_bytes(); }
+  std::byte* slots_;
+  const Host& host_;
+};
+
+/// One call of the function. Needs the GIL.
+struct Call {
+  nb::object state = nb::none(), mass = nb::none(), requests = nb::none(),
+             last_request = nb::none(), queries = nb::none(), positions = nb::none(),
+             columns = nb::none();
+
+  Ranks ranks(const Host& host, std::size_t count, const Step& step) const {
+    using Given = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+    const nb::object result =
+        host.own.function(state, mass, requests, last_request, queries, positions, columns,
+                          nb::make_tuple(step.now, step.budget, step.live, step.queries, step.seed,
+                                         step.sequence, step.layer, step.kv_head));
+    const auto given = nb::cast<Given>(result);
+    if (given.shape(0) != count) throw std::logic_error("an own policy: ranks of another number");
+    Ranks ranks{.keys = std::vector<std::uint64_t>(count)};
+    const auto take = [&](const auto* from) {
+      for (std::size_t i = 0; i < count; ++i) ranks.keys[i] = rank_key(from[i]);
+    };
+    if (given.dtype() == nb::dtype<double>()) {
+      ranks.type = RankType::real;
+      take(static_cast<const double*>(given.data()));
+    } else {
+      take(static_cast<const std::uint64_t*>(given.data()));
+    }
+    return ranks;
+  }
+};
+
+template <class T, class Fill>
+nb::object filled(std::size_t count, Fill fill) {
+  std::vector<T> values(count);
+  for (std::size_t i = 0; i < count; ++i) values[i] = fill(i);
+  return nb::cast(array_of(std::move(values), {count}));
+}
+
+/// `width` of T for each token, copied from where `from(i)` says.
+template <class T, class From>
+nb::object gathered(std::size_t count, std::size_t width, From from) {
+  if (width == 0) return nb::none();
+  std::vector<T> values(count * width);
+  for (std::size_t i = 0; i < count; ++i)
+    std::memcpy(values.data() + i * width, from(i), width * sizeof(T));
+  return nb::cast(array_of(std::move(values), {count, width}));
+}
+
+/// What the tokens received: `seen(i)` is an Observation.
+template <class SeenAt>
+void fill_seen(Call& call, const Host& host, std::size_t count, SeenAt seen) {
+  if (needs_mass(host.needs))
+    call.mass = filled<std::uint64_t>(count, [&](std::size_t i) { return seen(i).mass; });
+  if (needs_requests(host.needs)) {
+    call.requests = filled<std::uint32_t>(count, [&](std::size_t i) { return seen(i).requests; });
+    call.last_request =
+        filled<std::uint32_t>(count, [&](std::size_t i) { return seen(i).last_request; });
+  }
+  call.queries = filled<std::uint32_t>(count, [&](std::size_t i) { return seen(i).queries; });
+}
+
+/// Calls the function on what an admission gave, and keeps its states and ranks. From then on the
+/// next token is to come.
+template <class SeenAt>
+void observe_all(void* data, std::size_t count, const void* params, Step step, SeenAt seen) {
+  const Host& host = host_of(params);
+  const Slots slots(data, host);
+  step.now += step.queries;
+  const nb::gil_scoped_acquire gil;
+  Call call;
+  call.state = gathered<std::uint8_t>(count, host.own.state_bytes,
+                                      [&](std::size_t i) { return slots.state(i); });
+  fill_seen(call, host, count, seen);
+  call.positions =
+      filled<std::uint32_t>(count, [&](std::size_t i) { return slots.head(i).position; });
+  call.columns = gathered<float>(count, host.own.columns.size(),
+                                 [&](std::size_t i) { return slots.columns(i); });
+  const Ranks ranks = call.ranks(host, count, step);
+  for (std::size_t i = 0; i < count; ++i)
+    slots.put(i, {ranks.keys[i], slots.head(i).position, ranks.type});
+  if (host.own.state_bytes == 0) return;
+  const auto states = nb::cast<nb::ndarray<const std::uint8_t, nb::c_contig>>(call.state);
+  for (std::size_t i = 0; i < count; ++i)
+    std::memcpy(slots.state(i), states.data() + i * host.own.state_bytes, host.own.state_bytes);
+}
+
+void admit(void* data, Tokens tokens, std::size_t count, const void* params, const Step&) {
+  const Host& host = host_of(params);
+  const Slots slots(data, host);
+  std::memset(data, 0, count * host.slot_bytes());
+  for (std::size_t i = 0; i < count; ++i) {
+    slots.put(i, {0, tokens.positions[i], RankType::whole});
+    if (tokens.columns)
+      std::memcpy(slots.columns(i), tokens.columns + i * host.own.columns.size(),
+                  host.columns_bytes());
+  }
+}
+
+void observe(void* data, const Seen& seen, std::size_t count, const void* params,
+             const Step& step) {
+  observe_all(data, count, params, step, [&](std::size_t i) {
+    Observation one;
+    if (seen.mass) one.mass = seen.mass[i];
+    if (seen.requests) one.requests = seen.requests[i];
+    if (one.requests > 0) one.last_request = seen.last_request ? seen.last_request[i] : seen.query;
+    one.queries = std::min(static_cast<std::uint32_t>(count - i), seen.queries);
+    return one;
+  });
+}
+
+void observe_each(void* data, const Observation* seen, std::size_t count, const void* params,
+                  const Step& step) {
+  observe_all(data, count, params, step, [&](std::size_t i) { return seen[i]; });
+}
+
+/// The ranks of all live tokens: those kept, or, of a policy that observes nothing, of a call.
+Ranks all_ranks(const void* data, const Tokens& tokens, const void* params, const Step& step) {
+  const Host& host = host_of(params);
+  const std::size_t count = step.live;
+  if (host.needs != Needs::nothing) {
+    const Slots slots(const_cast<void*>(data), host);
+    Ranks ranks{.keys = std::vector<std::uint64_t>(count), .type = slots.head(0).type};
+    for (std::size_t i = 0; i < count; ++i) ranks.keys[i] = slots.head(i).rank;
+    return ranks;
+  }
+  const nb::gil_scoped_acquire gil;
+  Call call;
+  call.positions = filled<std::uint32_t>(count, [&](std::size_t i) { return tokens.positions[i]; });
+  const std::size_t width = host.own.columns.size();
+  call.columns =
+      gathered<float>(count, width, [&](std::size_t i) { return tokens.columns + i * width; });
+  return call.ranks(host, count, step);
+}
+
+RankType rank(const void* data, Tokens tokens, std::size_t count, const void* params,
+              const Step& step, std::uint64_t* ranks) {
+  const Ranks all = all_ranks(data, tokens, params, step);
+  if (all.keys.size() != count) throw std::logic_error("an own policy: ranks of some tokens only");
+  std::ranges::copy(all.keys, ranks);
+  return all.type;
+}
+
+std::size_t first_least(const void* data, Tokens tokens, std::size_t begin, std::size_t end,
+                        const void* params, const Step& step) {
+  const auto all = all_ranks(data, tokens, params, step).keys;
+  const auto first = all.begin() + static_cast<std::ptrdiff_t>(begin),
+             last = all.begin() + static_cast<std::ptrdiff_t>(end);
+  return static_cast<std::size_t>(std::min_element(first, last) - all.begin());
+}
+
+float weight(std::uint32_t age, const void* params) {
+  const std::vector<float>& weights = host_of(params).own.weights;
+  return weights.empty() ? 1.0f : age < weights.size() ? weights[age] : 0.0f;
+}
+
+std::uint32_t tail(const void* params) {
+  const std::size_t given = host_of(params).own.weights.size();
+  return given == 0 ? kNoTail : static_cast<std::uint32_t>(given);
+}
+
+/// A copy for Python.
+FloatArray shown(const float* rows, const SeenRows& seen, std::uint32_t heads) {
+  const std::size_t count = std::size_t{seen.tokens} * heads * seen.head_size;
+  return array_of(std::vector<float>(rows, rows + count), {seen.tokens, heads, seen.head_size});
+}
+
+void show_rows(const Host& host, const SeenRows& seen) {
+  const nb::gil_scoped_acquire gil;
+  host.own.sight.attr("rows")(
+      seen.sequence, seen.layer, seen.first, shown(seen.q, seen, seen.query_heads),
+      shown(seen.k, seen, seen.kv_heads), shown(seen.v, seen, seen.kv_heads),
+      array_of(std::vector<float>(seen.inv_freq.begin(), seen.inv_freq.end()),
+               {seen.inv_freq.size()}),
+      seen.rope_factor, seen.softmax_scale);
+}
+
+Needs needs_from(const std::string& text) {
+  if (text == "nothing") return Needs::nothing;
+  if (text == "mass") return Needs::mass;
+  if (text == "requests") return Needs::requests;
+  if (text == "both") return Needs::both;
+  throw std::invalid_argument(
+      fmt::format("needs: '{}' should be nothing, mass, requests or both", text));
+}
+
+PolicyInfo info_of(const Host& host) {
+  const OwnPolicy& own = host.own;
+  if (own.columns.size() > kMaxColumns)
+    throw std::invalid_argument(fmt::format("columns: {} are asked for; a policy has at most {}",
+                                            own.columns.size(), kMaxColumns));
+  PolicyInfo info{.name = own.name.c_str(),
+                  .summary = own.summary.c_str(),
+                  .citation = own.path.c_str(),
+                  .needs = host.needs,
+                  .order = Order::feedback,
+                  .weighted = !own.weights.empty(),
+                  .positions = parse_positions(own.positions)};
+  for (std::size_t c = 0; c < own.columns.size(); ++c) {
+    if (!is_column_name(own.columns[c]))
+      throw std::invalid_argument(fmt::format(
+          "columns: '{}' is no name; letters, digits, '_', '-' and '.'", own.columns[c]));
+    info.columns[c] = own.columns[c].c_str();
+  }
+  if (own.defaults.empty()) return info;
+  // The defaults are what the same words make of the policy without any.
+  auto plain = std::make_shared<PolicyEntry>();
+  plain->info = info;
+  CompiledPolicies known;
+  known.entries.push_back(std::move(plain));
+  const PolicySpec spec = parse_policy(own.name + ":" + own.defaults, {}, known);
+  info.sinks = spec.sinks;
+  info.recent = spec.recent;
+  info.modifiers = spec.modifiers;
+  return info;
+}
+
+/// Throws std::invalid_argument for columns, guards or modifiers that no policy may have. Whoever
+/// calls knows that the name is not taken.
+Policy make_own_policy(OwnPolicy own) {
+  const Needs needs = needs_from(own.needs);
+  if (needs == Needs::nothing && own.state_bytes > 0)
+    throw std::invalid_argument(
+        "state: a policy that observes nothing keeps none; give needs=\"mass\" or \"requests\"");
+  auto source = std::make_shared<PolicySource>(PolicySource{
+      .path = own.path, .text = own.text, .xxh3 = xxh3_hex(own.text), .type = own.name});
+  const auto host = std::make_shared<Host>(Host{std::move(own), needs});
+  auto entry = std::make_shared<PolicyEntry>();
+  static_cast<PolicyOps&>(*entry) = {
+      .info = info_of(*host),
+      .params = {},
+      .slot_bytes = host->slot_bytes(),
+      .params_bytes = sizeof(void*),
+      .write_params = [](std::span<const double>, std::byte*) { return true; },
+      .admit = admit,
+      .observe = observe,
+      .observe_each = observe_each,
+      .rank = rank,
+      .first_least = first_least,
+      .weight = weight,
+      .tail = tail,
+      .clear_padding = [](void*) {}};
+  entry->source = std::move(source);
+  entry->host = host;
+  if (!host->own.sight.is_none()) {
+    entry->see_rows = [host](const SeenRows& seen) { show_rows(*host, seen); };
+    entry->see_trace = [host](std::uint32_t sequence, const std::string& path) {
+      const nb::gil_scoped_acquire gil;
+      host->own.sight.attr("trace")(sequence, path);
+    };
+  }
+  return {std::move(entry)};
+}
 
 std::string json_of(const PolicyEntry& entry) { return json_text(describe_policy(entry)); }
 

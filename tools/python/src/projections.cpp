@@ -26,8 +26,7 @@ std::shared_ptr<OutputProjections> projections_of(const std::vector<Weights>& la
   auto all = std::make_shared<OutputProjections>(
       OutputProjections{.hidden = static_cast<std::uint32_t>(hidden),
                         .group = static_cast<std::uint32_t>(inputs / head_size / kv_heads),
-                        .head_size = head_size,
-                        .layers = {}});
+                        .head_size = head_size});
   for (const Weights& weights : layers) {
     if (weights.shape(0) != inputs || weights.shape(1) != hidden ||
         inputs != std::size_t{all->group} * kv_heads * head_size)

@@ -8,7 +8,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <map>
 #include <numeric>
 #include <stdexcept>

@@ -3,7 +3,6 @@
 
 #include <nanobind/nanobind.h>
 
-#include <optional>
 #include <variant>
 #include <vector>
 

@@ -22,7 +22,7 @@
 #include "tools/python/src/trace.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/text.hpp"
-#include "traces/extras_writer.hpp"
+#include "traces/extras.hpp"
 #include "traces/manifest.hpp"
 #include "traces/shard.hpp"
 

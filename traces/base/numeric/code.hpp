@@ -2,7 +2,6 @@
 // each with a scale of its own.
 #pragma once
 
-#include <cstddef>
 #include <span>
 
 namespace kvlab {

@@ -3,7 +3,6 @@
 // mix the sets.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #if defined(__SSE2__)

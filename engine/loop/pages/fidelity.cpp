@@ -1,5 +1,3 @@
-#include "engine/loop/fidelity/page.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -8,6 +6,7 @@
 
 #include "engine/loop/eval/table.hpp"
 #include "engine/loop/fidelity/table.hpp"
+#include "engine/loop/pages/pages.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/report/answer.hpp"
 #include "sim/report/html.hpp"

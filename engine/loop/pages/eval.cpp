@@ -1,12 +1,7 @@
-#include "engine/loop/eval/page.hpp"
-
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-
 #include "engine/loop/eval/table.hpp"
+#include "engine/loop/pages/pages.hpp"
 #include "engine/loop/pages/scores.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
@@ -25,7 +20,7 @@ constexpr const char* kEvalFootnote =
     "Closed loop, teacher-forced: evictions change what later layers see. Two policies are told "
     "apart where the 95% interval of their paired difference, over texts or over the blocks of one "
     "text, leaves out zero.";
-constexpr const char* kMeanings =
+constexpr const char* kEvalMeanings =
     "<dt>KL</dt><dd>how far the next token’s distribution moves from the full cache’s, nats; mean, "
     "and percentiles over the tokens</dd>\n"
     "<dt>perplexity</dt><dd>exp of the mean −ln p of the text’s own next token</dd>\n"
@@ -44,7 +39,7 @@ class EvalPage {
         html_header("kvlab eval", escape(title), context(), answer(), "blue", kEvalFootnote) +
             explorer.sections + standings() + all_figures() +
             html_section("What the figures mean", "",
-                         fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings)) +
+                         fmt::format("<dl class=\"prose\">{}</dl>\n", kEvalMeanings)) +
             provenance(),
         explorer.data);
   }
@@ -69,10 +64,8 @@ class EvalPage {
       return "This evaluation is older than verdicts about equal memory; evaluate again.";
     std::string text;
     const JsonFields verdicts = fields_.object("verdicts");
-    for (const auto& [budget, verdict] : verdicts.json().items()) {
-      const JsonFields one(verdict, verdicts.where() + ": " + budget);
-      text += (text.empty() ? "" : "<br>") + escape(one.text("text"));
-    }
+    for (const auto& [budget, verdict] : verdicts.json().items())
+      text += (text.empty() ? "" : "<br>") + escape(verdicts.object(budget).text("text"));
     for (const json& warning : fields_.list("warnings"))
       text += "<br>Note: " + escape(warning.is_string() ? warning.get<std::string>() : "?") + ".";
     return text.empty() ? "Nothing here evicts: there is nothing to compare." : text;
@@ -84,8 +77,7 @@ class EvalPage {
     for (const std::string& budget : budgets_) {
       if (!contenders.has(budget)) continue;
       std::vector<std::vector<Cell>> rows;
-      for (const json& entry : contenders.list(budget)) {
-        const JsonFields contender(entry, contenders.where() + ": " + budget);
+      for (const JsonFields& contender : contenders.objects(budget)) {
         const JsonFields behind = contender.object("behind");
         const bool first = rows.empty();
         rows.push_back({escape(brief_policy(contender.text("policy"))),
@@ -116,8 +108,7 @@ class EvalPage {
 
   std::string all_figures() const {
     std::vector<std::vector<Cell>> rows;
-    for (const json& entry : fields_.list("configurations")) {
-      const JsonFields one(entry, fields_.where() + ": configurations");
+    for (const JsonFields& one : fields_.objects("configurations")) {
       const auto cell = [&](std::string_view key) { return figure_cell(one.number_or_nan(key)); };
       rows.push_back(
           {escape(brief_policy(one.text("policy") + (one.text("params").empty() ? "" : ":") +
