@@ -73,6 +73,8 @@ void check_ladder(const CacheConfig& config) {
   if (config.positions == Positions::cache && config.policy.ladder.is_coded())
     refuse("codes are of keys at original positions; --positions original is expected");
   if (config.shares_slots()) refuse("ada() shares tokens of 16 bit; an even budget is expected");
+  if (config.evicts() && config.policy.ladder.is_kivi())
+    refuse("every token stays, which full says");
   if (!config.evicts() && config.policy.ladder.rungs.size() > 1)
     refuse("full keeps every token on one rung; one form is expected");
 }

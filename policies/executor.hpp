@@ -28,12 +28,13 @@ struct Executor {
   bool scope_layer = false;
   bool group_max = false;
   bool ladders = false;
+  bool kivi = false;
   bool bent_rows = false;   ///< layers with soft caps or sink logits
   bool all_models = false;  ///< also those of ModelConfig::peculiarity
   Columns columns = Columns::none;
 };
 
-/// The CPU's, and the closed loop there.
+/// The CPU's.
 inline constexpr Executor kDecoder{.name = "a decoder",
                                    .instead = "a replay",
                                    .head_budgets = true,
@@ -44,6 +45,12 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .ladders = true,
                                    .all_models = true,
                                    .columns = Columns::brought};
+/// The closed loop there.
+inline constexpr Executor kLoop = [] {
+  Executor loop = kDecoder;
+  loop.kivi = true;
+  return loop;
+}();
 inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .instead = "--device cpu",
                                        .head_budgets = true,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "sim/rungs/kivi_rows.hpp"
 #include "traces/base/numeric/code.hpp"
 #include "traces/row_spec.hpp"
 
@@ -22,10 +23,15 @@ void code_token(std::span<const KvForm* const> way, std::span<float> key, std::s
   }
 }
 
-CodedRows::CodedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
-    : view_(view), rope_(rope), arithmetic_(arithmetic), keys_(0, view.head_size) {
+std::unique_ptr<KeptRows> kept_rows(const KvForm& form, const HeadView& view, const RopeTable& rope,
+                                    const HeadArithmetic& arithmetic) {
   check_coded_heads(view.head_size);
+  if (form.kivi) return std::make_unique<KiviRows>(form, view, rope, arithmetic);
+  return std::make_unique<CodedRows>(view, rope, arithmetic);
 }
+
+CodedRows::CodedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
+    : view_(view), rope_(rope), arithmetic_(arithmetic), keys_(0, view.head_size) {}
 
 void CodedRows::place(const LiveSet& live, std::uint32_t visible, std::uint32_t exact_from) {
   ladder_ = live.ladder();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -18,23 +19,36 @@ void take_token(const HeadView& view, const RopeTable& rope, const HeadArithmeti
 /// Both through the forms of way_down(), in order.
 void code_token(std::span<const KvForm* const> way, std::span<float> key, std::span<float> value);
 
-/// One KV head of one configuration. A code is a pure function of a token and its rung: it is made
-/// through the codes of the rungs above.
-class CodedRows {
+/// Attention over the tokens of one KV head as one configuration keeps them.
+class KeptRows {
  public:
-  /// `view`'s data and `rope` must outlive this. Throws std::invalid_argument where heads are no
-  /// whole blocks of channels.
-  CodedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
-
+  virtual ~KeptRows() = default;
   /// Before a query attends: the live tokens, the oldest `visible` of which it sees, all of
   /// `exact_from` on in 16 bit.
-  void place(const LiveSet& live, std::uint32_t visible, std::uint32_t exact_from);
+  virtual void place(const LiveSet& live, std::uint32_t visible, std::uint32_t exact_from) = 0;
   /// Whether no token that the query sees is coded.
-  bool all_exact() const { return coded_.empty(); }
+  virtual bool all_exact() const = 0;
   /// To [visible], by age.
-  void logits(std::uint32_t query, std::uint32_t head, SharedRows& rows, float* to);
+  virtual void logits(std::uint32_t query, std::uint32_t head, SharedRows& rows, float* to) = 0;
   /// Adds p [visible] times the values to `out` [dim].
-  void accumulate(std::span<const float> p, std::span<float> out);
+  virtual void accumulate(std::span<const float> p, std::span<float> out) = 0;
+};
+
+/// Of a ladder whose first form this is. `view`'s data and `rope` must outlive it. Throws
+/// std::invalid_argument where heads are no whole blocks of channels.
+std::unique_ptr<KeptRows> kept_rows(const KvForm& form, const HeadView& view, const RopeTable& rope,
+                                    const HeadArithmetic& arithmetic);
+
+/// A code is a pure function of a token and its rung: it is made
+/// through the codes of the rungs above.
+class CodedRows : public KeptRows {
+ public:
+  CodedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
+
+  void place(const LiveSet& live, std::uint32_t visible, std::uint32_t exact_from) override;
+  bool all_exact() const override { return coded_.empty(); }
+  void logits(std::uint32_t query, std::uint32_t head, SharedRows& rows, float* to) override;
+  void accumulate(std::span<const float> p, std::span<float> out) override;
 
  private:
   struct Held {

@@ -18,7 +18,7 @@ HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>
       measure_(nullptr, 1, view),
       out_(view.head_size) {
   if (positions == Positions::cache) squeezed_.emplace(view, rope, arithmetic);
-  if (live_.has_codes()) coded_.emplace(view, rope, arithmetic);
+  if (live_.has_codes()) coded_ = kept_rows(*live_.ladder().front().form, view, rope, arithmetic);
 }
 
 bool HeadRun::observes(std::uint32_t query) const {

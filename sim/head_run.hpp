@@ -86,7 +86,7 @@ class HeadRun {
   HeadArithmetic arithmetic_;
   TokenColumns columns_;
   std::optional<SqueezedKeys> squeezed_;
-  std::optional<CodedRows> coded_;
+  std::unique_ptr<KeptRows> coded_;  // null where no token ever is
   std::shared_ptr<const void> kept_alive_;
   RowMeasure measure_;
   OutputTarget target_;

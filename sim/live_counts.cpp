@@ -32,11 +32,15 @@ class RungCounts {
     return over;
   }
   void admit(std::uint32_t tokens) { tokens_[0] += tokens; }
-  double held() const {
+  /// While the last `attending` attend.
+  double held(std::uint32_t attending) const {
+    if (ladder_[0].form->kivi)
+      return static_cast<double>(kivi_bytes(attending, 2)) / kKvForms[0].block_bytes();
     return in_16_bit([&](std::size_t rung) { return tokens_[rung]; });
   }
   /// As LiveCounts::floats_peak, with the youngest `staged` not coded yet.
   std::uint64_t in_floats(std::uint32_t staged) const {
+    if (ladder_[0].form->kivi) return kivi_bytes(std::max(staged, 1u), sizeof(float));
     constexpr std::uint64_t kExact = 2 * kCodeBlock * sizeof(float);
     std::uint64_t bytes = staged * kExact;
     for (std::size_t r = 0; r < ladder_.size(); ++r) {
@@ -50,6 +54,15 @@ class RungCounts {
   }
 
  private:
+  /// Of a block of channels of all tokens, where the last few are not coded yet and an exact
+  /// element takes so many bytes.
+  std::uint64_t kivi_bytes(std::uint32_t exact, std::uint64_t element_bytes) const {
+    const KvForm& form = *ladder_[0].form;
+    const std::uint64_t keys = kivi_keys(tokens_[0] - exact),
+                        values = kivi_values(tokens_[0] - exact);
+    return keys * form.part_bytes(form.key_bits) + values * form.part_bytes(form.value_bits) +
+           (2 * std::uint64_t{tokens_[0]} - keys - values) * kCodeBlock * element_bytes;
+  }
   /// The bytes of count(rung) tokens on each rung, in tokens of 16 bit.
   template <class Count>
   double in_16_bit(Count count) const {
@@ -84,10 +97,10 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
     counts.floats_peak = std::max(counts.floats_peak, on.in_floats(staged));
     after_prompt = admission.ends_prompt;
     if (!admission.decodes) continue;
-    held += on.held(), ++decoded;
-    counts.held_peak = std::max(counts.held_peak, on.held());
+    held += on.held(1), ++decoded;
+    counts.held_peak = std::max(counts.held_peak, on.held(1));
   }
-  counts.held_end = on.held();
+  counts.held_end = on.held(0);
   counts.held_budget = budget == kNoBudget ? counts.held_end : on.room();
   if (decoded == 0) counts.held_peak = counts.held_end;
   counts.held_mean = decoded == 0 ? counts.held_end : held / static_cast<double>(decoded);

@@ -176,7 +176,7 @@ class ClosedLoop {
     const std::vector<Segment> segments = segments_of(tokens_, span_.prompt);
     for (const CacheConfig& config : configs) {
       configs_.push_back(resolve(config, segments, options.sequence, model.config().heads()));
-      check_held(kDecoder, configs_.back());
+      check_held(kLoop, configs_.back());
       find_columns(configs_.back(), ids.first(span_.prompt), model.config().heads());
       if (wants_projections(config.policy.columns)) output_ = model.output_projections();
     }

@@ -15,6 +15,7 @@ struct KvForm {
   std::string_view name;
   int key_bits, value_bits;
   bool floating = false;  ///< e4m3 and a power of two a block; else a fp16 scale and minimum
+  bool kivi = false;      ///< every token stays, as in KIVI; without butterflies
 
   constexpr bool exact() const { return key_bits == 16; }
   /// Bytes of a block of channels of a key and of a value.
@@ -23,16 +24,35 @@ struct KvForm {
   }
   constexpr bool operator==(const KvForm&) const = default;
 
- private:
+  /// Likewise of a key or a value alone.
   constexpr std::uint32_t part_bytes(int bits) const {
     const std::uint32_t metadata = bits == 16 ? 0 : floating ? 1 : 4;
     return kCodeBlock / 8 * static_cast<std::uint32_t>(bits) + metadata;
   }
 };
 
-/// From the most exact on: a ladder goes down.
+/// From the most exact on: a ladder goes down. KIVI (Liu et al. 2024, arXiv:2402.02750) stands
+/// alone.
 inline constexpr KvForm kKvForms[] = {
-    {"16", 16, 16}, {"fp8", 8, 8, true}, {"8", 8, 8}, {"4", 4, 4}, {"k4v2", 4, 2}, {"2", 2, 2},
+    {"16", 16, 16},
+    {"fp8", 8, 8, true},
+    {"8", 8, 8},
+    {"4", 4, 4},
+    {"k4v2", 4, 2},
+    {"2", 2, 2},
+    {"kivi4", 4, 4, false, true},
+    {"kivi2", 2, 2, false, true},
 };
+
+/// KIVI codes so many tokens' keys at once, by channel in groups of kCodeBlock tokens, after RoPE;
+/// and each value by itself as it becomes older than so many others. These are how many are coded
+/// behind `tokens`.
+inline constexpr std::uint32_t kKiviWindow = 128;
+constexpr std::uint32_t kivi_keys(std::uint32_t tokens) {
+  return tokens / kKiviWindow * kKiviWindow;
+}
+constexpr std::uint32_t kivi_values(std::uint32_t tokens) {
+  return tokens < kKiviWindow ? 0 : tokens - kKiviWindow;
+}
 
 }  // namespace kvlab

@@ -40,6 +40,9 @@ void check(const Ladder& ladder, std::string_view text) {
     if (rung.form < above)
       refuse(text, fmt::format("{} under {}: rungs go down", rung.form->name, above->name));
     above = rung.form;
+    if (rung.form->kivi && ladder.rungs.size() > 1)
+      refuse(text,
+             fmt::format("{} keeps all tokens in its own way; it stands alone", rung.form->name));
     if (rung.share.is_share) shares += rung.share.share_ppm;
   }
   if (shares != kWhole)

@@ -40,6 +40,7 @@ struct Ladder {
   /// Today's rule: all tokens in 16 bit.
   bool is_plain() const { return rungs.size() == 1 && rungs.front().form->exact(); }
   bool is_coded() const { return !rungs.back().form->exact(); }
+  bool is_kivi() const { return rungs.back().form->kivi; }
   /// As parse_ladder() reads it; one rung is its form's name.
   std::string text(char between = ',', char of = ':') const;
   /// As it stands behind a policy: `ladder=16@16t+4@100%`.

@@ -40,6 +40,13 @@ TEST_CASE("An executor refuses what it does not know, in one line that names it 
   CHECK(refusal(kDecoder, asked("h2o", "ada(64)")) == "");
 }
 
+TEST_CASE("KIVI runs in the replay and the closed loop on the CPU alone") {
+  CHECK(refusal(kLoop, asked("full:ladder=kivi2")) == "");
+  CHECK(refusal(kDecoder, asked("full:ladder=kivi2")) ==
+        "ladder kivi2: a decoder codes no channels; a replay and the closed loop on the CPU do");
+  CHECK(refusal(kCudaReplay, asked("full:ladder=kivi2")) != "");
+}
+
 TEST_CASE("Layers that a budget exempts are run on the CPU alone") {
   CacheConfig config = asked("h2o");
   config.budget = budget_of_heads({{8}, {kNoBudget}}, "b.json");

@@ -59,6 +59,19 @@ TEST_CASE("The closed loop by layers gives every token the decoder's log-likelih
   }
 }
 
+TEST_CASE("The closed loop knows KIVI, in as many bytes as were counted") {
+  const Model model = Model::load(kModel, 2);
+  const auto configs = with_full_first({{.policy = parse_policy("full:ladder=kivi4")},
+                                        {.policy = parse_policy("full:ladder=kivi2")}});
+  const auto scores =
+      run_closed_loop(model, some_tokens(180), configs, {.prompt_tokens = 140, .threads = 1});
+  const auto worst = [&](std::size_t c) { return std::ranges::max(scores[c].kl); };
+  CHECK(worst(1) > 0);
+  CHECK(worst(1) < worst(2));
+  // As the prompt is exact; all its tokens are.
+  CHECK(scores[2].kv_bytes_peak == 8 * 140 * 2 * 64 * 4);
+}
+
 TEST_CASE("The closed loop counts the bytes of budgets by layer and KV head") {
   const Model model = Model::load(kModel, 2);
   CacheConfig config = config_of("h2o", 40, Prefill{1}, Positions::original);

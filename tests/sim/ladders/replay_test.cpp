@@ -1,15 +1,19 @@
 // Ladders in the replay: equal rungs are one rung, and attention over codes is a second writing's.
 #include <cmath>
 #include <map>
+#include <string>
 
 #include "sim/access/key_codes.hpp"
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
+#include "sim/rungs/kivi_rows.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/brute_force.hpp"
 #include "tests/sim/differential.hpp"
 #include "tests/sim/random_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
 #include "traces/base/numeric/code.hpp"
 
 namespace kvlab {
@@ -134,6 +138,119 @@ TEST_CASE("attention over codes agrees with float64") {
     const double expected = naive_error(trace, resolved.rungs.at(resolved.budget_tokens));
     const double own = figures(trace, config).at({-1, -1, "output_error"});
     CHECK(own == Approx(expected).epsilon(1e-5));
+  }
+}
+
+/// KIVI of so many bits behind a dense prompt: the mean error of decoded queries. Float64 but for
+/// codes.
+double naive_kivi_error(const TraceReader& trace, int bits) {
+  const brute::Sequence s = brute::load(trace);
+  const auto code = [&](std::vector<double*> group) {
+    double least = *group[0], most = least;
+    for (const double* x : group) least = std::min(least, *x), most = std::max(most, *x);
+    const float codes = static_cast<float>((1 << bits) - 1),
+                mn = round_to(Dtype::f16, static_cast<float>(least)),
+                scale = round_to(Dtype::f16, static_cast<float>(most - least) / codes);
+    for (double* x : group)
+      *x = std::rint(std::clamp((static_cast<float>(*x) - mn) / scale, 0.0f, codes)) * scale + mn;
+  };
+  double sum = 0, count = 0;
+  for (std::uint32_t l = 0; l < s.layers; ++l) {
+    const brute::RopeAngles angles = brute::exact_angles(s, l);
+    for (std::uint32_t h = 0; h < s.query_heads; ++h) {
+      std::vector<brute::Vector> exact, keys;
+      const auto& v = s.v[l][h / s.group()];
+      for (std::uint32_t i = 0; i < s.tokens; ++i)
+        exact.push_back(brute::rotate(angles, s.k[l][h / s.group()][i], i));
+      keys = exact;
+      auto values = v;
+      std::uint32_t coded_keys = 0, coded_values = 0;
+      for (std::uint32_t t = s.segments[1].start; t < s.tokens; ++t) {
+        // What the cache held before this query: a window of keys that fills, one of values that
+        // moves.
+        for (std::uint32_t full = t - t % 128; coded_keys < full; coded_keys += 32)
+          for (std::size_t d = 0; d < keys[0].size(); ++d) {
+            std::vector<double*> group;
+            for (std::uint32_t i = 0; i < 32; ++i) group.push_back(&keys[coded_keys + i][d]);
+            code(group);
+          }
+        for (; t - coded_values > 128; ++coded_values) {
+          std::vector<double*> group;
+          for (double& x : values[coded_values]) group.push_back(&x);
+          code(group);
+        }
+        const brute::Vector q = brute::rotate(angles, s.q[l][h][t], t);
+        brute::Vector coded, all;
+        for (std::uint32_t i = 0; i <= t; ++i)
+          for (const bool of_exact : {true, false}) {
+            double dot = 0;
+            for (std::size_t d = 0; d < q.size(); ++d)
+              dot += q[d] * (of_exact ? exact : keys)[i][d];
+            (of_exact ? all : coded).push_back(s.score(l, dot));
+          }
+        const double sink = brute::sink_of(s.row(l), h);
+        const brute::Vector p = brute::softmax(coded, sink), full = brute::softmax(all, sink);
+        double error = 0, size = 0;
+        for (std::size_t d = 0; d < q.size(); ++d) {
+          double own = 0, whole = 0;
+          for (std::uint32_t i = 0; i <= t; ++i)
+            own += p[i] * values[i][d], whole += full[i] * v[i][d];
+          error += (own - whole) * (own - whole), size += whole * whole;
+        }
+        sum += std::sqrt(error / size), ++count;
+      }
+    }
+  }
+  return sum / count;
+}
+
+TEST_CASE("KIVI codes keys by channel as a window fills, values as they leave one, and all stay") {
+  const TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(
+      folder.path() / "trace",
+      {.layers = 1,
+       .query_heads = 2,
+       .kv_heads = 1,
+       .head_size = 32,
+       .segments = {{0, 140, SegmentKind::prompt}, {140, 130, SegmentKind::decode}}});
+  for (const int bits : {2, 4}) {
+    const CacheConfig config{.policy = parse_policy("full:ladder=kivi" + std::to_string(bits))};
+    const Figures own = figures(trace, config), lanes = figures(trace, config, false);
+    CHECK(own.at({-1, -1, "output_error"}) == Approx(naive_kivi_error(trace, bits)).epsilon(1e-5));
+    CHECK(own == lanes);
+    CHECK(own.at({-1, -1, "recall"}) == 1);
+    // The last query before a window is full sees 128 keys and 129 values in 16 bit.
+    const double coded = 32 * bits / 8 + 4;
+    CHECK(own.at({-1, -1, "kv_bytes_peak"}) ==
+          std::max(256 * 64 + 64 + 0.0, 128 * (coded + 64) + 127 * coded + 129 * 64));
+  }
+  for (const char* policy : {"h2o:ladder=kivi2", "full:ladder=kivi4:sinks=4"})
+    CHECK_THROWS_AS(resolve({.policy = parse_policy(policy)}, 300), std::invalid_argument);
+  CHECK_THROWS_WITH(
+      parse_ladder("16:50%,kivi2:50%"),
+      "ladder '16:50%,kivi2:50%': kivi2 keeps all tokens in its own way; it stands alone");
+}
+
+TEST_CASE("KIVI's codes are those of transformers' quantised cache, but for fp16's scale") {
+  const std::string file = KVLAB_SOURCE_DIR "/tests/data/quantized_cache.json";
+  const nlohmann::json theirs = parse_json(read_text_file(file, 1 << 20), file);
+  constexpr std::size_t kDim = 32;
+  for (const int bits : {2, 4}) {
+    std::vector<float> keys;
+    for (std::size_t i = 0; i < kCodeBlock * kDim; ++i)
+      keys.push_back(static_cast<float>(
+          std::sin(49.0 * static_cast<double>(i / kDim) + 14.0 * static_cast<double>(i % kDim)) *
+          (0.1 + static_cast<double>(i % kDim) / 8)));
+    std::vector<float> values = keys;
+    code_keys(keys, kDim, bits);
+    code_row(values, bits, false);
+    for (std::size_t i = 0; i < 8; ++i)
+      for (std::size_t j = 0; j < kDim; ++j) {  // a step is of a part in 15 at least
+        CHECK(keys[j * kDim + i] ==
+              Approx(theirs["keys" + std::to_string(bits)][j][i].get<float>()).margin(5e-3));
+        CHECK(values[i * kDim + j] ==
+              Approx(theirs["values" + std::to_string(bits)][i][j].get<float>()).margin(5e-3));
+      }
   }
 }
 
