@@ -86,6 +86,19 @@ std::uint32_t climb(ResolvedConfig& config, const std::vector<RungSlots>& slots)
   return budget;
 }
 
+/// How many tokens the guard `prompt` adds to every budget.
+std::uint32_t held_prompt(const CacheConfig& config) {
+  const PolicySpec& policy = config.policy;
+  const auto refuse = [&](const char* why) {
+    throw std::invalid_argument(fmt::format("policy {}: prompt: {}", policy.name, why));
+  };
+  if (!policy.prompt) return 0;
+  if (config.shares_slots()) refuse("every head keeps it, so ada() has nothing to share");
+  if (!policy.ladder.is_plain()) refuse("is kept in 16 bit; no ladder would be right");
+  if (!policy.prompt_tokens) refuse("its length is not known here; sinks=N would be right");
+  return *policy.prompt_tokens;
+}
+
 /// Budgets in tokens of 16 bit become those that the ladder holds in as many bytes.
 void climb(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size) {
   if (config.policy.ladder.is_plain()) return;
@@ -115,6 +128,13 @@ std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs) {
   else
     std::rotate(configs.begin(), full, full + 1);
   return configs;
+}
+
+CacheConfig CacheConfig::at_prompt(std::uint32_t tokens) const {
+  CacheConfig known = *this;
+  known.budget = budget.at_prompt(tokens);
+  known.policy.prompt_tokens = tokens;
+  return known;
 }
 
 ResolvedConfig ResolvedConfig::of_head(std::uint32_t layer, std::uint32_t kv_head) const {
@@ -147,8 +167,12 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
     climb(resolved, length, model.head_size);
     return resolved;
   }
-  resolved.budget_tokens = config.budget.resolve(length, model.head_size);
+  const std::uint32_t prompt = held_prompt(config);
+  resolved.budget_tokens = config.budget.resolve(length, model.head_size) + prompt;
   resolved.head_budgets = budgets_by_head(config, length, acted_on);
+  for (auto& layer : resolved.head_budgets)
+    for (std::uint32_t& own : layer)
+      if (own != kNoBudget) own += prompt;
   resolved.asked_tokens =
       resolved.head_budgets.empty() ? resolved.budget_tokens : mean_budget(resolved.head_budgets);
   for (const auto& layer : resolved.head_budgets)

@@ -21,6 +21,9 @@ struct CacheConfig {
   std::uint64_t seed = 0;
   double threshold = 0.01;  ///< tau, of requests
 
+  /// The same for a sequence that begins with a prompt of so many tokens.
+  CacheConfig at_prompt(std::uint32_t tokens) const;
+
   /// Whether tokens ever leave: not under `full`. A reference evicts.
   bool evicts() const { return !policy.entry || policy.entry->info.evicts; }
   bool is_full() const {

@@ -97,6 +97,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
   if (is_reserved(key))
     throw std::invalid_argument(what + " is reserved for a later version; leave it out");
   if (setting == "once") return void(spec.modifiers.once = true);
+  if (setting == "prompt") return void(spec.prompt = true);
   if (equals == std::string_view::npos)
     throw std::invalid_argument(
         fmt::format("policy {}: '{}' should read parameter=value", spec.name, setting));
@@ -121,7 +122,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
     spec.params[i] = number;
     return;
   }
-  known.insert(known.end(), {"sinks", "recent"});
+  known.insert(known.end(), {"sinks", "recent", "prompt"});
   known.insert(known.end(), modifier_names().begin(), modifier_names().end());
   known.emplace_back("ladder");
   throw std::invalid_argument(
@@ -226,6 +227,7 @@ std::string PolicySpec::params_text() const {
     parts.push_back(fmt::format("{}={}", entry->params[i].name, params[i]));
   parts.push_back("sinks=" + text_of(sinks));
   parts.push_back("recent=" + text_of(recent));
+  if (prompt) parts.emplace_back("prompt");
   for (std::string& text : modifier_texts(modifiers, entry->info.modifiers))
     parts.push_back(std::move(text));
   if (!own_ladder.empty()) parts.push_back(own_ladder);
@@ -244,6 +246,7 @@ std::string PolicySpec::brief() const {
   plain.columns.assign(columns.size(), "");
   plain.sinks = entry->info.sinks;
   plain.recent = entry->info.recent;
+  plain.prompt = false;
   plain.modifiers = entry->info.modifiers;
   plain.ladder = {};
   const std::string own = params_text(), standard = plain.params_text();
@@ -309,6 +312,11 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   const bool asks_pool = std::ranges::find(given, "pool") != given.end();
   if (spec.modifiers.smooth == 0 && !asks_pool) spec.modifiers.pool = Modifiers::Pool::mean;
   check_modifiers(spec.modifiers, spec.entry->info);
+  if (spec.prompt && spec.modifiers.once)
+    throw std::invalid_argument(
+        fmt::format("policy {}: under once only a prompt's tokens leave, which prompt keeps; "
+                    "once=no would be right",
+                    spec.name));
   return spec;
 }
 
@@ -364,7 +372,8 @@ std::uint32_t least_budget(const PolicySpec& spec) {
 }
 
 Guards resolve_guards(const PolicySpec& spec, std::uint32_t budget) {
-  const Guards guards{spec.sinks.resolve(budget), spec.recent.resolve(budget)};
+  const std::uint32_t prompt = spec.held_prompt(), beside = budget - prompt;
+  const Guards guards{std::max(prompt, spec.sinks.resolve(beside)), spec.recent.resolve(beside)};
   if (guards.sinks >= budget)
     throw std::invalid_argument(
         fmt::format("policy {}: sinks={} should be below the budget of {} tokens", spec.name,

@@ -31,6 +31,8 @@ struct PolicySpec {
   std::string name;
   std::vector<double> params;  ///< in the order of entry->params
   Extent sinks, recent;
+  bool prompt = false;  ///< the guard: the first prompt's tokens leave last; budgets are beside it
+  std::optional<std::uint32_t> prompt_tokens = {};  ///< of that prompt, where it is known
   Modifiers modifiers;
   Ladder ladder = {};                ///< `ladder=4`, `ladder=16@16t+4@100%`
   std::vector<std::string> columns;  ///< as entry->info.columns, with the one that `name=` gives
@@ -41,6 +43,9 @@ struct PolicySpec {
   /// Makes `name` the column that the policy asks for. Throws std::invalid_argument: it asks for
   /// none, or this is no name.
   void name_column(std::string_view name);
+
+  /// How many the guard `prompt` holds, where they are known.
+  std::uint32_t held_prompt() const { return prompt ? prompt_tokens.value_or(0) : 0; }
 
   /// The parameters as the entry's hooks take them.
   std::vector<std::byte> packed_params() const;
@@ -69,8 +74,9 @@ std::string brief_policy(const std::string& text);
 /// std::invalid_argument for 0, a negative number, or more than 100%.
 Budget parse_budget(std::string_view text);
 
-/// The guards of `spec` in tokens. Throws std::invalid_argument unless sinks + recent <= budget and
-/// sinks < budget.
+/// The guards of `spec` in tokens, of a budget with the tokens that the guard `prompt` holds; these
+/// are among the sinks. Throws std::invalid_argument unless sinks + recent <= budget and sinks <
+/// budget.
 Guards resolve_guards(const PolicySpec& spec, std::uint32_t budget);
 /// The smallest budget that guards given in tokens fit, were there no others; 1 of a reference.
 std::uint32_t least_budget(const PolicySpec& spec);

@@ -101,10 +101,9 @@ ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& se
                        std::uint32_t sequence, const CacheShape& model) {
   const std::uint32_t length =
       segments.empty() ? 0 : segments.back().start + segments.back().tokens;
-  CacheConfig fixed = config;
-  if (!segments.empty() && segments.front().kind == SegmentKind::prompt)
-    fixed.budget = config.budget.at_prompt(segments.front().tokens);
-  ResolvedConfig resolved = resolve(fixed, length, sequence, model);
+  const bool begins = !segments.empty() && segments.front().kind == SegmentKind::prompt;
+  ResolvedConfig resolved =
+      resolve(begins ? config.at_prompt(segments.front().tokens) : config, length, sequence, model);
   for (const Segment& segment : segments) {
     const bool is_prompt = segment.kind == SegmentKind::prompt;
     const bool dense = is_prompt && config.prefill.chunk == 0;

@@ -34,7 +34,7 @@ std::optional<CacheConfig> config_of(const Choices& from, const Row& row, std::u
                        .prefill = from.prefills[row[4]],
                        .positions = from.positions[row[5]],
                        .seed = 11};
-    resolve(config, length, 0, model);
+    resolve(config.at_prompt(length / 3), length, 0, model);
     return config;
   } catch (const std::invalid_argument&) {
     return {};

@@ -38,10 +38,10 @@ class DecoderLoop {
         logits_(configs.size()),
         seconds_(configs.size()),
         scores_(configs.size()) {
-    for (CacheConfig config : configs) {
-      config.budget = config.budget.at_prompt(span_.prompt);
+    for (const CacheConfig& config : configs) {
       const CacheShape heads = backend.config().heads();
-      ResolvedConfig resolved = resolve(config, tokens_, options.sequence, heads);
+      ResolvedConfig resolved =
+          resolve(config.at_prompt(span_.prompt), tokens_, options.sequence, heads);
       find_columns(resolved, ids.first(span_.prompt), heads);
       decoders_.push_back(backend.decoder(resolved, tokens_));
     }

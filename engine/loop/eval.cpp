@@ -83,6 +83,12 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
   return sequences;
 }
 
+/// In tokens, the mean of heads.
+std::uint32_t budget_tokens_of(const CacheConfig& config, std::uint32_t length,
+                               std::uint32_t head_size) {
+  return config.budget.resolve(length, head_size) + config.policy.held_prompt();
+}
+
 /// Whether another text before each has the same tokens.
 std::vector<bool> repeats_of(const std::vector<Ids>& texts) {
   std::vector<bool> repeats;
@@ -182,11 +188,12 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
                     .kl = paired_scores(scored, &LoopScores::kl),
                     .nll = paired_scores(scored, &LoopScores::nll)};
   for (std::size_t c = 0; c < configs.size(); ++c)
-    result.scores.push_back(score_of(
-        configs[c],
-        configs[c].evicts() ? configs[c].budget.at_prompt(prompt).resolve(length, model.head_size)
-                            : length,
-        c, scored, result, options.block_tokens));
+    result.scores.push_back(
+        score_of(configs[c],
+                 configs[c].evicts()
+                     ? budget_tokens_of(configs[c].at_prompt(prompt), length, model.head_size)
+                     : length,
+                 c, scored, result, options.block_tokens));
   return result;
 }
 

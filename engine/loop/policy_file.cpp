@@ -82,8 +82,10 @@ PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compile
     text += fmt::format(":{}={}", setting, setting_text(params, setting));
   if (fields.any("params").size() != settings.size())
     fail(params, fmt::format("holds more than the {} parameters of {}", settings.size(), name));
-  if (fields.any("guards").size() != 2)
-    fail(guards, "should hold sinks and recent, and nothing else");
+  if (fields.any("guards").size() != (guards.has("prompt") ? 3 : 2))
+    fail(guards, "should hold sinks and recent, perhaps prompt, and nothing else");
+  if (guards.has("prompt") && guards.any("prompt") != true) fail(guards, "prompt should be true");
+  if (guards.has("prompt")) text += ":prompt";
   for (const char* guard : {"sinks", "recent"})
     text += fmt::format(":{}={}", guard, setting_text(guards, guard));
   if (fields.has("ladder")) text += ":" + parse_ladder(fields.text("ladder")).setting();
@@ -201,6 +203,7 @@ void write_policy_file(const std::filesystem::path& path, const PolicyFile& file
       {"seed", cache.seed},
       {"model", {{"name", file.model}, {"weights_xxh3", file.weights_xxh3}}},
       {"run", file.run}};
+  if (cache.policy.prompt) top["guards"]["prompt"] = true;
   if (const auto modifiers = modifiers_json(cache.policy); !modifiers.empty())
     top["modifiers"] = modifiers;
   if (!cache.policy.ladder.is_plain()) top["ladder"] = cache.policy.ladder.text();

@@ -80,6 +80,46 @@ TEST_CASE(
       }
 }
 
+TEST_CASE("the guard prompt holds the first prompt, and every budget is beside it") {
+  const auto asked = [](const std::string& policy, const std::string& budget) {
+    return CacheConfig{.policy = parse_policy(policy), .budget = parse_budget(budget)};
+  };
+  const auto guards = [&](const std::string& policy) {
+    const ResolvedConfig config = resolve(asked(policy, "20").at_prompt(30), 1000);
+    CHECK(config.budget_tokens == 50);
+    CHECK(config.asked_tokens == 50);
+    return std::pair(config.guards.sinks, config.guards.recent);
+  };
+  CHECK(guards("h2o:prompt") == std::pair(30u, 10u));
+  CHECK(guards("lru:sinks=35:recent=10%:prompt") == std::pair(35u, 2u));
+  CHECK(resolve(asked("lru:prompt", "ratio(0.5)").at_prompt(30), 1000).budget_tokens == 46);
+  const ResolvedConfig own =
+      resolve(asked("lru:prompt", "pyramid(20)").at_prompt(30), 99, 0, {3, 2});
+  CHECK(own.head_budgets == HeadBudgets{{69, 69}, {50, 50}, {31, 31}});
+  CHECK(own.of_head(2, 0).guards.sinks == 30);
+  CacheConfig exempt = asked("lru:prompt", "20");
+  exempt.budget = budget_of_heads({{kNoBudget, kNoBudget}, {20, 9}});
+  CHECK(resolve(exempt.at_prompt(30), 99, 0, {2, 2}).head_budgets ==
+        HeadBudgets{{kNoBudget, kNoBudget}, {50, 39}});
+
+  CHECK(parse_policy("h2o:prompt:every=4").text() == "h2o:sinks=0:recent=50%:prompt:every=4");
+  CHECK(parse_policy("h2o:prompt").brief() == "h2o:prompt");
+  const auto refused = [&](const std::string& policy, const std::string& budget) {
+    return error_of<std::invalid_argument>([&] {
+      resolve(asked(policy, budget).at_prompt(30), 99, 0, {2, 2, 64});
+    });
+  };
+  CHECK(refused("h2o:prompt", "ada(20)") ==
+        "policy h2o: prompt: every head keeps it, so ada() has nothing to share");
+  CHECK(refused("h2o:prompt:ladder=4", "20") ==
+        "policy h2o: prompt: is kept in 16 bit; no ladder would be right");
+  CHECK(refused("snapkv:prompt", "20") ==
+        "policy snapkv: under once only a prompt's tokens leave, which prompt keeps; once=no would "
+        "be right");
+  CHECK(error_of<std::invalid_argument>([&] { resolve(asked("h2o:prompt", "20"), 99); }) ==
+        "policy h2o: prompt: its length is not known here; sinks=N would be right");
+}
+
 TEST_CASE("each head has its own budget and the guards that belong to it") {
   CacheConfig config{.policy = parse_policy("h2o:sinks=2"),
                      .budget = budget_of_heads({{8, 40}, {20, 4}})};

@@ -68,8 +68,8 @@ TEST_CASE("parameters have defaults, a range, and a text that parses back") {
   CHECK(refusal("leaky:keep=inf") == "policy leaky: keep: 'inf' should be a number from 0 to 1");
   CHECK(refusal("leaky:kep=1") == "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
   CHECK(refusal("leaky:half=1") ==
-        "policy leaky: unknown parameter 'half'; known: keep, slope, span, sinks, recent, every, "
-        "once, smooth, pool, scope, group, ladder");
+        "policy leaky: unknown parameter 'half'; known: keep, slope, span, sinks, recent, prompt, "
+        "every, once, smooth, pool, scope, group, ladder");
 }
 
 TEST_CASE("parameters reach the hooks") {

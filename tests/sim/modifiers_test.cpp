@@ -21,13 +21,14 @@ struct Asked {
   std::string policy;
   std::uint32_t budget = 12, sinks = 0, recent = 0, chunk = 0;
   std::uint32_t every = 1, smooth = 0;
-  bool once = false, max_pool = false, by_layer = false, max_group = false;
+  bool once = false, max_pool = false, by_layer = false, max_group = false, prompt = false;
 
   std::string text() const {
     return policy + ":sinks=" + std::to_string(sinks) + ":recent=" + std::to_string(recent) +
            ":every=" + std::to_string(every) + (once ? ":once" : "") +
            ":smooth=" + std::to_string(smooth) + (max_pool ? ":pool=max" : "") +
-           (by_layer ? ":scope=layer" : "") + (max_group ? ":group=max" : "");
+           (by_layer ? ":scope=layer" : "") + (max_group ? ":group=max" : "") +
+           (prompt ? ":prompt" : "");
   }
 };
 
@@ -41,6 +42,10 @@ class NaiveLayer {
     for (Head& head : heads_) {
       head.mass.resize(s_.tokens);
       head.asked_at.resize(s_.tokens);
+    }
+    if (asked_.prompt) {
+      asked_.budget += s_.segments.front().tokens;
+      asked_.sinks = s_.segments.front().tokens;
     }
     for (const Segment& segment : s_.segments) run(segment);
   }
@@ -184,6 +189,8 @@ std::vector<Asked> cases() {
       {.smooth = 3, .once = true, .max_pool = true},
       {.by_layer = true},
       {.every = 5, .smooth = 1, .by_layer = true},
+      {.prompt = true},
+      {.every = 5, .by_layer = true, .prompt = true},
   };
   for (const Asked& own : modifiers)
     for (const std::string policy : {"h2o", "lru", "window"})
@@ -263,7 +270,8 @@ TEST_CASE("live tokens never exceed the rule's capacity, and reach it") {
   const Traced traced(two_turns());
   for (const Asked& asked : cases()) {
     if (asked.once) continue;
-    const double capacity = asked.budget - 2.0 + asked.every + (asked.chunk ? asked.chunk : 30);
+    const double capacity = asked.budget - 2.0 + asked.every + (asked.chunk ? asked.chunk : 30) +
+                            (asked.prompt ? 30 : 0);
     INFO(asked.text() << " chunk " << asked.chunk);
     const double most = live_max(traced.trace, config_of(asked), {});
     CHECK(most <= capacity);

@@ -23,8 +23,8 @@ const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/tiny";
 /// -ln p(next) of every decoded token but the last, by the decoder.
 std::vector<double> decode(const Model& model, const std::vector<std::int32_t>& ids,
                            std::uint32_t prompt, const CacheConfig& config) {
-  Decoder decoder(
-      model, resolve(config, static_cast<std::uint32_t>(ids.size()), 0, model.config().heads()), 1);
+  const auto length = static_cast<std::uint32_t>(ids.size());
+  Decoder decoder(model, resolve(config.at_prompt(prompt), length, 0, model.config().heads()), 1);
   decoder.feed(std::span(ids).first(prompt), SegmentKind::prompt);
   std::vector<double> nll;
   for (std::size_t i = prompt; i + 1 < ids.size(); ++i) {
@@ -44,7 +44,8 @@ TEST_CASE("The closed loop by layers gives every token the decoder's log-likelih
   const std::uint32_t prompt = 60;
   const CacheShape heads = model.config().heads();
   const auto configs =
-      with_full_first(test::covering({.ladders = {"", "16@12t+4@100%", "8@40%+k4v2@60%"},
+      with_full_first(test::covering({.beside = {"h2o:prompt"},
+                                      .ladders = {"", "16@12t+4@100%", "8@40%+k4v2@60%"},
                                       .budgets = test::budgets_about(36, heads)},
                                      &kDecoder, 180, heads));
   const auto scores = run_closed_loop(model, ids, configs, {.prompt_tokens = prompt, .threads = 2});

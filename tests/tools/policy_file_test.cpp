@@ -97,7 +97,7 @@ TEST_CASE("every policy that evicts can be deployed with its defaults") {
 TEST_CASE("a policy file names the column that its policy reads") {
   const TemporaryFolder folder;
   PolicyFile file = h2o_file();
-  file.cache.policy = parse_policy("column:name=key_norm:keep=-1:recent=9");
+  file.cache.policy = parse_policy("column:name=key_norm:keep=-1:recent=9:prompt");
   write_policy_file(folder / "policy.json", file);
   CHECK(read_policy_file(folder / "policy.json").cache.policy.text() == file.cache.policy.text());
 }
@@ -180,6 +180,7 @@ TEST_CASE("a policy file that would not run is refused by file and key") {
       {"/guards/sinks", "1:recent=2", "sinks"},
       {"/guards/sinks", 128, "below the budget"},
       {"/guards/recent", "120%", "recent"},
+      {"/guards/prompt", 1, "prompt should be true"},
       {"/guards/recent", 125, "exceed the budget"},
       {"/guards/newest", 1, "guards"},
       {"/budget", 0, "at least 1"},

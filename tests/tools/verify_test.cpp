@@ -56,14 +56,14 @@ TEST_CASE("The engine and the simulator evict the same tokens, whatever is asked
   const CacheShape heads = backend->config().heads();
   test::Choices choices{
       .beside = {"column:name=key_norm", "column:name=value_norm", "column:name=value_norm1",
-                 "column:name=key_cosine", "column:name=value_out_norm1"},
+                 "column:name=key_cosine", "column:name=value_out_norm1", "lru:prompt"},
       .ladders = {"", "16@12t+8@30%+4@70%", "4", "fp8@50%+k4v2@50%", "8@25%+4@50%+2@25%"},
       .budgets = test::budgets_about(36, heads)};
   choices.budgets.push_back(parse_budget("10%bytes"));
   const auto turns = two_turns(60);
   check(*backend, resolve({}, 300), turns);
   for (const CacheConfig& config : test::covering(choices, &kDecoder, 300, heads))
-    check(*backend, resolve(config, 300, 0, heads), turns);
+    check(*backend, resolve(config.at_prompt(81), 300, 0, heads), turns);
 }
 
 TEST_CASE("A decoder refuses a column that it cannot compute") {

@@ -135,7 +135,9 @@ int run(const po::variables_map& options) {
       turns_from(options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer));
   const std::uint32_t length = most_tokens(turns, max_new_tokens);
   if (asked.file) check_shape(*asked.file, config.heads());
-  ResolvedConfig cache = resolve(asked.cache, length, 0, config.heads());
+  ResolvedConfig cache =
+      resolve(asked.cache.at_prompt(static_cast<std::uint32_t>(turns.front().size())), length, 0,
+              config.heads());
   if (turns.size() > 1)
     refuse_given(options, {"columns"}, "they are the first prompt's, and more turns are to come");
   find_columns(cache, turns.front(), config.heads());

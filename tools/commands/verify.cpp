@@ -92,7 +92,8 @@ Dialogue dialogue_from(const po::variables_map& options, std::span<const CacheCo
   std::string warning;
   for (const CacheConfig& cache : grid) {
     dialogue.caches.push_back(
-        resolve(cache, most_tokens(prompts, decode_tokens), 0, config.heads()));
+        resolve(cache.at_prompt(static_cast<std::uint32_t>(prompts.front().size())),
+                most_tokens(prompts, decode_tokens), 0, config.heads()));
     warning = check_context(options, config, dialogue.caches.back(), prompts);
   }
   if (!warning.empty()) fmt::print(stderr, "kvlab verify: {}\n", warning);

@@ -163,14 +163,12 @@ class TaskLoop {
     std::uint32_t longest = 0;
     for (const Row& row : rows) {
       const std::uint32_t tokens = prompt_of(row).tokens();
-      CacheConfig config = configs_[row.config];
-      const std::size_t prompt = prompt_of(row).segments(modes_[row.mode]).front().size();
-      config.budget = config.budget.at_prompt(static_cast<std::uint32_t>(prompt));
-      caches.push_back(resolve(config, tokens, static_cast<std::uint32_t>(row.prompt),
-                               backend_.config().heads()));
+      const auto segments = prompt_of(row).segments(modes_[row.mode]);
+      const auto prompt = static_cast<std::uint32_t>(segments.front().size());
+      caches.push_back(resolve(configs_[row.config].at_prompt(prompt), tokens,
+                               static_cast<std::uint32_t>(row.prompt), backend_.config().heads()));
       Ids ids;
-      for (const Ids& segment : prompt_of(row).segments(modes_[row.mode]))
-        ids.insert(ids.end(), segment.begin(), segment.end());
+      for (const Ids& segment : segments) ids.insert(ids.end(), segment.begin(), segment.end());
       find_columns(caches.back(), ids, backend_.config().heads());
       longest = std::max(longest, tokens);
     }

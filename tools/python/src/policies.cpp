@@ -305,6 +305,8 @@ PolicyInfo info_of(const Host& host) {
   CompiledPolicies known;
   known.entries.push_back(std::move(plain));
   const PolicySpec spec = parse_policy(own.name + ":" + own.defaults, {}, known);
+  if (spec.prompt)
+    throw std::invalid_argument("modifiers: prompt is no default; write it behind the name");
   info.sinks = spec.sinks;
   info.recent = spec.recent;
   info.modifiers = spec.modifiers;
