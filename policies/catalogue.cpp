@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "policies/columns/columns.hpp"
+#include "policies/columns/product.hpp"
 #include "policies/mass/presets.hpp"
 #include "policies/modifiers/text.hpp"
 
@@ -196,7 +197,7 @@ std::vector<std::byte> PolicySpec::packed_params() const {
   }
   std::vector<std::byte> packed(entry->params_bytes);
   entry->write_params(params, packed.data());
-  return packed;
+  return entry->factored ? product_params(*entry, packed) : packed;
 }
 
 std::string PolicySpec::named_column() const {
@@ -272,15 +273,18 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   const auto parts = split(asked, ':');
   PolicySpec spec;
   spec.name = parts[0];
+  const std::string ranked = spec.name.substr(0, spec.name.find('*'));
   std::vector<std::string> known;
   for (const PolicyEntry& entry : policy_catalogue()) {
     known.emplace_back(entry.info.name);
     // The catalogue outlives everything: nobody owns its entries.
-    if (spec.name == entry.info.name)
+    if (ranked == entry.info.name)
       spec.entry = std::shared_ptr<const PolicyEntry>(std::shared_ptr<void>(), &entry);
   }
   for (const auto& entry : compiled.entries) known.emplace_back(entry->info.name);
-  if (auto own = compiled.find(spec.name)) spec.entry = std::move(own);
+  if (auto own = compiled.find(ranked)) spec.entry = std::move(own);
+  if (spec.entry && ranked.size() < spec.name.size())
+    spec.entry = product_of(spec.entry, spec.name, spec.name.substr(ranked.size() + 1));
   known.insert(known.end(), references.begin(), references.end());
   if (!spec.entry) {
     if (std::find(references.begin(), references.end(), spec.name) == references.end())

@@ -50,6 +50,9 @@ struct PolicyEntry : PolicyOps {
   /// What hooks that are no text of ours call back: their `params` are a pointer to it. Null: they
   /// are a policy's own.
   std::shared_ptr<const void> host = nullptr;
+  /// The policy whose rank this one multiplies by its last column (policies/columns/product.hpp);
+  /// null: it is no product.
+  std::shared_ptr<const PolicyEntry> factored = nullptr;
   /// Shown each layer of a prompt before a token of it is ranked; in a replay, instead, which trace
   /// holds the rows of a sequence. Null: it does not look. Prompts have to be dense.
   std::function<void(const SeenRows&)> see_rows = nullptr;

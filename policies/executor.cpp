@@ -57,6 +57,7 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
   if (config.budget.exempts() && !executor.exempt_layers)
     return of_budget + unknown("exempt layers");
   const std::string of_policy = fmt::format("policy {}: ", policy.name);
+  if (policy.entry->factored && !executor.products) return of_policy + unknown("products");
   if (policy.modifiers.scope == Modifiers::Scope::layer && !executor.scope_layer)
     return of_policy + unknown("scope=layer");
   if (policy.modifiers.group == Modifiers::Group::max && !executor.group_max)

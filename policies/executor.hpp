@@ -29,6 +29,7 @@ struct Executor {
   bool group_max = false;
   bool ladders = false;
   bool kivi = false;
+  bool products = false;    ///< of a policy's rank with a column
   bool bent_rows = false;   ///< layers with soft caps or sink logits
   bool all_models = false;  ///< also those of ModelConfig::peculiarity
   Columns columns = Columns::none;
@@ -43,6 +44,7 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .scope_layer = true,
                                    .group_max = true,
                                    .ladders = true,
+                                   .products = true,
                                    .all_models = true,
                                    .columns = Columns::brought};
 /// The closed loop there.

@@ -283,7 +283,7 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
     throw std::invalid_argument(
         fmt::format("{}: policy {} was compiled from {}: give that text by --policy-source {}",
                     where, name, path, path));
-  auto entry = compiled.find(name);
+  auto entry = compiled.find(name.substr(0, name.find('*')));
   const PolicyEntry& last = *compiled.entries.back();
   if (!entry)
     throw std::invalid_argument(

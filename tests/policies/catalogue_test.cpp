@@ -107,8 +107,8 @@ TEST_CASE("an unknown or malformed parameter is refused with the nearest name") 
   CHECK(policy_refusal("h2o:recnt=4") ==
         "policy h2o: unknown parameter 'recnt'; did you mean 'recent'?");
   CHECK(policy_refusal("h2o:decay=0.5") ==
-        "policy h2o: unknown parameter 'decay'; known: sinks, recent, every, once, smooth, pool, "
-        "scope, group, ladder");
+        "policy h2o: unknown parameter 'decay'; known: sinks, recent, prompt, every, once, "
+        "smooth, pool, scope, group, ladder");
   CHECK(policy_refusal("h2o:recent") == "policy h2o: 'recent' should read parameter=value");
   CHECK(policy_refusal("h2o:") == "policy h2o: '' should read parameter=value");
   CHECK(policy_refusal("h2o:recent=") ==
@@ -250,6 +250,23 @@ TEST_CASE("a slip is near at two edits, or a third of the word") {
   CHECK(nearest_name("windwo", names) == "window");
   CHECK(nearest_name("strming_h20", names) == "streaming_h2o");
   CHECK_FALSE(nearest_name("quest", names));
+}
+
+TEST_CASE("a policy's rank times a column is a policy, with the guards and settings of its own") {
+  const PolicySpec spec = parse_policy("a2sf*value_norm1:keep=0.9:sinks=4");
+  CHECK(spec.columns == std::vector<std::string>{"value_norm1"});
+  CHECK(spec.text() == "a2sf*value_norm1:keep=0.9:sinks=4:recent=50%");
+  CHECK(parse_policy(spec.text()).text() == spec.text());
+  CHECK(parse_policy("column*x:name=y").columns == std::vector<std::string>{"y", "x"});
+  const auto refused = [](const char* text) {
+    return error_of<std::invalid_argument>([&] { parse_policy(text); });
+  };
+  CHECK(refused("full*value_norm") ==
+        "policy full*value_norm: full never evicts, so it ranks nothing");
+  CHECK(refused("h2o*") ==
+        "policy h2o*: a column's name should stand behind the *, such as h2o*value_norm");
+  CHECK(refused("h2o*a*b").starts_with("policy h2o*a*b: a column's name should stand"));
+  CHECK(refused("nobody*value_norm").starts_with("unknown policy 'nobody*value_norm'"));
 }
 
 TEST_CASE("a preset of h2o stands for what another project calls H2O") {

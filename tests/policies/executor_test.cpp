@@ -30,6 +30,8 @@ TEST_CASE("An executor refuses what it does not know, in one line that names it 
         "budget pyramid(64): an engine does not know budgets by head; --device cpu does");
   CHECK(refusal(kPlain, asked("h2o:every=64:scope=layer")) ==
         "policy h2o: an engine does not know scope=layer; --device cpu does");
+  CHECK(refusal(kCudaLoop, asked("h2o*value_norm")) ==
+        "policy h2o*value_norm: the closed loop on CUDA does not know products; --device cpu does");
   CHECK(refusal(kPlain, asked("h2o:group=max")) ==
         "policy h2o: an engine does not know group=max; --device cpu does");
   CHECK(refusal(kPlain, asked("knorm")) ==

@@ -119,7 +119,7 @@ TEST_CASE("lanes measure what the plain replay measures, and keep the very sets 
 
 TEST_CASE("lanes measure and keep what the plain replay does, whatever is asked for") {
   const test::Choices choices{
-      .beside = {"h2o:prompt"},
+      .beside = {"h2o:prompt", "knorm*value_norm1", "snapkv*value_norm"},
       .ladders = {"", "4", "fp8@30%+4@70%", "16@5t+8@20%+k4v2@80%", "16@50%+16@50%"}};
   for (const std::size_t shape : {1, 2}) {
     RandomTrace wanted = shapes()[shape];

@@ -44,7 +44,7 @@ TEST_CASE("The closed loop by layers gives every token the decoder's log-likelih
   const std::uint32_t prompt = 60;
   const CacheShape heads = model.config().heads();
   const auto configs =
-      with_full_first(test::covering({.beside = {"h2o:prompt"},
+      with_full_first(test::covering({.beside = {"h2o:prompt", "lru*value_norm"},
                                       .ladders = {"", "16@12t+4@100%", "8@40%+k4v2@60%"},
                                       .budgets = test::budgets_about(36, heads)},
                                      &kDecoder, 180, heads));
@@ -195,6 +195,26 @@ TEST_CASE("A column beside a trace of the prompt does in both loops what the com
     CHECK(test::error_of<std::invalid_argument>([&] {
             source->of(std::span(ids).first(50), {"mine"}, heads);
           }).starts_with(trace + " has 4 layers of 2 KV heads of 64; "));
+}
+
+TEST_CASE("A product of a rank and a column is the policy that says so itself, bit for bit") {
+  const Model model = Model::load(kModel, 1);
+  const auto backend = cpu_backend(model, 1);
+  const std::vector<std::int32_t> ids = some_tokens(90);
+  std::vector<CacheConfig> configs{{}};
+  for (const char* policy :
+       {"vatp", "h2o*value_norm1", "vatp:every=5:scope=layer:smooth=1",
+        "h2o*value_norm1:every=5:scope=layer:smooth=1", "column*key_norm:name=value_norm1",
+        "column*value_norm1:name=key_norm", "vatp*key_norm", "h2o*value_norm1"})
+    configs.push_back(with_columns(policy, nullptr));
+  const LoopOptions options{.prompt_tokens = 50, .threads = 1};
+  for (const auto& scores : {run_closed_loop(model, ids, configs, options),
+                             run_decoder_loop(*backend, ids, configs, options)})
+    for (std::size_t c = 1; c < configs.size(); c += 2) {
+      INFO(configs[c].policy.text());
+      CHECK((scores[c].nll == scores[c + 1].nll) == (c < 7));
+      CHECK(scores[c].nll != scores[0].nll);
+    }
 }
 
 TEST_CASE("A sequence with nothing to score is refused") {

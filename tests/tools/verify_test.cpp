@@ -56,7 +56,8 @@ TEST_CASE("The engine and the simulator evict the same tokens, whatever is asked
   const CacheShape heads = backend->config().heads();
   test::Choices choices{
       .beside = {"column:name=key_norm", "column:name=value_norm", "column:name=value_norm1",
-                 "column:name=key_cosine", "column:name=value_out_norm1", "lru:prompt"},
+                 "column:name=key_cosine", "column:name=value_out_norm1", "lru:prompt",
+                 "vatp*key_norm"},
       .ladders = {"", "16@12t+8@30%+4@70%", "4", "fp8@50%+k4v2@50%", "8@25%+4@50%+2@25%"},
       .budgets = test::budgets_about(36, heads)};
   choices.budgets.push_back(parse_budget("10%bytes"));
