@@ -11,13 +11,15 @@
 namespace kvlab {
 namespace {
 
+constexpr std::size_t kPointer = sizeof(void*);
+
 /// What `params` are: a pointer to the base's hooks, then the base's parameters.
 struct Base {
   const PolicyOps* ops = nullptr;
   const std::byte* params;
 
-  explicit Base(const void* packed) : params(static_cast<const std::byte*>(packed) + sizeof(ops)) {
-    std::memcpy(&ops, packed, sizeof(ops));
+  explicit Base(const void* packed) : params(static_cast<const std::byte*>(packed) + kPointer) {
+    std::memcpy(&ops, packed, kPointer);
   }
   std::size_t columns() const { return ops->info.column_count(); }
 };
@@ -73,7 +75,8 @@ std::size_t first_least(const void* slots, Tokens tokens, std::size_t begin, std
   const Base base(params);
   std::vector<std::uint64_t> ranks(end - begin);
   rank(static_cast<const std::byte*>(slots) + begin * base.ops->slot_bytes,
-       tokens.from(begin, base.columns() + 1), ranks.size(), params, step, ranks.data());
+       {tokens.positions + begin, tokens.columns + begin * (base.columns() + 1)}, ranks.size(),
+       params, step, ranks.data());
   return begin + static_cast<std::size_t>(std::ranges::min_element(ranks) - ranks.begin());
 }
 
@@ -127,9 +130,9 @@ std::shared_ptr<const PolicyEntry> product_of(std::shared_ptr<const PolicyEntry>
 std::vector<std::byte> product_params(const PolicyEntry& product,
                                       const std::vector<std::byte>& own) {
   const PolicyOps* const ops = product.factored.get();
-  std::vector<std::byte> packed(sizeof(ops) + own.size());
-  std::memcpy(packed.data(), &ops, sizeof(ops));
-  std::ranges::copy(own, packed.begin() + sizeof(ops));
+  std::vector<std::byte> packed(kPointer + own.size());
+  std::memcpy(packed.data(), &ops, kPointer);
+  std::ranges::copy(own, packed.begin() + kPointer);
   return packed;
 }
 

@@ -189,6 +189,25 @@ class ColumnsTest(CommandTest):
         self.assertIn("has only expected_attention, redundancy, value_out_norm1, lagkv", done.stderr.replace("\n", " "))
         self.assertFalse((self.at / "no").exists())
 
+    def test_each_layer_turns_by_its_own_table(self):
+        trace = Trace(self.path)
+        parts = {name: numpy.stack([part(trace, layer, name)[:, :60] for layer in (1, 2)]) for name in "qkv"}
+        tables = numpy.stack([trace.inv_freq, trace.inv_freq / 8])
+
+        def columns(**config):
+            path = f"{self.path}-{len(config)}"
+            Trace.from_arrays(**parts, config=config, prompt_tokens=40, out=path)
+            names = ("lagkv", "expected_attention", "key_cosine_rope")
+            words = [word for name in names for word in ("--column", name)]
+            self.assertEqual(self.run_main("columns", path, *words, "--lag", "8"), (0, ""))
+            return [Trace(path).column(name, max(Trace(path).layer_numbers), HEAD) for name in names]
+
+        rows = [{"span": 9}, {"rope": 1, "scale": 0.3}]
+        mixed = columns(inv_freq=tables, rope_factor=[1, 1.5], rows=rows, layer_numbers=[3, 7])
+        alike = columns(inv_freq=tables[1], rope_factor=1.5, softmax_scale=0.3)
+        for a, b in zip(mixed, alike):
+            self.assertTrue((a == b).all() and a.std() > 0)
+
     def test_refusals(self):
         self.check_refused("--model", self.path, "--column", "value_out_norm1")
         self.check_refused("invalid choice", self.path, "--column", "key_norm")

@@ -95,7 +95,7 @@ def check_says(trace: kvlab.Trace, model: Any) -> None:
 
 
 # Under the interface, with a cache, or the same in parts as at once, since transformers 5.
-NEW = ("gpt2", "deepseek_v2", "bert", "moshi", "llama4", "llama4_text")
+NEW = ("gpt2", "deepseek_v2", "bert", "moshi", "llama4", "llama4_text", "gptj", "paligemma")
 
 
 def made(family: str, words: dict[str, Any]) -> Any:
@@ -158,6 +158,8 @@ def test_a_trace_says_what_the_plain_model_computes(
         ("mimo_v2_flash", {}, "layer 1: kv_heads is 4, and layer 0's 2"),
         ("gemma4_text", {"num_kv_shared_layers": 2}, "layer 2 has the keys of layer"),
         ("doge", {}, "layer 0: its mask adds to the scores"),
+        ("gptj", {}, "layer 0: it is given sines before cosines"),
+        ("paligemma", {}, "GemmaAttention lets queries see later tokens"),
         ("bert", {"is_decoder": False}, "layer 0: a query does not see all tokens before it"),
         ("moshi", {}, "keys of one token differ by .* from position to position, though nothing turns them"),
         ("inkling_text", {}, "layer 0: its attention is called with position_bias"),

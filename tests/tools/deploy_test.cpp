@@ -36,6 +36,9 @@ TEST_CASE("the best policy at the budget is deployed, with its settings and evid
   CHECK(file.model == "tiny");
   CHECK(file.weights_xxh3 == "fedcba9876543210");
   CHECK(file.run["hash"] == "00112233445566aa");
+  CHECK(file.run["layers"] == "all");
+  run.info.traces.front().numbers = {5, 11};
+  CHECK(deployed(run).run["layers"] == nlohmann::json::array({5, 11}));
   CHECK(file.run["ties"] == nlohmann::json::array({"lru"}));
   CHECK(file.run["verdict"]["ties"] == nlohmann::json::array({"h2o", "lru"}));
   REQUIRE(file.run["ranking"].size() == 3);

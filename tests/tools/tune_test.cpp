@@ -214,6 +214,7 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(read.cache.budget.extent.tokens == 32);
   CHECK((*JsonValue(read.run)).at("rounds").size() == tuning.race.rounds.size());
   CHECK(read.run["truths"]["deployed"] == read.cache.policy.text());
+  CHECK(read.run["layers"] == "all");
   const std::string page = race_page(folder / "policy.json");
   for (const char* said : {"For distribution: ", "scored tokens tell little apart",
                            "What they answer", "Beside the full cache"})

@@ -90,6 +90,16 @@ std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& shape
   return text;
 }
 
+/// Of the keys and values that layers with a window hold at the end.
+std::size_t span_bytes(const SequenceDecoder& decoder, const ResolvedConfig& cache,
+                       std::size_t token_bytes) {
+  std::size_t tokens = 0;
+  const auto kept = decoder.kept();
+  for (std::uint32_t layer = 0; layer < kept.size(); ++layer)
+    for (const std::uint32_t own : kept[layer]) tokens += cache.span_of(layer) > 0 ? own : 0;
+  return tokens * token_bytes;
+}
+
 ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& cache,
                      const SequenceDecoder& decoder, const Conversation& conversation) {
   std::string text;
@@ -162,6 +172,9 @@ int run(const po::variables_map& options) {
   if (json) {
     ordered_json result = to_json(answers, cache, *decoder, conversation);
     result["first_token"] = first_token(tokenizer, prompt);
+    if (!cache.spans.empty() && !decoder->kept().empty())
+      result["span_bytes_end"] =
+          span_bytes(*decoder, cache, 2 * config.head_size * value_bytes(*backend));
     print_json(result);
   }
   if (!json && cache.evicts())

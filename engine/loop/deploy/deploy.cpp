@@ -109,6 +109,7 @@ PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& 
     if (standing.ties && i != ballot.winner)
       ties.push_back(figures.series()[standing.series].label);
   }
+  const auto& layers = run.info.traces.front().numbers;
   for (const RunTrace& trace : run.info.traces)
     traces.push_back({{"name", trace.name}, {"hash", trace.hash}});
   return {.cache = std::move(config),
@@ -120,6 +121,7 @@ PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& 
                   {"better", ballot.metric->higher_is_better ? "higher" : "lower"},
                   {"span", name_of(run.info.span)},
                   {"traces", traces},
+                  {"layers", layers.empty() ? json("all") : json(layers)},
                   {"ranking", standings_json(ballot.ranking, figures)},
                   {"ties", ties},
                   {"verdict", verdict_json(ballot.ranking.verdict, ballot.ranking.contenders,

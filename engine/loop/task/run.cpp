@@ -78,6 +78,8 @@ std::vector<std::vector<Memory>> task_memory(const TaskRun& run, const CacheShap
         all.peak = std::max(all.peak, own.peak);
         all.state = std::max(all.state, own.state);
         all.budget = std::max(all.budget, own.budget);
+        all.span_mean += own.span_mean / prompts;
+        all.span_peak = std::max(all.span_peak, own.span_peak);
       }
   return memory;
 }
@@ -89,8 +91,11 @@ std::vector<TaskFigure> memory_figures(const TaskRun& run) {
       const Memory& memory = run.memory[m][c];
       for (const auto& [metric, value] :
            {std::pair("kv_bytes_mean", memory.mean), std::pair("kv_bytes_peak", memory.peak),
-            std::pair("state_bytes", memory.state), std::pair("budget_bytes", memory.budget)})
-        figures.push_back({c, run.modes[m], {}, {}, metric, value, {}, run.prompts.size()});
+            std::pair("state_bytes", memory.state), std::pair("budget_bytes", memory.budget),
+            std::pair("span_bytes_mean", memory.span_mean),
+            std::pair("span_bytes_peak", memory.span_peak)})
+        if (value > 0 || !std::string_view(metric).starts_with("span"))
+          figures.push_back({c, run.modes[m], {}, {}, metric, value, {}, run.prompts.size()});
     }
   return figures;
 }

@@ -483,8 +483,13 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
                      {"ids_xxh3", xxh3_hex(std::as_bytes(std::span(text.ids)))}});
   json more = json::array();
   for (const std::size_t config : tuning.more) more.push_back(held_json(tuning, request, config));
+  json layers = json::array();  // those that the policy acts on
+  const std::vector<std::uint32_t> spans = backend.config().heads().spans;
+  for (std::size_t layer = 0; layer < spans.size(); ++layer)
+    if (spans[layer] == 0) layers.push_back(layer);
   json run{{"kvlab", KVLAB_VERSION},
            {"loop", "closed"},
+           {"layers", layers.size() == spans.size() ? json("all") : layers},
            {"metric", "kl"},
            {"texts", texts},
            {"open_loop", open_loop_json(tuning, request)},

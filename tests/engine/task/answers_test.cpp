@@ -220,6 +220,23 @@ TEST_CASE("A run puts the full cache first, and refuses what the model was not t
   CHECK(error.find("was trained on") != std::string::npos);
 }
 
+TEST_CASE("what layers with a window hold is a figure of its own") {
+  TaskRun run;
+  run.configs = {CacheConfig{}};
+  run.modes = {QueryMode::aware};
+  run.prompts.resize(1);
+  run.prompts[0].context.resize(20), run.prompts[0].answer.resize(2);
+  const auto peak = [&](std::vector<std::uint32_t> spans) {
+    run.memory = task_memory(run, {.layers = 2, .kv_heads = 1, .head_size = 4, .spans = spans});
+    double bytes = -1;
+    for (const TaskFigure& figure : memory_figures(run))
+      if (figure.metric == "span_bytes_peak") bytes = figure.value;
+    return bytes;
+  };
+  CHECK(peak({8, 0}) == 8 * kv_bytes_per_token(4));
+  CHECK(peak({}) == -1);
+}
+
 TEST_CASE("SmolLM2 finds a pass key, and a window that has lost it does not") {
   const std::filesystem::path directory = KVLAB_SOURCE_DIR "/engine/models/smollm2";
   if (!std::filesystem::exists(directory / "model.safetensors"))

@@ -50,13 +50,25 @@ def admission_ends(trace: Trace) -> Numbers:
     return numpy.array(ends)
 
 
+def row_of(trace: Trace, layer: int) -> dict[str, Any]:
+    """How the layer's queries attend."""
+    return trace.rows[trace.layer_numbers.index(layer)]
+
+
+def turns(trace: Trace, layer: int, positions: Numbers) -> tuple[Numbers, Numbers]:
+    """cos and sin [positions, pairs] of the layer's own rotation, times its factor."""
+    table = row_of(trace, layer)["rope"]
+    frequencies = numpy.atleast_2d(trace.inv_freq)[table].astype(numpy.float64)
+    factor = mapped_tensors(str(pathlib.Path(trace.path) / "tokens.safetensors"))["rope_factor"][table]
+    angles = numpy.outer(positions, frequencies)
+    return float(factor) * numpy.cos(angles), float(factor) * numpy.sin(angles)
+
+
 def rotated_keys(trace: Trace, layer: int) -> Numbers:
     """[kv_heads, tokens, head_size] at the tokens' own positions, float64."""
     x = part(trace, layer, "k")
-    angles = numpy.outer(numpy.arange(trace.tokens), trace.inv_freq.astype(numpy.float64))
-    factor = trace.model["rope_factor"]
-    cos, sin = factor * numpy.cos(angles), factor * numpy.sin(angles)
-    n, y = len(trace.inv_freq), x.astype(numpy.float64)
+    cos, sin = turns(trace, layer, numpy.arange(trace.tokens))
+    n, y = cos.shape[1], x.astype(numpy.float64)
     y[..., :n] = x[..., :n] * cos - x[..., n : 2 * n] * sin
     y[..., n : 2 * n] = x[..., n : 2 * n] * cos + x[..., :n] * sin
     return y
@@ -97,11 +109,10 @@ def lagkv(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
     return column
 
 
-def mean_rotation(trace: Trace, first: int, count: int) -> tuple[Numbers, Numbers]:
+def mean_rotation(trace: Trace, layer: int, first: int, count: int) -> tuple[Numbers, Numbers]:
     """cos and sin [head_size / 2 pairs] averaged over positions; 1 and 0 for dimensions that do not turn."""
-    angles = numpy.outer(numpy.arange(first, first + count), trace.inv_freq.astype(numpy.float64))
-    factor = trace.model["rope_factor"]
-    return factor * numpy.cos(angles).mean(axis=0), factor * numpy.sin(angles).mean(axis=0)
+    cos, sin = turns(trace, layer, numpy.arange(first, first + count))
+    return cos.mean(axis=0), sin.mean(axis=0)
 
 
 def rotation_matrix(cos: Numbers, sin: Numbers, size: int) -> Numbers:
@@ -116,14 +127,17 @@ def rotation_matrix(cos: Numbers, sin: Numbers, size: int) -> Numbers:
 def expected_attention(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
     """Expected Attention: what queries drawn as those of the latest prompt would give, times the value's length."""
     q, v, keys = part(trace, layer, "q"), part(trace, layer, "v"), rotated_keys(trace, layer)
-    scale, sinks = trace.model["softmax_scale"], arguments.sinks
+    row, sinks = row_of(trace, layer), arguments.sinks
+    if row["softcap"] > 0 or row["sink"] is not None:
+        raise Refused(f"{trace.path}: layer {layer} caps its scores or has sinks, which expected_attention knows not")
+    scale = row["scale"]
     lengths = numpy.sqrt((v.astype(numpy.float64) ** 2).sum(axis=-1))
     column = numpy.zeros((trace.kv_heads, trace.tokens))
     for first, tokens, kind in trace.segments:
         end = first + tokens
         if kind == "prompt" or first == 0:
             seen = end
-            rotation = rotation_matrix(*mean_rotation(trace, seen, arguments.future), trace.head_size)
+            rotation = rotation_matrix(*mean_rotation(trace, layer, seen, arguments.future), trace.head_size)
         past = min(sinks, seen - 1)
         for head in range(trace.kv_heads):
             total = numpy.zeros(end - first)
@@ -181,7 +195,7 @@ def value_out_norm1(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
     """Σ over the group's query heads of the magnitudes of W_o v."""
     if arguments.model is None:
         raise Refused("column value_out_norm1: needs --model DIR, the checkpoint that the trace was captured from")
-    if layer == 0:
+    if layer == trace.layer_numbers[0]:
         with refusing():
             refuse_other_weights(trace, arguments.model, _kvlab.weights_xxh3(arguments.model))
     weight, v = output_projection(trace, arguments.model, layer), part(trace, layer, "v")
@@ -220,8 +234,6 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 def add(trace: Trace, name: str, arguments: Arguments) -> None:
     if name in trace._held.columns and not arguments.replace:
         raise Refused(f"{trace.path}: has a column {name} already; --replace makes it again")
-    if trace.inv_freq.ndim > 1:
-        raise Refused(f"{trace.path}: its layers attend each in its own way; columns are of layers that attend alike")
     layers = [COLUMNS[name](trace, layer, arguments).astype(numpy.float32) for layer in trace.layer_numbers]
     with refusing(f"{trace.path}: column {name}: "):
         _kvlab.add_column(trace._held, name, layers)

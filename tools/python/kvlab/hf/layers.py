@@ -246,6 +246,9 @@ def _table_of(decoder: Any, turns: Turns, layer: int) -> tuple[torch.Tensor, flo
     for inv_freq, factor in (*_tables(decoder), _read_back(turns)):
         if len(inv_freq) == pairs and turns_alike(turns, Rope(inv_freq, factor, 1.0), pairs, 0):
             return inv_freq, factor
+    other = Turns(turns.sin, turns.cos)
+    if turns_alike(other, Rope(*_read_back(other), 1.0), pairs, 0):
+        raise Refused(f"--model: layer {layer}: it is given sines before cosines; cosines before sines are expected")
     raise Refused(f"--model: layer {layer}: its RoPE does not turn by position · inv_freq, which is expected")
 
 
@@ -442,9 +445,11 @@ def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: i
                 f"--model: layer {call.layer}: what a trace says differs by {off:.2g} from the plain model's{where}"
             )
     if not (off := difference(plain, hidden)) <= most:
+        causal = getattr(layers[0].module, "is_causal", True)
+        what = "computes more than softmax(scale · q kᵀ + mask) · v" if causal else "lets queries see later tokens"
         raise Refused(
-            f"--model: {type(layers[0].module).__name__} computes more than softmax(scale · q kᵀ + mask) · v: hidden states"
-            f" differ by {off:.2g} from the plain model's{where}"
+            f"--model: {type(layers[0].module).__name__} {what}: hidden states differ by {off:.2g} from the plain"
+            f" model's{where}"
         )
 
 
