@@ -120,7 +120,7 @@ void add_answer_options(po::options_description& options) {
   add("task", text_option("LIST", "passkey,needle"),
       "what those that are near in KL are asked, query-agnostic, the first deciding first: "
       "passkey, "
-      "needle, recall; none: nothing is asked");
+      "needle, recall; none: nothing is asked, which --columns makes the default");
   add("words", number_option("N", 250),
       "--task: words of the context; fewer where the full cache itself finds too little");
   add("draws", number_option("N", 8), "--task: questions at each of five depths");
@@ -131,7 +131,9 @@ AnswerPlan answer_plan_from(const po::variables_map& options) {
   const std::uint32_t words = count_from(options, "words", 1, 1'000'000);
   AnswerPlan plan{.draws = count_from(options, "draws", 1, 100'000),
                   .most_rows = device_from(options) == Device::cuda ? kCudaRows : kCpuRows};
-  const std::vector<std::string> names = list_from(options, "task");
+  // Columns are of the texts, not of questions, unless somebody says so.
+  const bool of_texts = options.count("columns") > 0 && options["task"].defaulted();
+  const auto names = of_texts ? std::vector<std::string>{"none"} : list_from(options, "task");
   if (names == std::vector<std::string>{"none"})
     refuse_given(options, {"words", "draws"}, "--task none asks nothing");
   else
