@@ -114,8 +114,8 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   const std::uint32_t leaving = surplus();
   victims_.clear();
   if (leaving == 0 && !steps_down()) return victims_;
+  if (ladder_.size() > 1 && deal_one(now, leaving > 0)) return victims_;
   fill_keys(now, keys_);
-  if (ladder_.size() > 1 && deal_one(leaving > 0)) return victims_;
   victims_.resize(size_);
   std::iota(victims_.begin(), victims_.end(), 0u);
   if (ladder_.size() > 1) {
@@ -132,39 +132,56 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   return victims_;
 }
 
+/// To the rung below; below the last, nobody's.
+void AgedSet::step_down(std::uint32_t age) {
+  --on_rung_[rungs_[age]];
+  ++on_rung_[++rungs_[age]];
+}
+
 bool AgedSet::steps_down() const {
-  if (ladder_.size() == 1) return false;
-  const auto first = std::count(rungs_.begin(), rungs_.begin() + size_, 0);
-  return modifiers_.surplus(static_cast<std::uint32_t>(first), ladder_.front().slots,
-                            after_prompt_) > 0;
+  return ladder_.size() > 1 &&
+         modifiers_.surplus(on_rung_[0], ladder_.front().slots, after_prompt_) > 0;
+}
+
+/// The first to leave of each rung; nobody's age is the largest.
+std::vector<AgedSet::First> AgedSet::firsts(std::uint32_t now) const {
+  std::vector<First> firsts(ladder_.size());
+  const Ranks ranks = modified_ranks(now);
+  const auto [begin, end] = unguarded(now);
+  for (auto age = static_cast<std::uint32_t>(begin); age < end; ++age) {
+    First& own = firsts[rungs_[age]];
+    if (ranks.keys[age] < own.key.rank || own.age == kNobody)
+      own = {age, {0, ranks.keys[age], positions_[age]}};
+  }
+  bool held = false;  // a rung by guarded tokens alone
+  for (std::size_t rung = 0; rung < firsts.size(); ++rung)
+    held |= firsts[rung].age == kNobody && on_rung_[rung] > 0;
+  for (std::uint32_t age = 0; held && age < size_; ++age) {
+    First& own = firsts[rungs_[age]];
+    const LeavingKey key{guards_.guard(positions_[age], now), ranks.keys[age], positions_[age]};
+    if (key < own.key) own = {age, key};
+  }
+  return firsts;
 }
 
 /// deal() where the first rung has one token too many and no other has any: at each rung the first
 /// to leave goes on, until one has room. Else false, and nothing is done.
-bool AgedSet::deal_one(bool leaving) {
-  struct Rung {
-    std::uint32_t count = 0, first = 0;
-    LeavingKey key{~0u, ~std::uint64_t{0}, ~0u};  // of the first to leave; now nobody's
-  };
-  std::vector<Rung> rungs(ladder_.size());
-  for (std::uint32_t age = 0; age < size_; ++age) {
-    Rung& own = rungs[rungs_[age]];
-    ++own.count;
-    if (keys_[age] < own.key) own.key = keys_[age], own.first = age;
+bool AgedSet::deal_one(std::uint32_t now, bool leaving) {
+  if (on_rung_[0] != ladder_.front().slots) return false;
+  std::vector<bool> has_room;
+  for (std::size_t rung = 0; rung < ladder_.size(); ++rung) {
+    const std::uint32_t count = on_rung_[rung];
+    has_room.push_back((!leaving && rung + 1 == ladder_.size()) || count < ladder_[rung].slots);
+    if (!has_room.back() && count > ladder_[rung].slots) return false;
   }
-  if (rungs.front().count != ladder_.front().slots) return false;
-  const auto has_room = [&](std::size_t rung) {
-    return (!leaving && rung + 1 == rungs.size()) || rungs[rung].count < ladder_[rung].slots;
-  };
-  for (std::size_t rung = 1; rung < rungs.size(); ++rung)
-    if (!has_room(rung) && rungs[rung].count > ladder_[rung].slots) return false;
-  Rung going = rungs.front();
-  for (std::size_t rung = 1; rung < rungs.size(); ++rung) {
-    ++rungs_[going.first];
-    if (has_room(rung)) return true;
-    if (rungs[rung].key < going.key) going = rungs[rung];
+  const std::vector<First> first = firsts(now);
+  First going = first.front();
+  for (std::size_t rung = 1; rung < ladder_.size(); ++rung) {
+    step_down(going.age);
+    if (has_room[rung]) return true;
+    if (first[rung].key < going.key) going = first[rung];
   }
-  victims_.assign(1, going.first);
+  victims_.assign(1, going.age);
   return true;
 }
 
@@ -179,7 +196,7 @@ void AgedSet::deal(bool leaving) {
   std::ranges::sort(victims_,
                     [&](std::uint32_t a, std::uint32_t b) { return keys_[b] < keys_[a]; });
   std::erase_if(victims_, [&](std::uint32_t age) {
-    while (rungs_[age] < room.size() && room[rungs_[age]] == 0) ++rungs_[age];
+    while (rungs_[age] < room.size() && room[rungs_[age]] == 0) step_down(age);
     if (rungs_[age] == room.size()) return false;
     --room[rungs_[age]];
     return true;
@@ -189,6 +206,8 @@ void AgedSet::deal(bool leaving) {
 
 void AgedSet::evict(std::span<const std::uint32_t> ages) {
   if (ages.empty()) return;
+  if (!rungs_.empty())
+    for (const std::uint32_t age : ages) --on_rung_[rungs_[age]];
   std::size_t kept = ages.front();
   for (std::size_t v = 0; v < ages.size(); ++v) {  // what lies between two victims moves up
     const std::size_t from = std::size_t{ages[v]} + 1,
@@ -232,7 +251,10 @@ void AgedSet::admit(std::uint32_t first, std::uint32_t count, const float* broug
   const std::uint32_t old = size_;
   size_ += count;
   std::iota(positions_.begin() + old, positions_.begin() + size_, first);
-  if (!rungs_.empty()) std::fill_n(rungs_.begin() + old, count, std::uint8_t{0});
+  if (!rungs_.empty()) {
+    std::fill_n(rungs_.begin() + old, count, std::uint8_t{0});
+    on_rung_[0] += count;
+  }
   if (!columns_.empty())
     std::copy_n(brought, count * columns_.size(), brought_.data() + old * columns_.size());
   ops_.admit(slot(old), tokens().from(old, columns_.size()), count, params_.data(),

@@ -57,7 +57,10 @@ class AgedSet {
 
   /// Before the first token: the slots of a ladder's rungs, which come to the budget. Tokens are
   /// admitted to the first.
-  void keep_at(std::vector<RungSlots> rungs) { ladder_ = std::move(rungs); }
+  void keep_at(std::vector<RungSlots> rungs) {
+    ladder_ = std::move(rungs);
+    on_rung_.assign(ladder_.size() + 1, 0);
+  }
   /// The form of the token at an age, once its admission has ended.
   const KvForm& form(std::size_t age) const { return *ladder_[rung(age)].form; }
   std::size_t rung(std::size_t age) const { return rungs_.empty() ? 0 : rungs_[age]; }
@@ -141,7 +144,15 @@ class AgedSet {
   }
   /// Whether the first rung has no room for the next admission.
   bool steps_down() const;
-  bool deal_one(bool leaving);
+  void step_down(std::uint32_t age);
+  /// Of a rung, were somebody to leave it.
+  static constexpr std::uint32_t kNobody = ~0u;
+  struct First {
+    std::uint32_t age = kNobody;
+    LeavingKey key{~0u, ~std::uint64_t{0}, ~0u};
+  };
+  std::vector<First> firsts(std::uint32_t now) const;
+  bool deal_one(std::uint32_t now, bool leaving);
   void deal(bool leaving);
   std::pair<std::size_t, std::size_t> unguarded(std::uint32_t now) const;
   Ranks modified_ranks(std::uint32_t now) const;
@@ -160,7 +171,8 @@ class AgedSet {
   std::vector<std::string> columns_;
   std::vector<float> brought_;  // [age, columns_], likewise
   std::vector<RungSlots> ladder_ = {RungSlots{}};
-  std::vector<std::uint8_t> rungs_;  // [age], likewise; empty where there is one rung
+  std::vector<std::uint8_t> rungs_;     // [age], likewise; empty where there is one rung
+  std::vector<std::uint32_t> on_rung_;  // [rung]: how many
   std::vector<std::uint32_t> victims_;
   std::vector<LeavingKey> keys_;
   std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;
