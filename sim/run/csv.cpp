@@ -1,9 +1,6 @@
 #include "sim/run/csv.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
-#include <stdexcept>
 
 namespace kvlab {
 
@@ -62,6 +59,36 @@ std::string CsvReader::quoted_field() {
     throw std::runtime_error(
         fmt::format("line {}: text after a closing quote; a comma should follow", line_));
   return text;
+}
+
+bool CsvRecord::has(std::string_view column) const {
+  return std::ranges::find(header, column) != header.end() && !text(column).empty();
+}
+
+const std::string& CsvRecord::text(std::string_view column) const {
+  const auto found = std::ranges::find(header, column);
+  if (found == header.end()) throw std::runtime_error(fmt::format("no column {}", column));
+  return fields[static_cast<std::size_t>(found - header.begin())];
+}
+
+void read_records(std::string_view text, std::string_view file,
+                  const std::function<void(const CsvRecord&)>& read) {
+  CsvReader reader(text);
+  try {
+    CsvRecord record{.header = reader.next().value_or(std::vector<std::string>{})};
+    while (auto fields = reader.next()) try {
+        if (fields->size() != record.header.size())
+          throw std::runtime_error(
+              fmt::format("{} columns; there should be {}", fields->size(), record.header.size()));
+        record.fields = std::move(*fields);
+        record.line = reader.line();
+        read(record);
+      } catch (const std::exception& error) {
+        throw std::runtime_error(fmt::format("line {}: {}", reader.line(), error.what()));
+      }
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(fmt::format("{}: {}", file, error.what()));
+  }
 }
 
 }  // namespace kvlab

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -48,46 +47,10 @@ void append_row(std::string& text, const ResultRow& row) {
                       number_field(row.budget_bytes));
 }
 
-/// A field as an error line may quote it: short, no control characters.
-std::string shown(std::string_view field) { return printable(field.substr(0, 40)); }
-
-template <class T>
-T number_in(const std::string& field, std::string_view column) {
-  T value{};
-  const auto [end, error] = std::from_chars(field.data(), field.data() + field.size(), value);
-  bool good = error == std::errc{} && end == field.data() + field.size();
-  if constexpr (std::is_floating_point_v<T>) good = good && std::isfinite(value);
-  if (!good)
-    throw std::runtime_error(
-        fmt::format("{} '{}' should be a {}", column, shown(field),
-                    std::is_floating_point_v<T> ? "finite number" : "whole number in range"));
-  return value;
-}
-
-/// Each record but the header, which has to be `header`: read(fields, line). Errors name the file
-/// and the line.
-template <class Read>
-void read_records(std::string_view text, std::string_view file, std::string_view header,
-                  Read read) {
+/// Throws std::runtime_error where a table begins otherwise.
+void check_header(std::string_view text, std::string_view file, std::string_view header) {
   if (text.substr(0, text.find_first_of("\r\n")) != header)
     throw std::runtime_error(fmt::format("{}: line 1: the header should read {}", file, header));
-  const auto columns = static_cast<std::size_t>(std::ranges::count(header, ',')) + 1;
-  CsvReader reader(text);
-  try {
-    reader.next();
-    while (const auto fields = reader.next()) {
-      if (fields->size() != columns)
-        throw std::runtime_error(fmt::format("line {}: {} columns; there should be {}",
-                                             reader.line(), fields->size(), columns));
-      try {
-        read(*fields, reader.line());
-      } catch (const std::exception& error) {
-        throw std::runtime_error(fmt::format("line {}: {}", reader.line(), error.what()));
-      }
-    }
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(fmt::format("{}: {}", file, error.what()));
-  }
 }
 
 /// Which row of the whole model blocks are of.
@@ -121,7 +84,7 @@ class RowParser {
     if (row.layer < 0 && row.head >= 0) throw std::runtime_error("a head without a layer");
     row.metric = text();
     if (!find_metric(row.metric))
-      throw std::runtime_error(fmt::format("unknown metric '{}'", shown(row.metric)));
+      throw std::runtime_error(fmt::format("unknown metric '{}'", shown_field(row.metric)));
     row.value = number<double>("value");
     check_value(row);
     row.standard_error = amount("stderr");
@@ -147,7 +110,7 @@ class RowParser {
     const std::string& field = fields_[next_++];
     if (has_controls(field))
       throw std::runtime_error(
-          fmt::format("column {}: a control character in '{}'", next_, shown(field)));
+          fmt::format("column {}: a control character in '{}'", next_, shown_field(field)));
     return field;
   }
 
@@ -159,7 +122,7 @@ class RowParser {
 
   template <class T>
   T number(std::string_view column) {
-    return number_in<T>(fields_[next_++], column);
+    return csv_number<T>(fields_[next_++], column);
   }
 
   /// Not less than nothing; NaN where there is none.
@@ -281,11 +244,11 @@ std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view
   std::vector<ResultRow> rows;
   std::vector<std::size_t> lines;
   const bool older = text.substr(0, text.find_first_of("\r\n")) == kOlderHeader;
-  const auto read = [&](const std::vector<std::string>& fields, std::size_t line) {
-    rows.push_back(RowParser(fields).parse());
-    lines.push_back(line);
-  };
-  read_records(text, file, older ? kOlderHeader : kHeader, read);
+  check_header(text, file, older ? kOlderHeader : kHeader);
+  read_records(text, file, [&](const CsvRecord& record) {
+    rows.push_back(RowParser(record.fields).parse());
+    lines.push_back(record.line);
+  });
   refuse_duplicates(rows, lines, file);
   return rows;
 }
@@ -303,7 +266,9 @@ void parse_blocks_csv(std::string_view text, std::string_view file, std::span<Re
   std::map<std::string, ResultRow*> known;
   for (ResultRow& row : rows)
     if (row.layer < 0) known[block_key(row)] = &row;
-  read_records(text, file, kBlockHeader, [&](const std::vector<std::string>& fields, std::size_t) {
+  check_header(text, file, kBlockHeader);
+  read_records(text, file, [&](const CsvRecord& record) {
+    const std::vector<std::string>& fields = record.fields;
     std::string key;
     for (std::size_t i = 0; i < 8; ++i) {
       if (i > 0) key += ',';
@@ -312,12 +277,12 @@ void parse_blocks_csv(std::string_view text, std::string_view file, std::span<Re
     const auto found = known.find(key);
     if (found == known.end()) throw std::runtime_error("there is no such row of the whole model");
     ResultRow& row = *found->second;
-    if (number_in<std::uint64_t>(fields[8], "block") != row.blocks.size())
+    if (csv_number<std::uint64_t>(fields[8], "block") != row.blocks.size())
       throw std::runtime_error(fmt::format("block {} should be {}: each once, in order",
-                                           shown(fields[8]), row.blocks.size()));
+                                           shown_field(fields[8]), row.blocks.size()));
     row.blocks.push_back(fields[9].empty() ? std::numeric_limits<double>::quiet_NaN()
-                                           : number_in<double>(fields[9], "value"));
-    row.block_weights.push_back(number_in<double>(fields[10], "weight"));
+                                           : csv_number<double>(fields[9], "value"));
+    row.block_weights.push_back(csv_number<double>(fields[10], "weight"));
     if (row.block_weights.back() < 0) throw std::runtime_error("weight is negative");
   });
 }

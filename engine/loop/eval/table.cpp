@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <stdexcept>
 
@@ -131,60 +130,6 @@ ordered_json frontier_json(const Evaluation& evaluation) {
   return verdict_json(judged.verdict, judged.contenders, judged.scope)["frontier"];
 }
 
-/// Fields of a record by the names of their columns.
-class Record {
- public:
-  Record(const std::vector<std::string>& header, std::vector<std::string> fields)
-      : header_(header), fields_(std::move(fields)) {
-    if (fields_.size() != header.size())
-      throw std::runtime_error(
-          fmt::format("{} columns; the header has {}", fields_.size(), header.size()));
-  }
-
-  /// Whether there is such a column, and something in it.
-  bool has(std::string_view column) const {
-    return std::ranges::find(header_, column) != header_.end() && !text(column).empty();
-  }
-  const std::string& text(std::string_view column) const {
-    const auto found = std::ranges::find(header_, column);
-    if (found == header_.end()) throw std::runtime_error(fmt::format("no column {}", column));
-    return fields_[static_cast<std::size_t>(found - header_.begin())];
-  }
-  template <class T>
-  T number(std::string_view column) const {
-    const std::string& field = text(column);
-    T value{};
-    const auto [end, error] = std::from_chars(field.data(), field.data() + field.size(), value);
-    bool good = error == std::errc{} && end == field.data() + field.size();
-    if constexpr (std::is_floating_point_v<T>) good = good && std::isfinite(value);
-    if (!good)
-      throw std::runtime_error(fmt::format("{} {} should be a {}number", column, json_quoted(field),
-                                           std::is_floating_point_v<T> ? "finite " : "whole "));
-    return value;
-  }
-
- private:
-  const std::vector<std::string>& header_;
-  std::vector<std::string> fields_;
-};
-
-ResultRow row_of(const Record& record) {
-  ResultRow row;
-  row.trace = record.text("text");
-  row.policy = record.text("policy");
-  row.params = record.text("params");
-  row.budget = record.text("budget");
-  row.budget_tokens = record.number<std::uint32_t>("budget_tokens");
-  row.prefill = record.text("prefill");
-  row.positions = record.text("positions");
-  row.seed = record.number<std::uint64_t>("seed");
-  row.metric = record.text("metric");
-  row.value = record.number<double>("value");
-  row.standard_error = record.has("stderr") ? record.number<double>("stderr") : kNaN;
-  row.count = record.has("count") ? record.number<std::uint64_t>("count") : 0;
-  return row;
-}
-
 }  // namespace
 
 std::string config_columns(const CacheConfig& config, std::uint32_t budget_tokens) {
@@ -247,21 +192,27 @@ ordered_json eval_json(const Evaluation& evaluation, const std::vector<std::stri
   return object;
 }
 
+ResultRow score_row(const CsvRecord& record, std::string_view name) {
+  const bool tokens = record.has("budget_tokens");
+  return {.trace = record.text(name),
+          .policy = record.text("policy"),
+          .params = record.text("params"),
+          .budget = record.text("budget"),
+          .budget_tokens = tokens ? record.number<std::uint32_t>("budget_tokens") : 0,
+          .prefill = record.text("prefill"),
+          .positions = record.text("positions"),
+          .seed = record.number<std::uint64_t>("seed"),
+          .metric = record.text("metric"),
+          .value = record.number<double>("value"),
+          .standard_error = record.has("stderr") ? record.number<double>("stderr") : kNaN,
+          .count = record.has("count") ? record.number<std::uint64_t>("count") : 0};
+}
+
 std::vector<ResultRow> parse_score_rows(std::string_view text, std::string_view file) {
-  CsvReader reader(text);
   std::vector<ResultRow> rows;
-  try {
-    const auto header = reader.next();
-    if (!header) throw std::runtime_error("is empty");
-    while (auto fields = reader.next()) try {
-        rows.push_back(row_of(Record(*header, std::move(*fields))));
-      } catch (const std::runtime_error& error) {
-        throw std::runtime_error(fmt::format("line {}: {}", reader.line(), error.what()));
-      }
-    if (rows.empty()) throw std::runtime_error("holds no rows");
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(fmt::format("{}: {}", file, error.what()));
-  }
+  read_records(text, file,
+               [&](const CsvRecord& record) { rows.push_back(score_row(record, "text")); });
+  if (rows.empty()) throw std::runtime_error(fmt::format("{}: holds no rows", file));
   return rows;
 }
 

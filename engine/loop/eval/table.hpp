@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/loop/eval/score.hpp"
+#include "sim/run/csv.hpp"
 #include "sim/run/results.hpp"
 
 namespace kvlab {
@@ -32,9 +33,11 @@ std::string config_columns(const CacheConfig& config, std::uint32_t budget_token
 inline constexpr std::string_view kConfigColumns =
     "policy,params,budget,budget_tokens,prefill,positions,seed";
 
-/// Rows of a tidy table with the columns text, kConfigColumns, metric, value, and perhaps others;
-/// a row's `trace` is its text. Throws std::runtime_error that names `file`, the line and the
-/// column.
+/// A record of a tidy table with kConfigColumns (perhaps without budget_tokens), metric, value, and
+/// perhaps stderr and count; the row's `trace` is what the column `name` says.
+ResultRow score_row(const CsvRecord& record, std::string_view name);
+/// Rows of such a table, whose `trace` is in the column text. Throws std::runtime_error that names
+/// `file`, the line and the column.
 std::vector<ResultRow> parse_score_rows(std::string_view text, std::string_view file);
 
 }  // namespace kvlab

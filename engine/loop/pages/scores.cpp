@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <limits>
 #include <map>
 
 #include "engine/loop/eval/table.hpp"
@@ -18,7 +17,6 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
-#include "traces/base/numeric/nan.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -107,42 +105,13 @@ std::uint32_t number_in(const std::string& text) {
   return std::max(number, 1u);
 }
 
-/// NaN of an empty text, where it may be one.
-template <class Number = double>
-Number number_of(const std::string& text, const std::string& where) {
-  Number value = std::numeric_limits<Number>::quiet_NaN();
-  if (text.empty() && std::numeric_limits<Number>::has_quiet_NaN) return value;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || end != text.data() + text.size())
-    throw std::runtime_error(where + ": '" + text + "' should be a number");
-  return value;
-}
-
-/// A row of task.csv: task,policy,params,budget,prefill,positions,seed,mode,words,depth,metric,
-/// value,low,high,count.
-ResultRow task_row(const std::vector<std::string>& fields, const std::string& where) {
-  if (fields.size() != 15)
-    throw std::runtime_error(
-        fmt::format("{}: {} columns; there should be 15", where, fields.size()));
-  return {.trace = fields[0],
-          .policy = fields[1],
-          .params = fields[2],
-          .budget = fields[3],
-          .budget_tokens = number_in(fields[3]),
-          .prefill = fields[4],
-          .positions = fields[5],
-          .seed = number_of<std::uint64_t>(fields[6], where),
-          .metric = fields[10],
-          .value = number_of(fields[11], where),
-          .standard_error = kNaN,  // from the answers
-          .count = number_of<std::uint64_t>(fields[14], where)};
-}
-
 /// What a row of task.csv or answers.csv is of: configuration, mode, length, depth.
-std::string task_key(const std::vector<std::string>& fields, const std::string& words,
-                     const std::string& depth, std::string_view metric) {
-  return fmt::format("{},{},{},{}", fmt::join(fields.begin() + 1, fields.begin() + 8, ","), words,
-                     depth, metric);
+std::string task_key(const CsvRecord& record, const std::string& words, const std::string& depth,
+                     std::string_view metric) {
+  std::string key = fmt::format("{},{},{}", words, depth, metric);
+  for (const char* column : {"policy", "params", "budget", "prefill", "positions", "seed", "mode"})
+    key += "," + record.text(column);
+  return key;
 }
 
 /// Each draw's answer, of every place and of all together, by task_key(): what figures are paired
@@ -151,21 +120,13 @@ std::map<std::string, std::vector<double>> answers_in(const std::filesystem::pat
   std::map<std::string, std::vector<double>> answers;
   const std::string file = (folder / "answers.csv").string();
   if (!std::filesystem::exists(file)) return answers;
-  const std::string text = read_text_file(file, kMostScoresBytes);
-  CsvReader reader(text);
-  reader.next();
-  while (const auto record = reader.next()) {
-    const std::string where = fmt::format("{}: line {}", file, reader.line());
-    const auto& own = *record;
-    if (own.size() != 15)
-      throw std::runtime_error(
-          fmt::format("{}: {} columns; there should be 15", where, own.size()));
-    for (const std::string& words : {own[8], std::string("all")})
-      for (const std::string& depth : {own[9], std::string("all")}) {
-        answers[task_key(own, words, depth, "exact_match")].push_back(number_of(own[13], where));
-        answers[task_key(own, words, depth, "log_likelihood")].push_back(number_of(own[14], where));
-      }
-  }
+  read_records(read_text_file(file, kMostScoresBytes), file, [&](const CsvRecord& own) {
+    for (const std::string& words : {own.text("words"), std::string("all")})
+      for (const std::string& depth : {own.text("depth"), std::string("all")})
+        for (const auto& [metric, column] :
+             {std::pair("exact_match", "right"), std::pair("log_likelihood", "log_likelihood")})
+          answers[task_key(own, words, depth, metric)].push_back(own.number<double>(column));
+  });
   return answers;
 }
 
@@ -178,25 +139,22 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
                .headline = "exact_match",
                .sequences = fields.text("task"),
                .note = "Answers of the model under each cache. Shares with their 95% intervals."};
-  const std::string text = read_text_file(csv, kMostScoresBytes);
   const auto answers = answers_in(folder);
-  CsvReader reader(text);
-  reader.next();
   std::map<std::string, std::size_t> places;
-  while (const auto record = reader.next()) {
-    const std::string where = fmt::format("{}: line {}", csv, reader.line());
-    ResultRow row = task_row(*record, where);
-    const auto& own = *record;
-    if (const auto found = answers.find(task_key(own, own[8], own[9], own[10]));
+  read_records(read_text_file(csv, kMostScoresBytes), csv, [&](const CsvRecord& own) {
+    const std::string &words = own.text("words"), &depth = own.text("depth");
+    ResultRow row = score_row(own, "task");
+    row.budget_tokens = number_in(row.budget);
+    if (const auto found = answers.find(task_key(own, words, depth, row.metric));
         found != answers.end())
       row.blocks = found->second;
-    const std::string name = fmt::format("{}, {}, {}, {}", model, own[7],
-                                         own[8] == "all" ? "all lengths" : own[8] + " words",
-                                         own[9] == "all" ? "all depths" : "depth " + own[9]);
+    const std::string name = fmt::format("{}, {}, {}, {}", model, own.text("mode"),
+                                         words == "all" ? "all lengths" : words + " words",
+                                         depth == "all" ? "all depths" : "depth " + depth);
     const auto [place, added] = places.try_emplace(name, set.groups.size());
     if (added) set.groups.push_back({name, {}});
     set.groups[place->second].rows.push_back(std::move(row));
-  }
+  });
   if (set.groups.empty()) throw std::runtime_error(csv + ": holds no rows");
   std::ranges::stable_sort(set.groups, {}, [](const SequenceGroup& group) {
     return !group.name.ends_with("all lengths, all depths");
