@@ -11,22 +11,6 @@ namespace {
 
 // Sequences side by side on the CPU.
 
-class CpuBatches final : public BatchBackend {
- public:
-  /// `model` must outlive it.
-  CpuBatches(const Model& model, unsigned threads) : model_(model), threads_(threads) {}
-
-  const ModelConfig& config() const override { return model_.config(); }
-  std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
-                                              std::uint32_t tokens) override;
-  std::unique_ptr<LogitMemory> logit_memory(std::size_t floats) override;
-  std::vector<RowScore> score(const ScoredRows& rows) override;
-
- private:
-  const Model& model_;
-  unsigned threads_;
-};
-
 /// Decoders that read the weights together.
 class SideBySide final : public BatchDecoder {
  public:
@@ -73,26 +57,35 @@ class HostLogits final : public LogitMemory {
   std::vector<float> logits_;
 };
 
-std::unique_ptr<BatchDecoder> CpuBatches::batch_decoder(std::span<const ResolvedConfig> caches,
-                                                        std::uint32_t) {
-  return std::make_unique<SideBySide>(model_, caches, threads_);
-}
+class CpuBatches final : public BatchBackend {
+ public:
+  /// `model` must outlive it.
+  CpuBatches(const Model& model, unsigned threads) : model_(model), threads_(threads) {}
 
-std::unique_ptr<LogitMemory> CpuBatches::logit_memory(std::size_t floats) {
-  return std::make_unique<HostLogits>(floats);
-}
+  const ModelConfig& config() const override { return model_.config(); }
+  std::unique_ptr<BatchDecoder> batch_decoder(std::span<const ResolvedConfig> caches,
+                                              std::uint32_t) override {
+    return std::make_unique<SideBySide>(model_, caches, threads_);
+  }
+  std::unique_ptr<LogitMemory> logit_memory(std::size_t floats) override {
+    return std::make_unique<HostLogits>(floats);
+  }
+  std::vector<RowScore> score(const ScoredRows& rows) override {
+    const std::size_t vocab = config().vocab;
+    std::vector<RowScore> scores(rows.next.size());
+    parallel_for(scores.size(), threads_, [&](std::size_t i) {
+      if (rows.next[i] < 0) return;
+      const auto of_yardstick = static_cast<std::size_t>(rows.yardstick_rows[i]);
+      scores[i] = score_row(std::span(rows.yardstick + of_yardstick * vocab, vocab),
+                            std::span(rows.logits + i * vocab, vocab), rows.next[i]);
+    });
+    return scores;
+  }
 
-std::vector<RowScore> CpuBatches::score(const ScoredRows& rows) {
-  const std::size_t vocab = config().vocab;
-  std::vector<RowScore> scores(rows.next.size());
-  parallel_for(scores.size(), threads_, [&](std::size_t i) {
-    if (rows.next[i] < 0) return;
-    const auto of_yardstick = static_cast<std::size_t>(rows.yardstick_rows[i]);
-    scores[i] = score_row(std::span(rows.yardstick + of_yardstick * vocab, vocab),
-                          std::span(rows.logits + i * vocab, vocab), rows.next[i]);
-  });
-  return scores;
-}
+ private:
+  const Model& model_;
+  unsigned threads_;
+};
 
 /// A decoder and what watches it.
 class CapturedDecoder final : public Decoder {

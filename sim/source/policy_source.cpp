@@ -31,25 +31,6 @@ namespace {
 
 // The machine's own C++ compiler, as kvlab runs it on a policy's header.
 
-/// $CXX (with its options, if any), else the compiler that built kvlab, else c++; and how it has to
-/// compile a policy: as kvlab itself was, for the instruction set in use here.
-class HostCompiler {
- public:
-  HostCompiler();
-
-  /// All that decides what comes out: the command, its flags, and what it says of its version.
-  /// Throws std::runtime_error: it cannot be run.
-  std::string identity() const;
-  /// Compiles `source` with the headers of `folder` to the shared object `object`. What it says is
-  /// left in `folder`/log, and the files that it read, but for the system's, in `folder`/reads.
-  /// Returns whether it succeeded. Throws std::runtime_error: it cannot be run.
-  bool compile(const std::filesystem::path& folder, const std::filesystem::path& source,
-               const std::filesystem::path& object) const;
-
- private:
-  std::vector<std::string> command_, flags_;
-};
-
 namespace fs = std::filesystem;
 
 constexpr std::size_t kMostOfVersion = std::size_t{1} << 20;
@@ -92,33 +73,44 @@ std::string_view options_of(InstructionSet set) {
   return "";
 }
 
-// Without contraction, the results are those of a policy that is built in, whatever the set. The
-// mathematical library is left out: its last bits differ from machine to machine.
-HostCompiler::HostCompiler()
-    : command_(compiler_command()),
-      flags_({"-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden",
-              "-fmax-errors=20", "-nodefaultlibs", "-Wl,-z,defs"}) {
-  for (std::string& option : words_of(options_of(instruction_set())))
-    flags_.push_back(std::move(option));
-}
+/// $CXX (with its options, if any), else the compiler that built kvlab, else c++; and how it has to
+/// compile a policy: as kvlab itself was, for the instruction set in use here.
+class HostCompiler {
+ public:
+  // Without contraction, the results are those of a policy that is built in, whatever the set. The
+  // mathematical library is left out: its last bits differ from machine to machine.
+  HostCompiler()
+      : command_(compiler_command()),
+        flags_({"-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden",
+                "-fmax-errors=20", "-nodefaultlibs", "-Wl,-z,defs"}) {
+    for (std::string& option : words_of(options_of(instruction_set())))
+      flags_.push_back(std::move(option));
+  }
 
-std::string HostCompiler::identity() const {
-  const TemporaryFolder folder;
-  std::vector<std::string> words = command_;
-  words.push_back("--version");
-  succeeds(words, folder / "version");
-  return fmt::format("{}\n{}\n{}", fmt::join(command_, "\n"), fmt::join(flags_, "\n"),
-                     read_text_file(folder / "version", kMostOfVersion));
-}
+  /// All that decides what comes out: the command, its flags, and what it says of its version.
+  /// Throws std::runtime_error: it cannot be run.
+  std::string identity() const {
+    const TemporaryFolder folder;
+    std::vector<std::string> words = command_;
+    words.push_back("--version");
+    succeeds(words, folder / "version");
+    return fmt::format("{}\n{}\n{}", fmt::join(command_, "\n"), fmt::join(flags_, "\n"),
+                       read_text_file(folder / "version", kMostOfVersion));
+  }
+  /// Compiles `source` with the headers of `folder` to the shared object `object`. What it says is
+  /// left in `folder`/log, and the files that it read, but for the system's, in `folder`/reads.
+  /// Returns whether it succeeded. Throws std::runtime_error: it cannot be run.
+  bool compile(const fs::path& folder, const fs::path& source, const fs::path& object) const {
+    std::vector<std::string> words = command_;
+    words.insert(words.end(), flags_.begin(), flags_.end());
+    words.insert(words.end(), {"-I" + folder.string(), "-MMD", "-MF", (folder / "reads").string(),
+                               "-o", object.string(), source.string(), "-lstdc++", "-lc", "-lgcc"});
+    return succeeds(words, folder / "log");
+  }
 
-bool HostCompiler::compile(const fs::path& folder, const fs::path& source,
-                           const fs::path& object) const {
-  std::vector<std::string> words = command_;
-  words.insert(words.end(), flags_.begin(), flags_.end());
-  words.insert(words.end(), {"-I" + folder.string(), "-MMD", "-MF", (folder / "reads").string(),
-                             "-o", object.string(), source.string(), "-lstdc++", "-lc", "-lgcc"});
-  return succeeds(words, folder / "log");
-}
+ private:
+  std::vector<std::string> command_, flags_;
+};
 
 namespace fs = std::filesystem;
 
