@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/backend.hpp"
 #include "engine/checkpoint/model.hpp"
 #include "engine/row_score.hpp"
 #include "sim/replay.hpp"
@@ -55,5 +56,14 @@ std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt);
 std::vector<LoopScores> run_closed_loop(const Model& model, std::span<const std::int32_t> ids,
                                         std::span<const CacheConfig> configs,
                                         const LoopOptions& options);
+
+// The closed loop token by token, through a device's own decoder: teacher-forced, every
+// configuration beside the full cache.
+
+/// As run_closed_loop(), by decoders of `backend`. The prompt is admitted by each configuration's
+/// prefill, every other token by itself. Bytes are those of the device's dtype.
+std::vector<LoopScores> run_decoder_loop(Backend& backend, std::span<const std::int32_t> ids,
+                                         std::span<const CacheConfig> configs,
+                                         const LoopOptions& options);
 
 }  // namespace kvlab

@@ -7,8 +7,8 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "engine/loop/closed_loop.hpp"
 #include "engine/loop/conversation.hpp"
-#include "engine/loop/decoder_loop.hpp"
 #include "sim/head_view.hpp"
 #include "traces/base/parallel.hpp"
 

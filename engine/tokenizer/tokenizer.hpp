@@ -49,4 +49,16 @@ class Tokenizer {
   std::size_t model_ids_ = 0;  ///< 0: whatever the file says
 };
 
+// Which of a text's tokens a part of it lies in.
+
+/// Some of a text's tokens, one behind the other.
+struct TokenRange {
+  std::uint32_t start, tokens;
+};
+
+/// The fewest tokens that cover `text`, where it is once in what `ids` spell, less a special token
+/// in front. Throws std::invalid_argument that quotes it where it is not, or more than once.
+TokenRange covering_tokens(const Tokenizer& tokenizer, std::span<const std::int32_t> ids,
+                           std::string_view text);
+
 }  // namespace kvlab

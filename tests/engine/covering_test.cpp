@@ -1,4 +1,4 @@
-#include "engine/tokenizer/covering.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 
 #include <string>
 #include <vector>

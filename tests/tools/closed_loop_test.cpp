@@ -5,7 +5,6 @@
 
 #include "engine/backend.hpp"
 #include "engine/decoder.hpp"
-#include "engine/loop/decoder_loop.hpp"
 #include "sim/access/column_traces.hpp"
 #include "tests/catch.hpp"
 #include "tests/conformance.hpp"

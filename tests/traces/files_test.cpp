@@ -10,7 +10,6 @@
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/cancel.hpp"
-#include "traces/base/output_claim.hpp"
 #include "traces/base/process.hpp"
 
 namespace kvlab {

@@ -5,8 +5,8 @@
 #include "sim/budgets/allocate.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "tools/options.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {

@@ -9,7 +9,7 @@
 #include "engine/loop/context.hpp"
 #include "engine/loop/conversation.hpp"
 #include "engine/output_sketch.hpp"
-#include "engine/tokenizer/covering.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 #include "sim/access/key_codes.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"

@@ -10,8 +10,8 @@
 #include "sim/report/interactive/scripts.hpp"
 #include "sim/report/verdict.hpp"
 #include "tools/options.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/output_claim.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {

@@ -13,8 +13,8 @@
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {

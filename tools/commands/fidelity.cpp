@@ -12,7 +12,6 @@
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/output_claim.hpp"
 #include "traces/base/work_plan.hpp"
 
 namespace kvlab {

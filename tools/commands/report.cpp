@@ -16,7 +16,6 @@
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {

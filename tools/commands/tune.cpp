@@ -11,8 +11,8 @@
 #include "sim/run/results.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
+#include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
-#include "traces/base/output_claim.hpp"
 
 namespace kvlab {
 namespace {

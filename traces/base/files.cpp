@@ -243,4 +243,9 @@ std::string xxh3_hex(std::span<const std::byte> bytes) {
 
 std::string xxh3_hex(std::string_view text) { return xxh3_hex(std::as_bytes(std::span(text))); }
 
+OutputClaim::OutputClaim(const std::filesystem::path& path) : place_(path), part_(path) {
+  ::flock(part_.descriptor(), LOCK_EX | LOCK_NB);
+  place_.reset();
+}
+
 }  // namespace kvlab

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include "engine/output_sketch.hpp"
-#include "engine/tokenizer/covering.hpp"
+#include "engine/tokenizer/tokenizer.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {

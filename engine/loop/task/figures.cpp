@@ -19,9 +19,9 @@ struct Sample {
   std::vector<const TaskAnswer*> own, first;
 };
 
-class Figures {
+class TaskFigures {
  public:
-  explicit Figures(TaskFigure place) : figure_(place) {}
+  explicit TaskFigures(TaskFigure place) : figure_(place) {}
 
   void add_all(const Sample& sample) {
     std::uint64_t right = 0, kept = 0, gained = 0, first_right = 0;
@@ -124,7 +124,7 @@ std::vector<TaskFigure> task_figures(std::span<const std::vector<std::vector<Tas
             sample.own.push_back(&answers[p][mode][config]);
             sample.first.push_back(&answers[p][mode].front());
           }
-          Figures of_place({config, modes[mode], words, depth, "", 0, {0, 0}, 0});
+          TaskFigures of_place({config, modes[mode], words, depth, "", 0, {0, 0}, 0});
           of_place.add_all(sample);
           figures.insert(figures.end(), of_place.figures.begin(), of_place.figures.end());
         }

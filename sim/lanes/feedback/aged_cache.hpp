@@ -12,7 +12,7 @@ namespace kvlab {
 
 // Keys of a cache whose live tokens are numbered by age at every step, for the tokens that have
 // lost a younger one: each is rotated to its number, and again, from its unrotated self, when a
-// token older than it has left (sim/squeezed_keys.hpp).
+// token older than it has left (sim/head_run.hpp).
 //
 // (A token that has lost no younger one keeps its true position; its logits come from rows that all
 // configurations share.)

@@ -29,38 +29,35 @@
 namespace kvlab::python {
 namespace {
 
-/// What is asked of a replay, as keywords.
-struct Asked {
-  GridRequest grid;
-  bool references = true;
-  bool on_device = false;
-  ReplayOptions options;
-  std::vector<std::string> notices = {};
-};
-
 using Words = nb::typed<nb::dict, std::string, nb::object>;
 
-Asked asked_from(const Words& words) {
-  const auto word = [&](const char* name) { return nb::object(words[name]); };
-  Asked asked;
-  asked.grid = {.policies = nb::cast<std::vector<std::string>>(word("policies")),
-                .budgets = nb::cast<std::vector<std::string>>(word("budgets")),
-                .prefills = nb::cast<std::vector<std::string>>(word("prefill")),
-                .positions = nb::cast<std::vector<std::string>>(word("positions")),
-                .seed = nb::cast<std::uint64_t>(word("seed")),
-                .threshold = nb::cast<double>(word("threshold"))};
-  asked.references = nb::cast<bool>(word("references"));
-  asked.on_device = nb::cast<std::string>(word("device")) == "cuda";
-  asked.options.span = parse_span(nb::cast<std::string>(word("span")));
-  asked.options.every_output_error = nb::cast<bool>(word("every_output_error"));
-  asked.options.plain = nb::cast<bool>(word("plain"));
-  asked.options.layers = nb::cast<std::vector<std::uint32_t>>(word("layers"));
-  asked.options.progress = progress_to(word("progress"));
-  asked.options.threads =
-      word("threads").is_none() ? default_threads() : nb::cast<unsigned>(word("threads"));
-  if (!word("output").is_none())
-    asked.options.output = nb::cast<std::shared_ptr<OutputProjections>>(word("output"));
-  return asked;
+/// The keyword `name` of a replay.
+template <class T>
+T word(const Words& words, const char* name) {
+  return nb::cast<T>(nb::object(words[name]));
+}
+
+GridRequest grid_from(const Words& words) {
+  using Texts = std::vector<std::string>;
+  return {.policies = word<Texts>(words, "policies"),
+          .budgets = word<Texts>(words, "budgets"),
+          .prefills = word<Texts>(words, "prefill"),
+          .positions = word<Texts>(words, "positions"),
+          .seed = word<std::uint64_t>(words, "seed"),
+          .threshold = word<double>(words, "threshold")};
+}
+
+ReplayOptions options_from(const Words& words) {
+  ReplayOptions options;
+  options.span = parse_span(word<std::string>(words, "span"));
+  options.every_output_error = word<bool>(words, "every_output_error");
+  options.plain = word<bool>(words, "plain");
+  options.layers = word<std::vector<std::uint32_t>>(words, "layers");
+  options.progress = progress_to(nb::object(words["progress"]));
+  options.threads = word<std::optional<unsigned>>(words, "threads").value_or(default_threads());
+  if (!nb::object(words["output"]).is_none())
+    options.output = word<std::shared_ptr<OutputProjections>>(words, "output");
+  return options;
 }
 
 /// A run, and the notices that its replay gave.
@@ -72,13 +69,13 @@ struct PythonRun {
 PythonRun replay_traces(const std::vector<Trace>& traces, const std::vector<Policy>& own,
                         const Words& words) {
   PythonRun result;
-  Asked asked = asked_from(words);
-  ReplayRequest request{.grid = make_grid(asked.grid, replay_references(), compiled_from(own)),
-                        .options = std::move(asked.options),
-                        .notice = [&](const std::string& line) { result.notices.push_back(line); }};
-  if (asked.on_device) request.device = cuda_replayer();
+  ReplayRequest request{
+      .grid = make_grid(grid_from(words), replay_references(), compiled_from(own)),
+      .options = options_from(words),
+      .notice = [&](const std::string& line) { result.notices.push_back(line); }};
+  if (word<std::string>(words, "device") == "cuda") request.device = cuda_replayer();
   request.options.elsewhere = request.device.get();
-  if (asked.references) request.grid = with_references(std::move(request.grid));
+  if (word<bool>(words, "references")) request.grid = with_references(std::move(request.grid));
   std::vector<const TraceReader*> readers;
   for (const Trace& trace : traces) {
     request.traces.push_back(trace.path);
