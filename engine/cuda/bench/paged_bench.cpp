@@ -1,0 +1,162 @@
+#include "engine/cuda/bench/paged_bench.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "engine/cuda/bench/bench_tools.hpp"
+#include "engine/cuda/fill.hpp"
+#include "kernels/evict/eviction_kernels.hpp"
+#include "kernels/host/transfer.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr kernels::Type kType = kernels::Type::bf16;
+constexpr std::uint32_t kMostLayers = 32;
+constexpr std::uint32_t kLargestPage = 64;
+constexpr int kRepeats = 9;
+constexpr const char* kWhat = "measuring attention over blocks";
+
+kernels::EvictionKernels window_kernels() {
+  const auto& all = kernels::device_policies();
+  return kernels::observing_kernels(
+      *std::ranges::find(all, "window", &kernels::DevicePolicy::name));
+}
+
+/// Some layers' caches, full, and what their attention needs. The policy is `window`, which leaves
+/// attention alone.
+class PagedLayers {
+ public:
+  explicit PagedLayers(const PagedBenchShape& shape);
+  /// Of one layer. `by_head`: blocks are [kv_head, slot, dim], else [slot, kv_head, dim].
+  double microseconds(std::uint32_t page, bool by_head) const;
+
+ private:
+  std::uint64_t slots() const {
+    return (shape_.slots + kLargestPage - 1) / kLargestPage * kLargestPage;
+  }
+  std::uint64_t pairs() const { return std::uint64_t{shape_.batch} * shape_.kv_heads; }
+  /// Of a layer's keys, or values.
+  std::uint64_t elements() const { return pairs() * slots() * shape_.head_size; }
+  kernels::SlotCache cache(std::uint32_t layer) const;
+  cuda::DeviceBuffer blocks(std::uint32_t page) const;
+  kernels::PagedRows paged(std::uint32_t page, bool by_head,
+                           const cuda::DeviceBuffer& blocks) const;
+
+  PagedBenchShape shape_;
+  kernels::EvictionKernels window_ = window_kernels();
+  std::uint32_t layers_;
+  cuda::DeviceBuffer pool_, q_, out_, zeroes_, first_slot_, lengths_, next_slots_, now_, workspace_;
+};
+
+PagedLayers::PagedLayers(const PagedBenchShape& shape) : shape_(shape) {
+  const std::uint64_t bytes = 2 * elements() * kernels::bytes_of(kType);
+  layers_ =
+      static_cast<std::uint32_t>(std::clamp<std::uint64_t>(shape.pool / bytes, 2, kMostLayers));
+  pool_ = {layers_ * bytes, kWhat};
+  const std::uint64_t queries = pairs() * shape.group * shape.head_size;
+  q_ = {queries * kernels::bytes_of(kType), kWhat};
+  out_ = {queries * kernels::bytes_of(kType), kWhat};
+  cuda::check(cuda::fill_normal(kType, pool_.data(), layers_ * 2 * elements(), 1, 1, nullptr),
+              kWhat);
+  cuda::check(cuda::fill_normal(kType, q_.data(), queries, 1, 2, nullptr), kWhat);
+  zeroes_ = cuda::zeroes(
+      std::max(pairs() * sizeof(kernels::PairRule), pairs() * slots() * sizeof(std::uint32_t)),
+      kWhat);
+  std::vector<std::int64_t> first_slot(pairs());
+  for (std::uint64_t pair = 0; pair < pairs(); ++pair)
+    first_slot[pair] = static_cast<std::int64_t>(pair * slots());
+  first_slot_ = cuda::upload(first_slot, kWhat);
+  const auto live = static_cast<std::int32_t>(shape.slots);
+  lengths_ = cuda::upload(std::vector<std::int32_t>(pairs(), live), kWhat);
+  next_slots_ = cuda::upload(std::vector<std::int32_t>(pairs(), live - 1), kWhat);
+  now_ = cuda::upload(std::vector<std::uint32_t>(shape.batch, shape.slots), kWhat);
+  workspace_ = cuda::zeroes(window_.attention_workspace(cache(0)), kWhat);
+}
+
+kernels::SlotCache PagedLayers::cache(std::uint32_t layer) const {
+  const std::uint64_t bytes = elements() * kernels::bytes_of(kType);
+  kernels::SlotCache cache{};
+  cache.type = kType;
+  cache.sequences = static_cast<int>(shape_.batch);
+  cache.query_heads = static_cast<int>(shape_.kv_heads * shape_.group);
+  cache.kv_heads = static_cast<int>(shape_.kv_heads);
+  cache.head_size = static_cast<int>(shape_.head_size);
+  cache.softmax_scale = 1 / std::sqrt(static_cast<float>(shape_.head_size));
+  cache.most_slots = static_cast<int>(shape_.slots);
+  cache.first_slot = first_slot_.as<std::int64_t>();
+  cache.keys = pool_.data() + 2 * layer * bytes;
+  cache.values = pool_.data() + (2 * layer + 1) * bytes;
+  cache.positions = zeroes_.as<std::uint32_t>();
+  cache.lengths = lengths_.as<std::int32_t>();
+  cache.next_slots = next_slots_.as<std::int32_t>();
+  return cache;
+}
+
+/// All blocks of the pool, in any order.
+cuda::DeviceBuffer PagedLayers::blocks(std::uint32_t page) const {
+  std::vector<std::int32_t> numbers(shape_.batch * slots() / page);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  std::shuffle(numbers.begin(), numbers.end(), std::mt19937(3));
+  return cuda::upload(numbers, kWhat);
+}
+
+kernels::PagedRows PagedLayers::paged(std::uint32_t page, bool by_head,
+                                      const cuda::DeviceBuffer& blocks) const {
+  const std::uint32_t slot = shape_.kv_heads * shape_.head_size;
+  return {.blocks = blocks.as<std::int32_t>(),
+          .block_stride = std::int64_t{page} * slot,
+          .head_stride = std::int64_t{by_head ? page : 1} * shape_.head_size,
+          .slot_stride = static_cast<std::int32_t>(by_head ? shape_.head_size : slot),
+          .most_blocks = static_cast<std::int32_t>(slots() / page),
+          .shift = std::countr_zero(page),
+          .by_pair = false};
+}
+
+double PagedLayers::microseconds(std::uint32_t page, bool by_head) const {
+  const cuda::DeviceBuffer numbers = page == 0 ? cuda::DeviceBuffer() : blocks(page);
+  const cuda::Stream stream;
+  cuda::check(cudaDeviceSynchronize(), kWhat);
+  const cuda::Graph graph(stream.get(), [&] {
+    for (std::uint32_t layer = 0; layer < layers_; ++layer) {
+      kernels::EvictingAttentionArgs args{};
+      args.cache = cache(layer);
+      if (page != 0) args.cache.paged = paged(page, by_head, numbers);
+      args.policy.rules = zeroes_.as<kernels::PairRule>();
+      args.policy.seeds = zeroes_.as<std::uint64_t>();
+      args.policy.sequence_ids = zeroes_.as<std::uint32_t>();
+      args.now = now_.as<std::uint32_t>();
+      args.q = q_.data();
+      args.out = out_.data();
+      args.workspace = workspace_.data();
+      args.settled = true;
+      cuda::check(window_.attend(window_, args, stream.get()), kWhat);
+    }
+  });
+  const auto launch = [&] { graph.launch(stream.get()); };
+  return median_milliseconds(stream.get(), launch, kRepeats) * 1e3 / layers_;
+}
+
+}  // namespace
+
+nlohmann::ordered_json bench_pages(const PagedBenchShape& shape) {
+  const PagedLayers layers(shape);
+  const double contiguous = layers.microseconds(0, false);
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  rows.push_back({{"page", 0}, {"microseconds", contiguous}});
+  for (const std::uint32_t page : {16u, 64u})
+    for (const bool by_head : {false, true}) {
+      const double time = layers.microseconds(page, by_head);
+      rows.push_back({{"page", page},
+                      {"block", by_head ? "HND" : "NHD"},
+                      {"microseconds", time},
+                      {"percent_over", 100 * (time / contiguous - 1)}});
+    }
+  return rows;
+}
+
+}  // namespace kvlab
