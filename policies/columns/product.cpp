@@ -98,7 +98,7 @@ struct Texts {
 
 }  // namespace
 
-std::shared_ptr<const PolicyEntry> product_of(std::shared_ptr<const PolicyEntry> base,
+std::shared_ptr<const PolicyEntry> product_of(const std::shared_ptr<const PolicyEntry>& base,
                                               const std::string& name, const std::string& column) {
   const PolicyInfo& own = base->info;
   const auto refuse = [&](const std::string& why) {

@@ -13,7 +13,7 @@ namespace kvlab {
 /// `base` with its rank, as a number, times `column`, behind its own columns. `name`: both, as
 /// written. Throws std::invalid_argument: `base` never evicts, is a function of a program's, or has
 /// no room for a column; `column` is no name.
-std::shared_ptr<const PolicyEntry> product_of(std::shared_ptr<const PolicyEntry> base,
+std::shared_ptr<const PolicyEntry> product_of(const std::shared_ptr<const PolicyEntry>& base,
                                               const std::string& name, const std::string& column);
 
 /// The parameters as a product's hooks take them. `own`: as those of its base do.
