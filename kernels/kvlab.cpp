@@ -75,9 +75,18 @@ cudaError_t told(const char* call, cudaError_t error, const std::string& why = "
   return error;
 }
 
-/// Whether `why` a call is refused is not empty; then it is kept.
+/// Whether there is a reason to refuse a call, which is kept.
 bool refused(const char* call, const std::string& why) {
   return !why.empty() && told(call, cudaErrorInvalidValue, why) != cudaSuccess;
+}
+template <class Args>
+bool refused(const char* call, const Args* args) {
+  return refused(call, args == nullptr ? kNull : why_not(*args));
+}
+template <class Args>
+bool refused(const char* call, const kvlab_policy* policy, const Args* args) {
+  return refused(call,
+                 policy == nullptr || args == nullptr ? kNull : why_not(policy->kernels, *args));
 }
 
 /// `said`: what is wrong.
@@ -280,7 +289,7 @@ cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params,
 }
 
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
-  if (refused(__func__, args == nullptr ? kNull : why_not(*args))) return cudaErrorInvalidValue;
+  if (refused(__func__, args)) return cudaErrorInvalidValue;
   const kvlab_cache& cache = args->cache;
   RopeWriteArgs converted{};
   converted.type = type_of(cache.type);
@@ -306,7 +315,7 @@ cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
 }
 
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
-  if (refused(__func__, args == nullptr ? kNull : why_not(*args))) return cudaErrorInvalidValue;
+  if (refused(__func__, args)) return cudaErrorInvalidValue;
   ColumnList columns{.count = args->count};
   for (int at = 0; at < args->count; ++at)
     columns.of[at] = static_cast<BuiltInColumn>(args->columns[at]);
@@ -337,9 +346,7 @@ size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvla
 
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream) {
-  if (refused(__func__,
-              policy == nullptr || args == nullptr ? kNull : why_not(policy->kernels, *args)))
-    return cudaErrorInvalidValue;
+  if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
   return told(__func__, policy->kernels.attend(policy->kernels, evicting_of(*args), stream));
 }
 
@@ -348,8 +355,7 @@ cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
                                  cudaStream_t stream) {
   if (refused(__func__, policy == nullptr || layers == nullptr
                             ? kNull
-                            : why_not(policy->kernels,
-                                      {layers, static_cast<std::size_t>(count < 0 ? 0 : count)})))
+                            : why_not(policy->kernels, layers, count)))
     return cudaErrorInvalidValue;
   std::array<EvictingAttentionArgs, kMostObservedLayers> converted{};
   for (int layer = 0; layer < count; ++layer)
@@ -361,14 +367,12 @@ cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
-  if (refused(__func__,
-              policy == nullptr || args == nullptr ? kNull : why_not(policy->kernels, *args)))
-    return cudaErrorInvalidValue;
+  if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
   return told(__func__, policy->kernels.attention(evicting_of(*args), stream));
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
-  if (refused(__func__, args == nullptr ? kNull : why_not(*args))) return cudaErrorInvalidValue;
+  if (refused(__func__, args)) return cudaErrorInvalidValue;
   return told(__func__, prefill_attention({.shape = shape_of(*args),
                                            .first = args->first,
                                            .queries = args->queries,
@@ -392,7 +396,7 @@ size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
 }
 
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
-  if (refused(__func__, args == nullptr ? kNull : why_not(*args))) return cudaErrorInvalidValue;
+  if (refused(__func__, args)) return cudaErrorInvalidValue;
   const kvlab_prefill_args& prefill = args->prefill;
   return told(__func__, observe_queries({.shape = shape_of(prefill),
                                          .needs = needs_of(args->needs),
@@ -429,9 +433,7 @@ cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* ar
       args->weighted == 0)
     return told(__func__, cudaErrorNotSupported,
                 "weighted is 0, and the policy weighs a prompt's queries: kvlab_policy_weights");
-  if (refused(__func__,
-              policy == nullptr || args == nullptr ? kNull : why_not(policy->kernels, *args)))
-    return cudaErrorInvalidValue;
+  if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
   return told(__func__,
               shrink(policy->kernels,
                      {.from = cache_of(args->from),

@@ -90,8 +90,4 @@ inline cudaError_t launch(const DeviceLimits& limits, const void* kernel, const 
   });
 }
 
-inline bool aligned16(const void* pointer) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
-}
-
 }  // namespace kvlab::kernels

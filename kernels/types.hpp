@@ -32,6 +32,10 @@ constexpr bool is_head_size(int size) {
   return size == 64 || size == 96 || size == 128 || size == 256;
 }
 
+inline bool aligned16(const void* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+}
+
 /// An attention's workspace begins with signals between blocks: these bytes must be zero before its
 /// first use, and every launch leaves them zero.
 inline constexpr std::size_t kSignalBytes = 132'224;

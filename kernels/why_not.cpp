@@ -8,14 +8,13 @@
 #include <string_view>
 #include <utility>
 
+#include "kernels/decode/pair_attention.hpp"
 #include "kernels/evict/eviction.hpp"
 #include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
 namespace {
-
-bool aligned16(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
 
 /// The first of some wants that is not there.
 class Wants {
@@ -83,7 +82,6 @@ std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, st
 
 /// What every attention wants of a shape.
 void want_shape(Wants& wants, kvlab_type type, int query_heads, int kv_heads, int head_size) {
-  constexpr int kMostGroup = 8;
   want_type(wants, type);
   wants
       .that(kv_heads > 0 && query_heads > 0 && query_heads % kv_heads == 0,
@@ -211,12 +209,12 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
   return wants.also(rest.missing()).missing();
 }
 
-std::string why_not(const DevicePolicy& policy,
-                    std::span<const kvlab_evicting_attention_args> layers) {
+std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args* layers,
+                    int count) {
   Wants wants;
-  wants.that(!layers.empty() && layers.size() <= kMostObservedLayers, "count is {}; 1 to {}",
-             layers.size(), kMostObservedLayers);
-  for (std::size_t i = 0; i < layers.size() && wants.missing().empty(); ++i) {
+  wants.that(count >= 1 && count <= kMostObservedLayers, "count is {}; 1 to {}", count,
+             kMostObservedLayers);
+  for (int i = 0; wants.missing().empty() && i < count; ++i) {
     const std::string missing = why_not(policy, layers[i]);
     wants.also(missing.empty() ? "" : fmt::format("layers[{}]: {}", i, missing));
   }

@@ -1,8 +1,7 @@
-// What is wrong with a call of kvlab.h that was refused, in one line: for kvlab_last_error. Asked
-// only then.
+// Why a call of kvlab.h is refused, in one line: what is, where, and what would be right. Asked
+// before each call, which then converts arguments that it can trust.
 #pragma once
 
-#include <span>
 #include <string>
 
 #include "kernels/evict/device_policy.hpp"
@@ -19,8 +18,8 @@ std::string why_not_shape(const kvlab_cache& cache, const char* name = "cache");
 std::string why_not(const kvlab_write_args& args);
 std::string why_not(const kvlab_columns_args& args);
 std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args& args);
-std::string why_not(const DevicePolicy& policy,
-                    std::span<const kvlab_evicting_attention_args> layers);
+std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args* layers,
+                    int count);
 std::string why_not(const kvlab_prefill_args& args);
 std::string why_not(const kvlab_observe_args& args);
 std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args);

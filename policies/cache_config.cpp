@@ -86,17 +86,15 @@ std::uint32_t climb(ResolvedConfig& config, const std::vector<RungSlots>& slots)
   return budget;
 }
 
-/// How many tokens the guard `prompt` adds to every budget.
-std::uint32_t held_prompt(const CacheConfig& config) {
+void check_prompt(const CacheConfig& config) {
   const PolicySpec& policy = config.policy;
+  if (!policy.prompt) return;
   const auto refuse = [&](const char* why) {
     throw std::invalid_argument(fmt::format("policy {}: prompt: {}", policy.name, why));
   };
-  if (!policy.prompt) return 0;
   if (config.shares_slots()) refuse("every head keeps it, so ada() has nothing to share");
   if (!policy.ladder.is_plain()) refuse("is kept in 16 bit; no ladder would be right");
   if (!policy.prompt_tokens) refuse("its length is not known here; sinks=N would be right");
-  return *policy.prompt_tokens;
 }
 
 /// Budgets in tokens of 16 bit become those that the ladder holds in as many bytes.
@@ -167,7 +165,8 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
     climb(resolved, length, model.head_size);
     return resolved;
   }
-  const std::uint32_t prompt = held_prompt(config);
+  check_prompt(config);
+  const std::uint32_t prompt = config.policy.held_prompt();
   resolved.budget_tokens = config.budget.resolve(length, model.head_size) + prompt;
   resolved.head_budgets = budgets_by_head(config, length, acted_on);
   for (auto& layer : resolved.head_budgets)

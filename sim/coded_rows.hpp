@@ -39,8 +39,8 @@ class KeptRows {
 std::unique_ptr<KeptRows> kept_rows(const KvForm& form, const HeadView& view, const RopeTable& rope,
                                     const HeadArithmetic& arithmetic);
 
-/// A code is a pure function of a token and its rung: it is made
-/// through the codes of the rungs above.
+/// A code is a pure function of a token and its rung: it is made through the codes of the rungs
+/// above.
 class CodedRows : public KeptRows {
  public:
   CodedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);

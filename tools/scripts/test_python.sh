@@ -41,8 +41,9 @@ python=$(command -v "${1:-python3}")
 began=$SECONDS shared=()
 if [[ -n ${KVLAB_BUILD:-} ]]; then
   shared=(-C build-dir="$KVLAB_BUILD")
-  for switch in $(sed -nE 's/^(KVLAB_[A-Z]+):BOOL=([A-Z]+)$/\1=\2/p' "$KVLAB_BUILD/CMakeCache.txt"); do
-    [[ $switch == KVLAB_PYTHON=* ]] || shared+=(-C cmake.define."$switch")
+  # What its objects were compiled for, in place of pyproject.toml's.
+  for switch in $(sed -nE 's/^(KVLAB_(COMMAND|CUDA|MPI|TESTS|WERROR)):BOOL=/\1=/p' "$KVLAB_BUILD/CMakeCache.txt"); do
+    shared+=(-C cmake.define."$switch")
   done
 fi
 "$folder/bin/pip" install --quiet --disable-pip-version-check "${shared[@]}" '.[all]' ||
