@@ -50,6 +50,10 @@ Command verify_command();
 /// --help, prints its help. Returns the exit code. Throws std::exception for bad input.
 int run_command(const Command& command, const std::vector<std::string>& words);
 
+/// The whole command, by the words that follow its name: messages to standard error, signals heard,
+/// nothing thrown. Returns the exit code. Once in a process.
+int kvlab_main(int argc, char** argv);
+
 /// All of them, in the order of the help.
 std::vector<Command> all_commands();
 

@@ -118,13 +118,7 @@ std::vector<std::string> with_ladders(const std::vector<std::string>& policies,
   return all;
 }
 
-/// The file descriptor that a program which runs kvlab wants the fractions done on, a line each.
-std::optional<int> listener() {
-  const char* const text = std::getenv("KVLAB_PROGRESS_FD");
-  return text ? std::optional(std::atoi(text)) : std::nullopt;
-}
-
-/// What a bar has drawn, or told; again when another percent is done, ten times a second at most,
+/// What a bar has drawn; again when another percent is done, ten times a second at most,
 /// and on a terminal each second. Where nobody looks, one line says how long it will take.
 class Bar {
  public:
@@ -140,17 +134,14 @@ class Bar {
     const auto now = std::chrono::steady_clock::now();
     if (percent_ < 0) first_ = fraction, started_ = now;
     const double seconds = std::chrono::duration<double>(now - started_).count();
-    if (!listener_ && !terminal_) return announce(fraction, seconds);
+    if (!terminal_) return announce(fraction, seconds);
     const int percent = static_cast<int>(std::clamp(fraction, 0.0, 1.0) * 100);
     const auto pause = std::chrono::milliseconds(percent > percent_ ? 100 : 1000);
-    if ((percent <= percent_ && listener_) || (percent < 100 && now - last_ < pause)) return;
+    if (percent < 100 && now - last_ < pause) return;
     if (percent == 100 && percent_ == 100) return;
     percent_ = std::max(percent, percent_);
     last_ = now;
-    if (listener_)
-      ::dprintf(*listener_, "%.4f\n", fraction);
-    else
-      draw(time_left(first_, fraction, seconds));
+    draw(time_left(first_, fraction, seconds));
   }
 
  private:
@@ -172,7 +163,6 @@ class Bar {
   }
 
   std::string label_;
-  std::optional<int> listener_ = listener();
   bool terminal_ = isatty(STDERR_FILENO) != 0;
   std::mutex mutex_;
   int percent_ = -1;

@@ -103,8 +103,6 @@ std::string time_left(double first, double done, double seconds);
 std::string announcement(double first, double done, double seconds);
 /// A bar with the time left on standard error, or one line where that is no terminal and the work
 /// long; call with the fraction done, from any thread. The first call says where the work begins.
-/// Where the environment has KVLAB_PROGRESS_FD, lines of fractions go to that file descriptor
-/// instead.
 std::function<void(double)> progress_bar(std::string label);
 
 /// Says before a large write how large it will be, on standard error: traces of so many tokens of a

@@ -21,6 +21,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
+#include "traces/base/process.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -220,9 +221,8 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
 
 /// XXH3-64 of the running program: another build may compute other figures.
 std::string build_hash() {
-  std::error_code error;
-  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
-  return error ? "" : xxh3_hex(MappedFile(program).bytes());
+  const auto program = program_file();
+  return program.empty() ? "" : xxh3_hex(MappedFile(program).bytes());
 }
 
 /// Opens the traces; of those on one host, each process verifies its share.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import pathlib
+import subprocess
+import sysconfig
 from typing import Any
 
 import numpy
@@ -142,13 +145,21 @@ def test_progress_is_told() -> None:
         kvlab.task("passkey", TINY, "sink", 64, words=[100], draws=2, query_aware=True, progress=broken)
 
 
-def test_errors_are_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_the_commands_own() -> None:
     with pytest.raises(ValueError, match=r"--budget: policy h2o needs one"):
         kvlab.evaluate(TINY, TEXT, "h2o", ())
-    with pytest.raises(ValueError, match="nodir"):
+    with pytest.raises(RuntimeError, match="nodir"):
         kvlab.evaluate("nodir", TEXT, "h2o", 8)
 
-    monkeypatch.delenv("KVLAB_COMMAND")
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match="the kvlab command is needed"):
-        kvlab.evaluate(TINY, TEXT, "h2o", 8)
+
+def test_the_command_comes_along() -> None:
+    program = pathlib.Path(sysconfig.get_path("scripts")) / "kvlab"
+    if not program.exists():
+        pytest.skip("kvlab was not installed by pip")
+    shared = importlib.resources.files("kvlab") / "share"
+    words: list[Any] = ["task", "passkey", "--model", shared / "engine/models/tiny", "--policy", "h2o", "--budget", 32]
+    few = ["--words", "100", "--depth", "50%", "--draws", 1, "--query-aware"]
+    done = subprocess.run([program, *map(str, words + few)], capture_output=True, text=True)
+    assert done.returncode == 0 and "passkey, query-aware" in done.stdout, done.stderr
+    done = subprocess.run([program, "eval", "--modle", "x"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "kvlab eval: unknown option '--modle'; did you mean --model?\n"

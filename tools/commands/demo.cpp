@@ -11,6 +11,7 @@
 #include "engine/loop/policy_file.hpp"
 #include "tools/options.hpp"
 #include "traces/base/cancel.hpp"
+#include "traces/base/process.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {
@@ -32,12 +33,14 @@ void add_options(po::options_description& options) {
       "smollm2` fetches); minutes on a CPU");
 }
 
-/// A file that comes with kvlab: beside the installed command, or else among the sources.
+/// A file that comes with kvlab: of the installed command, of the Python package, or else among the
+/// sources.
 fs::path shipped_file(const char* file) {
-  std::error_code error;
-  const fs::path command = fs::read_symlink("/proc/self/exe", error);
-  const fs::path installed = command.parent_path().parent_path() / "share/kvlab" / file;
-  if (!error && fs::exists(installed, error)) return installed;
+  const fs::path folder = program_file().parent_path();
+  for (const fs::path& shared : {folder.parent_path() / "share/kvlab", folder / "share"}) {
+    std::error_code error;
+    if (!folder.empty() && fs::exists(shared / file, error)) return shared / file;
+  }
   return fs::path(KVLAB_SOURCE_DIR) / file;
 }
 

@@ -1,5 +1,6 @@
 #include "traces/base/process.hpp"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <fmt/core.h>
 #include <signal.h>
@@ -90,6 +91,15 @@ void end_group(pid_t process) {
 }
 
 }  // namespace
+
+std::filesystem::path program_file() {
+  Dl_info own{};
+  // A module's path is whole; a program's is what it was called by.
+  if (::dladdr(reinterpret_cast<const void*>(&program_file), &own) != 0 && own.dli_fname[0] == '/')
+    return own.dli_fname;
+  std::error_code error;
+  return std::filesystem::read_symlink("/proc/self/exe", error);
+}
 
 int run_program(std::vector<std::string> words, const std::filesystem::path& log) {
   const pid_t process = start(words, log);

@@ -23,6 +23,10 @@ class TemporaryFolder {
   std::filesystem::path path_;
 };
 
+/// That holds this code: the program, or a module with the command in it. Empty if it cannot be
+/// told.
+std::filesystem::path program_file();
+
 /// Runs words[0], found on PATH, without a shell; all that it says is written to `log`. No file
 /// that it writes may be larger than 64 MiB. Returns its exit code, -1 if a signal ended it. Throws
 /// std::system_error: it cannot be run; Cancelled.

@@ -1,13 +1,11 @@
-"""The closed loop and all that is made of it, by the `kvlab` command."""
+"""The closed loop and all that is made of it: the commands of `kvlab`, in this process."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from kvlab import _kvlab
@@ -82,48 +80,13 @@ def _run(
     """What the command prints with --json. Options are its own, with '_' for '-'."""
     several = [policies] if isinstance(policies, (str, Policy)) else list(policies)
     texts, own = resolve(several)
-    in_process = any(known.function for known in map(known_as, texts) if known)
-    if in_process:
+    if any(known.function for known in map(known_as, texts) if known):
         options = {"device": "cpu"} | options
-    sources = [] if in_process else [str(one.source) for one in several if isinstance(one, Policy)]
-    all_options: dict[str, Any] = {"policy": texts, "policy_source": sources, "budget": budgets, **options}
     asked = [*words, "--json"]
-    for option, value in all_options.items():
+    for option, value in ({"policy": texts, "budget": budgets} | options).items():
         asked += _words("--" + option.replace("_", "-"), value, option in _REPEATED)
     with shown(progress, name) as told:
-        if in_process:
-            return json.loads(_kvlab.run_command(name, asked, own, told))
-        call = [_program(), name, *asked]
-        code, out, error = _finished(call, told)
-    if code != 0:
-        line = error.strip().splitlines()[-1:] or [f"ended with {code}"]
-        message = line[0].removeprefix(f"kvlab {name}: ")
-        raise ValueError(message) if code == 2 else RuntimeError(message)
-    return json.loads(out)
-
-
-def _finished(call: list[str], told: Callable[[float], object] | None) -> tuple[int, str, str]:
-    """The exit code and what was printed. Ctrl-C, or what `told` raises, ends the command too."""
-    read, write = os.pipe()
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error, os.fdopen(read) as fractions:
-        with os.fdopen(write, "w"):
-            child = subprocess.Popen(
-                call, stdout=out, stderr=error, pass_fds=[write], env=os.environ | {"KVLAB_PROGRESS_FD": str(write)}
-            )
-        try:
-            for line in fractions:  # until the command ends
-                if told is not None:
-                    told(float(line))
-            code = child.wait()
-        except BaseException:
-            child.terminate()
-            child.wait()
-            raise
-        texts = []
-        for file in (out, error):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-        return code, texts[0], texts[1]
+        return json.loads(_kvlab.run_command(name, asked, own, told))
 
 
 def _words(option: str, value: Option, repeated: bool) -> list[str]:
@@ -139,8 +102,7 @@ def _words(option: str, value: Option, repeated: bool) -> list[str]:
     return [word for item in items for word in (option, item)] if repeated else [option, ",".join(items)]
 
 
-def _program() -> str:
-    program = os.environ.get("KVLAB_COMMAND") or shutil.which("kvlab")
-    if not program:
-        raise RuntimeError("the kvlab command is needed: put it on PATH, or name it in KVLAB_COMMAND (./dev build)")
-    return program
+
+def main() -> None:
+    """`kvlab` on the command line."""
+    sys.exit(_kvlab.main(sys.argv[1:]))

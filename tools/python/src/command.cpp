@@ -30,11 +30,21 @@ std::string run_in_process(const std::string& name, const std::vector<std::strin
   });
 }
 
+/// The command itself, for the script that pip installs.
+int main_in_process(std::vector<std::string> words) {
+  words.insert(words.begin(), "kvlab");
+  std::vector<char*> argv;
+  for (std::string& word : words) argv.push_back(word.data());
+  const nb::gil_scoped_release no_gil;
+  return kvlab_main(static_cast<int>(argv.size()), argv.data());
+}
+
 }  // namespace
 
 void bind_command(nb::module_& module) {
   module.def("run_command", run_in_process, nb::arg("name"), nb::arg("words"), nb::arg("own"),
              nb::arg("progress").none(), "JSON: what a command prints.");
+  module.def("main", main_in_process, nb::arg("words"), "The exit code of `kvlab WORDS...`.");
 }
 
 }  // namespace kvlab::python

@@ -1,0 +1,194 @@
+#include <fmt/core.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <exception>
+#include <filesystem>
+#include <stdexcept>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "policies/catalogue.hpp"
+#include "sim/source/complaint.hpp"
+#include "tools/command.hpp"
+#include "tools/terminal.hpp"
+#include "traces/base/cancel.hpp"
+#include "traces/base/text.hpp"
+
+namespace kvlab {
+namespace {
+
+constexpr int kBadInput = 2;
+
+void print_welcome() {
+  fmt::print(
+      "kvlab: design KV-cache eviction policies offline, deploy them online.\n\n"
+      "New here?  kvlab demo          the whole loop on the bundled model, a minute or two\n"
+      "Then       kvlab capture       a trace from your own model\n"
+      "           kvlab replay        many policies and budgets over it\n"
+      "           kvlab report        a page to look at\n\n");
+  fmt::print("Commands (`kvlab help COMMAND` says more of each):\n");
+  for (const Command& command : all_commands())
+    fmt::print("  {:<10} {}\n", command.name, command.summary);
+}
+
+int run(const std::vector<std::string>& words) {
+  const auto asks_for_help = [](const std::string& word) {
+    return word == "--help" || word == "-h" || word == "help";
+  };
+  const bool asks = !words.empty() && asks_for_help(words[0]);
+  if (words.empty() || (asks && (words.size() == 1 || asks_for_help(words[1])))) {
+    print_welcome();
+    return 0;
+  }
+  if (asks) return run({words[1], "--help"});
+  if (words[0] == "--version") {
+    fmt::print("kvlab {}\n", KVLAB_VERSION);
+    return 0;
+  }
+  const auto commands = all_commands();
+  const auto command = std::find_if(commands.begin(), commands.end(),
+                                    [&](const Command& c) { return c.name == words[0]; });
+  if (command == commands.end()) {
+    std::vector<std::string> names;
+    for (const Command& c : commands) names.push_back(c.name);
+    const auto near = nearest_name(words[0], names);
+    throw std::invalid_argument(
+        fmt::format("unknown command '{}'; {}", words[0],
+                    near ? "did you mean '" + *near + "'?" : "`kvlab --help` lists them"));
+  }
+  return run_command(*command, {words.begin() + 1, words.end()});
+}
+
+/// What went wrong, a line for each of `lines`, in place of what was still to be said.
+void complain(Terminal& terminal, const std::vector<std::string>& words,
+              const std::vector<std::string>& lines) {
+  terminal.drop_lines();
+  std::string begin = words.empty() ? "kvlab: " : "kvlab " + words[0].substr(0, 80) + ": ";
+  for (const std::string& line : lines)
+    fmt::print(stderr, "{}{}\n", std::exchange(begin, ""), line);
+}
+
+constexpr std::string_view kOutOfMemoryAtOnce =
+    "kvlab: out of memory; a shorter input or fewer configurations would fit; "
+    "what was unfinished is left, as *.part\n";
+
+/// Without an allocation.
+void say_as_it_is(std::string_view line) {
+  [[maybe_unused]] const auto said = ::write(STDERR_FILENO, line.data(), line.size());
+}
+
+/// Where memory ends in what may not throw, as the destructor of JSON: nothing more can be undone.
+[[noreturn]] void end_without_memory() {
+  try {
+    if (const auto error = std::current_exception()) std::rethrow_exception(error);
+  } catch (const std::bad_alloc&) {
+    say_as_it_is(kOutOfMemoryAtOnce);
+    ::_exit(kBadInput);
+  } catch (...) {  // a mistake of ours, which a core shows
+  }
+  std::abort();
+}
+
+/// Signals that call a command off, with their names.
+constexpr std::pair<int, const char*> kCallers[] = {
+    {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGXCPU, "SIGXCPU"}};
+
+/// One of these: what is at work ends at its next item and takes away what is not whole. A
+/// second one ends the process at once.
+std::atomic<bool> called_off = false;
+volatile std::sig_atomic_t caller = 0;
+void call_off(int signal) {
+  caller = signal;
+  called_off = true;
+  std::signal(signal, SIG_DFL);
+}
+
+/// Signals that whoever began this process ignores, as `nohup` does, stay so.
+void listen_to(int signal) {
+  if (std::signal(signal, call_off) == SIG_IGN) std::signal(signal, SIG_IGN);
+}
+
+/// Says what is left of work that was called off, and how it goes on. Returns the exit code.
+int say_called_off(Terminal& terminal, const std::vector<std::string>& words,
+                   std::string_view error) {
+  const Cancelled plain;
+  const std::string_view begin = plain.what();
+  const bool says_more = error.starts_with(begin) && error.size() > begin.size();
+  const std::string_view rest = says_more ? error.substr(begin.size())
+                                          : "; nothing is left, and the same command begins again";
+  const auto* const by =
+      std::ranges::find(kCallers, int{caller}, &std::pair<int, const char*>::first);
+  complain(terminal, words, {fmt::format("{} by {}{}", begin, by->second, rest)});
+  return 128 + caller;
+}
+
+/// What is printed at once meets a full disk at once, and a reader that has gone: `ends_quietly`,
+/// this process goes as it would have by the signal.
+int say_unprinted(Terminal& terminal, const std::vector<std::string>& words,
+                  const std::error_code& error, bool ends_quietly) {
+  if (error.value() == EPIPE && ends_quietly) {
+    std::signal(SIGPIPE, SIG_DFL);
+    std::raise(SIGPIPE);
+  }
+  complain(terminal, words, {"standard output: cannot write: " + error.message()});
+  return kBadInput;
+}
+
+/// A crash would say nothing.
+void refuse_small_stack() {
+  constexpr rlim_t kLeast = 256 << 10;
+  rlimit stack{};
+  if (::getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur >= kLeast) return;
+  throw std::runtime_error(
+      fmt::format("the stack is limited to {} KiB; {} KiB are needed: ulimit -s {}",
+                  stack.rlim_cur >> 10, kLeast >> 10, kLeast >> 10));
+}
+
+/// A mapped file that shrinks while it is read raises SIGBUS, where nothing but this can be done.
+void say_that_a_file_shrank(int) {
+  say_as_it_is(
+      "kvlab: a file became shorter while it was read; leave inputs as they are until it is "
+      "done\n");
+  ::_exit(kBadInput);
+}
+
+}  // namespace
+
+int kvlab_main(int argc, char** argv) {
+  std::set_terminate(end_without_memory);
+  std::signal(SIGBUS, say_that_a_file_shrank);
+  std::signal(SIGXFSZ, SIG_IGN);  // the call that writes too much fails
+  const bool ends_by_pipe = std::signal(SIGPIPE, SIG_IGN) != SIG_IGN;
+  for (const auto& [signal, name] : kCallers) listen_to(signal);
+  const Cancellable scope(&called_off);
+  Terminal terminal;
+  std::vector<std::string> words;
+  try {
+    words.assign(argv + 1, argv + argc);
+    refuse_small_stack();
+    return run(words);
+  } catch (const std::bad_alloc&) {
+    complain(terminal, words, {"out of memory; a shorter input or fewer configurations would fit"});
+  } catch (const DoesNotCompile& error) {
+    complain(terminal, words, split_list(error.what(), '\n'));
+  } catch (const std::filesystem::filesystem_error& error) {
+    complain(terminal, words,
+             {fmt::format("{}: {}", error.path1().string(), error.code().message())});
+  } catch (const std::exception& error) {
+    if (called_off) return say_called_off(terminal, words, error.what());
+    const auto* const code = dynamic_cast<const std::system_error*>(&error);
+    if (code && std::ferror(stdout))
+      return say_unprinted(terminal, words, code->code(), ends_by_pipe);
+    complain(terminal, words, {error.what()});
+  }
+  return kBadInput;
+}
+
+}  // namespace kvlab
