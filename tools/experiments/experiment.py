@@ -24,10 +24,11 @@ class Refused(Exception):
     """What was asked cannot be done: one line."""
 
 
-def parse_arguments(purpose):
+def parse_arguments(purpose, models):
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--kvlab", default=str(ROOT / "build/kvlab"), help="the command (default: build/kvlab)")
-    parser.add_argument("--model", required=True, help="checkpoint, such as engine/models/smollm2")
+    several = {"nargs": "+"} if models else {}
+    parser.add_argument("--model", required=True, help="checkpoint, such as engine/models/smollm2", **several)
     parser.add_argument("--text", nargs="+", default=[str(text) for text in TEXTS], help="default: tools/texts/*.txt")
     parser.add_argument("--tokens", type=int, help="tokens of each text")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
@@ -39,8 +40,11 @@ def parse_arguments(purpose):
 class Experiment:
     """One page: the runs it is made of, and their tables."""
 
-    def __init__(self, purpose):
-        self.arguments = parse_arguments(purpose)
+    def __init__(self, purpose, models=False):
+        """`models`: `--model` names several, and `self.models` lists them; `self.model` says of which a run is."""
+        self.arguments = parse_arguments(purpose, models)
+        self.models = self.arguments.model if models else [self.arguments.model]
+        self.model = self.models[0]
         self.commands, self.sections = [], []
         self.scratch = tempfile.TemporaryDirectory()
 
@@ -53,7 +57,7 @@ class Experiment:
         return self.arguments.tokens or min(self.quick(1024, 2560), self.context())
 
     def context(self):
-        config = pathlib.Path(self.arguments.model) / "config.json"
+        config = pathlib.Path(self.model) / "config.json"
         return json.loads(config.read_text()).get("max_position_embeddings", 1 << 30)
 
     def kvlab(self, command, *options, table=None, device=None):
@@ -62,7 +66,8 @@ class Experiment:
         options = [*map(str, options)]
         if device or self.arguments.device:
             options += ["--device", device or self.arguments.device]
-        self.commands.append(" ".join(["kvlab", *command, *(name_of(option) for option in options)]))
+        named = ["MODEL" if len(self.models) > 1 and option == self.model else name_of(option) for option in options]
+        self.commands.append(" ".join(["kvlab", *command, *named]))
         print(self.commands[-1], file=sys.stderr)
         done = subprocess.run([self.arguments.kvlab, *command, *options, "--out", out], stdout=subprocess.DEVNULL)
         if done.returncode:
@@ -76,13 +81,13 @@ class Experiment:
     def capture(self, tokens, prompt=None):
         """A trace of the first text."""
         return self.kvlab(
-            ["capture"], "--model", self.arguments.model, "--prompt-file", self.arguments.text[0], "--teacher-forced",
+            ["capture"], "--model", self.model, "--prompt-file", self.arguments.text[0], "--teacher-forced",
             "--prompt-tokens", prompt or tokens // 4, "--max-tokens", tokens,
         )  # fmt: skip
 
     def add_column(self, trace, name):
         """Adds a column to a finished trace by the Python package."""
-        command = ["-m", "kvlab.hf", "columns", trace, "--column", name, "--model", self.arguments.model]
+        command = ["-m", "kvlab.hf", "columns", trace, "--column", name, "--model", self.model]
         self.commands.append(" ".join(["python3", *(name_of(word) for word in map(str, command))]))
         done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
@@ -92,7 +97,7 @@ class Experiment:
         """The closed loop over every text: rows of eval.csv, of all texts together."""
         tokens = tokens or self.tokens
         rows = self.kvlab(
-            ["eval"], "--model", self.arguments.model, "--text", *self.arguments.text, "--window", tokens,
+            ["eval"], "--model", self.model, "--text", *self.arguments.text, "--window", tokens,
             "--max-tokens", tokens, "--prompt-tokens", prompt or tokens // 5, "--policy", ",".join(policies),
             "--budget", ",".join(map(str, budgets)), *options, table="eval.csv", device=device,
         )  # fmt: skip
@@ -112,7 +117,7 @@ class Experiment:
         device = device or self.arguments.device
         device = ["--device", device] if device else []
         done = subprocess.run(
-            [self.arguments.kvlab, "eval", "--model", self.arguments.model, "--text", self.arguments.text[0],
+            [self.arguments.kvlab, "eval", "--model", self.model, "--text", self.arguments.text[0],
              "--policy", policy, *few, *device],
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -122,14 +127,14 @@ class Experiment:
         self.sections.append(text.strip())
 
     def write(self, title, question):
-        model = pathlib.Path(self.arguments.model).name
+        models = ", ".join(f"`{pathlib.Path(model).name}`" for model in self.models)
         version = subprocess.run([self.arguments.kvlab, "--version"], capture_output=True, text=True).stdout.strip()
         texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
         made = [
-            f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no figure is typed. Model: `{model}`.",
+            f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no figure is typed. Model: {models}.",
             f"Texts: {texts}. {version}, on {self.arguments.device or 'the default device'}.",
         ]
-        commands = "\n".join(f"    {line}" for command in self.commands for line in folded(command))
+        commands = "\n".join(f"    {line}" for command in dict.fromkeys(self.commands) for line in folded(command))
         page = [f"# {title}", question.strip(), "\n".join(made), *self.sections, "## The runs", commands]
         path = pathlib.Path(self.arguments.out)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,358 @@
+#!/usr/bin/env python3
+"""A serving engine in little: continuous batching over kvlab's kernels, with keys and values in blocks of one pool.
+
+Requests join and leave; prompts come in chunks between decode steps, which are one CUDA graph; requests share a prefix,
+whose attention is paid once; where blocks run out, a request is swapped out to the host and comes back. The model has
+the shape of Llama 3 8B and random weights. Then each request is served alone, its prefix read anew, and exit status 1
+says that its tokens differ.
+
+    KVLAB_CUDA=1 pip install . torch && python3 tools/examples/engine.py
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import sys
+import time
+
+import torch
+
+from kvlab import _library as kvlab  # kvlab.h by ctypes
+
+PAGE, IDLE = 16, -1
+HIDDEN, QUERY_HEADS, KV_HEADS, DIM, INNER, VOCAB = 4096, 32, 8, 128, 14336, 32000
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    prefix: list  # tokens that others may share; or none
+    prompt: list  # the rest of its prompt
+    wanted: int  # tokens
+    said: list = dataclasses.field(default_factory=list)
+    fed: int = 0  # tokens that are or were in its cache
+    row: int = -1
+    swapped: dict | None = None
+
+    def chunk(self, most):
+        """The next tokens of its prompt to admit together: a prefix by itself, then at most so many."""
+        if self.fed < len(self.prefix):
+            return self.prefix
+        begun = self.fed - len(self.prefix)
+        return self.prompt[begun : begun + most]
+
+    @property
+    def is_read(self):
+        return self.fed >= len(self.prefix) + len(self.prompt)
+
+
+class Model:
+    """Random weights, and what a layer does besides attention."""
+
+    def __init__(self, layers):
+        torch.manual_seed(1)
+        self.layers = layers
+        qkv = (QUERY_HEADS + 2 * KV_HEADS) * DIM
+        self.embedding, self.head = self.draw(VOCAB, HIDDEN), self.draw(VOCAB, HIDDEN)
+        shapes = {"qkv": (qkv, HIDDEN), "o": (HIDDEN, QUERY_HEADS * DIM), "up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+        self.weights = [{name: self.draw(*shape) for name, shape in shapes.items()} for _ in range(layers)]
+        angle = torch.arange(8192, device="cuda")[:, None] * 500000.0 ** (-torch.arange(DIM // 2, device="cuda") / (DIM // 2))
+        self.rope = torch.stack([angle.cos(), angle.sin()], -1).float().contiguous()  # [position, DIM / 2, 2]
+
+    def draw(self, out, into):
+        return torch.randn(out, into, dtype=torch.bfloat16, device="cuda") * into**-0.5
+
+    @staticmethod
+    def norm(x):
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), eps=1e-5)
+
+    def logits(self, tokens, attend):
+        """`attend(layer, qkv)` [token, head, DIM] to [token, query head, DIM]."""
+        x = self.embedding[tokens]
+        for layer, weights in enumerate(self.weights):
+            qkv = (self.norm(x) @ weights["qkv"].T).view(len(x), -1, DIM)
+            x = x + attend(layer, qkv).view(len(x), -1) @ weights["o"].T
+            gate, up = (self.norm(x) @ weights["up"].T).chunk(2, -1)
+            x = x + (torch.nn.functional.silu(gate) * up) @ weights["down"].T
+        return self.norm(x) @ self.head.T
+
+
+class Engine:
+    """`rows` requests decode together; one more row holds a prefix. A row's slots lie in blocks of the pool."""
+
+    def __init__(self, model, policy, rows, budget, chunk, blocks):
+        self.model, self.rows, self.budget, self.chunk = model, rows, budget, chunk
+        self.library, self.policy = kvlab.library(), kvlab.policy(policy)
+        self.most = -(-(budget + chunk) // PAGE) * PAGE  # slots of a KV head: what stays, and a chunk
+        layers, all_rows = model.layers, rows + 1
+
+        def zeros(*shape, dtype=torch.int32):
+            return torch.zeros(*shape, dtype=dtype, device="cuda")
+
+        self.keys, self.values = (zeros(layers, blocks, PAGE, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
+        # All else lies by slot: of row and KV head `most` each.
+        self.positions = zeros(layers, all_rows, KV_HEADS, self.most)
+        self.states = zeros(layers, all_rows, KV_HEADS, self.most, max(self.policy.slot_bytes, 1), dtype=torch.uint8)
+        self.seen = zeros(layers, all_rows, KV_HEADS, self.most, kvlab.OBSERVATION_BYTES, dtype=torch.uint8)
+        self.lengths, self.next_slots = (zeros(layers, all_rows, KV_HEADS) for _ in range(2))
+        self.first_slot = (torch.arange(all_rows * KV_HEADS, device="cuda") * self.most).view(all_rows, KV_HEADS)
+        rule = torch.tensor([budget, 4, budget // 4, 0], dtype=torch.int32, device="cuda")  # 4 sinks, a quarter recent
+        self.rules = rule.repeat(all_rows * KV_HEADS, 1)
+        self.threshold16 = torch.full((all_rows,), 655, dtype=torch.int32, device="cuda")
+        self.seeds, self.ids = zeros(all_rows, dtype=torch.int64), zeros(all_rows)
+        self.table = torch.zeros(all_rows, self.most // PAGE, dtype=torch.int32)
+        self.blocks = zeros(*self.table.shape)
+        self.held = [[] for _ in range(all_rows)]
+        self.free, self.unused_rows = list(range(blocks)), list(range(rows))
+        self.prefix = None  # whose keys, values and observations the last row holds
+        self.now, self.tokens = torch.full((rows,), IDLE, dtype=torch.int32, device="cuda"), zeros(rows, dtype=torch.int64)
+        self.of_chunk = zeros(2)  # position of a chunk's first token; tokens
+        self.numbers = torch.arange(max(rows, self.most), dtype=torch.int32, device="cuda")
+        self.zeros = zeros(self.most)
+        size = self.library.kvlab_evicting_attention_workspace(self.policy.handle, self.cache(0, 0, rows))
+        self.workspace = zeros(size, dtype=torch.uint8)
+        self.shrink_workspace = zeros(self.library.kvlab_shrink_workspace(self.cache(0, 0, 1)), dtype=torch.uint8)
+        self.swaps = self.hits = self.steps = 0
+        self.graph = self.capture()
+
+    # --- Blocks -----------------------------------------------------------------------------------
+
+    def hold(self, row, slots):
+        """Gives a row the blocks that so many slots take, no more; False: there are not so many."""
+        held, wanted = self.held[row], -(-slots // PAGE)
+        if wanted - len(held) > len(self.free):
+            return False
+        while len(held) > wanted:
+            self.free.append(held.pop())
+        while len(held) < wanted:
+            held.append(self.free.pop())
+        self.table[row, :wanted] = torch.tensor(held, dtype=torch.int32)
+        self.blocks.copy_(self.table)
+        return True
+
+    # --- kvlab.h ----------------------------------------------------------------------------------
+
+    def cache(self, layer, row, sequences):
+        pages = kvlab.Pages(self.blocks[row].data_ptr(), PAGE, self.table.shape[1], 0, PAGE * KV_HEADS * DIM,
+                            KV_HEADS * DIM, DIM)  # fmt: skip
+        arrays = (self.first_slot[row], self.keys[layer], self.values[layer], self.positions[layer], self.lengths[layer, row],
+                  self.next_slots[layer, row])  # fmt: skip
+        return kvlab.Cache(0, sequences, QUERY_HEADS, KV_HEADS, DIM, DIM**-0.5, self.most, *map(at, arrays), None, pages)
+
+    def state(self, layer, row):
+        rules = self.rules[row * KV_HEADS :]
+        given = (self.states[layer], rules, None, self.threshold16[row:], self.seeds[row:], self.ids[row:])
+        return kvlab.PolicyState(*map(at, given), layer, None, None, None)
+
+    def call(self, name, *arguments):
+        if getattr(self.library, name)(*arguments, torch.cuda.current_stream().cuda_stream):
+            raise RuntimeError(f"{name}: {self.library.kvlab_last_error().decode()}")
+
+    def write(self, cache, qkv, rope_rows, sequences, slots, now):
+        """Keys and values to their slots; returns the rotated queries."""
+        q = torch.empty(len(qkv), QUERY_HEADS, DIM, dtype=qkv.dtype, device="cuda")
+        given = (self.model.rope, rope_rows, sequences, slots, now, q)
+        self.call("kvlab_write", kvlab.WriteArgs(cache, len(qkv), at(qkv), DIM, *map(at, given)))
+        return q
+
+    # --- A decode step ----------------------------------------------------------------------------
+
+    def capture(self):
+        """All rows' next tokens, from `tokens` at positions `now`; a row at IDLE sits out."""
+
+        def step():
+            places = self.now.clamp(min=0)
+            logits = self.model.logits(self.tokens, lambda layer, qkv: self.attend(layer, qkv, places))
+            self.tokens.copy_(logits.float().argmax(-1))
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()  # all idle: libraries make their plans
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        return graph
+
+    def attend(self, layer, qkv, places):
+        cache = self.cache(layer, 0, self.rows)
+        q = self.write(cache, qkv, places, self.numbers, None, self.now)
+        out = torch.zeros_like(q)
+        given = kvlab.EvictingAttentionArgs(cache, self.state(layer, 0), 0, at(self.now), at(q), None, 0, 1.0, at(out), None,
+                                            at(self.workspace), 0)  # fmt: skip
+        self.call("kvlab_evicting_attention", self.policy.handle, given)
+        return out
+
+    def decode(self, running):
+        for request in running:
+            self.tokens[request.row] = request.said[-1]
+        now = torch.full((self.rows,), IDLE, dtype=torch.int32)
+        for request in running:
+            now[request.row] = request.fed
+        self.now.copy_(now)
+        self.graph.replay()
+        said = self.tokens.tolist()
+        for request in running:
+            request.said.append(said[request.row])
+            request.fed += 1
+        self.steps += 1
+
+    # --- A chunk of a prompt ----------------------------------------------------------------------
+
+    def admit(self, request, tokens, shared):
+        """Chunk by chunk: attention over what stays and the chunk, what each token received, and room."""
+        row, fed, count = (self.rows if shared else request.row), request.fed, len(tokens)
+        self.of_chunk.copy_(torch.tensor([fed, count], dtype=torch.int32))
+        if not (shared and self.prefix == tokens):
+            self.seen[:, row] = 0
+            logits = self.model.logits(torch.tensor(tokens, device="cuda"),
+                                       lambda layer, qkv: self.attend_chunk(layer, qkv, row, fed))  # fmt: skip
+            request.said = [int(logits[-1].float().argmax())]
+        for layer in range(self.model.layers):
+            self.shrink(layer, row, request.row)
+        request.fed += count
+
+    def attend_chunk(self, layer, qkv, row, fed):
+        cache, count = self.cache(layer, row, 1), len(qkv)
+        q = self.write(cache, qkv, self.numbers[:count] + fed, self.zeros, self.numbers, None)
+        out, rows = torch.empty_like(q), torch.empty(count, QUERY_HEADS, 2, device="cuda")
+        prefill = kvlab.PrefillArgs(0, QUERY_HEADS, KV_HEADS, DIM, DIM**-0.5, 0, count, at(q), cache.keys, cache.values,
+                                    cache.first_slot, cache.lengths, at(out), None, at(rows), cache.pages)  # fmt: skip
+        self.call("kvlab_prefill_attention", prefill)
+        if self.policy.needs:
+            observe = kvlab.ObserveArgs(prefill, self.policy.needs, min(fed, self.budget - 1) + count, fed,
+                                        at(self.threshold16), at(self.seen[layer]))  # fmt: skip
+            work = torch.empty(self.library.kvlab_observe_workspace(observe), dtype=torch.uint8, device="cuda")
+            observe.workspace = at(work)
+            self.call("kvlab_observe", observe)
+        return out
+
+    def shrink(self, layer, row, to):
+        """What stays of a row, there or, where a prefix stays as it is for others, in another's blocks."""
+        args = kvlab.ShrinkArgs(self.cache(layer, row, 1), self.cache(layer, to, 1), self.state(layer, to),
+                                at(self.states[layer]), at(self.of_chunk), at(self.of_chunk[1:]),
+                                at(self.seen[layer]) if self.policy.needs else None, at(self.shrink_workspace))  # fmt: skip
+        self.call("kvlab_shrink", self.policy.handle, args)
+
+    # --- Requests ---------------------------------------------------------------------------------
+
+    def join(self, request):
+        request.row = self.unused_rows.pop()
+        self.lengths[:, request.row] = 0
+        self.next_slots[:, request.row] = 0
+
+    def leave(self, request):
+        self.hold(request.row, 0)
+        self.unused_rows.append(request.row)
+        request.row = -1
+
+    def read(self, request, share):
+        """One chunk of its prompt; False: there are no blocks for it."""
+        tokens = request.chunk(self.chunk)
+        shared = share and request.fed == 0 and bool(request.prefix)
+        stays = min(request.fed, self.budget - 1)
+        if shared:  # nothing is older there, and shrinking leaves it so
+            self.lengths[:, self.rows] = 0
+            self.next_slots[:, self.rows] = 0
+        if shared and self.prefix != tokens:
+            self.prefix = None
+            if not self.hold(self.rows, len(tokens)):
+                return False
+        if not self.hold(request.row, self.budget if shared else max(stays + len(tokens), self.budget)):
+            return False
+        self.hits += shared and self.prefix == tokens
+        self.admit(request, tokens, shared)
+        self.prefix = tokens if shared else self.prefix
+        return self.hold(request.row, self.budget)
+
+    def swap_out(self, request):
+        held, row = torch.tensor(self.held[request.row], device="cuda"), request.row
+        request.swapped = {name: getattr(self, name)[:, held].cpu() for name in ("keys", "values")}
+        for name in ("positions", "states", "lengths", "next_slots"):
+            request.swapped[name] = getattr(self, name)[:, row].cpu()
+        self.leave(request)
+        self.swaps += 1
+
+    def swap_in(self, request):
+        self.join(request)
+        self.hold(request.row, self.budget)
+        held = torch.tensor(self.held[request.row], device="cuda")
+        for name, saved in request.swapped.items():
+            getattr(self, name)[:, held if name in ("keys", "values") else request.row] = saved.cuda()
+        request.swapped = None
+
+    def serve(self, requests, share):
+        waiting, running, out = list(requests), [], []
+        reading = None
+        while waiting or running or out or reading:
+            if reading is None and waiting and self.unused_rows:
+                reading = waiting.pop(0)
+                self.join(reading)
+            if reading and not self.read(reading, share):
+                if not running:
+                    raise RuntimeError("the pool has too few blocks for one request")
+                out.append(running.pop())  # the youngest gives up its blocks
+                self.swap_out(out[-1])
+                continue
+            if reading and reading.is_read:
+                running, reading = [*running, reading], None
+            if out and not waiting and not reading and self.unused_rows and len(self.free) * PAGE >= self.budget:
+                self.swap_in(out[0])
+                running.append(out.pop(0))
+            if running:
+                self.decode(running)
+            for request in [one for one in running if len(one.said) >= one.wanted]:
+                running.remove(request)
+                self.leave(request)
+
+
+def at(tensor):
+    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
+
+
+def drawn(count):
+    generator = torch.Generator().manual_seed(7)
+
+    def tokens(least, most):
+        length = int(torch.randint(least, most + 1, (1,), generator=generator))
+        return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+    prefix = tokens(300, 300)
+    return [Request(prefix if i % 2 == 0 else [], tokens(100, 900), 20 + i * 5 % 40) for i in range(count)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--rows", type=int, default=6, help="requests that decode together")
+    parser.add_argument("--budget", type=int, default=256, help="tokens of each KV head")
+    parser.add_argument("--policy", default="h2o")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("skipped: no CUDA device")
+        return 0
+    model = Model(arguments.layers)
+
+    def engine(rows):
+        blocks = 20 + 32 + (rows - 1) * (-(-arguments.budget // PAGE)) - 8  # too few for all at once
+        return Engine(model, arguments.policy, arguments.rows, arguments.budget, 256, blocks)
+
+    together = drawn(arguments.requests)
+    served, began = engine(arguments.rows), time.perf_counter()
+    served.serve(together, share=True)
+    seconds = time.perf_counter() - began
+    said = sum(len(request.said) for request in together)
+    print(f"{len(together)} requests, {said} tokens in {seconds:.2f} s, {served.steps} steps, {served.hits} prefix hits, "
+          f"{served.swaps} swapped out")  # fmt: skip
+    wrong, alone = 0, engine(arguments.rows)
+    for number, request in enumerate(drawn(arguments.requests)):
+        alone.serve([request], share=False)
+        if request.said != together[number].said:
+            wrong += 1
+            print(f"request {number}: {together[number].said} together, {request.said} alone")
+    print("the same tokens alone" if wrong == 0 else f"{wrong} requests differ alone")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
