@@ -25,7 +25,7 @@ void add_options(po::options_description& options) {
   add("budget", text_option("B"), "tokens that a decoded query may span, or a share: 256, 10%");
   add("policy", text_option("P,..."),
       "policies: a bare name stands for its variants (guards and parameters), h2o:recent=25% for "
-      "itself (default: all that there are, but random)");
+      "itself (default: all but random, and what needs columns or once)");
   add_source_option(options);
   add_columns_option(options);
   add_ladder_option(options);
