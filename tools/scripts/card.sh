@@ -27,6 +27,8 @@ side_by_side() {
   printf 'example %s.c|%q\n' evict "$installed/build/evict" paged "$installed/build/paged"
   printf 'example torch_evict.py|python_with torch %q %q --library %q\n' "${KVLAB_HF_PYTHON:-python3}" \
     "$source/tools/examples/torch_evict.py" "$installed/prefix/lib/libkvlab_kernels.so"
+  printf 'python engine.py|python_with torch,kvlab %q %q --layers 8\n' "${KVLAB_PYTHON:-python3}" \
+    "$source/tools/examples/engine.py"
   for tests in evicting_cuda ops replay; do
     printf 'python test_%s.py|python_with torch,pytest,kvlab %q -m pytest -q -p no:cacheprovider %q\n' $tests \
       "${KVLAB_PYTHON:-python3}" "$source/tests/python/test_$tests.py"
