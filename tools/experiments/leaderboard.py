@@ -1,129 +1,190 @@
 #!/usr/bin/env python3
-"""The leaderboard: every registered policy by KL and by pass key (docs/results/leaderboard.md)."""
+"""The leaderboard: every registered policy by KL and by pass key, on several models (docs/results/leaderboard.md)."""
 
+import json
 import math
-from types import SimpleNamespace
+import pathlib
 
-from experiment import Experiment, Refused, figure, main, name_of_policy, ranking, table, values
+from experiment import Experiment, main, ranking, table, values
 
 QUESTION = """
 Every registered policy with its defaults, at several budgets, judged twice: how far do its predictions move from the
-full cache's (KL, in nats), and does the model still find a number in the text (pass key)? The two need not agree.
+full cache's (KL, in nats), and does the model still find a number in the text (pass key, asked after the prompt is
+cut)? The two need not agree, nor need two models: the last part says what holds on each.
 
 A policy that compresses prompts (`once`) keeps all that it decodes: its memory grows. Such lines stand apart, beside
-the same policy without. A policy that reads columns which no engine computes stands in the replay alone, at the end.
+the same policy without. Budgets are of the layers that see everything: a layer with a window keeps its window, whatever
+the policy.
 """
+LENGTHS = (100, 200, 300, 400)  # words of a pass key's text
+FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"  # for which figure predicts
 
 
 def is_once(name):
     return "once" in name[1].split(":")
 
 
-def by_kl(experiment, rows, budgets):
-    found = values(rows, "kl")
-    every = list(dict.fromkeys(key[:2] for key in found if key[2] != "all"))
-    names = [name for name in every if not is_once(name)]
-    least = {budget: min(found[(*name, str(budget))][0] for name in names) for budget in budgets}
+def ranks(numbers):
+    """1 is the least; equal numbers share the mean of their places."""
+    order = sorted(numbers)
+    return [order.index(number) + (order.count(number) + 1) / 2 for number in numbers]
 
-    def times_the_least(name):
-        logs = [math.log(max(found[(*name, str(budget))][0], 1e-9) / max(least[budget], 1e-9)) for budget in budgets]
+
+def spearman(one, other):
+    one, other = ranks(one), ranks(other)
+    mean = (len(one) + 1) / 2
+    both = sum((a - mean) * (b - mean) for a, b in zip(one, other))
+    alone = [sum((a - mean) ** 2 for a in own) for own in (one, other)]
+    return both / (alone[0] * alone[1]) ** 0.5 if all(alone) else float("nan")
+
+
+class Board:
+    """All that is asked of one model."""
+
+    def __init__(self, experiment, directory):
+        experiment.model, self.experiment = directory, experiment
+        self.name = f"`{pathlib.Path(directory).name}`"
+        self.budgets = experiment.quick([64, 256], [64, 128, 256, 512, 1024])
+        self.asked = experiment.quick([64, 128], [64, 128, 256])
+        self.groups = roster(experiment)
+        rows = [row for device, names in self.groups.items() for row in experiment.eval(names, self.budgets, device=device)]
+        self.kl = values(rows, "kl")
+        self.by_kl()
+        self.by_pass_key()
+        streamed = ["--prefill", "stream", "--span", "all", "--positions", "cache"]
+        sinks = experiment.eval([f"sink:sinks={count}" for count in (0, 1, 4)], [256], *streamed, tokens=min(1024, experiment.tokens))
+        self.sinks = {key[1].split(":")[0]: value for key, (value, _) in values(sinks, "kl").items() if key[0] == "sink"}
+        self.fidelity = self.predict()
+
+    def names(self, once):
+        every = dict.fromkeys(key[:2] for key in self.kl if key[2] != "all")
+        return [name for name in every if is_once(name) == once]
+
+    def times_the_least(self, name):
+        """Of its KL by the least of its budget, the geometric mean."""
+        logs = []
+        for budget in map(str, self.budgets):
+            least = min(self.kl[(*other, budget)][0] for other in self.names(once=False))
+            logs.append(math.log(max(self.kl[(*name, budget)][0], 1e-9) / max(least, 1e-9)))
         return math.exp(sum(logs) / len(logs))
 
-    def ranked(names):
-        names = sorted(names, key=times_the_least)
-        ordered = {(*name, str(budget)): found[(*name, str(budget))] for name in names for budget in budgets}
-        return ranking(ordered, budgets), [[name_of_policy(*name), f"{times_the_least(name):.2f}"] for name in names]
+    def ranked(self, once):
+        names = sorted(self.names(once), key=self.times_the_least)
+        ordered = {(*name, str(budget)): self.kl[(*name, str(budget))] for name in names for budget in self.budgets}
+        lines = ranking(ordered, self.budgets).replace(" ± ", "±").split("\n")
+        heads = ["times the least |", "--- |", *(f"{self.times_the_least(name):.2f} |" for name in names)]
+        return "\n".join(f"{line} {more}" for line, more in zip(lines, heads))
 
-    kl, overall = ranked(names)
-    experiment.section("## By KL\n\nThe best of all budgets first.\n\n" + kl)
-    experiment.section(
-        "KL as a multiple of the least at its budget, geometric mean:\n\n"
-        + table(["policy", "times the least"], overall)
-    )
-    if len(names) < len(every):
-        experiment.section("Prompts compressed once, all decoded tokens kept:\n\n" + ranked(set(every) - set(names))[0])
+    def by_kl(self):
+        self.experiment.section(f"## {self.name}: KL\n\nThe best of all budgets first.\n\n" + self.ranked(once=False))
+        if self.names(once=True):
+            self.experiment.section("Prompts compressed once, all decoded tokens kept:\n\n" + self.ranked(once=True))
+        if "cpu" in self.groups and self.experiment.arguments.device != "cpu":
+            names = ", ".join(f"`{name}`" for name in self.groups["cpu"])
+            self.experiment.section(f"The device refuses {names}; they ran on the CPU.")
 
-
-def by_pass_key(experiment, groups, budgets):
-    words, depths = experiment.quick("150", "250,500"), experiment.quick("50%", "10%,50%,90%")
-    rows = [
-        row | {"stderr": ""}
-        for device, policies in groups.items()
-        for row in experiment.kvlab(
-            ["task", "passkey"], "--model", experiment.arguments.model, "--words", words, "--depth", depths, "--draws",
-            experiment.quick(2, 4), "--policy", ",".join(policies), "--budget", ",".join(map(str, budgets)),
-            "--query-aware", "--query-agnostic", table="task.csv", device=device,
-        )  # fmt: skip
-        if row["words"] == row["depth"] == "all"
-    ]
-    for mode in ("query-aware", "query-agnostic"):
-        asked = [row for row in rows if row["mode"] == mode]
-        share = values(asked, "exact_match")
-        full = figure(share["full", "", "all"], 2)
-        if share["full", "", "all"][0] == 0:
-            experiment.section(f"## Pass key, {mode}\n\nThe full cache finds none: there is nothing to lose.")
-            continue
-        experiment.section(
-            f"## Pass key, {mode}\n\nThe share of right answers; the full cache has {full}.\n\n"
-            + ranking(share, budgets, best=max)
+    def by_pass_key(self):
+        """At the shortest length where the full cache is right in 80% or more, or the longest."""
+        for words in LENGTHS:
+            share = self.right(words, {None: ["full"]}, self.asked[:1])["full", "", "all"][0]
+            if share >= 0.8:
+                break
+        self.answers = self.right(words, self.groups, self.asked) if share > 0 else {}
+        self.experiment.section(
+            f"## {self.name}: pass key\n\nThe share of right answers in texts of {words} words; the full cache has "
+            f"{share:.2f}.\n\n" + (ranking(self.answers, self.asked, best=max) if self.answers else "")
         )
 
+    def right(self, words, groups, budgets):
+        rows = [
+            row | {"stderr": ""}
+            for device, policies in groups.items()
+            for row in self.experiment.kvlab(
+                ["task", "passkey"], "--model", self.experiment.model, "--words", words, "--depth", "10%,50%,90%",
+                "--draws", self.experiment.quick(4, 8), "--policy", ",".join(policies), "--budget",
+                ",".join(map(str, budgets)), "--query-agnostic", table="task.csv", device=device,
+            )  # fmt: skip
+            if row["words"] == row["depth"] == "all"
+        ]
+        return values(rows, "exact_match")
 
-def by_replay(experiment, policies, columns, budgets):
-    """All policies over a trace of the first text; returns why some could not be: {policy: reason}."""
-    trace = experiment.capture(experiment.tokens)
-    refused = {}
-    for name, needed in columns.items():
-        try:
-            for column in needed:
-                experiment.add_column(trace, column)
-        except Refused as error:
-            refused[name] = str(error)
-    run = experiment.kvlab(
-        ["replay"], "--trace", trace, "--policy", ",".join(name for name in policies if name not in refused),
-        "--budget", ",".join(map(str, budgets)), "--no-references", "--model", experiment.arguments.model,
-    )  # fmt: skip
-    rows = [row for row in experiment.rows(run / "results.csv") if row["layer"] == row["head"] == "all"]
-    found = {key: value for key, value in values(rows, "residual_error").items() if not is_once(key[:2])}
-    experiment.section(
-        "## By replay\n\nThe residual error, which orders policies nearly as KL does, over the first text alone, every"
-        " policy beside every other.\n\n" + ranking(found, budgets)
-    )
-    return refused
+    def predict(self):
+        tokens = self.experiment.tokens
+        out = self.experiment.kvlab(
+            ["fidelity"], "--model", self.experiment.model, "--text", *self.experiment.arguments.text, "--max-tokens", tokens,
+            "--prompt-tokens", tokens // 5, "--policy", FEW, "--budget", "64,256",
+        )  # fmt: skip
+        metrics = json.loads((out / "fidelity.json").read_text())["metrics"]
+        return {name: [own["within"][budget] for budget in ("64", "256")] for name, own in metrics.items()}
 
 
 def roster(experiment):
-    """What is run: the policies in order, those of each device, and columns that only a trace brings."""
-    every = [policy for policy in experiment.policies() if policy["evicts"]]
-    chosen = SimpleNamespace(names=[], groups={}, columns={})
-    for policy in every:
+    """The policies of each device, in order."""
+    groups = {}
+    for policy in experiment.policies():
+        if not policy["evicts"] or not policy["decodes"]:
+            continue
         names = [policy["name"]]
         if "once" in policy["modifiers"]:  # and without what it brings of its own
             names.append(":".join(names + ["once=no"] + ["smooth=0"] * any("smooth" in m for m in policy["modifiers"])))
-        chosen.names += names
-        if not policy["decodes"]:
-            chosen.columns[policy["name"]] = policy["columns"]
-            continue
         for name in names:
-            device = None if experiment.refusal(name) is None else "cpu"
-            chosen.groups.setdefault(device, []).append(name)
-    return chosen
+            groups.setdefault(None if experiment.refusal(name) is None else "cpu", []).append(name)
+    return groups
+
+
+def best(found, budget, least):
+    own = {key[:2]: value for key, (value, _) in found.items() if key[2] == str(budget) and not is_once(key[:2])}
+    extreme = (min if least else max)(own.values())
+    first = [name for name, value in own.items() if value == extreme]
+    return f"`{first[0][0]}` ({extreme:.3g})" if len(first) == 1 else f"{len(first)} policies ({extreme:.3g})"
+
+
+def agreement(boards, found_of, budget):
+    """The least ρ between the first model's order of policies and another's."""
+    names = [key for key in found_of(boards[0]) if key[2] == str(budget) and all(key in found_of(own) for own in boards)]
+    orders = [[found_of(own)[name][0] for name in names] for own in boards]
+    return f"orders: ρ {min(spearman(orders[0], order) for order in orders[1:]):.2f}"
+
+
+def findings(boards):
+    """One line a question, one column a model, and whether they agree."""
+    lines = []
+    for budget in boards[0].budgets:
+        lines.append([f"least KL at {budget}", *(best(own.kl, budget, True) for own in boards),
+                      agreement(boards, lambda own: own.kl, budget)])  # fmt: skip
+    for budget in boards[0].asked if all(own.answers for own in boards) else []:
+        lines.append([f"most pass keys at {budget}", *(best(own.answers, budget, False) for own in boards),
+                      agreement(boards, lambda own: own.answers, budget)])  # fmt: skip
+    for count, what in ((0, "no sink"), (1, "one sink")):
+        times = [own.sinks[f"sinks={count}"] / own.sinks["sinks=4"] for own in boards]
+        same = "yes" if min(times) > 1.1 or max(times) < 1.1 else "no"
+        lines.append([f"KL of `sink` with {what}, times that with 4", *(f"{one:.2f}" for one in times), same])
+    predict = [max(own.fidelity, key=lambda name: sum(own.fidelity[name])) for own in boards]
+    lines.append(["figure of a replay that orders best", *(f"`{name}`" for name in predict),
+                  "yes" if len(set(predict)) == 1 else "no"])  # fmt: skip
+    return table(["question", *(own.name for own in boards), "the same?"], lines)
+
+
+def predictors(boards):
+    """A figure that a model has not is `-`: no residual error where a norm is behind attention."""
+    names = list(dict.fromkeys(name for own in boards for name in own.fidelity))
+    header = ["figure", *(f"{own.name} {budget}" for own in boards for budget in (64, 256))]
+    rows = [
+        [f"`{name}`", *(f"{rho:.2f}" if rho is not None else "-" for own in boards for rho in own.fidelity.get(name, [None] * 2))]
+        for name in names
+    ]
+    return table(header, rows)
 
 
 def leaderboard():
-    experiment = Experiment(__doc__)
-    budgets = experiment.quick([64, 256], [64, 128, 256, 512, 1024])
-    chosen = roster(experiment)
-    rows = [row for device, names in chosen.groups.items() for row in experiment.eval(names, budgets, device=device)]
-    by_kl(experiment, rows, budgets)
-    by_pass_key(experiment, chosen.groups, experiment.quick([64, 128], [64, 128, 256, 512]))
-    refused = by_replay(experiment, chosen.names, chosen.columns, budgets)
-    if "cpu" in chosen.groups and experiment.arguments.device != "cpu":
-        names = ", ".join(f"`{name}`" for name in chosen.groups["cpu"])
-        experiment.section(f"The device refuses {names}; they ran on the CPU.")
-    if refused:
-        reasons = [[f"`{name}`", why] for name, why in refused.items()]
-        experiment.section("## Not run\n\n" + table(["policy", "why"], reasons))
+    experiment = Experiment(__doc__, models=True)
+    boards = [Board(experiment, directory) for directory in experiment.models]
+    if len(boards) > 1:
+        experiment.section("## What holds on each\n\n" + findings(boards))
+    experiment.section(
+        "## Which figure of a replay predicts\n\nSpearman's ρ between a figure and the closed loop's KL, over ten policies at "
+        "a budget.\n\n" + predictors(boards)
+    )
     experiment.write("Leaderboard", QUESTION)
 
 
