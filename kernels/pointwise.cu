@@ -53,7 +53,8 @@ __global__ void embed_kernel(const T* table, int hidden, float scale, const std:
 }
 
 /// Of one row, in every thread of its block.
-__device__ inline float sum_of_squares(const float* row, int hidden, float* sums) {
+template <class T>
+__device__ inline float sum_of_squares(const T* row, int hidden, float* sums) {
   float squares = 0;
   for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
     float value[8];
@@ -65,9 +66,19 @@ __device__ inline float sum_of_squares(const float* row, int hidden, float* sums
 }
 
 /// What a row's elements are multiplied by, beside the weights; in every thread of its block.
-__device__ inline float scale_of(const float* row, const Norm& norm, int hidden, float* sums) {
+template <class T>
+__device__ inline float scale_of(const T* row, const Norm& norm, int hidden, float* sums) {
   const float mean = sum_of_squares(row, hidden, sums) / static_cast<float>(hidden);
   return 1.0f / sqrtf(mean + norm.epsilon);
+}
+
+/// A row's elements from `at` on, normed.
+template <class T>
+__device__ inline void multiply_eight(const Norm& norm, float scale, int at, float (&value)[8]) {
+  float weight[8];
+  load_eight(static_cast<const T*>(norm.gamma) + at, weight);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) value[i] = value[i] * scale * (norm.offset + weight[i]);
 }
 
 /// hidden * 4 + 4. A block for each token.
@@ -86,14 +97,29 @@ __global__ void rms_norm_kernel(const float* x, const Norm norm, int hidden, T* 
   let_successor_start();
   wait_for_predecessor();
   const float* const row = x + std::size_t{blockIdx.x} * hidden;
-  const float scale = scale_of(row, norm, hidden, sums);
+  const bool normed = norm.gamma != nullptr;
+  const float scale = normed ? scale_of(row, norm, hidden, sums) : 1;
   for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
-    float value[8], weight[8];
+    float value[8];
     load_eight(row + at, value);
-    load_eight(static_cast<const T*>(norm.gamma) + at, weight);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) value[i] = value[i] * scale * (norm.offset + weight[i]);
+    if (normed) multiply_eight<T>(norm, scale, at, value);
     store_eight(value, y + std::size_t{blockIdx.x} * hidden + at);
+  }
+}
+
+/// width * 2 * bytes of T. A block for each token.
+template <class T>
+__global__ void norm_in_place_kernel(T* y, std::int64_t stride, const Norm norm, int width) {
+  __shared__ float sums[kThreads / kWarpSize];
+  let_successor_start();
+  wait_for_predecessor();
+  T* const row = y + std::int64_t{blockIdx.x} * stride;
+  const float scale = scale_of(row, norm, width, sums);
+  for (int at = static_cast<int>(threadIdx.x) * 8; at < width; at += kThreads * 8) {
+    float value[8];
+    load_eight(row + at, value);
+    multiply_eight<T>(norm, scale, at, value);
+    store_eight(value, row + at);
   }
 }
 
@@ -252,9 +278,8 @@ bool valid(int tokens, int width) { return tokens > 0 && width > 0 && width % 8 
 Launch by_row(int tokens, cudaStream_t stream) {
   return {.grid = dim3(static_cast<unsigned>(tokens)), .block = dim3(kThreads), .stream = stream};
 }
-bool valid(const float* x, const Norm& norm, int tokens, int hidden, const void* y) {
-  return valid(tokens, hidden) && x && norm.gamma && y && aligned16(x) && aligned16(norm.gamma) &&
-         aligned16(y);
+bool valid(const void* x, const Norm& norm, int tokens, int hidden, const void* y) {
+  return valid(tokens, hidden) && x && y && aligned16(x) && aligned16(norm.gamma) && aligned16(y);
 }
 
 }  // namespace
@@ -280,9 +305,19 @@ cudaError_t rms_norm(Type type, const float* x, const Norm& norm, int tokens, in
 
 cudaError_t add_normed(Type type, const float* y, const Norm& norm, int tokens, int hidden,
                        float* x, cudaStream_t stream) {
-  if (!valid(y, norm, tokens, hidden, x)) return cudaErrorInvalidValue;
+  if (!valid(y, norm, tokens, hidden, x) || !norm.gamma) return cudaErrorInvalidValue;
   return with_type(type, [&]<class T>(T) {
     return launch_here(add_normed_kernel<T>, by_row(tokens, stream), y, norm, hidden, x);
+  });
+}
+
+cudaError_t norm_in_place(Type type, void* y, std::int64_t stride, const Norm& norm, int tokens,
+                          int width, cudaStream_t stream) {
+  if (!valid(y, norm, tokens, width, y) || !norm.gamma || stride < width || stride % 8 != 0)
+    return cudaErrorInvalidValue;
+  return with_type(type, [&]<class T>(T) {
+    return launch_here(norm_in_place_kernel<T>, by_row(tokens, stream), static_cast<T*>(y), stride,
+                       norm, width);
   });
 }
 

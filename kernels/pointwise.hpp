@@ -12,12 +12,16 @@ namespace kvlab::kernels {
 cudaError_t embed(Type type, const void* table, int hidden, float scale, const std::int32_t* ids,
                   int tokens, float* x, cudaStream_t stream);
 
-/// y[t] = x[t] / rms(x[t]) * (offset + gamma), rounded to `type`.
+/// y[t] = x[t] / rms(x[t]) * (offset + gamma), rounded to `type`; without a gamma x[t] itself.
 cudaError_t rms_norm(Type type, const float* x, const Norm& norm, int tokens, int hidden, void* y,
                      cudaStream_t stream);
 /// x[t] += that of y[t], unrounded.
 cudaError_t add_normed(Type type, const float* y, const Norm& norm, int tokens, int hidden,
                        float* x, cudaStream_t stream);
+
+/// y[t] = that of y[t], of `type`, whose rows begin `stride` elements apart.
+cudaError_t norm_in_place(Type type, void* y, std::int64_t stride, const Norm& norm, int tokens,
+                          int width, cudaStream_t stream);
 
 /// norms[t] = the sum of x[t]'s squares.
 cudaError_t squared_norms(const float* x, int tokens, int hidden, float* norms,

@@ -27,17 +27,6 @@ struct Part {
   std::size_t row_step = 0, column_step = 1;
 };
 
-/// The row of a checkpoint's q or k that stands at `row` here: dimensions that turn together are
-/// half a head apart, those that do not turn (the last ones of a checkpoint's head) come after
-/// either half.
-std::size_t turned_row(std::size_t row, std::size_t head_size, std::size_t rotated) {
-  const std::size_t d = row % head_size, half = head_size / 2, turns = rotated / 2;
-  const std::size_t side = d / half, i = d % half;
-  const std::size_t from =
-      i < turns ? side * turns + i : rotated + side * (half - turns) + i - turns;
-  return row - d + from;
-}
-
 /// Makes vectors and panels of a checkpoint's tensors.
 class Loader {
  public:
@@ -425,6 +414,14 @@ class Model::Impl {
   mutable std::once_flag made_output_;
   mutable std::shared_ptr<const OutputProjections> output_;
 };
+
+std::size_t turned_row(std::size_t row, std::size_t head_size, std::size_t rotated) {
+  const std::size_t d = row % head_size, half = head_size / 2, turns = rotated / 2;
+  const std::size_t side = d / half, i = d % half;
+  const std::size_t from =
+      i < turns ? side * turns + i : rotated + side * (half - turns) + i - turns;
+  return row - d + from;
+}
 
 Model Model::load(const std::filesystem::path& directory, unsigned threads) {
   Model model;

@@ -61,7 +61,8 @@ struct ModelConfig {
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }
   CacheShape heads() const;
   bool has_experts(std::uint32_t layer) const { return experts.count > 0 && experts.layers[layer]; }
-  bool has_spans() const;  ///< some layer has one
+  bool has_spans() const;                                             ///< some layer has one
+  bool norms_each_head() const { return qk_norm && !whole_qk_norm; }  ///< of q and k
   /// Of the layers without a span, which attend alike; of the first, where all have one.
   const RowSpec& unspanned() const;
   const Rope& rope() const { return unspanned().rope; }
@@ -80,6 +81,11 @@ std::vector<std::pair<std::string, std::string>> supported_architectures();
 ModelConfig load_model_config(const std::filesystem::path& directory);
 /// Reads one config.json, wherever it lies; `name` is the model's. Throws as load_model_config().
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name);
+
+/// The row of a checkpoint's q or k that stands at `row` here: dimensions that turn together are
+/// half a head apart, those that do not turn (the last ones of a checkpoint's head) come after
+/// either half.
+std::size_t turned_row(std::size_t row, std::size_t head_size, std::size_t rotated);
 
 class Model {
  public:

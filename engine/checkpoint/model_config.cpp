@@ -460,10 +460,7 @@ const Rope& ModelConfig::rope_of_table(std::uint32_t table) const {
 
 std::string ModelConfig::peculiarity() const {
   if (experts.count > 0) return "experts";
-  if (sinks) return "sink logits";
-  if (fused) return "fused projections";
-  if (whole_qk_norm) return "norms of all heads together";
-  return norms.before_attention.empty() ? "norms behind blocks alone" : "";
+  return sinks ? "sink logits" : "";
 }
 
 ModelConfig load_model_config(const std::filesystem::path& directory) {

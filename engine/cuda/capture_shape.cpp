@@ -40,7 +40,7 @@ CaptureShape capture_shape(const ModelConfig& config, Dtype dtype) {
           .query_heads = config.query_heads,
           .kv_heads = config.kv_heads,
           .head_size = config.head_size,
-          .plain = config.qk_norm,
+          .plain = config.norms_each_head(),
           .residuals = config.norms.behind_attention.empty()};
 }
 

@@ -341,7 +341,7 @@ TEST_CASE("OLMo 2 and 3 norm behind blocks alone, and all heads together") {
   const ModelConfig olmo2 = read(with(olmo3, {{"architectures", {"Olmo2ForCausalLM"}},
                                               {"model_type", "olmo2"},
                                               {"sliding_window", nullptr}}));
-  CHECK(olmo2.peculiarity() == "norms of all heads together");
+  CHECK((olmo2.peculiarity().empty() && !olmo2.norms_each_head()));
 }
 
 TEST_CASE("what Gemma 3 may have and kvlab does not is refused") {

@@ -81,6 +81,8 @@ TEST_CASE("the pointwise kernels refuse what they do not support before launchin
   CHECK(rms_norm(Type::bf16, memory + 1, {memory}, 1, 8, memory, nullptr) == cudaErrorInvalidValue);
   CHECK(add_normed(Type::bf16, memory + 1, {memory}, 1, 8, memory, nullptr) ==
         cudaErrorInvalidValue);
+  CHECK(norm_in_place(Type::bf16, memory, 4, {memory}, 1, 8, nullptr) == cudaErrorInvalidValue);
+  CHECK(norm_in_place(Type::bf16, memory, 8, {}, 1, 8, nullptr) == cudaErrorInvalidValue);
   CHECK(add_residual(Type::bf16, memory, 0, memory, nullptr) == cudaErrorInvalidValue);
   CHECK(gate(Type::bf16, Activation::silu, memory, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
   CHECK(rope_write(RopeWriteArgs{}, nullptr) == cudaErrorInvalidValue);
@@ -147,7 +149,35 @@ TEST_CASE("norms divide by the root mean square, and round once or not at all", 
         check_cuda(
             add_normed(type, device_x.data(), norm, int(tokens), int(hidden), sum.data(), nullptr));
         check_close(Type::f32, sum.to_host(), added);
+        check_cuda(
+            rms_norm(type, device_x.data(), {}, int(tokens), int(hidden), y.data(), nullptr));
+        check_close(type, y.take(), std::vector<double>(x.begin(), x.end()));
       }
+}
+
+TEST_CASE("a norm in place takes part of each row and leaves the rest", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  std::mt19937 random(8);
+  for (const Type type : kTypes)
+    for (const std::size_t width : {8, 520, 4096}) {
+      const std::size_t tokens = 3, stride = width + 24, first = 16;
+      std::vector<float> y = random_values(type, tokens * stride, random);
+      y[first] = 80;  // one that weighs most
+      const auto gamma = random_values(type, width, random);
+      const auto device_gamma = upload(type, gamma), device_y = upload(type, y);
+      check_cuda(norm_in_place(type, device_y.data() + first * bytes_of(type), std::int64_t(stride),
+                               {device_gamma.data(), 1e-5f, 1}, int(tokens), int(width), nullptr));
+      std::vector<double> exact(y.begin(), y.end());
+      for (std::size_t t = 0; t < tokens; ++t) {
+        double squares = 0;
+        for (std::size_t i = 0; i < width; ++i)
+          squares += std::pow(double(y[t * stride + first + i]), 2);
+        const double rms = std::sqrt(squares / double(width) + double(1e-5f));
+        for (std::size_t i = 0; i < width; ++i)
+          exact[t * stride + first + i] *= (1 + double(gamma[i])) / rms;
+      }
+      check_close(type, decode(type, device_y.to_host()), exact);
+    }
 }
 
 TEST_CASE("add_residual adds every element once, whatever the count", "[gpu]") {

@@ -73,7 +73,7 @@ EvictingCache::Work::Work(cuda::Arena& arena, const DeviceModel& model, const Pa
   const std::size_t halves = config.rope_tables() * config.head_size / 2;
   inv_freq = arena.take<float>(halves);
   rope = arena.take<float2>(row_count * halves);
-  plain_k = arena.take<std::byte>(config.qk_norm && options.policy().column_count() > 0
+  plain_k = arena.take<std::byte>(config.norms_each_head() && options.policy().column_count() > 0
                                       ? row_count * config.kv_heads * model.key_bytes()
                                       : 0);
   iota = arena.take<std::int32_t>(row_count);
@@ -211,7 +211,7 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
 
 EvictingCache::PlainKeys EvictingCache::plain_keys(const LayerOutputs& to) const {
   const std::size_t head = config_.head_size, kv = config_.kv_heads * head;
-  if (config_.qk_norm) return {to.plain_k ? to.plain_k : work_->plain_k, kv};
+  if (config_.norms_each_head()) return {to.plain_k ? to.plain_k : work_->plain_k, kv};
   return {to.qkv + config_.query_heads * model_.key_bytes(), config_.query_heads * head + 2 * kv};
 }
 

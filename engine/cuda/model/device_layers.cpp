@@ -39,8 +39,9 @@ void DeviceLayers::qkv(std::uint32_t layer, int rows, const float* x, const Laye
   write.kv_heads = static_cast<int>(config_.kv_heads);
   write.head_size = static_cast<int>(config_.head_size);
   write.qkv = to.qkv;
-  write.q_gamma = w.q_norm;
-  write.k_gamma = w.k_norm;
+  const bool whole = config_.whole_qk_norm;
+  write.q_gamma = whole ? nullptr : w.q_norm;
+  write.k_gamma = whole ? nullptr : w.k_norm;
   write.norm_epsilon = config_.norm_epsilon;
   write.norm_offset = config_.norm_offset;
   write.plain_q = to.plain_q;
@@ -48,11 +49,27 @@ void DeviceLayers::qkv(std::uint32_t layer, int rows, const float* x, const Laye
   if (is_few(rows)) {
     kernels::LinearArgs args = few_normed(w.qkv, w.input_norm, x, rows);
     args.y = to.qkv;
-    check(kernels::linear_rope_write(args, write, stream_), "queries, keys and values");
-    return;
+    if (!whole)
+      return check(kernels::linear_rope_write(args, write, stream_), "queries, keys and values");
+    check(kernels::linear(args, stream_), "queries, keys and values");
+  } else {
+    matmul(w.qkv, normed(w.input_norm, x, rows), rows, Output::type, to.qkv);
   }
-  matmul(w.qkv, normed(w.input_norm, x, rows), rows, Output::type, to.qkv);
+  if (whole) norm_all_heads(w, rows, to.qkv);
   check(kernels::rope_write(write, stream_), "RoPE");
+}
+
+void DeviceLayers::norm_all_heads(const DeviceLayer& w, int rows, std::byte* qkv) {
+  const auto head = static_cast<int>(config_.head_size),
+             q = static_cast<int>(config_.query_heads) * head,
+             kv = static_cast<int>(config_.kv_heads) * head;
+  const auto norm = [&](std::byte* at, const void* gamma, int width) {
+    check(
+        kernels::norm_in_place(model_.type(), at, q + 2 * kv, norm_of(gamma), rows, width, stream_),
+        "norms of queries and keys");
+  };
+  norm(qkv, w.q_norm, q);
+  norm(qkv + config_.query_heads * model_.key_bytes(), w.k_norm, kv);
 }
 
 void DeviceLayers::output(std::uint32_t layer, int rows, float* x, const LayerOutputs& to) {
@@ -66,7 +83,7 @@ void DeviceLayers::gated(std::uint32_t layer, int rows, const float* x) {
   const DeviceLayer& w = weights(layer);
   const DeviceMatrix& matrix = w.gate_up;
   const auto mlp = static_cast<int>(config_.mlp);
-  if (is_few(rows) && !matrix.bias) {
+  if (is_few(rows) && !matrix.bias && w.mlp_norm) {
     const auto* const gate = static_cast<const std::byte*>(matrix.weight);
     check(kernels::gated_linear(
               {.type = model_.type(),
@@ -150,7 +167,8 @@ kernels::LinearArgs DeviceLayers::few(const DeviceMatrix& matrix, const void* x,
 }
 
 kernels::LinearArgs DeviceLayers::few_normed(const DeviceMatrix& matrix, const void* gamma,
-                                             const float* x, int rows) const {
+                                             const float* x, int rows) {
+  if (!gamma) return few(matrix, normed(nullptr, x, rows), rows);
   kernels::LinearArgs args = few(matrix, x, rows);
   args.gamma = gamma;
   args.norm_epsilon = config_.norm_epsilon;

@@ -50,14 +50,15 @@ class DeviceLayers {
   };
 
   const DeviceLayer& weights(std::uint32_t layer) const { return model_.weights().layers[layer]; }
+  void norm_all_heads(const DeviceLayer& w, int rows, std::byte* qkv);
   /// x += matrix * input + bias, or the norm of that; input [row, k].
   void add(const DeviceMatrix& matrix, const void* norm_behind, const void* input, int rows,
            float* x);
   /// Arguments of products of few rows.
   kernels::LinearArgs few(const DeviceMatrix& matrix, const void* x, int rows) const;
   kernels::LinearArgs few_normed(const DeviceMatrix& matrix, const void* gamma, const float* x,
-                                 int rows) const;
-  /// Norms of x, in memory that the next ones take.
+                                 int rows);
+  /// Norms of x, in memory that the next ones take; x itself, rounded, where there is no norm.
   const std::byte* normed(const void* gamma, const float* x, int rows);
   kernels::Norm norm_of(const void* gamma) const {
     return {gamma, config_.norm_epsilon, config_.norm_offset};

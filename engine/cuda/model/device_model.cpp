@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <stdexcept>
 
 #include "engine/checkpoint/checkpoint.hpp"
@@ -17,6 +18,7 @@ namespace {
 
 constexpr float kDeviation = 0.02f;  // of an initialised weight: transformers' initializer_range
 constexpr std::size_t kConvertedAtOnce = 1 << 22;  // elements
+constexpr std::size_t kRowsAtOnce = 64;            // that are gathered
 
 /// What kernels/ takes, in the words of config.json.
 void refuse_unsupported(const ModelConfig& config) {
@@ -46,33 +48,48 @@ class Upload {
 
   void copy(const WeightPart& part, std::byte* to) {
     const TensorView& tensor = tensors_.take(part.name, part.shape);
-    if (tensor.dtype == dtype_) {
-      cuda::check(cudaMemcpy(to, tensor.data.data(), tensor.data.size(), cudaMemcpyHostToDevice),
-                  "copying " + part.name);
-      return;
+    const std::size_t element = bytes_of(tensor.dtype), count = part.elements();
+    if (!part.source) return put(tensor.dtype, tensor.data.data(), count, to);
+    const std::size_t all = count / part.columns;
+    for (std::size_t first = 0; first < all; first += kRowsAtOnce) {
+      const std::size_t rows = std::min(kRowsAtOnce, all - first);
+      gathered_.resize(rows * part.columns * element);
+      gather(part, first, rows, tensor.data.data(), element);
+      put(tensor.dtype, gathered_.data(), rows * part.columns,
+          to + first * part.columns * bytes_of(dtype_));
     }
-    const std::size_t count = part.elements();
-    for (std::size_t first = 0; first < count; first += kConvertedAtOnce)
-      copy_converted(tensor, first, std::min(kConvertedAtOnce, count - first), to);
   }
 
  private:
-  void copy_converted(const TensorView& tensor, std::size_t first, std::size_t count,
-                      std::byte* to) {
-    wide_.resize(count);
-    narrow_.resize(count * bytes_of(dtype_));
-    to_float(tensor.dtype, tensor.data.data() + first * bytes_of(tensor.dtype), count,
-             wide_.data());
-    from_float(dtype_, wide_.data(), count, narrow_.data());
-    cuda::check(cudaMemcpy(to + first * bytes_of(dtype_), narrow_.data(), narrow_.size(),
-                           cudaMemcpyHostToDevice),
-                "copying weights");
+  /// Some rows side by side: neighbours may lie in one line of the file.
+  void gather(const WeightPart& part, std::size_t first, std::size_t rows, const std::byte* from,
+              std::size_t element) {
+    std::vector<RowSource> sources;
+    for (std::size_t row = 0; row < rows; ++row) sources.push_back(part.source(first + row));
+    for (std::size_t column = 0; column < part.columns; ++column)
+      for (std::size_t row = 0; row < rows; ++row)
+        std::memcpy(&gathered_[(row * part.columns + column) * element],
+                    from + (sources[row].first + column * sources[row].step) * element, element);
+  }
+
+  void put(Dtype dtype, const std::byte* from, std::size_t count, std::byte* to) {
+    const auto copied = [](std::byte* at, const std::byte* data, std::size_t bytes) {
+      cuda::check(cudaMemcpy(at, data, bytes, cudaMemcpyHostToDevice), "copying weights");
+    };
+    if (dtype == dtype_) return copied(to, from, count * bytes_of(dtype));
+    for (std::size_t first = 0; first < count; first += kConvertedAtOnce) {
+      wide_.resize(std::min(kConvertedAtOnce, count - first));
+      narrow_.resize(wide_.size() * bytes_of(dtype_));
+      to_float(dtype, from + first * bytes_of(dtype), wide_.size(), wide_.data());
+      from_float(dtype_, wide_.data(), wide_.size(), narrow_.data());
+      copied(to + first * bytes_of(dtype_), narrow_.data(), narrow_.size());
+    }
   }
 
   TensorReader& tensors_;
   Dtype dtype_;
   std::vector<float> wide_;
-  std::vector<std::byte> narrow_;
+  std::vector<std::byte> narrow_, gathered_;
 };
 
 /// Names the first tensor with a value that is not finite.

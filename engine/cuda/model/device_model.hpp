@@ -24,9 +24,9 @@ struct DeviceMatrix {
 };
 
 struct DeviceLayer {
-  void *input_norm = nullptr, *mlp_norm = nullptr;          // [hidden]
+  void *input_norm = nullptr, *mlp_norm = nullptr;          // [hidden], or null
   void *behind_attention = nullptr, *behind_mlp = nullptr;  // [hidden]: norms, or null
-  void *q_norm = nullptr, *k_norm = nullptr;                // [head_size], or null
+  void *q_norm = nullptr, *k_norm = nullptr;                // [head_size], of all heads, or null
   DeviceMatrix qkv;  ///< query heads, then key heads, then value heads
   DeviceMatrix output;
   DeviceMatrix gate_up;  ///< the gate's rows, then those of up
@@ -40,7 +40,7 @@ struct DeviceWeights {
   std::vector<DeviceLayer> layers;
 };
 
-/// Head sizes 64, 96, 128, 256, at most 8 query heads for a KV head, norms before blocks.
+/// Head sizes 64, 96, 128, 256, at most 8 query heads for a KV head.
 class DeviceModel {
  public:
   /// Reads a checkpoint into device memory, tensor by tensor from the mapped files. The dtype is

@@ -42,17 +42,38 @@ class Planner {
     layer.mlp_norm = block_norm(config_.norms.before_mlp);
     layer.behind_mlp = block_norm(config_.norms.behind_mlp);
     if (config_.qk_norm) {
-      layer.q_norm = norm(attention + "q_norm.weight", config_.head_size);
-      layer.k_norm = norm(attention + "k_norm.weight", config_.head_size);
+      const bool whole = config_.whole_qk_norm;
+      layer.q_norm = norm(attention + "q_norm.weight", whole ? q : config_.head_size);
+      layer.k_norm = norm(attention + "k_norm.weight", whole ? kv : config_.head_size);
     }
-    layer.qkv =
-        fused({{attention + "q_proj", q}, {attention + "k_proj", kv}, {attention + "v_proj", kv}},
-              config_.hidden, config_.qkv_bias);
+    layer.qkv = config_.fused ? fused({{attention + "qkv_proj", q + 2 * kv}}, config_.hidden, false)
+                              : fused({{attention + "q_proj", q},
+                                       {attention + "k_proj", kv},
+                                       {attention + "v_proj", kv}},
+                                      config_.hidden, config_.qkv_bias);
+    if (config_.fused) turn(plan_.parts.back(), q + kv);
     layer.output = fused({{attention + "o_proj", config_.hidden}}, q, config_.output_bias);
-    layer.gate_up = fused({{mlp + "gate_proj", config_.mlp}, {mlp + "up_proj", config_.mlp}},
-                          config_.hidden, config_.mlp_bias);
-    layer.down = fused({{mlp + "down_proj", config_.hidden}}, config_.mlp, config_.mlp_bias);
+    dense_mlp(mlp, layer);
     return layer;
+  }
+
+  void dense_mlp(const std::string& mlp, DeviceLayer& layer) {
+    const std::size_t width = config_.mlp;
+    layer.gate_up = config_.fused
+                        ? fused({{mlp + "gate_up_proj", 2 * width}}, config_.hidden, false)
+                        : fused({{mlp + "gate_proj", width}, {mlp + "up_proj", width}},
+                                config_.hidden, config_.mlp_bias);
+    layer.down = fused({{mlp + "down_proj", config_.hidden}}, width, config_.mlp_bias);
+  }
+
+  /// The first rows of a tensor, of queries and keys, as RoPE takes them.
+  void turn(WeightPart& part, std::size_t rows) const {
+    if (config_.rotated == config_.head_size) return;
+    part.columns = config_.hidden;
+    part.source = [rows, columns = part.columns, head_size = config_.head_size,
+                   rotated = config_.rotated](std::size_t row) -> RowSource {
+      return {(row < rows ? turned_row(row, head_size, rotated) : row) * columns, 1};
+    };
   }
 
   struct Rows {
@@ -89,7 +110,10 @@ class Planner {
   }
 
   void add(std::string name, std::vector<std::size_t> shape, Initial initial) {
-    plan_.parts.push_back({std::move(name), std::move(shape), initial, plan_.bytes});
+    plan_.parts.push_back({.name = std::move(name),
+                           .shape = std::move(shape),
+                           .initial = initial,
+                           .offset = plan_.bytes});
     plan_.bytes += plan_.parts.back().elements() * element_bytes_;
   }
 

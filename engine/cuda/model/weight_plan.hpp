@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -11,11 +12,19 @@ namespace kvlab {
 
 enum class Initial { normal, ones, zeros };  ///< of random weights
 
+/// Where a row's elements lie in a checkpoint's tensor: the first, and how far to the next.
+struct RowSource {
+  std::size_t first, step;
+};
+
 struct WeightPart {
   std::string name;  // as in the checkpoint
   std::vector<std::size_t> shape;
   Initial initial;
   std::size_t offset;  ///< bytes
+  /// Rows that lie otherwise in the checkpoint; null: all is as it lies there.
+  std::function<RowSource(std::size_t row)> source = {};
+  std::size_t columns = 0;  ///< of such a row
 
   std::size_t elements() const;
 };
