@@ -15,6 +15,8 @@ struct AttentionShape {
   float softmax_scale;
   std::int64_t sequence_stride,
       head_stride;  ///< of the cache, in elements; a slot is head_size long
+  /// [query_head], device: a logit that no token has, beside those of the tokens; null: none.
+  const float* sinks = nullptr;
 };
 
 /// One query for each sequence, over its first lengths[s] slots (the query's own is the last of

@@ -71,6 +71,7 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
     const int i = first + static_cast<int>(threadIdx.x) / kColumnThreads, column = rank * each + i;
     const bool wanted = i < each && column < group * kChunks;
     const int head = wanted ? column / kChunks : 0;
+    const float sink = sink_of(plan.args, pair, head);
     float2 states[kOwn];
     float4 outs[kOwn];
 #pragma unroll
@@ -85,6 +86,7 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
 #pragma unroll
     for (int step = 1; step < kColumnThreads; step *= 2)
       max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    max = fmaxf(max, sink);
     float sum = 0;
     float4 out{};
 #pragma unroll
@@ -96,7 +98,7 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
       out.z = fmaf(weight, outs[k].z, out.z);
       out.w = fmaf(weight, outs[k].w, out.w);
     }
-    sum = column_sum(sum);
+    sum = column_sum(sum) + rescale(sink, max);
     out = make_float4(column_sum(out.x), column_sum(out.y), column_sum(out.z), column_sum(out.w));
     if (wanted && own == 0)
       write_output<typename Warp::Element>(plan, pair * group + head, column % kChunks * 4, out,

@@ -15,6 +15,7 @@ PairAttention pairs_of(const AttentionShape& shape, int sequences, int slots) {
   pairs.group = divides ? shape.query_heads / shape.kv_heads : 0;
   pairs.head_size = shape.head_size;
   pairs.softmax_scale = shape.softmax_scale;
+  pairs.sinks = shape.sinks;
   pairs.table = {.pairs = divides && counts ? sequences * shape.kv_heads : 0,
                  .kv_heads = shape.kv_heads,
                  .most_slots = slots,

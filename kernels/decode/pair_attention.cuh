@@ -25,11 +25,12 @@ namespace kvlab::kernels {
 /// Four dimensions of one query head, merged.
 using State = SoftmaxState<4>;
 
-/// For whoever observes.
-__device__ inline void leave_softmax(const PairPlan& plan, int pair, int head, float2 max_and_sum) {
+/// For whoever observes. `largest`: a token's logit; max_and_sum may have a sink in them.
+__device__ inline void leave_softmax(const PairPlan& plan, int pair, int head, float largest,
+                                     float2 max_and_sum) {
   if (plan.args.rows.softmax != nullptr)
     plan.args.rows.softmax[pair * kMostGroup + head] =
-        make_float2(max_and_sum.x, 1 / max_and_sum.y);
+        make_float2(largest, rescale(largest, max_and_sum.x) / max_and_sum.y);
 }
 __device__ inline void leave_gone(const PairPlan& plan, int pair, std::uint32_t gone) {
   if (threadIdx.x == 0 && plan.args.rows.gone != nullptr) plan.args.rows.gone[pair] = gone;
@@ -51,11 +52,14 @@ __device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>
       state = merge(state,
                     State{found.state[head].x, found.state[head].y, {out.x, out.y, out.z, out.w}});
     }
+    const float largest = state.max;
+    if (whole && plan.args.sinks != nullptr)
+      state = merge(state, State{sink_of(plan.args, pair, head), 1});
     const float4 out = make_float4(state.out[0], state.out[1], state.out[2], state.out[3]);
     const float2 max_and_sum = make_float2(state.max, state.sum);
     if (whole) {
       write_output<typename Warp::Element>(plan, pair * group + head, dim, out, max_and_sum);
-      if (dim == 0) leave_softmax(plan, pair, head, max_and_sum);
+      if (dim == 0) leave_softmax(plan, pair, head, largest, max_and_sum);
     } else {
       const int row = part * group + head;
       *reinterpret_cast<float4*>(&plan.part_out[row * kDim + dim]) = out;
@@ -78,14 +82,16 @@ struct PairParts {
   __device__ int at(int i) const { return (first + i) * 2 + (i == 0 && first_is_second ? 1 : 0); }
 };
 
-/// What each part weighs; the sum is of all in a fixed order. A warp for each query head.
+/// What each part weighs; the sum is of all in a fixed order. A warp for each query head, which
+/// leaves its softmax for whoever observes.
 template <int kDim>
 __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
-                            const Exchange<kDim>& exchange) {
+                            const Exchange<kDim>& exchange, int pair) {
   constexpr int kMost = kMostCtas / 32;  // parts of a lane
   const int lane = threadIdx.x % 32, count = parts.count(), group = plan.args.group;
   for (int head = threadIdx.x / 32; head < group; head += kWarps) {
     float2 states[kMost];
+    const float sink = sink_of(plan.args, pair, head);
     float max = -INFINITY, sum = 0;
 #pragma unroll
     for (int k = 0; k < kMost; ++k) {
@@ -94,7 +100,8 @@ __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
                             : make_float2(-INFINITY, 0);
       max = fmaxf(max, states[k].x);
     }
-    max = warp_max(max);
+    const float largest = warp_max(max);
+    max = fmaxf(largest, sink);
 #pragma unroll
     for (int k = 0; k < kMost; ++k) {
       const int i = lane + k * 32;
@@ -102,8 +109,10 @@ __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
       if (i < count) exchange.weights()[i * group + head] = weight;
       sum = fmaf(weight, states[k].y, sum);
     }
-    sum = warp_sum(sum);
-    if (lane == 0) exchange.rows()[head] = make_float2(max, sum);
+    const float2 all = make_float2(max, warp_sum(sum) + rescale(sink, max));
+    if (lane != 0) continue;
+    exchange.rows()[head] = all;
+    leave_softmax(plan, pair, head, largest, all);
   }
 }
 
@@ -202,10 +211,8 @@ __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
   if (__syncthreads_or(before == parts.last - parts.first) == 0) return;
   if (threadIdx.x == 0) plan.arrived[parts.first] = 0;
   OutputMerge<Warp> merge(plan, parts, exchange);
-  weigh_parts(plan, parts, exchange);
+  weigh_parts(plan, parts, exchange, pair);
   __syncthreads();
-  if (threadIdx.x < plan.args.group)
-    leave_softmax(plan, pair, threadIdx.x, exchange.rows()[threadIdx.x]);
   leave_gone(plan, pair, gone);
   merge.write(pair);
 }

@@ -28,7 +28,7 @@ struct PairTable {
 /// What is left of each pair for the launch that observes; all null: nothing.
 struct PairRows {
   float* logits;        // [pair, row_slots(), logits_stride()], base 2, scaled
-  float2* softmax;      // [pair, kMostGroup]: largest logit, 1 / sum of 2^(logit - largest)
+  float2* softmax;      // [pair, kMostGroup]: largest logit of a token, and its probability
   std::uint32_t* gone;  // [pair]: age of the token whose slot the newest took; kNone: of none
   static constexpr std::uint32_t kNone = 0xffff'ffffu;
 };
@@ -64,6 +64,7 @@ struct PairAttention {
   bool settled;               ///< see DecodeAttentionArgs
   PairRows rows;
   void* workspace;  // pair_attention_workspace() bytes
+  const float* sinks;  // [kv_head, head of the group]: logits that no token has; or null
 };
 
 /// For the current device; 0 for what is not supported, else kNoDevice where there is none.

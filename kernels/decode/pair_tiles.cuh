@@ -26,6 +26,12 @@ struct PairPlan {
   PagedRows paged;        ///< where keys and values are, of kernels that are kPaged
 };
 
+/// The logit that no token has, base 2, of a head of a pair; -infinity: there is none.
+__device__ inline float sink_of(const PairAttention& args, int pair, int head) {
+  if (args.sinks == nullptr) return -INFINITY;
+  return args.sinks[pair % args.table.kv_heads * args.group + head] * kLog2E;
+}
+
 /// Begins shared memory: each warp's tiles, and what rotating takes.
 template <class Warp>
 struct Ring {

@@ -84,6 +84,7 @@ struct EvictingAttentionArgs {
   /// token (key, value, position): so in a graph whose step decodes one token. Then the cache is
   /// fetched while the kernels before this one still run.
   bool settled = false;
+  const float* sinks = nullptr;  // [query_head]: as AttentionShape has them
 };
 inline constexpr std::uint32_t kIdle = 0xffff'ffffu;
 

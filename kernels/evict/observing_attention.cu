@@ -136,6 +136,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   pairs.out = args.out;
   pairs.lse = args.lse;
   pairs.settled = args.settled;
+  pairs.sinks = args.sinks;
   pairs.rows = plan_of(policy, args).rows;
   pairs.workspace = args.workspace;
   if (args.numbering == Positions::cache) {

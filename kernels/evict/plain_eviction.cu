@@ -112,18 +112,20 @@ __global__ void softmax_kernel(const EvictingAttentionArgs args, PlainRows rows)
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads)
     largest = fmaxf(largest, p[slot]);
   largest = block_max(largest, of_warps);
+  const float sink = args.sinks ? args.sinks[row % cache.query_heads] : -INFINITY,
+              most = fmaxf(largest, sink);
   float sum = 0;
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads)
-    sum += p[slot] = expf(p[slot] - largest);
-  sum = block_sum(sum, of_sums);
+    sum += p[slot] = expf(p[slot] - most);
+  sum = block_sum(sum, of_sums) + expf(sink - most);
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads) p[slot] /= sum;
   __syncthreads();
   const T* const values = static_cast<const T*>(cache.values) + cache.first_slot[pair.index] * dim;
   weighted_values(p, values, live, dim, of_threads,
                   static_cast<T*>(args.out) + std::int64_t{row} * dim);
   if (threadIdx.x != 0) return;
-  rows.largest[row] = 1.0f / sum;
-  if (args.lse) args.lse[row] = largest + logf(sum);
+  rows.largest[row] = expf(largest - most) / sum;
+  if (args.lse) args.lse[row] = most + logf(sum);
 }
 
 bool valid(const EvictingAttentionArgs& args) {

@@ -97,9 +97,15 @@ __device__ inline std::int64_t slice_begin(const PrefillAttentionArgs& args, int
   return row < valid ? paged_row(args, pair, begin + row) : 0;
 }
 
-/// Where no key has been seen: below any logit, and a number, so that a row that sees nothing of a
-/// tile gives it no weight.
+/// Where no key has been seen, nor a sink: below any logit, and a number, so that a row that sees
+/// nothing of a tile gives it no weight.
 constexpr float kNoLogit = -3e38f;
+
+/// What a row begins with: its query head's sink, base 2.
+__device__ inline float sink_of(const PrefillRows& rows, int row) {
+  const float* const sinks = rows.args.shape.sinks;
+  return sinks == nullptr ? kNoLogit : sinks[rows.kv_head * rows.group + row % rows.group] * kLog2E;
+}
 
 /// A warp's rows: matrix row m holds, in lane l, rows m * 16 + l / 4 and the eighth after that.
 template <class T, int kDim>
@@ -108,14 +114,19 @@ class WarpRows {
   using Layout = Swizzled<kDim * sizeof(T)>;
   static constexpr int kMatrices = Tiling<kDim>::kMatrices, kKeys = Tiling<kDim>::kKeys;
 
-  __device__ WarpRows() {
+  /// sink(m, half): a row's logit that no key has.
+  template <class Sink>
+  __device__ explicit WarpRows(Sink sink) {
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) {
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n)
         out_[m][n][0] = out_[m][n][1] = out_[m][n][2] = out_[m][n][3] = 0;
-      max_[m][0] = max_[m][1] = kNoLogit;
-      sum_[m][0] = sum_[m][1] = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        max_[m][half] = sink(m, half);
+        sum_[m][half] = lane() % 4 == 0 && max_[m][half] != kNoLogit ? 1 : 0;
+      }
     }
   }
 
@@ -323,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const int warp_row = threadIdx.x / 32 * Tiling<kDim>::kRowsOfWarp;
   const int lane_row = first_row + warp_row + threadIdx.x % 32 / 4;
   const auto row_of = [&](int m, int half) { return lane_row + m * 16 + half * 8; };
-  WarpRows<T, kDim> warp;
+  WarpRows<T, kDim> warp([&](int m, int half) { return sink_of(rows, row_of(m, half)); });
   const T* query = shared.query + warp_row * kDim;
   for (int tile = first_tile; tile < tiles; ++tile) {
     wait_copies<0>();
@@ -395,9 +406,13 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   };
   constexpr int kEach = kPlainRows / kWarps, kOwn = kDim / 32;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kEach;
-  float out[kEach][kOwn] = {}, max_product[kEach], max[kEach], sum[kEach] = {};
+  float out[kEach][kOwn] = {}, max_product[kEach], max[kEach], sum[kEach];
 #pragma unroll
-  for (int r = 0; r < kEach; ++r) max_product[r] = -INFINITY, max[r] = kNoLogit;
+  for (int r = 0; r < kEach; ++r) {
+    max_product[r] = -INFINITY;
+    max[r] = sink_of(rows, first_row + warp_row + r);
+    sum[r] = max[r] == kNoLogit ? 0 : 1;
+  }
   for (int start = rows.first_seen(first_row); start < keys_end; start += kPlainKeys) {
     const int there = min(kPlainKeys, keys_end - start);
     __syncthreads();

@@ -91,10 +91,10 @@ std::vector<float> random_values(Type type, std::size_t count, std::mt19937& ran
 }
 
 AttentionRow exact_row(std::span<const float> query, std::span<const float> keys,
-                       std::span<const float> values, float scale) {
+                       std::span<const float> values, float scale, float sink) {
   const std::size_t dim = query.size(), count = keys.size() / dim;
   std::vector<double> weights(count);
-  double max = -std::numeric_limits<double>::infinity(), sum = 0;
+  double max = sink;
   for (std::size_t j = 0; j < count; ++j) {
     double dot = 0;
     for (std::size_t d = 0; d < dim; ++d) dot += double{query[d]} * keys[j * dim + d];
@@ -102,6 +102,7 @@ AttentionRow exact_row(std::span<const float> query, std::span<const float> keys
     max = std::max(max, weights[j]);
   }
   AttentionRow row{std::vector<double>(dim), 0};
+  double sum = std::exp(sink - max);
   for (std::size_t j = 0; j < count; ++j) {
     const double weight = std::exp(weights[j] - max);
     sum += weight;
@@ -113,10 +114,10 @@ AttentionRow exact_row(std::span<const float> query, std::span<const float> keys
 }
 
 AttentionRow naive_row(Type type, std::span<const float> query, std::span<const float> keys,
-                       std::span<const float> values, float scale) {
+                       std::span<const float> values, float scale, float sink) {
   const std::size_t dim = query.size(), count = keys.size() / dim;
   std::vector<float> weights(count);
-  float max = -std::numeric_limits<float>::infinity(), sum = 0;
+  float max = sink;
   for (std::size_t j = 0; j < count; ++j) {
     float dot = 0;
     for (std::size_t d = 0; d < dim; ++d) dot += query[d] * keys[j * dim + d];
@@ -124,6 +125,7 @@ AttentionRow naive_row(Type type, std::span<const float> query, std::span<const 
     max = std::max(max, weights[j]);
   }
   std::vector<float> out(dim);
+  float sum = std::exp(sink - max);
   for (std::size_t j = 0; j < count; ++j) {
     const float weight = std::exp(weights[j] - max);
     sum += weight;
@@ -133,6 +135,13 @@ AttentionRow naive_row(Type type, std::span<const float> query, std::span<const 
   AttentionRow row{std::vector<double>(dim), double{max} + std::log(sum)};
   for (std::size_t d = 0; d < dim; ++d) row.out[d] = rounded(type, out[d] / sum);
   return row;
+}
+
+std::vector<float> draw_sinks(std::size_t heads, bool some) {
+  std::vector<float> sinks;
+  for (std::size_t head = 0; some && head < heads; ++head)
+    sinks.push_back(head % 5 == 3 ? 80 : head % 5 == 4 ? -80 : static_cast<float>(head % 7) - 2);
+  return sinks;
 }
 
 void AttentionErrors::add(std::span<const float> out, float lse, const AttentionRow& exact,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
 #include <random>
 #include <span>
 #include <vector>
@@ -24,12 +25,17 @@ struct AttentionRow {
   std::vector<double> out;  // [dim]
   double lse;
 };
-/// `keys`, `values`: the visible ones, [key, dim].
+inline constexpr float kNoSink = -std::numeric_limits<float>::infinity();
+/// `keys`, `values`: the visible ones, [key, dim]. `sink`: a logit that none of them has.
 AttentionRow exact_row(std::span<const float> query, std::span<const float> keys,
-                       std::span<const float> values, float scale);
+                       std::span<const float> values, float scale, float sink = kNoSink);
 /// Float32 sums; weights and output rounded to `type`.
 AttentionRow naive_row(Type type, std::span<const float> query, std::span<const float> keys,
-                       std::span<const float> values, float scale);
+                       std::span<const float> values, float scale, float sink = kNoSink);
+
+/// Sink logits of so many query heads: some far above all others, some far below; none unless
+/// `some`.
+std::vector<float> draw_sinks(std::size_t heads, bool some);
 
 /// Collects rows of a kernel beside exact and naive ones.
 class AttentionErrors {

@@ -23,6 +23,7 @@ struct Size {
   Type type = Type::bf16;
   int head_size = 128, group = 4, kv_heads = 2, sequences = 1, slots = 64;
   float scale = 0;  ///< 0: 1 / sqrt(head_size)
+  bool sinks = false;
 };
 
 /// A batch on the device: random queries and caches, poison wherever no length reaches.
@@ -43,6 +44,8 @@ class Batch {
     out_ = std::make_unique<DeviceArray<std::byte>>((heads() + kGuardRows) * row_bytes());
     lse_ = std::make_unique<DeviceArray<float>>(heads() + kGuardRows);
     workspace_ = std::make_unique<DeviceArray<std::byte>>(workspace_bytes());
+    sinks_ = draw_sinks(query_heads(), size_.sinks);
+    if (size_.sinks) device_sinks_ = std::make_unique<DeviceArray<float>>(sinks_);
     upload_cache(lengths_);
   }
 
@@ -168,7 +171,8 @@ class Batch {
             .head_size = size_.head_size,
             .softmax_scale = size_.scale,
             .sequence_stride = head_stride * size_.kv_heads,
-            .head_stride = head_stride};
+            .head_stride = head_stride,
+            .sinks = device_sinks_ ? device_sinks_->data() : nullptr};
   }
 
   std::unique_ptr<DeviceArray<std::byte>> upload(const std::vector<float>& values) const {
@@ -198,17 +202,18 @@ class Batch {
     const std::size_t count = std::min(lengths_[sequence], size_.slots) * dim();
     const std::span<const float> query(&q_[row * dim()], dim());
     const std::span<const float> keys(&keys_[first], count), values(&values_[first], count);
-    errors.add(out, lse, exact_row(query, keys, values, size_.scale),
-               naive_row(size_.type, query, keys, values, size_.scale));
+    const float sink = size_.sinks ? sinks_[row % query_heads()] : kNoSink;
+    errors.add(out, lse, exact_row(query, keys, values, size_.scale, sink),
+               naive_row(size_.type, query, keys, values, size_.scale, sink));
   }
 
   Size size_;
   std::vector<std::int32_t> lengths_;
-  std::vector<float> q_, keys_, values_;
+  std::vector<float> q_, keys_, values_, sinks_;
   std::unique_ptr<DeviceArray<std::byte>> device_q_, device_keys_, device_values_, out_, workspace_;
   std::unique_ptr<DeviceArray<std::byte>> newest_;  // q, keys and values
   std::unique_ptr<DeviceArray<std::int32_t>> device_lengths_, newest_slots_, sequences_;
-  std::unique_ptr<DeviceArray<float>> lse_;
+  std::unique_ptr<DeviceArray<float>> lse_, device_sinks_;
 };
 
 void run_and_check(const Size& size, const std::vector<std::int32_t>& lengths,
@@ -317,6 +322,30 @@ TEST_CASE("decode attention holds for logits of 80 either way and for equal ones
       size.scale = 30 / std::sqrt(static_cast<float>(head_size));
       run_and_check(size, kRagged);
     }
+}
+
+TEST_CASE("decode attention counts sink logits, of whole pairs, cut ones and in clusters",
+          "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 128, 256})
+      for (const int group : {1, 5, 8}) {
+        Size size{.type = type,
+                  .head_size = head_size,
+                  .group = group,
+                  .sequences = 12,
+                  .slots = 300,
+                  .sinks = true};
+        INFO(name(size));
+        run_and_check(size, kRagged);
+        size.scale = 30 / std::sqrt(static_cast<float>(head_size));
+        run_and_check(size, kRagged);
+        size.sequences = 2, size.slots = 9000;
+        run_and_check(size, {9000, 700});
+        size.slots = 700;
+        run_and_check(size, {700, 65});
+        run_and_check(size, {1, 3000}, true);  // of a ring
+      }
 }
 
 TEST_CASE("decode attention in a captured graph follows lengths that change", "[gpu]") {

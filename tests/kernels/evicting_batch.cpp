@@ -177,6 +177,8 @@ void EvictingBatch::upload() {
   out_ = std::make_unique<DeviceArray<std::byte>>(heads * dim() * bytes_of(size_.type));
   device_lse_ = std::make_unique<DeviceArray<float>>(heads);
   device_inv_freq_ = to_device(inv_freq_);
+  sinks_ = draw_sinks(static_cast<std::size_t>(size_.kv_heads) * group(), size_.sinks);
+  if (size_.sinks) device_sinks_ = to_device(sinks_);
   device_states_ = to_device(states_);
   device_columns_ = to_device(columns_);
   params_ = to_device(params);
@@ -232,7 +234,8 @@ EvictingAttentionArgs EvictingBatch::args() const {
           .out = out_->data(),
           .lse = device_lse_->data(),
           .workspace = workspace_ ? workspace_->data() : nullptr,
-          .settled = size_.settled};
+          .settled = size_.settled,
+          .sinks = size_.sinks ? device_sinks_->data() : nullptr};
 }
 
 cudaError_t EvictingBatch::enqueue(cudaStream_t stream) const {
@@ -312,9 +315,10 @@ void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErr
   for (std::size_t head = 0; head < group(); ++head) {
     const std::size_t row = static_cast<std::size_t>(index) * group() + head;
     const std::span<const float> query(&q_[row * dim()], dim());
-    const AttentionRow exact = exact_row(query, keys, values, size_.scale);
+    const float sink = size_.sinks ? sinks_[row % sinks_.size()] : kNoSink;
+    const AttentionRow exact = exact_row(query, keys, values, size_.scale, sink);
     errors.add(std::span(&out[row * dim()], dim()), lse_[row], exact,
-               naive_row(size_.type, query, keys, values, size_.scale));
+               naive_row(size_.type, query, keys, values, size_.scale, sink));
     std::vector<double> p(count);
     for (std::size_t i = 0; i < count; ++i) {
       double dot = 0;

@@ -24,6 +24,7 @@ struct EvictingSize {
   bool equal_keys = false;  ///< every key is the same
   bool settled = false;
   int steps = 0;  ///< to come: sizes caches without a budget
+  bool sinks = false;
 
   std::string name() const;
 };
@@ -85,7 +86,7 @@ class EvictingBatch {
   std::vector<Pair> all_;
   std::vector<std::uint32_t> tokens_;  ///< [sequence]: fed so far
   std::vector<std::uint32_t> now_, host_positions_;
-  std::vector<float> keys_, values_, q_, inv_freq_, columns_;
+  std::vector<float> keys_, values_, q_, inv_freq_, columns_, sinks_;
   std::vector<std::byte> states_, bytes_out_;
   std::vector<Observation> seen_;
   std::vector<float> lse_;
@@ -96,7 +97,7 @@ class EvictingBatch {
   using Array = std::unique_ptr<DeviceArray<T>>;
   Array<std::byte> device_keys_, device_values_, device_q_, out_, device_states_, params_;
   std::shared_ptr<DeviceArray<std::byte>> workspace_;
-  Array<float> device_lse_, device_inv_freq_, device_columns_;
+  Array<float> device_lse_, device_inv_freq_, device_columns_, device_sinks_;
   Array<std::uint32_t> positions_, ages_, threshold16_, sequence_ids_, device_now_;
   Array<std::uint64_t> seeds_;
   Array<std::int64_t> first_slot_;

@@ -37,10 +37,11 @@ void run_steps(EvictingBatch& batch, int steps) {
   }
 }
 
-void run(EvictingSize size, int steps) {
+void run(EvictingSize size, int steps,
+         EvictionKernels (*launched)(const DevicePolicy&) = observing_kernels) {
   INFO(size.name());
   size.steps = steps;
-  EvictingBatch batch(kernels_of(size.policy), size);
+  EvictingBatch batch(kernels_of(size.policy, launched), size);
   run_steps(batch, steps);
 }
 
@@ -159,6 +160,27 @@ TEST_CASE("observing attention holds for equal keys and for logits of 80", "[gpu
     run({.policy = policy, .budgets = {100}, .prompt = 100, .tau = 0.0}, 5);
     run({.policy = policy, .budgets = {100}, .prompt = 100, .tau = 1.0}, 5);
   }
+}
+
+TEST_CASE("observing attention sees what sink logits leave to the tokens, plainly and fast",
+          "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const auto launched : {observing_kernels, plain_kernels})
+    for (const Type type : {Type::bf16, Type::f16, Type::f32})
+      for (const std::string policy : {"h2o", "lru"})
+        for (const Positions numbering : {Positions::original, Positions::cache})
+          run({.policy = policy,
+               .type = type,
+               .group = 5,
+               .sequences = 2,
+               .budgets = {63, 130, 33},
+               .prompt = 61,
+               .numbering = numbering,
+               .sinks = true},
+              4, launched);
+  run({.head_size = 128, .sequences = 2, .budgets = {9000, 511}, .prompt = 9100, .sinks = true}, 3);
+  run_in_two_frames({.policy = "sink", .group = 5, .budgets = {63}, .prompt = 90, .sinks = true},
+                    3);
 }
 
 TEST_CASE("observing attention agrees with the host over hundreds of steps", "[gpu]") {

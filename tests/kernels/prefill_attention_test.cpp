@@ -34,10 +34,11 @@ void check(const PrefillChunk& chunk) {
   AttentionErrors errors(size.type);
   double lse2_error = 0, product_error = 0;
   for (std::size_t row = 0; row < chunk.rows(); ++row) {
-    const auto exact = exact_row(chunk.query(row), chunk.keys(row), chunk.values(row), size.scale);
-    errors.add(
-        std::span(&out[row * chunk.dim()], chunk.dim()), lse[row], exact,
-        naive_row(size.type, chunk.query(row), chunk.keys(row), chunk.values(row), size.scale));
+    const auto exact = exact_row(chunk.query(row), chunk.keys(row), chunk.values(row), size.scale,
+                                 chunk.sink(row));
+    errors.add(std::span(&out[row * chunk.dim()], chunk.dim()), lse[row], exact,
+               naive_row(size.type, chunk.query(row), chunk.keys(row), chunk.values(row),
+                         size.scale, chunk.sink(row)));
     const double lse2 = exact.lse / std::log(2.0), product = max_product(chunk, row);
     lse2_error = std::max(lse2_error, std::abs(softmax[row].lse2 - lse2) / (1 + std::abs(lse2)));
     product_error = std::max(
@@ -86,6 +87,24 @@ TEST_CASE("prefill attention shows a query just its span", "[gpu]") {
                          .queries = 131,
                          .ragged = span == 64,
                          .span = span});
+}
+
+TEST_CASE("prefill attention counts sink logits, with a span and without", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128, 256})
+      for (const int group : {1, 5, 8})
+        for (const int span : {0, 40})
+          for (const float scale : {0.0f, 30 / std::sqrt(static_cast<float>(head_size))})
+            run_and_check({.type = type,
+                           .head_size = head_size,
+                           .group = group,
+                           .first = 30,
+                           .queries = 131,
+                           .scale = scale,
+                           .ragged = group == 5,
+                           .span = span,
+                           .sinks = true});
 }
 
 TEST_CASE("prefill attention takes any first position and number of queries", "[gpu]") {

@@ -25,13 +25,14 @@ struct PrefillSize {
   bool ragged = false;  ///< KV head h has 41 * h more older tokens, its slots begin anywhere
   bool equal_keys = false;
   int span = 0;
+  bool sinks = false;
 
   std::string text() const {
     const char* types[] = {"bf16", "f16", "f32"};
     return std::string(types[static_cast<int>(type)]) + " head size " + std::to_string(head_size) +
            " group " + std::to_string(group) + " first " + std::to_string(first) + " queries " +
            std::to_string(queries) + (ragged ? " ragged" : "") +
-           (span > 0 ? " span " + std::to_string(span) : "");
+           (span > 0 ? " span " + std::to_string(span) : "") + (sinks ? " sinks" : "");
   }
 };
 
@@ -58,6 +59,8 @@ class PrefillChunk {
     }
     device_older_ = std::make_unique<DeviceArray<std::int32_t>>(std::span(older_));
     device_first_slot_ = std::make_unique<DeviceArray<std::int64_t>>(std::span(first_slot_));
+    sinks_ = draw_sinks(query_heads(), size_.sinks);
+    if (size_.sinks) device_sinks_ = std::make_unique<DeviceArray<float>>(std::span(sinks_));
     device_q_ = upload(q_);
     device_keys_ = upload(keys_);
     device_values_ = upload(values_);
@@ -98,7 +101,8 @@ class PrefillChunk {
             .head_size = size_.head_size,
             .softmax_scale = size_.scale,
             .sequence_stride = head_stride * size_.kv_heads,
-            .head_stride = size_.ragged ? 0 : head_stride};
+            .head_stride = size_.ragged ? 0 : head_stride,
+            .sinks = device_sinks_ ? device_sinks_->data() : nullptr};
   }
   const PrefillSize& size() const { return size_; }
   std::size_t dim() const { return size_.head_size; }
@@ -111,6 +115,7 @@ class PrefillChunk {
   std::size_t begin(int kv_head) const { return first_slot_[kv_head]; }
   std::size_t all_slots() const { return all_slots_; }
 
+  float sink(std::size_t row) const { return size_.sinks ? sinks_[row % query_heads()] : kNoSink; }
   std::span<const float> query(std::size_t row) const { return {&q_[row * dim()], dim()}; }
   int kv_head(std::size_t row) const { return static_cast<int>(row % query_heads()) / size_.group; }
   /// The slot behind those that a row sees, and their keys and values.
@@ -149,9 +154,9 @@ class PrefillChunk {
   std::vector<std::int32_t> older_;       // [kv_head]
   std::vector<std::int64_t> first_slot_;  // [kv_head]
   std::size_t all_slots_ = 0;
-  std::vector<float> q_, keys_, values_;
+  std::vector<float> q_, keys_, values_, sinks_;
   std::unique_ptr<DeviceArray<std::byte>> device_q_, device_keys_, device_values_, out_;
-  std::unique_ptr<DeviceArray<float>> lse_;
+  std::unique_ptr<DeviceArray<float>> lse_, device_sinks_;
   std::unique_ptr<DeviceArray<RowSoftmax>> softmax_;
   std::unique_ptr<DeviceArray<std::int32_t>> device_older_;
   std::unique_ptr<DeviceArray<std::int64_t>> device_first_slot_;

@@ -120,8 +120,9 @@ struct Row {
   std::vector<double> exact, plain;
 
   Row(const PrefillChunk& chunk, std::size_t row) : exact(logits(chunk, row)) {
-    const double max = *std::max_element(exact.begin(), exact.end());
-    double sum = 0, plain_sum = 0;
+    const double sink = chunk.sink(row),
+                 max = std::max(sink, *std::max_element(exact.begin(), exact.end()));
+    double sum = std::exp(sink - max), plain_sum = sum;
     for (double& logit : exact) {
       const float weight = std::exp(static_cast<float>(logit) - static_cast<float>(max));
       plain_sum += weight;
@@ -354,6 +355,20 @@ TEST_CASE("the second pass holds for logits of 80 either way and for equal ones"
       size.scale = 30 / std::sqrt(128.0f);  // the largest of some hundreds lie beyond 80
       run_and_check(size, {.needs = needs});
     }
+}
+
+TEST_CASE("the second pass sees what sink logits leave to the keys", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 128, 256})
+      for (const bool group_max : {false, true})
+        run_and_check({.type = type,
+                       .head_size = head_size,
+                       .group = 5,
+                       .first = 37,
+                       .queries = 67,
+                       .sinks = true},
+                      {.needs = Needs::both, .group_max = group_max});
 }
 
 TEST_CASE("parts of an admission add up to the whole, to the bit", "[gpu]") {
