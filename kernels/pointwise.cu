@@ -4,9 +4,8 @@
 
 #include "kernels/device/activation.cuh"
 #include "kernels/device/grid_dependency.cuh"
-#include "kernels/device/reduce.cuh"
+#include "kernels/device/row_norm.cuh"
 #include "kernels/device/type_dispatch.cuh"
-#include "kernels/device/vector.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/rope.cuh"
 
@@ -52,41 +51,12 @@ __global__ void embed_kernel(const T* table, int hidden, float scale, const std:
   store_eight(value, x + std::size_t{blockIdx.x} * hidden + at);
 }
 
-/// Of one row, in every thread of its block.
-template <class T>
-__device__ inline float sum_of_squares(const T* row, int hidden, float* sums) {
-  float squares = 0;
-  for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
-    float value[8];
-    load_eight(row + at, value);
-#pragma unroll
-    for (const float v : value) squares = fmaf(v, v, squares);
-  }
-  return block_sum(squares, sums);
-}
-
-/// What a row's elements are multiplied by, beside the weights; in every thread of its block.
-template <class T>
-__device__ inline float scale_of(const T* row, const Norm& norm, int hidden, float* sums) {
-  const float mean = sum_of_squares(row, hidden, sums) / static_cast<float>(hidden);
-  return 1.0f / sqrtf(mean + norm.epsilon);
-}
-
-/// A row's elements from `at` on, normed.
-template <class T>
-__device__ inline void multiply_eight(const Norm& norm, float scale, int at, float (&value)[8]) {
-  float weight[8];
-  load_eight(static_cast<const T*>(norm.gamma) + at, weight);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) value[i] = value[i] * scale * (norm.offset + weight[i]);
-}
-
 /// hidden * 4 + 4. A block for each token.
 __global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
   __shared__ float sums[kThreads / kWarpSize];
   let_successor_start();
   wait_for_predecessor();
-  const float sum = sum_of_squares(x + std::size_t{blockIdx.x} * hidden, hidden, sums);
+  const float sum = sum_of_squares<kThreads>(x + std::size_t{blockIdx.x} * hidden, hidden, sums);
   if (threadIdx.x == 0) norms[blockIdx.x] = sum;
 }
 
@@ -98,7 +68,7 @@ __global__ void rms_norm_kernel(const float* x, const Norm norm, int hidden, T* 
   wait_for_predecessor();
   const float* const row = x + std::size_t{blockIdx.x} * hidden;
   const bool normed = norm.gamma != nullptr;
-  const float scale = normed ? scale_of(row, norm, hidden, sums) : 1;
+  const float scale = normed ? scale_of<kThreads>(row, norm, hidden, sums) : 1;
   for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
     float value[8];
     load_eight(row + at, value);
@@ -114,7 +84,7 @@ __global__ void norm_in_place_kernel(T* y, std::int64_t stride, const Norm norm,
   let_successor_start();
   wait_for_predecessor();
   T* const row = y + std::int64_t{blockIdx.x} * stride;
-  const float scale = scale_of(row, norm, width, sums);
+  const float scale = scale_of<kThreads>(row, norm, width, sums);
   for (int at = static_cast<int>(threadIdx.x) * 8; at < width; at += kThreads * 8) {
     float value[8];
     load_eight(row + at, value);
@@ -131,7 +101,7 @@ __global__ void add_normed_kernel(const float* y, const Norm norm, int hidden, f
   wait_for_predecessor();
   const float* const row = y + std::size_t{blockIdx.x} * hidden;
   float* const to = x + std::size_t{blockIdx.x} * hidden;
-  const float scale = scale_of(row, norm, hidden, sums);
+  const float scale = scale_of<kThreads>(row, norm, hidden, sums);
   for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
     float value[8], weight[8], sum[8];
     load_eight(row + at, value);
@@ -163,7 +133,7 @@ __global__ void add_residual_kernel(const T* y, std::size_t count, float* x) {
 
 /// width * 3 * bytes of T.
 template <class T>
-__global__ void gate_kernel(Activation activation, const T* gate_up, int width, T* y) {
+__global__ void gate_kernel(Activation activation, float clamp, const T* gate_up, int width, T* y) {
   let_successor_start();
   wait_for_predecessor();
   const int at = chunk_of_thread() * 8;
@@ -173,7 +143,7 @@ __global__ void gate_kernel(Activation activation, const T* gate_up, int width, 
   load_eight(row + at, gate);
   load_eight(row + width + at, up);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) gate[i] = activated(activation, gate[i]) * up[i];
+  for (int i = 0; i < 8; ++i) gate[i] = gated(activation, clamp, gate[i], up[i]);
   store_eight(gate, y + std::size_t{blockIdx.x} * width + at);
 }
 
@@ -339,12 +309,12 @@ cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
   });
 }
 
-cudaError_t gate(Type type, Activation activation, const void* gate_up, int tokens, int width,
-                 void* y, cudaStream_t stream) {
+cudaError_t gate(Type type, Activation activation, float clamp, const void* gate_up, int tokens,
+                 int width, void* y, cudaStream_t stream) {
   if (!valid(tokens, width) || !gate_up || !y || !aligned16(gate_up) || !aligned16(y))
     return cudaErrorInvalidValue;
   return with_type(type, [&]<class T>(T) {
-    return launch_here(gate_kernel<T>, by_eight(tokens, width, stream), activation,
+    return launch_here(gate_kernel<T>, by_eight(tokens, width, stream), activation, clamp,
                        static_cast<const T*>(gate_up), width, static_cast<T*>(y));
   });
 }

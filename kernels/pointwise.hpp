@@ -31,9 +31,10 @@ cudaError_t squared_norms(const float* x, int tokens, int hidden, float* norms,
 cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
                          cudaStream_t stream);
 
-/// y[t, n] = activation(gate_up[t, n]) * gate_up[t, width + n].
-cudaError_t gate(Type type, Activation activation, const void* gate_up, int tokens, int width,
-                 void* y, cudaStream_t stream);
+/// y[t, n] = activation(g) * u, g = gate_up[t, n] and u = gate_up[t, width + n]. Where `clamp` is
+/// not 0: g / (1 + e^(-1.702 g)) * (u + 1), of a g that is at most that and a u no further from 0.
+cudaError_t gate(Type type, Activation activation, float clamp, const void* gate_up, int tokens,
+                 int width, void* y, cudaStream_t stream);
 
 /// A cache by pairs (kernels/evict/eviction.hpp): where a token goes, and the position that is
 /// noted there. Null first_slot: the cache has strides instead.

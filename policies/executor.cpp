@@ -71,11 +71,6 @@ std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks) {
                      capped ? "soft caps" : "sink logits", executor.instead);
 }
 
-std::string refusal_of_model(const Executor& executor, const std::string& peculiarity) {
-  if (executor.all_models || peculiarity.empty()) return "";
-  return fmt::format("{} does not know {}; {} does", executor.name, peculiarity, executor.instead);
-}
-
 bool side_by_side(const CacheConfig& one, const CacheConfig& other) {
   return one.policy.entry == other.policy.entry && one.policy.columns == other.policy.columns &&
          one.positions == other.positions;

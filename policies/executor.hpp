@@ -29,9 +29,8 @@ struct Executor {
   bool group_max = false;
   bool ladders = false;
   bool kivi = false;
-  bool products = false;    ///< of a policy's rank with a column
-  bool bent_rows = false;   ///< layers with soft caps or sink logits
-  bool all_models = false;  ///< also those of ModelConfig::peculiarity
+  bool products = false;   ///< of a policy's rank with a column
+  bool bent_rows = false;  ///< layers with soft caps or sink logits
   Columns columns = Columns::none;
 };
 
@@ -45,7 +44,6 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .group_max = true,
                                    .ladders = true,
                                    .products = true,
-                                   .all_models = true,
                                    .columns = Columns::brought};
 /// The closed loop there.
 inline constexpr Executor kLoop = [] {
@@ -87,8 +85,6 @@ std::string column_beyond(const Executor& executor, const PolicySpec& policy);
 std::string refusal(const Executor& executor, const CacheConfig& config);
 /// Likewise of a layer with a soft cap or with sink logits.
 std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks);
-/// Likewise of a model, by what one decoder alone computes of it (ModelConfig::peculiarity).
-std::string refusal_of_model(const Executor& executor, const std::string& peculiarity);
 
 /// Throws std::invalid_argument with the refusal, if there is one.
 void check_held(const Executor& executor, const CacheConfig& config);

@@ -70,8 +70,6 @@ struct ModelConfig {
   std::uint32_t rope_tables() const;
   const Rope& rope_of_table(std::uint32_t table) const;
   float softmax_scale() const { return unspanned().scale; }
-  /// What the CPU alone computes of it; empty: nothing.
-  std::string peculiarity() const;
 };
 
 /// The architectures that are supported, and each one's model_type.

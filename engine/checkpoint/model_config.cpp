@@ -458,11 +458,6 @@ const Rope& ModelConfig::rope_of_table(std::uint32_t table) const {
   return std::ranges::find(rows, table, &RowSpec::table)->rope;
 }
 
-std::string ModelConfig::peculiarity() const {
-  if (experts.count > 0) return "experts";
-  return sinks ? "sink logits" : "";
-}
-
 ModelConfig load_model_config(const std::filesystem::path& directory) {
   if (!std::filesystem::exists(directory / "config.json"))
     refuse_other_files(directory, "config.json", kOtherWeights);

@@ -11,4 +11,11 @@ __device__ inline float activated(Activation activation, float x) {
   return 0.5f * x * (1.0f + tanhf(kRoot2OverPi * fmaf(kCubic * x * x, x, x)));
 }
 
+/// activation(gate) * up; see gate().
+__device__ inline float gated(Activation activation, float clamp, float gate, float up) {
+  if (clamp == 0) return activated(activation, gate) * up;
+  const float g = fminf(gate, clamp), u = fminf(fmaxf(up, -clamp), clamp);
+  return (u + 1.0f) * g / (1.0f + expf(-1.702f * g));
+}
+
 }  // namespace kvlab::kernels

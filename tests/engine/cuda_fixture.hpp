@@ -63,10 +63,12 @@ inline void write_checkpoint(const std::filesystem::path& directory, const nlohm
   std::vector<TensorToWrite> tensors;
   for (const WeightPart& part : plan.parts) {
     const bool norm = part.initial == Initial::ones;
-    std::normal_distribution<float> draw(norm ? 1.0f : 0.0f, norm ? 0.2f
-                                                             : part.name == "lm_head.weight"
-                                                                 ? head_deviation
-                                                                 : 0.1f);
+    const float deviation = norm                                 ? 0.2f
+                            : part.name == "lm_head.weight"      ? head_deviation
+                            : part.name.ends_with("sinks")       ? 2.0f
+                            : part.name.ends_with("router.bias") ? 1.0f
+                                                                 : 0.1f;
+    std::normal_distribution<float> draw(norm ? 1.0f : 0.0f, deviation);
     values.emplace_back(part.elements());
     for (float& value : values.back()) value = draw(generator);
   }

@@ -92,7 +92,7 @@ bool no_device() {
 TEST_CASE("bf16 logits of every family are as near to float32 as those of transformers", "[gpu]") {
   if (no_device()) return;
   for (const char* name : {"llama3_64", "llama_biases_96", "mistral_128", "qwen2_64", "qwen3_128",
-                           "phi3_64", "olmo3_64"})
+                           "phi3_64", "olmo3_64", "gpt_oss_64", "qwen3_moe_64"})
     compare(name, test::source_path("tests/data/models") / name);
 }
 

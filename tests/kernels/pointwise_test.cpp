@@ -84,7 +84,8 @@ TEST_CASE("the pointwise kernels refuse what they do not support before launchin
   CHECK(norm_in_place(Type::bf16, memory, 4, {memory}, 1, 8, nullptr) == cudaErrorInvalidValue);
   CHECK(norm_in_place(Type::bf16, memory, 8, {}, 1, 8, nullptr) == cudaErrorInvalidValue);
   CHECK(add_residual(Type::bf16, memory, 0, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(gate(Type::bf16, Activation::silu, memory, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(gate(Type::bf16, Activation::silu, 0, memory, 1, 4, memory, nullptr) ==
+        cudaErrorInvalidValue);
   CHECK(rope_write(RopeWriteArgs{}, nullptr) == cudaErrorInvalidValue);
   CHECK(sample(SampleArgs{}, nullptr) == cudaErrorInvalidValue);
 }
@@ -220,9 +221,26 @@ TEST_CASE("gate multiplies up by what the activation leaves, far from zero too",
           }
         const Poisoned y(type, tokens * width);
         check_cuda(
-            gate(type, activation, device.data(), int(tokens), int(width), y.data(), nullptr));
+            gate(type, activation, 0, device.data(), int(tokens), int(width), y.data(), nullptr));
         check_close(type, y.take(), exact);
       }
+}
+
+TEST_CASE("a clamped gate is bounded above, what it multiplies on both sides", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : kTypes) {
+    const std::vector<float> gate_up{80, -80, 2, -2, 8, 0.5f, -9, 7, 3, 3, 80, -80, 8, -8, 7, -7};
+    std::vector<double> exact;
+    for (std::size_t i = 0; i < 8; ++i) {
+      const double g = std::min(double(gate_up[i]), 7.0);
+      const double u = std::clamp(double(gate_up[8 + i]), -7.0, 7.0);
+      exact.push_back((u + 1) * g / (1 + std::exp(-1.702 * g)));
+    }
+    const Poisoned y(type, 8);
+    const auto device = upload(type, gate_up);
+    check_cuda(gate(type, Activation::silu, 7, device.data(), 1, 8, y.data(), nullptr));
+    check_close(type, y.take(), exact);
+  }
 }
 
 namespace {

@@ -76,7 +76,8 @@ class EvictingCache::Step final : public CacheStep {
                         .out = to.out,
                         .lse = to.lse,
                         .workspace = nullptr,
-                        .settled = true});
+                        .settled = true,
+                        .sinks = cache_.model_.sinks(layer)});
     }
     return layers;
   }

@@ -13,9 +13,19 @@ bool is_few(int rows) { return rows <= kernels::kMostLinearRows; }
 
 DeviceLayers::Work::Work(cuda::Arena& arena, const DeviceModel& model, int rows) {
   const std::size_t row = static_cast<std::size_t>(rows) * bytes_of(model.dtype());
+  const Experts& experts = model.config().experts;
+  const std::size_t pairs = static_cast<std::size_t>(rows) * experts.chosen;
+  const std::size_t width = std::max(model.config().mlp, experts.chosen * experts.mlp);
   normed = arena.take<std::byte>(row * model.config().hidden);
-  gate_up = arena.take<std::byte>(row * 2 * model.config().mlp);
-  inner = arena.take<std::byte>(row * model.config().mlp);
+  gate_up = arena.take<std::byte>(row * 2 * width);
+  inner = arena.take<std::byte>(row * width);
+  of_experts = arena.take<float>(pairs * model.config().hidden);
+  routes.experts = static_cast<int>(experts.count);
+  routes.chosen = static_cast<int>(experts.chosen);
+  routes.shares = arena.take<float>(pairs);
+  routes.expert = arena.take<std::int32_t>(pairs);
+  routes.order = arena.take<std::int32_t>(pairs);
+  routes.starts = arena.take<std::int32_t>(experts.count + 1);
   behind = arena.take<float>(model.config().norms.behind_attention.empty()
                                  ? 0
                                  : static_cast<std::size_t>(rows) * model.config().hidden);
@@ -81,6 +91,7 @@ void DeviceLayers::output(std::uint32_t layer, int rows, float* x, const LayerOu
 
 void DeviceLayers::gated(std::uint32_t layer, int rows, const float* x) {
   const DeviceLayer& w = weights(layer);
+  if (w.router.n > 0) return gated_experts(w, rows, x);
   const DeviceMatrix& matrix = w.gate_up;
   const auto mlp = static_cast<int>(config_.mlp);
   if (is_few(rows) && !matrix.bias && w.mlp_norm) {
@@ -109,12 +120,57 @@ void DeviceLayers::gated(std::uint32_t layer, int rows, const float* x) {
   } else {
     matmul(matrix, normed(w.mlp_norm, x, rows), rows, Output::type, work_->gate_up);
   }
-  check(
-      kernels::gate(model_.type(), activation(), work_->gate_up, rows, mlp, work_->inner, stream_),
-      "a gate");
+  check(kernels::gate(model_.type(), activation(), config_.clamp, work_->gate_up, rows, mlp,
+                      work_->inner, stream_),
+        "a gate");
+}
+
+kernels::ExpertProductArgs DeviceLayers::expert_product(const DeviceMatrix& matrix,
+                                                        int rows) const {
+  kernels::ExpertProductArgs args{.type = model_.type(),
+                                  .routes = work_->routes,
+                                  .n = matrix.n,
+                                  .k = matrix.k,
+                                  .weight = matrix.weight,
+                                  .bias = matrix.bias};
+  args.routes.tokens = rows;
+  return args;
+}
+
+void DeviceLayers::gated_experts(const DeviceLayer& w, int rows, const float* x) {
+  kernels::ExpertProductArgs args = expert_product(w.gate_up, rows);
+  args.x = work_->normed;
+  args.by_token = true;
+  args.y = work_->gate_up;
+  check(kernels::route({.type = model_.type(),
+                        .routes = args.routes,
+                        .hidden = static_cast<int>(config_.hidden),
+                        .x = x,
+                        .norm = norm_of(w.mlp_norm),
+                        .weight = w.router.weight,
+                        .bias = w.router.bias,
+                        .among_chosen = config_.experts.among_chosen,
+                        .normed = work_->normed},
+                       stream_),
+        "a router");
+  check(kernels::expert_product(args, stream_), "a product of experts");
+  check(kernels::gate(model_.type(), activation(), config_.clamp, work_->gate_up,
+                      args.routes.pairs(), w.down.k, work_->inner, stream_),
+        "a gate");
+}
+
+void DeviceLayers::down_experts(const DeviceLayer& w, int rows, float* x) {
+  kernels::ExpertProductArgs args = expert_product(w.down, rows);
+  args.x = work_->inner;
+  args.y_float = work_->of_experts;
+  check(kernels::expert_product(args, stream_), "a product of experts");
+  check(kernels::add_shares(args.routes, work_->of_experts, static_cast<int>(config_.hidden), x,
+                            stream_),
+        "a sum of experts");
 }
 
 void DeviceLayers::down(std::uint32_t layer, int rows, float* x) {
+  if (weights(layer).router.n > 0) return down_experts(weights(layer), rows, x);
   add(weights(layer).down, weights(layer).behind_mlp, work_->inner, rows, x);
 }
 
@@ -204,7 +260,8 @@ std::uint64_t DeviceLayers::weight_bytes(DeviceMatrix DeviceLayer::*matrix) cons
   std::uint64_t bytes = 0;
   for (const DeviceLayer& layer : model_.weights().layers)
     bytes += std::uint64_t{static_cast<unsigned>((layer.*matrix).n)} *
-             static_cast<unsigned>((layer.*matrix).k) * bytes_of(model_.dtype());
+             static_cast<unsigned>((layer.*matrix).k) * bytes_of(model_.dtype()) *
+             ((layer.*matrix).experts > 0 ? config_.experts.chosen : 1);
   return bytes;
 }
 

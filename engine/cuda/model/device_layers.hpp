@@ -5,6 +5,7 @@
 #include "engine/cuda/capture_shape.hpp"
 #include "engine/cuda/model/device_model.hpp"
 #include "kernels/host/product.hpp"
+#include "kernels/linear/experts.hpp"
 #include "kernels/linear/linear.hpp"
 #include "kernels/pointwise.hpp"
 
@@ -36,7 +37,7 @@ class DeviceLayers {
   /// logits [row, vocab] float32 of the final norm of x.
   void head(const float* x, int rows, float* logits);
 
-  /// Of one kind of matrix, all layers.
+  /// Of one kind of matrix, all layers; of experts, those that one row reads.
   std::uint64_t weight_bytes(DeviceMatrix DeviceLayer::*matrix) const;
   std::uint64_t head_bytes() const;
 
@@ -47,9 +48,15 @@ class DeviceLayers {
     std::byte* gate_up;  // [row, 2 * mlp]
     std::byte* inner;    // [row, mlp]
     float* behind;       // [row, hidden]: what a norm behind a block takes; null without them
+    float* of_experts;   // [row, chosen, hidden]; its kin have rows for each chosen expert, too
+    kernels::Routes routes{};
   };
 
   const DeviceLayer& weights(std::uint32_t layer) const { return model_.weights().layers[layer]; }
+  /// gated() and down() of layers of experts.
+  void gated_experts(const DeviceLayer& w, int rows, const float* x);
+  void down_experts(const DeviceLayer& w, int rows, float* x);
+  kernels::ExpertProductArgs expert_product(const DeviceMatrix& matrix, int rows) const;
   void norm_all_heads(const DeviceLayer& w, int rows, std::byte* qkv);
   /// x += matrix * input + bias, or the norm of that; input [row, k].
   void add(const DeviceMatrix& matrix, const void* norm_behind, const void* input, int rows,

@@ -11,7 +11,7 @@
 #include "engine/cuda/fill.hpp"
 #include "engine/cuda/model/weight_plan.hpp"
 #include "kernels/host/transfer.hpp"
-#include "policies/executor.hpp"
+#include "kernels/linear/experts.hpp"
 
 namespace kvlab {
 namespace {
@@ -26,8 +26,6 @@ void refuse_unsupported(const ModelConfig& config) {
     throw std::runtime_error(
         fmt::format("{}: {}; --device cpu runs this model", config.name, what));
   };
-  if (const std::string why = refusal_of_model(kCudaDecoder, config.peculiarity()); !why.empty())
-    throw std::runtime_error(fmt::format("{}: {}", config.name, why));
   constexpr std::uint32_t most_in_group = 8;
   if (!kernels::is_head_size(static_cast<int>(config.head_size)))
     refuse(
@@ -36,7 +34,11 @@ void refuse_unsupported(const ModelConfig& config) {
   if (group > most_in_group)
     refuse(fmt::format("{} query heads for a KV head: the CUDA kernels take at most {}", group,
                        most_in_group));
-  for (const std::uint32_t width : {config.hidden, config.mlp})
+  const Experts& experts = config.experts;
+  if (experts.count > kernels::kMostExperts || experts.chosen > kernels::kMostChosen)
+    refuse(fmt::format("{} experts of {}: the CUDA kernels take at most {} of {}", experts.chosen,
+                       experts.count, kernels::kMostChosen, kernels::kMostExperts));
+  for (const std::uint32_t width : {config.hidden, config.mlp, experts.mlp})
     if (width % 8 != 0)
       refuse(fmt::format("a width of {}: the CUDA kernels take multiples of 8", width));
 }
@@ -156,6 +158,7 @@ DeviceModel DeviceModel::load(const std::filesystem::path& directory, std::optio
     tensors.take_copy("lm_head.weight", plan.parts.front().name, plan.parts.front().shape);
   tensors.refuse_rest();
   check_finite(tensors, plan, model.dtype_, model.block_.data());
+  model.read_sinks();
   return model;
 }
 
@@ -175,7 +178,28 @@ DeviceModel DeviceModel::random(ModelConfig config, std::uint64_t seed) {
     cuda::check(error, "drawing " + part.name);
   }
   cuda::check(cudaDeviceSynchronize(), "drawing the weights");
+  model.read_sinks();
   return model;
+}
+
+/// Attention takes them in float32, and so does whoever checks it.
+void DeviceModel::read_sinks() {
+  if (!config_.sinks) return;
+  std::vector<float> all;
+  for (std::size_t layer = 0; layer < config_.layers; ++layer) {
+    std::vector<float>& own = config_.rows[layer].sinks;
+    own.resize(config_.query_heads);
+    const auto stored =
+        cuda::download(std::span(static_cast<const std::byte*>(weights_.layers[layer].sinks),
+                                 own.size() * bytes_of(dtype_)));
+    to_float(dtype_, stored.data(), own.size(), own.data());
+    all.insert(all.end(), own.begin(), own.end());
+  }
+  sinks_ = cuda::upload(all, "sink logits");
+}
+
+const float* DeviceModel::sinks(std::uint32_t layer) const {
+  return config_.sinks ? sinks_.as<float>() + std::size_t{layer} * config_.query_heads : nullptr;
 }
 
 std::uint64_t DeviceModel::cache_bytes(std::uint64_t tokens) const {
@@ -193,7 +217,8 @@ kernels::AttentionShape DeviceModel::attention_shape(int slots, std::uint32_t la
           .head_size = static_cast<int>(config_.head_size),
           .softmax_scale = config_.rows[layer].scale,
           .sequence_stride = head_stride * config_.kv_heads,
-          .head_stride = head_stride};
+          .head_stride = head_stride,
+          .sinks = sinks(layer)};
 }
 
 kernels::SlotCache DeviceModel::slot_cache(int sequences, int most_slots) const {
@@ -208,7 +233,13 @@ kernels::SlotCache DeviceModel::slot_cache(int sequences, int most_slots) const 
 
 std::uint64_t DeviceModel::step_bytes() const {
   const std::uint64_t embedding = std::uint64_t{config_.vocab} * config_.hidden * bytes_of(dtype_);
-  return config_.tied_head ? bytes() : bytes() - embedding;
+  std::uint64_t unread = config_.tied_head ? 0 : embedding;
+  for (const DeviceLayer& layer : weights_.layers)
+    for (const DeviceMatrix& matrix : {layer.gate_up, layer.down})
+      if (matrix.experts > 0)
+        unread += (config_.experts.count - config_.experts.chosen) * bytes_of(dtype_) *
+                  static_cast<std::uint64_t>(matrix.n) * static_cast<std::uint64_t>(matrix.k);
+  return bytes() - unread;
 }
 
 std::shared_ptr<const OutputProjections> DeviceModel::output_projections() const {

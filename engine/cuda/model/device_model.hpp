@@ -21,14 +21,17 @@ struct DeviceMatrix {
   int n = 0, k = 0;
   void* weight = nullptr;  // [n, k]
   void* bias = nullptr;    // [n], or null
+  int experts = 0;         ///< such matrices one behind the other, and biases; 0: one
 };
 
 struct DeviceLayer {
   void *input_norm = nullptr, *mlp_norm = nullptr;          // [hidden], or null
   void *behind_attention = nullptr, *behind_mlp = nullptr;  // [hidden]: norms, or null
   void *q_norm = nullptr, *k_norm = nullptr;                // [head_size], of all heads, or null
+  void* sinks = nullptr;                                    // [query_head], or null
   DeviceMatrix qkv;  ///< query heads, then key heads, then value heads
   DeviceMatrix output;
+  DeviceMatrix router;   ///< a layer of experts has one
   DeviceMatrix gate_up;  ///< the gate's rows, then those of up
   DeviceMatrix down;
 };
@@ -60,14 +63,16 @@ class DeviceModel {
   std::uint64_t cache_bytes(std::uint64_t tokens) const;
   /// A layer's attention over a cache [sequence, kv_head, slot, dim] of `slots` for each head.
   kernels::AttentionShape attention_shape(int slots, std::uint32_t layer = 0) const;
+  /// [query_head], in device memory: a layer's sink logits, or null.
+  const float* sinks(std::uint32_t layer) const;
   /// One layer's cache, but for where its memory is.
   kernels::SlotCache slot_cache(int sequences, int most_slots) const;
   /// Weights of the output projections, read back at the first call. From one thread.
   std::shared_ptr<const OutputProjections> output_projections() const;
   const DeviceWeights& weights() const { return weights_; }
   std::uint64_t bytes() const { return block_.bytes(); }
-  /// Bytes that one decode step reads: all but the embedding, of which it reads a row a sequence,
-  /// unless it is the head too.
+  /// Bytes that one decode step of one sequence reads: all but the embedding, of which it reads a
+  /// row, unless it is the head too, and but the experts that are not chosen.
   std::uint64_t step_bytes() const;
 
   /// XXH3-64 of the weight files (read anew) and of tokenizer.json; empty for random weights.
@@ -76,10 +81,11 @@ class DeviceModel {
 
  private:
   DeviceModel(ModelConfig config, Dtype dtype);
+  void read_sinks();
 
   ModelConfig config_;
   Dtype dtype_;
-  cuda::DeviceBuffer block_;
+  cuda::DeviceBuffer block_, sinks_;
   DeviceWeights weights_;
   std::filesystem::path directory_;  ///< empty: random
   mutable std::shared_ptr<const OutputProjections> output_;

@@ -52,8 +52,12 @@ class Planner {
                                        {attention + "v_proj", kv}},
                                       config_.hidden, config_.qkv_bias);
     if (config_.fused) turn(plan_.parts.back(), q + kv);
+    if (config_.sinks) layer.sinks = tensor(attention + "sinks", {config_.query_heads});
     layer.output = fused({{attention + "o_proj", config_.hidden}}, q, config_.output_bias);
-    dense_mlp(mlp, layer);
+    if (config_.has_experts(index))
+      config_.experts.stacked ? stacked_experts(mlp, layer) : listed_experts(mlp, layer);
+    else
+      dense_mlp(mlp, layer);
     return layer;
   }
 
@@ -64,6 +68,55 @@ class Planner {
                         : fused({{mlp + "gate_proj", width}, {mlp + "up_proj", width}},
                                 config_.hidden, config_.mlp_bias);
     layer.down = fused({{mlp + "down_proj", config_.hidden}}, width, config_.mlp_bias);
+  }
+
+  void listed_experts(const std::string& mlp, DeviceLayer& layer) {
+    const Experts& all = config_.experts;
+    std::vector<Rows> gate_up, down;
+    for (std::uint32_t e = 0; e < all.count; ++e) {
+      const std::string prefix = fmt::format("{}experts.{}.", mlp, e);
+      gate_up.push_back({prefix + "gate_proj", all.mlp});
+      gate_up.push_back({prefix + "up_proj", all.mlp});
+      down.push_back({prefix + "down_proj", config_.hidden});
+    }
+    layer.router = fused({{mlp + "gate", all.count}}, config_.hidden, false);
+    layer.gate_up = of_experts(fused(gate_up, config_.hidden, false));
+    layer.down = of_experts(fused(down, all.mlp, false));
+  }
+  DeviceMatrix of_experts(DeviceMatrix matrix) const {
+    matrix.experts = static_cast<int>(config_.experts.count);
+    matrix.n /= matrix.experts;
+    return matrix;
+  }
+
+  void stacked_experts(const std::string& mlp, DeviceLayer& layer) {
+    const std::size_t width = config_.experts.mlp, hidden = config_.hidden;
+    layer.router = fused({{mlp + "router", config_.experts.count}}, hidden, true);
+    layer.gate_up = stacked(mlp + "experts.gate_up_proj", hidden, 2 * width, true);
+    layer.down = stacked(mlp + "experts.down_proj", width, hidden, false);
+  }
+
+  /// A tensor [expert, input, output] and its biases. in_turns: outputs of the gate and of up are
+  /// neighbours there.
+  DeviceMatrix stacked(const std::string& name, std::size_t inputs, std::size_t outputs,
+                       bool in_turns) {
+    const std::size_t count = config_.experts.count;
+    const auto place = [=](std::size_t row, std::size_t of_expert) {
+      const std::size_t o = row % outputs, half = outputs / 2;
+      return row / outputs * of_expert + (!in_turns ? o : o < half ? 2 * o : 2 * (o - half) + 1);
+    };
+    DeviceMatrix matrix{.n = static_cast<int>(count * outputs), .k = static_cast<int>(inputs)};
+    matrix.weight = tensor(name, {count, inputs, outputs});
+    plan_.parts.back().columns = inputs;
+    plan_.parts.back().source = [=](std::size_t row) -> RowSource {
+      return {place(row, inputs * outputs), outputs};
+    };
+    matrix.bias = tensor(name + "_bias", {count, outputs}, Initial::zeros);
+    plan_.parts.back().columns = 1;
+    plan_.parts.back().source = [=](std::size_t row) -> RowSource {
+      return {place(row, outputs), 1};
+    };
+    return of_experts(matrix);
   }
 
   /// The first rows of a tensor, of queries and keys, as RoPE takes them.

@@ -66,11 +66,11 @@ inline std::vector<float> conversation(SequenceDecoder& decoder) {
 
 /// `after`(sequence) looks at each device's sequence once it has been fed.
 template <class After>
-void check_logits(BothSides& model, After after) {
+void check_logits(BothSides& model, After after, double bf16_tolerance = kBf16Tolerance) {
   Decoder cpu(model.cpu(), {}, 2);
   const std::vector<float> expected = conversation(cpu);
   for (const auto& [dtype, tolerance] :
-       {std::pair{Dtype::f32, kFloatTolerance}, {Dtype::bf16, kBf16Tolerance}})
+       {std::pair{Dtype::f32, kFloatTolerance}, {Dtype::bf16, bf16_tolerance}})
     for (const std::uint32_t chunk : {512u, 64u, 7u, 1u}) {
       CudaSequence sequence(model.device(dtype), {.tokens = 400, .prefill_chunk = chunk});
       CAPTURE(torch_name(dtype), chunk);

@@ -6,7 +6,6 @@
 #include "engine/loop/closed_loop.hpp"
 #include "engine/loop/verify.hpp"
 #include "engine/row_score.hpp"
-#include "policies/executor.hpp"
 #include "sim/head_view.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/plain_forward.hpp"
@@ -133,13 +132,4 @@ TEST_CASE("The engine's evictions are the simulator's in each family") {
           CHECK(report.partings.empty());
           CHECK(report.evictions > 0);
         }
-}
-
-TEST_CASE("Who does not know a family's parts says what they are") {
-  const auto refusal = [](const char* family) {
-    return refusal_of_model(kCudaDecoder, model_of(family).config().peculiarity());
-  };
-  CHECK(refusal("phi3").empty());
-  CHECK(refusal("qwen3_moe").find("experts") != std::string::npos);
-  CHECK(refusal("gpt_oss").find("experts") != std::string::npos);
 }

@@ -4,7 +4,6 @@
 
 #include "engine/capture.hpp"
 #include "engine/decoder.hpp"
-#include "policies/executor.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/plain_forward.hpp"
 #include "tests/engine/windows/gemma_mini.hpp"
@@ -93,14 +92,6 @@ TEST_CASE("A policy with nothing to act on is refused") {
   CHECK(test::error_of<std::invalid_argument>([&] {
           resolve(h2o, kTokens, 0, model);
         }).find("every layer") != std::string::npos);
-}
-
-TEST_CASE("Who does not know a model says who does") {
-  const std::string own = "norms of all heads together";
-  CHECK(refusal_of_model(kCudaDecoder, gemma().config().peculiarity()).empty());
-  CHECK(refusal_of_model(kDecoder, own).empty());
-  CHECK(refusal_of_model(kCudaDecoder, own) ==
-        "the CUDA decoder does not know norms of all heads together; --device cpu does");
 }
 
 TEST_CASE("A capture says how each layer attends, and verifies") {

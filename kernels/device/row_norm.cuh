@@ -1,0 +1,39 @@
+// The norm of a row by a block of kThreads threads.
+#pragma once
+
+#include "kernels/device/reduce.cuh"
+#include "kernels/device/vector.cuh"
+#include "kernels/types.hpp"
+
+namespace kvlab::kernels {
+
+/// Of one row, in every thread of its block.
+template <int kThreads, class T>
+__device__ inline float sum_of_squares(const T* row, int hidden, float* sums) {
+  float squares = 0;
+  for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kThreads * 8) {
+    float value[8];
+    load_eight(row + at, value);
+#pragma unroll
+    for (const float v : value) squares = fmaf(v, v, squares);
+  }
+  return block_sum(squares, sums);
+}
+
+/// What a row's elements are multiplied by, beside the weights; in every thread of its block.
+template <int kThreads, class T>
+__device__ inline float scale_of(const T* row, const Norm& norm, int hidden, float* sums) {
+  const float mean = sum_of_squares<kThreads>(row, hidden, sums) / static_cast<float>(hidden);
+  return 1.0f / sqrtf(mean + norm.epsilon);
+}
+
+/// A row's elements from `at` on, normed.
+template <class T>
+__device__ inline void multiply_eight(const Norm& norm, float scale, int at, float (&value)[8]) {
+  float weight[8];
+  load_eight(static_cast<const T*>(norm.gamma) + at, weight);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) value[i] = value[i] * scale * (norm.offset + weight[i]);
+}
+
+}  // namespace kvlab::kernels
