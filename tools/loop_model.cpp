@@ -54,8 +54,8 @@ LoopModel load_loop_model(const po::variables_map& options, LoopWay way) {
   }
   loaded.backend = load_backend(Device::cuda, directory, threads);
   Backend& backend = *loaded.backend;
-  // Layers with a span are not replayed there yet.
-  const bool by_tokens = way == LoopWay::tokens || backend.config().has_spans();
+  // Sink logits are not replayed there yet.
+  const bool by_tokens = way == LoopWay::tokens || backend.config().sinks;
   loaded.sweep =
       by_tokens ? sweep_by_tokens(backend) : sweep_by_device_layers(*backend.device_model());
   return loaded;

@@ -28,12 +28,13 @@ std::vector<ReplayUnit> units_of(const UnitsPlan& plan, std::size_t configs) {
 }
 
 std::uint64_t live_max_of(const ResolvedConfig& config, const ModelShape& shape) {
-  if (config.head_budgets.empty())
-    return std::uint64_t{live_counts(config, config.budget_tokens).most} * shape.layers *
-           shape.kv_heads;
+  ResolvedConfig window;  // what a layer with a span is
+  window.admissions = config.admissions;
   std::uint64_t sum = 0;
-  for (const auto& layer : config.head_budgets)
-    for (const std::uint32_t budget : layer) sum += live_counts(config, budget).most;
+  for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
+    for (std::uint32_t head = 0; head < shape.kv_heads; ++head)
+      sum += live_counts(config.span_of(layer) > 0 ? window : config, config.budget_of(layer, head))
+                 .most;
   return sum;
 }
 

@@ -26,7 +26,7 @@ class LoopAttention {
   /// model's type.
   std::byte* keys() const { return units_.parts().keys; }
   std::byte* values() const { return units_.parts().values; }
-  /// Queries before RoPE to outputs, both [configuration, row, query head, dim] of the model's
+  /// Of a layer without a span. Queries before RoPE to outputs, both [configuration, row, query head, dim] of the model's
   /// type; may be the same memory. Enqueued on the first stream.
   void attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs);
   /// The most tokens that each KV head of a configuration holds, all layers' together.

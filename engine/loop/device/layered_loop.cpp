@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "engine/cuda/device_scores.hpp"
+#include "engine/cuda/fill.hpp"
 #include "engine/cuda/model/device_layers.hpp"
 #include "kernels/host/transfer.hpp"
 #include "policies/columns/columns.hpp"
@@ -48,10 +49,10 @@ const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
 }
 
 void refuse(const DeviceModel& model, std::span<const CacheConfig> configs) {
-  if (model.config().has_spans())
-    throw std::invalid_argument(fmt::format(
-        "{}: the closed loop on CUDA does not know layers with a span; --by-tokens does",
-        model.config().name));
+  if (model.config().sinks)
+    throw std::invalid_argument(
+        fmt::format("{}: the closed loop on CUDA does not know sink logits; --by-tokens does",
+                    model.config().name));
   const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
     check_held(kCudaLoop, config);
@@ -155,6 +156,7 @@ class SequenceRun {
       *logits =
           cuda::DeviceBuffer(scored_at_once() * config_.vocab * sizeof(float), "rows of logits");
     full_x_ = cuda::DeviceBuffer(rows_ * config_.hidden * sizeof(float), "hidden states");
+    if (config_.has_spans()) make_span_rope();
   }
 
   std::vector<LoopScores> run() {
@@ -212,7 +214,10 @@ class SequenceRun {
       throw_if_cancelled();
       project(layer, memory, attention, rows.all());
       share(rows, memory, attention);
-      attention.attend(layer, memory.whole, memory.whole);
+      if (config_.rows[layer].span > 0)
+        attend_spans(layer, rows, memory, attention);
+      else
+        attention.attend(layer, memory.whole, memory.whole);
       gather(rows, memory);
       finish(layer, memory, rows.all());
       on_.streams.synchronize();
@@ -235,13 +240,54 @@ class SequenceRun {
     cuda::write(memory.tokens, token, "the closed loop");
   }
 
-  /// Queries to memory.heads, keys and values to where attention reads them, before RoPE.
+  /// Of the layers with a span, which have one table.
+  void make_span_rope() {
+    const auto row =
+        std::ranges::find_if(config_.rows, [](const RowSpec& one) { return one.span > 0; });
+    const cuda::DeviceBuffer frequencies = cuda::upload(row->rope.inv_freq, "RoPE's frequencies");
+    const std::size_t half = row->rope.inv_freq.size();
+    span_rope_ = cuda::DeviceBuffer(rows_ * half * sizeof(float2), "RoPE");
+    cuda::check(cuda::fill_rope_rows(frequencies.as<float>(), static_cast<int>(half), nullptr, 0,
+                                     static_cast<int>(rows_), row->rope.factor,
+                                     span_rope_.as<float2>(), stream()),
+                "RoPE");
+    on_.streams.synchronize();
+  }
+
+  /// A layer on which no policy acts: each query sees its span, however the prompt comes.
+  void attend_spans(std::uint32_t layer, const LoopRows& rows, const GroupMemory& memory,
+                    const LoopAttention& attention) {
+    const std::size_t of_keys = rows_ * config_.kv_heads * on_.model.key_bytes();
+    for (std::size_t c = 0; c < rows.configs; ++c) {
+      std::byte* const heads = memory.whole + c * rows_ * GroupMemory::row_bytes(on_.model);
+      cuda::check(kernels::prefill_attention(
+                      {.shape = on_.model.attention_shape(static_cast<int>(rows_), layer),
+                       .first = 0,
+                       .queries = static_cast<int>(tokens()),
+                       .q = heads,
+                       .keys = attention.keys() + c * of_keys,
+                       .values = attention.values() + c * of_keys,
+                       .out = heads,  // a block reads just the rows that it writes
+                       .lse = nullptr,
+                       .span = static_cast<int>(config_.rows[layer].span)},
+                      stream()),
+                  "attention over spans");
+    }
+  }
+
+  /// Queries to memory.heads, keys and values to where attention reads them, before RoPE but in
+  /// layers with a span.
   void project(std::uint32_t layer, const GroupMemory& memory, const LoopAttention& attention,
                std::size_t all_rows) {
     const std::size_t of_head = rows_ * config_.head_size;
     in_tiles(all_rows, [&](std::size_t first, int rows) {
       kernels::RopeWriteArgs write{};
       write.rotated = 0;
+      if (const RowSpec& row = config_.rows[layer]; row.span > 0) {
+        write.rotated = static_cast<int>(row.rope.rotated());
+        write.rope = span_rope_.as<float2>();
+        write.positions = memory.tokens + first;
+      }
       write.sequences = memory.configs + first;
       write.slots = memory.tokens + first;
       write.keys = attention.keys();
@@ -354,7 +400,7 @@ class SequenceRun {
   std::size_t shared_ = 0;  ///< of them, that all configurations have in common
   std::vector<ResolvedConfig> resolved_;
   std::vector<const ResolvedConfig*> pointers_;
-  cuda::DeviceBuffer device_ids_, full_x_, full_logits_, logits_;
+  cuda::DeviceBuffer device_ids_, full_x_, full_logits_, logits_, span_rope_;
   std::vector<LoopScores> scores_;
 };
 
