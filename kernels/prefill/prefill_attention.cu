@@ -102,9 +102,10 @@ __device__ inline std::int64_t slice_begin(const PrefillAttentionArgs& args, int
 constexpr float kNoLogit = -3e38f;
 
 /// What a row begins with: its query head's sink, base 2.
-__device__ inline float sink_of(const PrefillRows& rows, int row) {
+__device__ inline void begin_row(const PrefillRows& rows, int row, float& max, float& sum) {
   const float* const sinks = rows.args.shape.sinks;
-  return sinks == nullptr ? kNoLogit : sinks[rows.kv_head * rows.group + row % rows.group] * kLog2E;
+  max = sinks == nullptr ? kNoLogit : sinks[rows.kv_head * rows.group + row % rows.group] * kLog2E;
+  sum = sinks == nullptr ? 0 : 1;
 }
 
 /// A warp's rows: matrix row m holds, in lane l, rows m * 16 + l / 4 and the eighth after that.
@@ -114,9 +115,9 @@ class WarpRows {
   using Layout = Swizzled<kDim * sizeof(T)>;
   static constexpr int kMatrices = Tiling<kDim>::kMatrices, kKeys = Tiling<kDim>::kKeys;
 
-  /// sink(m, half): a row's logit that no key has.
-  template <class Sink>
-  __device__ explicit WarpRows(Sink sink) {
+  /// begin(m, half, max, sum) says what a row begins with.
+  template <class Begin>
+  __device__ explicit WarpRows(Begin begin) {
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) {
 #pragma unroll
@@ -124,8 +125,8 @@ class WarpRows {
         out_[m][n][0] = out_[m][n][1] = out_[m][n][2] = out_[m][n][3] = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        max_[m][half] = sink(m, half);
-        sum_[m][half] = lane() % 4 == 0 && max_[m][half] != kNoLogit ? 1 : 0;
+        begin(m, half, max_[m][half], sum_[m][half]);
+        if (lane() % 4 != 0) sum_[m][half] = 0;  // of a row's four lanes one counts it
       }
     }
   }
@@ -334,7 +335,8 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const int warp_row = threadIdx.x / 32 * Tiling<kDim>::kRowsOfWarp;
   const int lane_row = first_row + warp_row + threadIdx.x % 32 / 4;
   const auto row_of = [&](int m, int half) { return lane_row + m * 16 + half * 8; };
-  WarpRows<T, kDim> warp([&](int m, int half) { return sink_of(rows, row_of(m, half)); });
+  WarpRows<T, kDim> warp(
+      [&](int m, int half, float& max, float& sum) { begin_row(rows, row_of(m, half), max, sum); });
   const T* query = shared.query + warp_row * kDim;
   for (int tile = first_tile; tile < tiles; ++tile) {
     wait_copies<0>();
@@ -408,11 +410,8 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kEach;
   float out[kEach][kOwn] = {}, max_product[kEach], max[kEach], sum[kEach];
 #pragma unroll
-  for (int r = 0; r < kEach; ++r) {
-    max_product[r] = -INFINITY;
-    max[r] = sink_of(rows, first_row + warp_row + r);
-    sum[r] = max[r] == kNoLogit ? 0 : 1;
-  }
+  for (int r = 0; r < kEach; ++r)
+    max_product[r] = -INFINITY, begin_row(rows, first_row + warp_row + r, max[r], sum[r]);
   for (int start = rows.first_seen(first_row); start < keys_end; start += kPlainKeys) {
     const int there = min(kPlainKeys, keys_end - start);
     __syncthreads();

@@ -49,6 +49,7 @@ class AttentionErrors {
   bool good() const;
   double out() const { return out_; }
   double naive_out() const { return naive_out_; }
+  double lse() const { return lse_; }
 
  private:
   Type type_;

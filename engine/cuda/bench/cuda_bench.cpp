@@ -131,10 +131,10 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
     decoder.prefill(next++ % sequences, ids);
   };
   const double milliseconds = median_milliseconds(decoder.stream(), prefill, repeats);
-  double weights = 0;  // elements of one layer's matrices
+  double weights = 0;  // elements of one layer's matrices, of experts those that are chosen
   const DeviceLayer& layer = model.weights().layers.front();
   for (const DeviceMatrix* m : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-    weights += static_cast<double>(m->n) * m->k;
+    weights += static_cast<double>(m->n) * m->k * (m->experts > 0 ? config.experts.chosen : 1);
   const double tokens = options.tokens;
   const double attention = 2.0 * config.query_heads * config.head_size * tokens * (tokens + 1);
   const double flops =
