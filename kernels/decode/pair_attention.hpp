@@ -63,7 +63,7 @@ struct PairAttention {
   float* lse;                 // [pair, head of the group], or null
   bool settled;               ///< see DecodeAttentionArgs
   PairRows rows;
-  void* workspace;  // pair_attention_workspace() bytes
+  void* workspace;     // pair_attention_workspace() bytes
   const float* sinks;  // [kv_head, head of the group]: logits that no token has; or null
 };
 

@@ -26,8 +26,8 @@ class LoopAttention {
   /// model's type.
   std::byte* keys() const { return units_.parts().keys; }
   std::byte* values() const { return units_.parts().values; }
-  /// Of a layer without a span. Queries before RoPE to outputs, both [configuration, row, query head, dim] of the model's
-  /// type; may be the same memory. Enqueued on the first stream.
+  /// Of a layer without a span. Queries before RoPE to outputs, both [configuration, row, query
+  /// head, dim] of the model's type; may be the same memory. Enqueued on the first stream.
   void attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs);
   /// The most tokens that each KV head of a configuration holds, all layers' together.
   std::uint64_t live_max(std::size_t config) const { return live_max_[config]; }
