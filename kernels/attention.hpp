@@ -8,7 +8,7 @@
 
 namespace kvlab::kernels {
 
-/// Head sizes 64, 96, 128, 256; groups (query heads per KV head) 1 to 8.
+/// Head sizes 64, 96, 128, 256; groups (query heads per KV head) 1 to 16.
 struct AttentionShape {
   Type type;
   int query_heads, kv_heads, head_size;

@@ -86,9 +86,9 @@ void want_shape(Wants& wants, kvlab_type type, int query_heads, int kv_heads, in
   wants
       .that(kv_heads > 0 && query_heads > 0 && query_heads % kv_heads == 0,
             "query_heads is {}, kv_heads {}: each KV head has as many", query_heads, kv_heads)
-      .that(kv_heads < 1 || query_heads / kv_heads <= kMostGroup,
+      .that(kv_heads < 1 || query_heads / kv_heads <= kMostPagedGroup,
             "query_heads is {}, kv_heads {}: at most {} for each KV head", query_heads, kv_heads,
-            kMostGroup)
+            kMostPagedGroup)
       .that(is_head_size(head_size), "head_size is {}; 64, 96, 128 or 256", head_size);
 }
 

@@ -54,8 +54,7 @@ LoopModel load_loop_model(const po::variables_map& options, LoopWay way) {
   }
   loaded.backend = load_backend(Device::cuda, directory, threads);
   Backend& backend = *loaded.backend;
-  // Sink logits are not replayed there yet.
-  const bool by_tokens = way == LoopWay::tokens || backend.config().sinks;
+  const bool by_tokens = way == LoopWay::tokens || !beyond_device_layers(backend.config()).empty();
   loaded.sweep =
       by_tokens ? sweep_by_tokens(backend) : sweep_by_device_layers(*backend.device_model());
   return loaded;

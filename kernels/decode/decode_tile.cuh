@@ -50,11 +50,11 @@ struct TileUse {
 };
 
 /// The group's queries as they stand to the sinks: values rounded, and what that leaves of them.
-template <class T, int kDim>
+template <class T, int kDim, int kHeads>
 struct RotatedQuery {
   static constexpr int kStride = kDim + 16 / sizeof(T);  ///< so that rows lie in different banks
-  T values[kMostGroup * kStride];
-  T rests[kMostGroup * kStride];
+  T values[kHeads * kStride];
+  T rests[kHeads * kStride];
 
   __device__ void set(int head, int dim, float value) {
     const T kept = from_float<T>(value);
@@ -100,12 +100,14 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
 /// A key that is rotated here is two elements, its value rounded and what that leaves, so that a
 /// product has 16 bits of it (22 in fp16) and the query need not be rotated at all: it is as far
 /// from the key as the key from it. So is a rotated query.
-template <class T, int kDim, Rotated kRotated_>
+///
+/// Of more than eight heads each half has products of its own; what they read is read once.
+template <class T, int kDim, Rotated kRotated_, int kHeads_>
 class TensorCoreWarp {
  public:
   using Element = T;
   static constexpr int kKeys = 16;
-  static constexpr int kHeadSize = kDim;
+  static constexpr int kHeadSize = kDim, kHeads = kHeads_;
   /// 16 KB of tiles a warp. At head size 256 that is one: there are two, one CTA to a
   /// multiprocessor, and as much is on its way as with two of head size 128.
   static constexpr int kStages = kDim > 128 ? 2 : 256 / kDim;
@@ -117,110 +119,143 @@ class TensorCoreWarp {
   /// `query`: [head of the group, dim].
   __device__ void start(const T* query, int group) {
     group_ = group;
-    const auto* words = reinterpret_cast<const std::uint32_t*>(query + row() * kDim);
 #pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
-      query_[k][0] = row() < group ? words[k * 8 + column() / 2] : 0;
-      query_[k][1] = row() < group ? words[k * 8 + column() / 2 + 4] : 0;
+    for (int e = 0; e < kEights; ++e) {
+      const bool there = e * 8 + row() < group;
+      const auto* words = reinterpret_cast<const std::uint32_t*>(query + (e * 8 + row()) * kDim);
+#pragma unroll
+      for (int k = 0; k < kDim / 16; ++k) {
+        query_[e][k][0] = there ? words[k * 8 + column() / 2] : 0;
+        query_[e][k][1] = there ? words[k * 8 + column() / 2 + 4] : 0;
+      }
+      max_[e] = make_float2(-INFINITY, -INFINITY);
+      sum_[e] = make_float2(0, 0);
+#pragma unroll
+      for (int n = 0; n < kDim / 16; ++n)
+        out_[e][n][0] = out_[e][n][1] = out_[e][n][2] = out_[e][n][3] = 0;
     }
-    max_ = make_float2(-INFINITY, -INFINITY);
-    sum_ = make_float2(0, 0);
-#pragma unroll
-    for (int n = 0; n < kDim / 16; ++n) out_[n][0] = out_[n][1] = out_[n][2] = out_[n][3] = 0;
   }
 
   __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
-    float weight[4];
+    float weights[kEights][4];
     if constexpr (kRotated == Rotated::keys)
-      score_rotated(tile, use.angles, weight);
+      score_rotated(tile, use.angles, weights);
     else
-      score(tile, weight);
+      score(tile, weights);
     if constexpr (kRotated == Rotated::query)
-      if (use.sinks > 0) score_sinks(tile, use, weight);
+      if (use.sinks > 0) score_sinks(tile, use, weights);
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      weight[i] = i / 2 * 8 + row() < use.valid ? weight[i] * base2_scale : -INFINITY;
-    if (use.logits != nullptr) leave(weight, use);
-    raise_max(make_float2(fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])));
+    for (int e = 0; e < kEights; ++e) {
+      auto& weight = weights[e];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) weight[i] = exp2_fast(weight[i] - (i % 2 ? max_.y : max_.x));
-    sum_.x += weight[0] + weight[2];
-    sum_.y += weight[1] + weight[3];
-    add_values(tile, weight);
+      for (int i = 0; i < 4; ++i)
+        weight[i] = i / 2 * 8 + row() < use.valid ? weight[i] * base2_scale : -INFINITY;
+      if (use.logits != nullptr) leave(weight, e, use);
+      raise_max(e, make_float2(fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        weight[i] = exp2_fast(weight[i] - (i % 2 ? max_[e].y : max_[e].x));
+      sum_[e].x += weight[0] + weight[2];
+      sum_[e].y += weight[1] + weight[3];
+    }
+    add_values(tile, weights);
   }
 
   __device__ void finish(const WarpPart& part) {
 #pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) {
-      sum_.x += __shfl_xor_sync(~0u, sum_.x, lanes);
-      sum_.y += __shfl_xor_sync(~0u, sum_.y, lanes);
-    }
+    for (int e = 0; e < kEights; ++e) {
+      float2& sum = sum_[e];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int head = column() + i;
-      if (head >= group_) break;
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
+        sum.y += __shfl_xor_sync(~0u, sum.y, lanes);
+      }
 #pragma unroll
-      for (int n = 0; n < kDim / 16; ++n)
+      for (int i = 0; i < 2; ++i) {
+        const int head = e * 8 + column() + i;
+        if (head >= group_) break;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          part.out[head * kDim + n * 16 + half * 8 + row()] = out_[n][half * 2 + i];
-      if (row() == 0)
-        part.state[head] = i == 0 ? make_float2(max_.x, sum_.x) : make_float2(max_.y, sum_.y);
+        for (int n = 0; n < kDim / 16; ++n)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            part.out[head * kDim + n * 16 + half * 8 + row()] = out_[e][n][half * 2 + i];
+        if (row() == 0)
+          part.state[head] = i == 0 ? make_float2(max_[e].x, sum.x) : make_float2(max_[e].y, sum.y);
+      }
     }
   }
 
  private:
+  static constexpr int kEights = kHeads / 8;  ///< of heads
   // Of a product's result a lane has keys (dimensions) row() and row() + 8 of heads column() and
   // column() + 1.
   __device__ static int row() { return threadIdx.x % 32 / 4; }
   __device__ static int column() { return threadIdx.x % 4 * 2; }
 
-  __device__ void score(const Tile& tile, float (&logit)[4]) const {
+  /// Two sums, so that a product need not wait for the one before it.
+  using Sums = float[kEights][2][4];
+  __device__ static void add_up(const Sums& sums, float (&logit)[kEights][4]) {
+#pragma unroll
+    for (int e = 0; e < kEights; ++e)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) logit[e][i] = sums[e][0][i] + sums[e][1][i];
+  }
+
+  __device__ void score(const Tile& tile, float (&logit)[kEights][4]) const {
     const int lane = threadIdx.x % 32;
     const std::uint32_t keys = shared_address(tile.keys);
-    float sums[2][4] = {};  // two, so that a product need not wait for the one before it
+    Sums sums = {};
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       std::uint32_t a[4];
       load_matrices(a, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
-      multiply_add<T>(sums[k % 2], a, query_[k][0], query_[k][1]);
-    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) logit[i] = sums[0][i] + sums[1][i];
+      for (int e = 0; e < kEights; ++e)
+        multiply_add<T>(sums[e][k % 2], a, query_[e][k][0], query_[e][k][1]);
+    }
+    add_up(sums, logit);
   }
 
   /// The sinks' logits once more, for the query where it stands among the live tokens.
-  __device__ void score_sinks(const Tile& tile, const TileUse& use, float (&logit)[4]) const {
-    using Query = RotatedQuery<T, kDim>;
+  __device__ void score_sinks(const Tile& tile, const TileUse& use,
+                              float (&logit)[kEights][4]) const {
+    using Query = RotatedQuery<T, kDim, kHeads>;
     const auto& query = *static_cast<const Query*>(use.rotated_query);
-    const auto words = [&](const T* rows, int k, int i) {
-      const int at = row() * Query::kStride + k * 16 + i * 8 + column();
-      return row() < group_ ? *reinterpret_cast<const std::uint32_t*>(rows + at) : 0;
+    const auto words = [&](const T* rows, int e, int k, int i) {
+      const int head = e * 8 + row(), at = head * Query::kStride + k * 16 + i * 8 + column();
+      return head < group_ ? *reinterpret_cast<const std::uint32_t*>(rows + at) : 0;
     };
     const int lane = threadIdx.x % 32;
     const std::uint32_t keys = shared_address(tile.keys);
-    float sums[2][4] = {};
+    Sums sums = {};
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       std::uint32_t a[4];
       load_matrices(a, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
-      multiply_add<T>(sums[0], a, words(query.values, k, 0), words(query.values, k, 1));
-      multiply_add<T>(sums[1], a, words(query.rests, k, 0), words(query.rests, k, 1));
-    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (i / 2 * 8 + row() < use.sinks) logit[i] = sums[0][i] + sums[1][i];
+      for (int e = 0; e < kEights; ++e) {
+        multiply_add<T>(sums[e][0], a, words(query.values, e, k, 0), words(query.values, e, k, 1));
+        multiply_add<T>(sums[e][1], a, words(query.rests, e, k, 0), words(query.rests, e, k, 1));
+      }
+    }
+    float of_sinks[kEights][4];
+    add_up(sums, of_sinks);
+#pragma unroll
+    for (int e = 0; e < kEights; ++e)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (i / 2 * 8 + row() < use.sinks) logit[e][i] = of_sinks[e][i];
   }
 
   /// Keys are rotated between shared memory and the product; dimensions i and i + kDim / 2 of one
   /// key lie in one lane.
   __device__ void score_rotated(const Tile& tile, const KeyAngles& angles,
-                                float (&logit)[4]) const {
+                                float (&logit)[kEights][4]) const {
     const int lane = threadIdx.x % 32;
     const std::uint32_t keys = shared_address(tile.keys);
     const std::uint32_t behind[2] = {angles.behind(tile.ages, row()),
                                      angles.behind(tile.ages, row() + 8)};
-    float sums[2][4] = {};
+    Sums sums = {};
 #pragma unroll
     for (int k = 0; k < kDim / 32; ++k) {
       std::uint32_t low[4], high[4], rest[4], rest_high[4];
@@ -233,21 +268,24 @@ class TensorCoreWarp {
         };
         rotate<T>(cos_sin(0), cos_sin(1), low[i], high[i], rest[i], rest_high[i]);
       }
-      const auto &query = query_[k], &query_high = query_[k + kDim / 32];
-      multiply_add<T>(sums[0], low, query[0], query[1]);
-      multiply_add<T>(sums[1], high, query_high[0], query_high[1]);
-      multiply_add<T>(sums[0], rest, query[0], query[1]);
-      multiply_add<T>(sums[1], rest_high, query_high[0], query_high[1]);
-    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) logit[i] = sums[0][i] + sums[1][i];
+      for (int e = 0; e < kEights; ++e) {
+        const auto &query = query_[e][k], &query_high = query_[e][k + kDim / 32];
+        multiply_add<T>(sums[e][0], low, query[0], query[1]);
+        multiply_add<T>(sums[e][1], high, query_high[0], query_high[1]);
+        multiply_add<T>(sums[e][0], rest, query[0], query[1]);
+        multiply_add<T>(sums[e][1], rest_high, query_high[0], query_high[1]);
+      }
+    }
+    add_up(sums, logit);
   }
 
-  __device__ void leave(const float (&logit)[4], const TileUse& use) const {
-    if (column() >= group_) return;
+  __device__ void leave(const float (&logit)[4], int e, const TileUse& use) const {
+    const int head = e * 8 + column();
+    if (head >= group_) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float* const to = use.logits + (half * 8 + row()) * use.logits_stride + column();
+      float* const to = use.logits + (half * 8 + row()) * use.logits_stride + head;
       if (use.logits_stride == 1)
         *to = logit[half * 2];
       else
@@ -257,51 +295,58 @@ class TensorCoreWarp {
 
   /// `largest`: of this lane's keys. The maximum is that of all keys so far; where no lane has a
   /// larger one, it stands.
-  __device__ void raise_max(float2 largest) {
-    if (!__any_sync(~0u, largest.x > max_.x || largest.y > max_.y)) return;
+  __device__ void raise_max(int e, float2 largest) {
+    float2 &max = max_[e], &sum = sum_[e];
+    if (!__any_sync(~0u, largest.x > max.x || largest.y > max.y)) return;
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) {
       largest.x = fmaxf(largest.x, __shfl_xor_sync(~0u, largest.x, lanes));
       largest.y = fmaxf(largest.y, __shfl_xor_sync(~0u, largest.y, lanes));
     }
-    largest = make_float2(fmaxf(largest.x, max_.x), fmaxf(largest.y, max_.y));
-    const float2 factor = make_float2(rescale(max_.x, largest.x), rescale(max_.y, largest.y));
-    sum_ = make_float2(sum_.x * factor.x, sum_.y * factor.y);
+    largest = make_float2(fmaxf(largest.x, max.x), fmaxf(largest.y, max.y));
+    const float2 factor = make_float2(rescale(max.x, largest.x), rescale(max.y, largest.y));
+    sum = make_float2(sum.x * factor.x, sum.y * factor.y);
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out_[n][i] *= i % 2 ? factor.y : factor.x;
-    max_ = largest;
+      for (int i = 0; i < 4; ++i) out_[e][n][i] *= i % 2 ? factor.y : factor.x;
+    max = largest;
   }
 
-  __device__ void add_values(const Tile& tile, const float (&weight)[4]) {
+  __device__ void add_values(const Tile& tile, const float (&weight)[kEights][4]) {
     const int lane = threadIdx.x % 32;
     const int slot = lane / 16 * 8 + lane % 8;
     const std::uint32_t values = shared_address(tile.values);
-    const std::uint32_t b[2] = {transpose_matrix(pack<T>(weight[0], weight[1])),
-                                transpose_matrix(pack<T>(weight[2], weight[3]))};
+    std::uint32_t b[kEights][2];
+#pragma unroll
+    for (int e = 0; e < kEights; ++e)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        b[e][half] = transpose_matrix(pack<T>(weight[e][half * 2], weight[e][half * 2 + 1]));
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       std::uint32_t a[4];
       load_matrices_transposed(a, values + Tile::Layout::offset(slot, 2 * n + lane / 8 % 2));
-      multiply_add<T>(out_[n], a, b[0], b[1]);
+#pragma unroll
+      for (int e = 0; e < kEights; ++e) multiply_add<T>(out_[e][n], a, b[e][0], b[e][1]);
     }
   }
 
-  std::uint32_t query_[kDim / 16][2];
-  float out_[kDim / 16][4];
-  float2 max_, sum_;  // of two heads; sum_: over this lane's keys alone, until finish
+  std::uint32_t query_[kEights][kDim / 16][2];
+  float out_[kEights][kDim / 16][4];
+  // Of two heads of each eight; sum_: over this lane's keys alone, until finish.
+  float2 max_[kEights], sum_[kEights];
   int group_;
 };
 
 /// In float32: lane l takes key l % 16 for the logits of heads l / 16 * 4 and the next three, and
 /// dimensions l, l + 32, … for the values, of all heads.
-template <int kDim, Rotated kRotated_>
+template <int kDim, Rotated kRotated_, int kHeads_>
 class PlainWarp {
  public:
   using Element = float;
   static constexpr int kKeys = 16;
-  static constexpr int kHeadSize = kDim;
+  static constexpr int kHeadSize = kDim, kHeads = kHeads_;
   static constexpr int kStages = kDim > 128 ? 1 : 2;  ///< two of head size 256 have no room
   static constexpr int kMostStages = kStages;
   static constexpr Rotated kRotated = kRotated_;
@@ -311,7 +356,7 @@ class PlainWarp {
     query_ = query;
     group_ = group;
 #pragma unroll
-    for (int h = 0; h < kMostGroup; ++h) {
+    for (int h = 0; h < kHeads; ++h) {
       max_[h] = -INFINITY;
       sum_[h] = 0;
 #pragma unroll
@@ -321,24 +366,27 @@ class PlainWarp {
 
   __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
     const int lane = threadIdx.x % 32;
-    float weight[4];  // of key lane % 16
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int head = lane / 16 * 4 + i;
-      float logit = 0;
-      if (head < group_) logit = score_one(tile, use, lane % 16, head) * base2_scale;
-      weight[i] = lane % 16 < use.valid ? logit : -INFINITY;
-      if (use.logits != nullptr && head < group_)
-        use.logits[lane % 16 * use.logits_stride + head] = weight[i];
+    for (int first = 0; first < kHeads; first += 8) {
+      float weight[4];  // of key lane % 16
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int head = first + lane / 16 * 4 + i;
+        float logit = 0;
+        if (head < group_) logit = score_one(tile, use, lane % 16, head) * base2_scale;
+        weight[i] = lane % 16 < use.valid ? logit : -INFINITY;
+        if (use.logits != nullptr && head < group_)
+          use.logits[lane % 16 * use.logits_stride + head] = weight[i];
+      }
+#pragma unroll
+      for (int h = 0; h < 8; ++h) add_head(tile, weight[h % 4], first + h);
     }
-#pragma unroll
-    for (int h = 0; h < kMostGroup; ++h) add_head(tile, weight[h % 4], h);
   }
 
   __device__ void finish(const WarpPart& part) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int h = 0; h < kMostGroup; ++h) {
+    for (int h = 0; h < kHeads; ++h) {
       if (h >= group_) break;
 #pragma unroll
       for (int i = 0; i < kDim / 32; ++i) part.out[h * kDim + i * 32 + lane] = out_[h][i];
@@ -351,7 +399,7 @@ class PlainWarp {
     if constexpr (kRotated == Rotated::keys) return score_rotated(tile, use.angles, slot, head);
     const float* query = query_ + head * kDim;
     if constexpr (kRotated == Rotated::query) {
-      using Query = RotatedQuery<float, kDim>;
+      using Query = RotatedQuery<float, kDim, kHeads>;
       if (slot < use.sinks)
         query = static_cast<const Query*>(use.rotated_query)->values + head * Query::kStride;
     }
@@ -388,7 +436,7 @@ class PlainWarp {
   __device__ void add_head(const Tile& tile, float mine, int h) {
     if (h >= group_) return;
     const int lane = threadIdx.x % 32;
-    const float logit = __shfl_sync(~0u, mine, h / 4 * 16 + lane % 16);
+    const float logit = __shfl_sync(~0u, mine, h / 4 % 2 * 16 + lane % 16);
     float max = logit;
     for (int step = 8; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
     max = fmaxf(max, max_[h]);
@@ -414,8 +462,8 @@ class PlainWarp {
 
   const float* query_;
   int group_;
-  float out_[kMostGroup][kDim / 32];
-  float max_[kMostGroup], sum_[kMostGroup];
+  float out_[kHeads][kDim / 32];
+  float max_[kHeads], sum_[kHeads];
 };
 
 }  // namespace kvlab::kernels

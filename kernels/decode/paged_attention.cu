@@ -6,8 +6,8 @@ namespace kvlab::kernels {
 
 cudaError_t paged_pair_attention(const PairAttention& args, const PagedRows& paged,
                                  cudaStream_t stream) {
-  return with_warp(args,
-                   [&]<class Warp>() { return launch_attention<Warp, true>(args, paged, stream); });
+  return with_warp<8>(
+      args, [&]<class Warp>() { return launch_attention<Warp, true>(args, paged, stream); });
 }
 
 }  // namespace kvlab::kernels

@@ -19,7 +19,7 @@ bool supported(const PairAttention& args, const PagedRows& paged) {
     return false;
   if (table.pairs < 1 || table.pairs > kMostPairs || table.kv_heads < 1 || table.most_slots < 1)
     return false;
-  if (paged.in_use() && table.next_slots == nullptr) return false;
+  if (paged.in_use() && (table.next_slots == nullptr || args.group > kMostPagedGroup)) return false;
   return table.pairs * row_slots(table.most_slots) / kSlotsPerTile < 1 << 30 &&
          can_page(paged, args.head_size, table.most_slots, bytes_of(args.type));
 }
@@ -30,11 +30,12 @@ std::size_t pair_attention_workspace(const PairAttention& args, const PagedRows&
   DeviceLimits limits;
   if (!supported(args, paged)) return 0;
   if (device_limits(limits) != cudaSuccess) return kNoDevice;
-  return with_warp(args, [&]<class Warp>() {
+  const auto bytes = [&]<class Warp>() {
     const int ctas = most_ctas<Warp>(limits, args);
     return sizeof(Signals) +
            part_rows(args, ctas) * (Warp::kHeadSize * sizeof(float) + sizeof(float2));
-  });
+  };
+  return args.group > kMostPagedGroup ? with_warp<16>(args, bytes) : with_warp<8>(args, bytes);
 }
 
 cudaError_t pair_attention(const PairAttention& args, const PagedRows& paged, cudaStream_t stream) {
@@ -48,7 +49,8 @@ cudaError_t pair_attention(const PairAttention& args, const PagedRows& paged, cu
       (args.rules != nullptr && args.table.now == nullptr))
     return cudaErrorInvalidValue;
   if (paged.in_use()) return paged_pair_attention(args, paged, stream);
-  return with_warp(
+  if (args.group > kMostPagedGroup) return wide_pair_attention(args, stream);
+  return with_warp<8>(
       args, [&]<class Warp>() { return launch_attention<Warp, false>(args, paged, stream); });
 }
 

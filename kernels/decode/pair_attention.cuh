@@ -229,8 +229,11 @@ __device__ std::uint32_t gone_age(const PairAttention& args, const PairSlots& sl
 
 /// How the query is rotated for a pair's sinks: it stands at the newest token's position, and that
 /// is further from them than there are live tokens between.
-template <class T, int kDim>
+template <class Warp>
 class SinkRotation {
+  using T = typename Warp::Element;
+  static constexpr int kDim = Warp::kHeadSize;
+
  public:
   /// What does not need the query.
   __device__ void start(const PairAttention& args, const TileCursor& cursor) {
@@ -246,7 +249,7 @@ class SinkRotation {
   /// Slots, from the pair's first, for which the query is rotated.
   __device__ int sinks() const { return sinks_; }
   /// By the whole CTA, whose threads then see it. `query`: [head of the group, dim].
-  __device__ void rotate(const T* query, int group, RotatedQuery<T, kDim>& to) const {
+  __device__ void rotate(const T* query, int group, typename Ring<Warp>::Query& to) const {
     if (sinks_ == 0) return;
     const int low = threadIdx.x % kHalf, high = low + kHalf;
     const int rows = kThreads / kHalf, row = threadIdx.x / kHalf;
@@ -311,7 +314,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   int at = share.begin(blockIdx.x);  // in the row
   TileCursor cursor = row.at(at, Warp::kHeadSize);
   Tiles tiles(plan, ring.tiles(warp), cursor, left);
-  SinkRotation<typename Warp::Element, Warp::kHeadSize> sink_rotation;
+  SinkRotation<Warp> sink_rotation;
   if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, cursor);
   wait_for_predecessor();
   Warp state;
@@ -395,7 +398,7 @@ template <class Warp>
 PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
   constexpr int kShort = 4, kLong = 16;  // tiles of a CTA
   PairGrid grid{.ctas = most_ctas<Warp>(limits, args), .stages = Warp::kStages, .all_ahead = false};
-  if (Warp::kRotated != Rotated::none) return grid;
+  if (Warp::kRotated != Rotated::none || Warp::kHeads > 8) return grid;
   if (most_tiles(args) <= kShort * limits.multiprocessors) {
     // One to a multiprocessor, and room for one of the kernel behind, which fetches meanwhile: all
     // of a share, or most of it, has been sent for when the query comes.
@@ -452,7 +455,7 @@ cudaError_t launch_attention(const PairAttention& args, const PagedRows& paged,
                       .stages = grid.stages,
                       .read_once = true,
                       .paged = paged};
-  if constexpr (Warp::kRotated == Rotated::none) {
+  if constexpr (Warp::kRotated == Rotated::none && Warp::kHeads == 8) {
     if (const int stages = clustered_stages<Warp>(limits, args))
       return launch_clusters<Warp, kPaged>(limits, plan, stages, stream);
     if (grid.all_ahead)
@@ -461,19 +464,20 @@ cudaError_t launch_attention(const PairAttention& args, const PagedRows& paged,
   return launch_pairs<Warp, TilesAhead<Warp, kPaged>>(limits, plan, stream);
 }
 
-/// Calls visit(Warp{}) for the type, head size and numbering, which must be supported.
-template <class Visit>
+/// Calls visit(Warp{}) for the type, head size and numbering, which must be supported, of groups of
+/// at most kHeads.
+template <int kHeads, class Visit>
 auto with_warp(const PairAttention& args, Visit visit) {
   const auto by_type = [&]<int kDim, Rotated kRotated>() {
     switch (args.type) {
       case Type::bf16:
-        return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kRotated>>();
+        return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kRotated, kHeads>>();
       case Type::f16:
-        return visit.template operator()<TensorCoreWarp<__half, kDim, kRotated>>();
+        return visit.template operator()<TensorCoreWarp<__half, kDim, kRotated, kHeads>>();
       case Type::f32:
         break;
     }
-    return visit.template operator()<PlainWarp<kDim, kRotated>>();
+    return visit.template operator()<PlainWarp<kDim, kRotated, kHeads>>();
   };
   const auto by_size = [&]<int kDim>() {
     if (args.ages != nullptr) return by_type.template operator()<kDim, Rotated::keys>();

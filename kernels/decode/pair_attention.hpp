@@ -9,7 +9,9 @@ namespace kvlab::kernels {
 
 struct PairRule;
 
-inline constexpr int kMostGroup = 8;      ///< query heads that share a KV head
+inline constexpr int kMostGroup = 16;  ///< query heads that share a KV head
+/// Likewise where keys and values lie in blocks, and of the library. More heads take other kernels.
+inline constexpr int kMostPagedGroup = 8;
 inline constexpr int kSlotsPerTile = 64;  ///< that a CTA takes at a time
 inline constexpr int kMostCtas = 288;     ///< of a grid
 inline constexpr int kMostPairs = 1 << 15;
@@ -73,6 +75,8 @@ std::size_t pair_attention_workspace(const PairAttention& args, const PagedRows&
 /// `paged`, where there are next_slots: where keys and values lie in blocks.
 cudaError_t pair_attention(const PairAttention& args, const PagedRows& paged, cudaStream_t stream);
 
+/// What pair_attention does where groups are of more than kMostPagedGroup.
+cudaError_t wide_pair_attention(const PairAttention& args, cudaStream_t stream);
 /// What pair_attention does where blocks are in use.
 cudaError_t paged_pair_attention(const PairAttention& args, const PagedRows& paged,
                                  cudaStream_t stream);

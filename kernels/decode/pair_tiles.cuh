@@ -42,7 +42,7 @@ struct Ring {
     return reinterpret_cast<typename Warp::Tile*>(memory) + warp * stages;
   }
   __device__ Frequency* frequencies() const { return reinterpret_cast<Frequency*>(tiles(kWarps)); }
-  using Query = RotatedQuery<typename Warp::Element, Warp::kHeadSize>;
+  using Query = RotatedQuery<typename Warp::Element, Warp::kHeadSize, Warp::kHeads>;
   __device__ Query& rotated_query() const { return *reinterpret_cast<Query*>(tiles(kWarps)); }
 
   __host__ __device__ static constexpr std::size_t bytes(int stages) {

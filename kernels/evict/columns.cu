@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 constexpr int kOutputs = 128;  // that a block takes at once
-constexpr int kMostGroup = 8, kTokensTogether = 8;
+constexpr int kMostGroup = 16, kTokensTogether = 8;
 
 /// Magnitudes of some outputs [query head and token, kOutputs + 1], so that rows begin in other
 /// banks.
@@ -232,11 +232,14 @@ cudaError_t make_columns(const ColumnArgs& args, cudaStream_t stream) {
       .block = dim3(kThreads),
       .shared_bytes = 3 * static_cast<std::size_t>(args.cache.head_size) * sizeof(float),
       .stream = stream};
+  // As many magnitudes of either fit.
+  const bool wide = 2 * args.cache.query_heads > kMostGroup * args.cache.kv_heads;
   return with_type(args.cache.type, [&]<class T>(T) {
     for (int c = 0; c < args.columns.count; ++c) {
       if (args.columns.of[c] != BuiltInColumn::value_out_norm1) continue;
       const cudaError_t error =
           args.tokens == 1 ? launch_output_norms<T, 1>(limits, args, c, stream)
+          : wide           ? launch_output_norms<T, kTokensTogether / 2>(limits, args, c, stream)
                            : launch_output_norms<T, kTokensTogether>(limits, args, c, stream);
       if (error || args.columns.count == 1) return error;
     }

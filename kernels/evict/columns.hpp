@@ -38,7 +38,7 @@ struct ColumnArgs {
 /// A block for each pair, which reads a key and a value once for each column. The norms of one
 /// token take a thread's sum over its elements, in order; key_cosine adds up the tokens one after
 /// another. value_out_norm1 takes a launch of its own, a block for up to eight tokens of a pair,
-/// which reads the group's rows of W_o, and at most 8 query heads for a KV head.
+/// which reads the group's rows of W_o, and at most 16 query heads for a KV head.
 cudaError_t make_columns(const ColumnArgs& args, cudaStream_t stream);
 
 }  // namespace kvlab::kernels

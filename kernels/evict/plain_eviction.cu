@@ -14,7 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kSlotsPerBlock = 64;
-constexpr int kMostGroup = 8;
+constexpr int kMostGroup = 16;
 
 /// Live tokens of the pair that are older than `position`. A warp together.
 __device__ int tokens_before(const std::uint32_t* positions, int live, std::uint32_t position) {

@@ -12,11 +12,11 @@ bool can_prefill(const Args& args) {
   const AttentionShape& shape = args.shape;
   if (shape.kv_heads < 1 || shape.query_heads < 1 || shape.query_heads % shape.kv_heads != 0)
     return false;
-  constexpr int kMostGroup = 8;
+  constexpr int kMostGroup = 16;
   if (shape.query_heads / shape.kv_heads > kMostGroup || !is_head_size(shape.head_size))
     return false;
   if (shape.head_stride % (16 / static_cast<std::int64_t>(bytes_of(shape.type))) != 0) return false;
-  constexpr int kMostPosition = 1 << 27;  // so that eight times as many rows can be counted
+  constexpr int kMostPosition = 1 << 26;  // so that sixteen times as many rows can be counted
   if (args.first < 0 || args.first >= kMostPosition) return false;
   if (args.queries < 1 || args.queries >= kMostPosition) return false;
   const QueryBatch& batch = args.batch;

@@ -243,7 +243,7 @@ TEST_CASE("decode attention agrees with float64 for every type, head size and gr
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 96, 128, 256})
-      for (const int group : {1, 2, 3, 4, 7, 8}) {
+      for (const int group : {1, 2, 3, 4, 7, 8, 13, 16}) {
         const Size size{
             .type = type, .head_size = head_size, .group = group, .sequences = 12, .slots = 300};
         INFO(name(size));
@@ -276,7 +276,7 @@ TEST_CASE("decode attention agrees with float64 where each of few pairs has a cl
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 96, 128, 256})
-      for (const int group : {1, 3, 8}) {
+      for (const int group : {1, 3, 8, 16}) {
         const int most = head_size == 256 ? 2 : 384 / head_size;
         const int tiles = type == Type::f32 ? (head_size == 256 ? 1 : 2) : most,
                   slots = tiles * 8 * 64;
@@ -332,7 +332,7 @@ TEST_CASE("decode attention counts sink logits, of whole pairs, cut ones and in 
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 128, 256})
-      for (const int group : {1, 5, 8}) {
+      for (const int group : {1, 5, 8, 16}) {
         Size size{.type = type,
                   .head_size = head_size,
                   .group = group,
@@ -412,6 +412,6 @@ TEST_CASE("decode attention refuses what it does not support before any launch")
   CHECK(decode_attention_workspace(args.shape, 1, 64) == 0);
   CHECK(decode_attention(args, nullptr) == cudaErrorInvalidValue);
   args.shape.head_size = 128;
-  args.shape.query_heads = 72;
+  args.shape.query_heads = 136;
   CHECK(decode_attention(args, nullptr) == cudaErrorInvalidValue);
 }

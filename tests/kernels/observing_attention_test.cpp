@@ -75,7 +75,7 @@ TEST_CASE("observing attention holds for every type, head size and group", "[gpu
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 96, 128, 256})
-      for (const int group : {1, 2, 3, 4, 7, 8})
+      for (const int group : {1, 2, 3, 4, 7, 8, 13, 16})
         for (const Positions numbering : {Positions::original, Positions::cache})
           run({.policy = group % 2 ? "h2o" : "lru",
                .type = type,
@@ -91,7 +91,7 @@ TEST_CASE("two frames hold for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 96, 128, 256})
-      for (const int group : {1, 2, 3, 4, 7, 8})
+      for (const int group : {1, 2, 3, 4, 7, 8, 13, 16})
         run_in_two_frames({.policy = group % 2 ? "sink" : "sink:sinks=19",
                            .type = type,
                            .head_size = head_size,

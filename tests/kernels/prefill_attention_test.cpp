@@ -69,7 +69,7 @@ TEST_CASE("prefill attention agrees with float64 for every type, head size and g
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 96, 128, 256})
-      for (const int group : {1, 2, 3, 4, 7, 8})
+      for (const int group : {1, 2, 3, 4, 7, 8, 13, 16})
         run_and_check(
             {.type = type, .head_size = head_size, .group = group, .first = 37, .queries = 67});
 }
@@ -93,7 +93,7 @@ TEST_CASE("prefill attention counts sink logits, with a span and without", "[gpu
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 96, 128, 256})
-      for (const int group : {1, 5, 8})
+      for (const int group : {1, 5, 8, 16})
         for (const int span : {0, 40})
           for (const float scale : {0.0f, 30 / std::sqrt(static_cast<float>(head_size))})
             run_and_check({.type = type,

@@ -261,7 +261,7 @@ TEST_CASE("the second pass agrees with float64 for every type, head size and gro
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 96, 128, 256})
-      for (const int group : {1, 2, 3, 4, 7, 8})
+      for (const int group : {1, 2, 3, 4, 7, 8, 13, 16})
         for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
           run_and_check({.type = type,
                          .head_size = head_size,
@@ -311,7 +311,7 @@ TEST_CASE("the second pass takes the largest of a group's masses", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f16, Type::f32})
     for (const int head_size : {64, 96, 128, 256})
-      for (const int group : {1, 2, 3, 8})
+      for (const int group : {1, 2, 3, 8, 16})
         for (const bool weighted : {false, true})
           run_and_check({.type = type,
                          .head_size = head_size,

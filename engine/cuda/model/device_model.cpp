@@ -26,7 +26,7 @@ void refuse_unsupported(const ModelConfig& config) {
     throw std::runtime_error(
         fmt::format("{}: {}; --device cpu runs this model", config.name, what));
   };
-  constexpr std::uint32_t most_in_group = 8;
+  constexpr std::uint32_t most_in_group = 16;
   if (!kernels::is_head_size(static_cast<int>(config.head_size)))
     refuse(
         fmt::format("head size {}: the CUDA kernels take 64, 96, 128 and 256", config.head_size));

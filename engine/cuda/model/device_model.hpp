@@ -43,7 +43,7 @@ struct DeviceWeights {
   std::vector<DeviceLayer> layers;
 };
 
-/// Head sizes 64, 96, 128, 256, at most 8 query heads for a KV head.
+/// Head sizes 64, 96, 128, 256, at most 16 query heads for a KV head.
 class DeviceModel {
  public:
   /// Reads a checkpoint into device memory, tensor by tensor from the mapped files. The dtype is

@@ -49,10 +49,10 @@ const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
 }
 
 void refuse(const DeviceModel& model, std::span<const CacheConfig> configs) {
-  if (model.config().sinks)
+  if (const std::string what = beyond_device_layers(model.config()); !what.empty())
     throw std::invalid_argument(
-        fmt::format("{}: the closed loop on CUDA does not know sink logits; --by-tokens does",
-                    model.config().name));
+        fmt::format("{}: the closed loop on CUDA does not know {}; --by-tokens does",
+                    model.config().name, what));
   const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
     check_held(kCudaLoop, config);
@@ -405,6 +405,13 @@ class SequenceRun {
 };
 
 }  // namespace
+
+std::string beyond_device_layers(const ModelConfig& config) {
+  if (config.sinks) return "sink logits";
+  return config.query_heads / config.kv_heads > kernels::kMostReplayGroup
+             ? fmt::format("more than {} query heads for a KV head", kernels::kMostReplayGroup)
+             : "";
+}
 
 Sweep sweep_by_device_layers(const DeviceModel& model) {
   const auto loop = std::make_shared<DeviceLoop>(model);

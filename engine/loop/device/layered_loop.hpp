@@ -11,6 +11,9 @@ namespace kvlab {
 /// many configurations go side by side as fit the device's memory. The sweep throws
 /// std::invalid_argument for what run_closed_loop() refuses, budgets by head and thresholds that
 /// differ; std::runtime_error where not even one configuration fits.
+/// What of a model is not replayed layer by layer on a device; empty: nothing.
+std::string beyond_device_layers(const ModelConfig& config);
+
 Sweep sweep_by_device_layers(const DeviceModel& model);
 
 /// What it costs, beside the floor of its products.

@@ -6,6 +6,8 @@
 
 namespace kvlab {
 
+std::string beyond_device_layers(const ModelConfig&) { return ""; }
+
 Sweep sweep_by_device_layers(const DeviceModel&) {
   throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");
 }

@@ -30,7 +30,7 @@ std::vector<Family> families() {
   // Of two experts with nearly the same logit, rounded weights may choose the other one.
   constexpr double kOtherExperts = 0.1;
   all.push_back({"experts behind a dense layer",
-                 with(small_config("Qwen3MoeForCausalLM", "qwen3_moe", 8, 1, 64),
+                 with(small_config("Qwen3MoeForCausalLM", "qwen3_moe", 16, 1, 64),
                       {{"num_experts", 9},
                        {"num_experts_per_tok", 3},
                        {"moe_intermediate_size", 72},
