@@ -2,6 +2,7 @@
 // call was refused, and does nothing else.
 #include "kernels/kvlab.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -45,13 +46,14 @@ static_assert(SIZE_MAX == kNoDevice);
 // What callers lay out. Another size is another binary interface, of an embedded struct too.
 template <class... Structs>
 constexpr std::array kSizes{sizeof(Structs)...};
-static_assert(
-    KVLAB_VERSION == 2 &&
-        kSizes<kvlab_pages, kvlab_cache, kvlab_rule, kvlab_observation, kvlab_policy_state,
-               kvlab_write_args, kvlab_columns_args, kvlab_evicting_attention_args,
-               kvlab_row_softmax, kvlab_prefill_args, kvlab_observe_args, kvlab_shrink_args> ==
-            std::array<std::size_t, 12>{48, 136, 16, 24, 80, 208, 232, 288, 8, 160, 240, 416},
-    "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
+static_assert(KVLAB_VERSION == 3 &&
+                  kSizes<kvlab_pages, kvlab_cache, kvlab_rule, kvlab_observation,
+                         kvlab_policy_state, kvlab_memory, kvlab_policy_file, kvlab_write_args,
+                         kvlab_columns_args, kvlab_evicting_attention_args, kvlab_row_softmax,
+                         kvlab_prefill_args, kvlab_observe_args, kvlab_shrink_args> ==
+                      std::array<std::size_t, 14>{48, 136, 16, 24, 80, 168, 280, 216, 240, 296, 8,
+                                                  168, 256, 424},
+              "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
 
 const std::vector<kvlab_policy>& policies() {
   static const std::vector<kvlab_policy> list = [] {
@@ -64,16 +66,8 @@ const std::vector<kvlab_policy>& policies() {
 
 constexpr const char* kNull = "an argument is NULL";
 
-/// Of the thread's last call that takes a stream: kvlab_last_error.
+/// Of the thread's last call that can be refused: kvlab_last_error.
 thread_local std::string last_error;
-
-/// The error of such a call, whose reason is kept.
-cudaError_t told(const char* call, cudaError_t error, const std::string& why = "") {
-  last_error.clear();
-  if (error != cudaSuccess)
-    last_error = std::string(call) + ": " + (why.empty() ? cudaGetErrorString(error) : why);
-  return error;
-}
 
 /// Whether there is a reason to refuse a call, which is kept.
 bool refused(const char* call, const std::string& why) {
@@ -81,12 +75,13 @@ bool refused(const char* call, const std::string& why) {
 }
 template <class Args>
 bool refused(const char* call, const Args* args) {
-  return refused(call, args == nullptr ? kNull : why_not(*args));
+  if (args == nullptr) return refused(call, std::string(kNull));
+  return refused(call, why_not_size(*args)) || refused(call, why_not(*args));
 }
 template <class Args>
 bool refused(const char* call, const kvlab_policy* policy, const Args* args) {
-  return refused(call,
-                 policy == nullptr || args == nullptr ? kNull : why_not(policy->kernels, *args));
+  if (policy == nullptr || args == nullptr) return refused(call, std::string(kNull));
+  return refused(call, why_not_size(*args)) || refused(call, why_not(policy->kernels, *args));
 }
 
 /// `said`: what is wrong.
@@ -195,6 +190,49 @@ EvictingAttentionArgs evicting_of(const kvlab_evicting_attention_args& args) {
   return converted;
 }
 
+/// name=NAME: where NAME is but the default.
+const char* column_name(const char* name) {
+  const char* const given = std::strchr(name, '=');
+  return given == nullptr ? name : given + 1;
+}
+
+/// Of a supported shape. The table of blocks and their places are not looked at.
+void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t slots,
+             kvlab_positions numbering, kvlab_memory& to) {
+  const std::size_t sequences = static_cast<std::size_t>(c.sequences),
+                    pairs = sequences * static_cast<std::size_t>(c.kv_heads);
+  const SlotCache cache = cache_of(c);
+  const std::size_t page = static_cast<std::size_t>(c.pages.page);
+  const std::size_t blocks =
+      page == 0 ? 0 : (static_cast<std::size_t>(c.most_slots) + page - 1) / page;
+  const std::size_t rows = (page == 0 ? slots : pairs * blocks * page) *
+                           static_cast<std::size_t>(c.head_size) * bytes_of(cache.type);
+  const bool unit = std::ranges::any_of(policy.columns, [](const char* column) {
+    return std::string_view(column_name(column)) == "key_cosine";
+  });
+  to = {.struct_size = sizeof to,
+        .keys = rows,
+        .values = rows,
+        .positions = slots * sizeof(std::uint32_t),
+        .ages = numbering == KVLAB_SQUEEZED ? slots * sizeof(std::uint32_t) : 0,
+        .states = slots * policy.slot_bytes,
+        .columns = slots * policy.columns.size() * sizeof(float),
+        .seen = policy.needs == Needs::nothing ? 0 : slots * sizeof(kvlab_observation),
+        .first_slot = pairs * sizeof(std::int64_t),
+        .lengths = pairs * sizeof(std::int32_t),
+        .next_slots = pairs * sizeof(std::int32_t),
+        .rules = pairs * sizeof(kvlab_rule),
+        .room_at = pairs * sizeof(std::uint32_t),
+        .unit_keys = unit ? pairs * static_cast<std::size_t>(c.head_size) * sizeof(float) : 0,
+        .params = sequences * policy.params_bytes,
+        .threshold16 = sequences * sizeof(std::uint32_t),
+        .seeds = sequences * sizeof(std::uint64_t),
+        .sequence_ids = sequences * sizeof(std::uint32_t),
+        .blocks = (c.pages.by_pair != 0 ? pairs : sequences) * blocks * sizeof(std::int32_t),
+        .attention_workspace = policy.attention_workspace(cache),
+        .shrink_workspace = shrink_workspace(cache)};
+}
+
 AttentionShape shape_of(const kvlab_prefill_args& c) {
   return {.type = type_of(c.type),
           .query_heads = c.query_heads,
@@ -206,6 +244,13 @@ AttentionShape shape_of(const kvlab_prefill_args& c) {
 }
 
 }  // namespace
+
+cudaError_t kvlab::kernels::told(const char* call, cudaError_t error, const std::string& why) {
+  last_error.clear();
+  if (error != cudaSuccess)
+    last_error = std::string(call) + ": " + (why.empty() ? cudaGetErrorString(error) : why);
+  return error;
+}
 
 extern "C" {
 
@@ -240,9 +285,7 @@ const char* kvlab_policy_column(const kvlab_policy* policy, int index) {
   if (policy == nullptr || index < 0) return nullptr;
   const auto columns = policy->kernels.columns;
   if (static_cast<std::size_t>(index) >= columns.size()) return nullptr;
-  const char* const name = columns[static_cast<std::size_t>(index)];
-  const char* const given = std::strchr(name, '=');  // name=NAME: where NAME is but the default
-  return given == nullptr ? name : given + 1;
+  return column_name(columns[static_cast<std::size_t>(index)]);
 }
 
 kvlab_needs kvlab_policy_needs(const kvlab_policy* policy) {
@@ -256,6 +299,11 @@ size_t kvlab_policy_slot_bytes(const kvlab_policy* policy) {
 
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy) {
   return policy == nullptr ? 0 : policy->kernels.params_bytes;
+}
+
+const char* kvlab_policy_parameter(const kvlab_policy* policy, int index) {
+  if (policy == nullptr || policy->kernels.param_name == nullptr || index < 0) return nullptr;
+  return policy->kernels.param_name(static_cast<std::size_t>(index));
 }
 
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
@@ -333,6 +381,16 @@ cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
                                      stream));
 }
 
+cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* cache, int64_t slots,
+                               kvlab_positions numbering, kvlab_memory* bytes) {
+  const bool null = policy == nullptr || cache == nullptr || bytes == nullptr;
+  if (refused(__func__, null ? kNull : why_not_size(*bytes)) ||
+      refused(__func__, why_not_shape(*cache, slots)))
+    return cudaErrorInvalidValue;
+  measure(policy->kernels, *cache, static_cast<std::size_t>(slots), numbering, *bytes);
+  return told(__func__, cudaSuccess);
+}
+
 cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
   if (refused(__func__, cache == nullptr ? kNull : why_not_shape(*cache)))
     return cudaErrorInvalidValue;
@@ -353,9 +411,8 @@ cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attent
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
                                  const kvlab_evicting_attention_args* layers, int count,
                                  cudaStream_t stream) {
-  if (refused(__func__, policy == nullptr || layers == nullptr
-                            ? kNull
-                            : why_not(policy->kernels, layers, count)))
+  if (refused(__func__, policy, layers) ||
+      refused(__func__, why_not(policy->kernels, layers, count)))
     return cudaErrorInvalidValue;
   std::array<EvictingAttentionArgs, kMostObservedLayers> converted{};
   for (int layer = 0; layer < count; ++layer)
@@ -429,8 +486,8 @@ size_t kvlab_shrink_workspace(const kvlab_cache* from) {
 
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
                          cudaStream_t stream) {
-  if (policy != nullptr && args != nullptr && policy->kernels.weighted && args->seen != nullptr &&
-      args->weighted == 0)
+  if (policy != nullptr && args != nullptr && args->struct_size == sizeof *args &&
+      policy->kernels.weighted && args->seen != nullptr && args->weighted == 0)
     return told(__func__, cudaErrorNotSupported,
                 "weighted is 0, and the policy weighs a prompt's queries: kvlab_policy_weights");
   if (refused(__func__, policy, args)) return cudaErrorInvalidValue;

@@ -6,7 +6,8 @@
  * deterministic. What changes from step to step is read from device memory, so that a captured
  * graph serves growing sequences. They return cudaErrorInvalidValue, before any launch, for what is
  * not supported: head sizes other than 64, 96, 128 and 256, more than 8 query heads for a KV head.
- * Structs must be zeroed before they are filled in: a later version may add members at the end. */
+ * Structs must be zeroed before they are filled in, and struct_size be what sizeof gives: a call
+ * whose caller was compiled with another version's struct is refused. */
 #ifndef KVLAB_H
 #define KVLAB_H
 
@@ -15,7 +16,7 @@
 #include <stdint.h>
 
 #define KVLAB_VERSION_MAJOR 0
-#define KVLAB_VERSION_MINOR 2
+#define KVLAB_VERSION_MINOR 3
 /** 100 * major + minor of the header; kvlab_version() is that of the library. */
 #define KVLAB_VERSION (KVLAB_VERSION_MAJOR * 100 + KVLAB_VERSION_MINOR)
 
@@ -26,8 +27,9 @@ extern "C" {
 /** Binary interfaces are the same where this equals KVLAB_VERSION. */
 int kvlab_version(void);
 
-/** Why the last call of this thread that takes a stream was refused, in one line: what, where, and what
- *  would be right. Empty if it was not. It holds until the thread's next such call. */
+/** Why the last call of this thread that takes a stream or a struct_size was refused, in one line:
+ * what, where, and what would be right. Empty if it was not. It holds until the thread's next such
+ * call. */
 const char* kvlab_last_error(void);
 
 /** Element type of queries, keys, values and outputs. Sums are float32. */
@@ -61,10 +63,12 @@ size_t kvlab_policy_slot_bytes(const kvlab_policy* policy);
 /** Bytes of parameters for each sequence; 0: none. */
 size_t kvlab_policy_params_bytes(const kvlab_policy* policy);
 /** Writes them to host memory `to`, for the caller to copy to the device: `values` holds one number
- *  for each parameter, in the order of `kvlab policies`. cudaErrorInvalidValue if `count` differs, or a number is out of
- *  its range there. */
+ *  for each parameter, in the order of `kvlab policies`. cudaErrorInvalidValue if `count` differs,
+ * or a number is out of its range there. */
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to);
+/** Their names, in that order, from 0 on; NULL behind the last, and of a compiled policy. */
+const char* kvlab_policy_parameter(const kvlab_policy* policy, int index);
 
 /** Whether it weighs a prompt's queries by how many of the prompt are younger. */
 int kvlab_policy_weighted(const kvlab_policy* policy);
@@ -120,6 +124,31 @@ typedef struct {
   kvlab_pages pages;         /**< where keys and values lie in blocks */
 } kvlab_cache;
 
+/** Squeezed: live tokens count as 0, 1, 2, ... by age. Keys and q come plain and are rotated here.
+ *  Two frames: squeezed too, but keys and q come rotated at their positions, and reading them costs
+ *  no more than where they are original. For `window` and `sink` alone, whose live tokens are the
+ *  rule's sinks and a run of the newest; the token at position i < sinks must be in slot i. */
+typedef enum { KVLAB_ORIGINAL = 0, KVLAB_SQUEEZED = 1, KVLAB_TWO_FRAMES = 2 } kvlab_positions;
+
+/** Bytes of one layer's arrays, each as long as its shape says; 0: there is none. */
+typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_memory), set by the caller */
+  size_t keys, values, positions, ages, states, columns; /**< [slot] */
+  size_t seen; /**< [slot], of a prompt alone; 0 where the policy needs nothing */
+  size_t first_slot, lengths, next_slots, rules, room_at; /**< [pair] */
+  size_t unit_keys; /**< [pair, head_size]; 0 unless the policy reads key_cosine by default */
+  size_t params, threshold16, seeds, sequence_ids; /**< [sequence] */
+  size_t blocks; /**< the table, where pages.page > 0: then keys and values are those of whole
+                    blocks, as many as most_slots take */
+  size_t attention_workspace; /**< SIZE_MAX: there is no device to ask */
+  size_t shrink_workspace;
+} kvlab_memory;
+/** What a cache takes under a policy, from its shape alone: no pointer is read. `slots`: of all
+ * pairs together; a prompt's cache has one for each KV head and token. What is [sequence] and the
+ * workspaces serve all layers, one after another. */
+cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* cache, int64_t slots,
+                               kvlab_positions numbering, kvlab_memory* bytes);
+
 /** Sets cache->ages from positions and lengths: after a prompt. */
 cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream);
 
@@ -160,13 +189,42 @@ typedef struct {
 /** The sequence sits out: a value of `now`. */
 #define KVLAB_IDLE UINT32_MAX
 
+#define KVLAB_MOST_PARAMS 16
+/** A policy.json that `kvlab deploy` or `kvlab tune` has written, for one model: what is set by the
+ *  caller, then what the file says. Of its rules, which are in host memory, tokens are counted. */
+typedef struct {
+  size_t struct_size;   /**< sizeof(kvlab_policy_file) */
+  int layers, kv_heads; /**< of the layers whose queries see all tokens */
+  uint32_t tokens;      /**< that a sequence may have: `pyramid(N)` gives no head more */
+  kvlab_rule* rules;    /**< out: [layer, kv_head] */
+
+  const kvlab_policy* policy;
+  double params[KVLAB_MOST_PARAMS]; /**< as kvlab_policy_params takes them */
+  int param_count;
+  char column[64];           /**< that `column` reads; else empty */
+  kvlab_positions numbering; /**< or KVLAB_TWO_FRAMES where this is KVLAB_SQUEEZED */
+  uint32_t prefill_chunk;    /**< tokens of a prompt that are admitted together; 0: all */
+  uint32_t threshold16;
+  uint64_t seed;
+  uint32_t every; /**< 1: room is made in each step; else see room_at */
+  int once;       /**< 1: after a prompt alone */
+  int by_layer;   /**< as kvlab_shrink_args has these */
+  uint32_t smooth;
+  int pool_max;
+} kvlab_policy_file;
+/** Reads it. cudaErrorInvalidValue, and kvlab_last_error says why: it is no such file, or asks for
+ *  what the library does not have: a ladder, `ada()`, bytes, a prompt that stays, a policy from a
+ *  header (kvlab_compile_policy). `file` is as it was then, but for its rules. */
+cudaError_t kvlab_read_policy_file(const char* path, kvlab_policy_file* file);
+
 /* --- New tokens ----------------------------------------------------------------------------- */
 
 /** New tokens on their way into a cache, from the projection of q, k and v: q and k are rotated in
  *  float32 and rounded once; q is put to `q`, keys and values to their slots, which are next_slots
  *  and behind. */
 typedef struct {
-  kvlab_cache cache; /**< positions are written where `now` is given */
+  size_t struct_size; /**< sizeof(kvlab_write_args) */
+  kvlab_cache cache;  /**< positions are written where `now` is given */
   int tokens;
   const void* qkv;          /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
   int rotated;              /**< dimensions that RoPE rotates; 0: none, as for KVLAB_SQUEEZED */
@@ -191,6 +249,7 @@ typedef enum {
 
 /** Some columns of new tokens, whose values are in the cache already. */
 typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_columns_args) */
   kvlab_cache cache;
   int count; /**< of columns */
   kvlab_column columns[4];
@@ -209,15 +268,10 @@ cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream);
 
 /* --- Decoding ------------------------------------------------------------------------------- */
 
-/** Squeezed: live tokens count as 0, 1, 2, ... by age. Keys and q come plain and are rotated here.
- *  Two frames: squeezed too, but keys and q come rotated at their positions, and reading them costs
- *  no more than where they are original. For `window` and `sink` alone, whose live tokens are the
- *  rule's sinks and a run of the newest; the token at position i < sinks must be in slot i. */
-typedef enum { KVLAB_ORIGINAL = 0, KVLAB_SQUEEZED = 1, KVLAB_TWO_FRAMES = 2 } kvlab_positions;
-
 /** One decoded token for each sequence. Its key, value and position are in its slot already, which
  *  is next_slots of each pair; its state is not. */
 typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_evicting_attention_args) */
   kvlab_cache cache;
   kvlab_policy_state policy;
   kvlab_positions numbering;
@@ -234,8 +288,8 @@ typedef struct {
                 */
 } kvlab_evicting_attention_args;
 
-/** Bytes of workspace; 0 for a shape that is not supported; SIZE_MAX where the shape is, and there is
- *  no device to ask. */
+/** Bytes of workspace; 0 for a shape that is not supported; SIZE_MAX where the shape is, and there
+ * is no device to ask. */
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache);
 /** Attends over the live slots, shows the policy what each received, updates its states, and leaves
  *  in next_slots where the next token goes: behind the others, or, once the budget is reached, in
@@ -269,6 +323,7 @@ typedef struct {
  *  sequence * kv_heads + kv_head, and pages have a row for each sequence, or pair. Outputs are the
  *  bits of a call for each. */
 typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_prefill_args) */
   kvlab_type type;
   int query_heads, kv_heads, head_size;
   float softmax_scale;
@@ -291,6 +346,7 @@ cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t
 
 /** What the queries of a kvlab_prefill_attention give to each key. */
 typedef struct {
+  size_t struct_size;          /**< sizeof(kvlab_observe_args) */
   kvlab_prefill_args prefill;  /**< as given there; rows are read, values, out and lse are not */
   kvlab_needs needs;           /**< KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH */
   int keys_end;                /**< no query sees a slot from here on, of any sequence */
@@ -319,6 +375,7 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
  * that they were.
  */
 typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_shrink_args) */
   kvlab_cache from, to;
   kvlab_policy_state policy; /**< states: of from */
   void* to_states;           /**< [slot of to, slot_bytes] */
@@ -328,8 +385,9 @@ typedef struct {
   void* workspace;
   float* to_columns; /**< [slot of to, column]; those of from are policy.columns */
   /** What becomes of ranks before tokens are ordered. by_layer: a token's rank is the sum, as
-   *  numbers in their order, over the sequence's KV heads, which hold the same tokens. Then each rank becomes the mean, or with
-   *  pool_max the largest, of those of the live tokens at most `smooth` places away by age. */
+   *  numbers in their order, over the sequence's KV heads, which hold the same tokens. Then each
+   * rank becomes the mean, or with pool_max the largest, of those of the live tokens at most
+   * `smooth` places away by age. */
   int by_layer;
   uint32_t smooth;
   int pool_max;

@@ -53,6 +53,12 @@ void want_type(Wants& wants, kvlab_type type) {
              static_cast<int>(type));
 }
 
+void want_page(Wants& wants, int page) {
+  wants.that(page >= kFewestSlotsOfBlock && page <= 1 << 20 &&
+                 std::has_single_bit(static_cast<unsigned>(page)),
+             "page is {}; a power of two from {} to 2^20", page, kFewestSlotsOfBlock);
+}
+
 std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, std::int64_t slots,
                     const std::string& of) {
   Wants wants(of + "pages.");
@@ -61,9 +67,7 @@ std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, st
         .missing();
   const std::int64_t in_16_bytes =
       16 / static_cast<std::int64_t>(bytes_of(static_cast<Type>(type)));
-  wants.that(pages.page >= kFewestSlotsOfBlock && pages.page <= 1 << 20 &&
-                 std::has_single_bit(static_cast<unsigned>(pages.page)),
-             "page is {}; a power of two from {} to 2^20", pages.page, kFewestSlotsOfBlock);
+  want_page(wants, pages.page);
   wants.that(std::int64_t{pages.page} * pages.most_blocks >= slots,
              "most_blocks is {} of {} slots: {} slots are wanted", pages.most_blocks, pages.page,
              slots);
@@ -120,6 +124,13 @@ std::string why_not(const kvlab_cache& cache, const char* name) {
 
 }  // namespace
 
+std::string why_not_size(std::size_t given, std::size_t wanted) {
+  return Wants()
+      .that(given == wanted, "struct_size is {}; sizeof is {} by kvlab.h {}.{}", given, wanted,
+            KVLAB_VERSION_MAJOR, KVLAB_VERSION_MINOR)
+      .missing();
+}
+
 bool is_type(kvlab_type type) { return type >= KVLAB_BF16 && type <= KVLAB_F32; }
 
 std::string why_not_shape(const kvlab_cache& cache, const char* name) {
@@ -137,6 +148,18 @@ std::string why_not_shape(const kvlab_cache& cache, const char* name) {
                 ? why_not(cache.pages, cache.head_size, cache.type, cache.most_slots, of)
                 : "")
       .missing();
+}
+
+std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots) {
+  kvlab_cache plain = cache;
+  plain.pages = {};
+  const std::int64_t most = std::int64_t{cache.sequences} * cache.kv_heads * cache.most_slots;
+  Wants wants("cache."), page("cache.pages."), rest;
+  want_shape(wants, cache.type, cache.query_heads, cache.kv_heads, cache.head_size);
+  if (cache.pages.page != 0) want_page(page, cache.pages.page);
+  rest.that(slots >= 1 && slots <= most,
+            "slots is {}; 1 to {}, sequences times kv_heads times most_slots", slots, most);
+  return wants.also(why_not_shape(plain)).also(page.missing()).also(rest.missing()).missing();
 }
 
 std::string why_not(const kvlab_write_args& args) {

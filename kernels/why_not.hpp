@@ -9,12 +9,24 @@
 
 namespace kvlab::kernels {
 
+/// The error of a call, whose reason is kept for kvlab_last_error.
+cudaError_t told(const char* call, cudaError_t error, const std::string& why = "");
+
+/// Why a caller's struct is not this header's; empty where it is.
+std::string why_not_size(std::size_t given, std::size_t wanted);
+template <class Args>
+std::string why_not_size(const Args& args) {
+  return why_not_size(args.struct_size, sizeof(Args));
+}
+
 bool is_type(kvlab_type type);
 
 // Empty: nothing. Pointers are not followed; the launchers know the rest.
 
 /// All of a cache but its arrays.
 std::string why_not_shape(const kvlab_cache& cache, const char* name = "cache");
+/// Of a question for bytes, of so many slots: of its blocks, their size alone.
+std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots);
 std::string why_not(const kvlab_write_args& args);
 std::string why_not(const kvlab_columns_args& args);
 std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args& args);

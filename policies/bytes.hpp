@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <iterator>
 #include <span>
 
 #include "policies/policy_checks.hpp"
@@ -26,6 +27,14 @@ constexpr typename P::Params params_from(const double* values) {
   if constexpr (!std::is_empty_v<typename P::Params>)
     for (const auto& param : P::kParams) params.*(param.member) = *values++;
   return params;
+}
+
+/// Of each line of kParams; null behind the last.
+template <class P>
+constexpr const char* param_name(std::size_t index) {
+  if constexpr (!std::is_empty_v<typename P::Params>)
+    if (index < std::size(P::kParams)) return P::kParams[index].name;
+  return nullptr;
 }
 
 /// Writes P's Params, kParamsBytes, from one value for each line of kParams. False, and nothing is

@@ -46,6 +46,7 @@ DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
           .slot_bytes = kSlotBytes<P>,
           .params_bytes = kParamsBytes<P>,
           .params = write_params<P>,
+          .param_name = param_name<P>,
           .weight = weight_of<P>,
           .tail = tail_of<P>,
           .header = header,

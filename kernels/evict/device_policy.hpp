@@ -26,6 +26,8 @@ struct DevicePolicy {
   /// Writes params_bytes: one value for each parameter, as in the catalogue. False: one is out of
   /// its range.
   bool (*params)(std::span<const double> values, std::byte* to);
+  /// Their names, in that order; null behind the last.
+  const char* (*param_name)(std::size_t index);
   /// As of PolicyOps: of a query by the number of younger ones; from which age on it weighs
   /// nothing.
   float (*weight)(std::uint32_t age, const void* params);

@@ -385,7 +385,7 @@ void Run::write_prompts() {
                            element());
   token_sequences_ = to_device(sequence);
   token_slots_ = to_device(slot);
-  kvlab_write_args args{};
+  kvlab_write_args args{.struct_size = sizeof(kvlab_write_args)};
   args.cache = prompt_->cache();
   args.tokens = tokens;
   args.qkv = qkv_->data();
@@ -405,8 +405,9 @@ void Run::attend_prompt(int sequence, std::size_t first_token) {
   const std::size_t head = static_cast<std::size_t>(size_.head_size) * element();
   const DeviceArray<std::byte> out(rows * head);
   const DeviceArray<kvlab_row_softmax> softmax(rows);
-  kvlab_observe_args args{};
+  kvlab_observe_args args{.struct_size = sizeof(kvlab_observe_args)};
   kvlab_prefill_args& prefill = args.prefill;
+  prefill.struct_size = sizeof prefill;
   prefill.type = size_.type;
   prefill.query_heads = query_heads();
   prefill.kv_heads = size_.kv_heads;
@@ -435,7 +436,7 @@ void Run::attend_prompt(int sequence, std::size_t first_token) {
 
 void Run::make_columns(const kvlab_cache& cache, const std::byte* qkv, int tokens,
                        const std::uint32_t* now, float* unit_keys, float* to, cudaStream_t stream) {
-  kvlab_columns_args args{};
+  kvlab_columns_args args{.struct_size = sizeof(kvlab_columns_args)};
   args.cache = cache;
   args.count = static_cast<int>(column_ids_.size());
   std::ranges::copy(column_ids_, args.columns);
@@ -452,7 +453,7 @@ void Run::make_columns(const kvlab_cache& cache, const std::byte* qkv, int token
 }
 
 void Run::shrink_prompts() {
-  kvlab_shrink_args args{};
+  kvlab_shrink_args args{.struct_size = sizeof(kvlab_shrink_args)};
   args.from = prompt_->cache();
   args.to = resident().cache();
   args.policy = state(*prompt_states_, *prompt_columns_);
@@ -470,7 +471,7 @@ void Run::shrink_prompts() {
 
 void Run::enqueue_step(cudaStream_t stream) {
   const kvlab_cache cache = resident().cache();
-  kvlab_write_args write{};
+  kvlab_write_args write{.struct_size = sizeof(kvlab_write_args)};
   write.cache = cache;
   write.tokens = sequences();
   write.qkv = qkv_->data();
@@ -484,7 +485,7 @@ void Run::enqueue_step(cudaStream_t stream) {
   const auto& columns = size_.in_place ? *prompt_columns_ : *columns_;
   if (!column_ids_.empty())
     make_columns(cache, qkv_->data(), 1, now_->data(), unit_keys_->data(), columns.data(), stream);
-  kvlab_evicting_attention_args args{};
+  kvlab_evicting_attention_args args{.struct_size = sizeof(kvlab_evicting_attention_args)};
   args.cache = cache;
   args.policy = state(size_.in_place ? *prompt_states_ : *states_, columns);
   args.policy.seen = seen_->data();

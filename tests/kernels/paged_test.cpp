@@ -72,7 +72,7 @@ kvlab_cache cache_of_nothing() {
 
 cudaError_t shrink_between(const kvlab_cache& from, const kvlab_cache& to) {
   void* const any = from.keys;
-  kvlab_shrink_args args{};
+  kvlab_shrink_args args{.struct_size = sizeof(kvlab_shrink_args)};
   args.from = from;
   args.to = to;
   args.policy.rules = static_cast<const kvlab_rule*>(any);
@@ -83,7 +83,7 @@ cudaError_t shrink_between(const kvlab_cache& from, const kvlab_cache& to) {
 }
 
 cudaError_t write_to(const kvlab_cache& cache) {
-  kvlab_write_args args{};
+  kvlab_write_args args{.struct_size = sizeof(kvlab_write_args)};
   args.cache = cache;
   args.tokens = 1;
   args.qkv = args.q = cache.keys;
@@ -92,7 +92,7 @@ cudaError_t write_to(const kvlab_cache& cache) {
 }
 
 cudaError_t columns_of(const kvlab_cache& cache) {
-  kvlab_columns_args args{};
+  kvlab_columns_args args{.struct_size = sizeof(kvlab_columns_args)};
   args.cache = cache;
   args.count = 1;
   args.columns[0] = KVLAB_VALUE_NORM;
@@ -104,7 +104,7 @@ cudaError_t columns_of(const kvlab_cache& cache) {
 }
 
 cudaError_t attend_prompt(const kvlab_cache& cache) {
-  kvlab_prefill_args args{};
+  kvlab_prefill_args args{.struct_size = sizeof(kvlab_prefill_args)};
   args.type = cache.type;
   args.query_heads = cache.query_heads;
   args.kv_heads = cache.kv_heads;
@@ -199,6 +199,7 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
   CHECK(refused([](kvlab_pages& pages) { pages.head_stride = 8; }));
   const kvlab_policy* const h2o = kvlab_find_policy("h2o");
   kvlab_evicting_attention_args layers[9]{};
+  for (auto& layer : layers) layer.struct_size = sizeof layer;
   CHECK(kvlab_attend(h2o, nullptr, nullptr) == cudaErrorInvalidValue);
   CHECK(kvlab_attend(nullptr, layers, nullptr) == cudaErrorInvalidValue);
   CHECK(kvlab_attend(h2o, layers, nullptr) == cudaErrorInvalidValue);

@@ -150,8 +150,9 @@ class Batch {
 
   kvlab_observe_args of_batch() const {
     const kvlab_cache cache = cache_.cache();
-    kvlab_observe_args args{};
-    args.prefill = {.type = case_.size.type,
+    kvlab_observe_args args{.struct_size = sizeof(kvlab_observe_args)};
+    args.prefill = {.struct_size = sizeof(kvlab_prefill_args),
+                    .type = case_.size.type,
                     .query_heads = heads(),
                     .kv_heads = kKvHeads,
                     .head_size = case_.size.head_size,
@@ -215,7 +216,7 @@ class Batch {
         q(sequences.size() * row_bytes());
     const DeviceArray<std::int32_t> device_sequences{std::span<const std::int32_t>(sequences)},
         device_slots{std::span<const std::int32_t>(slots)};
-    kvlab_write_args args{};
+    kvlab_write_args args{.struct_size = sizeof(kvlab_write_args)};
     args.cache = cache_.cache();
     args.tokens = static_cast<int>(sequences.size());
     args.qkv = qkv.data();
@@ -292,8 +293,9 @@ void run_and_check(const Case& given) {
 kvlab_observe_args args_of_nothing() {
   alignas(16) static std::byte somewhere[16];
   void* const any = somewhere;
-  kvlab_observe_args args{};
-  args.prefill = {.type = KVLAB_BF16,
+  kvlab_observe_args args{.struct_size = sizeof(kvlab_observe_args)};
+  args.prefill = {.struct_size = sizeof(kvlab_prefill_args),
+                  .type = KVLAB_BF16,
                   .query_heads = 8,
                   .kv_heads = 2,
                   .head_size = 64,

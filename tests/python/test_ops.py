@@ -11,10 +11,17 @@ import pytest
 
 from kvlab import _kvlab, _library
 
-HEADER = (pathlib.Path(__file__).resolve().parents[2] / "kernels" / "kvlab.h").read_text()
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HEADER = (ROOT / "kernels" / "kvlab.h").read_text()
+LAYOUT = ROOT / "tests" / "data" / "kvlab-layout.txt"
+NUMBERS = dict(re.findall(r"#define (KVLAB_\w+) (\d+)", HEADER))
 TYPES: dict[str, Any] = {
     "int": ctypes.c_int,
     "uint32_t": ctypes.c_uint32,
+    "int32_t": ctypes.c_int32,
+    "uint64_t": ctypes.c_uint64,
+    "double": ctypes.c_double,
+    "char": ctypes.c_char,
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
     "size_t": ctypes.c_size_t,
@@ -40,7 +47,7 @@ def members_of(body: str) -> list[tuple[str, Any]]:
             name, _, count = name.strip().rstrip("]").partition("[")
             pointer = "*" in line
             kind = ctypes.c_void_p if pointer else TYPES[words[0].rstrip("*")]
-            found.append((name.strip("* "), kind * int(count) if count else kind))
+            found.append((name.strip("* "), kind * int(NUMBERS.get(count, count)) if count else kind))
     return found
 
 
@@ -52,6 +59,24 @@ def test_structs_are_the_headers(name: str) -> None:
     assert [member for member, _ in theirs] == [field[0] for field in ours]
     for (member, kind), field in zip(theirs, ours, strict=True):
         assert kind is field[1] or (ctypes.sizeof(kind) == ctypes.sizeof(field[1]) and member == "columns"), member
+
+
+def layouts() -> str:
+    """The sizes and offsets of the header's structs, one a line, behind its version."""
+    numbers = re.findall(r"#define KVLAB_VERSION_M[AJIN]+OR (\d+)", HEADER)
+    lines = [f"version {'.'.join(numbers)}"]
+    for body, name in re.findall(r"typedef struct \{(.*?)\n\} (\w+);", HEADER, re.DOTALL):
+        fields = members_of(body)
+        struct: Any = type(name, (ctypes.Structure,), {"_fields_": fields})
+        TYPES.setdefault(name, struct)
+        members = (f"{member} {getattr(struct, member).offset}" for member, _ in fields)
+        lines.append(f"{name} {ctypes.sizeof(struct)}: {', '.join(members)}")
+    return "\n".join(lines) + "\n"
+
+
+def test_a_layout_moves_with_the_version_alone() -> None:
+    """Where this fails: raise KVLAB_VERSION_MINOR, then put what is found here into the file."""
+    assert layouts() == LAYOUT.read_text()
 
 
 @pytest.mark.parametrize("name", _library.FUNCTIONS)

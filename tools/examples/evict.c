@@ -64,6 +64,7 @@ static int decode(const char* name) {
   const int64_t first_slot[PAIRS] = {0, BUDGET};
   kvlab_evicting_attention_args step;
   memset(&step, 0, sizeof step);
+  step.struct_size = sizeof step;
   step.cache.type = KVLAB_F32;
   step.cache.sequences = 1;
   step.cache.query_heads = QUERY_HEADS;

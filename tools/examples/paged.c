@@ -107,6 +107,7 @@ static void write_tokens(const Layer* layer, kvlab_cache cache, int tokens, cons
                          const int32_t* slots) {
   kvlab_write_args write;
   memset(&write, 0, sizeof write);
+  write.struct_size = sizeof write;
   write.cache = cache;
   write.tokens = tokens;
   write.qkv = layer->qkv;
@@ -143,7 +144,9 @@ static void run_prompt(const Layer* layer, int sequence) {
 
   kvlab_observe_args observe;
   memset(&observe, 0, sizeof observe);
+  observe.struct_size = sizeof observe;
   kvlab_prefill_args* prefill = &observe.prefill;
+  prefill->struct_size = sizeof *prefill;
   prefill->type = one.type;
   prefill->query_heads = QUERY_HEADS;
   prefill->kv_heads = KV_HEADS;
@@ -167,6 +170,7 @@ static void run_prompt(const Layer* layer, int sequence) {
   const uint32_t admitted = (uint32_t)tokens;
   kvlab_shrink_args shrink;
   memset(&shrink, 0, sizeof shrink);
+  shrink.struct_size = sizeof shrink;
   shrink.from = shrink.to = one;
   shrink.policy = layer->state;
   shrink.policy.rules += sequence * KV_HEADS;
@@ -211,6 +215,7 @@ static double worst_error(const float* q, const float* keys, const float* values
 static double decode(const Layer* layer) {
   kvlab_evicting_attention_args step;
   memset(&step, 0, sizeof step);
+  step.struct_size = sizeof step;
   step.cache = layer->cache;
   step.policy = layer->state;
   step.now = layer->now;

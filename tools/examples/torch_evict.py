@@ -34,8 +34,9 @@ class PolicyState(ctypes.Structure):  # kvlab_policy_state
 
 
 class Step(ctypes.Structure):  # kvlab_evicting_attention_args
-    _fields_ = [("cache", Cache), ("policy", PolicyState), ("numbering", i32), ("now", p), ("q", p), ("inv_freq", p),
-                ("rotated", i32), ("rope_factor", f32), ("out", p), ("lse", p), ("workspace", p), ("settled", i32)]
+    _fields_ = [("struct_size", ctypes.c_size_t), ("cache", Cache), ("policy", PolicyState), ("numbering", i32),
+                ("now", p), ("q", p), ("inv_freq", p), ("rotated", i32), ("rope_factor", f32), ("out", p), ("lse", p),
+                ("workspace", p), ("settled", i32)]
 
 
 def load(path):
@@ -88,8 +89,8 @@ class H2OCache:
         self.now.fill_(t)
         state = PolicyState(states=self.states.data_ptr(), rules=self.rules.data_ptr(), seeds=self.seeds.data_ptr(),
                             sequence_ids=self.ids.data_ptr())
-        args = Step(cache=self.cache, policy=state, now=self.now.data_ptr(), q=q.data_ptr(), out=self.out.data_ptr(),
-                    workspace=self.workspace.data_ptr())
+        args = Step(struct_size=ctypes.sizeof(Step), cache=self.cache, policy=state, now=self.now.data_ptr(),
+                    q=q.data_ptr(), out=self.out.data_ptr(), workspace=self.workspace.data_ptr())
         error = self.library.kvlab_evicting_attention(self.policy, args, torch.cuda.current_stream().cuda_stream)
         if error:
             raise RuntimeError(f"kvlab_evicting_attention: CUDA error {error}")

@@ -19,7 +19,7 @@ namespace kvlab {
 struct AdmissionMemory {
   AdmissionMemory() = default;
   /// `slots`: for live and new tokens together.
-  AdmissionMemory(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options,
+  AdmissionMemory(cuda::Arena& arena, const DeviceShape& model, const CudaDecoderOptions& options,
                   std::uint32_t slots);
 
   /// [kv_head, slot]; lengths are those of the tokens that were live already.

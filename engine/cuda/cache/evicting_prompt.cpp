@@ -11,7 +11,7 @@ namespace kvlab {
 
 using cuda::check;
 
-AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const DeviceModel& model,
+AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const DeviceShape& model,
                                  const CudaDecoderOptions& options, std::uint32_t slots)
     : cache(model.slot_cache(1, static_cast<int>(slots))) {
   const ModelConfig& config = model.config();

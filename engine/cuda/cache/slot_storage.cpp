@@ -9,7 +9,7 @@ constexpr const char* kTables = "the cache's tables";
 
 }  // namespace
 
-SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
+SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceShape& model, const PairSlots& slots,
                          const CudaDecoderOptions& options)
     : config_(&model.config()),
       shape_(model.slot_cache(options.sequences, slots.most())),

@@ -13,7 +13,7 @@ namespace kvlab {
 /// Everything that lives from step to step, laid out in device memory. Copies are views.
 class SlotStorage {
  public:
-  SlotStorage(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
+  SlotStorage(cuda::Arena& arena, const DeviceShape& model, const PairSlots& slots,
               const CudaDecoderOptions& options);
   /// Nothing is live, and the tables are what slots and options say. Waits.
   void clear(const PairSlots& slots, const CudaDecoderOptions& options) const;

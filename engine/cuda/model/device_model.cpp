@@ -135,8 +135,7 @@ kernels::Type kernel_type(Dtype dtype) {
   return dtype == Dtype::f16 ? kernels::Type::f16 : kernels::Type::f32;
 }
 
-DeviceModel::DeviceModel(ModelConfig config, Dtype dtype)
-    : config_(std::move(config)), dtype_(dtype) {
+DeviceModel::DeviceModel(ModelConfig config, Dtype dtype) : DeviceShape(std::move(config), dtype) {
   refuse_unsupported(config_);
   block_ = allocate(config_, dtype_, plan_weights(config_, dtype_, nullptr).bytes);
   weights_ = plan_weights(config_, dtype_, block_.data()).weights;
@@ -198,18 +197,18 @@ void DeviceModel::read_sinks() {
   sinks_ = cuda::upload(all, "sink logits");
 }
 
-const float* DeviceModel::sinks(std::uint32_t layer) const {
+const float* DeviceShape::sinks(std::uint32_t layer) const {
   return config_.sinks ? sinks_.as<float>() + std::size_t{layer} * config_.query_heads : nullptr;
 }
 
-std::uint64_t DeviceModel::cache_bytes(std::uint64_t tokens) const {
+std::uint64_t DeviceShape::cache_bytes(std::uint64_t tokens) const {
   std::uint64_t kept = 0;
   for (const RowSpec& row : config_.rows)
     kept += row.span > 0 ? std::min<std::uint64_t>(tokens, row.span) : tokens;
   return kept * 2 * config_.kv_heads * key_bytes();
 }
 
-kernels::AttentionShape DeviceModel::attention_shape(int slots, std::uint32_t layer) const {
+kernels::AttentionShape DeviceShape::attention_shape(int slots, std::uint32_t layer) const {
   const std::int64_t head_stride = std::int64_t{slots} * config_.head_size;
   return {.type = type(),
           .query_heads = static_cast<int>(config_.query_heads),
@@ -221,7 +220,7 @@ kernels::AttentionShape DeviceModel::attention_shape(int slots, std::uint32_t la
           .sinks = sinks(layer)};
 }
 
-kernels::SlotCache DeviceModel::slot_cache(int sequences, int most_slots) const {
+kernels::SlotCache DeviceShape::slot_cache(int sequences, int most_slots) const {
   return {.type = type(),
           .sequences = sequences,
           .query_heads = static_cast<int>(config_.query_heads),

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/checkpoint/model.hpp"
@@ -43,16 +44,10 @@ struct DeviceWeights {
   std::vector<DeviceLayer> layers;
 };
 
-/// Head sizes 64, 96, 128, 256, at most 16 query heads for a KV head.
-class DeviceModel {
+/// What a model's caches are laid out by: needs no device.
+class DeviceShape {
  public:
-  /// Reads a checkpoint into device memory, tensor by tensor from the mapped files. The dtype is
-  /// the embedding's, or the one that is given; tensors of another dtype are rounded to it. Throws
-  /// std::runtime_error: what Model::load throws, a shape that the kernels do not take, too little
-  /// device memory (with what would fit).
-  static DeviceModel load(const std::filesystem::path& directory, std::optional<Dtype> dtype = {});
-  /// Weights drawn on the device, as a model is initialised: for benchmarks at real shapes.
-  static DeviceModel random(ModelConfig config, std::uint64_t seed = 0);
+  DeviceShape(ModelConfig config, Dtype dtype) : config_(std::move(config)), dtype_(dtype) {}
 
   const ModelConfig& config() const { return config_; }
   Dtype dtype() const { return dtype_; }
@@ -67,6 +62,24 @@ class DeviceModel {
   const float* sinks(std::uint32_t layer) const;
   /// One layer's cache, but for where its memory is.
   kernels::SlotCache slot_cache(int sequences, int most_slots) const;
+
+ protected:
+  ModelConfig config_;
+  Dtype dtype_;
+  cuda::DeviceBuffer sinks_;
+};
+
+/// Head sizes 64, 96, 128, 256, at most 16 query heads for a KV head.
+class DeviceModel : public DeviceShape {
+ public:
+  /// Reads a checkpoint into device memory, tensor by tensor from the mapped files. The dtype is
+  /// the embedding's, or the one that is given; tensors of another dtype are rounded to it. Throws
+  /// std::runtime_error: what Model::load throws, a shape that the kernels do not take, too little
+  /// device memory (with what would fit).
+  static DeviceModel load(const std::filesystem::path& directory, std::optional<Dtype> dtype = {});
+  /// Weights drawn on the device, as a model is initialised: for benchmarks at real shapes.
+  static DeviceModel random(ModelConfig config, std::uint64_t seed = 0);
+
   /// Weights of the output projections, read back at the first call. From one thread.
   std::shared_ptr<const OutputProjections> output_projections() const;
   const DeviceWeights& weights() const { return weights_; }
@@ -83,9 +96,7 @@ class DeviceModel {
   DeviceModel(ModelConfig config, Dtype dtype);
   void read_sinks();
 
-  ModelConfig config_;
-  Dtype dtype_;
-  cuda::DeviceBuffer block_, sinks_;
+  cuda::DeviceBuffer block_;
   DeviceWeights weights_;
   std::filesystem::path directory_;  ///< empty: random
   mutable std::shared_ptr<const OutputProjections> output_;

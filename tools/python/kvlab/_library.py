@@ -9,8 +9,9 @@ import pathlib
 from typing import Any
 
 P, U32, I32, F32, I64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_float, ctypes.c_int64
+SIZE = ctypes.c_size_t
 
-VERSION = 2
+VERSION = 3
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 NEEDS = ("nothing", "mass", "requests", "both")
 UNLIMITED = 2**32 - 1
@@ -65,8 +66,16 @@ class PolicyState(ctypes.Structure):  # kvlab_policy_state
     ]
 
 
-class WriteArgs(ctypes.Structure):  # kvlab_write_args
+class Args(ctypes.Structure):
+    """Of a call: with its own size in front."""
+
+    def __init__(self, *members: Any, **named: Any) -> None:
+        super().__init__(ctypes.sizeof(self), *members, **named)
+
+
+class WriteArgs(Args):  # kvlab_write_args
     _fields_ = [
+        ("struct_size", SIZE),
         ("cache", Cache),
         ("tokens", I32),
         ("qkv", P),
@@ -80,8 +89,9 @@ class WriteArgs(ctypes.Structure):  # kvlab_write_args
     ]
 
 
-class ColumnsArgs(ctypes.Structure):  # kvlab_columns_args
+class ColumnsArgs(Args):  # kvlab_columns_args
     _fields_ = [
+        ("struct_size", SIZE),
         ("cache", Cache),
         ("count", I32),
         ("columns", I32 * 4),
@@ -97,8 +107,9 @@ class ColumnsArgs(ctypes.Structure):  # kvlab_columns_args
     ]
 
 
-class EvictingAttentionArgs(ctypes.Structure):  # kvlab_evicting_attention_args
+class EvictingAttentionArgs(Args):  # kvlab_evicting_attention_args
     _fields_ = [
+        ("struct_size", SIZE),
         ("cache", Cache),
         ("policy", PolicyState),
         ("numbering", I32),
@@ -114,8 +125,9 @@ class EvictingAttentionArgs(ctypes.Structure):  # kvlab_evicting_attention_args
     ]
 
 
-class PrefillArgs(ctypes.Structure):  # kvlab_prefill_args
+class PrefillArgs(Args):  # kvlab_prefill_args
     _fields_ = [
+        ("struct_size", SIZE),
         ("type", I32),
         ("query_heads", I32),
         ("kv_heads", I32),
@@ -138,8 +150,9 @@ class PrefillArgs(ctypes.Structure):  # kvlab_prefill_args
     ]
 
 
-class ObserveArgs(ctypes.Structure):  # kvlab_observe_args
+class ObserveArgs(Args):  # kvlab_observe_args
     _fields_ = [
+        ("struct_size", SIZE),
         ("prefill", PrefillArgs),
         ("needs", I32),
         ("keys_end", I32),
@@ -156,8 +169,9 @@ class ObserveArgs(ctypes.Structure):  # kvlab_observe_args
     ]
 
 
-class ShrinkArgs(ctypes.Structure):  # kvlab_shrink_args
+class ShrinkArgs(Args):  # kvlab_shrink_args
     _fields_ = [
+        ("struct_size", SIZE),
         ("from", Cache),
         ("to", Cache),
         ("policy", PolicyState),
@@ -191,15 +205,15 @@ def _pointer(struct: Any) -> Any:
     return ctypes.POINTER(struct)
 
 
-_SIZE, _TEXT = ctypes.c_size_t, ctypes.c_char_p
+_TEXT = ctypes.c_char_p
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_version": (I32, []),
     "kvlab_last_error": (_TEXT, []),
     "kvlab_find_policy": (P, [_TEXT]),
     "kvlab_policy_name": (_TEXT, [I32]),
     "kvlab_policy_needs": (I32, [P]),
-    "kvlab_policy_slot_bytes": (_SIZE, [P]),
-    "kvlab_policy_params_bytes": (_SIZE, [P]),
+    "kvlab_policy_slot_bytes": (SIZE, [P]),
+    "kvlab_policy_params_bytes": (SIZE, [P]),
     "kvlab_policy_params": (I32, [P, P, I32, P]),
     "kvlab_policy_weighted": (I32, [P]),
     "kvlab_policy_weights": (I32, [P, P, U32, P, P]),
@@ -207,12 +221,12 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_number_by_age": (I32, [_pointer(Cache), P]),
     "kvlab_write": (I32, [_pointer(WriteArgs), P]),
     "kvlab_columns": (I32, [_pointer(ColumnsArgs), P]),
-    "kvlab_evicting_attention_workspace": (_SIZE, [P, _pointer(Cache)]),
+    "kvlab_evicting_attention_workspace": (SIZE, [P, _pointer(Cache)]),
     "kvlab_evicting_attention": (I32, [P, _pointer(EvictingAttentionArgs), P]),
     "kvlab_prefill_attention": (I32, [_pointer(PrefillArgs), P]),
-    "kvlab_observe_workspace": (_SIZE, [_pointer(ObserveArgs)]),
+    "kvlab_observe_workspace": (SIZE, [_pointer(ObserveArgs)]),
     "kvlab_observe": (I32, [_pointer(ObserveArgs), P]),
-    "kvlab_shrink_workspace": (_SIZE, [_pointer(Cache)]),
+    "kvlab_shrink_workspace": (SIZE, [_pointer(Cache)]),
     "kvlab_shrink": (I32, [P, _pointer(ShrinkArgs), P]),
 }
 

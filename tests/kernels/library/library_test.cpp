@@ -122,10 +122,10 @@ TEST_CASE("The library refuses what it cannot do before any launch") {
   CHECK(kvlab_policy_weighted(nullptr) == 0);
 
   CHECK(kvlab_write(nullptr, nullptr) == cudaErrorInvalidValue);
-  kvlab_write_args write{};
+  kvlab_write_args write{.struct_size = sizeof(kvlab_write_args)};
   CHECK(kvlab_write(&write, nullptr) == cudaErrorInvalidValue);
 
-  kvlab_columns_args columns{};
+  kvlab_columns_args columns{.struct_size = sizeof(kvlab_columns_args)};
   CHECK(kvlab_columns(&columns, nullptr) == cudaErrorInvalidValue);  // none
   columns.count = 5;
   CHECK(kvlab_columns(&columns, nullptr) == cudaErrorInvalidValue);
@@ -134,7 +134,7 @@ TEST_CASE("The library refuses what it cannot do before any launch") {
   CHECK(kvlab_columns(&columns, nullptr) == cudaErrorInvalidValue);
 
   kvlab_observation seen{};
-  kvlab_shrink_args shrink{};
+  kvlab_shrink_args shrink{.struct_size = sizeof(kvlab_shrink_args)};
   shrink.seen = &seen;
   CHECK(kvlab_shrink(snapkv, &shrink, nullptr) == cudaErrorNotSupported);
   shrink.weighted = 1;
@@ -162,8 +162,12 @@ TEST_CASE("The library says in one line why a call was refused") {
                           .positions = word,
                           .lengths = number,
                           .next_slots = number};
-  kvlab_evicting_attention_args step{
-      .cache = cache, .now = word, .q = there, .out = there, .workspace = there};
+  kvlab_evicting_attention_args step{.struct_size = sizeof(kvlab_evicting_attention_args),
+                                     .cache = cache,
+                                     .now = word,
+                                     .q = there,
+                                     .out = there,
+                                     .workspace = there};
   step.policy.states = there;
   step.policy.rules = &rule;
   step.policy.seeds = static_cast<std::uint64_t*>(there);
@@ -178,6 +182,8 @@ TEST_CASE("The library says in one line why a call was refused") {
   const std::string call = "kvlab_evicting_attention: ";
   CHECK(said([](auto& args) { args.cache.head_size = 80; }, h2o) ==
         call + "cache.head_size is 80; 64, 96, 128 or 256");
+  CHECK(said([](auto& args) { args.struct_size = 0; }, h2o) ==
+        call + "struct_size is 0; sizeof is 296 by kvlab.h 0.3");
   CHECK(said([](auto& args) { args.cache.query_heads = 18; }, h2o) ==
         call + "cache.query_heads is 18, kv_heads 2: at most 8 for each KV head");
   CHECK(said([](auto& args) { args.cache.pages = {.blocks = args.cache.lengths, .page = 12}; },
@@ -190,11 +196,16 @@ TEST_CASE("The library says in one line why a call was refused") {
         call + "inv_freq, of squeezed positions, is NULL");
   CHECK(said([](auto&) {}, nullptr) == call + "an argument is NULL");
 
-  kvlab_shrink_args shrink{.from = cache, .to = cache, .policy = step.policy};
+  kvlab_shrink_args shrink{
+      .struct_size = sizeof(kvlab_shrink_args), .from = cache, .to = cache, .policy = step.policy};
   CHECK(kvlab_shrink(h2o, &shrink, nullptr) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
         std::string("kvlab_shrink: to_states is NULL, and policy.states is not"));
-  kvlab_prefill_args prompt{.type = KVLAB_BF16, .query_heads = 4, .kv_heads = 2, .head_size = 64};
+  kvlab_prefill_args prompt{.struct_size = sizeof(kvlab_prefill_args),
+                            .type = KVLAB_BF16,
+                            .query_heads = 4,
+                            .kv_heads = 2,
+                            .head_size = 64};
   CHECK(kvlab_prefill_attention(&prompt, nullptr) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
         std::string(

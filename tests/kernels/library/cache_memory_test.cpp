@@ -1,0 +1,208 @@
+// kvlab_cache_memory beside what the engine lays out, to the byte. Needs no device.
+#include <algorithm>
+#include <random>
+
+#include "engine/cuda/cache/evicting_cache.hpp"
+#include "kernels/kvlab.h"
+#include "policies/catalogue.hpp"
+#include "tests/catch.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+/// A cache of the engine's, drawn at random.
+struct Drawn {
+  DeviceShape model;
+  CudaDecoderOptions options;
+};
+
+class Draw {
+ public:
+  explicit Draw(std::uint64_t seed) : random_(seed) {}
+
+  int number(int least, int most) {
+    return std::uniform_int_distribution<int>(least, most)(random_);
+  }
+  template <class T>
+  T one_of(std::initializer_list<T> all) {
+    return all.begin()[number(0, static_cast<int>(all.size()) - 1)];
+  }
+
+ private:
+  std::mt19937_64 random_;
+};
+
+ModelConfig drawn_config(Draw& draw) {
+  ModelConfig config;
+  config.layers = static_cast<std::uint32_t>(draw.number(1, 5));
+  config.kv_heads = static_cast<std::uint32_t>(draw.number(1, 8));
+  config.query_heads = config.kv_heads * static_cast<std::uint32_t>(draw.number(1, 8));
+  config.head_size = draw.one_of({64u, 96u, 128u, 256u});
+  config.rows.resize(config.layers);
+  if (config.layers > 1) config.rows[1].span = draw.one_of({0u, 16u});
+  return config;
+}
+
+/// Policies whose columns the engine computes.
+std::string drawn_policy(Draw& draw) {
+  for (;;) {
+    const auto& all = policy_catalogue();
+    const PolicyEntry& entry = all[static_cast<std::size_t>(draw.number(0, int(all.size()) - 1))];
+    const PolicySpec policy = parse_policy(entry.info.name);
+    if (entry.info.evicts && std::ranges::all_of(policy.columns, [](const std::string& column) {
+          return built_in_column(column).has_value();
+        }))
+      return std::string(entry.info.name) + draw.one_of({"", ":every=8:once=no", ":once"});
+  }
+}
+
+Drawn drawn(Draw& draw) {
+  const ModelConfig config = drawn_config(draw);
+  const PolicySpec policy = parse_policy(drawn_policy(draw));
+  CudaDecoderOptions options;
+  options.sequences = draw.number(1, 4);
+  options.slots = 500;
+  options.watched = draw.number(0, 1) == 1;
+  const Positions positions = draw.one_of({Positions::original, Positions::cache});
+  for (int sequence = 0; sequence < options.sequences; ++sequence)
+    options.caches.push_back(
+        resolve({.policy = policy,
+                 .budget = parse_budget(draw.one_of({"96", "200", "pyramid(100)", "pyramid(160)"})),
+                 .positions = positions},
+                500, static_cast<std::uint32_t>(sequence), config.heads()));
+  return {{config, draw.one_of({Dtype::bf16, Dtype::f32})}, options};
+}
+
+kvlab_cache shape_of(const Drawn& drawn, int sequences, int most_slots) {
+  const ModelConfig& config = drawn.model.config();
+  return {.type = drawn.model.dtype() == Dtype::bf16 ? KVLAB_BF16 : KVLAB_F32,
+          .sequences = sequences,
+          .query_heads = static_cast<int>(config.query_heads),
+          .kv_heads = static_cast<int>(config.kv_heads),
+          .head_size = static_cast<int>(config.head_size),
+          .softmax_scale = 1,
+          .most_slots = most_slots};
+}
+
+kvlab_memory bytes_of(const Drawn& drawn, const kvlab_cache& cache, std::int64_t slots) {
+  const CudaDecoderOptions& options = drawn.options;
+  kvlab_memory bytes{.struct_size = sizeof(kvlab_memory)};
+  const auto numbering = static_cast<kvlab_positions>(
+      options.rotation() == KeyRotation::by_age ? KVLAB_SQUEEZED : KVLAB_ORIGINAL);
+  const std::string name(options.policy().name);
+  REQUIRE(kvlab_cache_memory(kvlab_find_policy(name.c_str()), &cache, slots, numbering, &bytes) ==
+          cudaSuccess);
+  return bytes;
+}
+
+std::size_t sum(std::initializer_list<std::size_t> parts) {
+  std::size_t all = 0;
+  for (const std::size_t part : parts) all += cuda::Arena::aligned(part);
+  return all;
+}
+
+/// Of all layers, of which a layer's arrays are parts; `slots`: of each layer.
+std::size_t storage_of(const Drawn& drawn, const PairSlots& pairs,
+                       const std::vector<std::int64_t>& slots) {
+  const kvlab_cache cache = shape_of(drawn, drawn.options.sequences, pairs.most());
+  kvlab_memory all{};
+  for (const std::int64_t layer : slots) {
+    kvlab_memory one = bytes_of(drawn, cache, std::max<std::int64_t>(layer, 1));
+    if (layer == 0)  // a span's, which holds no slots
+      one.keys = one.values = one.positions = one.ages = one.states = one.columns = one.seen = 0;
+    for (const auto member :
+         {&kvlab_memory::keys, &kvlab_memory::values, &kvlab_memory::positions, &kvlab_memory::ages,
+          &kvlab_memory::states, &kvlab_memory::columns, &kvlab_memory::seen,
+          &kvlab_memory::first_slot, &kvlab_memory::lengths, &kvlab_memory::next_slots,
+          &kvlab_memory::rules, &kvlab_memory::room_at, &kvlab_memory::unit_keys})
+      all.*member += one.*member;
+    all.params = one.params, all.threshold16 = one.threshold16;
+    all.seeds = one.seeds, all.sequence_ids = one.sequence_ids;
+  }
+  // The engine has a table of room for steps, one for shrinks, and one that says never.
+  const std::size_t room = drawn.options.modified() ? all.room_at : 0;
+  return sum({all.keys, all.values, all.positions, all.ages, all.states, all.columns, all.unit_keys,
+              drawn.options.watched ? all.seen : 0, all.first_slot, all.lengths, all.next_slots,
+              all.rules, room, room, room, all.params, all.threshold16, all.sequence_ids,
+              all.seeds});
+}
+
+/// Of a prompt of one sequence, which each layer goes through in turn.
+std::size_t prompt_of(const Drawn& drawn, int tokens) {
+  const CudaDecoderOptions& options = drawn.options;
+  const kvlab_cache cache = shape_of(drawn, 1, tokens);
+  const kvlab_memory one = bytes_of(drawn, cache, std::int64_t{tokens} * cache.kv_heads);
+  kvlab_observe_args observe{.struct_size = sizeof observe,
+                             .prefill = {.struct_size = sizeof observe.prefill,
+                                         .type = cache.type,
+                                         .query_heads = cache.query_heads,
+                                         .kv_heads = cache.kv_heads,
+                                         .head_size = cache.head_size,
+                                         .queries = static_cast<int>(options.prefill_tokens)}};
+  const std::size_t rows = options.prefill_tokens * drawn.model.config().query_heads;
+  const bool columns = one.columns > 0, seen = one.seen > 0;
+  return sum({one.keys, one.values, one.positions, one.lengths, one.next_slots, one.first_slot,
+              one.states, one.columns, columns ? one.keys : 0,
+              options.rotation() == KeyRotation::by_position ? 0 : one.keys,
+              options.policy().weighted ? static_cast<std::size_t>(tokens) * sizeof(float) : 0,
+              one.seen, seen ? rows * sizeof(kvlab_row_softmax) : 0,
+              seen ? kvlab_observe_workspace(&observe) : 0, one.shrink_workspace});
+}
+
+}  // namespace
+
+TEST_CASE("The library's bytes are those that the engine lays out") {
+  Draw draw(1);
+  for (int shape = 0; shape < 200; ++shape) {
+    const Drawn some = drawn(draw);
+    const PairSlots pairs(some.model.config(), some.options.caches, some.options.slots);
+    const std::size_t of_layer = pairs.pairs();
+    std::vector<std::int64_t> slots;
+    for (std::size_t at = of_layer; at <= pairs.first_slots().size(); at += of_layer) {
+      const bool last = at == pairs.first_slots().size();
+      slots.push_back((last ? pairs.total() : pairs.first_slots()[at]) -
+                      pairs.first_slots()[at - of_layer]);
+    }
+    CAPTURE(shape, some.options.policy().name, some.model.config().head_size, slots);
+    CHECK(storage_of(some, pairs, slots) ==
+          cuda::Placed<SlotStorage>::bytes(some.model, pairs, some.options));
+    const int tokens = draw.number(1, 3000);
+    CHECK(prompt_of(some, tokens) ==
+          cuda::Placed<AdmissionMemory>::bytes(some.model, some.options,
+                                               static_cast<std::uint32_t>(tokens)));
+  }
+}
+
+TEST_CASE("The library measures blocks, and refuses what is no shape") {
+  const kvlab_policy* const h2o = kvlab_find_policy("h2o");
+  kvlab_cache cache{.type = KVLAB_BF16,
+                    .sequences = 3,
+                    .query_heads = 32,
+                    .kv_heads = 8,
+                    .head_size = 128,
+                    .softmax_scale = 1,
+                    .most_slots = 1000};
+  kvlab_memory bytes{.struct_size = sizeof bytes};
+  const auto ask = [&](std::int64_t slots) {
+    return kvlab_cache_memory(h2o, &cache, slots, KVLAB_ORIGINAL, &bytes);
+  };
+  REQUIRE(ask(24'000) == cudaSuccess);
+  CHECK(bytes.keys == 24'000 * 256);
+  CHECK(bytes.blocks == 0);
+  cache.pages.page = 16;
+  REQUIRE(ask(24'000) == cudaSuccess);
+  CHECK(bytes.keys == 24 * 1008 * 256);
+  CHECK(bytes.positions == 24'000 * 4);
+  CHECK(bytes.blocks == 3 * 63 * 4);
+  CHECK(ask(24'001) == cudaErrorInvalidValue);
+  CHECK(kvlab_last_error() ==
+        std::string("kvlab_cache_memory: slots is 24001; 1 to 24000, sequences times kv_heads "
+                    "times most_slots"));
+  cache.pages.page = 17;
+  CHECK(ask(1) == cudaErrorInvalidValue);
+  bytes.struct_size = 0;
+  CHECK(ask(1) == cudaErrorInvalidValue);
+  CHECK(kvlab_last_error() ==
+        std::string("kvlab_cache_memory: struct_size is 0; sizeof is 168 by kvlab.h 0.3"));
+}
