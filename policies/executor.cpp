@@ -13,13 +13,13 @@ namespace {
 std::string refused_columns(const Executor& executor, const PolicySpec& policy) {
   const std::string column = column_beyond(executor, policy);
   if (column.empty()) return "";
-  if (built_in_column(column))
+  if (is_computed(column, true))
     return fmt::format("policy {}: {} does not know its column {}; {} does", policy.name,
                        executor.name, column, executor.instead);
   return fmt::format(
       "policy {}: column {}: a decoder computes {} and no other; a replay reads it from a trace, "
       "the closed loop on the CPU by --columns",
-      policy.name, column, built_in_column_names());
+      policy.name, column, computed_column_names());
 }
 
 }  // namespace
@@ -28,7 +28,10 @@ std::string column_beyond(const Executor& executor, const PolicySpec& policy) {
   if (executor.columns == Columns::any) return "";
   if (executor.columns == Columns::brought && policy.column_source) return "";
   for (const std::string& name : policy.columns)
-    if (executor.columns == Columns::none || !built_in_column(name)) return name;
+    if (executor.columns == Columns::none ||
+        !(executor.columns == Columns::brought ? is_computed(name, true)
+                                               : built_in_column(name).has_value()))
+      return name;
   return "";
 }
 

@@ -13,7 +13,7 @@
 
 namespace kvlab {
 
-/// Which columns a policy may read: none, those that are computed from keys and values, also those
+/// Which columns a policy may read: none, those that are built in, also those that are scored or
 /// that a ColumnSource brings, or those that lie beside a trace.
 enum class Columns { none, built_in, brought, any };
 

@@ -15,9 +15,15 @@ TokenColumns::TokenColumns(const std::vector<std::string>& names, const HeadView
   if (names.empty()) return;
   ColumnMaker maker(names, view.head_size, view.output);
   for (const Admission& admission : admissions) {
-    const KeyValueRows rows{view.key(admission.first),
-                            view.v + admission.first * view.kv_token_stride, view.kv_token_stride,
-                            admission.tokens};
+    KeyValueRows rows{view.key(admission.first), view.v + admission.first * view.kv_token_stride,
+                      view.kv_token_stride, admission.tokens};
+    if (view.rope) {
+      rows.q = view.query(0, admission.first);
+      rows.q_head_stride = view.q_head_stride, rows.q_stride = view.q_token_stride;
+      rows.group = view.group;
+      rows.inv_freq = view.rope->inv_freq, rows.rope_factor = view.rope->factor;
+      rows.softmax_scale = view.softmax_scale;
+    }
     const float* const columns = maker.admit(rows, view.brought, admission.first);
     values_.insert(values_.end(), columns, columns + admission.tokens * width_);
   }
@@ -27,7 +33,9 @@ void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t 
                    const std::vector<std::string>& names, bool knows_projections,
                    BroughtColumns& brought) {
   for (const std::string& name : names) {
-    if (is_computed(name, knows_projections) || brought.contains(name)) continue;
+    if (brought.contains(name)) continue;
+    if (is_computed(name, knows_projections) && !(scored_column(name) && trace.has_column(name)))
+      continue;
     std::vector<float>& column = brought[name];
     column.resize(trace.tokens());
     trace.column(name, layer, kv_head, column.data());
@@ -73,7 +81,10 @@ HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32
                   .k = tensors.k.data(),
                   .v = tensors.v.data(),
                   .kv_token_stride = shape.head_size};
-  tensors.view.sinks = trace.row(layer).sinks_of(kv_head, shape.group());
+  const RowSpec& row = trace.row(layer);
+  tensors.view.sinks = row.sinks_of(kv_head, shape.group());
+  tensors.view.rope = &row.rope;
+  tensors.view.softmax_scale = row.scale;
   return tensors;
 }
 

@@ -31,6 +31,8 @@ struct HeadView {
   const ErrorProjection* projection = nullptr;  ///< null: none is taken
   OutputWeights output = {};                    ///< for columns that are computed from it
   const BroughtColumns* brought = nullptr;      ///< columns that are not computed; null: none
+  const Rope* rope = nullptr;                   ///< for scored columns; null: there are none
+  float softmax_scale = 1;                      ///< likewise
 
   /// Columns of the projection.
   ProjectionColumns projected() const {

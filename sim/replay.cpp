@@ -42,7 +42,7 @@ void check_columns(const PolicySpec& policy, const TraceReader& trace, bool know
         "{}the trace {} has {}; python -m kvlab.hf columns adds one, and {} are computed", what,
         trace.directory().string(),
         there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
-        built_in_column_names()));
+        computed_column_names()));
   }
 }
 

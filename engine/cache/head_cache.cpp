@@ -88,7 +88,11 @@ void HeadCache::grow_to(std::size_t rows) {
 }
 
 void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
-  const KeyValueRows rows{admission.k, admission.v, admission.key_stride, admission.tokens};
+  KeyValueRows rows{admission.k, admission.v, admission.key_stride, admission.tokens};
+  rows.q = admission.q, rows.group = shape_.group;
+  rows.q_head_stride = shape_.head_size, rows.q_stride = admission.query_stride;
+  rows.inv_freq = rope.rope().inv_freq, rows.rope_factor = rope.rope().factor;
+  rows.softmax_scale = shape_.softmax_scale;
   const std::size_t end = std::size_t{admission.first} + admission.tokens;
   for (auto& [name, column] : brought_) column.resize(std::max(column.size(), end));
   live_.admit(admission.first, admission.tokens, columns_.admit(rows, &brought_, admission.first));

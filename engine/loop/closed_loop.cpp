@@ -31,7 +31,7 @@ struct Projections {
 };
 
 HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t tokens,
-                 std::uint32_t kv_head, const float* sinks, OutputWeights output) {
+                 std::uint32_t kv_head, const RowSpec& row, OutputWeights output) {
   const std::size_t dim = shape.head_size, kv_offset = kv_head * dim;
   return {.tokens = tokens,
           .group = shape.group(),
@@ -42,8 +42,10 @@ HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t to
           .k = p.k.data() + kv_offset,
           .v = p.v.data() + kv_offset,
           .kv_token_stride = shape.kv_heads * dim,
-          .sinks = sinks,
-          .output = output};
+          .sinks = row.sinks_of(kv_head, shape.group()),
+          .output = output,
+          .rope = &row.rope,
+          .softmax_scale = row.scale};
 }
 
 /// A layer's attention under several configurations. They see the same queries, keys and values,
@@ -57,8 +59,7 @@ class LayerAttention {
       : shape_(shape), layer_(layer), rope_(rope), arithmetic_(arithmetic), threads_(threads) {
     const auto tokens = static_cast<std::uint32_t>(p.k.size() / shape.kv_heads / shape.head_size);
     for (std::uint32_t head = 0; head < shape.kv_heads; ++head) {
-      views_.push_back(view_of(p, shape, tokens, head, row.sinks_of(head, shape.group()),
-                               weights_of(output, layer, head)));
+      views_.push_back(view_of(p, shape, tokens, head, row, weights_of(output, layer, head)));
       rows_.emplace_back(views_.back(), rope, arithmetic);
     }
     by_head_.resize(shape.kv_heads);

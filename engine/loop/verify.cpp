@@ -297,9 +297,20 @@ class Verifier::Watch final : public DecoderObserver {
   void compare_columns(std::uint32_t layer, std::uint32_t kv_head, WatchedHead& head) {
     const Admission& admission = admissions_.back();
     const std::size_t offset = std::size_t{admission.first} * shape_.head_size;
-    const float* const columns = head.maker->admit(
-        {head.k.data() + offset, head.v.data() + offset, shape_.head_size, admission.tokens},
-        nullptr, 0);
+    const RowSpec& row = config_.rows[layer];
+    const std::uint32_t dim = shape_.head_size, group = shape_.group();
+    const float* const columns = head.maker->admit({.k = head.k.data() + offset,
+                                                    .v = head.v.data() + offset,
+                                                    .stride = dim,
+                                                    .tokens = admission.tokens,
+                                                    .q = head.q.data() + offset * group,
+                                                    .q_head_stride = dim,
+                                                    .q_stride = std::size_t{group} * dim,
+                                                    .group = group,
+                                                    .inv_freq = row.rope.inv_freq,
+                                                    .rope_factor = row.rope.factor,
+                                                    .softmax_scale = row.scale},
+                                                   nullptr, 0);
     for (std::size_t i = 0; i < head.columns.size(); ++i)
       if (std::bit_cast<std::uint32_t>(columns[i]) != std::bit_cast<std::uint32_t>(head.columns[i]))
         return differ(
@@ -494,7 +505,9 @@ std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& r
                         .v = head.v.data(),
                         .kv_token_stride = dim,
                         .sinks = head.sinks,
-                        .output = weights_of(output_.get(), layer, kv_head)};
+                        .output = weights_of(output_.get(), layer, kv_head),
+                        .rope = &config_.rows[layer].rope,
+                        .softmax_scale = row.scale};
     FreeRun& own = free.emplace_back(head, layer, kv_head);
     runs.push_back(std::make_unique<HeadRun>(asked_.live_set(layer, kv_head),
                                              asked_.positions_of(layer), admissions_, view, rope,

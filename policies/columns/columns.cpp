@@ -44,11 +44,13 @@ std::vector<std::string> built_in_columns() {
   return names;
 }
 
-std::string built_in_column_names() {
-  return fmt::format("{}", fmt::join(built_in_columns(), ", "));
+std::string computed_column_names() {
+  return fmt::format("{}, {}", fmt::join(built_in_columns(), ", "),
+                     fmt::join(scored_columns(), ", "));
 }
 
 bool is_computed(std::string_view name, bool knows_projections) {
+  if (scored_column(name)) return true;
   const auto column = built_in_column(name);
   return column && (knows_projections || column != BuiltInColumn::value_out_norm1);
 }
@@ -70,8 +72,10 @@ bool is_column_name(std::string_view name) {
 ColumnMaker::ColumnMaker(std::vector<std::string> names, std::uint32_t head_size,
                          OutputWeights output)
     : names_(std::move(names)), head_size_(head_size), output_(output) {
-  for (const std::string& name : names_)
+  for (const std::string& name : names_) {
     wants_direction_ |= built_in_column(name) == BuiltInColumn::key_cosine;
+    if (scored_column(name) && !scored_) scored_.emplace(head_size_);
+  }
   if (wants_direction_) unit_keys_.resize(head_size_);
 }
 
@@ -79,22 +83,34 @@ const float* ColumnMaker::admit(const KeyValueRows& rows, const BroughtColumns* 
                                 std::size_t first) {
   if (names_.empty()) return nullptr;
   if (wants_direction_) add_unit_keys(rows);
-  columns_.resize(rows.tokens * names_.size());
-  for (std::size_t c = 0; c < names_.size(); ++c) {
+  if (scored_) scored_->add(rows);
+  const std::size_t width = names_.size();
+  columns_.resize(rows.tokens * width);
+  for (std::size_t c = 0; c < width; ++c) {
     const auto column =
         is_computed(names_[c], output_.by_input) ? built_in_column(names_[c]) : std::nullopt;
-    const float* from = nullptr;
-    if (!column) {
-      const auto found = brought ? brought->find(names_[c]) : BroughtColumns::const_iterator{};
-      if (!brought || found == brought->end() || found->second.size() < first + rows.tokens)
-        throw std::logic_error(fmt::format("column {}: nobody brings it", names_[c]));
-      from = found->second.data() + first;
+    const float* const brings =
+        column ? nullptr : find_brought(names_[c], brought, first + rows.tokens);
+    if (!column && !brings) {
+      scored_->write(scored_column(names_[c]).value(), rows, columns_.data() + c, width);
+      continue;
     }
     for (std::size_t i = 0; i < rows.tokens; ++i)
-      columns_[i * names_.size() + c] =
-          column ? compute(*column, rows.k + i * rows.stride, rows.v + i * rows.stride) : from[i];
+      columns_[i * width + c] =
+          column ? compute(*column, rows.k + i * rows.stride, rows.v + i * rows.stride)
+                 : brings[first + i];
   }
   return columns_.data();
+}
+
+/// Of the first `end` tokens; null of a scored column that is not there.
+const float* ColumnMaker::find_brought(const std::string& name, const BroughtColumns* brought,
+                                       std::size_t end) const {
+  const auto found = brought ? brought->find(name) : BroughtColumns::const_iterator{};
+  if (brought && found != brought->end() && found->second.size() >= end)
+    return found->second.data();
+  if (scored_column(name)) return nullptr;
+  throw std::logic_error(fmt::format("column {}: nobody brings it", name));
 }
 
 /// The mean's length does not matter to a cosine: their sum serves.

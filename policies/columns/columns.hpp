@@ -14,13 +14,14 @@
 
 #include "policies/columns/built_in.hpp"
 #include "policies/columns/output_projections.hpp"
+#include "policies/columns/scored.hpp"
 
 namespace kvlab {
 
 std::optional<BuiltInColumn> built_in_column(std::string_view name);
 std::vector<std::string> built_in_columns();
-/// "key_norm, value_norm, …": for messages.
-std::string built_in_column_names();
+/// Built in, or scored: "key_norm, value_norm, …", for messages.
+std::string computed_column_names();
 
 /// Whether a column is computed, where the model's output projections are known, or are not.
 bool is_computed(std::string_view name, bool knows_projections);
@@ -51,13 +52,6 @@ class ColumnSource {
   virtual std::string xxh3() const = 0;  ///< of all that it brings
 };
 
-/// Keys before RoPE and values of the tokens of an admission, float32; rows are `stride` apart.
-struct KeyValueRows {
-  const float *k, *v;
-  std::size_t stride;
-  std::uint32_t tokens;
-};
-
 /// The columns of one KV head, admission by admission.
 class ColumnMaker {
  public:
@@ -66,10 +60,12 @@ class ColumnMaker {
 
   /// What the next admission's tokens bring, [token, names]; null where there are no names. Valid
   /// until the next call. What is not computed is taken from `brought`, where the admission begins
-  /// at `first`. Throws std::logic_error where it is not there.
+  /// at `first`, and so is a scored column that is there. Throws std::logic_error where it is not.
   const float* admit(const KeyValueRows& rows, const BroughtColumns* brought, std::size_t first);
 
  private:
+  const float* find_brought(const std::string& name, const BroughtColumns* brought,
+                            std::size_t end) const;
   void add_unit_keys(const KeyValueRows& rows);
   float compute(BuiltInColumn column, const float* key, const float* value);
   float output_norm(const float* value);
@@ -78,7 +74,8 @@ class ColumnMaker {
   std::uint32_t head_size_;
   OutputWeights output_;
   bool wants_direction_ = false;
-  std::vector<float> unit_keys_;  // [dim]: their sum, over all tokens so far
+  std::optional<ScoredColumns> scored_;  // where one is named
+  std::vector<float> unit_keys_;         // [dim]: their sum, over all tokens so far
   float unit_keys_norm_ = 0;
   std::vector<float> columns_;   // of the last admission
   std::vector<float> products_;  // [hidden]: of one value

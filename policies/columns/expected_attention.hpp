@@ -2,11 +2,11 @@
 // token that can expect least, times the length of its value, leaves first.
 //
 // Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating Attention from Future
-// Queries Distribution", section 3. The column `expected_attention` is the paper's score, by
-// `kvlab.hf columns`; the engine cannot compute it yet, so this policy is replayed and not
-// deployed. Deliberate differences:
+// Queries Distribution", section 3. The column `expected_attention` is the paper's score
+// (scored.hpp). Deliberate differences:
 //   - a decoded token's score takes the queries' mean and covariance as they were at the end of the
-//     prompt before it; the paper compresses a prompt once;
+//     prompt before it, or of its last chunk of several; the paper compresses a prompt once;
+//   - soft caps and sink logits are not looked at;
 //   - heads of a group are averaged, as the authors' code does.
 #pragma once
 

@@ -2,13 +2,13 @@
 // token that does so least leaves first.
 //
 // Liang et al. 2025, "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are
-// Important", equations 1 to 6. The column `lagkv` is the paper's score, by `kvlab.hf columns`; the
-// engine cannot compute it yet, so this policy is replayed and not deployed. Deliberate
+// Important", equations 1 to 6. The column `lagkv` is the paper's score (scored.hpp). Deliberate
 // differences:
 //   - the paper keeps as many tokens of each partition, so its score is compared within a partition
 //     only; here the tokens' places within their partitions are compared over all of them;
-//   - a score looks ahead to the end of the next partition, up to 2 L - 1 tokens: with `recent` of
-//     that many no rank is asked before it could be known, with fewer the replay peeks;
+//   - a score looks ahead to the end of the next partition, up to 2 L - 1 tokens, and a token whose
+//     admission ends before it is not scored: it stays longest. Where `kvlab.hf columns` has made
+//     the column, a decoded token's looks ahead: with `recent` of 2 L - 1 no rank is asked early;
 //   - the paper holds 16 first tokens, the guard here 4.
 #pragma once
 

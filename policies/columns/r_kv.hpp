@@ -2,9 +2,8 @@
 // times redundancy, leaves first.
 //
 // Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", section 3.
-// The column `redundancy` (the softmax, over tokens, of a key's mean cosine with the others) is
-// computed by `kvlab.hf columns`; the engine cannot yet, so this policy is replayed and not
-// deployed. Deliberate differences:
+// The column `redundancy` is the softmax, over tokens, of a key's mean cosine with the others.
+// Deliberate differences:
 //   - the paper averages the attention of the last 8 queries and takes the largest of 7 neighbours;
 //     here each query weighs 7/8 of the next one, 8 in all, and neighbours are not looked at;
 //   - redundancy is over every key up to the end of the token's own admission, evicted ones too,

@@ -56,13 +56,20 @@ void Batch::send_columns(std::size_t first, std::size_t count, const float* land
     const ReplayUnit unit = units_[first + i];
     const float* const keys = landed + (i * (sizes_.group + 2) + sizes_.group) * head;
     BroughtColumns brought;
+    const RowSpec& row = plan_.trace.row(unit.layer);
     const HeadView view{.tokens = plan_.trace.tokens(),
+                        .group = static_cast<std::uint32_t>(sizes_.group),
                         .head_size = static_cast<std::uint32_t>(sizes_.dim),
+                        .q = keys - sizes_.group * head,
+                        .q_head_stride = head,
+                        .q_token_stride = sizes_.dim,
                         .k = keys,
                         .v = keys + head,
                         .kv_token_stride = sizes_.dim,
                         .output = weights_of(plan_.output, unit.layer, unit.kv_head),
-                        .brought = &brought};
+                        .brought = &brought,
+                        .rope = &row.rope,
+                        .softmax_scale = row.scale};
     for (const Grid::Columns& of : grid_.columns) {
       const auto& names = of.like->policy.columns;
       bring_columns(plan_.trace, unit.layer, unit.kv_head, names, plan_.output, brought);

@@ -82,9 +82,7 @@ TEST_CASE("The CUDA decoder refuses a column that it cannot compute", "[gpu]") {
   CHECK_THROWS_WITH(
       CudaSequence(tiny(Dtype::f32),
                    {.tokens = 220, .cache = cache("lagkv", 48, {}, Positions::original)}),
-      "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, "
-      "value_norm1, key_cosine, value_out_norm1 and no other; a replay reads it from a trace, the "
-      "closed loop on the CPU by --columns");
+      "policy lagkv: the CUDA decoder does not know its column lagkv; --device cpu does");
 }
 
 TEST_CASE("Keys that are cached rotated cost squeezed positions no precision", "[gpu]") {

@@ -61,10 +61,19 @@ TEST_CASE("Layers that a budget exempts are run on the CPU alone") {
 
 TEST_CASE("Who runs no trace refuses columns that only a trace has, and references") {
   for (const Executor& executor : {kPlain, kDecoder})
-    CHECK(refusal(executor, asked("lagkv")) ==
-          "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, value_norm1, "
-          "key_cosine, value_out_norm1 and no other; a replay reads it from a trace, the closed "
-          "loop on the CPU by --columns");
+    CHECK(refusal(executor, asked("column:name=mine")) ==
+          "policy column: column mine: a decoder computes key_norm, value_norm, value_norm1, "
+          "key_cosine, value_out_norm1, lagkv, expected_attention, redundancy and no other; a "
+          "replay reads it from a trace, the closed loop on the CPU by --columns");
+  for (const char* policy : {"lagkv", "expected_attention", "r_kv"}) {
+    for (const Executor& executor : {kDecoder, kLoop, kCudaReplay})
+      CHECK(refusal(executor, asked(policy)) == "");
+    CHECK_THAT(refusal(kCudaDecoder, asked(policy)),
+               Catch::Matchers::StartsWith(std::string("policy ") + policy +
+                                           ": the CUDA decoder does not know its column "));
+    CHECK(refusal(kCudaLoop, asked(policy)) != "");
+    CHECK(refusal(kKernelLibrary, asked(policy)) != "");
+  }
   const std::string_view references[]{"oracle_mass"};
   CHECK(refusal(kDecoder, {.policy = parse_policy("oracle_mass", references)}) ==
         "policy oracle_mass is a reference of the replay; a decoder needs a policy");

@@ -19,11 +19,7 @@ from test_hf import ids_of, model_of  # noqa: E402
 from kvlab.hf.calls import cache_word  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DECODED = [
-    entry.name
-    for entry in kvlab.policies()
-    if entry.name not in ("lagkv", "expected_attention", "r_kv")  # whose columns lie beside a trace
-]
+DECODED = [entry.name for entry in kvlab.policies()]
 
 
 def decode(model: Any, ids: Any, steps: int, caches: Any) -> list[list[Any]]:
@@ -205,7 +201,7 @@ def test_the_real_model() -> None:
     ("use", "message"),
     [
         (lambda m: kvlab.hf.evicting(m, "h2o"), "--budget: policy h2o needs one"),
-        (lambda m: kvlab.hf.evicting(m, "lagkv", 16), "policy lagkv: .*column"),
+        (lambda m: kvlab.hf.evicting(m, "column:name=mine", 16), "column mine: a decoder"),
         (lambda m: kvlab.hf.evicting(m, "oracle_mass", 16), "knows the future"),
         (lambda m: kvlab.hf.evicting(m, "h2o", 16).trace(), "nothing was recorded"),
         (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[1, 0, 1]])), "leaves tokens out"),

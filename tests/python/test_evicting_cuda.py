@@ -26,7 +26,7 @@ from test_evicting import decode  # noqa: E402
 from kvlab.hf.calls import cache_word  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BROUGHT = ("lagkv", "expected_attention", "r_kv")  # whose columns lie beside a trace
+BROUGHT = ("lagkv", "expected_attention", "r_kv")  # whose columns the CPU alone computes
 
 
 def model_of(family: str = "llama", dtype: Any = torch.float32, layers: int = 2, **words: Any) -> Any:

@@ -70,12 +70,13 @@ TEST_CASE("The engine and the simulator evict the same tokens, whatever is asked
 TEST_CASE("A decoder refuses a column that it cannot compute") {
   const auto backend = load_backend(Device::cpu, kModel, 2);
   const ResolvedConfig options =
-      cache(*parse_policy("lagkv").entry, 32, Prefill{0}, Positions::original);
-  CHECK_THROWS_WITH(verify_decoder(*backend, options, two_turns(4), {}, {}),
-                    "policy lagkv: column lagkv: a decoder computes key_norm, value_norm, "
-                    "value_norm1, key_cosine, value_out_norm1 "
-                    "and no other; a replay reads it from a trace, the closed loop on the CPU by "
-                    "--columns");
+      resolve({.policy = parse_policy("column:name=mine"), .budget = {.extent = tokens(32)}}, 32);
+  CHECK_THROWS_WITH(
+      verify_decoder(*backend, options, two_turns(4), {}, {}),
+      "policy column: column mine: a decoder computes key_norm, value_norm, "
+      "value_norm1, key_cosine, value_out_norm1, lagkv, expected_attention, "
+      "redundancy and no other; a replay reads it from a trace, the closed loop on the CPU by "
+      "--columns");
 }
 
 TEST_CASE("A policy that needs mass and requests is verified by both") {

@@ -235,6 +235,82 @@ TEST_CASE("kvpress ranks the tokens of a captured prompt as our policies do") {
     }
 }
 
+/// What the decoders compute of one KV head, admission by admission: [token].
+std::vector<float> scored(const brute::Sequence& s, const char* name, std::uint32_t kv_head,
+                          std::vector<std::uint32_t> admissions) {
+  const nlohmann::json& settings = fixture().at("settings");
+  const auto setting = [&](const char* key) { return settings.at(key).get<std::uint32_t>(); };
+  ScoredColumns columns(s.head_size, {setting("sinks"), setting("lag"), setting("future")});
+  std::vector<float> all;
+  for (std::uint32_t first = 0; const std::uint32_t count : admissions) {
+    const Segment own{first, count, SegmentKind::prompt};
+    const auto k = interleave({s.k[0][kv_head]}, own), v = interleave({s.v[0][kv_head]}, own);
+    const auto group = s.q[0].begin() + kv_head * s.group();
+    const auto q = interleave({group, group + s.group()}, own);
+    const KeyValueRows rows{.k = k.data(),
+                            .v = v.data(),
+                            .stride = s.head_size,
+                            .tokens = count,
+                            .q = q.data(),
+                            .q_head_stride = s.head_size,
+                            .q_stride = std::size_t{s.head_size} * s.group(),
+                            .group = s.group(),
+                            .inv_freq = s.inv_freq,
+                            .softmax_scale = static_cast<float>(s.scale)};
+    columns.add(rows);
+    all.resize(first + count);
+    columns.write(scored_column(name).value(), rows, all.data() + first, 1);
+    first += count;
+  }
+  return all;
+}
+
+TEST_CASE("Decoders score a prompt's tokens as kvpress does") {
+  for (const bool drawn : {true, false}) {
+    const brute::Sequence s = drawn ? random_sequence(1) : captured_sequence();
+    const nlohmann::json& prompt = drawn ? random_prompt() : captured_prompt();
+    for (const char* name : {"lagkv", "expected_attention"})
+      for (std::uint32_t kv_head = 0; kv_head < s.kv_heads; ++kv_head) {
+        CAPTURE(drawn, name, kv_head);
+        const auto press = prompt.at("columns").at(name).at(kv_head).get<std::vector<float>>();
+        const auto ours = scored(s, name, kv_head, {length_of(prompt)});
+        REQUIRE(ours.size() == press.size());
+        for (std::size_t t = std::string_view(name) == "lagkv" ? 0 : 4; t < ours.size(); ++t)
+          CHECK(ours[t] == Approx(press[t]).epsilon(1e-4));
+      }
+  }
+}
+
+TEST_CASE("A score is fixed by its own admission's end, and queries by the last prompt's") {
+  const brute::Sequence s = random_sequence(1);
+  const std::vector<std::uint32_t> parts{9, 12, 1, 1, 5};
+  for (const char* name : {"lagkv", "expected_attention", "redundancy"}) {
+    const auto whole = scored(s, name, 0, parts);
+    for (std::size_t n = 1; n < parts.size(); ++n) {
+      const auto some = scored(s, name, 0, {parts.begin(), parts.begin() + n});
+      CHECK(std::equal(some.begin(), some.end(), whole.begin()));
+    }
+  }
+  // Partitions of 8 from token 4 on: of the first, tokens 9 to 11 come with all of the next one.
+  const auto places = scored(s, "lagkv", 0, parts);
+  CHECK(std::ranges::count_if(places, [](float place) { return place < 1; }) == 3);
+  // The softmax of mean cosines with the others.
+  const auto redundant = scored(s, "redundancy", 0, {9, 1});
+  std::vector<double> e;
+  for (std::uint32_t a = 0; a < 10; ++a) {
+    double mean = 0;
+    for (std::uint32_t b = 0; b < 10; ++b) {
+      const brute::Vector &x = s.k[0][0][a], &y = s.k[0][0][b];
+      const auto dot = [](const auto& u, const auto& w) {
+        return std::inner_product(u.begin(), u.end(), w.begin(), 0.0);
+      };
+      if (a != b) mean += dot(x, y) / std::sqrt(dot(x, x) * dot(y, y)) / 10;
+    }
+    e.push_back(std::exp(mean));
+  }
+  CHECK(redundant[9] == Approx(e[9] / std::accumulate(e.begin(), e.end(), 0.0)).epsilon(1e-6));
+}
+
 TEST_CASE("kvpress lets the heads of a layer compete as ada() does") {
   for (const bool drawn : {true, false}) {
     const test::TemporaryFolder folder;

@@ -6,7 +6,8 @@
 namespace kvlab {
 
 RopeTable::RopeTable(const Rope& rope, std::uint32_t count)
-    : positions_(count),
+    : rope_(rope),
+      positions_(count),
       half_(rope.inv_freq.size()),
       cos_(std::size_t{count} * half_),
       sin_(std::size_t{count} * half_) {
