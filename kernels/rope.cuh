@@ -6,10 +6,10 @@
 
 namespace kvlab::kernels {
 
-/// Rotates a point by the angle of this cosine and sine.
+/// Rotates a point by the angle of this cosine and sine, to the bits of RopeTable::rotate(): codes
+/// are of those.
 __device__ inline float2 rotate(float2 point, float2 cos_sin) {
-  return {fmaf(-point.y, cos_sin.y, point.x * cos_sin.x),
-          fmaf(point.x, cos_sin.y, point.y * cos_sin.x)};
+  return {point.x * cos_sin.x - point.y * cos_sin.y, point.y * cos_sin.x + point.x * cos_sin.y};
 }
 
 /// Cosines and sines of a token's position, [rotated / 2]; null where nothing is rotated.

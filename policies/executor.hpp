@@ -57,6 +57,7 @@ inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .shared_slots = true,
                                        .scope_layer = true,
                                        .group_max = true,
+                                       .ladders = true,
                                        .columns = Columns::built_in};
 /// What kvlab.hf.evicting does with it.
 inline constexpr Executor kKernelLibrary{.name = "the kernel library",

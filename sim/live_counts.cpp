@@ -7,73 +7,54 @@
 #include <numeric>
 
 #include "policies/live_set.hpp"
+#include "policies/rungs/rung_counts.hpp"
 
 namespace kvlab {
 namespace {
 
-/// The tokens on each rung of a ladder.
-class RungCounts {
+/// What the tokens on each rung of a ladder take.
+class RungBytes : public RungCounts {
  public:
-  explicit RungCounts(std::vector<RungSlots> ladder) : ladder_(std::move(ladder)) {}
+  using RungCounts::RungCounts;
 
-  /// Makes room as AgedSet does, where some leave or the first rung is full. Returns how many left.
-  std::uint32_t make_room(const Modifiers& modifiers, std::uint32_t budget, bool after_prompt) {
-    if (budget == kNoBudget) return 0;
-    const auto all = std::accumulate(tokens_.begin(), tokens_.end(), 0u);
-    const bool leaving = modifiers.surplus(all, budget, after_prompt) > 0;
-    if (!leaving && modifiers.surplus(tokens_[0], ladder_[0].slots, after_prompt) == 0) return 0;
-    const std::uint32_t waiting = leaving ? 0 : std::max(all, budget - 1) - (budget - 1);
-    std::uint32_t over = 0;
-    for (std::size_t r = 0; r < ladder_.size(); ++r) {
-      const std::uint32_t own = tokens_[r] + over;
-      tokens_[r] = std::min(ladder_[r].slots + (r == 0 ? waiting - 1 : 0), own);
-      over = own - tokens_[r];
-    }
-    return over;
-  }
-  void admit(std::uint32_t tokens) { tokens_[0] += tokens; }
   /// While the last `attending` attend.
   double held(std::uint32_t attending) const {
-    if (ladder_[0].form->kivi)
+    if (ladder()[0].form->kivi)
       return static_cast<double>(kivi_bytes(attending, 2)) / kKvForms[0].block_bytes();
-    return in_16_bit([&](std::size_t rung) { return tokens_[rung]; });
+    return in_16_bit([&](std::size_t rung) { return on(rung); });
   }
   /// As LiveCounts::floats_peak, with the youngest `staged` not coded yet.
   std::uint64_t in_floats(std::uint32_t staged) const {
-    if (ladder_[0].form->kivi) return kivi_bytes(std::max(staged, 1u), sizeof(float));
+    if (ladder()[0].form->kivi) return kivi_bytes(std::max(staged, 1u), sizeof(float));
     constexpr std::uint64_t kExact = 2 * kCodeBlock * sizeof(float);
     std::uint64_t bytes = staged * kExact;
-    for (std::size_t r = 0; r < ladder_.size(); ++r) {
-      const KvForm& form = *ladder_[r].form;
-      bytes += (tokens_[r] - (r == 0 ? staged : 0)) * (form.exact() ? kExact : form.block_bytes());
+    for (std::size_t r = 0; r < ladder().size(); ++r) {
+      const KvForm& form = *ladder()[r].form;
+      bytes += (on(r) - (r == 0 ? staged : 0)) * (form.exact() ? kExact : form.block_bytes());
     }
     return bytes;
   }
   double room() const {
-    return in_16_bit([&](std::size_t rung) { return ladder_[rung].slots; });
+    return in_16_bit([&](std::size_t rung) { return ladder()[rung].slots; });
   }
 
  private:
   /// Of a block of channels of all tokens, where the last few are not coded yet and an exact
   /// element takes so many bytes.
   std::uint64_t kivi_bytes(std::uint32_t exact, std::uint64_t element_bytes) const {
-    const KvForm& form = *ladder_[0].form;
-    const std::uint64_t keys = kivi_keys(tokens_[0] - exact),
-                        values = kivi_values(tokens_[0] - exact);
+    const KvForm& form = *ladder()[0].form;
+    const std::uint64_t keys = kivi_keys(on(0) - exact), values = kivi_values(on(0) - exact);
     return keys * form.part_bytes(form.key_bits) + values * form.part_bytes(form.value_bits) +
-           (2 * std::uint64_t{tokens_[0]} - keys - values) * kCodeBlock * element_bytes;
+           (2 * std::uint64_t{on(0)} - keys - values) * kCodeBlock * element_bytes;
   }
   /// The bytes of count(rung) tokens on each rung, in tokens of 16 bit.
   template <class Count>
   double in_16_bit(Count count) const {
     double bytes = 0;
-    for (std::size_t r = 0; r < ladder_.size(); ++r)
-      bytes += static_cast<double>(count(r)) * ladder_[r].form->block_bytes();
+    for (std::size_t r = 0; r < ladder().size(); ++r)
+      bytes += static_cast<double>(count(r)) * ladder()[r].form->block_bytes();
     return bytes / kKvForms[0].block_bytes();
   }
-
-  std::vector<RungSlots> ladder_;
-  std::vector<std::uint32_t> tokens_ = std::vector<std::uint32_t>(ladder_.size());
 };
 
 }  // namespace
@@ -83,7 +64,7 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
   const std::vector<RungSlots> rungs =
       ladder == config.rungs.end() ? std::vector{RungSlots{.slots = budget}} : ladder->second;
   LiveCounts counts;
-  RungCounts on(rungs);
+  RungBytes on(rungs);
   std::uint64_t decoded = 0;
   double held = 0;
   bool after_prompt = false;

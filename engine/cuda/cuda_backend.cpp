@@ -71,7 +71,8 @@ class CudaBackend final : public Backend, public BatchBackend {
 
   std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,
                                            std::uint32_t tokens) override {
-    if (!cache.evicts()) return sequence({.tokens = tokens, .prefill_chunk = cache.prefill.chunk});
+    if (!cache.evicts() && !cache.policy.ladder.is_coded())
+      return sequence({.tokens = tokens, .prefill_chunk = cache.prefill.chunk});
     return sequence({.tokens = tokens, .cache = cache});
   }
 
@@ -92,7 +93,9 @@ class CudaBackend final : public Backend, public BatchBackend {
                                .slots = tokens,
                                .prefill_tokens = std::min(tokens, kBatchPromptTokens),
                                .longest_prompt = tokens};
-    if (!caches.empty() && caches.front().evicts())
+    if (std::ranges::any_of(caches, [](const ResolvedConfig& cache) {
+          return cache.evicts() || cache.policy.ladder.is_coded();
+        }))
       options.caches.assign(caches.begin(), caches.end());
     if (!CudaDecoder::fits(model_, options)) return nullptr;
     return std::make_unique<CudaBatch>(model_, std::move(options));

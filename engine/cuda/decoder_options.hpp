@@ -46,6 +46,11 @@ struct CudaDecoderOptions {
       return cache.evicts() && (cache.policy.modifiers != Modifiers{} || cache.shares_slots());
     });
   }
+  /// Whether some cache keeps codes.
+  bool coded() const {
+    return std::ranges::any_of(
+        caches, [](const ResolvedConfig& cache) { return cache.policy.ladder.is_coded(); });
+  }
   bool observes() const { return policy().needs != Needs::nothing; }
   kernels::ColumnList columns() const {
     kernels::ColumnList list;

@@ -399,6 +399,7 @@ class Verifier::Watch final : public DecoderObserver {
     if (staged || head.shadow->form(age).exact()) return head.rotated[position];
     std::vector<float> code(shape_.head_size);
     head.rope->covering(position + 1).rotate(plain, code.size(), position, code.data());
+    for (float& x : code) x = rounding_ ? round_to(*rounding_, x) : x;
     butterflies(code);
     code_token(way_down(head.shadow->ladder(), -1, static_cast<int>(head.shadow->rung(age))), code,
                {});

@@ -185,7 +185,7 @@ class TensorCoreWarp {
     }
   }
 
- private:
+ protected:
   static constexpr int kEights = kHeads / 8;  ///< of heads
   // Of a product's result a lane has keys (dimensions) row() and row() + 8 of heads column() and
   // column() + 1.

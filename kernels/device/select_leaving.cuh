@@ -88,9 +88,10 @@ __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it
 }
 
 /// Radix selection: the threshold before which `leaving` of the `live` tokens come. By the whole
-/// block; 0 < leaving < live.
-__device__ inline LeavingThreshold select_leaving(SelectionShared& shared, const LeavingKeys& keys,
-                                                  std::uint32_t live, std::uint32_t leaving) {
+/// block; 0 < leaving < live. `Keys`: LeavingKeys, or like it.
+template <class Keys>
+__device__ LeavingThreshold select_leaving(SelectionShared& shared, const Keys& keys,
+                                           std::uint32_t live, std::uint32_t leaving) {
   LeavingThreshold found{{}, 0};
   std::uint32_t before_it = leaving;  // tokens of the same prefix before the first that stays
   for (int digit = 0; digit < kLeavingDigits && before_it > 0; ++digit) {

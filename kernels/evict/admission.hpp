@@ -75,6 +75,7 @@ struct ShrinkArgs {
   bool by_layer = false;
   std::uint32_t smooth = 0;
   Modifiers::Pool pool = Modifiers::Pool::mean;
+  bool rows = true;  ///< keys and values are moved, too
 };
 std::size_t shrink_workspace(const SlotCache& from);
 

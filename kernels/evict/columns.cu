@@ -16,6 +16,14 @@ namespace {
 constexpr int kThreads = 256;
 static_assert(kMaxColumns <= kThreads / kWarpSize);
 
+/// The value of a pair's new token in a slot.
+template <class T>
+__device__ const T* value_of(const ColumnArgs& args, int pair, int slot) {
+  if (args.values != nullptr)
+    return static_cast<const T*>(args.values) + std::int64_t{pair} * args.cache.head_size;
+  return static_cast<const T*>(args.cache.values) + row_of(args.cache, pair, slot);
+}
+
 /// One pair's new tokens; of one alone, staged in shared memory [2, dim].
 template <class T, bool kOne>
 class NewTokens {
@@ -69,9 +77,7 @@ class NewTokens {
   }
 
  private:
-  __device__ const T* values(int token) const {
-    return static_cast<const T*>(args_.cache.values) + row_of(args_.cache, pair_, slot_ + token);
-  }
+  __device__ const T* values(int token) const { return value_of<T>(args_, pair_, slot_ + token); }
 
   const ColumnArgs& args_;
   const T* keys_;
@@ -152,11 +158,10 @@ __global__ void __launch_bounds__(kThreads)
   const int first = static_cast<int>(blockIdx.y) * kTokens,
             count = min(kTokens, args.tokens - first);
   const int slot = args.slots[pair.index] + first;
-  const T* const stored = static_cast<const T*>(cache.values);
   float* const magnitudes = values + kTokens * size;
   for (int i = static_cast<int>(threadIdx.x); i < kTokens * size; i += kThreads)
     values[i] = i < count * size
-                    ? to_float(stored[row_of(cache, pair.index, slot + i / size) + i % size])
+                    ? to_float(value_of<T>(args, pair.index, slot + i / size)[i % size])
                     : 0.0f;
 
   const T* const weights =

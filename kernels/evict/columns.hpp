@@ -34,6 +34,7 @@ struct ColumnArgs {
   float* to;                  // [slot, column]
   const void* output = nullptr;  // W_o [hidden, query_head, dim], of type; for value_out_norm1
   int hidden = 0;
+  const void* values = nullptr;  // [pair, dim]: those of one new token each; null: in the cache
 };
 /// A block for each pair, which reads a key and a value once for each column. The norms of one
 /// token take a thread's sum over its elements, in order; key_cosine adds up the tokens one after

@@ -11,6 +11,8 @@
 
 namespace kvlab::kernels {
 
+struct CodedCache;  // kernels/codes/coded_cache.hpp
+
 /// One layer's cache. The pair's slots begin at first_slot[pair]; the first lengths[pair] of them
 /// hold live tokens, in any order. In decoding nothing is moved: the victim's slot takes the next
 /// token.
@@ -29,7 +31,8 @@ struct SlotCache {
   /// [slot]: how many of the first lengths[pair] tokens are older than its own. Where squeezed, for
   /// the fast kernels, which keep it so; number_by_age() sets it after an admission. Else null.
   std::uint32_t* ages = nullptr;
-  PagedRows paged{};  ///< in use: where keys and values lie; all else by slot
+  PagedRows paged{};                  ///< in use: where keys and values lie; all else by slot
+  const CodedCache* coded = nullptr;  ///< host memory: they lie on rungs; or null
 };
 
 /// Fills cache.ages from positions and lengths: where the cache was filled by other means than

@@ -1,5 +1,7 @@
 #include "kernels/evict/observing_attention.hpp"
 
+#include "kernels/codes/codes.hpp"
+#include "kernels/codes/rung_attention.hpp"
 #include "kernels/decode/pair_row.cuh"
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/leaving.cuh"
@@ -41,9 +43,11 @@ int chunks_of(int most_slots) {
 
 /// Bytes behind the attention's own workspace.
 struct Layout {
-  std::size_t logits, softmax, gone, leaving, end;
+  std::size_t logits, softmax, gone, leaving, ranks, end;
 
-  explicit Layout(const PairAttention& pairs) : logits((attention_bytes(pairs) + 15) / 16 * 16) {
+  Layout(const PairAttention& pairs, bool coded)
+      : logits(((coded ? rung_attention_workspace(pairs) : attention_bytes(pairs)) + 15) / 16 *
+               16) {
     const auto count = static_cast<std::size_t>(pairs.table.pairs);
     softmax = logits +
               count * static_cast<std::size_t>(logits_stride(pairs.group)) *
@@ -52,7 +56,9 @@ struct Layout {
     leaving = softmax + count * kMostGroup * sizeof(float2);
     gone = leaving +
            count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots)) * sizeof(Leaving);
-    end = gone + count * sizeof(std::uint32_t);
+    ranks = (gone + count * sizeof(std::uint32_t) + 7) / 8 * 8;
+    end = ranks + (coded ? count * static_cast<std::size_t>(pairs.table.most_slots) : 0) *
+                      sizeof(std::uint64_t);
   }
 
  private:
@@ -88,7 +94,7 @@ ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& 
   const bool observes = policy.needs != Needs::nothing,
              by_age = args.numbering == Positions::cache && !args.two_frames;
   const PairAttention pairs = pairs_of(args.cache);
-  const Layout at(pairs);
+  const Layout at(pairs, args.cache.coded != nullptr);
   auto* const bytes = static_cast<std::byte*>(args.workspace);
   ObservePlan plan{
       .args = args,
@@ -139,6 +145,9 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   pairs.sinks = args.sinks;
   pairs.rows = plan_of(policy, args).rows;
   pairs.workspace = args.workspace;
+  if (args.cache.coded != nullptr)
+    return args.numbering == Positions::original ? rung_attention(pairs, *args.cache.coded, stream)
+                                                 : cudaErrorInvalidValue;
   if (args.numbering == Positions::cache) {
     pairs.inv_freq = args.inv_freq;
     if (args.two_frames) {
@@ -149,6 +158,12 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
     }
   }
   return pair_attention(pairs, args.cache.paged, stream);
+}
+
+/// Of a cache with rungs.
+std::uint64_t* ranks_of(const EvictingAttentionArgs& args) {
+  return reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(args.workspace) +
+                                          Layout(pairs_of(args.cache), true).ranks);
 }
 
 /// Whether one launch serves both: it has the blocks of the one for each.
@@ -176,13 +191,19 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
                     static_cast<unsigned>(layers.size()));
   void* parameters[] = {&plans};
   if (!next) limits.early_start = false;  // there is nothing of its own to do ahead
-  return launch(limits, policy.observe_pairs, {blocks, kObserveThreads, 0, stream}, parameters);
+  cudaError_t error =
+      launch(limits, policy.observe_pairs, {blocks, kObserveThreads, 0, stream}, parameters);
+  for (std::size_t i = 0; i < layers.size() && error == cudaSuccess; ++i)
+    if (layers[i].cache.coded != nullptr)
+      error = step_down_pairs(policy, layers[i], ranks_of(layers[i]), stream);
+  return error;
 }
 
 std::size_t observing_workspace(const SlotCache& cache) {
   const PairAttention pairs = pairs_of(cache);
   const std::size_t attention = pair_attention_workspace(pairs, cache.paged);
-  return attention == 0 || attention == kNoDevice ? attention : Layout(pairs).end;
+  if (attention == 0 || attention == kNoDevice) return attention;
+  return Layout(pairs, cache.coded != nullptr).end;
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 // query head for logits and probabilities, which go through the workspace.
 #include "kernels/evict/plain_eviction.cuh"
 
+#include "kernels/codes/code.cuh"
+#include "kernels/codes/codes.hpp"
 #include "kernels/device/pair.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/type_dispatch.cuh"
@@ -79,6 +81,76 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   }
 }
 
+/// As logits_kernel, over rungs: codes with the queries behind the butterflies.
+template <class T>
+__global__ void coded_logits_kernel(const EvictingAttentionArgs args, const CodedCache coded,
+                                    PlainRows rows) {
+  extern __shared__ float turned[];  // [head of the group, dim]
+  const SlotCache& cache = args.cache;
+  const Pair pair = pair_of(static_cast<int>(blockIdx.y), cache.kv_heads);
+  if (args.now[pair.sequence] == kIdle) return;
+  const int live = live_slots(cache, pair), dim = cache.head_size, blocks = dim / kWarpSize;
+  const int group = cache.query_heads / cache.kv_heads;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = code_lane();
+  const std::int64_t first = cache.first_slot[pair.index];
+  const DeviceLadder& ladder = coded.ladders[pair.index];
+  const T* const q = static_cast<const T*>(args.q) + std::int64_t{pair.index} * group * dim;
+  for (int i = warp * kWarpSize; i < group * dim; i += kThreads)
+    turned[i + lane] = butterfly(to_float(q[i + lane]));
+  __syncthreads();
+  for (int i = warp; i < kSlotsPerBlock; i += kWarps) {
+    const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
+    if (slot >= live) return;
+    const std::uint32_t place = coded.places[first + slot];
+    const DeviceRung& rung = ladder.rung[rung_of(ladder, place)];
+    CodedRow key;
+    load_part<T>(key, part_of(coded.bytes, rung, place - rung.first_row, true, dim, sizeof(T)),
+                 rung.form, true, blocks);
+    const bool exact = rung.form.exact();
+    for (int head = 0; head < group; ++head) {
+      float sum = 0;
+      for (int b = 0; b < blocks; ++b) {
+        const int at = head * dim + b * kWarpSize + lane;
+        sum += key.y[b] * (exact ? to_float(q[at]) : turned[at]);
+      }
+      sum = warp_sum(sum) / static_cast<float>(exact ? 1 : kWarpSize);
+      if (lane == 0)
+        rows.p[(std::int64_t{pair.index} * group + head) * cache.most_slots + slot] =
+            sum * cache.softmax_scale;
+    }
+  }
+}
+
+/// As weighted_values, over rungs.
+template <class T>
+__device__ void weighted_codes(const float* p, const CodedCache& coded, const DeviceLadder& ladder,
+                               const std::uint32_t* places, int live, int dim, float* shared,
+                               T* out) {
+  const int parts = kThreads / dim, part = static_cast<int>(threadIdx.x) / dim,
+            d = static_cast<int>(threadIdx.x) % dim;
+  float sums[2] = {};  // exact, coded
+  for (int slot = part; part < parts && slot < live; slot += parts) {
+    const DeviceRung& rung = ladder.rung[rung_of(ladder, places[slot])];
+    const DeviceForm form = rung.form;
+    const RowPart value =
+        part_of(coded.bytes, rung, places[slot] - rung.first_row, false, dim, sizeof(T));
+    if (form.exact())
+      sums[0] += p[slot] * to_float(reinterpret_cast<const T*>(value.codes)[d]);
+    else
+      sums[1] +=
+          p[slot] * decoded(form.floating,
+                            load_code(value.codes, false, form.value_bits, d, dim / kWarpSize),
+                            load_metadata(value.metadata, form.floating, d / kWarpSize));
+  }
+  for (float& sum : sums) {
+    shared[threadIdx.x] = sum;
+    __syncthreads();
+    for (int other = 1; part == 0 && other < parts; ++other) sum += shared[other * dim + d];
+    __syncthreads();
+  }
+  if (part == 0) out[d] = from_float<T>(sums[0] + butterfly(sums[1]) / kWarpSize);
+}
+
 /// The row's values, weighted and added up: out[dim]. The slots are shared by groups of `dim`
 /// threads.
 template <class T>
@@ -99,7 +171,8 @@ __device__ void weighted_values(const float* p, const T* values, int live, int d
 
 /// A block for each query head of each sequence.
 template <class T>
-__global__ void softmax_kernel(const EvictingAttentionArgs args, PlainRows rows) {
+__global__ void softmax_kernel(const EvictingAttentionArgs args, const CodedCache coded,
+                               PlainRows rows) {
   __shared__ float of_warps[kWarps], of_sums[kWarps], of_threads[kThreads];
   const SlotCache& cache = args.cache;
   const int group = cache.query_heads / cache.kv_heads, row = static_cast<int>(blockIdx.x);
@@ -120,9 +193,14 @@ __global__ void softmax_kernel(const EvictingAttentionArgs args, PlainRows rows)
   sum = block_sum(sum, of_sums) + expf(sink - most);
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads) p[slot] /= sum;
   __syncthreads();
-  const T* const values = static_cast<const T*>(cache.values) + cache.first_slot[pair.index] * dim;
-  weighted_values(p, values, live, dim, of_threads,
-                  static_cast<T*>(args.out) + std::int64_t{row} * dim);
+  const std::int64_t first = cache.first_slot[pair.index];
+  T* const out = static_cast<T*>(args.out) + std::int64_t{row} * dim;
+  if (coded.ladders != nullptr)
+    weighted_codes(p, coded, coded.ladders[pair.index], coded.places + first, live, dim, of_threads,
+                   out);
+  else
+    weighted_values(p, static_cast<const T*>(cache.values) + first * dim, live, dim, of_threads,
+                    out);
   if (threadIdx.x != 0) return;
   rows.largest[row] = expf(largest - most) / sum;
   if (args.lse) args.lse[row] = most + logf(sum);
@@ -137,6 +215,7 @@ bool valid(const EvictingAttentionArgs& args) {
          cache.most_slots > 0 && cache.first_slot && cache.keys && cache.values &&
          !cache.paged.in_use() && cache.positions && cache.lengths && cache.next_slots &&
          args.policy.rules && args.now && args.q && args.out && args.workspace &&
+         !(squeezed && cache.coded) &&
          (!squeezed || (args.inv_freq && args.rotated > 0 && args.rotated % 2 == 0 &&
                         args.rotated <= cache.head_size));
 }
@@ -148,10 +227,18 @@ PlainRows plain_rows(const SlotCache& cache, void* workspace) {
   return {.p = p, .largest = p + rows * static_cast<std::size_t>(cache.most_slots)};
 }
 
-std::size_t plain_workspace(const SlotCache& cache) {
+/// Behind the rows.
+std::size_t ranks_at(const SlotCache& cache) {
   const std::size_t rows =
       static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
-  return rows * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float);
+  return (rows * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float) + 7) / 8 * 8;
+}
+
+/// With room for ranks, whether or not there are rungs.
+std::size_t plain_workspace(const SlotCache& cache) {
+  return ranks_at(cache) + static_cast<std::size_t>(cache.sequences) *
+                               static_cast<std::size_t>(cache.kv_heads) *
+                               static_cast<std::size_t>(cache.most_slots) * sizeof(std::uint64_t);
 }
 
 /// Two launches: logits of every live slot, then each row's softmax and output.
@@ -162,12 +249,18 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   const PlainRows rows = plain_rows(cache, args.workspace);
   const dim3 tiles(static_cast<unsigned>((cache.most_slots + kSlotsPerBlock - 1) / kSlotsPerBlock),
                    static_cast<unsigned>(cache.sequences * cache.kv_heads));
+  const CodedCache coded = cache.coded ? *cache.coded : CodedCache{};
+  const std::size_t queries = static_cast<std::size_t>(cache.query_heads / cache.kv_heads) *
+                              static_cast<std::size_t>(cache.head_size) * sizeof(float);
   return with_type(cache.type, [&]<class T>(T) {
-    logits_kernel<T><<<tiles, kThreads, 0, stream>>>(args, rows);
+    if (cache.coded)
+      coded_logits_kernel<T><<<tiles, kThreads, queries, stream>>>(args, coded, rows);
+    else
+      logits_kernel<T><<<tiles, kThreads, 0, stream>>>(args, rows);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     softmax_kernel<T>
-        <<<static_cast<unsigned>(cache.sequences * cache.query_heads), kThreads, 0, stream>>>(args,
-                                                                                              rows);
+        <<<static_cast<unsigned>(cache.sequences * cache.query_heads), kThreads, 0, stream>>>(
+            args, coded, rows);
     return cudaGetLastError();
   });
 }
@@ -182,6 +275,11 @@ cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttenti
     PlainRows rows = plain_rows(args.cache, args.workspace);
     void* parameters[] = {&args, &rows};
     error = cudaLaunchKernel(policy.evict, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
+    if (error == cudaSuccess && args.cache.coded)
+      error = step_down_pairs(policy, args,
+                              reinterpret_cast<std::uint64_t*>(
+                                  static_cast<std::byte*>(args.workspace) + ranks_at(args.cache)),
+                              stream);
     if (error != cudaSuccess) return error;
   }
   return error;

@@ -131,8 +131,10 @@ __global__ void __launch_bounds__(kShrinkThreads)
     reinterpret_cast<uint4*>(static_cast<char*>(target_rows) + to_row)[chunk] =
         reinterpret_cast<const uint4*>(static_cast<const char*>(source_rows) + from_row)[chunk];
   };
-  move(args.from.keys, args.to.keys);
-  move(args.from.values, args.to.values);
+  if (args.rows) {
+    move(args.from.keys, args.to.keys);
+    move(args.from.values, args.to.values);
+  }
   if (chunk != 0) return;
   const std::int64_t from = args.from.first_slot[pair] + source;
   const std::int64_t to = args.to.first_slot[pair] + slot;

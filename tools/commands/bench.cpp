@@ -326,6 +326,12 @@ void read_numbers(const po::variables_map& options, const char* name, std::uint3
 ordered_json attention(const po::variables_map& options) {
   AttentionBenchOptions how{.slots = count_from(options, "slots", 4, kMostSlots)};
   if (options.count("policy")) how.policies = list_from(options, "policy");
+  if (options.count("ladder")) {  // in as many bytes
+    const std::vector<std::string> policies = std::exchange(how.policies, {});
+    for (const Ladder& ladder : ladders_from(options))
+      for (const std::string& policy : policies)
+        how.policies.push_back(policy + (ladder.is_plain() ? "" : ":" + ladder.setting()));
+  }
   read_numbers(options, "head-size", 256, how.head_sizes);
   read_numbers(options, "group", 8, how.groups);
   read_numbers(options, "sequences", 1024, how.batches);

@@ -46,14 +46,14 @@ DeviceModel model_of(const Shape& shape) {
 double microseconds(const DeviceModel& model, const Shape& shape,
                     std::vector<ResolvedConfig> caches) {
   const bool evicts = !caches.empty();
+  const std::uint32_t held = evicts ? caches.front().budget_tokens : shape.slots;
   // The whole cache has one slot more than tokens.
   CudaDecoder decoder(model, {.sequences = static_cast<int>(shape.batch),
                               .slots = evicts ? 0 : shape.slots - 1,
                               .prefill_tokens = 1,
                               .caches = std::move(caches)});
   const auto batch = static_cast<int>(shape.batch);
-  for (int row = 0; row < batch; ++row)
-    decoder.pretend(row, evicts ? 2 * shape.slots : shape.slots - 2);
+  for (int row = 0; row < batch; ++row) decoder.pretend(row, evicts ? 2 * held : held - 2);
   decoder.step(batch);  // leaves queries
   const DecodeStep step = decoder.decode_step(batch);
   const auto parts = step.parts(0);
@@ -61,6 +61,16 @@ double microseconds(const DeviceModel& model, const Shape& shape,
   const cuda::Graph graph(decoder.stream(), attention->enqueue);
   const auto launch = [&] { graph.launch(decoder.stream()); };
   return median_milliseconds(decoder.stream(), launch, kRepeats) * 1e3 / model.config().layers;
+}
+
+/// Of keys and values that such caches hold, one layer's.
+std::uint64_t bytes_held(const Shape& shape, const ResolvedConfig& cache) {
+  const auto rungs = cache.rungs.find(cache.budget_tokens);
+  if (rungs == cache.rungs.end()) return shape.bytes();
+  std::uint64_t bytes = 0;
+  for (const RungSlots& rung : rungs->second)
+    bytes += std::uint64_t{rung.slots} * rung.form->block_bytes();
+  return bytes * (shape.head_size / kCodeBlock) * shape.batch * kKvHeads;
 }
 
 ordered_json row_of(const Shape& shape, const std::vector<PolicySpec>& policies, double read) {
@@ -75,9 +85,13 @@ ordered_json row_of(const Shape& shape, const std::vector<PolicySpec>& policies,
     std::vector<ResolvedConfig> caches;
     for (std::uint32_t row = 0; row < shape.batch; ++row)
       caches.push_back(resolve(cache, shape.slots, row));
+    const std::uint64_t bytes = bytes_held(shape, caches.front());
+    const std::uint32_t held = caches.front().budget_tokens;
     const double time = microseconds(model, shape, std::move(caches));
     evicting.push_back({{"policy", policy.text()},
                         {"positions", name_of(cache.positions)},
+                        {"tokens", held},
+                        {"share_of_read", static_cast<double>(bytes) / (time * 1e-6) / read},
                         {"microseconds", time},
                         {"percent_over", 100 * (time / plain - 1)}});
   }

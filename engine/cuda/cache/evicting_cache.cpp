@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "engine/cuda/fill.hpp"
+#include "kernels/codes/codes.hpp"
 #include "kernels/host/transfer.hpp"
 #include "policies/budgets/layer_budgets.hpp"
 #include "policies/executor.hpp"
@@ -30,6 +31,9 @@ const std::vector<ResolvedConfig>& checked(const DeviceModel& model,
   const auto& first = caches.front();
   for (const ResolvedConfig& cache : caches) {
     check_held(kCudaDecoder, cache, model.config().heads());
+    if (cache.policy.ladder.rungs.size() > kernels::kMostRungs)
+      throw std::invalid_argument(fmt::format("ladder {}: the CUDA decoder has {} rungs at most",
+                                              cache.policy.ladder.text(), kernels::kMostRungs));
     if (!side_by_side(cache, first))
       throw std::invalid_argument(
           "CUDA decoder: the sequences of a batch share one policy, its columns, and one kind of "
@@ -44,8 +48,21 @@ PairSlots pair_slots(const DeviceModel& model, const CudaDecoderOptions& options
 
 /// The fast kernels rotate whole heads, or none.
 bool needs_plain(const DeviceModel& model, const CudaDecoderOptions& options) {
-  return options.plain_eviction || (options.rotation() != KeyRotation::by_position &&
-                                    model.config().rope().rotated() != model.config().head_size);
+  const ModelConfig& config = model.config();
+  const bool few_heads = config.query_heads <= kernels::kMostRungGroup * config.kv_heads;
+  return options.plain_eviction ||
+         (options.coded() && (model.dtype() == Dtype::f32 || !few_heads)) ||
+         (options.rotation() != KeyRotation::by_position &&
+          model.config().rope().rotated() != model.config().head_size);
+}
+
+/// As attention's workspaces depend on it.
+kernels::SlotCache workspace_shape(const DeviceModel& model, const CudaDecoderOptions& options,
+                                   int most_slots) {
+  static constexpr kernels::CodedCache kRungs{};
+  kernels::SlotCache shape = model.slot_cache(options.sequences, most_slots);
+  if (options.coded()) shape.coded = &kRungs;
+  return shape;
 }
 
 /// Null for a policy of the registry.
@@ -85,7 +102,7 @@ EvictingCache::Work::Work(cuda::Arena& arena, const DeviceModel& model, const Pa
   const auto any =
       needs_plain(model, options) ? kernels::plain_kernels({}) : kernels::observing_kernels({});
   workspaces = arena.take<std::byte>(ObserverBranch::bytes(
-      any, model.slot_cache(options.sequences, slots.most()), static_cast<int>(config.layers)));
+      any, workspace_shape(model, options, slots.most()), static_cast<int>(config.layers)));
 }
 
 EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
@@ -102,11 +119,14 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       storage_("the cache's slots", model, slots_, options_),
       work_("attention", model, slots_, options_),
       rings_(model, batch, options_, stream),
-      branch_(kernels_, storage_->cache(0, options_.sequences), static_cast<int>(config_.layers),
-              work_->workspaces, stream),
+      branch_(kernels_, workspace_shape(model, options_, slots_.most()),
+              static_cast<int>(config_.layers), work_->workspaces, stream),
       counts_(slots_.first_slots().size()),
       shared_when_(options_.caches.size()) {
-  storage_->clear(slots_, options_);
+  storage_->clear(model, slots_, options_);
+  for (std::size_t at = 0; options_.coded() && at < counts_.size(); ++at)
+    on_rungs_.emplace_back(
+        slots_.rungs(static_cast<std::uint32_t>(at / slots_.pairs()), at % slots_.pairs()));
   for (std::uint32_t table = 0; table < config_.rope_tables(); ++table)
     cuda::write(work_->inv_freq + table * config_.head_size / 2,
                 config_.rope_of_table(table).inv_freq, "RoPE's frequencies");
@@ -139,7 +159,13 @@ std::uint32_t EvictingCache::prefill_chunk(int sequence) const {
 }
 
 std::uint64_t EvictingCache::live_bytes(int sequence, std::uint32_t fed) const {
-  std::uint64_t live = 0;
+  std::uint64_t live = 0, coded = 0;
+  if (options_.coded()) {
+    each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+      coded += counts_of(layer, pair).most_bytes;
+    });
+    return coded + rings_.live_bytes(fed);
+  }
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
     if (counts(sequence))
       live += counts_of(layer, pair).most;
@@ -182,12 +208,15 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
     const auto first = static_cast<std::size_t>(slots_.first_slots()[at]);
     const std::uint32_t live = slots_.older(layer, pair, tokens);
     counts_of(layer, pair) = {.live = live, .behind = live, .most = live};
-    for (const bool key : {true, false})
+    if (options_.coded()) storage_->rungs.pretend(slots_, at, pair, live);
+    for (const bool key : {true, false}) {
+      if (options_.coded()) break;
       check(
           cuda::fill_normal(
               model_.type(), (key ? storage_->keys : storage_->values) + first * model_.key_bytes(),
               std::size_t{live} * config_.head_size, 1.0f, first * 2 + (key ? 1 : 0), stream_),
           kWhat);
+    }
     // The sinks and the youngest; with states of nothing seen, and columns of nothing brought.
     const std::uint32_t sinks = slots_.guards(layer, pair).sinks;
     std::vector<std::uint32_t> positions(live);
@@ -262,34 +291,92 @@ void EvictingCache::modify(kernels::ShrinkArgs& args, int sequence, bool after_p
 
 /// Where it lies, if room has to be made before more is admitted behind `fed`.
 void EvictingCache::make_room(int sequence, std::uint32_t fed, bool after_prompt) {
-  std::uint64_t leaving = 0;
+  bool moves = false;
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
     const std::uint32_t own = surplus(layer, pair, after_prompt);
     counts_of(layer, pair).live -= own;
-    leaving += own;
+    moves |= own > 0;
+    if (!options_.coded()) return;
+    RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
+    moves |= rungs.makes_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
+    rungs.make_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
   });
-  if (leaving == 0) return;
+  if (!moves) return;
   const AdmissionMemory& memory = reserve(static_cast<std::uint32_t>(slots_.most()));
   const Admitted nothing{fed, 0};
   check(cudaMemcpyAsync(work_->nothing, &nothing, sizeof nothing, cudaMemcpyHostToDevice, stream_),
         "making room");
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
     if (rings_.has(layer)) continue;
-    const kernels::SlotCache cache = storage_->cache_of(layer, sequence);
-    kernels::ShrinkArgs args{.from = cache,
-                             .to = cache,
-                             .policy = storage_->policy_of_shrink(layer, sequence, false),
-                             .to_states = storage_->states,
-                             .to_columns = storage_->columns,
-                             .now = &work_->nothing->now,
-                             .admitted = &work_->nothing->tokens,
-                             .seen = nullptr,
-                             .workspace = memory.shrink_workspace};
-    modify(args, sequence, after_prompt);
-    check(kernels::shrink(kernels_, args, stream_), "making room");
+    shrink_in_place(sequence, layer, memory, after_prompt);
     if (rotation_ == KeyRotation::by_age)
-      check(kernels::number_by_age(cache, stream_), "numbering by age");
+      check(kernels::number_by_age(storage_->cache_of(layer, sequence), stream_),
+            "numbering by age");
   }
+}
+
+/// On rungs by way of an admission's memory.
+void EvictingCache::shrink_in_place(int sequence, std::uint32_t layer,
+                                    const AdmissionMemory& memory, bool after_prompt) const {
+  const kernels::SlotCache cache = storage_->cache_of(layer, sequence);
+  kernels::ShrinkArgs args{.from = cache,
+                           .to = cache,
+                           .policy = storage_->policy_of_shrink(layer, sequence, false),
+                           .to_states = storage_->states,
+                           .to_columns = storage_->columns,
+                           .now = &work_->nothing->now,
+                           .admitted = &work_->nothing->tokens,
+                           .seen = nullptr,
+                           .workspace = memory.shrink_workspace};
+  if (options_.coded()) {
+    take_live(sequence, layer, memory, true);
+    args.from = memory.cache;
+    args.policy.states = memory.states;
+    args.policy.columns = memory.columns;
+  }
+  shrink(args, sequence, layer, after_prompt);
+}
+
+void EvictingCache::take_live(int sequence, std::uint32_t layer, const AdmissionMemory& memory,
+                              bool stays) const {
+  shrink({.from = storage_->cache_of(layer, sequence),
+          .to = memory.cache,
+          .policy = storage_->policy_of_shrink(layer, sequence, stays),
+          .to_states = memory.states,
+          .to_columns = memory.columns,
+          .now = &work_->nothing->now,
+          .admitted = &work_->nothing->tokens,
+          .seen = nullptr,
+          .workspace = memory.shrink_workspace},
+         sequence, layer, false);
+}
+
+void EvictingCache::shrink(kernels::ShrinkArgs args, int sequence, std::uint32_t layer,
+                           bool after_prompt) const {
+  modify(args, sequence, after_prompt);
+  if (!options_.coded()) return check(kernels::shrink(kernels_, args, stream_), "a shrink");
+  const kernels::CodedCache coded = storage_->rungs.coded(layer, sequence);
+  const kernels::StagedCodes& staged = admission_->staged;
+  if (args.to.keys == admission_->cache.keys) {
+    args.from.coded = &coded;
+    check(kernels::take_from_rungs(kernels_, args, staged, stream_), "tokens from their rungs");
+  } else {
+    args.to.coded = &coded;
+    check(kernels::shrink_to_rungs(kernels_, args, staged, stream_), "tokens to their rungs");
+  }
+}
+
+/// With the tokens that have just come.
+void EvictingCache::count_bytes(std::uint32_t layer, std::size_t pair) {
+  if (!options_.coded()) return;
+  const RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
+  std::uint64_t bytes = 0;
+  for (std::size_t r = 0; r < rungs.ladder().size(); ++r) {
+    const KvForm& form = *rungs.ladder()[r].form;
+    bytes += rungs.on(r) * (form.exact() ? 2 * model_.key_bytes()
+                                         : form.block_bytes() * config_.head_size / kCodeBlock);
+  }
+  counts_of(layer, pair).most_bytes = std::max(counts_of(layer, pair).most_bytes, bytes);
 }
 
 /// Tokens of an admission that makes room before it.
@@ -300,6 +387,7 @@ void EvictingCache::count_admission(int sequence, std::uint32_t layer, std::uint
     own.behind = own.live;
     own.live += tokens;
     own.most = std::max(own.most, own.live);
+    admit_to_rungs(layer, pair, tokens);
   });
 }
 
@@ -307,7 +395,19 @@ void EvictingCache::count_admission(int sequence, std::uint32_t layer, std::uint
 void EvictingCache::count_room(int sequence, std::uint32_t layer, bool after_prompt) {
   each_pair(sequence, [&](std::size_t pair) {
     counts_of(layer, pair).live -= surplus(layer, pair, after_prompt);
+    if (!options_.coded()) return;
+    on_rungs_[layer * slots_.pairs() + pair].make_room(slots_.modifiers(pair),
+                                                       slots_.budget(layer, pair), after_prompt);
+    count_bytes(layer, pair);
   });
+}
+
+/// Room is made before them.
+void EvictingCache::admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint32_t tokens) {
+  if (!options_.coded()) return;
+  RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
+  rungs.make_room(slots_.modifiers(pair), slots_.budget(layer, pair), false);
+  rungs.admit(tokens);
 }
 
 /// After a prompt, under ada(): splits a layer's slots among its KV heads by their ranks, and takes
@@ -365,18 +465,7 @@ void EvictingCache::share_slots_of_live(int sequence, std::uint32_t fed) {
         "sharing slots");
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
     if (rings_.has(layer)) continue;
-    check(kernels::shrink(kernels_,
-                          {.from = storage_->cache_of(layer, sequence),
-                           .to = memory.cache,
-                           .policy = storage_->policy_of_shrink(layer, sequence, true),
-                           .to_states = memory.states,
-                           .to_columns = memory.columns,
-                           .now = &work_->nothing->now,
-                           .admitted = &work_->nothing->tokens,
-                           .seen = nullptr,
-                           .workspace = memory.shrink_workspace},
-                          stream_),
-          "sharing slots");
+    take_live(sequence, layer, memory, true);
     share_slots(sequence, layer, fed);
   }
 }
@@ -389,13 +478,15 @@ void EvictingCache::before_token(int sequence, std::uint32_t fed) {
     own.live -= surplus(layer, pair, false);  // by the step itself
     own.behind = own.live++;
     own.most = std::max(own.most, own.live);
+    admit_to_rungs(layer, pair, 1);
+    count_bytes(layer, pair);
   });
 }
 
 void EvictingCache::end_prompt(int sequence, std::uint32_t fed) {
   if (shares_slots(sequence)) {
     if (shared_when_[static_cast<std::size_t>(sequence)] != fed) share_slots_of_live(sequence, fed);
-  } else if (counts(sequence)) {
+  } else if (modifiers(sequence) != Modifiers{}) {
     make_room(sequence, fed, true);
   }
 }

@@ -11,6 +11,7 @@
 #include "kernels/evict/admission.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
 #include "kernels/runtime/policy_kernels.hpp"
+#include "policies/rungs/rung_counts.hpp"
 
 namespace kvlab {
 
@@ -32,6 +33,7 @@ struct AdmissionMemory {
   Observation* seen = nullptr;          // [kv_head, slot]; null where nothing is observed
   kernels::RowSoftmax* rows = nullptr;  // [part token, query_head]; likewise
   float* weights = nullptr;             // [age of a query]; null: all weigh 1
+  kernels::StagedCodes staged{};        ///< where the live tokens lie on rungs
   std::byte *observe_workspace = nullptr, *shrink_workspace = nullptr;
 };
 
@@ -71,6 +73,7 @@ class EvictingCache final : public DeviceCache {
   /// of a KV head now, before the last admission, and at most.
   struct Counts {
     std::uint32_t live = 0, behind = 0, most = 0;
+    std::uint64_t most_bytes = 0;  ///< on rungs
   };
   /// As a shrink takes it.
   struct Admitted {
@@ -129,7 +132,7 @@ class EvictingCache final : public DeviceCache {
     return options_.caches[static_cast<std::size_t>(sequence)].shares_slots();
   }
   bool counts(int sequence) const {
-    return modifiers(sequence) != Modifiers{} || shares_slots(sequence);
+    return modifiers(sequence) != Modifiers{} || shares_slots(sequence) || options_.coded();
   }
   Counts& counts_of(std::uint32_t layer, std::size_t pair) {
     return counts_[layer * slots_.pairs() + pair];
@@ -144,6 +147,15 @@ class EvictingCache final : public DeviceCache {
   void count_room(int sequence, std::uint32_t layer, bool after_prompt);
   std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
   void share_slots_of_live(int sequence, std::uint32_t fed);
+  /// Between a sequence's slots in a layer, which may have rungs, and an admission's memory.
+  void shrink(kernels::ShrinkArgs args, int sequence, std::uint32_t layer, bool after_prompt) const;
+  /// The live tokens of a layer, or those that stay, to an admission's memory.
+  void take_live(int sequence, std::uint32_t layer, const AdmissionMemory& memory,
+                 bool stays) const;
+  void shrink_in_place(int sequence, std::uint32_t layer, const AdmissionMemory& memory,
+                       bool after_prompt) const;
+  void admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
+  void count_bytes(std::uint32_t layer, std::size_t pair);
   /// What a shrink does to ranks.
   void modify(kernels::ShrinkArgs& args, int sequence, bool after_prompt) const;
 
@@ -162,6 +174,7 @@ class EvictingCache final : public DeviceCache {
   SpanRings rings_;
   ObserverBranch branch_;
   std::vector<Counts> counts_;              // [layer, pair]
+  std::vector<RungCounts> on_rungs_;        // [layer, pair]; empty where nobody keeps codes
   std::vector<std::uint32_t> shared_when_;  // [sequence]: fed when slots were shared last
 };
 

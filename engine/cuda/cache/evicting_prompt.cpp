@@ -38,6 +38,11 @@ AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const DeviceShape& model,
     observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
         model.attention_shape(static_cast<int>(slots)), static_cast<int>(options.prefill_tokens)));
   }
+  if (options.coded()) {
+    staged.rungs = arena.take<std::int8_t>(all);
+    staged.codes = arena.take<std::uint8_t>(all * 2 * config.head_size);
+    staged.metadata = arena.take<std::uint32_t>(all * 2 * config.head_size / kCodeBlock);
+  }
   shrink_workspace = arena.take<std::byte>(kernels::shrink_workspace(cache));
 }
 
@@ -133,21 +138,18 @@ class EvictingCache::Prompt final : public DeviceAdmission {
     if (memory_.seen)
       clear(memory_.seen,
             static_cast<std::size_t>(cache.kv_heads) * static_cast<std::size_t>(cache.most_slots));
+    if (memory_.staged.rungs)  // -1: as computed
+      check(cudaMemsetAsync(memory_.staged.rungs, -1,
+                            static_cast<std::size_t>(cache.kv_heads) *
+                                static_cast<std::size_t>(cache.most_slots),
+                            cache_.stream_),
+            "an admission");
     if (fed_ == 0) {
       clear(cache.lengths, static_cast<std::size_t>(cache.kv_heads));
       clear(cache.next_slots, static_cast<std::size_t>(cache.kv_heads));
       return;
     }
-    shrink({.from = cache_.storage_->cache_of(layer, sequence_),
-            .to = cache,
-            .policy = cache_.storage_->policy_of_shrink(layer, sequence_, is_once()),
-            .to_states = memory_.states,
-            .to_columns = memory_.columns,
-            .now = &cache_.work_->nothing->now,
-            .admitted = &cache_.work_->nothing->tokens,
-            .seen = nullptr,
-            .workspace = memory_.shrink_workspace},
-           false);
+    cache_.take_live(sequence_, layer, memory_, is_once());
     if (squeezes_) squeeze_keys(squeeze_shape({.first = 0, .rows = 0}), true);
   }
 
@@ -202,7 +204,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
       keep_by_shares(layer, args);
       return;
     }
-    shrink(args, ends_prompt_);
+    cache_.shrink(args, sequence_, layer, ends_prompt_);
     if (cache_.rotation_ == KeyRotation::by_age)
       check(kernels::number_by_age(to, cache_.stream_), "numbering by age");
     if (cache_.counts(sequence_)) cache_.count_room(sequence_, layer, ends_prompt_);
@@ -214,7 +216,7 @@ class EvictingCache::Prompt final : public DeviceAdmission {
     args.to_states = memory_.states;
     args.to_columns = memory_.columns;
     args.policy.room_at = cache_.storage_->policy_of_shrink(layer, sequence_, true).room_at;
-    shrink(args, false);
+    cache_.shrink(args, sequence_, layer, false);
     std::vector<std::int32_t> older = cache_.share_slots(sequence_, layer, fed_ + tokens());
     for (std::int32_t& live : older) live -= static_cast<std::int32_t>(tokens());
     copy(memory_.cache.lengths, older.data(), older.size());  // as whoever watches expects them
@@ -248,11 +250,6 @@ class EvictingCache::Prompt final : public DeviceAdmission {
 
   /// Room is made only behind a prompt segment.
   bool is_once() const { return options_.policy.modifiers.once; }
-
-  void shrink(kernels::ShrinkArgs args, bool after_prompt) {
-    cache_.modify(args, sequence_, after_prompt);
-    check(kernels::shrink(cache_.kernels_, args, cache_.stream_), "a shrink");
-  }
 
   /// The older keys, or a part's new ones.
   void squeeze_keys(const kernels::SqueezeArgs& shape, bool of_older) {
@@ -331,6 +328,8 @@ class EvictingCache::Prompt final : public DeviceAdmission {
 
 std::unique_ptr<DeviceAdmission> EvictingCache::admit(int sequence, std::uint32_t fed,
                                                       std::uint32_t tokens, bool ends_prompt) {
+  // What steps do not, so that nobody who is to step down attends as it was.
+  if (options_.coded() && !modifiers(sequence).steps_make_room()) make_room(sequence, fed, false);
   return std::make_unique<Prompt>(*this, sequence, fed, tokens, ends_prompt);
 }
 

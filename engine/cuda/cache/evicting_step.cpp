@@ -1,6 +1,7 @@
 // A decode step of a cache that evicts: each sequence's new token takes the victim's slot.
 #include "engine/cuda/cache/evicting_cache.hpp"
 #include "engine/cuda/fill.hpp"
+#include "kernels/codes/codes.hpp"
 
 namespace kvlab {
 
@@ -11,6 +12,7 @@ class EvictingCache::Step final : public CacheStep {
         rows_(rows),
         outputs_(outputs),
         now_(reinterpret_cast<const std::uint32_t*>(cache.batch_.state().positions)),
+        coded_(coded(cache)),
         columns_(cache.columns() > 0 ? columns(outputs) : std::vector<kernels::ColumnArgs>{}),
         attention_(cache.kernels_, layers(outputs), cache.branch_, cache.stream_) {}
 
@@ -31,6 +33,13 @@ class EvictingCache::Step final : public CacheStep {
                  .next_slots = cache.next_slots,
                  .positions = cache.positions,
                  .now = now_};
+    if (!coded_.empty()) {  // place_newest() does the rest
+      const RungStorage& rungs = cache_.storage_->rungs;
+      args.next = {.first_slot = rungs.newest,
+                   .next_slots = reinterpret_cast<const std::int32_t*>(rungs.nothing),
+                   .positions = nullptr,
+                   .now = now_};
+    }
     cache_.rotate(layer, cache_.batch_.rows(), args);
     return args;
   }
@@ -38,6 +47,10 @@ class EvictingCache::Step final : public CacheStep {
   void attend(std::uint32_t layer) const override {
     if (cache_.rings_.has(layer))
       return cache_.rings_.attend(layer, rows_, cache_.work_->q, outputs_.step(layer));
+    if (!coded_.empty())
+      cuda::check(kernels::place_newest(cache_.storage_->cache(layer, rows_), coded_[layer], now_,
+                                        cache_.stream_),
+                  "the newest tokens");
     attention_.attend(place(layer));
     // Only what observes reads them. The keys must be there still.
     if (!columns_.empty())
@@ -55,6 +68,13 @@ class EvictingCache::Step final : public CacheStep {
     for (std::uint32_t other = 0; other < layer; ++other)
       before += cache_.rings_.has(other) ? 0 : 1;
     return before;
+  }
+
+  static std::vector<kernels::CodedCache> coded(const EvictingCache& cache) {
+    std::vector<kernels::CodedCache> layers;
+    for (std::uint32_t layer = 0; cache.options_.coded() && layer < cache.config_.layers; ++layer)
+      layers.push_back(cache.storage_->rungs.coded(layer, 0));
+    return layers;
   }
 
   std::vector<kernels::EvictingAttentionArgs> layers(const LayerOutputMemory& outputs) const {
@@ -78,6 +98,7 @@ class EvictingCache::Step final : public CacheStep {
                         .workspace = nullptr,
                         .settled = true,
                         .sinks = cache_.model_.sinks(layer)});
+      if (!coded_.empty()) layers.back().cache.coded = &coded_[layer];
     }
     return layers;
   }
@@ -98,7 +119,8 @@ class EvictingCache::Step final : public CacheStep {
                         .unit_keys = cache_.storage_->unit_keys_of(layer, 0),
                         .to = cache_.storage_->columns,
                         .output = cache_.model_.weights().layers[layer].output.weight,
-                        .hidden = static_cast<int>(cache_.config_.hidden)});
+                        .hidden = static_cast<int>(cache_.config_.hidden),
+                        .values = cache_.storage_->rungs.newest_values});
     }
     return layers;
   }
@@ -107,6 +129,7 @@ class EvictingCache::Step final : public CacheStep {
   int rows_;
   const LayerOutputMemory& outputs_;
   const std::uint32_t* now_;
+  std::vector<kernels::CodedCache> coded_;    // [layer]; empty without codes
   std::vector<kernels::ColumnArgs> columns_;  // [layer]; empty without
   ObservedAttention attention_;
 };

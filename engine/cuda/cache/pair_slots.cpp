@@ -44,6 +44,19 @@ std::uint32_t PairSlots::slots_of(std::size_t pair, std::uint32_t budget) const 
   return static_cast<std::uint32_t>(std::min<std::uint64_t>(own.capacity(budget, 1), most_tokens_));
 }
 
+std::vector<RungSlots> PairSlots::rungs(std::uint32_t layer, std::size_t pair) const {
+  const auto& of_budgets = caches_[pair / kv_heads_].rungs;
+  const auto own = of_budgets.find(budget(layer, pair));
+  return own == of_budgets.end() ? std::vector{RungSlots{.slots = budget(layer, pair)}}
+                                 : own->second;
+}
+
+/// On the first those that wait for room to be made, too.
+std::uint32_t PairSlots::rows(std::size_t pair, std::span<const RungSlots> rungs,
+                              std::size_t rung) const {
+  return rung == 0 ? slots_of(pair, rungs[0].slots) : std::min(rungs[rung].slots, most_tokens_);
+}
+
 Guards PairSlots::guards(std::uint32_t layer, std::size_t pair) const {
   if (caches_[pair / kv_heads_].span_of(layer) > 0) return {};
   const std::uint32_t tokens = asked(layer, pair);

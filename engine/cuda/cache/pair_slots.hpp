@@ -29,6 +29,9 @@ class PairSlots {
   /// Under ada(): what the KV heads of a sequence have in a layer from now on, in the room that
   /// they have together.
   void share(std::uint32_t layer, std::size_t sequence, std::span<const std::uint32_t> budgets);
+  /// The ladder of a KV head, and how many rows a rung of it takes at most.
+  std::vector<RungSlots> rungs(std::uint32_t layer, std::size_t pair) const;
+  std::uint32_t rows(std::size_t pair, std::span<const RungSlots> rungs, std::size_t rung) const;
   const Modifiers& modifiers(std::size_t pair) const {
     return caches_[pair / kv_heads_].policy.modifiers;
   }

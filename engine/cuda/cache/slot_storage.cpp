@@ -17,8 +17,10 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceShape& model, const Pai
       params_bytes_(options.entry()->params_bytes) {
   const auto total = static_cast<std::size_t>(slots.total());
   const std::size_t sequences = options.caches.size(), pairs = slots.first_slots().size();
-  keys = arena.take<std::byte>(total * model.key_bytes());
-  values = arena.take<std::byte>(total * model.key_bytes());
+  rungs = RungStorage(arena, model, slots, options);
+  keys = arena.take<std::byte>(options.coded() ? 0 : total * model.key_bytes());
+  values = arena.take<std::byte>(options.coded() ? 0 : total * model.key_bytes());
+  if (options.coded()) keys = rungs.newest_keys, values = rungs.newest_values;
   positions = arena.take<std::uint32_t>(total);
   ages = arena.take<std::uint32_t>(options.rotation() == KeyRotation::by_age ? total : 0);
   states = arena.take<std::byte>(total * options.entry()->slot_bytes);
@@ -69,7 +71,9 @@ void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::si
   cuda::write(shrink_room_at + first, of_shrinks, kTables);
 }
 
-void SlotStorage::clear(const PairSlots& slots, const CudaDecoderOptions& options) const {
+void SlotStorage::clear(const DeviceModel& model, const PairSlots& slots,
+                        const CudaDecoderOptions& options) const {
+  if (options.coded()) rungs.clear(model, slots, options.caches.size());
   const std::size_t pairs = slots.first_slots().size();
   write_pairs(slots, 0, pairs);
   if (never) cuda::write(never, std::vector<std::uint32_t>(pairs, kernels::kUnlimited), kTables);

@@ -2,11 +2,8 @@
 // as its budget.
 #pragma once
 
-#include "engine/cuda/cache/pair_slots.hpp"
-#include "engine/cuda/decoder_options.hpp"
-#include "engine/cuda/model/device_model.hpp"
+#include "engine/cuda/cache/rung_storage.hpp"
 #include "kernels/evict/eviction.hpp"
-#include "kernels/host/arena.hpp"
 
 namespace kvlab {
 
@@ -16,7 +13,8 @@ class SlotStorage {
   SlotStorage(cuda::Arena& arena, const DeviceShape& model, const PairSlots& slots,
               const CudaDecoderOptions& options);
   /// Nothing is live, and the tables are what slots and options say. Waits.
-  void clear(const PairSlots& slots, const CudaDecoderOptions& options) const;
+  void clear(const DeviceModel& model, const PairSlots& slots,
+             const CudaDecoderOptions& options) const;
   /// The tables of some KV heads, [layer, pair] from the `first` on. Waits.
   void write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const;
 
@@ -31,6 +29,7 @@ class SlotStorage {
   /// Of one layer, from a sequence on; null without them.
   float* unit_keys_of(std::uint32_t layer, int sequence) const;
 
+  RungStorage rungs;                   ///< where some cache keeps codes, else:
   std::byte *keys, *values;            // [slot, dim]
   std::uint32_t *positions, *ages;     // [slot]; ages only where rotated by age, else null
   std::byte* states;                   // [slot, slot_bytes]

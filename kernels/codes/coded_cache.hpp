@@ -1,0 +1,115 @@
+// Tokens kept on the rungs of a ladder, on the device. Everything that is known of a token is by
+// slot as ever (SlotCache); its key and value lie in a row of its rung.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/types.hpp"
+#include "policies/rungs/form.hpp"
+
+namespace kvlab::kernels {
+
+inline constexpr int kMostRungs = 8;
+inline constexpr int kMostRungGroup = 8;  ///< query heads that share a KV head, by tensor cores
+inline constexpr std::uint32_t kRowsOfTile = 16;  ///< a rung's rows are a multiple of it
+
+/// What a form says, as kernels need it.
+struct DeviceForm {
+  std::uint8_t key_bits = 16, value_bits = 16;  ///< 16: of the cache's type
+  bool floating = false;
+
+  __host__ __device__ bool exact() const { return key_bits == 16; }
+  __host__ __device__ int bits(bool key) const { return key ? key_bits : value_bits; }
+  __host__ __device__ bool operator==(const DeviceForm&) const = default;
+};
+
+/// A rung of a pair. Of a tile of its rows codes of keys lie together, then their metadata, codes
+/// of values, theirs; one tile behind the other.
+struct DeviceRung {
+  DeviceForm form;
+  std::uint32_t slots;      ///< tokens that it is to hold; rows beyond are for those that wait
+  std::uint32_t rows;       ///< that there are
+  std::uint32_t first_row;  ///< among the pair's
+  std::int64_t first_byte;
+};
+
+/// The ladder of a pair.
+struct DeviceLadder {
+  int rungs = 0;
+  std::int64_t first_row = 0;  ///< of the pair, among all
+  DeviceRung rung[kMostRungs];
+};
+
+/// Bytes of a key's or value's codes and of their metadata; `element`: bytes of one in 16 bit.
+__host__ __device__ inline std::int64_t code_bytes(const DeviceForm& form, bool key, int head_size,
+                                                   int element) {
+  return form.exact() ? std::int64_t{head_size} * element
+                      : std::int64_t{head_size} * form.bits(key) / 8;
+}
+__host__ __device__ inline std::int64_t metadata_bytes(const DeviceForm& form, int head_size) {
+  constexpr int kBlock = static_cast<int>(kCodeBlock);
+  return form.exact() ? 0 : std::int64_t{head_size} / kBlock * (form.floating ? 1 : 4);
+}
+__host__ __device__ inline std::int64_t row_bytes(const DeviceForm& form, int head_size,
+                                                  int element) {
+  return code_bytes(form, true, head_size, element) + code_bytes(form, false, head_size, element) +
+         2 * metadata_bytes(form, head_size);
+}
+
+/// A key or a value on a rung.
+struct RowPart {
+  std::byte *codes, *metadata;
+};
+/// `row`: of the rung.
+__host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceRung& rung,
+                                           std::uint32_t row, bool key, int head_size,
+                                           int element) {
+  const std::int64_t metadata = metadata_bytes(rung.form, head_size),
+                     keys = code_bytes(rung.form, true, head_size, element),
+                     values = code_bytes(rung.form, false, head_size, element);
+  const std::int64_t tile = row / kRowsOfTile * (keys + values + 2 * metadata);
+  std::byte* const plane =
+      bytes + rung.first_byte + kRowsOfTile * (tile + (key ? 0 : keys + metadata));
+  const std::int64_t codes = key ? keys : values, in_tile = row % kRowsOfTile;
+  return {plane + in_tile * codes, plane + kRowsOfTile * codes + in_tile * metadata};
+}
+
+/// Which element of a row's codes a channel is. The order is the tensor cores': a lane of eight
+/// channels of each block of a key, of four of a value, has them together.
+__host__ __device__ inline int code_place(bool key, int bits, int channel, int blocks) {
+  constexpr int kBlock = static_cast<int>(kCodeBlock);
+  const int each = key ? 8 : 4, lane = channel % kBlock / each;
+  int own = channel % each;
+  if (key && bits == 8) own = own % 4 * 2 + own / 4;
+  return (lane * blocks + channel / kBlock) * each + own;
+}
+
+/// One layer's rows. Host memory, of which kernels get a copy.
+struct CodedCache {
+  const DeviceLadder* ladders;        // [pair]
+  std::byte* bytes;                   ///< all rows
+  std::uint32_t* places;              // [slot]: the token's row among the pair's
+  std::uint32_t* owners;              // [row]: the token's slot
+  std::int32_t* counts;               // [pair, kMostRungs]: rows in use, from a rung's first
+  std::uint32_t* next_rows;           // [pair]: of rung 0, for the next token
+  void *newest_keys, *newest_values;  // [pair, dim]: as computed; one token's for all layers
+  std::uint32_t* next_now;            // [sequence]: the position behind it; kIdle where it sits out
+  const std::uint32_t* nothing;       // [sequence]: zeros
+  std::int32_t* extents;              // [pair]: rows, up to the last in use, while a step attends
+  const std::int32_t* none;           // [pair]: -1
+  int most_rows;                      ///< of a pair
+  int most_row_bytes;                 ///< of a row
+  int most_rungs;                     ///< of a pair; of one alone next_rows need not be right
+};
+
+/// Older tokens while many are admitted: beside their keys and values, what these were read from.
+struct StagedCodes {
+  std::int8_t* rungs;       // [kv_head, slot]; -1: as computed
+  std::uint8_t* codes;      // [kv_head, slot, key or value, dim]: by channel
+  std::uint32_t* metadata;  // [kv_head, slot, key or value, dim / kCodeBlock]
+};
+
+}  // namespace kvlab::kernels
