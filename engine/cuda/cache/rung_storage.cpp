@@ -17,7 +17,7 @@ kernels::DeviceForm device_form(const KvForm& form) {
 
 }  // namespace
 
-RungPlan::RungPlan(const DeviceModel& model, const PairSlots& slots) {
+RungPlan::RungPlan(const DeviceShape& model, const PairSlots& slots) {
   const ModelConfig& config = model.config();
   const auto head_size = static_cast<int>(config.head_size),
              element = static_cast<int>(bytes_of(model.dtype()));
@@ -46,7 +46,7 @@ RungPlan::RungPlan(const DeviceModel& model, const PairSlots& slots) {
   }
 }
 
-RungStorage::RungStorage(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
+RungStorage::RungStorage(cuda::Arena& arena, const DeviceShape& model, const PairSlots& slots,
                          const CudaDecoderOptions& options)
     : pairs_(slots.pairs()),
       kv_heads_(model.config().kv_heads),
@@ -72,7 +72,7 @@ RungStorage::RungStorage(cuda::Arena& arena, const DeviceModel& model, const Pai
   newest = arena.take<std::int64_t>(pairs_);
 }
 
-void RungStorage::clear(const DeviceModel& model, const PairSlots& slots,
+void RungStorage::clear(const DeviceShape& model, const PairSlots& slots,
                         std::size_t sequences) const {
   const RungPlan plan(model, slots);
   const auto clear = [](auto* part, std::size_t count) {

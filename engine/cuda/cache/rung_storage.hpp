@@ -11,7 +11,7 @@ namespace kvlab {
 
 /// Where all rows lie. Host only.
 struct RungPlan {
-  RungPlan(const DeviceModel& model, const PairSlots& slots);
+  RungPlan(const DeviceShape& model, const PairSlots& slots);
 
   std::vector<kernels::DeviceLadder> ladders;  // [layer, pair]
   std::int64_t rows = 0, bytes = 0;
@@ -22,9 +22,9 @@ struct RungPlan {
 /// Copies are views. Null, all of it, where no cache keeps codes.
 struct RungStorage {
   RungStorage() = default;
-  RungStorage(cuda::Arena& arena, const DeviceModel& model, const PairSlots& slots,
+  RungStorage(cuda::Arena& arena, const DeviceShape& model, const PairSlots& slots,
               const CudaDecoderOptions& options);
-  void clear(const DeviceModel& model, const PairSlots& slots, std::size_t sequences) const;
+  void clear(const DeviceShape& model, const PairSlots& slots, std::size_t sequences) const;
   /// As if sequence and layer held so many tokens of each pair; codes of nothing in particular.
   void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;
 
