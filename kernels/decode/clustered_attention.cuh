@@ -71,7 +71,6 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
     const int i = first + static_cast<int>(threadIdx.x) / kColumnThreads, column = rank * each + i;
     const bool wanted = i < each && column < group * kChunks;
     const int head = wanted ? column / kChunks : 0;
-    const float sink = sink_of(plan.args, pair, head);
     float2 states[kOwn];
     float4 outs[kOwn];
 #pragma unroll
@@ -86,7 +85,6 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
 #pragma unroll
     for (int step = 1; step < kColumnThreads; step *= 2)
       max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
-    max = fmaxf(max, sink);
     float sum = 0;
     float4 out{};
 #pragma unroll
@@ -98,7 +96,7 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
       out.z = fmaf(weight, outs[k].z, out.z);
       out.w = fmaf(weight, outs[k].w, out.w);
     }
-    sum = column_sum(sum) + rescale(sink, max);
+    sum = column_sum(sum);
     out = make_float4(column_sum(out.x), column_sum(out.y), column_sum(out.z), column_sum(out.w));
     if (wanted && own == 0)
       write_output<typename Warp::Element>(plan, pair * group + head, column % kChunks * 4, out,
@@ -165,6 +163,8 @@ __global__ void __launch_bounds__(kThreads)
   state.start(static_cast<const typename Warp::Element*>(args.q) +
                   std::int64_t{slots.pair} * args.group * kDim,
               args.group);
+  if (args.sinks != nullptr && rank == 0 && warp == 0)  // nobody asks for the largest of the others
+    state.count_sinks(args.sinks + slots.pair % args.table.kv_heads * args.group);
   TileUse use{};
   for (int i = 0; i < count; ++i) {
     const auto& tile = tiles.next();

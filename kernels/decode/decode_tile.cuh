@@ -136,6 +136,19 @@ class TensorCoreWarp {
     }
   }
 
+  /// Begins with a logit that no key has, for each head of the group.
+  __device__ void count_sinks(const float* sinks) {
+#pragma unroll
+    for (int e = 0; e < kEights; ++e)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int head = e * 8 + column() + i;
+        if (head >= group_) continue;
+        (i == 0 ? max_[e].x : max_[e].y) = sinks[head] * kLog2E;
+        if (row() == 0) (i == 0 ? sum_[e].x : sum_[e].y) = 1;
+      }
+  }
+
   __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {
     float weights[kEights][4];
     if constexpr (kRotated == Rotated::keys)
@@ -362,6 +375,12 @@ class PlainWarp {
 #pragma unroll
       for (int i = 0; i < kDim / 32; ++i) out_[h][i] = 0;
     }
+  }
+
+  __device__ void count_sinks(const float* sinks) {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h)
+      if (h < group_) max_[h] = sinks[h] * kLog2E, sum_[h] = 1;
   }
 
   __device__ void add(const Tile& tile, const TileUse& use, float base2_scale) {

@@ -15,7 +15,8 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kRouteThreads = 256;
+constexpr int kRouteThreads = 256, kRouteWarps = kRouteThreads / kWarpSize;
+constexpr int kFewTokens = kMostExperts / kWarpSize;  ///< that the block that groups takes
 constexpr int kMostHidden = 8192;
 
 /// A logit and its expert as one number: the larger logit, and of equal ones the lower expert, is
@@ -27,9 +28,10 @@ __device__ inline unsigned long long ranked(float logit, int expert) {
          (0xffffffffu - static_cast<std::uint32_t>(expert));
 }
 
-/// By one warp: the experts of the largest of `logits`, and their shares.
-__device__ void choose(const RouteArgs& args, const float* logits, int token) {
+/// By one warp: the experts of the largest logits, and their shares.
+__device__ void choose(const RouteArgs& args, int token) {
   const Routes& to = args.routes;
+  const float* const logits = args.logits + std::int64_t{token} * to.experts;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   std::uint32_t taken = 0;  // of the lane's experts
   float own = -INFINITY;    // of the expert that is this lane's to write
@@ -54,14 +56,14 @@ __device__ void choose(const RouteArgs& args, const float* logits, int token) {
   if (lane < to.chosen) to.shares[token * to.chosen + lane] = expf(own - largest) / sum;
 }
 
-/// A block for each token: its norm in shared memory, then a warp for each logit.
+/// blockIdx: token, share of its logits. The norm in shared memory, then a warp for each logit.
 template <class T>
-__global__ void __launch_bounds__(kRouteThreads) route_kernel(const RouteArgs args) {
+__global__ void __launch_bounds__(kRouteThreads) logits_kernel(const RouteArgs args) {
   extern __shared__ __align__(16) float row[];
-  __shared__ float sums[kRouteThreads / kWarpSize];
+  __shared__ float sums[kRouteWarps];
   let_successor_start();
   wait_for_predecessor();
-  const int token = static_cast<int>(blockIdx.x), hidden = args.hidden;
+  const int hidden = args.hidden, experts = args.routes.experts;
   const float* const x = args.x + std::size_t{blockIdx.x} * hidden;
   const float scale = scale_of<kRouteThreads>(x, args.norm, hidden, sums);
   for (int at = static_cast<int>(threadIdx.x) * 8; at < hidden; at += kRouteThreads * 8) {
@@ -69,13 +71,14 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const RouteArgs ar
     load_eight(x + at, value);
     multiply_eight<T>(args.norm, scale, at, value);
     store_eight(value, row + at);
-    store_eight(value, static_cast<T*>(args.normed) + std::size_t{blockIdx.x} * hidden + at);
+    if (blockIdx.y == 0)
+      store_eight(value, static_cast<T*>(args.normed) + std::size_t{blockIdx.x} * hidden + at);
   }
   __syncthreads();
-  float* const logits = row + hidden;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize,
             lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  for (int e = warp; e < args.routes.experts; e += kRouteThreads / kWarpSize) {
+  for (int e = static_cast<int>(blockIdx.y) * kRouteWarps + warp; e < experts;
+       e += static_cast<int>(gridDim.y) * kRouteWarps) {
     const T* const weights = static_cast<const T*>(args.weight) + std::size_t(e) * hidden;
     float sum = 0;
     for (int at = lane * 8; at < hidden; at += kWarpSize * 8) {
@@ -86,21 +89,31 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const RouteArgs ar
     }
     sum = warp_sum(sum);
     if (args.bias) sum += to_float(static_cast<const T*>(args.bias)[e]);
-    if (lane == 0) logits[e] = sum;
+    if (lane == 0) args.logits[std::size_t{blockIdx.x} * experts + e] = sum;
   }
-  __syncthreads();
-  if (warp == 0) choose(args, logits, token);
 }
 
-/// One block. Pairs of an expert stand in any order: it changes no result.
-__global__ void __launch_bounds__(kMostExperts) group_kernel(const Routes routes) {
+/// A warp for each token.
+__global__ void __launch_bounds__(kRouteThreads) choose_kernel(const RouteArgs args) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int token = static_cast<int>(blockIdx.x * kRouteThreads + threadIdx.x) / kWarpSize;
+  if (token < args.routes.tokens) choose(args, token);
+}
+
+/// One block, which chooses first where tokens are few. Pairs of an expert stand in any order: it
+/// changes no result.
+template <bool kChooses>
+__global__ void __launch_bounds__(kMostExperts) group_kernel(const RouteArgs args) {
   using Scan = cub::BlockScan<int, kMostExperts>;
   __shared__ typename Scan::TempStorage memory;
   __shared__ int places[kMostExperts];
   let_successor_start();
   wait_for_predecessor();
+  const Routes& routes = args.routes;
   const int own = static_cast<int>(threadIdx.x), pairs = routes.tokens * routes.chosen;
   places[own] = 0;
+  if (kChooses && own / kWarpSize < routes.tokens) choose(args, own / kWarpSize);
   __syncthreads();
   for (int pair = own; pair < pairs; pair += kMostExperts)
     atomicAdd(&places[routes.expert[pair]], 1);
@@ -352,20 +365,30 @@ cudaError_t launch_tiles(const DeviceLimits& limits, const ExpertProductArgs& ar
 
 cudaError_t route(const RouteArgs& args, cudaStream_t stream) {
   if (!valid(args.routes) || args.hidden < 8 || args.hidden % 8 != 0 || args.hidden > kMostHidden ||
-      !args.x || !args.norm.gamma || !args.weight || !args.normed || !aligned16(args.x) ||
-      !aligned16(args.norm.gamma) || !aligned16(args.weight) || !aligned16(args.normed))
+      !args.x || !args.norm.gamma || !args.weight || !args.normed || !args.logits ||
+      !aligned16(args.x) || !aligned16(args.norm.gamma) || !aligned16(args.weight) ||
+      !aligned16(args.normed))
     return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
-  const Launch where{
-      .grid = dim3(static_cast<unsigned>(args.routes.tokens)),
-      .block = dim3(kRouteThreads),
-      .shared_bytes = static_cast<std::size_t>(args.hidden + args.routes.experts) * sizeof(float),
-      .stream = stream};
-  const cudaError_t error = with_type(
-      args.type, [&]<class T>(T) { return launch(limits, route_kernel<T>, where, args); });
-  if (error != cudaSuccess) return error;
-  return launch(limits, group_kernel, {dim3(1), dim3(kMostExperts), 0, stream}, args.routes);
+  const int tokens = args.routes.tokens;
+  const bool few = tokens <= kFewTokens;
+  const auto blocks = [](int all, int each) {
+    return static_cast<unsigned>((all + each - 1) / each);
+  };
+  const Launch where{.grid = dim3(static_cast<unsigned>(tokens),
+                                  few ? blocks(args.routes.experts, kRouteWarps) : 1),
+                     .block = dim3(kRouteThreads),
+                     .shared_bytes = static_cast<std::size_t>(args.hidden) * sizeof(float),
+                     .stream = stream};
+  cudaError_t error = with_type(
+      args.type, [&]<class T>(T) { return launch(limits, logits_kernel<T>, where, args); });
+  const Launch one{dim3(1), dim3(kMostExperts), 0, stream};
+  if (error == cudaSuccess && few) return launch(limits, group_kernel<true>, one, args);
+  if (error == cudaSuccess)
+    error = launch(limits, choose_kernel,
+                   {dim3(blocks(tokens, kRouteWarps)), dim3(kRouteThreads), 0, stream}, args);
+  return error == cudaSuccess ? launch(limits, group_kernel<false>, one, args) : error;
 }
 
 cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {

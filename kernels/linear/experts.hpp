@@ -31,6 +31,7 @@ struct RouteArgs {
   const void* bias;    // [experts], or null
   bool among_chosen;   ///< softmax is of the chosen
   void* normed;        // [token, hidden], out
+  float* logits;       // [token, experts], workspace
 };
 cudaError_t route(const RouteArgs& args, cudaStream_t stream);
 

@@ -70,22 +70,21 @@ TEST_CASE("Layers with windows see them in the loop on a device as on the CPU", 
                {"sliding_window", 40},
                {"layer_types", {"sliding_attention", "full_attention", "sliding_attention"}}});
   test::BothSides model(json);
-  const std::vector<Ids> sequences{some_ids(200, test::kVocab), some_ids(131, test::kVocab, 9)};
+  const std::vector<Ids> sequences{some_ids(131, test::kVocab)};
   std::vector<CacheConfig> configs{CacheConfig{}};
-  for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}})
+  for (const Prefill prefill : {Prefill{0}, Prefill{16}})
     for (const Positions positions : {Positions::original, Positions::cache})
-      for (const char* policy : {"h2o", "lru", "window:recent=8"})
+      for (const char* policy : {"h2o", "lru"})
         configs.push_back(config_of(policy, 36, prefill, positions));
   const EvalOptions options{.prompt_tokens = 50, .threads = 2};
   const auto ours = sweep_by_device_layers(model.device(Dtype::f32))(sequences, configs, options),
              wanted = sweep_by_layers(model.cpu())(sequences, configs, options);
-  for (std::size_t s = 0; s < sequences.size(); ++s)
-    for (std::size_t c = 0; c < configs.size(); ++c) {
-      INFO(test::text_of(configs[c]) << " sequence " << s);
-      CHECK(worst_difference(ours[s][c].nll, wanted[s][c].nll) <= 1e-3);
-      CHECK(worst_difference(ours[s][c].kl, wanted[s][c].kl) <= 1e-3);
-      CHECK(ours[s][c].kv_bytes_peak == wanted[s][c].kv_bytes_peak);
-    }
+  for (std::size_t c = 0; c < configs.size(); ++c) {
+    INFO(test::text_of(configs[c]));
+    CHECK(worst_difference(ours[0][c].nll, wanted[0][c].nll) <= 1e-3);
+    CHECK(worst_difference(ours[0][c].kl, wanted[0][c].kl) <= 1e-3);
+    CHECK(ours[0][c].kv_bytes_peak == wanted[0][c].kv_bytes_peak);
+  }
 }
 
 TEST_CASE("In bf16 the loop by layers is the engine's that decodes, within bf16", "[gpu]") {

@@ -20,6 +20,7 @@ DeviceLayers::Work::Work(cuda::Arena& arena, const DeviceModel& model, int rows)
   gate_up = arena.take<std::byte>(row * 2 * width);
   inner = arena.take<std::byte>(row * width);
   of_experts = arena.take<float>(pairs * model.config().hidden);
+  logits = arena.take<float>(static_cast<std::size_t>(rows) * experts.count);
   routes.experts = static_cast<int>(experts.count);
   routes.chosen = static_cast<int>(experts.chosen);
   routes.shares = arena.take<float>(pairs);
@@ -150,7 +151,8 @@ void DeviceLayers::gated_experts(const DeviceLayer& w, int rows, const float* x)
                         .weight = w.router.weight,
                         .bias = w.router.bias,
                         .among_chosen = config_.experts.among_chosen,
-                        .normed = work_->normed},
+                        .normed = work_->normed,
+                        .logits = work_->logits},
                        stream_),
         "a router");
   check(kernels::expert_product(args, stream_), "a product of experts");

@@ -49,6 +49,7 @@ class DeviceLayers {
     std::byte* inner;    // [row, mlp]
     float* behind;       // [row, hidden]: what a norm behind a block takes; null without them
     float* of_experts;   // [row, chosen, hidden]; its kin have rows for each chosen expert, too
+    float* logits;       // [row, expert], of the router
     kernels::Routes routes{};
   };
 
