@@ -10,6 +10,7 @@ import pytest
 from conftest import drawn
 
 import kvlab
+from kvlab._trace import mapped_tensors
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -292,7 +293,7 @@ def test_a_function_may_look_at_tokens_keys_and_values(small: kvlab.Trace, tmp_p
     @kvlab.policy(rows=True)
     def looking(state: Any, seen: Any, token: Any, step: Any) -> Any:
         rows, trace = token.rows, (small, other)[step.sequence]
-        assert rows.q.shape == (4, trace.tokens, 16) and rows.v.shape == (2, trace.tokens, 16)
+        assert rows.output is None and rows.q.shape == (4, trace.tokens, 16) and rows.v.shape == (2, trace.tokens, 16)
         assert numpy.array_equal(token.ids, trace.ids[token.position])
         key = trace.read("k", step.layer, step.kv_head)
         assert numpy.array_equal(token.keys, key[token.position]) and token.values.shape == (step.live, 16)
@@ -312,6 +313,25 @@ def test_a_function_may_look_at_tokens_keys_and_values(small: kvlab.Trace, tmp_p
 
     with pytest.raises(LookupError, match="is there for a policy that asks"):
         kvlab.replay(small, blind, 20)
+
+
+def test_a_function_may_look_at_the_output_projection(command: Any, tmp_path: pathlib.Path) -> None:
+    words = ("--prompt", "Once upon a time", "--max-new-tokens", 9, "--out", tmp_path / "trace")
+    assert command("capture", "--model", ROOT / "engine/models/tiny", *words).returncode == 0
+    tensors = mapped_tensors(str(ROOT / "engine/models/tiny/model.safetensors"))
+    (trained,) = tensors["model.layers.2.self_attn.o_proj.weight"]
+    weights = (trained.astype(numpy.uint32) << 16).view(numpy.float32)
+    found = {}
+
+    @kvlab.policy(rows=True)
+    def asking(state: Any, seen: Any, token: Any, step: Any) -> Any:
+        found[step.layer] = token.rows.output
+        return token.position
+
+    kvlab.replay(tmp_path / "trace", asking, 4, references=False)
+    sketch = found[2]  # random directions of variance 1 / 64: lengths are kept in the mean
+    assert sketch.shape[0] * sketch.shape[1] == weights.shape[1] and sketch.shape[2] == 64
+    assert numpy.square(sketch).sum() == pytest.approx(numpy.square(weights).sum(), rel=0.1)
 
 
 def test_queries_may_be_weighed(small: kvlab.Trace) -> None:

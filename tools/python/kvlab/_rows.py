@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import json
+import os
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy
 import numpy.typing
 
 from kvlab import _kvlab
+from kvlab._trace import mapped_tensors
 
 Floats = numpy.typing.NDArray[numpy.float32]
 
@@ -26,7 +28,9 @@ class Rows:
         """Before RoPE, [heads, tokens, head_size]."""
         self.inv_freq, self.rope_factor, self.softmax_scale = inv_freq, rope_factor, scale
         self.ids: numpy.typing.NDArray[numpy.int32] | None = None
-        """In a replay."""
+        """In a replay, and so is:"""
+        self.output: Floats | None = None
+        """[query_heads, head_size, directions]: W_o, projected as the trace's sketch has it; where it has one."""
         self.memo: dict[Any, Any] = {}  # of whoever computes something of them once
 
     def turns(self, first: int, count: int) -> tuple[Floats, Floats]:
@@ -90,4 +94,8 @@ class Sight:
         factor = float(json.loads(trace.model_json)["rope_factor"])
         rows = Rows(q, k, v, trace.inv_freq[table], factor, row["scale"])
         rows.ids = trace.ids
+        if os.path.exists(sketch := os.path.join(trace.path, "output.safetensors")):
+            (bits,) = mapped_tensors(sketch)[f"layers.{layer}.sketch"]  # bfloat16
+            directions = bits.shape[-1]
+            rows.output = (bits.astype(numpy.uint32) << 16).view(numpy.float32).reshape(len(q), -1, directions)
         return rows
