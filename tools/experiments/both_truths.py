@@ -29,11 +29,8 @@ def at_budget(experiment, budget):
     run = json.loads(out.read_text())["run"]
     raced = list(dict.fromkeys(entry["policy"] for entry in run["rounds"][0]["standings"]))
     kl = values(experiment.eval(raced, [budget]), "kl")
-    task = experiment.kvlab(
-        ["task", "passkey"], *model, "--policy", ",".join(raced), "--budget", budget, "--query-agnostic",
-        "--words", experiment.quick("30", "250"), "--draws", experiment.quick(2, 20), "--seed", SEED, table="task.csv",
-    )  # fmt: skip
-    shares = values([row | {"stderr": ""} for row in task if row["words"] == row["depth"] == "all"], "exact_match")
+    words, draws = experiment.quick(30, 250), experiment.quick(2, 20)
+    shares = experiment.pass_keys(raced, [budget], words, draws, "--seed", SEED)
     names = {f"{key[0]}:{key[1]}".rstrip(":"): key for key in kl if key in shares and key[0] != "full"}
     truths = run["truths"]
     deployed = names[truths["deployed"]]

@@ -103,6 +103,15 @@ class Experiment:
         )  # fmt: skip
         return [row for row in rows if row["text"] == "all"]
 
+    def pass_keys(self, policies, budgets, words, draws, *options, device=None):
+        """The share of right answers of all depths together, asked after the prompt is cut: as values()."""
+        rows = self.kvlab(
+            ["task", "passkey"], "--model", self.model, "--words", words, *options, "--draws", draws, "--policy",
+            ",".join(policies), "--budget", ",".join(map(str, budgets)), "--query-agnostic", table="task.csv", device=device,
+        )  # fmt: skip
+        rows = [row | {"stderr": ""} for row in rows if row["words"] == row["depth"] == "all"]
+        return values(rows, "exact_match")
+
     def registry(self):
         """What `kvlab policies --json` says: the registered policies, in order, and H2O's presets."""
         done = subprocess.run([self.arguments.kvlab, "policies", "--json"], capture_output=True, text=True, check=True)
@@ -127,7 +136,7 @@ class Experiment:
         self.sections.append(text.strip())
 
     def write(self, title, question):
-        models = ", ".join(f"`{pathlib.Path(model).name}`" for model in self.models)
+        models = ", ".join(map(name_of_model, self.models))
         version = subprocess.run([self.arguments.kvlab, "--version"], capture_output=True, text=True).stdout.strip()
         texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
         made = [
@@ -147,6 +156,10 @@ def name_of(option):
     if not path.is_absolute():
         return option
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def name_of_model(directory):
+    return f"`{pathlib.Path(directory).name}`"
 
 
 def folded(command, width=110):

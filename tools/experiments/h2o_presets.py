@@ -49,12 +49,8 @@ def h2o_presets():
         rows = [row for row in experiment.rows(run / "results.csv") if row["layer"] == "all"]
         error |= values(rows, "residual_error")
     kl = values(experiment.eval(policies, [budget], prompt=experiment.tokens // 2), "kl")
-    task = experiment.kvlab(
-        ["task", "passkey"], "--model", experiment.arguments.model, "--policy", ",".join(policies),
-        "--budget", budget // 2, "--words", experiment.quick(150, 250), "--depth", "10%,50%,90%",
-        "--draws", experiment.quick(1, 4), "--query-agnostic", table="task.csv",
-    )  # fmt: skip
-    answers = values([row | {"stderr": ""} for row in task if row["words"] == row["depth"] == "all"], "exact_match")
+    words, draws = experiment.quick(150, 250), experiment.quick(1, 4)
+    answers = experiment.pass_keys(policies, [budget // 2], words, draws, "--depth", "10%,50%,90%")
 
     names = list(dict.fromkeys(key[:2] for key in kl if key[2] != "all"))  # in the order of `policies`
     lines = []

@@ -1,10 +1,8 @@
 #!/usr/bin/env python3
 """Ladders: how exactly should tokens be kept, at equal bytes? Closed loop, pass key, and codes alone (rungs)."""
 
-import pathlib
-
 import numpy
-from experiment import Experiment, figure, main, table, values
+from experiment import Experiment, figure, main, name_of_model, table, values
 
 from kvlab import Trace
 
@@ -81,10 +79,6 @@ def codes_alone(trace):
     return {way: float(numpy.mean(own)) for way, own in errors.items()}
 
 
-def name_of(directory):
-    return f"`{pathlib.Path(directory).name}`"
-
-
 def ladder_of(params):
     """`keep=0.99:…:ladder=16@16t+4@100%` -> (without the ladder, the ladder)."""
     parts = params.split(":")
@@ -98,6 +92,10 @@ def by_ladder(found):
     return {(key[0], ladder_of(key[1])[1], key[2]): own for key, own in found.items()}
 
 
+def options_of(ladders):
+    return [word for ladder in ladders for word in ("--ladder", ladder)]
+
+
 def choices(experiment):
     """Policies, ladders and budgets; fewer in a CPU's minutes: a coded configuration costs ten plain ones there."""
     return experiment.quick((POLICIES[:2], LADDERS[:1] + LADDERS[2:], [64, 256]), (POLICIES, LADDERS, BUDGETS))
@@ -105,24 +103,20 @@ def choices(experiment):
 
 def closed_loop(experiment):
     policies, ladders, budgets = choices(experiment)
-    options = ["--positions", "original", *(word for ladder in ladders for word in ("--ladder", ladder))]
-    rows = by_ladder(values(experiment.eval(policies, budgets, *options), "kl"))
+    rows = experiment.eval(policies, budgets, "--positions", "original", *options_of(ladders))
+    rows = by_ladder(values(rows, "kl"))
     return {key: (max(value, 1e-9), error) for key, (value, error) in rows.items()}
 
 
 def pass_keys(experiment, words):
-    rows = experiment.kvlab(
-        ["task", "passkey"], "--model", experiment.model, "--words", words, "--depth", "10%,50%,90%", "--draws",
-        experiment.quick(4, 12), "--policy", "h2o:sinks=4", "--budget", "32,64,128,256", "--query-agnostic",
-        *[word for ladder in ASKED for word in ("--ladder", ladder)], table="task.csv",
-    )  # fmt: skip
-    rows = [row | {"stderr": ""} for row in rows if row["words"] == row["depth"] == "all"]
-    return by_ladder(values(rows, "exact_match"))
+    options = ["--depth", "10%,50%,90%", *options_of(ASKED)]
+    draws = experiment.quick(4, 12)
+    return by_ladder(experiment.pass_keys(["h2o:sinks=4"], [32, 64, 128, 256], words, draws, *options))
 
 
 def of_model(experiment, directory):
     experiment.model = directory
-    name = name_of(directory)
+    name = name_of_model(directory)
     found = closed_loop(experiment)
     written, ladders, budgets = choices(experiment)
     policies = [policy.split(":")[0] for policy in written]
@@ -167,7 +161,7 @@ def ladders():
         "## Codes alone\n\nEvery token in 4 bits where nothing else is said, nobody gone: the error of attention's output "
         "relative to its size, 512 tokens of the first text, up to six layers without a window. Blocks of 64 channels "
         "take a tenth fewer bytes.\n\n"
-        + table(["coded", "block", "butterflies", *map(name_of, experiment.models)], rows)
+        + table(["coded", "block", "butterflies", *map(name_of_model, experiment.models)], rows)
     )
     experiment.write("Which ladder, at which bytes", QUESTION)
 

@@ -3,9 +3,8 @@
 
 import json
 import math
-import pathlib
 
-from experiment import Experiment, main, ranking, table, values
+from experiment import Experiment, main, name_of_model, ranking, table, values
 
 QUESTION = """
 Every registered policy with its defaults, at several budgets, judged twice: how far do its predictions move from the
@@ -43,7 +42,7 @@ class Board:
 
     def __init__(self, experiment, directory):
         experiment.model, self.experiment = directory, experiment
-        self.name = f"`{pathlib.Path(directory).name}`"
+        self.name = name_of_model(directory)
         self.budgets = experiment.quick([64, 256], [64, 128, 256, 512, 1024])
         self.asked = experiment.quick([64, 128], [64, 128, 256])
         self.groups = roster(experiment)
@@ -96,17 +95,11 @@ class Board:
         )
 
     def right(self, words, groups, budgets):
-        rows = [
-            row | {"stderr": ""}
-            for device, policies in groups.items()
-            for row in self.experiment.kvlab(
-                ["task", "passkey"], "--model", self.experiment.model, "--words", words, "--depth", "10%,50%,90%",
-                "--draws", self.experiment.quick(4, 8), "--policy", ",".join(policies), "--budget",
-                ",".join(map(str, budgets)), "--query-agnostic", table="task.csv", device=device,
-            )  # fmt: skip
-            if row["words"] == row["depth"] == "all"
-        ]
-        return values(rows, "exact_match")
+        asked = (budgets, words, self.experiment.quick(4, 8), "--depth", "10%,50%,90%")
+        found = {}
+        for device, policies in groups.items():
+            found |= self.experiment.pass_keys(policies, *asked, device=device)
+        return found
 
     def predict(self):
         tokens = self.experiment.tokens
