@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
@@ -85,6 +86,27 @@ def test_exempt_layers(tmp_path: pathlib.Path) -> None:
     budgets.write_text("[null, 20]")
     check_against_replay(model_of(), ids_of(40), 30, "h2o", f"@{budgets}")
     check_against_replay(model_of(), ids_of(40), 30, "h2o", f"@{budgets}", positions="cache")
+
+
+def test_a_deployed_file_brings_policy_budget_and_positions(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "policy.json"
+    guards = {"sinks": 4, "recent": "25%"}
+    said = {"format": 1, "policy": "h2o", "params": {}, "guards": guards, "budget": [[20, 12], [16, 24]]}
+    said["model"] = {"name": "none", "weights_xxh3": ""}
+    file.write_text(json.dumps(said | {"positions": "cache", "prefill": "chunk:7", "threshold": 0.01}))
+    (tmp_path / "budgets.json").write_text(json.dumps(said["budget"]))
+    model = model_of()
+    words: list[dict[str, Any]] = [
+        {"policy": str(file)},
+        {"policy": "h2o:sinks=4:recent=25%", "budget": f"@{tmp_path}/budgets.json", "positions": "cache", "prefill": "chunk:7"},
+    ]
+    kept = []
+    for one in words:
+        with kvlab.hf.evicting(model, **one) as caches:
+            kept.append([sets[-1].tolist() for sets in decode(model, ids_of(40), 10, caches)])
+    assert kept[0] == kept[1] and [len(own) for own in kept[0]] == [20, 12, 16, 24]
+    with pytest.raises(ValueError, match="budget and positions are the file's"):
+        kvlab.hf.evicting(model, str(file), 24)
 
 
 def test_budgets_by_head() -> None:

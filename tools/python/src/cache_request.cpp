@@ -1,22 +1,41 @@
 #include "tools/python/src/cache_request.hpp"
 
+#include <fmt/format.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
+#include "engine/loop/policy_file.hpp"
 #include "sim/budgets/grid.hpp"
 #include "tools/python/src/bindings.hpp"
 
 namespace kvlab::python {
 
-ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor) {
+namespace {
+
+CacheConfig config_of(const CacheRequest& asked) {
+  if (asked.policy.ends_with(".json")) {
+    if (!asked.budget.empty() || !asked.positions.empty())
+      throw std::invalid_argument(fmt::format(
+          "{}: budget and positions are the file's; neither is expected beside it", asked.policy));
+    const PolicyFile file = read_policy_file(asked.policy, compiled_from(asked.own));
+    check_shape(file, asked.model);
+    return file.cache;
+  }
   GridRequest request{.policies = {asked.policy},
                       .prefills = {asked.prefill},
                       .seed = asked.seed,
                       .threshold = asked.threshold};
   if (!asked.budget.empty()) request.budgets = {asked.budget};
   if (!asked.positions.empty()) request.positions = {asked.positions};
-  ResolvedConfig config = kvlab::resolve(make_grid(request, {}, compiled_from(asked.own)).front(),
-                                         asked.length, 0, asked.model);
+  return make_grid(request, {}, compiled_from(asked.own)).front();
+}
+
+}  // namespace
+
+ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor) {
+  ResolvedConfig config = kvlab::resolve(config_of(asked), asked.length, 0, asked.model);
   config.layer_numbers = asked.layer_numbers;
   check_held(executor, config);
   return config;

@@ -12,7 +12,7 @@
 namespace kvlab::python {
 
 struct CacheRequest {
-  std::string policy;
+  std::string policy;  ///< or a file that `deploy` or `tune` wrote, where its name ends in .json
   std::vector<Policy> own;
   std::string budget, prefill, positions;  ///< as on the command line; or empty
   std::uint64_t seed;

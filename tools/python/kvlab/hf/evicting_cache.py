@@ -80,7 +80,9 @@ class evicting:
         record: bool = False,
         graph: bool = False,
     ) -> None:
-        """`length`: how many tokens there may be, of which a budget such as "20%" is a share (the model's context)."""
+        """`policy`: as everywhere, or a policy.json, which brings all but `length` and what comes behind it.
+
+        `length`: how many tokens there may be, of which a budget such as "20%" is a share (the model's context)."""
         if not hasattr(model, "config"):
             raise Refused(f"evicting: a {type(model).__name__}; a loaded model of transformers is expected")
         self._model = base_of(model)
