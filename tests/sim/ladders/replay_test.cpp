@@ -231,7 +231,7 @@ TEST_CASE("KIVI codes keys by channel as a window fills, values as they leave on
       "ladder '16:50%,kivi2:50%': kivi2 keeps all tokens in its own way; it stands alone");
 }
 
-TEST_CASE("KIVI's codes are those of transformers' quantised cache, but for fp16's scale") {
+TEST_CASE("KIVI's codes are the authors' and those of transformers' quantised cache") {
   const std::string file = KVLAB_SOURCE_DIR "/tests/data/quantized_cache.json";
   const nlohmann::json theirs = parse_json(read_text_file(file, 1 << 20), file);
   constexpr std::size_t kDim = 32;
@@ -244,13 +244,15 @@ TEST_CASE("KIVI's codes are those of transformers' quantised cache, but for fp16
     std::vector<float> values = keys;
     code_keys(keys, kDim, bits);
     code_row(values, bits, false);
-    for (std::size_t i = 0; i < 8; ++i)
-      for (std::size_t j = 0; j < kDim; ++j) {  // a step is of a part in 15 at least
-        CHECK(keys[j * kDim + i] ==
-              Approx(theirs["keys" + std::to_string(bits)][j][i].get<float>()).margin(5e-3));
-        CHECK(values[i * kDim + j] ==
-              Approx(theirs["values" + std::to_string(bits)][i][j].get<float>()).margin(5e-3));
-      }
+    for (const std::string whose : {"", "authors_"})  // who round to fp16 more often, or less
+      for (std::size_t i = 0; i < 8; ++i)
+        for (std::size_t j = 0; j < kDim; ++j) {  // a step is of a part in 15 at least
+          const auto found = [&](const std::string& part, std::size_t row, std::size_t column) {
+            return theirs[whose + part + std::to_string(bits)][row][column].get<float>();
+          };
+          CHECK(keys[j * kDim + i] == Approx(found("keys", j, i)).epsilon(2e-3).margin(5e-3));
+          CHECK(values[i * kDim + j] == Approx(found("values", i, j)).epsilon(2e-3).margin(5e-3));
+        }
   }
 }
 
