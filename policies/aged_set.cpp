@@ -270,10 +270,13 @@ void AgedSet::observe(const Seen& seen) {
   ops_.observe(states_.data(), seen, size_, params_.data(), step(admitted_first_, admitted_count_));
 }
 
-void AgedSet::observe(std::span<const Observation> seen) {
+void AgedSet::observe(std::span<const Observation> seen, std::span<const std::uint64_t> heads) {
   if (needs() == Needs::nothing) return;
-  ops_.observe_each(states_.data(), seen.data(), size_, params_.data(),
-                    step(admitted_first_, admitted_count_));
+  const Step now = step(admitted_first_, admitted_count_);
+  if (sees_heads())
+    ops_.observe_heads(states_.data(), seen.data(), heads, size_, params_.data(), now);
+  else
+    ops_.observe_each(states_.data(), seen.data(), size_, params_.data(), now);
 }
 
 }  // namespace kvlab

@@ -36,6 +36,8 @@ class AgedSet {
   std::uint32_t live_max() const { return live_max_; }
 
   Needs needs() const { return ops_.info.needs; }
+  /// Whether the policy looks at each query head.
+  bool sees_heads() const { return ops_.observe_heads != nullptr; }
   /// The weight of the query that has `age` younger ones in its admission.
   float weight(std::uint32_t age) const { return ops_.weight(age, params_.data()); }
   /// Weights are 0 from this age on; kNoTail: never.
@@ -88,9 +90,9 @@ class AgedSet {
   std::vector<LeavingKey> leaving_keys(std::uint32_t now) const;
 
   /// Step 4: what the live tokens received from the last admission, as columns or one by one, by
-  /// age.
+  /// age. `heads`: of a policy that looks at each.
   void observe(const Seen& seen);
-  void observe(std::span<const Observation> seen);
+  void observe(std::span<const Observation> seen, std::span<const std::uint64_t> heads = {});
   /// The last admission was the end of a prompt segment.
   void end_prompt() { after_prompt_ = true; }
   bool after_prompt() const { return after_prompt_; }

@@ -23,7 +23,12 @@ void Tally::add_row(std::span<const float> p, std::uint32_t age) {
     else
       for (std::size_t i = 0; i < p.size(); ++i)
         largest_[i] = std::max(largest_[i], fixed_mass(weight, p[i]));
+    if (live_->sees_heads()) {
+      std::uint64_t* const mass = masses_of(head_);
+      for (std::size_t i = 0; i < p.size(); ++i) mass[i] += fixed_mass(weight, p[i]);
+    }
   }
+  ++head_;
   if (needs_requests(needs_)) {
     const std::uint64_t row_max = fixed_mass(1.0f, *std::max_element(p.begin(), p.end()));
     for (std::size_t i = 0; i < p.size(); ++i)
@@ -31,7 +36,13 @@ void Tally::add_row(std::span<const float> p, std::uint32_t age) {
   }
 }
 
+std::uint64_t* Tally::masses_of(std::size_t head) {
+  heads_.resize(std::max(heads_.size(), (head + 1) * seen_.size()));
+  return heads_.data() + head * seen_.size();
+}
+
 void Tally::end_query(std::uint32_t position) {
+  head_ = 0;
   for (std::size_t i = 0; i < largest_.size(); ++i) seen_[i].mass += std::exchange(largest_[i], 0);
   for (std::size_t i = 0; i < asked_.size(); ++i) {
     if (!asked_[i]) continue;
@@ -48,6 +59,8 @@ void Tally::merge(const Tally& part) {
     seen_[i].requests += more.requests;
     seen_[i].last_request = std::max(seen_[i].last_request, more.last_request);
   }
+  for (std::size_t i = 0; i < part.heads_.size(); ++i)
+    masses_of(i / part.seen_.size())[i % part.seen_.size()] += part.heads_[i];
 }
 
 void Tally::set_queries(std::uint32_t count) {

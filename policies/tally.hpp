@@ -18,8 +18,8 @@ class Tally {
   /// Of the first `tokens` live tokens by age. `live` must outlive the tally.
   Tally(const AgedSet& live, std::uint32_t threshold16, std::uint32_t tokens);
 
-  /// One query head's row of probabilities, by age, no longer than the tally; `age` counts the
-  /// younger queries of the admission.
+  /// A query head's row of probabilities, by age, no longer than the tally: of the query's heads
+  /// the next. `age` counts the younger queries of the admission.
   void add_row(std::span<const float> p, std::uint32_t age);
   /// All heads of the query at `position` have been added.
   void end_query(std::uint32_t position);
@@ -31,14 +31,20 @@ class Tally {
 
   /// By age; empty if the policy needs nothing.
   std::span<const Observation> seen() const { return seen_; }
+  /// The mass from each query head, [head, age]; empty where the policy does not look at it.
+  std::span<const std::uint64_t> heads() const { return heads_; }
 
  private:
+  std::uint64_t* masses_of(std::size_t head);
+
   Needs needs_ = Needs::nothing;
   const AgedSet* live_ = nullptr;
   std::uint32_t threshold16_ = 0;
   std::vector<Observation> seen_;
   std::vector<std::uint64_t> largest_;  // under group=max: of this query's heads
   std::vector<std::uint8_t> asked_;     // requested by some head of this query
+  std::vector<std::uint64_t> heads_;    // [head, age], where the policy looks at each
+  std::size_t head_ = 0;                // of the query's, that comes next
 };
 
 }  // namespace kvlab

@@ -120,7 +120,7 @@ void HeadRun::begin_admission() {
 
 void HeadRun::finish_admission() {
   seen_.set_queries(admission().tokens);
-  live_.observe(seen_.seen());
+  live_.observe(seen_.seen(), seen_.heads());
   if (admission().ends_prompt) live_.end_prompt();
   ++next_;
 }

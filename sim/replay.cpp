@@ -168,7 +168,8 @@ class Replay {
   /// Without lanes: one live set at a time.
   bool runs_plainly(const CacheConfig& config, std::uint32_t layer) const {
     return options_.plain || config.policy.name == kOracleResidual ||
-           config.policy.ladder.is_kivi() || !trace_.row(layer).is_plain();
+           config.policy.ladder.is_kivi() || !trace_.row(layer).is_plain() ||
+           (config.policy.entry && config.policy.entry->observe_heads);
   }
   /// Random draws are by the number that the model gives the layer.
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {

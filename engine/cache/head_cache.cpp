@@ -236,7 +236,7 @@ void HeadCache::accumulate(std::span<const float> p, std::span<const std::uint32
 }
 
 std::span<const Observation> HeadCache::observe() {
-  live_.observe(seen_.seen());
+  live_.observe(seen_.seen(), seen_.heads());
   return seen_.seen();
 }
 

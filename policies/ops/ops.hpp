@@ -70,6 +70,10 @@ struct PolicyOps {
   std::uint32_t (*tail)(const void* params);               ///< kNoTail without the hook
   /// Makes the padding of one state zeros, where the compiler can.
   void (*clear_padding)(void* slot);
+  /// Where a policy looks at each query head: observe_each() with the heads' own masses, [head,
+  /// token]. Null: it does not.
+  void (*observe_heads)(void* slots, const Observation* seen, std::span<const std::uint64_t> heads,
+                        std::size_t count, const void* params, const Step& step) = nullptr;
 };
 
 /// The registry's tables, in its order, for this machine's instruction set.

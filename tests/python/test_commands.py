@@ -58,13 +58,19 @@ def summed(state: Any, seen: Any, token: Any, step: Any) -> Any:
     return state["mass"]
 
 
+@kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%", by_head=True)
+def summed_by_head(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    state["mass"] += seen.mass_by_head.sum(0, dtype="u8")
+    return state["mass"]
+
+
 @kvlab.policy(rows=True, modifiers=["once"])
 def short_keys(state: Any, seen: Any, token: Any, step: Any) -> Any:
     assert token.rows.k.shape[1] >= step.now and len(token.keys) == step.live
     return -numpy.linalg.norm(token.keys, axis=1)
 
 
-@pytest.mark.parametrize(("mine", "header"), [(summed, "h2o"), (short_keys, "knorm:once")])
+@pytest.mark.parametrize(("mine", "header"), [(summed, "h2o"), (summed_by_head, "h2o"), (short_keys, "knorm:once")])
 def test_a_function_in_the_closed_loop_does_what_the_header_does(mine: Any, header: str, tmp_path: Any) -> None:
     def figures(found: Any) -> Any:
         return [entry | {"policy": "", "params": ""} for entry in found if "bytes" not in entry["metric"]]

@@ -114,10 +114,11 @@ def test_budgets_by_head() -> None:
     check_against_replay(model_of(), ids_of(40), 30, "h2o", "50%")
 
 
-def test_an_own_policy() -> None:
-    @kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%")
+@pytest.mark.parametrize("by_head", [False, True])
+def test_an_own_policy(by_head: bool) -> None:
+    @kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%", by_head=by_head)
     def my_evicting_h2o(state: Any, seen: Any, token: Any, step: Any) -> Any:
-        state["mass"] += seen.mass
+        state["mass"] += seen.mass_by_head.sum(0, dtype="u8") if by_head else seen.mass
         return state["mass"]
 
     model = model_of()

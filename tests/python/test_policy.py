@@ -170,6 +170,7 @@ def test_what_a_function_raises_comes_out(small: kvlab.Trace) -> None:
         ({"state": {"x": "f4"}}, "a policy that observes nothing keeps none"),
         ({"needs": "everything"}, "needs: 'everything' should be nothing, mass, requests or both"),
         ({"columns": list("abcde")}, "a policy has at most 4"),
+        ({"needs": "requests", "by_head": True}, 'by_head: mass has to be asked for; give needs="mass" or "both"'),
         ({"needs": "mass", "state": {"x": "O"}}, "numbers of a fixed size"),
         ({"sinks": "many"}, "sinks"),
         ({"positions": "squeezed"}, "squeezed"),
@@ -332,6 +333,22 @@ def test_a_function_may_look_at_the_output_projection(command: Any, tmp_path: pa
     sketch = found[2]  # random directions of variance 1 / 64: lengths are kept in the mean
     assert sketch.shape[0] * sketch.shape[1] == weights.shape[1] and sketch.shape[2] == 64
     assert numpy.square(sketch).sum() == pytest.approx(numpy.square(weights).sum(), rel=0.1)
+
+
+@kvlab.policy(needs="both", state={"mass": "u8"}, recent="50%", by_head=True)
+def by_largest(state: Any, seen: Any, token: Any, step: Any) -> Any:
+    """Of one query at a time h2o:group=max."""
+    assert seen.mass_by_head.shape == (2, step.live) and (seen.mass_by_head.sum(0) == seen.mass).all()
+    state["mass"] += seen.mass_by_head.max(0)
+    return state["mass"]
+
+
+@pytest.mark.parametrize("words", [{}, {"positions": "cache"}], ids=str)
+def test_a_function_may_look_at_each_query_head(small: kvlab.Trace, words: dict[str, Any]) -> None:
+    expected = sets(small, "h2o:group=max", words | {"prefill": "stream"}, plain=False)
+    for one, other in zip(sets(small, by_largest, words | {"prefill": "stream"}, False), expected, strict=True):
+        numpy.testing.assert_array_equal(one, other)
+    kvlab.replay(small, [f"{by_largest}:scope=layer:every=4"], 24, **words)  # of a whole prompt
 
 
 def test_queries_may_be_weighed(small: kvlab.Trace) -> None:

@@ -57,6 +57,8 @@ class Seen(NamedTuple):
     """Position of the last of them; means something where `requests` > 0."""
     queries: numpy.typing.NDArray[numpy.uint32]
     """How many queries could see the token."""
+    mass_by_head: Any = None
+    """uint64 [query heads of the group, tokens]: each head's own mass, to a policy of `by_head=True`."""
 
 
 class Token:
@@ -200,6 +202,7 @@ def policy(
     modifiers: Iterable[str] = (),
     positions: Literal["original", "cache"] = "original",
     rows: bool = False,
+    by_head: bool = False,
     weights: Sequence[float] = (),
     name: str | None = None,
     summary: str = "",
@@ -210,7 +213,8 @@ def policy(
     floats or whole numbers from 0 on. `state`: names and dtypes of what it keeps for each token, 0 at first, given as
     a structured array that it changes in place. `sinks`, `recent`, `modifiers`: defaults, as on the command line.
     A policy that needs nothing is called when room is made, keeps no state, and may be called more than once.
-    `rows`: the function looks at token.rows, ids, keys or values. `weights`, between 0 and 1: what the attention of a
+    `rows`: the function looks at token.rows, ids, keys or values. `by_head`: it looks at seen.mass_by_head, which
+    replays without lanes, more slowly. `weights`, between 0 and 1: what the attention of a
     prompt's last query counts, of the one before it, and so on; that of those before them is not observed.
     """
     if not all(0 <= weight <= 1 for weight in weights):
@@ -236,6 +240,7 @@ def policy(
                 positions,
                 own.dtype.itemsize if own.dtype is not None else 0,
                 list(weights),
+                by_head,
                 one,
                 one.sight,
             )
@@ -277,14 +282,23 @@ class _OwnFunction:
         return f"{self.path}:{self.line}: policy {self.name}"
 
     def __call__(
-        self, state: Any, mass: Any, requests: Any, last: Any, queries: Any, position: Any, columns: Any, step: Any
+        self,
+        state: Any,
+        mass: Any,
+        requests: Any,
+        last: Any,
+        queries: Any,
+        by_head: Any,
+        position: Any,
+        columns: Any,
+        step: Any,
     ) -> Ranks:
         if self.dtype is not None:
             state = state.reshape(-1).view(self.dtype)
         where = Step(*step)
         look = None if self.sight is None else functools.partial(self.sight.of, where.sequence, where.layer)
         token = Token(position, {name: columns[:, i] for i, name in enumerate(self.columns)}, look, where.kv_head)
-        seen = None if queries is None else Seen(mass, requests, last, queries)
+        seen = None if queries is None else Seen(mass, requests, last, queries, by_head)
         try:
             answer = self.function(state, seen, token, where)
         except Exception as error:

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -39,8 +40,10 @@ struct OwnPolicy {
   std::size_t state_bytes = 0;  ///< that the function keeps for each token
   /// Of queries by how many are younger in their admission, and 0 from there on; empty: all are 1.
   std::vector<float> weights;
-  /// (state, mass, requests, last_request, queries, position, columns, step) -> ranks: state is
-  /// uint8 [live, state_bytes], written in place; what is not needed is None; step is a tuple.
+  bool by_head = false;  ///< looks at the mass of each query head
+  /// (state, mass, requests, last_request, queries, mass_by_head, position, columns, step) ->
+  /// ranks: state is uint8 [live, state_bytes], written in place; what is not needed is None; step
+  /// is a tuple.
   nb::object function;
   /// rows(sequence, layer, first, q, k, v, inv_freq, rope_factor, softmax_scale), arrays [token,
   /// head, dim] that are its own, and trace(sequence, path): what PolicyEntry shows. Or None.
@@ -101,13 +104,13 @@ class Slots {
 /// One call of the function. Needs the GIL.
 struct Call {
   nb::object state = nb::none(), mass = nb::none(), requests = nb::none(),
-             last_request = nb::none(), queries = nb::none(), positions = nb::none(),
-             columns = nb::none();
+             last_request = nb::none(), queries = nb::none(), by_head = nb::none(),
+             positions = nb::none(), columns = nb::none();
 
   Ranks ranks(const Host& host, std::size_t count, const Step& step) const {
     using Given = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
     const nb::object result =
-        host.own.function(state, mass, requests, last_request, queries, positions, columns,
+        host.own.function(state, mass, requests, last_request, queries, by_head, positions, columns,
                           nb::make_tuple(step.now, step.budget, step.live, step.queries, step.seed,
                                          step.sequence, step.layer, step.kv_head));
     const auto given = nb::cast<Given>(result);
@@ -157,9 +160,10 @@ void fill_seen(Call& call, const Host& host, std::size_t count, SeenAt seen) {
 }
 
 /// Calls the function on what an admission gave, and keeps its states and ranks. From then on the
-/// next token is to come.
+/// next token is to come. `heads`: empty where the function does not look at each.
 template <class SeenAt>
-void observe_all(void* data, std::size_t count, const void* params, Step step, SeenAt seen) {
+void observe_all(void* data, std::size_t count, const void* params, Step step, SeenAt seen,
+                 std::span<const std::uint64_t> heads = {}) {
   const Host& host = host_of(params);
   const Slots slots(data, host);
   step.now += step.queries;
@@ -168,6 +172,9 @@ void observe_all(void* data, std::size_t count, const void* params, Step step, S
   call.state = gathered<std::uint8_t>(count, host.own.state_bytes,
                                       [&](std::size_t i) { return slots.state(i); });
   fill_seen(call, host, count, seen);
+  if (!heads.empty())
+    call.by_head = nb::cast(array_of(std::vector<std::uint64_t>(heads.begin(), heads.end()),
+                                     {heads.size() / count, count}));
   call.positions =
       filled<std::uint32_t>(count, [&](std::size_t i) { return slots.head(i).position; });
   call.columns = gathered<float>(count, host.own.columns.size(),
@@ -208,6 +215,12 @@ void observe(void* data, const Seen& seen, std::size_t count, const void* params
 void observe_each(void* data, const Observation* seen, std::size_t count, const void* params,
                   const Step& step) {
   observe_all(data, count, params, step, [&](std::size_t i) { return seen[i]; });
+}
+
+void observe_heads(void* data, const Observation* seen, std::span<const std::uint64_t> heads,
+                   std::size_t count, const void* params, const Step& step) {
+  observe_all(
+      data, count, params, step, [&](std::size_t i) { return seen[i]; }, heads);
 }
 
 /// The ranks of all live tokens: those kept, or, of a policy that observes nothing, of a call.
@@ -320,6 +333,9 @@ Policy make_own_policy(OwnPolicy own) {
   if (needs == Needs::nothing && own.state_bytes > 0)
     throw std::invalid_argument(
         "state: a policy that observes nothing keeps none; give needs=\"mass\" or \"requests\"");
+  if (own.by_head && !needs_mass(needs))
+    throw std::invalid_argument(
+        "by_head: mass has to be asked for; give needs=\"mass\" or \"both\"");
   auto source = std::make_shared<PolicySource>(PolicySource{
       .path = own.path, .text = own.text, .xxh3 = xxh3_hex(own.text), .type = own.name});
   const auto host = std::make_shared<Host>(Host{std::move(own), needs});
@@ -337,7 +353,8 @@ Policy make_own_policy(OwnPolicy own) {
       .first_least = first_least,
       .weight = weight,
       .tail = tail,
-      .clear_padding = [](void*) {}};
+      .clear_padding = [](void*) {},
+      .observe_heads = host->own.by_head ? observe_heads : nullptr};
   entry->source = std::move(source);
   entry->host = host;
   if (!host->own.sight.is_none()) {
@@ -366,7 +383,7 @@ Policy own(const std::string& name, const std::string& summary, const std::strin
            const std::string& text, const std::string& needs,
            const std::vector<std::string>& columns, const std::string& defaults,
            const std::string& positions, std::size_t state_bytes, const std::vector<float>& weights,
-           nb::object function, nb::object sight) {
+           bool by_head, nb::object function, nb::object sight) {
   return make_own_policy({.name = name,
                           .summary = summary,
                           .path = path,
@@ -377,6 +394,7 @@ Policy own(const std::string& name, const std::string& summary, const std::strin
                           .positions = positions,
                           .state_bytes = state_bytes,
                           .weights = weights,
+                          .by_head = by_head,
                           .function = std::move(function),
                           .sight = std::move(sight)});
 }
@@ -395,8 +413,9 @@ void bind_policies(nb::module_& module) {
                   "The policy of a header, compiled by the host's compiler.")
       .def_static("own", own, nb::arg("name"), nb::arg("summary"), nb::arg("path"), nb::arg("text"),
                   nb::arg("needs"), nb::arg("columns"), nb::arg("defaults"), nb::arg("positions"),
-                  nb::arg("state_bytes"), nb::arg("weights"), nb::arg("function"),
-                  nb::arg("sight").none(), "A policy whose ranks a Python function gives.")
+                  nb::arg("state_bytes"), nb::arg("weights"), nb::arg("by_head"),
+                  nb::arg("function"), nb::arg("sight").none(),
+                  "A policy whose ranks a Python function gives.")
       .def_prop_ro("name", [](const Policy& p) { return std::string(p.entry->info.name); })
       .def_prop_ro(
           "json", [](const Policy& p) { return json_of(*p.entry); },
