@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""LESS: does a low-rank state of the tokens that left pay for its bytes? Trained and asked from traces alone."""
+
+import json
+import pathlib
+import sys
+
+import numpy
+import torch
+from experiment import Experiment, main, table
+
+import kvlab
+
+QUESTION = """
+LESS (arXiv:2402.09398, section 3; its formulas and sizes as the authors' code has them) keeps of the tokens that left
+one state of rank 8 for each KV head, and two small nets for each layer, trained for one policy and budget. Here a net
+has φ for each query head and ψ for each KV head, and learns from traces: the squared error behind W_o of the queries
+past the prompt, relative to the output's size, on the first half of the texts. The figure is that error on the other
+half, its root taken for each query, as a mean over queries.
+"""
+RANK, WIDTH, PROMPT = 8, 512, 64
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Nets(torch.nn.Module):
+    """φ and ψ of one layer."""
+
+    def __init__(self, query_heads, kv_heads, size):
+        super().__init__()
+
+        def normal(heads, rows, columns):
+            return torch.nn.Parameter(torch.randn(heads, rows, columns) / rows**0.5)
+
+        self.query = torch.nn.ParameterList([normal(query_heads, size, WIDTH), normal(query_heads, WIDTH, RANK)])
+        self.key = torch.nn.ParameterList([normal(kv_heads, size, WIDTH), normal(kv_heads, WIDTH, RANK)])
+        self.mix = normal(kv_heads, RANK, RANK)
+        self.scale = torch.nn.Parameter(torch.full((2, kv_heads, 1, RANK), 1e-4))
+
+    def forward(self, query, key, group):
+        """[query_heads, query, dim], [kv_heads, token, dim] -> logits of those that left [query_heads, query, token]"""
+        gelu, drop = torch.nn.functional.gelu, torch.nn.functional.dropout
+        first, second = self.query
+        left = gelu(drop(gelu(query @ first), 0.3, self.training) @ second).abs()
+        first, second = self.key
+        right = self.scale[0].abs() * gelu(drop(gelu(key @ first), 0.3, self.training) @ second)
+        right = (right + right @ self.mix * self.scale[1]).abs()
+        return (left @ right.repeat_interleave(group, 0).transpose(1, 2) + 1e-6).log()
+
+    def weight_bytes(self):
+        return 2 * sum(parameter.numel() for parameter in self.parameters())
+
+
+def in_four_bits(rows):
+    """[head, token, dim] as codes of 4 bits give it back (docs/ladders.md)."""
+    blocks = rows.unflatten(-1, (-1, 32))
+    turn = torch.ones(1, 1, device=rows.device)
+    while len(turn) < 32:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    blocks = blocks @ turn / 32**0.5
+    least = blocks.amin(-1, keepdim=True).half().float()
+    step = ((blocks.amax(-1, keepdim=True) - least) / 15).half().float().clamp_min(6e-8)
+    blocks = ((blocks - least) / step).round().clamp(0, 15) * step + least
+    return (blocks @ turn.T / 32**0.5).flatten(-2)
+
+
+class Sequence:
+    """One layer of one trace under one rule: rotated queries, keys, values and who is live at each query."""
+
+    def __init__(self, trace, layer, run, policy, budget, is_coded):
+        read = lambda part, heads: numpy.stack([trace.read(part, layer, head) for head in range(heads)])  # noqa: E731
+        angle = numpy.arange(trace.tokens)[:, None] * trace.inv_freq.reshape(-1)[None]
+        cos, sin = numpy.cos(angle).astype(numpy.float32), numpy.sin(angle).astype(numpy.float32)
+
+        def turned(rows):
+            low, high = numpy.split(rows, 2, axis=-1)
+            rows = numpy.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+            return torch.from_numpy(rows).to(DEVICE)
+
+        self.group = trace.query_heads // trace.kv_heads
+        self.query, self.key = turned(read("q", trace.query_heads)), turned(read("k", trace.kv_heads))
+        self.value = torch.from_numpy(read("v", trace.kv_heads)).to(DEVICE)
+        self.kept = [in_four_bits(rows) if is_coded else rows for rows in (self.key, self.value)]
+        kept = [run.kept(layer, head, policy, budget, trace=trace.name) for head in range(trace.kv_heads)]
+        self.queries = torch.from_numpy(kept[0].queries.astype(numpy.int64)).to(DEVICE)
+        self.live = torch.from_numpy(numpy.stack([own.live for own in kept])).to(DEVICE)  # [kv_head, query, token]
+
+    def error(self, output, nets=None, some=None):
+        """[query]: squared error behind W_o over the output's square; `output` is [query_heads, dim, hidden]."""
+        rows = torch.arange(len(self.queries), device=DEVICE) if some is None else some
+        positions = self.queries[rows]
+        query, scale = self.query[:, positions], self.key.shape[-1] ** -0.5
+        by_query_head = lambda rows: rows.repeat_interleave(self.group, 0)  # noqa: E731
+        seen = torch.arange(self.key.shape[1], device=DEVICE)[None] <= positions[:, None]
+        live = by_query_head(self.live[:, rows])
+        least = torch.tensor(-torch.inf, device=DEVICE)
+        logits = query @ by_query_head(self.key).transpose(1, 2) * scale
+        exact = torch.where(seen, logits, least).softmax(-1) @ by_query_head(self.value)
+        key, value = self.kept
+        logits = query @ by_query_head(key).transpose(1, 2) * scale
+        rest = least if nets is None else nets(query, key, self.group)
+        own = torch.where(live, logits, torch.where(seen & ~live, rest, least)).softmax(-1) @ by_query_head(value)
+        behind = lambda rows: torch.einsum("hqd,hdo->qo", rows, output).square().sum(-1)  # noqa: E731
+        return behind(own - exact) / behind(exact)
+
+
+def train(sequences, output, epochs):
+    own = sequences[0]
+    nets = Nets(len(own.query), len(own.key), own.key.shape[-1]).to(DEVICE)
+    optimizer = torch.optim.Adam(nets.parameters(), lr=1e-3)
+    halving = torch.optim.lr_scheduler.StepLR(optimizer, max(1, epochs // 4), 0.5)
+    for _ in range(epochs):
+        for index in torch.randperm(len(sequences)).tolist():
+            sequence = sequences[index]
+            some = torch.randperm(len(sequence.queries), device=DEVICE)[:192]
+            optimizer.zero_grad()
+            sequence.error(output, nets, some).mean().backward()
+            optimizer.step()
+        halving.step()
+    return nets.eval()
+
+
+def size(errors):
+    return torch.cat([own.sqrt() for own in errors]).mean().item()
+
+
+class Study:
+    def __init__(self, experiment):
+        self.experiment = experiment
+        self.tokens = min(1024, experiment.context())
+        self.policy, self.budget = "h2o:sinks=4", 64
+        self.amounts = experiment.quick([8, 48], [16, 128])
+        config = json.loads((pathlib.Path(experiment.model) / "config.json").read_text())
+        count = config["num_hidden_layers"]
+        self.layers = sorted({count // 8, count // 2, count - 2})
+
+    def traces(self, texts, count):
+        """Up to `count` traces, of stretches of the texts by turns."""
+        found, length = [], 6 * self.tokens
+        whole = [pathlib.Path(text).read_text(errors="ignore") for text in texts]
+        starts = range(3000, max(map(len, whole)), length)
+        stretches = [text[start : start + length] for start in starts for text in whole]
+        for stretch in [own for own in stretches if len(own) == length][:count]:
+            piece = pathlib.Path(self.experiment.scratch.name) / f"piece-{len(self.experiment.commands)}.txt"
+            piece.write_text(stretch)
+            found.append(kvlab.Trace(self.experiment.kvlab(
+                ["capture"], "--model", self.experiment.model, "--prompt-file", piece, "--teacher-forced",
+                "--prompt-tokens", PROMPT, "--max-tokens", self.tokens)))  # fmt: skip
+        return found
+
+    def output(self, layer, trace):
+        """W_o, [query_heads, dim, hidden], of a checkpoint in one file."""
+        file = numpy.memmap(f"{self.experiment.model}/model.safetensors", mode="r")
+        start = 8 + int.from_bytes(file[:8].tobytes(), "little")
+        entry = json.loads(file[8:start].tobytes())[f"model.layers.{layer}.self_attn.o_proj.weight"]
+        begin, end = entry["data_offsets"]
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[entry["dtype"]]
+        weight = torch.frombuffer(file[start + begin : start + end].tobytes(), dtype=dtype).view(entry["shape"])
+        weight = weight.float().to(DEVICE)
+        return weight.T.reshape(trace.query_heads, trace.head_size, -1)
+
+    def sequences(self, traces, layer, budget, is_coded):
+        options = {"layers": [layer], "output_error": "sample"}
+        runs = [kvlab.replay(trace, policies=[self.policy], budgets=[budget], **options) for trace in traces]
+        return [Sequence(trace, layer, run, self.policy.split(":")[0], budget, is_coded)
+                for trace, run in zip(traces, runs, strict=True)]  # fmt: skip
+
+    def note(self, found, key, error):
+        found.setdefault(key, []).append(error)
+        print(self.layers[len(found[key]) - 1], *key, f"{error:.4f}", file=sys.stderr)
+
+    def run(self, training, asked):
+        learning, unseen = self.traces(training, max(self.amounts)), self.traces(asked, 4)
+        trace = unseen[0]
+        nets = Nets(trace.query_heads, trace.kv_heads, trace.head_size)
+        token = 4 * trace.head_size  # bytes of a key and a value in 16 bit
+        state = RANK * (trace.head_size + 1) * 2
+        weights = nets.weight_bytes() // trace.kv_heads
+        more = {"the budget": 0, "and the state": state, **{
+            f"and the state and a part of the nets of {batch} sequences": state + weights // batch
+            for batch in (256, 32, 8)}}  # fmt: skip
+        found = {}
+        for layer in self.layers:
+            output = self.output(layer, trace)
+            for bits, factor in (("16", 1), ("4", 3.2)):
+                held = int(self.budget * factor)
+                for name, extra in more.items():
+                    budget = min(held + int(extra / token * factor), self.tokens)
+                    with torch.no_grad():
+                        own = [own.error(output) for own in self.sequences(unseen, layer, budget, bits == "4")]
+                    self.note(found, (bits, f"{budget} tokens", name), size(own))
+                lessons, tests = (self.sequences(own, layer, held, bits == "4") for own in (learning, unseen))
+                for amount in sorted({min(amount, len(lessons)) for amount in self.amounts}):
+                    nets = train(lessons[:amount], output, self.experiment.quick(max(8, 320 // amount), 40))
+                    with torch.no_grad():
+                        own = [sequence.error(output, nets) for sequence in tests]
+                    learnt = f"learnt from {amount * self.tokens} tokens"
+                    self.note(found, (bits, f"{held} tokens and LESS", learnt), size(own))
+        return found, token, state, weights
+
+
+def less():
+    experiment = Experiment(__doc__)
+    torch.manual_seed(1)
+    study = Study(experiment)
+    texts = experiment.arguments.text
+    found, token, state, weights = study.run(texts[: len(texts) // 2], texts[len(texts) // 2 :])
+    rows = [[*key, *(f"{error:.3f}" for error in [*own, sum(own) / len(own)])] for key, own in found.items()]
+    experiment.section(
+        f"`{study.policy}` in the bytes of {study.budget} tokens of 16 bit, texts of {study.tokens}. A token of a KV "
+        f"head has {token} bytes, its state {state}, its part of the nets {weights}.\n\n"
+        + table(["bits", "kept", "in the bytes of", *(f"layer {layer}" for layer in study.layers), "mean"], rows)
+    )
+    experiment.write("Does LESS pay for its bytes?", QUESTION)
+
+
+main(less)
