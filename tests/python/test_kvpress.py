@@ -111,3 +111,14 @@ def test_a_policy_as_a_press_keeps_what_a_replay_keeps(told: Any, policy: str) -
         for head, live in enumerate(kept):
             values = torch.from_numpy(told.trace.read("v", layer, head)[:PROMPT][live])
             assert torch.allclose(cache.layers[layer].values[0, head], values, atol=1e-4)
+
+
+@pytest.mark.parametrize(("theirs", "policy"), [("Knorm", "knorm:once"), ("StreamingLLM", "sink:once")])
+def test_the_pipeline_says_by_a_policy_what_it_says_by_its_press(told: Any, theirs: str, policy: str) -> None:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(TINY / "tokenizer.json"), bos_token="")
+    pipe = transformers.pipeline("kv-press-text-generation", model=told.model, tokenizer=tokenizer)
+    context = "Remember the secret number of Quito.\n" + "One day Ben went to the park with his dog. " * 8
+    presses = [press_of(theirs, 0.85), kvlab.KvlabPress(policy, compression_ratio=0.85), None]
+    words = {"questions": ["What is it?", "Where is Ben?"], "answer_prefix": "It is", "max_new_tokens": 16}
+    said, mine, full = (pipe(context, press=press, **words)["answers"] for press in presses)
+    assert said == mine and said != full
