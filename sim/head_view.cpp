@@ -10,10 +10,10 @@
 namespace kvlab {
 
 TokenColumns::TokenColumns(const std::vector<std::string>& names, const HeadView& view,
-                           const std::vector<Admission>& admissions)
+                           const std::vector<Admission>& admissions, ScoreSettings settings)
     : width_(names.size()) {
   if (names.empty()) return;
-  ColumnMaker maker(names, view.head_size, view.output);
+  ColumnMaker maker(names, view.head_size, view.output, settings);
   for (const Admission& admission : admissions) {
     KeyValueRows rows{view.key(admission.first), view.v + admission.first * view.kv_token_stride,
                       view.kv_token_stride, admission.tokens};

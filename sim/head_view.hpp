@@ -55,7 +55,7 @@ class TokenColumns {
   /// `admissions`: of the whole view. Throws std::logic_error where a column that is not computed
   /// is not there.
   TokenColumns(const std::vector<std::string>& names, const HeadView& view,
-               const std::vector<Admission>& admissions);
+               const std::vector<Admission>& admissions, ScoreSettings settings = {});
 
   /// Columns of a token.
   std::size_t width() const { return width_; }

@@ -70,11 +70,11 @@ bool is_column_name(std::string_view name) {
 }
 
 ColumnMaker::ColumnMaker(std::vector<std::string> names, std::uint32_t head_size,
-                         OutputWeights output)
+                         OutputWeights output, ScoreSettings settings)
     : names_(std::move(names)), head_size_(head_size), output_(output) {
   for (const std::string& name : names_) {
     wants_direction_ |= built_in_column(name) == BuiltInColumn::key_cosine;
-    if (scored_column(name) && !scored_) scored_.emplace(head_size_);
+    if (scored_column(name) && !scored_) scored_.emplace(head_size_, settings);
   }
   if (wants_direction_) unit_keys_.resize(head_size_);
 }

@@ -56,7 +56,8 @@ class ColumnSource {
 class ColumnMaker {
  public:
   /// `output`: of the KV head's query heads, where it is known.
-  ColumnMaker(std::vector<std::string> names, std::uint32_t head_size, OutputWeights output = {});
+  ColumnMaker(std::vector<std::string> names, std::uint32_t head_size, OutputWeights output = {},
+              ScoreSettings settings = {});
 
   /// What the next admission's tokens bring, [token, names]; null where there are no names. Valid
   /// until the next call. What is not computed is taken from `brought`, where the admission begins

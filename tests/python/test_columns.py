@@ -45,7 +45,7 @@ class ColumnsTest(CommandTest):
             half = len(trace.inv_freq)
             turned = (k[:, f] + 1j * k[:, f + half]) * numpy.exp(1j * frequency * numpy.arange(trace.tokens))
             k[:, f], k[:, f + half] = turned.real, turned.imag
-        partitions = (trace.tokens - sinks) // lag
+        partitions = (PROMPT - sinks) // lag  # of what came at once
         for p in range(partitions - 1):
             first, behind = sinks + p * lag, sinks + (p + 1) * lag
             sums = numpy.zeros(lag)

@@ -13,6 +13,7 @@
 
 #include "sim/access/full_attention.hpp"
 #include "sim/access/key_codes.hpp"
+#include "sim/head_view.hpp"
 #include "sim/run/run.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/long_call.hpp"
@@ -74,6 +75,25 @@ FloatArray read_column(const Trace& trace, const std::string& name, std::uint32_
   std::vector<float> values(reader.tokens());
   reader.column(name, layer, kv_head, values.data());
   return array_of(std::move(values), {reader.tokens()});
+}
+
+/// [tokens]: a column that the decoders compute, under settings of one's own.
+FloatArray score(const Trace& trace, const std::string& name, std::uint32_t number,
+                 std::uint32_t kv_head, std::uint32_t sinks, std::uint32_t lag,
+                 std::uint32_t future) {
+  const TraceReader& reader = *trace.reader;
+  const std::uint32_t layer = layer_at(reader, number, kv_head, reader.shape().kv_heads);
+  std::vector<Admission> admissions;
+  for (const auto& [first, tokens, kind] : reader.segments())
+    for (std::uint32_t at = 0, one = kind == SegmentKind::prompt ? tokens : 1; at < tokens;
+         at += one)
+      admissions.push_back({.first = first + at, .tokens = one});
+  return array_of(result_of_long([&] {
+                    const HeadTensors tensors = kvlab::read_head(reader, layer, kv_head);
+                    const TokenColumns all({name}, tensors.view, admissions, {sinks, lag, future});
+                    return std::vector<float>(all.from(0), all.from(reader.tokens()));
+                  }),
+                  {reader.tokens()});
 }
 
 /// [count, tokens] of one query head.
@@ -222,6 +242,8 @@ void bind_trace(nb::module_& module) {
            "[tokens, head_size] of one head of q, k or v before RoPE, widened to float32.")
       .def("column", read_column, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"),
            "[tokens]: a column that the trace brings.")
+      .def("score", score, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("sinks"),
+           nb::arg("lag"), nb::arg("future"), "[tokens]: a column that decoders compute.")
       .def("attention", attention, nb::arg("layer"), nb::arg("head"), nb::arg("first"),
            nb::arg("count").none(), "[count, tokens]: probabilities of one query head.")
       .def("accesses", accesses, nb::arg("layer"), nb::arg("kv_head"), nb::arg("top_k").none(),

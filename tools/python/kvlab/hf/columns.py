@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,19 +56,13 @@ def row_of(trace: Trace, layer: int) -> dict[str, Any]:
     return trace.rows[trace.layer_numbers.index(layer)]
 
 
-def turns(trace: Trace, layer: int, positions: Numbers) -> tuple[Numbers, Numbers]:
-    """cos and sin [positions, pairs] of the layer's own rotation, times its factor."""
-    table = row_of(trace, layer)["rope"]
-    frequencies = numpy.atleast_2d(trace.inv_freq)[table].astype(numpy.float64)
-    factor = mapped_tensors(str(pathlib.Path(trace.path) / "tokens.safetensors"))["rope_factor"][table]
-    angles = numpy.outer(positions, frequencies)
-    return float(factor) * numpy.cos(angles), float(factor) * numpy.sin(angles)
-
-
 def rotated_keys(trace: Trace, layer: int) -> Numbers:
-    """[kv_heads, tokens, head_size] at the tokens' own positions, float64."""
-    x = part(trace, layer, "k")
-    cos, sin = turns(trace, layer, numpy.arange(trace.tokens))
+    """[kv_heads, tokens, head_size] at the tokens' own positions, by the layer's own rotation, float64."""
+    x, table = part(trace, layer, "k"), row_of(trace, layer)["rope"]
+    frequencies = numpy.atleast_2d(trace.inv_freq)[table].astype(numpy.float64)
+    factor = float(mapped_tensors(str(pathlib.Path(trace.path) / "tokens.safetensors"))["rope_factor"][table])
+    angles = numpy.outer(numpy.arange(trace.tokens), frequencies)
+    cos, sin = factor * numpy.cos(angles), factor * numpy.sin(angles)
     n, y = cos.shape[1], x.astype(numpy.float64)
     y[..., :n] = x[..., :n] * cos - x[..., n : 2 * n] * sin
     y[..., n : 2 * n] = x[..., n : 2 * n] * cos + x[..., :n] * sin
@@ -78,93 +73,13 @@ def rotated_keys(trace: Trace, layer: int) -> Numbers:
 # Columns: each takes (trace, layer, arguments) and returns [kv_heads, tokens]
 
 
-def softmax(x: Numbers) -> Numbers:
-    e: Numbers = numpy.exp(x - x.max(axis=-1, keepdims=True))
-    e /= e.sum(axis=-1, keepdims=True)
-    return e
-
-
-def lag_scores(states: Numbers, lag: int) -> Numbers:
-    """[partitions, lag] of one head, [partitions * lag, dim]: by the range of the partition behind each."""
-    parts = states.reshape(-1, lag, states.shape[-1]).astype(numpy.float64)
-    low, high = parts[1:].min(axis=1, keepdims=True), parts[1:].max(axis=1, keepdims=True)
-    relative = (parts[:-1] - low) / numpy.maximum(high - low, 1e-12)
-    return softmax(relative.std(axis=-1, ddof=1))
-
-
-def lagkv(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
-    """LagKV: a token's place in its partition by the mean of its key's (behind RoPE) and its value's score; 1: not
-    scored yet."""
-    lag, sinks = arguments.lag, arguments.sinks
-    k, v = rotated_keys(trace, layer), part(trace, layer, "v")
-    column = numpy.ones((trace.kv_heads, trace.tokens))
-    partitions = max(0, (trace.tokens - sinks) // lag)
-    if partitions < 2:
-        return column
-    inner = slice(sinks, sinks + partitions * lag)
-    for head in range(trace.kv_heads):
-        scores = (lag_scores(k[head, inner], lag) + lag_scores(v[head, inner], lag)) / 2
-        places = scores.argsort(axis=-1, kind="stable").argsort(axis=-1, kind="stable") / lag
-        column[head, sinks : sinks + (partitions - 1) * lag] = places.reshape(-1)
-    return column
-
-
-def mean_rotation(trace: Trace, layer: int, first: int, count: int) -> tuple[Numbers, Numbers]:
-    """cos and sin [head_size / 2 pairs] averaged over positions; 1 and 0 for dimensions that do not turn."""
-    cos, sin = turns(trace, layer, numpy.arange(first, first + count))
-    return cos.mean(axis=0), sin.mean(axis=0)
-
-
-def rotation_matrix(cos: Numbers, sin: Numbers, size: int) -> Numbers:
-    """R with R x = x rotated: dimensions i and i + half go together."""
-    half, matrix = len(cos), numpy.eye(size)
-    first, second = numpy.arange(half), numpy.arange(half) + half
-    matrix[first, first], matrix[second, second] = cos, cos
-    matrix[first, second], matrix[second, first] = -sin, sin
-    return matrix
-
-
-def expected_attention(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
-    """Expected Attention: what queries drawn as those of the latest prompt would give, times the value's length."""
-    q, v, keys = part(trace, layer, "q"), part(trace, layer, "v"), rotated_keys(trace, layer)
-    row, sinks = row_of(trace, layer), arguments.sinks
-    if row["softcap"] > 0 or row["sink"] is not None:
+def scored(name: str, trace: Trace, layer: int, arguments: Arguments) -> Numbers:
+    """lagkv, expected_attention or redundancy: as the decoders compute them."""
+    row = row_of(trace, layer)
+    if name == "expected_attention" and (row["softcap"] > 0 or row["sink"] is not None):
         raise Refused(f"{trace.path}: layer {layer} caps its scores or has sinks, which expected_attention knows not")
-    scale = row["scale"]
-    lengths = numpy.sqrt((v.astype(numpy.float64) ** 2).sum(axis=-1))
-    column = numpy.zeros((trace.kv_heads, trace.tokens))
-    for first, tokens, kind in trace.segments:
-        end = first + tokens
-        if kind == "prompt" or first == 0:
-            seen = end
-            rotation = rotation_matrix(*mean_rotation(trace, layer, seen, arguments.future), trace.head_size)
-        past = min(sinks, seen - 1)
-        for head in range(trace.kv_heads):
-            total = numpy.zeros(end - first)
-            for g in range(group(trace)):
-                queries = q[head * group(trace) + g, past:seen].astype(numpy.float64)
-                mean = rotation @ queries.mean(axis=0)
-                spread = rotation @ numpy.cov(queries.T, bias=True) @ rotation.T
-                logits = scale * keys[head] @ mean
-                logits += scale**2 / 2 * numpy.einsum("ni,ij,nj->n", keys[head], spread, keys[head])
-                known = logits[past:seen]
-                total += numpy.exp(logits[first:end] - known.max()) / numpy.exp(known - known.max()).sum()
-            column[head, first:end] = total / group(trace) * lengths[head, first:end]
-    return column
-
-
-def redundancy(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
-    """R-KV: the softmax, over the tokens up to the admission's end, of each key's mean cosine with the others."""
-    k, ends = part(trace, layer, "k").astype(numpy.float64), admission_ends(trace)
-    column = numpy.zeros((trace.kv_heads, trace.tokens))
-    for head in range(trace.kv_heads):
-        unit = k[head] / numpy.maximum(numpy.sqrt((k[head] ** 2).sum(axis=-1, keepdims=True)), 1e-12)
-        for end in numpy.unique(ends):
-            # A mean of cosines is a product with the sum of unit keys, less one's own.
-            own = (unit[:end] ** 2).sum(axis=-1)
-            shares = softmax((unit[:end] @ unit[:end].sum(axis=0) - own) / end)
-            column[head, :end][ends[:end] == end] = shares[ends[:end] == end]
-    return column
+    settings = (arguments.sinks, arguments.lag, arguments.future)
+    return numpy.stack([trace._held.score(name, layer, head, *settings) for head in range(trace.kv_heads)])
 
 
 def key_cosine_rope(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
@@ -208,7 +123,9 @@ def value_out_norm1(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
 
 
 COLUMNS: dict[str, Callable[[Trace, int, Arguments], Numbers]] = {
-    f.__name__: f for f in (lagkv, expected_attention, redundancy, key_cosine_rope, value_out_norm1)
+    **{name: functools.partial(scored, name) for name in ("lagkv", "expected_attention", "redundancy")},
+    "key_cosine_rope": key_cosine_rope,
+    "value_out_norm1": value_out_norm1,
 }
 
 
