@@ -77,6 +77,7 @@ inline constexpr Executor kCudaReplay{.name = "the CUDA replay",
                                       .head_budgets = true,
                                       .scope_layer = true,
                                       .group_max = true,
+                                      .ladders = true,
                                       .columns = Columns::any};
 
 /// The first column of the policy that the executor has not; empty: it has all.

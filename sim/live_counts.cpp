@@ -23,14 +23,14 @@ class RungBytes : public RungCounts {
       return static_cast<double>(kivi_bytes(attending, 2)) / kKvForms[0].block_bytes();
     return in_16_bit([&](std::size_t rung) { return on(rung); });
   }
-  /// As LiveCounts::floats_peak, with the youngest `staged` not coded yet.
-  std::uint64_t in_floats(std::uint32_t staged) const {
-    if (ladder()[0].form->kivi) return kivi_bytes(std::max(staged, 1u), sizeof(float));
-    constexpr std::uint64_t kExact = 2 * kCodeBlock * sizeof(float);
-    std::uint64_t bytes = staged * kExact;
+  /// As LiveCounts::bytes_peak, with the youngest `staged` not coded yet.
+  std::uint64_t bytes(std::uint32_t staged, std::uint64_t element_bytes) const {
+    if (ladder()[0].form->kivi) return kivi_bytes(std::max(staged, 1u), element_bytes);
+    const std::uint64_t exact = 2 * kCodeBlock * element_bytes;
+    std::uint64_t bytes = staged * exact;
     for (std::size_t r = 0; r < ladder().size(); ++r) {
       const KvForm& form = *ladder()[r].form;
-      bytes += (on(r) - (r == 0 ? staged : 0)) * (form.exact() ? kExact : form.block_bytes());
+      bytes += (on(r) - (r == 0 ? staged : 0)) * (form.exact() ? exact : form.block_bytes());
     }
     return bytes;
   }
@@ -59,7 +59,8 @@ class RungBytes : public RungCounts {
 
 }  // namespace
 
-LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
+LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget,
+                       std::uint64_t element_bytes) {
   const auto ladder = config.rungs.find(budget);
   const std::vector<RungSlots> rungs =
       ladder == config.rungs.end() ? std::vector{RungSlots{.slots = budget}} : ladder->second;
@@ -75,7 +76,7 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget) {
     counts.end += admission.tokens - leaving;
     counts.most = std::max(counts.most, counts.end);
     const std::uint32_t staged = admission.tokens > 1 ? admission.tokens : 0;
-    counts.floats_peak = std::max(counts.floats_peak, on.in_floats(staged));
+    counts.bytes_peak = std::max(counts.bytes_peak, on.bytes(staged, element_bytes));
     after_prompt = admission.ends_prompt;
     if (!admission.decodes) continue;
     held += on.held(1), ++decoded;

@@ -18,13 +18,15 @@ struct LiveCounts {
   double held_peak = 0;    ///< likewise; both are `held_end` where none is decoded
   double held_end = 0;     ///< behind the last token
   double held_budget = 0;  ///< what the rungs have room for, or held_end where nobody leaves
-  /// The most at once, prompts included: bytes of kCodeBlock channels, float32 where not coded.
-  std::uint64_t floats_peak = 0;
+  /// The most at once, prompts included: bytes of kCodeBlock channels.
+  std::uint64_t bytes_peak = 0;
 };
 
-/// `config` with its admissions; `budget` is the head's. Under ada() `budget` is the mean over the
+/// `config` with its admissions; `budget` is the head's; an element that is not coded has so many
+/// bytes. Under ada() `budget` is the mean over the
 /// heads of a layer, and the sums over them are right.
-LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget);
+LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget,
+                       std::uint64_t element_bytes = sizeof(float));
 
 /// What a configuration holds in all heads of the layers without a span, bytes.
 struct Memory {

@@ -113,7 +113,7 @@ class LayerAttention {
       const LiveSet& live = run(i, head).live();
       bytes +=
           live.has_codes()
-              ? live_counts(*configs_[i], live.budget()).floats_peak * shape_.head_size / kCodeBlock
+              ? live_counts(*configs_[i], live.budget()).bytes_peak * shape_.head_size / kCodeBlock
               : live.live_max() * std::uint64_t{2} * shape_.head_size * sizeof(float);
     }
     return bytes;

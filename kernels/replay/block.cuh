@@ -83,10 +83,12 @@ struct OldItem {
 };
 inline constexpr int kMostOldDistance = 1 << 24;  ///< exclusive
 
-/// Bytes of shared memory for whole strips of slots: states, positions, places, a list of slots.
-constexpr std::size_t replay_room(std::uint32_t slots, std::size_t slot_bytes, bool squeezed) {
-  const std::size_t of_slot =
-      slot_bytes + sizeof(std::uint32_t) * (squeezed ? 2 : 1) + (squeezed ? sizeof(OldItem) : 0);
+/// Bytes of shared memory for whole strips of slots: states, positions, places, a list of slots,
+/// rungs.
+constexpr std::size_t replay_room(std::uint32_t slots, std::size_t slot_bytes, bool squeezed,
+                                  bool rungs) {
+  const std::size_t of_slot = slot_bytes + sizeof(std::uint32_t) * (squeezed ? 2 : 1) +
+                              (squeezed ? sizeof(OldItem) : 0) + (rungs ? 1 : 0);
   return std::size_t{slots} * of_slot;
 }
 /// Bytes of shared memory for a bit a token, who is live, in whole 16 bytes.

@@ -4,6 +4,7 @@
 
 #include "kernels/replay/layer_ranks.cuh"
 #include "kernels/replay/old_keys.cuh"
+#include "kernels/replay/rungs.cuh"
 #include "kernels/replay/smooth.cuh"
 #include "kernels/replay/victim.cuh"
 #include "policies/bytes.hpp"
@@ -11,8 +12,8 @@
 namespace kvlab::kernels {
 
 /// Threads have slots as ReplayPlace::for_slots() says. They lie in shared memory through the block
-/// of queries, where they fit (kInRoom).
-template <class P, bool kSqueezed, bool kInRoom>
+/// of queries, where they fit (kInRoom). kRungs: of a ladder.
+template <class P, bool kSqueezed, bool kInRoom, bool kRungs>
 class ReplayCache {
  public:
   using Slot = typename P::Slot;
@@ -20,13 +21,16 @@ class ReplayCache {
   static constexpr int kStrip = replay_strip(kSqueezed);
   static constexpr std::uint32_t kColumns = P::kInfo.column_count();
 
-  /// `live_words`: bits of the live positions; `room`: for the slots.
+  /// `live_words`: bits of the live positions, and behind them of those on each rung; `room`: for
+  /// the slots.
   __device__ ReplayCache(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
                          std::byte* room)
       : at_(at),
         shared_(shared),
         live_words_(live_words),
-        guards_{.sinks = at.rule.rule.sinks, .recent = at.rule.rule.recent} {
+        guards_{.sinks = at.rule.rule.sinks, .recent = at.rule.rule.recent},
+        rungs_(at, live_words + bytes_of_words(at.args) / sizeof(std::uint32_t),
+               rungs_in(at, room)) {
     const ReplayArgs& args = at.args;
     if constexpr (!std::is_empty_v<typename P::Params>)
       params_ = *reinterpret_cast<const typename P::Params*>(args.params + at.rule.params);
@@ -66,6 +70,10 @@ class ReplayCache {
     return kInRoom ? positions_[i] <= query : i < visible;
   }
   __device__ std::uint32_t place(std::uint32_t i) const { return places_[i]; }
+  /// Of what copy tokens are.
+  __device__ SlotCopies copies() const {
+    return {rungs_.of_slot(), positions_, rungs_.copies(), exact_from()};
+  }
   /// Whether the token has lost a younger one, so that its logits are the cache's own.
   __device__ bool is_old(std::uint32_t i) const {
     return kSqueezed && positions_[i] < progress_.gone;
@@ -131,10 +139,15 @@ class ReplayCache {
       if (kSqueezed) close_up();
       if (kSqueezed) note_moved();
       progress_.gone = max(progress_.gone, progress_.victim_position + 1);
+      if constexpr (kRungs)
+        if (at_.thread == 0) rungs_.leave(progress_.victim_position);
       if (at_.thread == 0)
         live_words_[progress_.victim_position / 32] &= ~(1u << progress_.victim_position % 32);
     } else {
-      if (leaving > 0) evict_many(leaving);
+      if constexpr (kRungs)
+        deal(leaving);
+      else if (leaving > 0)
+        evict_many(leaving);
       moved_ = ReplayRange::all();
       first = progress_.live;
       progress_.live += now_.tokens;
@@ -146,6 +159,7 @@ class ReplayCache {
       admit_one(first);
     else
       admit_many(first);
+    if constexpr (kRungs) __syncthreads();
   }
 
   /// Ends the current admission.
@@ -157,8 +171,14 @@ class ReplayCache {
 
   /// Whether one token leaves by its own rank, for one to enter, when the next admission begins.
   __device__ bool ranks_next() const {
-    return next_.tokens == 1 && surplus(progress_.admission + 1) == 1 &&
-           !smooths(progress_.admission + 1) && !at_.args.layer_heads;
+    const std::uint32_t next = progress_.admission + 1;
+    const bool leaves = next_.tokens == 1 && surplus(next) == 1;
+    if constexpr (kRungs) {
+      if (next_.tokens != 1 || !makes_room(next) || !rungs_.one_goes(leaves)) return false;
+    } else if (!leaves) {
+      return false;
+    }
+    return !smooths(next) && !at_.args.layer_heads;
   }
   /// How many positions from the sinks on are unguarded at `now`.
   __device__ std::uint32_t unguarded(std::uint32_t now) const {
@@ -180,12 +200,32 @@ class ReplayCache {
     progress_.victim_position = first.position;
   }
 
+  /// Likewise of a ladder, on which each rung's first may go down.
+  __device__ void step_down(std::uint32_t now) {
+    const Step leaves = step_at(now, 0);
+    std::uint64_t* const ranks = at_.args.caches.ranks + at_.first_slot;
+    at_.template for_slots<kStrip>(progress_.live, [&](std::uint32_t i) {
+      ranks[i] = rank_key(P::rank(state(i), token(positions_[i]), params_, leaves));
+    });
+    RungFirst first;
+    if (!rungs_.template step_down<kStrip>({ranks, positions_, guards_, now}, progress_.live,
+                                           surplus(progress_.admission + 1) > 0, first))
+      return;
+    progress_.victim = static_cast<std::int32_t>(first.slot + 1);
+    progress_.victim_position = first.key.position;
+  }
+
   /// Bits of the live positions from `first` on, to words [0, tokens / 32], zeros before.
   __device__ void copy_live(std::uint32_t* words, std::uint32_t tokens, std::uint32_t first) const {
     for (std::uint32_t w = at_.thread; w * 32 < tokens; w += at_.threads) {
       const std::uint32_t before = first > w * 32 ? min(first - w * 32, 32u) : 0;
       words[w] = before < 32 ? live_words_[w] >> before << before : 0;
     }
+  }
+  /// Likewise of one copy, of all live positions.
+  __device__ void copy_words(int copy, std::uint32_t* words, std::uint32_t tokens) const {
+    for (std::uint32_t w = at_.thread; w * 32 < tokens; w += at_.threads)
+      words[w] = rungs_.word(copy, w, exact_from());
   }
   /// Tokens from here on have lost no younger one.
   __device__ std::uint32_t first_young() const { return kSqueezed ? progress_.gone : 0; }
@@ -197,11 +237,24 @@ class ReplayCache {
         caches.positions[at_.first_slot + i] = positions_[i];
         if (kSqueezed) caches.places[at_.first_slot + i] = places_[i];
         if constexpr (!std::is_empty_v<Slot>) stored_states()[i] = states_[i];
+        if constexpr (kRungs) caches.rungs[at_.first_slot + i] = rungs_.of_slot()[i];
       }
     if (at_.thread == 0) stored_progress() = progress_;
   }
 
  private:
+  __device__ static std::uint8_t* rungs_in(const ReplayPlace& at, std::byte* room) {
+    if constexpr (!kRungs)
+      return nullptr;
+    else if constexpr (kInRoom)
+      return reinterpret_cast<std::uint8_t*>(
+          room + whole_strips(at.args.room_slots, kSqueezed) *
+                     ((std::is_empty_v<Slot> ? 0 : sizeof(Slot)) + sizeof(std::uint32_t)));
+    else
+      return at.args.caches.rungs + at.first_slot;
+  }
+  /// Tokens of an admission of several are not coded before it has ended.
+  __device__ std::uint32_t exact_from() const { return now_.tokens > 1 ? now_.first : ~0u; }
   __device__ ReplayProgress& stored_progress() const {
     return at_.args.caches.progress[at_.figure()];
   }
@@ -230,6 +283,11 @@ class ReplayCache {
     if (at_.rule.looks_back && at_.rule.modifiers.once && !is_after_prompt(index)) return 0;
     return progress_.live - (at_.rule.rule.budget - 1);
   }
+  /// Whether a ladder does before an admission.
+  __device__ bool makes_room(std::uint32_t index) const {
+    return surplus(index) > 0 ||
+           (at_.rule.room_at != ~0u && rungs_.is_full(at_.rule.modifiers, is_after_prompt(index)));
+  }
   __device__ bool smooths(std::uint32_t index) const {
     return at_.rule.looks_back && at_.rule.modifiers.smooths(is_after_prompt(index));
   }
@@ -241,6 +299,7 @@ class ReplayCache {
         positions_[i] = caches.positions[at_.first_slot + i];
         if (kSqueezed) places_[i] = caches.places[at_.first_slot + i];
         if constexpr (!std::is_empty_v<Slot>) states_[i] = stored_states()[i];
+        if constexpr (kRungs) rungs_.of_slot()[i] = caches.rungs[at_.first_slot + i];
       }
     empty(progress_.live, whole_strips(at_.args.room_slots, kSqueezed));
     mark_live();
@@ -259,11 +318,14 @@ class ReplayCache {
     for (std::uint32_t i = at_.thread; i < progress_.live; i += at_.threads)
       atomicOr(live_words_ + positions_[i] / 32, 1u << positions_[i] % 32);
     __syncthreads();
+    if constexpr (kRungs) rungs_.find(positions_, progress_.live);
   }
 
   __device__ void admit_one(std::uint32_t slot) {
     if (at_.has_slot<kStrip>(slot)) admit(slot, now_.first, step_at(now_.first, 1));
     if (at_.thread == 0) live_words_[now_.first / 32] |= 1u << now_.first % 32;
+    if constexpr (kRungs)
+      if (at_.thread == 0) rungs_.admit(now_.first);
   }
   __device__ void admit_many(std::uint32_t first) {
     const Step admits = step_at(now_.first, now_.tokens);
@@ -275,10 +337,15 @@ class ReplayCache {
       }
       if (P::kInfo.needs != Needs::nothing) at_.args.caches.seen[at_.first_slot + i] = {};
     });
+    if constexpr (kRungs) {
+      __syncthreads();
+      rungs_.find(positions_, progress_.live);
+    }
   }
   __device__ void admit(std::uint32_t i, std::uint32_t position, const Step& admits) {
     positions_[i] = position;
     if (kSqueezed) places_[i] = position;
+    if constexpr (kRungs) rungs_.of_slot()[i] = 0;
     Slot state;
     P::admit(state, token(position), params_, admits);
     put(i, state);
@@ -297,14 +364,11 @@ class ReplayCache {
     moved_.take(victim < gone ? ReplayRange{victim + 1, gone} : ReplayRange{gone, victim});
   }
 
-  __device__ void evict_many(std::uint32_t leaving) {
-    const std::uint32_t live = progress_.live, kept = live - leaving, now = now_.first,
-                        before = progress_.gone;
-    const Step leaves = step_at(now, 0);
-    const ReplayCaches& caches = at_.args.caches;
-    std::uint64_t* const ranks = caches.ranks + at_.first_slot;
-    std::uint32_t *const holes = caches.holes + at_.first_slot, *const fillers =
-                                                                    caches.fillers + at_.first_slot;
+  /// Of all tokens, were the current admission's to come next.
+  __device__ LeavingKeys leaving_keys() {
+    const std::uint32_t live = progress_.live;
+    const Step leaves = step_at(now_.first, 0);
+    std::uint64_t* const ranks = at_.args.caches.ranks + at_.first_slot;
     __syncthreads();
     for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
       ranks[i] = rank_key(P::rank(state(i), token(positions_[i]), params_, leaves));
@@ -313,12 +377,59 @@ class ReplayCache {
     if (at_.args.layer_heads)
       sum_layer_ranks(at_.args, at_.unit, at_.rule.first_slot, progress_.live, kRankType<P>);
     if (smooths(progress_.admission)) smooth(ranks);
+    return {ranks, positions_, guards_, now_.first};
+  }
+
+  __device__ void evict_many(std::uint32_t leaving) {
+    const LeavingKeys keys = leaving_keys();
+    LeavingThreshold threshold{};
+    if (leaving < progress_.live)
+      threshold = select_leaving(shared_.selection, keys, progress_.live, leaving);
+    take_out(leaving, [&](std::uint32_t i) { return !threshold.leaves(keys[i]); });
+  }
+
+  /// On a ladder, where it makes room: of each rung with more than it has room for the first to
+  /// leave go down.
+  __device__ void deal(std::uint32_t leaving) {
+    const bool makes = makes_room(progress_.admission);
+    __syncthreads();
+    if (!makes) return;
+    const LeavingKeys keys = leaving_keys();
+    const std::uint32_t live = progress_.live, kept = at_.rule.rule.budget - 1;
+    std::uint32_t over = 0;
+    for (int r = 0; r < rungs_.count(); ++r) {
+      // Where nobody is to leave yet, some wait on the first for the burst.
+      const std::uint32_t here = rungs_.on(r) + over,
+                          waiting = r > 0 || leaving > 0 || live < kept ? 0 : live - kept,
+                          room = rungs_.slots(r) + waiting - (r == 0 ? 1 : 0);
+      over = here > room ? here - room : 0;
+      if (over == 0) continue;
+      const OneRungKeys own{keys, rungs_.of_slot(), r};
+      const bool all = over == here, last = r + 1 == rungs_.count();
+      LeavingThreshold threshold{};
+      if (!all) threshold = select_leaving(shared_.selection, own, live, over);
+      const auto goes = [&](std::uint32_t i) {
+        return rungs_.of_slot()[i] == r && (all || threshold.leaves(own[i]));
+      };
+      if (last) return take_out(over, [&](std::uint32_t i) { return !goes(i); });
+      for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
+        if (goes(i)) rungs_.of_slot()[i] = static_cast<std::uint8_t>(r + 1);
+      __syncthreads();
+    }
+    rungs_.find(positions_, live);
+  }
+
+  /// By `stays`, of a slot.
+  template <class Stays>
+  __device__ void take_out(std::uint32_t leaving, Stays stays) {
+    const std::uint32_t live = progress_.live, kept = live - leaving, now = now_.first,
+                        before = progress_.gone;
+    const ReplayCaches& caches = at_.args.caches;
+    std::uint32_t *const holes = caches.holes + at_.first_slot, *const fillers =
+                                                                    caches.fillers + at_.first_slot;
     progress_.live = kept;
     progress_.gone = now;
     if (kept > 0) {
-      const LeavingKeys keys{ranks, positions_, guards_, now};
-      const LeavingThreshold threshold = select_leaving(shared_.selection, keys, live, leaving);
-      const auto stays = [&](std::uint32_t i) { return !threshold.leaves(keys[i]); };
       for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
         if (!stays(i)) atomicMax(&shared_.gone, positions_[i] + 1);
       number_stayers(shared_.selection, live, stays,
@@ -335,6 +446,7 @@ class ReplayCache {
       for (std::uint32_t m = at_.thread; m < shared_.moves; m += at_.threads) {
         positions_[holes[m]] = positions_[fillers[m]];
         if constexpr (!std::is_empty_v<Slot>) states_[holes[m]] = states_[fillers[m]];
+        if constexpr (kRungs) rungs_.of_slot()[holes[m]] = rungs_.of_slot()[fillers[m]];
       }
       __syncthreads();
       progress_.gone = max(before, shared_.gone);
@@ -369,6 +481,7 @@ class ReplayCache {
   ReplayShared& shared_;
   std::uint32_t* live_words_;
   const Guards guards_;
+  std::conditional_t<kRungs, ReplayRungs, NoRungs> rungs_;
   typename P::Params params_{};
   const float* columns_ = nullptr;  // [token, kColumns]
   ReplayProgress progress_;

@@ -23,7 +23,8 @@ struct Sums {
   float of_config[kTile][kColumns], full[kColumns];
 };
 
-/// One query of one unit: some columns of it, under some configurations.
+/// One query of one unit: some columns of it, under some configurations. kCoded: that have codes.
+template <bool kCoded>
 class Changes {
  public:
   __device__ Changes(const ReplayArgs& args, int index)
@@ -42,9 +43,10 @@ class Changes {
     for (int n = 0; n < 2; ++n) {
       const int config = config_of(lane_ / 4 + 8 * n);
       if (config < 0) continue;
-      words_[n] = args.samples.shared +
-                  args.kept_of(args.figure_of(unit_, config), index) * args.samples.words;
+      kept_[n] = args.kept_of(args.figure_of(unit_, config), index);
+      words_[n] = args.samples.shared + kept_[n] * args.samples.words;
       kind_[n] = args.rules[config].squeezed && args.rows.squeezed ? 1 : 0;
+      if (kCoded) copies_[n] = args.rules[config].copies;
     }
     const std::int64_t row = (std::int64_t{unit_} * args.rows.block + i_) * args.shape.quads();
     rows_[0] = reinterpret_cast<const float*>(args.rows.e + row * args.shape.tokens);
@@ -56,10 +58,17 @@ class Changes {
   /// By a warp.
   __device__ void sum(Sums& to) {
     const int query = args_.rows.first + i_;
+    if constexpr (kCoded)
+      for (copy_ = 0; copy_ <= args_.copies.count; ++copy_) {
+        const bool multiplies = take(copy_);
+        for (int first = warp_ * kTokens; first <= query && (multiplies || copy_ == 0);
+             first += kWarps * kTokens)
+          step(first, query, 0, multiplies);
+      }
     bool has_kind[2];
     for (int kind = 0; kind < 2; ++kind)
       has_kind[kind] = __any_sync(~0u, kind_[0] == kind || kind_[1] == kind);
-    for (int first = warp_ * kTokens; first <= query; first += kWarps * kTokens) {
+    for (int first = warp_ * kTokens; !kCoded && first <= query; first += kWarps * kTokens) {
       step(first, query, 0, has_kind[0]);
       if (has_kind[1]) step(first, query, 1, true);
     }
@@ -94,6 +103,20 @@ class Changes {
   }
 
  private:
+  /// Turns to the tokens of a copy, its row and terms. By a warp, whether it has some.
+  __device__ bool take(int copy) {
+    const ReplaySamples& samples = args_.samples;
+    for (int n = 0; n < 2; ++n) {
+      words_[n] = nullptr;
+      if (!(copies_[n] >> copy & 1)) continue;
+      words_[n] = copy == 0
+                      ? samples.shared + kept_[n] * samples.words
+                      : samples.coded + (kept_[n] * args_.copies.count + copy - 1) * samples.words;
+    }
+    if (copy > 0) rows_[0] += 4 * args_.copies.rows;
+    if (copy > 0) terms_ = terms_.of(args_.copies, 1);
+    return __any_sync(~0u, words_[0] || words_[1]);
+  }
   __device__ int config_of(int row) const {
     const int at = tile_ * kTile + row;
     return at < args_.samples.tiles * kReplayTile ? args_.samples.sets[at] : -1;
@@ -114,7 +137,7 @@ class Changes {
       const int column = 8 * half + lane_ / 4;
       const Couple low = couple(first + 2 * t, query, column, kind),
                    high = couple(first + 2 * t + 8, query, column, kind);
-      if (kind == 0) full_[half] += low.sum() + high.sum();
+      if (kind == 0 && copy_ == 0) full_[half] += low.sum() + high.sum();
       if (!multiplies) continue;
       multiply_add<__nv_bfloat16>(sums_[half], a, low.left, high.left);
       multiply_add<__nv_bfloat16>(sums_[half], a, low.kept, high.kept);
@@ -167,41 +190,53 @@ class Changes {
 
   const ReplayArgs& args_;
   const int i_, unit_, index_, lane_, warp_;
-  const QueryTerms terms_;
+  QueryTerms terms_;
   int tile_, first_draw_, draws_;
   int kind_[2] = {-1, -1};
+  int copy_ = 0;
+  std::uint32_t copies_[2] = {};
+  std::int64_t kept_[2] = {};
   const std::uint32_t* words_[2] = {};
   const float* rows_[2];
   float sums_[2][4] = {}, full_[2] = {};
 };
 
 /// A block for each query (x), tile and chunk of draws (y), unit (z).
+template <bool kCoded>
 __global__ void __launch_bounds__(kThreads)
     changes_kernel(const __grid_constant__ ReplayArgs args) {
   __shared__ Sums sums[kWarps];
   const int index = args.span.index[args.rows.first + static_cast<int>(blockIdx.x)];
   if (index < 0) return;
-  Changes changes(args, index);
+  Changes<kCoded> changes(args, index);
   changes.sum(sums[threadIdx.x / kWarpSize]);
   __syncthreads();
   changes.put(sums);
+}
+
+template <bool kCoded>
+cudaError_t change(const ReplayArgs& args, cudaStream_t stream) {
+  const int tiles = (args.samples.tiles * kReplayTile + kTile - 1) / kTile,
+            at_once = draws_at_once(args.shape.group),
+            chunks = (args.samples.draws + at_once - 1) / at_once;
+  changes_kernel<kCoded>
+      <<<dim3(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(tiles * chunks),
+              static_cast<unsigned>(args.shape.units)),
+         kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
 }
 
 }  // namespace
 
 cudaError_t replay_changes(const ReplayArgs& args, cudaStream_t stream) {
   const int group = args.shape.group, draws = args.samples.draws;
-  if (args.rows.count < 1 || args.samples.tiles < 1 || args.shape.units < 1 ||
-      args.shape.units > 65535 || group < 1 || group > kMostReplayGroup || draws < 1 ||
-      draws > kMostReplayDraws || args.samples.kept_every != 1)
+  if (args.rows.count < 1 || args.samples.tiles + args.samples.coded_tiles < 1 ||
+      args.shape.units < 1 || args.shape.units > 65535 || group < 1 || group > kMostReplayGroup ||
+      draws < 1 || draws > kMostReplayDraws || args.samples.kept_every != 1)
     return cudaErrorInvalidValue;
-  const int tiles = (args.samples.tiles * kReplayTile + kTile - 1) / kTile,
-            chunks = (draws + draws_at_once(group) - 1) / draws_at_once(group);
-  changes_kernel<<<dim3(static_cast<unsigned>(args.rows.count),
-                        static_cast<unsigned>(tiles * chunks),
-                        static_cast<unsigned>(args.shape.units)),
-                   kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  if (args.samples.tiles > 0)
+    if (const cudaError_t error = change<false>(args, stream); error != cudaSuccess) return error;
+  return args.samples.coded_tiles > 0 ? change<true>(with_codes(args), stream) : cudaSuccess;
 }
 
 }  // namespace kvlab::kernels

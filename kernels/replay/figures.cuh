@@ -8,6 +8,13 @@
 
 namespace kvlab::kernels {
 
+/// Arguments whose sets are those of configurations with codes alone.
+inline ReplayArgs with_codes(ReplayArgs args) {
+  args.samples.sets += args.samples.tiles * kReplayTile;
+  args.samples.tiles = args.samples.coded_tiles;
+  return args;
+}
+
 /// Which block of the span a query is summed in.
 __device__ inline int span_block(const ReplaySpan& span, int index) {
   return static_cast<int>(std::int64_t{index} * span.blocks / span.size);
@@ -43,6 +50,12 @@ struct QueryTerms {
   }
   __device__ float at(std::uint32_t token, int column) const {
     return first[token * stride + column];
+  }
+  /// Of a copy's values.
+  __device__ QueryTerms of(const ReplayCopies& copies, int copy) const {
+    QueryTerms terms = *this;
+    terms.first += copy * copies.terms;
+    return terms;
   }
 };
 
@@ -162,8 +175,10 @@ struct OwnValues {
 };
 
 /// Exponentials by terms instead, to `to` [draw, group], by the whole block.
+template <class Copies>
 __device__ __noinline__ inline void sum_own_terms(const ReplayArgs& args, OwnValues of,
-                                                  QueryTerms terms, float* to) {
+                                                  QueryTerms terms, const Copies copies,
+                                                  float* to) {
   const std::uint32_t lane = threadIdx.x % kWarpSize;
   for (int column = static_cast<int>(threadIdx.x / kWarpSize); column < terms.columns;
        column += static_cast<int>(blockDim.x / kWarpSize)) {
@@ -173,10 +188,35 @@ __device__ __noinline__ inline void sum_own_terms(const ReplayArgs& args, OwnVal
     for (std::uint32_t slot = lane; slot < of.count; slot += kWarpSize) {
       const std::uint32_t position = of.positions[slot];
       if (position < of.end)
-        sum = fmaf(component(own[slot], head % 4), terms.at(position, column), sum);
+        sum = fmaf(component(own[slot], head % 4),
+                   terms.of(args.copies, copies(slot)).at(position, column), sum);
     }
     sum = warp_sum(sum);
     if (lane == 0) to[column] = sum;
+  }
+}
+
+/// Those of tokens in codes, a thread for each number of `to` [group, dim]. Seldom called.
+template <class Copies>
+__device__ __noinline__ void sum_coded_values(const ReplayArgs& args, OwnValues of,
+                                              const Copies copies, float* to) {
+  const ReplayShape& shape = args.shape;
+  const ReplayTensors& tensors = args.tensors;
+  for (int n = static_cast<int>(threadIdx.x); n < shape.group * shape.head_size;
+       n += static_cast<int>(blockDim.x)) {
+    const int head = n / shape.head_size, d = n % shape.head_size;
+    const float4* const own = of.own + head / 4 * args.caches.unit_slots;
+    float sum = 0;
+    for (std::uint32_t slot = 0; slot < of.count; ++slot) {
+      const int copy = copies(slot);
+      const std::int64_t at = (of.unit * shape.tokens + of.positions[slot]) * shape.head_size + d;
+      if (of.positions[slot] < of.end)
+        sum = fmaf(component(own[slot], head % 4),
+                   copy == 0 ? load1(tensors.values, tensors.type, at)
+                             : copied(args.copies, args.copies.values, tensors.type, copy, at),
+                   sum);
+    }
+    to[n] = sum;
   }
 }
 

@@ -32,6 +32,22 @@ __device__ inline float rounded(float x, Type type) {
   return x;
 }
 
+/// Of which copy a slot's token is, where all are exact.
+struct ExactCopies {
+  __device__ constexpr int operator()(std::uint32_t) const { return 0; }
+};
+
+/// Element `at` [unit, token, dim] of a copy's keys or values: the sum of its parts, the largest
+/// last.
+__device__ inline float copied(const ReplayCopies& copies, const void* data, Type type, int copy,
+                               std::int64_t at) {
+  float sum = 0;
+  at += copies.first_part(copy, type);
+  for (int part = replay_parts(type) - 1; part >= 0; --part)
+    sum += load1(data, type, at + part * copies.vectors);
+  return sum;
+}
+
 /// A token that a query attends. The query keeps its true position, and a squeezed token stands at
 /// its place.
 struct OwnToken {
@@ -75,10 +91,26 @@ __device__ inline float own_product(const ReplayArgs& args, const OwnToken& toke
   return warp_sum(sum);
 }
 
+/// Likewise with its key of a copy from 1 on.
+__device__ inline float copied_product(const ReplayArgs& args, const OwnToken& token, int head,
+                                       int copy) {
+  const ReplayShape& shape = args.shape;
+  const float* const query =
+      args.tensors.queries +
+      ((token.unit * shape.tokens + token.query) * shape.group + head) * shape.head_size;
+  const std::int64_t key = (token.unit * shape.tokens + token.position) * shape.head_size;
+  float sum = 0;
+  for (int d = static_cast<int>(threadIdx.x) % kWarpSize; d < shape.head_size; d += kWarpSize)
+    sum = fmaf(rounded(query[d], shape.rounding),
+               copied(args.copies, args.copies.keys, shape.rounding, copy, key + d), sum);
+  return warp_sum(sum);
+}
+
 /// All slots' exponentials, the largest 1, to row.own: by the whole block. `scratch`: a float for
 /// each warp.
+template <class Copies>
 __device__ __noinline__ inline void take_own_row(const ReplayArgs& args, OwnRow row,
-                                                 float* scratch) {
+                                                 const Copies copies, float* scratch) {
   const ReplayShape& shape = args.shape;
   const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
                       warps = blockDim.x / kWarpSize;
@@ -90,7 +122,11 @@ __device__ __noinline__ inline void take_own_row(const ReplayArgs& args, OwnRow 
     for (std::uint32_t slot = warp; slot < row.visible; slot += warps) {
       const OwnToken token{row.unit, row.query, row.positions[slot],
                            row.places ? row.places[slot] : 0, row.places != nullptr};
-      const float logit = is_head ? own_product(args, token, head) * shape.softmax_scale : 0.0f;
+      const int copy = copies(slot);
+      const auto product = [&] {
+        return copy > 0 ? copied_product(args, token, head, copy) : own_product(args, token, head);
+      };
+      const float logit = is_head ? product() * shape.softmax_scale : 0.0f;
       most = fmaxf(most, logit);
       if (lane == 0) own[4 * slot] = logit;
     }

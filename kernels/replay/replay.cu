@@ -3,6 +3,7 @@
 
 #include "kernels/launch.cuh"
 #include "kernels/replay/old_keys.cuh"
+#include "kernels/replay/rungs.cuh"
 
 namespace kvlab::kernels {
 namespace {
@@ -24,7 +25,8 @@ cudaError_t plan_walk(const ReplayArgs& args, Plan& plan) {
       args.span.blocks > static_cast<int>(kSpanBlocks) || args.layer_heads > kMostLayerHeads ||
       (args.layer_heads && args.units_of_config() % args.layer_heads != 0) ||
       args.member_count < 1 || shape.units < 1 || shape.units > 65535 ||
-      (args.squeezed && shape.tokens > kMostOldDistance))
+      (args.squeezed && shape.tokens > kMostOldDistance) || args.most_rungs > kMostReplayRungs ||
+      (args.squeezed && args.most_rungs > 0))
     return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
@@ -33,10 +35,12 @@ cudaError_t plan_walk(const ReplayArgs& args, Plan& plan) {
   plan.threads = replay_threads(args.room_slots, args.squeezed);
   plan.multiprocessors = limits.multiprocessors;
   constexpr int kReserved = 1024;
-  const int most = limits.shared_bytes - static_cast<int>(sizeof(ReplayShared)) - kReserved;
-  plan.shared_bytes = bytes_of_words(args);
-  const std::size_t room =
-      replay_room(whole_strips(args.room_slots, args.squeezed), args.slot_bytes, args.squeezed);
+  const bool rungs = args.most_rungs > 0;
+  const int most = limits.shared_bytes - static_cast<int>(sizeof(ReplayShared)) - kReserved -
+                   (rungs ? static_cast<int>(sizeof(LadderShared)) : 0);
+  plan.shared_bytes = bytes_of_words(args) * static_cast<std::size_t>(1 + args.most_rungs);
+  const std::size_t room = replay_room(whole_strips(args.room_slots, args.squeezed),
+                                       args.slot_bytes, args.squeezed, rungs);
   const auto take = [&](std::size_t bytes) {
     const bool fits = plan.shared_bytes + bytes <= static_cast<std::size_t>(most);
     if (fits) plan.shared_bytes += bytes;
@@ -45,7 +49,7 @@ cudaError_t plan_walk(const ReplayArgs& args, Plan& plan) {
   const bool fits = take(room_of_old_keys(args)), in_room = take(room);
   if (!fits || plan.shared_bytes > static_cast<std::size_t>(most)) return cudaErrorInvalidValue;
   plan.most_shared_bytes = static_cast<std::size_t>(most);
-  plan.variant = {shape.quads(), args.squeezed, in_room, args.tensors.type, args.largest};
+  plan.variant = {shape.quads(), args.squeezed, in_room, args.tensors.type, args.largest, rungs};
   return cudaSuccess;
 }
 

@@ -24,6 +24,14 @@ inline constexpr int kMostLayerHeads = 8;    ///< KV heads that may keep one set
 inline constexpr int kReplayResiduals = 32;  ///< directions of the residual stream: a warp's lanes
 inline constexpr int kMostReplayDraws = 64;  ///< of gradients
 inline constexpr int kReplayTerms = kMostReplayQueries;  ///< queries of a token's terms
+inline constexpr int kMostReplayRungs = 8;               ///< of a ladder
+inline constexpr int kMostReplayCopies = 31;             ///< of tokens in codes
+inline constexpr int kMostReplayParts = 3;               ///< of what has been read of codes
+
+/// How many numbers of a type add up to a float32.
+constexpr int replay_parts(Type type) {
+  return type == Type::f32 ? 1 : type == Type::f16 ? 2 : kMostReplayParts;
+}
 
 struct ReplayShape {
   int units;  ///< that are replayed together
@@ -51,6 +59,24 @@ struct ReplayTensors {
   const float* key_scales;     // [unit, token]: what paired keys are to be multiplied with
   const float2* coarse;        // [position / 64, pairs]: the rope table of multiples of 64
   const float2* fine;          // [64, pairs]: of positions 0 to 63, without RoPE's factor
+};
+
+struct ReplayWay;  // kernels/replay/copies.hpp
+
+/// What is read of tokens' codes, one copy of them all for each way down; copy 0 are the exact
+/// ones, which are not here. Whole again: behind the butterflies back.
+struct ReplayCopies {
+  int count;              ///< 0: no configuration has codes
+  void *keys, *values;    // [copy, part, unit, token, dim]: of shape.rounding, of tensors.type
+  const ReplayWay* ways;  // [copy], or, of own units, [configuration, copy]
+  std::int64_t vectors;   ///< elements of a part: units, tokens, dim
+  std::int64_t rows;      ///< float4 of a copy's exponentials: units, queries, quads, tokens
+  std::int64_t terms;     ///< float32 of a copy's terms
+
+  /// Part 0 of a copy, from 1 on; the next are `vectors` further.
+  constexpr std::int64_t first_part(int copy, Type type) const {
+    return std::int64_t{copy - 1} * replay_parts(type) * vectors;
+  }
 };
 
 /// Vectors [row, dim] before RoPE, `stride` elements apart.
@@ -112,6 +138,9 @@ struct ReplayRows {
   /// multiplied with a power of two as keys are in replay_pair_keys().
   uint4* fragments;
   float4* scales;  // [quad]: softmax_scale, and what undoes that
+  /// [quad]: the largest logit of the exact row; or null. Copies' rows lie behind `e`, at the same
+  /// scale: see ReplayCopies.
+  float4* exact_most;
 };
 
 /// From products [unit, query of the block, head, token] of rotated queries and keys.
@@ -125,6 +154,10 @@ struct ReplayRowsArgs {
 };
 /// Bytes: products read once, rows.e (and rows.squeezed) written once, each 16 a quad and token.
 cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream);
+
+/// The rows of one copy's keys, from their products.
+cudaError_t replay_coded_rows(const ReplayRowsArgs& args, const ReplayCopies& copies, int copy,
+                              cudaStream_t stream);
 
 /// Causal softmax of such products, for one exact pass of attention: what a query may not see
 /// becomes 0.
@@ -143,6 +176,11 @@ struct ReplayAdmission {
   bool ends_prompt = false;
 };
 
+/// A rung of a cache, and which copy its tokens are of.
+struct ReplayRung {
+  std::uint32_t slots, copy;
+};
+
 /// One configuration.
 struct ReplayRule {
   PairRule rule;
@@ -157,6 +195,10 @@ struct ReplayRule {
   std::uint32_t columns;     ///< the first of ReplayArgs::columns that the policy reads
   std::uint32_t admissions;  ///< index of the first; a last one of no tokens follows
   std::uint32_t admission_count;
+  std::uint32_t rungs, first_rung;  ///< how many, 0: no ladder; the first of ReplayArgs::rungs
+  std::uint32_t copies;             ///< bits of those that its tokens may be of
+  std::int32_t twin;  ///< the configuration of the same tokens in 16 bit, of which there are
+                      ///< figures alone; or -1
 };
 
 /// Where a cache is between two blocks. All zero at first.
@@ -178,6 +220,7 @@ struct ReplayCaches {
   Observation* seen;
   int planes;                // of `own`: kReplayAhead where a cache is squeezed, else 1
   float4* own;               // [unit, plane, quad, slot]: exponentials of a cache's own logits
+  std::uint8_t* rungs;       ///< of ladders; or null
   ReplayProgress* progress;  // [unit, configuration]
 };
 
@@ -196,6 +239,7 @@ struct ReplaySamples {
   int capacity;           ///< samples of a block of queries, at most
   int words;              ///< of a set: tokens / 32, rounded up
   std::uint32_t* shared;  // [kept, words]: bits of the tokens whose exponentials are a shared row's
+  std::uint32_t* coded;   // [kept, copy from 1 on, words]: likewise of tokens in codes; or null
   ReplaySample* samples;  // [kept]
   /// [sample, group, dim]: of the others, exponentials by values. replay_outputs() leaves the
   /// errors of the outputs there, where `residual` is wanted.
@@ -214,6 +258,7 @@ struct ReplaySamples {
   void* outputs;
   const std::int32_t* sets;  ///< configurations by kReplayTile of one kind of positions; -1: none
   int tiles;                 ///< of them
+  int coded_tiles;           ///< of those with codes, which come behind
 };
 
 struct ReplayFigures {
@@ -260,6 +305,9 @@ struct ReplayArgs {
   /// u % own_units of configuration u / own_units, and all that is counted by unit and
   /// configuration has one configuration. 0: every unit goes through every configuration.
   int own_units;
+  ReplayCopies copies;
+  const ReplayRung* rungs;
+  int most_rungs;  ///< of a member; 0: none has a ladder, else all have
 
   /// Units that each configuration goes through.
   constexpr int units_of_config() const { return own_units ? own_units : shape.units; }
@@ -290,6 +338,7 @@ struct WalkVariant {
   bool squeezed, in_room;  ///< in_room: slots lie in shared memory
   Type type;               ///< of keys and values
   bool largest = false;    ///< as ReplayArgs::largest
+  bool rungs = false;      ///< of ladders
 };
 /// The walk that the members' caches need on the current device.
 cudaError_t walk_variant(const ReplayArgs& args, WalkVariant& variant);

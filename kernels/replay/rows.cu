@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) {
     args.rows.sums[of_quad] = totals.sum;
     args.rows.least[of_quad] = least;
+    if (args.rows.exact_most) args.rows.exact_most[of_quad] = totals.most;
   }
   if (args.span.index[query] >= 0)
     count_wanted(e, query, least, cache, counts, args.rows.wanted[of_quad]);

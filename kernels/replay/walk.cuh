@@ -13,10 +13,10 @@
 
 namespace kvlab::kernels {
 
-/// T: of keys and values. kLargest: as QueryLook's.
-template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T, bool kLargest>
+/// T: of keys and values. kLargest: as QueryLook's. kRungs: of ladders, never squeezed.
+template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T, bool kLargest, bool kRungs>
 class ReplayWalk {
-  using Cache = ReplayCache<P, kSqueezed, kInRoom>;
+  using Cache = ReplayCache<P, kSqueezed, kInRoom, kRungs>;
   using Exponentials = Quads<kQuads>;
   using Look = QueryLook<P, kQuads, kLargest>;
   static constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
@@ -24,7 +24,9 @@ class ReplayWalk {
   static constexpr int kHeads = 4 * kQuads;
   static constexpr int kStrip = replay_strip(kSqueezed);
 
-  using Totals = ReplayTotals<kQuads, kSqueezed, kAsks>;
+  /// A cache's exponentials are not the full row's.
+  static constexpr bool kOther = kSqueezed || kRungs;
+  using Totals = ReplayTotals<kQuads, kOther, kAsks>;
   static constexpr int kFullPart = Totals::kFullPart, kMostPart = Totals::kMostPart;
   struct Strip {
     Exponentials e[kStrip];
@@ -64,7 +66,7 @@ class ReplayWalk {
     if (args.figures.kept) note_kept(query);
     if (age > 0) return;
     if (now.tokens > 1) observe_all(now);
-    if (!kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
+    if (kRungs || !kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
     cache_.end();
   }
 
@@ -91,32 +93,35 @@ class ReplayWalk {
     const ReplayArgs& args = at_.args;
     const bool measures = index >= 0 && args.figures.sums,
                leaves = index >= 0 && index % args.samples.kept_every == 0,
-               attends = !kSqueezed || observes || leaves;
+               attends = !kOther || observes || leaves;
     const std::int64_t row = at_.row(i) * kQuads * args.shape.tokens;
     own_ = nullptr;
     all_own_ = false;
     shared_row_ = args.rows.e + row;
     Totals totals{};
-    if constexpr (kSqueezed) {
+    if constexpr (kOther)
       if (measures) total_full(totals, i, query);
+    if constexpr (kSqueezed) {
       shared_row_ = args.rows.squeezed + row;
       if (attends) {
         own_ = at_.own(i);
         attend_old(i, kObserves && cache_.now().tokens == 1);
       }
     }
-    if (attends) total(totals, query, !kSqueezed && measures ? i : -1);
+    if (attends) total(totals, query, !kOther && measures ? i : -1);
     float folded = fold(totals);
     if (measures) measure(i, query, folded);
     if (measures && args.span.named_count) add_named_sums<kQuads>(at_, cache_.live_words(), i);
     if (!attends) return;
     const bool lost = is_lost(folded, at_);
     if (lost) {
-      take_own(totals, i, query);
+      take_own(totals, i, query, copies());
       folded = fold(totals);
     }
     if (observes) observe(folded, query, age);
     if (leaves) leave_kept(i, index, query, folded, lost);
+    if constexpr (kRungs)
+      if (leaves && at_.rule.twin >= 0) leave_twin(totals, i, index, query, folded);
   }
 
   /// The exponentials of the old tokens for query i of the block: those that are not known yet, and
@@ -146,10 +151,11 @@ class ReplayWalk {
     for (int k = 0; k < kStrip; ++k) {
       const std::uint32_t slot = first + k * kWarpSize;
       strip.e[k] = {};
-      if (cache_.holds(slot, query, visible_))
+      if (!cache_.holds(slot, query, visible_)) continue;
+      const float4* const row = shared_row_ + (kFull ? 0 : copies()(slot) * at_.args.copies.rows);
 #pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad)
-          strip.e[k].quad[quad] = shared_row_[quad * tokens + cache_.position(slot)];
+      for (int quad = 0; quad < kQuads; ++quad)
+        strip.e[k].quad[quad] = row[quad * tokens + cache_.position(slot)];
     }
     if constexpr (!kFull)
       if (kSqueezed || all_own_) take_private(strip, first, query);
@@ -220,9 +226,17 @@ class ReplayWalk {
     return {cache_.positions(), kSqueezed ? cache_.places() : nullptr, visible_, query, at_.unit,
             at_.own(i)};
   }
-  __device__ void take_own(Totals& totals, int i, std::uint32_t query) {
+  /// Which copies the tokens are of.
+  __device__ auto copies() const {
+    if constexpr (kRungs)
+      return cache_.copies();
+    else
+      return ExactCopies{};
+  }
+  template <class Copies>
+  __device__ void take_own(Totals& totals, int i, std::uint32_t query, const Copies& copies) {
     __syncthreads();
-    take_own_row(at_.args, own_row(i, query), &shared_.scratch[0][0]);
+    take_own_row(at_.args, own_row(i, query), copies, &shared_.scratch[0][0]);
     own_ = at_.own(i);
     all_own_ = true;
     total(totals, query, -1);
@@ -260,7 +274,7 @@ class ReplayWalk {
   /// position is guarded.
   __device__ void observe_alone(const Look& seen_by, std::uint32_t query) {
     const Step attended = cache_.step_at(query, 1), leaves = cache_.step_at(query + 1, 0);
-    const bool ranks = cache_.ranks_next();
+    const bool ranks = !kRungs && cache_.ranks_next();
     const std::uint32_t unguarded = ranks ? cache_.unguarded(query + 1) : 0;
     Candidate candidate;
     for_strips(query, [&](const Strip& strip, std::uint32_t first) {
@@ -294,13 +308,17 @@ class ReplayWalk {
 
   __device__ void rank_all(std::uint32_t now) {
     if (!cache_.ranks_next()) return;
-    const Step leaves = cache_.step_at(now, 0);
-    const std::uint32_t unguarded = cache_.unguarded(now);
-    Candidate first;
-    at_.for_slots<kStrip>(cache_.live(), [&](std::uint32_t i) {
-      cache_.rank(first, i, cache_.state(i), leaves, unguarded);
-    });
-    cache_.choose(first);
+    if constexpr (kRungs) {
+      cache_.step_down(now);
+    } else {
+      const Step leaves = cache_.step_at(now, 0);
+      const std::uint32_t unguarded = cache_.unguarded(now);
+      Candidate first;
+      at_.for_slots<kStrip>(cache_.live(), [&](std::uint32_t i) {
+        cache_.rank(first, i, cache_.state(i), leaves, unguarded);
+      });
+      cache_.choose(first);
+    }
   }
 
   /// What replay_outputs() and replay_changes() take the query's from.
@@ -309,29 +327,70 @@ class ReplayWalk {
     const std::int64_t kept = at_.args.kept_of(at_.figure(), index);
     const std::uint32_t own = lost ? query + 1 : cache_.first_young();
     __syncthreads();
-    cache_.copy_live(samples.shared + kept * samples.words, query + 1, own);
+    if (!kRungs || own > 0) cache_.copy_live(samples.shared + kept * samples.words, query + 1, own);
+    if constexpr (kRungs) leave_coded(kept, query + 1, own);
     if (at_.thread < kHeads) samples.samples[kept].sums[at_.thread] = folded;
     if (at_.thread == 0) {
-      samples.samples[kept].whole = visible_ == query + 1 && !kSqueezed;
+      samples.samples[kept].whole =
+          visible_ == query + 1 && !kSqueezed && (!kRungs || at_.rule.copies <= 1);
       samples.samples[kept].own = own > 0;
     }
-    if (own > 0) leave_own(i, index, own);
+    if (own > 0) leave_own(at_.figure(), i, index, own, copies());
+    __syncthreads();
+  }
+
+  /// The tokens of each copy, none where all are the cache's own.
+  __device__ void leave_coded(std::int64_t kept, std::uint32_t tokens, std::uint32_t own) const {
+    const ReplaySamples& samples = at_.args.samples;
+    if (own == 0) cache_.copy_words(0, samples.shared + kept * samples.words, tokens);
+    for (int copy = 1; copy <= at_.args.copies.count; ++copy) {
+      if (!(at_.rule.copies >> copy & 1)) continue;
+      std::uint32_t* const to =
+          samples.coded + (kept * at_.args.copies.count + copy - 1) * samples.words;
+      if (own == 0)
+        cache_.copy_words(copy, to, tokens);
+      else
+        cache_.copy_live(to, tokens, own);
+    }
+  }
+  /// The same tokens in 16 bit.
+  __device__ void leave_twin(Totals& totals, int i, int index, std::uint32_t query, float folded) {
+    const ReplaySamples& samples = at_.args.samples;
+    const std::int64_t figure = at_.args.figure_of(at_.unit, at_.rule.twin),
+                       kept = at_.args.kept_of(figure, index);
+    float exact = __shfl_sync(~0u, folded, kFullPart * kHeads + at_.lane % kHeads);
+    const bool lost = is_lost(exact, at_);
+    if (lost) {
+      take_own(totals, i, query, ExactCopies{});
+      exact = fold(totals);
+    }
+    const std::uint32_t own = lost ? query + 1 : 0;
+    cache_.copy_live(samples.shared + kept * samples.words, query + 1, own);
+    if (at_.thread < kHeads) samples.samples[kept].sums[at_.thread] = exact;
+    if (at_.thread == 0)
+      samples.samples[kept].whole = visible_ == query + 1, samples.samples[kept].own = lost;
+    if (lost) leave_own(figure, i, index, own, ExactCopies{});
     __syncthreads();
   }
 
   /// The part of a query's outputs and changes that is the tokens' before position `own`.
-  __device__ void leave_own(int i, int index, std::uint32_t own) {
+  template <class Copies>
+  __device__ void leave_own(std::int64_t figure, int i, int index, std::uint32_t own,
+                            const Copies& of_copies) {
     const ReplayArgs& args = at_.args;
     const OwnValues of{cache_.positions(), visible_, own, at_.unit, at_.own(i)};
     if (args.samples.draws) {
       const QueryTerms terms(args, at_.unit, index);
-      sum_own_terms(args, of, terms,
-                    args.samples.own_changes + args.kept_of(at_.figure(), index) * terms.columns);
+      sum_own_terms(args, of, terms, of_copies,
+                    args.samples.own_changes + args.kept_of(figure, index) * terms.columns);
     }
     if (index % args.span.sample_every != 0) return;
-    float* const to = args.samples.own +
-                      args.sample_of(at_.figure(), index) * args.shape.group * args.shape.head_size;
-    sum_own_values<kQuads, FourBits<T>>(args, of, shared_.scratch, to);
+    float* const to =
+        args.samples.own + args.sample_of(figure, index) * args.shape.group * args.shape.head_size;
+    if constexpr (kRungs)
+      sum_coded_values(args, of, of_copies, to);
+    else
+      sum_own_values<kQuads, FourBits<T>>(args, of, shared_.scratch, to);
   }
 
   const ReplayPlace& at_;
@@ -346,14 +405,14 @@ class ReplayWalk {
 };
 
 /// A block for each member (x) and unit of it (y).
-template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T, bool kLargest>
+template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T, bool kLargest, bool kRungs>
 __global__ void __launch_bounds__(replay_most_threads(kSqueezed), replay_blocks(kSqueezed))
     walk_caches(const __grid_constant__ ReplayArgs args) {
   extern __shared__ __align__(16) std::byte dynamic[];
   __shared__ ReplayShared shared;
   const ReplayPlace at(args);
-  std::byte* const room = dynamic + bytes_of_words(args);
-  ReplayWalk<P, kQuads, kSqueezed, kInRoom, T, kLargest>(
+  std::byte* const room = dynamic + bytes_of_words(args) * (kRungs ? 1 + args.most_rungs : 1);
+  ReplayWalk<P, kQuads, kSqueezed, kInRoom, T, kLargest, kRungs>(
       at, shared, reinterpret_cast<std::uint32_t*>(dynamic), room)
       .run();
 }

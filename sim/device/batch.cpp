@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "kernels/host/transfer.hpp"
 #include "traces/base/parallel.hpp"
@@ -45,6 +46,7 @@ void Batch::read() {
     }
     check(cudaStreamSynchronize(stream_), "reading a trace");
   }
+  on_device_.make_copies();
   read_projections();
 }
 
@@ -191,8 +193,27 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
     share(parts_.changes, copy_to(&HeadStats::changes));
     share(parts_.recalls,
           [&](HeadStats& to, auto from) { to.take_recalls(plan_.span, from.data()); });
+    separate_codes(own);
   });
   return all;
+}
+
+/// What coding changes is the errors less those of the twins, which go.
+void Batch::separate_codes(std::vector<HeadOutcome>& own) const {
+  const std::size_t configs = grid_.twin.size(), columns = sizes_.columns.residual;
+  for (std::size_t c = 0; c < configs; ++c) {
+    if (grid_.twin[c] < 0) continue;
+    const std::vector<float> without = own[static_cast<std::size_t>(grid_.twin[c])].stats.residual,
+                             with = std::exchange(own[c].stats.residual, {});
+    for (std::size_t at = 0; at < with.size(); at += columns) {
+      const auto from = with.begin() + static_cast<std::ptrdiff_t>(at);
+      own[c].stats.residual.insert(own[c].stats.residual.end(), from,
+                                   from + static_cast<std::ptrdiff_t>(columns));
+      for (std::size_t i = at; i < at + columns; ++i)
+        own[c].stats.residual.push_back(with[i] - without[i]);
+    }
+  }
+  own.erase(own.begin() + static_cast<std::ptrdiff_t>(configs), own.end());
 }
 
 LiveCounts Batch::counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const {
@@ -271,7 +292,8 @@ void Batch::show_sets(std::size_t first_unit, const KeptWatcher& watcher) const 
   const auto words = static_cast<std::size_t>(args_.figures.words);
   std::vector<std::uint32_t> live;
   for (std::size_t figure = 0; figure < units_.size() * sizes_.configs; ++figure)
-    for (std::uint32_t query = 0; query < plan_.trace.tokens(); ++query) {
+    for (std::uint32_t query = 0;
+         figure % sizes_.configs < grid_.twin.size() && query < plan_.trace.tokens(); ++query) {
       const std::uint32_t* const row = bits.data() + (figure * sizes_.tokens + query) * words;
       live.clear();
       for (std::uint32_t position = 0; position <= query; ++position)

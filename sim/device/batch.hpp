@@ -54,6 +54,7 @@ class Batch {
     std::vector<kernels::ReplayProgress> progress;
   };
   LiveCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;
+  void separate_codes(std::vector<HeadOutcome>& own) const;
   /// But for what an ErrorProjection makes.
   HeadOutcome outcome(std::size_t figure, const Figures& figures) const;
 

@@ -20,6 +20,13 @@ void lay_out_tensors(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   parts.values = arena.take<std::byte>(vectors * s.element_bytes);
   parts.rounded_queries = arena.take<std::byte>(vectors * s.group * s.product_bytes);
   parts.rounded_keys = arena.take<std::byte>(vectors * s.product_bytes);
+  kernels::ReplayCopies& copies = args.copies;
+  copies.count = static_cast<int>(s.copies);
+  copies.vectors = static_cast<std::int64_t>(vectors);
+  copies.keys = parts.coded_keys =
+      arena.take<std::byte>(s.copies * vectors * s.key_parts * s.product_bytes);
+  copies.values = parts.coded_values =
+      arena.take<std::byte>(s.copies * vectors * s.value_parts * s.element_bytes);
   if (s.unrounded()) {
     parts.key_parts = arena.take<float>(vectors * 3);
     parts.query_parts = arena.take<float>(units * s.block * s.group * 3 * s.dim);
@@ -47,7 +54,9 @@ void lay_out_rows(Arena& arena, const UnitSizes& s, std::size_t units, BatchPart
   if (s.unrounded()) parts.unrounded_products = arena.take<float>(queries * s.group * s.tokens);
   kernels::ReplayRows& rows = args.rows;
   rows.block = static_cast<int>(s.block);
-  rows.e = arena.take<float4>(quads * s.tokens);
+  args.copies.rows = static_cast<std::int64_t>(quads * s.tokens);
+  rows.e = arena.take<float4>((1 + s.copies) * quads * s.tokens);
+  if (s.copies) rows.exact_most = arena.take<float4>(quads);
   if (s.squeezed) {
     rows.squeezed = s.unrounded() ? arena.take<float4>(quads * s.tokens) : rows.e;
     rows.most = arena.take<float4>(quads);
@@ -75,6 +84,7 @@ void lay_out_caches(Arena& arena, const UnitSizes& s, std::size_t units, ReplayA
   caches.fillers = arena.take<std::uint32_t>(slots);
   caches.ranks = arena.take<std::uint64_t>(slots);
   caches.seen = arena.take<Observation>(slots);
+  if (s.on_rungs) caches.rungs = arena.take<std::uint8_t>(slots);
   caches.own = arena.take<float4>(slots * s.quads * static_cast<std::size_t>(caches.planes));
 }
 
@@ -90,6 +100,7 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   samples.kept_every = s.columns.draws ? 1 : args.span.sample_every;
   samples.words = static_cast<int>(s.words());
   samples.shared = arena.take<std::uint32_t>(kept * s.words());
+  samples.coded = arena.take<std::uint32_t>(kept * s.copies * s.words());
   samples.samples = arena.take<kernels::ReplaySample>(kept);
   samples.own = arena.take<float>(sampled * s.group * s.dim);
   if (!s.figures) return;
@@ -102,8 +113,9 @@ void lay_out_figures(Arena& arena, const UnitSizes& s, std::size_t units, BatchP
   if (s.columns.draws) {
     samples.draws = static_cast<int>(s.columns.draws);
     parts.gradients = arena.take<std::byte>(units * s.queries * s.gradient() * s.element_bytes);
-    samples.terms = parts.terms =
-        arena.take<float>(units * s.tokens * kernels::kReplayTerms * s.terms());
+    const std::size_t terms = units * s.tokens * kernels::kReplayTerms * s.terms();
+    args.copies.terms = static_cast<std::int64_t>(terms);
+    samples.terms = parts.terms = arena.take<float>((1 + s.copies) * terms);
     samples.term_scales = parts.term_scales = arena.take<float>(units * s.queries);
     samples.own_changes = arena.take<float>(kept * s.terms());
     parts.changes = take_span<float>(arena, caches * s.queries * s.columns.draws);

@@ -16,7 +16,8 @@ struct UnitSizes {
   std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, queries, samples,
       block_samples, named, token_columns;
   std::size_t slot_stride, product_bytes, element_bytes;
-  bool squeezed, rounds;
+  std::size_t copies, key_parts, value_parts;  ///< of tokens as ladders keep them
+  bool squeezed, rounds, on_rungs;
   ProjectionColumns columns = {};
   bool figures = true;  ///< or outputs alone
 
@@ -42,9 +43,10 @@ struct BatchParts {
   float* columns;  // [unit, token_columns of each token]: as kernels::ReplayArgs has them
   std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys;
   float *products, *unrounded_products;
-  float* sketches;             // [unit, group, dim, kReplayResiduals]
-  std::byte* gradients;        // [unit, query of the span, draw, group, dim] of the trace's type
-  float *terms, *term_scales;  // as kernels::ReplaySamples has them
+  float* sketches;       // [unit, group, dim, kReplayResiduals]
+  std::byte* gradients;  // [unit, query of the span, draw, group, dim] of the trace's type
+  std::byte *coded_keys, *coded_values;  // as kernels::ReplayCopies has them
+  float *terms, *term_scales;            // as kernels::ReplaySamples has them
   // Zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;

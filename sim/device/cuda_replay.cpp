@@ -62,6 +62,8 @@ class Replayer final : public CudaReplayer {
            shape.group() <= kernels::kMostReplayGroup &&
            shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0 &&
            trace.row(0).rope.rotated() % 4 == 0 && knows_rows(trace) &&
+           (!config.policy.ladder.is_coded() || shape.head_size % kCodeBlock == 0) &&
+           config.policy.ladder.rungs.size() <= kernels::kMostReplayRungs &&
            (config.policy.modifiers.scope == Modifiers::Scope::head || walks_layers(shape));
   }
 
@@ -120,10 +122,11 @@ class Replayer final : public CudaReplayer {
     const UnitsPlan common{
         plan.trace.shape(), plan.trace.row(layer).rope, plan.ropes[layer], plan.arithmetics[layer],
         plan.span,          plan.trace.tokens(),        plan.sequence};
-    const Grid grid(plan.configs, common.tokens, !plan.span.named().empty());
+    const ProjectionColumns columns = projection_columns(plan.trace, plan.span.span());
+    const Grid grid(plan.configs, common.tokens, !plan.span.named().empty(), columns.residual > 0);
     const Tables tables(common);
-    UnitSizes sizes = sizes_of(common, grid, plan.configs.size());
-    sizes.columns = projection_columns(plan.trace, plan.span.span());
+    UnitSizes sizes = sizes_of(common, grid, grid.configs);
+    sizes.columns = columns;
     const std::size_t landing = sizes.land_at_once(units.size(), plan.threads) * sizes.landing(),
                       at_once = std::min(
                           units_at_once(sizes, landing, grid.by_layer ? common.shape.kv_heads : 1),

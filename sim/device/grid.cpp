@@ -26,47 +26,6 @@ std::uint32_t most_live(const ResolvedConfig& config) {
   return most;
 }
 
-/// Configurations of one kind of positions by kReplayTile, -1 where there are no more.
-std::vector<std::int32_t> sets_of(const std::vector<ReplayRule>& rules) {
-  std::vector<std::int32_t> sets;
-  for (const bool squeezed : {false, true}) {
-    for (std::size_t c = 0; c < rules.size(); ++c)
-      if (rules[c].squeezed == squeezed) sets.push_back(static_cast<std::int32_t>(c));
-    while (sets.size() % kernels::kReplayTile != 0) sets.push_back(-1);
-  }
-  return sets;
-}
-
-/// `rules`, of `configs`, for each KV head of each layer with its own budget; those themselves
-/// where budgets are even.
-std::vector<ReplayRule> rules_by_head(const std::vector<ReplayRule>& rules,
-                                      std::span<const ResolvedConfig* const> configs,
-                                      int& heads_of_layer) {
-  const auto uneven = std::ranges::find_if(
-      configs, [](const ResolvedConfig* config) { return !config->head_budgets.empty(); });
-  if (uneven == configs.end()) return rules;
-  const HeadBudgets& shape = (*uneven)->head_budgets;
-  heads_of_layer = static_cast<int>(shape.front().size());
-  std::vector<ReplayRule> all;
-  const std::vector<std::uint32_t>& numbers = (*uneven)->layer_numbers;
-  for (std::uint32_t layer = 0; layer < shape.size(); ++layer) {
-    // By the layers' numbers, as units have them; nothing asks for those between.
-    const std::size_t before = numbers.empty() ? layer : numbers[layer];
-    all.resize(before * shape.front().size() * rules.size(), rules.front());
-    for (std::uint32_t head = 0; head < shape[layer].size(); ++head)
-      for (std::size_t c = 0; c < rules.size(); ++c) {
-        const ResolvedConfig& config = *configs[c];
-        ReplayRule& own = all.emplace_back(rules[c]);
-        if (config.head_budgets.empty() || !config.evicts()) continue;
-        const std::uint32_t budget = config.budget_of(layer, head);
-        const Guards guards = resolve_guards(config.policy, budget);
-        own.rule = {budget, guards.sinks, guards.recent};
-        own.room_at = config.policy.modifiers.room_at(budget);
-      }
-  }
-  return all;
-}
-
 bool looks_back(const Modifiers& modifiers) { return modifiers.once || modifiers.smooth > 0; }
 
 /// Four classes for each doubling: a launch is laid out for its largest cache.
@@ -82,13 +41,13 @@ Type type_of(const std::optional<Dtype>& rounding) {
   return *rounding == Dtype::bf16 ? Type::bf16 : Type::f16;
 }
 
-Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens, bool walks_all,
-           int own_units)
-    : own_units_(own_units), rule_configs_(static_cast<int>(configs.size())) {
+Grid::Grid(std::span<const ResolvedConfig* const> of, std::uint32_t tokens, bool walks_all,
+           bool wants_twins, int own_units)
+    : configs(of.size()), twin(of.size(), -1), rungs(own_units > 0), own_units_(own_units) {
   std::vector<ReplayRule> rules;
   std::vector<kernels::ReplayAdmission> admissions;
   std::vector<std::byte> params;
-  for (const ResolvedConfig* resolved : configs) {
+  for (const ResolvedConfig* resolved : of) {
     const ResolvedConfig& config = *resolved;
     const PolicyEntry& policy = *config.policy.entry;
     const bool is_walked = walks_all || !is_window(config.policy);
@@ -104,7 +63,13 @@ Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens,
                      .params = static_cast<std::uint32_t>(params.size()),
                      .columns = add_columns(config),
                      .admissions = static_cast<std::uint32_t>(admissions.size()),
-                     .admission_count = static_cast<std::uint32_t>(config.admissions.size())});
+                     .admission_count = static_cast<std::uint32_t>(config.admissions.size()),
+                     .rungs = 0,
+                     .first_rung = 0,
+                     .copies = 0,
+                     .twin = -1});
+    const auto index = static_cast<std::int32_t>(rules.size() - 1);
+    rungs.add(config, static_cast<std::uint32_t>(index), config.budget_tokens, rules.back());
     squeezed |= rules.back().squeezed;
     unit_slots = own_units ? std::max<std::int64_t>(unit_slots, slots) : unit_slots + slots;
     slot_stride = std::max(slot_stride, static_cast<int>((policy.slot_bytes + 7) / 8 * 8));
@@ -114,25 +79,80 @@ Grid::Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens,
     for (const Admission& admission : config.admissions)
       admissions.push_back({admission.first, admission.tokens, admission.ends_prompt});
     admissions.push_back({tokens, 0});
-    const auto index = static_cast<std::int32_t>(rules.size() - 1);
     if (is_walked) {
-      add_member(config, index, slots);
+      add_member(config, index, rules.back());
     } else {
       windows.push_back(index);
       window_configs[index] = resolved;
     }
   }
-  const std::vector<std::int32_t> sets = sets_of(rules);
-  tiles_ = static_cast<int>(sets.size()) / kernels::kReplayTile;
-  sets_ = cuda::upload(sets, "the replay's grid");
+  if (wants_twins) add_twins(rules);
+  send_sets(rules);
   params.resize(params.size() + 16);  // never empty
   std::stable_sort(members.begin(), members.end(),
                    [](const Members& a, const Members& b) { return a.most_slots > b.most_slots; });
   windows_on_device = cuda::upload(windows, "the replay's grid");
   for (Members& m : members) m.on_device = cuda::upload(m.configs, "the replay's grid");
-  rules_ = cuda::upload(rules_by_head(rules, configs, rule_heads_), "the replay's grid");
+  rules_ = cuda::upload(rules_by_head(rules, of), "the replay's grid");
+  rungs.send();
   admissions_ = cuda::upload(admissions, "the replay's grid");
   params_ = cuda::upload(params, "the replay's grid");
+}
+
+void Grid::add_twins(std::vector<ReplayRule>& rules) {
+  for (std::size_t c = 0; c < twin.size(); ++c) {
+    if (rules[c].copies <= 1) continue;
+    rules[c].twin = twin[c] = static_cast<std::int32_t>(rules.size());
+    rules.push_back(rules[c]);
+    rules.back().copies = 0;
+  }
+  configs = rules.size();
+}
+
+/// `rules`, of `of` and twins, for each KV head of each layer with its own budget; those themselves
+/// where budgets are even.
+std::vector<ReplayRule> Grid::rules_by_head(std::span<const ReplayRule> rules,
+                                            std::span<const ResolvedConfig* const> of) {
+  const auto uneven = std::ranges::find_if(
+      of, [](const ResolvedConfig* config) { return !config->head_budgets.empty(); });
+  if (uneven == of.end()) return {rules.begin(), rules.end()};
+  const HeadBudgets& shape = (*uneven)->head_budgets;
+  rule_heads_ = static_cast<int>(shape.front().size());
+  std::vector<ReplayRule> all;
+  const std::vector<std::uint32_t>& numbers = (*uneven)->layer_numbers;
+  for (std::uint32_t layer = 0; layer < shape.size(); ++layer) {
+    // By the layers' numbers, as units have them; nothing asks for those between.
+    const std::size_t before = numbers.empty() ? layer : numbers[layer];
+    all.resize(before * shape.front().size() * rules.size(), rules.front());
+    for (std::uint32_t head = 0; head < shape[layer].size(); ++head)
+      for (std::size_t c = 0; c < rules.size(); ++c) {
+        ReplayRule& own = all.emplace_back(rules[c]);
+        if (c >= of.size() || of[c]->head_budgets.empty() || !of[c]->evicts()) continue;
+        const ResolvedConfig& config = *of[c];
+        const std::uint32_t budget = config.budget_of(layer, head);
+        const Guards guards = resolve_guards(config.policy, budget);
+        own.rule = {budget, guards.sinks, guards.recent};
+        own.room_at = config.policy.modifiers.room_at(budget);
+        rungs.add(config, static_cast<std::uint32_t>(c), budget, own);
+      }
+  }
+  return all;
+}
+
+/// By kReplayTile of one kind, -1 where there are no more: those with codes last.
+void Grid::send_sets(std::span<const ReplayRule> rules) {
+  std::vector<std::int32_t> sets;
+  const auto add = [&](bool are_squeezed, bool coded) {
+    for (std::size_t c = 0; c < rules.size(); ++c)
+      if (rules[c].squeezed == are_squeezed && (rules[c].copies > 1) == coded)
+        sets.push_back(static_cast<std::int32_t>(c));
+    while (sets.size() % kernels::kReplayTile != 0) sets.push_back(-1);
+    return static_cast<int>(sets.size()) / kernels::kReplayTile;
+  };
+  add(false, false);
+  tiles_ = add(true, false);
+  coded_tiles_ = add(false, true) - tiles_;
+  sets_ = cuda::upload(sets, "the replay's grid");
 }
 
 void Grid::describe(ReplayArgs& args) const {
@@ -140,13 +160,15 @@ void Grid::describe(ReplayArgs& args) const {
   args.admissions = admissions_.as<kernels::ReplayAdmission>();
   args.params = params_.data();
   args.samples.sets = sets_.as<std::int32_t>();
-  args.rule_configs = rule_configs_;
+  args.rule_configs = static_cast<int>(configs);
   args.rule_heads = rule_heads_;
   args.samples.tiles = tiles_;
+  args.samples.coded_tiles = coded_tiles_;
+  rungs.describe(args);
   args.own_units = own_units_;
 }
 
-void Grid::add_member(const ResolvedConfig& config, std::int32_t index, std::uint32_t slots) {
+void Grid::add_member(const ResolvedConfig& config, std::int32_t index, const ReplayRule& rule) {
   const PolicySpec& policy = config.policy;
   const Members::Kind kind{
       .policy = policy.entry,
@@ -154,12 +176,15 @@ void Grid::add_member(const ResolvedConfig& config, std::int32_t index, std::uin
       .largest =
           policy.modifiers.group == Modifiers::Group::max && needs_mass(policy.entry->info.needs),
       .by_layer = config.evicts() && policy.modifiers.scope == Modifiers::Scope::layer,
-      .size_class = own_units_ ? 0 : size_class_of(slots)};
+      .rungs = rule.rungs > 0,
+      .size_class = own_units_ ? 0 : size_class_of(rule.slots)};
+  on_rungs |= kind.rungs;
   by_layer |= kind.by_layer;
   auto found = std::ranges::find(members, kind, &Members::kind);
   if (found == members.end()) found = members.insert(found, Members{kind});
   found->configs.push_back(index);
-  found->most_slots = std::max(found->most_slots, slots);
+  found->most_slots = std::max(found->most_slots, rule.slots);
+  found->most_rungs = std::max(found->most_rungs, rule.rungs);
 }
 
 std::uint32_t Grid::add_columns(const ResolvedConfig& config) {

@@ -10,7 +10,7 @@ namespace kvlab {
 namespace {
 
 Grid grid_of(const UnitsPlan& plan, std::span<const ResolvedConfig* const> configs) {
-  return {configs, plan.tokens, false, static_cast<int>(plan.shape.kv_heads)};
+  return {configs, plan.tokens, false, false, static_cast<int>(plan.shape.kv_heads)};
 }
 
 UnitSizes outputs_alone(const UnitsPlan& plan, const Grid& grid) {
@@ -27,15 +27,16 @@ std::vector<ReplayUnit> units_of(const UnitsPlan& plan, std::size_t configs) {
   return units;
 }
 
-std::uint64_t live_max_of(const ResolvedConfig& config, const ModelShape& shape) {
+std::uint64_t kv_bytes_peak_of(const ResolvedConfig& config, const ModelShape& shape) {
   ResolvedConfig window;  // what a layer with a span is
   window.admissions = config.admissions;
   std::uint64_t sum = 0;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
     for (std::uint32_t head = 0; head < shape.kv_heads; ++head)
-      sum += live_counts(config.span_of(layer) > 0 ? window : config, config.budget_of(layer, head))
-                 .most;
-  return sum;
+      sum += live_counts(config.span_of(layer) > 0 ? window : config, config.budget_of(layer, head),
+                         bytes_of(shape.dtype))
+                 .bytes_peak;
+  return sum * shape.head_size / kCodeBlock;
 }
 
 cuda::DeviceBuffer layers_of(const UnitsPlan& plan, std::size_t units) {
@@ -60,7 +61,7 @@ LoopAttention::LoopAttention(const UnitsPlan& plan, std::span<const ResolvedConf
       layers_(layers_of(plan, configs.size() * plan.shape.kv_heads)),
       count_(configs.size() * plan.shape.kv_heads) {
   for (const ResolvedConfig* const config : configs)
-    live_max_.push_back(live_max_of(*config, plan.shape));
+    kv_bytes_peak_.push_back(kv_bytes_peak_of(*config, plan.shape));
   walks_.load(units_.walks(), threads);
 }
 
@@ -115,6 +116,7 @@ void LoopAttention::attend(std::uint32_t layer, const std::byte* queries, std::b
            static_cast<std::int64_t>(width * s.dim)},
           unit, head);
   }
+  units_.make_copies();
   send_columns(layer);
   units_.clear();
   units_.set_layer(layers_.as<std::uint32_t>() + layer * count_);

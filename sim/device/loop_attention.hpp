@@ -29,8 +29,8 @@ class LoopAttention {
   /// Of a layer without a span. Queries before RoPE to outputs, both [configuration, row, query
   /// head, dim] of the model's type; may be the same memory. Enqueued on the first stream.
   void attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs);
-  /// The most tokens that each KV head of a configuration holds, all layers' together.
-  std::uint64_t live_max(std::size_t config) const { return live_max_[config]; }
+  /// The most that each KV head of a configuration holds, all layers' together.
+  std::uint64_t kv_bytes_peak(std::size_t config) const { return kv_bytes_peak_[config]; }
 
  private:
   /// What the layer's tokens bring, made on the host of their keys and values.
@@ -43,7 +43,7 @@ class LoopAttention {
   Units units_;
   Walks& walks_;
   cuda::DeviceBuffer layers_;  // [layer, unit]
-  std::vector<std::uint64_t> live_max_;
+  std::vector<std::uint64_t> kv_bytes_peak_;
   std::size_t count_;  ///< units
 };
 

@@ -11,6 +11,7 @@ namespace kvlab {
 
 using cuda::check;
 using kernels::Type;
+using Output = cuda::ProductArgs::Output;
 
 namespace {
 
@@ -20,6 +21,7 @@ constexpr std::size_t kMostUnits = 65535;  // of a grid
 }  // namespace
 
 UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs) {
+  if (grid.rungs.copies() > 0) check_coded_heads(plan.shape.head_size);
   const Type rounding = type_of(plan.arithmetic.rounding);
   return {.tokens = padded_tokens(plan.tokens),
           .group = plan.shape.group(),
@@ -39,8 +41,12 @@ UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs)
           .slot_stride = static_cast<std::size_t>(grid.slot_stride),
           .product_bytes = kernels::bytes_of(rounding),
           .element_bytes = bytes_of(plan.shape.dtype),
+          .copies = grid.rungs.copies(),
+          .key_parts = static_cast<std::size_t>(kernels::replay_parts(rounding)),
+          .value_parts = static_cast<std::size_t>(kernels::replay_parts(type_of(plan.shape.dtype))),
           .squeezed = grid.squeezed,
-          .rounds = rounding != Type::f32};
+          .rounds = rounding != Type::f32,
+          .on_rungs = grid.on_rungs};
 }
 
 std::size_t units_at_once(const UnitSizes& sizes, std::size_t landing, std::size_t together) {
@@ -125,6 +131,7 @@ kernels::ReplayArgs Units::args_of(const Members& members) const {
   args.largest = members.kind.largest;
   args.layer_heads = members.kind.by_layer ? static_cast<int>(plan_.shape.kv_heads) : 0;
   args.room_slots = members.most_slots;
+  args.most_rungs = static_cast<int>(members.most_rungs);
   return args;
 }
 
@@ -198,7 +205,23 @@ void Units::take_queries(const kernels::ReplayVectors& from, std::size_t unit, s
   check(kernels::replay_rotate(args, stream()), "rotating queries");
 }
 
+void Units::make_copies() {
+  if (sizes_.copies == 0) return;
+  const auto make = [&](bool keys, Type type, const std::byte* exact) {
+    check(kernels::replay_codes({args_.shape, args_.copies, keys, type, exact, args_.own_units},
+                                stream()),
+          "coding keys and values");
+  };
+  make(true, args_.shape.rounding, parts_.rounded_keys);
+  make(false, args_.tensors.type, parts_.values);
+}
+
 void Units::multiply_rows(std::uint32_t first, std::uint32_t count) {
+  multiply_rows(first, count, parts_.rounded_keys, Output::float32);
+}
+
+void Units::multiply_rows(std::uint32_t first, std::uint32_t count, const std::byte* keys,
+                          Output output) {
   const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
              group = static_cast<std::int64_t>(sizes_.group),
              dim = static_cast<std::int64_t>(sizes_.dim);
@@ -210,12 +233,13 @@ void Units::multiply_rows(std::uint32_t first, std::uint32_t count) {
             .x = parts_.rounded_queries + first * sizes_.group * sizes_.dim * sizes_.product_bytes,
             .x_row = dim,
             .x_batch = tokens * group * dim,
-            .w = parts_.rounded_keys,
+            .w = keys,
             .w_row = dim,
             .w_batch = tokens * dim,
             .y = parts_.products,
             .y_row = tokens,
             .y_batch = static_cast<std::int64_t>(sizes_.block) * group * tokens,
+            .output = output,
             .alignment = kProductAlignment},
            stream());
 }
@@ -252,14 +276,20 @@ void Units::make_rows(std::uint32_t first, std::uint32_t count) {
   args_.rows.count = static_cast<int>(count);
   multiply_rows(first, count);
   if (parts_.key_parts) multiply_parts(first, count);
-  check(kernels::replay_rows({.shape = args_.shape,
-                              .span = args_.span,
-                              .rows = args_.rows,
-                              .products = parts_.products,
-                              .unrounded = parts_.unrounded_products,
-                              .tensors = args_.tensors},
-                             stream()),
-        "computing rows");
+  const kernels::ReplayRowsArgs rows{.shape = args_.shape,
+                                     .span = args_.span,
+                                     .rows = args_.rows,
+                                     .products = parts_.products,
+                                     .unrounded = parts_.unrounded_products,
+                                     .tensors = args_.tensors};
+  check(kernels::replay_rows(rows, stream()), "computing rows");
+  const std::size_t part = static_cast<std::size_t>(args_.copies.vectors) * sizes_.product_bytes;
+  const std::byte* keys = parts_.coded_keys;
+  for (int copy = 1; copy <= args_.copies.count; ++copy) {
+    for (std::size_t p = 0; p < sizes_.key_parts; ++p, keys += part)
+      multiply_rows(first, count, keys, p == 0 ? Output::float32 : Output::add_float32);
+    check(kernels::replay_coded_rows(rows, args_.copies, copy, stream()), "computing rows");
+  }
 }
 
 void Units::walk(const Walks& walks) {
@@ -287,6 +317,17 @@ void Units::multiply_terms(std::uint32_t first, std::uint32_t count) {
   while (begin < end && !plan_.span.contains(end - 1)) --end;
   if (begin == end) return;
   args_.samples.first_term = static_cast<int>(plan_.span.index(begin));
+  multiply_terms(begin, end, parts_.values, 0, Output::float32);
+  const std::size_t part = static_cast<std::size_t>(args_.copies.vectors) * sizes_.element_bytes;
+  const std::byte* values = parts_.coded_values;
+  for (int copy = 1; copy <= args_.copies.count; ++copy)
+    for (std::size_t p = 0; p < sizes_.value_parts; ++p, values += part)
+      multiply_terms(begin, end, values, copy, p == 0 ? Output::float32 : Output::add_float32);
+}
+
+/// Of queries [begin, end), with a part of a copy's values.
+void Units::multiply_terms(std::uint32_t begin, std::uint32_t end, const std::byte* values,
+                           int copy, Output output) {
   const std::size_t queries = plan_.span.index(end - 1) - plan_.span.index(begin) + 1;
   const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
              dim = static_cast<std::int64_t>(sizes_.dim),
@@ -297,15 +338,16 @@ void Units::multiply_terms(std::uint32_t first, std::uint32_t count) {
        .rows = static_cast<int>(end),
        .n = static_cast<int>(queries * sizes_.terms()),
        .k = static_cast<int>(dim),
-       .x = parts_.values,
+       .x = values,
        .x_row = dim,
        .x_batch = tokens * dim,
        .w = parts_.gradients + plan_.span.index(begin) * sizes_.gradient() * sizes_.element_bytes,
        .w_row = dim,
        .w_batch = static_cast<std::int64_t>(sizes_.queries * sizes_.gradient()),
-       .y = parts_.terms,
+       .y = parts_.terms + copy * args_.copies.terms,
        .y_row = of_token,
        .y_batch = tokens * of_token,
+       .output = output,
        .alignment = kProductAlignment},
       stream());
 }

@@ -89,6 +89,8 @@ class Units {
   /// Makes all else of keys, and of the queries of one head of the group.
   void take_keys(const kernels::ReplayVectors& from, std::size_t unit);
   void take_queries(const kernels::ReplayVectors& from, std::size_t unit, std::uint32_t head);
+  /// Of all units' keys and values, where ladders want it.
+  void make_copies();
   /// The caches as they are before the first token, with no figures.
   void clear();
   /// Takes the units that there are to be those of another layer.
@@ -111,7 +113,11 @@ class Units {
   kernels::ReplayRotateArgs rotation_of(const kernels::ReplayVectors& from) const;
   kernels::ReplayArgs args_of(const Members& members) const;
   Walk walk_of(const Members& members) const;
+  void multiply_rows(std::uint32_t first, std::uint32_t count, const std::byte* keys,
+                     cuda::ProductArgs::Output output);
   void multiply_terms(std::uint32_t first, std::uint32_t count);
+  void multiply_terms(std::uint32_t begin, std::uint32_t end, const std::byte* values, int copy,
+                      cuda::ProductArgs::Output output);
   void make_rows(std::uint32_t first, std::uint32_t count);
   void multiply_parts(std::uint32_t first, std::uint32_t count);
   void walk(const Walks& walks);

@@ -214,6 +214,87 @@ TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for", 
   }
 }
 
+/// Heads of whole blocks of channels: groups of 1, 3, 7 and 4, every rounding, two turns; heavy
+/// tokens that take all of a row's exponentials with them.
+std::vector<RandomTrace> coded_shapes() {
+  return {
+      {.query_heads = 2,
+       .kv_heads = 2,
+       .head_size = 64,
+       .segments = {{0, 40, kPrompt}, {40, 60, kDecode}, {100, 17, kPrompt}, {117, 30, kDecode}},
+       .gradients_of = Span::all,
+       .spans = {{"early", 20, 5}},
+       .seed = 21},
+      {.layers = 3,
+       .query_heads = 6,
+       .kv_heads = 2,
+       .head_size = 32,
+       .dtype = Dtype::bf16,
+       .rounding = Rounding::model_dtype,
+       .draws = 5,
+       .gradients_of = Span::all,
+       .seed = 22},
+      {.layers = 1,
+       .query_heads = 7,
+       .kv_heads = 1,
+       .head_size = 160,
+       .dtype = Dtype::f16,
+       .rounding = Rounding::model_dtype,
+       .gradients_of = Span::all,
+       .seed = 23},
+      {.layers = 1,
+       .kv_heads = 1,
+       .head_size = 32,
+       .pull = 90,
+       .gradients_of = Span::all,
+       .seed = 24}};
+}
+
+TEST_CASE("a device keeps tokens on ladders as the plain replay does", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  for (const RandomTrace& wanted : coded_shapes()) {
+    const test::TemporaryFolder folder;
+    const TraceReader trace = write_with_columns(folder / "trace", wanted);
+    auto grid = configs_of({.policies = {"h2o", "lru:sinks=2", "window", "a2sf:sinks=1:recent=3",
+                                         "snapkv:recent=4", "vatp", "random"},
+                            .ladders = {"", "4", "fp8", "16@50%+16@50%", "16@5t+4@100%",
+                                        "8@25%+4@50%+k4v2@25%", "16@2t+8@30%+8@30%+2@40%"},
+                            .positions = {Positions::original}},
+                           &kCudaReplay, trace, 37);
+    for (const char* policy : {"full:ladder=8", "h2o:every=500:ladder=4"})
+      grid.push_back({.policy = parse_policy(policy), .budget = parse_budget("30")});
+    check_same(trace, grid);
+  }
+}
+
+TEST_CASE("on a device equal rungs are one rung", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const test::TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(folder / "trace", coded_shapes()[1]);
+  std::vector<CacheConfig> grid;
+  for (const char* policy : {"h2o", "lru:sinks=2", "random:every=6", "a2sf:smooth=1:scope=layer"})
+    for (const char* ladder : {"16", "16@3t+16@30%+16@70%", "4", "4@50%+4@50%"})
+      for (const char* budget : {"9", "17"})
+        grid.push_back({.policy = parse_policy(std::string(policy) + ":ladder=" + ladder),
+                        .budget = parse_budget(budget)});
+  std::map<std::pair<std::size_t, std::uint32_t>, std::vector<std::uint32_t>> kept;
+  const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
+    if (unit == 0) kept[{config, query}] = {live.begin(), live.end()};
+  });
+  const ReplayResult result = replay(trace, 0, grid, {.elsewhere = device.get()});
+  std::map<std::tuple<std::size_t, std::int32_t, std::int32_t, std::string>, double> figures;
+  for (const Measurement& m : result.measurements)
+    figures[{m.config, m.layer, m.head, m.metric}] = m.value;
+  for (const auto& [at, value] : figures) {
+    const auto& [config, layer, head, metric] = at;
+    if (config % 4 < 2 || metric == "code_error") continue;  // one rung
+    INFO(grid[config].policy.text() << " " << metric);
+    CHECK(value == figures.at({config - 2, layer, head, metric}));
+  }
+  for (const auto& [at, live] : kept)
+    if (at.first % 4 >= 2) CHECK(live == kept.at({at.first - 2, at.second}));
+}
+
 TEST_CASE("a device does not take heads that share slots", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;

@@ -151,6 +151,7 @@ TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, with
                   .largest = true},
                  90));
   CHECK(compiles(*parse_policy("criticalkv").entry, {1, false, true, kernels::Type::bf16}, 90));
+  CHECK(compiles(*h2o, {2, false, true, kernels::Type::f16, false, true}, 80));
   CHECK(compiles(*leaky, {2, true, false, kernels::Type::f32}, 80));
   CHECK(compiles(*leaky, {1, false, false, kernels::Type::bf16}, 90));
 }

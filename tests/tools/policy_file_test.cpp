@@ -137,9 +137,10 @@ TEST_CASE(
   CHECK(cache.policy.text() == file.cache.policy.text());
   CHECK(kvlab::refusal(kDecoder, cache).empty());
   CHECK(resolve(cache, 1000, 0, {2, 2, 64}).budget_tokens > 128);
-  CHECK(kvlab::refusal(kCudaDecoder, cache).empty());
-  CHECK(kvlab::refusal(kCudaLoop, cache) ==
-        "ladder 16:16t,4:100%: the closed loop on CUDA keeps tokens in 16 bit; --device cpu knows "
+  for (const Executor& executor : {kCudaDecoder, kCudaReplay})
+    CHECK(kvlab::refusal(executor, cache).empty());
+  CHECK(kvlab::refusal(kKernelLibrary, cache) ==
+        "ladder 16:16t,4:100%: the kernel library keeps tokens in 16 bit; a model on the CPU knows "
         "ladders");
 }
 

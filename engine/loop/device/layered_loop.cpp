@@ -56,6 +56,7 @@ void refuse(const DeviceModel& model, std::span<const CacheConfig> configs) {
   const double threshold = first_evicting(configs).threshold;
   for (const CacheConfig& config : configs) {
     check_held(kCudaLoop, config);
+    if (config.policy.ladder.is_coded()) check_coded_heads(model.config().head_size);
     if (config.evicts_by_layer() && !walks_layers(model.config().shape()))
       throw std::invalid_argument(
           fmt::format("policy {}: under scope=layer the closed loop on CUDA walks at most {} KV "
@@ -209,7 +210,7 @@ class SequenceRun {
                             on_.walks);
     embed(rows, memory);
     for (std::size_t c = 0; c < group.size(); ++c)
-      scores_[first + c].kv_bytes_peak = attention.live_max(c) * 2 * on_.model.key_bytes();
+      scores_[first + c].kv_bytes_peak = attention.kv_bytes_peak(c);
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
       throw_if_cancelled();
       project(layer, memory, attention, rows.all());

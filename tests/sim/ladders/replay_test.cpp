@@ -357,7 +357,7 @@ TEST_CASE("counted bytes are those of the rungs that tokens are on") {
       const LiveCounts counts = live_counts(config, config.budget_tokens);
       CHECK(counts.held_mean == Approx(held / count));
       CHECK(counts.held_peak == most);
-      CHECK(counts.floats_peak == floats);
+      CHECK(counts.bytes_peak == floats);
       CHECK(counts.evictions == live.evictions());
     }
 }
