@@ -71,6 +71,7 @@ inline constexpr Executor kCudaLoop{.name = "the closed loop on CUDA",
                                     .head_budgets = true,
                                     .scope_layer = true,
                                     .group_max = true,
+                                    .ladders = true,
                                     .columns = Columns::built_in};
 inline constexpr Executor kCudaReplay{.name = "the CUDA replay",
                                       .instead = "--device cpu",

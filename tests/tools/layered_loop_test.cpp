@@ -17,6 +17,13 @@ std::vector<CacheConfig> grid() {
   const CacheShape heads = cpu_tiny().config().heads();
   auto configs = with_full_first(
       test::covering({.budgets = test::budgets_about(36, heads)}, &kCudaLoop, 300, heads));
+  for (const CacheConfig& config :
+       test::covering({.policies = {"h2o", "lru:sinks=2", "a2sf:recent=4", "window"},
+       .ladders = {"", "4", "16@5t+4@100%", "8@25%+4@50%+k4v2@25%", "16@50%+16@50%"},
+       .budgets = test::budgets_about(36, heads),
+       .positions = {Positions::original}},
+                      &kCudaLoop, 300, heads))
+    configs.push_back(config);
   for (const Positions positions : {Positions::original, Positions::cache})
     for (const char* policy : {"lru:sinks=4:recent=50%", "roco", "h2o"})
       configs.push_back(config_of(policy, 70, Prefill{}, positions));
@@ -40,6 +47,13 @@ double mean(const std::vector<double>& values) {
 /// takes the difference of two sums, and was seen to do so on a card (0.005 nats at one token).
 double tolerance(const CacheConfig& config) { return config.policy.name == "roco" ? 1e-2 : 1e-3; }
 
+/// On a ladder a key that differs in its last bit may have another code: text by text the loops are
+/// as near as a sixth of what the ladder costs. On a card the worst was a twelfth.
+void check_coded(const LoopScores& ours, const LoopScores& wanted) {
+  CHECK(std::fabs(mean(ours.nll) - mean(wanted.nll)) <= 2e-2);
+  CHECK(std::fabs(mean(ours.kl) - mean(wanted.kl)) <= 1e-3 + mean(wanted.kl) / 6);
+}
+
 /// In bf16, where such ties are many: a sixteenth of what evicting costs at all, and bf16's own
 /// error. On a card `keydiff`, to which a cache's keys look alike, was a twentieth away.
 double tolerance_in_bf16(const LoopScores& scores) { return 3e-3 + mean(scores.kl) / 16; }
@@ -57,9 +71,13 @@ TEST_CASE("In float32 the loop on a device gives every token the CPU's log-likel
     for (std::size_t c = 0; c < configs.size(); ++c) {
       INFO(test::text_of(configs[c]) << " sequence " << s);
       const double most = tolerance(configs[c]);
+      CHECK(ours[s][c].kv_bytes_peak == wanted[s][c].kv_bytes_peak);
+      if (configs[c].policy.ladder.is_coded()) {
+        check_coded(ours[s][c], wanted[s][c]);
+        continue;
+      }
       CHECK(worst_difference(ours[s][c].nll, wanted[s][c].nll) <= most);
       CHECK(worst_difference(ours[s][c].kl, wanted[s][c].kl) <= most);
-      CHECK(ours[s][c].kv_bytes_peak == wanted[s][c].kv_bytes_peak);
     }
 }
 
@@ -76,14 +94,19 @@ TEST_CASE("Layers with windows see them in the loop on a device as on the CPU", 
     for (const Positions positions : {Positions::original, Positions::cache})
       for (const char* policy : {"h2o", "lru"})
         configs.push_back(config_of(policy, 36, prefill, positions));
+  configs.push_back(config_of("h2o:ladder=16@8t+4@100%", 36, Prefill{}, Positions::original));
   const EvalOptions options{.prompt_tokens = 50, .threads = 2};
   const auto ours = sweep_by_device_layers(model.device(Dtype::f32))(sequences, configs, options),
              wanted = sweep_by_layers(model.cpu())(sequences, configs, options);
   for (std::size_t c = 0; c < configs.size(); ++c) {
     INFO(test::text_of(configs[c]));
+    CHECK(ours[0][c].kv_bytes_peak == wanted[0][c].kv_bytes_peak);
+    if (configs[c].policy.ladder.is_coded()) {
+      check_coded(ours[0][c], wanted[0][c]);
+      continue;
+    }
     CHECK(worst_difference(ours[0][c].nll, wanted[0][c].nll) <= 1e-3);
     CHECK(worst_difference(ours[0][c].kl, wanted[0][c].kl) <= 1e-3);
-    CHECK(ours[0][c].kv_bytes_peak == wanted[0][c].kv_bytes_peak);
   }
 }
 

@@ -137,7 +137,7 @@ TEST_CASE(
   CHECK(cache.policy.text() == file.cache.policy.text());
   CHECK(kvlab::refusal(kDecoder, cache).empty());
   CHECK(resolve(cache, 1000, 0, {2, 2, 64}).budget_tokens > 128);
-  for (const Executor& executor : {kCudaDecoder, kCudaReplay})
+  for (const Executor& executor : {kCudaDecoder, kCudaReplay, kCudaLoop})
     CHECK(kvlab::refusal(executor, cache).empty());
   CHECK(kvlab::refusal(kKernelLibrary, cache) ==
         "ladder 16:16t,4:100%: the kernel library keeps tokens in 16 bit; a model on the CPU knows "
