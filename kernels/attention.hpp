@@ -77,7 +77,12 @@ struct PrefillAttentionArgs {
   PagedRows paged{};                         ///< of keys and values; pairs are KV heads
   QueryBatch batch{};                        ///< first_slot is there
   int span = 0;                              ///< slots that a query sees at most; 0: all
+  /// For few queries of many keys: keys are cut into parts of a CTA each, and what these come to is
+  /// merged in their order. Without span and sinks. Null: a CTA takes all of a row's keys.
+  void* workspace = nullptr;  // prefill_workspace() bytes, not shared by calls at one time
+  int keys_end = 0;           ///< then: no query sees a slot from here on
 };
+std::size_t prefill_workspace(const PrefillAttentionArgs& args);
 cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream);
 
 }  // namespace kvlab::kernels

@@ -46,14 +46,15 @@ static_assert(SIZE_MAX == kNoDevice);
 // What callers lay out. Another size is another binary interface, of an embedded struct too.
 template <class... Structs>
 constexpr std::array kSizes{sizeof(Structs)...};
-static_assert(KVLAB_VERSION == 3 &&
-                  kSizes<kvlab_pages, kvlab_cache, kvlab_rule, kvlab_observation,
-                         kvlab_policy_state, kvlab_memory, kvlab_policy_file, kvlab_write_args,
-                         kvlab_columns_args, kvlab_evicting_attention_args, kvlab_row_softmax,
-                         kvlab_prefill_args, kvlab_observe_args, kvlab_shrink_args> ==
-                      std::array<std::size_t, 14>{48, 136, 16, 24, 80, 168, 280, 216, 240, 296, 8,
-                                                  168, 256, 424},
-              "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
+static_assert(
+    KVLAB_VERSION == 4 &&
+        kSizes<kvlab_pages, kvlab_cache, kvlab_rule, kvlab_observation, kvlab_policy_state,
+               kvlab_memory, kvlab_policy_file, kvlab_write_args, kvlab_columns_args,
+               kvlab_evicting_attention_args, kvlab_row_softmax, kvlab_prefill_args,
+               kvlab_observe_args, kvlab_prefix_args, kvlab_shrink_args> ==
+            std::array<std::size_t, 15>{48, 136, 16, 24, 80, 168, 280, 216, 248, 296, 8, 184, 280,
+                                        72, 424},
+    "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
 
 const std::vector<kvlab_policy>& policies() {
   static const std::vector<kvlab_policy> list = [] {
@@ -167,6 +168,7 @@ PolicyState state_of(const kvlab_policy_state& c) {
           .seeds = c.seeds,
           .sequence_ids = c.sequence_ids,
           .layer = c.layer,
+          .first_head = c.first_head,
           .seen = reinterpret_cast<Observation*>(c.seen),
           .room_at = c.room_at,
           .columns = c.columns};
@@ -241,6 +243,49 @@ AttentionShape shape_of(const kvlab_prefill_args& c) {
           .softmax_scale = c.softmax_scale,
           .sequence_stride = 0,
           .head_stride = 0};
+}
+
+PrefillAttentionArgs prefill_of(const kvlab_prefill_args& args) {
+  return {.shape = shape_of(args),
+          .first = args.first,
+          .queries = args.queries,
+          .q = args.q,
+          .keys = args.keys,
+          .values = args.values,
+          .out = args.out,
+          .lse = args.lse,
+          .rows = reinterpret_cast<RowSoftmax*>(args.rows),
+          .older = args.older,
+          .first_slot = args.first_slot,
+          .paged = rows_of(args.pages),
+          .batch = batch_of(args),
+          .workspace = args.workspace,
+          .keys_end = args.keys_end};
+}
+
+ShrinkArgs shrink_of(const kvlab_shrink_args& args) {
+  return {.from = cache_of(args.from),
+          .to = cache_of(args.to),
+          .policy = state_of(args.policy),
+          .to_states = static_cast<std::byte*>(args.to_states),
+          .to_columns = args.to_columns,
+          .now = args.now,
+          .admitted = args.admitted,
+          .seen = reinterpret_cast<Observation*>(args.seen),
+          .workspace = args.workspace,
+          .by_layer = args.by_layer != 0,
+          .smooth = args.smooth,
+          .pool = args.pool_max != 0 ? Modifiers::Pool::max : Modifiers::Pool::mean};
+}
+
+/// cudaSuccess: it is not.
+cudaError_t refused_shrink(const char* call, const kvlab_policy* policy,
+                           const kvlab_shrink_args* args) {
+  if (policy != nullptr && args != nullptr && args->struct_size == sizeof *args &&
+      policy->kernels.weighted && args->seen != nullptr && args->weighted == 0)
+    return told(call, cudaErrorNotSupported,
+                "weighted is 0, and the policy weighs a prompt's queries: kvlab_policy_weights");
+  return refused(call, policy, args) ? cudaErrorInvalidValue : cudaSuccess;
 }
 
 }  // namespace
@@ -377,7 +422,8 @@ cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
                                       .unit_keys = args->unit_keys,
                                       .to = args->to,
                                       .output = args->output,
-                                      .hidden = args->hidden},
+                                      .hidden = args->hidden,
+                                      .admitted = args->admitted},
                                      stream));
 }
 
@@ -430,20 +476,11 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
   if (refused(__func__, args)) return cudaErrorInvalidValue;
-  return told(__func__, prefill_attention({.shape = shape_of(*args),
-                                           .first = args->first,
-                                           .queries = args->queries,
-                                           .q = args->q,
-                                           .keys = args->keys,
-                                           .values = args->values,
-                                           .out = args->out,
-                                           .lse = args->lse,
-                                           .rows = reinterpret_cast<RowSoftmax*>(args->rows),
-                                           .older = args->older,
-                                           .first_slot = args->first_slot,
-                                           .paged = rows_of(args->pages),
-                                           .batch = batch_of(*args)},
-                                          stream));
+  return told(__func__, prefill_attention(prefill_of(*args), stream));
+}
+
+size_t kvlab_prefill_workspace(const kvlab_prefill_args* args) {
+  return args == nullptr || !why_not(*args).empty() ? 0 : prefill_workspace(prefill_of(*args));
 }
 
 size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
@@ -476,8 +513,30 @@ cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
                                          .paged = rows_of(prefill.pages),
                                          .batch = batch_of(prefill),
                                          .positions = args->positions,
-                                         .youngers = args->youngers},
+                                         .youngers = args->youngers,
+                                         .admitted = args->admitted},
                                         stream));
+}
+
+cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,
+                              cudaStream_t stream) {
+  if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
+  if (const std::string why = why_not_shared(policy->kernels); !why.empty())
+    return told(__func__, cudaErrorNotSupported, why);
+  const bool seen = policy->kernels.needs != Needs::nothing;
+  return told(
+      __func__,
+      copy_prefix({.sequences = args->sequences,
+                   .kv_heads = args->kv_heads,
+                   .tokens = args->tokens,
+                   .column_count = static_cast<int>(policy->kernels.columns.size()),
+                   .first_slot = args->first_slot,
+                   .to_first_slot = args->to_first_slot,
+                   .seen = seen ? reinterpret_cast<const Observation*>(args->seen) : nullptr,
+                   .to_seen = reinterpret_cast<Observation*>(args->to_seen),
+                   .columns = args->columns,
+                   .to_columns = args->to_columns},
+                  stream));
 }
 
 size_t kvlab_shrink_workspace(const kvlab_cache* from) {
@@ -486,26 +545,22 @@ size_t kvlab_shrink_workspace(const kvlab_cache* from) {
 
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
                          cudaStream_t stream) {
-  if (policy != nullptr && args != nullptr && args->struct_size == sizeof *args &&
-      policy->kernels.weighted && args->seen != nullptr && args->weighted == 0)
-    return told(__func__, cudaErrorNotSupported,
-                "weighted is 0, and the policy weighs a prompt's queries: kvlab_policy_weights");
-  if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
-  return told(__func__,
-              shrink(policy->kernels,
-                     {.from = cache_of(args->from),
-                      .to = cache_of(args->to),
-                      .policy = state_of(args->policy),
-                      .to_states = static_cast<std::byte*>(args->to_states),
-                      .to_columns = args->to_columns,
-                      .now = args->now,
-                      .admitted = args->admitted,
-                      .seen = reinterpret_cast<Observation*>(args->seen),
-                      .workspace = args->workspace,
-                      .by_layer = args->by_layer != 0,
-                      .smooth = args->smooth,
-                      .pool = args->pool_max != 0 ? Modifiers::Pool::max : Modifiers::Pool::mean},
-                     stream));
+  if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
+  return told(__func__, shrink(policy->kernels, shrink_of(*args), stream));
+}
+
+cudaError_t kvlab_rank(const kvlab_policy* policy, const kvlab_shrink_args* args, uint64_t* ranks,
+                       cudaStream_t stream) {
+  if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
+  if (refused(__func__, why_not_ranks(*args, ranks, 1))) return cudaErrorInvalidValue;
+  return told(__func__, rank_by_age(policy->kernels, shrink_of(*args), ranks, stream));
+}
+
+cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args,
+                       const uint64_t* ranks, int devices, cudaStream_t stream) {
+  if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
+  if (refused(__func__, why_not_ranks(*args, ranks, devices))) return cudaErrorInvalidValue;
+  return told(__func__, keep_by_ranks(policy->kernels, shrink_of(*args), ranks, devices, stream));
 }
 
 }  // extern "C"

@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define KVLAB_VERSION_MAJOR 0
-#define KVLAB_VERSION_MINOR 3
+#define KVLAB_VERSION_MINOR 4
 /** 100 * major + minor of the header; kvlab_version() is that of the library. */
 #define KVLAB_VERSION (KVLAB_VERSION_MAJOR * 100 + KVLAB_VERSION_MINOR)
 
@@ -178,6 +178,7 @@ typedef struct {
   const uint64_t* seeds;        /**< [sequence] */
   const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart */
   uint32_t layer;
+  uint32_t first_head; /**< of the model's KV heads that of the first pair; draws are by it */
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
   const float* columns;    /**< [slot, column]: what each token brought, kvlab_policy_column by
                                 kvlab_policy_column; those of new tokens are there as their keys are */
@@ -263,6 +264,7 @@ typedef struct {
   const void* output;   /**< W_o [hidden, query_head, head_size], of the cache's type; for
                              value_out_norm1 */
   int hidden;
+  const uint32_t* admitted; /**< [sequence]: only so many of its tokens, at most `tokens`; or NULL */
 } kvlab_columns_args;
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream);
 
@@ -341,7 +343,14 @@ typedef struct {
   int all_queries;   /**< that q has; no less than first_query[sequences] */
   const int32_t* first_query; /**< [sequences + 1]: those of sequence s are first_query[s] to
                                    first_query[s + 1] - 1 of all; it may have none */
+  /** kvlab_prefill_workspace bytes, not shared by calls at one time: keys are cut into parts, so
+   *  that few queries of few pairs, drafts, put more of the device to work. Bits are others. NULL:
+   *  they are not. */
+  void* workspace;
+  int keys_end; /**< with a workspace: no query sees a slot from here on, of any sequence */
 } kvlab_prefill_args;
+/** What `workspace` takes; it need not be there. 0: the shape is not supported. */
+size_t kvlab_prefill_workspace(const kvlab_prefill_args* args);
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream);
 
 /** What the queries of a kvlab_prefill_attention give to each key. */
@@ -362,9 +371,31 @@ typedef struct {
   /** Of a batch: */
   const uint32_t* positions; /**< [sequence]; NULL: `position` for all */
   const int32_t* youngers;   /**< [sequence]; NULL: `younger` for all */
+  /** [sequence]: only its first so many queries count, as if the others had not been; NULL: all.
+   *  Of drafted tokens: those that were accepted, as kvlab_shrink_args has it. */
+  const uint32_t* admitted;
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
+
+/** A prefix that prompts share: its keys and values were written, attended and observed once, and
+ *  their blocks begin with its blocks. What its tokens received from each other, and their columns,
+ *  go to where those prompts count on, with `first` behind the prefix. */
+typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_prefix_args) */
+  int sequences, kv_heads;
+  int tokens;                    /**< of the prefix */
+  const int64_t* first_slot;     /**< [kv_head]: of the prefix */
+  const int64_t* to_first_slot;  /**< [pair]: of the prompts */
+  const kvlab_observation* seen; /**< [slot]; where the policy needs something, as to_seen */
+  kvlab_observation* to_seen;
+  const float* columns; /**< [slot, column]; where it reads columns, as to_columns */
+  float* to_columns;
+} kvlab_prefix_args;
+/** cudaErrorNotSupported where what the prefix's tokens received or bring depends on what follows
+ *  them: the policy weighs queries, or reads key_cosine. */
+cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,
+                              cudaStream_t stream);
 
 /** The end of a prompt: admits its tokens to the policy, shows it what they received, and keeps the
  *  budget - 1 tokens that leave last. Tokens lie in `from`: lengths[pair] older ones, then
@@ -396,6 +427,15 @@ typedef struct {
 size_t kvlab_shrink_workspace(const kvlab_cache* from);
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
                          cudaStream_t stream);
+
+/** Its halves, for by_layer where several devices have a sequence's KV heads, equally many each.
+ *  The first does all but choose: `ranks` [pair, most_slots of from], out: by age. The caller
+ *  gathers those of all devices in the order of their heads: [device, pair, most_slots]. */
+cudaError_t kvlab_rank(const kvlab_policy* policy, const kvlab_shrink_args* args, uint64_t* ranks,
+                       cudaStream_t stream);
+/** The second adds them up, chooses and moves. `args`: the same, the workspace as it was left. */
+cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args,
+                       const uint64_t* ranks, int devices, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

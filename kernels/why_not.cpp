@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <initializer_list>
@@ -261,6 +262,8 @@ std::string why_not(const kvlab_prefill_args& args) {
             "all_queries is {} of {} sequences; at least queries, {}, of a batch, and 0 of one "
             "sequence",
             args.all_queries, args.sequences, args.queries)
+      .that(args.workspace == nullptr || args.keys_end >= 1,
+            "keys_end is {}, and workspace given; at least 1", args.keys_end)
       .pointers({{args.first_slot, "first_slot"}})
       .rows({{args.q, "q"}, {args.keys, "keys"}})
       .also(is_type(args.type) ? why_not(args.pages, args.head_size, args.type,
@@ -284,6 +287,34 @@ std::string why_not(const kvlab_observe_args& args) {
       .missing();
 }
 
+std::string why_not_shared(const DevicePolicy& policy) {
+  const bool unit = std::ranges::any_of(policy.columns, [](std::string_view column) {
+    return column.substr(column.find('=') + 1) == "key_cosine";
+  });
+  constexpr auto kDepends = "{} {}: of a prefix that depends on what follows it";
+  return Wants()
+      .that(!policy.weighted, kDepends, std::string_view(policy.name),
+            "weighs queries by how many are younger")
+      .that(!unit, kDepends, std::string_view(policy.name), "reads key_cosine, of all keys")
+      .missing();
+}
+
+std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args) {
+  const bool seen = policy.needs != Needs::nothing, columns = !policy.columns.empty();
+  return Wants()
+      .that(args.sequences > 0 && args.kv_heads > 0 && args.tokens > 0 &&
+                std::int64_t{args.sequences} * args.kv_heads <= 65535,
+            "sequences is {}, kv_heads {}, tokens {}: each at least 1, and 65535 pairs at most",
+            args.sequences, args.kv_heads, args.tokens)
+      .pointers({{args.first_slot, "first_slot"}, {args.to_first_slot, "to_first_slot"}})
+      .that(!seen || (args.seen && args.to_seen), "seen or to_seen is NULL: {} needs what is seen",
+            std::string_view(policy.name))
+      .that(!columns || (args.columns && args.to_columns),
+            "columns or to_columns is NULL: {} reads {} a slot", std::string_view(policy.name),
+            policy.columns.size())
+      .missing();
+}
+
 std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args) {
   Wants wants;
   const kvlab_cache &from = args.from, &to = args.to;
@@ -300,6 +331,16 @@ std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args) {
       .that(policy.columns.empty() || args.to_columns,
             "to_columns is NULL, and policy.columns is not")
       .pointers({{args.workspace, "workspace"}, {args.now, "now"}, {args.admitted, "admitted"}})
+      .missing();
+}
+
+std::string why_not_ranks(const kvlab_shrink_args& args, const std::uint64_t* ranks, int devices) {
+  return Wants()
+      .that(args.by_layer != 0, "by_layer is 0: kvlab_shrink asks no other device")
+      .pointers({{ranks, "ranks"}})
+      .that(devices >= 1 && std::int64_t{devices} * args.from.kv_heads <= 65535,
+            "devices is {}, of {} KV heads each: 1 or more, and 65535 heads at most", devices,
+            args.from.kv_heads)
       .missing();
 }
 

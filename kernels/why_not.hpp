@@ -2,6 +2,7 @@
 // before each call, which then converts arguments that it can trust.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "kernels/evict/device_policy.hpp"
@@ -34,6 +35,11 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
                     int count);
 std::string why_not(const kvlab_prefill_args& args);
 std::string why_not(const kvlab_observe_args& args);
+std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args);
+/// Why prompts cannot share what a prefix's tokens received and bring.
+std::string why_not_shared(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args);
+/// Of the halves of a shrink.
+std::string why_not_ranks(const kvlab_shrink_args& args, const std::uint64_t* ranks, int devices);
 
 }  // namespace kvlab::kernels

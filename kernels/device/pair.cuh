@@ -45,7 +45,7 @@ __device__ inline Step step_of(const PolicyState& policy, const Pair& pair, std:
           .seed = policy.seeds[pair.sequence],
           .sequence = policy.sequence_ids[pair.sequence],
           .layer = policy.layer,
-          .kv_head = static_cast<std::uint32_t>(pair.kv_head)};
+          .kv_head = policy.first_head + static_cast<std::uint32_t>(pair.kv_head)};
 }
 
 template <class P>

@@ -40,6 +40,9 @@ struct ObserveArgs {
   QueryBatch batch{};  ///< likewise; threshold16 is [sequence], keys_end that of all, and:
   const std::uint32_t* positions = nullptr;  // [sequence], device; null: `position` for all
   const std::int32_t* youngers = nullptr;    // [sequence], device; null: `younger` for all
+  /// [sequence], device: only a sequence's first so many queries count, as drafted tokens do that
+  /// were accepted; null: all do.
+  const std::uint32_t* admitted = nullptr;
 };
 std::size_t observe_workspace(const AttentionShape& shape, int queries,
                               const QueryBatch& batch = {});
@@ -85,5 +88,28 @@ cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStrea
 /// from], by slot.
 cudaError_t rank_tokens(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream);
 const std::uint64_t* ranks_of(const ShrinkArgs& args);
+
+/// The halves of a shrink by_layer where several devices have a layer's KV heads, equally many.
+/// First: ranks by age, [pair, most_slots of from].
+cudaError_t rank_by_age(const DevicePolicy& policy, const ShrinkArgs& args, std::uint64_t* by_age,
+                        cudaStream_t stream);
+/// Then, from those of all devices in the order of their heads, [device, pair, most_slots]: who
+/// stays. The workspace is as the first half has left it.
+cudaError_t keep_by_ranks(const DevicePolicy& policy, const ShrinkArgs& args,
+                          const std::uint64_t* by_age, int devices, cudaStream_t stream);
+
+/// The first tokens of one sequence, for others that begin with the same: what each received from
+/// them, and its columns. A thread for each token of a pair.
+struct PrefixArgs {
+  int sequences, kv_heads, tokens;
+  int column_count;
+  const std::int64_t* first_slot;     // [kv_head]: of the one
+  const std::int64_t* to_first_slot;  // [pair]: of the others
+  const Observation* seen;            // [slot]; null: nothing is
+  Observation* to_seen;
+  const float* columns;  // [slot, column]
+  float* to_columns;
+};
+cudaError_t copy_prefix(const PrefixArgs& args, cudaStream_t stream);
 
 }  // namespace kvlab::kernels

@@ -24,6 +24,13 @@ __device__ const T* value_of(const ColumnArgs& args, int pair, int slot) {
   return static_cast<const T*>(args.cache.values) + row_of(args.cache, pair, slot);
 }
 
+/// A sequence's new tokens that get columns.
+template <bool kOne>
+__device__ int count_of(const ColumnArgs& args, int sequence) {
+  if (kOne || args.admitted == nullptr) return args.tokens;
+  return min(args.tokens, static_cast<int>(args.admitted[sequence]));
+}
+
 /// One pair's new tokens; of one alone, staged in shared memory [2, dim].
 template <class T, bool kOne>
 class NewTokens {
@@ -37,6 +44,7 @@ class NewTokens {
         pair_(pair.index),
         slot_(args.slots[pair.index]),
         first_(args.cache.first_slot[pair.index] + slot_),
+        count_(count_of<kOne>(args, pair.sequence)),
         staged_(staged) {
     if constexpr (!kOne) return;
     const int size = args.cache.head_size;
@@ -59,6 +67,7 @@ class NewTokens {
     else
       return [from = values(token)](std::uint32_t d) { return to_float(from[d]); };
   }
+  __device__ int count() const { return count_; }
   __device__ float& column(int token, int c) const {
     return args_.to[(first_ + token) * args_.columns.count + c];
   }
@@ -83,6 +92,7 @@ class NewTokens {
   const T* keys_;
   int pair_, slot_;     // of the first, from the pair's
   std::int64_t first_;  // among all slots
+  int count_;
   const float* staged_;
 };
 
@@ -97,14 +107,14 @@ __device__ void make_cosines(const ColumnArgs& args, const NewTokens<T, kOne>& o
   for (std::uint32_t d = threadIdx.x; d < size; d += kThreads) {
     float sum = unit_keys[d];
 #pragma unroll 8
-    for (int token = 0; token < args.tokens; ++token)
+    for (int token = 0; token < own.count(); ++token)
       if (const float length = own.column(token, c); length > 0) sum += own.key(token)(d) / length;
     unit_keys[d] = direction[d] = sum;
   }
   __syncthreads();
   if (threadIdx.x == 0) length_of_sum = sqrtf(sum_of_squares(size, along));
   __syncthreads();
-  for (int token = static_cast<int>(threadIdx.x); token < args.tokens; token += kThreads)
+  for (int token = static_cast<int>(threadIdx.x); token < own.count(); token += kThreads)
     own.column(token, c) = cosine_from(sum_of_products(size, own.key(token), along),
                                        own.column(token, c), length_of_sum);
 }
@@ -121,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
   const NewTokens<T, kOne> own(args, pair, shared);
   const int count = args.columns.count;
   constexpr int kEach = kOne ? kWarpSize : 1;  // columns of one token side by side: a warp each
-  for (int i = static_cast<int>(threadIdx.x); i < args.tokens * count * kEach; i += kThreads)
+  for (int i = static_cast<int>(threadIdx.x); i < own.count() * count * kEach; i += kThreads)
     if (const int at = i / kEach;
         i % kEach == 0 && args.columns.of[at % count] != BuiltInColumn::value_out_norm1)
       own.column(at / count, at % count) = own.of_token(args.columns.of[at % count], at / count);
@@ -156,7 +166,9 @@ __global__ void __launch_bounds__(kThreads)
   if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
   const int size = cache.head_size, group = cache.query_heads / cache.kv_heads;
   const int first = static_cast<int>(blockIdx.y) * kTokens,
-            count = min(kTokens, args.tokens - first);
+            count = min(kTokens, count_of<kTokens == 1>(args, pair.sequence) - first);
+  if constexpr (kTokens > 1)
+    if (count <= 0) return;
   const int slot = args.slots[pair.index] + first;
   float* const magnitudes = values + kTokens * size;
   for (int i = static_cast<int>(threadIdx.x); i < kTokens * size; i += kThreads)
@@ -237,19 +249,20 @@ cudaError_t make_columns(const ColumnArgs& args, cudaStream_t stream) {
       .block = dim3(kThreads),
       .shared_bytes = 3 * static_cast<std::size_t>(args.cache.head_size) * sizeof(float),
       .stream = stream};
+  const bool one = args.tokens == 1 && args.admitted == nullptr;
   // As many magnitudes of either fit.
   const bool wide = 2 * args.cache.query_heads > kMostGroup * args.cache.kv_heads;
   return with_type(args.cache.type, [&]<class T>(T) {
     for (int c = 0; c < args.columns.count; ++c) {
       if (args.columns.of[c] != BuiltInColumn::value_out_norm1) continue;
       const cudaError_t error =
-          args.tokens == 1 ? launch_output_norms<T, 1>(limits, args, c, stream)
-          : wide           ? launch_output_norms<T, kTokensTogether / 2>(limits, args, c, stream)
-                           : launch_output_norms<T, kTokensTogether>(limits, args, c, stream);
+          one    ? launch_output_norms<T, 1>(limits, args, c, stream)
+          : wide ? launch_output_norms<T, kTokensTogether / 2>(limits, args, c, stream)
+                 : launch_output_norms<T, kTokensTogether>(limits, args, c, stream);
       if (error || args.columns.count == 1) return error;
     }
-    return args.tokens == 1 ? launch(limits, columns_kernel<T, true>, where, args)
-                            : launch(limits, columns_kernel<T, false>, where, args);
+    return one ? launch(limits, columns_kernel<T, true>, where, args)
+               : launch(limits, columns_kernel<T, false>, where, args);
   });
 }
 

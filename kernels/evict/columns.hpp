@@ -35,6 +35,7 @@ struct ColumnArgs {
   const void* output = nullptr;  // W_o [hidden, query_head, dim], of type; for value_out_norm1
   int hidden = 0;
   const void* values = nullptr;  // [pair, dim]: those of one new token each; null: in the cache
+  const std::uint32_t* admitted = nullptr;  // [sequence]: only so many of its tokens; null: all
 };
 /// A block for each pair, which reads a key and a value once for each column. The norms of one
 /// token take a thread's sum over its elements, in order; key_cosine adds up the tokens one after

@@ -56,6 +56,7 @@ struct PolicyState {
   const std::uint64_t* seeds;         // [sequence]
   const std::uint32_t* sequence_ids;  // [sequence]: what Step::sequence says
   std::uint32_t layer;
+  std::uint32_t first_head = 0;  ///< Step::kv_head of the first pair: a device may have some alone
   Observation* seen;  ///< [slot]: what each live token received, for verification; or null
   /// [pair]: room is made only when so many tokens are live; kUnlimited: never. Null: at the
   /// budget.

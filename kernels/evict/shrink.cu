@@ -13,10 +13,10 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-/// Ranks by age, and each slot's age, in workspace.sources: a thread for each slot of a pair (y).
-/// New tokens lie in order behind the older ones.
+/// Ranks by age, [pair, most_slots], and each slot's age, in workspace.sources: a thread for each
+/// slot of a pair (y). New tokens lie in order behind the older ones.
 __global__ void __launch_bounds__(kShrinkThreads)
-    number_ranks(const __grid_constant__ ShrinkArgs args) {
+    number_ranks(const __grid_constant__ ShrinkArgs args, std::uint64_t* by_age) {
   const ShrinkPair pair(args, static_cast<int>(blockIdx.y));
   const std::uint32_t slot = blockIdx.x * kShrinkThreads + threadIdx.x;
   if (pair.idle() || slot >= pair.live()) return;
@@ -29,27 +29,34 @@ __global__ void __launch_bounds__(kShrinkThreads)
   const std::size_t row = std::size_t(pair.index) * args.from.most_slots;
   const ShrinkWorkspace workspace = shrink_parts(args);
   workspace.sources[row + slot] = static_cast<std::int32_t>(age);
-  workspace.by_age[row + age] = workspace.ranks[row + slot];
+  by_age[row + age] = workspace.ranks[row + slot];
 }
 
+/// Ranks by age, [device, pair, most_slots].
+struct RanksByAge {
+  const std::uint64_t* ranks;
+  int devices;
+};
+
 /// The rank at an age: a pair's own, or the sum over the sequence's KV heads, in their order.
-__device__ std::uint64_t rank_at(const ShrinkArgs& args, const ShrinkPair& pair, RankType type,
-                                 std::uint32_t age) {
-  const std::uint64_t* const by_age = shrink_parts(args).by_age;
+__device__ std::uint64_t rank_at(const ShrinkArgs& args, const RanksByAge& by_age,
+                                 const ShrinkPair& pair, RankType type, std::uint32_t age) {
   const auto rank_of = [&](int row) {
-    return by_age[std::size_t(row) * args.from.most_slots + age];
+    return by_age.ranks[std::size_t(row) * args.from.most_slots + age];
   };
   if (!args.by_layer) return rank_of(pair.index);
-  const int first = pair.sequence * args.from.kv_heads;
-  std::uint64_t sum = rank_of(first);
-  for (int head = 1; head < args.from.kv_heads; ++head)
-    sum = rank_sum(type, sum, rank_of(first + head));
+  const int heads = args.from.kv_heads;
+  std::uint64_t sum = rank_of(pair.sequence * heads);
+  for (int head = 1; head < by_age.devices * heads; ++head) {
+    const int sequence = head / heads * args.from.sequences + pair.sequence;
+    sum = rank_sum(type, sum, rank_of(sequence * heads + head % heads));
+  }
   return sum;
 }
 
 /// Ranks as the modifiers want them, from those by age.
 __global__ void __launch_bounds__(kShrinkThreads)
-    modify_ranks(const __grid_constant__ ShrinkArgs args, RankType type) {
+    modify_ranks(const __grid_constant__ ShrinkArgs args, RanksByAge by_age, RankType type) {
   const ShrinkPair pair(args, static_cast<int>(blockIdx.y));
   const std::uint32_t slot = blockIdx.x * kShrinkThreads + threadIdx.x, live = pair.live();
   if (pair.idle() || slot >= live) return;
@@ -59,7 +66,7 @@ __global__ void __launch_bounds__(kShrinkThreads)
   const std::uint32_t reach = min(args.smooth, live), end = min(age + reach + 1, live);
   PooledRank pooled(args.pool, type);
   for (std::uint32_t a = age - min(age, reach); a < end; ++a)
-    pooled.take(rank_at(args, pair, type, a));
+    pooled.take(rank_at(args, by_age, pair, type, a));
   workspace.ranks[at] = pooled.value();
 }
 
@@ -145,6 +152,18 @@ __global__ void __launch_bounds__(kShrinkThreads)
     args.to_columns[to * columns + c] = args.policy.columns[from * columns + c];
 }
 
+__global__ void __launch_bounds__(kShrinkThreads)
+    copy_tokens(const __grid_constant__ PrefixArgs args) {
+  const int pair = static_cast<int>(blockIdx.y);
+  const int token = static_cast<int>(blockIdx.x) * kShrinkThreads + static_cast<int>(threadIdx.x);
+  if (token >= args.tokens) return;
+  const std::int64_t from = args.first_slot[pair % args.kv_heads] + token,
+                     to = args.to_first_slot[pair] + token;
+  if (args.seen != nullptr) args.to_seen[to] = args.seen[from];
+  for (int c = 0; c < args.column_count; ++c)
+    args.to_columns[to * args.column_count + c] = args.columns[from * args.column_count + c];
+}
+
 bool same_shape(const SlotCache& a, const SlotCache& b) {
   return a.type == b.type && a.sequences == b.sequences && a.kv_heads == b.kv_heads &&
          a.head_size == b.head_size;
@@ -182,6 +201,19 @@ bool can_shrink(const ShrinkArgs& args, const DevicePolicy& policy) {
          state.seeds != nullptr && state.sequence_ids != nullptr;
 }
 
+bool modifies(const ShrinkArgs& args) { return args.by_layer || args.smooth > 0; }
+
+dim3 grid_of(const ShrinkArgs& args) {
+  return dim3(static_cast<unsigned>((args.from.most_slots + kShrinkThreads - 1) / kShrinkThreads),
+              static_cast<unsigned>(args.from.sequences * args.from.kv_heads));
+}
+
+cudaError_t modify(const DevicePolicy& policy, const ShrinkArgs& args, const RanksByAge& by_age,
+                   cudaStream_t stream) {
+  modify_ranks<<<grid_of(args), kShrinkThreads, 0, stream>>>(args, by_age, policy.rank_type);
+  return cudaGetLastError();
+}
+
 /// The rest of a shrink, once the workspace holds every live token's rank.
 cudaError_t keep_last_to_leave(const DevicePolicy& policy, const ShrinkArgs& args,
                                cudaStream_t stream) {
@@ -209,23 +241,37 @@ cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStrea
   return error == cudaSuccess ? keep_last_to_leave(policy, args, stream) : error;
 }
 
+cudaError_t copy_prefix(const PrefixArgs& args, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((args.tokens + kShrinkThreads - 1) / kShrinkThreads),
+                  static_cast<unsigned>(args.sequences * args.kv_heads));
+  copy_tokens<<<grid, kShrinkThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
 cudaError_t rank_tokens(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream) {
+  std::uint64_t* const by_age = shrink_parts(args).by_age;
+  const cudaError_t error = rank_by_age(policy, args, by_age, stream);
+  return error == cudaSuccess && modifies(args) ? modify(policy, args, {by_age, 1}, stream) : error;
+}
+
+cudaError_t rank_by_age(const DevicePolicy& policy, const ShrinkArgs& args, std::uint64_t* by_age,
+                        cudaStream_t stream) {
   if (!can_shrink(args, policy)) return cudaErrorInvalidValue;
-  const dim3 grid((args.from.most_slots + kShrinkThreads - 1) / kShrinkThreads,
-                  args.from.sequences * args.from.kv_heads);
   ShrinkArgs first = args;
   void* parameters[] = {&first};
-  if (const cudaError_t error =
-          cudaLaunchKernel(policy.settle_tokens, grid, dim3(kShrinkThreads), parameters, 0, stream);
-      error != cudaSuccess)
+  if (const cudaError_t error = cudaLaunchKernel(policy.settle_tokens, grid_of(args),
+                                                 dim3(kShrinkThreads), parameters, 0, stream);
+      error != cudaSuccess || !modifies(args))
     return error;
-  if (args.by_layer || args.smooth > 0) {
-    number_ranks<<<grid, kShrinkThreads, 0, stream>>>(args);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    modify_ranks<<<grid, kShrinkThreads, 0, stream>>>(args, policy.rank_type);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  number_ranks<<<grid_of(args), kShrinkThreads, 0, stream>>>(args, by_age);
+  return cudaGetLastError();
+}
+
+cudaError_t keep_by_ranks(const DevicePolicy& policy, const ShrinkArgs& args,
+                          const std::uint64_t* by_age, int devices, cudaStream_t stream) {
+  if (!can_shrink(args, policy)) return cudaErrorInvalidValue;
+  const cudaError_t error = modify(policy, args, {by_age, devices}, stream);
+  return error == cudaSuccess ? keep_last_to_leave(policy, args, stream) : error;
 }
 
 }  // namespace kvlab::kernels

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kShrinkThreads)
             .seed = policy.seeds[pair.sequence],
             .sequence = policy.sequence_ids[pair.sequence],
             .layer = policy.layer,
-            .kv_head = static_cast<std::uint32_t>(pair.kv_head)};
+            .kv_head = policy.first_head + static_cast<std::uint32_t>(pair.kv_head)};
   const bool is_new = slot >= pair.older;
   if (is_new) args.from.positions[at] = pair.now + (slot - pair.older);
   const Token token = token_of<P>(policy, at, args.from.positions[at]);

@@ -5,7 +5,7 @@
 // the 2-byte types; float32 is done plainly.
 //
 // Instantiated: 4 head sizes, by tensor cores for 2 types (8 kernels) and plainly (4); and all of
-// them once more for keys and values in blocks.
+// them once more for keys and values in blocks, and for parts.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -13,7 +13,7 @@
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/launch.cuh"
-#include "kernels/prefill/prefill_rows.cuh"
+#include "kernels/prefill/prefill_parts.cuh"
 
 namespace kvlab::kernels {
 namespace {
@@ -32,12 +32,6 @@ struct Tiling {
   static constexpr int kPlainRows = kDim > 128 ? 8 : 16;  ///< in float32; in 48 KB with the keys
 };
 
-struct Plan {
-  PrefillAttentionArgs args;
-  int group;
-  float base2_scale;  ///< softmax scale, for base-2 logits
-};
-
 /// Which tile of rows is a CTA's. The last rows see most keys and go first, of all KV heads: so the
 /// card stays full to the end.
 __device__ int tile_of_block(const Plan& plan) {
@@ -49,14 +43,6 @@ __device__ int kv_head_of_block(const Plan& plan) {
 
 __device__ PrefillRows rows_of_block(const Plan& plan) {
   return {plan.args, plan.group, kv_head_of_block(plan), OwnQueries(plan.args)};
-}
-
-/// Writes what is asked for of a row: of its largest product, that times the scale, and the sum
-/// relative to `max`.
-__device__ void write_row(const PrefillAttentionArgs& args, std::int64_t row, float max_product,
-                          float max, float sum) {
-  if (args.lse != nullptr) args.lse[row] = log_sum_exp(max, sum);
-  if (args.rows != nullptr) args.rows[row] = {max_product, max + log2f(sum)};
 }
 
 template <class T, int kDim>
@@ -154,8 +140,9 @@ class WarpRows {
     }
   }
 
-  /// Calls write(m, half, n, two values) for the columns n * 8 + l % 4 * 2 of each row, divided by
-  /// the sum, and row(m, half, largest product, max, sum) for each row, in one lane.
+  /// Calls write(m, half, n, value, next, inverse) for the columns n * 8 + l % 4 * 2 of each row,
+  /// to be divided by the sum, and row(m, half, largest product, max, sum) for each row, in one
+  /// lane.
   template <class Write, class Row>
   __device__ void finish(Write write, Row row) {
 #pragma unroll
@@ -168,8 +155,7 @@ class WarpRows {
         const float inverse = 1 / sum;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n)
-          write(m, half, n,
-                pack<T>(out_[m][n][half * 2] * inverse, out_[m][n][half * 2 + 1] * inverse));
+          write(m, half, n, out_[m][n][half * 2], out_[m][n][half * 2 + 1], inverse);
         if (keeps(m, half)) row(m, half, max_product_, max_[m][half], sum);
       }
   }
@@ -222,7 +208,8 @@ class WarpRows {
   }
 
   /// Makes max_ no less than the tile's logits, but for kSlack: weights up to 2^kSlack do no harm,
-  /// and most tiles need no rescaling then.
+  /// and most tiles need no rescaling then. A row is raised by its own logits alone: its bits do
+  /// not depend on the rows beside it, hence on how many queries there are.
   __device__ void raise_max(const float (&logit)[kMatrices][kKeys / 8][4], float base2_scale) {
     float max[kMatrices][2];
     bool raise = false;
@@ -237,8 +224,10 @@ class WarpRows {
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
         if (keeps(m, half)) max_product_ = fmaxf(max_product_, largest);
-        max[m][half] = fmaxf(max_[m][half], largest * base2_scale);
-        raise = raise || max[m][half] > max_[m][half] + kSlack;
+        const float base2 = largest * base2_scale;
+        const bool raises = base2 > max_[m][half] + kSlack;
+        max[m][half] = raises ? base2 : max_[m][half];
+        raise = raise || raises;
       }
     if (!__any_sync(~0u, raise)) return;
 #pragma unroll
@@ -299,8 +288,29 @@ __device__ void load_queries(T* to, const PrefillRows& rows, int first_row, int 
   }
 }
 
+/// What a warp has of its rows, lane by lane row_of(m, half).
+template <bool kParts, class T, int kDim, class RowOf>
+__device__ void write_rows(const Plan& plan, const PrefillRows& rows, WarpRows<T, kDim>& warp,
+                           RowOf row_of, int last_row) {
+  auto* out = static_cast<std::uint32_t*>(plan.args.out);
+  const int lane = threadIdx.x % 32;
+  warp.finish(
+      [&](int m, int half, int n, float value, float next, float inverse) {
+        const int row = row_of(m, half), column = n * 4 + lane % 4;
+        if (row > last_row) return;
+        if constexpr (kParts)
+          reinterpret_cast<float2*>(plan.out(rows.head(row), kDim))[column] = {value, next};
+        else
+          out[rows.head(row) * (kDim / 2) + column] = pack<T>(value * inverse, next * inverse);
+      },
+      [&](int m, int half, float max_product, float max, float sum) {
+        const int row = row_of(m, half);
+        if (row <= last_row) plan.write<kParts>(rows.head(row), max_product, max, sum);
+      });
+}
+
 /// The tensor-core kernel.
-template <class T, int kDim, bool kPaged>
+template <class T, int kDim, bool kPaged, bool kParts>
 __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
@@ -310,9 +320,11 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const int first_row = tile_of_block(plan) * kRows;
   if (first_row >= rows.count()) return;  // of a shorter sequence than another
   const int last_row = min(first_row + kRows, rows.count()) - 1;
-  const int keys_end = rows.slot(last_row) + 1;
+  static_assert(kPartKeys % kKeys == 0);
+  const int keys_end = plan.keys_end<kParts>(rows.slot(last_row) + 1);
   const int tiles = (keys_end + kKeys - 1) / kKeys;
-  const int first_tile = rows.first_seen(first_row) / kKeys;
+  const int first_tile = plan.first_key<kParts>(rows.first_seen(first_row)) / kKeys;
+  if (first_tile >= tiles) return;  // nobody sees the part
   // Tiles that all rows see whole.
   const int first_whole = (rows.first_seen(last_row) + kKeys - 1) / kKeys;
   const int unmasked = (rows.slot(first_row) + 1) / kKeys;
@@ -349,7 +361,9 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
       return rows.first_seen(row_of(m, half)) - tile * kKeys;
     };
     const auto fetch_next = [&](int slice) { fetch(tile + 1, slice); };
-    if (tile >= first_whole && tile < unmasked)
+    if (kParts && first_row + warp_row > last_row)
+      for (int slice = 0; slice < kSlices<kDim>; ++slice) fetch_next(slice);  // no rows
+    else if (tile >= first_whole && tile < unmasked)
       warp.template add<false>(query, tile_keys, tile_values, plan.base2_scale, hidden, visible,
                                fetch_next);
     else
@@ -358,34 +372,34 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
     commit_copies();
   }
 
-  auto* out = static_cast<std::uint32_t*>(args.out);
-  const int lane = threadIdx.x % 32;
-  warp.finish(
-      [&](int m, int half, int n, std::uint32_t two) {
-        const int row = row_of(m, half);
-        if (row <= last_row) out[rows.head(row) * (kDim / 2) + n * 4 + lane % 4] = two;
-      },
-      [&](int m, int half, float max_product, float max, float sum) {
-        const int row = row_of(m, half);
-        if (row <= last_row) write_row(args, rows.head(row), max_product, max, sum);
-      });
+  write_rows<kParts>(plan, rows, warp, row_of, last_row);
 }
 
 constexpr int kPlainKeys = 32;
 
-template <int kDim>
-__device__ void write_plain_row(const PrefillAttentionArgs& args, std::int64_t row,
-                                const float (&out)[kDim / 32], float max_product, float max,
-                                float sum) {
+template <int kDim, bool kParts>
+__device__ void write_plain_row(const Plan& plan, std::int64_t row, const float (&out)[kDim / 32],
+                                float max_product, float max, float sum) {
   const int lane = threadIdx.x % 32;
-  float* const to = static_cast<float*>(args.out) + row * kDim;
+  const float divisor = kParts ? 1 : sum;
+  float* const to = kParts ? plan.out(row, kDim) : static_cast<float*>(plan.args.out) + row * kDim;
 #pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) to[i * 32 + lane] = out[i] / sum;
-  if (lane == 0) write_row(args, row, max_product, max, sum);
+  for (int i = 0; i < kDim / 32; ++i) to[i * 32 + lane] = out[i] / divisor;
+  if (lane == 0) plan.write<kParts>(row, max_product, max, sum);
+}
+
+template <int kDim, int kRows>
+__device__ void load_plain_queries(float (&to)[kRows][kDim], const PrefillRows& rows, int first_row,
+                                   int last_row) {
+  const float* q = static_cast<const float*>(rows.args.q);
+  for (int i = threadIdx.x; i < kRows * kDim; i += kThreads) {
+    const int row = first_row + i / kDim;
+    to[i / kDim][i % kDim] = row <= last_row ? q[rows.head(row) * kDim + i % kDim] : 0;
+  }
 }
 
 /// Float32: a warp has two or four rows and, at a time, 32 keys, one for each lane.
-template <int kDim, bool kPaged>
+template <int kDim, bool kPaged, bool kParts>
 __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant__ Plan plan) {
   constexpr int kPlainRows = Tiling<kDim>::kPlainRows;
   __shared__ float query[kPlainRows][kDim], keys[kPlainKeys][kDim + 1];  // lanes read a column
@@ -394,12 +408,10 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   const int first_row = tile_of_block(plan) * kPlainRows;
   if (first_row >= rows.count()) return;  // of a shorter sequence than another
   const int last_row = min(first_row + kPlainRows, rows.count()) - 1;
-  const int keys_end = rows.slot(last_row) + 1;
-  const float* q = static_cast<const float*>(args.q);
-  for (int i = threadIdx.x; i < kPlainRows * kDim; i += kThreads) {
-    const int row = first_row + i / kDim;
-    query[i / kDim][i % kDim] = row <= last_row ? q[rows.head(row) * kDim + i % kDim] : 0;
-  }
+  const int keys_end = plan.keys_end<kParts>(rows.slot(last_row) + 1);
+  const int first_key = plan.first_key<kParts>(rows.first_seen(first_row));
+  if (first_key >= keys_end) return;  // nobody sees the part
+  load_plain_queries(query, rows, first_row, last_row);
   const std::int64_t begin = kPaged ? 0 : pair_begin(args, rows.pair);
   const float* all_keys = static_cast<const float*>(args.keys) + begin;
   const float* all_values = static_cast<const float*>(args.values) + begin;
@@ -412,7 +424,7 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
 #pragma unroll
   for (int r = 0; r < kEach; ++r)
     max_product[r] = -INFINITY, begin_row(rows, first_row + warp_row + r, max[r], sum[r]);
-  for (int start = rows.first_seen(first_row); start < keys_end; start += kPlainKeys) {
+  for (int start = first_key; start < keys_end; start += kPlainKeys) {
     const int there = min(kPlainKeys, keys_end - start);
     __syncthreads();
     for (int i = threadIdx.x; i < there * kDim; i += kThreads)
@@ -452,41 +464,48 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   for (int r = 0; r < kEach; ++r) {
     const int row = first_row + warp_row + r;
     if (row <= last_row)
-      write_plain_row<kDim>(args, rows.head(row), out[r], max_product[r], max[r], sum[r]);
+      write_plain_row<kDim, kParts>(plan, rows.head(row), out[r], max_product[r], max[r], sum[r]);
   }
 }
 
-/// CTAs for all tiles of all KV heads of the longest sequence, for each sequence.
+/// CTAs for all tiles of all KV heads of the longest sequence, for each sequence, and each part.
 dim3 grid(const Plan& plan, int rows_of_tile) {
   const int rows = plan.args.queries * plan.group;
   return dim3(
       static_cast<unsigned>((rows + rows_of_tile - 1) / rows_of_tile) * plan.args.shape.kv_heads,
-      static_cast<unsigned>(plan.args.batch.sequences));
+      static_cast<unsigned>(plan.args.batch.sequences), static_cast<unsigned>(parts_of(plan.args)));
 }
 
-template <class T, int kDim, bool kPaged>
+template <class T, int kDim, bool kPaged, bool kParts>
 cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
   constexpr std::size_t kBytes = sizeof(Shared<T, kDim>);
-  const cudaError_t allowed = cudaFuncSetAttribute(
-      prefill_tiles<T, kDim, kPaged>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const auto kernel = prefill_tiles<T, kDim, kPaged, kParts>;
+  const cudaError_t allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (allowed != cudaSuccess) return allowed;
-  prefill_tiles<T, kDim, kPaged>
-      <<<grid(plan, Tiling<kDim>::kRows), kThreads, kBytes, stream>>>(plan);
-  return cudaGetLastError();
+  kernel<<<grid(plan, Tiling<kDim>::kRows), kThreads, kBytes, stream>>>(plan);
+  return merge_parts<T, kDim>(plan, stream);
+}
+
+template <int kDim, bool kPaged, bool kParts>
+cudaError_t launch(const Plan& plan, cudaStream_t stream) {
+  switch (plan.args.shape.type) {
+    case Type::bf16:
+      return launch_tiles<__nv_bfloat16, kDim, kPaged, kParts>(plan, stream);
+    case Type::f16:
+      return launch_tiles<__half, kDim, kPaged, kParts>(plan, stream);
+    case Type::f32:
+      break;
+  }
+  prefill_plain<kDim, kPaged, kParts>
+      <<<grid(plan, Tiling<kDim>::kPlainRows), kThreads, 0, stream>>>(plan);
+  return merge_parts<float, kDim>(plan, stream);
 }
 
 template <int kDim, bool kPaged>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
-  switch (plan.args.shape.type) {
-    case Type::bf16:
-      return launch_tiles<__nv_bfloat16, kDim, kPaged>(plan, stream);
-    case Type::f16:
-      return launch_tiles<__half, kDim, kPaged>(plan, stream);
-    case Type::f32:
-      break;
-  }
-  prefill_plain<kDim, kPaged><<<grid(plan, Tiling<kDim>::kPlainRows), kThreads, 0, stream>>>(plan);
-  return cudaGetLastError();
+  return plan.args.workspace != nullptr ? launch<kDim, kPaged, true>(plan, stream)
+                                        : launch<kDim, kPaged, false>(plan, stream);
 }
 
 template <int kDim>
@@ -499,13 +518,25 @@ bool aligned(const void* pointer) { return pointer != nullptr && aligned16(point
 
 }  // namespace
 
+std::size_t prefill_workspace(const PrefillAttentionArgs& args) {
+  const std::int64_t parts = (std::int64_t{args.keys_end} + kPartKeys - 1) / kPartKeys;
+  return static_cast<std::size_t>(rows_of(args) * parts) *
+         (sizeof(RowPart) + static_cast<std::size_t>(args.shape.head_size) * sizeof(float));
+}
+
 cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream) {
+  constexpr int kMostParts = 65535;  // of a grid's third dimension
+  if (args.workspace != nullptr &&
+      (args.keys_end < 1 || parts_of(args) > kMostParts || args.span != 0 ||
+       args.shape.sinks != nullptr || !aligned(args.workspace)))
+    return cudaErrorInvalidValue;
   if (!can_prefill(args) || args.span < 0 || !aligned(args.q) || !aligned(args.keys) ||
       !aligned(args.values) || !aligned(args.out))
     return cudaErrorInvalidValue;
   const Plan plan{.args = args,
                   .group = args.shape.query_heads / args.shape.kv_heads,
-                  .base2_scale = args.shape.softmax_scale * kLog2E};
+                  .base2_scale = args.shape.softmax_scale * kLog2E,
+                  .rows = rows_of(args)};
   switch (args.shape.head_size) {
     case 64:
       return launch<64>(plan, stream);

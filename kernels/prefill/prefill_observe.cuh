@@ -110,11 +110,20 @@ struct Sequence : OwnQueries {
   int term;     ///< of its first query, among a head's
 
   __device__ explicit Sequence(const ObserveArgs& args)
-      : OwnQueries(args),
+      : OwnQueries(counted(args)),
         younger(args.youngers == nullptr ? args.younger : args.youngers[sequence]),
         silent(static_cast<int>(max(std::int64_t{younger} + count - args.tail, std::int64_t{0})) /
                kQueries * kQueries),
         term((begin / kQueries + sequence) * kQueries) {}
+
+ private:
+  /// Those that have been admitted.
+  __device__ static OwnQueries counted(const ObserveArgs& args) {
+    OwnQueries own(args);
+    if (args.admitted != nullptr)
+      own.count = min(own.count, static_cast<int>(args.admitted[own.sequence]));
+    return own;
+  }
 };
 
 /// The keys and queries of a CTA: blocks of keys follow each other, so that CTAs at work at one

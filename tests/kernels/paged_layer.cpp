@@ -132,6 +132,14 @@ kvlab_cache PagedCache::sequence(int index) const {
   return one;
 }
 
+void PagedCache::share_blocks(int from, int to, int count) {
+  const int rows = paging_.by_pair ? size_.kv_heads : 1;
+  for (int row = 0; row < rows; ++row)
+    std::copy_n(blocks_.begin() + (from * rows + row) * most_blocks_, count,
+                blocks_.begin() + (to * rows + row) * most_blocks_);
+  device_blocks_->assign(blocks_);
+}
+
 std::size_t PagedCache::row_at(int pair, int slot) const {
   if (paging_.page == 0)
     return static_cast<std::size_t>(first_[static_cast<std::size_t>(pair)] + slot) * row_bytes();

@@ -35,6 +35,7 @@ struct LayerSize {
   bool in_place = false;                       ///< prompts are shrunk where they lie
   bool captured = false;                       ///< steps are launches of one graph
   bool settled = false;
+  bool in_parts = false;     ///< prompts' keys are attended in parts
   bool two_streams = false;  ///< victims are chosen on a stream of their own
   std::string header = "";   ///< of the policy, below policies/: compiled; else the registry's
 
@@ -51,6 +52,8 @@ class PagedCache {
   /// One sequence of it.
   kvlab_cache sequence(int index) const;
   std::size_t slots() const { return static_cast<std::size_t>(slots_); }
+  /// Its first blocks are another sequence's too.
+  void share_blocks(int from, int to, int count);
   /// Keys and values by slot, as the host finds them.
   std::vector<std::byte> rows() const;
   /// Bytes that a kernel has written outside of the cache's slots.

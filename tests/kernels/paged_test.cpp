@@ -70,7 +70,7 @@ kvlab_cache cache_of_nothing() {
   return cache;
 }
 
-cudaError_t shrink_between(const kvlab_cache& from, const kvlab_cache& to) {
+kvlab_shrink_args shrink_args(const kvlab_cache& from, const kvlab_cache& to) {
   void* const any = from.keys;
   kvlab_shrink_args args{.struct_size = sizeof(kvlab_shrink_args)};
   args.from = from;
@@ -79,6 +79,11 @@ cudaError_t shrink_between(const kvlab_cache& from, const kvlab_cache& to) {
   args.policy.seeds = static_cast<const std::uint64_t*>(any);
   args.policy.sequence_ids = args.now = args.admitted = static_cast<const std::uint32_t*>(any);
   args.workspace = any;
+  return args;
+}
+
+cudaError_t shrink_between(const kvlab_cache& from, const kvlab_cache& to) {
+  const kvlab_shrink_args args = shrink_args(from, to);
   return kvlab_shrink(kvlab_find_policy("window"), &args, nullptr);
 }
 
@@ -211,6 +216,23 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
   CHECK(columns_of(good) != cudaErrorInvalidValue);
   CHECK(attend_prompt(good) != cudaErrorInvalidValue);
   CHECK(shrink_between(good, good) != cudaErrorInvalidValue);
+}
+
+TEST_CASE("Halves of a shrink are refused without what they are for") {
+  const kvlab_policy* const window = kvlab_find_policy("window");
+  const kvlab_cache cache = cache_of_nothing();
+  kvlab_shrink_args args = shrink_args(cache, cache);
+  const auto said = [&](const std::uint64_t* ranks, int devices) {
+    CHECK(kvlab_keep(window, &args, ranks, devices, nullptr) == cudaErrorInvalidValue);
+    return std::string(kvlab_last_error());
+  };
+  std::uint64_t rank = 0;
+  CHECK(said(&rank, 2) == "kvlab_keep: by_layer is 0: kvlab_shrink asks no other device");
+  CHECK(kvlab_rank(window, &args, &rank, nullptr) == cudaErrorInvalidValue);
+  args.by_layer = 1;
+  CHECK(said(nullptr, 2) == "kvlab_keep: ranks is NULL");
+  CHECK(said(&rank, 0) ==
+        "kvlab_keep: devices is 0, of 2 KV heads each: 1 or more, and 65535 heads at most");
 }
 
 TEST_CASE("A cache in blocks evicts as one without, for every type, size and group", "[gpu]") {

@@ -115,6 +115,25 @@ TEST_CASE("prefill attention takes any first position and number of queries", "[
         run_and_check({.type = type, .kv_heads = 1, .first = first, .queries = queries});
 }
 
+TEST_CASE("prefill attention whose keys are cut into parts agrees with float64", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const int head_size : {64, 96, 128, 256})
+      for (const int first : {0, 255, 700}) {
+        PrefillSize size{.type = type,
+                         .head_size = head_size,
+                         .group = first == 255 ? 16 : 2,
+                         .kv_heads = first == 700 ? 2 : 1,
+                         .first = first,
+                         .queries = first == 0 ? 270 : 5,
+                         .ragged = first == 700,
+                         .parts = true};
+        run_and_check(size);
+        size.scale = 30 / std::sqrt(static_cast<float>(head_size));
+        if (first == 0) run_and_check(size);
+      }
+}
+
 TEST_CASE("prefill attention takes KV heads of unequal length, wherever they begin", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {Type::bf16, Type::f32})
@@ -183,4 +202,7 @@ TEST_CASE("prefill attention refuses what it does not support before any launch"
   args.shape.head_size = 128;
   args.queries = 0;
   CHECK(prefill_attention(args, nullptr) == cudaErrorInvalidValue);
+  args.queries = 3;
+  args.keys_end = 257;  // in two parts
+  CHECK(prefill_workspace(args) == 3 * 32 * 2 * (128 + 4) * sizeof(float));
 }

@@ -26,13 +26,15 @@ struct PrefillSize {
   bool equal_keys = false;
   int span = 0;
   bool sinks = false;
+  bool parts = false;  ///< keys are cut into parts
 
   std::string text() const {
     const char* types[] = {"bf16", "f16", "f32"};
     return std::string(types[static_cast<int>(type)]) + " head size " + std::to_string(head_size) +
            " group " + std::to_string(group) + " first " + std::to_string(first) + " queries " +
            std::to_string(queries) + (ragged ? " ragged" : "") +
-           (span > 0 ? " span " + std::to_string(span) : "") + (sinks ? " sinks" : "");
+           (span > 0 ? " span " + std::to_string(span) : "") + (sinks ? " sinks" : "") +
+           (parts ? " parts" : "");
   }
 };
 
@@ -67,30 +69,37 @@ class PrefillChunk {
     out_ = std::make_unique<DeviceArray<std::byte>>((rows() + kGuardRows) * row_bytes());
     lse_ = std::make_unique<DeviceArray<float>>(rows() + kGuardRows);
     softmax_ = std::make_unique<DeviceArray<RowSoftmax>>(rows() + kGuardRows);
+    PrefillAttentionArgs args = this->args();
+    args.keys_end = keys_end();
+    workspace_ =
+        std::make_unique<DeviceArray<std::byte>>(size_.parts ? prefill_workspace(args) : 0);
     poison();
   }
 
   void poison() {
     check_cuda(cudaMemset(out_->data(), kPoison, (rows() + kGuardRows) * row_bytes()));
+    if (size_.parts) check_cuda(cudaMemset(workspace_->data(), kPoison, prefill_workspace(args())));
     check_cuda(cudaMemset(lse_->data(), kPoison, (rows() + kGuardRows) * sizeof(float)));
     check_cuda(cudaMemset(softmax_->data(), kPoison, (rows() + kGuardRows) * sizeof(RowSoftmax)));
     check_cuda(cudaDeviceSynchronize());
   }
 
-  cudaError_t enqueue(cudaStream_t stream) const {
-    return prefill_attention({.shape = shape(),
-                              .first = size_.first,
-                              .queries = size_.queries,
-                              .q = device_q_->data(),
-                              .keys = device_keys_->data(),
-                              .values = device_values_->data(),
-                              .out = out_->data(),
-                              .lse = lse_->data(),
-                              .rows = softmax_->data(),
-                              .older = older(),
-                              .first_slot = first_slot(),
-                              .span = size_.span},
-                             stream);
+  cudaError_t enqueue(cudaStream_t stream) const { return prefill_attention(args(), stream); }
+  PrefillAttentionArgs args() const {
+    return {.shape = shape(),
+            .first = size_.first,
+            .queries = size_.queries,
+            .q = device_q_->data(),
+            .keys = device_keys_->data(),
+            .values = device_values_->data(),
+            .out = out_->data(),
+            .lse = lse_->data(),
+            .rows = softmax_->data(),
+            .older = older(),
+            .first_slot = first_slot(),
+            .span = size_.span,
+            .workspace = workspace_ ? workspace_->data() : nullptr,
+            .keys_end = size_.parts ? keys_end() : 0};
   }
 
   AttentionShape shape() const {
@@ -155,7 +164,12 @@ class PrefillChunk {
   std::vector<std::int64_t> first_slot_;  // [kv_head]
   std::size_t all_slots_ = 0;
   std::vector<float> q_, keys_, values_, sinks_;
-  std::unique_ptr<DeviceArray<std::byte>> device_q_, device_keys_, device_values_, out_;
+  int keys_end() const {
+    int end = 0;
+    for (int h = 0; h < size_.kv_heads; ++h) end = std::max(end, static_cast<int>(visible(h)));
+    return end;
+  }
+  std::unique_ptr<DeviceArray<std::byte>> device_q_, device_keys_, device_values_, out_, workspace_;
   std::unique_ptr<DeviceArray<float>> lse_, device_sinks_;
   std::unique_ptr<DeviceArray<RowSoftmax>> softmax_;
   std::unique_ptr<DeviceArray<std::int32_t>> device_older_;

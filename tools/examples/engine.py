@@ -143,7 +143,7 @@ class Engine:
     def state(self, layer, row):
         rules = self.rules[row * KV_HEADS :]
         given = (self.states[layer], rules, None, self.threshold16[row:], self.seeds[row:], self.ids[row:])
-        return kvlab.PolicyState(*map(at, given), layer, None, None, None)
+        return kvlab.PolicyState(*map(at, given), layer, 0, None, None, None)
 
     def call(self, name, *arguments):
         if getattr(self.library, name)(*arguments, torch.cuda.current_stream().cuda_stream):

@@ -30,7 +30,7 @@ class Cache(ctypes.Structure):  # kvlab_cache
 
 class PolicyState(ctypes.Structure):  # kvlab_policy_state
     _fields_ = [("states", p), ("rules", p), ("params", p), ("threshold16", p), ("seeds", p), ("sequence_ids", p),
-                ("layer", u32), ("seen", p), ("columns", p), ("room_at", p)]
+                ("layer", u32), ("first_head", u32), ("seen", p), ("columns", p), ("room_at", p)]
 
 
 class Step(ctypes.Structure):  # kvlab_evicting_attention_args

@@ -11,7 +11,7 @@ from typing import Any
 P, U32, I32, F32, I64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_float, ctypes.c_int64
 SIZE = ctypes.c_size_t
 
-VERSION = 3
+VERSION = 4
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 NEEDS = ("nothing", "mass", "requests", "both")
 UNLIMITED = 2**32 - 1
@@ -60,6 +60,7 @@ class PolicyState(ctypes.Structure):  # kvlab_policy_state
         ("seeds", P),
         ("sequence_ids", P),
         ("layer", U32),
+        ("first_head", U32),
         ("seen", P),
         ("columns", P),
         ("room_at", P),
@@ -104,6 +105,7 @@ class ColumnsArgs(Args):  # kvlab_columns_args
         ("to", P),
         ("output", P),
         ("hidden", I32),
+        ("admitted", P),
     ]
 
 
@@ -147,6 +149,8 @@ class PrefillArgs(Args):  # kvlab_prefill_args
         ("sequences", I32),
         ("all_queries", I32),
         ("first_query", P),
+        ("workspace", P),
+        ("keys_end", I32),
     ]
 
 
@@ -166,6 +170,7 @@ class ObserveArgs(Args):  # kvlab_observe_args
         ("younger", I32),
         ("positions", P),
         ("youngers", P),
+        ("admitted", P),
     ]
 
 

@@ -148,7 +148,7 @@ def _columns(*given: Any) -> None:
 
 def _state(layer: int, states: Any, columns: Any, room_at: Any, *rules: Any) -> _library.PolicyState:
     """`rules`: rules, params, threshold16, seeds and sequence_ids."""
-    return _library.PolicyState(_at(states), *map(_at, rules), layer, None, _at(columns), _at(room_at))
+    return _library.PolicyState(_at(states), *map(_at, rules), layer, 0, None, _at(columns), _at(room_at))
 
 
 def _evicting_attention(policy: str, *given: Any) -> None:
