@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import pathlib
 import subprocess
@@ -162,8 +161,7 @@ def test_the_command_comes_along() -> None:
     program = pathlib.Path(sysconfig.get_path("scripts")) / "kvlab"
     if not program.exists():
         pytest.skip("kvlab was not installed by pip")
-    shared = importlib.resources.files("kvlab") / "share"
-    words: list[Any] = ["task", "passkey", "--model", shared / "engine/models/tiny", "--policy", "h2o", "--budget", 32]
+    words: list[Any] = ["task", "passkey", "--model", kvlab.share / "engine/models/tiny", "--policy", "h2o", "--budget", 32]
     few = ["--words", "100", "--depth", "50%", "--draws", 1, "--query-aware"]
     done = subprocess.run([program, *map(str, words + few)], capture_output=True, text=True)
     assert done.returncode == 0 and "passkey, query-aware" in done.stdout, done.stderr

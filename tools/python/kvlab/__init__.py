@@ -8,6 +8,7 @@ run.frame()
 from __future__ import annotations
 
 import importlib
+import pathlib
 from typing import TYPE_CHECKING, Any
 
 from kvlab._commands import evaluate, fidelity, task, tune
@@ -20,6 +21,9 @@ from kvlab._trace import Trace
 if TYPE_CHECKING:
     from kvlab import hf
     from kvlab.hf import KvlabPress, from_press
+
+share = pathlib.Path(__file__).parent / "share"
+"""What the package brings: engine/models/tiny, traces/samples, tools/texts, tools/demo."""
 
 __all__ = [
     "Difference",
@@ -46,6 +50,7 @@ __all__ = [
     "policy",
     "policy_source",
     "replay",
+    "share",
     "task",
     "tune",
 ]
