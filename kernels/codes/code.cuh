@@ -101,10 +101,10 @@ __device__ inline std::uint32_t load_metadata(const std::byte* metadata, bool fl
   return floating ? std::uint32_t{reinterpret_cast<const std::uint8_t*>(metadata)[block]}
                   : reinterpret_cast<const std::uint32_t*>(metadata)[block];
 }
-__device__ inline std::uint32_t load_code(const std::byte* codes, bool key, int bits, int channel,
+__device__ inline std::uint32_t load_code(const RowPart& from, bool key, int bits, int channel,
                                           int blocks) {
-  const int bit = code_place(key, bits, channel, blocks) * bits;
-  const auto byte = reinterpret_cast<const std::uint8_t*>(codes)[bit / 8];
+  const int bit = code_bit(key, bits, from.row, channel, blocks);
+  const auto byte = reinterpret_cast<const std::uint8_t*>(from.codes)[bit / 8];
   return byte >> bit % 8 & ((1u << bits) - 1);
 }
 
@@ -114,27 +114,30 @@ __device__ inline void load_codes(CodedRow& row, const RowPart& from, const Devi
   for (int b = 0; b < kMostBlocks; ++b) {
     if (b >= blocks) break;
     row.metadata[b] = load_metadata(from.metadata, form.floating, b);
-    row.code[b] = load_code(from.codes, key, form.bits(key), b * kWarpSize + code_lane(), blocks);
+    row.code[b] = load_code(from, key, form.bits(key), b * kWarpSize + code_lane(), blocks);
     row.y[b] = decoded(form.floating, row.code[b], row.metadata[b]);
   }
 }
 
+/// A lane's code of block `b`, and the block's metadata.
+__device__ inline void store_code(std::uint32_t code, std::uint32_t metadata, const RowPart& to,
+                                  const DeviceForm& form, bool key, int b, int blocks) {
+  const int bits = form.bits(key),
+            bit = code_bit(key, bits, to.row, b * kWarpSize + code_lane(), blocks);
+  std::uint32_t byte = code << bit % 8;  // with those of the lanes beside it
+  for (int apart = 1; apart < 8 / bits; apart *= 2) byte |= __shfl_xor_sync(~0u, byte, apart);
+  if (bit % 8 == 0) reinterpret_cast<std::uint8_t*>(to.codes)[bit / 8] = byte;
+  if (code_lane() != 0) return;
+  if (form.floating)
+    reinterpret_cast<std::uint8_t*>(to.metadata)[b] = metadata;
+  else
+    reinterpret_cast<std::uint32_t*>(to.metadata)[b] = metadata;
+}
 __device__ inline void store_codes(const CodedRow& row, const RowPart& to, const DeviceForm& form,
                                    bool key, int blocks) {
-  const int bits = form.bits(key), lane = code_lane();
 #pragma unroll
-  for (int b = 0; b < kMostBlocks; ++b) {
-    if (b >= blocks) break;
-    const int bit = code_place(key, bits, b * kWarpSize + lane, blocks) * bits;
-    std::uint32_t byte = row.code[b] << bit % 8;  // with those of the lanes beside it
-    for (int apart = 1; apart < 8 / bits; apart *= 2) byte |= __shfl_xor_sync(~0u, byte, apart);
-    if (bit % 8 == 0) reinterpret_cast<std::uint8_t*>(to.codes)[bit / 8] = byte;
-    if (lane != 0) continue;
-    if (form.floating)
-      reinterpret_cast<std::uint8_t*>(to.metadata)[b] = row.metadata[b];
-    else
-      reinterpret_cast<std::uint32_t*>(to.metadata)[b] = row.metadata[b];
-  }
+  for (int b = 0; b < kMostBlocks; ++b)
+    if (b < blocks) store_code(row.code[b], row.metadata[b], to, form, key, b, blocks);
 }
 
 template <class T>

@@ -26,8 +26,8 @@ struct DeviceForm {
   __host__ __device__ bool operator==(const DeviceForm&) const = default;
 };
 
-/// A rung of a pair. Of a tile of its rows codes of keys lie together, then their metadata, codes
-/// of values, theirs; one tile behind the other.
+/// A rung of a pair. Of a tile of its rows codes of keys lie together, as code_bit() says, then
+/// their metadata, codes of values, theirs; one tile behind the other.
 struct DeviceRung {
   DeviceForm form;
   std::uint32_t slots;      ///< tokens that it is to hold; rows beyond are for those that wait
@@ -59,9 +59,10 @@ __host__ __device__ inline std::int64_t row_bytes(const DeviceForm& form, int he
          2 * metadata_bytes(form, head_size);
 }
 
-/// A key or a value on a rung.
+/// A key or a value on a rung: its elements, or its tile's codes, and its metadata.
 struct RowPart {
   std::byte *codes, *metadata;
+  int row;  ///< of the tile
 };
 /// `row`: of the rung.
 __host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceRung& rung,
@@ -74,17 +75,37 @@ __host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceRung& r
   std::byte* const plane =
       bytes + rung.first_byte + kRowsOfTile * (tile + (key ? 0 : keys + metadata));
   const std::int64_t codes = key ? keys : values, in_tile = row % kRowsOfTile;
-  return {plane + in_tile * codes, plane + kRowsOfTile * codes + in_tile * metadata};
+  return {plane + (rung.form.exact() ? in_tile * codes : 0),
+          plane + kRowsOfTile * codes + in_tile * metadata, static_cast<int>(in_tile)};
 }
 
-/// Which element of a row's codes a channel is. The order is the tensor cores': a lane of eight
-/// channels of each block of a key, of four of a value, has them together.
-__host__ __device__ inline int code_place(bool key, int bits, int channel, int blocks) {
+/// Words that a lane of a warp takes of a tile's codes, and how many it loads at once.
+__host__ __device__ constexpr int lane_words(int bits, int blocks) { return blocks * bits / 2; }
+__host__ __device__ constexpr int words_at_once(int words) {
+  return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1;
+}
+/// Where a channel's code begins in a tile's: each lane has what it multiplies together. Of keys
+/// these are eight channels of a block of rows r and r + 8, whose bytes are the product's; of
+/// values four channels of rows 2r, 2r + 1 and 8 more, each two to a word. No two rows share a
+/// byte.
+__host__ __device__ inline int code_bit(bool key, int bits, int row, int channel, int blocks) {
   constexpr int kBlock = static_cast<int>(kCodeBlock);
-  const int each = key ? 8 : 4, lane = channel % kBlock / each;
-  int own = channel % each;
-  if (key && bits == 8) own = own % 4 * 2 + own / 4;
-  return (lane * blocks + channel / kBlock) * each + own;
+  const int b = channel / kBlock, in = channel % kBlock, half = row / 8;
+  const int lane = key ? row % 8 * 4 + in / 8 : in / 4 * 4 + row % 8 / 2;
+  const int own = key ? in % 8 : in % 4;
+  int word = half * blocks + b, bit = key ? 0 : row % 2 * 16;
+  if (bits == 8) {
+    word = 2 * word + (key ? own % 2 : own / 2);
+    bit += (key ? own / 2 : own % 2) * 8;
+  } else if (bits == 4) {
+    bit += own * 4;
+  } else {  // two blocks to a word; of an odd one both halves
+    const bool odd = (b | 1) >= blocks;
+    word = odd ? b : half * (blocks / 2) + b / 2;
+    bit += (odd ? half : b % 2) * (key ? 16 : 8) + own * 2;
+  }
+  const int at_once = words_at_once(lane_words(bits, blocks));
+  return ((word / at_once * 32 + lane) * at_once + word % at_once) * 32 + bit;
 }
 
 /// One layer's rows. Host memory, of which kernels get a copy.
@@ -98,11 +119,10 @@ struct CodedCache {
   void *newest_keys, *newest_values;  // [pair, dim]: as computed; one token's for all layers
   std::uint32_t* next_now;            // [sequence]: the position behind it; kIdle where it sits out
   const std::uint32_t* nothing;       // [sequence]: zeros
-  std::int32_t* extents;              // [pair]: rows, up to the last in use, while a step attends
-  const std::int32_t* none;           // [pair]: -1
+  std::int32_t* extents;              // [pair]: rows, up to the last in use
   int most_rows;                      ///< of a pair
   int most_row_bytes;                 ///< of a row
-  int most_rungs;                     ///< of a pair; of one alone next_rows need not be right
+  int most_rungs;                     ///< of a pair; of one alone a row is its token's slot
 };
 
 /// Older tokens while many are admitted: beside their keys and values, what these were read from.

@@ -3,16 +3,18 @@
 #include "kernels/codes/codes.hpp"
 
 #include "kernels/codes/code.cuh"
+#include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/leaving.cuh"
 #include "kernels/device/pair.cuh"
 #include "kernels/device/select_leaving.cuh"
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/evict/shrink.cuh"
+#include "kernels/launch.cuh"
 
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kStepThreads = 256, kDealThreads = 1024, kMoveThreads = 256;
+constexpr int kStepThreads = 512, kDealThreads = 1024, kMoveThreads = 256;
 constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;  // a warp for a key, one for a value
 
 /// The shape of a layer's rows.
@@ -31,9 +33,19 @@ __device__ RowPart part_at(const CodedCache& coded, const DeviceLadder& ladder, 
 // --- A step
 // ---------------------------------------------------------------------------------------
 
+/// Rows of a pair, up to the last in use.
+__device__ std::int32_t extent_of(const DeviceLadder& ladder, const std::int32_t* counts) {
+  std::int32_t extent = counts[0];
+  for (int r = 1; r < ladder.rungs; ++r)
+    if (counts[r] > 0) extent = static_cast<std::int32_t>(ladder.rung[r].first_row) + counts[r];
+  return extent;
+}
+
+/// A warp for each block of a pair's newest key and value.
 template <class T>
-__global__ void __launch_bounds__(2 * kWarpSize)
-    place_newest_kernel(SlotCache cache, CodedCache coded, const std::uint32_t* now) {
+__global__ void place_newest_kernel(SlotCache cache, CodedCache coded, const std::uint32_t* now) {
+  let_successor_start();
+  wait_for_predecessor();
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
   const std::uint32_t position = now[pair.sequence];
   const bool idle = position == kIdle;
@@ -41,30 +53,35 @@ __global__ void __launch_bounds__(2 * kWarpSize)
     coded.next_now[pair.sequence] = idle ? kIdle : position + 1;
   if (idle) return;
   const DeviceLadder& ladder = coded.ladders[pair.index];
-  const RowShape shape(cache, sizeof(T));
-  const bool key = threadIdx.x < kWarpSize;
+  const DeviceForm form = ladder.rung[0].form;
   const std::int32_t slot = cache.next_slots[pair.index];
-  std::uint32_t* const place = &coded.places[cache.first_slot[pair.index] + slot];
-  std::int32_t* const counts = coded.counts + pair.index * kMostRungs;
-  std::uint32_t row = coded.next_rows[pair.index];
-  if (coded.most_rungs == 1)  // nobody has gone down
-    row = slot < cache.lengths[pair.index] ? *place : static_cast<std::uint32_t>(counts[0]);
-  const auto* const newest = static_cast<const T*>(key ? coded.newest_keys : coded.newest_values);
-  CodedRow own;
-  load_exact(own, newest + std::int64_t{pair.index} * shape.head_size, shape.blocks);
-  step_down(own, ladder, -1, 0, key, shape.blocks);
-  store_part<T>(own, part_at(coded, ladder, row, key, shape), ladder.rung[0].form, key,
-                shape.blocks);
-  __syncthreads();  // all have read the row
+  const std::uint32_t row =
+      coded.most_rungs == 1 ? static_cast<std::uint32_t>(slot) : coded.next_rows[pair.index];
+  const int blocks = cache.head_size / kWarpSize,
+            b = static_cast<int>(threadIdx.x) / kWarpSize % blocks,
+            at = b * kWarpSize + code_lane();
+  const bool key = static_cast<int>(threadIdx.x) < cache.head_size;
+  const T own = static_cast<const T*>(
+      key ? coded.newest_keys
+          : coded.newest_values)[std::int64_t{pair.index} * cache.head_size + at];
+  const RowPart to = part_of(coded.bytes, ladder.rung[0], row, key, cache.head_size, sizeof(T));
+  if (form.exact()) {
+    reinterpret_cast<T*>(to.codes)[at] = own;
+  } else {
+    std::uint32_t code, metadata;
+    if (form.floating)
+      code_floating(butterfly(to_float(own)), code, metadata);
+    else
+      code_whole(butterfly(to_float(own)), form.bits(key), code, metadata);
+    store_code(code, metadata, to, form, key, b, blocks);
+  }
   if (threadIdx.x != 0) return;
   cache.positions[cache.first_slot[pair.index] + slot] = position;
-  *place = row;
+  coded.places[cache.first_slot[pair.index] + slot] = row;
   coded.owners[ladder.first_row + row] = static_cast<std::uint32_t>(slot);
+  std::int32_t* const counts = coded.counts + pair.index * kMostRungs;
   counts[0] = max(counts[0], static_cast<std::int32_t>(row) + 1);
-  std::int32_t extent = counts[0];
-  for (int r = 1; r < ladder.rungs; ++r)
-    if (counts[r] > 0) extent = static_cast<std::int32_t>(ladder.rung[r].first_row) + counts[r];
-  coded.extents[pair.index] = extent;
+  coded.extents[pair.index] = extent_of(ladder, counts);
 }
 
 /// A token on its way down.
@@ -135,6 +152,7 @@ __global__ void __launch_bounds__(kStepThreads)
   if (threadIdx.x == 0) {
     coded.next_rows[pair.index] = places[firsts[0].slot];
     move_count = chain_of(ladder, firsts, counts, places, moves);
+    coded.extents[pair.index] = extent_of(ladder, counts);
   }
   __syncthreads();
   const RowShape shape(cache, sizeof(T));
@@ -242,6 +260,8 @@ __global__ void __launch_bounds__(kDealThreads)
     coded.counts[pair.index * kMostRungs + r] = static_cast<std::int32_t>(count);
     if (r == 0) coded.next_rows[pair.index] = count;
   }
+  if (threadIdx.x == 0)
+    coded.extents[pair.index] = extent_of(ladder, coded.counts + pair.index * kMostRungs);
 }
 
 /// Where a warp of move_rows is.
@@ -341,10 +361,15 @@ int pairs_of(const SlotCache& cache) { return cache.sequences * cache.kv_heads; 
 
 cudaError_t place_newest(const SlotCache& cache, const CodedCache& coded, const std::uint32_t* now,
                          cudaStream_t stream) {
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
   return with_type(cache.type, [&]<class T>(T) {
-    place_newest_kernel<T>
-        <<<static_cast<unsigned>(pairs_of(cache)), 2 * kWarpSize, 0, stream>>>(cache, coded, now);
-    return cudaGetLastError();
+    const auto kernel = place_newest_kernel<T>;
+    if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
+    return launch(limits, kernel,
+                  {static_cast<unsigned>(pairs_of(cache)),
+                   static_cast<unsigned>(2 * cache.head_size), 0, stream},
+                  cache, coded, now);
   });
 }
 

@@ -1,58 +1,154 @@
-// What one warp does with a tile of a rung's rows: TensorCoreWarp, over codes. Products are of
-// whole numbers, which 16-bit elements hold; scales are multiplied in float32 behind them, a block
-// of channels at a time. The queries stand behind the butterflies, in two fp16 elements each; so
-// does the output from the first code on, as rungs go down: it is turned back at the end. A minimum
-// adds the same to all 32 channels there, which is one channel of the output.
+// What one warp does with tiles of a rung's rows: TensorCoreWarp, where they are exact, and
+// CodedWarp over codes. Whole codes of keys are multiplied as bytes, by the queries in two digits;
+// values by weights in fp16. Scales are multiplied in float32 behind and before that.
 //
-// Below 8 bits unpacking takes longer than fetching: a tile takes as long with 4 bits as with 2.
+// Queries stand behind the butterflies; so does the output from the first code on, as rungs go
+// down, and is turned back at the end. A minimum adds the same to all 32 channels there.
+//
+// Of four query heads each takes two of the eight columns of a product: with keys for the two
+// digits, with values for the scales of two blocks, of which a block's channels use their own.
 #pragma once
+
+#include <numeric>
+#include <type_traits>
 
 #include "kernels/codes/code.cuh"
 #include "kernels/decode/decode_tile.cuh"
 
 namespace kvlab::kernels {
 
-/// What lies ahead of a tile in shared memory.
-struct alignas(16) TileHead {
-  DeviceForm form;
-  int valid;          ///< rows that count, from the first; none: nothing was fetched
-  std::uint32_t row;  ///< the pair's, of the first
+/// Where a warp leaves its logits, and what makes them.
+struct RungUse {
+  float* logits;  ///< of the pair, [slot, logits_stride], or null
+  int logits_stride;
+  float base2_scale;
+
+  __device__ void leave(std::uint32_t slot, int head, float logit) const {
+    logits[std::int64_t{slot} * logits_stride + head] = logit;
+  }
 };
 
-/// So many bytes to words, as few loads as their alignment allows.
-template <int kBytes>
-__device__ inline void load_words(const unsigned char* from,
-                                  std::uint32_t (&to)[(kBytes + 3) / 4]) {
-  if constexpr (kBytes % 16 == 0) {
+/// A tile of exact rows.
+template <class T, int kDim>
+class ExactWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
+  using Base = TensorCoreWarp<T, kDim, Rotated::none, 8>;
+
+ public:
+  /// `owners`: its rows' slots, where logits are left.
+  __device__ void add(const typename Base::Tile& tile, int valid, const std::uint32_t* owners,
+                      const RungUse& use) {
+    float weights[1][4];
+    auto& weight = weights[0];
+    Base::score(tile, weights);
 #pragma unroll
-    for (int i = 0; i < kBytes / 16; ++i) {
-      const uint4 four = reinterpret_cast<const uint4*>(from)[i];
-      to[4 * i] = four.x, to[4 * i + 1] = four.y, to[4 * i + 2] = four.z, to[4 * i + 3] = four.w;
-    }
-  } else if constexpr (kBytes % 8 == 0) {
+    for (int i = 0; i < 4; ++i)
+      weight[i] = i / 2 * 8 + Base::row() < valid ? weight[i] * use.base2_scale : -INFINITY;
+    if (use.logits != nullptr)
 #pragma unroll
-    for (int i = 0; i < kBytes / 8; ++i) {
-      const uint2 two = reinterpret_cast<const uint2*>(from)[i];
-      to[2 * i] = two.x, to[2 * i + 1] = two.y;
-    }
-  } else if constexpr (kBytes % 4 == 0) {
+      for (int i = 0; i < 4; ++i)
+        if (i / 2 * 8 + Base::row() < valid && Base::column() + i % 2 < Base::group_)
+          use.leave(owners[i / 2 * 8 + Base::row()], Base::column() + i % 2, weight[i]);
+    Base::raise_max(0, make_float2(fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])));
 #pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) to[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
-  } else {
+    for (int i = 0; i < 4; ++i)
+      weight[i] = exp2_fast(weight[i] - (i % 2 ? Base::max_[0].y : Base::max_[0].x));
+    Base::sum_[0].x += weight[0] + weight[2];
+    Base::sum_[0].y += weight[1] + weight[3];
+    Base::add_values(tile, weights);
+  }
+};
+
+/// A group's queries in shared memory.
+struct TurnedQuery {
+  float* values;   // [head, dim], behind the butterflies, divided by kCodeBlock
+  float* largest;  // [head, block], of these, without sign
+  float* firsts;   // [head, block]: the first channel before the butterflies
+
+  __device__ TurnedQuery(float* memory, int group, int dim)
+      : values(memory), largest(memory + group * dim), firsts(largest + group * dim / kCodeBlock) {}
+  static constexpr std::size_t bytes(int group, int dim) {
+    return static_cast<std::size_t>(group * (dim + dim / static_cast<int>(kCodeBlock) * 2)) *
+           sizeof(float);
+  }
+  /// By whole warps.
+  template <class T>
+  __device__ void set(int at, T query) const {
+    const float own = to_float(query), turned = butterfly(own) / kCodeBlock,
+                most = warp_max(fabsf(turned));
+    values[at] = turned;
+    if (code_lane() != 0) return;
+    largest[at / kCodeBlock] = most;
+    firsts[at / kCodeBlock] = own;
+  }
+};
+
+/// A form as the compiler needs it.
+template <int kKeyBits_, int kValueBits_, bool kFloating_ = false>
+struct CodedForm {
+  static constexpr int kKeyBits = kKeyBits_, kValueBits = kValueBits_;
+  static constexpr bool kFloating = kFloating_;
+};
+
+/// Elements one behind the other, to be loaded at once.
+template <class Element, int kCount>
+struct alignas(std::gcd(static_cast<int>(sizeof(Element)) * kCount, 16)) Packed {
+  Element of[kCount];
+};
+
+/// A lane's words of a tile's codes, see code_bit().
+template <int kWords>
+__device__ inline void load_codes_of_lane(const unsigned char* codes, std::uint32_t (&to)[kWords]) {
+  constexpr int kAtOnce = words_at_once(kWords);
+  const auto* const from = reinterpret_cast<const Packed<std::uint32_t, kAtOnce>*>(codes);
 #pragma unroll
-    for (std::uint32_t& word : to) word = 0;
+  for (int i = 0; i < kWords; i += kAtOnce) {
+    const auto some = from[i / kAtOnce * kWarpSize + code_lane()];
 #pragma unroll
-    for (int i = 0; i < kBytes; ++i) to[i / 4] |= std::uint32_t{from[i]} << i % 4 * 8;
+    for (int j = 0; j < kAtOnce; ++j) to[i + j] = some.of[j];
   }
 }
 
-__device__ inline std::uint32_t minus_1024(std::uint32_t two) {
-  const __half2 less = __hsub2(reinterpret_cast<const __half2&>(two), __float2half2_rn(1024));
-  return reinterpret_cast<const std::uint32_t&>(less);
+/// A row's scales and minima.
+template <int kBlocks, bool kFloating>
+struct RowMetadata {
+  using Word =
+      std::conditional_t<!kFloating, std::uint32_t,
+                         std::conditional_t<kBlocks % 4 == 0, std::uint32_t, std::uint8_t>>;
+  using Own = Packed<Word, kBlocks*(kFloating ? 1 : 4) / static_cast<int>(sizeof(Word))>;
+  static constexpr int kBytes = sizeof(Own);
+  Own own;
+  __device__ RowMetadata(const unsigned char* all, int row)
+      : own(reinterpret_cast<const Own*>(all)[row]) {}
+  __device__ float scale(int b) const {
+    constexpr int kOfWord = sizeof(Word);  // blocks
+    if constexpr (kFloating)
+      return __uint_as_float((own.of[b / kOfWord] >> b % kOfWord * 8 & 0xffu) << 23);
+    else
+      return __low2float(reinterpret_cast<const __half2&>(own.of[b]));
+  }
+  __device__ float least(int b) const {
+    if constexpr (kFloating)
+      return 0;
+    else
+      return __high2float(reinterpret_cast<const __half2&>(own.of[b]));
+  }
+};
+
+/// word & mask | bits.
+__device__ inline std::uint32_t masked(std::uint32_t word, std::uint32_t mask, std::uint32_t bits) {
+  std::uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
+  return result;
 }
-__device__ inline std::uint32_t minus_128(std::uint32_t two) {
-  const __nv_bfloat162 less =
-      __hsub2(reinterpret_cast<const __nv_bfloat162&>(two), __floats2bfloat162_rn(128, 128));
+/// Two whole numbers of kBits that lie in a word from bits kAt and 16 + kAt on, in fp16: they are
+/// the last of a fraction's ten bits, or stand kAt before these.
+template <int kBits, int kAt>
+__device__ inline std::uint32_t halves_at(std::uint32_t word) {
+  constexpr std::uint32_t kMask = ((1u << kBits) - 1) << kAt, kOne = 0x3c00 + ((10 - kAt) << 10);
+  static_assert(kAt + kBits <= 10);
+  const std::uint32_t with = masked(word, kMask * 0x10001u, kOne * 0x10001u);
+  const __half2 less = __hsub2(reinterpret_cast<const __half2&>(with),
+                               __float2half2_rn(static_cast<float>(1 << (10 - kAt))));
   return reinterpret_cast<const std::uint32_t&>(less);
 }
 /// Two e4m3, the lower bytes, as fp16.
@@ -62,315 +158,375 @@ __device__ inline std::uint32_t halves_of_e4m3(std::uint32_t two) {
   return std::uint32_t{halves.x} | std::uint32_t{halves.y} << 16;
 }
 
-/// A lane's eight channels of block `b` of a key, n and n + 4 to word n, in fp16.
-template <int kBits, bool kFloating, int kWords>
-__device__ inline void unpack_key(const std::uint32_t (&words)[kWords], int b,
-                                  std::uint32_t (&to)[4]) {
+/// Of a lane's keys, rows r and r + 8, the codes of block `b`, a byte each: of each row the even
+/// channels, then of each the odd ones.
+template <int kBits, int kBlocks, int kWords>
+__device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
+                                   std::uint32_t (&to)[4]) {
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    if constexpr (kFloating) {
-      to[n] = halves_of_e4m3(words[2 * b + n / 2] >> n % 2 * 16);
-    } else if constexpr (kBits == 8) {
-      to[n] =
-          minus_1024(__byte_perm(words[2 * b + n / 2], 0x64646464u, n % 2 == 0 ? 0x4140 : 0x4342));
+  for (int half = 0; half < 2; ++half) {
+    const int own = half * kBlocks + b;
+    if constexpr (kBits == 8) {
+      to[half] = words[2 * own], to[2 + half] = words[2 * own + 1];
     } else if constexpr (kBits == 4) {
-      to[n] = minus_1024((words[b] >> 4 * n & 0x000f000fu) | 0x64006400u);
+      to[half] = words[own] & 0x0f0f0f0fu, to[2 + half] = words[own] >> 4 & 0x0f0f0f0fu;
     } else {
-      const std::uint32_t apart = __byte_perm(words[b / 2], 0, b % 2 == 0 ? 0x4140 : 0x4342);
-      to[n] = minus_1024((apart >> 2 * n & 0x00030003u) | 0x64006400u);
+      const bool odd = (b | 1) >= kBlocks;
+      const std::uint32_t word = words[odd ? b : half * (kBlocks / 2) + b / 2];
+      const auto of = [word](int i) { return word >> 2 * i & 0x03030303u; };
+      const unsigned own_bytes = (odd ? half : b % 2) == 0 ? 0x5140 : 0x7362;
+      to[half] = __byte_perm(of(0), of(2), own_bytes);
+      to[2 + half] = __byte_perm(of(1), of(3), own_bytes);
+    }
+  }
+}
+/// Of a lane's values, rows 2 r and 2 r + 1 and those 8 further, the codes of block `b` in fp16:
+/// of two rows four channels, one of both to a word.
+template <class Form, int kBlocks, int kWords>
+__device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b,
+                                     std::uint32_t (&to)[2][4]) {
+  constexpr int kBits = Form::kValueBits;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = half * kBlocks + b;
+    auto& pairs = to[half];
+    if constexpr (Form::kFloating) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        pairs[i] =
+            halves_of_e4m3(__byte_perm(words[2 * own + i / 2], 0, i % 2 == 0 ? 0x4420 : 0x4431));
+    } else if constexpr (kBits == 8) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const std::uint32_t word = words[2 * own + i / 2];
+        pairs[i] = halves_at<8, 0>(i % 2 == 0 ? word : word >> 8);
+      }
+    } else if constexpr (kBits == 4) {
+      const std::uint32_t word = words[own], upper = word >> 8;
+      pairs[0] = halves_at<4, 0>(word), pairs[1] = halves_at<4, 4>(word);
+      pairs[2] = halves_at<4, 0>(upper), pairs[3] = halves_at<4, 4>(upper);
+    } else {
+      const bool odd = (b | 1) >= kBlocks;
+      const std::uint32_t word =
+          words[odd ? b : half * (kBlocks / 2) + b / 2] >> ((odd ? half : b % 2) == 0 ? 0 : 8);
+      pairs[0] = halves_at<2, 0>(word), pairs[1] = halves_at<2, 2>(word);
+      pairs[2] = halves_at<2, 4>(word), pairs[3] = halves_at<2, 6>(word);
     }
   }
 }
 
-/// Of two values a lane's four channels of block `b`, one of both to a word, in bf16.
-template <int kBits, bool kFloating, int kWords>
-__device__ inline void unpack_values(const std::uint32_t (&low)[kWords],
-                                     const std::uint32_t (&high)[kWords], int b,
-                                     std::uint32_t (&to)[4]) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    if constexpr (kFloating) {
-      const float2 two = unpack<__half>(
-          halves_of_e4m3(__byte_perm(low[b], high[b], static_cast<unsigned>(n | (4 + n) << 4))));
-      to[n] = pack<__nv_bfloat16>(two.x, two.y);
-    } else if constexpr (kBits == 8) {
-      constexpr float kMagic = 8388608;  // 2^23, whose last byte counts
-      const auto number = [n](std::uint32_t word) {
-        return __uint_as_float(__byte_perm(word, 0x4b000000u, static_cast<unsigned>(0x7540 | n))) -
-               kMagic;
-      };
-      to[n] = pack<__nv_bfloat16>(number(low[b]), number(high[b]));
-    } else if constexpr (kBits == 4) {
-      const std::uint32_t both = __byte_perm(low[b / 2], high[b / 2], b % 2 == 0 ? 0x5410 : 0x7632);
-      to[n] = minus_128((both >> 4 * n & 0x000f000fu) | 0x43004300u);
-    } else {
-      const unsigned own = static_cast<unsigned>(b % 4);
-      const std::uint32_t both =
-          __byte_perm(low[b / 4], high[b / 4], own | own << 4 | (4 + own) << 8 | (4 + own) << 12);
-      to[n] = minus_128((both >> 2 * n & 0x00030003u) | 0x43004300u);
-    }
-  }
+/// c[16 x 8] += a[16 x 32] * b[32 x 8] in whole numbers, a's without sign. Lane l holds, with
+/// g = l / 4 and t = l % 4: of a rows g, g + 8, g, g + 8 at columns 4t, 4t, 16 + 4t, 16 + 4t and
+/// the next three; of b rows 4t and 16 + 4t and the next three at column g; of c as multiply_add.
+__device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[4],
+                                          std::uint32_t b0, std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <class T, int kDim>
-class RungWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
-  using Base = TensorCoreWarp<T, kDim, Rotated::none, 8>;
+/// Tiles of codes under kQuads times four query heads. Weights are relative to a `reference` of
+/// each head: the largest product of a weight and a scale so far is from 2^13 to 2^15, within
+/// fp16, which then has 11 bits of what is 2^27 smaller.
+template <int kDim, int kQuads>
+class CodedWarp {
   static constexpr int kBlocks = kDim / kWarpSize, kRows = static_cast<int>(kRowsOfTile);
 
  public:
-  /// `turned`: the queries behind the butterflies, divided by kCodeBlock, [head, dim].
-  __device__ void start(const T* query, int group, const float* turned) {
-    Base::start(query, group);
-    plain_ = query;
-    turned_ = turned;
-    behind_ = false;
-  }
-
-  /// `scratch`: of a part, its own. `owners`: slots of the pair's rows.
-  __device__ void add(const TileHead& head, const unsigned char* tile, const WarpPart& scratch,
-                      const std::uint32_t* owners, const TileUse& use, float base2_scale) {
-    float weights[1][4];
-    auto& weight = weights[0];
-    const bool exact = head.form.exact();
-    const auto& as_it_is = *reinterpret_cast<const typename Base::Tile*>(tile);
-    if (exact)
-      Base::score(as_it_is, weights);
-    else
-      score_codes(head.form, tile, scratch, weight);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      weight[i] = i / 2 * 8 + Base::row() < head.valid ? weight[i] * base2_scale : -INFINITY;
-    if (use.logits != nullptr) leave(weight, head, owners, use);
-    const float2 before = Base::max_[0];
-    Base::raise_max(0, make_float2(fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])));
-    if (behind_) {
-      const float2 factor =
-          make_float2(rescale(before.x, Base::max_[0].x), rescale(before.y, Base::max_[0].y));
-#pragma unroll
-      for (float2& least : least_) least = make_float2(least.x * factor.x, least.y * factor.y);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      weight[i] = exp2_fast(weight[i] - (i % 2 ? Base::max_[0].y : Base::max_[0].x));
-    Base::sum_[0].x += weight[0] + weight[2];
-    Base::sum_[0].y += weight[1] + weight[3];
-    if (exact)
-      Base::add_values(as_it_is, weights);
-    else
-      add_codes(head.form, tile, weight);
-  }
-
-  __device__ void finish(const WarpPart& part) {
-    Base::finish(part);
-    if (!behind_) return;
+  /// `part`: what exact tiles came to, if there were any.
+  __device__ CodedWarp(const TurnedQuery& query, int group, float base2_scale, const WarpPart& part,
+                       bool any)
+      : query_(query), group_(group), base2_scale_(base2_scale) {
+    __syncwarp();
+    for (int at = code_lane(); any && at < group * kDim; at += kWarpSize)
+      part.out[at] = butterfly(part.out[at]);
     __syncwarp();
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
+    for (int e = 0; e < kQuads; ++e) {
+      const bool known = any && head(e) < group;
+      const float2 state = known ? part.state[head(e)] : make_float2(-INFINITY, 0);
+      reference_[e] = top_[e] = state.x;
+      sum_[e] = row() == 0 ? state.y : 0;
 #pragma unroll
-      for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
-        least_[b].x += __shfl_xor_sync(~0u, least_[b].x, lanes);
-        least_[b].y += __shfl_xor_sync(~0u, least_[b].y, lanes);
+      for (int b = 0; b < kBlocks; ++b) least_[e][b] = 0;
+#pragma unroll
+      for (int n = 0; n < kDim / 16; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          out_[e][n][i] =
+              known && i % 2 == column_of(n) ? part.out[head(e) * kDim + channel(n, i / 2)] : 0;
+    }
+  }
+
+  /// Before tiles of a form.
+  template <class Form>
+  __device__ void begin() {
+    constexpr float kMost = 127 * 256;
+    const auto largest = [&](int head) {
+      float most = 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) most = fmaxf(most, query_.largest[head * kBlocks + b]);
+      return most;
+    };
+#pragma unroll
+    for (int e = 0; e < kQuads; ++e) {
+      const bool own = head(e) < group_;
+      scale_[e] = own ? base2_scale_ : 0;
+      if constexpr (!Form::kFloating) scale_[e] *= own ? largest(head(e)) / kMost : 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+        firsts_[e][b] = own ? query_.firsts[head(e) * kBlocks + b] * base2_scale_ : 0;
+      const int of_column = 4 * e + row() / 2;  // its head
+      const bool there = of_column < group_;
+      const float* const values = query_.values + of_column * kDim + code_lane() % 4 * 8;
+      const float most = there ? largest(of_column) : 0, per_unit = most > 0 ? kMost / most : 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+        for (int n = 0; n < (Form::kFloating ? 4 : 2); ++n)
+          query_of_[e][b][n] = !there ? 0
+                               : Form::kFloating
+                                   ? halves_of(values + b * kWarpSize + n / 2 + n % 2 * 4)
+                                   : digits_of(values + b * kWarpSize + n, per_unit);
+    }
+  }
+
+  /// As there.
+  template <class Form>
+  __device__ void add(const unsigned char* tile, int valid, const std::uint32_t* owners,
+                      const RungUse& use) {
+    constexpr int kMetadata = kRows * RowMetadata<kBlocks, Form::kFloating>::kBytes,
+                  kKeys = kRows * kDim * Form::kKeyBits / 8,
+                  kValues = kRows * kDim * Form::kValueBits / 8;
+    float logit[kQuads][2];
+    score<Form>(tile, logit);
+#pragma unroll
+    for (int i = 0; i < 2 * kQuads; ++i)
+      if (i % 2 * 8 + row() >= valid) logit[i / 2][i % 2] = -INFINITY;
+    if (use.logits != nullptr)
+#pragma unroll
+      for (int i = 0; i < 2 * kQuads; ++i)
+        if (i % 2 * 8 + row() < valid && head(i / 2) < group_)
+          use.leave(owners[i % 2 * 8 + row()], head(i / 2), logit[i / 2][i % 2]);
+    const unsigned char* const values = tile + kKeys + kMetadata;
+    const RowMetadata<kBlocks, Form::kFloating> upper(values + kValues, row()),
+        lower(values + kValues, row() + 8);
+    std::uint32_t words[lane_words(Form::kValueBits, kBlocks)];
+    load_codes_of_lane(values, words);
+    float p[kQuads][2];
+    std::uint32_t weights[kQuads][(kBlocks + 1) / 2][2];
+    while (!weigh(logit, upper, lower, p, weights)) raise(logit, upper, lower);
+#pragma unroll
+    for (int e = 0; e < kQuads; ++e) {
+      sum_[e] += p[e][0] + p[e][1];
+      top_[e] = fmaxf(top_[e], fmaxf(logit[e][0], logit[e][1]));
+      if constexpr (!Form::kFloating)
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+          least_[e][b] = fmaf(p[e][0], upper.least(b), fmaf(p[e][1], lower.least(b), least_[e][b]));
+#pragma unroll
+      for (auto& two : weights[e])
+#pragma unroll
+        for (std::uint32_t& one : two) one = transpose_matrix(one);
+    }
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      std::uint32_t pairs[2][4];
+      unpack_values<Form, kBlocks>(words, b, pairs);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const std::uint32_t a[4] = {pairs[0][2 * n], pairs[0][2 * n + 1], pairs[1][2 * n],
+                                    pairs[1][2 * n + 1]};
+#pragma unroll
+        for (int e = 0; e < kQuads; ++e)
+          multiply_add<__half>(out_[e][2 * b + n], a, weights[e][b / 2][0], weights[e][b / 2][1]);
       }
-    store(part);
-    for (int head = 0; head < Base::group_; ++head)
+    }
+  }
+
+  /// Relative to the largest logit.
+  __device__ void finish(const WarpPart& part) {
+    const auto of_all = [](float own, auto both) {
+#pragma unroll
+      for (int lanes = 4; lanes < kWarpSize; lanes *= 2)
+        own = both(own, __shfl_xor_sync(~0u, own, lanes));
+      return own;
+    };
+    const auto plus = [](float a, float b) { return a + b; };
+#pragma unroll
+    for (int e = 0; e < kQuads; ++e) {
+      const float top = of_all(top_[e], [](float a, float b) { return fmaxf(a, b); }),
+                  factor = rescale(reference_[e], top), sum = of_all(sum_[e], plus) * factor;
+      if (row() == 0 && head(e) < group_) part.state[head(e)] = make_float2(top, sum);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        float& out = part.out[head * kDim + b * kWarpSize + code_lane()];
-        const float least = __shfl_sync(~0u, head % 2 == 0 ? least_[b].x : least_[b].y, head / 2);
-        out = butterfly(out) / kCodeBlock + (code_lane() == 0 ? least : 0);
+        const float least = of_all(least_[e][b], plus);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (const int n = 2 * b + i / 2; head(e) < group_)
+            part.out[head(e) * kDim + channel(n, i % 2)] =
+                (out_[e][n][i % 2 * 2 + column_of(n)] + least) * factor;
       }
+    }
+    __syncwarp();
+    for (int at = code_lane(); at < group_ * kDim; at += kWarpSize)
+      part.out[at] = butterfly(part.out[at]) / kCodeBlock;
   }
 
  private:
-  // What a lane has of a head's output behind the butterflies: channels b * 32 + row() * 4 and the
-  // next three.
+  // A lane's rows of a tile are row() and row() + 8, and its head of a quad the lane's number in
+  // four; of the output it has those channels of that head.
+  __device__ static int row() { return code_lane() / 4; }
+  __device__ static int head(int e) { return 4 * e + code_lane() % 4; }
   __device__ static int channel(int n, int half) {
-    return n / 2 * kWarpSize + Base::row() * 4 + n % 2 * 2 + half;
+    return n / 2 * kWarpSize + row() * 4 + n % 2 * 2 + half;
   }
-  /// The output as it is, to where others see it. Ends with a barrier.
-  __device__ void store(const WarpPart& part) const {
+  /// Which of a head's columns has the scale of the block of step n.
+  __device__ static constexpr int column_of(int n) { return n / 2 % 2; }
+
+  /// Of channels `from` and the next but one of a query what this lane's column has: the number in
+  /// fp16, or what that leaves.
+  __device__ static std::uint32_t halves_of(const float* from) {
+    const std::uint32_t both = pack<__half>(from[0], from[2]);
+    const float2 kept = unpack<__half>(both);
+    return row() % 2 == 0 ? both : pack<__half>(from[0] - kept.x, from[2] - kept.y);
+  }
+  /// Of channels `from` and every other, four in all: the upper digit, or the lower one.
+  __device__ static std::uint32_t digits_of(const float* from, float per_unit) {
+    std::uint32_t digits = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int n = 0; n < kDim / 16; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (const int head = Base::column() + i; head < Base::group_)
-            part.out[head * kDim + channel(n, half)] = Base::out_[0][n][half * 2 + i];
-    __syncwarp();
+    for (int i = 0; i < 4; ++i) {
+      const int number = __float2int_rn(from[2 * i] * per_unit), upper = (number + 128) >> 8,
+                digit = row() % 2 == 0 ? upper : number - upper * 256;
+      digits |= (static_cast<std::uint32_t>(digit) & 0xffu) << 8 * i;
+    }
+    return digits;
   }
 
-  /// Output and queries go behind the butterflies.
-  __device__ void turn(const WarpPart& scratch) {
-    behind_ = true;
+  template <class Form>
+  __device__ void score(const unsigned char* keys, float (&logit)[kQuads][2]) const {
+    constexpr int kBits = Form::kKeyBits;
+    const unsigned char* const metadata = keys + kRows * kDim * kBits / 8;
+    std::uint32_t words[lane_words(kBits, kBlocks)];
+    load_codes_of_lane(keys, words);
+    const RowMetadata<kBlocks, Form::kFloating> upper(metadata, row()), lower(metadata, row() + 8);
+    float least[kQuads][2] = {};
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int n = 0; n < kDim / 16; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (const int head = Base::column() + i; head < Base::group_)
-            scratch.out[head * kDim + n * 16 + half * 8 + Base::row()] =
-                Base::out_[0][n][half * 2 + i];
-    __syncwarp();
-    for (int at = code_lane(); at < Base::group_ * kDim; at += kWarpSize)
-      scratch.out[at] = butterfly(scratch.out[at]);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int n = 0; n < kDim / 16; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (const int head = Base::column() + i; head < Base::group_)
-            Base::out_[0][n][half * 2 + i] = scratch.out[head * kDim + channel(n, half)];
-    __syncwarp();
-    const bool own = Base::row() < Base::group_;
-    const float* const query = turned_ + (own ? Base::row() : 0) * kDim + Base::column() * 4;
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int at = k / 2 * kWarpSize + k % 2 * 2 + i;
-        const float low = own ? query[at] : 0, high = own ? query[at + 4] : 0;
-        Base::query_[0][k][i] = pack<__half>(low, high);
-        const float2 kept = unpack<__half>(Base::query_[0][k][i]);
-        rest_[k][i] = pack<__half>(low - kept.x, high - kept.y);
-      }
+    for (auto& two : logit) two[0] = two[1] = 0;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const auto first = [&](int head) {
-        return head < Base::group_ ? to_float(plain_[head * kDim + b * kWarpSize]) : 0.0f;
-      };
-      firsts_[b] = make_float2(first(Base::column()), first(Base::column() + 1));
-      least_[b] = make_float2(0, 0);
-    }
-  }
-
-  /// A block's scale and minimum.
-  template <bool kFloating>
-  __device__ static float2 metadata(const unsigned char* from, int row, int b) {
-    if constexpr (kFloating)
-      return make_float2(__uint_as_float(std::uint32_t{from[row * kBlocks + b]} << 23), 0);
-    else
-      return __half22float2(reinterpret_cast<const __half2*>(from)[row * kBlocks + b]);
-  }
-
-  template <int kBits, bool kFloating>
-  __device__ void score_as(const unsigned char* keys, float (&logit)[4]) const {
-    constexpr int kRow = kDim * kBits / 8, kLane = kRow / 4;
-    const unsigned char* const scales = keys + kRows * kRow;
-    std::uint32_t upper[(kLane + 3) / 4], lower[(kLane + 3) / 4];
-    load_words<kLane>(keys + Base::row() * kRow + Base::column() / 2 * kLane, upper);
-    load_words<kLane>(keys + (Base::row() + 8) * kRow + Base::column() / 2 * kLane, lower);
+      std::uint32_t a[4];
+      unpack_keys<kBits, kBlocks>(words, b, a);
 #pragma unroll
-    for (float& one : logit) one = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      std::uint32_t u[4], l[4];
-      unpack_key<kBits, kFloating>(upper, b, u);
-      unpack_key<kBits, kFloating>(lower, b, l);
-      float sums[2][4] = {};
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const std::uint32_t a[4] = {u[2 * k], l[2 * k], u[2 * k + 1], l[2 * k + 1]};
-        const auto &query = Base::query_[0][2 * b + k], &rest = rest_[2 * b + k];
-        multiply_add<__half>(sums[0], a, query[0], query[1]);
-        multiply_add<__half>(sums[1], a, rest[0], rest[1]);
-      }
-      const float2 of_upper = metadata<kFloating>(scales, Base::row(), b),
-                   of_lower = metadata<kFloating>(scales, Base::row() + 8, b);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 own = i < 2 ? of_upper : of_lower;
-        logit[i] = fmaf(own.x, sums[0][i] + sums[1][i], logit[i]);
-        if constexpr (!kFloating)
-          logit[i] = fmaf(own.y, i % 2 == 0 ? firsts_[b].x : firsts_[b].y, logit[i]);
+      for (int e = 0; e < kQuads; ++e) {
+        float products[2];
+        if constexpr (Form::kFloating)
+          multiply_halves(a, query_of_[e][b], products);
+        else
+          multiply_digits(a, query_of_[e][b], products);
+        logit[e][0] = fmaf(upper.scale(b), products[0], logit[e][0]);
+        logit[e][1] = fmaf(lower.scale(b), products[1], logit[e][1]);
+        least[e][0] = fmaf(upper.least(b), firsts_[e][b], least[e][0]);
+        least[e][1] = fmaf(lower.least(b), firsts_[e][b], least[e][1]);
       }
     }
+#pragma unroll
+    for (int e = 0; e < kQuads; ++e)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) logit[e][i] = fmaf(logit[e][i], scale_[e], least[e][i]);
   }
-
-  template <int kBits, bool kFloating>
-  __device__ void add_as(const unsigned char* values, const float (&weight)[4]) {
-    constexpr int kRow = kDim * kBits / 8, kLane = kRow / 8, kWords = (kLane + 3) / 4;
-    const unsigned char* const scales = values + kRows * kRow;
-    std::uint32_t words[4][kWords];
+  __device__ static void multiply_digits(const std::uint32_t (&a)[4], const std::uint32_t (&q)[4],
+                                         float (&products)[2]) {
+    int sums[4] = {};
+    multiply_add_bytes(sums, a, q[0], q[1]);
+    products[0] = static_cast<float>(sums[0] * 256 + sums[1]);
+    products[1] = static_cast<float>(sums[2] * 256 + sums[3]);
+  }
+  __device__ static void multiply_halves(const std::uint32_t (&bytes)[4],
+                                         const std::uint32_t (&q)[4], float (&products)[2]) {
+    float sums[4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      load_words<kLane>(values + (Base::column() + i % 2 + i / 2 * 8) * kRow + Base::row() * kLane,
-                        words[i]);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const float2 of_upper = metadata<kFloating>(scales, Base::row(), b),
-                   of_lower = metadata<kFloating>(scales, Base::row() + 8, b);
-      if constexpr (!kFloating) {
-        least_[b].x = fmaf(weight[0], of_upper.y, fmaf(weight[2], of_lower.y, least_[b].x));
-        least_[b].y = fmaf(weight[1], of_upper.y, fmaf(weight[3], of_lower.y, least_[b].y));
-      }
-      const std::uint32_t w[2] = {
-          transpose_matrix(pack<__nv_bfloat16>(weight[0] * of_upper.x, weight[1] * of_upper.x)),
-          transpose_matrix(pack<__nv_bfloat16>(weight[2] * of_lower.x, weight[3] * of_lower.x))};
-      std::uint32_t first[4], second[4];
-      unpack_values<kBits, kFloating>(words[0], words[1], b, first);
-      unpack_values<kBits, kFloating>(words[2], words[3], b, second);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const std::uint32_t a[4] = {first[2 * n], first[2 * n + 1], second[2 * n],
-                                    second[2 * n + 1]};
-        multiply_add<__nv_bfloat16>(Base::out_[0][2 * b + n], a, w[0], w[1]);
-      }
+    for (int k = 0; k < 2; ++k) {
+      const std::uint32_t a[4] = {halves_of_e4m3(bytes[2 * k]), halves_of_e4m3(bytes[2 * k + 1]),
+                                  halves_of_e4m3(bytes[2 * k] >> 16),
+                                  halves_of_e4m3(bytes[2 * k + 1] >> 16)};
+      multiply_add<__half>(sums, a, q[2 * k], q[2 * k + 1]);
     }
+    products[0] = sums[0] + sums[1];
+    products[1] = sums[2] + sums[3];
   }
 
-  __device__ void score_codes(const DeviceForm& form, const unsigned char* tile,
-                              const WarpPart& scratch, float (&logit)[4]) {
-    if (!behind_) turn(scratch);
-    if (form.floating)
-      score_as<8, true>(tile, logit);
-    else if (form.key_bits == 8)
-      score_as<8, false>(tile, logit);
-    else if (form.key_bits == 4)
-      score_as<4, false>(tile, logit);
-    else
-      score_as<2, false>(tile, logit);
-  }
-  __device__ void add_codes(const DeviceForm& form, const unsigned char* tile,
-                            const float (&weight)[4]) {
-    const unsigned char* const values =
-        tile + kRows * (code_bytes(form, true, kDim, 0) + metadata_bytes(form, kDim));
-    if (form.floating)
-      add_as<8, true>(values, weight);
-    else if (form.value_bits == 8)
-      add_as<8, false>(values, weight);
-    else if (form.value_bits == 4)
-      add_as<4, false>(values, weight);
-    else
-      add_as<2, false>(values, weight);
-  }
-
-  __device__ void leave(const float (&logit)[4], const TileHead& head, const std::uint32_t* owners,
-                        const TileUse& use) const {
-    if (Base::column() >= Base::group_) return;
+  /// What rows weigh, `p`, and that with the scales of two blocks in fp16. False: too large.
+  template <class Metadata>
+  __device__ bool weigh(const float (&logit)[kQuads][2], const Metadata& upper,
+                        const Metadata& lower, float (&p)[kQuads][2],
+                        std::uint32_t (&weights)[kQuads][(kBlocks + 1) / 2][2]) const {
+    constexpr std::uint32_t kTooLarge = 0x7800;  // 2^15
+    __half2 most = __float2half2_rn(0);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = half * 8 + Base::row();
-      if (row >= head.valid) continue;
-      float* const to =
-          use.logits +
-          std::int64_t{owners[head.row + static_cast<std::uint32_t>(row)]} * use.logits_stride +
-          Base::column();
-      if (use.logits_stride == 1)
-        *to = logit[half * 2];
-      else
-        *reinterpret_cast<float2*>(to) = make_float2(logit[half * 2], logit[half * 2 + 1]);
+    for (int e = 0; e < kQuads; ++e) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) p[e][i] = exp2_fast(logit[e][i] - reference_[e]);
+#pragma unroll
+      for (int b = 0; b < kBlocks; b += 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const auto weight = [&](int at) {
+            return at < kBlocks ? p[e][i] * (i == 0 ? upper : lower).scale(at) : 0.0f;
+          };
+          std::uint32_t& both = weights[e][b / 2][i];
+          both = pack<__half>(weight(b), weight(b + 1));
+          most = __hmax2(most, reinterpret_cast<const __half2&>(both));
+        }
     }
+    const auto bits = reinterpret_cast<const std::uint32_t&>(most);
+    const bool too_large =
+        ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 || fresh_;
+    return !__any_sync(~0u, too_large);
+  }
+  /// Chooses the reference by a tile; the first tile's is not bound by what was before.
+  template <class Metadata>
+  __device__ void raise(const float (&logit)[kQuads][2], const Metadata& upper,
+                        const Metadata& lower) {
+    constexpr float kRoom = 13, kLeastScale = -40;
+    const auto exponent = [](const Metadata& row) {
+      float most = 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) most = fmaxf(most, row.scale(b));
+      return fmaxf(log2f(most), kLeastScale);
+    };
+    const float of_upper = exponent(upper), of_lower = exponent(lower);
+#pragma unroll
+    for (int e = 0; e < kQuads; ++e) {
+      float next = fmaxf(logit[e][0] + of_upper, logit[e][1] + of_lower);
+#pragma unroll
+      for (int lanes = 4; lanes < kWarpSize; lanes *= 2)
+        next = fmaxf(next, __shfl_xor_sync(~0u, next, lanes));
+      next -= kRoom;
+      if (!fresh_) next = fmaxf(next, reference_[e]);
+      const float factor = rescale(reference_[e], next);
+      reference_[e] = next;
+      sum_[e] *= factor;
+#pragma unroll
+      for (float& least : least_[e]) least *= factor;
+#pragma unroll
+      for (auto& step : out_[e])
+#pragma unroll
+        for (float& out : step) out *= factor;
+    }
+    fresh_ = false;
   }
 
-  const T* plain_;
-  const float* turned_;
-  bool behind_;
-  std::uint32_t rest_[kDim / 16][2];         // of the queries behind the butterflies
-  float2 firsts_[kBlocks], least_[kBlocks];  // of two heads; least_: over this lane's rows alone
+  const TurnedQuery& query_;
+  int group_;
+  float base2_scale_;
+  bool fresh_ = true;
+  std::uint32_t query_of_[kQuads][kBlocks][4];  // of this lane's column; of digits two
+  float scale_[kQuads], firsts_[kQuads][kBlocks];
+  float out_[kQuads][kDim / 16][4];
+  // sum_, top_ and least_: over this lane's rows alone, until finish.
+  float reference_[kQuads], sum_[kQuads], top_[kQuads], least_[kQuads][kBlocks];
 };
 
 }  // namespace kvlab::kernels

@@ -32,6 +32,10 @@ class PhaseBarrier {
   __device__ void arrive_when_copied() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
   }
+  /// Holds up the phase until all copies that the thread has sent for are complete.
+  __device__ void expect_copied() {
+    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(address()) : "memory");
+  }
   __device__ void wait(unsigned parity) {
     while (!complete(parity)) {
     }

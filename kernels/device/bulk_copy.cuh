@@ -21,6 +21,14 @@ __device__ inline void copy_box(void* to, const CUtensorMap& map, int x, int y, 
 
 /// Consecutive bytes, a multiple of 16.
 __device__ inline void copy_bulk(void* to, const void* from, std::uint32_t bytes,
+                                 const PhaseBarrier& arrives, CachePolicy policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(arrives.address()), "l"(policy)
+      : "memory");
+}
+__device__ inline void copy_bulk(void* to, const void* from, std::uint32_t bytes,
                                  const PhaseBarrier& arrives) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::

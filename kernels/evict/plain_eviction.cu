@@ -137,10 +137,9 @@ __device__ void weighted_codes(const float* p, const CodedCache& coded, const De
     if (form.exact())
       sums[0] += p[slot] * to_float(reinterpret_cast<const T*>(value.codes)[d]);
     else
-      sums[1] +=
-          p[slot] * decoded(form.floating,
-                            load_code(value.codes, false, form.value_bits, d, dim / kWarpSize),
-                            load_metadata(value.metadata, form.floating, d / kWarpSize));
+      sums[1] += p[slot] * decoded(form.floating,
+                                   load_code(value, false, form.value_bits, d, dim / kWarpSize),
+                                   load_metadata(value.metadata, form.floating, d / kWarpSize));
   }
   for (float& sum : sums) {
     shared[threadIdx.x] = sum;

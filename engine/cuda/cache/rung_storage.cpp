@@ -64,7 +64,6 @@ RungStorage::RungStorage(cuda::Arena& arena, const DeviceShape& model, const Pai
   newest_keys = arena.take<std::byte>(pairs_ * key_bytes_);
   newest_values = arena.take<std::byte>(pairs_ * key_bytes_);
   extents = arena.take<std::int32_t>(plan.ladders.size());
-  none = arena.take<std::int32_t>(pairs_);
   most_rows_ = plan.most_rows, most_row_bytes_ = plan.most_row_bytes;
   most_rungs_ = plan.most_rungs;
   next_now = arena.take<std::uint32_t>(options.caches.size());
@@ -83,7 +82,6 @@ void RungStorage::clear(const DeviceShape& model, const PairSlots& slots,
   clear(counts, plan.ladders.size() * kernels::kMostRungs);
   clear(next_rows, plan.ladders.size());
   clear(extents, plan.ladders.size());
-  cuda::write(none, std::vector<std::int32_t>(pairs_, -1), kWhat);
   clear(next_now, sequences);
   clear(nothing, pairs_);
   std::vector<std::int64_t> places_of_newest(pairs_);
@@ -117,6 +115,8 @@ void RungStorage::pretend(const PairSlots& slots, std::size_t at, std::size_t pa
   cuda::write(owners + ladder.first_row, slot_of, kWhat);
   cuda::write(counts + at * kernels::kMostRungs, on, kWhat);
   cuda::write(next_rows + at, std::vector{static_cast<std::uint32_t>(on[0])}, kWhat);
+  cuda::write(extents + at,
+              std::vector{rows.empty() ? 0 : static_cast<std::int32_t>(rows.back() + 1)}, kWhat);
 }
 
 kernels::CodedCache RungStorage::coded(std::uint32_t layer, int sequence) const {
@@ -133,7 +133,6 @@ kernels::CodedCache RungStorage::coded(std::uint32_t layer, int sequence) const 
           .next_now = next_now + sequence,
           .nothing = nothing,
           .extents = extents + at,
-          .none = none,
           .most_rows = most_rows_,
           .most_row_bytes = most_row_bytes_,
           .most_rungs = most_rungs_};

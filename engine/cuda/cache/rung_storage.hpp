@@ -39,7 +39,6 @@ struct RungStorage {
   std::uint32_t* next_rows = nullptr;
   std::byte *newest_keys = nullptr, *newest_values = nullptr;  // [pair, dim]
   std::uint32_t *next_now = nullptr, *nothing = nullptr;       // [sequence], [pair]
-  std::int32_t* none = nullptr;                                // [pair]: -1
   std::int64_t* newest = nullptr;                              // [pair]: 0, 1, 2, …
 
  private:

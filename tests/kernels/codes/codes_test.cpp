@@ -35,13 +35,13 @@ std::vector<float> rows_of(Type type, int head_size) {
 }
 
 /// What a row's codes and metadata are read as.
-std::vector<float> read_back(const std::byte* codes, const std::byte* metadata, const KvForm& form,
-                             bool key, int head_size) {
+std::vector<float> read_back(const RowPart& part, const KvForm& form, bool key, int head_size) {
   const int bits = key ? form.key_bits : form.value_bits;
+  const std::byte* const metadata = part.metadata;
   std::vector<float> row;
   for (int d = 0; d < head_size; ++d) {
-    const int bit = code_place(key, bits, d, head_size / 32) * bits;
-    const auto code = static_cast<std::uint8_t>(codes[bit / 8]) >> bit % 8 & ((1 << bits) - 1);
+    const int bit = code_bit(key, bits, part.row, d, head_size / 32);
+    const auto code = static_cast<std::uint8_t>(part.codes[bit / 8]) >> bit % 8 & ((1 << bits) - 1);
     if (form.floating) {
       const int exponent = code >> 3 & 15, fraction = code & 7;
       const float value = exponent > 0 ? std::ldexp(static_cast<float>(8 + fraction), exponent - 10)
@@ -85,21 +85,13 @@ void check_form(const KvForm& form, Type type, int head_size) {
       std::span<const std::uint32_t>(std::vector(kPairs, 2u))};
   const DeviceArray<std::int32_t> extents(kPairs), counts(kPairs * kMostRungs), lengths(kPairs),
       next_slots{std::span<const std::int32_t>(std::vector(kPairs, 1))};
-  const CodedCache coded{device_ladders.data(),
-                         bytes.data(),
-                         places.data(),
-                         owners.data(),
-                         counts.data(),
-                         next_rows.data(),
-                         newest_keys.data(),
-                         newest_values.data(),
-                         next_now.data(),
-                         nothing.data(),
-                         extents.data(),
-                         nullptr,
-                         16,
-                         static_cast<int>(row),
-                         8};
+  const CodedCache coded{device_ladders.data(), bytes.data(),
+                         places.data(),         owners.data(),
+                         counts.data(),         next_rows.data(),
+                         newest_keys.data(),    newest_values.data(),
+                         next_now.data(),       nothing.data(),
+                         extents.data(),        16,
+                         static_cast<int>(row), 8};
   const SlotCache cache{.type = type,
                         .sequences = 1,
                         .query_heads = kPairs,
@@ -128,9 +120,8 @@ void check_form(const KvForm& form, Type type, int head_size) {
       const RowPart part =
           part_of(all, ladders[static_cast<std::size_t>(pair)].rung[0], 2, key, head_size, element);
       const std::size_t wide = static_cast<std::size_t>(head_size * element);
-      const std::vector<float> found =
-          form.exact() ? decode(type, std::span(part.codes, wide))
-                       : read_back(part.codes, part.metadata, form, key, head_size);
+      const std::vector<float> found = form.exact() ? decode(type, std::span(part.codes, wide))
+                                                    : read_back(part, form, key, head_size);
       CAPTURE(form.name, static_cast<int>(type), head_size, pair, key);
       CHECK(found == expected);
     }
@@ -177,10 +168,10 @@ class DrawnRungs {
     const DeviceArray<std::byte> bytes{std::span<const std::byte>(bytes_)},
         q{std::span<const std::byte>(encode(type_, q_))}, out(q_.size() * bytes_of(type_));
     const DeviceArray<std::uint32_t> places{std::span<const std::uint32_t>(places_)},
-        owners{std::span<const std::uint32_t>(owners_)}, positions(total_), now(1), ids(1);
+        owners{std::span<const std::uint32_t>(owners_)}, positions(total_), now(1), ids(1),
+        next_rows{std::span<const std::uint32_t>(std::vector(kPairs, 0u))};
     const DeviceArray<std::int32_t> counts{std::span<const std::int32_t>(counts_)},
-        extents{std::span<const std::int32_t>(extents_)},
-        none{std::span<const std::int32_t>(std::vector(kPairs, -1))}, lengths(live()),
+        extents{std::span<const std::int32_t>(extents_)}, lengths(live()),
         next_slots{std::span<const std::int32_t>(newest())};
     const DeviceArray<std::int64_t> first_slots{std::span<const std::int64_t>(first_slots_)};
     const DeviceArray<PairRule> rules(kPairs);
@@ -191,10 +182,11 @@ class DrawnRungs {
                      .places = places.data(),
                      .owners = owners.data(),
                      .counts = counts.data(),
+                     .next_rows = next_rows.data(),
                      .extents = extents.data(),
-                     .none = none.data(),
                      .most_rows = most_rows_,
-                     .most_row_bytes = most_row_bytes_};
+                     .most_row_bytes = most_row_bytes_,
+                     .most_rungs = kMostRungs};
     SlotCache cache{.type = type_,
                     .sequences = 1,
                     .query_heads = kPairs * group_,
@@ -271,7 +263,7 @@ class DrawnRungs {
             part.codes);
         continue;
       }
-      for (std::size_t i = 0; i < wide; ++i) {
+      for (std::size_t i = 0; part.row == 0 && i < wide * kRowsOfTile; ++i) {
         auto byte = static_cast<std::uint8_t>(random_());
         if (rung.form.floating && (byte & 0x7f) == 0x7f) byte ^= 1;  // no number
         part.codes[i] = std::byte{byte};
@@ -351,13 +343,21 @@ TEST_CASE("Attention over rungs by tensor cores is the plain one's", "[gpu]") {
     }
 }
 
-TEST_CASE("Of a row's codes each channel has its own place") {
+TEST_CASE("Of a tile's codes each channel of a row has its own place, and no two rows a byte") {
   for (const bool key : {true, false})
     for (const int bits : {8, 4, 2})
       for (const int blocks : {2, 3, 4, 8}) {
-        std::vector<int> taken(static_cast<std::size_t>(blocks) * 32);
-        for (int d = 0; d < blocks * 32; ++d)
-          ++taken[static_cast<std::size_t>(code_place(key, bits, d, blocks))];
+        const int wide = blocks * 32;
+        std::vector<int> taken(static_cast<std::size_t>(16 * wide)),
+            rows(static_cast<std::size_t>(16 * wide * bits / 8), -1);
+        for (int i = 0; i < 16 * wide; ++i) {
+          const int bit = code_bit(key, bits, i / wide, i % wide, blocks);
+          REQUIRE(bit % bits == 0);
+          ++taken.at(static_cast<std::size_t>(bit / bits));
+          int& row = rows.at(static_cast<std::size_t>(bit / 8));
+          REQUIRE((row < 0 || row == i / wide));
+          row = i / wide;
+        }
         CHECK(taken == std::vector<int>(taken.size(), 1));
       }
 }
