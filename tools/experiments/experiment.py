@@ -15,6 +15,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXTS = sorted((ROOT / "tools/texts").glob("*.txt"))
@@ -88,7 +89,6 @@ class Experiment:
     def add_column(self, trace, name):
         """Adds a column to a finished trace by the Python package."""
         command = ["-m", "kvlab.hf", "columns", trace, "--column", name, "--model", self.model]
-        self.commands.append(" ".join(["python3", *(name_of(word) for word in map(str, command))]))
         done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise Refused(f"column {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
@@ -133,18 +133,20 @@ class Experiment:
         return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
     def section(self, text):
-        self.sections.append(text.strip())
+        """Paragraphs of one line are folded; headings, tables and lists stay."""
+        parts = text.strip().split("\n\n")
+        self.sections += [part if "\n" in part or part[0] in "#-" else textwrap.fill(part, 118) for part in parts]
 
     def write(self, title, question):
         models = ", ".join(map(name_of_model, self.models))
         version = subprocess.run([self.arguments.kvlab, "--version"], capture_output=True, text=True).stdout.strip()
         texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
+        limits = f"{self.tokens} tokens of each at most{', quick' * self.arguments.quick}"
         made = [
             f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no figure is typed. Model: {models}.",
-            f"Texts: {texts}. {version}, on {self.arguments.device or 'the default device'}.",
+            f"Texts: {texts}, {limits}.\n{version}, on {self.arguments.device or 'the default device'}.",
         ]
-        commands = "\n".join(f"    {line}" for command in dict.fromkeys(self.commands) for line in folded(command))
-        page = [f"# {title}", question.strip(), "\n".join(made), *self.sections, "## The runs", commands]
+        page = [f"# {title}", question.strip(), "\n".join(made), *self.sections]
         path = pathlib.Path(self.arguments.out)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join(page) + "\n")
@@ -160,20 +162,6 @@ def name_of(option):
 
 def name_of_model(directory):
     return f"`{pathlib.Path(directory).name}`"
-
-
-def folded(command, width=110):
-    """`command` in lines that a shell takes as one: broken between words, and within lists that are too long."""
-    lines = [""]
-    for word in command.split(" "):
-        if lines[-1] and len(lines[-1]) + len(word) + 1 > width:
-            lines[-1] += " \\"
-            lines.append("   ")
-        lines[-1] += (" " if lines[-1] else "") + word
-        while len(lines[-1]) > width and "," in lines[-1][:width]:
-            cut = lines[-1].rindex(",", 0, width) + 1
-            lines[-1:] = [lines[-1][:cut] + "\\", lines[-1][cut:]]
-    return lines
 
 
 def values(rows, metric, by=("policy", "params", "budget")):
