@@ -73,8 +73,9 @@ const char* kvlab_policy_parameter(const kvlab_policy* policy, int index);
 /** Whether it weighs a prompt's queries by how many of the prompt are younger. */
 int kvlab_policy_weighted(const kvlab_policy* policy);
 /** Those weights, for kvlab_observe: of the query that `age` others are younger than, to host
- * memory to[age], `queries` numbers. From `*tail` on they are 0. `params`: as kvlab_policy_params
- * wrote them. Of a compiled policy the device is asked, and waited for.
+ * memory to[age], `queries` numbers, for the caller to copy; a chunk that is admitted by itself has
+ * its own length. From `*tail` on they are 0. `params`: as kvlab_policy_params wrote them. Of a
+ * compiled policy the device is asked, and waited for.
  */
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);
@@ -169,14 +170,16 @@ typedef struct {
   uint32_t queries;      /**< queries that could see it */
 } kvlab_observation;
 
-/** What a policy works on, beside the cache. Members that it does not need may be NULL. */
+/** What a policy works on, beside the cache. Rules, seeds and sequence_ids are always there; other
+ *  members that it does not need may be NULL. */
 typedef struct {
   void* states;                 /**< [slot, slot_bytes] */
   const kvlab_rule* rules;      /**< [pair] */
   const void* params;           /**< [sequence, params_bytes] */
   const uint32_t* threshold16;  /**< [sequence]: tau * 65536; kvlab uses 655 (1%) */
   const uint64_t* seeds;        /**< [sequence] */
-  const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart */
+  const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart; 0, 1, … in
+                                     a replay's traces */
   uint32_t layer;
   uint32_t first_head; /**< of the model's KV heads that of the first pair; draws are by it */
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
@@ -228,7 +231,8 @@ typedef struct {
   kvlab_cache cache;  /**< positions are written where `now` is given */
   int tokens;
   const void* qkv;          /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
-  int rotated;              /**< dimensions that RoPE rotates; 0: none, as for KVLAB_SQUEEZED */
+  int rotated;              /**< dimensions that RoPE rotates, d with d + rotated / 2; 0: none, as for
+                                 KVLAB_SQUEEZED */
   const float* rope;        /**< [row, rotated / 2, 2]: cosines and sines of some positions */
   const int32_t* rope_rows; /**< [token]: its row there */
   const int32_t* sequences; /**< [token] */
@@ -277,7 +281,8 @@ typedef struct {
   kvlab_cache cache;
   kvlab_policy_state policy;
   kvlab_positions numbering;
-  const uint32_t* now;   /**< [sequence]: position of the token, or KVLAB_IDLE */
+  const uint32_t* now;   /**< [sequence]: position of the token, or KVLAB_IDLE: of that row nothing is
+                              written, `out` neither */
   const void* q;         /**< [sequence, query_head, head_size] */
   const float* inv_freq; /**< [rotated / 2], where squeezed */
   int rotated;           /**< dimensions that RoPE rotates, where squeezed: all, head_size */
@@ -285,7 +290,7 @@ typedef struct {
   void* out;             /**< [sequence, query_head, head_size] */
   float* lse;            /**< [sequence, query_head], natural logarithm; or NULL */
   void* workspace;       /**< zeroed before its first use; not shared by calls at one time */
-  int settled; /**< 1: no kernel ahead in the stream may write what this reads, but for q and each
+  int settled; /**< 1: no kernel that may still run writes what this reads, but for q and each
                     pair's newest token; then the cache is fetched while they still run. 0 is safe
                 */
 } kvlab_evicting_attention_args;
@@ -304,7 +309,7 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
  *  kernels: attention. */
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream);
-/** And what the policy makes of it, of up to 8 layers that differ in nothing but their arrays:
+/** And what the policy makes of it, of up to 8 layers that differ in arrays and `layer` alone:
  * their states, next_slots and lengths. `layers`: as given to kvlab_attend, each with a workspace
  * of its own. On another stream it comes behind their attention; and whatever next writes such a
  * layer, attends over it or takes such a workspace comes behind it. */
@@ -402,7 +407,9 @@ cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_arg
  *  admitted[sequence] new ones, whose keys and values are written and whose positions are not.
  * Those that stay go to `to`, which is disjoint from `from`, or the same memory (of caches in
  * blocks: the same blocks). With nothing admitted and `seen` NULL it makes room between decode
- * steps, in place. cudaErrorNotSupported where a policy weighs queries and `weighted` does not say
+ * steps, `now` being the next token's position. States and new positions of `from` are written, and
+ * of `seen` how many queries: where there are older tokens it is called once for an admission.
+ * cudaErrorNotSupported where a policy weighs queries and `weighted` does not say
  * that they were.
  */
 typedef struct {
@@ -411,7 +418,7 @@ typedef struct {
   kvlab_policy_state policy; /**< states: of from */
   void* to_states;           /**< [slot of to, slot_bytes] */
   const uint32_t* now;       /**< [sequence]: position of the first new token, or KVLAB_IDLE */
-  const uint32_t* admitted;  /**< [sequence] */
+  const uint32_t* admitted;  /**< [sequence]; zeros: nothing */
   kvlab_observation* seen;   /**< [slot of from], from kvlab_observe; NULL if it needs nothing */
   void* workspace;
   float* to_columns; /**< [slot of to, column]; those of from are policy.columns */
