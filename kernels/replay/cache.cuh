@@ -207,11 +207,9 @@ class ReplayCache {
     at_.template for_slots<kStrip>(progress_.live, [&](std::uint32_t i) {
       ranks[i] = rank_key(P::rank(state(i), token(positions_[i]), params_, leaves));
     });
-    RungFirst first;
-    if (!rungs_.template step_down<kStrip>({ranks, positions_, guards_, now}, progress_.live,
-                                           surplus(progress_.admission + 1) > 0, first))
-      return;
-    progress_.victim = static_cast<std::int32_t>(first.slot + 1);
+    const Leaving first = rungs_.template step_down<kStrip>(
+        {ranks, positions_, guards_, now}, progress_.live, surplus(progress_.admission + 1) > 0);
+    progress_.victim = first.slot + 1;  // 0: nobody's
     progress_.victim_position = first.key.position;
   }
 

@@ -1,48 +1,15 @@
 // Which rung of a ladder each token of a cache is on: who steps down, and which copy it is of.
 #pragma once
 
+#include "kernels/device/leaving.cuh"
 #include "kernels/device/select_leaving.cuh"
 #include "kernels/replay/block.cuh"
 
 namespace kvlab::kernels {
 
-/// The first to leave of some tokens.
-struct RungFirst {
-  LeavingKey key{3, ~std::uint64_t{0}, ~0u};
-  std::uint32_t slot = 0;
-
-  __device__ void take(const RungFirst& other) {
-    if (other.key < key) *this = other;
-  }
-  /// The warp's, in every lane.
-  __device__ RungFirst of_warp() const {
-    bool first = true;
-    const auto least = [&](std::uint32_t part) {
-      const std::uint32_t found = __reduce_min_sync(~0u, first ? part : ~0u);
-      first &= part == found;
-      return found;
-    };
-    const std::uint32_t guard = least(key.guard),
-                        high = least(static_cast<std::uint32_t>(key.rank >> 32)),
-                        low = least(static_cast<std::uint32_t>(key.rank)),
-                        position = least(key.position);
-    const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, first))) - 1;
-    return {{guard, std::uint64_t{high} << 32 | low, position}, __shfl_sync(~0u, slot, lane)};
-  }
-  __device__ uint4 packed() const {
-    return {static_cast<std::uint32_t>(key.rank >> 32), static_cast<std::uint32_t>(key.rank),
-            key.position, key.guard << 30 | slot};
-  }
-  __device__ static RungFirst of(const uint4& packed) {
-    return {{packed.w >> 30, std::uint64_t{packed.x} << 32 | packed.y, packed.z},
-            packed.w & 0x3fffffffu};
-  }
-};
-
 struct LadderShared {
   std::uint32_t counts[kMostReplayRungs];  ///< tokens
-  uint4 firsts[kMostReplayRungs][kReplayWarps], leaves;
-  bool somebody;  ///< leaves
+  Leaving firsts[kMostReplayRungs][kReplayWarps], leaves;
 };
 
 /// The tokens of one rung; the others come last.
@@ -137,24 +104,22 @@ class ReplayRungs {
     *word_of(count_ - 1, position) &= ~bit_of(position);
   }
 
-  /// Where one_goes(): at each rung the first to leave goes on, until one has room. Who passes the
-  /// last is `first`; whether somebody does.
+  /// Where one_goes(): at each rung the first to leave goes on, until one has room. Returns who
+  /// passes the last.
   template <int kStrip>
-  __device__ bool step_down(const LeavingKeys& keys, std::uint32_t live, bool leaving,
-                            RungFirst& first) {
+  __device__ Leaving step_down(const LeavingKeys& keys, std::uint32_t live, bool leaving) {
     for (int r = 0; r == 0 || (r < count_ && !has_room(r, leaving)); ++r) {
-      RungFirst mine;
+      Leaving mine = Leaving::none();
       at_.template for_slots<kStrip>(live, [&](std::uint32_t i) {
-        if (of_slot_[i] == r) mine.take({keys[i], i});
+        if (of_slot_[i] == r) mine = first_to_leave(mine, {keys[i], static_cast<int>(i)});
       });
-      mine = mine.of_warp();
-      if (at_.lane == 0) shared_.firsts[r][at_.warp] = mine.packed();
+      mine = warp_first_to_leave(mine);
+      if (at_.lane == 0) shared_.firsts[r][at_.warp] = mine;
     }
     __syncthreads();
     if (at_.warp == 0) go_down(leaving);
     __syncthreads();
-    first = RungFirst::of(shared_.leaves);
-    return shared_.somebody;
+    return shared_.leaves;
   }
 
   /// The live words of a copy's tokens before `exact_from`, or of copy 0 with those after it.
@@ -187,16 +152,14 @@ class ReplayRungs {
   __device__ static std::uint32_t bit_of(std::uint32_t position) { return 1u << position % 32; }
 
   /// By a warp.
-  __device__ RungFirst first_of(int rung) const {
-    RungFirst mine;
-    if (at_.lane < at_.warps) mine = RungFirst::of(shared_.firsts[rung][at_.lane]);
-    return mine.of_warp();
+  __device__ Leaving first_of(int rung) const {
+    return warp_first_to_leave(at_.lane < at_.warps ? shared_.firsts[rung][at_.lane]
+                                                    : Leaving::none());
   }
   __device__ void go_down(bool leaving) {
-    RungFirst going = first_of(0);
-    bool somebody = true;
-    for (int r = 1; r < count_ && somebody; ++r) {
-      somebody = !has_room(r, leaving);
+    Leaving going = first_of(0);
+    for (int r = 1; r < count_ && going.slot >= 0; ++r) {
+      const bool stays = has_room(r, leaving);
       __syncwarp();
       if (at_.lane == 0) {
         --shared_.counts[r - 1], ++shared_.counts[r];
@@ -205,9 +168,9 @@ class ReplayRungs {
         of_slot_[going.slot] = static_cast<std::uint8_t>(r);
       }
       __syncwarp();
-      if (somebody) going.take(first_of(r));
+      going = stays ? Leaving::none() : first_to_leave(going, first_of(r));
     }
-    if (at_.lane == 0) shared_.leaves = going.packed(), shared_.somebody = somebody;
+    if (at_.lane == 0) shared_.leaves = going;
   }
 
   const ReplayPlace& at_;
