@@ -5,9 +5,19 @@
 #include <string>
 #include <string_view>
 
-// Compiled once, in json_value.cpp.
-extern template class nlohmann::basic_json<>;
-extern template class nlohmann::basic_json<nlohmann::ordered_map>;
+// The members that are long and often called, compiled once, in json_value.cpp. (The whole class,
+// with its writers of binary formats, takes five times as long.) NOLINTBEGIN
+#define KVLAB_JSON_MEMBERS(How, Json)                                    \
+  How Json::basic_json(initializer_list_t, bool, value_t);               \
+  How Json::basic_json(const basic_json&);                               \
+  How void Json::json_value::destroy(value_t);                           \
+  How Json::string_t Json::dump(int, char, bool, error_handler_t) const; \
+  How Json::reference Json::at(const object_t::key_type&);               \
+  How Json::const_reference Json::at(const object_t::key_type&) const;   \
+  How Json::reference Json::operator[](size_type);                       \
+  How void Json::push_back(basic_json&&);
+KVLAB_JSON_MEMBERS(extern template, nlohmann::basic_json<>)  // NOLINTEND
+KVLAB_JSON_MEMBERS(extern template, nlohmann::basic_json<nlohmann::ordered_map>)
 
 namespace kvlab {
 

@@ -5,8 +5,8 @@
 #include "traces/base/json.hpp"
 
 // The one place where these are compiled; see json.hpp.
-template class nlohmann::basic_json<>;
-template class nlohmann::basic_json<nlohmann::ordered_map>;
+KVLAB_JSON_MEMBERS(template, nlohmann::basic_json<>)
+KVLAB_JSON_MEMBERS(template, nlohmann::basic_json<nlohmann::ordered_map>)
 
 namespace kvlab {
 
