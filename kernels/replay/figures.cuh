@@ -15,6 +15,11 @@ inline ReplayArgs with_codes(ReplayArgs args) {
   return args;
 }
 
+/// Whether a configuration's outputs are coded_outputs_kernel()'s.
+__device__ inline bool has_codes(const ReplayArgs& args, int config) {
+  return args.copies.count > 0 && args.rules[config].copies > 1;
+}
+
 /// Which block of the span a query is summed in.
 __device__ inline int span_block(const ReplaySpan& span, int index) {
   return static_cast<int>(std::int64_t{index} * span.blocks / span.size);

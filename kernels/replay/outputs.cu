@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "kernels/device/load.cuh"
+#include "kernels/device/store.cuh"
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/replay/figures.cuh"
 
@@ -46,7 +47,6 @@ struct Sampled {
   const ReplayArgs& args;
   int unit, i, index;
   std::int64_t row;  ///< among all units' queries of the block
-  int copy = 0;      ///< whose tokens are looked at
   __device__ int query() const { return args.rows.first + i; }
   __device__ std::int64_t sample(int config) const {
     return args.sample_of(args.figure_of(unit, config), index);
@@ -56,21 +56,9 @@ struct Sampled {
   }
 };
 
-/// Elements `at` and at + 1 of a copy's values; `at` even.
-__device__ inline float2 coded_values(const ReplayArgs& args, int copy, std::int64_t at) {
-  const Type type = args.tensors.type;
-  at += args.copies.first_part(copy, type);
-  float2 sum{};
-  for (int part = replay_parts(type) - 1; part >= 0; --part) {
-    const float2 x = load2(args.copies.values, type, at + part * args.copies.vectors);
-    sum.x += x.x, sum.y += x.y;
-  }
-  return sum;
-}
-
 /// Values of tokens [first, first + kTokens), dimensions from `dim` on, by the block. Zeros beyond
 /// the query and the head's size.
-template <int kPlanes, bool kCoded>
+template <int kPlanes>
 __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int dim) {
   const ReplayShape& shape = at.args.shape;
   const int tokens = at.query() + 1;
@@ -90,9 +78,7 @@ __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int di
       if (wanted)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const float2 x = kCoded && at.copy > 0
-                               ? coded_values(at.args, at.copy, from + 2 * c)
-                               : load2(at.args.tensors.values, at.args.tensors.type, from + 2 * c);
+          const float2 x = load2(at.args.tensors.values, at.args.tensors.type, from + 2 * c);
           two[c] = split(x.x, x.y);
         }
       stage.values[0][to] = {two[0].kept, two[1].kept, two[2].kept, two[3].kept};
@@ -108,16 +94,15 @@ struct Weights {
 };
 
 /// Zeros beyond the query.
-template <int kPlanes, bool kCoded>
+template <int kPlanes>
 __device__ Weights fetch_weights(Stage<kPlanes>& stage, const Sampled& at, int first) {
   const int quads = at.args.shape.quads(), tokens = at.query() + 1,
-            kinds = !kCoded && at.args.rows.squeezed ? 2 : 1, n = static_cast<int>(threadIdx.x);
+            kinds = at.args.rows.squeezed ? 2 : 1, n = static_cast<int>(threadIdx.x);
   Weights weights{};
   if (n >= kinds * quads * kTokens / 2) return weights;
   const int couple = n % (kTokens / 2), quad = n / (kTokens / 2) % quads,
             kind = n / (kTokens / 2) / quads, token = first + 2 * couple;
   const float4* const e = (kind ? at.args.rows.squeezed : at.args.rows.e) +
-                          (kCoded ? at.copy * at.args.copies.rows : 0) +
                           (at.row * quads + quad) * at.args.shape.tokens;
   if (token < tokens) weights.first = e[token];
   if (token + 1 < tokens) weights.second = e[token + 1];
@@ -135,15 +120,6 @@ __device__ inline std::uint32_t mask_of(std::uint32_t bits) {
   return (bits & 1) * 0xffffu + (bits & 2) * 0x7fff8000u;
 }
 
-/// Elements `at` and at + 1 of a type; `at` even.
-__device__ inline void store2(void* data, Type type, std::int64_t at, const float2& x) {
-  if (type == Type::f32)
-    *reinterpret_cast<float2*>(static_cast<float*>(data) + at) = x;
-  else
-    *reinterpret_cast<std::uint32_t*>(static_cast<char*>(data) + 2 * at) =
-        type == Type::bf16 ? pack<__nv_bfloat16>(x.x, x.y) : pack<__half>(x.x, x.y);
-}
-
 /// What of a stage's tokens two configurations keep, by 32 of them.
 struct StageBits {
   std::uint32_t of[2][kTokens / 32];
@@ -153,7 +129,7 @@ using TileErrors = double2[16];
 
 /// A warp's 16 rows by half of the dimensions: lane l has rows g = l / 4 and g + 8, head g % 4 of
 /// two configurations.
-template <int kPlanes, bool kCoded>
+template <int kPlanes>
 class Tile {
  public:
   __device__ Tile(const Sampled& at, int tile, int half)
@@ -175,26 +151,9 @@ class Tile {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       config_[n] = four[lane_ / 16 + 2 * n];
-      if (config_[n] >= 0 && kCoded) copies_[n] = at.args.rules[config_[n]].copies;
       if (config_[n] >= 0)
         words_[n] = at.args.samples.shared + at.kept(config_[n]) * at.args.samples.words;
     }
-  }
-
-  /// Whether some of the block's tiles have tokens of a copy, to which they turn. By the whole
-  /// block.
-  __device__ bool take(int copy) {
-    const ReplaySamples& samples = at_.args.samples;
-    const std::int64_t copies = at_.args.copies.count;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      words_[n] = nullptr;
-      if (!(copies_[n] >> copy & 1)) continue;
-      const std::int64_t kept = at_.kept(config_[n]);
-      words_[n] = copy == 0 ? samples.shared + kept * samples.words
-                            : samples.coded + (kept * copies + copy - 1) * samples.words;
-    }
-    return __syncthreads_or(words_[0] || words_[1]);
   }
 
   __device__ void clear() {
@@ -351,44 +310,14 @@ class Tile {
   const int lane_, first_column_;
   int quad_ = -1, squeezed_ = 0;
   std::int32_t config_[2] = {-1, -1};
-  std::uint32_t copies_[2] = {};  ///< as ReplayRule has them
   const std::uint32_t* words_[2] = {};
   std::uint32_t offsets_[kOwnColumns / 2];  ///< of matrices of a step's values
   float sums_[kOwnColumns][4];
   double error_[2] = {}, size_[2] = {};
 };
 
-/// Adds the products of a pass's dimensions, of all tokens of a copy. By the whole block.
-template <int kPlanes, bool kCoded>
-__device__ void multiply_pass(Stage<kPlanes>* stages, const Sampled& at,
-                              Tile<kPlanes, kCoded>& tile, int dim) {
-  const int query = at.query();
-  for (int s = 0; s < kStages - 1; ++s) {
-    fill<kPlanes, kCoded>(stages[s], at, s * kTokens, dim);
-    commit_copies();
-    store_weights(fetch_weights<kPlanes, kCoded>(stages[s], at, s * kTokens));
-  }
-  StageBits bits = tile.bits(0);
-  for (int first = 0, s = 0; first <= query; first += kTokens, s = (s + 1) % kStages) {
-    wait_copies<kStages - 2>();
-    __syncthreads();  // this stage is here, and the one before free
-    const int ahead = first + (kStages - 1) * kTokens;
-    Stage<kPlanes>& free = stages[(s + kStages - 1) % kStages];
-    if (ahead <= query) fill<kPlanes, kCoded>(free, at, ahead, dim);
-    commit_copies();
-    const Weights next =
-        ahead <= query ? fetch_weights<kPlanes, kCoded>(free, at, ahead) : Weights{};
-    const StageBits next_bits = tile.bits(first + kTokens);
-    tile.multiply(stages[s], bits, dim);
-    store_weights(next);
-    bits = next_bits;
-  }
-  wait_copies<0>();
-  __syncthreads();
-}
-
 /// Two warps for each of up to kTilesAtOnce tiles (y), a block for each query (x) and unit (z).
-template <int kPlanes, bool kCoded>
+template <int kPlanes>
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayArgs args) {
   extern __shared__ __align__(16) std::byte dynamic[];
@@ -399,20 +328,32 @@ __global__ void __launch_bounds__(kThreads)
             warp = static_cast<int>(threadIdx.x) / kWarpSize,
             tiles = static_cast<int>(blockDim.x) / (kWarpSize * kHalves);
   if (index < 0 || index % args.span.sample_every != 0) return;
-  if (args.own_units && args.copies.count > 0 &&
-      kCoded != (args.rules[unit / args.own_units].copies > 1))
-    return;
-  Sampled at{args, unit, i, index, std::int64_t{unit} * args.rows.block + i};
-  Tile<kPlanes, kCoded> tile(at, static_cast<int>(blockIdx.y) * tiles + warp / kHalves,
-                             warp % kHalves);
+  if (args.own_units && has_codes(args, unit / args.own_units)) return;
+  const Sampled at{args, unit, i, index, std::int64_t{unit} * args.rows.block + i};
+  Tile<kPlanes> tile(at, static_cast<int>(blockIdx.y) * tiles + warp / kHalves, warp % kHalves);
   for (int dim = 0; dim < args.shape.head_size; dim += kDims) {
     tile.clear();
-    if constexpr (kCoded) {
-      for (at.copy = 0; at.copy <= args.copies.count; ++at.copy)
-        if (tile.take(at.copy)) multiply_pass<kPlanes>(stages, at, tile, dim);
-    } else {
-      multiply_pass<kPlanes>(stages, at, tile, dim);
+    for (int s = 0; s < kStages - 1; ++s) {
+      fill(stages[s], at, s * kTokens, dim);
+      commit_copies();
+      store_weights(fetch_weights(stages[s], at, s * kTokens));
     }
+    StageBits bits = tile.bits(0);
+    for (int first = 0, s = 0; first <= query; first += kTokens, s = (s + 1) % kStages) {
+      wait_copies<kStages - 2>();
+      __syncthreads();  // this stage is here, and the one before free
+      const int ahead = first + (kStages - 1) * kTokens;
+      Stage<kPlanes>& free = stages[(s + kStages - 1) % kStages];
+      if (ahead <= query) fill(free, at, ahead, dim);
+      commit_copies();
+      const Weights next = ahead <= query ? fetch_weights(free, at, ahead) : Weights{};
+      const StageBits next_bits = tile.bits(first + kTokens);
+      tile.multiply(stages[s], bits, dim);
+      store_weights(next);
+      bits = next_bits;
+    }
+    wait_copies<0>();
+    __syncthreads();
     if (args.samples.outputs)
       tile.put(dim);
     else
@@ -452,19 +393,19 @@ __global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
   }
 }
 
-template <int kPlanes, bool kCoded>
+template <int kPlanes>
 cudaError_t multiply(const ReplayArgs& args, cudaStream_t stream) {
   constexpr int kBytes = kStages * sizeof(Stage<kPlanes>);
-  const auto kernel = outputs_kernel<kPlanes, kCoded>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t error = cudaFuncSetAttribute(
+      outputs_kernel<kPlanes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   const int tiles = (args.own_units ? 1 : args.samples.tiles) * args.shape.quads(),
             groups = (tiles + kTilesAtOnce - 1) / kTilesAtOnce,
             warps = std::max(kHalves * ((tiles + groups - 1) / groups), kLeastWarps);
-  kernel<<<dim3(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(groups),
-                static_cast<unsigned>(args.shape.units)),
-           warps * kWarpSize, kBytes, stream>>>(args);
+  outputs_kernel<kPlanes>
+      <<<dim3(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(groups),
+              static_cast<unsigned>(args.shape.units)),
+         warps * kWarpSize, kBytes, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -476,10 +417,10 @@ cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   cudaError_t error = cudaSuccess;
   if (samples.tiles > 0)
-    error = args.tensors.type == Type::bf16 ? multiply<1, false>(args, stream)
-                                            : multiply<2, false>(args, stream);
-  if (error != cudaSuccess || samples.coded_tiles == 0) return error;
-  return multiply<2, true>(with_codes(args), stream);
+    error = args.tensors.type == Type::bf16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
+  return error == cudaSuccess && samples.coded_tiles > 0
+             ? replay_coded_outputs(with_codes(args), stream)
+             : error;
 }
 
 cudaError_t replay_errors(const ReplayArgs& args, cudaStream_t stream) {

@@ -358,6 +358,8 @@ cudaError_t replay_windows(const ReplayArgs& args, cudaStream_t stream);
 /// the full cache's, or, where each configuration has units of its own, the outputs themselves.
 /// Bytes: values once a sampled query and 8 tiles of configurations.
 cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream);
+/// Its part of configurations with codes, which `args` has alone but for own units.
+cudaError_t replay_coded_outputs(const ReplayArgs& args, cudaStream_t stream);
 /// What the block's kept sets change of the log-likelihood of the draws, to args.figures.changes.
 /// Bytes: terms once for each 16 configurations.
 cudaError_t replay_changes(const ReplayArgs& args, cudaStream_t stream);
