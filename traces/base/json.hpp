@@ -7,17 +7,28 @@
 
 // The members that are long and often called, compiled once, in json_value.cpp. (The whole class,
 // with its writers of binary formats, takes five times as long.) NOLINTBEGIN
-#define KVLAB_JSON_MEMBERS(How, Json)                                    \
-  How Json::basic_json(initializer_list_t, bool, value_t);               \
-  How Json::basic_json(const basic_json&);                               \
-  How void Json::json_value::destroy(value_t);                           \
-  How Json::string_t Json::dump(int, char, bool, error_handler_t) const; \
-  How Json::reference Json::at(const object_t::key_type&);               \
-  How Json::const_reference Json::at(const object_t::key_type&) const;   \
-  How Json::reference Json::operator[](size_type);                       \
-  How void Json::push_back(basic_json&&);
-KVLAB_JSON_MEMBERS(extern template, nlohmann::basic_json<>)  // NOLINTEND
-KVLAB_JSON_MEMBERS(extern template, nlohmann::basic_json<nlohmann::ordered_map>)
+namespace nlohmann {
+extern template basic_json<>::basic_json(initializer_list_t, bool, value_t);
+extern template basic_json<>::basic_json(const basic_json&);
+extern template void basic_json<>::json_value::destroy(value_t);
+extern template basic_json<>::string_t basic_json<>::dump(int, char, bool, error_handler_t) const;
+extern template basic_json<>::reference basic_json<>::at(const object_t::key_type&);
+extern template basic_json<>::const_reference basic_json<>::at(const object_t::key_type&) const;
+extern template basic_json<>::reference basic_json<>::operator[](size_type);
+extern template void basic_json<>::push_back(basic_json&&);
+extern template basic_json<ordered_map>::basic_json(initializer_list_t, bool, value_t);
+extern template basic_json<ordered_map>::basic_json(const basic_json&);
+extern template void basic_json<ordered_map>::json_value::destroy(value_t);
+extern template basic_json<ordered_map>::string_t basic_json<ordered_map>::dump(
+    int, char, bool, error_handler_t) const;
+extern template basic_json<ordered_map>::reference basic_json<ordered_map>::at(
+    const object_t::key_type&);
+extern template basic_json<ordered_map>::const_reference basic_json<ordered_map>::at(
+    const object_t::key_type&) const;
+extern template basic_json<ordered_map>::reference basic_json<ordered_map>::operator[](size_type);
+extern template void basic_json<ordered_map>::push_back(basic_json&&);
+}  // namespace nlohmann
+// NOLINTEND
 
 namespace kvlab {
 

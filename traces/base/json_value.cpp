@@ -5,8 +5,26 @@
 #include "traces/base/json.hpp"
 
 // The one place where these are compiled; see json.hpp.
-KVLAB_JSON_MEMBERS(template, nlohmann::basic_json<>)
-KVLAB_JSON_MEMBERS(template, nlohmann::basic_json<nlohmann::ordered_map>)
+namespace nlohmann {
+template basic_json<>::basic_json(initializer_list_t, bool, value_t);
+template basic_json<>::basic_json(const basic_json&);
+template void basic_json<>::json_value::destroy(value_t);
+template basic_json<>::string_t basic_json<>::dump(int, char, bool, error_handler_t) const;
+template basic_json<>::reference basic_json<>::at(const object_t::key_type&);
+template basic_json<>::const_reference basic_json<>::at(const object_t::key_type&) const;
+template basic_json<>::reference basic_json<>::operator[](size_type);
+template void basic_json<>::push_back(basic_json&&);
+template basic_json<ordered_map>::basic_json(initializer_list_t, bool, value_t);
+template basic_json<ordered_map>::basic_json(const basic_json&);
+template void basic_json<ordered_map>::json_value::destroy(value_t);
+template basic_json<ordered_map>::string_t basic_json<ordered_map>::dump(int, char, bool,
+                                                                         error_handler_t) const;
+template basic_json<ordered_map>::reference basic_json<ordered_map>::at(const object_t::key_type&);
+template basic_json<ordered_map>::const_reference basic_json<ordered_map>::at(
+    const object_t::key_type&) const;
+template basic_json<ordered_map>::reference basic_json<ordered_map>::operator[](size_type);
+template void basic_json<ordered_map>::push_back(basic_json&&);
+}  // namespace nlohmann
 
 namespace kvlab {
 
