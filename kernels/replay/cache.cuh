@@ -414,6 +414,7 @@ class ReplayCache {
         if (goes(i)) rungs_.of_slot()[i] = static_cast<std::uint8_t>(r + 1);
       __syncthreads();
     }
+    __syncthreads();  // find() empties the counts that the last rungs were compared by
     rungs_.find(positions_, live);
   }
 

@@ -123,9 +123,15 @@ TEST_CASE("A program that is called off ends at once, with those that it has sta
   caller.join();
   CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(30));
   const std::string pid = read_bytes(folder / "pid");
-  std::ifstream status("/proc/" + pid.substr(0, pid.find('\n')) + "/stat");
-  std::string number, name, state = "gone";
-  status >> number >> name >> state;
+  std::string state;
+  const auto ended = [&] {  // what was killed may take a moment to be gone
+    std::ifstream status("/proc/" + pid.substr(0, pid.find('\n')) + "/stat");
+    std::string number, name;
+    if (!(status >> number >> name >> state)) state = "gone";
+    return state == "gone" || state == "Z" || state == "X";
+  };
+  while (!ended() && std::chrono::steady_clock::now() - began < std::chrono::seconds(30))
+    std::this_thread::yield();
   CHECK((state == "gone" || state == "Z" || state == "X"));
 }
 
