@@ -46,7 +46,7 @@ class Experiment:
         self.arguments = parse_arguments(purpose, models)
         self.models = self.arguments.model if models else [self.arguments.model]
         self.model = self.models[0]
-        self.commands, self.sections = [], []
+        self.runs, self.sections = 0, []
         self.scratch = tempfile.TemporaryDirectory()
 
     def quick(self, small, whole):
@@ -63,13 +63,12 @@ class Experiment:
 
     def kvlab(self, command, *options, table=None, device=None):
         """Runs `kvlab command`; returns the rows of the table that it wrote, as dictionaries, or where it wrote."""
-        out = pathlib.Path(self.scratch.name) / f"{command[0]}-{len(self.commands)}"
+        out = pathlib.Path(self.scratch.name) / f"{command[0]}-{self.runs}"
+        self.runs += 1
         options = [*map(str, options)]
         if device or self.arguments.device:
             options += ["--device", device or self.arguments.device]
-        named = ["MODEL" if len(self.models) > 1 and option == self.model else name_of(option) for option in options]
-        self.commands.append(" ".join(["kvlab", *command, *named]))
-        print(self.commands[-1], file=sys.stderr)
+        print(" ".join(["kvlab", *command, *options]), file=sys.stderr)
         done = subprocess.run([self.arguments.kvlab, *command, *options, "--out", out], stdout=subprocess.DEVNULL)
         if done.returncode:
             raise Refused(f"kvlab {' '.join(command)} ended with {done.returncode}")
@@ -150,14 +149,6 @@ class Experiment:
         path = pathlib.Path(self.arguments.out)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join(page) + "\n")
-
-
-def name_of(option):
-    """A path as somebody else would write it: without the folders of this machine."""
-    path = pathlib.Path(option)
-    if not path.is_absolute():
-        return option
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def name_of_model(directory):

@@ -2,6 +2,7 @@
 """Ladders: how exactly should tokens be kept, at equal bytes? Closed loop, pass key, and codes alone (rungs)."""
 
 import numpy
+from codes import coded, rotated
 from experiment import Experiment, figure, main, name_of_model, table, values
 
 from kvlab import Trace
@@ -22,36 +23,6 @@ WAYS = {  # what is coded: bits of keys and values
 FORMS = [("keys and values", 32, "yes"), ("keys and values", 64, "yes"), ("keys and values", 32, "no")] + [
     (way, 32, "yes") for way in list(WAYS)[1:]
 ]
-
-
-def hadamard(size):
-    matrix = numpy.ones((1, 1))
-    while len(matrix) < size:
-        matrix = numpy.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix.astype(numpy.float32) / numpy.sqrt(numpy.float32(size))
-
-
-def coded(rows, bits, block, turned):
-    """[token, dim] as codes of `bits` give it back: a fp16 scale and minimum for each block of channels."""
-    if bits == 16:
-        return rows
-    own = rows.reshape(len(rows), -1, block)
-    turn = hadamard(block) if turned else numpy.eye(block, dtype=numpy.float32)
-    own = own @ turn
-    least = own.min(axis=2, keepdims=True).astype(numpy.float16).astype(numpy.float32)
-    scale = ((own.max(axis=2, keepdims=True) - least) / (2**bits - 1)).astype(numpy.float16).astype(numpy.float32)
-    scale = numpy.maximum(scale, numpy.float32(6e-8))
-    own = numpy.clip(numpy.rint((own - least) / scale), 0, 2**bits - 1) * scale + least
-    return (own @ turn.T).reshape(rows.shape)
-
-
-def rotated(rows, inv_freq):
-    """[token, dim], by RoPE."""
-    half = len(inv_freq)
-    angle = numpy.arange(len(rows))[:, None] * inv_freq[None]
-    low, high = rows[:, :half], rows[:, half : 2 * half]
-    turned = [low * numpy.cos(angle) - high * numpy.sin(angle), high * numpy.cos(angle) + low * numpy.sin(angle)]
-    return numpy.concatenate([*turned, rows[:, 2 * half :]], axis=1).astype(numpy.float32)
 
 
 def attend(query, key, value, scale):

@@ -7,6 +7,7 @@ import sys
 
 import numpy
 import torch
+from codes import coded, rotated
 from experiment import Experiment, main, table
 
 import kvlab
@@ -50,36 +51,24 @@ class Nets(torch.nn.Module):
         return 2 * sum(parameter.numel() for parameter in self.parameters())
 
 
-def in_four_bits(rows):
-    """[head, token, dim] as codes of 4 bits give it back (docs/ladders.md)."""
-    blocks = rows.unflatten(-1, (-1, 32))
-    turn = torch.ones(1, 1, device=rows.device)
-    while len(turn) < 32:
-        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
-    blocks = blocks @ turn / 32**0.5
-    least = blocks.amin(-1, keepdim=True).half().float()
-    step = ((blocks.amax(-1, keepdim=True) - least) / 15).half().float().clamp_min(6e-8)
-    blocks = ((blocks - least) / step).round().clamp(0, 15) * step + least
-    return (blocks @ turn.T / 32**0.5).flatten(-2)
-
-
 class Sequence:
     """One layer of one trace under one rule: rotated queries, keys, values and who is live at each query."""
 
     def __init__(self, trace, layer, run, policy, budget, is_coded):
-        read = lambda part, heads: numpy.stack([trace.read(part, layer, head) for head in range(heads)])  # noqa: E731
-        angle = numpy.arange(trace.tokens)[:, None] * trace.inv_freq.reshape(-1)[None]
-        cos, sin = numpy.cos(angle).astype(numpy.float32), numpy.sin(angle).astype(numpy.float32)
+        inv_freq = trace.inv_freq.reshape(-1)
 
-        def turned(rows):
-            low, high = numpy.split(rows, 2, axis=-1)
-            rows = numpy.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-            return torch.from_numpy(rows).to(DEVICE)
+        def read(part, heads, *changes):
+            rows = [trace.read(part, layer, head) for head in range(heads)]
+            for change in changes:
+                rows = [change(own) for own in rows]
+            return torch.from_numpy(numpy.stack(rows)).to(DEVICE)
 
+        turn = lambda rows: rotated(rows, inv_freq)  # noqa: E731
+        code = [lambda rows: coded(rows, 4, 32, True)] if is_coded else []
         self.group = trace.query_heads // trace.kv_heads
-        self.query, self.key = turned(read("q", trace.query_heads)), turned(read("k", trace.kv_heads))
-        self.value = torch.from_numpy(read("v", trace.kv_heads)).to(DEVICE)
-        self.kept = [in_four_bits(rows) if is_coded else rows for rows in (self.key, self.value)]
+        self.query, self.key = read("q", trace.query_heads, turn), read("k", trace.kv_heads, turn)
+        self.value = read("v", trace.kv_heads)
+        self.kept = [read("k", trace.kv_heads, turn, *code), read("v", trace.kv_heads, *code)]
         kept = [run.kept(layer, head, policy, budget, trace=trace.name) for head in range(trace.kv_heads)]
         self.queries = torch.from_numpy(kept[0].queries.astype(numpy.int64)).to(DEVICE)
         self.live = torch.from_numpy(numpy.stack([own.live for own in kept])).to(DEVICE)  # [kv_head, query, token]
@@ -140,7 +129,7 @@ class Study:
         starts = range(3000, max(map(len, whole)), length)
         stretches = [text[start : start + length] for start in starts for text in whole]
         for stretch in [own for own in stretches if len(own) == length][:count]:
-            piece = pathlib.Path(self.experiment.scratch.name) / f"piece-{len(self.experiment.commands)}.txt"
+            piece = pathlib.Path(self.experiment.scratch.name) / f"piece-{self.experiment.runs}.txt"
             piece.write_text(stretch)
             found.append(kvlab.Trace(self.experiment.kvlab(
                 ["capture"], "--model", self.experiment.model, "--prompt-file", piece, "--teacher-forced",
