@@ -38,6 +38,22 @@ std::vector<bool> requests_of(const Vector& p, std::uint64_t threshold16, double
   return requested;
 }
 
+using Ranks = std::vector<std::uint64_t>;
+
+/// The mean or the maximum of those at most config.smooth places away.
+Ranks smoothed(const Config& config, const Ranks& ranks) {
+  Ranks result;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    std::uint64_t sum = 0, most = 0, count = 0;
+    for (std::size_t j = 0; j < ranks.size(); ++j) {
+      if ((i > j ? i - j : j - i) > config.smooth) continue;
+      sum += ranks[j], most = std::max(most, ranks[j]), ++count;
+    }
+    result.push_back(config.max_pool ? most : sum / count);
+  }
+  return result;
+}
+
 std::uint64_t split_mix(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -185,7 +201,7 @@ std::uint64_t Simulator::future_mass(std::uint32_t layer, std::uint32_t kv_head,
   return future_[layer][kv_head][now][token];
 }
 
-/// One KV head under one configuration: the rule, step by step.
+/// One KV head under one configuration.
 class Simulator::HeadRun {
  public:
   HeadRun(const Simulator& sim, const Config& config, std::uint32_t layer, std::uint32_t kv_head,
@@ -198,20 +214,52 @@ class Simulator::HeadRun {
         cache_(cache),
         queries_(queries),
         narrowest_(narrowest) {
+    cache_.kept.resize(s_.tokens);
     cache_.mass.resize(s_.tokens);
     last_request_.resize(s_.tokens);
   }
 
-  void run() {
-    for (const Segment& segment : s_.segments) {
-      const std::uint32_t end = segment.start + segment.tokens;
-      std::uint32_t step = 1;
-      if (segment.kind == SegmentKind::prompt)
-        step = config_.chunk ? config_.chunk : segment.tokens;
-      for (std::uint32_t first = segment.start; first < end; first += std::min(step, end - first))
-        admission(first, std::min(step, end - first));
+  std::size_t live() const { return live_.size(); }
+
+  Ranks ranks(std::uint32_t now) const {
+    Ranks all;
+    for (const std::uint32_t position : live_) all.push_back(rank(position, now));
+    return all;
+  }
+
+  void admission(std::uint32_t first, std::uint32_t count) {
+    const std::size_t before = live_.size();
+    for (std::uint32_t t = first; t < first + count; ++t) {
+      live_.push_back(t);
+      last_request_[t] = t;
     }
     cache_.live_end = static_cast<std::uint32_t>(live_.size());
+    cache_.live_max = std::max(cache_.live_max, cache_.live_end);
+    std::vector<std::uint64_t> mass(live_.size());
+    std::vector<std::int64_t> request(live_.size(), -1);
+    for (std::uint32_t i = 0; i < count; ++i) attend(before + i, mass, request);
+    for (std::size_t i = 0; i < live_.size(); ++i) {
+      cache_.mass[live_[i]] += mass[i];
+      if (request[i] >= 0) last_request_[live_[i]] = static_cast<std::uint32_t>(request[i]);
+    }
+  }
+
+  /// Takes away whoever comes first, until one less than the budget are left.
+  void leave(const Ranks& ranks, std::uint32_t now) {
+    std::vector<Leaving> order;
+    for (std::size_t i = 0; i < live_.size(); ++i) {
+      int guard = 0;
+      if (std::uint64_t{live_[i]} + config_.recent > now) guard = 1;
+      if (live_[i] < config_.sinks) guard = 2;
+      order.push_back({guard, ranks[i], live_[i]});
+    }
+    std::sort(order.begin(), order.end());
+    const std::size_t leaving = live_.size() - (config_.budget - 1);
+    if (leaving < order.size()) note_gap(order[leaving - 1], order[leaving]);
+    cache_.evictions += leaving;
+    live_.clear();
+    for (std::size_t i = leaving; i < order.size(); ++i) live_.push_back(order[i].position);
+    std::sort(live_.begin(), live_.end());
   }
 
  private:
@@ -223,25 +271,6 @@ class Simulator::HeadRun {
       return std::tie(guard, rank, position) < std::tie(o.guard, o.rank, o.position);
     }
   };
-
-  bool bounded() const { return config_.policy != "full"; }
-
-  void admission(std::uint32_t first, std::uint32_t count) {
-    if (bounded()) make_room(first);
-    const std::size_t before = live_.size();
-    for (std::uint32_t t = first; t < first + count; ++t) {
-      live_.push_back(t);
-      last_request_[t] = t;
-    }
-    cache_.live_max = std::max(cache_.live_max, static_cast<std::uint32_t>(live_.size()));
-    std::vector<std::uint64_t> mass(live_.size());
-    std::vector<std::int64_t> request(live_.size(), -1);
-    for (std::uint32_t i = 0; i < count; ++i) attend(before + i, mass, request);
-    for (std::size_t i = 0; i < live_.size(); ++i) {
-      cache_.mass[live_[i]] += mass[i];
-      if (request[i] >= 0) last_request_[live_[i]] = static_cast<std::uint32_t>(request[i]);
-    }
-  }
 
   std::uint64_t rank(std::uint32_t position, std::uint32_t now) const {
     const std::string& policy = config_.policy;
@@ -262,24 +291,6 @@ class Simulator::HeadRun {
            config_.policy == "oracle_mass";
   }
 
-  void make_room(std::uint32_t now) {
-    if (live_.size() < config_.budget) return;
-    std::vector<Leaving> order;
-    for (std::uint32_t position : live_) {
-      int guard = 0;
-      if (std::uint64_t{position} + config_.recent > now) guard = 1;
-      if (position < config_.sinks) guard = 2;
-      order.push_back({guard, rank(position, now), position});
-    }
-    std::sort(order.begin(), order.end());
-    const std::size_t leaving = live_.size() - (config_.budget - 1);
-    if (leaving < order.size()) note_gap(order[leaving - 1], order[leaving]);
-    cache_.evictions += leaving;
-    live_.clear();
-    for (std::size_t i = leaving; i < order.size(); ++i) live_.push_back(order[i].position);
-    std::sort(live_.begin(), live_.end());
-  }
-
   void note_gap(const Leaving& last_out, const Leaving& first_in) {
     if (!ranks_by_sums() || last_out.guard != first_in.guard || first_in.rank == 0) return;
     const double gap =
@@ -294,6 +305,7 @@ class Simulator::HeadRun {
     const std::uint32_t t = live_[index];
     cache_.kept[t].assign(live_.begin(), live_.begin() + static_cast<std::ptrdiff_t>(index + 1));
     const Matrix squeezed_keys = config_.squeezed ? keys_by_age(index) : Matrix{};
+    std::vector<std::uint64_t> given(index + 1);
     for (std::uint32_t g = 0; g < s_.group(); ++g) {
       const std::uint32_t h = kv_head_ * s_.group() + g;
       Vector logits;
@@ -308,11 +320,13 @@ class Simulator::HeadRun {
       double* narrowest = config_.policy == "lru" ? &narrowest_ : nullptr;
       const std::vector<bool> requested = requests_of(p, sim_.threshold16_, narrowest);
       for (std::size_t i = 0; i <= index; ++i) {
-        mass[i] += fixed_point(p[i]);
+        const std::uint64_t own = fixed_point(p[i]);
+        given[i] = config_.max_group ? std::max(given[i], own) : given[i] + own;
         if (requested[i]) request[i] = std::max<std::int64_t>(request[i], t);
       }
       queries_[h][t] = compare(h, t, p, index);
     }
+    for (std::size_t i = 0; i <= index; ++i) mass[i] += given[i];
   }
 
   Matrix keys_by_age(std::size_t index) const {
@@ -367,6 +381,38 @@ class Simulator::HeadRun {
   std::vector<std::uint32_t> last_request_;
 };
 
+/// A layer's KV heads may evict together.
+void Simulator::make_room(const Config& config, std::vector<HeadRun>& heads, std::uint32_t now,
+                          bool after_prompt) {
+  if (config.policy == "full" || (config.once && !after_prompt)) return;
+  if (heads.front().live() < config.budget - 1 + config.every) return;
+  std::vector<Ranks> ranks;
+  for (const HeadRun& head : heads) ranks.push_back(head.ranks(now));
+  if (config.by_layer) {
+    for (std::size_t h = 1; h < heads.size(); ++h)
+      for (std::size_t i = 0; i < ranks[0].size(); ++i) ranks[0][i] += ranks[h][i];
+    ranks.assign(heads.size(), Ranks(ranks[0]));
+  }
+  const bool smooth = config.smooth > 0 && (config.every > 1 || config.once || after_prompt);
+  for (std::size_t h = 0; h < heads.size(); ++h)
+    heads[h].leave(smooth ? smoothed(config, ranks[h]) : ranks[h], now);
+}
+
+/// The rule, step by step.
+void Simulator::run_layer(const Config& config, std::vector<HeadRun>& heads) const {
+  bool after_prompt = false;
+  for (const Segment& segment : s_.segments) {
+    const bool prompt = segment.kind == SegmentKind::prompt;
+    const std::uint32_t step = !prompt ? 1 : config.chunk ? config.chunk : segment.tokens;
+    for (std::uint32_t done = 0; done < segment.tokens; done += step) {
+      make_room(config, heads, segment.start + done, after_prompt);
+      for (HeadRun& head : heads)
+        head.admission(segment.start + done, std::min(step, segment.tokens - done));
+      after_prompt = prompt && done + step >= segment.tokens;
+    }
+  }
+}
+
 void Simulator::run_topk(const Config& config, std::uint32_t layer, std::uint32_t query_head,
                          std::vector<AtQuery>& queries) const {
   const Full& full = full_[layer][query_head];
@@ -401,11 +447,12 @@ Outcome Simulator::run(const Config& config) const {
       for (std::uint32_t h = 0; h < s_.query_heads; ++h) run_topk(config, layer, h, queries[h]);
       continue;
     }
-    for (std::uint32_t g = 0; g < s_.kv_heads; ++g) {
-      Cache& cache = outcome.caches[layer].emplace_back();
-      cache.kept.resize(s_.tokens);
-      HeadRun(*this, config, layer, g, cache, queries, outcome.narrowest).run();
-    }
+    outcome.caches[layer].resize(s_.kv_heads);
+    std::vector<HeadRun> heads;
+    for (std::uint32_t g = 0; g < s_.kv_heads; ++g)
+      heads.emplace_back(*this, config, layer, g, outcome.caches[layer][g], queries,
+                         outcome.narrowest);
+    run_layer(config, heads);
   }
   return outcome;
 }

@@ -77,8 +77,10 @@ struct Config {
   std::string policy;  ///< one of the seven names, or a reference
   std::uint32_t budget = 0;
   std::uint32_t sinks = 0, recent = 0;
-  std::uint32_t chunk = 0;  ///< tokens an admission of a prompt; 0: dense
-  bool squeezed = false;    ///< positions = cache
+  std::uint32_t chunk = 0;              ///< tokens an admission of a prompt; 0: dense
+  bool squeezed = false;                ///< positions = cache
+  std::uint32_t every = 1, smooth = 0;  ///< modifiers: all by the rule's names
+  bool once = false, max_pool = false, by_layer = false, max_group = false;
   std::uint64_t seed = 0;
   std::uint32_t sequence = 0;
 };
@@ -157,6 +159,9 @@ class Simulator {
   Full attend_in_full(std::uint32_t layer, std::uint32_t query_head) const;
   std::uint64_t future_mass(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t token,
                             std::uint32_t now) const;
+  static void make_room(const Config& config, std::vector<HeadRun>& heads, std::uint32_t now,
+                        bool after_prompt);
+  void run_layer(const Config& config, std::vector<HeadRun>& heads) const;
   void run_topk(const Config& config, std::uint32_t layer, std::uint32_t query_head,
                 std::vector<AtQuery>& queries) const;
 

@@ -1,6 +1,7 @@
 // One grid of configurations through the replay and through the brute force.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -47,6 +48,11 @@ std::vector<CacheConfig> configs_of(const test::Choices& choices, const Executor
                                     const TraceReader& trace, std::uint32_t budget);
 
 std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
+
+/// Fails unless all figures agree to `tolerance` (relative above 1; counts, bytes and tokens
+/// exactly); `name` is a configuration's.
+void check_measured(const ReplayResult& got, const ReplayResult& wanted, double tolerance,
+                    const std::function<std::string(std::size_t)>& name);
 
 /// Fails, naming the case, unless all figures agree to `tolerance` (relative above 1; counts, bytes
 /// and tokens exactly) and the kept sets are identical at every query.

@@ -1,8 +1,5 @@
 // The lanes against the plain replay, which takes one configuration at a time.
-#include <cmath>
-#include <numeric>
 #include <random>
-#include <tuple>
 
 #include "policies/observation.hpp"
 #include "policies/ops/make_ops.hpp"
@@ -15,89 +12,28 @@
 namespace kvlab {
 namespace {
 
-constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
-
-struct Traced {
-  explicit Traced(const RandomTrace& wanted)
-      : trace(write_random_trace(folder / "trace", wanted)) {}
-  test::TemporaryFolder folder;
-  TraceReader trace;
-};
-
-/// Group sizes below, at and above a quad; two turns; ragged lengths.
+/// The third of them longer.
 std::vector<RandomTrace> shapes() {
-  return {
-      {.layers = 1,
-       .query_heads = 2,
-       .kv_heads = 2,
-       .head_size = 8,
-       .segments = {{0, 1, kPrompt}, {1, 64, kDecode}},
-       .seed = 4},
-      {.layers = 1,
-       .query_heads = 6,
-       .kv_heads = 2,
-       .head_size = 24,
-       .dtype = Dtype::bf16,
-       .rounding = Rounding::model_dtype,
-       .segments = {{0, 33, kPrompt}, {33, 95, kDecode}, {128, 17, kPrompt}, {145, 50, kDecode}},
-       .draws = 5,
-       .spans = {{"early", 20, 5}, {"across", 130, 30}},
-       .seed = 5},
-      {.layers = 1,
-       .query_heads = 7,
-       .kv_heads = 1,
-       .head_size = 16,
-       .segments = {{0, 48, kPrompt}, {48, 100, kDecode}},
-       .seed = 6},
-      // Heavy tokens that leave take all of the row's exponentials with them.
-      {.layers = 1,
-       .query_heads = 4,
-       .kv_heads = 1,
-       .head_size = 16,
-       .segments = {{0, 20, kPrompt}, {20, 80, kDecode}},
-       .pull = 90,
-       .seed = 7}};
+  std::vector<RandomTrace> all = group_shapes();
+  all[2].segments[1].tokens = 100;
+  return all;
 }
-
-using test::text_of;
-using Key = std::tuple<std::size_t, int, int, std::string>;
 
 void check_equal(const TraceReader& trace, const std::vector<CacheConfig>& configs, Span span,
                  bool every_error) {
   ReplayOptions options{.span = span, .every_output_error = every_error, .threads = 2};
   const ReplayResult lanes = replay(trace, kSequence, configs, options);
   options.plain = true;
-  const ReplayResult plain = replay(trace, kSequence, configs, options);
-  REQUIRE(lanes.measurements.size() == plain.measurements.size());
-  for (std::size_t i = 0; i < plain.measurements.size(); ++i) {
-    const Measurement &got = lanes.measurements[i], &wanted = plain.measurements[i];
-    INFO(text_of(configs[wanted.config])
-         << " " << wanted.metric << " layer " << wanted.layer << " head " << wanted.head << ": "
-         << got.value << ", plain " << wanted.value);
-    REQUIRE(Key(got.config, got.layer, got.head, got.metric) ==
-            Key(wanted.config, wanted.layer, wanted.head, wanted.metric));
-    CHECK(got.count == wanted.count);
-    CHECK(std::abs(got.value - wanted.value) <= 1e-6 * std::max(1.0, std::abs(wanted.value)));
-    CHECK(std::isnan(got.standard_error) == std::isnan(wanted.standard_error));
-    if (!std::isnan(wanted.standard_error))
-      CHECK(std::abs(got.standard_error - wanted.standard_error) <= 1e-6);
-  }
+  check_measured(lanes, replay(trace, kSequence, configs, options), 1e-6,
+                 [&](std::size_t c) { return test::text_of(configs[c]); });
 }
 
 void check_equal_sets(const TraceReader& trace, const std::vector<CacheConfig>& configs) {
-  std::vector<std::uint32_t> every(trace.tokens());
-  std::iota(every.begin(), every.end(), 0u);
   for (const CacheConfig& config : configs) {
     if (config.policy.name == "oracle_topk") continue;
-    ReplayOptions options;
-    const auto kept = kept_sets(trace, kSequence, config, options, 0, 0, every);
-    options.plain = true;
-    const auto plain = kept_sets(trace, kSequence, config, options, 0, 0, every);
-    REQUIRE(kept.size() == plain.size());
-    for (std::size_t t = 0; t < plain.size(); ++t) {
-      INFO(text_of(config) << " query " << t);
-      REQUIRE(kept[t].positions == plain[t].positions);
-    }
+    INFO(test::text_of(config));
+    check_sets(every_set(trace, kSequence, config, {}, 0, 0),
+               every_set(trace, kSequence, config, {.plain = true}, 0, 0));
   }
 }
 
@@ -151,7 +87,7 @@ TEST_CASE("in a layer that a budget exempts all tokens stay, exact, in lanes and
   std::size_t exempt = 0, acted_on = 0;
   for (const Measurement& one : result.measurements)
     if (one.metric == "nll_recall" && one.head < 0 && one.layer >= 0) {
-      INFO(text_of(configs[one.config]));
+      INFO(test::text_of(configs[one.config]));
       ++(one.layer == 0 ? exempt : acted_on);
       CHECK((one.value > 1e-3) == (one.layer == 1));
     }

@@ -1,8 +1,11 @@
 #include "tests/sim/random_trace.hpp"
 
+#include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <random>
 
+#include "tests/catch.hpp"
 #include "tests/sim/brute_force.hpp"
 #include "tests/traces/extra_files.hpp"
 #include "traces/base/json.hpp"
@@ -149,6 +152,64 @@ TraceReader write_random_trace(const std::filesystem::path& directory, const Ran
   if (wanted.draws)
     add_random_gradients(directory, wanted.draws, wanted.seed + 2000, wanted.gradients_of);
   return TraceReader::open(directory);
+}
+
+std::vector<RandomTrace> group_shapes() {
+  constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
+  return {
+      {.layers = 1,
+       .query_heads = 2,
+       .kv_heads = 2,
+       .head_size = 8,
+       .segments = {{0, 1, kPrompt}, {1, 64, kDecode}},
+       .seed = 4},
+      {.layers = 1,
+       .query_heads = 6,
+       .kv_heads = 2,
+       .head_size = 24,
+       .dtype = Dtype::bf16,
+       .rounding = Rounding::model_dtype,
+       .segments = {{0, 33, kPrompt}, {33, 95, kDecode}, {128, 17, kPrompt}, {145, 50, kDecode}},
+       .draws = 5,
+       .spans = {{"early", 20, 5}, {"across", 130, 30}},
+       .seed = 5},
+      {.layers = 1,
+       .query_heads = 7,
+       .kv_heads = 1,
+       .head_size = 136,
+       .dtype = Dtype::f16,
+       .rounding = Rounding::model_dtype,
+       .rope_factor = 1.1f,
+       .segments = {{0, 48, kPrompt}, {48, 16, kDecode}},
+       .silent_first = true,
+       .seed = 6},
+      // Heavy tokens that leave take all of the row's exponentials with them.
+      {.layers = 1,
+       .query_heads = 4,
+       .kv_heads = 1,
+       .head_size = 16,
+       .segments = {{0, 20, kPrompt}, {20, 80, kDecode}},
+       .pull = 90,
+       .seed = 7}};
+}
+
+Sets every_set(const TraceReader& trace, std::uint32_t sequence, const CacheConfig& config,
+               const ReplayOptions& options, std::uint32_t layer, std::uint32_t kv_head) {
+  std::vector<std::uint32_t> every(trace.tokens());
+  std::iota(every.begin(), every.end(), 0u);
+  Sets sets;
+  for (KeptSet& set : kept_sets(trace, sequence, config, options, layer, kv_head, every)) {
+    if (set.query != sets.size()) FAIL("query " << set.query << " for " << sets.size());
+    sets.push_back(std::move(set.positions));
+  }
+  return sets;
+}
+
+void check_sets(const Sets& kept, const Sets& wanted) {
+  REQUIRE(kept.size() == wanted.size());
+  const auto differs = std::ranges::mismatch(kept, wanted);
+  INFO("query " << differs.in1 - kept.begin());
+  if (differs.in1 != kept.end()) REQUIRE(*differs.in1 == *differs.in2);
 }
 
 }  // namespace kvlab

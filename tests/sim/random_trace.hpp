@@ -5,7 +5,8 @@
 #include <filesystem>
 #include <vector>
 
-#include "traces/trace.hpp"
+#include "sim/replay.hpp"
+#include "tests/traces/temporary_folder.hpp"
 
 namespace kvlab {
 
@@ -34,5 +35,24 @@ void add_random_gradients(const std::filesystem::path& directory, std::uint32_t 
 /// Writes the trace to `directory`, which must not exist, and opens it. Its check rows are computed
 /// in float64.
 TraceReader write_random_trace(const std::filesystem::path& directory, const RandomTrace& wanted);
+
+/// A trace that lives as long as the test.
+struct Traced {
+  explicit Traced(const RandomTrace& wanted)
+      : trace(write_random_trace(folder / "trace", wanted)) {}
+  test::TemporaryFolder folder;
+  TraceReader trace;
+};
+
+/// Groups of 1, 3, 7 and 4 about a quad, lengths about a block of queries, two turns, every
+/// rounding.
+std::vector<RandomTrace> group_shapes();
+
+using Sets = std::vector<std::vector<std::uint32_t>>;  ///< [query] positions
+/// What one KV head keeps at every query.
+Sets every_set(const TraceReader& trace, std::uint32_t sequence, const CacheConfig& config,
+               const ReplayOptions& options, std::uint32_t layer, std::uint32_t kv_head);
+/// Fails at the first query whose sets differ.
+void check_sets(const Sets& kept, const Sets& wanted);
 
 }  // namespace kvlab

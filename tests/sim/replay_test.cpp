@@ -6,7 +6,6 @@
 #include <cmath>
 #include <initializer_list>
 #include <map>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -24,14 +23,6 @@ using test::error_of;
 
 constexpr double kTolerance = 1e-5;
 constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
-
-/// A trace that lives as long as the test.
-struct Traced {
-  explicit Traced(const RandomTrace& wanted)
-      : trace(write_random_trace(folder / "trace", wanted)) {}
-  test::TemporaryFolder folder;
-  TraceReader trace;
-};
 
 RandomTrace single_heads() {
   return {.query_heads = 3,
@@ -88,15 +79,8 @@ double overall(const ReplayResult& result, std::size_t config, const std::string
   throw std::runtime_error("no such figure: " + metric);
 }
 
-std::vector<std::vector<std::uint32_t>> kept_of(const TraceReader& trace, const Case& c,
-                                                std::uint32_t layer, std::uint32_t head) {
-  std::vector<std::uint32_t> every(trace.tokens());
-  std::iota(every.begin(), every.end(), 0u);
-  std::vector<std::vector<std::uint32_t>> kept;
-  for (KeptSet& set :
-       kept_sets(trace, kSequence, c.replay, {.span = Span::all}, layer, head, every))
-    kept.push_back(std::move(set.positions));
-  return kept;
+Sets kept_of(const TraceReader& trace, const Case& c, std::uint32_t layer, std::uint32_t head) {
+  return every_set(trace, kSequence, c.replay, {.span = Span::all}, layer, head);
 }
 
 TEST_CASE("random traces verify") {
@@ -111,37 +95,21 @@ TEST_CASE("random traces verify") {
   }
 }
 
-TEST_CASE("replay agrees with the brute force on the decoded span: single heads in float32") {
-  const Traced traced(single_heads());
-  check_agreement(traced.trace, whole_grid(traced.trace.tokens()), {.threads = 2}, kTolerance);
+TEST_CASE("replay agrees with the brute force on the decoded span: heads, turns and roundings") {
+  for (const RandomTrace& wanted :
+       {single_heads(), two_turns_in_bf16(), half_precision_not_rounded()}) {
+    const Traced traced(wanted);
+    check_agreement(traced.trace, whole_grid(traced.trace.tokens()), {.threads = 2}, kTolerance);
+  }
 }
 
-TEST_CASE("replay agrees with the brute force on all queries: single heads in float32") {
-  const Traced traced(with_gradients_of_all(single_heads()));
-  check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
-                  {.span = Span::all, .threads = 2}, kTolerance);
-}
-
-TEST_CASE("replay agrees with the brute force on the decoded span: two turns, rounded to bf16") {
-  const Traced traced(two_turns_in_bf16());
-  check_agreement(traced.trace, whole_grid(traced.trace.tokens()), {.threads = 2}, kTolerance);
-}
-
-TEST_CASE("replay agrees with the brute force on all queries: two turns, rounded to bf16") {
-  const Traced traced(with_gradients_of_all(two_turns_in_bf16()));
-  check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
-                  {.span = Span::all, .threads = 2}, kTolerance);
-}
-
-TEST_CASE("replay agrees with the brute force on a prompt without an answer, in groups of four") {
-  const Traced traced(with_gradients_of_all(prompt_only_in_groups_of_four()));
-  check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
-                  {.span = Span::all, .threads = 2}, kTolerance);
-}
-
-TEST_CASE("replay agrees with the brute force on f16 that was not rounded after RoPE") {
-  const Traced traced(half_precision_not_rounded());
-  check_agreement(traced.trace, whole_grid(traced.trace.tokens()), {.threads = 2}, kTolerance);
+TEST_CASE("replay agrees with the brute force on all queries, of a prompt without an answer too") {
+  for (const RandomTrace& wanted :
+       {single_heads(), two_turns_in_bf16(), prompt_only_in_groups_of_four()}) {
+    const Traced traced(with_gradients_of_all(wanted));
+    check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
+                    {.span = Span::all, .threads = 2}, kTolerance);
+  }
 }
 
 TEST_CASE("replay agrees with the brute force on errors at every query, one with a zero output") {
@@ -351,7 +319,7 @@ TEST_CASE("nested policies recall more with a larger budget") {
 
 /// The first promise of the rule that these kept sets break, or "".
 std::string broken_promise(const TraceReader& trace, const brute::Config& config,
-                           const std::vector<std::vector<std::uint32_t>>& kept) {
+                           const Sets& kept) {
   std::vector<bool> gone(trace.tokens());
   for (const Segment& segment : trace.segments()) {
     const std::uint32_t prompt_step = config.chunk ? config.chunk : segment.tokens;

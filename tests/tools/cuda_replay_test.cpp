@@ -20,77 +20,28 @@ namespace {
 constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
 constexpr double kTolerance = 1e-4;
 
-/// Groups of 1, 3, 7 and 4, lengths about a block of queries, two turns, every rounding.
+/// And one of several hundred tokens, two turns.
 std::vector<RandomTrace> shapes() {
-  return {
-      {.layers = 2,
-       .query_heads = 2,
-       .kv_heads = 2,
-       .head_size = 8,
-       .segments = {{0, 1, kPrompt}, {1, 64, kDecode}},
-       .seed = 4},
-      {.layers = 1,
-       .query_heads = 6,
-       .kv_heads = 2,
-       .head_size = 24,
-       .dtype = Dtype::bf16,
-       .rounding = Rounding::model_dtype,
-       .segments = {{0, 33, kPrompt}, {33, 95, kDecode}, {128, 17, kPrompt}, {145, 50, kDecode}},
-       .draws = 5,
-       .spans = {{"early", 20, 5}, {"across", 130, 30}},
-       .seed = 5},
-      {.layers = 1,
-       .query_heads = 7,
-       .kv_heads = 1,
-       .head_size = 136,
-       .dtype = Dtype::f16,
-       .rounding = Rounding::model_dtype,
-       .rope_factor = 1.1f,
-       .segments = {{0, 48, kPrompt}, {48, 16, kDecode}},
-       .silent_first = true,
-       .seed = 6},
-      // Heavy tokens that leave take all of the row's exponentials with them.
-      {.layers = 1,
-       .query_heads = 4,
-       .kv_heads = 1,
-       .head_size = 16,
-       .segments = {{0, 20, kPrompt}, {20, 80, kDecode}},
-       .pull = 90,
-       .seed = 7},
-      // Several hundred tokens, two turns.
+  std::vector<RandomTrace> all = group_shapes();
+  all.push_back(
       {.layers = 1,
        .query_heads = 4,
        .kv_heads = 1,
        .head_size = 16,
        .segments = {{0, 130, kPrompt}, {130, 250, kDecode}, {380, 7, kPrompt}, {387, 90, kDecode}},
-       .seed = 8}};
+       .seed = 8});
+  return all;
 }
 
-bool is_whole(const std::string& metric) {
-  return metric == "evictions" || metric == "live_max" || metric.ends_with("_bytes") ||
-         metric == "zero_outputs";
-}
-
-void check_equal(const ReplayResult& got, const ReplayResult& wanted,
-                 const std::function<std::string(std::size_t)>& name) {
-  REQUIRE(got.measurements.size() == wanted.measurements.size());
-  REQUIRE(got.budget_tokens == wanted.budget_tokens);
-  for (std::size_t i = 0; i < wanted.measurements.size(); ++i) {
-    const Measurement &a = got.measurements[i], &b = wanted.measurements[i];
-    INFO(name(b.config) << " " << b.metric << " layer " << b.layer << " head " << b.head << ": "
-                        << a.value << " ± " << a.standard_error << " of " << a.count
-                        << ", on the CPU " << b.value << " ± " << b.standard_error << " of "
-                        << b.count);
-    REQUIRE(std::tuple(a.config, a.layer, a.head, a.metric) ==
-            std::tuple(b.config, b.layer, b.head, b.metric));
-    CHECK(a.count == b.count);
-    const double allowed = is_whole(b.metric) ? 0 : kTolerance * std::max(1.0, std::abs(b.value));
-    CHECK(std::abs(a.value - b.value) <= allowed);
-    CHECK(std::isnan(a.standard_error) == std::isnan(b.standard_error));
-    if (!std::isnan(b.standard_error))
-      CHECK(std::abs(a.standard_error - b.standard_error) <=
-            kTolerance * std::max(1.0, b.standard_error));
-  }
+using KeptSets = std::map<std::pair<std::size_t, std::size_t>, Sets>;  ///< by unit, configuration
+/// A device that says what it keeps.
+auto keeping(KeptSets& kept, const TraceReader& trace) {
+  return cuda_replayer(
+      [&kept, tokens = trace.tokens()](auto unit, auto config, auto query, auto live) {
+        Sets& sets = kept[{unit, config}];
+        sets.resize(tokens);
+        sets[query] = {live.begin(), live.end()};
+      });
 }
 
 TEST_CASE("a device measures what the plain replay measures, and keeps the sets that it keeps",
@@ -105,32 +56,23 @@ TEST_CASE("a device measures what the plain replay measures, and keeps the sets 
       std::vector<Case> cases;
       for (Case& c : whole_grid(trace.tokens())) cases.push_back(std::move(c));
       const auto configs = replay_configs(cases);
-      std::map<std::tuple<std::size_t, std::size_t, std::uint32_t>, std::vector<std::uint32_t>>
-          kept;
-      const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
-        kept[{unit, config, query}] = {live.begin(), live.end()};
-      });
+      KeptSets kept;
+      const auto device = keeping(kept, trace);
       ReplayOptions options{.span = span, .every_output_error = span == Span::all, .plain = true};
       const ReplayResult here = replay(trace, kSequence, configs, options);
       options.elsewhere = device.get();
       const ReplayResult there = replay(trace, kSequence, configs, options);
-      check_equal(there, here, [&](std::size_t c) { return cases[c].text; });
+      check_measured(there, here, kTolerance, [&](std::size_t c) { return cases[c].text; });
       const ReplayResult again = replay(trace, kSequence, configs, options);
       for (std::size_t i = 0; i < again.measurements.size(); ++i)
         REQUIRE(again.measurements[i].value == there.measurements[i].value);
 
-      std::vector<std::uint32_t> every(trace.tokens());
-      for (std::uint32_t t = 0; t < trace.tokens(); ++t) every[t] = t;
       options.elsewhere = nullptr;
       std::size_t taken = 0;
       for (const Case& c : cases) {
         if (!device->takes(trace, c.replay)) continue;
-        const auto sets = kept_sets(trace, kSequence, c.replay, options, 0, 0, every);
-        for (const KeptSet& set : sets) {
-          INFO(c.text << " query " << set.query);
-          REQUIRE(kept[{0, taken, set.query}] == set.positions);
-        }
-        ++taken;
+        INFO(c.text);
+        check_sets(kept[{0, taken++}], every_set(trace, kSequence, c.replay, options, 0, 0));
       }
     }
   }
@@ -160,35 +102,30 @@ TEST_CASE("a device replays layers that turn and scale differently, each by its 
   ReplayOptions options{.plain = true};
   const ReplayResult here = replay(trace, kSequence, grid, options);
   options.elsewhere = device.get();
-  check_equal(replay(trace, kSequence, grid, options), here,
-              [&](std::size_t c) { return grid[c].policy.text(); });
+  check_measured(replay(trace, kSequence, grid, options), here, kTolerance,
+                 [&](std::size_t c) { return grid[c].policy.text(); });
   wanted.rows[3].softcap = 3;
   CHECK(!device->takes(write_random_trace(folder / "capped", wanted), grid[0]));
 }
 
 /// Figures and, at every query, the kept sets: of all units.
 void check_same(const TraceReader& trace, const std::vector<CacheConfig>& grid) {
-  std::map<std::tuple<std::size_t, std::size_t, std::uint32_t>, std::vector<std::uint32_t>> kept;
-  const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
-    kept[{unit, config, query}] = {live.begin(), live.end()};
-  });
+  KeptSets kept;
+  const auto device = keeping(kept, trace);
   const auto text = [&](std::size_t c) { return test::text_of(grid[c]); };
   for (const CacheConfig& config : grid) REQUIRE(device->takes(trace, config));
   ReplayOptions options{.span = Span::all, .plain = true, .threads = 4};
   const ReplayResult here = replay(trace, kSequence, grid, options);
   options.elsewhere = device.get();
-  check_equal(replay(trace, kSequence, grid, options), here, text);
+  check_measured(replay(trace, kSequence, grid, options), here, kTolerance, text);
   options.elsewhere = nullptr;
-  std::vector<std::uint32_t> every(trace.tokens());
-  for (std::uint32_t t = 0; t < trace.tokens(); ++t) every[t] = t;
   const ModelShape& shape = trace.shape();
   for (std::size_t c = 0; c < grid.size(); ++c)
-    for (std::uint32_t unit = 0; unit < shape.layers * shape.kv_heads; ++unit)
-      for (const KeptSet& set : kept_sets(trace, kSequence, grid[c], options, unit / shape.kv_heads,
-                                          unit % shape.kv_heads, every)) {
-        INFO(text(c) << " unit " << unit << " query " << set.query);
-        REQUIRE(kept[{unit, c, set.query}] == set.positions);
-      }
+    for (std::uint32_t unit = 0; unit < shape.layers * shape.kv_heads; ++unit) {
+      INFO(text(c) << " unit " << unit);
+      check_sets(kept[{unit, c}], every_set(trace, kSequence, grid[c], options,
+                                            unit / shape.kv_heads, unit % shape.kv_heads));
+    }
 }
 
 TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for", "[gpu]") {
@@ -277,10 +214,8 @@ TEST_CASE("on a device equal rungs are one rung", "[gpu]") {
       for (const char* budget : {"9", "17"})
         grid.push_back({.policy = parse_policy(std::string(policy) + ":ladder=" + ladder),
                         .budget = parse_budget(budget)});
-  std::map<std::pair<std::size_t, std::uint32_t>, std::vector<std::uint32_t>> kept;
-  const auto device = cuda_replayer([&](auto unit, auto config, auto query, auto live) {
-    if (unit == 0) kept[{config, query}] = {live.begin(), live.end()};
-  });
+  KeptSets kept;
+  const auto device = keeping(kept, trace);
   const ReplayResult result = replay(trace, 0, grid, {.elsewhere = device.get()});
   std::map<std::tuple<std::size_t, std::int32_t, std::int32_t, std::string>, double> figures;
   for (const Measurement& m : result.measurements)
@@ -291,8 +226,8 @@ TEST_CASE("on a device equal rungs are one rung", "[gpu]") {
     INFO(grid[config].policy.text() << " " << metric);
     CHECK(value == figures.at({config - 2, layer, head, metric}));
   }
-  for (const auto& [at, live] : kept)
-    if (at.first % 4 >= 2) CHECK(live == kept.at({at.first - 2, at.second}));
+  for (std::size_t c = 0; c < grid.size(); ++c)
+    if (c % 4 >= 2) check_sets(kept[{0, c}], kept[{0, c - 2}]);
 }
 
 TEST_CASE("a device does not take heads that share slots", "[gpu]") {
@@ -334,8 +269,9 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   ReplayOptions options{.span = Span::all, .threads = 4};
   const ReplayResult here = replay(trace, 0, grid, options);
   options.elsewhere = device.get();
-  check_equal(replay(trace, 0, grid, options), here,
-              [&](std::size_t c) { return grid[c].policy.text() + " " + grid[c].budget.text(); });
+  check_measured(replay(trace, 0, grid, options), here, kTolerance, [&](std::size_t c) {
+    return grid[c].policy.text() + " " + grid[c].budget.text();
+  });
 }
 
 TEST_CASE("a device replays policies from sources as the CPU does, beside the registry's",
@@ -362,8 +298,9 @@ TEST_CASE("a device replays policies from sources as the CPU does, beside the re
   ReplayOptions options{.span = Span::all, .threads = 4};
   const ReplayResult here = replay(trace, 0, grid, options);
   options.elsewhere = device.get();
-  check_equal(replay(trace, 0, grid, options), here,
-              [&](std::size_t c) { return grid[c].policy.text() + " " + grid[c].budget.text(); });
+  check_measured(replay(trace, 0, grid, options), here, kTolerance, [&](std::size_t c) {
+    return grid[c].policy.text() + " " + grid[c].budget.text();
+  });
 }
 
 }  // namespace
