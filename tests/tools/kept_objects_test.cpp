@@ -10,9 +10,8 @@
 #include "sim/source/object_cache.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tests/catch.hpp"
-#include "tests/error_of.hpp"
+#include "tests/tools/command_line.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/command.hpp"
 #include "traces/base/files.hpp"
 
 using namespace kvlab;
@@ -187,25 +186,17 @@ TEST_CASE("one run takes several headers, and names each; a deployed one asks fo
                     policy = (shop.folder() / "policy.json").string();
   write_bytes(a, shop_text("first"));
   write_bytes(b, shop_text("second"));
-  const auto call = [](const std::string& name, const std::vector<std::string>& words) {
-    for (const Command& command : all_commands())
-      if (command.name == name) return run_command(command, words);
-    throw std::logic_error("no command " + name);
-  };
-  CHECK(call("replay",
-             {"--trace", KVLAB_SOURCE_DIR "/traces/samples/tiny-story", "--budget", "32",
-              "--layers", "0", "--policy-source", a, "--policy-source", b, "--out", run}) == 0);
+  CHECK(call("replay --trace " KVLAB_SOURCE_DIR
+             "/traces/samples/tiny-story --budget 32 --layers 0 --policy-source " +
+             a + " --policy-source " + b + " --out " + run) == 0);
   const Run loaded = load_run(run);
   REQUIRE(loaded.info.sources.size() == 2);
   CHECK(loaded.info.sources[0].policy == "first");
   CHECK(loaded.info.sources[1].policy == "second");
   CHECK(loaded.info.sources[1].path == b);
 
-  const std::vector<std::string> deploy{"--budget", "32", "--out", policy, "--policy-source", b};
-  auto words = deploy;
-  words.insert(words.begin(), run);
-  CHECK_THAT(error_of([&] { call("deploy", words); }),  // the first stands first
-             ContainsSubstring("needs the policy first"));
-  words.insert(words.end(), {"--policy-source", a});
-  CHECK(call("deploy", words) == 0);
+  const std::string deploy =
+      "deploy " + run + " --budget 32 --out " + policy + " --policy-source " + b;
+  CHECK_THAT(refusal(deploy), ContainsSubstring("needs the policy first"));  // it stands first
+  CHECK(call(deploy + " --policy-source " + a) == 0);
 }

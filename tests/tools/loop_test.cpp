@@ -10,40 +10,30 @@
 #include "sim/budgets/budget_file.hpp"
 #include "sim/run/run.hpp"
 #include "tests/catch.hpp"
-#include "tests/error_of.hpp"
-#include "tests/skip.hpp"
+#include "tests/tools/command_line.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/command.hpp"
 #include "traces/base/json.hpp"
 
 using namespace kvlab;
 using namespace kvlab::test;
 using Catch::Matchers::ContainsSubstring;
-using Words = std::vector<std::string>;
 
 namespace {
 
-const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/tiny";
+const std::string kNight =
+    "--model " + kTiny + " --prompt 'It was a dark and stormy night, and the wind'";
 
 /// A short trace of the bundled model.
 void capture(const std::filesystem::path& trace, const std::string& seed = "1") {
-  REQUIRE(run_command(capture_command(),
-                      {"--model", kModel, "--prompt",
-                       "It was a dark and stormy night, and the wind", "--max-new-tokens", "40",
-                       "--temperature", "0.8", "--seed", seed, "--out", trace.string()}) == 0);
+  REQUIRE(call("capture " + kNight + " --max-new-tokens 40 --temperature 0.8 --seed " + seed +
+               " --out " + trace.string()) == 0);
 }
 
-Words replay_words(const std::filesystem::path& trace, const std::filesystem::path& out,
-                   Words more = {}) {
-  Words words{"--trace",  trace.string(), "--policy", "window,sink,h2o",
-              "--budget", "8,16,50%",     "--out",    out.string()};
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
-
-/// The message that a command is refused with; empty if it runs.
-std::string refusal(const Command& command, const Words& words) {
-  return error_of<std::exception>([&] { run_command(command, words); });
+/// A replay of it.
+std::string grid(const std::filesystem::path& trace, const std::filesystem::path& out,
+                 const std::string& more = "") {
+  return "replay --trace " + trace.string() + " --policy window,sink,h2o --budget 8,16,50% --out " +
+         out.string() + " " + more;
 }
 
 }  // namespace
@@ -51,10 +41,8 @@ std::string refusal(const Command& command, const Words& words) {
 TEST_CASE("a replay leaves the grid and the references, the same for any number of threads") {
   const TemporaryFolder folder;
   capture(folder / "trace");
-  REQUIRE(run_command(replay_command(),
-                      replay_words(folder / "trace", folder / "a", {"--threads", "1"})) == 0);
-  REQUIRE(run_command(replay_command(),
-                      replay_words(folder / "trace", folder / "b", {"--threads", "3"})) == 0);
+  REQUIRE(call(grid(folder / "trace", folder / "a", "--threads 1")) == 0);
+  REQUIRE(call(grid(folder / "trace", folder / "b", "--threads 3")) == 0);
   for (const char* file : {"results.csv", "run.json", "kept.json"})
     CHECK(read_bytes(folder / "a" / file) == read_bytes(folder / "b" / file));
 
@@ -75,9 +63,7 @@ TEST_CASE("a replay leaves the grid and the references, the same for any number 
 TEST_CASE("a replay without references has none, and only the layers asked for") {
   const TemporaryFolder folder;
   capture(folder / "trace");
-  REQUIRE(run_command(replay_command(), replay_words(folder / "trace", folder / "run",
-                                                     {"--no-references", "--layers", "2,0,2"})) ==
-          0);
+  REQUIRE(call(grid(folder / "trace", folder / "run", "--no-references --layers 2,0,2")) == 0);
   const Run run = load_run(folder / "run");
   CHECK(run.info.layers == std::vector<std::uint32_t>{0, 2});
   for (const ResultRow& row : run.rows) {
@@ -92,38 +78,35 @@ TEST_CASE("what a replay cannot do is refused, and nothing is left behind") {
   std::filesystem::create_directory(folder / "other");
   std::filesystem::copy(folder / "trace", folder / "other" / "trace",
                         std::filesystem::copy_options::recursive);
-  const auto refused = [&](Words more) {
-    return refusal(replay_command(),
-                   replay_words(folder / "trace", folder / "run", std::move(more)));
+  const auto refused = [&](const std::string& more) {
+    return refusal(grid(folder / "trace", folder / "run", more));
   };
-  CHECK_THAT(refused({"--trace", (folder / "other" / "trace").string()}),
-             ContainsSubstring("called trace"));
+  const auto trace = [&](const std::filesystem::path& path) {
+    return "--trace '" + path.string() + "'";
+  };
+  CHECK_THAT(refused(trace(folder / "other" / "trace")), ContainsSubstring("called trace"));
   std::filesystem::copy(folder / "trace", folder / "other" / "tr\nx",
                         std::filesystem::copy_options::recursive);
-  CHECK_THAT(refused({"--trace", (folder / "other" / "tr\nx").string()}),
-             ContainsSubstring("\"tr\\nx\" gives its name"));
-  CHECK_THAT(refused({"--trace", (folder / "nowhere").string()}), ContainsSubstring("nowhere"));
-  CHECK_THAT(refused({"--layers", "0,x"}), ContainsSubstring("--layers: 'x'"));
-  CHECK_THAT(refused({"--layers", "9"}), ContainsSubstring("layer 9"));
-  CHECK_THAT(refused({"--span", "some"}), ContainsSubstring("span: 'some'"));
-  CHECK_THAT(refused({"--output-error", "none"}), ContainsSubstring("--output-error: 'none'"));
-  CHECK_THAT(refused({"--request-threshold", "2"}), ContainsSubstring("--request-threshold: 2"));
-  CHECK_THAT(
-      refusal(replay_command(), {"--trace", (folder / "trace").string(), "--policy", "window",
-                                 "--budget", "8", "--out", (folder / "no" / "run").string()}),
-      ContainsSubstring("lies in no folder"));
+  for (const auto& [more, says] : std::vector<std::pair<std::string, std::string>>{
+           {trace(folder / "other" / "tr\nx"), "\"tr\\nx\" gives its name"},
+           {trace(folder / "nowhere"), "nowhere"},
+           {"--layers 0,x", "--layers: 'x'"},
+           {"--layers 9", "layer 9"},
+           {"--span some", "span: 'some'"},
+           {"--output-error none", "--output-error: 'none'"},
+           {"--request-threshold 2", "--request-threshold: 2"}})
+    CHECK_THAT(refused(more), ContainsSubstring(says));
+  CHECK_THAT(refusal(grid(folder / "trace", folder / "no" / "run")),
+             ContainsSubstring("lies in no folder"));
 
   std::string shard = read_bytes(folder / "trace" / "shard-00000.safetensors");
   shard[shard.size() / 2] = static_cast<char>(shard[shard.size() / 2] ^ 64);
   write_bytes(folder / "trace" / "shard-00000.safetensors", shard);
-  CHECK_THAT(refused({}), ContainsSubstring("does not verify") && ContainsSubstring("shard-00000"));
+  CHECK_THAT(refused(""), ContainsSubstring("does not verify") && ContainsSubstring("shard-00000"));
 
-  std::set<std::string> left;
-  for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
-    left.insert(entry.path().filename().string());
-  CHECK(left == std::set<std::string>{"trace", "other"});
+  CHECK(names_in(folder.path()) == std::vector<std::string>{"other", "trace"});
   std::filesystem::create_directory(folder / "run");
-  CHECK_THAT(refused({}), ContainsSubstring("exists"));
+  CHECK_THAT(refused(""), ContainsSubstring("exists"));
 }
 
 TEST_CASE("a run is deployed and generates, and the closed loop can settle it") {
@@ -131,21 +114,19 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
   capture(folder / "first", "1");
   capture(folder / "second", "2");
   const std::string run = (folder / "run").string(), policy = (folder / "policy.json").string();
-  REQUIRE(run_command(
-              replay_command(),
-              replay_words(folder / "first", run, {"--trace", (folder / "second").string()})) == 0);
+  const std::string deploy = "deploy " + run + " --out " + policy + " --budget ";
+  REQUIRE(call(grid(folder / "first", run, "--trace " + (folder / "second").string())) == 0);
   CHECK(load_run(run).info.traces.size() == 2);
-  REQUIRE(run_command(deploy_command(), {run, "--budget", "16", "--out", policy}) == 0);
+  REQUIRE(call(deploy + "16") == 0);
   const PolicyFile open = read_policy_file(policy);
   CHECK(open.cache.budget.text() == "16");
   CHECK(open.run["hash"] == load_run(run).hash);
   CHECK(open.run["traces"].size() == 2);
   CHECK_FALSE(open.run.contains("confirmed"));
 
-  write_bytes(folder / "text.txt", read_bytes(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt"));
-  REQUIRE(run_command(deploy_command(), {run, "--budget", "16", "--confirm", "2", "--model", kModel,
-                                         "--text", (folder / "text.txt").string(), "--max-tokens",
-                                         "200", "--out", policy}) == 0);
+  const std::string confirm = deploy + "16 --confirm 2 --max-tokens 200 --model " + kTiny +
+                              " --text " KVLAB_SOURCE_DIR "/tools/demo/prompt.txt";
+  REQUIRE(call(confirm) == 0);
   const PolicyFile closed = read_policy_file(policy);
   const auto& confirmed = closed.run["confirmed"];
   REQUIRE(confirmed.size() == 2);
@@ -159,17 +140,12 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
   CHECK(open.run["truths"]["why"] == "answers were not asked (--confirm asks)");
   CHECK(closed.run["truths"]["deployed"] == closed.cache.policy.text());
   CHECK(closed.run["truths"]["asked"].size() == 2);
-  REQUIRE(run_command(deploy_command(), {run, "--budget", "16", "--confirm", "2", "--model", kModel,
-                                         "--text", (folder / "text.txt").string(), "--max-tokens",
-                                         "200", "--task", "none", "--out", policy}) == 0);
+  REQUIRE(call(confirm + " --task none") == 0);
   CHECK(read_policy_file(policy).run["truths"]["why"] == "answers were not asked");
 
-  CHECK(run_command(generate_command(), {"--model", kModel, "--prompt", "It was",
-                                         "--max-new-tokens", "30", "--policy-file", policy}) == 0);
-  CHECK_THAT(refusal(deploy_command(), {run, "--budget", "9", "--out", policy}),
-             ContainsSubstring("8, 16, 50%"));
-  CHECK_THAT(refusal(deploy_command(), {run, "--budget", "16", "--confirm", "2", "--out", policy}),
-             ContainsSubstring("--model: missing"));
+  CHECK(call("generate " + kNight + " --max-new-tokens 30 --policy-file " + policy) == 0);
+  CHECK_THAT(refusal(deploy + "9"), ContainsSubstring("8, 16, 50%"));
+  CHECK_THAT(refusal(deploy + "16 --confirm 2"), ContainsSubstring("--model: missing"));
 }
 
 TEST_CASE(
@@ -177,21 +153,18 @@ TEST_CASE(
   const TemporaryFolder folder;
   capture(folder / "trace");
   const auto path = [&](const char* name) { return (folder / name).string(); };
-  const auto replay_with = [&](const std::string& budget, const char* out, Words more = {}) {
-    Words words{"--trace",  path("trace"), "--policy", "h2o",
-                "--budget", budget,        "--out",    path(out)};
-    words.insert(words.end(), more.begin(), more.end());
-    return words;
+  const auto replay_with = [&](const std::string& budget, const char* out) {
+    return "replay --policy h2o --trace " + path("trace") + " --budget " + budget + " --out " +
+           path(out);
   };
-  REQUIRE(run_command(replay_command(), replay_with("4,8,16,32", "curves")) == 0);
-  REQUIRE(run_command(allocate_command(), {path("curves"), "--budget", "12", "--out", path("b")}) ==
-          0);
+  REQUIRE(call(replay_with("4,8,16,32", "curves")) == 0);
+  REQUIRE(call("allocate " + path("curves") + " --budget 12 --out " + path("b")) == 0);
   const Budget by_head = read_budget("@" + path("b"));
   CHECK(by_head.heads.size() == 4);
   CHECK(by_head.resolve(100, 0) == 12);
 
   const std::string budgets = "12,@" + path("b") + ",pyramid(12)";
-  REQUIRE(run_command(replay_command(), replay_with(budgets, "run")) == 0);
+  REQUIRE(call(replay_with(budgets, "run")) == 0);
   const Run run = load_run(folder / "run");
   CHECK(run.info.grid.at(1).budgets == by_head.heads);
   CHECK(run.info.grid.at(2).budgets.empty());
@@ -207,18 +180,15 @@ TEST_CASE(
     CHECK(row.value == static_cast<double>(tokens * 2 * 64 * 4));
   }
   for (const std::string& budget : {"@" + path("b"), std::string("pyramid(12)")}) {
-    REQUIRE(run_command(deploy_command(),
-                        {path("run"), "--budget", budget, "--out", path("policy.json")}) == 0);
+    REQUIRE(call("deploy " + path("run") + " --budget " + budget + " --out " +
+                 path("policy.json")) == 0);
     const PolicyFile file = read_policy_file(path("policy.json"));
     CHECK(file.cache.budget.heads == (budget.starts_with('@') ? by_head.heads : HeadBudgets{}));
     CHECK(file.cache.budget.text() == (budget.starts_with('@') ? "by head" : budget));
-    CHECK(run_command(generate_command(),
-                      {"--model", kModel, "--prompt", "It was", "--max-new-tokens", "30",
-                       "--policy-file", path("policy.json")}) == 0);
+    CHECK(call("generate " + kNight + " --max-new-tokens 30 --policy-file " +
+               path("policy.json")) == 0);
   }
-  CHECK(run_command(verify_command(),
-                    {"--model", kModel, "--prompt", "It was a dark and stormy night, and the wind",
-                     "--max-new-tokens", "30", "--policy", "h2o", "--budget", budgets}) == 0);
+  CHECK(call("verify " + kNight + " --max-new-tokens 30 --policy h2o --budget " + budgets) == 0);
 
   // An unfinished replay does not go on under another file's budgets.
   RunInfo other = run.info;
@@ -226,7 +196,7 @@ TEST_CASE(
   CHECK(job_of(run.info, "") == job_of(load_run(folder / "run").info, ""));
   CHECK(job_of(run.info, "") != job_of(other, ""));
   write_bytes(folder / "b", "[[9, 9], [9, 9], [9, 9]]");
-  CHECK_THAT(refusal(replay_command(), replay_with(budgets, "other")),
+  CHECK_THAT(refusal(replay_with(budgets, "other")),
              ContainsSubstring("budgets for 3 layers x 2 KV heads; the model has 4 x 2"));
   CHECK_FALSE(std::filesystem::exists(folder / "other"));
   CHECK_FALSE(std::filesystem::exists(folder / "other.part"));
@@ -238,51 +208,37 @@ TEST_CASE(
   std::string text;
   while (text.size() < 9000) text += "It was a dark and stormy night, and the wind blew. ";
   write_bytes(folder / "text.txt", text);
-  const Words given{"--model", kModel, "--prompt-file", (folder / "text.txt").string()};
-  const auto with = [&](Words more) {
-    more.insert(more.begin(), given.begin(), given.end());
-    return more;
-  };
-  const std::string trace = (folder / "trace").string();
-  const auto check_refused = [&](const Command& command, Words more) {
-    CHECK_THAT(refusal(command, with(std::move(more))),
-               ContainsSubstring("positions; tiny was trained on 1024") &&
-                   ContainsSubstring("--beyond-context"));
-  };
-  check_refused(generate_command(), {"--max-new-tokens", "5"});
-  check_refused(capture_command(), {"--max-new-tokens", "5", "--out", trace});
-  check_refused(capture_command(), {"--teacher-forced", "--prompt-tokens", "1025", "--out", trace});
+  const std::string given =
+      " --model " + kTiny + " --prompt-file " + (folder / "text.txt").string();
+  const std::string generate = "generate" + given + " --max-new-tokens ",
+                    capture = "capture" + given + " --out " + (folder / "trace").string(),
+                    forced = capture + " --teacher-forced --prompt-tokens 1025";
+  for (const std::string& line : {generate + "5", capture + " --max-new-tokens 5", forced})
+    CHECK_THAT(refusal(line), ContainsSubstring("positions; tiny was trained on 1024") &&
+                                  ContainsSubstring("--beyond-context"));
   CHECK_FALSE(std::filesystem::exists(folder / "trace"));
 
-  CHECK(run_command(capture_command(),
-                    with({"--teacher-forced", "--prompt-tokens", "1025", "--max-tokens", "1030",
-                          "--beyond-context", "--out", trace})) == 0);
-  CHECK(run_command(generate_command(), with({"--max-new-tokens", "2", "--policy", "sink",
-                                              "--budget", "64", "--prefill", "stream"})) == 0);
+  CHECK(call(forced + " --max-tokens 1030 --beyond-context") == 0);
+  CHECK(call(generate + "2 --policy sink --budget 64 --prefill stream") == 0);
 }
 
 TEST_CASE("a capture records the tokens of a text in the prompt as a span") {
   const TemporaryFolder folder;
-  const std::string trace = (folder / "trace").string();
-  const auto with = [&](Words more) {
-    const Words given{"--model", kModel,     "--max-new-tokens",
-                      "3",       "--prompt", "The pass key is 52417.",
-                      "--out",   trace,      "--span-of"};
-    more.insert(more.begin(), given.begin(), given.end());
-    return more;
-  };
-  CHECK_THAT(refusal(capture_command(), with({"dog"})),
+  const std::string capture =
+      "capture --max-new-tokens 3 --prompt 'The pass key is 52417.' --model " + kTiny + " --out " +
+      (folder / "trace").string() + " --span-of ";
+  CHECK_THAT(refusal(capture + "dog"),
              ContainsSubstring("--span-of: \"dog\" is not in the prompt"));
-  CHECK_THAT(refusal(capture_command(), with({"s"})), ContainsSubstring("more than once"));
-  CHECK_THAT(refusal(capture_command(), with({"key", "--span-of", "key"})),
+  CHECK_THAT(refusal(capture + "s"), ContainsSubstring("more than once"));
+  CHECK_THAT(refusal(capture + "key --span-of key"),
              ContainsSubstring("--span-of: \"key\" is given twice"));
   CHECK_FALSE(std::filesystem::exists(folder / "trace"));
 
-  REQUIRE(run_command(capture_command(), with({"key is 52417", "--span-of", "The"})) == 0);
+  REQUIRE(call(capture + "'key is 52417' --span-of The") == 0);
   const TraceReader reader = TraceReader::open(folder / "trace");
   const std::vector<NamedSpan>& spans = reader.header().spans;
   REQUIRE(spans.size() == 2);
-  const Tokenizer tokenizer = Tokenizer::load(kModel + "/tokenizer.json");
+  const Tokenizer tokenizer = Tokenizer::load(kTiny + "/tokenizer.json");
   for (const NamedSpan& span : spans) {
     const std::span<const std::int32_t> ids = reader.ids();
     CHECK_THAT(tokenizer.decode(ids.subspan(span.start, span.tokens)),
@@ -294,19 +250,19 @@ TEST_CASE("a capture records the tokens of a text in the prompt as a span") {
 
 TEST_CASE("the demo runs the whole loop, and replaces its own folder only") {
   const TemporaryFolder folder;
-  const std::string out = (folder / "demo").string();
-  REQUIRE(run_command(demo_command(), {"--out", out}) == 0);
+  const std::string demo = "demo --out " + (folder / "demo").string();
+  REQUIRE(call(demo) == 0);
   for (const char* file : {"trace/manifest.json", "run/results.csv", "report.html", "policy.json"})
     CHECK(std::filesystem::exists(folder / "demo" / file));
   const std::string results = read_bytes(folder / "demo" / "run" / "results.csv");
   write_bytes(folder / "demo" / "stale", "x");
-  REQUIRE(run_command(demo_command(), {"--out", out}) == 0);
+  REQUIRE(call(demo) == 0);
   CHECK_FALSE(std::filesystem::exists(folder / "demo" / "stale"));
   CHECK(read_bytes(folder / "demo" / "run" / "results.csv") == results);
 
   std::filesystem::create_directory(folder / "mine");
   write_bytes(folder / "mine" / "work", "x");
-  CHECK_THAT(refusal(demo_command(), {"--out", (folder / "mine").string()}),
+  CHECK_THAT(refusal("demo --out " + (folder / "mine").string()),
              ContainsSubstring("was not made by"));
   CHECK(read_bytes(folder / "mine" / "work") == "x");
 }

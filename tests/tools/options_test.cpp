@@ -8,29 +8,30 @@
 #include <stdexcept>
 
 #include "tests/catch.hpp"
-#include "tests/error_of.hpp"
+#include "tests/tools/command_line.hpp"
 #include "tests/traces/temporary_folder.hpp"
 #include "traces/base/work_plan.hpp"
 
 using namespace kvlab;
 using kvlab::test::error_of;
+using kvlab::test::kTiny;
+using kvlab::test::refusal;
 
 namespace {
 
-po::variables_map parse(const std::vector<std::string>& words) {
+po::variables_map parse(const std::string& line) {
   po::options_description description;
   add_policy_options(description);
   add_common_options(description);
   description.add_options()("model", po::value<std::string>());
   po::variables_map values;
-  po::store(po::command_line_parser(words).options(description).run(), values);
+  po::store(po::command_line_parser(po::split_unix(line)).options(description).run(), values);
   po::notify(values);
   return values;
 }
 
 /// The grid as text: one "policy budget prefill positions" a line.
-std::string grid(const std::vector<std::string>& words,
-                 std::span<const std::string_view> references = {}) {
+std::string grid(const std::string& words, std::span<const std::string_view> references = {}) {
   std::string text;
   for (const CacheConfig& c : grid_from(parse(words), references))
     text += fmt::format("{} {} {} {}\n", c.policy.text(), c.budget.text(), c.prefill.text(),
@@ -38,24 +39,24 @@ std::string grid(const std::vector<std::string>& words,
   return text;
 }
 
-std::string message_of(const std::vector<std::string>& words) {
+std::string message_of(const std::string& words) {
   return error_of<std::invalid_argument>([&] { grid_from(parse(words)); });
 }
 
 }  // namespace
 
 TEST_CASE("The grid is every policy at every budget, with the policy's own positions") {
-  CHECK(grid({"--policy", "window,sink", "--budget", "64,20%"}) ==
+  CHECK(grid("--policy window,sink --budget 64,20%") ==
         "window:sinks=0:recent=0 64 dense original\n"
         "window:sinks=0:recent=0 20% dense original\n"
         "sink:sinks=4:recent=0 64 dense cache\n"
         "sink:sinks=4:recent=0 20% dense cache\n");
-  CHECK(grid({}) == "full all dense original\n");
+  CHECK(grid("") == "full all dense original\n");
 }
 
 TEST_CASE("The grid takes lists of prefill and position modes") {
-  CHECK(grid({"--policy", "h2o:recent=8", "--budget", "64", "--prefill", "stream,chunk:63",
-              "--positions", "original,cache"}) ==
+  CHECK(grid("--policy h2o:recent=8 --budget 64 --prefill stream,chunk:63 --positions "
+             "original,cache") ==
         "h2o:sinks=0:recent=8 64 stream original\n"
         "h2o:sinks=0:recent=8 64 stream cache\n"
         "h2o:sinks=0:recent=8 64 chunk:63 original\n"
@@ -63,8 +64,8 @@ TEST_CASE("The grid takes lists of prefill and position modes") {
 }
 
 TEST_CASE("The full cache is one row of the grid, and duplicates are one row") {
-  CHECK(grid({"--policy", "full,sink,sink:sinks=4,full", "--budget", "64,64,96", "--prefill",
-              "dense,stream,stream", "--positions", "cache"}) ==
+  CHECK(grid("--policy full,sink,sink:sinks=4,full --budget 64,64,96 --prefill dense,stream,stream "
+             "--positions cache") ==
         "full all dense original\n"
         "sink:sinks=4:recent=0 64 dense cache\n"
         "sink:sinks=4:recent=0 64 stream cache\n"
@@ -74,44 +75,39 @@ TEST_CASE("The full cache is one row of the grid, and duplicates are one row") {
 
 TEST_CASE("References come at original positions only") {
   const std::string_view references[] = {"oracle_topk"};
-  CHECK(grid({"--policy", "oracle_topk", "--budget", "64", "--positions", "cache"}, references) ==
+  CHECK(grid("--policy oracle_topk --budget 64 --positions cache", references) ==
         "oracle_topk 64 dense original\n");
-  CHECK_THROWS_AS(grid_from(parse({"--policy", "oracle_topk", "--budget", "64"})),
-                  std::invalid_argument);
+  CHECK_THROWS_AS(grid_from(parse("--policy oracle_topk --budget 64")), std::invalid_argument);
 }
 
 TEST_CASE("Bad grids are refused by name") {
   using Catch::Matchers::ContainsSubstring;
-  CHECK_THAT(message_of({"--policy", "sink"}),
-             ContainsSubstring("--budget: policy sink needs one"));
-  CHECK_THAT(message_of({"--policy", "snik", "--budget", "8"}),
-             ContainsSubstring("did you mean 'sink'"));
-  CHECK_THAT(message_of({"--policy", "sink", "--budget", "4"}), ContainsSubstring("sinks=4"));
-  CHECK_THAT(message_of({"--policy", "sink", "--budget", "0"}), ContainsSubstring("budget"));
-  CHECK_THAT(message_of({"--policy", "sink", "--budget", "-3"}), ContainsSubstring("budget"));
-  CHECK_THAT(message_of({"--policy", "sink", "--budget", "120%"}), ContainsSubstring("100%"));
-  CHECK_THAT(message_of({"--policy", "sink", "--budget", "8", "--positions", "here"}),
+  CHECK_THAT(message_of("--policy sink"), ContainsSubstring("--budget: policy sink needs one"));
+  CHECK_THAT(message_of("--policy snik --budget 8"), ContainsSubstring("did you mean 'sink'"));
+  CHECK_THAT(message_of("--policy sink --budget 4"), ContainsSubstring("sinks=4"));
+  CHECK_THAT(message_of("--policy sink --budget 0"), ContainsSubstring("budget"));
+  CHECK_THAT(message_of("--policy sink --budget -3"), ContainsSubstring("budget"));
+  CHECK_THAT(message_of("--policy sink --budget 120%"), ContainsSubstring("100%"));
+  CHECK_THAT(message_of("--policy sink --budget 8 --positions here"),
              ContainsSubstring("original or cache"));
-  CHECK_THAT(message_of({"--policy", "sink", "--budget", "8", "--prefill", "chunk:0"}),
+  CHECK_THAT(message_of("--policy sink --budget 8 --prefill chunk:0"),
              ContainsSubstring("prefill"));
-  CHECK_THAT(message_of({"--seed=-1"}), ContainsSubstring("--seed"));
-  CHECK_THROWS_AS(only_config(parse({"--policy", "sink", "--budget", "8,9"})),
-                  std::invalid_argument);
+  CHECK_THAT(message_of("--seed=-1"), ContainsSubstring("--seed"));
+  CHECK_THROWS_AS(only_config(parse("--policy sink --budget 8,9")), std::invalid_argument);
 }
 
 TEST_CASE("Threads, devices and required options say what would be right") {
-  CHECK(threads_from(parse({"--threads", "3"})) == 3);
-  CHECK(threads_from(parse({})) >= 1);
-  CHECK_THROWS_AS(threads_from(parse({"--threads", "0"})), std::invalid_argument);
-  CHECK_NOTHROW(check_device(parse({"--device", "cpu"})));
-  CHECK_THROWS_AS(check_device(parse({"--device", "tpu"})), std::invalid_argument);
-  CHECK_NOTHROW(check_device(parse({})));
-  CHECK(device_from(parse({"--device", "cpu"})) == Device::cpu);
-  CHECK(device_from(parse({})) == (has_cuda_device() ? Device::cuda : Device::cpu));
-  if (!cuda_in_build())
-    CHECK_THROWS_AS(device_from(parse({"--device", "cuda"})), std::invalid_argument);
-  CHECK(required(parse({"--model", "dir"}), "model", "--model DIR") == "dir");
-  CHECK_THROWS_AS(required(parse({}), "model", "--model DIR"), std::invalid_argument);
+  CHECK(threads_from(parse("--threads 3")) == 3);
+  CHECK(threads_from(parse("")) >= 1);
+  CHECK_THROWS_AS(threads_from(parse("--threads 0")), std::invalid_argument);
+  CHECK_NOTHROW(check_device(parse("--device cpu")));
+  CHECK_THROWS_AS(check_device(parse("--device tpu")), std::invalid_argument);
+  CHECK_NOTHROW(check_device(parse("")));
+  CHECK(device_from(parse("--device cpu")) == Device::cpu);
+  CHECK(device_from(parse("")) == (has_cuda_device() ? Device::cuda : Device::cpu));
+  if (!cuda_in_build()) CHECK_THROWS_AS(device_from(parse("--device cuda")), std::invalid_argument);
+  CHECK(required(parse("--model dir"), "model", "--model DIR") == "dir");
+  CHECK_THROWS_AS(required(parse(""), "model", "--model DIR"), std::invalid_argument);
 }
 
 TEST_CASE("An output path that exists is refused") {
@@ -125,7 +121,7 @@ TEST_CASE("A list is split at each comma") {
 }
 
 TEST_CASE("A reference is refused as one where only policies run") {
-  CHECK(message_of({"--policy", "oracle_topk", "--budget", "64"}) ==
+  CHECK(message_of("--policy oracle_topk --budget 64") ==
         "policy oracle_topk: is a reference of `kvlab replay`, which knows the future; name a "
         "policy");
 }
@@ -186,42 +182,27 @@ TEST_CASE("The time left of unlike phases is right within a factor of two after 
   CHECK(other.worst < 1.2);
 }
 
-namespace {
-
-std::string refusal_of(const Command& command, const std::vector<std::string>& words) {
-  return error_of<std::exception>([&] { run_command(command, words); });
-}
-
-}  // namespace
-
 TEST_CASE("A word that is not expected is named, and a budget that nobody heeds") {
   const auto starts = [](const std::string& text) { return Catch::Matchers::StartsWith(text); };
-  CHECK_THAT(refusal_of(generate_command(), {"Once"}),
+  CHECK_THAT(refusal("generate Once"),
              starts("'Once' is not expected here; usage: kvlab generate"));
-  CHECK_THAT(refusal_of(deploy_command(), {"run", "extra"}),
-             starts("'extra' is not expected here"));
-  CHECK(refusal_of(replay_command(), {"--out", "a", "--out", "b"}) ==
-        "--out: given more than once; once is right");
-  CHECK_THAT(refusal_of(replay_command(), {"---"}), starts("unknown option '---'"));
-  const std::string tiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
-  CHECK_THAT(refusal_of(generate_command(),
-                        {"--model", tiny, "--prompt", "It", "--budget", "4", "--device", "cpu"}),
-             starts("--budget: of which policy?"));
-  CHECK_THAT(refusal_of(eval_command(), {"--model", tiny, "--text", tiny + "/config.json",
-                                         "--budget", "4", "--device", "cpu"}),
+  CHECK_THAT(refusal("deploy run extra"), starts("'extra' is not expected here"));
+  CHECK(refusal("replay --out a --out b") == "--out: given more than once; once is right");
+  CHECK_THAT(refusal("replay ---"), starts("unknown option '---'"));
+  const std::string tiny = " --budget 4 --device cpu --model " + kTiny;
+  CHECK_THAT(refusal("generate --prompt It" + tiny), starts("--budget: of which policy?"));
+  CHECK_THAT(refusal("eval --text " + kTiny + "/config.json" + tiny),
              starts("--budget: of which policy?"));
 }
 
 TEST_CASE("A misspelt option and a number that is none are told what would be right") {
-  const auto message = [](const std::vector<std::string>& words) {
-    return refusal_of(replay_command(), words);
-  };
-  CHECK(message({"--bugdet", "64"}) == "unknown option '--bugdet'; did you mean --budget?");
-  CHECK(message({"--volume", "11"}) ==
+  CHECK(refusal("replay --bugdet 64") == "unknown option '--bugdet'; did you mean --budget?");
+  CHECK(refusal("replay --volume 11") ==
         "unknown option '--volume'; `kvlab replay --help` lists those that there are");
-  CHECK(message({"--threads", "abc"}) == "--threads: 'abc' should be a whole number");
-  CHECK(message({"--seed", "1.5"}) == "--seed: '1.5' should be a whole number");
-  CHECK(message({"--request-threshold", "low"}) == "--request-threshold: 'low' should be a number");
+  CHECK(refusal("replay --threads abc") == "--threads: 'abc' should be a whole number");
+  CHECK(refusal("replay --seed 1.5") == "--seed: '1.5' should be a whole number");
+  CHECK(refusal("replay --request-threshold low") ==
+        "--request-threshold: 'low' should be a number");
 }
 
 TEST_CASE("What cannot be written is refused before the work: no folder there, or a folder") {
@@ -240,13 +221,9 @@ TEST_CASE("What cannot be written is refused before the work: no folder there, o
 TEST_CASE("Commands refuse a folder for a file before they load a model") {
   const kvlab::test::TemporaryFolder folder;
   const std::string path = folder.path().string(), wrong = path + " is a folder; give a file";
-  const auto refusal = [](const Command& command, const std::vector<std::string>& words) {
-    return error_of<std::exception>([&] { run_command(command, words); });
-  };
-  CHECK(refusal(tune_command(), {"--model", "none", "--text", "t", "--budget", "8", "--out",
-                                 path}) == "--out: " + wrong);
-  CHECK(refusal(fidelity_command(), {"--model", "none", "--text", "t", "--policy", "h2o,sink,lru",
-                                     "--budget", "8", "--out", path + "/out", "--report", path}) ==
+  const std::string none = " --model none --text t --budget 8 --out " + path;
+  CHECK(refusal("tune" + none) == "--out: " + wrong);
+  CHECK(refusal("fidelity --policy h2o,sink,lru" + none + "/out --report " + path) ==
         "--report: " + wrong);
 }
 

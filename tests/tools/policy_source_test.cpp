@@ -10,9 +10,8 @@
 #include "policies/policy_struct.hpp"
 #include "sim/source/complaint.hpp"
 #include "tests/catch.hpp"
-#include "tests/error_of.hpp"
+#include "tests/tools/command_line.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/command.hpp"
 #include "traces/base/files.hpp"
 
 using namespace kvlab;
@@ -39,7 +38,7 @@ std::string policy_text(const std::string& file) {
 }
 
 template <class Action>
-std::string refusal(Action action) {
+std::string refused(Action action) {
   return error_of<std::invalid_argument>(action);
 }
 
@@ -53,7 +52,7 @@ std::shared_ptr<const PolicyEntry> compiled(const std::string& text) {
 std::string compile_error(const std::string& text) {
   const TemporaryFolder folder;
   write_bytes(folder / "my.hpp", text);
-  std::string message = refusal([&] { compile_policy_source(folder / "my.hpp"); });
+  std::string message = refused([&] { compile_policy_source(folder / "my.hpp"); });
   const std::string prefix = folder.path().string() + "/";
   for (std::size_t at; (at = message.find(prefix)) != std::string::npos;)
     message.erase(at, prefix.size());
@@ -120,9 +119,9 @@ TEST_CASE("no text is too long for the search of a struct") {
 TEST_CASE("a header without a kInfo names the struct that should have one") {
   CHECK(found("namespace kvlab {\nstruct First { struct Slot {}; };\nstruct Last {};\n}").name ==
         "kvlab::Last");
-  CHECK(refusal([] { found("// nothing\n"); }).starts_with("my.hpp: holds no struct"));
+  CHECK(refused([] { found("// nothing\n"); }).starts_with("my.hpp: holds no struct"));
   const std::string info = "static constexpr PolicyInfo kInfo{};";
-  CHECK(refusal([&] { found("struct A {" + info + "};\nstruct B {" + info + "};"); }) ==
+  CHECK(refused([&] { found("struct A {" + info + "};\nstruct B {" + info + "};"); }) ==
         "my.hpp:2: B has a kInfo, and so has A; a policy source holds one policy");
   CHECK(found("struct A { static constexpr PolicyInfo kInformation{}; };").name == "A");
   CHECK_NOTHROW(found("}}}} struct A {"));
@@ -154,7 +153,7 @@ TEST_CASE("two texts of one struct live side by side") {
 TEST_CASE("parameters of a compiled policy are checked like any other's") {
   const auto entry = compiled(read_bytes(KVLAB_SOURCE_DIR "/tests/policies/leaky.hpp"));
   CHECK(parse_policy("leaky:slope=0.25", {}, entry).params.size() == entry->params.size());
-  CHECK(refusal([&] { parse_policy("leaky:kep=1", {}, entry); }) ==
+  CHECK(refused([&] { parse_policy("leaky:kep=1", {}, entry); }) ==
         "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
 }
 
@@ -263,20 +262,20 @@ TEST_CASE("a policy file names the source, and runs from that text alone") {
   CHECK(read_policy_file(path, entry).cache.policy.text() == "peak:sinks=1:recent=0");
   CHECK(read_policy_file(path, entry).cache.policy.entry == entry);
 
-  const auto refused = [&](const auto& given) {
+  const auto refusal = [&](const auto& given) {
     return error_of([&] { read_policy_file(path, given); });
   };
-  CHECK_THAT(refused(nullptr), ContainsSubstring("policy.json: policy peak was compiled from ") &&
+  CHECK_THAT(refusal(nullptr), ContainsSubstring("policy.json: policy peak was compiled from ") &&
                                    ContainsSubstring("give that text by --policy-source "));
-  CHECK_THAT(refused(other), ContainsSubstring("was compiled from another text"));
-  CHECK_THAT(refused(renamed), ContainsSubstring("is leak"));
+  CHECK_THAT(refusal(other), ContainsSubstring("was compiled from another text"));
+  CHECK_THAT(refusal(renamed), ContainsSubstring("is leak"));
 }
 
 TEST_CASE("a Python function is no source: its run says what to write instead") {
   for (const std::string path : {"notes/dep.py", "<stdin>"})
     for (const CompiledPolicies& given :
          {CompiledPolicies{}, CompiledPolicies(compiled(peak_text()))})
-      CHECK(refusal([&] { require_source(given, "peak", path, "0", "run.json"); }) ==
+      CHECK(refused([&] { require_source(given, "peak", path, "0", "run.json"); }) ==
             "run.json: policy peak is a Python function of " + path +
                 ", which runs in replays only; write it as a header (docs/adding-a-policy.md) and "
                 "replay that by --policy-source");
@@ -286,37 +285,30 @@ TEST_CASE("the loop runs with a policy from a source: replay, deploy, generate, 
   const TemporaryFolder folder;
   const std::string source = (folder / "peak.hpp").string(), run = (folder / "run").string(),
                     policy = (folder / "policy.json").string();
-  const std::string model = KVLAB_SOURCE_DIR "/engine/models/tiny";
   write_bytes(source, peak_text());
-  const auto call = [](const std::string& name, std::vector<std::string> words) {
-    for (const Command& command : all_commands())
-      if (command.name == name) return run_command(command, words);
-    throw std::logic_error("no command " + name);
+  const auto with = [&](const std::string& line) {
+    return call(line + " --policy-source " + source);
   };
-  const std::vector<std::string> with_source{"--policy-source", source};
-  const auto with = [&](std::vector<std::string> words) {
-    words.insert(words.end(), with_source.begin(), with_source.end());
-    return words;
-  };
-  CHECK(call("replay", with({"--trace", KVLAB_SOURCE_DIR "/traces/samples/tiny-story", "--budget",
-                             "32", "--layers", "0", "--out", run})) == 0);
+  CHECK(with("replay --trace " KVLAB_SOURCE_DIR
+             "/traces/samples/tiny-story --budget 32 --layers 0 --out " +
+             run) == 0);
   const Run loaded = load_run(run);
   REQUIRE(loaded.info.sources.size() == 1);
   CHECK(loaded.info.sources[0].policy == "peak");
   const std::string text = peak_text();
   CHECK(loaded.info.sources[0].xxh3 == xxh3_hex(std::as_bytes(std::span(text))));
 
-  const std::vector<std::string> deploy{run, "--budget", "32", "--out", policy};
-  CHECK_THAT(error_of([&] { call("deploy", deploy); }), ContainsSubstring("--policy-source"));
-  CHECK(call("deploy", with(deploy)) == 0);
-  CHECK(call("generate", with({"--model", model, "--prompt", "Once", "--policy-file", policy,
-                               "--max-new-tokens", "40"})) == 0);
-  CHECK(call("eval", with({"--model", model, "--text", KVLAB_SOURCE_DIR "/tools/demo/prompt.txt",
-                           "--max-tokens", "80", "--policy-file", policy})) == 0);
-  CHECK(call("verify", with({"--model", model, "--prompt", "Once upon a time", "--budget", "16",
-                             "--max-new-tokens", "40"})) == 0);
-  CHECK(call("policies", with({})) == 0);
+  const std::string deploy = "deploy " + run + " --budget 32 --out " + policy;
+  CHECK_THAT(refusal(deploy), ContainsSubstring("--policy-source"));
+  CHECK(with(deploy) == 0);
+  const std::string tiny = " --model " + kTiny + " ";
+  CHECK(with("generate" + tiny + "--prompt Once --max-new-tokens 40 --policy-file " + policy) == 0);
+  CHECK(with("eval" + tiny +
+             "--text " KVLAB_SOURCE_DIR "/tools/demo/prompt.txt --max-tokens 80 --policy-file " +
+             policy) == 0);
+  CHECK(with("verify" + tiny + "--prompt 'Once upon a time' --budget 16 --max-new-tokens 40") == 0);
+  CHECK(with("policies") == 0);
 
   write_bytes(source, peak_text() + "\n");
-  CHECK_THAT(error_of([&] { call("deploy", with(deploy)); }), ContainsSubstring("another text"));
+  CHECK_THAT(error_of([&] { with(deploy); }), ContainsSubstring("another text"));
 }

@@ -3,9 +3,9 @@
 #include <stdexcept>
 
 #include "tests/catch.hpp"
+#include "tests/tools/command_line.hpp"
 #include "tests/traces/sample_trace.hpp"
 #include "tests/traces/temporary_folder.hpp"
-#include "tools/command.hpp"
 
 namespace kvlab {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 using Catch::Matchers::Message;
 using test::Mistake;
 
-int trace(const std::vector<std::string>& words) { return run_command(trace_command(), words); }
+using test::call;
 
 std::string write(const test::TemporaryFolder& folder, Mistake mistake) {
   const auto path = folder / "t";
@@ -24,19 +24,19 @@ std::string write(const test::TemporaryFolder& folder, Mistake mistake) {
 TEST_CASE("A right trace exits 0 from info and verify, with and without --json") {
   const test::TemporaryFolder folder;
   const std::string path = write(folder, Mistake::none);
-  CHECK(trace({"info", path}) == 0);
-  CHECK(trace({"info", path, "--json"}) == 0);
-  CHECK(trace({"verify", path}) == 0);
-  CHECK(trace({"verify", path, "--json", "--threads", "2"}) == 0);
+  CHECK(call("trace info " + path) == 0);
+  CHECK(call("trace info " + path + " --json") == 0);
+  CHECK(call("trace verify " + path) == 0);
+  CHECK(call("trace verify " + path + " --json --threads 2") == 0);
 }
 
 TEST_CASE("A trace that does not verify exits 1, also where an error is not a number") {
   for (const Mistake mistake : {Mistake::scale, Mistake::nan_output}) {
     const test::TemporaryFolder folder;
     const std::string path = write(folder, mistake);
-    CHECK(trace({"verify", path}) == 1);
-    CHECK(trace({"verify", path, "--json"}) == 1);
-    CHECK(trace({"info", path}) == 0);
+    CHECK(call("trace verify " + path) == 1);
+    CHECK(call("trace verify " + path + " --json") == 1);
+    CHECK(call("trace info " + path) == 0);
   }
 }
 
@@ -44,20 +44,20 @@ TEST_CASE("An unfinished trace is refused until it is sealed") {
   const test::TemporaryFolder folder;
   const std::string path = write(folder, Mistake::none);
   std::filesystem::remove(path + "/manifest.json");
-  CHECK_THROWS_AS(trace({"info", path}), std::runtime_error);
-  CHECK_THROWS_AS(trace({"verify", path}), std::runtime_error);
-  CHECK(trace({"seal", path}) == 0);
-  CHECK(trace({"verify", path}) == 0);
-  CHECK_THROWS_AS(trace({"seal", path}), std::runtime_error);
+  CHECK_THROWS_AS(call("trace info " + path), std::runtime_error);
+  CHECK_THROWS_AS(call("trace verify " + path), std::runtime_error);
+  CHECK(call("trace seal " + path) == 0);
+  CHECK(call("trace verify " + path) == 0);
+  CHECK_THROWS_AS(call("trace seal " + path), std::runtime_error);
 }
 
 TEST_CASE("A missing or unknown action is named with what would be right") {
   CHECK_THROWS_MATCHES(
-      trace({"verify"}), std::invalid_argument,
+      call("trace verify"), std::invalid_argument,
       Message("an action and one trace are expected: kvlab trace info|verify|seal TRACE"));
-  CHECK_THROWS_AS(trace({}), std::invalid_argument);
-  CHECK_THROWS_AS(trace({"verify", "a", "b"}), std::invalid_argument);
-  CHECK_THROWS_MATCHES(trace({"check", "a"}), std::invalid_argument,
+  CHECK_THROWS_AS(call("trace"), std::invalid_argument);
+  CHECK_THROWS_AS(call("trace verify a b"), std::invalid_argument);
+  CHECK_THROWS_MATCHES(call("trace check a"), std::invalid_argument,
                        Message("unknown action 'check': kvlab trace info|verify|seal TRACE"));
 }
 
