@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "kernels/cache/rope_rows.hpp"
 #include "kernels/pointwise.hpp"
 
 namespace kvlab {
@@ -32,7 +33,7 @@ BatchState::BatchState(int sequences, std::uint32_t vocab, cudaStream_t stream)
       memory_("the batch", sequences, vocab),
       ring_(kRing * static_cast<std::size_t>(sequences) * sizeof(std::int32_t)) {
   check(cudaMemsetAsync(memory_.memory().data(), 0, memory_->zeroed, stream), "the batch");
-  check(cuda::fill_iota(memory_->rows, sequences, stream), "the batch");
+  check(kernels::fill_iota(memory_->rows, sequences, stream), "the batch");
   for (int row = 0; row < sequences; ++row) set_sampling(row, {}, 0);
 }
 

@@ -7,17 +7,12 @@
 #include <vector>
 
 #include "engine/decoder.hpp"
-#include "kernels/evict/columns.hpp"
+#include "kernels/cache/slots_config.hpp"
 #include "policies/columns/columns.hpp"
 
 namespace kvlab {
 
-/// How keys are cached, and rotated when attention reads them.
-enum class KeyRotation {
-  by_position,  ///< cached rotated at their original positions, and left so
-  by_age,       ///< cached before RoPE, beside their ages; rotated by age
-  two_frames    ///< cached as by_position, numbered by age: see EvictingAttentionArgs
-};
+using kernels::KeyRotation;
 
 struct CudaDecoderOptions {
   int sequences = 1;
@@ -40,18 +35,11 @@ struct CudaDecoderOptions {
   // Where it evicts:
   const std::shared_ptr<const PolicyEntry>& entry() const { return caches.front().policy.entry; }
   const PolicyInfo& policy() const { return entry()->info; }
-  /// Whether some cache has modifiers of the rule, or shares the slots of a layer.
-  bool modified() const {
-    return std::ranges::any_of(caches, [](const ResolvedConfig& cache) {
-      return cache.evicts() && (cache.policy.modifiers != Modifiers{} || cache.shares_slots());
-    });
-  }
   /// Whether some cache keeps codes.
   bool coded() const {
     return std::ranges::any_of(
         caches, [](const ResolvedConfig& cache) { return cache.policy.ladder.is_coded(); });
   }
-  bool observes() const { return policy().needs != Needs::nothing; }
   kernels::ColumnList columns() const {
     kernels::ColumnList list;
     for (const std::string& name : caches.front().policy.columns)

@@ -43,32 +43,12 @@ struct FillValue {
   __device__ void operator()(std::size_t i) const { to[i] = kernels::from_float<T>(value); }
 };
 
-struct FillIota {
-  std::int32_t* to;
-  __device__ void operator()(std::size_t i) const { to[i] = static_cast<std::int32_t>(i); }
-};
-
 template <class T>
 struct FindNotFinite {
   const T* from;
   std::int32_t* found;
   __device__ void operator()(std::size_t i) const {
     if (!isfinite(kernels::to_float(from[i]))) *found = 1;
-  }
-};
-
-struct FillRopeRows {
-  const float* inv_freq;
-  std::size_t half;
-  const std::int32_t* positions;
-  std::uint32_t first;
-  float factor;
-  float2* table;
-  __device__ void operator()(std::size_t i) const {
-    const std::size_t row = i / half;
-    const double position = positions ? max(positions[row], 0) : first + static_cast<double>(row);
-    const double angle = position * static_cast<double>(inv_freq[i % half]);
-    table[i] = {static_cast<float>(cos(angle)) * factor, static_cast<float>(sin(angle)) * factor};
   }
 };
 
@@ -132,25 +112,12 @@ cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cuda
   });
 }
 
-cudaError_t fill_iota(std::int32_t* to, int count, cudaStream_t stream) {
-  return cub::DeviceFor::Bulk(count, FillIota{to}, stream);
-}
-
 cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
                             cudaStream_t stream) {
   return kernels::with_type(type, [&]<class T>(T) {
     return cub::DeviceFor::Bulk(count, FindNotFinite<T>{static_cast<const T*>(from), found},
                                 stream);
   });
-}
-
-cudaError_t fill_rope_rows(const float* inv_freq, int half, const std::int32_t* positions,
-                           std::uint32_t first, int rows, float factor, float2* table,
-                           cudaStream_t stream) {
-  const auto width = static_cast<std::size_t>(half);
-  return cub::DeviceFor::Bulk(static_cast<std::size_t>(rows) * width,
-                              FillRopeRows{inv_freq, width, positions, first, factor, table},
-                              stream);
 }
 
 cudaError_t read_all(const void* from, std::size_t bytes, std::uint32_t* sink,

@@ -1,4 +1,4 @@
-// Small kernels of the engine: random fills, RoPE's tables, and the end of a decode step.
+// Small kernels of the engine: random fills, and the end of a decode step.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,16 +13,9 @@ using kernels::Type;
 cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
                         cudaStream_t stream);
 cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream);
-/// to[i] = i.
-cudaError_t fill_iota(std::int32_t* to, int count, cudaStream_t stream);
 /// *found = 1 if an element is not finite, else as it was.
 cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
                             cudaStream_t stream);
-/// table[row, i] = (cos, sin) of positions[row] * inv_freq[i], angles in float64, times `factor`;
-/// of first + row where positions are null, of 0 for a position below 0 (an idle row).
-cudaError_t fill_rope_rows(const float* inv_freq, int half, const std::int32_t* positions,
-                           std::uint32_t first, int rows, float factor, float2* table,
-                           cudaStream_t stream);
 /// Reads `bytes` (a multiple of 16) and writes next to nothing: what a read costs.
 cudaError_t read_all(const void* from, std::size_t bytes, std::uint32_t* sink, cudaStream_t stream);
 

@@ -43,11 +43,6 @@ void check(cudaError_t error, std::string_view what) {
       fmt::format("CUDA: {}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error)));
 }
 
-void check(cublasStatus_t status, std::string_view what) {
-  if (status == CUBLAS_STATUS_SUCCESS) return;
-  throw std::runtime_error(fmt::format("cuBLASLt: {}: {}", what, cublasLtGetStatusString(status)));
-}
-
 std::string bytes_text(std::uint64_t bytes) {
   const double value = static_cast<double>(bytes);
   if (bytes >= 1u << 30) return fmt::format("{:.2f} GiB", value / 0x1p30);

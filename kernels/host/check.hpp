@@ -1,7 +1,6 @@
 // Checked CUDA calls: what failed, in words, and what to do about it.
 #pragma once
 
-#include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -12,7 +11,6 @@ namespace kvlab::cuda {
 
 /// Throws std::runtime_error unless `error` is cudaSuccess; `what` was being done.
 void check(cudaError_t error, std::string_view what);
-void check(cublasStatus_t status, std::string_view what);
 
 /// "1.5 GiB".
 std::string bytes_text(std::uint64_t bytes);

@@ -11,6 +11,11 @@ using Output = ProductArgs::Output;
 
 constexpr std::size_t kWorkspaceBytes = 32u << 20;  // what Hopper's kernels ask for
 
+void check(cublasStatus_t status, std::string_view what) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw std::runtime_error(fmt::format("cuBLASLt: {}: {}", what, cublasLtGetStatusString(status)));
+}
+
 cudaDataType_t library_type(kernels::Type type) {
   if (type == kernels::Type::bf16) return CUDA_R_16BF;
   return type == kernels::Type::f16 ? CUDA_R_16F : CUDA_R_32F;

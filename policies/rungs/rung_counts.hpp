@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "policies/budgets/budget.hpp"
 #include "policies/modifiers/modifiers.hpp"
 #include "policies/rungs/ladder.hpp"
 

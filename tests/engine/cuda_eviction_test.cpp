@@ -5,7 +5,7 @@
 #include <filesystem>
 
 #include "engine/backend.hpp"
-#include "engine/cuda/cache/rung_storage.hpp"
+#include "engine/cuda/cache/evicting_cache.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/decoder.hpp"
 #include "engine/loop/verify.hpp"
@@ -88,7 +88,8 @@ TEST_CASE("Rungs take the bytes that their ladder says, and beside them whole ti
   const ModelConfig& config = model.config();
   for (const char* policy : {"h2o:ladder=16@12t+4@100%", "lru:ladder=fp8@50%+k4v2@50%"}) {
     const std::vector caches{cache(policy, 48, {}, Positions::original)};
-    const RungPlan plan(model, PairSlots(config, caches, 0));
+    const kernels::SlotsConfig slots = slots_config(model, {.caches = caches});
+    const kernels::RungPlan plan(slots, kernels::PairSlots(slots));
     std::int64_t expected = 0;
     for (const RungSlots& rung : caches[0].rungs.at(caches[0].budget_tokens))
       expected += std::int64_t{rung.slots} * rung.form->block_bytes();

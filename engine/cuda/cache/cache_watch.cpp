@@ -68,8 +68,9 @@ CacheWatch::Slots CacheWatch::read(const kernels::SlotCache& cache, const std::b
                                    const float* columns, const Observation* seen,
                                    std::size_t count) const {
   return {.positions = to_host(cache.positions, count, stream_),
-          .states = to_host(states, count * cache_.slot_bytes(), stream_),
-          .columns = to_host(columns, count * cache_.columns(), stream_),
+          .states = to_host(states, count * config_of().kernels.slot_bytes, stream_),
+          .columns = to_host(columns, count * static_cast<std::size_t>(config_of().columns.count),
+                             stream_),
           .seen = to_host(seen, count, stream_)};
 }
 
@@ -111,7 +112,7 @@ void CacheWatch::show_admission(std::uint32_t layer) {
     captured_ = {};
     return;
   }
-  const AdmissionMemory& memory = cache_.admission();
+  const kernels::AdmissionMemory& memory = cache_.slots().admission();
   const auto slots = static_cast<std::size_t>(memory.cache.most_slots);
   const auto older = to_host(memory.cache.lengths, config_.kv_heads, stream_);
   const Slots all =
@@ -128,12 +129,13 @@ void CacheWatch::end() { observers_.at(sequence_)->admitted(); }
 void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
   const std::size_t layer_bytes = shape_.offsets(sequences_).end;
   const auto data = to_host(outputs, config_.layers * layer_bytes, stream_);
-  const kernels::SlotCache cache = cache_.storage().cache(0, static_cast<int>(sequences_));
-  const kernels::PolicyState policy = cache_.storage().policy(0);
-  const PairSlots& slots = cache_.slots();
+  const kernels::SlotStorage& storage = cache_.slots().storage();
+  const kernels::SlotCache cache = storage.cache(0, static_cast<int>(sequences_));
+  const kernels::PolicyState policy = storage.policy(0);
+  const kernels::PairSlots& slots = cache_.slots().slots();
   const Slots all = read(cache, policy.states, policy.columns, policy.seen,
                          static_cast<std::size_t>(slots.total()));
-  const auto lengths = to_host(cache.lengths, slots.first_slots().size(), stream_);
+  const auto lengths = to_host(cache.lengths, slots.all(), stream_);
 
   for (const Fed& one : fed)
     observers_.at(one.sequence)->admission({&one.id, 1}, one.position, one.kind, one.new_segment);
@@ -146,7 +148,7 @@ void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
       const bool is_ring = cache_.rings().has(layer);
       if (is_ring) heads = ring(layer, one.position, 1);
       for (std::size_t h = 0; !is_ring && h < config_.kv_heads; ++h) {
-        const std::size_t at = layer * slots.pairs() + row * config_.kv_heads + h;
+        const std::size_t at = cache_.place(layer) * slots.pairs() + row * config_.kv_heads + h;
         heads.push_back(all.head(static_cast<std::size_t>(slots.first_slots()[at]),
                                  static_cast<std::size_t>(lengths[at])));
       }

@@ -53,6 +53,7 @@ class CacheWatch {
     Head head(std::size_t first, std::size_t count) const;
   };
 
+  const kernels::SlotsConfig& config_of() const { return cache_.slots().config(); }
   Slots read(const kernels::SlotCache& cache, const std::byte* states, const float* columns,
              const Observation* seen, std::size_t count) const;
   void show_admission(std::uint32_t layer);

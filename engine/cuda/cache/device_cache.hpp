@@ -7,15 +7,11 @@
 
 #include "engine/cuda/batch_state.hpp"
 #include "engine/cuda/capture_shape.hpp"
-#include "kernels/pointwise.hpp"
+#include "kernels/cache/slot_caches.hpp"
 
 namespace kvlab {
 
-/// Tokens of one admission that go through a layer together.
-struct PromptPart {
-  std::uint32_t first;  ///< of the admission's tokens
-  int rows;
-};
+using PromptPart = kernels::AdmissionPart;
 
 /// Many tokens on their way into the cache of one sequence: through each layer in order, in parts;
 /// of each part first write(), then attend(). Throws std::logic_error for any other order.

@@ -1,6 +1,7 @@
 #include "engine/cuda/cache/full_cache.hpp"
 
 #include "engine/cuda/fill.hpp"
+#include "kernels/cache/rope_rows.hpp"
 #include "kernels/host/transfer.hpp"
 
 namespace kvlab {
@@ -62,13 +63,13 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, CudaDeco
   for (std::uint32_t table = 0; table < config_.rope_tables(); ++table) {
     const Rope& rope = config_.rope_of_table(table);
     const cuda::DeviceBuffer frequencies = cuda::upload(rope.inv_freq, "RoPE's frequencies");
-    check(cuda::fill_rope_rows(frequencies.as<float>(), static_cast<int>(rope.inv_freq.size()),
-                               nullptr, 0, slots, rope.factor,
-                               work_->rope + table * rope_stride(config_, options_), stream),
+    check(kernels::fill_rope_rows(frequencies.as<float>(), static_cast<int>(rope.inv_freq.size()),
+                                  nullptr, 0, slots, rope.factor,
+                                  work_->rope + table * rope_stride(config_, options_), stream),
           "RoPE's table");
     check(cudaStreamSynchronize(stream), "RoPE's table");
   }
-  check(cuda::fill_iota(work_->iota, slots, stream), "positions");
+  check(kernels::fill_iota(work_->iota, slots, stream), "positions");
   check(cudaMemsetAsync(work_->zeros, 0,
                         static_cast<std::size_t>(options.rows()) * sizeof(std::int32_t), stream),
         "a table");

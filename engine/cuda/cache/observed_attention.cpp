@@ -1,8 +1,5 @@
 #include "engine/cuda/cache/observed_attention.hpp"
 
-#include <algorithm>
-
-#include "kernels/host/arena.hpp"
 #include "kernels/linear/linear.hpp"
 
 namespace kvlab {
@@ -11,11 +8,6 @@ namespace {
 using cuda::check;
 
 constexpr std::size_t kHalf = ObserverBranch::kHalf;
-
-std::size_t aligned_workspace(const kernels::EvictionKernels& kernels,
-                              const kernels::SlotCache& cache) {
-  return cuda::Arena::aligned(kernels.attention_workspace(cache));
-}
 
 /// Layers with few slots are observed several at once: a branch takes a microsecond.
 std::size_t layers_at_once(const kernels::SlotCache& cache) {
@@ -34,22 +26,6 @@ bool goes_beside_attention(const kernels::SlotCache& cache) {
 
 }  // namespace
 
-std::size_t ObserverBranch::bytes(const kernels::EvictionKernels& kernels,
-                                  const kernels::SlotCache& cache, int layers) {
-  return aligned_workspace(kernels, cache) * static_cast<std::size_t>(std::min(layers, 2 * kHalf));
-}
-
-ObserverBranch::ObserverBranch(const kernels::EvictionKernels& kernels,
-                               const kernels::SlotCache& cache, int layers, std::byte* memory,
-                               cudaStream_t cleared_on)
-    : workspaces(memory), workspace_bytes(aligned_workspace(kernels, cache)) {
-  const std::size_t end = bytes(kernels, cache, layers);
-  for (std::size_t at = 0; at < end; at += workspace_bytes)
-    check(cudaMemsetAsync(workspaces + at, 0, std::min(workspace_bytes, kernels::kSignalBytes),
-                          cleared_on),
-          "attention");
-}
-
 ObservedAttention::ObservedAttention(const kernels::EvictionKernels& kernels,
                                      std::vector<kernels::EvictingAttentionArgs> layers,
                                      const ObserverBranch& branch, cudaStream_t stream)
@@ -58,10 +34,7 @@ ObservedAttention::ObservedAttention(const kernels::EvictionKernels& kernels,
       branch_(branch),
       stream_(stream),
       together_(layers_.empty() ? 1 : layers_at_once(layers_.front().cache)),
-      beside_attention_(!layers_.empty() && goes_beside_attention(layers_.front().cache)) {
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer)
-    layers_[layer].workspace = branch.workspaces + layer % (2 * kHalf) * branch.workspace_bytes;
-}
+      beside_attention_(!layers_.empty() && goes_beside_attention(layers_.front().cache)) {}
 
 void ObservedAttention::attend(std::size_t layer) const {
   if (beside_attention_ && layer > 0) branch_off(layer - 1, layer);

@@ -2,6 +2,7 @@
 // what was attended: nobody waits for that before the step's end.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -10,22 +11,16 @@
 
 namespace kvlab {
 
-/// What the steps of a cache share, one at a time: the branch, and workspaces.
+/// What the steps of a cache share, one at a time.
 struct ObserverBranch {
   /// Layers alternate between two halves of the workspaces. Before one is used again the stream
   /// waits for what was observed there a whole half ago: seldom, since each wait takes about a
   /// microsecond.
   static constexpr int kHalf = 4;
+  static int workspaces(std::size_t layers) {
+    return static_cast<int>(std::min<std::size_t>(layers, 2 * kHalf));
+  }
 
-  /// Bytes of the workspaces. `cache`: the shape of every layer, with the most sequences.
-  static std::size_t bytes(const kernels::EvictionKernels& kernels, const kernels::SlotCache& cache,
-                           int layers);
-  /// `workspaces`: so many bytes of device memory, cleared on `stream` where they must be.
-  ObserverBranch(const kernels::EvictionKernels& kernels, const kernels::SlotCache& cache,
-                 int layers, std::byte* workspaces, cudaStream_t stream);
-
-  std::byte* workspaces;
-  std::size_t workspace_bytes;  ///< of each
   cuda::Stream stream;
   cuda::Event attended;
   std::array<cuda::Event, 2> observed;  ///< of each half
@@ -33,8 +28,8 @@ struct ObserverBranch {
 
 class ObservedAttention {
  public:
-  /// `layers`: of a step, in order; each is given a workspace. `kernels` and `branch` must outlive
-  /// it.
+  /// `layers`: of a step, in order, with workspaces that are used again as ObserverBranch says.
+  /// `kernels` and `branch` must outlive it.
   ObservedAttention(const kernels::EvictionKernels& kernels,
                     std::vector<kernels::EvictingAttentionArgs> layers,
                     const ObserverBranch& branch, cudaStream_t stream);

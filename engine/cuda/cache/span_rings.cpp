@@ -4,6 +4,7 @@
 
 #include "engine/cuda/fill.hpp"
 #include "kernels/attention.hpp"
+#include "kernels/cache/rope_rows.hpp"
 #include "kernels/host/transfer.hpp"
 
 namespace kvlab {
@@ -76,7 +77,7 @@ SpanRings::SpanRings(const DeviceModel& model, const BatchState& batch,
   }
   if (prompt_slots_ == 0) return;
   check(cudaMemsetAsync(work_->workspace, 0, kernels::kSignalBytes, stream), "attention");
-  check(cuda::fill_iota(work_->iota, prompt_slots_, stream), "a prompt");
+  check(kernels::fill_iota(work_->iota, prompt_slots_, stream), "a prompt");
   check(cudaMemsetAsync(work_->zeros, 0,
                         static_cast<std::size_t>(options.rows()) * sizeof(std::int32_t), stream),
         "a prompt");

@@ -220,16 +220,6 @@ kernels::AttentionShape DeviceShape::attention_shape(int slots, std::uint32_t la
           .sinks = sinks(layer)};
 }
 
-kernels::SlotCache DeviceShape::slot_cache(int sequences, int most_slots) const {
-  return {.type = type(),
-          .sequences = sequences,
-          .query_heads = static_cast<int>(config_.query_heads),
-          .kv_heads = static_cast<int>(config_.kv_heads),
-          .head_size = static_cast<int>(config_.head_size),
-          .softmax_scale = config_.rows.front().scale,
-          .most_slots = most_slots};
-}
-
 std::uint64_t DeviceModel::step_bytes() const {
   const std::uint64_t embedding = std::uint64_t{config_.vocab} * config_.hidden * bytes_of(dtype_);
   std::uint64_t unread = config_.tied_head ? 0 : embedding;

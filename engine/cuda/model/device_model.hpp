@@ -10,7 +10,6 @@
 
 #include "engine/checkpoint/model.hpp"
 #include "kernels/attention.hpp"
-#include "kernels/evict/eviction.hpp"
 #include "kernels/host/memory.hpp"
 
 namespace kvlab {
@@ -60,8 +59,6 @@ class DeviceShape {
   kernels::AttentionShape attention_shape(int slots, std::uint32_t layer = 0) const;
   /// [query_head], in device memory: a layer's sink logits, or null.
   const float* sinks(std::uint32_t layer) const;
-  /// One layer's cache, but for where its memory is.
-  kernels::SlotCache slot_cache(int sequences, int most_slots) const;
 
  protected:
   ModelConfig config_;

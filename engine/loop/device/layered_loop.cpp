@@ -9,6 +9,7 @@
 #include "engine/cuda/device_scores.hpp"
 #include "engine/cuda/fill.hpp"
 #include "engine/cuda/model/device_layers.hpp"
+#include "kernels/cache/rope_rows.hpp"
 #include "kernels/host/transfer.hpp"
 #include "policies/columns/columns.hpp"
 #include "policies/executor.hpp"
@@ -248,9 +249,9 @@ class SequenceRun {
     const cuda::DeviceBuffer frequencies = cuda::upload(row->rope.inv_freq, "RoPE's frequencies");
     const std::size_t half = row->rope.inv_freq.size();
     span_rope_ = cuda::DeviceBuffer(rows_ * half * sizeof(float2), "RoPE");
-    cuda::check(cuda::fill_rope_rows(frequencies.as<float>(), static_cast<int>(half), nullptr, 0,
-                                     static_cast<int>(rows_), row->rope.factor,
-                                     span_rope_.as<float2>(), stream()),
+    cuda::check(kernels::fill_rope_rows(frequencies.as<float>(), static_cast<int>(half), nullptr, 0,
+                                        static_cast<int>(rows_), row->rope.factor,
+                                        span_rope_.as<float2>(), stream()),
                 "RoPE");
     on_.streams.synchronize();
   }

@@ -103,14 +103,12 @@ std::size_t sum(std::initializer_list<std::size_t> parts) {
 }
 
 /// Of all layers, of which a layer's arrays are parts; `slots`: of each layer.
-std::size_t storage_of(const Drawn& drawn, const PairSlots& pairs,
-                       const std::vector<std::int64_t>& slots) {
+std::size_t storage_of(const Drawn& drawn, const kernels::SlotsConfig& config,
+                       const kernels::PairSlots& pairs, const std::vector<std::int64_t>& slots) {
   const kvlab_cache cache = shape_of(drawn, drawn.options.sequences, pairs.most());
   kvlab_memory all{};
   for (const std::int64_t layer : slots) {
-    kvlab_memory one = bytes_of(drawn, cache, std::max<std::int64_t>(layer, 1));
-    if (layer == 0)  // a span's, which holds no slots
-      one.keys = one.values = one.positions = one.ages = one.states = one.columns = one.seen = 0;
+    const kvlab_memory one = bytes_of(drawn, cache, layer);
     for (const auto member :
          {&kvlab_memory::keys, &kvlab_memory::values, &kvlab_memory::positions, &kvlab_memory::ages,
           &kvlab_memory::states, &kvlab_memory::columns, &kvlab_memory::seen,
@@ -121,7 +119,7 @@ std::size_t storage_of(const Drawn& drawn, const PairSlots& pairs,
     all.seeds = one.seeds, all.sequence_ids = one.sequence_ids;
   }
   // The engine has a table of room for steps, one for shrinks, and one that says never.
-  const std::size_t room = drawn.options.modified() ? all.room_at : 0;
+  const std::size_t room = config.modified() ? all.room_at : 0;
   return sum({all.keys, all.values, all.positions, all.ages, all.states, all.columns, all.unit_keys,
               drawn.options.watched ? all.seen : 0, all.first_slot, all.lengths, all.next_slots,
               all.rules, room, room, room, all.params, all.threshold16, all.sequence_ids,
@@ -156,21 +154,21 @@ TEST_CASE("The library's bytes are those that the engine lays out") {
   Draw draw(1);
   for (int shape = 0; shape < 200; ++shape) {
     const Drawn some = drawn(draw);
-    const PairSlots pairs(some.model.config(), some.options.caches, some.options.slots);
+    const kernels::SlotsConfig config = slots_config(some.model, some.options);
+    const kernels::PairSlots pairs(config);
     const std::size_t of_layer = pairs.pairs();
     std::vector<std::int64_t> slots;
-    for (std::size_t at = of_layer; at <= pairs.first_slots().size(); at += of_layer) {
-      const bool last = at == pairs.first_slots().size();
+    for (std::size_t at = of_layer; at <= pairs.all(); at += of_layer) {
+      const bool last = at == pairs.all();
       slots.push_back((last ? pairs.total() : pairs.first_slots()[at]) -
                       pairs.first_slots()[at - of_layer]);
     }
     CAPTURE(shape, some.options.policy().name, some.model.config().head_size, slots);
-    CHECK(storage_of(some, pairs, slots) ==
-          cuda::Placed<SlotStorage>::bytes(some.model, pairs, some.options));
+    CHECK(storage_of(some, config, pairs, slots) ==
+          cuda::Placed<kernels::SlotStorage>::bytes(config, pairs));
     const int tokens = draw.number(1, 3000);
-    CHECK(prompt_of(some, tokens) ==
-          cuda::Placed<AdmissionMemory>::bytes(some.model, some.options,
-                                               static_cast<std::uint32_t>(tokens)));
+    CHECK(prompt_of(some, tokens) == cuda::Placed<kernels::AdmissionMemory>::bytes(
+                                         config, static_cast<std::uint32_t>(tokens)));
   }
 }
 

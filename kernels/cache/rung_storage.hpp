@@ -1,19 +1,17 @@
 // The memory of tokens on rungs, beside that of their slots.
 #pragma once
 
-#include "engine/cuda/cache/pair_slots.hpp"
-#include "engine/cuda/decoder_options.hpp"
-#include "engine/cuda/model/device_model.hpp"
+#include "kernels/cache/pair_slots.hpp"
 #include "kernels/codes/coded_cache.hpp"
 #include "kernels/host/arena.hpp"
 
-namespace kvlab {
+namespace kvlab::kernels {
 
 /// Where all rows lie. Host only.
 struct RungPlan {
-  RungPlan(const DeviceShape& model, const PairSlots& slots);
+  RungPlan(const SlotsConfig& config, const PairSlots& slots);
 
-  std::vector<kernels::DeviceLadder> ladders;  // [layer, pair]
+  std::vector<DeviceLadder> ladders;  // [layer, pair]
   std::int64_t rows = 0, bytes = 0;
   int most_rows = 0, most_row_bytes = 0, most_rungs = 0;  ///< as in CodedCache
   std::int64_t padding = 0;  ///< of the bytes: rungs' rows are whole tiles
@@ -22,17 +20,17 @@ struct RungPlan {
 /// Copies are views. Null, all of it, where no cache keeps codes.
 struct RungStorage {
   RungStorage() = default;
-  RungStorage(cuda::Arena& arena, const DeviceShape& model, const PairSlots& slots,
-              const CudaDecoderOptions& options);
-  void clear(const DeviceShape& model, const PairSlots& slots, std::size_t sequences) const;
+  RungStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots);
+  /// Nothing is on any rung. Waits.
+  void clear(const SlotsConfig& config, const PairSlots& slots) const;
   /// As if sequence and layer held so many tokens of each pair; codes of nothing in particular.
   void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;
 
   bool in_use() const { return ladders != nullptr; }
   /// One layer, from a sequence on.
-  kernels::CodedCache coded(std::uint32_t layer, int sequence) const;
+  CodedCache coded(std::uint32_t layer, int sequence) const;
 
-  kernels::DeviceLadder* ladders = nullptr;  // [layer, pair], as counts, next_rows, extents
+  DeviceLadder* ladders = nullptr;  // [layer, pair], as counts, next_rows, extents
   std::byte* bytes = nullptr;
   std::uint32_t *places = nullptr, *owners = nullptr;  // [slot], [row]
   std::int32_t *counts = nullptr, *extents = nullptr;
@@ -46,4 +44,4 @@ struct RungStorage {
   int head_size_ = 0, element_ = 0, most_rows_ = 0, most_row_bytes_ = 0, most_rungs_ = 0;
 };
 
-}  // namespace kvlab
+}  // namespace kvlab::kernels

@@ -2,30 +2,28 @@
 // as its budget.
 #pragma once
 
-#include "engine/cuda/cache/rung_storage.hpp"
+#include "kernels/cache/rung_storage.hpp"
 #include "kernels/evict/eviction.hpp"
 
-namespace kvlab {
+namespace kvlab::kernels {
 
 /// Everything that lives from step to step, laid out in device memory. Copies are views.
 class SlotStorage {
  public:
-  SlotStorage(cuda::Arena& arena, const DeviceShape& model, const PairSlots& slots,
-              const CudaDecoderOptions& options);
-  /// Nothing is live, and the tables are what slots and options say. Waits.
-  void clear(const DeviceModel& model, const PairSlots& slots,
-             const CudaDecoderOptions& options) const;
+  SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots);
+  /// Nothing is live, and the tables are what slots and config say. Waits.
+  void clear(const SlotsConfig& config, const PairSlots& slots) const;
   /// The tables of some KV heads, [layer, pair] from the `first` on. Waits.
   void write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const;
 
   /// One layer of the first `sequences`.
-  kernels::SlotCache cache(std::uint32_t layer, int sequences) const;
-  kernels::PolicyState policy(std::uint32_t layer) const;
+  SlotCache cache(std::uint32_t layer, int sequences) const;
+  PolicyState policy(std::uint32_t layer) const;
   /// One layer of one sequence alone.
-  kernels::SlotCache cache_of(std::uint32_t layer, int sequence) const;
-  kernels::PolicyState policy_of(std::uint32_t layer, int sequence) const;
+  SlotCache cache_of(std::uint32_t layer, int sequence) const;
+  PolicyState policy_of(std::uint32_t layer, int sequence) const;
   /// policy_of() for a shrink, which makes room where a step leaves that to it; unless `stays`.
-  kernels::PolicyState policy_of_shrink(std::uint32_t layer, int sequence, bool stays) const;
+  PolicyState policy_of_shrink(std::uint32_t layer, int sequence, bool stays) const;
   /// Of one layer, from a sequence on; null without them.
   float* unit_keys_of(std::uint32_t layer, int sequence) const;
 
@@ -38,7 +36,7 @@ class SlotStorage {
   Observation* seen;                   // [slot]: what each received; null unless watched
   std::int64_t* first_slots;           // [layer, pair]
   std::int32_t *lengths, *next_slots;  // [layer, pair]
-  kernels::PairRule* rules;            // [layer, pair]
+  PairRule* rules;                     // [layer, pair]
   /// [layer, pair], null without modifiers: live tokens at which a step and a shrink make room.
   std::uint32_t *step_room_at, *shrink_room_at;
   std::uint32_t* never;  // [layer, pair]: kUnlimited
@@ -47,10 +45,10 @@ class SlotStorage {
   std::uint64_t* seeds;
 
  private:
-  const ModelConfig* config_;
-  kernels::SlotCache shape_;  ///< of a layer, without its memory
+  SlotCache shape_;           ///< of a layer, without its memory
+  const SlotLayer* layers_;   ///< the config's
   std::size_t pairs_;         ///< of a layer
   std::size_t params_bytes_;  ///< of a sequence
 };
 
-}  // namespace kvlab
+}  // namespace kvlab::kernels

@@ -1,41 +1,40 @@
-#include "engine/cuda/cache/slot_storage.hpp"
+#include "kernels/cache/slot_storage.hpp"
 
 #include "kernels/host/transfer.hpp"
 
-namespace kvlab {
+namespace kvlab::kernels {
 namespace {
 
 constexpr const char* kTables = "the cache's tables";
 
 }  // namespace
 
-SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceShape& model, const PairSlots& slots,
-                         const CudaDecoderOptions& options)
-    : config_(&model.config()),
-      shape_(model.slot_cache(options.sequences, slots.most())),
+SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots)
+    : shape_(config.slot_cache(static_cast<int>(config.sequences.size()), slots.most())),
+      layers_(config.layers.data()),
       pairs_(slots.pairs()),
-      params_bytes_(options.entry()->params_bytes) {
+      params_bytes_(config.kernels.params_bytes) {
   const auto total = static_cast<std::size_t>(slots.total());
-  const std::size_t sequences = options.caches.size(), pairs = slots.first_slots().size();
-  rungs = RungStorage(arena, model, slots, options);
-  keys = arena.take<std::byte>(options.coded() ? 0 : total * model.key_bytes());
-  values = arena.take<std::byte>(options.coded() ? 0 : total * model.key_bytes());
-  if (options.coded()) keys = rungs.newest_keys, values = rungs.newest_values;
+  const std::size_t sequences = config.sequences.size(), pairs = slots.all();
+  rungs = RungStorage(arena, config, slots);
+  const bool coded = config.coded();
+  keys = arena.take<std::byte>(coded ? 0 : total * config.key_bytes());
+  values = arena.take<std::byte>(coded ? 0 : total * config.key_bytes());
+  if (coded) keys = rungs.newest_keys, values = rungs.newest_values;
   positions = arena.take<std::uint32_t>(total);
-  ages = arena.take<std::uint32_t>(options.rotation() == KeyRotation::by_age ? total : 0);
-  states = arena.take<std::byte>(total * options.entry()->slot_bytes);
-  const kernels::ColumnList brought = options.columns();
-  columns = arena.take<float>(total * static_cast<std::size_t>(brought.count));
-  unit_keys = arena.take<float>(brought.has(BuiltInColumn::key_cosine)
+  ages = arena.take<std::uint32_t>(config.rotation == KeyRotation::by_age ? total : 0);
+  states = arena.take<std::byte>(total * config.kernels.slot_bytes);
+  columns = arena.take<float>(total * static_cast<std::size_t>(config.columns.count));
+  unit_keys = arena.take<float>(config.columns.has(BuiltInColumn::key_cosine)
                                     ? pairs * static_cast<std::size_t>(shape_.head_size)
                                     : 0);
-  seen = arena.take<Observation>(options.watched && options.observes() ? total : 0);
+  seen = arena.take<Observation>(config.watched && config.observes() ? total : 0);
   first_slots = arena.take<std::int64_t>(pairs);
   lengths = arena.take<std::int32_t>(pairs);
   next_slots = arena.take<std::int32_t>(pairs);
-  rules = arena.take<kernels::PairRule>(pairs);
+  rules = arena.take<PairRule>(pairs);
   step_room_at = shrink_room_at = never = nullptr;
-  if (options.modified()) {
+  if (config.modified()) {
     step_room_at = arena.take<std::uint32_t>(pairs);
     shrink_room_at = arena.take<std::uint32_t>(pairs);
     never = arena.take<std::uint32_t>(pairs);
@@ -47,7 +46,7 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const DeviceShape& model, const Pai
 }
 
 void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const {
-  std::vector<kernels::PairRule> own_rules;
+  std::vector<PairRule> own_rules;
   std::vector<std::uint32_t> of_steps, of_shrinks;
   std::vector<std::int64_t> starts;
   for (std::size_t at = first; at < first + count; ++at) {
@@ -60,7 +59,7 @@ void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::si
                          .sinks = guards.sinks,
                          .recent = guards.recent,
                          .group_max = modifiers.group == Modifiers::Group::max});
-    of_steps.push_back(modifiers.steps_make_room() ? budget : kernels::kUnlimited);
+    of_steps.push_back(modifiers.steps_make_room() ? budget : kUnlimited);
     of_shrinks.push_back(modifiers.room_at(budget));
     starts.push_back(slots.first_slots()[at]);
   }
@@ -71,21 +70,19 @@ void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::si
   cuda::write(shrink_room_at + first, of_shrinks, kTables);
 }
 
-void SlotStorage::clear(const DeviceModel& model, const PairSlots& slots,
-                        const CudaDecoderOptions& options) const {
-  if (options.coded()) rungs.clear(model, slots, options.caches.size());
-  const std::size_t pairs = slots.first_slots().size();
+void SlotStorage::clear(const SlotsConfig& config, const PairSlots& slots) const {
+  if (rungs.in_use()) rungs.clear(config, slots);
+  const std::size_t pairs = slots.all();
   write_pairs(slots, 0, pairs);
-  if (never) cuda::write(never, std::vector<std::uint32_t>(pairs, kernels::kUnlimited), kTables);
-  std::vector<std::byte> all_params(options.caches.size() * params_bytes_);
+  if (never) cuda::write(never, std::vector<std::uint32_t>(pairs, kUnlimited), kTables);
+  std::vector<std::byte> all_params;
   std::vector<std::uint32_t> all_thresholds, ids;
   std::vector<std::uint64_t> all_seeds;
-  for (std::size_t s = 0; s < options.caches.size(); ++s) {
-    const ResolvedConfig& cache = options.caches[s];
-    options.entry()->write_params(cache.policy.params, all_params.data() + s * params_bytes_);
-    all_thresholds.push_back(cache.threshold16());
-    all_seeds.push_back(cache.seed);
-    ids.push_back(cache.sequence);
+  for (const SlotSequence& sequence : config.sequences) {
+    all_params.insert(all_params.end(), sequence.params.begin(), sequence.params.end());
+    all_thresholds.push_back(sequence.threshold16);
+    all_seeds.push_back(sequence.seed);
+    ids.push_back(sequence.id);
   }
   if (unit_keys)
     cuda::write(unit_keys, std::vector<float>(pairs * static_cast<std::size_t>(shape_.head_size)),
@@ -98,11 +95,11 @@ void SlotStorage::clear(const DeviceModel& model, const PairSlots& slots,
   cuda::write(seeds, all_seeds, kTables);
 }
 
-kernels::SlotCache SlotStorage::cache(std::uint32_t layer, int sequences) const {
+SlotCache SlotStorage::cache(std::uint32_t layer, int sequences) const {
   const std::size_t at = layer * pairs_;
-  kernels::SlotCache cache = shape_;
+  SlotCache cache = shape_;
   cache.sequences = sequences;
-  cache.softmax_scale = config_->rows[layer].scale;
+  cache.softmax_scale = layers_[layer].softmax_scale;
   cache.first_slot = first_slots + at;
   cache.keys = keys;
   cache.values = values;
@@ -113,21 +110,21 @@ kernels::SlotCache SlotStorage::cache(std::uint32_t layer, int sequences) const 
   return cache;
 }
 
-kernels::PolicyState SlotStorage::policy(std::uint32_t layer) const {
+PolicyState SlotStorage::policy(std::uint32_t layer) const {
   return {.states = states,
           .rules = rules + layer * pairs_,
           .params = params,
           .threshold16 = thresholds,
           .seeds = seeds,
           .sequence_ids = sequence_ids,
-          .layer = layer,
+          .layer = layers_[layer].number,
           .seen = seen,
           .room_at = step_room_at ? step_room_at + layer * pairs_ : nullptr,
           .columns = columns};
 }
 
-kernels::SlotCache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
-  kernels::SlotCache one = cache(layer, 1);
+SlotCache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
+  SlotCache one = cache(layer, 1);
   const std::ptrdiff_t pair = std::ptrdiff_t{sequence} * shape_.kv_heads;
   one.first_slot += pair;
   one.lengths += pair;
@@ -135,8 +132,8 @@ kernels::SlotCache SlotStorage::cache_of(std::uint32_t layer, int sequence) cons
   return one;
 }
 
-kernels::PolicyState SlotStorage::policy_of(std::uint32_t layer, int sequence) const {
-  kernels::PolicyState one = policy(layer);
+PolicyState SlotStorage::policy_of(std::uint32_t layer, int sequence) const {
+  PolicyState one = policy(layer);
   one.rules += std::ptrdiff_t{sequence} * shape_.kv_heads;
   one.params += static_cast<std::size_t>(sequence) * params_bytes_;
   one.threshold16 += sequence;
@@ -152,13 +149,12 @@ float* SlotStorage::unit_keys_of(std::uint32_t layer, int sequence) const {
   return unit_keys + pair * static_cast<std::size_t>(shape_.head_size);
 }
 
-kernels::PolicyState SlotStorage::policy_of_shrink(std::uint32_t layer, int sequence,
-                                                   bool stays) const {
-  kernels::PolicyState one = policy_of(layer, sequence);
+PolicyState SlotStorage::policy_of_shrink(std::uint32_t layer, int sequence, bool stays) const {
+  PolicyState one = policy_of(layer, sequence);
   if (one.room_at)
     one.room_at = (stays ? never : shrink_room_at) + layer * pairs_ +
                   std::ptrdiff_t{sequence} * shape_.kv_heads;
   return one;
 }
 
-}  // namespace kvlab
+}  // namespace kvlab::kernels

@@ -1,0 +1,125 @@
+// From a model and a decoder's options to the plain numbers of caches of slots.
+#include <fmt/format.h>
+
+#include <stdexcept>
+
+#include "engine/cuda/cache/evicting_cache.hpp"
+#include "kernels/codes/coded_cache.hpp"
+#include "policies/budgets/layer_budgets.hpp"
+#include "policies/executor.hpp"
+
+namespace kvlab {
+namespace {
+
+/// Refuses caches that one launch cannot serve.
+void check_caches(const ModelConfig& config, const std::vector<ResolvedConfig>& caches) {
+  const auto& first = caches.front();
+  for (const ResolvedConfig& cache : caches) {
+    check_held(kCudaDecoder, cache, config.heads());
+    if (cache.policy.ladder.rungs.size() > kernels::kMostRungs)
+      throw std::invalid_argument(fmt::format("ladder {}: the CUDA decoder has {} rungs at most",
+                                              cache.policy.ladder.text(), kernels::kMostRungs));
+    if (!side_by_side(cache, first))
+      throw std::invalid_argument(
+          "CUDA decoder: the sequences of a batch share one policy, its columns, and one kind of "
+          "positions");
+  }
+}
+
+/// The fast kernels rotate whole heads, or none.
+bool needs_plain(const DeviceShape& model, const CudaDecoderOptions& options) {
+  const ModelConfig& config = model.config();
+  const bool few_heads = config.query_heads <= kernels::kMostRungGroup * config.kv_heads;
+  return options.plain_eviction ||
+         (options.coded() && (model.dtype() == Dtype::f32 || !few_heads)) ||
+         (options.rotation() != KeyRotation::by_position &&
+          model.config().rope().rotated() != model.config().head_size);
+}
+
+/// Of a policy from a source, what memory depends on.
+kernels::DevicePolicy device_policy(const CudaDecoderOptions& options) {
+  const PolicyEntry& entry = *options.entry();
+  if (entry.source)
+    return {.needs = entry.info.needs,
+            .weighted = entry.info.weighted,
+            .slot_bytes = entry.slot_bytes,
+            .params_bytes = entry.params_bytes};
+  for (const kernels::DevicePolicy& policy : kernels::device_policies())
+    if (policy.name == entry.info.name) return policy;
+  throw std::invalid_argument(fmt::format(
+      "policy {}: is not compiled for the device; --device cpu has it", entry.info.name));
+}
+
+kernels::SlotSequence sequence_of(const ResolvedConfig& cache) {
+  const PolicyEntry& entry = *cache.policy.entry;
+  kernels::SlotSequence sequence{.modifiers = cache.evicts() ? cache.policy.modifiers : Modifiers{},
+                                 .params = std::vector<std::byte>(entry.params_bytes),
+                                 .threshold16 = cache.threshold16(),
+                                 .seed = cache.seed,
+                                 .id = cache.sequence};
+  entry.write_params(cache.policy.params, sequence.params.data());
+  if (cache.shares_slots())
+    sequence.share = [mean = cache.budget_tokens](std::span<const std::vector<LeavingKey>> heads) {
+      return ada_budgets(heads, mean);
+    };
+  return sequence;
+}
+
+kernels::SlotPair pair_of(const ResolvedConfig& cache, std::uint32_t layer, std::uint32_t head,
+                          std::uint32_t heads) {
+  kernels::SlotPair pair{.budget = cache.budget_of(layer, head)};
+  if (pair.budget == kNoBudget) return pair;
+  pair.guards = resolve_guards(cache.policy, pair.budget);
+  if (const auto own = cache.rungs.find(pair.budget); own != cache.rungs.end())
+    pair.rungs = own->second;
+  if (cache.shares_slots()) pair.most_budget = most_of_ada(pair.budget, heads);
+  return pair;
+}
+
+}  // namespace
+
+kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOptions& options) {
+  const ModelConfig& config = model.config();
+  check_caches(config, options.caches);
+  const kernels::DevicePolicy policy = device_policy(options);
+  kernels::SlotsConfig slots{.type = model.type(),
+                             .query_heads = static_cast<int>(config.query_heads),
+                             .kv_heads = static_cast<int>(config.kv_heads),
+                             .head_size = static_cast<int>(config.head_size),
+                             .other_ropes = config.has_spans(),
+                             .most_tokens = options.slots,
+                             .kernels = needs_plain(model, options)
+                                            ? kernels::plain_kernels(policy)
+                                            : kernels::observing_kernels(policy),
+                             .rotation = options.rotation(),
+                             .columns = options.columns(),
+                             .hidden = static_cast<int>(config.hidden),
+                             .norms_keys = config.norms_each_head(),
+                             .part = options.prefill_tokens,
+                             .watched = options.watched};
+  slots.weigh = [entry = options.entry()](std::span<const std::byte> params, std::span<float> to) {
+    const std::uint32_t tail = entry->tail(params.data());
+    for (std::uint32_t age = 0; age < to.size(); ++age)
+      to[age] = age < tail ? entry->weight(age, params.data()) : 0.0f;
+    return tail;
+  };
+  for (std::uint32_t table = 0; table < config.rope_tables(); ++table)
+    slots.ropes.push_back(
+        {config.rope_of_table(table).inv_freq, config.rope_of_table(table).factor});
+  for (const ResolvedConfig& cache : options.caches) slots.sequences.push_back(sequence_of(cache));
+  for (std::uint32_t layer = 0; layer < config.layers; ++layer) {
+    const RowSpec& row = config.rows[layer];
+    if (row.span > 0) continue;
+    slots.layers.push_back({.number = layer,
+                            .softmax_scale = row.scale,
+                            .table = row.table,
+                            .sinks = model.sinks(layer)});
+    for (const ResolvedConfig& cache : options.caches)
+      for (std::uint32_t head = 0; head < config.kv_heads; ++head)
+        slots.pairs.push_back(pair_of(cache, layer, head, config.kv_heads));
+  }
+  slots.workspaces = ObserverBranch::workspaces(slots.layers.size());
+  return slots;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,60 @@
+#include "kernels/cache/pair_slots.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace kvlab::kernels {
+
+PairSlots::PairSlots(const SlotsConfig& config)
+    : kv_heads_(static_cast<std::size_t>(config.kv_heads)),
+      own_(config.pairs),
+      most_tokens_(config.most_tokens > 0 ? config.most_tokens : kUnlimited) {
+  for (const SlotSequence& sequence : config.sequences) modifiers_.push_back(sequence.modifiers);
+  for (std::size_t at = 0; at < own_.size(); ++at) {
+    const std::size_t pair = at % pairs();
+    const std::uint32_t slots = slots_of(pair, own_[at].budget);
+    if (slots >= std::uint32_t{1} << 31)
+      throw std::invalid_argument("a cache without a budget needs a length; give one of them");
+    first_slots_.push_back(total_);
+    total_ += slots;
+    const bool shares = config.sequences[pair / kv_heads_].share != nullptr;
+    const std::uint32_t most = shares ? slots_of(pair, own_[at].most_budget) : slots;
+    most_ = std::max(most_, static_cast<int>(most));
+  }
+}
+
+std::uint32_t PairSlots::slots_of(std::size_t pair, std::uint32_t budget) const {
+  const Modifiers& own = modifiers(pair);
+  if (budget == kUnlimited || own.once) return most_tokens_;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(own.capacity(budget, 1), most_tokens_));
+}
+
+std::vector<RungSlots> PairSlots::rungs(std::uint32_t layer, std::size_t pair) const {
+  const SlotPair& own = own_[layer * pairs() + pair];
+  return own.rungs.empty() ? std::vector{RungSlots{.slots = own.budget}} : own.rungs;
+}
+
+/// On the first those that wait for room to be made, too.
+std::uint32_t PairSlots::rows(std::size_t pair, std::span<const RungSlots> rungs,
+                              std::size_t rung) const {
+  return rung == 0 ? slots_of(pair, rungs[0].slots) : std::min(rungs[rung].slots, most_tokens_);
+}
+
+/// As many slots as before, or fewer: budgets have the same sum, and no head has more than tokens.
+void PairSlots::share(std::uint32_t layer, std::size_t sequence,
+                      std::span<const std::uint32_t> budgets) {
+  const std::size_t first = layer * pairs() + sequence * kv_heads_;
+  std::int64_t slot = first_slots_[first];
+  for (std::size_t head = 0; head < kv_heads_; ++head) {
+    own_[first + head].budget = budgets[head];
+    first_slots_[first + head] = slot;
+    slot += slots_of(sequence * kv_heads_ + head, budgets[head]);
+  }
+}
+
+std::uint32_t PairSlots::older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const {
+  const std::uint32_t tokens = budget(layer, pair);
+  return tokens == kUnlimited ? fed : std::min(fed, tokens - 1);
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,269 @@
+// Many tokens on their way into caches of slots. Layer by layer they attend in memory of the
+// admission's own, behind those that were live; then those that stay go to their slots.
+#include <algorithm>
+
+#include "kernels/cache/slot_caches.hpp"
+#include "kernels/host/transfer.hpp"
+
+namespace kvlab::kernels {
+
+using cuda::check;
+
+AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const SlotsConfig& config, std::uint32_t slots)
+    : cache(config.slot_cache(1, static_cast<int>(slots))) {
+  const auto heads = static_cast<std::size_t>(config.kv_heads), all = heads * slots;
+  cache.keys = arena.take<std::byte>(all * config.key_bytes());
+  cache.values = arena.take<std::byte>(all * config.key_bytes());
+  cache.positions = arena.take<std::uint32_t>(all);
+  cache.lengths = arena.take<std::int32_t>(heads);
+  cache.next_slots = arena.take<std::int32_t>(heads);
+  cache.first_slot = first_slots = arena.take<std::int64_t>(heads);
+  states = arena.take<std::byte>(all * config.kernels.slot_bytes);
+  if (config.columns.count > 0) {
+    columns = arena.take<float>(all * static_cast<std::size_t>(config.columns.count));
+    plain_keys = arena.take<std::byte>(all * config.key_bytes());
+  }
+  if (config.rotation != KeyRotation::by_position)
+    squeezed_keys = arena.take<std::byte>(all * config.key_bytes());
+  if (config.kernels.weighted) weights = arena.take<float>(slots);
+  if (config.observes()) {
+    seen = arena.take<Observation>(all);
+    rows = arena.take<RowSoftmax>(std::size_t{config.part} *
+                                  static_cast<std::size_t>(config.query_heads));
+    observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
+        config.attention_shape(0, static_cast<int>(slots)), static_cast<int>(config.part)));
+  }
+  if (config.coded()) {
+    const std::size_t channels = all * 2 * static_cast<std::size_t>(config.head_size);
+    staged.rungs = arena.take<std::int8_t>(all);
+    staged.codes = arena.take<std::uint8_t>(channels);
+    staged.metadata = arena.take<std::uint32_t>(channels / kCodeBlock);
+  }
+  shrink_workspace = arena.take<std::byte>(kernels::shrink_workspace(cache));
+}
+
+const AdmissionMemory& SlotCaches::reserve(std::uint32_t slots) {
+  if (static_cast<int>(slots) <= memory_->cache.most_slots) return *memory_;
+  check(cudaStreamSynchronize(stream_), "an admission");
+  memory_ = {};  // first give back, then take
+  memory_ = cuda::Placed<AdmissionMemory>("an admission", config_, slots);
+  std::vector<std::int64_t> first;
+  for (int head = 0; head < config_.kv_heads; ++head) first.push_back(std::int64_t{head} * slots);
+  cuda::write(memory_->first_slots, first, "an admission");
+  return *memory_;
+}
+
+void SlotCaches::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
+  // What steps do not, so that nobody who is to step down attends as it was.
+  if (coded() && !of(sequence).modifiers.steps_make_room()) make_room(sequence, fed, false);
+  // In two frames nothing is numbered anew until something has left.
+  const bool squeezes = config_.rotation == KeyRotation::by_age ||
+                        (config_.rotation == KeyRotation::two_frames && fed > 0);
+  admission_ = {sequence, fed, tokens, ends_prompt, squeezes};
+  reserve(most_slots());
+  const Admitted nothing{fed, 0}, all{fed, tokens};
+  copy(work_->nothing, &nothing, 1);
+  copy(work_->admitted, &all, 1);
+  if (config_.kernels.weighted) copy_weights();
+}
+
+/// For live and new tokens together. A shrink looks at every slot of the cache that it takes the
+/// live ones from.
+std::uint32_t SlotCaches::most_slots() const {
+  std::uint32_t live = 0;
+  each_head(admission_.sequence, [&](std::uint32_t layer, std::size_t pair) {
+    live = std::max(live, older(admission_.sequence, layer, pair, admission_.fed));
+  });
+  return std::max(live + admission_.tokens, static_cast<std::uint32_t>(slots_.most()));
+}
+
+void SlotCaches::copy_weights() {
+  std::vector<float> weights(admission_.tokens);
+  admission_.tail = config_.weigh(of(admission_.sequence).params, weights);
+  copy(memory_->weights, weights.data(), weights.size());
+}
+
+RopeWriteArgs SlotCaches::write(std::uint32_t layer, const AdmissionPart& part) {
+  if (part.first == 0) begin_layer(layer);
+  RopeWriteArgs args{};
+  args.sequences = work_->zeros;
+  args.slots = work_->iota;
+  // The part's slots begin behind those of the parts before it.
+  const std::size_t ahead = part.first * config_.key_bytes();
+  args.keys = static_cast<std::byte*>(memory_->cache.keys) + ahead;
+  args.values = static_cast<std::byte*>(memory_->cache.values) + ahead;
+  args.next = {.first_slot = memory_->cache.first_slot,
+               .next_slots = memory_->cache.lengths,
+               .positions = nullptr,
+               .now = nullptr};
+  args.q = work_->q;
+  args.plain_k = work_->plain_k;
+  if (config_.rotation != KeyRotation::by_age) rotate(config_.layers[layer].table, args);
+  return args;
+}
+
+/// The live tokens come along; a victim that was chosen already is chosen again.
+void SlotCaches::begin_layer(std::uint32_t layer) {
+  const SlotCache& cache = memory_->cache;
+  const std::size_t all =
+      static_cast<std::size_t>(cache.kv_heads) * static_cast<std::size_t>(cache.most_slots);
+  if (memory_->seen) clear(memory_->seen, all);
+  if (memory_->staged.rungs)  // -1: as computed
+    check(cudaMemsetAsync(memory_->staged.rungs, -1, all, stream_), "an admission");
+  if (admission_.fed == 0) {
+    clear(cache.lengths, static_cast<std::size_t>(cache.kv_heads));
+    clear(cache.next_slots, static_cast<std::size_t>(cache.kv_heads));
+    return;
+  }
+  take_live(admission_.sequence, layer, of(admission_.sequence).modifiers.once);
+  if (admission_.squeezes) squeeze_keys(squeeze_shape(layer, {.first = 0, .rows = 0}), true);
+}
+
+void SlotCaches::attend(std::uint32_t layer, const AdmissionPart& part, const AttendedRows& to) {
+  if (admission_.squeezes) {
+    const SqueezeArgs shape = squeeze_shape(layer, part);
+    if (config_.rotation == KeyRotation::by_age)
+      check(squeeze_queries(shape, work_->q, work_->q, stream_), "positions of a prompt");
+    squeeze_keys(shape, false);
+  }
+  check(prefill_attention({.shape = config_.attention_shape(layer, memory_->cache.most_slots),
+                           .first = static_cast<int>(part.first),
+                           .queries = part.rows,
+                           .q = work_->q,
+                           .keys = attended_keys(),
+                           .values = memory_->cache.values,
+                           .out = to.out,
+                           .lse = to.lse,
+                           .rows = memory_->rows,
+                           .older = memory_->cache.lengths},
+                          stream_),
+        "prefill attention");
+  if (config_.observes()) observe(layer, part);
+  if (memory_->columns) keep_plain_keys(part, to);
+  if (part.first + static_cast<std::uint32_t>(part.rows) == admission_.tokens) keep(layer);
+}
+
+/// What the part's queries give to each key.
+void SlotCaches::observe(std::uint32_t layer, const AdmissionPart& part) {
+  const int sequence = admission_.sequence;
+  const std::uint32_t end = part.first + static_cast<std::uint32_t>(part.rows);
+  std::uint32_t live = 0;
+  each_pair(sequence, [&](std::size_t pair) {
+    live = std::max(live, older(sequence, layer, pair, admission_.fed));
+  });
+  check(observe_queries({.shape = config_.attention_shape(layer, memory_->cache.most_slots),
+                         .needs = config_.kernels.needs,
+                         .first = static_cast<int>(part.first),
+                         .queries = part.rows,
+                         .keys_end = static_cast<int>(live + end),
+                         .younger = static_cast<int>(admission_.tokens - end),
+                         .position = admission_.fed + part.first,
+                         .q = work_->q,
+                         .keys = attended_keys(),
+                         .rows = memory_->rows,
+                         .older = memory_->cache.lengths,
+                         .weights = memory_->weights,
+                         .tail = admission_.tail,
+                         .group_max = of(sequence).modifiers.group == Modifiers::Group::max,
+                         .threshold16 = storage_->thresholds + sequence,
+                         .seen = memory_->seen,
+                         .workspace = memory_->observe_workspace},
+                        stream_),
+        "what a prompt's queries give");
+}
+
+/// Those that stay go to their slots.
+void SlotCaches::keep(std::uint32_t layer) {
+  const int sequence = admission_.sequence;
+  const bool ends_prompt = admission_.ends_prompt, once = of(sequence).modifiers.once;
+  const SlotCache to = storage_->cache_of(layer, sequence);
+  PolicyState policy = storage_->policy_of_shrink(layer, sequence, once && !ends_prompt);
+  policy.states = memory_->states;
+  policy.columns = memory_->columns;
+  if (memory_->columns) make_columns_of_new(layer);
+  if (counts(sequence)) count_admission(sequence, layer, admission_.tokens);
+  ShrinkArgs args{.from = memory_->cache,
+                  .to = to,
+                  .policy = policy,
+                  .to_states = storage_->states,
+                  .to_columns = storage_->columns,
+                  .now = &work_->admitted->now,
+                  .admitted = &work_->admitted->tokens,
+                  .seen = memory_->seen,
+                  .workspace = memory_->shrink_workspace};
+  if (ends_prompt && of(sequence).share) return keep_by_shares(layer, args);
+  shrink(args, sequence, layer, ends_prompt);
+  number(to);
+  if (counts(sequence)) count_room(sequence, layer, ends_prompt);
+}
+
+/// All are admitted where they are; then the heads share their slots.
+void SlotCaches::keep_by_shares(std::uint32_t layer, ShrinkArgs args) {
+  const int sequence = admission_.sequence;
+  args.to = args.from;
+  args.to_states = memory_->states;
+  args.to_columns = memory_->columns;
+  args.policy.room_at = storage_->policy_of_shrink(layer, sequence, true).room_at;
+  shrink(args, sequence, layer, false);
+  auto older = share_slots(sequence, layer, admission_.fed + admission_.tokens);
+  for (std::int32_t& live : older) live -= static_cast<std::int32_t>(admission_.tokens);
+  copy(memory_->cache.lengths, older.data(), older.size());  // as whoever watches expects them
+}
+
+/// Those of a part, for when all of the admission's are there.
+void SlotCaches::keep_plain_keys(const AdmissionPart& part, const AttendedRows& to) {
+  const AttendedRows keys = with_keys(to);
+  const std::size_t width = static_cast<std::size_t>(config_.kv_heads) * config_.key_bytes();
+  cuda::copy_rows(
+      {memory_->plain_keys + part.first * width, width},
+      {static_cast<const std::byte*>(keys.plain_keys), keys.key_row * bytes_of(config_.type)},
+      width, static_cast<std::size_t>(part.rows), stream_);
+}
+
+void SlotCaches::make_columns_of_new(std::uint32_t layer) {
+  const SlotCache& cache = memory_->cache;
+  check(make_columns({.cache = cache,
+                      .columns = config_.columns,
+                      .slots = cache.lengths,
+                      .tokens = static_cast<int>(admission_.tokens),
+                      .now = nullptr,
+                      .keys = memory_->plain_keys,
+                      .key_row = std::int64_t{cache.kv_heads} * cache.head_size,
+                      .unit_keys = storage_->unit_keys_of(layer, admission_.sequence),
+                      .to = memory_->columns,
+                      .output = config_.layers[layer].output,
+                      .hidden = config_.hidden},
+                     stream_),
+        "columns");
+}
+
+/// The older keys, or a part's new ones.
+void SlotCaches::squeeze_keys(const SqueezeArgs& shape, bool of_older) {
+  check(kernels::squeeze_keys({.shape = shape,
+                               .slots = memory_->cache.most_slots,
+                               .positions = memory_->cache.positions,
+                               .rotated = config_.rotation == KeyRotation::two_frames,
+                               .now = admission_.fed,
+                               .keys = memory_->cache.keys,
+                               .to = memory_->squeezed_keys},
+                              of_older, stream_),
+        "positions of a prompt");
+}
+
+SqueezeArgs SlotCaches::squeeze_shape(std::uint32_t layer, const AdmissionPart& part) const {
+  const std::uint32_t table = config_.layers[layer].table;
+  const SlotRope& rope = config_.ropes[table];
+  const bool two_frames = config_.rotation == KeyRotation::two_frames;
+  return {.type = config_.type,
+          .query_heads = config_.query_heads,
+          .kv_heads = config_.kv_heads,
+          .head_size = config_.head_size,
+          .rotated = rope.rotated(),
+          .inv_freq = inv_freq(table),
+          .rope_factor = two_frames ? 1 : rope.factor,
+          .older = memory_->cache.lengths,
+          .first = static_cast<int>(part.first),
+          .tokens = part.rows};
+}
+
+}  // namespace kvlab::kernels

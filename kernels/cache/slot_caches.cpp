@@ -1,0 +1,477 @@
+#include "kernels/cache/slot_caches.hpp"
+
+#include <algorithm>
+
+#include "kernels/cache/rope_rows.hpp"
+#include "kernels/host/transfer.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+using cuda::check;
+using cuda::Placed;
+
+std::size_t aligned_workspace(const SlotsConfig& config, int most_slots) {
+  static constexpr CodedCache kRungs{};
+  SlotCache shape = config.slot_cache(static_cast<int>(config.sequences.size()), most_slots);
+  if (config.coded()) shape.coded = &kRungs;
+  return cuda::Arena::aligned(config.kernels.attention_workspace(shape));
+}
+
+}  // namespace
+
+SlotCaches::Work::Work(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots) {
+  const auto row_count = static_cast<std::size_t>(config.rows());
+  const std::size_t halves = config.ropes.size() * static_cast<std::size_t>(config.head_size) / 2;
+  q = arena.take<std::byte>(row_count * static_cast<std::size_t>(config.query_heads) *
+                            config.key_bytes());
+  inv_freq = arena.take<float>(halves);
+  rope = arena.take<float2>(row_count * halves);
+  plain_k = arena.take<std::byte>(config.norms_keys && config.columns.count > 0
+                                      ? row_count * static_cast<std::size_t>(config.kv_heads) *
+                                            config.key_bytes()
+                                      : 0);
+  iota = arena.take<std::int32_t>(row_count);
+  zeros = arena.take<std::int32_t>(row_count);
+  nothing = arena.take<Admitted>(1);
+  admitted = arena.take<Admitted>(1);
+  ended = arena.take<Admitted>(1);
+  workspaces = arena.take<std::byte>(aligned_workspace(config, slots.most()) *
+                                     static_cast<std::size_t>(config.workspaces));
+}
+
+SlotCaches::SlotCaches(SlotsConfig config, cudaStream_t stream)
+    : config_(std::move(config)),
+      stream_(stream),
+      slots_(config_),
+      storage_("the cache's slots", config_, slots_),
+      work_("attention", config_, slots_) {
+  clear();
+  for (std::uint32_t layer = 0; coded() && layer < config_.layers.size(); ++layer)
+    coded_.push_back(storage_->rungs.coded(layer, 0));
+  for (std::size_t table = 0; table < config_.ropes.size(); ++table)
+    cuda::write(work_->inv_freq + table * halves(), config_.ropes[table].inv_freq,
+                "RoPE's frequencies");
+  check(fill_iota(work_->iota, config_.rows(), stream), "a prompt");
+  clear(work_->zeros, static_cast<std::size_t>(config_.rows()));
+  for (int at = 0; at < config_.workspaces; ++at)
+    clear(workspace(at), std::min(aligned_workspace(config_, slots_.most()), kSignalBytes));
+}
+
+SlotCaches::Bytes SlotCaches::bytes(const SlotsConfig& config, std::uint32_t longest_admission) {
+  const PairSlots slots(config);
+  Bytes bytes{Placed<SlotStorage>::bytes(config, slots), Placed<Work>::bytes(config, slots)};
+  if (longest_admission > 0)
+    bytes.work += Placed<AdmissionMemory>::bytes(
+        config, std::max(longest_admission, static_cast<std::uint32_t>(slots.most())));
+  return bytes;
+}
+
+void SlotCaches::clear() {
+  check(cudaStreamSynchronize(stream_), "clearing a cache");
+  slots_ = PairSlots(config_);
+  storage_->clear(config_, slots_);
+  counts_.assign(slots_.all(), {});
+  shared_when_.assign(config_.sequences.size(), 0);
+  on_rungs_.clear();
+  for (std::size_t at = 0; config_.coded() && at < counts_.size(); ++at)
+    on_rungs_.emplace_back(
+        slots_.rungs(static_cast<std::uint32_t>(at / slots_.pairs()), at % slots_.pairs()));
+}
+
+std::byte* SlotCaches::workspace(int index) const {
+  return work_->workspaces +
+         aligned_workspace(config_, slots_.most()) * static_cast<std::size_t>(index);
+}
+
+void SlotCaches::fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const {
+  if (config_.rotation == KeyRotation::by_age && !config_.other_ropes) return;
+  for (std::uint32_t table = 0; table < config_.ropes.size(); ++table) {
+    const SlotRope& rope = config_.ropes[table];
+    check(fill_rope_rows(inv_freq(table), rope.rotated() / 2, positions, first, rows, rope.factor,
+                         work_->rope + table * static_cast<std::size_t>(config_.rows()) * halves(),
+                         stream_),
+          "RoPE");
+  }
+}
+
+void SlotCaches::rotate(std::uint32_t table, RopeWriteArgs& args) const {
+  args.rotated = config_.ropes[table].rotated();
+  args.rope = work_->rope + table * static_cast<std::size_t>(config_.rows()) * halves();
+  args.positions = work_->iota;
+}
+
+AttendedRows SlotCaches::with_keys(AttendedRows rows) const {
+  if (rows.plain_keys) return rows;
+  rows.plain_keys = work_->plain_k;
+  rows.key_row = static_cast<std::size_t>(config_.kv_heads * config_.head_size);
+  return rows;
+}
+
+// --- What is held --------------------------------------------------------------------------------
+
+std::uint64_t SlotCaches::live_bytes(int sequence, std::uint32_t fed) const {
+  std::uint64_t live = 0, on_rungs = 0;
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    const Counts& own = counts_of(layer, pair);
+    on_rungs += own.most_bytes;
+    if (counts(sequence))
+      live += own.most;
+    else
+      live += fed == 0 ? 0 : slots_.older(layer, pair, fed - 1) + 1;
+  });
+  return coded() ? on_rungs : live * 2 * config_.key_bytes();
+}
+
+std::uint32_t SlotCaches::live(int sequence, std::uint32_t layer, std::uint32_t head,
+                               std::uint32_t fed) const {
+  const std::size_t pair =
+      static_cast<std::size_t>(sequence) * static_cast<std::size_t>(config_.kv_heads) + head;
+  if (counts(sequence)) return counts_of(layer, pair).live;
+  return fed > 0 ? slots_.older(layer, pair, fed - 1) + 1 : 0;
+}
+
+std::vector<std::uint32_t> SlotCaches::kept(int sequence, std::uint32_t layer,
+                                            std::uint32_t head) const {
+  constexpr const char* kWhat = "who is kept";
+  const std::size_t pair =
+      static_cast<std::size_t>(sequence) * static_cast<std::size_t>(config_.kv_heads) + head;
+  const std::size_t at = layer * slots_.pairs() + pair;
+  const auto live = cuda::read(storage_->lengths + at, 1, stream_, kWhat)[0];
+  auto kept = cuda::read(storage_->positions + slots_.first_slots()[at],
+                         static_cast<std::size_t>(live), stream_, kWhat);
+  std::ranges::sort(kept);
+  return kept;
+}
+
+std::uint64_t SlotCaches::evictions(int sequence, std::uint32_t behind) const {
+  std::uint64_t left = 0;
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    left += behind -
+            (counts(sequence) ? counts_of(layer, pair).behind : slots_.older(layer, pair, behind));
+  });
+  return left;
+}
+
+void SlotCaches::pretend(int sequence, std::uint32_t tokens) {
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    const std::size_t at = layer * slots_.pairs() + pair;
+    const auto first = static_cast<std::size_t>(slots_.first_slots()[at]);
+    const std::uint32_t live = slots_.older(layer, pair, tokens);
+    counts_of(layer, pair) = {.live = live, .behind = live, .most = live};
+    if (coded()) storage_->rungs.pretend(slots_, at, pair, live);
+    // The sinks and the youngest; with states of nothing seen, and columns of nothing brought.
+    const std::uint32_t sinks = slots_.guards(layer, pair).sinks;
+    std::vector<std::uint32_t> positions(live);
+    for (std::uint32_t i = 0; i < live; ++i) positions[i] = i < sinks ? i : tokens - live + i;
+    copy(storage_->positions + first, positions.data(), positions.size());
+    if (const std::size_t bytes = config_.kernels.slot_bytes; bytes > 0)
+      clear(storage_->states + first * bytes, live * bytes);
+    if (const auto count = static_cast<std::size_t>(config_.columns.count); count > 0)
+      clear(storage_->columns + first * count, live * count);
+    copy(storage_->lengths + at, reinterpret_cast<const std::int32_t*>(&live), 1);
+    copy(storage_->next_slots + at, reinterpret_cast<const std::int32_t*>(&live), 1);
+  });
+  for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer)
+    number(storage_->cache_of(layer, sequence));
+  check(cudaStreamSynchronize(stream_), "drawing a cache");
+}
+
+void SlotCaches::number(const SlotCache& cache) const {
+  if (config_.rotation == KeyRotation::by_age)
+    check(number_by_age(cache, stream_), "numbering by age");
+}
+
+// --- Room ----------------------------------------------------------------------------------------
+
+std::uint32_t SlotCaches::surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const {
+  const std::uint32_t budget = slots_.budget(layer, pair);
+  return budget == kUnlimited
+             ? 0
+             : slots_.modifiers(pair).surplus(counts_of(layer, pair).live, budget, after_prompt);
+}
+
+/// Live tokens at most while more are admitted behind `fed`, without those.
+std::uint32_t SlotCaches::older(int sequence, std::uint32_t layer, std::size_t pair,
+                                std::uint32_t fed) const {
+  return counts(sequence) ? counts_of(layer, pair).live : slots_.older(layer, pair, fed);
+}
+
+void SlotCaches::modify(ShrinkArgs& args, int sequence, bool after_prompt) const {
+  const Modifiers& own = of(sequence).modifiers;
+  args.by_layer = own.scope == Modifiers::Scope::layer;
+  args.smooth = own.smooths(after_prompt) ? own.smooth : 0;
+  args.pool = own.pool;
+}
+
+/// Where it lies, if room has to be made before more is admitted behind `fed`.
+void SlotCaches::make_room(int sequence, std::uint32_t fed, bool after_prompt) {
+  bool moves = false;
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    const std::uint32_t own = surplus(layer, pair, after_prompt);
+    counts_of(layer, pair).live -= own;
+    moves |= own > 0;
+    if (!coded()) return;
+    RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
+    moves |= rungs.makes_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
+    rungs.make_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
+  });
+  if (!moves) return;
+  reserve(static_cast<std::uint32_t>(slots_.most()));
+  const Admitted nothing{fed, 0};
+  copy(work_->nothing, &nothing, 1);
+  for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {
+    shrink_in_place(sequence, layer, after_prompt);
+    number(storage_->cache_of(layer, sequence));
+  }
+}
+
+/// On rungs by way of an admission's memory.
+void SlotCaches::shrink_in_place(int sequence, std::uint32_t layer, bool after_prompt) const {
+  const SlotCache cache = storage_->cache_of(layer, sequence);
+  ShrinkArgs args{.from = cache,
+                  .to = cache,
+                  .policy = storage_->policy_of_shrink(layer, sequence, false),
+                  .to_states = storage_->states,
+                  .to_columns = storage_->columns,
+                  .now = &work_->nothing->now,
+                  .admitted = &work_->nothing->tokens,
+                  .seen = nullptr,
+                  .workspace = memory_->shrink_workspace};
+  if (coded()) {
+    take_live(sequence, layer, true);
+    args.from = memory_->cache;
+    args.policy.states = memory_->states;
+    args.policy.columns = memory_->columns;
+  }
+  shrink(args, sequence, layer, after_prompt);
+}
+
+void SlotCaches::take_live(int sequence, std::uint32_t layer, bool stays) const {
+  shrink({.from = storage_->cache_of(layer, sequence),
+          .to = memory_->cache,
+          .policy = storage_->policy_of_shrink(layer, sequence, stays),
+          .to_states = memory_->states,
+          .to_columns = memory_->columns,
+          .now = &work_->nothing->now,
+          .admitted = &work_->nothing->tokens,
+          .seen = nullptr,
+          .workspace = memory_->shrink_workspace},
+         sequence, layer, false);
+}
+
+void SlotCaches::shrink(ShrinkArgs args, int sequence, std::uint32_t layer,
+                        bool after_prompt) const {
+  modify(args, sequence, after_prompt);
+  if (!coded()) return check(kernels::shrink(config_.kernels, args, stream_), "a shrink");
+  const CodedCache coded = storage_->rungs.coded(layer, sequence);
+  if (args.to.keys == memory_->cache.keys) {
+    args.from.coded = &coded;
+    check(take_from_rungs(config_.kernels, args, memory_->staged, stream_),
+          "tokens from their rungs");
+  } else {
+    args.to.coded = &coded;
+    check(shrink_to_rungs(config_.kernels, args, memory_->staged, stream_),
+          "tokens to their rungs");
+  }
+}
+
+/// With the tokens that have just come.
+void SlotCaches::count_bytes(std::uint32_t layer, std::size_t pair) {
+  if (!coded()) return;
+  const RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
+  std::uint64_t bytes = 0;
+  for (std::size_t r = 0; r < rungs.ladder().size(); ++r) {
+    const KvForm& form = *rungs.ladder()[r].form;
+    bytes += rungs.on(r) * (form.exact() ? 2 * config_.key_bytes()
+                                         : form.block_bytes() * halves() * 2 / kCodeBlock);
+  }
+  counts_of(layer, pair).most_bytes = std::max(counts_of(layer, pair).most_bytes, bytes);
+}
+
+/// Tokens of an admission that makes room before it.
+void SlotCaches::count_admission(int sequence, std::uint32_t layer, std::uint32_t tokens) {
+  each_pair(sequence, [&](std::size_t pair) {
+    Counts& own = counts_of(layer, pair);
+    own.live -= surplus(layer, pair, false);
+    own.behind = own.live;
+    own.live += tokens;
+    own.most = std::max(own.most, own.live);
+    admit_to_rungs(layer, pair, tokens);
+  });
+}
+
+/// Room that is made behind an admission.
+void SlotCaches::count_room(int sequence, std::uint32_t layer, bool after_prompt) {
+  each_pair(sequence, [&](std::size_t pair) {
+    counts_of(layer, pair).live -= surplus(layer, pair, after_prompt);
+    if (!coded()) return;
+    on_rungs_[layer * slots_.pairs() + pair].make_room(slots_.modifiers(pair),
+                                                       slots_.budget(layer, pair), after_prompt);
+    count_bytes(layer, pair);
+  });
+}
+
+/// Room is made before them.
+void SlotCaches::admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint32_t tokens) {
+  if (!coded()) return;
+  RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
+  rungs.make_room(slots_.modifiers(pair), slots_.budget(layer, pair), false);
+  rungs.admit(tokens);
+}
+
+void SlotCaches::end_prompt(int sequence, std::uint32_t fed) {
+  if (of(sequence).share) {
+    if (shared_when_[static_cast<std::size_t>(sequence)] != fed) share_slots_of_live(sequence, fed);
+  } else if (of(sequence).modifiers != Modifiers{}) {
+    make_room(sequence, fed, true);
+  }
+}
+
+// --- Shared slots --------------------------------------------------------------------------------
+
+/// After a prompt: splits a layer's slots among its KV heads by their ranks, and takes the live
+/// tokens there, all of which the admission's memory holds. Waits. Returns how many those were,
+/// [kv_head].
+std::vector<std::int32_t> SlotCaches::share_slots(int sequence, std::uint32_t layer,
+                                                  std::uint32_t fed) {
+  constexpr const char* kWhat = "sharing slots";
+  const AdmissionMemory& memory = *memory_;
+  const Admitted ended{fed, 0};
+  copy(work_->ended, &ended, 1);
+  ShrinkArgs args{.from = memory.cache,
+                  .to = storage_->cache_of(layer, sequence),
+                  .policy = storage_->policy_of_shrink(layer, sequence, false),
+                  .to_states = storage_->states,
+                  .to_columns = storage_->columns,
+                  .now = &work_->ended->now,
+                  .admitted = &work_->ended->tokens,
+                  .seen = nullptr,
+                  .workspace = memory.shrink_workspace};
+  args.policy.states = memory.states;
+  args.policy.columns = memory.columns;
+  modify(args, sequence, true);
+  check(rank_tokens(config_.kernels, args, stream_), kWhat);
+
+  const auto heads = static_cast<std::size_t>(config_.kv_heads),
+             row = static_cast<std::size_t>(memory.cache.most_slots);
+  auto lengths = cuda::read(memory.cache.lengths, heads, stream_, kWhat);
+  const auto positions = cuda::read(memory.cache.positions, heads * row, stream_, kWhat);
+  const auto ranks = cuda::read(ranks_of(args), heads * row, stream_, kWhat);
+  const std::size_t first = static_cast<std::size_t>(sequence) * heads;
+  std::vector<std::vector<LeavingKey>> keys(heads);
+  for (std::size_t head = 0; head < heads; ++head) {
+    const Guards guards = slots_.guards(layer, first + head);
+    const auto live = static_cast<std::size_t>(lengths[head]);
+    for (std::size_t i = head * row; i < head * row + live; ++i)
+      keys[head].push_back({guards.guard(positions[i], fed), ranks[i], positions[i]});
+  }
+  slots_.share(layer, static_cast<std::size_t>(sequence), of(sequence).share(keys));
+  storage_->write_pairs(slots_, layer * slots_.pairs() + first, heads);
+  check(kernels::shrink(config_.kernels, args, stream_), kWhat);
+  number(args.to);
+  count_room(sequence, layer, true);
+  shared_when_[static_cast<std::size_t>(sequence)] = fed;
+  return lengths;
+}
+
+/// Where the prompt's last token came alone: by way of an admission's memory.
+void SlotCaches::share_slots_of_live(int sequence, std::uint32_t fed) {
+  reserve(static_cast<std::uint32_t>(slots_.most()));
+  const Admitted nothing{fed, 0};
+  copy(work_->nothing, &nothing, 1);
+  for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {
+    take_live(sequence, layer, true);
+    share_slots(sequence, layer, fed);
+  }
+}
+
+// --- Steps ---------------------------------------------------------------------------------------
+
+void SlotCaches::before_token(int sequence, std::uint32_t fed) {
+  if (!counts(sequence)) return;
+  if (!of(sequence).modifiers.steps_make_room()) make_room(sequence, fed, false);
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    Counts& own = counts_of(layer, pair);
+    own.live -= surplus(layer, pair, false);  // by the step itself
+    own.behind = own.live++;
+    own.most = std::max(own.most, own.live);
+    admit_to_rungs(layer, pair, 1);
+    count_bytes(layer, pair);
+  });
+}
+
+RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const {
+  const SlotCache cache = storage_->cache(layer, rows.count);
+  RopeWriteArgs args{};
+  args.keys = cache.keys;
+  args.values = cache.values;
+  args.sequences = work_->iota;
+  args.next = {.first_slot = cache.first_slot,
+               .next_slots = cache.next_slots,
+               .positions = cache.positions,
+               .now = rows.now};
+  if (coded()) {  // place() does the rest
+    const RungStorage& rungs = storage_->rungs;
+    args.next = {.first_slot = rungs.newest,
+                 .next_slots = reinterpret_cast<const std::int32_t*>(rungs.nothing),
+                 .positions = nullptr,
+                 .now = rows.now};
+  }
+  args.q = work_->q;
+  args.plain_k = work_->plain_k;
+  if (config_.rotation != KeyRotation::by_age) rotate(config_.layers[layer].table, args);
+  return args;
+}
+
+void SlotCaches::place(std::uint32_t layer, const StepRows& rows) const {
+  if (coded())
+    check(place_newest(storage_->cache(layer, rows.count), coded_[layer], rows.now, stream_),
+          "the newest tokens");
+}
+
+EvictingAttentionArgs SlotCaches::step(std::uint32_t layer, const StepRows& rows,
+                                       const AttendedRows& to) const {
+  const SlotLayer& own = config_.layers[layer];
+  const SlotRope& rope = config_.ropes[own.table];
+  EvictingAttentionArgs args{.cache = storage_->cache(layer, rows.count),
+                             .policy = storage_->policy(layer),
+                             .numbering = config_.rotation == KeyRotation::by_position
+                                              ? Positions::original
+                                              : Positions::cache,
+                             .two_frames = config_.rotation == KeyRotation::two_frames,
+                             .now = rows.now,
+                             .q = work_->q,
+                             .inv_freq = inv_freq(own.table),
+                             .rotated = rope.rotated(),
+                             .rope_factor = rope.factor,
+                             .out = to.out,
+                             .lse = to.lse,
+                             .workspace = nullptr,
+                             .settled = true,
+                             .sinks = own.sinks};
+  if (coded()) args.cache.coded = &coded_[layer];
+  return args;
+}
+
+void SlotCaches::bring(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const {
+  if (config_.columns.count == 0) return;
+  const AttendedRows keys = with_keys(to);
+  const SlotCache cache = storage_->cache(layer, rows.count);
+  check(make_columns({.cache = cache,
+                      .columns = config_.columns,
+                      .slots = cache.next_slots,
+                      .tokens = 1,
+                      .now = rows.now,
+                      .keys = keys.plain_keys,
+                      .key_row = static_cast<std::int64_t>(keys.key_row),
+                      .unit_keys = storage_->unit_keys_of(layer, 0),
+                      .to = storage_->columns,
+                      .output = config_.layers[layer].output,
+                      .hidden = config_.hidden,
+                      .values = storage_->rungs.newest_values},
+                     stream_),
+        "columns");
+}
+
+}  // namespace kvlab::kernels

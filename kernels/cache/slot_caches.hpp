@@ -1,0 +1,257 @@
+// The caches of a batch of sequences, layer by layer: each KV head has as many slots as its budget,
+// and a policy decides who leaves. This is the protocol: room before an admission, attention in
+// memory of the admission's own, a shrink to slots or rungs, numbers by age, counts of what is
+// live; and steps, in which the victim's slot takes the next token. Everything is enqueued on one
+// stream.
+#pragma once
+
+#include <memory>
+
+#include "kernels/cache/slot_storage.hpp"
+#include "kernels/codes/codes.hpp"
+#include "kernels/evict/squeeze.hpp"
+#include "kernels/pointwise.hpp"
+#include "policies/rungs/rung_counts.hpp"
+
+namespace kvlab::kernels {
+
+/// Tokens of one admission that go through a layer together.
+struct AdmissionPart {
+  std::uint32_t first;  ///< of the admission's tokens
+  int rows;
+};
+
+/// Where the attention of some rows goes, and their keys before RoPE, `key_row` elements from one
+/// to the next, of which columns are made; null: what write() has put aside.
+struct AttendedRows {
+  void* out;   // [row, query_head, dim]
+  float* lse;  // [row, query_head], or null
+  const void* plain_keys = nullptr;
+  std::size_t key_row = 0;
+};
+
+/// The first so many sequences of a step, each with one token.
+struct StepRows {
+  int count;
+  const std::uint32_t* now;  // [row], device: its position; kIdle: the sequence sits out
+};
+
+/// One layer of one sequence while many tokens are admitted at once: the live tokens, the new ones
+/// behind them, and what is counted of them. Used by one layer after the other.
+struct AdmissionMemory {
+  AdmissionMemory() = default;
+  /// `slots`: for live and new tokens together.
+  AdmissionMemory(cuda::Arena& arena, const SlotsConfig& config, std::uint32_t slots);
+
+  /// [kv_head, slot]; lengths are those of the tokens that were live already.
+  SlotCache cache{};
+  std::byte* states = nullptr;          // [kv_head, slot, slot_bytes]
+  float* columns = nullptr;             // [kv_head, slot, column]; or null
+  std::byte* plain_keys = nullptr;      // [new token, kv_head, dim], before RoPE; or null
+  std::byte* squeezed_keys = nullptr;   // [kv_head, slot, dim], rotated by age; or null
+  std::int64_t* first_slots = nullptr;  // [kv_head]
+  Observation* seen = nullptr;          // [kv_head, slot]; null where nothing is observed
+  RowSoftmax* rows = nullptr;           // [part token, query_head]; likewise
+  float* weights = nullptr;             // [age of a query]; null: all weigh 1
+  StagedCodes staged{};                 ///< where the live tokens lie on rungs
+  std::byte *observe_workspace = nullptr, *shrink_workspace = nullptr;
+};
+
+class SlotCaches {
+ public:
+  /// Throws std::invalid_argument where a cache has no bound at all, std::runtime_error where the
+  /// device's memory does not do.
+  SlotCaches(SlotsConfig config, cudaStream_t stream);
+  SlotCaches(const SlotCaches&) = delete;
+  /// What it allocates; where the longest admission is known, with what that adds.
+  struct Bytes {
+    std::uint64_t storage, work;
+  };
+  static Bytes bytes(const SlotsConfig& config, std::uint32_t longest_admission = 0);
+
+  /// What follows is enqueued there.
+  void enqueue_on(cudaStream_t stream) { stream_ = stream; }
+  /// Nothing is live. The memory stays where it is, so that a graph goes on serving. Waits.
+  void clear();
+  /// Memory for admissions with so many tokens, those that are live among them. Waits, where it has
+  /// to grow.
+  const AdmissionMemory& reserve(std::uint32_t slots);
+
+  // Many tokens on their way into the caches of one sequence, behind the `fed` ones that these have
+  // had: one layer after the other, in parts; of each part first write(), then attend(). With a
+  // layer's last part its caches have admitted the tokens. One admission at a time.
+
+  /// `ends_prompt`: a prompt segment ends with it.
+  void begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt);
+  /// Where q, k and v of a part are written, and how they are rotated, once its rows of RoPE are
+  /// there: fill_ropes(). The rest of the arguments is the caller's.
+  RopeWriteArgs write(std::uint32_t layer, const AdmissionPart& part);
+  void attend(std::uint32_t layer, const AdmissionPart& part, const AttendedRows& to);
+  /// A prompt segment has ended with the last of `fed` tokens, which has not come by an admission
+  /// that says so.
+  void end_prompt(int sequence, std::uint32_t fed);
+
+  // Steps. The host counts; all else is nothing but launches, the same from step to step, so that a
+  // graph can hold them: of each layer write(), place(), attend with what step() says, bring().
+
+  /// Before a step that feeds one token to the sequence behind `fed`.
+  void before_token(int sequence, std::uint32_t fed);
+  RopeWriteArgs write(std::uint32_t layer, const StepRows& rows) const;
+  /// Behind that write, where tokens lie on rungs.
+  void place(std::uint32_t layer, const StepRows& rows) const;
+  /// But for its workspace.
+  EvictingAttentionArgs step(std::uint32_t layer, const StepRows& rows,
+                             const AttendedRows& to) const;
+  /// The columns of the new tokens. Only what observes reads them.
+  void bring(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const;
+
+  // Rows of RoPE and of queries.
+
+  /// By every table that keys are rotated by where they are cached: of given positions, or from
+  /// `first` on.
+  void fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const;
+  /// As fill_ropes() has left them.
+  void rotate(std::uint32_t table, RopeWriteArgs& args) const;
+  std::byte* q() const { return work_->q; }
+  std::byte* plain_keys() const { return work_->plain_k; }
+  const std::int32_t* iota() const { return work_->iota; }
+  std::byte* workspace(int index) const;
+
+  // What is held of a sequence that has been fed so many tokens.
+
+  std::uint64_t live_bytes(int sequence, std::uint32_t fed) const;
+  /// Of a KV head.
+  std::uint32_t live(int sequence, std::uint32_t layer, std::uint32_t head,
+                     std::uint32_t fed) const;
+  /// Positions, ascending. Waits.
+  std::vector<std::uint32_t> kept(int sequence, std::uint32_t layer, std::uint32_t head) const;
+  /// How many have left for good, all layers and KV heads, when the last admission came behind so
+  /// many tokens.
+  std::uint64_t evictions(int sequence, std::uint32_t behind) const;
+  /// Benchmarks: as if so many tokens had come, of whose keys and values nothing is said. Waits.
+  void pretend(int sequence, std::uint32_t tokens);
+
+  const SlotsConfig& config() const { return config_; }
+  const PairSlots& slots() const { return slots_; }
+  const SlotStorage& storage() const { return *storage_; }
+  /// As an admission left its last layer.
+  const AdmissionMemory& admission() const { return *memory_; }
+
+ private:
+  /// Of a pair under modifiers, shared slots or a ladder, what follows from all that was admitted:
+  /// live tokens now, before the last admission, and at most.
+  struct Counts {
+    std::uint32_t live = 0, behind = 0, most = 0;
+    std::uint64_t most_bytes = 0;  ///< on rungs
+  };
+  /// As a shrink takes it.
+  struct Admitted {
+    std::uint32_t now, tokens;
+  };
+  struct Work {
+    Work(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots);
+    std::byte* q;                  // [row, query_head, dim]
+    float* inv_freq;               // [table, dim / 2]
+    float2* rope;                  // [table, row, dim / 2]
+    std::byte* plain_k;            // [row, kv_head, dim], before RoPE, where norms hide it; or null
+    std::int32_t *iota, *zeros;    // [row]
+    Admitted *nothing, *admitted;  // at the first new token's position: none; all
+    Admitted* ended;               // none, at the position behind a prompt
+    std::byte* workspaces;
+  };
+  /// The one that goes on.
+  struct Admission {
+    int sequence = 0;
+    std::uint32_t fed = 0, tokens = 0;
+    bool ends_prompt = false;
+    bool squeezes = false;  ///< keys are read rotated by age
+    std::uint32_t tail = kNoTail;
+  };
+
+  std::size_t halves() const { return static_cast<std::size_t>(config_.head_size) / 2; }
+  const float* inv_freq(std::uint32_t table) const { return work_->inv_freq + table * halves(); }
+  AttendedRows with_keys(AttendedRows rows) const;
+  template <class T>
+  void copy(T* to, const T* from, std::size_t count) const {
+    cuda::check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, stream_),
+                "a cache's numbers");
+  }
+  template <class T>
+  void clear(T* part, std::size_t count) const {
+    cuda::check(cudaMemsetAsync(part, 0, count * sizeof(T), stream_), "a cache's work");
+  }
+
+  /// each(pair) for all KV heads of a sequence in a layer.
+  template <class Each>
+  void each_pair(int sequence, Each each) const {
+    const std::size_t heads = static_cast<std::size_t>(config_.kv_heads),
+                      first = static_cast<std::size_t>(sequence) * heads;
+    for (std::size_t head = 0; head < heads; ++head) each(first + head);
+  }
+  /// each(layer, pair) for all KV heads of a sequence.
+  template <class Each>
+  void each_head(int sequence, Each each) const {
+    for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer)
+      each_pair(sequence, [&](std::size_t pair) { each(layer, pair); });
+  }
+
+  const SlotSequence& of(int sequence) const {
+    return config_.sequences[static_cast<std::size_t>(sequence)];
+  }
+  bool counts(int sequence) const {
+    return of(sequence).modifiers != Modifiers{} || of(sequence).share || coded();
+  }
+  bool coded() const { return !on_rungs_.empty(); }
+  Counts& counts_of(std::uint32_t layer, std::size_t pair) {
+    return counts_[layer * slots_.pairs() + pair];
+  }
+  const Counts& counts_of(std::uint32_t layer, std::size_t pair) const {
+    return counts_[layer * slots_.pairs() + pair];
+  }
+  std::uint32_t surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const;
+  std::uint32_t older(int sequence, std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
+  void make_room(int sequence, std::uint32_t fed, bool after_prompt);
+  void count_admission(int sequence, std::uint32_t layer, std::uint32_t tokens);
+  void count_room(int sequence, std::uint32_t layer, bool after_prompt);
+  std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
+  void share_slots_of_live(int sequence, std::uint32_t fed);
+  /// Between a sequence's slots in a layer, which may have rungs, and an admission's memory.
+  void shrink(ShrinkArgs args, int sequence, std::uint32_t layer, bool after_prompt) const;
+  /// The live tokens of a layer, or those that stay, to an admission's memory.
+  void take_live(int sequence, std::uint32_t layer, bool stays) const;
+  void shrink_in_place(int sequence, std::uint32_t layer, bool after_prompt) const;
+  void number(const SlotCache& cache) const;
+  void admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
+  void count_bytes(std::uint32_t layer, std::size_t pair);
+  /// What a shrink does to ranks.
+  void modify(ShrinkArgs& args, int sequence, bool after_prompt) const;
+
+  // Of the admission that goes on.
+  void begin_layer(std::uint32_t layer);
+  void observe(std::uint32_t layer, const AdmissionPart& part);
+  void keep(std::uint32_t layer);
+  void keep_by_shares(std::uint32_t layer, ShrinkArgs args);
+  void keep_plain_keys(const AdmissionPart& part, const AttendedRows& to);
+  void make_columns_of_new(std::uint32_t layer);
+  void squeeze_keys(const SqueezeArgs& shape, bool of_older);
+  SqueezeArgs squeeze_shape(std::uint32_t layer, const AdmissionPart& part) const;
+  const void* attended_keys() const {
+    return admission_.squeezes ? memory_->squeezed_keys : memory_->cache.keys;
+  }
+  std::uint32_t most_slots() const;
+  void copy_weights();
+
+  SlotsConfig config_;
+  cudaStream_t stream_;
+  PairSlots slots_;
+  cuda::Placed<SlotStorage> storage_;
+  cuda::Placed<Work> work_;
+  cuda::Placed<AdmissionMemory> memory_;
+  Admission admission_;
+  std::vector<Counts> counts_;              // [layer, pair]
+  std::vector<RungCounts> on_rungs_;        // [layer, pair]; empty where nobody keeps codes
+  std::vector<CodedCache> coded_;           // [layer], of steps; likewise
+  std::vector<std::uint32_t> shared_when_;  // [sequence]: fed when slots were shared last
+};
+
+}  // namespace kvlab::kernels

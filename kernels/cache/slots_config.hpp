@@ -1,0 +1,124 @@
+// What caches of slots are made for: plain numbers, resolved. Whoever drives them says where these
+// come from: a model's configuration, a policy file, a struct of kvlab.h.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "kernels/attention.hpp"
+#include "kernels/evict/columns.hpp"
+#include "kernels/evict/eviction_kernels.hpp"
+#include "policies/modifiers/modifiers.hpp"
+#include "policies/rule.hpp"
+#include "policies/rungs/ladder.hpp"
+
+namespace kvlab::kernels {
+
+/// How keys are cached, and rotated when attention reads them.
+enum class KeyRotation {
+  by_position,  ///< cached rotated at their original positions, and left so
+  by_age,       ///< cached before RoPE, beside their ages; rotated by age
+  two_frames    ///< cached as by_position, numbered by age: see EvictingAttentionArgs
+};
+
+/// A table of RoPE: frequencies, of half the channels that turn, and a factor on cos and sin.
+struct SlotRope {
+  std::vector<float> inv_freq = {};
+  float factor = 1;
+
+  int rotated() const { return 2 * static_cast<int>(inv_freq.size()); }
+};
+
+/// A layer that the policy acts on.
+struct SlotLayer {
+  std::uint32_t number = 0;  ///< as the model counts: Step::layer
+  float softmax_scale = 1;
+  std::uint32_t table = 0;       ///< of RoPE
+  const float* sinks = nullptr;  // [query_head], device: as AttentionShape has them
+  const void* output = nullptr;  // W_o, as ColumnArgs has it
+};
+
+/// What a sequence's caches have in common.
+struct SlotSequence {
+  Modifiers modifiers = {};
+  std::vector<std::byte> params = {};  ///< as PolicyState has them, and what follows
+  std::uint32_t threshold16 = 655;
+  std::uint64_t seed = 0;
+  std::uint32_t id = 0;
+  /// After a prompt, from the places of each KV head's live tokens: what budgets the heads of a
+  /// layer have from then on, in the slots that they have together. Null: those that they had.
+  std::function<std::vector<std::uint32_t>(std::span<const std::vector<LeavingKey>>)> share = {};
+};
+
+/// One KV head of one sequence in one layer.
+struct SlotPair {
+  std::uint32_t budget = kUnlimited;  ///< kUnlimited: nobody leaves
+  Guards guards = {};
+  std::vector<RungSlots> rungs = {};  ///< empty: the budget's in 16 bit
+  std::uint32_t most_budget = 0;      ///< what it can come to where budgets are shared
+};
+
+struct SlotsConfig {
+  Type type{};
+  int query_heads = 0, kv_heads = 0, head_size = 0;
+  std::vector<SlotLayer> layers = {};
+  std::vector<SlotRope> ropes = {};
+  bool other_ropes = false;  ///< somebody else needs their rows, whatever `rotation` says
+  std::vector<SlotSequence> sequences = {};
+  std::vector<SlotPair> pairs = {};  ///< [layer, sequence, kv_head]
+  std::uint32_t most_tokens = 0;     ///< of a sequence; 0: no limit, where all have budgets
+  EvictionKernels kernels{};
+  KeyRotation rotation = KeyRotation::by_position;
+  /// A prompt's queries by how many are younger: their weights, and the tail. For policies that
+  /// weigh them.
+  std::function<std::uint32_t(std::span<const std::byte> params, std::span<float> to)> weigh = {};
+  ColumnList columns = {};
+  int hidden = 0;             ///< of SlotLayer::output
+  bool norms_keys = false;    ///< so that what is projected is no plain key
+  std::uint32_t part = 2048;  ///< tokens of an admission that go through a layer together, at most
+  int workspaces = 1;         ///< of steps' attentions
+  bool watched = false;       ///< what each token received in a step is kept
+
+  /// Most rows that go through a layer together.
+  int rows() const { return std::max(static_cast<int>(part), static_cast<int>(sequences.size())); }
+  bool observes() const { return kernels.needs != Needs::nothing; }
+  bool coded() const {
+    return std::ranges::any_of(pairs, [](const SlotPair& pair) {
+      return !pair.rungs.empty() && !pair.rungs.back().form->exact();
+    });
+  }
+  /// Whether room is made otherwise than step by step, or shared.
+  bool modified() const {
+    return std::ranges::any_of(sequences, [](const SlotSequence& one) {
+      return one.modifiers != Modifiers{} || one.share;
+    });
+  }
+  /// Bytes of one token's key in one head, or of its value.
+  std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }
+  /// One layer's cache, but for where its memory is.
+  SlotCache slot_cache(int of_sequences, int most_slots) const {
+    return {.type = type,
+            .sequences = of_sequences,
+            .query_heads = query_heads,
+            .kv_heads = kv_heads,
+            .head_size = head_size,
+            .softmax_scale = layers.empty() ? 1 : layers.front().softmax_scale,
+            .most_slots = most_slots};
+  }
+  /// A layer's attention over `slots` of each KV head, one behind the other.
+  AttentionShape attention_shape(std::uint32_t layer, int slots) const {
+    const std::int64_t head_stride = std::int64_t{slots} * head_size;
+    return {.type = type,
+            .query_heads = query_heads,
+            .kv_heads = kv_heads,
+            .head_size = head_size,
+            .softmax_scale = layers[layer].softmax_scale,
+            .sequence_stride = head_stride * kv_heads,
+            .head_stride = head_stride,
+            .sinks = layers[layer].sinks};
+  }
+};
+
+}  // namespace kvlab::kernels
