@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/checkpoint/model.hpp"
-#include "engine/row_score.hpp"
+#include "engine/sampler.hpp"
 #include "policies/cache_config.hpp"
 
 namespace kvlab {

@@ -1,14 +1,19 @@
 // Capture: what a decoder computes goes into a trace as it goes.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <nlohmann/json_fwd.hpp>
+#include <span>
 
 #include "engine/decoder.hpp"
+#include "policies/columns/output_projections.hpp"
+#include "traces/extras.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
-
 /// The header of a trace of a model that runs on `device` in float32, nothing rounded after RoPE;
 /// without the hashes. `options`: how it is run, for the record.
 TraceHeader trace_header(const ModelConfig& config, const std::string& device,
@@ -37,5 +42,24 @@ class Capture final : public DecoderObserver {
   std::size_t tokens_ = 0;  // of the admission
   std::function<void(std::uint32_t)> progress_;
 };
+
+// What a replay takes of a checkpoint: its output projections, whole or in 64 random directions, in
+// which an error of attention's outputs goes into the residual stream.
+
+inline constexpr std::uint64_t kSketchSeed = 1;  ///< of captures
+
+/// The sketch of a checkpoint's output projections, from its files. Throws what ModelConfig and
+/// Checkpoint throw.
+OutputSketch output_sketch(const std::filesystem::path& directory, std::uint64_t seed,
+                           unsigned threads);
+
+/// One layer of a sketch, [inputs, 64], to be added to zeros: read_row(output, row) puts a row
+/// [inputs] of W_o.
+void add_layer_sketch(std::uint64_t seed, std::size_t layer, std::size_t hidden,
+                      const std::function<void(std::size_t, float*)>& read_row,
+                      std::span<float> sketch);
+
+/// The output projections themselves, likewise.
+OutputProjections read_output_projections(const std::filesystem::path& directory);
 
 }  // namespace kvlab

@@ -18,7 +18,6 @@
 #include "policies/rungs/ladder.hpp"
 
 namespace kvlab {
-
 class LayerBudgets;  // policies/budgets/layer_budgets.hpp
 
 class AgedSet {
@@ -180,6 +179,41 @@ class AgedSet {
   std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;
   bool after_prompt_ = false, shares_slots_ = false;
   std::uint64_t evictions_ = 0;
+};
+
+// The live tokens of one cache, and a slot for each. Knows no keys and no values: slots are
+// numbers, and whoever holds tensors stores a token's key and value at its slot.
+
+/// How many live tokens, the oldest ones, have lost a younger one. `positions`: ascending.
+std::uint32_t tokens_before_gaps(std::span<const std::uint32_t> positions);
+
+class LiveSet : public AgedSet {
+ public:
+  /// `budget` in tokens. Throws std::invalid_argument where the guards do not fit the budget.
+  LiveSet(const PolicySpec& spec, std::uint32_t budget, Identity identity);
+  /// A set under other hooks than the registry's, whose parameters are `params`.
+  LiveSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget, Guards guards,
+          Identity identity)
+      : AgedSet(ops, std::move(params), budget, guards, identity) {}
+
+  /// By age.
+  std::span<const std::uint32_t> slots() const { return slots_; }
+  /// One more than the largest slot ever used.
+  std::uint32_t slot_count() const { return slot_count_; }
+
+  /// Step 1: evicts until at most budget - 1 tokens are live; `now` is the position to be admitted
+  /// next. Returns the victims' ages, ascending, as they were before leaving.
+  std::span<const std::uint32_t> make_room(std::uint32_t now);
+  /// Step 2: admits `count` tokens from position `first` on, as AgedSet does. Reuses freed slots
+  /// first.
+  void admit(std::uint32_t first, std::uint32_t count, const float* brought = nullptr);
+  /// Numbers the slots 0, 1, 2, … by age and gives back the memory of tokens that have left.
+  /// Returns which slots they were, by age.
+  std::vector<std::uint32_t> renumber();
+
+ private:
+  std::vector<std::uint32_t> slots_, free_;
+  std::uint32_t slot_count_ = 0;
 };
 
 }  // namespace kvlab

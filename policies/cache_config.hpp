@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "policies/aged_set.hpp"
 #include "policies/columns/columns.hpp"
-#include "policies/live_set.hpp"
 #include "policies/observation.hpp"
 
 namespace kvlab {

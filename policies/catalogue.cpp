@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "policies/columns/columns.hpp"
-#include "policies/columns/product.hpp"
 #include "policies/mass/presets.hpp"
 #include "policies/modifiers/text.hpp"
 

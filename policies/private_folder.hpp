@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <filesystem>
-#include <initializer_list>
 #include <string_view>
 #include <system_error>
 

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "sim/head_view.hpp"
 #include "sim/shared_rows.hpp"
 #include "traces/base/numeric/panels.hpp"

@@ -1,7 +1,7 @@
 // One exact pass of attention over a trace: what the time of a replay is held against.
 #pragma once
 
-#include "traces/base/work_time.hpp"
+#include "traces/base/work_plan.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {

@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "policies/tally.hpp"
 #include "sim/coded_rows.hpp"
 #include "sim/head_view.hpp"
@@ -18,7 +18,6 @@
 #include "traces/base/numeric/rope.hpp"
 
 namespace kvlab {
-
 // Keys of a live set that is numbered 0, 1, 2, … by age at every step (positions = cache).
 //
 // Only differences of positions count, so two frames serve. A token that has lost no younger one is
@@ -134,5 +133,23 @@ class HeadRun {
   std::vector<float> kept_, p_, out_;  // by age: shared exponentials, probabilities; [dim]
   Tally seen_;                         // from the admission in progress
 };
+
+// One KV head, or all of a layer, through several runs, block of queries by block of queries.
+
+/// Queries begin … end - 1.
+struct QueryRange {
+  std::uint32_t begin, end;
+};
+
+/// Takes queries, in order, through every run. Shared rows are computed only where somebody wants
+/// them.
+void run_head(QueryRange queries, SharedRows& rows, std::span<const std::unique_ptr<HeadRun>> runs);
+
+/// One run of each KV head of a layer.
+using LayerRun = std::vector<std::unique_ptr<HeadRun>>;
+
+/// Takes the KV heads of a layer through every run query by query, so that caches may evict
+/// together: for scope=layer. `rows`: by KV head.
+void run_layer(QueryRange queries, std::span<SharedRows> rows, std::span<const LayerRun> runs);
 
 }  // namespace kvlab

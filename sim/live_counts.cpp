@@ -4,9 +4,8 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "policies/rungs/rung_counts.hpp"
 
 namespace kvlab {

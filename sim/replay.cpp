@@ -13,7 +13,6 @@
 #include "sim/lanes/head_lanes.hpp"
 #include "sim/oracles/oracle.hpp"
 #include "sim/run/tabulate.hpp"
-#include "sim/run_heads.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {

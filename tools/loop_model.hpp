@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "engine/loop/deploy/truths.hpp"
-#include "engine/loop/fidelity/measure.hpp"
-#include "engine/output_sketch.hpp"
+#include "engine/capture.hpp"
+#include "engine/loop/deploy/deploy.hpp"
+#include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/head_replayer.hpp"
 #include "tools/command.hpp"

@@ -6,16 +6,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <limits>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <stdexcept>
 
 #include "sim/access/column_traces.hpp"
-#include "sim/budgets/grid.hpp"
+#include "sim/budgets/budget_file.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tools/embedding.hpp"
 #include "traces/base/json.hpp"

@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "policies/catalogue.hpp"
-#include "sim/source/complaint.hpp"
+#include "sim/source/policy_source.hpp"
 #include "tools/command.hpp"
 #include "tools/terminal.hpp"
 #include "traces/base/cancel.hpp"

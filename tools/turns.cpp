@@ -9,7 +9,6 @@
 #include <stdexcept>
 
 #include "engine/checkpoint/checkpoint.hpp"
-#include "engine/loop/context.hpp"
 #include "engine/loop/conversation.hpp"
 #include "engine/tokenizer/text.hpp"
 #include "tools/options.hpp"

@@ -11,8 +11,8 @@
 #include <span>
 #include <vector>
 
+#include "policies/aged_set.hpp"
 #include "policies/columns/columns.hpp"
-#include "policies/live_set.hpp"
 #include "policies/tally.hpp"
 #include "traces/base/numeric/panels.hpp"
 #include "traces/base/numeric/rope.hpp"

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "engine/row_score.hpp"
+#include "engine/sampler.hpp"
 
 namespace kvlab {
 

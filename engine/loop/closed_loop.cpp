@@ -9,8 +9,8 @@
 
 #include "policies/executor.hpp"
 #include "policies/observation.hpp"
+#include "sim/head_run.hpp"
 #include "sim/live_counts.hpp"
-#include "sim/run_heads.hpp"
 #include "traces/base/numeric/softmax.hpp"
 #include "traces/base/parallel.hpp"
 #include "traces/layer_ropes.hpp"

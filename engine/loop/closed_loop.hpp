@@ -9,7 +9,7 @@
 
 #include "engine/backend.hpp"
 #include "engine/checkpoint/model.hpp"
-#include "engine/row_score.hpp"
+#include "engine/sampler.hpp"
 #include "sim/replay.hpp"
 
 namespace kvlab {

@@ -1,12 +1,11 @@
 #include "engine/loop/conversation.hpp"
 
 #include <fmt/format.h>
+#include <utf8proc.h>
 
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
-
-#include "engine/loop/text_stream.hpp"
 
 namespace kvlab {
 namespace {
@@ -80,6 +79,105 @@ void Conversation::feed(std::span<const std::int32_t> ids, SegmentKind kind) {
   const auto start = std::chrono::steady_clock::now();
   decoder_.feed(ids, kind);
   add(kind == SegmentKind::prompt ? prompt_pace_ : decode_pace_, ids.size(), start);
+}
+
+std::uint32_t longest_span(const ResolvedConfig& cache, std::uint32_t longest_prompt,
+                           std::uint32_t length) {
+  const Modifiers& modifiers = cache.policy.modifiers;
+  if (cache.positions == Positions::original || !cache.evicts() || modifiers.once ||
+      cache.shares_slots() || cache.budget.exempts())
+    return length;
+  const std::uint32_t admission =
+      cache.prefill.chunk == 0 ? longest_prompt : std::min(longest_prompt, cache.prefill.chunk);
+  return static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(length, modifiers.capacity(cache.budget_tokens, admission)));
+}
+
+std::string squeezed_cache(const ModelConfig& config) {
+  return fmt::format("; --policy sink --budget {} --prefill stream stays within",
+                     config.trained_context / 2);
+}
+
+void refuse_beyond_context(const ModelConfig& config, std::uint32_t span,
+                           const std::string& advice) {
+  if (span <= config.trained_context) return;
+  throw std::invalid_argument(
+      fmt::format("--prompt: needs {} positions; {} was trained on {}, and so many tokens would "
+                  "fit; --beyond-context takes the prompt all the same{}",
+                  span, config.name, config.trained_context, advice));
+}
+
+std::string context_warning(const ModelConfig& config, std::uint32_t span,
+                            const std::string& advice) {
+  if (span <= config.trained_context) return "";
+  return fmt::format(
+      "up to {} positions, beyond the {} this model was trained on: the text may degrade{}", span,
+      config.trained_context, advice);
+}
+
+namespace {
+
+constexpr std::size_t kContext = 8, kLongestWindow = 32;  // ids
+
+/// Whether `bytes` (fewer than four) may begin a character: some continuation makes it whole.
+bool may_continue(std::string_view bytes) {
+  std::string whole(bytes);
+  for (const char first : {'\x80', '\x90', '\xa0', '\xbf'}) {
+    whole.resize(bytes.size());
+    whole.push_back(first);
+    while (whole.size() <= 4) {
+      std::int32_t code = 0;
+      const auto* data = reinterpret_cast<const utf8proc_uint8_t*>(whole.data());
+      const auto size = static_cast<utf8proc_ssize_t>(whole.size());
+      if (utf8proc_iterate(data, size, &code) == size) return true;
+      whole.push_back('\x80');
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+std::string take_utf8(std::string& bytes, bool last) {
+  std::string text;
+  std::size_t at = 0;
+  while (at < bytes.size()) {
+    std::int32_t code = 0;
+    const auto size = utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(bytes.data()) + at,
+                                       static_cast<utf8proc_ssize_t>(bytes.size() - at), &code);
+    if (size > 0) {
+      text.append(bytes, at, static_cast<std::size_t>(size));
+      at += static_cast<std::size_t>(size);
+    } else if (!last && bytes.size() - at < 4 && may_continue(std::string_view(bytes).substr(at))) {
+      break;
+    } else {
+      text += "\xef\xbf\xbd";
+      ++at;
+    }
+  }
+  bytes.erase(0, at);
+  return text;
+}
+
+TextStream::TextStream(const Tokenizer& tokenizer, std::span<const std::int32_t> context)
+    : tokenizer_(tokenizer), window_(context.begin(), context.end()) {
+  shorten(kContext);
+}
+
+std::string TextStream::add(std::int32_t id) {
+  window_.push_back(id);
+  const std::string text = tokenizer_.decode(window_);
+  pending_ += text.substr(std::min(known_bytes_, text.size()));
+  known_bytes_ = text.size();
+  if (window_.size() > kLongestWindow) shorten(kContext);
+  return take_utf8(pending_, false);
+}
+
+/// Keeps the last `length` ids: decoding the whole text at each token would be quadratic.
+void TextStream::shorten(std::size_t length) {
+  if (window_.size() > length)
+    window_.erase(window_.begin(), window_.end() - static_cast<std::ptrdiff_t>(length));
+  known_bytes_ = tokenizer_.decode(window_).size();
 }
 
 }  // namespace kvlab

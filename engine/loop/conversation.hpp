@@ -11,12 +11,12 @@
 #include <vector>
 
 #include "engine/checkpoint/model.hpp"
+#include "engine/decoder.hpp"
 #include "engine/sampler.hpp"
 #include "engine/sequence_decoder.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 
 namespace kvlab {
-
 /// The first `most` token ids of a sequence's first text, with the special tokens that the
 /// tokenizer adds; what it puts in front is not put there again where the text begins with it.
 std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_view text,
@@ -69,6 +69,51 @@ class Conversation {
   Sampler sampler_;
   std::optional<std::int32_t> pending_;  // sampled, not yet fed
   Pace prompt_pace_, decode_pace_;
+};
+
+// How many positions a sequence needs, beside those that its model was trained on.
+
+/// Positions that the model will meet in `length` tokens: of the whole sequence, or of the cache
+/// where they are squeezed.
+std::uint32_t longest_span(const ResolvedConfig& cache, std::uint32_t longest_prompt,
+                           std::uint32_t length);
+
+/// The cache that stays within what the model was trained on, whatever the length: advice for the
+/// two below.
+std::string squeezed_cache(const ModelConfig& config);
+
+/// Throws std::invalid_argument where prompts alone need more positions than the model was trained
+/// on. The message says what would fit, and `advice`.
+void refuse_beyond_context(const ModelConfig& config, std::uint32_t span,
+                           const std::string& advice = "");
+
+/// What to warn of before decoding over so many positions; "": nothing.
+std::string context_warning(const ModelConfig& config, std::uint32_t span,
+                            const std::string& advice = "");
+
+// Text as its tokens come: whole UTF-8 characters only.
+
+/// Takes from the front of `bytes` all that is settled, as valid UTF-8: bytes that cannot be part
+/// of a character become U+FFFD; a character that may still be completed stays, unless `last`.
+std::string take_utf8(std::string& bytes, bool last);
+
+class TextStream {
+ public:
+  /// `context`: the ids before the first one, which may decide about its leading space.
+  TextStream(const Tokenizer& tokenizer, std::span<const std::int32_t> context);
+
+  /// The text that `id` completes; special tokens have none.
+  std::string add(std::int32_t id);
+  /// What is left, made valid.
+  std::string finish() { return take_utf8(pending_, true); }
+
+ private:
+  void shorten(std::size_t length);
+
+  const Tokenizer& tokenizer_;
+  std::vector<std::int32_t> window_;  // the last ids
+  std::size_t known_bytes_ = 0;       // of the window's text, those of ids added before
+  std::string pending_;
 };
 
 }  // namespace kvlab

@@ -17,7 +17,7 @@
 #include "policies/observation.hpp"
 #include "policies/policy.hpp"
 #include "sim/coded_rows.hpp"
-#include "sim/run_heads.hpp"
+#include "sim/head_run.hpp"
 #include "traces/base/numeric/code.hpp"
 #include "traces/base/numeric/rope.hpp"
 #include "traces/base/parallel.hpp"

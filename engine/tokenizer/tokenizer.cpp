@@ -11,7 +11,6 @@
 #include "engine/tokenizer/added.hpp"
 #include "engine/tokenizer/bpe.hpp"
 #include "engine/tokenizer/detokenizer.hpp"
-#include "engine/tokenizer/postprocessor.hpp"
 #include "engine/tokenizer/pretokenizer.hpp"
 #include "engine/tokenizer/text.hpp"
 #include "traces/base/json.hpp"

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,9 +16,9 @@
 #include "policies/columns/built_in.hpp"
 #include "policies/columns/output_projections.hpp"
 #include "policies/columns/scored.hpp"
+#include "policies/entry.hpp"
 
 namespace kvlab {
-
 std::optional<BuiltInColumn> built_in_column(std::string_view name);
 std::vector<std::string> built_in_columns();
 /// Built in, or scored: "key_norm, value_norm, …", for messages.
@@ -81,5 +82,18 @@ class ColumnMaker {
   std::vector<float> columns_;   // of the last admission
   std::vector<float> products_;  // [hidden]: of one value
 };
+
+// A policy's rank times a column: `h2o*value_norm1`, a policy of its own. What one token's rank is,
+// and nothing else, so guards, modifiers and budgets do as they do with any other.
+
+/// `base` with its rank, as a number, times `column`, behind its own columns. `name`: both, as
+/// written. Throws std::invalid_argument: `base` never evicts, is a function of a program's, or has
+/// no room for a column; `column` is no name.
+std::shared_ptr<const PolicyEntry> product_of(const std::shared_ptr<const PolicyEntry>& base,
+                                              const std::string& name, const std::string& column);
+
+/// The parameters as a product's hooks take them. `own`: as those of its base do.
+std::vector<std::byte> product_params(const PolicyEntry& product,
+                                      const std::vector<std::byte>& own);
 
 }  // namespace kvlab

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "kernels/host/transfer.hpp"
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 
 namespace kvlab {
 

@@ -4,9 +4,9 @@
 
 #include <string>
 
+#include "sim/report/figure.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/scripts.hpp"
-#include "sim/report/palette.hpp"
+#include "sim/report/interactive/dataset.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {

@@ -11,12 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "sim/report/answer.hpp"
 #include "sim/report/figure.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/dataset.hpp"
 #include "sim/report/page.hpp"
-#include "sim/report/palette.hpp"
+#include "sim/report/verdict.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
 #include "traces/base/files.hpp"

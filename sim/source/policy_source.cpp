@@ -7,10 +7,13 @@
 
 #include <algorithm>
 #include <cctype>
+#include <exception>
 #include <filesystem>
+#include <set>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <vector>
 
@@ -20,8 +23,6 @@
 #include "policies/policy_struct.hpp"
 #include "policies/private_folder.hpp"
 #include "sim/replay.hpp"
-#include "sim/source/complaint.hpp"
-#include "sim/source/object_cache.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/process.hpp"
 #include "traces/base/text.hpp"
@@ -287,6 +288,112 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
         "give the old text, or replay and deploy again",
         where, name, xxh3, entry->source->xxh3, entry->source->path));
   return entry;
+}
+
+namespace {
+
+/// Whether a line of the log is about our headers.
+bool is_ours(std::string_view line) {
+  constexpr std::string_view kIncluded = "In file included from ";
+  if (line.starts_with(kIncluded)) line.remove_prefix(kIncluded.size());
+  return line.starts_with("policies/");
+}
+
+/// The sentence of a static_assert of ours, without what stands around it; empty if it is none.
+std::string_view check_in(std::string_view line) {
+  if (!line.starts_with("policies/") || line.find("error: static") == std::string_view::npos)
+    return {};
+  const std::size_t at = line.rfind("policy: ");
+  if (at == std::string_view::npos) return {};
+  line.remove_prefix(at);
+  return line.substr(0, line.find('"'));
+}
+
+/// What the linker did not find, each name once: "exp, std::log".
+std::string missing_in(std::string_view log) {
+  constexpr std::string_view kMissing = "undefined reference to `";
+  std::set<std::string_view> names;
+  for (std::size_t at = 0; (at = log.find(kMissing, at)) != std::string_view::npos;) {
+    at += kMissing.size();
+    names.insert(log.substr(at, log.find('\'', at) - at));
+  }
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+}  // namespace
+
+std::string complaint(std::string log, const std::filesystem::path& folder,
+                      const PolicySource& source, unsigned line) {
+  const std::string prefix = folder.string() + "/";
+  std::string plain;
+  for (std::size_t at = 0, found = 0; at < log.size(); at = found + prefix.size()) {
+    found = std::min(log.find(prefix, at), log.size());
+    plain.append(log, at, found - at);
+  }
+  if (const std::string missing = missing_in(plain); !missing.empty())
+    return fmt::format(
+        "\n{}:{}: error: calls {}; a policy has no mathematical library, only integers and + - * / "
+        "on doubles, which give the same bits on every machine and device",
+        source.path, line, missing);
+  std::string own, checks;
+  bool ours = false;  // what follows a fault of the text is about our headers, not about the text
+  for (const std::string& text : split_list(plain, '\n')) {
+    ours = ours || is_ours(text);
+    if (const std::string_view check = check_in(text); !check.empty())
+      checks += fmt::format("\n{}:{}: error: {}", source.path, line, check);
+    else if (!ours && !text.empty() && text.find("from entry.cpp") == std::string::npos &&
+             !text.ends_with("[-Wunused-command-line-argument]"))  // clang's word on GCC's options
+      own += "\n" + text;
+  }
+  if (!own.empty()) return own;
+  return checks.empty() ? "\n" + plain : checks;
+}
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::size_t kMostBytes = std::size_t{64} << 20;
+constexpr std::string_view kMark = "kvlab-object ";  // then the sum, behind the object's own bytes
+
+std::string trailer_of(std::string_view object) { return std::string(kMark) + xxh3_hex(object); }
+
+}  // namespace
+
+ObjectCache::ObjectCache(fs::path folder) : folder_(std::move(folder)) {
+  if (!make_private(folder_)) folder_.clear();
+}
+
+fs::path ObjectCache::path_of(std::string_view key) const {
+  return folder_ / (std::string(key) + ".so");
+}
+
+std::optional<fs::path> ObjectCache::find(std::string_view key) const {
+  std::error_code error;
+  if (folder_.empty() || !fs::is_regular_file(path_of(key), error)) return std::nullopt;
+  try {
+    const std::string kept = read_text_file(path_of(key), kMostBytes);
+    const std::size_t trailer = kMark.size() + 16;
+    if (kept.size() < trailer) return std::nullopt;
+    const std::string_view object = std::string_view(kept).substr(0, kept.size() - trailer);
+    if (!kept.ends_with(trailer_of(object))) return std::nullopt;
+    return path_of(key);
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+void ObjectCache::keep(std::string_view key, const fs::path& object) const {
+  if (folder_.empty()) return;
+  const fs::path fresh = folder_ / fmt::format("{}.{}", key, getpid());  // of this process alone
+  try {
+    const std::string bytes = read_text_file(object, kMostBytes);
+    write_file_atomically(fresh, bytes + trailer_of(bytes));
+    fs::rename(fresh, path_of(key));
+  } catch (const std::exception&) {  // a full disk, say: the next run compiles again
+    std::error_code ignored;
+    fs::remove(fresh, ignored);
+  }
 }
 
 }  // namespace kvlab

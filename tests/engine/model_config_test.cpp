@@ -1,5 +1,4 @@
 #include <cmath>
-#include <filesystem>
 
 #include "engine/checkpoint/model.hpp"
 #include "tests/catch.hpp"

@@ -1,7 +1,6 @@
 // A small tokenizer.json to change and load.
 #pragma once
 
-#include <filesystem>
 #include <string>
 
 #include "engine/tokenizer/tokenizer.hpp"

@@ -2,7 +2,7 @@
 // them, its chat template.
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
-#include "engine/loop/task/prompt.hpp"
+#include "engine/loop/task/draw.hpp"
 #include "tests/fuzz/fuzz.hpp"
 
 using namespace kvlab;

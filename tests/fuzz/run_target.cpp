@@ -1,7 +1,7 @@
 // A run's folder: read, ranked, put into the report's words, deployed at each of its budgets;
 // written again, and read back the same.
 #include "engine/loop/deploy/deploy.hpp"
-#include "sim/report/answer.hpp"
+#include "sim/report/verdict.hpp"
 #include "tests/fuzz/fuzz.hpp"
 
 using namespace kvlab;

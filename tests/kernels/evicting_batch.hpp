@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kernels/evict/eviction_kernels.hpp"
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "tests/device.hpp"
 
 namespace kvlab::kernels {

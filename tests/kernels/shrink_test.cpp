@@ -8,7 +8,7 @@
 #include <random>
 
 #include "kernels/evict/admission.hpp"
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/policies/draw.hpp"

@@ -1,12 +1,10 @@
 // Columns that are computed, against float64; and ranks from numbers that are not integers.
 #include "policies/columns/columns.hpp"
 
-#include <bit>
 #include <cmath>
-#include <limits>
 #include <random>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "tests/catch.hpp"
 
 using namespace kvlab;

@@ -1,7 +1,7 @@
 // The registry with two lines more: `peak`, as docs/adding-a-policy.md shows it, and `leaky`.
 #include <algorithm>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "policies/ops/make_ops.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"

@@ -1,4 +1,4 @@
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 
 #include <algorithm>
 #include <map>

@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <random>
 #include <tuple>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "policies/registry.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"

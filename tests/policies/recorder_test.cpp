@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "policies/ops/make_ops.hpp"
 #include "tests/catch.hpp"
 

@@ -4,16 +4,14 @@
 #include <fmt/format.h>
 
 #include <cstdlib>
-#include <filesystem>
 #include <limits>
 #include <regex>
 
 #include "policies/catalogue.hpp"
-#include "sim/report/answer.hpp"
 #include "sim/report/figure.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/scripts.hpp"
-#include "sim/report/palette.hpp"
+#include "sim/report/interactive/dataset.hpp"
+#include "sim/report/verdict.hpp"
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"
 #include "tests/skip.hpp"

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "sim/run/csv.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 

@@ -1,7 +1,6 @@
 // The replay on a device against the plain replay on the CPU.
 #include "sim/device/cuda_replay.hpp"
 
-#include <cmath>
 #include <map>
 #include <tuple>
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/loop/eval/table.hpp"
+#include "engine/loop/eval/score.hpp"
 #include "engine/loop/pages/pages.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"

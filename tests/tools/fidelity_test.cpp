@@ -1,12 +1,9 @@
 // Which figure orders policies as the closed loop does.
 #include "engine/loop/fidelity/fidelity.hpp"
 
-#include <cmath>
-
 #include "engine/backend.hpp"
-#include "engine/loop/fidelity/table.hpp"
+#include "engine/capture.hpp"
 #include "engine/loop/pages/pages.hpp"
-#include "engine/output_sketch.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"

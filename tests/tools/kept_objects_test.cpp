@@ -5,9 +5,8 @@
 #include <filesystem>
 #include <optional>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "sim/run/run.hpp"
-#include "sim/source/object_cache.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tests/catch.hpp"
 #include "tests/tools/command_line.hpp"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <cstdlib>
 
 #include "engine/loop/policy_file.hpp"
 #include "engine/tokenizer/tokenizer.hpp"

@@ -2,13 +2,11 @@
 #include "sim/source/policy_source.hpp"
 
 #include <algorithm>
-#include <random>
 
 #include "engine/loop/deploy/deploy.hpp"
 #include "engine/loop/policy_file.hpp"
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "policies/policy_struct.hpp"
-#include "sim/source/complaint.hpp"
 #include "tests/catch.hpp"
 #include "tests/tools/command_line.hpp"
 #include "tests/traces/temporary_folder.hpp"

@@ -2,7 +2,7 @@
 #include <filesystem>
 #include <stdexcept>
 
-#include "sim/run/csv.hpp"
+#include "sim/run/results.hpp"
 #include "tests/catch.hpp"
 #include "tests/tools/command_line.hpp"
 #include "tests/traces/temporary_folder.hpp"

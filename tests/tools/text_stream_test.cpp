@@ -1,10 +1,9 @@
-#include "engine/loop/text_stream.hpp"
+#include "engine/loop/conversation.hpp"
 
 #include <utf8proc.h>
 
 #include <fstream>
 
-#include "engine/loop/conversation.hpp"
 #include "tests/catch.hpp"
 #include "traces/base/json.hpp"
 

@@ -3,11 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "engine/backend.hpp"
+#include "engine/capture.hpp"
 #include "engine/loop/pages/pages.hpp"
-#include "engine/output_sketch.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"

@@ -6,9 +6,8 @@
 #include <utility>
 
 #include "engine/backend.hpp"
-#include "engine/loop/context.hpp"
+#include "engine/capture.hpp"
 #include "engine/loop/conversation.hpp"
-#include "engine/output_sketch.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/access/key_codes.hpp"
 #include "tools/options.hpp"

@@ -7,7 +7,7 @@
 
 #include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/interactive/scripts.hpp"
+#include "sim/report/interactive/dataset.hpp"
 #include "sim/report/verdict.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"

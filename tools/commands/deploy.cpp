@@ -6,8 +6,8 @@
 
 #include "engine/loop/deploy/deploy.hpp"
 #include "engine/loop/eval.hpp"
-#include "engine/loop/eval/table.hpp"
-#include "engine/loop/fidelity/table.hpp"
+#include "engine/loop/eval/score.hpp"
+#include "engine/loop/fidelity/fidelity.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/verdict.hpp"
 #include "tools/loop_model.hpp"

@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "engine/loop/eval.hpp"
-#include "engine/loop/eval/table.hpp"
+#include "engine/loop/eval/score.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/verdict.hpp"

@@ -5,9 +5,8 @@
 #include <optional>
 
 #include "engine/loop/fidelity/fidelity.hpp"
-#include "engine/loop/fidelity/table.hpp"
 #include "engine/loop/pages/pages.hpp"
-#include "sim/report/interactive/scripts.hpp"
+#include "sim/report/interactive/dataset.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"

@@ -7,7 +7,7 @@
 #include <set>
 #include <stdexcept>
 
-#include "engine/output_sketch.hpp"
+#include "engine/capture.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/report/verdict.hpp"
 #include "sim/run/ranking.hpp"

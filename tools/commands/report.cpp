@@ -6,12 +6,12 @@
 #include <span>
 
 #include "engine/checkpoint/checkpoint.hpp"
-#include "engine/loop/eval/table.hpp"
-#include "engine/loop/fidelity/table.hpp"
+#include "engine/loop/eval/score.hpp"
+#include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/loop/pages/pages.hpp"
 #include "engine/loop/pages/scores.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
-#include "sim/report/interactive/scripts.hpp"
+#include "sim/report/interactive/dataset.hpp"
 #include "sim/report/report.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"

@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <optional>
 
-#include "engine/loop/task/capture.hpp"
+#include "engine/loop/task/answers.hpp"
 #include "engine/loop/task/run.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/report/verdict.hpp"

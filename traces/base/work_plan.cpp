@@ -1,6 +1,7 @@
 #include "traces/base/work_plan.hpp"
 
 #include <algorithm>
+#include <ctime>
 #include <utility>
 
 namespace kvlab {
@@ -60,5 +61,18 @@ void WorkPlan::show(std::size_t phase, double share) {
   const double past = last_ - started_;
   if (past + left > 0) progress_(past / (past + left));
 }
+
+namespace {
+
+double read_clock(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+}  // namespace
+
+double wall_clock() { return read_clock(CLOCK_MONOTONIC); }
+double cpu_clock() { return read_clock(CLOCK_PROCESS_CPUTIME_ID); }
 
 }  // namespace kvlab

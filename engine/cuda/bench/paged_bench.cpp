@@ -19,7 +19,7 @@ constexpr kernels::Type kType = kernels::Type::bf16;
 constexpr std::uint32_t kMostLayers = 32;
 constexpr std::uint32_t kLargestPage = 64;
 constexpr int kRepeats = 9;
-constexpr const char* kWhat = "measuring attention over blocks";
+constexpr const char* kMeasuringBlocks = "measuring attention over blocks";
 
 kernels::EvictionKernels window_kernels() {
   const auto& all = kernels::device_policies();
@@ -57,25 +57,25 @@ PagedLayers::PagedLayers(const PagedBenchShape& shape) : shape_(shape) {
   const std::uint64_t bytes = 2 * elements() * kernels::bytes_of(kType);
   layers_ =
       static_cast<std::uint32_t>(std::clamp<std::uint64_t>(shape.pool / bytes, 2, kMostLayers));
-  pool_ = {layers_ * bytes, kWhat};
+  pool_ = {layers_ * bytes, kMeasuringBlocks};
   const std::uint64_t queries = pairs() * shape.group * shape.head_size;
-  q_ = {queries * kernels::bytes_of(kType), kWhat};
-  out_ = {queries * kernels::bytes_of(kType), kWhat};
+  q_ = {queries * kernels::bytes_of(kType), kMeasuringBlocks};
+  out_ = {queries * kernels::bytes_of(kType), kMeasuringBlocks};
   cuda::check(cuda::fill_normal(kType, pool_.data(), layers_ * 2 * elements(), 1, 1, nullptr),
-              kWhat);
-  cuda::check(cuda::fill_normal(kType, q_.data(), queries, 1, 2, nullptr), kWhat);
+              kMeasuringBlocks);
+  cuda::check(cuda::fill_normal(kType, q_.data(), queries, 1, 2, nullptr), kMeasuringBlocks);
   zeroes_ = cuda::zeroes(
       std::max(pairs() * sizeof(kernels::PairRule), pairs() * slots() * sizeof(std::uint32_t)),
-      kWhat);
+      kMeasuringBlocks);
   std::vector<std::int64_t> first_slot(pairs());
   for (std::uint64_t pair = 0; pair < pairs(); ++pair)
     first_slot[pair] = static_cast<std::int64_t>(pair * slots());
-  first_slot_ = cuda::upload(first_slot, kWhat);
+  first_slot_ = cuda::upload(first_slot, kMeasuringBlocks);
   const auto live = static_cast<std::int32_t>(shape.slots);
-  lengths_ = cuda::upload(std::vector<std::int32_t>(pairs(), live), kWhat);
-  next_slots_ = cuda::upload(std::vector<std::int32_t>(pairs(), live - 1), kWhat);
-  now_ = cuda::upload(std::vector<std::uint32_t>(shape.batch, shape.slots), kWhat);
-  workspace_ = cuda::zeroes(window_.attention_workspace(cache(0)), kWhat);
+  lengths_ = cuda::upload(std::vector<std::int32_t>(pairs(), live), kMeasuringBlocks);
+  next_slots_ = cuda::upload(std::vector<std::int32_t>(pairs(), live - 1), kMeasuringBlocks);
+  now_ = cuda::upload(std::vector<std::uint32_t>(shape.batch, shape.slots), kMeasuringBlocks);
+  workspace_ = cuda::zeroes(window_.attention_workspace(cache(0)), kMeasuringBlocks);
 }
 
 kernels::SlotCache PagedLayers::cache(std::uint32_t layer) const {
@@ -102,7 +102,7 @@ cuda::DeviceBuffer PagedLayers::blocks(std::uint32_t page) const {
   std::vector<std::int32_t> numbers(shape_.batch * slots() / page);
   std::iota(numbers.begin(), numbers.end(), 0);
   std::shuffle(numbers.begin(), numbers.end(), std::mt19937(3));
-  return cuda::upload(numbers, kWhat);
+  return cuda::upload(numbers, kMeasuringBlocks);
 }
 
 kernels::PagedRows PagedLayers::paged(std::uint32_t page, bool by_head,
@@ -120,7 +120,7 @@ kernels::PagedRows PagedLayers::paged(std::uint32_t page, bool by_head,
 double PagedLayers::microseconds(std::uint32_t page, bool by_head) const {
   const cuda::DeviceBuffer numbers = page == 0 ? cuda::DeviceBuffer() : blocks(page);
   const cuda::Stream stream;
-  cuda::check(cudaDeviceSynchronize(), kWhat);
+  cuda::check(cudaDeviceSynchronize(), kMeasuringBlocks);
   const cuda::Graph graph(stream.get(), [&] {
     for (std::uint32_t layer = 0; layer < layers_; ++layer) {
       kernels::EvictingAttentionArgs args{};
@@ -134,7 +134,7 @@ double PagedLayers::microseconds(std::uint32_t page, bool by_head) const {
       args.out = out_.data();
       args.workspace = workspace_.data();
       args.settled = true;
-      cuda::check(window_.attend(window_, args, stream.get()), kWhat);
+      cuda::check(window_.attend(window_, args, stream.get()), kMeasuringBlocks);
     }
   });
   const auto launch = [&] { graph.launch(stream.get()); };

@@ -2,11 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <numeric>
 #include <stdexcept>
 
 #include "sim/report/verdict.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/work_plan.hpp"
 
 namespace kvlab {
 namespace {
@@ -160,6 +163,330 @@ nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
                     {"kl_deviation", number_or_null(entry.score.kl_deviation)},
                     {"tokens", entry.score.tokens}});
   return list;
+}
+
+namespace {
+
+using nlohmann::json;
+
+const std::vector<double> kDepths{0, 0.25, 0.5, 0.75, 1};
+constexpr std::uint32_t kLeastWords = 30;
+constexpr double kEnough = 0.8;  // of the questions, that the full cache has to find
+constexpr std::size_t kAskedAll = 12, kAskedNear = 9;  // finalists, where there are more
+// Of the prompt itself: a cache behind it, and what is asked again to hear an answer out.
+constexpr double kCacheWork = 0.15, kAgainWork = 0.3;
+constexpr double kTokensOfWord = 1.4;
+
+bool is_near(std::span<const Finalist> finalists, std::size_t finalist) {
+  return finalists[finalist].kl <= kNearKl * finalists.front().kl;
+}
+
+class Questioner {
+ public:
+  Questioner(Backend& backend, const Tokenizer& tokenizer, std::span<const Finalist> finalists,
+             const AnswerPlan& plan, std::function<void(double)> progress)
+      : backend_(backend),
+        tokenizer_(tokenizer),
+        finalists_(finalists),
+        plan_(plan),
+        progress_(std::move(progress)) {}
+
+  std::vector<TaskAsked> ask() {
+    std::vector<TaskAsked> asked;
+    for (const PlannedTask& task : plan_.tasks)
+      asked.push_back({.task = task.spec.text(),
+                       .words = task.words,
+                       .right = std::vector<std::vector<bool>>(finalists_.size())});
+    std::vector<std::size_t> left(finalists_.size());
+    std::iota(left.begin(), left.end(), std::size_t{0});
+    const std::uint32_t heat = heat_draws(plan_.draws);
+    if (left.size() <= kAskedAll) {
+      run(asked, left, 0, plan_.draws);
+      return asked;
+    }
+    run(asked, left, 0, heat);
+    left = goes_on(asked);
+    for (TaskAsked& task : asked)
+      for (std::size_t f = 0; f < finalists_.size(); ++f)
+        if (std::ranges::find(left, f) == left.end()) task.right[f].clear();
+    run(asked, left, heat, plan_.draws);
+    return asked;
+  }
+
+  static std::uint32_t heat_draws(std::uint32_t draws) { return (draws + 3) / 4; }
+
+  /// A length at which the full cache finds four of five; 0: none.
+  std::uint32_t length_of(const TaskSpec& task, std::uint32_t most) {
+    for (std::uint32_t words = most; words >= std::min(kLeastWords, most) && words > 0;
+         words /= 2) {
+      std::vector<bool> full;
+      for (const auto& row : answers(task, words, {}, 0, 1, 0)) full.push_back(row[0]);
+      if (share_of(full) >= kEnough) return words;
+    }
+    return 0;
+  }
+
+ private:
+  /// Who has the least KL, and who answers best: most of them near in KL, some from anywhere.
+  std::vector<std::size_t> goes_on(const std::vector<TaskAsked>& asked) const {
+    std::vector<std::size_t> others(finalists_.size() - 1), chosen{0};
+    std::iota(others.begin(), others.end(), std::size_t{1});
+    std::ranges::stable_sort(others, std::greater<>{}, [&](std::size_t f) {
+      double right = 0;
+      for (const TaskAsked& task : asked) right += share_of(task.right[f]);
+      return right;
+    });
+    for (const std::size_t f : others)
+      if (chosen.size() < kAskedNear && is_near(finalists_, f)) chosen.push_back(f);
+    for (const std::size_t f : others)
+      if (chosen.size() < kAskedAll && std::ranges::find(chosen, f) == chosen.end())
+        chosen.push_back(f);
+    std::ranges::sort(chosen);
+    return chosen;
+  }
+
+  /// Answers [prompt][configuration], the full cache first.
+  std::vector<std::vector<bool>> answers(const TaskSpec& task, std::uint32_t words,
+                                         std::span<const std::size_t> who, std::uint32_t first,
+                                         std::uint32_t draws, double weight) {
+    TaskRequest request{.spec = task,
+                        .words = {words},
+                        .depths = kDepths,
+                        .first_draw = first,
+                        .draws = draws,
+                        .seed = plan_.seed,
+                        .modes = {QueryMode::agnostic},
+                        .configs = {CacheConfig{}},
+                        .chat = plan_.chat,
+                        .beyond_context = true,  // where it finds nothing, words are halved
+                        .answers = {.most_rows = plan_.most_rows}};
+    for (const std::size_t f : who) request.configs.push_back(finalists_[f].config);
+    request.answers.progress = [&](double part) {
+      if (progress_) progress_(done_ + weight * part);
+    };
+    const TaskRun run = run_task(backend_, tokenizer_, request);
+    done_ += weight;
+    std::vector<std::vector<bool>> right;
+    for (const auto& of_prompt : run.answers) {
+      auto& row = right.emplace_back();
+      for (const TaskAnswer& answer : of_prompt[0]) row.push_back(answer.right);
+    }
+    return right;
+  }
+
+  /// Asks some of them the draws first … last - 1 of every task.
+  void run(std::vector<TaskAsked>& asked, std::span<const std::size_t> who, std::uint32_t first,
+           std::uint32_t last) {
+    const double all = answer_work(finalists_.size(), plan_);
+    for (std::size_t t = 0; t < asked.size(); ++t) {
+      TaskAsked& task = asked[t];
+      if (task.words == 0) continue;
+      const double weight = work_of(who.size(), last - first, task.words) / all;
+      for (const auto& row : answers(plan_.tasks[t].spec, task.words, who, first, last, weight)) {
+        task.full.push_back(row[0]);
+        for (std::size_t i = 0; i < who.size(); ++i) task.right[who[i]].push_back(row[i + 1]);
+      }
+    }
+  }
+
+ public:
+  /// Of one task.
+  static double work_of(std::size_t caches, std::uint32_t draws, std::uint32_t words) {
+    return static_cast<double>(kDepths.size() * draws) * words * kTokensOfWord *
+           (1 + (caches ? kAgainWork : 0) + kCacheWork * static_cast<double>(caches));
+  }
+
+ private:
+  Backend& backend_;
+  const Tokenizer& tokenizer_;
+  std::span<const Finalist> finalists_;
+  const AnswerPlan& plan_;
+  const std::function<void(double)> progress_;
+  double done_ = 0;
+};
+
+/// Those of `who` that answer best: by the first task, then by the next.
+std::vector<std::size_t> best_of(std::vector<std::size_t> who, std::span<const TaskAsked> asked) {
+  for (const TaskAsked& task : asked) {
+    if (task.words == 0) continue;
+    double most = 0;
+    for (const std::size_t f : who) most = std::max(most, share_of(task.right[f]));
+    std::erase_if(
+        who, [&](std::size_t f) { return share_of(task.right[f]) < most - kAlikeShare - 1e-9; });
+  }
+  return who;
+}
+
+/// One share less another's, over the same draws.
+Difference from(const std::vector<bool>& own, const std::vector<bool>& other) {
+  std::uint64_t gained = 0, lost = 0;
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    gained += own[i] && !other[i];
+    lost += other[i] && !own[i];
+  }
+  return share_difference(gained, lost, own.size());
+}
+
+/// "100% of passkey, 88% of needle".
+std::string shares_text(std::span<const TaskAsked> asked, std::size_t finalist) {
+  std::vector<std::string> shares;
+  for (const TaskAsked& task : asked)
+    if (task.words)
+      shares.push_back(
+          fmt::format("{:.0f}% of {}", 100 * share_of(task.right[finalist]), task.task));
+  return fmt::format("{}", fmt::join(shares, ", "));
+}
+
+}  // namespace
+
+double share_of(const std::vector<bool>& right) {
+  const auto hits = static_cast<double>(std::count(right.begin(), right.end(), true));
+  return right.empty() ? 0 : hits / static_cast<double>(right.size());
+}
+
+void find_lengths(Backend& backend, const Tokenizer& tokenizer, AnswerPlan& plan) {
+  Questioner questioner(backend, tokenizer, {}, plan, {});
+  double seconds = 0, work = 0;
+  for (PlannedTask& task : plan.tasks) {
+    const double before = wall_clock();
+    task.words = questioner.length_of(task.spec, task.words);
+    if (task.words == 0) continue;
+    seconds += wall_clock() - before;
+    work += Questioner::work_of(0, 1, task.words);
+  }
+  if (work > 0) plan.rate = seconds / work;
+}
+
+std::vector<TaskAsked> ask_finalists(Backend& backend, const Tokenizer& tokenizer,
+                                     std::span<const Finalist> finalists, const AnswerPlan& plan,
+                                     const std::function<void(double)>& progress) {
+  return Questioner(backend, tokenizer, finalists, plan, progress).ask();
+}
+
+double answer_work(std::size_t finalists, const AnswerPlan& plan) {
+  const std::uint32_t heat =
+      finalists <= kAskedAll ? plan.draws : Questioner::heat_draws(plan.draws);
+  double work = 0;
+  for (const PlannedTask& task : plan.tasks)
+    work += Questioner::work_of(finalists, heat, task.words) +
+            Questioner::work_of(kAskedAll, plan.draws - heat, task.words);
+  return work;
+}
+
+Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskAsked> asked) {
+  if (asked.empty()) return {.deployed = 0, .why = "answers were not asked"};
+  std::vector<std::size_t> all, near;
+  for (std::size_t f = 0; f < finalists.size(); ++f) {
+    const bool answered =
+        std::ranges::any_of(asked, [&](const TaskAsked& task) { return task.has(f); });
+    if (!answered) continue;
+    all.push_back(f);
+    if (is_near(finalists, f)) near.push_back(f);
+  }
+  if (all.empty())
+    return {.deployed = 0,
+            .why = "the full cache itself finds too few answers: they decide nothing"};
+  const auto least_kl = [&](const std::vector<std::size_t>& who) {
+    return *std::ranges::min_element(who, {}, [&](std::size_t f) { return finalists[f].kl; });
+  };
+  const auto price = [&](std::size_t f) {
+    return fmt::format("{:.0f}% more KL", 100 * (finalists[f].kl / finalists.front().kl - 1));
+  };
+  Choice choice{.answers = least_kl(best_of(all, asked)),
+                .deployed = least_kl(best_of(near, asked)),
+                .why = "none has less KL, and of those within 20% more none answers more"};
+  if (choice.deployed != 0)
+    choice.why = fmt::format("it answers {}, the least KL {}; the price is {}",
+                             shares_text(asked, choice.deployed), shares_text(asked, 0),
+                             price(choice.deployed));
+  if (*choice.answers != choice.deployed)
+    choice.why += fmt::format("; {} answers {}, but for {}: over the {:.0f}% that answers may cost",
+                              finalists[*choice.answers].config.policy.text(),
+                              shares_text(asked, *choice.answers), price(*choice.answers),
+                              100 * (kNearKl - 1));
+  return choice;
+}
+
+json truths_json(std::span<const Finalist> finalists, std::span<const TaskAsked> asked,
+                 const Choice& choice) {
+  json tasks = json::array(), policies = json::array();
+  for (const TaskAsked& task : asked)
+    tasks.push_back({{"task", task.task},
+                     {"mode", name_of(QueryMode::agnostic)},
+                     {"words", task.words},
+                     {"draws", task.draws()},
+                     {"full", task.draws() ? json(share_of(task.full)) : json(nullptr)}});
+  for (std::size_t f = 0; f < finalists.size(); ++f) {
+    json entry{{"policy", finalists[f].config.policy.text()},
+               {"kl_of_least", finalists[f].kl / finalists.front().kl}};
+    for (const TaskAsked& task : asked) {
+      if (!task.has(f)) continue;
+      const auto& right = task.right[f];
+      const auto hits = static_cast<std::uint64_t>(std::count(right.begin(), right.end(), true));
+      const Interval interval = share_interval(hits, right.size());
+      entry["answers"].push_back(
+          {{"task", task.task},
+           {"right", share_of(right)},
+           {"low", interval.low},
+           {"high", interval.high},
+           {"from_deployed", difference_json(from(right, task.right[choice.deployed]))}});
+    }
+    policies.push_back(std::move(entry));
+  }
+  const auto name = [&](std::size_t f) { return finalists[f].config.policy.text(); };
+  return {{"distribution", name(0)},
+          {"answers", choice.answers ? json(name(*choice.answers)) : json(nullptr)},
+          {"deployed", name(choice.deployed)},
+          {"why", choice.why},
+          {"asked", tasks},
+          {"policies", policies}};
+}
+
+std::string truths_text(const json& truths) {
+  constexpr std::size_t kMostShown = 12;
+  std::string text;
+  for (const json& task : truths.at("asked"))
+    text += task.at("words") == 0
+                ? fmt::format("{}: the full cache finds too few at any length; nobody was asked\n",
+                              task.at("task").get<std::string>())
+                : fmt::format("{}, {} words, {} draws, {}: the full cache answers {:.0f}%\n",
+                              task.at("task").get<std::string>(), task.at("words").get<int>(),
+                              task.at("draws").get<int>(), task.at("mode").get<std::string>(),
+                              100 * task.at("full").get<double>());
+  std::size_t shown = 0;
+  for (const json& policy : truths.at("policies")) {
+    if (!policy.contains("answers") || shown++ >= kMostShown) continue;
+    text += fmt::format("  {:<44} KL × {:.2f}", policy.at("policy").get<std::string>(),
+                        policy.at("kl_of_least").get<double>());
+    for (const json& answer : policy.at("answers"))
+      text +=
+          fmt::format("   {} {:.0f}% ({:.0f}-{:.0f})", answer.at("task").get<std::string>(),
+                      100 * answer.at("right").get<double>(), 100 * answer.at("low").get<double>(),
+                      100 * answer.at("high").get<double>());
+    text += "\n";
+  }
+  const json& answers = truths.at("answers");
+  return text + fmt::format("for distribution: {}\nfor answers: {}\ndeployed: {}: {}\n",
+                            truths.at("distribution").get<std::string>(),
+                            answers.is_null() ? "nobody" : answers.get<std::string>(),
+                            truths.at("deployed").get<std::string>(),
+                            truths.at("why").get<std::string>());
+}
+
+json step_json(const Sweep& by_tokens, const std::vector<std::int32_t>& ids,
+               std::uint32_t prompt_tokens, const CacheConfig& config) {
+  constexpr std::size_t kSteps = 256;
+  const std::vector<std::int32_t> beginning(
+      ids.begin(),
+      ids.begin() + static_cast<std::ptrdiff_t>(std::min(ids.size(), prompt_tokens + kSteps)));
+  const std::vector<CacheConfig> configs{CacheConfig{}, config};
+  const auto scores = by_tokens({beginning}, configs, {.prompt_tokens = prompt_tokens})[0];
+  json milliseconds = json::object();
+  for (std::size_t c = 0; c < configs.size(); ++c) {
+    std::vector<double> steps(scores[c].seconds.begin(), scores[c].seconds.end());
+    milliseconds[c == 0 ? "full" : "deployed"] = 1000 * quantile(std::move(steps), 0.5);
+  }
+  return {{"milliseconds", milliseconds}, {"tokens", beginning.size()}};
 }
 
 }  // namespace kvlab

@@ -7,7 +7,6 @@
 #include <fstream>
 #include <iterator>
 #include <stdexcept>
-#include <utility>
 #include <vector>
 
 #include "kernels/kvlab.h"

@@ -4,12 +4,23 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <functional>
+#include <limits>
 #include <numeric>
+#include <optional>
+#include <set>
 #include <stdexcept>
 
+#include "engine/loop/eval/score.hpp"
+#include "policies/catalogue.hpp"
+#include "policies/columns/columns.hpp"
 #include "sim/run/results.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 #include "traces/base/numeric/nan.hpp"
+#include "traces/base/work_plan.hpp"
 
 namespace kvlab {
 namespace {
@@ -223,6 +234,266 @@ Fidelity assess_fidelity(std::span<const CacheConfig> configs,
     result.ceiling.push_back(mean_of_finite(pairs));
   }
   return result;
+}
+
+namespace {
+
+TraceReader capture(Backend& backend, const LoopText& text, const OpenLoopOptions& options) {
+  TraceWriter writer(options.capture, backend.trace_header({{"teacher_forced", true}}));
+  writer.sketch(options.sketch);
+  const auto decoder = backend.capturing_decoder(
+      ResolvedConfig{}, static_cast<std::uint32_t>(text.ids.size()), writer,
+      [&](std::uint32_t tokens) {
+        if (options.capturing)
+          options.capturing(static_cast<double>(tokens) / static_cast<double>(text.ids.size()));
+      });
+  const std::span all(text.ids);
+  decoder->feed(all.first(text.prompt_tokens), SegmentKind::prompt);
+  decoder->feed(all.subspan(text.prompt_tokens), SegmentKind::decode);
+  decoder->flush();
+  writer.finish();
+  return TraceReader::open(options.capture);
+}
+
+}  // namespace
+
+LoopText text_of_trace(const std::filesystem::path& directory, const std::string& weights_xxh3,
+                       unsigned threads) {
+  TraceReader trace = open_verified_trace(directory, threads);
+  const std::string where = directory.string();
+  if (trace.header().weights_xxh3 != weights_xxh3)
+    throw std::runtime_error(
+        fmt::format("--trace {}: was captured from other weights ({}) than --model's ({})", where,
+                    trace.header().weights_xxh3.empty() ? "unknown" : trace.header().weights_xxh3,
+                    weights_xxh3));
+  const auto& segments = trace.segments();
+  if (segments.size() != 2 || segments[0].kind != SegmentKind::prompt || segments[1].tokens < 2)
+    throw std::runtime_error(fmt::format(
+        "--trace {}: should hold one prompt and then decoded tokens, two at least", where));
+  LoopText text{.name = last_name(where), .ids = trace.ids(), .prompt_tokens = segments[0].tokens};
+  text.trace = std::move(trace);
+  return text;
+}
+
+OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
+                              std::span<const CacheConfig> configs,
+                              const OpenLoopOptions& options) {
+  std::optional<TraceReader> captured;
+  if (!text.trace) captured = capture(backend, text, options);
+  const bool wants_output = std::ranges::any_of(
+      configs, [](const CacheConfig& config) { return wants_projections(config.policy.columns); });
+  const ReplayResult replayed =
+      replay(captured ? *captured : *text.trace, 0, configs,
+             {.every_output_error = options.every_output_error,
+              .elsewhere = options.device,
+              .output = wants_output ? backend.output_projections() : nullptr,
+              .threads = options.threads,
+              .progress = options.progress});
+  OpenLoopFigures figures;
+  for (const Measurement& row : replayed.measurements) {
+    if (row.layer >= 0) continue;
+    const MetricInfo* const metric = find_metric(row.metric);
+    if (!metric || !(metric->ranks || row.metric.starts_with("kv_bytes_"))) continue;
+    const std::vector<double> none(configs.size(), std::numeric_limits<double>::quiet_NaN());
+    figures.try_emplace(row.metric, none).first->second[row.config] = row.value;
+  }
+  return figures;
+}
+
+std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& text,
+                                           std::span<const CacheConfig> configs, unsigned threads,
+                                           std::function<void(double)> progress) {
+  std::vector<CacheConfig> with_full{CacheConfig{}};
+  with_full.insert(with_full.end(), configs.begin(), configs.end());
+  return std::move(sweep({text.ids}, with_full,
+                         {.prompt_tokens = text.prompt_tokens,
+                          .threads = threads,
+                          .progress = std::move(progress)})[0]);
+}
+
+std::vector<std::vector<double>> kl_of(std::vector<LoopScores> scores) {
+  std::vector<std::vector<double>> kl;
+  for (std::size_t c = 1; c < scores.size(); ++c) kl.push_back(std::move(scores[c].kl));
+  return kl;
+}
+
+double closed_loop_rate(const Sweep& sweep, const LoopText& text, unsigned threads) {
+  constexpr std::size_t kTokens = 192;
+  LoopText beginning{.name = text.name, .ids = text.ids, .prompt_tokens = 1};
+  beginning.ids.resize(std::min(kTokens, beginning.ids.size()));
+  const WorkTime took = timed([&] { closed_loop_scores(sweep, beginning, {}, threads, {}); });
+  return took.seconds / static_cast<double>(beginning.ids.size());
+}
+
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr std::size_t kMostMisordered = 10;  // shown, of each metric and budget
+constexpr std::size_t kMostTableBytes = std::size_t{64} << 20;
+
+ordered_json wrong_json(const FidelityBudget& budget, std::span<const CacheConfig> configs) {
+  ordered_json list = ordered_json::array();
+  for (const Misordered& wrong : budget.misordered) {
+    if (list.size() == kMostMisordered) break;
+    list.push_back({{"preferred", configs[wrong.preferred].policy.text()},
+                    {"better", configs[wrong.better].policy.text()},
+                    {"kl_ratio", wrong.ratio}});
+  }
+  return list;
+}
+
+ordered_json metric_json(const FidelityMetric& metric, std::span<const CacheConfig> configs) {
+  ordered_json object = {{"within", {}},
+                         {"within_low", {}},
+                         {"within_high", {}},
+                         {"single_text", {}},
+                         {"pooled", number_or_null(metric.pooled)},
+                         {"regret", {}},
+                         {"worst_regret", {}},
+                         {"chosen", {}},
+                         {"best", {}},
+                         {"told_apart", {}},
+                         {"misordered", {}},
+                         {"wrong", {}}};
+  for (const FidelityBudget& budget : metric.within) {
+    object["within"][budget.budget] = number_or_null(budget.rho);
+    object["within_low"][budget.budget] = number_or_null(budget.rho_interval.low);
+    object["within_high"][budget.budget] = number_or_null(budget.rho_interval.high);
+    object["single_text"][budget.budget] = number_or_null(budget.rho_single);
+    object["regret"][budget.budget] = number_or_null(budget.regret);
+    object["worst_regret"][budget.budget] = number_or_null(budget.worst_regret);
+    object["chosen"][budget.budget] = configs[budget.chosen].policy.text();
+    object["best"][budget.budget] = configs[budget.best].policy.text();
+    object["told_apart"][budget.budget] = budget.told_apart;
+    object["misordered"][budget.budget] = budget.misordered.size();
+    object["wrong"][budget.budget] = wrong_json(budget, configs);
+  }
+  return object;
+}
+
+/// Tokens of a budget as asked for, a mean where heads share it, in texts of so many tokens by
+/// their names; none of bytes, or of budgets in a file. Throws std::runtime_error for a share of
+/// texts that differ in length.
+std::optional<double> tokens_of(const std::string& budget, const JsonFields& tokens) {
+  if (budget.starts_with('@')) return std::nullopt;
+  Budget asked;
+  try {
+    asked = parse_budget(budget);
+  } catch (const std::invalid_argument& error) {
+    throw std::runtime_error(fmt::format("{}: {}", tokens.where(), error.what()));
+  }
+  if (asked.bytes > 0) return std::nullopt;
+  if (!asked.extent.is_share) return asked.extent.tokens;
+  std::set<std::uint64_t> lengths;
+  for (const auto& [text, length] : tokens.json().items()) lengths.insert(tokens.whole(text));
+  if (lengths.size() != 1)
+    throw std::runtime_error(fmt::format(
+        "{}: {} are of {} lengths, so that {} is no number of tokens; measure texts of one length, "
+        "or budgets in tokens",
+        tokens.where(), tokens.json().size(), lengths.size(), budget));
+  return static_cast<double>(*lengths.begin()) * asked.extent.share_ppm / 1e6;
+}
+
+/// A rank correlation.
+std::optional<double> optional_rho(const JsonFields& fields, const std::string& key) {
+  return fields.has(key) ? std::optional(fields.number(key, -1, 1)) : std::nullopt;
+}
+std::optional<double> optional_regret(const JsonFields& fields, const std::string& key) {
+  constexpr double kMost = 1e9;
+  return fields.has(key) ? std::optional(fields.number(key, 0, kMost)) : std::nullopt;
+}
+
+nlohmann::json or_null(const std::optional<double>& value) {
+  return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
+}
+
+}  // namespace
+
+std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const FidelityText> texts,
+                         std::uint32_t head_size) {
+  std::string csv = fmt::format("text,{},metric,value\n", kConfigColumns);
+  const auto add = [&](const FidelityText& text, std::size_t c, const std::string& metric,
+                       double value) {
+    if (std::isfinite(value))
+      csv +=
+          fmt::format("{},{},{},{}\n", csv_field(text.name),
+                      config_columns(configs[c], configs[c].budget.resolve(text.tokens, head_size)),
+                      metric, value);
+  };
+  for (const FidelityText& text : texts)
+    for (std::size_t c = 0; c < configs.size(); ++c) {
+      add(text, c, "kl", text.kl[c]);
+      for (const auto& [metric, values] : text.figures) add(text, c, metric, values[c]);
+    }
+  return csv;
+}
+
+void add_fidelity(ordered_json& object, const Fidelity& fidelity,
+                  std::span<const CacheConfig> configs, std::span<const FidelityText> texts) {
+  object["texts"] = ordered_json::array();
+  for (const FidelityText& text : texts) {
+    object["texts"].push_back(text.name);
+    object["tokens"][text.name] = text.tokens;
+    object["prompt_tokens"][text.name] = text.prompt_tokens;
+  }
+  object["default_metric"] = fidelity.standard;
+  for (const FidelityMetric& metric : fidelity.metrics)
+    object["metrics"][metric.metric] = metric_json(metric, configs);
+  for (std::size_t b = 0; b < fidelity.ceiling.size(); ++b)
+    object["ceiling"][fidelity.metrics.front().within[b].budget] =
+        number_or_null(fidelity.ceiling[b]);
+}
+
+nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
+                                 std::uint32_t budget_tokens, const std::string& weights_xxh3) {
+  const std::string text = read_text_file(file, kMostTableBytes);
+  const nlohmann::json top = parse_json(text, file.string());
+  const JsonFields fields(top, file.string());
+  fields.check_format(kFidelityFormat);
+  if (fields.text("weights_xxh3") != weights_xxh3)
+    throw std::runtime_error(fmt::format(
+        "{}: was measured on other weights ({}, of {}) than the run's ({})", file.string(),
+        fields.text("weights_xxh3"), fields.text("model"), weights_xxh3));
+  const JsonFields metrics = fields.object("metrics");
+  if (!metrics.has(metric))
+    throw std::runtime_error(fmt::format(
+        "{}: did not measure {}, which decides here; give --metric", file.string(), metric));
+  const JsonFields own = metrics.object(metric), within = own.object("within");
+  const JsonFields tokens = fields.object("tokens");
+  std::string nearest;
+  double least = std::numeric_limits<double>::infinity();
+  for (const auto& [budget, value] : within.json().items()) {
+    const auto count = tokens_of(budget, tokens);
+    const double apart =
+        count ? std::abs(std::log(*count / static_cast<double>(budget_tokens))) : least;
+    if (apart < least) least = apart, nearest = budget;
+  }
+  if (nearest.empty())
+    throw std::runtime_error(own.where() + ": key 'within' has no budget in tokens or a share");
+  return {{"metric", metric},
+          {"budget", nearest},
+          {"rho", or_null(optional_rho(within, nearest))},
+          {"rho_low", or_null(optional_rho(own.object("within_low"), nearest))},
+          {"rho_high", or_null(optional_rho(own.object("within_high"), nearest))},
+          {"regret", or_null(optional_regret(own.object("regret"), nearest))},
+          {"pooled", or_null(optional_rho(own, "pooled"))},
+          {"texts", fields.list("texts").size()},
+          {"tokens", tokens.json()},
+          {"file_xxh3", xxh3_hex(text)}};
+}
+
+std::string evidence_text(const nlohmann::json& evidence) {
+  const auto number = [&](const char* key) {
+    return evidence[key].is_number() ? fmt::format("{:.2f}", evidence[key].get<double>())
+                                     : std::string("unknown");
+  };
+  return fmt::format(
+      "{} orders policies as the closed loop does with rho {} ({} to {}) at a budget of {}, regret "
+      "{}; measured on {} texts",
+      evidence["metric"].get<std::string>(), number("rho"), number("rho_low"), number("rho_high"),
+      evidence["budget"].get<std::string>(), number("regret"),
+      evidence["texts"].get<std::size_t>());
 }
 
 }  // namespace kvlab

@@ -2,14 +2,62 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "engine/loop/fidelity/measure.hpp"
+#include "engine/backend.hpp"
+#include "engine/loop/eval.hpp"
 #include "engine/loop/statistics.hpp"
 
 namespace kvlab {
+
+// One text in the open loop and in the closed loop, over the same ids.
+/// A text by its tokens, or a trace that was captured before, whose ids are the text.
+struct LoopText {
+  std::string name;
+  std::vector<std::int32_t> ids;
+  std::uint32_t prompt_tokens = 0;
+  std::optional<TraceReader> trace;
+};
+
+/// Throws std::runtime_error unless the trace verifies, is of these weights, and holds one prompt
+/// and then decoded tokens, two at least.
+LoopText text_of_trace(const std::filesystem::path& directory, const std::string& weights_xxh3,
+                       unsigned threads);
+
+struct OpenLoopOptions {
+  const OutputSketch& sketch;     ///< of the model's output projections, for captures
+  std::filesystem::path capture;  ///< where a trace of the text goes, if it has none; a new folder
+  bool every_output_error = false;
+  unsigned threads = 1;
+  HeadReplayer* device = nullptr;
+  std::function<void(double)> capturing = {};  ///< the share that is captured; may be empty
+  std::function<void(double)> progress = {};   ///< of the replay
+};
+
+/// Every figure of the replay by which policies may be put in order, and kv_bytes_mean and _peak:
+/// [metric][configuration]; NaN where there is none.
+using OpenLoopFigures = std::map<std::string, std::vector<double>>;
+OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,
+                              std::span<const CacheConfig> configs, const OpenLoopOptions& options);
+
+/// What each configuration scored, and the full cache before them.
+std::vector<LoopScores> closed_loop_scores(const Sweep& sweep, const LoopText& text,
+                                           std::span<const CacheConfig> configs, unsigned threads,
+                                           std::function<void(double)> progress);
+
+/// KL to the full cache of each scored token, [configuration][token], of all but the first.
+std::vector<std::vector<double>> kl_of(std::vector<LoopScores> scores);
+/// Seconds that the closed loop takes for each token of a configuration, by a run of the full cache
+/// over the beginning of a text: what its progress is reckoned from as long as nothing else is
+/// known.
+double closed_loop_rate(const Sweep& sweep, const LoopText& text, unsigned threads);
 
 /// What one text showed, by configuration.
 struct FidelityText {
@@ -66,5 +114,31 @@ Fidelity assess_fidelity(std::span<const CacheConfig> configs, std::span<const F
 
 /// The figure that `deploy` would go by among those of all texts, [text].
 std::string standard_figure(std::span<const OpenLoopFigures> figures);
+
+// What `kvlab fidelity` leaves behind: a tidy table, a JSON object, and what policy files say of
+// it.
+
+inline constexpr int kFidelityFormat = 2;
+inline constexpr const char* kFidelityCsv = "fidelity.csv";
+inline constexpr const char* kFidelityJson = "fidelity.json";
+
+/// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value: one figure a row;
+/// `kl` is the truth.
+std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const FidelityText> texts,
+                         std::uint32_t head_size);
+
+/// Adds `texts`, `tokens` and `prompt_tokens` by text, `metrics`, `default_metric` and `ceiling` to
+/// what is there.
+void add_fidelity(nlohmann::ordered_json& json, const Fidelity& fidelity,
+                  std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
+
+/// How good a figure was when it was measured, from a fidelity.json: at the budget that is nearest
+/// in tokens. Throws std::runtime_error that names the file: broken, of other weights, without this
+/// metric, of shares of texts that differ in length.
+nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
+                                 std::uint32_t budget_tokens, const std::string& weights_xxh3);
+
+/// One sentence of that evidence.
+std::string evidence_text(const nlohmann::json& evidence);
 
 }  // namespace kvlab

@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 
-#include "engine/loop/eval/table.hpp"
+#include "engine/loop/eval/score.hpp"
 #include "engine/loop/pages/pages.hpp"
 #include "engine/loop/pages/scores.hpp"
 #include "policies/catalogue.hpp"

@@ -4,13 +4,13 @@
 #include <cmath>
 #include <numeric>
 
-#include "engine/loop/eval/table.hpp"
-#include "engine/loop/fidelity/table.hpp"
+#include "engine/loop/eval/score.hpp"
+#include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/loop/pages/pages.hpp"
 #include "policies/catalogue.hpp"
-#include "sim/report/answer.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
+#include "sim/report/verdict.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"

@@ -8,11 +8,11 @@
 #include <charconv>
 #include <map>
 
-#include "engine/loop/eval/table.hpp"
+#include "engine/loop/eval/score.hpp"
+#include "sim/report/figure.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
-#include "sim/report/palette.hpp"
-#include "sim/run/csv.hpp"
+#include "sim/run/results.hpp"
 #include "sim/run/run.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "engine/loop/text_stream.hpp"
+#include "engine/loop/conversation.hpp"
 #include "policies/executor.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/batch_decoder.hpp"
-#include "engine/loop/task/prompt.hpp"
+#include "engine/loop/task/draw.hpp"
 #include "sim/run/run_folder.hpp"
 
 namespace kvlab {

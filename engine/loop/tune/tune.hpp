@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/loop/deploy/truths.hpp"
-#include "engine/loop/fidelity/measure.hpp"
+#include "engine/loop/deploy/deploy.hpp"
+#include "engine/loop/fidelity/fidelity.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "engine/loop/tune/race.hpp"
 #include "policies/catalogue.hpp"

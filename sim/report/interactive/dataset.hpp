@@ -2,15 +2,16 @@
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "sim/report/palette.hpp"
+#include "sim/report/figure.hpp"
 #include "sim/run/ranking.hpp"
 
 namespace kvlab {
-
 /// Sequences that are averaged: those of one model.
 struct SequenceGroup {
   std::string name;
@@ -32,5 +33,25 @@ struct DatasetOptions {
 nlohmann::ordered_json dataset_of(const Figures& figures, const std::vector<SeriesStyle>& styles,
                                   std::span<const SequenceGroup> groups,
                                   const DatasetOptions& options);
+
+// The interactive page's scripts: Vega, our own (sim/report/page/), and what they show.
+
+// Vega, the library that draws pages: found where Debian's libjs-vega puts it.
+
+/// What to say where vega_script() finds nothing.
+inline constexpr std::string_view kNoVega =
+    "the page has tables and no figures, for want of Vega (Debian: libjs-vega; elsewhere: its "
+    "folder as KVLAB_VEGA)";
+
+/// Vega's modules as one script behind their licence. From the folder that the environment's
+/// KVLAB_VEGA names, or else Debian's. Nothing where a module is missing.
+std::optional<std::string> vega_script();
+
+/// A file of sim/report/page/, by its name. Throws std::out_of_range if there is none.
+std::string_view page_file(std::string_view name);
+
+/// The elements that end an interactive page: `data` as JSON that no text in it can leave, then the
+/// scripts. `vega` is what vega_script() gave.
+std::string script_elements(const nlohmann::ordered_json& data, std::string_view vega);
 
 }  // namespace kvlab

@@ -1,10 +1,9 @@
 // Traces of questions: which tokens are the answer's.
-#include "engine/loop/task/capture.hpp"
+#include "engine/loop/task/answers.hpp"
 
 #include <fmt/format.h>
 
 #include <filesystem>
-#include <memory>
 
 #include "engine/loop/task/run.hpp"
 #include "tests/catch.hpp"

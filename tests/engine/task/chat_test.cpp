@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "engine/loop/task/prompt.hpp"
+#include "engine/loop/task/draw.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/skip.hpp"

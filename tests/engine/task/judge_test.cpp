@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/loop/task/figures.hpp"
+#include "engine/loop/task/run.hpp"
 #include "tests/catch.hpp"
 
 namespace kvlab {

@@ -1,5 +1,5 @@
 // Who is deployed by both truths.
-#include "engine/loop/deploy/truths.hpp"
+#include "engine/loop/deploy/deploy.hpp"
 
 #include "engine/backend.hpp"
 #include "tests/catch.hpp"

@@ -5,7 +5,7 @@
 #include "engine/capture.hpp"
 #include "engine/loop/closed_loop.hpp"
 #include "engine/loop/verify.hpp"
-#include "engine/row_score.hpp"
+#include "engine/sampler.hpp"
 #include "sim/head_view.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/plain_forward.hpp"

@@ -1,11 +1,10 @@
 // The closed loop and verify on a model of which most layers see a window.
-#include <cmath>
 
 #include "engine/backend.hpp"
 #include "engine/decoder.hpp"
 #include "engine/loop/closed_loop.hpp"
 #include "engine/loop/verify.hpp"
-#include "engine/row_score.hpp"
+#include "engine/sampler.hpp"
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
 #include "tests/catch.hpp"

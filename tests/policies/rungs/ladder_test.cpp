@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <random>
 
-#include "policies/live_set.hpp"
+#include "policies/aged_set.hpp"
 #include "tests/catch.hpp"
 
 using namespace kvlab;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 Texts = str | Iterable[str]
 Model = Any  # a folder, a transformers model, or what was read of one
 Budgets = str | int | Iterable[str | int]
+
+
+_NUMBERS = dict.fromkeys(("threshold", "value", "stderr", "budget_bytes"), "float64") | {
+    "budget_tokens": "int64", "seed": "uint64", "count": "int64",
+}  # fmt: skip
 
 
 class Metric(NamedTuple):
@@ -88,23 +94,25 @@ class Run:
         """A pandas frame, one figure a row; texts are categories, `layer` and `head` among them ("all", "0", …)."""
         import pandas
 
-        columns: dict[str, Any] = {}
-        for name, column in self._held.columns().items():
-            columns[name] = pandas.Categorical.from_codes(*column) if isinstance(column, tuple) else column
-        return pandas.DataFrame(columns)
+        frame = pandas.read_csv(io.StringIO(self.csv()), dtype=str, keep_default_na=False)
+        for name, texts in frame.items():
+            if name in _NUMBERS:
+                frame[name] = texts.replace("", "nan").astype(_NUMBERS[name])
+            else:
+                frame[name] = pandas.Categorical(texts, texts.unique())
+        return frame
 
     def arrow(self) -> pyarrow.Table:
         """An Arrow table of the same columns; texts are dictionaries, a missing `stderr` is null."""
         import pyarrow
+        import pyarrow.csv
 
-        arrays: dict[str, Any] = {}
-        for name, column in self._held.columns().items():
-            if isinstance(column, tuple):
-                codes, texts = column
-                arrays[name] = pyarrow.DictionaryArray.from_arrays(codes, pyarrow.array(texts, pyarrow.string()))
-            else:
-                arrays[name] = pyarrow.array(column, from_pandas=True)
-        return pyarrow.table(arrays)
+        text = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+        lines = self.csv().encode()
+        types = dict.fromkeys(lines.split(b"\n", 1)[0].decode().split(","), text)
+        types |= {name: pyarrow.from_numpy_dtype(number) for name, number in _NUMBERS.items()}
+        options = pyarrow.csv.ConvertOptions(column_types=types, null_values=["", "nan"])
+        return pyarrow.csv.read_csv(io.BytesIO(lines), convert_options=options)
 
     def parquet(self, path: str | os.PathLike[str]) -> None:
         """Writes the Arrow table as a Parquet file."""

@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include "engine/loop/policy_file.hpp"
-#include "sim/budgets/grid.hpp"
+#include "sim/budgets/budget_file.hpp"
 #include "tools/python/src/bindings.hpp"
 
 namespace kvlab::python {

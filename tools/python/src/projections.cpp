@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "engine/output_sketch.hpp"
+#include "engine/capture.hpp"
 #include "tools/python/src/bindings.hpp"
 #include "tools/python/src/long_call.hpp"
 

@@ -8,12 +8,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <map>
 #include <numeric>
 #include <stdexcept>
 
 #include "policies/columns/output_projections.hpp"
-#include "sim/budgets/grid.hpp"
+#include "sim/budgets/budget_file.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/metrics.hpp"
 #include "sim/report/verdict.hpp"
@@ -83,64 +82,6 @@ PythonRun replay_traces(const std::vector<Trace>& traces, const std::vector<Poli
   }
   call_long([&] { result.run = replay_in_memory(request, readers); });
   return result;
-}
-
-/// A column of few different texts: the index of each row's, and the texts.
-using Texts = std::pair<Array<std::int32_t>, std::vector<std::string>>;
-
-template <class TextOf>
-Texts texts_of(const std::vector<ResultRow>& rows, TextOf text_of) {
-  std::vector<std::int32_t> codes;
-  std::vector<std::string> texts;
-  std::map<std::string, std::int32_t, std::less<>> known;
-  for (const ResultRow& row : rows) {
-    const auto [place, is_new] =
-        known.try_emplace(text_of(row), static_cast<std::int32_t>(texts.size()));
-    if (is_new) texts.push_back(place->first);
-    codes.push_back(place->second);
-  }
-  return {array_of(std::move(codes), {rows.size()}), std::move(texts)};
-}
-
-template <class T, class ValueOf>
-Array<T> numbers_of(const std::vector<ResultRow>& rows, ValueOf value_of) {
-  std::vector<T> values;
-  values.reserve(rows.size());
-  for (const ResultRow& row : rows) values.push_back(value_of(row));
-  return array_of(std::move(values), {rows.size()});
-}
-
-std::string place_text(std::int32_t place) { return place < 0 ? "all" : std::to_string(place); }
-
-/// The columns of results.csv, in its order: arrays of numbers, or Texts.
-Words columns_of(const PythonRun& self) {
-  const auto& rows = self.run.rows;
-  nb::dict columns;
-  const auto texts = [&](const char* name, auto text_of) {
-    columns[name] = nb::cast(texts_of(rows, text_of));
-  };
-  texts("trace", [](const ResultRow& r) { return r.trace; });
-  texts("policy", [](const ResultRow& r) { return r.policy; });
-  texts("params", [](const ResultRow& r) { return r.params; });
-  texts("budget", [](const ResultRow& r) { return r.budget; });
-  columns["budget_tokens"] =
-      numbers_of<std::int64_t>(rows, [](const ResultRow& r) { return r.budget_tokens; });
-  texts("prefill", [](const ResultRow& r) { return r.prefill; });
-  texts("positions", [](const ResultRow& r) { return r.positions; });
-  texts("span", [](const ResultRow& r) { return r.span; });
-  columns["threshold"] = numbers_of<double>(rows, [](const ResultRow& r) { return r.threshold; });
-  columns["seed"] = numbers_of<std::uint64_t>(rows, [](const ResultRow& r) { return r.seed; });
-  texts("layer", [](const ResultRow& r) { return place_text(r.layer); });
-  texts("head", [](const ResultRow& r) { return place_text(r.head); });
-  texts("metric", [](const ResultRow& r) { return r.metric; });
-  columns["value"] = numbers_of<double>(rows, [](const ResultRow& r) { return r.value; });
-  columns["stderr"] = numbers_of<double>(rows, [](const ResultRow& r) { return r.standard_error; });
-  columns["count"] = numbers_of<std::int64_t>(
-      rows, [](const ResultRow& r) { return static_cast<std::int64_t>(r.count); });
-  texts("ladder", [](const ResultRow& r) { return r.ladder; });
-  columns["budget_bytes"] =
-      numbers_of<double>(rows, [](const ResultRow& r) { return r.budget_bytes; });
-  return Words(columns);
 }
 
 /// policy, params, budget, prefill, positions of each configuration.
@@ -288,7 +229,6 @@ void bind_replay(nb::module_& module) {
       .def_static("load", load, nb::arg("directory"))
       .def("save", save, nb::arg("directory"),
            "Writes results.csv, blocks.csv, run.json and kept.json.")
-      .def("columns", columns_of, "The columns of results.csv: arrays, or of texts (codes, texts).")
       .def("ranking", ranking, nb::arg("budget"), nb::arg("metric"),
            "JSON: standings and verdict at a budget.")
       .def_prop_ro("budgets", budgets_of, "As asked, by tokens.")

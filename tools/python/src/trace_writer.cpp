@@ -13,9 +13,9 @@
 #include <optional>
 #include <stdexcept>
 
+#include "engine/capture.hpp"
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
-#include "engine/output_sketch.hpp"
 #include "policies/columns/columns.hpp"
 #include "tools/python/src/bindings.hpp"
 #include "tools/python/src/rows.hpp"
