@@ -1,19 +1,15 @@
-# Compares the tables of PAGE (docs/policies.md) with what KVLAB (the program) prints; with -DWRITE=ON puts
-# them there instead.
-set(begin "<!-- kvlab policies --markdown -->\n")
-set(end "<!-- end -->")
-execute_process(COMMAND ${KVLAB} policies --markdown OUTPUT_VARIABLE tables COMMAND_ERROR_IS_FATAL ANY)
+# Compares the tables of PAGE (docs/policies.md) with what KVLAB (the program) prints, row by row: a policy need not be
+# on the page; with -DWRITE=ON puts the page's rows right instead.
+set(refresh [[
+NR == FNR { row[$2] = $0; next }
+/^<!-- kvlab policies --markdown -->/ { made = seen = 1 }
+/^<!-- end -->/ { made = 0 }
+made && /^\| / && $2 != "---" { if (!($2 in row)) next; $0 = row[$2] }
+{ print }
+END { exit !seen || made }]])
 file(READ ${PAGE} page)
-string(FIND "${page}" "${begin}" from)
-string(FIND "${page}" "${end}" to)
-if(from EQUAL -1 OR to LESS from)
-  message(FATAL_ERROR "${PAGE}: should hold the two comments that stand around the tables")
-endif()
-string(LENGTH "${begin}" length)
-math(EXPR from "${from} + ${length}")
-string(SUBSTRING "${page}" 0 ${from} before)
-string(SUBSTRING "${page}" ${to} -1 after)
-set(fresh "${before}${tables}${after}")
+execute_process(COMMAND ${KVLAB} policies --markdown COMMAND awk "${refresh}" - ${PAGE} OUTPUT_VARIABLE fresh
+                COMMAND_ERROR_IS_FATAL ANY)
 if(WRITE)
   file(WRITE ${PAGE} "${fresh}")
 elseif(NOT fresh STREQUAL page)
