@@ -15,27 +15,26 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
-def model_of(family: str = "llama", **words: Any) -> Any:
+def config_of(family: str, **words: Any) -> Any:
+    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if family not in mapping:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    return mapping[family](**words)
+
+
+def model_of(family: str = "llama", attention: str = "eager", **words: Any) -> Any:
     torch.manual_seed(3)
-    config = {
-        "llama": transformers.LlamaConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": getattr(transformers, "Qwen3Config", None),
-        "mistral": transformers.MistralConfig,
-    }[family](
-        **{
-            "vocab_size": 97,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-        }
-        | ({"sliding_window": None} if family == "mistral" else {})
-        | words
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    small = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+    } | ({"sliding_window": None} if family == "mistral" else {})
+    config = config_of(family, **small | words)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
 def ids_of(tokens: int) -> Any:
@@ -175,25 +174,7 @@ def test_quantised_weights_are_captured_as_they_compute(quantised: Any, tmp_path
 
 def other_model(family: str, **words: Any) -> Any:
     """Of a family that nobody listed."""
-    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    if family not in mapping:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    torch.manual_seed(3)
-    config = mapping[family](
-        **{
-            "vocab_size": 97,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 2048,
-            "pad_token_id": 0,
-        }
-        | words
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = model_of(family, "sdpa", **{"num_hidden_layers": 4, "head_dim": 8, "pad_token_id": 0} | words)
     if not getattr(type(model), "_supports_attention_backend", False):
         pytest.skip(f"{family} of transformers {transformers.__version__} has attention of its own")
     with torch.no_grad():
@@ -228,10 +209,7 @@ def test_families_like_llama_are_captured(family: str, words: dict[str, Any], ha
 @pytest.mark.parametrize("family", ["t5", "whisper", "vit"])
 def test_models_of_more_than_text_are_refused_by_name(family: str) -> None:
     """Their configs alone say it."""
-    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    if family not in mapping:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    model = types.SimpleNamespace(config=mapping[family](), modules=list, parameters=list)
+    model = types.SimpleNamespace(config=config_of(family), modules=list, parameters=list)
     for use in (lambda: kvlab.hf.evicting(model, "h2o", 16), lambda: kvlab.hf.capture(model, ids_of(4))):
         with pytest.raises(ValueError, match=f"model_type '{family}'") as refused:
             use()

@@ -1,6 +1,7 @@
 // Ladders in the replay: equal rungs are one rung, and attention over codes is a second writing's.
 #include <cmath>
 #include <map>
+#include <numeric>
 #include <string>
 
 #include "sim/access/key_codes.hpp"
@@ -44,10 +45,50 @@ CacheConfig config_of(const std::string& policy, const std::string& ladder, std:
           .prefill = prefill};
 }
 
-/// `window` behind a dense prompt: who is live, and on which rung, is known. Float64 but for codes.
-double naive_error(const TraceReader& trace, const std::vector<RungSlots>& ladder) {
+using Rows = std::vector<brute::Vector>;
+
+/// The mean error of decoded queries. `held(keys, values)`, of a head's rotated keys and its
+/// values, says of a query what is there in their place. Float64 but for codes.
+template <class Held>
+double naive_error(const TraceReader& trace, Held held) {
   const brute::Sequence s = brute::load(trace);
+  double sum = 0, count = 0;
+  for (std::uint32_t l = 0; l < s.layers; ++l) {
+    const brute::RopeAngles angles = brute::exact_angles(s, l);
+    for (std::uint32_t h = 0; h < s.query_heads; ++h) {
+      const Rows &k = s.k[l][h / s.group()], &v = s.v[l][h / s.group()];
+      Rows exact;
+      for (std::uint32_t i = 0; i < s.tokens; ++i) exact.push_back(brute::rotate(angles, k[i], i));
+      auto held_for = held(exact, v);
+      for (std::uint32_t t = s.segments[1].start; t < s.tokens; ++t) {
+        const brute::Vector q = brute::rotate(angles, s.q[l][h][t], t);
+        const auto output = [&](const Rows& keys, const Rows& values, std::size_t rows) {
+          brute::Vector logits, sums(q.size());
+          for (std::size_t i = 0; i < rows; ++i)
+            logits.push_back(
+                s.score(l, std::inner_product(q.begin(), q.end(), keys[i].begin(), 0.0)));
+          const brute::Vector p = brute::softmax(logits, brute::sink_of(s.row(l), h));
+          for (std::size_t i = 0; i < rows; ++i)
+            for (std::size_t d = 0; d < q.size(); ++d) sums[d] += p[i] * values[i][d];
+          return sums;
+        };
+        const auto [keys, values] = held_for(t);
+        const brute::Vector own = output(keys, values, std::min<std::size_t>(keys.size(), t + 1)),
+                            whole = output(exact, v, t + 1);
+        double error = 0, size = 0;
+        for (std::size_t d = 0; d < q.size(); ++d)
+          error += (own[d] - whole[d]) * (own[d] - whole[d]), size += whole[d] * whole[d];
+        sum += std::sqrt(error / size), ++count;
+      }
+    }
+  }
+  return sum / count;
+}
+
+/// `window` behind a dense prompt: who is live, and on which rung, is known.
+double naive_ladder_error(const TraceReader& trace, const std::vector<RungSlots>& ladder) {
   const auto code = [&](const brute::Vector& exact, std::size_t rung, bool key) {
+    if (ladder[rung].form->exact()) return exact;
     std::vector<float> row(exact.begin(), exact.end());
     butterflies(row);
     for (std::size_t r = 0; r <= rung; ++r)
@@ -59,48 +100,18 @@ double naive_error(const TraceReader& trace, const std::vector<RungSlots>& ladde
     for (double& x : back) x /= 32;
     return back;
   };
-  double sum = 0, count = 0;
-  for (std::uint32_t l = 0; l < s.layers; ++l) {
-    const brute::RopeAngles angles = brute::exact_angles(s, l);
-    for (std::uint32_t h = 0; h < s.query_heads; ++h) {
-      const auto &k = s.k[l][h / s.group()], &v = s.v[l][h / s.group()];
-      for (std::uint32_t t = s.segments[1].start; t < s.tokens; ++t) {
-        const brute::Vector q = brute::rotate(angles, s.q[l][h][t], t);
-        brute::Vector logits, all;
-        std::vector<brute::Vector> values, exact;
-        std::uint32_t j = t, left = ladder[0].slots;
-        std::size_t rung = 0;
-        const auto product = [&](const brute::Vector& key) {
-          double dot = 0;
-          for (std::size_t d = 0; d < q.size(); ++d) dot += q[d] * key[d];
-          return s.score(l, dot);
-        };
-        for (std::uint32_t i = 0; i <= t; ++i)
-          all.push_back(product(brute::rotate(angles, k[i], i)));
-        for (;; --j) {  // from the youngest on
-          while (left == 0 && ++rung < ladder.size()) left = ladder[rung].slots;
-          if (rung == ladder.size()) break;
-          const brute::Vector key = brute::rotate(angles, k[j], j);
-          const bool is_exact = ladder[rung].form->exact();
-          logits.push_back(product(is_exact ? key : code(key, rung, true)));
-          values.push_back(is_exact ? v[j] : code(v[j], rung, false));
-          --left;
-          if (j == 0) break;
+  return naive_error(trace, [&](const Rows& exact, const Rows& v) {
+    return [&](std::uint32_t t) {
+      std::pair<Rows, Rows> rows;
+      std::uint32_t young = t + 1;  // from the youngest on
+      for (std::size_t rung = 0; rung < ladder.size(); ++rung)
+        for (std::uint32_t left = ladder[rung].slots; left > 0 && young > 0; --left) {
+          rows.first.push_back(code(exact[--young], rung, true));
+          rows.second.push_back(code(v[young], rung, false));
         }
-        const double sink = brute::sink_of(s.row(l), h);
-        const brute::Vector p = brute::softmax(logits, sink), full = brute::softmax(all, sink);
-        double error = 0, size = 0;
-        for (std::size_t d = 0; d < q.size(); ++d) {
-          double own = 0, whole = 0;
-          for (std::size_t i = 0; i + 1 < p.size(); ++i) own += p[i] * values[i][d];
-          for (std::size_t i = 0; i + 1 < full.size(); ++i) whole += full[i] * v[i][d];
-          error += (own - whole) * (own - whole), size += whole * whole;
-        }
-        sum += std::sqrt(error / size), ++count;
-      }
-    }
-  }
-  return sum / count;
+      return rows;
+    };
+  });
 }
 
 }  // namespace
@@ -135,16 +146,14 @@ TEST_CASE("attention over codes agrees with float64") {
     INFO(ladder);
     const CacheConfig config = config_of("window", ladder, 12);
     const ResolvedConfig resolved = resolve(config, trace.tokens());
-    const double expected = naive_error(trace, resolved.rungs.at(resolved.budget_tokens));
+    const double expected = naive_ladder_error(trace, resolved.rungs.at(resolved.budget_tokens));
     const double own = figures(trace, config).at({-1, -1, "output_error"});
     CHECK(own == Approx(expected).epsilon(1e-5));
   }
 }
 
-/// KIVI of so many bits behind a dense prompt: the mean error of decoded queries. Float64 but for
-/// codes.
+/// KIVI of so many bits behind a dense prompt.
 double naive_kivi_error(const TraceReader& trace, int bits) {
-  const brute::Sequence s = brute::load(trace);
   const auto code = [&](std::vector<double*> group) {
     double least = *group[0], most = least;
     for (const double* x : group) least = std::min(least, *x), most = std::max(most, *x);
@@ -154,54 +163,23 @@ double naive_kivi_error(const TraceReader& trace, int bits) {
     for (double* x : group)
       *x = std::rint(std::clamp((static_cast<float>(*x) - mn) / scale, 0.0f, codes)) * scale + mn;
   };
-  double sum = 0, count = 0;
-  for (std::uint32_t l = 0; l < s.layers; ++l) {
-    const brute::RopeAngles angles = brute::exact_angles(s, l);
-    for (std::uint32_t h = 0; h < s.query_heads; ++h) {
-      std::vector<brute::Vector> exact, keys;
-      const auto& v = s.v[l][h / s.group()];
-      for (std::uint32_t i = 0; i < s.tokens; ++i)
-        exact.push_back(brute::rotate(angles, s.k[l][h / s.group()][i], i));
-      keys = exact;
-      auto values = v;
-      std::uint32_t coded_keys = 0, coded_values = 0;
-      for (std::uint32_t t = s.segments[1].start; t < s.tokens; ++t) {
-        // What the cache held before this query: a window of keys that fills, one of values that
-        // moves.
-        for (std::uint32_t full = t - t % 128; coded_keys < full; coded_keys += 32)
-          for (std::size_t d = 0; d < keys[0].size(); ++d) {
-            std::vector<double*> group;
-            for (std::uint32_t i = 0; i < 32; ++i) group.push_back(&keys[coded_keys + i][d]);
-            code(group);
-          }
-        for (; t - coded_values > 128; ++coded_values) {
+  return naive_error(trace, [&](Rows keys, Rows values) {
+    // What the cache held before query t: a window of keys that fills, one of values that moves.
+    return [code, keys, values, coded_keys = 0u, coded_values = 0u](std::uint32_t t) mutable {
+      for (std::uint32_t full = t - t % 128; coded_keys < full; coded_keys += 32)
+        for (std::size_t d = 0; d < keys[0].size(); ++d) {
           std::vector<double*> group;
-          for (double& x : values[coded_values]) group.push_back(&x);
+          for (std::uint32_t i = 0; i < 32; ++i) group.push_back(&keys[coded_keys + i][d]);
           code(group);
         }
-        const brute::Vector q = brute::rotate(angles, s.q[l][h][t], t);
-        brute::Vector coded, all;
-        for (std::uint32_t i = 0; i <= t; ++i)
-          for (const bool of_exact : {true, false}) {
-            double dot = 0;
-            for (std::size_t d = 0; d < q.size(); ++d)
-              dot += q[d] * (of_exact ? exact : keys)[i][d];
-            (of_exact ? all : coded).push_back(s.score(l, dot));
-          }
-        const double sink = brute::sink_of(s.row(l), h);
-        const brute::Vector p = brute::softmax(coded, sink), full = brute::softmax(all, sink);
-        double error = 0, size = 0;
-        for (std::size_t d = 0; d < q.size(); ++d) {
-          double own = 0, whole = 0;
-          for (std::uint32_t i = 0; i <= t; ++i)
-            own += p[i] * values[i][d], whole += full[i] * v[i][d];
-          error += (own - whole) * (own - whole), size += whole * whole;
-        }
-        sum += std::sqrt(error / size), ++count;
+      for (; t - coded_values > 128; ++coded_values) {
+        std::vector<double*> group;
+        for (double& x : values[coded_values]) group.push_back(&x);
+        code(group);
       }
-    }
-  }
-  return sum / count;
+      return std::pair(keys, values);
+    };
+  });
 }
 
 TEST_CASE("KIVI codes keys by channel as a window fills, values as they leave one, and all stay") {
@@ -286,7 +264,7 @@ TEST_CASE("attention over codes is the layer's own: table, scale, cap and sinks"
   for (const char* ladder : {"4", "16@5t+4@100%"}) {
     const CacheConfig config = config_of("window", ladder, 12);
     const ResolvedConfig resolved = resolve(config, trace.tokens());
-    const double expected = naive_error(trace, resolved.rungs.at(resolved.budget_tokens));
+    const double expected = naive_ladder_error(trace, resolved.rungs.at(resolved.budget_tokens));
     CHECK(figures(trace, config).at({-1, -1, "output_error"}) == Approx(expected).epsilon(1e-5));
   }
 }
