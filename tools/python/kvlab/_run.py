@@ -29,7 +29,7 @@ Model = Any  # a folder, a transformers model, or what was read of one
 Budgets = str | int | Iterable[str | int]
 
 
-_NUMBERS = dict.fromkeys(("threshold", "value", "stderr", "budget_bytes"), "float64") | {
+_NUMBERS: dict[str, Any] = dict.fromkeys(("threshold", "value", "stderr", "budget_bytes"), "float64") | {
     "budget_tokens": "int64", "seed": "uint64", "count": "int64",
 }  # fmt: skip
 
