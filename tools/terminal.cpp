@@ -5,7 +5,6 @@
 
 #include <cerrno>
 #include <new>
-#include <utility>
 
 #include "traces/base/text.hpp"
 
@@ -31,8 +30,8 @@ std::string line_of(std::string_view text) {
   return line + "\n";
 }
 
-std::FILE* through(cookie_write_function_t* write, void* terminal) {
-  std::FILE* const stream = ::fopencookie(terminal, "w", {nullptr, write, nullptr, nullptr});
+std::FILE* through(cookie_write_function_t* write, void* cookie) {
+  std::FILE* const stream = ::fopencookie(cookie, "w", {nullptr, write, nullptr, nullptr});
   if (!stream) throw std::bad_alloc();
   std::setvbuf(stream, nullptr, _IONBF, 0);  // each print arrives whole
   return stream;
@@ -40,16 +39,17 @@ std::FILE* through(cookie_write_function_t* write, void* terminal) {
 
 }  // namespace
 
-Terminal::Terminal() : out_(stdout), error_(stderr) {
+Terminal::Terminal() : out_(stdout), error_(stderr), self_(new Terminal*(this)) {
   keep_closed_streams();
-  stdout = through(take_output, this);
-  stderr = through(take_line, this);
+  stdout = through(take_output, self_);
+  stderr = through(take_line, self_);
 }
 
 Terminal::~Terminal() {
   say_lines();
-  std::fclose(std::exchange(stdout, out_));
-  std::fclose(std::exchange(stderr, error_));
+  stdout = out_;
+  stderr = error_;
+  *self_ = nullptr;
 }
 
 void Terminal::drop_lines() {
@@ -63,8 +63,10 @@ void Terminal::say_lines() {
   lines_.clear();
 }
 
-ssize_t Terminal::take_output(void* terminal, const char* bytes, std::size_t count) {
-  auto& self = *static_cast<Terminal*>(terminal);
+ssize_t Terminal::take_output(void* cookie, const char* bytes, std::size_t count) {
+  Terminal* const terminal = *static_cast<Terminal**>(cookie);
+  if (!terminal) return static_cast<ssize_t>(count);
+  Terminal& self = *terminal;
   try {
     const std::lock_guard lock(self.mutex_);
     self.say_lines();
@@ -78,8 +80,10 @@ ssize_t Terminal::take_output(void* terminal, const char* bytes, std::size_t cou
   return 0;
 }
 
-ssize_t Terminal::take_line(void* terminal, const char* bytes, std::size_t count) {
-  auto& self = *static_cast<Terminal*>(terminal);
+ssize_t Terminal::take_line(void* cookie, const char* bytes, std::size_t count) {
+  Terminal* const terminal = *static_cast<Terminal**>(cookie);
+  if (!terminal) return static_cast<ssize_t>(count);
+  Terminal& self = *terminal;
   const std::string_view text(bytes, count);
   try {
     const std::lock_guard lock(self.mutex_);

@@ -13,6 +13,8 @@ namespace kvlab {
 /// - stderr: each print is one line, not too long. It waits until there is something else to show,
 ///   output or a bar, so that an error found before stands alone. It never fails.
 /// A standard stream that is closed stays so: no file that is opened takes its place.
+/// The streams that it puts there are never closed: a library that was loaded meanwhile, as NVRTC
+/// is, with a C++ library of its own, keeps them, and flushes them when the process ends.
 class Terminal {
  public:
   Terminal();
@@ -24,11 +26,12 @@ class Terminal {
   void drop_lines();
 
  private:
-  static ssize_t take_output(void* terminal, const char* bytes, std::size_t count);
-  static ssize_t take_line(void* terminal, const char* bytes, std::size_t count);
+  static ssize_t take_output(void* cookie, const char* bytes, std::size_t count);
+  static ssize_t take_line(void* cookie, const char* bytes, std::size_t count);
   void say_lines();
 
   std::FILE *out_, *error_;  // the true ones
+  Terminal** const self_;    // of the streams; null when it has gone
   std::mutex mutex_;
   std::string lines_;  // that wait
 };

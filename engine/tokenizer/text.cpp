@@ -260,11 +260,11 @@ bool is_word(char32_t c) {
 // By blocks: characters as numbers take many times their bytes. Nothing is composed with an ASCII
 // character behind it, so one may begin there.
 std::string nfc(std::string_view text) {
-  constexpr std::size_t kBlockBytes = 64 * 1024;
+  constexpr std::size_t kNfcBytes = 64 * 1024;
   std::string out;
   out.reserve(text.size());
   while (!text.empty()) {
-    std::size_t end = std::min(kBlockBytes, text.size());
+    std::size_t end = std::min(kNfcBytes, text.size());
     while (end < text.size() && !is_ascii(text[end])) ++end;
     append_nfc(text.substr(0, end), out);
     text.remove_prefix(end);

@@ -26,7 +26,7 @@ std::string read_file(const std::filesystem::path& path) {
 
 }  // namespace
 
-#ifndef __SANITIZE_ADDRESS__  // which has allocations of its own, and pairs each with its release
+#ifndef KVLAB_SANITIZED  // AddressSanitizer has its own, and pairs them
 void* operator new(std::size_t bytes) {
   kvlab::fuzz::require(bytes <= most_bytes, "too large an allocation");
   if (void* const block = std::malloc(std::max<std::size_t>(bytes, 1))) return block;

@@ -203,8 +203,8 @@ TEST_CASE("every policy describes itself") {
 }
 
 TEST_CASE("a policy's loops give the same bits for every instruction set") {
-  constexpr std::uint32_t kTokens = 203;
-  std::vector<std::uint32_t> positions(kTokens);
+  constexpr std::uint32_t kMany = 203;
+  std::vector<std::uint32_t> positions(kMany);
   std::iota(positions.begin(), positions.end(), 0u);
   std::vector<std::uint64_t> mass;
   std::vector<std::uint32_t> requests, last;
@@ -215,20 +215,20 @@ TEST_CASE("a policy's loops give the same bits for every instruction set") {
     last.push_back(seen.last_request);
   }
   const Seen seen{mass.data(), requests.data(), last.data(), 302, 3};
-  const Step step{.now = 300, .budget = 64, .live = kTokens, .queries = 3, .seed = 5, .layer = 1};
+  const Step step{.now = 300, .budget = 64, .live = kMany, .queries = 3, .seed = 5, .layer = 1};
   const std::span base = registry_ops_base();
   for (const std::span other : {registry_ops_avx2(), registry_ops_avx512()})
     for (std::size_t p = 0; p < other.size(); ++p) {
       INFO(base[p].info.name);
       const auto run = [&](const PolicyOps& ops) {
         const auto params = parse_policy(ops.info.name).packed_params();
-        std::vector<std::byte> states(kTokens * ops.slot_bytes);
-        const auto columns = draw_columns(0, kTokens, ops.info.column_count());
+        std::vector<std::byte> states(kMany * ops.slot_bytes);
+        const auto columns = draw_columns(0, kMany, ops.info.column_count());
         const Tokens tokens{positions.data(), columns.data()};
-        ops.admit(states.data(), tokens, kTokens, params.data(), step);
-        ops.observe(states.data(), seen, kTokens, params.data(), step);
-        std::vector<std::uint64_t> ranks(kTokens);
-        ops.rank(states.data(), tokens, kTokens, params.data(), step, ranks.data());
+        ops.admit(states.data(), tokens, kMany, params.data(), step);
+        ops.observe(states.data(), seen, kMany, params.data(), step);
+        std::vector<std::uint64_t> ranks(kMany);
+        ops.rank(states.data(), tokens, kMany, params.data(), step, ranks.data());
         ranks.push_back(ops.first_least(states.data(), tokens, 3, 200, params.data(), step));
         CHECK(ranks[ranks.back()] == *std::min_element(ranks.begin() + 3, ranks.begin() + 200));
         return std::pair(states, ranks);

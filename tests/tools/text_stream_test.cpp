@@ -5,6 +5,7 @@
 #include <fstream>
 
 #include "tests/catch.hpp"
+#include "tools/terminal.hpp"
 #include "traces/base/json.hpp"
 
 using namespace kvlab;
@@ -17,6 +18,19 @@ bool is_valid(const std::string& text) {
 }
 
 }  // namespace
+
+TEST_CASE("Streams that somebody has kept outlive the terminal") {
+  std::FILE *out = nullptr, *error = nullptr;
+  {
+    const kvlab::Terminal terminal;
+    out = stdout;
+    error = stderr;
+  }
+  CHECK(stdout != out);
+  CHECK(stderr != error);
+  CHECK(std::fflush(out) == 0);
+  CHECK(std::fputs("a word", error) >= 0);
+}
 
 TEST_CASE("A character that may still be completed is kept back") {
   const std::string whole = GENERATE("\xc3\xa9", "\xe2\x82\xac", "\xed\x9f\xbf", "\xf0\x9f\x98\x80",
