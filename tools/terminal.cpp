@@ -13,6 +13,9 @@ namespace {
 
 constexpr std::size_t kLongestLine = 1000;
 
+/// That there is: one for the process, as the streams are.
+Terminal* terminal = nullptr;
+
 /// Who reads from, or writes to, what was closed has an error, not another file.
 void keep_closed_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
@@ -30,8 +33,8 @@ std::string line_of(std::string_view text) {
   return line + "\n";
 }
 
-std::FILE* through(cookie_write_function_t* write, void* cookie) {
-  std::FILE* const stream = ::fopencookie(cookie, "w", {nullptr, write, nullptr, nullptr});
+std::FILE* through(cookie_write_function_t* write) {
+  std::FILE* const stream = ::fopencookie(nullptr, "w", {nullptr, write, nullptr, nullptr});
   if (!stream) throw std::bad_alloc();
   std::setvbuf(stream, nullptr, _IONBF, 0);  // each print arrives whole
   return stream;
@@ -39,17 +42,18 @@ std::FILE* through(cookie_write_function_t* write, void* cookie) {
 
 }  // namespace
 
-Terminal::Terminal() : out_(stdout), error_(stderr), self_(new Terminal*(this)) {
+Terminal::Terminal() : out_(stdout), error_(stderr) {
   keep_closed_streams();
-  stdout = through(take_output, self_);
-  stderr = through(take_line, self_);
+  terminal = this;
+  stdout = through(take_output);
+  stderr = through(take_line);
 }
 
 Terminal::~Terminal() {
   say_lines();
   stdout = out_;
   stderr = error_;
-  *self_ = nullptr;
+  terminal = nullptr;
 }
 
 void Terminal::drop_lines() {
@@ -63,8 +67,7 @@ void Terminal::say_lines() {
   lines_.clear();
 }
 
-ssize_t Terminal::take_output(void* cookie, const char* bytes, std::size_t count) {
-  Terminal* const terminal = *static_cast<Terminal**>(cookie);
+ssize_t Terminal::take_output(void*, const char* bytes, std::size_t count) {
   if (!terminal) return static_cast<ssize_t>(count);
   Terminal& self = *terminal;
   try {
@@ -80,8 +83,7 @@ ssize_t Terminal::take_output(void* cookie, const char* bytes, std::size_t count
   return 0;
 }
 
-ssize_t Terminal::take_line(void* cookie, const char* bytes, std::size_t count) {
-  Terminal* const terminal = *static_cast<Terminal**>(cookie);
+ssize_t Terminal::take_line(void*, const char* bytes, std::size_t count) {
   if (!terminal) return static_cast<ssize_t>(count);
   Terminal& self = *terminal;
   const std::string_view text(bytes, count);

@@ -31,7 +31,6 @@ class Terminal {
   void say_lines();
 
   std::FILE *out_, *error_;  // the true ones
-  Terminal** const self_;    // of the streams; null when it has gone
   std::mutex mutex_;
   std::string lines_;  // that wait
 };

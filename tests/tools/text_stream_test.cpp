@@ -1,5 +1,6 @@
 #include "engine/loop/conversation.hpp"
 
+#include <malloc.h>
 #include <utf8proc.h>
 
 #include <fstream>
@@ -21,6 +22,7 @@ bool is_valid(const std::string& text) {
 
 TEST_CASE("Streams that somebody has kept outlive the terminal") {
   std::FILE *out = nullptr, *error = nullptr;
+  mallopt(M_PERTURB, 0xa5);  // what is freed is overwritten
   {
     const kvlab::Terminal terminal;
     out = stdout;
@@ -30,6 +32,7 @@ TEST_CASE("Streams that somebody has kept outlive the terminal") {
   CHECK(stderr != error);
   CHECK(std::fflush(out) == 0);
   CHECK(std::fputs("a word", error) >= 0);
+  mallopt(M_PERTURB, 0);
 }
 
 TEST_CASE("A character that may still be completed is kept back") {
