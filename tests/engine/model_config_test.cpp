@@ -28,26 +28,17 @@ json llama() {
           {"torch_dtype", "float16"}};
 }
 
-json mistral() {
+/// Llama's, but for what another family's says.
+json family(const std::string& name, const std::string& type, const json& more = json::object()) {
   json config = llama();
-  config.update({{"architectures", {"MistralForCausalLM"}},
-                 {"model_type", "mistral"},
-                 {"sliding_window", nullptr}});
+  config.update({{"architectures", {name + "ForCausalLM"}}, {"model_type", type}});
+  config.update(more);
   return config;
 }
 
-json qwen2() {
-  json config = llama();
-  config.update({{"architectures", {"Qwen2ForCausalLM"}}, {"model_type", "qwen2"}});
-  return config;
-}
-
-json qwen3() {
-  json config = llama();
-  config.update({{"architectures", {"Qwen3ForCausalLM"}}, {"model_type", "qwen3"}});
-  config["head_dim"] = 32;
-  return config;
-}
+json mistral() { return family("Mistral", "mistral", {{"sliding_window", nullptr}}); }
+json qwen2() { return family("Qwen2", "qwen2"); }
+json qwen3() { return family("Qwen3", "qwen3", {{"head_dim", 32}}); }
 
 json with(json config, const json& changes) {
   config.merge_patch(changes);  // null removes
@@ -134,10 +125,7 @@ TEST_CASE("each key that a config must have is missed by name") {
     refused(with(llama(), {{key, nullptr}}), key);
   refused(with(mistral(), {{"num_key_value_heads", nullptr}}), "num_key_value_heads");
   refused(with(qwen3(), {{"head_dim", nullptr}}), "head_dim");
-  refused(with(llama(), {{"sliding_window", nullptr},
-                         {"architectures", {"MistralForCausalLM"}},
-                         {"model_type", "mistral"}}),
-          "sliding_window");
+  refused(family("Mistral", "mistral"), "sliding_window");
 }
 
 TEST_CASE("negative, huge and fractional numbers are refused by name") {
@@ -259,16 +247,13 @@ TEST_CASE("a folder that holds another program's model is refused for that") {
 }
 
 json gemma3() {
-  json config = llama();
-  config.update({{"architectures", {"Gemma3ForCausalLM"}},
-                 {"model_type", "gemma3_text"},
-                 {"hidden_activation", "gelu_pytorch_tanh"},
+  return family("Gemma3", "gemma3_text",
+                {{"hidden_activation", "gelu_pytorch_tanh"},
                  {"head_dim", 32},
                  {"query_pre_attn_scalar", 64},
                  {"sliding_window", 12},
                  {"rope_theta", 1e6},
                  {"rope_local_base_freq", 1e4}});
-  return config;
 }
 
 std::vector<std::uint32_t> spans(const json& config) { return read(config).heads().spans; }
@@ -328,11 +313,7 @@ TEST_CASE("Gemma 3 has its own scales, norms and two tables of RoPE, in either l
 }
 
 TEST_CASE("OLMo 2 and 3 norm behind blocks alone, and all heads together") {
-  json olmo3 = llama();
-  olmo3.update({{"architectures", {"Olmo3ForCausalLM"}},
-                {"model_type", "olmo3"},
-                {"num_hidden_layers", 4},
-                {"sliding_window", 12}});
+  const json olmo3 = family("Olmo3", "olmo3", {{"num_hidden_layers", 4}, {"sliding_window", 12}});
   const ModelConfig c = read(olmo3);
   CHECK((c.qk_norm && c.whole_qk_norm && c.norms.before_attention.empty() && !c.gelu));
   CHECK(c.heads().spans == std::vector<std::uint32_t>{12, 12, 12, 0});
@@ -352,14 +333,12 @@ TEST_CASE("what Gemma 3 may have and kvlab does not is refused") {
 }
 
 json moe() {
-  json config = qwen3();
-  config.update({{"architectures", {"Qwen3MoeForCausalLM"}},
-                 {"model_type", "qwen3_moe"},
+  return family("Qwen3Moe", "qwen3_moe",
+                {{"head_dim", 32},
                  {"num_experts", 8},
                  {"num_experts_per_tok", 2},
                  {"moe_intermediate_size", 40},
                  {"norm_topk_prob", true}});
-  return config;
 }
 
 TEST_CASE("Qwen3-MoE's experts are in the layers that its keys name") {
@@ -380,14 +359,12 @@ TEST_CASE("Qwen3-MoE's experts are in the layers that its keys name") {
 }
 
 TEST_CASE("gpt-oss has windows in turns, sinks, biases and a clamp; MXFP4 is refused") {
-  json oss = llama();
-  oss.update({{"architectures", {"GptOssForCausalLM"}},
-              {"model_type", "gpt_oss"},
-              {"head_dim", 32},
-              {"sliding_window", 12},
-              {"num_local_experts", 8},
-              {"num_experts_per_tok", 4},
-              {"swiglu_limit", 6.0}});
+  const json oss = family("GptOss", "gpt_oss",
+                          {{"head_dim", 32},
+                           {"sliding_window", 12},
+                           {"num_local_experts", 8},
+                           {"num_experts_per_tok", 4},
+                           {"swiglu_limit", 6.0}});
   const ModelConfig c = read(oss);
   CHECK(c.heads().spans == std::vector<std::uint32_t>{12, 0, 12});
   CHECK((c.sinks && c.qkv_bias && c.output_bias && c.clamp == 6 && c.experts.among_chosen));
@@ -398,8 +375,7 @@ TEST_CASE("gpt-oss has windows in turns, sinks, biases and a clamp; MXFP4 is ref
 }
 
 TEST_CASE("Phi-3's heads may turn in part; longrope is refused") {
-  json phi = llama();
-  phi.update({{"architectures", {"Phi3ForCausalLM"}}, {"model_type", "phi3"}});
+  const json phi = family("Phi3", "phi3");
   CHECK(read(phi).heads().spans == std::vector<std::uint32_t>{0, 0, 0});
   CHECK(spans(with(phi, {{"sliding_window", 9}})) == std::vector<std::uint32_t>{9, 9, 9});
   const ModelConfig c = read(with(phi, {{"partial_rotary_factor", 0.75}}));
