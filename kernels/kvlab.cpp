@@ -20,18 +20,12 @@
 #include "kernels/decode/pair_attention.hpp"
 #include "kernels/evict/admission.hpp"
 #include "kernels/evict/columns.hpp"
-#include "kernels/evict/eviction_kernels.hpp"
+#include "kernels/library_policy.hpp"
 #include "kernels/pointwise.hpp"
-#include "kernels/runtime/policy_kernels.hpp"
 #include "kernels/why_not.hpp"
 
 using namespace kvlab;
 using namespace kvlab::kernels;
-
-struct kvlab_policy {
-  EvictionKernels kernels;
-  std::unique_ptr<const HeaderPolicy> header = nullptr;  ///< null: of the registry
-};
 
 namespace {
 
@@ -47,13 +41,14 @@ static_assert(SIZE_MAX == kNoDevice);
 template <class... Structs>
 constexpr std::array kSizes{sizeof(Structs)...};
 static_assert(
-    KVLAB_VERSION == 4 &&
+    KVLAB_VERSION == 5 &&
         kSizes<kvlab_pages, kvlab_cache, kvlab_rule, kvlab_observation, kvlab_policy_state,
                kvlab_memory, kvlab_policy_file, kvlab_write_args, kvlab_columns_args,
                kvlab_evicting_attention_args, kvlab_row_softmax, kvlab_prefill_args,
-               kvlab_observe_args, kvlab_prefix_args, kvlab_shrink_args> ==
-            std::array<std::size_t, 15>{48, 136, 16, 24, 80, 168, 280, 216, 248, 296, 8, 184, 280,
-                                        72, 424},
+               kvlab_observe_args, kvlab_prefix_args, kvlab_shrink_args, kvlab_rung, kvlab_rope,
+               kvlab_slots_layer, kvlab_slots_config, kvlab_slots_part, kvlab_slots_held> ==
+            std::array<std::size_t, 21>{48,  136, 16, 24,  80, 168, 280, 216, 248, 296, 8,
+                                        184, 280, 72, 424, 8,  16,  24,  160, 64,  40},
     "kvlab.h: a struct has another size: raise KVLAB_VERSION_MINOR, then write it here");
 
 const std::vector<kvlab_policy>& policies() {

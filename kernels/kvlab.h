@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 #define KVLAB_VERSION_MAJOR 0
-#define KVLAB_VERSION_MINOR 4
+#define KVLAB_VERSION_MINOR 5
 /** 100 * major + minor of the header; kvlab_version() is that of the library. */
 #define KVLAB_VERSION (KVLAB_VERSION_MAJOR * 100 + KVLAB_VERSION_MINOR)
 
@@ -443,6 +443,116 @@ cudaError_t kvlab_rank(const kvlab_policy* policy, const kvlab_shrink_args* args
 /** The second adds them up, chooses and moves. `args`: the same, the workspace as it was left. */
 cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args,
                        const uint64_t* ranks, int devices, cudaStream_t stream);
+
+/* --- All layers' caches, as one object ------------------------------------------------------ */
+
+/** The caches of some sequences in all layers that a policy acts on: memory, who has room, and the
+ *  order of the calls below, which it makes itself. One thread at a time. It allocates when it is
+ *  made, and where an admission is longer than `longest`. */
+typedef struct kvlab_slots kvlab_slots;
+
+/** How a token's key and value are kept: of the cache's type, or as codes (docs/ladders.md). */
+typedef enum {
+  KVLAB_FORM_16 = 0,
+  KVLAB_FORM_FP8 = 1,
+  KVLAB_FORM_8 = 2,
+  KVLAB_FORM_4 = 3,
+  KVLAB_FORM_K4V2 = 4,
+  KVLAB_FORM_2 = 5
+} kvlab_form;
+/** A rung of a pair's ladder: a token that leaves it steps down to the next. */
+typedef struct {
+  kvlab_form form;
+  uint32_t slots;
+} kvlab_rung;
+
+/** A table of RoPE: frequencies, in host memory. */
+typedef struct {
+  const float* inv_freq; /**< [rotated / 2] */
+  int rotated;
+  float factor; /**< on cos and sin; 1 but for YaRN */
+} kvlab_rope;
+
+typedef struct {
+  uint32_t number; /**< as the model counts: draws are by it */
+  float softmax_scale;
+  int rope;           /**< which table */
+  const void* output; /**< W_o, as kvlab_columns_args has it */
+} kvlab_slots_layer;
+
+/** In host memory, all of it, and needed during the call alone. */
+typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_slots_config) */
+  kvlab_type type;
+  int query_heads, kv_heads, head_size;
+  int sequences, layer_count, rope_count, rung_count, column_count;
+  const kvlab_slots_layer* layers;
+  const kvlab_rope* ropes;
+  const kvlab_policy* policy;
+  const kvlab_rule* rules; /**< [layer, sequence, kv_head]; group_max the same in all */
+  const kvlab_rung* rungs; /**< [pair as rules, rung], of rule.budget slots together, from the most
+                                exact down; where rung_count is 0 all tokens stay in `type` */
+  const void* params;      /**< as kvlab_policy_params writes them, for all sequences */
+  const uint64_t* seeds;   /**< [sequence]; NULL: zeros */
+  const kvlab_column* columns; /**< the policy's, in its order */
+  int hidden;                  /**< of kvlab_slots_layer.output */
+  kvlab_positions numbering;   /**< KVLAB_ORIGINAL or KVLAB_SQUEEZED */
+  uint32_t threshold16;
+  uint32_t tokens;  /**< that a sequence may have; 0: no limit, where rules have budgets */
+  uint32_t part;    /**< tokens that go through a layer together, at most; 0: 2048 */
+  uint32_t longest; /**< of admissions; 0: their memory is taken when they come */
+  uint32_t every;   /**< 0 and 1: room is made in each step; modifiers, as kvlab_policy_file says */
+  uint32_t smooth;
+  int once, by_layer, pool_max;
+} kvlab_slots_config;
+
+/** Device memory that it takes, in bytes. No device is needed but for attention's workspace. */
+cudaError_t kvlab_slots_memory(const kvlab_slots_config* config, size_t* bytes);
+cudaError_t kvlab_slots_create(const kvlab_slots_config* config, cudaStream_t stream,
+                               kvlab_slots** slots);
+/** Of NULL nothing. */
+void kvlab_slots_destroy(kvlab_slots* slots);
+/** Forgets all tokens, and waits. Memory stays where it is, so that a graph goes on serving. */
+cudaError_t kvlab_slots_clear(kvlab_slots* slots, cudaStream_t stream);
+
+/** Tokens of one sequence that go through one layer: of an admission of `tokens`, which comes
+ *  behind the `fed` that the layer has had, `count` from `first` on, in order. A chunk of a prompt
+ *  that is admitted by itself is an admission. Each layer gets all of them, one layer or one
+ *  admission after the other. */
+typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_slots_part) */
+  int sequence, layer;
+  uint32_t fed, tokens;
+  int ends_prompt; /**< 1: a prompt ends with it */
+  uint32_t first, count;
+  const void* qkv; /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
+  void* out;       /**< [token, query_head, head_size] */
+  float* lse;      /**< [token, query_head]; or NULL */
+} kvlab_slots_part;
+cudaError_t kvlab_slots_admit(kvlab_slots* slots, const kvlab_slots_part* part,
+                              cudaStream_t stream);
+
+/** Before a step: which sequences decode a token, [sequence] in host memory; NULL: all. */
+cudaError_t kvlab_slots_before_step(kvlab_slots* slots, const unsigned char* decodes,
+                                    cudaStream_t stream);
+/** One layer of it, from the first to the last: launches alone, for a graph to hold. `qkv` [sequence,
+ *  …], as above; of who sits out neither `out` nor `lse` is written. */
+cudaError_t kvlab_slots_step(kvlab_slots* slots, int layer, const void* qkv, void* out, float* lse,
+                             cudaStream_t stream);
+
+/** What is held of a sequence, by the host's counts. */
+typedef struct {
+  size_t struct_size; /**< sizeof(kvlab_slots_held) */
+  uint32_t tokens;    /**< that it has had */
+  uint64_t evictions; /**< how many have left, of all pairs, when the last one came */
+  uint64_t kv_bytes;  /**< of keys and values that are live */
+  uint64_t allocated; /**< of those of all sequences, room for others among them */
+} kvlab_slots_held;
+cudaError_t kvlab_slots_ask(const kvlab_slots* slots, int sequence, kvlab_slots_held* held);
+/** Positions that a pair holds, ascending, to host memory for `most`, and how many. Waits. */
+cudaError_t kvlab_slots_kept(kvlab_slots* slots, int sequence, int layer, int kv_head,
+                             uint32_t* positions, uint32_t most, uint32_t* count,
+                             cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -65,6 +65,7 @@ inline constexpr Executor kKernelLibrary{.name = "the kernel library",
                                          .head_budgets = true,
                                          .scope_layer = true,
                                          .group_max = true,
+                                         .ladders = true,
                                          .columns = Columns::built_in};
 inline constexpr Executor kCudaLoop{.name = "the closed loop on CUDA",
                                     .instead = "--device cpu",

@@ -52,6 +52,16 @@ void PairSlots::share(std::uint32_t layer, std::size_t sequence,
   }
 }
 
+std::uint32_t PairSlots::most_tokens() const {
+  for (std::size_t at = 0; at < own_.size(); ++at) {
+    const Modifiers& own = modifiers(at % pairs());
+    const std::uint32_t budget = own_[at].budget;
+    if (budget == kUnlimited || own.once || own.capacity(budget, 1) > most_tokens_)
+      return most_tokens_;
+  }
+  return kUnlimited;
+}
+
 std::uint32_t PairSlots::older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const {
   const std::uint32_t tokens = budget(layer, pair);
   return tokens == kUnlimited ? fed : std::min(fed, tokens - 1);

@@ -35,6 +35,8 @@ class PairSlots {
   const Modifiers& modifiers(std::size_t pair) const { return modifiers_[pair / kv_heads_]; }
   /// [layer, pair], in slots from the cache's begin.
   const std::vector<std::int64_t>& first_slots() const { return first_slots_; }
+  /// That a sequence may have: no limit where each pair has room for what it keeps.
+  std::uint32_t most_tokens() const;
   /// How many tokens are still live when more are admitted behind `fed`, without modifiers.
   std::uint32_t older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
 

@@ -55,7 +55,7 @@ const AdmissionMemory& SlotCaches::reserve(std::uint32_t slots) {
 
 void SlotCaches::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
   // What steps do not, so that nobody who is to step down attends as it was.
-  if (coded() && !of(sequence).modifiers.steps_make_room()) make_room(sequence, fed, false);
+  if (coded() && !of(sequence).modifiers.steps_make_room()) make_room(sequence, fed, false, {});
   // In two frames nothing is numbered anew until something has left.
   const bool squeezes = config_.rotation == KeyRotation::by_age ||
                         (config_.rotation == KeyRotation::two_frames && fed > 0);

@@ -48,7 +48,8 @@ SlotCaches::SlotCaches(SlotsConfig config, cudaStream_t stream)
       work_("attention", config_, slots_) {
   clear();
   for (std::uint32_t layer = 0; coded() && layer < config_.layers.size(); ++layer)
-    coded_.push_back(storage_->rungs.coded(layer, 0));
+    for (int sequence = 0; sequence < static_cast<int>(config_.sequences.size()); ++sequence)
+      coded_.push_back(storage_->rungs.coded(layer, sequence));
   for (std::size_t table = 0; table < config_.ropes.size(); ++table)
     cuda::write(work_->inv_freq + table * halves(), config_.ropes[table].inv_freq,
                 "RoPE's frequencies");
@@ -121,6 +122,21 @@ std::uint64_t SlotCaches::live_bytes(int sequence, std::uint32_t fed) const {
       live += fed == 0 ? 0 : slots_.older(layer, pair, fed - 1) + 1;
   });
   return coded() ? on_rungs : live * 2 * config_.key_bytes();
+}
+
+std::uint64_t SlotCaches::held_bytes(int sequence, std::uint32_t fed) const {
+  std::uint64_t bytes = 0;
+  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+    const auto head = static_cast<std::uint32_t>(pair % static_cast<std::size_t>(config_.kv_heads));
+    bytes += coded() ? bytes_on_rungs(layer, pair)
+                     : std::uint64_t{live(sequence, layer, head, fed)} * 2 * config_.key_bytes();
+  });
+  return bytes;
+}
+
+std::uint64_t SlotCaches::allocated_bytes() const {
+  if (coded()) return static_cast<std::uint64_t>(RungPlan(config_, slots_).bytes);
+  return static_cast<std::uint64_t>(slots_.total()) * 2 * config_.key_bytes();
 }
 
 std::uint32_t SlotCaches::live(int sequence, std::uint32_t layer, std::uint32_t head,
@@ -205,9 +221,9 @@ void SlotCaches::modify(ShrinkArgs& args, int sequence, bool after_prompt) const
 }
 
 /// Where it lies, if room has to be made before more is admitted behind `fed`.
-void SlotCaches::make_room(int sequence, std::uint32_t fed, bool after_prompt) {
+void SlotCaches::make_room(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers) {
   bool moves = false;
-  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+  each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     const std::uint32_t own = surplus(layer, pair, after_prompt);
     counts_of(layer, pair).live -= own;
     moves |= own > 0;
@@ -220,7 +236,7 @@ void SlotCaches::make_room(int sequence, std::uint32_t fed, bool after_prompt) {
   reserve(static_cast<std::uint32_t>(slots_.most()));
   const Admitted nothing{fed, 0};
   copy(work_->nothing, &nothing, 1);
-  for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {
+  for (std::uint32_t layer = layers.first; layer < end_of(layers); ++layer) {
     shrink_in_place(sequence, layer, after_prompt);
     number(storage_->cache_of(layer, sequence));
   }
@@ -276,9 +292,7 @@ void SlotCaches::shrink(ShrinkArgs args, int sequence, std::uint32_t layer,
   }
 }
 
-/// With the tokens that have just come.
-void SlotCaches::count_bytes(std::uint32_t layer, std::size_t pair) {
-  if (!coded()) return;
+std::uint64_t SlotCaches::bytes_on_rungs(std::uint32_t layer, std::size_t pair) const {
   const RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
   std::uint64_t bytes = 0;
   for (std::size_t r = 0; r < rungs.ladder().size(); ++r) {
@@ -286,7 +300,14 @@ void SlotCaches::count_bytes(std::uint32_t layer, std::size_t pair) {
     bytes += rungs.on(r) * (form.exact() ? 2 * config_.key_bytes()
                                          : form.block_bytes() * halves() * 2 / kCodeBlock);
   }
-  counts_of(layer, pair).most_bytes = std::max(counts_of(layer, pair).most_bytes, bytes);
+  return bytes;
+}
+
+/// With the tokens that have just come.
+void SlotCaches::count_bytes(std::uint32_t layer, std::size_t pair) {
+  if (!coded()) return;
+  std::uint64_t& most = counts_of(layer, pair).most_bytes;
+  most = std::max(most, bytes_on_rungs(layer, pair));
 }
 
 /// Tokens of an admission that makes room before it.
@@ -320,11 +341,11 @@ void SlotCaches::admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint
   rungs.admit(tokens);
 }
 
-void SlotCaches::end_prompt(int sequence, std::uint32_t fed) {
+void SlotCaches::end_prompt(int sequence, std::uint32_t fed, LayerRange layers) {
   if (of(sequence).share) {
     if (shared_when_[static_cast<std::size_t>(sequence)] != fed) share_slots_of_live(sequence, fed);
   } else if (of(sequence).modifiers != Modifiers{}) {
-    make_room(sequence, fed, true);
+    make_room(sequence, fed, true, layers);
   }
 }
 
@@ -388,10 +409,10 @@ void SlotCaches::share_slots_of_live(int sequence, std::uint32_t fed) {
 
 // --- Steps ---------------------------------------------------------------------------------------
 
-void SlotCaches::before_token(int sequence, std::uint32_t fed) {
+void SlotCaches::before_token(int sequence, std::uint32_t fed, LayerRange layers) {
   if (!counts(sequence)) return;
-  if (!of(sequence).modifiers.steps_make_room()) make_room(sequence, fed, false);
-  each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
+  if (!of(sequence).modifiers.steps_make_room()) make_room(sequence, fed, false, layers);
+  each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);  // by the step itself
     own.behind = own.live++;
@@ -402,7 +423,7 @@ void SlotCaches::before_token(int sequence, std::uint32_t fed) {
 }
 
 RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const {
-  const SlotCache cache = storage_->cache(layer, rows.count);
+  const SlotCache cache = cache_of(layer, rows);
   RopeWriteArgs args{};
   args.keys = cache.keys;
   args.values = cache.values;
@@ -413,7 +434,7 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const
                .now = rows.now};
   if (coded()) {  // place() does the rest
     const RungStorage& rungs = storage_->rungs;
-    args.next = {.first_slot = rungs.newest,
+    args.next = {.first_slot = rungs.newest + std::ptrdiff_t{rows.first} * config_.kv_heads,
                  .next_slots = reinterpret_cast<const std::int32_t*>(rungs.nothing),
                  .positions = nullptr,
                  .now = rows.now};
@@ -426,7 +447,7 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const
 
 void SlotCaches::place(std::uint32_t layer, const StepRows& rows) const {
   if (coded())
-    check(place_newest(storage_->cache(layer, rows.count), coded_[layer], rows.now, stream_),
+    check(place_newest(cache_of(layer, rows), coded_of(layer, rows), rows.now, stream_),
           "the newest tokens");
 }
 
@@ -434,8 +455,8 @@ EvictingAttentionArgs SlotCaches::step(std::uint32_t layer, const StepRows& rows
                                        const AttendedRows& to) const {
   const SlotLayer& own = config_.layers[layer];
   const SlotRope& rope = config_.ropes[own.table];
-  EvictingAttentionArgs args{.cache = storage_->cache(layer, rows.count),
-                             .policy = storage_->policy(layer),
+  EvictingAttentionArgs args{.cache = cache_of(layer, rows),
+                             .policy = storage_->policy_of(layer, rows.first),
                              .numbering = config_.rotation == KeyRotation::by_position
                                               ? Positions::original
                                               : Positions::cache,
@@ -450,14 +471,14 @@ EvictingAttentionArgs SlotCaches::step(std::uint32_t layer, const StepRows& rows
                              .workspace = nullptr,
                              .settled = true,
                              .sinks = own.sinks};
-  if (coded()) args.cache.coded = &coded_[layer];
+  if (coded()) args.cache.coded = &coded_of(layer, rows);
   return args;
 }
 
 void SlotCaches::bring(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const {
   if (config_.columns.count == 0) return;
   const AttendedRows keys = with_keys(to);
-  const SlotCache cache = storage_->cache(layer, rows.count);
+  const SlotCache cache = cache_of(layer, rows);
   check(make_columns({.cache = cache,
                       .columns = config_.columns,
                       .slots = cache.next_slots,
@@ -465,11 +486,11 @@ void SlotCaches::bring(std::uint32_t layer, const StepRows& rows, const Attended
                       .now = rows.now,
                       .keys = keys.plain_keys,
                       .key_row = static_cast<std::int64_t>(keys.key_row),
-                      .unit_keys = storage_->unit_keys_of(layer, 0),
+                      .unit_keys = storage_->unit_keys_of(layer, rows.first),
                       .to = storage_->columns,
                       .output = config_.layers[layer].output,
                       .hidden = config_.hidden,
-                      .values = storage_->rungs.newest_values},
+                      .values = coded() ? coded_of(layer, rows).newest_values : nullptr},
                      stream_),
         "columns");
 }

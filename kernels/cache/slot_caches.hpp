@@ -30,10 +30,16 @@ struct AttendedRows {
   std::size_t key_row = 0;
 };
 
-/// The first so many sequences of a step, each with one token.
+/// The sequences of a step, each with one token.
 struct StepRows {
   int count;
   const std::uint32_t* now;  // [row], device: its position; kIdle: the sequence sits out
+  int first = 0;             ///< sequence of the first row
+};
+
+/// Some layers.
+struct LayerRange {
+  std::uint32_t first = 0, end = ~std::uint32_t{0};
 };
 
 /// One layer of one sequence while many tokens are admitted at once: the live tokens, the new ones
@@ -71,6 +77,7 @@ class SlotCaches {
 
   /// What follows is enqueued there.
   void enqueue_on(cudaStream_t stream) { stream_ = stream; }
+  cudaStream_t stream() const { return stream_; }
   /// Nothing is live. The memory stays where it is, so that a graph goes on serving. Waits.
   void clear();
   /// Memory for admissions with so many tokens, those that are live among them. Waits, where it has
@@ -89,13 +96,13 @@ class SlotCaches {
   void attend(std::uint32_t layer, const AdmissionPart& part, const AttendedRows& to);
   /// A prompt segment has ended with the last of `fed` tokens, which has not come by an admission
   /// that says so.
-  void end_prompt(int sequence, std::uint32_t fed);
+  void end_prompt(int sequence, std::uint32_t fed, LayerRange layers = {});
 
   // Steps. The host counts; all else is nothing but launches, the same from step to step, so that a
   // graph can hold them: of each layer write(), place(), attend with what step() says, bring().
 
-  /// Before a step that feeds one token to the sequence behind `fed`.
-  void before_token(int sequence, std::uint32_t fed);
+  /// Before a step, of some layers, that feeds one token to the sequence behind `fed`.
+  void before_token(int sequence, std::uint32_t fed, LayerRange layers = {});
   RopeWriteArgs write(std::uint32_t layer, const StepRows& rows) const;
   /// Behind that write, where tokens lie on rungs.
   void place(std::uint32_t layer, const StepRows& rows) const;
@@ -119,7 +126,9 @@ class SlotCaches {
 
   // What is held of a sequence that has been fed so many tokens.
 
+  /// Bytes of keys and values, at most and now.
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const;
+  std::uint64_t held_bytes(int sequence, std::uint32_t fed) const;
   /// Of a KV head.
   std::uint32_t live(int sequence, std::uint32_t layer, std::uint32_t head,
                      std::uint32_t fed) const;
@@ -131,6 +140,11 @@ class SlotCaches {
   /// Benchmarks: as if so many tokens had come, of whose keys and values nothing is said. Waits.
   void pretend(int sequence, std::uint32_t tokens);
 
+  /// Of keys and values of all sequences, room for others among them.
+  std::uint64_t allocated_bytes() const;
+
+  /// Whether tokens lie on rungs.
+  bool coded() const { return !on_rungs_.empty(); }
   const SlotsConfig& config() const { return config_; }
   const PairSlots& slots() const { return slots_; }
   const SlotStorage& storage() const { return *storage_; }
@@ -188,11 +202,26 @@ class SlotCaches {
                       first = static_cast<std::size_t>(sequence) * heads;
     for (std::size_t head = 0; head < heads; ++head) each(first + head);
   }
+  std::uint32_t end_of(LayerRange layers) const {
+    return std::min(layers.end, static_cast<std::uint32_t>(config_.layers.size()));
+  }
   /// each(layer, pair) for all KV heads of a sequence.
   template <class Each>
-  void each_head(int sequence, Each each) const {
-    for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer)
+  void each_head(int sequence, LayerRange layers, Each each) const {
+    for (std::uint32_t layer = layers.first; layer < end_of(layers); ++layer)
       each_pair(sequence, [&](std::size_t pair) { each(layer, pair); });
+  }
+  template <class Each>
+  void each_head(int sequence, Each each) const {
+    each_head(sequence, {}, each);
+  }
+  SlotCache cache_of(std::uint32_t layer, const StepRows& rows) const {
+    SlotCache cache = storage_->cache_of(layer, rows.first);
+    cache.sequences = rows.count;
+    return cache;
+  }
+  const CodedCache& coded_of(std::uint32_t layer, const StepRows& rows) const {
+    return coded_[layer * config_.sequences.size() + static_cast<std::size_t>(rows.first)];
   }
 
   const SlotSequence& of(int sequence) const {
@@ -201,7 +230,6 @@ class SlotCaches {
   bool counts(int sequence) const {
     return of(sequence).modifiers != Modifiers{} || of(sequence).share || coded();
   }
-  bool coded() const { return !on_rungs_.empty(); }
   Counts& counts_of(std::uint32_t layer, std::size_t pair) {
     return counts_[layer * slots_.pairs() + pair];
   }
@@ -210,7 +238,7 @@ class SlotCaches {
   }
   std::uint32_t surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const;
   std::uint32_t older(int sequence, std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
-  void make_room(int sequence, std::uint32_t fed, bool after_prompt);
+  void make_room(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers);
   void count_admission(int sequence, std::uint32_t layer, std::uint32_t tokens);
   void count_room(int sequence, std::uint32_t layer, bool after_prompt);
   std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
@@ -222,6 +250,7 @@ class SlotCaches {
   void shrink_in_place(int sequence, std::uint32_t layer, bool after_prompt) const;
   void number(const SlotCache& cache) const;
   void admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
+  std::uint64_t bytes_on_rungs(std::uint32_t layer, std::size_t pair) const;
   void count_bytes(std::uint32_t layer, std::size_t pair);
   /// What a shrink does to ranks.
   void modify(ShrinkArgs& args, int sequence, bool after_prompt) const;
@@ -250,7 +279,7 @@ class SlotCaches {
   Admission admission_;
   std::vector<Counts> counts_;              // [layer, pair]
   std::vector<RungCounts> on_rungs_;        // [layer, pair]; empty where nobody keeps codes
-  std::vector<CodedCache> coded_;           // [layer], of steps; likewise
+  std::vector<CodedCache> coded_;           // [layer, sequence]: from it on; likewise
   std::vector<std::uint32_t> shared_when_;  // [sequence]: fed when slots were shared last
 };
 

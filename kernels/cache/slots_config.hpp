@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/attention.hpp"
+#include "kernels/codes/coded_cache.hpp"
 #include "kernels/evict/columns.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
 #include "policies/modifiers/modifiers.hpp"
@@ -94,6 +95,14 @@ struct SlotsConfig {
     return std::ranges::any_of(sequences, [](const SlotSequence& one) {
       return one.modifiers != Modifiers{} || one.share;
     });
+  }
+  /// Whether the fast kernels have what is asked: they rotate whole heads, or none.
+  bool is_fast() const {
+    const bool whole = rotation == KeyRotation::by_position ||
+                       std::ranges::all_of(layers, [&](const SlotLayer& layer) {
+                         return ropes[layer.table].rotated() == head_size;
+                       });
+    return whole && (!coded() || (type != Type::f32 && query_heads <= kMostRungGroup * kv_heads));
   }
   /// Bytes of one token's key in one head, or of its value.
   std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }

@@ -27,6 +27,7 @@ TYPES: dict[str, Any] = {
     "size_t": ctypes.c_size_t,
     "cudaError_t": ctypes.c_int,
     "cudaStream_t": ctypes.c_void_p,
+    "void": None,
     **{name: ctypes.c_int for name in re.findall(r"typedef enum[^}]*} (\w+);", HEADER)},
     **_library.STRUCTS,
 }
@@ -112,32 +113,30 @@ def test_operators_say_what_they_write_and_trace() -> None:
     import kvlab.ops
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    written = {
-        argument.name for argument in torch.ops.kvlab.evicting_attention.default._schema.arguments if argument.is_write
-    }
-    assert written == {"positions", "lengths", "next_slots", "ages", "states", "workspace", "out"}
+    for operator in (torch.ops.kvlab.slots_admit, torch.ops.kvlab.slots_step):
+        arguments = operator.default._schema.arguments
+        assert {argument.name for argument in arguments if argument.is_write} == {"out"} and len(arguments) <= 12
     with FakeTensorMode():
-        x, n = torch.empty(1, 5, 64, device="cuda"), torch.empty(1, dtype=torch.int32, device="cuda")
-        assert torch.ops.kvlab.write(x, x, n, n, None, n, n, n, x, x, n, x) is None
+        qkv, out = (torch.empty(1, heads, 64, device="cuda") for heads in (8, 4))
+        assert torch.ops.kvlab.slots_step(0, 0, qkv, out) is None
     with pytest.raises(NotImplementedError, match="CPU"):
-        here, zero = torch.zeros(1, 5, 64), torch.zeros(1, dtype=torch.int32)
-        torch.ops.kvlab.write(here, here, zero, zero, None, zero, zero, zero, here, here, zero, here)
+        torch.ops.kvlab.slots_step(0, 0, torch.zeros(1, 8, 64), torch.zeros(1, 4, 64))
     assert kvlab.ops.__all__
 
 
 def plan_of(policy: str, budget: str, own: Any = ()) -> Any:
-    return _kvlab.SlotPlan(_kvlab.CacheRequest(policy, list(own), budget, "dense", "", 0, 0.01, 1000, 2, 3))
+    return _kvlab.slot_plan(_kvlab.CacheRequest(policy, list(own), budget, "dense", "", 0, 0.01, 1000, 2, 3, 64))
 
 
-def test_a_plan_has_slots_for_the_budget() -> None:
-    assert plan_of("h2o", "40").slots.tolist() == [[40] * 3] * 2
-    assert plan_of("h2o:every=8", "40").slots.tolist() == [[47] * 3] * 2
-    assert plan_of("h2o:once", "40").slots.tolist() == [[1000] * 3] * 2
-    plan = plan_of("h2o:sinks=4", "10%")
-    assert plan.budgets[0, 0] == 100 and plan.sinks[1, 2] == 4 and plan.recent[0, 1] == 50
-    live = plan.budgets.copy()
-    assert plan.surplus(live, False).tolist() == [[1] * 3] * 2
-    assert plan_of("h2o", "pyramid(40)").slots.mean() == 40
+def test_a_plan_has_rules_for_the_budget() -> None:
+    plan = plan_of("h2o:sinks=4:every=8", "10%")
+    assert plan["rules"].tolist() == [[[100, 4, 50, 0]] * 3] * 2 and plan["rungs"].shape == (2, 3, 0, 2)
+    assert (plan["every"], plan["once"], plan["tokens"], plan["chunk"]) == (8, False, 1000, 0)
+    assert plan_of("h2o", "pyramid(40)")["rules"][..., 0].mean() == 40
+    # A row of 16 bit has 256 bytes, one of 4 bit 80.
+    plan = plan_of("h2o:ladder=16@8t+4@100%", "40")
+    assert plan["rungs"].tolist() == [[[[0, 8], [3, 32 * 256 // 80]]] * 3] * 2
+    assert plan["rules"][0, 0, 0] == 8 + 32 * 256 // 80
 
 
 @pytest.mark.parametrize(
@@ -147,6 +146,7 @@ def test_a_plan_has_slots_for_the_budget() -> None:
         ("lagkv", "40", "lagkv"),
         ("h2o", "", "needs one"),
         ("oracle_mass", "40", "knows the future"),
+        ("full:ladder=kivi4", "", "codes no channels"),
     ],
 )
 def test_what_the_library_does_not_hold_is_refused_by_name(policy: str, budget: str, message: str) -> None:
@@ -154,29 +154,15 @@ def test_what_the_library_does_not_hold_is_refused_by_name(policy: str, budget: 
         plan_of(policy, budget)
 
 
-def test_operators_look_at_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_look_at_what_they_are_given() -> None:
     torch = pytest.importorskip("torch")
     from kvlab import ops
 
-    class Library:  # takes whatever comes
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: 0
-
-    monkeypatch.setattr(ops, "library", Library)
-    monkeypatch.setattr(ops, "_stream", lambda *_: 0)
-    n = torch.zeros(2, dtype=torch.int32)
-    keys, qkv, first_slot = torch.zeros(8, 64), torch.zeros(1, 8, 64), torch.arange(2) * 4
-    given = {"names": ["key_norm"], "keys": qkv[:, 4:6], "first_slot": first_slot, "slots": n, "now": n[:1]}
-    given |= {"values": keys, "unit_keys": None, "to": torch.zeros(8, 1), "output": None}
-    for word, wrong, message in (
-        ("first_slot", first_slot.int(), "first_slot is torch.int32 .*; torch.int64 on"),
-        ("keys", given["keys"].double(), "keys is torch.float64 .*; torch.float32 on"),
-        ("keys", given["keys"].transpose(1, 2), "keys is .*, not contiguous"),
-        ("unit_keys", torch.zeros(2, 64).half(), "unit_keys is torch.float16"),
-        ("to", torch.zeros(8, 2)[:, :1], r"to is torch.float32 \[8, 1\] on cpu, not contiguous"),
-        ("names", ["lagkv"], "lagkv; one of key_norm"),
-        ("output", torch.zeros(16, 4, 64).half(), "output is torch.float16"),
+    qkv, out = torch.zeros(2, 8, 64), torch.zeros(2, 4, 64)
+    for given, message in (
+        ((qkv, out.half()), "out is torch.float16 .*; torch.float32 on cpu"),
+        ((qkv.transpose(1, 2), out), "qkv is .*, not contiguous"),
+        ((qkv, out.to("meta")), "out is .* on meta"),
     ):
-        ops._columns(*given.values())
-        with pytest.raises(ValueError, match=f"kvlab::columns: {message}"):
-            ops._columns(*(given | {word: wrong}).values())
+        with pytest.raises(ValueError, match=f"kvlab::slots_step: {message}"):
+            ops._slots_step(0, 0, *given)

@@ -125,8 +125,7 @@ TEST_CASE("a budget in bytes reads back as it was written") {
   CHECK(resolve(read.cache, 1000, 0, {2, 2, 64}).budget_tokens == 256);
 }
 
-TEST_CASE(
-    "a ladder reads back as it was written; decoders run it, and others say in a line who does") {
+TEST_CASE("a ladder reads back as it was written, and those who decode run it") {
   const TemporaryFolder folder;
   PolicyFile file = h2o_file();
   file.cache.policy = parse_policy("h2o:ladder=16@16t+4@100%");
@@ -137,11 +136,8 @@ TEST_CASE(
   CHECK(cache.policy.text() == file.cache.policy.text());
   CHECK(kvlab::refusal(kDecoder, cache).empty());
   CHECK(resolve(cache, 1000, 0, {2, 2, 64}).budget_tokens > 128);
-  for (const Executor& executor : {kCudaDecoder, kCudaReplay, kCudaLoop})
+  for (const Executor& executor : {kCudaDecoder, kCudaReplay, kCudaLoop, kKernelLibrary})
     CHECK(kvlab::refusal(executor, cache).empty());
-  CHECK(kvlab::refusal(kKernelLibrary, cache) ==
-        "ladder 16:16t,4:100%: the kernel library keeps tokens in 16 bit; a model on the CPU knows "
-        "ladders");
 }
 
 TEST_CASE("budgets may differ by layer and KV head, in the model's shape") {

@@ -1,149 +1,118 @@
 /* A decode loop that keeps at most BUDGET tokens, in plain C: one layer, one sequence, keys, values
- * and queries drawn at random. By H2O, which looks at attention, and by knorm, which reads a column
- * that this program brings. Prints what is kept; exits with 1 if an output is not what attention
- * over the kept tokens gives, or knorm evicts another token than the one with the longest key among
- * those that are old enough to leave. */
+ * and queries drawn at random, all of the cache behind one handle. By H2O, which looks at attention;
+ * by knorm, which reads a column; and by H2O in the bytes of as many tokens, most of them in 4 bits.
+ * Prints what is kept; exits with 1 if an output is not what attention over the kept tokens gives,
+ * or knorm evicts another token than the one with the longest key among those that are old enough
+ * to leave. */
 #include <kvlab.h>
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "device.h"
 
-enum { STEPS = 200, BUDGET = 32, QUERY_HEADS = 8, KV_HEADS = 2, DIM = 64, PAIRS = KV_HEADS };
-enum { GROUP = QUERY_HEADS / KV_HEADS, SLOTS = PAIRS * BUDGET, RECENT = BUDGET / 2 };
+enum { STEPS = 200, BUDGET = 32, QUERY_HEADS = 8, KV_HEADS = 2, DIM = 64, RECENT = BUDGET / 2 };
+static const float SCALE = 0.125f; /* 1 / sqrt(DIM) */
+enum { GROUP = QUERY_HEADS / KV_HEADS, ROW = (QUERY_HEADS + 2 * KV_HEADS) * DIM };
 
-static void draw(float* values, int count) {
-  for (int i = 0; i < count; ++i) values[i] = 4.0f * (float)rand() / (float)RAND_MAX - 2.0f;
+/* Of each token its query, key and value heads. */
+static float rows[STEPS][ROW];
+static const float* key(uint32_t token, int head) { return rows[token] + (QUERY_HEADS + head) * DIM; }
+static const float* value(uint32_t token, int head) { return key(token, head) + KV_HEADS * DIM; }
+
+static double product(const float* a, const float* b) {
+  double sum = 0;
+  for (int d = 0; d < DIM; ++d) sum += (double)a[d] * b[d];
+  return sum;
 }
 
-/* The largest error of `out` against attention over the live slots, in float64. */
-static double worst_error(const float* q, const float* keys, const float* values,
-                          const int32_t* lengths, float scale, const float* out) {
-  double worst = 0;
-  for (int head = 0; head < QUERY_HEADS; ++head) {
-    const int pair = head / GROUP;
-    double weight[BUDGET], sum = 0, exact[DIM] = {0};
-    for (int slot = 0; slot < lengths[pair]; ++slot) {
-      double product = 0;
-      for (int d = 0; d < DIM; ++d)
-        product += (double)q[head * DIM + d] * keys[(pair * BUDGET + slot) * DIM + d];
-      sum += weight[slot] = exp(product * scale);
-    }
-    for (int slot = 0; slot < lengths[pair]; ++slot)
-      for (int d = 0; d < DIM; ++d)
-        exact[d] += weight[slot] / sum * values[(pair * BUDGET + slot) * DIM + d];
-    for (int d = 0; d < DIM; ++d) worst = fmax(worst, fabs(exact[d] - out[head * DIM + d]));
+/* The largest error of a query head's output against attention over the kept tokens, in float64. */
+static double error_of(uint32_t token, int head, const uint32_t* kept, uint32_t count,
+                       const float* out) {
+  double worst = 0, sum = 0, exact[DIM] = {0};
+  for (uint32_t i = 0; i < count; ++i) {
+    const double weight = exp(SCALE * product(rows[token] + head * DIM, key(kept[i], head / GROUP)));
+    sum += weight;
+    for (int d = 0; d < DIM; ++d) exact[d] += weight * value(kept[i], head / GROUP)[d];
   }
+  for (int d = 0; d < DIM; ++d) worst = fmax(worst, fabs(exact[d] / sum - out[d]));
   return worst;
 }
 
-static float norm_of(const float* x) {
-  float squares = 0;
-  for (int d = 0; d < DIM; ++d) squares += x[d] * x[d];
-  return sqrtf(squares);
+/* Of those that may leave before the token `next` comes, the one with the longest key. */
+static uint32_t longest_of(const uint32_t* kept, uint32_t count, uint32_t next, int head) {
+  uint32_t longest = kept[0];
+  for (uint32_t i = 0; i < count && kept[i] + RECENT <= next; ++i)
+    if (product(key(kept[i], head), key(kept[i], head)) >
+        product(key(longest, head), key(longest, head)))
+      longest = kept[i];
+  return longest;
 }
 
-/* The slot with the largest number, of those that leave before the last RECENT tokens, `next` the
- * youngest of them. */
-static int largest_of(const float* numbers, const uint32_t* positions, uint32_t next) {
-  int largest = -1;
-  for (int slot = 0; slot < BUDGET; ++slot)
-    if (positions[slot] + RECENT <= next && (largest < 0 || numbers[slot] > numbers[largest]))
-      largest = slot;
-  return largest;
+/* Caches of BUDGET tokens, or of a ladder's rungs. */
+static kvlab_slots* make(const kvlab_policy* policy, const kvlab_rung* ladder, int rungs) {
+  static const float still[DIM / 2]; /* RoPE that turns nothing */
+  const kvlab_rope rope = {still, DIM, 1};
+  const kvlab_slots_layer layer = {0, 0.125f, 0, NULL};
+  const uint32_t tokens = rungs ? ladder[0].slots + ladder[1].slots : BUDGET;
+  const kvlab_rule rules[KV_HEADS] = {{tokens, 0, RECENT, 0}, {tokens, 0, RECENT, 0}};
+  const kvlab_column norm = KVLAB_KEY_NORM;
+  kvlab_slots_config config;
+  memset(&config, 0, sizeof config);
+  config.struct_size = sizeof config;
+  config.type = KVLAB_F32;
+  config.query_heads = QUERY_HEADS;
+  config.kv_heads = KV_HEADS;
+  config.head_size = DIM;
+  config.sequences = config.layer_count = config.rope_count = 1;
+  config.layers = &layer;
+  config.ropes = &rope;
+  config.policy = policy;
+  config.rules = rules;
+  config.rung_count = rungs;
+  config.rungs = ladder;
+  config.column_count = kvlab_policy_column(policy, 0) != NULL;
+  config.columns = &norm;
+  config.threshold16 = 655;
+  kvlab_slots* slots = NULL;
+  done(kvlab_slots_create(&config, NULL, &slots));
+  return slots;
 }
 
-/* Whether all went as it should. */
-static int decode(const char* name) {
-  const kvlab_policy* policy = kvlab_find_policy(name);
-  const char* column = kvlab_policy_column(policy, 0);
-  const int by_norm = column != NULL && strcmp(column, "key_norm") == 0;
-  /* The layer's cache: BUDGET slots for each pair. */
-  const int64_t first_slot[PAIRS] = {0, BUDGET};
-  kvlab_evicting_attention_args step;
-  memset(&step, 0, sizeof step);
-  step.struct_size = sizeof step;
-  step.cache.type = KVLAB_F32;
-  step.cache.sequences = 1;
-  step.cache.query_heads = QUERY_HEADS;
-  step.cache.kv_heads = KV_HEADS;
-  step.cache.head_size = DIM;
-  step.cache.softmax_scale = 1.0f / sqrtf(DIM);
-  step.cache.most_slots = BUDGET;
-  step.cache.first_slot = on_device(first_slot, sizeof first_slot);
-  step.cache.keys = on_device(NULL, SLOTS * DIM * sizeof(float));
-  step.cache.values = on_device(NULL, SLOTS * DIM * sizeof(float));
-  step.cache.positions = on_device(NULL, SLOTS * sizeof(uint32_t));
-  step.cache.lengths = on_device(NULL, PAIRS * sizeof(int32_t));
-  step.cache.next_slots = on_device(NULL, PAIRS * sizeof(int32_t));
-
-  /* What the policy works on. */
-  const kvlab_rule rules[PAIRS] = {{BUDGET, 0, RECENT, 0}, {BUDGET, 0, RECENT, 0}};
-  step.policy.states = on_device(NULL, SLOTS * kvlab_policy_slot_bytes(policy));
-  step.policy.rules = on_device(rules, sizeof rules);
-  step.policy.seeds = on_device(NULL, sizeof(uint64_t));
-  step.policy.sequence_ids = on_device(NULL, sizeof(uint32_t));
-
-  float* columns = on_device(NULL, SLOTS * sizeof(float));
-  if (by_norm) step.policy.columns = columns;
-
-  float q[QUERY_HEADS * DIM], new_key[DIM], new_value[DIM], out[QUERY_HEADS * DIM];
-  static float keys[SLOTS * DIM], values[SLOTS * DIM];
-  uint32_t* now = on_device(NULL, sizeof(uint32_t));
-  void* device_q = on_device(NULL, sizeof q);
-  step.now = now;
-  step.q = device_q;
-  step.out = on_device(NULL, sizeof out);
-  const size_t workspace = kvlab_evicting_attention_workspace(policy, &step.cache);
-  step.workspace = on_device(NULL, workspace);
-
-  double worst = 0;
+/* Whether all went as it should. `ladder`: of each KV head; `most`: of errors. */
+static int decode(const char* name, const kvlab_rung* ladder, int rungs, double most) {
+  kvlab_slots* const slots = make(kvlab_find_policy(name), ladder, rungs);
+  float* const qkv = on_device(NULL, sizeof rows[0]);
+  float* const device_out = on_device(NULL, QUERY_HEADS * DIM * sizeof(float));
+  float out[QUERY_HEADS * DIM];
+  uint32_t kept[KV_HEADS][STEPS], count[KV_HEADS] = {0}, victims[KV_HEADS];
+  const int by_norm = strcmp(name, "knorm") == 0;
   int wrong_victims = 0;
-  int32_t next[PAIRS], lengths[PAIRS];
-  uint32_t positions[SLOTS];
-  float norms[SLOTS] = {0};
+  double worst = 0;
   for (uint32_t t = 0; t < STEPS; ++t) {
-    /* The token's key and value go where the step before said. An engine does that in a kernel. */
-    to_host(next, step.cache.next_slots, sizeof next);
-    for (int pair = 0; pair < PAIRS; ++pair) {
-      const int slot = pair * BUDGET + next[pair];
-      draw(new_key, DIM);
-      draw(new_value, DIM);
-      check(cudaMemcpy((float*)step.cache.keys + slot * DIM, new_key, sizeof new_key,
-                       cudaMemcpyHostToDevice), "key");
-      check(cudaMemcpy((float*)step.cache.values + slot * DIM, new_value, sizeof new_value,
-                       cudaMemcpyHostToDevice), "value");
-      norms[slot] = norm_of(new_key);
-      check(cudaMemcpy(columns + slot, norms + slot, sizeof(float), cudaMemcpyHostToDevice), "column");
-      check(cudaMemcpy(step.cache.positions + slot, &t, sizeof t, cudaMemcpyHostToDevice), "position");
+    for (int i = 0; i < ROW; ++i) rows[t][i] = 4.0f * (float)rand() / (float)RAND_MAX - 2.0f;
+    check(cudaMemcpy(qkv, rows[t], sizeof rows[t], cudaMemcpyHostToDevice), "qkv");
+    for (int head = 0; head < KV_HEADS; ++head)
+      victims[head] = longest_of(kept[head], count[head], t, head);
+    done(kvlab_slots_before_step(slots, NULL, NULL));
+    done(kvlab_slots_step(slots, 0, qkv, device_out, NULL, NULL));
+    to_host(out, device_out, sizeof out);
+    for (int head = 0; head < KV_HEADS; ++head) {
+      const int full = count[head] == BUDGET;
+      done(kvlab_slots_kept(slots, 0, 0, head, kept[head], STEPS, &count[head], NULL));
+      for (uint32_t i = 0; by_norm && full && i < count[head]; ++i)
+        wrong_victims += kept[head][i] == victims[head];
     }
-    draw(q, QUERY_HEADS * DIM);
-    check(cudaMemcpy(device_q, q, sizeof q, cudaMemcpyHostToDevice), "q");
-    check(cudaMemcpy(now, &t, sizeof t, cudaMemcpyHostToDevice), "now");
-    done(kvlab_evicting_attention(policy, &step, NULL));
-
-    to_host(out, step.out, sizeof out);
-    to_host(keys, step.cache.keys, sizeof keys);
-    to_host(values, step.cache.values, sizeof values);
-    to_host(lengths, step.cache.lengths, sizeof lengths);
-    worst = fmax(worst, worst_error(q, keys, values, lengths, step.cache.softmax_scale, out));
-    to_host(next, step.cache.next_slots, sizeof next);
-    to_host(positions, step.cache.positions, sizeof positions);
-    for (int pair = 0; pair < PAIRS; ++pair)
-      if (by_norm && lengths[pair] == BUDGET)
-        wrong_victims +=
-            next[pair] != largest_of(norms + pair * BUDGET, positions + pair * BUDGET, t + 1);
+    for (int head = 0; head < QUERY_HEADS; ++head)
+      worst = fmax(worst, error_of(t, head, kept[head / GROUP], count[head / GROUP], out + head * DIM));
   }
-
-  for (int pair = 0; pair < PAIRS; ++pair) {
-    printf("%s: KV head %d keeps %d of %d tokens:", name, pair, lengths[pair], STEPS);
-    for (int slot = 0; slot < lengths[pair]; ++slot) printf(" %u", positions[pair * BUDGET + slot]);
+  for (int head = 0; head < KV_HEADS; ++head) {
+    printf("%s: KV head %d keeps %u of %d tokens:", name, head, count[head], STEPS);
+    for (uint32_t i = 0; i < count[head]; ++i) printf(" %u", kept[head][i]);
     printf("\n");
   }
   printf("largest error of an output: %.1e\n", worst);
-  return worst < 1e-5 && wrong_victims == 0 && lengths[0] == BUDGET && lengths[1] == BUDGET;
+  kvlab_slots_destroy(slots);
+  return worst < most && wrong_victims == 0 && count[0] >= BUDGET && count[0] == count[1];
 }
 
 int main(void) {
@@ -156,6 +125,8 @@ int main(void) {
     printf("skipped: no CUDA device\n");
     return 0;
   }
-  const int by_mass = decode("h2o"), by_column = decode("knorm");
-  return by_mass && by_column ? 0 : 1;
+  /* Of 16 bit and 4: rows of 256 and 80 bytes. */
+  const kvlab_rung ladder[] = {{KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}, {KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}};
+  const int by_mass = decode("h2o", NULL, 0, 1e-5), by_column = decode("knorm", NULL, 0, 1e-5);
+  return by_mass && by_column && decode("h2o", ladder, 2, 0.5) ? 0 : 1;
 }

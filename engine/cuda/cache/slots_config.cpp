@@ -26,16 +26,6 @@ void check_caches(const ModelConfig& config, const std::vector<ResolvedConfig>& 
   }
 }
 
-/// The fast kernels rotate whole heads, or none.
-bool needs_plain(const DeviceShape& model, const CudaDecoderOptions& options) {
-  const ModelConfig& config = model.config();
-  const bool few_heads = config.query_heads <= kernels::kMostRungGroup * config.kv_heads;
-  return options.plain_eviction ||
-         (options.coded() && (model.dtype() == Dtype::f32 || !few_heads)) ||
-         (options.rotation() != KeyRotation::by_position &&
-          model.config().rope().rotated() != model.config().head_size);
-}
-
 /// Of a policy from a source, what memory depends on.
 kernels::DevicePolicy device_policy(const CudaDecoderOptions& options) {
   const PolicyEntry& entry = *options.entry();
@@ -81,16 +71,12 @@ kernels::SlotPair pair_of(const ResolvedConfig& cache, std::uint32_t layer, std:
 kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   check_caches(config, options.caches);
-  const kernels::DevicePolicy policy = device_policy(options);
   kernels::SlotsConfig slots{.type = model.type(),
                              .query_heads = static_cast<int>(config.query_heads),
                              .kv_heads = static_cast<int>(config.kv_heads),
                              .head_size = static_cast<int>(config.head_size),
                              .other_ropes = config.has_spans(),
                              .most_tokens = options.slots,
-                             .kernels = needs_plain(model, options)
-                                            ? kernels::plain_kernels(policy)
-                                            : kernels::observing_kernels(policy),
                              .rotation = options.rotation(),
                              .columns = options.columns(),
                              .hidden = static_cast<int>(config.hidden),
@@ -118,6 +104,9 @@ kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOpt
       for (std::uint32_t head = 0; head < config.kv_heads; ++head)
         slots.pairs.push_back(pair_of(cache, layer, head, config.kv_heads));
   }
+  const kernels::DevicePolicy policy = device_policy(options);
+  slots.kernels = options.plain_eviction || !slots.is_fast() ? kernels::plain_kernels(policy)
+                                                             : kernels::observing_kernels(policy);
   slots.workspaces = ObserverBranch::workspaces(slots.layers.size());
   return slots;
 }

@@ -202,5 +202,5 @@ TEST_CASE("The library measures blocks, and refuses what is no shape") {
   bytes.struct_size = 0;
   CHECK(ask(1) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
-        std::string("kvlab_cache_memory: struct_size is 0; sizeof is 168 by kvlab.h 0.4"));
+        std::string("kvlab_cache_memory: struct_size is 0; sizeof is 168 by kvlab.h 0.5"));
 }

@@ -9,200 +9,68 @@ import pathlib
 from typing import Any
 
 P, U32, I32, F32, I64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_float, ctypes.c_int64
-SIZE = ctypes.c_size_t
+U64, SIZE = ctypes.c_uint64, ctypes.c_size_t
 
-VERSION = 4
+VERSION = 5
 TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-NEEDS = ("nothing", "mass", "requests", "both")
-UNLIMITED = 2**32 - 1
-OBSERVATION_BYTES = 24
-INVALID_VALUE, NOT_SUPPORTED = 1, 801
+INVALID_VALUE = 1
 
 
-class Pages(ctypes.Structure):  # kvlab_pages
-    _fields_ = [
-        ("blocks", P),
-        ("page", I32),
-        ("most_blocks", I32),
-        ("by_pair", I32),
-        ("block_stride", I64),
-        ("slot_stride", I64),
-        ("head_stride", I64),
-    ]
+class Rope(ctypes.Structure):  # kvlab_rope
+    _fields_ = [("inv_freq", P), ("rotated", I32), ("factor", F32)]
 
 
-class Cache(ctypes.Structure):  # kvlab_cache
-    _fields_ = [
-        ("type", I32),
-        ("sequences", I32),
-        ("query_heads", I32),
-        ("kv_heads", I32),
-        ("head_size", I32),
-        ("softmax_scale", F32),
-        ("most_slots", I32),
-        ("first_slot", P),
-        ("keys", P),
-        ("values", P),
-        ("positions", P),
-        ("lengths", P),
-        ("next_slots", P),
-        ("ages", P),
-        ("pages", Pages),
-    ]
-
-
-class PolicyState(ctypes.Structure):  # kvlab_policy_state
-    _fields_ = [
-        ("states", P),
-        ("rules", P),
-        ("params", P),
-        ("threshold16", P),
-        ("seeds", P),
-        ("sequence_ids", P),
-        ("layer", U32),
-        ("first_head", U32),
-        ("seen", P),
-        ("columns", P),
-        ("room_at", P),
-    ]
+class SlotsLayer(ctypes.Structure):  # kvlab_slots_layer
+    _fields_ = [("number", U32), ("softmax_scale", F32), ("rope", I32), ("output", P)]
 
 
 class Args(ctypes.Structure):
     """Of a call: with its own size in front."""
 
-    def __init__(self, *members: Any, **named: Any) -> None:
-        super().__init__(ctypes.sizeof(self), *members, **named)
+    def __init__(self, **named: Any) -> None:
+        super().__init__(ctypes.sizeof(self), **named)
 
 
-class WriteArgs(Args):  # kvlab_write_args
-    _fields_ = [
-        ("struct_size", SIZE),
-        ("cache", Cache),
-        ("tokens", I32),
-        ("qkv", P),
-        ("rotated", I32),
-        ("rope", P),
-        ("rope_rows", P),
-        ("sequences", P),
-        ("slots", P),
-        ("now", P),
-        ("q", P),
-    ]
-
-
-class ColumnsArgs(Args):  # kvlab_columns_args
-    _fields_ = [
-        ("struct_size", SIZE),
-        ("cache", Cache),
-        ("count", I32),
-        ("columns", I32 * 4),
-        ("slots", P),
-        ("tokens", I32),
-        ("now", P),
-        ("keys", P),
-        ("key_row", I64),
-        ("unit_keys", P),
-        ("to", P),
-        ("output", P),
-        ("hidden", I32),
-        ("admitted", P),
-    ]
-
-
-class EvictingAttentionArgs(Args):  # kvlab_evicting_attention_args
-    _fields_ = [
-        ("struct_size", SIZE),
-        ("cache", Cache),
-        ("policy", PolicyState),
-        ("numbering", I32),
-        ("now", P),
-        ("q", P),
-        ("inv_freq", P),
-        ("rotated", I32),
-        ("rope_factor", F32),
-        ("out", P),
-        ("lse", P),
-        ("workspace", P),
-        ("settled", I32),
-    ]
-
-
-class PrefillArgs(Args):  # kvlab_prefill_args
+class SlotsConfig(Args):  # kvlab_slots_config
     _fields_ = [
         ("struct_size", SIZE),
         ("type", I32),
-        ("query_heads", I32),
-        ("kv_heads", I32),
-        ("head_size", I32),
-        ("softmax_scale", F32),
-        ("first", I32),
-        ("queries", I32),
-        ("q", P),
-        ("keys", P),
-        ("values", P),
-        ("first_slot", P),
-        ("older", P),
+        *((name, I32) for name in ("query_heads", "kv_heads", "head_size")),
+        *((name, I32) for name in ("sequences", "layer_count", "rope_count", "rung_count", "column_count")),
+        *((name, P) for name in ("layers", "ropes", "policy", "rules", "rungs", "params", "seeds", "columns")),
+        ("hidden", I32),
+        ("numbering", I32),
+        *((name, U32) for name in ("threshold16", "tokens", "part", "longest", "every", "smooth")),
+        *((name, I32) for name in ("once", "by_layer", "pool_max")),
+    ]
+
+
+class SlotsPart(Args):  # kvlab_slots_part
+    _fields_ = [
+        ("struct_size", SIZE),
+        ("sequence", I32),
+        ("layer", I32),
+        ("fed", U32),
+        ("tokens", U32),
+        ("ends_prompt", I32),
+        ("first", U32),
+        ("count", U32),
+        ("qkv", P),
         ("out", P),
         ("lse", P),
-        ("rows", P),
-        ("pages", Pages),
-        ("sequences", I32),
-        ("all_queries", I32),
-        ("first_query", P),
-        ("workspace", P),
-        ("keys_end", I32),
     ]
 
 
-class ObserveArgs(Args):  # kvlab_observe_args
-    _fields_ = [
-        ("struct_size", SIZE),
-        ("prefill", PrefillArgs),
-        ("needs", I32),
-        ("keys_end", I32),
-        ("position", U32),
-        ("threshold16", P),
-        ("seen", P),
-        ("workspace", P),
-        ("group_max", I32),
-        ("weights", P),
-        ("tail", U32),
-        ("younger", I32),
-        ("positions", P),
-        ("youngers", P),
-        ("admitted", P),
-    ]
-
-
-class ShrinkArgs(Args):  # kvlab_shrink_args
-    _fields_ = [
-        ("struct_size", SIZE),
-        ("from", Cache),
-        ("to", Cache),
-        ("policy", PolicyState),
-        ("to_states", P),
-        ("now", P),
-        ("admitted", P),
-        ("seen", P),
-        ("workspace", P),
-        ("to_columns", P),
-        ("by_layer", I32),
-        ("smooth", U32),
-        ("pool_max", I32),
-        ("weighted", I32),
-    ]
+class SlotsHeld(Args):  # kvlab_slots_held
+    _fields_ = [("struct_size", SIZE), ("tokens", U32), *((name, U64) for name in ("evictions", "kv_bytes", "allocated"))]
 
 
 STRUCTS = {
-    "kvlab_pages": Pages,
-    "kvlab_cache": Cache,
-    "kvlab_policy_state": PolicyState,
-    "kvlab_write_args": WriteArgs,
-    "kvlab_columns_args": ColumnsArgs,
-    "kvlab_evicting_attention_args": EvictingAttentionArgs,
-    "kvlab_prefill_args": PrefillArgs,
-    "kvlab_observe_args": ObserveArgs,
-    "kvlab_shrink_args": ShrinkArgs,
+    "kvlab_rope": Rope,
+    "kvlab_slots_layer": SlotsLayer,
+    "kvlab_slots_config": SlotsConfig,
+    "kvlab_slots_part": SlotsPart,
+    "kvlab_slots_held": SlotsHeld,
 }
 
 
@@ -216,23 +84,17 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_last_error": (_TEXT, []),
     "kvlab_find_policy": (P, [_TEXT]),
     "kvlab_policy_name": (_TEXT, [I32]),
-    "kvlab_policy_needs": (I32, [P]),
-    "kvlab_policy_slot_bytes": (SIZE, [P]),
     "kvlab_policy_params_bytes": (SIZE, [P]),
     "kvlab_policy_params": (I32, [P, P, I32, P]),
-    "kvlab_policy_weighted": (I32, [P]),
-    "kvlab_policy_weights": (I32, [P, P, U32, P, P]),
-    "kvlab_policy_column": (_TEXT, [P, I32]),
-    "kvlab_number_by_age": (I32, [_pointer(Cache), P]),
-    "kvlab_write": (I32, [_pointer(WriteArgs), P]),
-    "kvlab_columns": (I32, [_pointer(ColumnsArgs), P]),
-    "kvlab_evicting_attention_workspace": (SIZE, [P, _pointer(Cache)]),
-    "kvlab_evicting_attention": (I32, [P, _pointer(EvictingAttentionArgs), P]),
-    "kvlab_prefill_attention": (I32, [_pointer(PrefillArgs), P]),
-    "kvlab_observe_workspace": (SIZE, [_pointer(ObserveArgs)]),
-    "kvlab_observe": (I32, [_pointer(ObserveArgs), P]),
-    "kvlab_shrink_workspace": (SIZE, [_pointer(Cache)]),
-    "kvlab_shrink": (I32, [P, _pointer(ShrinkArgs), P]),
+    "kvlab_slots_memory": (I32, [_pointer(SlotsConfig), P]),
+    "kvlab_slots_create": (I32, [_pointer(SlotsConfig), P, P]),
+    "kvlab_slots_destroy": (None, [P]),
+    "kvlab_slots_clear": (I32, [P, P]),
+    "kvlab_slots_admit": (I32, [P, _pointer(SlotsPart), P]),
+    "kvlab_slots_before_step": (I32, [P, P, P]),
+    "kvlab_slots_step": (I32, [P, I32, P, P, P, P]),
+    "kvlab_slots_ask": (I32, [P, I32, _pointer(SlotsHeld)]),
+    "kvlab_slots_kept": (I32, [P, I32, I32, I32, P, U32, P, P]),
 }
 
 
@@ -256,38 +118,28 @@ def library() -> Any:
     return loaded
 
 
-class LibraryPolicy:
+def done(error: int) -> None:
+    """Raises what a call has returned."""
+    if error:
+        raise (ValueError if error == INVALID_VALUE else RuntimeError)(library().kvlab_last_error().decode())
+
+
+def policy(name: str) -> Any:
     """A policy of the library, by its name."""
-
-    def __init__(self, name: str) -> None:
-        held = library()
-        self.name, self.handle = name, held.kvlab_find_policy(name.encode())
-        if not self.handle:
-            known = ", ".join(policies())
-            raise ValueError(f"policy {name}: the kernel library does not hold it; it holds {known}")
-        self.needs: int = held.kvlab_policy_needs(self.handle)
-        self.slot_bytes: int = held.kvlab_policy_slot_bytes(self.handle)
-        self.weighted = bool(held.kvlab_policy_weighted(self.handle))
-
-    def params(self, values: list[float]) -> bytes:
-        """As the kernels read them, of one sequence."""
-        to = ctypes.create_string_buffer(library().kvlab_policy_params_bytes(self.handle))
-        given = (ctypes.c_double * len(values))(*values)
-        if library().kvlab_policy_params(self.handle, given, len(values), to):
-            raise ValueError(f"policy {self.name}: {values} are no parameters of it: {len(to) // 8} in their ranges are")
-        return to.raw
-
-    def weights(self, params: bytes, queries: int) -> tuple[list[float], int]:
-        """Of a prompt's queries, by how many are younger, and from where on they are 0."""
-        to, tail = (F32 * queries)(), U32()
-        if library().kvlab_policy_weights(self.handle, params or None, queries, to, ctypes.byref(tail)):
-            raise ValueError(f"policy {self.name}: the kernel library does not weigh its queries")
-        return list(to), tail.value
+    handle = library().kvlab_find_policy(name.encode())
+    if not handle:
+        known = ", ".join(policies())
+        raise ValueError(f"policy {name}: the kernel library does not hold it; it holds {known}")
+    return handle
 
 
-@functools.cache
-def policy(name: str) -> LibraryPolicy:
-    return LibraryPolicy(name)
+def params(handle: Any, values: list[float]) -> Any:
+    """As the kernels read them, of one sequence."""
+    to = ctypes.create_string_buffer(library().kvlab_policy_params_bytes(handle))
+    given = (ctypes.c_double * len(values))(*values)
+    if library().kvlab_policy_params(handle, given, len(values), to):
+        raise ValueError(f"{values} are no parameters of the policy: {len(to) // 8} in their ranges are")
+    return to
 
 
 def policies() -> list[str]:

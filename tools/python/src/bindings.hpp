@@ -16,7 +16,6 @@ void bind_replay(nb::module_& module);
 void bind_projections(nb::module_& module);
 void bind_cache_request(nb::module_& module);
 void bind_caches(nb::module_& module);
-void bind_slot_plan(nb::module_& module);
 void bind_command(nb::module_& module);
 
 }  // namespace kvlab::python

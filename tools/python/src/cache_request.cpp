@@ -1,6 +1,7 @@
 #include "tools/python/src/cache_request.hpp"
 
 #include <fmt/format.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,6 +9,7 @@
 
 #include "engine/loop/policy_file.hpp"
 #include "sim/budgets/budget_file.hpp"
+#include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
 
 namespace kvlab::python {
@@ -41,9 +43,70 @@ ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor) {
   return config;
 }
 
+namespace {
+
+/// [layer, KV head]: budget, sinks, recent, group_max.
+Array<std::uint32_t> rules_of(const ResolvedConfig& config, const CacheShape& model) {
+  const std::uint32_t group_max = config.policy.modifiers.group == Modifiers::Group::max;
+  std::vector<std::uint32_t> all;
+  for (std::uint32_t layer = 0; layer < model.layers; ++layer)
+    for (std::uint32_t head = 0; head < model.kv_heads; ++head) {
+      const std::uint32_t budget = config.budget_of(layer, head);
+      const Guards guards = budget == kNoBudget ? Guards{} : resolve_guards(config.policy, budget);
+      all.insert(all.end(), {budget, guards.sinks, guards.recent, group_max});
+    }
+  return array_of(std::move(all), {model.layers, model.kv_heads, 4});
+}
+
+/// [layer, KV head, rung]: form and slots; without rungs where all stay in 16 bit.
+Array<std::uint32_t> rungs_of(const ResolvedConfig& config, const CacheShape& model) {
+  const Ladder& ladder = config.policy.ladder;
+  const std::size_t rungs = ladder.is_plain() ? 0 : ladder.rungs.size();
+  std::vector<std::uint32_t> all;
+  for (std::uint32_t layer = 0; rungs > 0 && layer < model.layers; ++layer)
+    for (std::uint32_t head = 0; head < model.kv_heads; ++head)
+      for (const RungSlots& rung : config.rungs.at(config.budget_of(layer, head)))
+        all.insert(all.end(), {static_cast<std::uint32_t>(rung.form - kKvForms), rung.slots});
+  return array_of(std::move(all), {model.layers, model.kv_heads, rungs, 2});
+}
+
+using Plan = nb::typed<nb::dict, nb::str, nb::any>;
+
+Plan slot_plan(const CacheRequest& asked) {
+  const ResolvedConfig config = resolve(asked, kKernelLibrary);
+  const PolicySpec& policy = config.policy;
+  const Modifiers& modifiers = policy.modifiers;
+  if (policy.entry->source || policy.entry->host)
+    throw std::invalid_argument(
+        fmt::format("policy {}: {} holds registered policies; {} runs others", policy.name,
+                    kKernelLibrary.name, kKernelLibrary.instead));
+  Plan plan;
+  plan["policy"] = policy.name;
+  plan["params"] = policy.params;
+  plan["columns"] = policy.columns;
+  plan["rules"] = rules_of(config, asked.model);
+  plan["rungs"] = rungs_of(config, asked.model);
+  plan["tokens"] = asked.length;
+  plan["chunk"] = config.prefill.chunk;
+  plan["squeezed"] = config.positions == Positions::cache;
+  plan["threshold16"] = config.threshold16();
+  plan["seed"] = config.seed;
+  plan["every"] = modifiers.every;
+  plan["smooth"] = modifiers.smooth;
+  plan["once"] = modifiers.once;
+  plan["by_layer"] = modifiers.scope == Modifiers::Scope::layer;
+  plan["pool_max"] = modifiers.pool == Modifiers::Pool::max;
+  return plan;
+}
+
+}  // namespace
+
 void bind_cache_request(nb::module_& module) {
+  module.def("slot_plan", slot_plan, nb::arg("asked"),
+             "The numbers of a kvlab_slots_config, by their names there; `chunk`: tokens of a "
+             "prompt that come together, 0: all.");
   using Text = const std::string&;
-  nb::class_<CacheRequest>(module, "CacheRequest", "A cache, as Caches and SlotPlan take it.")
+  nb::class_<CacheRequest>(module, "CacheRequest", "A cache, as Caches and slot_plan() take it.")
       .def(
           "__init__",
           [](CacheRequest* to, Text policy, const std::vector<Policy>& own, Text budget,

@@ -14,6 +14,5 @@ NB_MODULE(_kvlab, module) {
   kvlab::python::bind_replay(module);
   kvlab::python::bind_cache_request(module);
   kvlab::python::bind_caches(module);
-  kvlab::python::bind_slot_plan(module);
   kvlab::python::bind_command(module);
 }

@@ -71,6 +71,7 @@ class evicting:
         policy: str | Policy,
         budget: int | str | None = None,
         *,
+        ladder: str | None = None,
         prefill: str = "dense",
         positions: str | None = None,
         seed: int = 0,
@@ -80,7 +81,8 @@ class evicting:
         record: bool = False,
         graph: bool = False,
     ) -> None:
-        """`policy`: as everywhere, or a policy.json, which brings all but `length` and what comes behind it.
+        """`policy`: as everywhere, or a policy.json, which brings all but `length` and what comes behind it. `ladder`:
+        as the command takes it, such as "16:16t,4:100%".
 
         `length`: how many tokens there may be, of which a budget such as "20%" is a share (the model's context)."""
         if not hasattr(model, "config"):
@@ -104,7 +106,9 @@ class evicting:
         self._spans = {layer.index: layer.span for layer in self._layers.values() if layer.index not in self._places}
         # Tokens that a window beyond the text hides none of.
         self._most = min(layer.span for layer in self._acted) or None
-        words = {"prefill": prefill, "positions": positions or "", "seed": seed, "threshold": request_threshold}
+        setting = "" if ladder is None else ":ladder=" + ladder.replace(",", "+").replace(":", "@")
+        words: dict[str, Any] = {"ladder": setting, "prefill": prefill, "positions": positions or ""}
+        words |= {"seed": seed, "threshold": request_threshold}
         self._make = self._caches_of(policy, "" if budget is None else str(budget), length=length, **words)
         self._attend_token: Callable[[int, torch.Tensor], torch.Tensor] | None = None  # while a graph is captured
         self._graph = None
@@ -121,11 +125,11 @@ class evicting:
         self._to_check = True
         self._begin()
 
-    def _caches_of(self, policy: str | Policy, budget: str, **words: Any) -> Callable[[], Any]:
+    def _caches_of(self, policy: str | Policy, budget: str, ladder: str = "", **words: Any) -> Callable[[], Any]:
         """What makes those of one sequence."""
         (text,), own = resolve([policy])
         asked = _kvlab.CacheRequest(
-            policy=text,
+            policy=text + ladder,
             own=own,
             budget=budget,
             **words,
@@ -135,7 +139,7 @@ class evicting:
         if self._device.type == "cuda":
             from kvlab.hf.slot_caches import SlotCaches
 
-            plan = _kvlab.SlotPlan(asked)
+            plan = _kvlab.slot_plan(asked)
             weights = functools.partial(output_weights, self._model, self._acted)
             return lambda: SlotCaches(plan, self._acted, self._model.dtype, self._device, weights)
         inv_freq, factors, rows = said(self._acted)

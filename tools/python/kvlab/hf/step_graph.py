@@ -73,8 +73,7 @@ class StepGraph:
     def _capture(self, original: Any) -> None:
         caches, graph = self._evicting._rows[0].caches, torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph):
-            ropes = caches.token_ropes()
-            self._evicting._attend_token = lambda layer, qkv: caches.token(layer, qkv, ropes)
+            self._evicting._attend_token = caches.token
             try:
                 words = {"attention_mask": self._mask, "use_cache": False, "return_dict": True}
                 self._logits = original(input_ids=self._ids, position_ids=self._position, **words).logits

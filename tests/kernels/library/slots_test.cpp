@@ -1,0 +1,410 @@
+// kvlab_slots beside the CPU's caches, which get the same queries, keys and values; and what it
+// refuses, which needs no device.
+#include <cmath>
+#include <memory>
+#include <random>
+
+#include "engine/cache/growing_rope.hpp"
+#include "engine/cache/layer_cache.hpp"
+#include "kernels/kvlab.h"
+#include "tests/catch.hpp"
+#include "tests/conformance.hpp"
+#include "tests/device.hpp"
+#include "tests/skip.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+constexpr std::uint32_t kLayers = 2, kHeads = 2, kGroup = 2, kSize = 64, kTokens = 150;
+constexpr std::size_t kQueries = kHeads * kGroup * kSize, kRow = kQueries + 2 * kHeads * kSize;
+constexpr float kScale = 0.125f;
+const CacheShape kModel{kLayers, kHeads, kSize};
+
+Rope rope() {
+  Rope rope;
+  for (std::uint32_t i = 0; i < kSize / 2; ++i)
+    rope.inv_freq.push_back(std::pow(10000.0f, -2.0f * static_cast<float>(i) / kSize));
+  return rope;
+}
+
+void done(cudaError_t error) {
+  INFO(kvlab_last_error());
+  REQUIRE(error == cudaSuccess);
+}
+
+/// What a configuration comes to, as a caller in C lays it out.
+struct Layout {
+  explicit Layout(const ResolvedConfig& cache, int sequences = 1, kvlab_type type = KVLAB_F32) {
+    const PolicySpec& policy = cache.policy;
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      layers.push_back({.number = layer, .softmax_scale = kScale});
+      for (int pair = 0; pair < sequences * static_cast<int>(kHeads); ++pair) {
+        const std::uint32_t budget =
+            cache.budget_of(layer, static_cast<std::uint32_t>(pair) % kHeads);
+        const Guards guards = budget == kNoBudget ? Guards{} : resolve_guards(policy, budget);
+        rules.push_back(
+            {budget, guards.sinks, guards.recent, policy.modifiers.group == Modifiers::Group::max});
+        if (policy.ladder.is_plain()) continue;
+        for (const RungSlots& rung : cache.rungs.at(budget))
+          rungs.push_back({static_cast<kvlab_form>(rung.form - &kKvForms[0]), rung.slots});
+      }
+    }
+    for (const std::string& column : policy.columns)
+      columns.push_back(static_cast<kvlab_column>(built_in_column(column).value()));
+    config = {.struct_size = sizeof config,
+              .type = type,
+              .query_heads = kHeads * kGroup,
+              .kv_heads = kHeads,
+              .head_size = kSize,
+              .sequences = sequences,
+              .layer_count = kLayers,
+              .rope_count = 1,
+              .rung_count = static_cast<int>(rungs.size() / rules.size()),
+              .column_count = static_cast<int>(columns.size()),
+              .layers = layers.data(),
+              .ropes = &table,
+              .policy = kvlab_find_policy(std::string(policy.entry->info.name).c_str()),
+              .rules = rules.data(),
+              .rungs = rungs.data(),
+              .seeds = seeds.data(),
+              .columns = columns.data(),
+              .numbering = cache.positions == Positions::cache ? KVLAB_SQUEEZED : KVLAB_ORIGINAL,
+              .threshold16 = cache.threshold16(),
+              .tokens = kTokens,
+              .part = 32,
+              .every = policy.modifiers.every,
+              .smooth = policy.modifiers.smooth,
+              .once = policy.modifiers.once,
+              .by_layer = policy.modifiers.scope == Modifiers::Scope::layer,
+              .pool_max = policy.modifiers.pool == Modifiers::Pool::max};
+    params.resize(kvlab_policy_params_bytes(config.policy));
+    REQUIRE(kvlab_policy_params(config.policy, policy.params.data(),
+                                static_cast<int>(policy.params.size()),
+                                params.data()) == cudaSuccess);
+    config.params = params.data();
+    seeds.assign(static_cast<std::size_t>(sequences), cache.seed);
+    config.seeds = seeds.data();
+  }
+  Layout(const Layout&) = delete;
+
+  Rope angles = rope();
+  kvlab_rope table{angles.inv_freq.data(), kSize, 1};
+  std::vector<kvlab_slots_layer> layers;
+  std::vector<kvlab_rule> rules;
+  std::vector<kvlab_rung> rungs;
+  std::vector<kvlab_column> columns;
+  std::vector<std::byte> params;
+  std::vector<std::uint64_t> seeds;
+  kvlab_slots_config config{};
+};
+
+/// The handle, with a stream and memory for rows.
+class Slots {
+ public:
+  explicit Slots(const Layout& layout)
+      : sequences_(static_cast<std::size_t>(layout.config.sequences)) {
+    done(kvlab_slots_create(&layout.config, stream_.get(), &slots_));
+  }
+  ~Slots() { kvlab_slots_destroy(slots_); }
+  Slots(const Slots&) = delete;
+
+  /// Of a prompt's chunk in a layer, in two parts.
+  std::vector<float> admit(int sequence, std::uint32_t layer, std::uint32_t fed, bool ends,
+                           std::span<const float> qkv) {
+    qkv_.assign(qkv);
+    const auto tokens = static_cast<std::uint32_t>(qkv.size() / kRow);
+    kvlab_slots_part part{.struct_size = sizeof part,
+                          .sequence = sequence,
+                          .layer = static_cast<int>(layer),
+                          .fed = fed,
+                          .tokens = tokens,
+                          .ends_prompt = ends};
+    for (const std::uint32_t count : {tokens / 2, tokens - tokens / 2}) {
+      if (count == 0) continue;
+      part.count = count;
+      part.qkv = qkv_.data() + part.first * kRow;
+      part.out = out_.data() + part.first * kQueries;
+      done(kvlab_slots_admit(slots_, &part, stream_.get()));
+      part.first += count;
+    }
+    return outputs(tokens);
+  }
+  void before_step(const std::vector<unsigned char>& decodes = {}) {
+    done(
+        kvlab_slots_before_step(slots_, decodes.empty() ? nullptr : decodes.data(), stream_.get()));
+  }
+  void launch(std::uint32_t layer) {
+    done(kvlab_slots_step(slots_, static_cast<int>(layer), qkv_.data(), out_.data(), nullptr,
+                          stream_.get()));
+  }
+  std::vector<float> step(std::uint32_t layer, std::span<const float> qkv) {
+    qkv_.assign(qkv);
+    launch(layer);
+    return outputs(static_cast<std::uint32_t>(sequences_));
+  }
+  std::vector<std::uint32_t> kept(int sequence, std::uint32_t layer, std::uint32_t head) {
+    std::vector<std::uint32_t> positions(2 * kTokens);
+    std::uint32_t count = 0;
+    done(kvlab_slots_kept(slots_, sequence, static_cast<int>(layer), static_cast<int>(head),
+                          positions.data(), 2 * kTokens, &count, stream_.get()));
+    positions.resize(count);
+    return positions;
+  }
+  kvlab_slots_held held(int sequence = 0) {
+    kvlab_slots_held held{.struct_size = sizeof held};
+    done(kvlab_slots_ask(slots_, sequence, &held));
+    return held;
+  }
+  kvlab_slots* get() const { return slots_; }
+
+ private:
+  std::vector<float> outputs(std::uint32_t tokens) {
+    check_cuda(cudaStreamSynchronize(stream_.get()));
+    auto out = out_.to_host();
+    out.resize(tokens * kQueries);
+    return out;
+  }
+
+  Stream stream_;
+  std::size_t sequences_;
+  DeviceArray<float> qkv_{kTokens * kRow}, out_{kTokens * kQueries};
+  kvlab_slots* slots_ = nullptr;
+};
+
+/// The CPU's, fed as the rule says.
+class Host {
+ public:
+  explicit Host(const ResolvedConfig& config) {
+    const HeadShape shape{.head_size = kSize,
+                          .group = kGroup,
+                          .positions = config.positions,
+                          .softmax_scale = kScale,
+                          .threshold16 = config.threshold16()};
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+      layers_.emplace_back(config, shape, kHeads, layer);
+  }
+  std::vector<float> attend(std::uint32_t layer, std::uint32_t fed, bool ends,
+                            std::span<const float> qkv) {
+    const auto tokens = static_cast<std::uint32_t>(qkv.size() / kRow);
+    std::vector<float> q, k, v, out(tokens * kQueries), lse(tokens * kHeads * kGroup);
+    for (std::size_t t = 0; t < tokens; ++t) {
+      const auto row = qkv.begin() + static_cast<std::ptrdiff_t>(t * kRow);
+      const auto keys = row + kQueries, values = keys + kHeads * kSize;
+      q.insert(q.end(), row, keys);
+      k.insert(k.end(), keys, values);
+      v.insert(v.end(), values, values + kHeads * kSize);
+    }
+    LayerCache& cache = layers_[layer];
+    for (HeadCache& head : cache.heads()) head.make_room(fed);
+    cache.attend({fed, tokens, q.data(), k.data(), v.data(), out.data(), lse.data()},
+                 rope_.covering(fed + tokens), 1);
+    for (HeadCache& head : cache.heads()) head.observe();
+    if (ends) cache.end_prompt();
+    return out;
+  }
+  /// Before the token at `now`, as a device that has made room already holds it.
+  std::vector<std::uint32_t> kept(std::uint32_t layer, std::uint32_t head) const {
+    const auto positions = layers_[layer].heads()[head].live().positions();
+    return {positions.begin(), positions.end()};
+  }
+
+ private:
+  GrowingRope rope_{rope()};
+  std::deque<LayerCache> layers_;
+};
+
+double worst(const std::vector<float>& a, const std::vector<float>& b) {
+  double worst = 0, most = 0;
+  REQUIRE(a.size() == b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    worst = std::max(worst, std::fabs(double{a[i]} - double{b[i]}));
+    most = std::max(most, std::fabs(double{b[i]}));
+    if (!std::isfinite(a[i])) return INFINITY;
+  }
+  return worst / most;
+}
+
+class DrawnRows {
+ public:
+  std::vector<float> rows(std::uint32_t tokens) {
+    std::vector<float> values(tokens * kRow);
+    for (float& value : values) value = normal_(random_);
+    return values;
+  }
+
+ private:
+  std::mt19937 random_{7};
+  std::normal_distribution<float> normal_;
+};
+
+/// A prompt, a text and a second turn, on both sides. Returns the largest difference of an output.
+double conversation(const ResolvedConfig& config) {
+  const Layout layout(config);
+  Slots slots(layout);
+  Host host(config);
+  DrawnRows draw;
+  double off = 0;
+  std::uint32_t fed = 0;
+  const auto turn = [&](std::uint32_t prompt, std::uint32_t steps) {
+    const std::uint32_t chunk = config.prefill.chunk == 0 ? prompt : config.prefill.chunk;
+    std::vector<std::vector<float>> rows;
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) rows.push_back(draw.rows(prompt));
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer)  // as transformers goes
+      for (std::uint32_t first = 0; first < prompt; first += chunk) {
+        const std::uint32_t tokens = std::min(chunk, prompt - first);
+        const auto part = std::span(rows[layer]).subspan(first * kRow, tokens * kRow);
+        const bool ends = first + tokens == prompt;
+        off = std::max(off, worst(slots.admit(0, layer, fed + first, ends, part),
+                                  host.attend(layer, fed + first, ends, part)));
+      }
+    fed += prompt;
+    for (std::uint32_t step = 0; step < steps; ++step, ++fed) {
+      slots.before_step();
+      for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+        const auto row = draw.rows(1);
+        off = std::max(off, worst(slots.step(layer, row), host.attend(layer, fed, false, row)));
+      }
+    }
+  };
+  turn(60, 30);
+  turn(20, 15);
+  std::size_t left = 0;
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+    for (std::uint32_t head = 0; head < kHeads; ++head) {
+      CHECK(slots.kept(0, layer, head) == host.kept(layer, head));
+      left += fed - host.kept(layer, head).size();
+    }
+  CHECK(slots.held().tokens == fed);
+  CHECK(slots.held().evictions == left);
+  CHECK(slots.held().kv_bytes <= slots.held().allocated);
+  return off;
+}
+
+ResolvedConfig resolved(const char* policy, std::uint32_t budget) {
+  return resolve({.policy = parse_policy(policy), .budget = {.extent = tokens(budget)}}, kTokens, 0,
+                 kModel);
+}
+
+}  // namespace
+
+TEST_CASE("Slots keep what the CPU's caches keep, and attend as they do", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const test::Choices choices{
+      .policies = {"window", "sink", "lru", "h2o", "snapkv", "random", "knorm", "keydiff"},
+      .ladders = {"", "4", "16@5t+4@100%", "8@25%+4@50%+k4v2@25%", "fp8@50%+2@50%"},
+      .budgets = test::budgets_about(36, kModel)};
+  for (const CacheConfig& config : test::covering(choices, &kKernelLibrary, kTokens, kModel)) {
+    INFO(test::text_of(config));
+    // A key that differs in its last bit may have another code.
+    CHECK(conversation(resolve(config, kTokens, 0, kModel)) <
+          (config.policy.ladder.is_coded() ? 3e-2 : 1e-4));
+  }
+}
+
+TEST_CASE("A graph of slots' steps goes on serving, also when they have been cleared", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const Layout layout(resolved("h2o:ladder=16@8t+4@100%", 32), 1, KVLAB_BF16);
+  CHECK(layout.config.rung_count == 2);
+  // Two-byte numbers of what a float's halves happen to be would be no numbers: of ones and zeros.
+  constexpr std::size_t kBytes = kRow * 2;
+  Stream stream;
+  kvlab_slots* slots = nullptr;
+  done(kvlab_slots_create(&layout.config, stream.get(), &slots));
+  std::mt19937 random(3);
+  std::vector<std::uint16_t> all(80 * kRow);
+  for (auto& value : all)
+    value = static_cast<std::uint16_t>(0x3f00 + random() % 256 + random() % 2 * 0x8000);
+  const DeviceArray<std::uint16_t> tokens{std::span<const std::uint16_t>(all)}, row(kRow),
+      out(kQueries);
+  const auto step = [&] {
+    for (int layer = 0; layer < static_cast<int>(kLayers); ++layer)
+      done(kvlab_slots_step(slots, layer, row.data(), out.data(), nullptr, stream.get()));
+  };
+  cudaGraphExec_t graph = nullptr;
+  const auto text = [&](bool replayed) {
+    std::vector<std::uint16_t> outputs;
+    done(kvlab_slots_clear(slots, stream.get()));
+    for (std::size_t t = 0; t < 80; ++t) {
+      done(kvlab_slots_before_step(slots, nullptr, stream.get()));
+      check_cuda(cudaMemcpyAsync(row.data(), tokens.data() + t * kRow, kBytes,
+                                 cudaMemcpyDeviceToDevice, stream.get()));
+      if (replayed)
+        check_cuda(cudaGraphLaunch(graph, stream.get()));
+      else
+        step();
+      check_cuda(cudaStreamSynchronize(stream.get()));
+      const auto own = out.to_host();
+      outputs.insert(outputs.end(), own.begin(), own.end());
+    }
+    return outputs;
+  };
+  const auto plain = text(false);
+  cudaGraph_t recorded = nullptr;
+  check_cuda(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal));
+  step();
+  check_cuda(cudaStreamEndCapture(stream.get(), &recorded));
+  check_cuda(cudaGraphInstantiate(&graph, recorded, 0));
+  CHECK(text(true) == plain);
+  CHECK(text(true) == plain);
+  cudaGraphExecDestroy(graph);
+  cudaGraphDestroy(recorded);
+  kvlab_slots_destroy(slots);
+}
+
+TEST_CASE("Sequences in slots decode beside each other as they do alone", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const ResolvedConfig config = resolved("h2o:every=4", 24);
+  const Layout both(config, 2), one(config);
+  Slots slots(both), alone(one);
+  DrawnRows draw;
+  const auto prompt = draw.rows(40);
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    slots.admit(1, layer, 0, true, prompt);
+    alone.admit(0, layer, 0, true, prompt);
+  }
+  for (int step = 0; step < 30; ++step) {
+    const bool first = step % 3 == 0;  // the other has had no prompt
+    slots.before_step({static_cast<unsigned char>(first), 1});
+    alone.before_step();
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      const auto rows = draw.rows(2);
+      auto out = slots.step(layer, rows);
+      out.erase(out.begin(), out.begin() + kQueries);
+      CHECK(worst(out, alone.step(layer, std::span(rows).subspan(kRow))) < 1e-5);
+    }
+  }
+  CHECK(slots.held(0).tokens == 10);
+  for (std::uint32_t head = 0; head < kHeads; ++head)
+    CHECK(slots.kept(1, 1, head) == alone.kept(0, 1, head));
+}
+
+TEST_CASE("Slots are measured without a device, and say what they refuse") {
+  const auto why = [](auto spoil) {
+    Layout layout(resolved("h2o:ladder=16@8t+4@100%", 32));
+    spoil(layout);
+    std::size_t bytes = 0;
+    const cudaError_t error = kvlab_slots_memory(&layout.config, &bytes);
+    return error == cudaSuccess ? "" : std::string(kvlab_last_error());
+  };
+  const std::string call = "kvlab_slots_memory: ";
+  CHECK(why([](Layout& l) { l.config.struct_size = 0; }).starts_with(call + "struct_size is 0"));
+  CHECK(why([](Layout& l) { l.config.head_size = 80; }) ==
+        call +
+            "head size 80, 4 query heads on 2; sizes 64, 96, 128 and 256, and at most 16 query "
+            "heads for a KV head, are expected");
+  CHECK(why([](Layout& l) { l.rules[1].sinks = 90; }).starts_with(call + "rules[1]: budget is 84"));
+  CHECK(why([](Layout& l) {
+          l.rungs[3].slots = 1;
+        }).starts_with(call + "rungs of pair 1: 9 slots of a budget of 84"));
+  CHECK(why([](Layout& l) { l.rungs[1].form = KVLAB_FORM_16; }).empty());
+  CHECK(why([](Layout& l) {
+          l.rungs[0].form = KVLAB_FORM_2;
+        }).starts_with(call + "rungs of pair 0: form 3 under form 5"));
+  CHECK(why([](Layout& l) { l.config.column_count = 1; }) ==
+        call + "column_count is 1: the policy reads 0");
+  CHECK(why([](Layout& l) { l.layers[1].rope = 1; }) == call + "layers[1].rope is 1 of 1");
+  CHECK(why([](Layout& l) { l.config.rules = nullptr; }) ==
+        call + "policy, layers, ropes or rules is NULL");
+  CHECK(kvlab_slots_admit(nullptr, nullptr, nullptr) == cudaErrorInvalidValue);
+}
