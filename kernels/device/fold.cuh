@@ -32,6 +32,26 @@ __device__ inline float4 of_lanes(float value, int first) {
           __shfl_sync(~0u, value, first + 2), __shfl_sync(~0u, value, first + 3)};
 }
 
+__device__ inline void add(float4& sum, const float4& x) {
+  sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+}
+__device__ inline void add_product(float4& sum, float a, const float4& x) {
+  sum = {fmaf(a, x.x, sum.x), fmaf(a, x.y, sum.y), fmaf(a, x.z, sum.z), fmaf(a, x.w, sum.w)};
+}
+__device__ inline void raise(float4& most, const float4& x) {
+  most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
+}
+/// Counts the components that are at least their bound.
+__device__ inline void count_from(uint4& count, const float4& x, const float4& bound) {
+  count.x += x.x >= bound.x ? 1 : 0, count.y += x.y >= bound.y ? 1 : 0;
+  count.z += x.z >= bound.z ? 1 : 0, count.w += x.w >= bound.w ? 1 : 0;
+}
+/// Over the warp, in every lane.
+__device__ inline uint4 warp_sum4(const uint4& count) {
+  return {__reduce_add_sync(~0u, count.x), __reduce_add_sync(~0u, count.y),
+          __reduce_add_sync(~0u, count.z), __reduce_add_sync(~0u, count.w)};
+}
+
 __device__ inline float component(const float4& value, int i) {
   return i == 0 ? value.x : i == 1 ? value.y : i == 2 ? value.z : value.w;
 }

@@ -1,10 +1,23 @@
-// Two float32 as float16 and what that leaves, float16 too: 22 bits, for products on tensor cores.
+// Two float32 as a type of two bytes and what that leaves, of the type too: for products on tensor
+// cores.
 #pragma once
 
 #include "kernels/device/tensor_core.cuh"
 
 namespace kvlab::kernels {
 
+/// bf16: 16 bits.
+struct Bf16Parts {
+  std::uint32_t kept, left;
+
+  __device__ static Bf16Parts of(float low, float high) {
+    const std::uint32_t kept = pack<__nv_bfloat16>(low, high);
+    const float2 of = unpack<__nv_bfloat16>(kept);
+    return {kept, pack<__nv_bfloat16>(low - of.x, high - of.y)};
+  }
+};
+
+/// float16: 22 bits.
 struct HalfParts {
   std::uint32_t kept, left;  ///< two elements each; `low` is first in memory
 

@@ -31,13 +31,6 @@ __device__ inline Quads<kQuads> quads_of_lanes(float value, int first = 0) {
   return all;
 }
 
-__device__ inline void add(float4& sum, const float4& x) {
-  sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-}
-__device__ inline void raise(float4& most, const float4& x) {
-  most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
-}
-
 inline constexpr int kReplayScratch = 16;  ///< rows of kReplayDims, at least kMostReplayGroup
 
 struct ReplayShared {
@@ -45,9 +38,10 @@ struct ReplayShared {
     SelectionShared selection;
     float scratch[kReplayScratch][kReplayDims];
   };
-  float folded[2][kReplayWarps][24];  // by parity
-  uint4 first[2][kReplayWarps];       // by parity: who leaves first of a warp's
-  std::uint32_t moves, gone;
+  float folded[2][kReplayWarps][24];                 // by parity
+  uint4 first[2][kReplayWarps];                      // by parity: who leaves first of a warp's
+  std::uint32_t moves;                               ///< of tokens to slots that others have left
+  std::uint32_t gone;                                ///< one past the youngest token that leaves
   std::uint32_t listed;                              ///< how many slots are in the list
   float kept[kMostReplayQueries][kMostReplayGroup];  // sums; negative: everything is kept
   std::uint32_t hits[kMostReplayQueries][kMostReplayGroup];
@@ -67,71 +61,25 @@ constexpr std::uint32_t whole_strips(std::uint32_t slots, bool squeezed) {
       static_cast<std::uint32_t>(replay_strip(squeezed)) * replay_threads(slots, squeezed);
   return (slots + strips - 1) / strips * strips;
 }
-/// An old token's key for some queries of a run (kReplayAhead of them), to all of which it has the
-/// same distance.
-struct OldItem {
-  std::uint32_t slot;
-  std::uint32_t packed;  ///< distance, first query and end of the run: 24, 4 and 4 bits
-
-  __device__ static OldItem of(std::uint32_t slot, std::uint32_t distance, std::uint32_t first,
-                               std::uint32_t end) {
-    return {slot, distance << 8 | first << 4 | end};
-  }
-  __device__ std::uint32_t distance() const { return packed >> 8; }
-  __device__ int first() const { return static_cast<int>(packed >> 4 & 15); }
-  __device__ int end() const { return static_cast<int>(packed & 15); }
-};
-inline constexpr int kMostOldDistance = 1 << 24;  ///< exclusive
-
-/// Bytes of shared memory for whole strips of slots: states, positions, places, a list of slots,
-/// rungs.
-constexpr std::size_t replay_room(std::uint32_t slots, std::size_t slot_bytes, bool squeezed,
-                                  bool rungs) {
-  const std::size_t of_slot = slot_bytes + sizeof(std::uint32_t) * (squeezed ? 2 : 1) +
-                              (squeezed ? sizeof(OldItem) : 0) + (rungs ? 1 : 0);
-  return std::size_t{slots} * of_slot;
-}
 /// Bytes of shared memory for a bit a token, who is live, in whole 16 bytes.
-constexpr std::size_t bytes_of_words(const ReplayArgs& args) {
-  return static_cast<std::size_t>((args.samples.words + 3) / 4 * 16);
+constexpr std::size_t bytes_of_words(const ReplayShape& shape) {
+  return static_cast<std::size_t>((shape.words() + 3) / 4 * 16);
 }
 
-/// Positions [first, end).
-struct ReplayRange {
-  std::uint32_t first, end;
-
-  __device__ static ReplayRange all() { return {0, ~0u}; }
-  __device__ static ReplayRange none() { return {0, 0}; }
-  __device__ bool empty() const { return first >= end; }
-  __device__ bool has(std::uint32_t position) const { return position - first < end - first; }
-  /// The least range that has both.
-  __device__ void take(const ReplayRange& other) {
-    if (other.empty()) return;
-    *this = empty() ? other : ReplayRange{min(first, other.first), max(end, other.end)};
-  }
-};
-
-/// Old keys to be rotated, and where their slots' tokens are.
-struct ListedSlots {
-  const OldItem* items;
-  std::uint32_t count;
-  const std::uint32_t* positions;  ///< by slot
-};
-
-/// One cache: a configuration of a unit.
-struct ReplayPlace {
-  const ReplayArgs& args;
+/// A thread of the thread block that takes one cache, and which cache that is.
+struct CacheThread {
+  const ReplayWalkArgs& args;
   int config, unit;
   ReplayRule rule;
   std::int64_t first_slot;  ///< of all caches
   std::uint32_t thread, threads, lane, warp, warps;
 
-  __device__ explicit ReplayPlace(const ReplayArgs& of)
+  __device__ explicit CacheThread(const ReplayWalkArgs& of)
       : args(of),
         config(of.members[blockIdx.x]),
-        unit(of.unit_of(config, static_cast<int>(blockIdx.y))),
-        rule(of.rule_of(unit, config)),
-        first_slot(unit * of.caches.unit_slots + rule.first_slot),
+        unit(of.grid.unit_of(config, static_cast<int>(blockIdx.y))),
+        rule(of.grid.rules[cache()]),
+        first_slot(unit * of.slots.of_unit + rule.first_slot),
         thread(threadIdx.x),
         threads(blockDim.x),
         lane(thread % kWarpSize),
@@ -158,15 +106,14 @@ struct ReplayPlace {
         if (first + k * kWarpSize < end) each(first + k * kWarpSize);
   }
 
-  /// Among all units' configurations.
-  __device__ std::int64_t figure() const { return args.figure_of(unit, config); }
+  __device__ std::int64_t cache() const { return args.grid.cache_of(unit, config); }
   /// Query i of the block, among all units'.
-  __device__ std::int64_t row(int i) const { return std::int64_t{unit} * args.rows.block + i; }
-  /// The exponentials that the cache computes itself for query i of the block, [quad, slot].
-  __device__ float4* own(int i) const {
-    const ReplayCaches& caches = args.caches;
-    const std::int64_t planes = std::int64_t{unit} * caches.planes + i % caches.planes;
-    return caches.own + planes * args.shape.quads() * caches.unit_slots + rule.first_slot;
+  __device__ std::int64_t row(int i) const { return args.rows.row(unit, i); }
+  /// The direct exponentials for query i of the block, [quad, slot].
+  __device__ float4* direct(int i) const {
+    const ReplaySlots& slots = args.slots;
+    const std::int64_t planes = std::int64_t{unit} * slots.planes + i % slots.planes;
+    return slots.direct + planes * args.shape.quads() * slots.of_unit + rule.first_slot;
   }
 };
 

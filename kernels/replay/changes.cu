@@ -3,8 +3,8 @@
 //
 // A product is 16 configurations by 16 columns (draw, query head of the group). A column's weighted
 // terms are the same for all configurations but for the mask. They go in two bf16 parts (16 bits).
-#include "kernels/device/tensor_core.cuh"
-#include "kernels/replay/figures.cuh"
+#include "kernels/device/half_parts.cuh"
+#include "kernels/replay/direct.cuh"
 
 namespace kvlab::kernels {
 namespace {
@@ -27,32 +27,31 @@ struct Sums {
 template <bool kCoded>
 class Changes {
  public:
-  __device__ Changes(const ReplayArgs& args, int index)
+  __device__ Changes(const ReplayChangesArgs& args, int index)
       : args_(args),
         i_(static_cast<int>(blockIdx.x)),
         unit_(static_cast<int>(blockIdx.z)),
         index_(index),
         lane_(static_cast<int>(threadIdx.x) % kWarpSize),
         warp_(static_cast<int>(threadIdx.x) / kWarpSize),
-        terms_(args, unit_, index) {
+        terms_(args.shape, args.terms, unit_, index) {
     const int group = args.shape.group, at_once = draws_at_once(group),
-              chunks = (args.samples.draws + at_once - 1) / at_once;
+              chunks = (args.terms.draws + at_once - 1) / at_once;
     tile_ = static_cast<int>(blockIdx.y) / chunks;
     first_draw_ = static_cast<int>(blockIdx.y) % chunks * at_once;
-    draws_ = min(at_once, args.samples.draws - first_draw_);
+    draws_ = min(at_once, args.terms.draws - first_draw_);
     for (int n = 0; n < 2; ++n) {
       const int config = config_of(lane_ / 4 + 8 * n);
       if (config < 0) continue;
-      kept_[n] = args.kept_of(args.figure_of(unit_, config), index);
-      words_[n] = args.samples.shared + kept_[n] * args.samples.words;
-      kind_[n] = args.rules[config].squeezed && args.rows.squeezed ? 1 : 0;
-      if (kCoded) copies_[n] = args.rules[config].copies;
+      const ReplayRule& rule = args.grid.rules[args.grid.cache_of(unit_, config)];
+      kept_[n] = args.sets.kept_of(args.grid.cache_of(unit_, config), index);
+      words_[n] = args.sets.shared + kept_[n] * args.shape.words();
+      kind_[n] = rule.squeezed && args.squeezed ? 1 : 0;
+      if (kCoded) copies_[n] = rule.copies;
     }
-    const std::int64_t row = (std::int64_t{unit_} * args.rows.block + i_) * args.shape.quads();
-    rows_[0] = reinterpret_cast<const float*>(args.rows.e + row * args.shape.tokens);
-    rows_[1] = args.rows.squeezed
-                   ? reinterpret_cast<const float*>(args.rows.squeezed + row * args.shape.tokens)
-                   : nullptr;
+    const std::int64_t row = args.rows.row(unit_, i_) * args.shape.quads() * args.shape.tokens;
+    rows_[0] = reinterpret_cast<const float*>(args.rows.e + row);
+    rows_[1] = args.squeezed ? reinterpret_cast<const float*>(args.squeezed + row) : nullptr;
   }
 
   /// By a warp.
@@ -98,20 +97,19 @@ class Changes {
     float all = 0;
     for (int head = 0; head < args_.shape.group; ++head)
       all += sums[0].of_config[row][column * args_.shape.group + head];
-    const std::int64_t query = args_.figure_of(unit_, config) * args_.span.size + index_;
-    args_.figures.changes[query * args_.samples.draws + first_draw_ + column] = all;
+    const std::int64_t query = args_.grid.cache_of(unit_, config) * args_.span.size + index_;
+    args_.changes[query * args_.terms.draws + first_draw_ + column] = all;
   }
 
  private:
   /// Turns to the tokens of a copy, its row and terms. By a warp, whether it has some.
   __device__ bool take(int copy) {
-    const ReplaySamples& samples = args_.samples;
+    const int words = args_.shape.words();
     for (int n = 0; n < 2; ++n) {
       words_[n] = nullptr;
       if (!(copies_[n] >> copy & 1)) continue;
-      words_[n] = copy == 0
-                      ? samples.shared + kept_[n] * samples.words
-                      : samples.coded + (kept_[n] * args_.copies.count + copy - 1) * samples.words;
+      words_[n] = copy == 0 ? args_.sets.shared + kept_[n] * words
+                            : args_.sets.coded + (kept_[n] * args_.copies.count + copy - 1) * words;
     }
     if (copy > 0) rows_[0] += 4 * args_.copies.rows;
     if (copy > 0) terms_ = terms_.of(args_.copies, 1);
@@ -119,7 +117,7 @@ class Changes {
   }
   __device__ int config_of(int row) const {
     const int at = tile_ * kTile + row;
-    return at < args_.samples.tiles * kReplayTile ? args_.samples.sets[at] : -1;
+    return at < args_.configs.tiles * kReplayTile ? args_.configs.of[at] : -1;
   }
 
   /// Adds 16 tokens of the configurations that read rows of `kind`, and, of kind 0, of the row.
@@ -135,9 +133,9 @@ class Changes {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int column = 8 * half + lane_ / 4;
-      const Couple low = couple(first + 2 * t, query, column, kind),
-                   high = couple(first + 2 * t + 8, query, column, kind);
-      if (kind == 0 && copy_ == 0) full_[half] += low.sum() + high.sum();
+      const Bf16Parts low = couple(first + 2 * t, query, column, kind),
+                      high = couple(first + 2 * t + 8, query, column, kind);
+      if (kind == 0 && copy_ == 0) full_[half] += sum_of(low) + sum_of(high);
       if (!multiplies) continue;
       multiply_add<__nv_bfloat16>(sums_[half], a, low.left, high.left);
       multiply_add<__nv_bfloat16>(sums_[half], a, low.kept, high.kept);
@@ -148,16 +146,12 @@ class Changes {
     return (bits & 1) * 0x3f80u + (bits >> 1 & 1) * 0x3f800000u;
   }
 
-  /// Two tokens' weighted terms, bf16, and what that leaves.
-  struct Couple {
-    std::uint32_t kept, left;
-    __device__ float sum() const {
-      const float2 a = unpack<__nv_bfloat16>(kept), b = unpack<__nv_bfloat16>(left);
-      return (a.x + a.y) + (b.x + b.y);
-    }
-  };
-  /// Zeros beyond the query and the columns.
-  __device__ Couple couple(int token, int query, int column, int kind) const {
+  __device__ static float sum_of(const Bf16Parts& two) {
+    const float2 a = unpack<__nv_bfloat16>(two.kept), b = unpack<__nv_bfloat16>(two.left);
+    return (a.x + a.y) + (b.x + b.y);
+  }
+  /// Two tokens' weighted terms; zeros beyond the query and the columns.
+  __device__ Bf16Parts couple(int token, int query, int column, int kind) const {
     const int group = args_.shape.group, head = column % group;
     float z[2] = {};
     if (column < draws_ * group)
@@ -167,28 +161,25 @@ class Changes {
           z[n] = rows_[kind]
                       [(std::int64_t{head / 4} * args_.shape.tokens + token + n) * 4 + head % 4] *
                  terms_.at(static_cast<std::uint32_t>(token + n), first_draw_ * group + column);
-    const std::uint32_t kept = pack<__nv_bfloat16>(z[0], z[1]);
-    const float2 of = unpack<__nv_bfloat16>(kept);
-    return {kept, pack<__nv_bfloat16>(z[0] - of.x, z[1] - of.y)};
+    return Bf16Parts::of(z[0], z[1]);
   }
 
   __device__ float change_of(const Sums (&sums)[kWarps], int row, int column, int config) const {
-    const std::int64_t kept = args_.kept_of(args_.figure_of(unit_, config), index_);
-    const ReplaySample& of = args_.samples.samples[kept];
+    const std::int64_t kept = args_.sets.kept_of(args_.grid.cache_of(unit_, config), index_);
+    const ReplayKept& of = args_.sets.kept[kept];
     if (of.whole) return 0;
     float own = 0, full = 0;
     for (int warp = 0; warp < kWarps; ++warp)
       own += sums[warp].of_config[row][column], full += sums[warp].full[column];
     const int group = args_.shape.group, head = column % group;
-    if (of.own)
-      own += args_.samples.own_changes[kept * terms_.columns + first_draw_ * group + column];
-    const std::int64_t quads = (std::int64_t{unit_} * args_.rows.block + i_) * args_.shape.quads();
+    if (of.direct) own += args_.sets.changes[kept * terms_.columns + first_draw_ * group + column];
+    const std::int64_t quads = args_.rows.row(unit_, i_) * args_.shape.quads();
     const float sum = reinterpret_cast<const float*>(args_.rows.sums + quads)[head];
     return (own / of.sums[head] - full / sum) *
-           args_.samples.term_scales[std::int64_t{unit_} * args_.span.size + index_];
+           args_.term_scales[std::int64_t{unit_} * args_.span.size + index_];
   }
 
-  const ReplayArgs& args_;
+  const ReplayChangesArgs& args_;
   const int i_, unit_, index_, lane_, warp_;
   QueryTerms terms_;
   int tile_, first_draw_, draws_;
@@ -201,10 +192,10 @@ class Changes {
   float sums_[2][4] = {}, full_[2] = {};
 };
 
-/// A block for each query (x), tile and chunk of draws (y), unit (z).
+/// A thread block for each query (x), tile and chunk of draws (y), unit (z).
 template <bool kCoded>
 __global__ void __launch_bounds__(kThreads)
-    changes_kernel(const __grid_constant__ ReplayArgs args) {
+    changes_kernel(const __grid_constant__ ReplayChangesArgs args) {
   __shared__ Sums sums[kWarps];
   const int index = args.span.index[args.rows.first + static_cast<int>(blockIdx.x)];
   if (index < 0) return;
@@ -215,28 +206,28 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <bool kCoded>
-cudaError_t change(const ReplayArgs& args, cudaStream_t stream) {
-  const int tiles = (args.samples.tiles * kReplayTile + kTile - 1) / kTile,
+cudaError_t change(const ReplayChangesArgs& args, cudaStream_t stream) {
+  const int tiles = (args.configs.tiles * kReplayTile + kTile - 1) / kTile,
             at_once = draws_at_once(args.shape.group),
-            chunks = (args.samples.draws + at_once - 1) / at_once;
+            chunks = (args.terms.draws + at_once - 1) / at_once;
   changes_kernel<kCoded>
-      <<<dim3(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(tiles * chunks),
-              static_cast<unsigned>(args.shape.units)),
-         kThreads, 0, stream>>>(args);
+      <<<grid_of(args.rows.count, tiles * chunks, args.shape.units), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t replay_changes(const ReplayArgs& args, cudaStream_t stream) {
-  const int group = args.shape.group, draws = args.samples.draws;
-  if (args.rows.count < 1 || args.samples.tiles + args.samples.coded_tiles < 1 ||
-      args.shape.units < 1 || args.shape.units > 65535 || group < 1 || group > kMostReplayGroup ||
-      draws < 1 || draws > kMostReplayDraws || args.samples.kept_every != 1)
+cudaError_t replay_changes(const ReplayChangesArgs& args, cudaStream_t stream) {
+  const ReplaySets& configs = args.configs;
+  if (!args.rows.is_launchable() || configs.tiles + configs.coded_tiles < 1 ||
+      !args.shape.is_launchable() || args.terms.draws < 1 || args.terms.draws > kMostReplayDraws ||
+      args.sets.every != 1)
     return cudaErrorInvalidValue;
-  if (args.samples.tiles > 0)
-    if (const cudaError_t error = change<false>(args, stream); error != cudaSuccess) return error;
-  return args.samples.coded_tiles > 0 ? change<true>(with_codes(args), stream) : cudaSuccess;
+  cudaError_t error = configs.tiles > 0 ? change<false>(args, stream) : cudaSuccess;
+  if (error != cudaSuccess || configs.coded_tiles == 0) return error;
+  ReplayChangesArgs coded = args;
+  coded.configs = configs.with_codes();
+  return change<true>(coded, stream);
 }
 
 }  // namespace kvlab::kernels

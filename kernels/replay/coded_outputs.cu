@@ -3,8 +3,10 @@
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
+#include "kernels/device/fold.cuh"
+#include "kernels/device/load.cuh"
 #include "kernels/device/store.cuh"
-#include "kernels/replay/figures.cuh"
+#include "kernels/replay/replay.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -29,9 +31,9 @@ __device__ int list_tokens(const std::uint32_t* words, int first, int query,
 }
 
 /// Four dimensions of a copy's value, of two parts; `at` a multiple of 4.
-__device__ inline float4 value_of(const ReplayArgs& args, int copy, std::int64_t at) {
-  const Type type = args.tensors.type;
-  if (copy == 0) return load4(args.tensors.values, type, at);
+__device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::int64_t at) {
+  const Type type = args.shape.type;
+  if (copy == 0) return load4(args.values, type, at);
   at += args.copies.first_part(copy, type);
   float4 sum = load4(args.copies.values, type, at);
   if (type != Type::f32) add(sum, load4(args.copies.values, type, at + args.copies.vectors));
@@ -40,7 +42,7 @@ __device__ inline float4 value_of(const ReplayArgs& args, int copy, std::int64_t
 
 /// A cache's outputs of one query, four dimensions to a thread; groups of threads share the tokens.
 struct CodedOutputs {
-  const ReplayArgs& args;
+  const ReplayOutputsArgs& args;
   const int unit, query;
   const std::int64_t row, kept;  ///< among all rows, and all kept sets
   const int lanes = args.shape.head_size / 4, lane = static_cast<int>(threadIdx.x) % lanes,
@@ -48,9 +50,9 @@ struct CodedOutputs {
   float4 sums[kMostReplayGroup] = {};
 
   __device__ const std::uint32_t* words(int copy) const {
-    const ReplaySamples& samples = args.samples;
-    return copy == 0 ? samples.shared + kept * samples.words
-                     : samples.coded + (kept * args.copies.count + copy - 1) * samples.words;
+    const int words = args.shape.words();
+    return copy == 0 ? args.sets.shared + kept * words
+                     : args.sets.coded + (kept * args.copies.count + copy - 1) * words;
   }
   __device__ void add(int copy, const std::uint32_t* tokens, int count) {
     const ReplayShape& shape = args.shape;
@@ -58,15 +60,12 @@ struct CodedOutputs {
         args.rows.e + copy * args.copies.rows + row * shape.quads() * shape.tokens;
 #pragma unroll 4
     for (int n = group; n < count; n += kThreads / lanes) {
-      const std::int64_t token = tokens[n], at = std::int64_t{unit} * shape.tokens + token;
-      const float4 value = value_of(args, copy, at * shape.head_size + 4 * lane);
+      const std::int64_t token = tokens[n];
+      const float4 value = value_of(args, copy, shape.vector(unit, token) + 4 * lane);
 #pragma unroll
       for (int head = 0; head < kMostReplayGroup; ++head) {
         if (head >= shape.group) break;
-        const float weight = component(e[head / 4 * shape.tokens + token], head % 4);
-        float4& sum = sums[head];
-        sum.x = fmaf(weight, value.x, sum.x), sum.y = fmaf(weight, value.y, sum.y);
-        sum.z = fmaf(weight, value.z, sum.z), sum.w = fmaf(weight, value.w, sum.w);
+        add_product(sums[head], component(e[head / 4 * shape.tokens + token], head % 4), value);
       }
     }
   }
@@ -81,25 +80,25 @@ struct CodedOutputs {
   }
 };
 
-/// A block for each query (x), configuration with codes (y) and unit (z): few tokens of many are
-/// kept, of which each copy's are listed.
+/// A thread block for each query (x), configuration with codes (y) and unit (z): few tokens of many
+/// are kept, of which each copy's are listed.
 __global__ void __launch_bounds__(kThreads)
-    coded_outputs_kernel(const __grid_constant__ ReplayArgs args) {
+    coded_outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {
   using Sum = cub::BlockReduce<double, kThreads>;
   __shared__ Sum::TempStorage shared;
   __shared__ std::uint32_t tokens[kListed];
   __shared__ float4 parts[kThreads][kMostReplayGroup];
   const int i = static_cast<int>(blockIdx.x), unit = static_cast<int>(blockIdx.z),
-            index = args.span.index[args.rows.first + i],
-            config = args.own_units ? unit / args.own_units : args.samples.sets[blockIdx.y];
-  if (index < 0 || index % args.span.sample_every != 0 || config < 0 || !has_codes(args, config))
-    return;
-  const std::int64_t figure = args.figure_of(unit, config), sample = args.sample_of(figure, index);
+            index = args.span.index[args.rows.first + i], units = args.grid.config_units,
+            config = units ? unit / units : args.configs.of[blockIdx.y];
+  if (!args.span.samples(index) || config < 0 || !args.grid.is_coded(unit, config)) return;
+  const std::int64_t cache = args.grid.cache_of(unit, config),
+                     sample = args.sets.sample_of(args.span, cache, index);
   const ReplayShape& shape = args.shape;
-  CodedOutputs of{args, unit, args.rows.first + i, std::int64_t{unit} * args.rows.block + i,
-                  args.kept_of(figure, index)};
+  CodedOutputs of{args, unit, args.rows.first + i, args.rows.row(unit, i),
+                  args.sets.kept_of(cache, index)};
   for (int copy = 0; copy <= args.copies.count; ++copy) {
-    if (!(args.rules[config].copies >> copy & 1)) continue;
+    if (!(args.grid.rules[cache].copies >> copy & 1)) continue;
     for (int first = 0; first <= of.query; first += kListed) {
       of.add(copy, tokens, list_tokens(of.words(copy), first, of.query, tokens));
       __syncthreads();
@@ -109,23 +108,23 @@ __global__ void __launch_bounds__(kThreads)
   for (int head = 0; head < shape.group; ++head) {
     const std::int64_t d = std::int64_t{head} * shape.head_size + 4 * of.lane,
                        width = std::int64_t{shape.group} * shape.head_size;
-    float4& own = *reinterpret_cast<float4*>(args.samples.own + sample * width + d);
-    const ReplaySample& kept = args.samples.samples[of.kept];
+    float4& direct = *reinterpret_cast<float4*>(args.sets.values + sample * width + d);
+    const ReplayKept& kept = args.sets.kept[of.kept];
     float4 out = parts[threadIdx.x][head];
-    if (of.group == 0 && kept.own) add(out, own);
+    if (of.group == 0 && kept.direct) add(out, direct);
     const float over = 1 / kept.sums[head];
     out = {out.x * over, out.y * over, out.z * over, out.w * over};
-    if (args.samples.outputs) {
+    if (args.outputs) {
       const std::int64_t to =
-          (std::int64_t{config} * shape.tokens + of.query) * args.own_units + unit % args.own_units;
+          (std::int64_t{config} * shape.tokens + of.query) * units + unit % units;
       if (of.group != 0) continue;
-      store2(args.samples.outputs, args.tensors.type, to * width + d, {out.x, out.y});
-      store2(args.samples.outputs, args.tensors.type, to * width + d + 2, {out.z, out.w});
+      store2(args.outputs, shape.type, to * width + d, {out.x, out.y});
+      store2(args.outputs, shape.type, to * width + d + 2, {out.z, out.w});
       continue;
     }
     double error = 0, size = 0;
     if (of.group == 0) {
-      const float4 full = *reinterpret_cast<const float4*>(args.rows.outputs + of.row * width + d);
+      const float4 full = *reinterpret_cast<const float4*>(args.full + of.row * width + d);
       const auto take = [&](float wanted, float got) {
         const double left = double{wanted} - got;
         error += left * left, size += double{wanted} * wanted;
@@ -133,24 +132,22 @@ __global__ void __launch_bounds__(kThreads)
       };
       const float4 off{take(full.x, out.x), take(full.y, out.y), take(full.z, out.z),
                        take(full.w, out.w)};
-      if (args.figures.residual) own = off;
+      if (args.leaves_errors) direct = off;
     }
     const double off = Sum(shared).Sum(error);
     __syncthreads();
     const double all = Sum(shared).Sum(size);
     __syncthreads();
-    if (threadIdx.x == 0) args.samples.errors[sample * kMostReplayGroup + head] = {off, all};
+    if (threadIdx.x == 0) args.errors[sample * kMostReplayGroup + head] = {off, all};
   }
 }
 
 }  // namespace
 
-cudaError_t replay_coded_outputs(const ReplayArgs& args, cudaStream_t stream) {
-  const int configs = args.own_units ? 1 : args.samples.tiles * kReplayTile;
-  coded_outputs_kernel<<<dim3(static_cast<unsigned>(args.rows.count),
-                              static_cast<unsigned>(configs),
-                              static_cast<unsigned>(args.shape.units)),
-                         kThreads, 0, stream>>>(args);
+cudaError_t replay_coded_outputs(const ReplayOutputsArgs& args, cudaStream_t stream) {
+  const int configs = args.grid.config_units ? 1 : args.configs.tiles * kReplayTile;
+  coded_outputs_kernel<<<grid_of(args.rows.count, configs, args.shape.units), kThreads, 0,
+                         stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -18,12 +18,11 @@ __global__ void __launch_bounds__(kThreads)
   const int token =
                 static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize,
             copy = static_cast<int>(blockIdx.y), unit = static_cast<int>(blockIdx.z),
-            config = args.own_units ? unit / args.own_units : 0,
+            config = args.config_units ? unit / args.config_units : 0,
             blocks = args.shape.head_size / kWarpSize;
-  const ReplayWay& way = copies.ways[config * copies.count + copy];
+  const ReplayWay& way = args.ways[config * copies.count + copy];
   if (token >= args.shape.tokens || way.forms == 0) return;
-  const std::int64_t first =
-      (std::int64_t{unit} * args.shape.tokens + token) * args.shape.head_size + code_lane();
+  const std::int64_t first = args.shape.vector(unit, token) + code_lane();
   CodedRow row;
 #pragma unroll
   for (int b = 0; b < kMostBlocks; ++b)
@@ -45,16 +44,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A block for each query (x), quad (y) and unit (z).
+/// A thread block for each query (x), quad (y) and unit (z).
 __global__ void __launch_bounds__(kThreads)
     coded_rows_kernel(const __grid_constant__ ReplayRowsArgs args, float4* rows) {
   const ReplayShape& shape = args.shape;
   const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y),
             length = args.rows.first + i + 1, heads = shape.group - 4 * quad;
-  const std::int64_t of_query = std::int64_t{blockIdx.z} * args.rows.block + i,
+  const std::int64_t of_query = args.rows.row(blockIdx.z, i),
                      of_quad = of_query * shape.quads() + quad;
   const float* const products = args.products + (of_query * shape.group + 4 * quad) * shape.tokens;
-  const float4 most = args.rows.exact_most[of_quad];
+  const float4 most = args.exact_most[of_quad];
   float4* const e = rows + of_quad * shape.tokens;
   const auto of_head = [&](int head, int t, float largest) {
     return head < heads
@@ -71,12 +70,10 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t replay_codes(const ReplayCodesArgs& args, cudaStream_t stream) {
   const ReplayShape& shape = args.shape;
-  if (args.copies.count < 1 || args.copies.count > kMostReplayCopies || shape.units < 1 ||
-      shape.units > 65535 || shape.head_size % kWarpSize != 0 ||
-      shape.head_size > kMostBlocks * kWarpSize)
+  if (args.copies.count < 1 || args.copies.count > kMostReplayCopies || !shape.is_launchable() ||
+      shape.head_size % kWarpSize != 0 || shape.head_size > kMostBlocks * kWarpSize)
     return cudaErrorInvalidValue;
-  const dim3 grid(static_cast<unsigned>((shape.tokens + kWarps - 1) / kWarps),
-                  static_cast<unsigned>(args.copies.count), static_cast<unsigned>(shape.units));
+  const dim3 grid = grid_of((shape.tokens + kWarps - 1) / kWarps, args.copies.count, shape.units);
   return with_type(args.type, [&](auto zero) {
     using T = decltype(zero);
     codes_kernel<<<grid, kThreads, 0, stream>>>(
@@ -87,11 +84,9 @@ cudaError_t replay_codes(const ReplayCodesArgs& args, cudaStream_t stream) {
 
 cudaError_t replay_coded_rows(const ReplayRowsArgs& args, const ReplayCopies& copies, int copy,
                               cudaStream_t stream) {
-  if (args.rows.count < 1 || args.rows.count > args.rows.block || args.shape.units < 1 ||
-      args.shape.units > 65535 || copy < 1 || copy > copies.count)
+  if (!args.rows.is_launchable() || !args.shape.is_launchable() || copy < 1 || copy > copies.count)
     return cudaErrorInvalidValue;
-  const dim3 grid(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(args.shape.quads()),
-                  static_cast<unsigned>(args.shape.units));
+  const dim3 grid = grid_of(args.rows.count, args.shape.quads(), args.shape.units);
   coded_rows_kernel<<<grid, kThreads, 0, stream>>>(args, args.rows.e + copy * copies.rows);
   return cudaGetLastError();
 }

@@ -43,12 +43,8 @@ class ReplayHits {
   }
   __device__ void count(const Quads<kQuads>& e) {
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      const float4 x = e.quad[quad], bound = least_.quad[quad];
-      uint4& hits = hits_[quad];
-      hits.x += x.x >= bound.x ? 1 : 0, hits.y += x.y >= bound.y ? 1 : 0;
-      hits.z += x.z >= bound.z ? 1 : 0, hits.w += x.w >= bound.w ? 1 : 0;
-    }
+    for (int quad = 0; quad < kQuads; ++quad)
+      count_from(hits_[quad], e.quad[quad], least_.quad[quad]);
   }
   /// Adds the warp's to `to`, by head.
   __device__ void add_to(std::uint32_t* to, std::uint32_t lane) const {
@@ -79,7 +75,7 @@ struct QueryLook {
   std::uint32_t query;
 
   /// `sum`, `most`: of lane l for head l.
-  __device__ QueryLook(float sum, float most, const ReplayPlace& at, float of_age,
+  __device__ QueryLook(float sum, float most, const CacheThread& at, float of_age,
                        std::uint32_t of_query)
       : weight(of_age), query(of_query) {
     const ReplayShape& shape = at.args.shape;

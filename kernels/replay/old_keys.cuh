@@ -1,10 +1,10 @@
-// Squeezed positions: exponentials of tokens that have lost a younger one, whose distance to the
-// query is the cache's own.
+// Exponentials of old keys: of squeezed tokens that have lost a younger one, whose distance to the
+// query is their cache's alone.
 //
 // Only that distance counts: the query stays as it was before RoPE and the key rotates back by it.
 // As long as only younger tokens leave, the distance stays the same from query to query: so a key
-// is rotated once for a run of queries, and again only when an older token has left. What is to be
-// rotated is listed, and shared out evenly among the warps of a block.
+// is rotated once for an octet, and again only when an older token has left. What is to be rotated
+// is listed, and shared out evenly among the warps of a thread block.
 //
 // Products are float16 on tensor cores, of keys and queries in two parts each (22 bits), 16 keys at
 // a time. Bytes for 16 keys: themselves from the L2 cache, 2 elements a pair, and half of their
@@ -16,14 +16,36 @@
 
 namespace kvlab::kernels {
 
-/// The parts of what the old keys of a cache are multiplied with, in shared memory: [pairs / 8,
-/// tile, lane] of ReplayRows::fragments for a run, a float2 for each of its columns, the rope table
-/// of 0 to 63 places.
-struct OldKeyRoom {
+/// An old token's key for some queries of an octet, to all of which it has the same distance.
+struct OldItem {
+  std::uint32_t slot;
+  std::uint32_t packed;  ///< distance, first query and end of the octet: 24, 4 and 4 bits
+
+  __device__ static OldItem of(std::uint32_t slot, std::uint32_t distance, std::uint32_t first,
+                               std::uint32_t end) {
+    return {slot, distance << 8 | first << 4 | end};
+  }
+  __device__ std::uint32_t distance() const { return packed >> 8; }
+  __device__ int first() const { return static_cast<int>(packed >> 4 & 15); }
+  __device__ int end() const { return static_cast<int>(packed & 15); }
+};
+inline constexpr int kMostOldDistance = 1 << 24;  ///< exclusive
+
+/// Old keys to be rotated, and where their slots' tokens are.
+struct OldList {
+  const OldItem* items;
+  std::uint32_t count;
+  const std::uint32_t* positions;  ///< by slot
+};
+
+/// What the old keys of a cache are multiplied with, in shared memory: [pairs / 8, tile, lane] of
+/// ReplaySqueezedRows::fragments for an octet, a float2 for each of its columns, the rope table of
+/// 0 to 63 places.
+struct OldKeyLayout {
   int fragments, columns, rope, rope_stride;  ///< in 16 bytes
 
   /// Angles of 0 to 63 places lie apart such that neighbours' do not share banks.
-  constexpr explicit OldKeyRoom(const ReplayShape& shape)
+  constexpr explicit OldKeyLayout(const ReplayShape& shape)
       : fragments(shape.pairs() / 8 * (kReplayAhead * shape.quads() / 2) * kWarpSize),
         columns(kReplayAhead * shape.quads() * 2),
         rope(64 * (shape.pairs() / 2 + 4)),
@@ -32,22 +54,16 @@ struct OldKeyRoom {
     return 16 * static_cast<std::size_t>(fragments + columns + rope);
   }
 };
-/// Bytes that an OldKeyStage has in a walk.
-constexpr std::size_t room_of_old_keys(const ReplayArgs& args) {
-  return args.squeezed ? OldKeyRoom(args.shape).bytes() : 0;
-}
 
-/// What the old keys of a cache are multiplied with.
 class OldKeyStage {
  public:
-  /// `room`: room_of_old_keys() bytes of shared memory, for use after the next barrier.
-  __device__ OldKeyStage(const ReplayArgs& args, int unit, std::byte* room)
-      : args_(args), unit_(unit), room_(reinterpret_cast<uint4*>(room)) {
-    if (!args.squeezed) return;
+  /// `stage`: an OldKeyLayout, for use after the next barrier.
+  __device__ OldKeyStage(const ReplaySqueezedArgs& args, int unit, std::byte* stage)
+      : args_(args), unit_(unit), stage_(reinterpret_cast<uint4*>(stage)) {
     const int quads = args.shape.pairs() / 2;
-    const OldKeyRoom parts(args.shape);
+    const OldKeyLayout parts(args.shape);
     const auto* const from = reinterpret_cast<const uint4*>(args.tensors.fine);
-    uint4* const to = room_ + parts.fragments + parts.columns;
+    uint4* const to = stage_ + parts.fragments + parts.columns;
     // A row is two couples of pairs for each of four lanes, granule by granule: by couple here.
     for (int n = static_cast<int>(threadIdx.x); n < 64 * quads; n += static_cast<int>(blockDim.x)) {
       const int place = n / quads, at = n % quads;
@@ -55,34 +71,33 @@ class OldKeyStage {
     }
   }
 
-  /// Takes the queries of a run (the block's from run * kReplayAhead on): by the whole block,
-  /// between barriers.
-  __device__ void take(int run) {
-    if (run == run_) return;
-    run_ = run;
+  /// Takes the queries of an octet of the block: by the whole thread block, between barriers.
+  __device__ void take(int octet) {
+    if (octet == octet_) return;
+    octet_ = octet;
     const ReplayShape& shape = args_.shape;
-    const OldKeyRoom parts(shape);
+    const OldKeyLayout parts(shape);
     const int heads = 4 * shape.quads(), thread = static_cast<int>(threadIdx.x),
               threads = static_cast<int>(blockDim.x);
-    const std::int64_t runs = args_.rows.block / kReplayAhead, of_all = unit_ * runs + run;
-    const uint4* const from = args_.rows.fragments + of_all * parts.fragments;
-    for (int n = thread; n < parts.fragments; n += threads) room_[n] = from[n];
+    const std::int64_t octets = args_.rows.block / kReplayAhead, of_all = unit_ * octets + octet;
+    const uint4* const from = args_.squeezed.fragments + of_all * parts.fragments;
+    for (int n = thread; n < parts.fragments; n += threads) stage_[n] = from[n];
     const std::int64_t first_column = of_all * kReplayAhead * heads;
-    const float* const scales = reinterpret_cast<const float*>(args_.rows.scales) + first_column;
-    const float* const most = reinterpret_cast<const float*>(args_.rows.most) + first_column;
+    const float* const scales =
+        reinterpret_cast<const float*>(args_.squeezed.scales) + first_column;
+    const float* const most = reinterpret_cast<const float*>(args_.squeezed.most) + first_column;
     // e^-inf where there is no head.
     for (int n = thread; n < kReplayAhead * heads; n += threads)
-      reinterpret_cast<float2*>(room_ + parts.fragments)[n] = {
+      reinterpret_cast<float2*>(stage_ + parts.fragments)[n] = {
           scales[n], n % heads < shape.group ? most[n] : __int_as_float(0x7f800000)};
   }
-  __device__ int run() const { return run_; }
-  __device__ const uint4* room() const { return room_; }
+  __device__ const uint4* shared() const { return stage_; }
 
  private:
-  const ReplayArgs& args_;
+  const ReplaySqueezedArgs& args_;
   const int unit_;
-  uint4* const room_;
-  int run_ = -1;
+  uint4* const stage_;
+  int octet_ = -1;
 };
 
 /// Four pairs of a key before RoPE, as they lie in memory: conversion would wait for them.
@@ -113,35 +128,36 @@ struct FourPairs<float> {
 template <int kQuads, class T>
 class OldKeys {
   static constexpr int kHeads = 4 * kQuads;
-  static constexpr int kTiles = kReplayAhead * kHeads / 8;  ///< of a run's columns: query, head
+  static constexpr int kTiles = kReplayAhead * kHeads / 8;  ///< of an octet's columns: query, head
   static constexpr int kAtOnce = 4;                         ///< tiles whose products interleave
   static constexpr int kOfLane = sizeof(T) / 2;             ///< uint4 of four pairs
 
  public:
-  __device__ OldKeys(const ReplayArgs& args, int unit, std::int64_t first_slot,
-                     const OldKeyStage& stage, const ListedSlots& old)
+  __device__ OldKeys(const ReplaySqueezedArgs& args, int unit, std::int64_t first_slot,
+                     const uint4* stage, const OldList& old)
       : old_(old),
         coarse_(reinterpret_cast<const float4*>(args.tensors.coarse)),
         lane_(static_cast<int>(threadIdx.x) % kWarpSize),
         granules_(args.shape.pairs() / kReplayGranule) {
-    const OldKeyRoom parts(args.shape);
-    const std::int64_t slots = args.caches.unit_slots;
+    const OldKeyLayout parts(args.shape);
+    const std::int64_t slots = args.slots.of_unit;
     const int t = lane_ % 4;
-    fragments_ = stage.room() + lane_;
-    columns_ = reinterpret_cast<const float4*>(stage.room() + parts.fragments) + t;
-    fine_ = reinterpret_cast<const float4*>(stage.room() + parts.fragments + parts.columns) + t;
+    fragments_ = stage + lane_;
+    columns_ = reinterpret_cast<const float4*>(stage + parts.fragments) + t;
+    fine_ = reinterpret_cast<const float4*>(stage + parts.fragments + parts.columns) + t;
     fine_stride_ = parts.rope_stride;
-    keys_ = static_cast<const uint4*>(args.tensors.paired_keys) +
+    keys_ = static_cast<const uint4*>(args.paired_keys) +
             std::int64_t{unit} * args.shape.tokens * key_stride() + kOfLane * t;
-    scales_ = args.tensors.key_scales + std::int64_t{unit} * args.shape.tokens;
+    scales_ = args.key_scales + std::int64_t{unit} * args.shape.tokens;
     coarse_ += 2 * t;
-    own_ = reinterpret_cast<float2*>(
-               args.caches.own + std::int64_t{unit} * kReplayAhead * kQuads * slots + first_slot) +
-           t % 2;
+    direct_ =
+        reinterpret_cast<float2*>(args.slots.direct +
+                                  std::int64_t{unit} * kReplayAhead * kQuads * slots + first_slot) +
+        t % 2;
     quad_stride_ = 2 * slots;
   }
 
-  __device__ void run() {
+  __device__ void take() {
     const std::uint32_t of_round = blockDim.x / kWarpSize * 16;
     std::uint32_t batch = threadIdx.x / kWarpSize * 16;
     if (batch >= old_.count) return;
@@ -150,7 +166,7 @@ class OldKeys {
     while (true) {
       const Two next = listed(batch + of_round);
       Sums sums{};
-      Place at = place_of(keys);
+      Granule at = first_granule(keys);
 #pragma unroll 1
       for (int granule = 1; granule <= granules_; ++granule) {
         const FourPairs<T> now[2] = {ahead[0], ahead[1]};
@@ -178,7 +194,7 @@ class OldKeys {
     float scale[2];
   };
   /// Where a granule of two keys' angles and of the queries lies, and the next granule of the keys.
-  struct Place {
+  struct Granule {
     const uint4 *key[2], *queries;
     const float4 *coarse[2], *fine[2];
 
@@ -210,8 +226,8 @@ class OldKeys {
   __device__ std::uint32_t key_stride() const {
     return static_cast<std::uint32_t>(granules_ * 4 * kOfLane);
   }
-  __device__ Place place_of(const Two& keys) const {
-    Place at;
+  __device__ Granule first_granule(const Two& keys) const {
+    Granule at;
     at.queries = fragments_;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -224,7 +240,7 @@ class OldKeys {
   }
 
   /// The products of 16 pairs, summed apart: tensor cores cut off what a sum cannot hold.
-  __device__ static void add(Sums& sums, const FourPairs<T> (&raw)[2], const Place& at) {
+  __device__ static void add(Sums& sums, const FourPairs<T> (&raw)[2], const Granule& at) {
     Sums own{};
 #pragma unroll
     for (int couple = 0; couple < 2; ++couple) {
@@ -275,7 +291,7 @@ class OldKeys {
       const float4 column = columns_[4 * tile];
       const int query = (8 * tile + 2 * (lane_ % 4)) / kHeads,
                 quad = (8 * tile + 2 * (lane_ % 4)) % kHeads / 4;
-      float2* const to = own_ + (query * kQuads + quad) * quad_stride_;
+      float2* const to = direct_ + (query * kQuads + quad) * quad_stride_;
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         if (keys.item[n].first() <= query && query < keys.item[n].end())
@@ -291,27 +307,27 @@ class OldKeys {
     return e;
   }
 
-  const ListedSlots old_;
+  const OldList old_;
   const uint4* keys_;       // [token, pairs / 4] for lane % 4 == 0; so are the next ones
   const float* scales_;     // [token]
   const float4* coarse_;    // [place / 64, pairs / 2]
   const float4* fine_;      // [place % 64, fine_stride_]
   const uint4* fragments_;  // [pairs / 8, tile, lane]
   const float4* columns_;   // [tile, 4]
-  float2* own_;             // [query of the run, quad, slot, 2]
+  float2* direct_;          // [query of the octet, quad, slot, 2]
   std::int64_t quad_stride_;
   int fine_stride_, lane_, granules_;
 };
 
-/// The exponentials of the listed items for the stage's run of queries: by the whole block, between
+/// The exponentials of the listed items for the stage's octet: by the whole thread block, between
 /// barriers. Writes for each item what it is for and nothing else, so that items of a slot may
 /// share out its queries. Fastest where items of like distance follow one another. Apart from its
 /// caller, whose registers it would take. T: of keys.
 template <int kQuads, class T>
-__device__ __noinline__ void take_old_keys(const ReplayArgs& args, int unit,
-                                           std::int64_t first_slot, const OldKeyStage& stage,
-                                           const ListedSlots& old) {
-  OldKeys<kQuads, T>(args, unit, first_slot, stage, old).run();
+__device__ __noinline__ void take_old_keys(const ReplaySqueezedArgs& args, int unit,
+                                           std::int64_t first_slot, const uint4* stage,
+                                           const OldList old) {
+  OldKeys<kQuads, T>(args, unit, first_slot, stage, old).take();
 }
 
 }  // namespace kvlab::kernels

@@ -6,10 +6,11 @@
 // bytes more than bf16 holds in two as well.
 #include <algorithm>
 
+#include "kernels/device/fold.cuh"
+#include "kernels/device/half_parts.cuh"
 #include "kernels/device/load.cuh"
 #include "kernels/device/store.cuh"
-#include "kernels/device/tensor_core.cuh"
-#include "kernels/replay/figures.cuh"
+#include "kernels/replay/replay.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -25,10 +26,7 @@ constexpr int kThreads = kTilesAtOnce * kHalves * kWarpSize;
 constexpr int kLeastWarps = 4;  // to fetch weights: 2 kinds of rows, 2 quads, 32 couples
 using Swizzle = Swizzled<kDims * 2>;
 
-/// Two tokens' exponentials of a head, bf16, and what that leaves.
-struct Couple {
-  std::uint32_t kept, left;
-};
+using Couple = Bf16Parts;  // two tokens' exponentials of a head
 
 template <int kPlanes>
 struct Stage {
@@ -36,23 +34,17 @@ struct Stage {
   Couple weights[2][2][kTokens / 2][4];        // [kind of row, quad, couple, head]
 };
 
-__device__ inline Couple split(float a, float b) {
-  const std::uint32_t kept = pack<__nv_bfloat16>(a, b);
-  const float2 of = unpack<__nv_bfloat16>(kept);
-  return {kept, pack<__nv_bfloat16>(a - of.x, b - of.y)};
-}
-
 /// One sampled query of one unit.
 struct Sampled {
-  const ReplayArgs& args;
+  const ReplayOutputsArgs& args;
   int unit, i, index;
   std::int64_t row;  ///< among all units' queries of the block
   __device__ int query() const { return args.rows.first + i; }
   __device__ std::int64_t sample(int config) const {
-    return args.sample_of(args.figure_of(unit, config), index);
+    return args.sets.sample_of(args.span, args.grid.cache_of(unit, config), index);
   }
   __device__ std::int64_t kept(int config) const {
-    return args.kept_of(args.figure_of(unit, config), index);
+    return args.sets.kept_of(args.grid.cache_of(unit, config), index);
   }
 };
 
@@ -66,20 +58,18 @@ __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int di
        n += static_cast<int>(blockDim.x)) {
     const int token = n / kColumns, chunk = n % kColumns, d = dim + 8 * chunk;
     const bool wanted = first + token < tokens && d < shape.head_size;
-    const std::int64_t from =
-        (std::int64_t{at.unit} * shape.tokens + first + token) * shape.head_size + d;
+    const std::int64_t from = shape.vector(at.unit, first + token) + d;
     const int to = Swizzle::offset(token, chunk) / 16;
     if constexpr (kPlanes == 1) {
       copy_async(shared_address(&stage.values[0][to]),
-                 static_cast<const __nv_bfloat16*>(at.args.tensors.values) + (wanted ? from : 0),
-                 wanted);
+                 static_cast<const __nv_bfloat16*>(at.args.values) + (wanted ? from : 0), wanted);
     } else {
       Couple two[4] = {};
       if (wanted)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const float2 x = load2(at.args.tensors.values, at.args.tensors.type, from + 2 * c);
-          two[c] = split(x.x, x.y);
+          const float2 x = load2(at.args.values, shape.type, from + 2 * c);
+          two[c] = Couple::of(x.x, x.y);
         }
       stage.values[0][to] = {two[0].kept, two[1].kept, two[2].kept, two[3].kept};
       stage.values[1][to] = {two[0].left, two[1].left, two[2].left, two[3].left};
@@ -97,13 +87,13 @@ struct Weights {
 template <int kPlanes>
 __device__ Weights fetch_weights(Stage<kPlanes>& stage, const Sampled& at, int first) {
   const int quads = at.args.shape.quads(), tokens = at.query() + 1,
-            kinds = at.args.rows.squeezed ? 2 : 1, n = static_cast<int>(threadIdx.x);
+            kinds = at.args.squeezed ? 2 : 1, n = static_cast<int>(threadIdx.x);
   Weights weights{};
   if (n >= kinds * quads * kTokens / 2) return weights;
   const int couple = n % (kTokens / 2), quad = n / (kTokens / 2) % quads,
             kind = n / (kTokens / 2) / quads, token = first + 2 * couple;
-  const float4* const e = (kind ? at.args.rows.squeezed : at.args.rows.e) +
-                          (at.row * quads + quad) * at.args.shape.tokens;
+  const float4* const e =
+      (kind ? at.args.squeezed : at.args.rows.e) + (at.row * quads + quad) * at.args.shape.tokens;
   if (token < tokens) weights.first = e[token];
   if (token + 1 < tokens) weights.second = e[token + 1];
   weights.to = stage.weights[kind][quad][couple];
@@ -111,8 +101,8 @@ __device__ Weights fetch_weights(Stage<kPlanes>& stage, const Sampled& at, int f
 }
 __device__ inline void store_weights(const Weights& of) {
   if (!of.to) return;
-  of.to[0] = split(of.first.x, of.second.x), of.to[1] = split(of.first.y, of.second.y);
-  of.to[2] = split(of.first.z, of.second.z), of.to[3] = split(of.first.w, of.second.w);
+  of.to[0] = Couple::of(of.first.x, of.second.x), of.to[1] = Couple::of(of.first.y, of.second.y);
+  of.to[2] = Couple::of(of.first.z, of.second.z), of.to[3] = Couple::of(of.first.w, of.second.w);
 }
 
 /// Of two bits masks of two bf16.
@@ -140,19 +130,20 @@ class Tile {
     for (int n = 0; n < kOwnColumns / 2; ++n)
       offsets_[n] = static_cast<std::uint32_t>(
           Swizzle::offset(lane_ % 16, first_column_ + 2 * n + lane_ / 16));
-    const int own = at.args.own_units, sets = own ? 1 : at.args.samples.tiles,
+    const ReplayGrid& grid = at.args.grid;
+    const int units = grid.config_units, tiles = units ? 1 : at.args.configs.tiles,
               quads = at.args.shape.quads();
-    if (tile >= sets * quads) return;
+    if (tile >= tiles * quads) return;
     quad_ = tile % quads;
-    const std::int32_t alone[kReplayTile] = {own ? at.unit / own : -1, -1, -1, -1};
+    const std::int32_t alone[kReplayTile] = {units ? at.unit / units : -1, -1, -1, -1};
     const std::int32_t* const four =
-        own ? alone : at.args.samples.sets + tile / quads * kReplayTile;
-    squeezed_ = at.args.rules[four[0]].squeezed ? 1 : 0;
+        units ? alone : at.args.configs.of + tile / quads * kReplayTile;
+    squeezed_ = grid.rules[grid.cache_of(at.unit, four[0])].squeezed ? 1 : 0;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       config_[n] = four[lane_ / 16 + 2 * n];
       if (config_[n] >= 0)
-        words_[n] = at.args.samples.shared + at.kept(config_[n]) * at.args.samples.words;
+        words_[n] = at.args.sets.shared + at.kept(config_[n]) * at.args.shape.words();
     }
   }
 
@@ -200,60 +191,30 @@ class Tile {
 
   /// The rows' outputs, of the pass's dimensions.
   __device__ void put(int dim) const {
-    if (quad_ < 0) return;
     const ReplayShape& shape = at_.args.shape;
-    const int head = 4 * quad_ + lane_ / 4 % 4, own_units = at_.args.own_units;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (config_[n] < 0 || head >= shape.group) continue;
-      const std::int64_t sample = at_.sample(config_[n]);
-      const ReplaySample& of = at_.args.samples.samples[at_.kept(config_[n])];
-      const float over = 1 / of.sums[head];
-      const float* const own =
-          at_.args.samples.own + (sample * shape.group + head) * shape.head_size;
+    const int units = at_.args.grid.config_units;
+    for_outputs(dim, [&](int n, int head, int d, float*, const ReplayKept&, const float2& out) {
       const std::int64_t token = std::int64_t{config_[n]} * shape.tokens + at_.query(),
-                         to = ((token * own_units + at_.unit % own_units) * shape.group + head) *
-                              shape.head_size;
-#pragma unroll
-      for (int column = 0; column < kOwnColumns; ++column) {
-        const int d = dim + 8 * (first_column_ + column) + 2 * (lane_ % 4);
-        if (d >= shape.head_size) continue;
-        float2 sum{sums_[column][2 * n], sums_[column][2 * n + 1]};
-        if (of.own) sum.x += own[d], sum.y += own[d + 1];
-        store2(at_.args.samples.outputs, at_.args.tensors.type, to + d,
-               {sum.x * over, sum.y * over});
-      }
-    }
+                         to = (token * units + at_.unit % units) * shape.group + head;
+      store2(at_.args.outputs, shape.type, to * shape.head_size + d, out);
+    });
   }
 
   /// Adds what the pass's dimensions say to the rows' errors.
   __device__ void compare(int dim) {
-    if (quad_ < 0) return;
     const ReplayShape& shape = at_.args.shape;
-    const int head = 4 * quad_ + lane_ / 4 % 4;
+    for_outputs(dim, [&](int n, int head, int d, float* to, const ReplayKept& of,
+                         const float2& out) {
+      const float* const full = at_.args.full + (at_.row * shape.group + head) * shape.head_size;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (config_[n] < 0 || head >= shape.group) continue;
-      const std::int64_t sample = at_.sample(config_[n]);
-      const ReplaySample& of = at_.args.samples.samples[at_.kept(config_[n])];
-      const float over = 1 / of.sums[head];
-      float* const own = at_.args.samples.own + (sample * shape.group + head) * shape.head_size;
-      const float* const full =
-          at_.args.rows.outputs + (at_.row * shape.group + head) * shape.head_size;
-#pragma unroll
-      for (int column = 0; column < kOwnColumns; ++column)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int d = dim + 8 * (first_column_ + column) + 2 * (lane_ % 4) + c;
-          if (d >= shape.head_size) continue;
-          const double wanted = full[d];
-          size_[n] += wanted * wanted;
-          const float sum = sums_[column][2 * n + c] + (of.own ? own[d] : 0.0f);
-          const double off = of.whole ? 0.0 : wanted - double{sum * over};
-          error_[n] += off * off;
-          if (at_.args.figures.residual) own[d] = static_cast<float>(off);
-        }
-    }
+      for (int c = 0; c < 2; ++c) {
+        const double wanted = full[d + c], got = c == 0 ? out.x : out.y;
+        size_[n] += wanted * wanted;
+        const double off = of.whole ? 0.0 : wanted - got;
+        error_[n] += off * off;
+        if (at_.args.leaves_errors) to[c] = static_cast<float>(off);
+      }
+    });
   }
 
   /// Sums of the first and the other warps of a tile, by row. By the whole block.
@@ -275,12 +236,36 @@ class Tile {
     for (int n = 0; n < 2; ++n) {
       if (config_[n] < 0) continue;
       const double2 other = shared[row + 8 * n];
-      at_.args.samples.errors[at_.sample(config_[n]) * kMostReplayGroup + head] = {
-          error_[n] + other.x, size_[n] + other.y};
+      at_.args.errors[at_.sample(config_[n]) * kMostReplayGroup + head] = {error_[n] + other.x,
+                                                                           size_[n] + other.y};
     }
   }
 
  private:
+  /// Calls each(n, head, d, where direct values of d are, its kept set, its outputs of d and d + 1)
+  /// for the n-th configuration and some dimensions d of the pass.
+  template <class Each>
+  __device__ void for_outputs(int dim, Each each) const {
+    const ReplayShape& shape = at_.args.shape;
+    const int head = 4 * quad_ + lane_ / 4 % 4;
+    if (quad_ < 0 || head >= shape.group) return;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (config_[n] < 0) continue;
+      const ReplayKept& of = at_.args.sets.kept[at_.kept(config_[n])];
+      float* const direct =
+          at_.args.sets.values + (at_.sample(config_[n]) * shape.group + head) * shape.head_size;
+      const float over = 1 / of.sums[head];
+#pragma unroll
+      for (int column = 0; column < kOwnColumns; ++column) {
+        const int d = dim + 8 * (first_column_ + column) + 2 * (lane_ % 4);
+        if (d >= shape.head_size) continue;
+        float2 sum{sums_[column][2 * n], sums_[column][2 * n + 1]};
+        if (of.direct) sum.x += direct[d], sum.y += direct[d + 1];
+        each(n, head, d, direct + d, of, float2{sum.x * over, sum.y * over});
+      }
+    }
+  }
   /// 16 tokens by the warp's dimensions of the pass.
   __device__ void multiply_step(const Stage<kPlanes>& stage, int step,
                                 const std::uint32_t (&kept)[4], const std::uint32_t (&left)[4]) {
@@ -319,7 +304,7 @@ class Tile {
 /// Two warps for each of up to kTilesAtOnce tiles (y), a block for each query (x) and unit (z).
 template <int kPlanes>
 __global__ void __launch_bounds__(kThreads)
-    outputs_kernel(const __grid_constant__ ReplayArgs args) {
+    outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {
   extern __shared__ __align__(16) std::byte dynamic[];
   __shared__ TileErrors errors[kTilesAtOnce];
   auto* const stages = reinterpret_cast<Stage<kPlanes>*>(dynamic);
@@ -327,9 +312,9 @@ __global__ void __launch_bounds__(kThreads)
             index = args.span.index[query], unit = static_cast<int>(blockIdx.z),
             warp = static_cast<int>(threadIdx.x) / kWarpSize,
             tiles = static_cast<int>(blockDim.x) / (kWarpSize * kHalves);
-  if (index < 0 || index % args.span.sample_every != 0) return;
-  if (args.own_units && has_codes(args, unit / args.own_units)) return;
-  const Sampled at{args, unit, i, index, std::int64_t{unit} * args.rows.block + i};
+  if (!args.span.samples(index)) return;
+  if (args.grid.config_units && args.grid.is_coded(unit, 0)) return;
+  const Sampled at{args, unit, i, index, args.rows.row(unit, i)};
   Tile<kPlanes> tile(at, static_cast<int>(blockIdx.y) * tiles + warp / kHalves, warp % kHalves);
   for (int dim = 0; dim < args.shape.head_size; dim += kDims) {
     tile.clear();
@@ -354,82 +339,42 @@ __global__ void __launch_bounds__(kThreads)
     }
     wait_copies<0>();
     __syncthreads();
-    if (args.samples.outputs)
+    if (args.outputs)
       tile.put(dim);
     else
       tile.compare(dim);
   }
-  if (!args.samples.outputs) tile.write(errors[warp / kHalves]);
-}
-
-/// A warp for each cache: the samples' errors to the figures, in order.
-__global__ void __launch_bounds__(kTilesAtOnce* kWarpSize)
-    errors_kernel(const __grid_constant__ ReplayArgs args) {
-  const int figure = static_cast<int>(blockIdx.x * kTilesAtOnce + threadIdx.x / kWarpSize),
-            head = static_cast<int>(threadIdx.x) % kWarpSize, group = args.shape.group;
-  if (figure >= args.shape.units * args.figures.configs) return;
-  for (int i = 0; i < args.rows.count; ++i) {
-    const int index = args.span.index[args.rows.first + i], every = args.span.sample_every;
-    if (index < 0 || index % every != 0) continue;
-    const std::int64_t sample = args.sample_of(figure, index);
-    const std::int64_t place = std::int64_t{figure} * args.figures.samples + index / every;
-    if (args.figures.residual)
-      args.figures.residual[place * kReplayResiduals + head] =
-          args.samples.residual[sample * kReplayResiduals + head];
-    double2 of{};
-    if (head < group) {
-      of = args.samples.errors[sample * kMostReplayGroup + head];
-      const int block = span_block(args.span, index);
-      if (of.y > 0) figure_sum(args, figure, Sum::error, head, block) += sqrt(of.x / of.y);
-      figure_sum(args, figure, of.y > 0 ? Sum::errors : Sum::zeros, head, block) += 1;
-    }
-    double error = 0, size = 0;
-    for (int h = 0; h < group; ++h) {
-      error += __shfl_sync(~0u, of.x, h);
-      size += __shfl_sync(~0u, of.y, h);
-    }
-    double* const to = args.figures.errors + 2 * place;
-    if (head == 0) to[0] = error, to[1] = size;
-  }
+  if (!args.outputs) tile.write(errors[warp / kHalves]);
 }
 
 template <int kPlanes>
-cudaError_t multiply(const ReplayArgs& args, cudaStream_t stream) {
+cudaError_t multiply(const ReplayOutputsArgs& args, cudaStream_t stream) {
   constexpr int kBytes = kStages * sizeof(Stage<kPlanes>);
   const cudaError_t error = cudaFuncSetAttribute(
       outputs_kernel<kPlanes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const int tiles = (args.own_units ? 1 : args.samples.tiles) * args.shape.quads(),
+  const int tiles = (args.grid.config_units ? 1 : args.configs.tiles) * args.shape.quads(),
             groups = (tiles + kTilesAtOnce - 1) / kTilesAtOnce,
             warps = std::max(kHalves * ((tiles + groups - 1) / groups), kLeastWarps);
   outputs_kernel<kPlanes>
-      <<<dim3(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(groups),
-              static_cast<unsigned>(args.shape.units)),
-         warps * kWarpSize, kBytes, stream>>>(args);
+      <<<grid_of(args.rows.count, groups, args.shape.units), warps * kWarpSize, kBytes, stream>>>(
+          args);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t replay_outputs(const ReplayArgs& args, cudaStream_t stream) {
-  const ReplaySamples& samples = args.samples;
-  if (samples.tiles + samples.coded_tiles < 1 || args.shape.units < 1 || args.shape.units > 65535)
+cudaError_t replay_outputs(const ReplayOutputsArgs& args, cudaStream_t stream) {
+  const ReplaySets& configs = args.configs;
+  if (configs.tiles + configs.coded_tiles < 1 || !args.shape.is_launchable())
     return cudaErrorInvalidValue;
   cudaError_t error = cudaSuccess;
-  if (samples.tiles > 0)
-    error = args.tensors.type == Type::bf16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
-  return error == cudaSuccess && samples.coded_tiles > 0
-             ? replay_coded_outputs(with_codes(args), stream)
-             : error;
-}
-
-cudaError_t replay_errors(const ReplayArgs& args, cudaStream_t stream) {
-  static_assert(kReplayResiduals == kWarpSize);
-  const int figures = args.shape.units * args.figures.configs;
-  if (figures < 1) return cudaErrorInvalidValue;
-  errors_kernel<<<(figures + kTilesAtOnce - 1) / kTilesAtOnce, kTilesAtOnce * kWarpSize, 0,
-                  stream>>>(args);
-  return cudaGetLastError();
+  if (configs.tiles > 0)
+    error = args.shape.type == Type::bf16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
+  if (error != cudaSuccess || configs.coded_tiles == 0) return error;
+  ReplayOutputsArgs coded = args;
+  coded.configs = configs.with_codes();
+  return replay_coded_outputs(coded, stream);
 }
 
 }  // namespace kvlab::kernels

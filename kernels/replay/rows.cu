@@ -26,9 +26,8 @@ __device__ inline float tf32_part(float x, bool left) {
 template <class T>
 __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   const int row = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
-  if (row >= args.rows) return;
-  const int half = args.rotated / 2, token = row % args.tokens,
-            lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  if (row >= args.tokens) return;
+  const int half = args.rotated / 2, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const std::int64_t first = std::int64_t{row} * args.from.stride;
   const auto from = [&](int d) { return load1(args.from.data, args.from.type, first + d); };
   const std::int64_t to = (std::int64_t{row} * args.group + args.group_head) * args.head_size;
@@ -42,7 +41,7 @@ __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
     if (rounded) rounded[to + d] = from_float<T>(value);
   };
   for (int d = lane; d < half; d += kWarpSize) {
-    const float2 angle = args.rope[std::int64_t{token} * half + d];
+    const float2 angle = args.rope[std::int64_t{row} * half + d];
     const float low = from(d), high = from(d + half);
     put(d, low * angle.x - high * angle.y);
     put(d + half, high * angle.x + low * angle.y);
@@ -130,7 +129,7 @@ __device__ RowTotals exponentiate(const QuadRow& row, int length, float4* e, con
   for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
     const float4 x = row[t];
     cache.put(t, x);
-    most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y), fmaxf(most.z, x.z), fmaxf(most.w, x.w)};
+    raise(most, x);
   }
   most = block_fold4(most, scratch.largest, Larger{});
   float4 sum{};
@@ -141,7 +140,7 @@ __device__ RowTotals exponentiate(const QuadRow& row, int length, float4* e, con
                    row.heads > 3 ? expf(x.w - most.w) : 0.0f};
     cache.put(t, y);
     e[t] = y;
-    sum.x += y.x, sum.y += y.y, sum.z += y.z, sum.w += y.w;
+    add(sum, y);
   }
   return {most, block_fold4(sum, scratch.sums, Add{})};
 }
@@ -150,13 +149,9 @@ __device__ RowTotals exponentiate(const QuadRow& row, int length, float4* e, con
 __device__ void count_wanted(const float4* e, int tokens, const float4& least,
                              const RowCache& cache, std::uint32_t (&counts)[4], uint4& to) {
   uint4 wanted{};
-  for (int t = static_cast<int>(threadIdx.x); t < tokens; t += kThreads) {
-    const float4 x = cache.get(t, e);
-    wanted.x += x.x >= least.x ? 1 : 0, wanted.y += x.y >= least.y ? 1 : 0;
-    wanted.z += x.z >= least.z ? 1 : 0, wanted.w += x.w >= least.w ? 1 : 0;
-  }
-  wanted = {__reduce_add_sync(~0u, wanted.x), __reduce_add_sync(~0u, wanted.y),
-            __reduce_add_sync(~0u, wanted.z), __reduce_add_sync(~0u, wanted.w)};
+  for (int t = static_cast<int>(threadIdx.x); t < tokens; t += kThreads)
+    count_from(wanted, cache.get(t, e), least);
+  wanted = warp_sum4(wanted);
   if (threadIdx.x % kWarpSize == 0) {
     atomicAdd(&counts[0], wanted.x), atomicAdd(&counts[1], wanted.y);
     atomicAdd(&counts[2], wanted.z), atomicAdd(&counts[3], wanted.w);
@@ -165,7 +160,7 @@ __device__ void count_wanted(const float4* e, int tokens, const float4& least,
   if (threadIdx.x == 0) to = {counts[0], counts[1], counts[2], counts[3]};
 }
 
-/// A block for each query (x), quad (y) and unit (z), with `cached` tokens of shared memory.
+/// A thread block for each query (x), quad (y) and unit (z), with `cached` tokens of shared memory.
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ ReplayRowsArgs args, int cached) {
   extern __shared__ float4 of_tokens[];
@@ -174,7 +169,7 @@ __global__ void __launch_bounds__(kThreads)
   const ReplayShape& shape = args.shape;
   const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y);
   const int query = args.rows.first + i, length = query + 1;
-  const std::int64_t of_query = std::int64_t{blockIdx.z} * args.rows.block + i;
+  const std::int64_t of_query = args.rows.row(blockIdx.z, i);
   const std::int64_t of_quad = of_query * shape.quads() + quad;
   const std::int64_t first_product = (of_query * shape.group + 4 * quad) * shape.tokens;
   const QuadRow row{args.products + first_product, shape.tokens, shape.group - 4 * quad,
@@ -188,14 +183,14 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) {
     args.rows.sums[of_quad] = totals.sum;
     args.rows.least[of_quad] = least;
-    if (args.rows.exact_most) args.rows.exact_most[of_quad] = totals.most;
+    if (args.exact_most) args.exact_most[of_quad] = totals.most;
   }
   if (args.span.index[query] >= 0)
     count_wanted(e, query, least, cache, counts, args.rows.wanted[of_quad]);
   if (args.unrounded)
     totals = exponentiate({args.unrounded + first_product, shape.tokens, row.heads, row.scale},
-                          length, args.rows.squeezed + of_quad * shape.tokens, cache, scratch);
-  if (args.rows.most && threadIdx.x == 0) args.rows.most[of_quad] = totals.most;
+                          length, args.squeezed.e + of_quad * shape.tokens, cache, scratch);
+  if (args.squeezed.most && threadIdx.x == 0) args.squeezed.most[of_quad] = totals.most;
 }
 
 /// The dimension of one half of a pair; -1 in padding.
@@ -213,21 +208,19 @@ __device__ inline float scale_to_half(float largest) {
   return __uint_as_float(static_cast<std::uint32_t>(min(max(264 - exponent, 1), 253)) << 23);
 }
 
-/// A query of the run as rows.fragments have it: column `column` of its products.
+/// A query of an octet as squeezed.fragments have it: column `column` of its products.
 struct QueryColumn {
   const ReplayShape& shape;
   const float* from;  ///< null: there is none
   float factor, scale = 1;
 
-  __device__ QueryColumn(const ReplayRowsArgs& args, int run, int column, int unit)
-      : shape(args.shape),
-        from(nullptr),
-        factor(args.shape.rotated > 0 ? args.tensors.rope[0].x : 1.0f) {
-    const int heads = 4 * shape.quads(), i = run * kReplayAhead + column / heads,
+  __device__ QueryColumn(const ReplayRowsArgs& args, int octet, int column, int unit)
+      : shape(args.shape), from(nullptr), factor(args.shape.rotated > 0 ? args.rope[0].x : 1.0f) {
+    const int heads = 4 * shape.quads(), i = octet * kReplayAhead + column / heads,
               head = column % heads;
     if (i >= args.rows.count || head >= shape.group) return;
-    const std::int64_t query = std::int64_t{unit} * shape.tokens + args.rows.first + i;
-    from = args.tensors.plain_queries + (query * shape.group + head) * shape.head_size;
+    const std::int64_t query = shape.vector(unit, args.rows.first + i);
+    from = args.plain_queries + query * shape.group + head * shape.head_size;
   }
   __device__ float at(int d) const {
     return from && d >= 0 ? from[d] * (d < shape.rotated ? factor : 1.0f) * scale : 0.0f;
@@ -236,19 +229,18 @@ struct QueryColumn {
 
 constexpr int kMostColumns = kReplayAhead * kMostReplayGroup;
 
-/// A block for each run (x) and unit (y). Zeros for queries past the block's last.
+/// A thread block for each octet (x) and unit (y). Zeros for queries past the block's last.
 __global__ void __launch_bounds__(kThreads)
     fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float scales[kMostColumns];
   const ReplayShape& shape = args.shape;
   const int heads = 4 * shape.quads(), columns = kReplayAhead * heads,
-            run = static_cast<int>(blockIdx.x), unit = static_cast<int>(blockIdx.y),
+            octet = static_cast<int>(blockIdx.x), unit = static_cast<int>(blockIdx.y),
             lane = static_cast<int>(threadIdx.x) % kWarpSize;
   float* const to_scales = reinterpret_cast<float*>(
-      args.rows.scales +
-      (std::int64_t{unit} * args.rows.block + run * kReplayAhead) * shape.quads());
+      args.squeezed.scales + args.rows.row(unit, octet * kReplayAhead) * shape.quads());
   for (int column = static_cast<int>(threadIdx.x) / kWarpSize; column < columns; column += kWarps) {
-    const QueryColumn query(args, run, column, unit);
+    const QueryColumn query(args, octet, column, unit);
     float largest = 0;
     for (int d = lane; d < shape.head_size; d += kWarpSize)
       largest = fmaxf(largest, fabsf(query.at(d)));
@@ -257,14 +249,14 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0) to_scales[column] = shape.softmax_scale / scale;
   }
   __syncthreads();
-  const int of_run = shape.pairs() / 8 * (columns / 8) * kWarpSize;
-  const std::int64_t runs = args.rows.block / kReplayAhead;
-  uint4* const to = args.rows.fragments + (unit * runs + run) * of_run;
-  for (int at = static_cast<int>(threadIdx.x); at < of_run; at += kThreads) {
+  const int of_octet = shape.pairs() / 8 * (columns / 8) * kWarpSize;
+  const std::int64_t octets = args.rows.block / kReplayAhead;
+  uint4* const to = args.squeezed.fragments + (unit * octets + octet) * of_octet;
+  for (int at = static_cast<int>(threadIdx.x); at < of_octet; at += kThreads) {
     const int in_step = at % (columns / 8 * kWarpSize), step = at / (columns / 8 * kWarpSize),
               column = in_step / kWarpSize * 8 + lane / 4,
               pair = step / 2 * kReplayGranule + 4 * (lane % 4) + step % 2 * 2;
-    QueryColumn query(args, run, column, unit);
+    QueryColumn query(args, octet, column, unit);
     query.scale = scales[column];
     const auto two = [&](bool high) {
       return HalfParts::of(query.at(dimension_of(shape, pair, high)),
@@ -307,12 +299,11 @@ __global__ void __launch_bounds__(kThreads)
   const ReplayShape& shape = args.shape;
   const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y);
   const int query = args.rows.first + i, index = args.span.index[query];
-  if (index < 0 || index % args.span.sample_every != 0) return;
-  const std::int64_t of_query = std::int64_t{blockIdx.z} * args.rows.block + i;
+  if (!args.span.samples(index)) return;
+  const std::int64_t of_query = args.rows.row(blockIdx.z, i);
   const std::int64_t of_quad = of_query * shape.quads() + quad;
   const float4* const e = args.rows.e + of_quad * shape.tokens;
   const float4 of_sum = args.rows.sums[of_quad];
-  const std::int64_t values = std::int64_t{blockIdx.z} * shape.tokens * shape.head_size;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
             warp = static_cast<int>(threadIdx.x) / kWarpSize;
   for (int first = 0; first < shape.head_size; first += 4 * kWarpSize) {
@@ -321,27 +312,19 @@ __global__ void __launch_bounds__(kThreads)
     if (d < shape.head_size)
       for (int t = warp; t <= query; t += kWarps) {
         const float4 weight = e[t];
-        const float4 value = load4(args.tensors.values, args.tensors.type,
-                                   values + std::int64_t{t} * shape.head_size + d);
+        const float4 value = load4(args.values, shape.type, shape.vector(blockIdx.z, t) + d);
 #pragma unroll
-        for (int head = 0; head < 4; ++head) {
-          const float w = component(weight, head);
-          float4& sum = sums[head];
-          sum.x = fmaf(w, value.x, sum.x), sum.y = fmaf(w, value.y, sum.y);
-          sum.z = fmaf(w, value.z, sum.z), sum.w = fmaf(w, value.w, sum.w);
-        }
+        for (int head = 0; head < 4; ++head)
+          add_product(sums[head], component(weight, head), value);
       }
 #pragma unroll
     for (int head = 0; head < 4; ++head) partial[warp][head][lane] = sums[head];
     __syncthreads();
     if (warp < 4 && 4 * quad + warp < shape.group && d < shape.head_size) {
       float4 all{};
-      for (int w = 0; w < kWarps; ++w) {
-        const float4 x = partial[w][warp][lane];
-        all.x += x.x, all.y += x.y, all.z += x.z, all.w += x.w;
-      }
+      for (int w = 0; w < kWarps; ++w) add(all, partial[w][warp][lane]);
       const float over = 1 / component(of_sum, warp);
-      *reinterpret_cast<float4*>(args.rows.outputs +
+      *reinterpret_cast<float4*>(args.outputs +
                                  (of_query * shape.group + 4 * quad + warp) * shape.head_size +
                                  d) = {all.x * over, all.y * over, all.z * over, all.w * over};
     }
@@ -349,7 +332,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A block for each query and head (x) and unit (y).
+/// A thread block for each query and head (x) and unit (y).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     softmax_kernel(const __grid_constant__ ReplaySoftmaxArgs args, T* to) {
@@ -379,8 +362,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t replay_softmax(const ReplaySoftmaxArgs& args, cudaStream_t stream) {
   if (args.count < 1 || args.count > args.block || args.shape.units > 65535)
     return cudaErrorInvalidValue;
-  const dim3 grid(static_cast<unsigned>(args.count * args.shape.group),
-                  static_cast<unsigned>(args.shape.units));
+  const dim3 grid = grid_of(args.count * args.shape.group, args.shape.units);
   return with_type(args.type, [&](auto zero) {
     softmax_kernel<<<grid, kThreads, 0, stream>>>(args, static_cast<decltype(zero)*>(args.to));
     return cudaGetLastError();
@@ -388,10 +370,9 @@ cudaError_t replay_softmax(const ReplaySoftmaxArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t replay_rotate(const ReplayRotateArgs& args, cudaStream_t stream) {
-  if (args.rows < 1 || args.tokens < 1 || args.rotated > args.head_size)
-    return cudaErrorInvalidValue;
+  if (args.tokens < 1 || args.rotated > args.head_size) return cudaErrorInvalidValue;
   return with_type(args.rounding, [&](auto zero) {
-    rotate_kernel<<<(args.rows + kWarps - 1) / kWarps, kThreads, 0, stream>>>(
+    rotate_kernel<<<(args.tokens + kWarps - 1) / kWarps, kThreads, 0, stream>>>(
         args, static_cast<decltype(zero)*>(args.rounded));
     return cudaGetLastError();
   });
@@ -399,11 +380,8 @@ cudaError_t replay_rotate(const ReplayRotateArgs& args, cudaStream_t stream) {
 
 cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
   const ReplayShape& shape = args.shape;
-  if (shape.group < 1 || shape.group > kMostReplayGroup || args.rows.count < 1 ||
-      args.rows.count > args.rows.block || shape.units < 1 || shape.units > 65535)
-    return cudaErrorInvalidValue;
-  const dim3 grid(static_cast<unsigned>(args.rows.count), static_cast<unsigned>(shape.quads()),
-                  static_cast<unsigned>(shape.units));
+  if (!shape.is_launchable() || !args.rows.is_launchable()) return cudaErrorInvalidValue;
+  const dim3 grid = grid_of(args.rows.count, shape.quads(), shape.units);
   const int cached = std::min(args.rows.first + args.rows.count, kMostCached),
             bytes = cached * static_cast<int>(sizeof(float4));
   if (const cudaError_t error =
@@ -413,24 +391,24 @@ cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
     return error;
   rows_kernel<<<grid, kThreads, static_cast<unsigned>(bytes), stream>>>(args, cached);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  if (args.rows.outputs) outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess || !args.rows.fragments)
+  if (args.outputs) outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
+  if (const cudaError_t error = cudaGetLastError();
+      error != cudaSuccess || !args.squeezed.fragments)
     return error;
-  const int runs = (args.rows.count + kReplayAhead - 1) / kReplayAhead;
-  fragments_kernel<<<dim3(static_cast<unsigned>(runs), grid.z), kThreads, 0, stream>>>(args);
+  const int octets = (args.rows.count + kReplayAhead - 1) / kReplayAhead;
+  fragments_kernel<<<grid_of(octets, shape.units), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
 cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, int block,
                                const float* queries, float* to, cudaStream_t stream) {
-  if (first < 0 || count < 1 || count > block || shape.units < 1 || shape.units > 65535)
+  if (first < 0 || count < 1 || count > block || !shape.is_launchable())
     return cudaErrorInvalidValue;
   const int of_query = shape.group * shape.head_size, elements = count * of_query;
-  query_parts_kernel<<<dim3(static_cast<unsigned>((elements + kThreads - 1) / kThreads),
-                            static_cast<unsigned>(shape.units)),
-                       kThreads, 0, stream>>>(
-      elements, shape.head_size, std::int64_t{shape.tokens} * of_query,
-      std::int64_t{block} * of_query * 3, queries + std::int64_t{first} * of_query, to);
+  query_parts_kernel<<<grid_of((elements + kThreads - 1) / kThreads, shape.units), kThreads, 0,
+                       stream>>>(elements, shape.head_size, std::int64_t{shape.tokens} * of_query,
+                                 std::int64_t{block} * of_query * 3,
+                                 queries + std::int64_t{first} * of_query, to);
   return cudaGetLastError();
 }
 

@@ -6,13 +6,12 @@
 namespace kvlab::kernels {
 
 /// What a step adds up, in parts of a quad's heads each: the cache's exponentials; those of the
-/// full row, which are others where positions are squeezed; the largest, if the policy asks for
-/// requests.
-template <int kQuads, bool kSqueezed, bool kAsks>
+/// full row, where they are others (kOther); the largest, if the policy asks for requests.
+template <int kQuads, bool kOther, bool kAsks>
 struct ReplayTotals {
   static constexpr int kHeads = 4 * kQuads;
-  static constexpr int kParts = 1 + (kSqueezed ? 1 : 0) + (kAsks ? 1 : 0);
-  static constexpr int kFullPart = kSqueezed ? 1 : 0, kMostPart = kParts - 1;
+  static constexpr int kParts = 1 + (kOther ? 1 : 0) + (kAsks ? 1 : 0);
+  static constexpr int kFullPart = kOther ? 1 : 0, kMostPart = kParts - 1;
 
   Quads<kQuads> part[kParts];
 
@@ -26,7 +25,7 @@ struct ReplayTotals {
   }
   /// Over the block: lane l of every warp gets component l of all parts. `of_warps`: free again
   /// after the next barrier.
-  __device__ float fold(float (*of_warps)[24], const ReplayPlace& at) const {
+  __device__ float fold(float (*of_warps)[24], const CacheThread& at) const {
     float* const to = of_warps[at.warp];
 #pragma unroll
     for (int p = 0; p < kParts; ++p)

@@ -36,7 +36,7 @@ __device__ inline Candidate warp_first(const Candidate& mine) {
 
 /// The first among the block's, in every thread. `of_warps`: free again after the next barrier.
 __device__ inline Candidate block_first(const Candidate& mine, uint4* of_warps,
-                                        const ReplayPlace& at) {
+                                        const CacheThread& at) {
   const Candidate own = warp_first(mine);
   if (at.lane == 0)
     of_warps[at.warp] = {static_cast<std::uint32_t>(own.rank >> 32),

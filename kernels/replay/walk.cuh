@@ -8,24 +8,24 @@
 #include "kernels/replay/cache.cuh"
 #include "kernels/replay/figures.cuh"
 #include "kernels/replay/observe.cuh"
-#include "kernels/replay/old_keys.cuh"
 #include "kernels/replay/totals.cuh"
 
 namespace kvlab::kernels {
 
-/// T: of keys and values. kLargest: as QueryLook's. kRungs: of ladders, never squeezed.
-template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T, bool kLargest, bool kRungs>
+/// kLargest: as QueryLook's. Tokens: as ReplayCache's.
+template <class P, int kQuads, bool kLargest, class Tokens>
 class ReplayWalk {
-  using Cache = ReplayCache<P, kSqueezed, kInRoom, kRungs>;
+  using Cache = ReplayCache<P, Tokens>;
   using Exponentials = Quads<kQuads>;
   using Look = QueryLook<P, kQuads, kLargest>;
   static constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
   static constexpr bool kAsks = needs_requests(P::kInfo.needs);
+  static constexpr bool kLadder = Tokens::kLadder;
   static constexpr int kHeads = 4 * kQuads;
-  static constexpr int kStrip = replay_strip(kSqueezed);
+  static constexpr int kStrip = Cache::kStrip;
 
   /// A cache's exponentials are not the full row's.
-  static constexpr bool kOther = kSqueezed || kRungs;
+  static constexpr bool kOther = Tokens::kSqueezed || kLadder;
   using Totals = ReplayTotals<kQuads, kOther, kAsks>;
   static constexpr int kFullPart = Totals::kFullPart, kMostPart = Totals::kMostPart;
   struct Strip {
@@ -33,28 +33,23 @@ class ReplayWalk {
   };
 
  public:
-  __device__ ReplayWalk(const ReplayPlace& at, ReplayShared& shared, std::uint32_t* live_words,
-                        std::byte* room)
-      : at_(at),
-        shared_(shared),
-        stage_(at.args, at.unit, room),
-        cache_(at, shared, live_words, room + room_of_old_keys(at.args)) {
+  __device__ ReplayWalk(const CacheThread& at, ReplayShared& shared, std::byte* dynamic)
+      : at_(at), shared_(shared), cache_(at, shared, dynamic) {
     for (std::uint32_t n = at.thread; n < kMostReplayQueries * kMostReplayGroup; n += at.threads)
       (&shared.hits[0][0])[n] = 0;
-    if (at.thread == 0) shared.listed = 0;
     __syncthreads();
   }
 
-  __device__ void run() {
+  __device__ void walk() {
     for (int i = 0; i < at_.args.rows.count; ++i) step(i);
     __syncthreads();
-    if (at_.args.figures.sums) RecallSums(at_, shared_).add();
+    if (at_.args.sums) leave_counts(at_, shared_);
     cache_.move_out();
   }
 
  private:
   __device__ void step(int i) {
-    const ReplayArgs& args = at_.args;
+    const ReplayWalkArgs& args = at_.args;
     const std::uint32_t query = args.rows.first + i;
     const ReplayAdmission now = cache_.now();
     if (query == now.first) cache_.begin();
@@ -63,17 +58,17 @@ class ReplayWalk {
     const int index = args.span.index[query];
     const bool observes = kObserves && (kAsks || age < tail());
     if (observes || index >= 0) look(i, query, age, index, observes);
-    if (args.figures.kept) note_kept(query);
+    if (args.kept_bits) note_kept(query);
     if (age > 0) return;
     if (now.tokens > 1) observe_all(now);
-    if (kRungs || !kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
+    if (kLadder || !kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
     cache_.end();
   }
 
   __device__ void note_kept(std::uint32_t query) const {
-    const ReplayFigures& figures = at_.args.figures;
+    const ReplayShape& shape = at_.args.shape;
     __syncthreads();
-    cache_.copy_live(figures.kept + (at_.figure() * at_.args.shape.tokens + query) * figures.words,
+    cache_.copy_live(at_.args.kept_bits + (at_.cache() * shape.tokens + query) * shape.words(),
                      query + 1, 0);
     __syncthreads();
   }
@@ -90,60 +85,41 @@ class ReplayWalk {
   // Attending.
 
   __device__ void look(int i, std::uint32_t query, std::uint32_t age, int index, bool observes) {
-    const ReplayArgs& args = at_.args;
-    const bool measures = index >= 0 && args.figures.sums,
-               leaves = index >= 0 && index % args.samples.kept_every == 0,
+    const ReplayWalkArgs& args = at_.args;
+    const bool measures = index >= 0 && args.sums,
+               leaves = index >= 0 && index % args.sets.every == 0,
                attends = !kOther || observes || leaves;
-    const std::int64_t row = at_.row(i) * kQuads * args.shape.tokens;
-    own_ = nullptr;
-    all_own_ = false;
-    shared_row_ = args.rows.e + row;
+    direct_ = nullptr;
+    all_direct_ = false;
+    row_ = args.rows.e + at_.row(i) * kQuads * args.shape.tokens;
     Totals totals{};
     if constexpr (kOther)
       if (measures) total_full(totals, i, query);
-    if constexpr (kSqueezed) {
-      shared_row_ = args.rows.squeezed + row;
-      if (attends) {
-        own_ = at_.own(i);
-        attend_old(i, kObserves && cache_.now().tokens == 1);
-      }
+    row_ = cache_.tokens().template row<kQuads>(i);
+    if (Tokens::kSqueezed && attends) {
+      direct_ = at_.direct(i);
+      cache_.tokens().template attend<kQuads>(i, cache_.live(),
+                                              kObserves && cache_.now().tokens == 1);
     }
     if (attends) total(totals, query, !kOther && measures ? i : -1);
     float folded = fold(totals);
     if (measures) measure(i, query, folded);
-    if (measures && args.span.named_count) add_named_sums<kQuads>(at_, cache_.live_words(), i);
+    if (measures && args.span.named_count)
+      add_named_sums<kQuads>(args, at_.unit, at_.cache(), cache_.live_words(), i);
     if (!attends) return;
-    const bool lost = is_lost(folded, at_);
+    const bool lost = is_lost(folded, args.shape);
     if (lost) {
-      take_own(totals, i, query, copies());
+      take_direct(totals, i, query, cache_.copies());
       folded = fold(totals);
     }
     if (observes) observe(folded, query, age);
     if (leaves) leave_kept(i, index, query, folded, lost);
-    if constexpr (kRungs)
+    if constexpr (kLadder)
       if (leaves && at_.rule.twin >= 0) leave_twin(totals, i, index, query, folded);
   }
 
-  /// The exponentials of the old tokens for query i of the block: those that are not known yet, and
-  /// with `ahead` for the queries after it too, up to the end of their run.
-  __device__ void attend_old(int i, bool ahead) {
-    ReplayRange range = ahead && i % kReplayAhead != 0 ? cache_.moved() : ReplayRange::all();
-    cache_.set_moved(ahead ? ReplayRange::none() : ReplayRange::all());
-    range.end = min(range.end, cache_.first_young());
-    if (range.empty()) return;
-    const int end = ahead ? min((i / kReplayAhead + 1) * kReplayAhead, at_.args.rows.count) : i + 1;
-    const int run = i / kReplayAhead, first = run * kReplayAhead;
-    stage_.take(run);
-    const ListedSlots old =
-        cache_.list(range, static_cast<std::uint32_t>(at_.args.rows.first + i),
-                    static_cast<std::uint32_t>(i - first), static_cast<std::uint32_t>(end - first));
-    take_old_keys<kQuads, T>(at_.args, at_.unit, at_.rule.first_slot, stage_, old);
-    __syncthreads();
-    if (at_.thread == 0) shared_.listed = 0;
-  }
-
   /// Of a strip from this thread's slot `first` on: zeros where a slot has no token up to `query`.
-  /// `full`: of the full row, where that is another.
+  /// `kFull`: of the full row, where that is another.
   template <bool kFull>
   __device__ void take(Strip& strip, std::uint32_t first, std::uint32_t query) const {
     const std::int64_t tokens = at_.args.shape.tokens;
@@ -152,23 +128,24 @@ class ReplayWalk {
       const std::uint32_t slot = first + k * kWarpSize;
       strip.e[k] = {};
       if (!cache_.holds(slot, query, visible_)) continue;
-      const float4* const row = shared_row_ + (kFull ? 0 : copies()(slot) * at_.args.copies.rows);
+      const float4* const row = row_ + (kFull ? 0 : cache_.copies().row_of(slot));
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad)
         strip.e[k].quad[quad] = row[quad * tokens + cache_.position(slot)];
     }
     if constexpr (!kFull)
-      if (kSqueezed || all_own_) take_private(strip, first, query);
+      if (Tokens::kSqueezed || all_direct_) add_direct(strip, first, query);
   }
-  /// What the shared row does not have.
-  __device__ void take_private(Strip& strip, std::uint32_t first, std::uint32_t query) const {
+  /// What the row does not have.
+  __device__ void add_direct(Strip& strip, std::uint32_t first, std::uint32_t query) const {
 #pragma unroll
     for (int k = 0; k < kStrip; ++k) {
       const std::uint32_t slot = first + k * kWarpSize;
-      if (!cache_.holds(slot, query, visible_) || !(cache_.is_old(slot) || all_own_)) continue;
+      if (!cache_.holds(slot, query, visible_) || !(cache_.tokens().is_direct(slot) || all_direct_))
+        continue;
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad)
-        strip.e[k].quad[quad] = own_[quad * at_.args.caches.unit_slots + slot];
+        strip.e[k].quad[quad] = direct_[quad * at_.args.slots.of_unit + slot];
     }
   }
   /// Calls each(strip, its first slot of this thread) for each of the warp's strips.
@@ -222,23 +199,15 @@ class ReplayWalk {
     if (at_.thread < kHeads) shared_.kept[i][at_.thread] = visible_ == query + 1 ? -1.0f : kept;
   }
 
-  __device__ OwnRow own_row(int i, std::uint32_t query) const {
-    return {cache_.positions(), kSqueezed ? cache_.places() : nullptr, visible_, query, at_.unit,
-            at_.own(i)};
-  }
-  /// Which copies the tokens are of.
-  __device__ auto copies() const {
-    if constexpr (kRungs)
-      return cache_.copies();
-    else
-      return ExactCopies{};
-  }
   template <class Copies>
-  __device__ void take_own(Totals& totals, int i, std::uint32_t query, const Copies& copies) {
+  __device__ void take_direct(Totals& totals, int i, std::uint32_t query, const Copies& copies) {
     __syncthreads();
-    take_own_row(at_.args, own_row(i, query), copies, &shared_.scratch[0][0]);
-    own_ = at_.own(i);
-    all_own_ = true;
+    take_direct_row(
+        at_.args,
+        {cache_.positions(), cache_.tokens().places(), visible_, query, at_.unit, at_.direct(i)},
+        copies, &shared_.scratch[0][0]);
+    direct_ = at_.direct(i);
+    all_direct_ = true;
     total(totals, query, -1);
   }
 
@@ -263,7 +232,7 @@ class ReplayWalk {
         const std::uint32_t slot = first + k * kWarpSize;
         if (!cache_.holds(slot, query, visible_)) continue;
         const Observation seen = seen_by.seen(strip.e[k]);
-        Observation& all = at_.args.caches.seen[at_.first_slot + slot];
+        Observation& all = at_.args.slots.seen[at_.first_slot + slot];
         all.mass += seen.mass;
         all.requests += seen.requests;
         if (seen.requests) all.last_request = query;
@@ -274,14 +243,14 @@ class ReplayWalk {
   /// position is guarded.
   __device__ void observe_alone(const Look& seen_by, std::uint32_t query) {
     const Step attended = cache_.step_at(query, 1), leaves = cache_.step_at(query + 1, 0);
-    const bool ranks = !kRungs && cache_.ranks_next();
+    const bool ranks = !kLadder && cache_.ranks_next();
     const std::uint32_t unguarded = ranks ? cache_.unguarded(query + 1) : 0;
     Candidate candidate;
     for_strips(query, [&](const Strip& strip, std::uint32_t first) {
 #pragma unroll
       for (int k = 0; k < kStrip; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
-        if (!kInRoom && !cache_.holds(slot, query, visible_)) continue;
+        if (!Tokens::kInShared && !cache_.holds(slot, query, visible_)) continue;
         auto own = cache_.state(slot);
         P::observe(own, seen_by.seen(strip.e[k]), cache_.params(), attended);
         cache_.put(slot, own);
@@ -297,7 +266,7 @@ class ReplayWalk {
       const Step attended = cache_.step_at(now.first, now.tokens);
       const std::uint32_t older = cache_.live() - now.tokens;
       at_.for_slots<kStrip>(cache_.live(), [&](std::uint32_t i) {
-        Observation seen = at_.args.caches.seen[at_.first_slot + i];
+        Observation seen = at_.args.slots.seen[at_.first_slot + i];
         seen.queries = i < older ? now.tokens : now.tokens - (i - older);
         auto own = cache_.state(i);
         P::observe(own, seen, cache_.params(), attended);
@@ -308,7 +277,7 @@ class ReplayWalk {
 
   __device__ void rank_all(std::uint32_t now) {
     if (!cache_.ranks_next()) return;
-    if constexpr (kRungs) {
+    if constexpr (kLadder) {
       cache_.step_down(now);
     } else {
       const Step leaves = cache_.step_at(now, 0);
@@ -321,100 +290,99 @@ class ReplayWalk {
     }
   }
 
-  /// What replay_outputs() and replay_changes() take the query's from.
+  // What replay_outputs() and replay_changes() take the query's from.
+
   __device__ void leave_kept(int i, int index, std::uint32_t query, float folded, bool lost) {
-    const ReplaySamples& samples = at_.args.samples;
-    const std::int64_t kept = at_.args.kept_of(at_.figure(), index);
-    const std::uint32_t own = lost ? query + 1 : cache_.first_young();
+    const ReplayKeptSets& sets = at_.args.sets;
+    const std::int64_t kept = sets.kept_of(at_.cache(), index);
+    const std::uint32_t direct = lost ? query + 1 : cache_.tokens().gone();
     __syncthreads();
-    if (!kRungs || own > 0) cache_.copy_live(samples.shared + kept * samples.words, query + 1, own);
-    if constexpr (kRungs) leave_coded(kept, query + 1, own);
-    if (at_.thread < kHeads) samples.samples[kept].sums[at_.thread] = folded;
-    if (at_.thread == 0) {
-      samples.samples[kept].whole =
-          visible_ == query + 1 && !kSqueezed && (!kRungs || at_.rule.copies <= 1);
-      samples.samples[kept].own = own > 0;
-    }
-    if (own > 0) leave_own(at_.figure(), i, index, own, copies());
+    if (!kLadder || direct > 0)
+      cache_.copy_live(sets.shared + kept * at_.args.shape.words(), query + 1, direct);
+    if constexpr (kLadder) leave_coded(kept, query + 1, direct);
+    const bool whole =
+        visible_ == query + 1 && !Tokens::kSqueezed && (!kLadder || at_.rule.copies <= 1);
+    leave_sums(kept, folded, whole, direct > 0);
+    if (direct > 0) leave_direct(at_.cache(), i, index, direct, cache_.copies());
     __syncthreads();
   }
+  __device__ void leave_sums(std::int64_t kept, float folded, bool whole, bool direct) const {
+    ReplayKept& to = at_.args.sets.kept[kept];
+    if (at_.thread < kHeads) to.sums[at_.thread] = folded;
+    if (at_.thread == 0) to.whole = whole, to.direct = direct;
+  }
 
-  /// The tokens of each copy, none where all are the cache's own.
-  __device__ void leave_coded(std::int64_t kept, std::uint32_t tokens, std::uint32_t own) const {
-    const ReplaySamples& samples = at_.args.samples;
-    if (own == 0) cache_.copy_words(0, samples.shared + kept * samples.words, tokens);
-    for (int copy = 1; copy <= at_.args.copies.count; ++copy) {
+  /// The tokens of each copy, none where all are direct.
+  __device__ void leave_coded(std::int64_t kept, std::uint32_t tokens, std::uint32_t direct) const {
+    const ReplayLadderArgs& args = static_cast<const ReplayLadderArgs&>(at_.args);
+    const ReplayKeptSets& sets = args.sets;
+    const int words = args.shape.words();
+    if (direct == 0) cache_.copy_words(0, sets.shared + kept * words, tokens);
+    for (int copy = 1; copy <= args.copies.count; ++copy) {
       if (!(at_.rule.copies >> copy & 1)) continue;
-      std::uint32_t* const to =
-          samples.coded + (kept * at_.args.copies.count + copy - 1) * samples.words;
-      if (own == 0)
+      std::uint32_t* const to = sets.coded + (kept * args.copies.count + copy - 1) * words;
+      if (direct == 0)
         cache_.copy_words(copy, to, tokens);
       else
-        cache_.copy_live(to, tokens, own);
+        cache_.copy_live(to, tokens, direct);
     }
   }
   /// The same tokens in 16 bit.
   __device__ void leave_twin(Totals& totals, int i, int index, std::uint32_t query, float folded) {
-    const ReplaySamples& samples = at_.args.samples;
-    const std::int64_t figure = at_.args.figure_of(at_.unit, at_.rule.twin),
-                       kept = at_.args.kept_of(figure, index);
+    const ReplayKeptSets& sets = at_.args.sets;
+    const std::int64_t cache = at_.args.grid.cache_of(at_.unit, at_.rule.twin),
+                       kept = sets.kept_of(cache, index);
     float exact = __shfl_sync(~0u, folded, kFullPart * kHeads + at_.lane % kHeads);
-    const bool lost = is_lost(exact, at_);
+    const bool lost = is_lost(exact, at_.args.shape);
     if (lost) {
-      take_own(totals, i, query, ExactCopies{});
+      take_direct(totals, i, query, ExactCopies{});
       exact = fold(totals);
     }
-    const std::uint32_t own = lost ? query + 1 : 0;
-    cache_.copy_live(samples.shared + kept * samples.words, query + 1, own);
-    if (at_.thread < kHeads) samples.samples[kept].sums[at_.thread] = exact;
-    if (at_.thread == 0)
-      samples.samples[kept].whole = visible_ == query + 1, samples.samples[kept].own = lost;
-    if (lost) leave_own(figure, i, index, own, ExactCopies{});
+    const std::uint32_t direct = lost ? query + 1 : 0;
+    cache_.copy_live(sets.shared + kept * at_.args.shape.words(), query + 1, direct);
+    leave_sums(kept, exact, visible_ == query + 1, lost);
+    if (lost) leave_direct(cache, i, index, direct, ExactCopies{});
     __syncthreads();
   }
 
-  /// The part of a query's outputs and changes that is the tokens' before position `own`.
+  /// The part of a query's outputs and changes that is the tokens' before position `end`.
   template <class Copies>
-  __device__ void leave_own(std::int64_t figure, int i, int index, std::uint32_t own,
-                            const Copies& of_copies) {
-    const ReplayArgs& args = at_.args;
-    const OwnValues of{cache_.positions(), visible_, own, at_.unit, at_.own(i)};
-    if (args.samples.draws) {
-      const QueryTerms terms(args, at_.unit, index);
-      sum_own_terms(args, of, terms, of_copies,
-                    args.samples.own_changes + args.kept_of(figure, index) * terms.columns);
+  __device__ void leave_direct(std::int64_t cache, int i, int index, std::uint32_t end,
+                               const Copies& copies) {
+    const ReplayWalkArgs& args = at_.args;
+    const ReplayKeptSets& sets = args.sets;
+    const DirectValues of{cache_.positions(), visible_, end, at_.unit, at_.direct(i)};
+    if (args.terms.draws) {
+      const QueryTerms terms(args.shape, args.terms, at_.unit, index);
+      sum_direct_terms(args, of, terms, copies,
+                       sets.changes + sets.kept_of(cache, index) * terms.columns);
     }
-    if (index % args.span.sample_every != 0) return;
-    float* const to =
-        args.samples.own + args.sample_of(figure, index) * args.shape.group * args.shape.head_size;
-    if constexpr (kRungs)
-      sum_coded_values(args, of, of_copies, to);
-    else
-      sum_own_values<kQuads, FourBits<T>>(args, of, shared_.scratch, to);
+    if (!args.span.samples(index)) return;
+    cache_.tokens().template sum_values<kQuads>(
+        of, copies,
+        sets.values +
+            sets.sample_of(args.span, cache, index) * args.shape.group * args.shape.head_size);
   }
 
-  const ReplayPlace& at_;
+  const CacheThread& at_;
   ReplayShared& shared_;
-  OldKeyStage stage_;
   Cache cache_;
   int parity_ = 0;
   std::uint32_t visible_ = 0;
-  const float4* shared_row_ = nullptr;  // [quad, token]: of the query
-  const float4* own_ = nullptr;         // [quad, slot]: where the shared row is of no use
-  bool all_own_ = false;
+  const float4* row_ = nullptr;     // [quad, token]: of the query
+  const float4* direct_ = nullptr;  // [quad, slot]: where that is of no use
+  bool all_direct_ = false;
 };
 
-/// A block for each member (x) and unit of it (y).
-template <class P, int kQuads, bool kSqueezed, bool kInRoom, class T, bool kLargest, bool kRungs>
-__global__ void __launch_bounds__(replay_most_threads(kSqueezed), replay_blocks(kSqueezed))
-    walk_caches(const __grid_constant__ ReplayArgs args) {
+/// A thread block for each member (x) and unit of it (y).
+template <class P, int kQuads, bool kLargest, class Tokens>
+__global__ void __launch_bounds__(replay_most_threads(Tokens::kSqueezed),
+                                  replay_blocks(Tokens::kSqueezed))
+    walk_caches(const __grid_constant__ typename Tokens::Args args) {
   extern __shared__ __align__(16) std::byte dynamic[];
   __shared__ ReplayShared shared;
-  const ReplayPlace at(args);
-  std::byte* const room = dynamic + bytes_of_words(args) * (kRungs ? 1 + args.most_rungs : 1);
-  ReplayWalk<P, kQuads, kSqueezed, kInRoom, T, kLargest, kRungs>(
-      at, shared, reinterpret_cast<std::uint32_t*>(dynamic), room)
-      .run();
+  const CacheThread at(args);
+  ReplayWalk<P, kQuads, kLargest, Tokens>(at, shared, dynamic).walk();
 }
 
 }  // namespace kvlab::kernels

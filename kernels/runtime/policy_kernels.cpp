@@ -70,9 +70,11 @@ DeviceProgram program_of(const PolicyEntry& entry, std::span<const char* const> 
 
 std::string walk_name(const WalkVariant& variant) {
   constexpr const char* kTypes[] = {"__nv_bfloat16", "__half", "float"};  // by Type
-  return fmt::format("kvlab::kernels::walk_caches<kvlab::ThePolicy, {}, {}, {}, {}, {}, {}>",
-                     variant.quads, variant.squeezed, variant.in_room,
-                     kTypes[static_cast<int>(variant.type)], variant.largest, variant.rungs);
+  constexpr const char* kTokens[] = {"ExactTokens", "SqueezedTokens", "LadderTokens"};
+  return fmt::format(
+      "kvlab::kernels::walk_caches<kvlab::ThePolicy, {}, {}, kvlab::kernels::{}<{}, {}>>",
+      variant.quads, variant.largest, kTokens[static_cast<int>(variant.tokens)], variant.in_shared,
+      kTypes[static_cast<int>(variant.type)]);
 }
 
 }  // namespace

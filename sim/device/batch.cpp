@@ -33,7 +33,7 @@ void Batch::read() {
                        0, plan_.trace.tokens(), staging.as<float>() + i * head);
     });
     check(cudaMemcpyAsync(landing.data(), staging.data(), count * heads * head * sizeof(float),
-                          cudaMemcpyHostToDevice, stream_),
+                          cudaMemcpyHostToDevice, on_device_.stream()),
           "sending a trace");
     send_columns(first, count, staging.as<float>());
     for (std::size_t i = 0; i < count * heads; ++i) {
@@ -44,7 +44,7 @@ void Batch::read() {
       if (h >= group) on_device_.copy(from, unit, h == group ? Part::k : Part::v);
       if (h == group) on_device_.take_keys(from, unit);
     }
-    check(cudaStreamSynchronize(stream_), "reading a trace");
+    check(cudaStreamSynchronize(on_device_.stream()), "reading a trace");
   }
   on_device_.make_copies();
   read_projections();
@@ -138,34 +138,25 @@ void Batch::replay(const Walks& walks) {
   for (std::uint32_t first = 0; first < tokens; first += block) {
     on_device_.replay_block(walks, first, std::min(block, tokens - first));
     project_errors();
-    check(kernels::replay_errors(args_, stream_), "computing errors");
+    on_device_.sum_figures();
   }
-  check(cudaStreamSynchronize(stream_), "replaying");
+  check(cudaStreamSynchronize(on_device_.stream()), "replaying");
 }
 
 void Batch::project_errors() {
-  if (sizes_.columns.draws) check(kernels::replay_changes(args_, stream_), "computing changes");
+  if (sizes_.columns.draws) on_device_.change();
   if (!sizes_.columns.residual) return;
   static_assert(kernels::kReplayResiduals == kResidualColumns);
-  const auto width = static_cast<std::int64_t>(sizes_.group * sizes_.dim),
-             rows = static_cast<std::int64_t>(sizes_.configs * sizes_.block_samples);
-  constexpr std::int64_t kColumns = kernels::kReplayResiduals;
-  product_({.type = Type::f32,
-            .batches = static_cast<int>(units_.size()),
-            .rows = static_cast<int>(rows),
-            .n = static_cast<int>(kColumns),
-            .k = static_cast<int>(width),
-            .x = args_.samples.own,
-            .x_row = width,
-            .x_batch = rows * width,
-            .w = parts_.sketches,
-            .w_row = kColumns,
-            .w_batch = width * kColumns,
-            .w_by_k = true,
-            .y = args_.samples.residual,
-            .y_row = kColumns,
-            .y_batch = rows * kColumns},
-           stream_);
+  const std::size_t width = sizes_.group * sizes_.dim, rows = sizes_.configs * sizes_.block_samples;
+  on_device_.multiply({.type = Type::f32,
+                       .rows = rows,
+                       .n = kResidualColumns,
+                       .k = width,
+                       .x = {parts_.block.sets.values, width, rows * width},
+                       .w = {parts_.sketches, kResidualColumns, width * kResidualColumns},
+                       .y = {parts_.block_residual, kResidualColumns, rows * kResidualColumns},
+                       .w_by_k = true,
+                       .alignment = 256});
 }
 
 std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
@@ -183,17 +174,17 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
     const auto share = [&](std::span<const float> part, auto put) {
       const std::size_t of_unit = part.size() / units_.size(), size = of_unit / sizes_.configs;
       const auto fetched = fetch(part.subspan(unit * of_unit, of_unit));
-      for (std::size_t c = 0; c < sizes_.configs; ++c)
+      for (std::size_t c = 0; c < own.size(); ++c)
         put(own[c].stats, std::span(fetched).subspan(c * size, size));
     };
     const auto copy_to = [](std::vector<float> HeadStats::*part) {
       return [part](HeadStats& to, auto from) { (to.*part).assign(from.begin(), from.end()); };
     };
     share(parts_.residual, copy_to(&HeadStats::residual));
+    separate_codes(own);  // twins have no recalls
     share(parts_.changes, copy_to(&HeadStats::changes));
     share(parts_.recalls,
           [&](HeadStats& to, auto from) { to.take_recalls(plan_.span, from.data()); });
-    separate_codes(own);
   });
   return all;
 }
@@ -216,89 +207,74 @@ void Batch::separate_codes(std::vector<HeadOutcome>& own) const {
   own.erase(own.begin() + static_cast<std::ptrdiff_t>(configs), own.end());
 }
 
-LiveCounts Batch::counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const {
-  const auto window = grid_.window_configs.find(static_cast<std::int32_t>(figure % sizes_.configs));
+LiveCounts Batch::counts_of(std::size_t cache, const kernels::ReplayProgress& walked) const {
+  const auto window = grid_.window_configs.find(static_cast<std::int32_t>(cache % sizes_.configs));
   if (window == grid_.window_configs.end())
     return {.evictions = walked.evictions, .most = walked.most_live, .end = walked.live};
-  const ReplayUnit unit = units_[figure / sizes_.configs];
+  const ReplayUnit unit = units_[cache / sizes_.configs];
   return live_counts(*window->second, window->second->budget_of(unit.layer, unit.kv_head));
 }
 
-HeadOutcome Batch::outcome(std::size_t figure, const Figures& figures) const {
-  const LiveCounts counts = counts_of(figure, figures.progress[figure]);
+HeadOutcome Batch::outcome(std::size_t cache, const Figures& figures) const {
+  const LiveCounts counts = counts_of(cache, figures.progress[cache]);
   HeadOutcome outcome{{}, counts.evictions, counts.most, counts.end};
   HeadStats& stats = outcome.stats;
   stats.resize(plan_.span, static_cast<std::uint32_t>(sizes_.group), sizes_.columns);
   // But for what is counted by the span, which is 0 on the device.
   for (std::size_t i = 0; i < stats.sums.size(); ++i)
-    stats.sums[i] += figures.sums[figure * stats.sums.size() + i];
-  std::copy_n(figures.errors.data() + figure * stats.errors.size(), stats.errors.size(),
+    stats.sums[i] += figures.sums[cache * stats.sums.size() + i];
+  std::copy_n(figures.errors.data() + cache * stats.errors.size(), stats.errors.size(),
               stats.errors.data());
   return outcome;
 }
 
 double Batch::attend() {
-  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
-             dim = static_cast<std::int64_t>(sizes_.dim),
-             rows = static_cast<std::int64_t>(sizes_.block * sizes_.group);
-  const auto block = static_cast<std::uint32_t>(sizes_.block);
+  const UnitSizes& s = sizes_;
+  const kernels::ReplayBlock& of = parts_.block;
+  const std::size_t rows = s.block * s.group;
+  const auto block = static_cast<std::uint32_t>(s.block);
   double flops = 0;
   for (std::uint32_t first = 0; first < plan_.trace.tokens(); first += block) {
-    const std::uint32_t count = std::min(block, plan_.trace.tokens() - first);
-    on_device_.multiply_rows(first, count);
-    check(kernels::replay_softmax({.shape = args_.shape,
-                                   .first = static_cast<int>(first),
-                                   .count = static_cast<int>(count),
-                                   .block = static_cast<int>(block),
-                                   .products = parts_.products,
-                                   .type = args_.tensors.type,
-                                   .to = args_.rows.e},
-                                  stream_),
+    const std::uint32_t count = std::min(block, plan_.trace.tokens() - first),
+                        width = first + count;
+    on_device_.multiply_rows(first, count, parts_.rounded_keys);
+    check(kernels::replay_softmax(
+              {of.shape, static_cast<int>(first), static_cast<int>(count), static_cast<int>(block),
+               parts_.products, of.shape.type, of.rows.e},
+              on_device_.stream()),
           "softmax");
-    const int width = static_cast<int>(first + count),
-              wanted = static_cast<int>(count * sizes_.group);
-    product_({.type = args_.tensors.type,
-              .batches = args_.shape.units,
-              .rows = wanted,
-              .n = static_cast<int>(dim),
-              .k = width,
-              .x = args_.rows.e,
-              .x_row = tokens,
-              .x_batch = rows * tokens,
-              .w = parts_.values,
-              .w_row = dim,
-              .w_batch = tokens * dim,
-              .w_by_k = true,
-              .y = args_.rows.outputs,
-              .y_row = dim,
-              .y_batch = rows * dim,
-              .alignment = kProductAlignment},
-             stream_);
-    flops += 4.0 * args_.shape.units * wanted * width * static_cast<double>(dim);
+    on_device_.multiply({.type = of.shape.type,
+                         .rows = count * s.group,
+                         .n = s.dim,
+                         .k = width,
+                         .x = {of.rows.e, s.tokens, rows * s.tokens},
+                         .w = {parts_.values, s.dim, s.tokens * s.dim},
+                         .y = {parts_.outputs, s.dim, rows * s.dim},
+                         .w_by_k = true});
+    flops += 4.0 * of.shape.units * static_cast<double>(count * s.group * width * s.dim);
   }
-  check(cudaStreamSynchronize(stream_), "attention");
+  check(cudaStreamSynchronize(on_device_.stream()), "attention");
   return flops;
 }
 
 void Batch::keep_sets() {
-  args_.figures.words = static_cast<int>((sizes_.tokens + 31) / 32);
-  const std::size_t words = static_cast<std::size_t>(args_.figures.words);
-  kept_ = cuda::zeroes(units_.size() * sizes_.configs * sizes_.tokens * words * 4, "kept sets");
-  args_.figures.kept = kept_.as<std::uint32_t>();
+  kept_ = cuda::zeroes(units_.size() * sizes_.configs * sizes_.tokens * sizes_.words() * 4,
+                       "kept sets");
+  on_device_.keep_bits(kept_.as<std::uint32_t>());
 }
 
 void Batch::show_sets(std::size_t first_unit, const KeptWatcher& watcher) const {
   const auto bits = cuda::download<std::uint32_t>(kept_);
-  const auto words = static_cast<std::size_t>(args_.figures.words);
   std::vector<std::uint32_t> live;
-  for (std::size_t figure = 0; figure < units_.size() * sizes_.configs; ++figure)
+  for (std::size_t cache = 0; cache < units_.size() * sizes_.configs; ++cache)
     for (std::uint32_t query = 0;
-         figure % sizes_.configs < grid_.twin.size() && query < plan_.trace.tokens(); ++query) {
-      const std::uint32_t* const row = bits.data() + (figure * sizes_.tokens + query) * words;
+         cache % sizes_.configs < grid_.twin.size() && query < plan_.trace.tokens(); ++query) {
+      const std::uint32_t* const row =
+          bits.data() + (cache * sizes_.tokens + query) * sizes_.words();
       live.clear();
       for (std::uint32_t position = 0; position <= query; ++position)
         if (row[position / 32] >> position % 32 & 1) live.push_back(position);
-      watcher(first_unit + figure / sizes_.configs, figure % sizes_.configs, query, live);
+      watcher(first_unit + cache / sizes_.configs, cache % sizes_.configs, query, live);
     }
 }
 

@@ -19,11 +19,8 @@ class Batch {
         grid_(grid),
         sizes_(sizes),
         units_(units),
-        product_(product),
         on_device_(common, grid, sizes, units, tables, product, streams),
-        args_(on_device_.args()),
-        parts_(on_device_.parts()),
-        stream_(on_device_.stream()) {}
+        parts_(on_device_.parts()) {}
 
   Units& units() { return on_device_; }
   void read();
@@ -53,20 +50,17 @@ class Batch {
     std::vector<double> sums, errors;
     std::vector<kernels::ReplayProgress> progress;
   };
-  LiveCounts counts_of(std::size_t figure, const kernels::ReplayProgress& walked) const;
+  LiveCounts counts_of(std::size_t cache, const kernels::ReplayProgress& walked) const;
   void separate_codes(std::vector<HeadOutcome>& own) const;
   /// But for what an ErrorProjection makes.
-  HeadOutcome outcome(std::size_t figure, const Figures& figures) const;
+  HeadOutcome outcome(std::size_t cache, const Figures& figures) const;
 
   const ReplayPlan& plan_;
   const Grid& grid_;
   const UnitSizes& sizes_;
   std::span<const ReplayUnit> units_;
-  cuda::Products& product_;
   Units on_device_;
-  kernels::ReplayArgs& args_;
   const BatchParts& parts_;
-  cudaStream_t stream_;
   cuda::DeviceBuffer kept_;
 };
 

@@ -13,9 +13,9 @@ namespace kvlab {
 
 /// The sizes of one unit, in elements where it does not say bytes.
 struct UnitSizes {
-  std::size_t tokens, group, dim, pairs, quads, block, slots, configs, windows, queries, samples,
+  std::size_t tokens, group, dim, pairs, quads, block, slots, configs, queries, samples,
       block_samples, named, token_columns;
-  std::size_t slot_stride, product_bytes, element_bytes;
+  std::size_t state_stride, product_bytes, element_bytes;
   std::size_t copies, key_parts, value_parts;  ///< of tokens as ladders keep them
   bool squeezed, rounds, on_rungs;
   ProjectionColumns columns = {};
@@ -36,26 +36,34 @@ struct UnitSizes {
   }
 };
 
-/// The parts of a batch that the kernels' arguments do not name, or not with their length. Null
-/// where the replay has no use for them.
+/// What the arguments of kernels are put together of. Null where the replay has no use for it.
 struct BatchParts {
+  kernels::ReplayBlock block;
+  kernels::ReplaySqueezedRows squeezed;
+  kernels::ReplayCopies copies;
+  kernels::ReplaySlots slots;
+  kernels::ReplayTerms terms;
+  kernels::ReplayCounts counts;
+  // As kernels' arguments have them.
   float *queries, *plain_queries, *query_parts, *key_parts, *key_scales;
-  float* columns;  // [unit, token_columns of each token]: as kernels::ReplayArgs has them
-  std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys;
-  float *products, *unrounded_products;
+  std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys, *coded_keys,
+      *coded_values;
+  float *products, *unrounded_products, *outputs, *block_residual, *term_scales;
+  float4* exact_most;
+  double2* block_errors;
+  std::uint32_t* places;
+  std::uint8_t* slot_rungs;
+  float* columns;        // [unit, token_columns of each token], those of one policy together
   float* sketches;       // [unit, group, dim, kReplayResiduals]
   std::byte* gradients;  // [unit, query of the span, draw, group, dim] of the trace's type
-  std::byte *coded_keys, *coded_values;  // as kernels::ReplayCopies has them
-  float *terms, *term_scales;            // as kernels::ReplaySamples has them
   // Zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;
   std::span<float> recalls, residual, changes;  // set by the replay
 };
 
-/// Lays out `units` units: to `parts`, and to what the kernels read and write.
-void lay_out(cuda::Arena& arena, const UnitSizes& sizes, std::size_t units, BatchParts& parts,
-             kernels::ReplayArgs& args);
+/// Lays out `units` units.
+void lay_out(cuda::Arena& arena, const UnitSizes& sizes, std::size_t units, BatchParts& parts);
 
 /// What that takes.
 std::size_t bytes_of(const UnitSizes& sizes, std::size_t units);

@@ -11,6 +11,7 @@
 #include "sim/device/grid_rungs.hpp"
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
+#include "sim/replay.hpp"
 
 namespace kvlab {
 
@@ -27,8 +28,9 @@ inline bool is_window(const PolicySpec& policy) {
 struct Members {
   struct Kind {
     std::shared_ptr<const PolicyEntry> policy;
-    bool squeezed, largest, by_layer;  ///< as kernels::ReplayArgs has them
-    bool rungs;                        ///< all are of ladders
+    kernels::ReplayTokens tokens;
+    bool largest;   ///< as kernels::ReplayMembers has it
+    bool by_layer;  ///< each keeps one set for a layer: scope=layer
     int size_class;
     bool operator==(const Kind&) const = default;
   };
@@ -36,7 +38,6 @@ struct Members {
   std::vector<std::int32_t> configs = {};
   std::uint32_t most_slots = 0, most_rungs = 0;
   cuda::DeviceBuffer on_device = {};
-  const void* walk = nullptr;  ///< its kernel, once loaded
 };
 
 /// The grid as the kernels read it.
@@ -44,16 +45,23 @@ class Grid {
  public:
   /// `tokens`: of the sequence. `walks_all`: windows too, of which else nobody knows what they keep
   /// of a named span. `wants_twins`: each configuration with codes has another, of the same tokens
-  /// in 16 bit. `own_units`: as kernels::ReplayArgs has them.
+  /// in 16 bit. `config_units`: as kernels::ReplayGrid has them.
   Grid(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens, bool walks_all,
-       bool wants_twins, int own_units = 0);
+       bool wants_twins, int config_units = 0);
 
-  void describe(kernels::ReplayArgs& args) const;
+  /// The rules of such units, of which every `count` are on the device together, with the columns
+  /// that they have there: [unit, configuration], each `tokens` apart.
+  std::vector<kernels::ReplayRule> rules_of(const ModelShape& shape, std::uint32_t sequence,
+                                            std::span<const ReplayUnit> units, std::size_t count,
+                                            const float* columns_on_device,
+                                            std::size_t tokens) const;
+  kernels::ReplaySets sets() const { return {sets_.as<std::int32_t>(), tiles_, coded_tiles_}; }
+  int config_units() const { return config_units_; }
 
   /// The columns of configurations that name the same and admit alike.
   struct Columns {
     const ResolvedConfig* like;  ///< one of them
-    std::uint32_t first;         ///< as ReplayRule::columns
+    std::uint32_t first;         ///< among a unit's
   };
 
   std::vector<Members> members;
@@ -67,22 +75,26 @@ class Grid {
   std::vector<std::int32_t> twin;  ///< by configuration; -1: it has none
   GridRungs rungs;
   bool on_rungs = false;  ///< some are of ladders
-  int slot_stride = 8;
+  int state_stride = 8;
   bool squeezed = false;
   bool by_layer = false;  ///< some keep one set for a layer: units are whole layers
 
  private:
+  kernels::ReplayRule add_rule(const ResolvedConfig& config, bool is_walked);
   void add_member(const ResolvedConfig& config, std::int32_t index,
                   const kernels::ReplayRule& rule);
-  void add_twins(std::vector<kernels::ReplayRule>& rules);
-  std::vector<kernels::ReplayRule> rules_by_head(std::span<const kernels::ReplayRule> rules,
-                                                 std::span<const ResolvedConfig* const> configs);
-  void send_sets(std::span<const kernels::ReplayRule> rules);
+  void send(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens);
+  void add_twins();
+  void add_heads(std::span<const ResolvedConfig* const> configs);
+  void send_sets();
   /// Where they are among a unit's.
   std::uint32_t add_columns(const ResolvedConfig& config);
 
-  cuda::DeviceBuffer rules_, admissions_, params_, sets_;
-  int tiles_ = 0, coded_tiles_ = 0, own_units_, rule_heads_ = 0;
+  std::vector<kernels::ReplayRule> rules_;    // [configuration]; by_head_: [layer, KV head, that]
+  std::vector<std::uint32_t> first_columns_;  // [configuration]: of a unit's
+  cuda::DeviceBuffer admissions_, params_, sets_;
+  int tiles_ = 0, coded_tiles_ = 0, config_units_;
+  std::size_t by_head_ = 0;  ///< KV heads of a layer, where budgets differ by head
 };
 
 }  // namespace kvlab

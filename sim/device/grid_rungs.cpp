@@ -66,10 +66,4 @@ void GridRungs::send() {
   ways_on_device_ = cuda::upload(table, "the replay's grid");
 }
 
-void GridRungs::describe(kernels::ReplayArgs& args) const {
-  args.rungs = rungs_on_device_.as<kernels::ReplayRung>();
-  args.copies.count = static_cast<int>(copies());
-  args.copies.ways = ways_on_device_.as<kernels::ReplayWay>();
-}
-
 }  // namespace kvlab

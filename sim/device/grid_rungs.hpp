@@ -20,7 +20,8 @@ class GridRungs {
   void add(const ResolvedConfig& config, std::uint32_t index, std::uint32_t budget,
            kernels::ReplayRule& rule);
   void send();
-  void describe(kernels::ReplayArgs& args) const;
+  const kernels::ReplayRung* rungs() const { return rungs_on_device_.as<kernels::ReplayRung>(); }
+  const kernels::ReplayWay* ways() const { return ways_on_device_.as<kernels::ReplayWay>(); }
   /// As kernels::ReplayCopies::count.
   std::size_t copies() const;
 

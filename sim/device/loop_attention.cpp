@@ -19,11 +19,13 @@ UnitSizes outputs_alone(const UnitsPlan& plan, const Grid& grid) {
   return sizes;
 }
 
-/// Of one layer: configurations, each with its KV heads.
+/// Of each layer: configurations, each with its KV heads.
 std::vector<ReplayUnit> units_of(const UnitsPlan& plan, std::size_t configs) {
   std::vector<ReplayUnit> units;
-  for (std::size_t c = 0; c < configs; ++c)
-    for (std::uint32_t head = 0; head < plan.shape.kv_heads; ++head) units.push_back({0, head});
+  for (std::uint32_t layer = 0; layer < plan.shape.layers; ++layer)
+    for (std::size_t c = 0; c < configs; ++c)
+      for (std::uint32_t head = 0; head < plan.shape.kv_heads; ++head)
+        units.push_back({layer, head});
   return units;
 }
 
@@ -39,13 +41,6 @@ std::uint64_t kv_bytes_peak_of(const ResolvedConfig& config, const ModelShape& s
   return sum * shape.head_size / kCodeBlock;
 }
 
-cuda::DeviceBuffer layers_of(const UnitsPlan& plan, std::size_t units) {
-  std::vector<std::uint32_t> layers;
-  for (std::uint32_t layer = 0; layer < plan.shape.layers; ++layer)
-    layers.insert(layers.end(), units, layer);
-  return cuda::upload(layers, "the closed loop");
-}
-
 }  // namespace
 
 LoopAttention::LoopAttention(const UnitsPlan& plan, std::span<const ResolvedConfig* const> configs,
@@ -56,9 +51,8 @@ LoopAttention::LoopAttention(const UnitsPlan& plan, std::span<const ResolvedConf
       threads_(threads),
       grid_(grid_of(plan, configs)),
       units_(plan, grid_, outputs_alone(plan, grid_), units_of(plan, configs.size()), tables,
-             product, streams),
+             product, streams, plan.shape.layers),
       walks_(walks),
-      layers_(layers_of(plan, configs.size() * plan.shape.kv_heads)),
       count_(configs.size() * plan.shape.kv_heads) {
   for (const ResolvedConfig* const config : configs)
     kv_bytes_peak_.push_back(kv_bytes_peak_of(*config, plan.shape));
@@ -104,7 +98,7 @@ void LoopAttention::send_columns(std::uint32_t layer) {
 
 void LoopAttention::attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs) {
   const UnitSizes& s = units_.sizes();
-  const kernels::Type type = units_.args().tensors.type;
+  const kernels::Type type = units_.parts().block.shape.type;
   const std::size_t of_head = s.dim * s.element_bytes, of_key = s.tokens * of_head,
                     width = plan_.shape.query_heads;
   for (std::size_t unit = 0; unit < count_; ++unit) {
@@ -119,11 +113,10 @@ void LoopAttention::attend(std::uint32_t layer, const std::byte* queries, std::b
   units_.make_copies();
   send_columns(layer);
   units_.clear();
-  units_.set_layer(layers_.as<std::uint32_t>() + layer * count_);
-  units_.args().samples.outputs = outputs;
+  units_.set_layer(layer);
   const auto block = static_cast<std::uint32_t>(s.block);
   for (std::uint32_t first = 0; first < plan_.tokens; first += block)
-    units_.replay_block(walks_, first, std::min(block, plan_.tokens - first));
+    units_.replay_block(walks_, first, std::min(block, plan_.tokens - first), outputs);
 }
 
 }  // namespace kvlab

@@ -42,7 +42,6 @@ class LoopAttention {
   Grid grid_;
   Units units_;
   Walks& walks_;
-  cuda::DeviceBuffer layers_;  // [layer, unit]
   std::vector<std::uint64_t> kv_bytes_peak_;
   std::size_t count_;  ///< units
 };

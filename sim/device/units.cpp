@@ -31,14 +31,13 @@ UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs)
           .block = kernels::kMostReplayQueries,
           .slots = static_cast<std::size_t>(grid.unit_slots),
           .configs = configs,
-          .windows = grid.windows.size(),
           .queries = plan.span.size(),
           .samples = plan.span.samples(),
           .block_samples = (kernels::kMostReplayQueries + plan.span.sample_every() - 1) /
                            plan.span.sample_every(),
           .named = plan.span.named().size(),
           .token_columns = grid.column_count,
-          .slot_stride = static_cast<std::size_t>(grid.slot_stride),
+          .state_stride = static_cast<std::size_t>(grid.state_stride),
           .product_bytes = kernels::bytes_of(rounding),
           .element_bytes = bytes_of(plan.shape.dtype),
           .copies = grid.rungs.copies(),
@@ -65,50 +64,39 @@ std::size_t units_at_once(const UnitSizes& sizes, std::size_t landing, std::size
 
 Units::Units(const UnitsPlan& plan, const Grid& grid, const UnitSizes& sizes,
              std::span<const ReplayUnit> units, const Tables& tables, cuda::Products& product,
-             Streams& streams)
+             Streams& streams, std::size_t layers)
     : plan_(plan),
       grid_(grid),
       sizes_(sizes),
-      count_(units.size()),
+      count_(units.size() / layers),
       product_(product),
-      streams_(streams) {
-  args_.shape = {.units = static_cast<int>(units.size()),
+      streams_(streams),
+      tables_(tables) {
+  memory_ = cuda::placed([&](cuda::Arena& arena) { lay_out(arena, sizes_, count_, parts_); },
+                         "the replay");
+  rules_ = cuda::upload(
+      grid.rules_of(plan.shape, plan.sequence, units, count_, parts_.columns, sizes.tokens),
+      "the replay");
+  kernels::ReplayBlock& block = parts_.block;
+  block.shape = {.units = static_cast<int>(count_),
                  .tokens = static_cast<int>(sizes.tokens),
                  .group = static_cast<int>(plan.shape.group()),
                  .head_size = static_cast<int>(plan.shape.head_size),
                  .rotated = static_cast<int>(plan.rope.rotated()),
                  .softmax_scale = plan.arithmetic.softmax_scale,
+                 .type = type_of(plan.shape.dtype),
                  .rounding = type_of(plan.arithmetic.rounding),
                  .threshold16 = plan.arithmetic.threshold16};
-  args_.tensors.type = type_of(plan.shape.dtype);
-  args_.tensors.rope = tables.rope.as<float2>();
-  args_.tensors.coarse = tables.coarse.as<float2>();
-  args_.tensors.fine = tables.fine.as<float2>();
-  args_.span = {tables.span.as<std::int32_t>(),
+  block.span = {tables.span.as<std::int32_t>(),
                 static_cast<int>(plan.span.size()),
                 static_cast<int>(plan.span.blocks()),
                 static_cast<int>(plan.span.sample_every()),
                 tables.named.as<int2>(),
                 static_cast<int>(plan.span.named().size())};
-  args_.sequence = plan.sequence;
-  grid.describe(args_);
-  allocate(units);
+  block.grid = {nullptr, static_cast<int>(sizes.configs), grid.config_units()};
+  block.sets.every = sizes.columns.draws ? 1 : block.span.sample_every;
+  set_layer(0);
   clear();
-}
-
-void Units::allocate(std::span<const ReplayUnit> units) {
-  std::vector<std::uint32_t> layers, kv_heads;
-  for (const ReplayUnit& unit : units) {
-    layers.push_back(plan_.shape.number(unit.layer));
-    kv_heads.push_back(unit.kv_head);
-  }
-  layers_ = cuda::upload(layers, "the replay");
-  kv_heads_ = cuda::upload(kv_heads, "the replay");
-  args_.layers = layers_.as<std::uint32_t>();
-  args_.kv_heads = kv_heads_.as<std::uint32_t>();
-  memory_ =
-      cuda::placed([&](cuda::Arena& arena) { lay_out(arena, sizes_, units.size(), parts_, args_); },
-                   "the replay");
 }
 
 void Units::clear() {
@@ -121,53 +109,68 @@ void Units::clear() {
   zero(parts_.errors);
 }
 
-/// The arguments of the members' walk.
-kernels::ReplayArgs Units::args_of(const Members& members) const {
-  kernels::ReplayArgs args = args_;
-  args.members = members.on_device.as<std::int32_t>();
-  args.member_count = static_cast<int>(members.configs.size());
-  args.slot_bytes = members.kind.policy->slot_bytes;
-  args.squeezed = members.kind.squeezed;
-  args.largest = members.kind.largest;
-  args.layer_heads = members.kind.by_layer ? static_cast<int>(plan_.shape.kv_heads) : 0;
-  args.room_slots = members.most_slots;
-  args.most_rungs = static_cast<int>(members.most_rungs);
-  return args;
+kernels::ReplayKeepArgs Units::keep_args() const {
+  const kernels::ReplayTensors tensors{parts_.queries,
+                                       parts_.keys,
+                                       parts_.values,
+                                       tables_.rope.as<float2>(),
+                                       tables_.coarse.as<float2>(),
+                                       tables_.fine.as<float2>()};
+  return {parts_.block, tensors, parts_.terms, parts_.counts, kept_bits_};
+}
+kernels::ReplayKeptArgs Units::kept_args() const {
+  return {parts_.block, parts_.squeezed.e, grid_.sets(), parts_.copies};
 }
 
-Walk Units::walk_of(const Members& members) const {
-  kernels::ReplayArgs args = args_of(members);
-  args.rows.count = 1;  // any
-  Walk walk{members.kind.policy, {}};
-  check(kernels::walk_variant(args, walk.variant), "asking for the device's limits");
-  return walk;
+template <class Use>
+void Units::with_walk(const Members& members, Use use) const {
+  using kernels::ReplayTokens;
+  const Members::Kind& kind = members.kind;
+  const int layer_heads = kind.by_layer ? static_cast<int>(plan_.shape.kv_heads) : 0,
+            most_rungs = static_cast<int>(members.most_rungs);
+  const kernels::ReplayWalkArgs args{
+      keep_args(), parts_.slots,       parts_.progress.data(), members.on_device.as<std::int32_t>(),
+      layer_heads, members.most_slots, parts_.sums.data()};
+  kernels::ReplayWalkPlan plan;
+  check(kernels::plan_walk(args,
+                           {static_cast<int>(members.configs.size()), kind.tokens, kind.largest,
+                            kind.policy->slot_bytes, most_rungs},
+                           plan),
+        "asking for the device's limits");
+  if (kind.tokens == ReplayTokens::squeezed)
+    use(kernels::ReplaySqueezedArgs{args, parts_.squeezed, parts_.paired_keys, parts_.key_scales,
+                                    parts_.places},
+        plan);
+  else if (kind.tokens == ReplayTokens::ladder)
+    use(kernels::ReplayLadderArgs{args, parts_.copies, grid_.rungs.rungs(), most_rungs,
+                                  parts_.slot_rungs},
+        plan);
+  else
+    use(args, plan);
 }
 
 std::vector<Walk> Units::walks() const {
   std::vector<Walk> all;
-  for (const Members& members : grid_.members) all.push_back(walk_of(members));
+  for (const Members& members : grid_.members)
+    with_walk(members, [&](const auto&, const auto& plan) {
+      all.push_back({members.kind.policy, plan.variant});
+    });
   return all;
 }
 
 kernels::ReplayRotateArgs Units::rotation_of(const kernels::ReplayVectors& from) const {
   return {.from = from,
-          .rope = args_.tensors.rope,
-          .rows = static_cast<int>(plan_.tokens),
+          .rope = tables_.rope.as<float2>(),
           .tokens = static_cast<int>(plan_.tokens),
-          .head_size = args_.shape.head_size,
-          .rotated = args_.shape.rotated,
-          .group = 1,
-          .group_head = 0,
-          .plain = nullptr,
-          .parts = nullptr,
-          .rounded = nullptr,
-          .rounding = args_.shape.rounding};
+          .head_size = parts_.block.shape.head_size,
+          .rotated = parts_.block.shape.rotated,
+          .rounding = parts_.block.shape.rounding};
 }
 
 void Units::copy(const kernels::ReplayVectors& from, std::size_t unit, Part part) {
   kernels::ReplayRotateArgs args = rotation_of(from);
   args.rotated = 0;
-  args.rounding = args_.tensors.type;
+  args.rounding = parts_.block.shape.type;
   args.rounded = (part == Part::k ? parts_.keys : parts_.values) +
                  unit * sizes_.tokens * sizes_.dim * sizes_.element_bytes;
   check(kernels::replay_rotate(args, stream()), "reading keys and values");
@@ -178,7 +181,7 @@ void Units::take_keys(const kernels::ReplayVectors& from, std::size_t unit) {
   const std::size_t of_unit = unit * s.tokens * s.dim;
   if (parts_.paired_keys)
     check(kernels::replay_pair_keys(
-              args_.shape, static_cast<int>(plan_.tokens), from, args_.tensors.type,
+              parts_.block.shape, static_cast<int>(plan_.tokens), from, parts_.block.shape.type,
               parts_.paired_keys + unit * s.tokens * 2 * s.pairs * s.element_bytes,
               parts_.key_scales + unit * s.tokens, stream()),
           "pairing keys");
@@ -208,105 +211,113 @@ void Units::take_queries(const kernels::ReplayVectors& from, std::size_t unit, s
 void Units::make_copies() {
   if (sizes_.copies == 0) return;
   const auto make = [&](bool keys, Type type, const std::byte* exact) {
-    check(kernels::replay_codes({args_.shape, args_.copies, keys, type, exact, args_.own_units},
+    check(kernels::replay_codes({parts_.block.shape, parts_.copies, grid_.rungs.ways(),
+                                 grid_.config_units(), keys, type, exact},
                                 stream()),
           "coding keys and values");
   };
-  make(true, args_.shape.rounding, parts_.rounded_keys);
-  make(false, args_.tensors.type, parts_.values);
+  make(true, parts_.block.shape.rounding, parts_.rounded_keys);
+  make(false, parts_.block.shape.type, parts_.values);
 }
 
-void Units::multiply_rows(std::uint32_t first, std::uint32_t count) {
-  multiply_rows(first, count, parts_.rounded_keys, Output::float32);
-}
-
-void Units::multiply_rows(std::uint32_t first, std::uint32_t count, const std::byte* keys,
-                          Output output) {
-  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
-             group = static_cast<std::int64_t>(sizes_.group),
-             dim = static_cast<std::int64_t>(sizes_.dim);
-  product_({.type = args_.shape.rounding,
+void Units::multiply(const UnitProduct& of) {
+  const auto stride = [](std::size_t n) { return static_cast<std::int64_t>(n); };
+  product_({.type = of.type,
             .batches = static_cast<int>(count_),
-            .rows = static_cast<int>(count * group),
-            .n = static_cast<int>(first + count),
-            .k = static_cast<int>(dim),
-            .x = parts_.rounded_queries + first * sizes_.group * sizes_.dim * sizes_.product_bytes,
-            .x_row = dim,
-            .x_batch = tokens * group * dim,
-            .w = keys,
-            .w_row = dim,
-            .w_batch = tokens * dim,
-            .y = parts_.products,
-            .y_row = tokens,
-            .y_batch = static_cast<std::int64_t>(sizes_.block) * group * tokens,
-            .output = output,
-            .alignment = kProductAlignment},
+            .rows = static_cast<int>(of.rows),
+            .n = static_cast<int>(of.n),
+            .k = static_cast<int>(of.k),
+            .x = of.x.data,
+            .x_row = stride(of.x.row),
+            .x_batch = stride(of.x.unit),
+            .w = of.w.data,
+            .w_row = stride(of.w.row),
+            .w_batch = stride(of.w.unit),
+            .w_by_k = of.w_by_k,
+            .y = of.y.data,
+            .y_row = stride(of.y.row),
+            .y_batch = stride(of.y.unit),
+            .output = of.output,
+            .tf32 = of.tf32,
+            .alignment = of.alignment},
            stream());
+}
+
+void Units::multiply_rows(std::uint32_t first, std::uint32_t count, std::byte* keys,
+                          Output output) {
+  const UnitSizes& s = sizes_;
+  const std::size_t of_query = s.group * s.dim;
+  multiply({.type = parts_.block.shape.rounding,
+            .rows = count * s.group,
+            .n = first + count,
+            .k = s.dim,
+            .x = {parts_.rounded_queries + first * of_query * s.product_bytes, s.dim,
+                  s.tokens * of_query},
+            .w = {keys, s.dim, s.tokens * s.dim},
+            .y = {parts_.products, s.tokens, s.block * s.group * s.tokens},
+            .output = output});
 }
 
 /// Of queries and keys that were not rounded, in float32, by three products in TF32.
 void Units::multiply_parts(std::uint32_t first, std::uint32_t count) {
-  check(kernels::replay_query_parts(args_.shape, static_cast<int>(first), static_cast<int>(count),
-                                    args_.rows.block, parts_.queries, parts_.query_parts, stream()),
+  check(kernels::replay_query_parts(parts_.block.shape, static_cast<int>(first),
+                                    static_cast<int>(count), parts_.block.rows.block,
+                                    parts_.queries, parts_.query_parts, stream()),
         "computing rows");
-  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
-             rows = static_cast<std::int64_t>(sizes_.block * sizes_.group),
-             parts = static_cast<std::int64_t>(3 * sizes_.dim);
-  product_({.type = Type::f32,
-            .batches = static_cast<int>(count_),
-            .rows = static_cast<int>(count * sizes_.group),
-            .n = static_cast<int>(first + count),
-            .k = static_cast<int>(parts),
-            .x = parts_.query_parts,
-            .x_row = parts,
-            .x_batch = rows * parts,
-            .w = parts_.key_parts,
-            .w_row = parts,
-            .w_batch = tokens * parts,
-            .y = parts_.unrounded_products,
-            .y_row = tokens,
-            .y_batch = rows * tokens,
-            .tf32 = true,
-            .alignment = kProductAlignment},
-           stream());
+  const std::size_t tokens = sizes_.tokens, rows = sizes_.block * sizes_.group,
+                    parts = 3 * sizes_.dim;
+  multiply({.type = Type::f32,
+            .rows = count * sizes_.group,
+            .n = first + count,
+            .k = parts,
+            .x = {parts_.query_parts, parts, rows * parts},
+            .w = {parts_.key_parts, parts, tokens * parts},
+            .y = {parts_.unrounded_products, tokens, rows * tokens},
+            .tf32 = true});
 }
 
 void Units::make_rows(std::uint32_t first, std::uint32_t count) {
-  args_.rows.first = static_cast<int>(first);
-  args_.rows.count = static_cast<int>(count);
-  multiply_rows(first, count);
+  parts_.block.rows.first = static_cast<int>(first);
+  parts_.block.rows.count = static_cast<int>(count);
+  multiply_rows(first, count, parts_.rounded_keys);
   if (parts_.key_parts) multiply_parts(first, count);
-  const kernels::ReplayRowsArgs rows{.shape = args_.shape,
-                                     .span = args_.span,
-                                     .rows = args_.rows,
+  const kernels::ReplayRowsArgs rows{.shape = parts_.block.shape,
+                                     .span = parts_.block.span,
+                                     .rows = parts_.block.rows,
+                                     .squeezed = parts_.squeezed,
                                      .products = parts_.products,
                                      .unrounded = parts_.unrounded_products,
-                                     .tensors = args_.tensors};
+                                     .plain_queries = parts_.plain_queries,
+                                     .rope = tables_.rope.as<float2>(),
+                                     .values = parts_.values,
+                                     .outputs = parts_.outputs,
+                                     .exact_most = parts_.exact_most};
   check(kernels::replay_rows(rows, stream()), "computing rows");
-  const std::size_t part = static_cast<std::size_t>(args_.copies.vectors) * sizes_.product_bytes;
-  const std::byte* keys = parts_.coded_keys;
-  for (int copy = 1; copy <= args_.copies.count; ++copy) {
+  const std::size_t part = static_cast<std::size_t>(parts_.copies.vectors) * sizes_.product_bytes;
+  std::byte* keys = parts_.coded_keys;
+  for (int copy = 1; copy <= parts_.copies.count; ++copy) {
     for (std::size_t p = 0; p < sizes_.key_parts; ++p, keys += part)
       multiply_rows(first, count, keys, p == 0 ? Output::float32 : Output::add_float32);
-    check(kernels::replay_coded_rows(rows, args_.copies, copy, stream()), "computing rows");
+    check(kernels::replay_coded_rows(rows, parts_.copies, copy, stream()), "computing rows");
   }
 }
 
 void Units::walk(const Walks& walks) {
   streams_.fork();
   for (std::size_t m = 0; m < grid_.members.size(); ++m) {
-    const Members& members = grid_.members[m];
-    check(
-        kernels::replay_walk(walks.kernel(walk_of(members)), args_of(members), streams_.branch(m)),
-        fmt::format("replaying {}", members.kind.policy->info.name));
+    const std::shared_ptr<const PolicyEntry>& policy = grid_.members[m].kind.policy;
+    with_walk(grid_.members[m], [&](const auto& args, const auto& plan) {
+      check(kernels::replay_walk(walks.kernel({policy, plan.variant}), plan, args,
+                                 streams_.branch(m)),
+            fmt::format("replaying {}", policy->info.name));
+    });
   }
-  if (!grid_.windows.empty()) {
-    kernels::ReplayArgs args = args_;
-    args.members = grid_.windows_on_device.as<std::int32_t>();
-    args.member_count = static_cast<int>(grid_.windows.size());
-    check(kernels::replay_windows(args, streams_.branch(grid_.members.size())),
+  if (!grid_.windows.empty())
+    check(kernels::replay_windows(
+              {keep_args(), parts_.squeezed, grid_.windows_on_device.as<std::int32_t>(),
+               static_cast<int>(grid_.windows.size())},
+              streams_.branch(grid_.members.size())),
           "replaying windows");
-  }
   streams_.join();
 }
 
@@ -316,59 +327,69 @@ void Units::multiply_terms(std::uint32_t first, std::uint32_t count) {
   while (begin < end && !plan_.span.contains(begin)) ++begin;
   while (begin < end && !plan_.span.contains(end - 1)) --end;
   if (begin == end) return;
-  args_.samples.first_term = static_cast<int>(plan_.span.index(begin));
+  parts_.terms.first = static_cast<int>(plan_.span.index(begin));
   multiply_terms(begin, end, parts_.values, 0, Output::float32);
-  const std::size_t part = static_cast<std::size_t>(args_.copies.vectors) * sizes_.element_bytes;
-  const std::byte* values = parts_.coded_values;
-  for (int copy = 1; copy <= args_.copies.count; ++copy)
+  const std::size_t part = static_cast<std::size_t>(parts_.copies.vectors) * sizes_.element_bytes;
+  std::byte* values = parts_.coded_values;
+  for (int copy = 1; copy <= parts_.copies.count; ++copy)
     for (std::size_t p = 0; p < sizes_.value_parts; ++p, values += part)
       multiply_terms(begin, end, values, copy, p == 0 ? Output::float32 : Output::add_float32);
 }
 
 /// Of queries [begin, end), with a part of a copy's values.
-void Units::multiply_terms(std::uint32_t begin, std::uint32_t end, const std::byte* values,
-                           int copy, Output output) {
-  const std::size_t queries = plan_.span.index(end - 1) - plan_.span.index(begin) + 1;
-  const auto tokens = static_cast<std::int64_t>(sizes_.tokens),
-             dim = static_cast<std::int64_t>(sizes_.dim),
-             of_token = static_cast<std::int64_t>(kernels::kReplayTerms * sizes_.terms());
-  product_(
-      {.type = args_.tensors.type,
-       .batches = static_cast<int>(count_),
-       .rows = static_cast<int>(end),
-       .n = static_cast<int>(queries * sizes_.terms()),
-       .k = static_cast<int>(dim),
-       .x = values,
-       .x_row = dim,
-       .x_batch = tokens * dim,
-       .w = parts_.gradients + plan_.span.index(begin) * sizes_.gradient() * sizes_.element_bytes,
-       .w_row = dim,
-       .w_batch = static_cast<std::int64_t>(sizes_.queries * sizes_.gradient()),
-       .y = parts_.terms + copy * args_.copies.terms,
-       .y_row = of_token,
-       .y_batch = tokens * of_token,
-       .output = output,
-       .alignment = kProductAlignment},
-      stream());
+void Units::multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte* values, int copy,
+                           Output output) {
+  const UnitSizes& s = sizes_;
+  const std::size_t before = plan_.span.index(begin),
+                    queries = plan_.span.index(end - 1) - before + 1,
+                    of_token = kernels::kMostReplayQueries * s.terms();
+  multiply({.type = parts_.block.shape.type,
+            .rows = end,
+            .n = queries * s.terms(),
+            .k = s.dim,
+            .x = {values, s.dim, s.tokens * s.dim},
+            .w = {parts_.gradients + before * s.gradient() * s.element_bytes, s.dim,
+                  s.queries * s.gradient()},
+            .y = {parts_.terms.of + copy * parts_.copies.terms, of_token, s.tokens * of_token},
+            .output = output});
 }
 
-void Units::replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count) {
+void Units::replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count,
+                         void* outputs) {
   make_rows(first, count);
   if (sizes_.columns.draws) multiply_terms(first, count);
   walk(walks);
-  check(kernels::replay_outputs(args_, stream()), "computing outputs");
+  check(kernels::replay_outputs({kept_args(), parts_.values, parts_.outputs, parts_.block_errors,
+                                 sizes_.columns.residual > 0, outputs},
+                                stream()),
+        "computing outputs");
+}
+
+void Units::change() {
+  check(kernels::replay_changes(
+            {kept_args(), parts_.terms, parts_.term_scales, parts_.changes.data()}, stream()),
+        "computing changes");
+}
+
+void Units::sum_figures() {
+  const auto twins = static_cast<int>(sizes_.configs - grid_.twin.size());
+  check(
+      kernels::replay_figures({parts_.block, twins, static_cast<int>(sizes_.samples), parts_.counts,
+                               parts_.block_errors, parts_.block_residual, parts_.sums.data(),
+                               parts_.recalls.data(), parts_.errors.data(), parts_.residual.data()},
+                              stream()),
+      "computing figures");
 }
 
 int Units::waves(const Walks& walks) const {
   int all = 0;
-  for (const Members& members : grid_.members) {
-    kernels::ReplayArgs args = args_of(members);
-    args.rows.count = 1;
-    int own = 0;
-    check(kernels::replay_waves(walks.kernel(walk_of(members)), args, own),
-          "asking for the device's limits");
-    all += own;
-  }
+  for (const Members& members : grid_.members)
+    with_walk(members, [&](const auto&, const auto& plan) {
+      int own = 0;
+      check(kernels::replay_waves(walks.kernel({members.kind.policy, plan.variant}), plan, own),
+            "asking for the device's limits");
+      all += own;
+    });
   return all;
 }
 

@@ -16,9 +16,6 @@ namespace kvlab {
 /// A stream, and branches of it that run side by side.
 class Streams {
  public:
-  Streams() {
-    for (std::size_t i = 0; i < std::size(branches_); ++i) ends_.emplace_back();
-  }
   cudaStream_t first() const { return first_.get(); }
   void synchronize() const { first_.synchronize("replaying"); }
   cudaStream_t branch(std::size_t i) const { return branches_[i % std::size(branches_)].get(); }
@@ -37,8 +34,7 @@ class Streams {
 
  private:
   cuda::Stream first_, branches_[16];
-  cuda::Event begin_;
-  std::vector<cuda::Event> ends_;
+  cuda::Event begin_, ends_[16];
 };
 
 /// What the units of a replay, or of a closed loop, have in common.
@@ -74,13 +70,29 @@ UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs)
 /// std::runtime_error where not even so many do.
 std::size_t units_at_once(const UnitSizes& sizes, std::size_t landing, std::size_t together);
 
+/// A matrix for each unit: how far apart rows and units are, in elements.
+struct UnitMatrix {
+  void* data;
+  std::size_t row, unit;
+};
+/// As cuda::ProductArgs has it, for each unit.
+struct UnitProduct {
+  kernels::Type type;
+  std::size_t rows, n, k;
+  UnitMatrix x, w, y;
+  bool w_by_k = false;
+  cuda::ProductArgs::Output output = cuda::ProductArgs::Output::float32;
+  bool tf32 = false;
+  std::uint32_t alignment = kProductAlignment;
+};
+
 /// Units that are on the device together. All is enqueued on the first stream.
 class Units {
  public:
-  /// `units`: their KV heads.
+  /// `units`: their KV heads; of each of `layers` that they are of one after another.
   Units(const UnitsPlan& plan, const Grid& grid, const UnitSizes& sizes,
         std::span<const ReplayUnit> units, const Tables& tables, cuda::Products& product,
-        Streams& streams);
+        Streams& streams, std::size_t layers = 1);
 
   /// The walks that its members need.
   std::vector<Walk> walks() const;
@@ -93,30 +105,39 @@ class Units {
   void make_copies();
   /// The caches as they are before the first token, with no figures.
   void clear();
-  /// Takes the units that there are to be those of another layer.
-  void set_layer(const std::uint32_t* layers) { args_.layers = layers; }
-  /// Queries first, first + 1, …, `count` of them: rows, walks, outputs.
-  void replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count);
-  void multiply_rows(std::uint32_t first, std::uint32_t count);
+  /// Takes the units to be those of the n-th layer.
+  void set_layer(std::size_t n) {
+    parts_.block.grid.rules = rules_.as<kernels::ReplayRule>() + n * count_ * sizes_.configs;
+  }
+  /// From now on, as kernels' arguments have them; else none are.
+  void keep_bits(std::uint32_t* kept_bits) { kept_bits_ = kept_bits; }
+  /// Queries first, first + 1, …, `count` of them: rows, walks, outputs. `outputs`: where they go
+  /// themselves, as kernels::ReplayOutputsArgs has them; or null.
+  void replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count,
+                    void* outputs = nullptr);
+  /// What their kept sets change, and the block's figures.
+  void change();
+  void sum_figures();
+  /// With such keys, as they are for rows.
+  void multiply_rows(std::uint32_t first, std::uint32_t count, std::byte* keys,
+                     cuda::ProductArgs::Output output = cuda::ProductArgs::Output::float32);
+  void multiply(const UnitProduct& of);
   /// Rounds of thread blocks of one query, over the policies.
   int waves(const Walks& walks) const;
 
   const UnitSizes& sizes() const { return sizes_; }
-  std::uint32_t tokens() const { return plan_.tokens; }
-  kernels::ReplayArgs& args() { return args_; }
-  const kernels::ReplayArgs& args() const { return args_; }
   const BatchParts& parts() const { return parts_; }
   cudaStream_t stream() const { return streams_.first(); }
 
  private:
-  void allocate(std::span<const ReplayUnit> units);
   kernels::ReplayRotateArgs rotation_of(const kernels::ReplayVectors& from) const;
-  kernels::ReplayArgs args_of(const Members& members) const;
-  Walk walk_of(const Members& members) const;
-  void multiply_rows(std::uint32_t first, std::uint32_t count, const std::byte* keys,
-                     cuda::ProductArgs::Output output);
+  kernels::ReplayKeepArgs keep_args() const;
+  kernels::ReplayKeptArgs kept_args() const;
+  /// Calls use(args, plan) with what the members' walk takes.
+  template <class Use>
+  void with_walk(const Members& members, Use use) const;
   void multiply_terms(std::uint32_t first, std::uint32_t count);
-  void multiply_terms(std::uint32_t begin, std::uint32_t end, const std::byte* values, int copy,
+  void multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte* values, int copy,
                       cuda::ProductArgs::Output output);
   void make_rows(std::uint32_t first, std::uint32_t count);
   void multiply_parts(std::uint32_t first, std::uint32_t count);
@@ -128,9 +149,10 @@ class Units {
   std::size_t count_;
   cuda::Products& product_;
   Streams& streams_;
-  kernels::ReplayArgs args_{};
+  const Tables& tables_;
   BatchParts parts_{};
-  cuda::DeviceBuffer memory_, layers_, kv_heads_;
+  std::uint32_t* kept_bits_ = nullptr;
+  cuda::DeviceBuffer memory_, rules_;
 };
 
 }  // namespace kvlab

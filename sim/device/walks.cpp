@@ -12,7 +12,7 @@ bool walks_layers(const ModelShape& shape) {
 
 Walks::Key Walks::key_of(const Walk& walk) {
   const kernels::WalkVariant& v = walk.variant;
-  return {walk.policy, v.quads, v.squeezed, v.in_room, v.type, v.largest, v.rungs};
+  return {walk.policy, v.quads, v.tokens, v.in_shared, v.type, v.largest};
 }
 
 void Walks::load(std::span<const Walk> walks, unsigned threads) {

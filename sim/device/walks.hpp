@@ -31,8 +31,8 @@ class Walks {
   const void* kernel(const Walk& walk) const { return loaded_.at(key_of(walk))->kernel; }
 
  private:
-  using Key =
-      std::tuple<std::shared_ptr<const PolicyEntry>, int, bool, bool, kernels::Type, bool, bool>;
+  using Key = std::tuple<std::shared_ptr<const PolicyEntry>, int, kernels::ReplayTokens, bool,
+                         kernels::Type, bool>;
   struct Loaded {
     Loaded(const kernels::DeviceCode& from, const std::string& name)
         : code(from), kernel(code.kernel(name)) {}

@@ -1,0 +1,287 @@
+// Direct exponentials: the slow way to a cache's row, where the fast ways lose bits. What it keeps
+// is so small beside the full row's largest exponential, or so large, that the row needs its own
+// maximum. Seldom called.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/device/load.cuh"
+#include "kernels/replay/block.cuh"
+
+namespace kvlab::kernels {
+
+/// The slots of a cache and one query.
+struct DirectRow {
+  const std::uint32_t *positions, *places;  ///< places: null where positions are original
+  std::uint32_t visible, query;
+  std::int64_t unit;
+  float4* direct;  // [quad, slot], slots.of_unit apart
+};
+
+/// Below this sum, exponentials taken with the maximum of a larger row have lost bits; above the
+/// other, with that of a smaller row.
+inline constexpr float kLostSum = 0x1p-60f, kVastSum = 0x1p60f;
+
+/// Whether some head's sum, of lane l for head l, is: by a warp.
+__device__ inline bool is_lost(float sum, const ReplayShape& shape) {
+  const bool is_head = threadIdx.x % kWarpSize < static_cast<unsigned>(shape.group);
+  return __any_sync(~0u, is_head && !(sum >= kLostSum && sum <= kVastSum));
+}
+
+__device__ inline float rounded(float x, Type type) {
+  if (type == Type::bf16) return __bfloat162float(__float2bfloat16_rn(x));
+  if (type == Type::f16) return __half2float(__float2half_rn(x));
+  return x;
+}
+
+/// Of which copy a slot's token is, where all are exact.
+struct ExactCopies {
+  static constexpr bool kCoded = false;
+  __device__ constexpr int operator()(std::uint32_t) const { return 0; }
+  __device__ constexpr int row_of(std::uint32_t) const { return 0; }
+};
+
+/// Element `at` [unit, token, dim] of a copy's keys or values: the sum of its parts, the largest
+/// last.
+__device__ inline float copied(const ReplayCopies& copies, const void* data, Type type, int copy,
+                               std::int64_t at) {
+  float sum = 0;
+  at += copies.first_part(copy, type);
+  for (int part = replay_parts(type) - 1; part >= 0; --part)
+    sum += load1(data, type, at + part * copies.vectors);
+  return sum;
+}
+
+/// A token that a query attends. The query keeps its true position, and a squeezed token stands at
+/// its place.
+struct AttendedToken {
+  std::int64_t unit;
+  std::uint32_t query, position, place;
+  bool squeezed;
+};
+
+/// cos and sin of pair d: exact where keys are rounded, else of the place's multiple of 64 and of
+/// the rest.
+__device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors& tensors,
+                                  const AttendedToken& token, int d) {
+  const int half = shape.rotated / 2, pairs = shape.pairs();
+  if (!token.squeezed) return tensors.rope[std::int64_t{token.position} * half + d];
+  const std::uint32_t place = token.place;
+  const float2 a = tensors.coarse[std::int64_t{place >> 6} * pairs + d],
+               b = tensors.fine[(place & 63) * pairs + d];
+  return {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.x, b.y, a.y * b.x)};
+}
+
+/// The product of a head's query with a key, by a warp: `element`: of the key, of which the first
+/// `rotated` are to be rotated.
+template <class Element>
+__device__ float product_of(const ReplayShape& shape, const ReplayTensors& tensors,
+                            const AttendedToken& token, int head, int rotated, Element element) {
+  const Type rounding = token.squeezed ? Type::f32 : shape.rounding;
+  const int half = rotated / 2, lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const float* const query = tensors.queries + shape.vector(token.unit, token.query) * shape.group +
+                             head * shape.head_size;
+  float sum = 0;
+  for (int d = lane; d < half; d += kWarpSize) {
+    const float2 angle = angle_of(shape, tensors, token, d);
+    const float x = element(d), y = element(d + half);
+    sum = fmaf(rounded(query[d], rounding), rounded(x * angle.x - y * angle.y, rounding), sum);
+    sum =
+        fmaf(rounded(query[d + half], rounding), rounded(y * angle.x + x * angle.y, rounding), sum);
+  }
+  for (int d = rotated + lane; d < shape.head_size; d += kWarpSize)
+    sum = fmaf(rounded(query[d], rounding), element(d), sum);
+  return warp_sum(sum);
+}
+__device__ inline float direct_product(const ReplayShape& shape, const ReplayTensors& tensors,
+                                       const AttendedToken& token, int head) {
+  const std::int64_t key = shape.vector(token.unit, token.position);
+  return product_of(shape, tensors, token, head, shape.rotated,
+                    [&](int d) { return load1(tensors.keys, shape.type, key + d); });
+}
+/// Likewise with its key of a copy from 1 on.
+__device__ inline float copied_product(const ReplayShape& shape, const ReplayTensors& tensors,
+                                       const ReplayCopies& copies, const AttendedToken& token,
+                                       int head, int copy) {
+  const std::int64_t key = shape.vector(token.unit, token.position);
+  return product_of(shape, tensors, token, head, 0, [&](int d) {
+    return copied(copies, copies.keys, shape.rounding, copy, key + d);
+  });
+}
+
+/// All slots' exponentials, the largest 1, to row.direct: by the whole thread block. `scratch`: a
+/// float for each warp. Copies: ExactCopies, or which copy a slot's token is of.
+template <class Copies>
+__device__ __noinline__ inline void take_direct_row(const ReplayWalkArgs& args, DirectRow row,
+                                                    const Copies copies, float* scratch) {
+  const ReplayShape& shape = args.shape;
+  const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
+                      warps = blockDim.x / kWarpSize;
+  for (int head = 0; head < 4 * shape.quads(); ++head) {
+    float* const direct =
+        reinterpret_cast<float*>(row.direct + head / 4 * args.slots.of_unit) + head % 4;
+    const bool is_head = head < shape.group;
+    float most = -3.4e38f;
+    for (std::uint32_t slot = warp; slot < row.visible; slot += warps) {
+      const AttendedToken token{row.unit, row.query, row.positions[slot],
+                                row.places ? row.places[slot] : 0, row.places != nullptr};
+      const auto product = [&] {
+        if constexpr (Copies::kCoded)
+          if (const int copy = copies(slot); copy > 0)
+            return copied_product(shape, args.tensors, copies.all, token, head, copy);
+        return direct_product(shape, args.tensors, token, head);
+      };
+      const float logit = is_head ? product() * shape.softmax_scale : 0.0f;
+      most = fmaxf(most, logit);
+      if (lane == 0) direct[4 * slot] = logit;
+    }
+    __syncthreads();
+    if (lane == 0) scratch[warp] = most;
+    __syncthreads();
+    for (std::uint32_t w = 0; w < warps; ++w) most = fmaxf(most, scratch[w]);
+    for (std::uint32_t slot = threadIdx.x; slot < row.visible; slot += blockDim.x)
+      direct[4 * slot] = is_head ? expf(direct[4 * slot] - most) : 0.0f;
+  }
+  __syncthreads();
+}
+
+/// A query's terms.
+struct QueryTerms {
+  const float* first;   // [token, draw, group]
+  std::int64_t stride;  ///< of tokens
+  int columns;          ///< draws times group
+
+  __device__ QueryTerms(const ReplayShape& shape, const ReplayTerms& terms, std::int64_t unit,
+                        int index)
+      : columns(terms.draws * shape.group) {
+    stride = std::int64_t{kMostReplayQueries} * columns;
+    first = terms.of + unit * shape.tokens * stride + std::int64_t{index - terms.first} * columns;
+  }
+  __device__ float at(std::uint32_t token, int column) const {
+    return first[token * stride + column];
+  }
+  /// Of a copy's values.
+  __device__ QueryTerms of(const ReplayCopies& copies, int copy) const {
+    QueryTerms terms = *this;
+    terms.first += copy * copies.terms;
+    return terms;
+  }
+};
+
+/// What a cache's direct exponentials are multiplied with: the values of the tokens before position
+/// `end` in slots [0, count).
+struct DirectValues {
+  const std::uint32_t* positions;  ///< by slot
+  std::uint32_t count, end;
+  std::int64_t unit;
+  const float4* direct;  // [quad, slot], slots.of_unit apart
+};
+
+/// Exponentials by terms instead, to `to` [draw, group], by the whole thread block.
+template <class Copies>
+__device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args, DirectValues of,
+                                                     QueryTerms terms, const Copies copies,
+                                                     float* to) {
+  const std::uint32_t lane = threadIdx.x % kWarpSize;
+  for (int column = static_cast<int>(threadIdx.x / kWarpSize); column < terms.columns;
+       column += static_cast<int>(blockDim.x / kWarpSize)) {
+    const int head = column % args.shape.group;
+    const float4* const direct = of.direct + head / 4 * args.slots.of_unit;
+    const auto term = [&](std::uint32_t slot, std::uint32_t position) {
+      if constexpr (Copies::kCoded)
+        return terms.of(copies.all, copies(slot)).at(position, column);
+      else
+        return terms.at(position, column);
+    };
+    float sum = 0;
+    for (std::uint32_t slot = lane; slot < of.count; slot += kWarpSize) {
+      const std::uint32_t position = of.positions[slot];
+      if (position < of.end)
+        sum = fmaf(component(direct[slot], head % 4), term(slot, position), sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) to[column] = sum;
+  }
+}
+
+/// Four elements of a value as they lie in memory.
+template <class T>
+using FourBits = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
+
+/// Some tokens' values, four elements each, and exponentials.
+template <class Bits, int kTokens, int kQuads>
+struct DirectTokens {
+  Bits value[kTokens];
+  float4 e[kTokens][kQuads];
+};
+
+/// Exponentials by those values. To `to` [group, dim], not divided by the sum. By the whole thread
+/// block, apart from its caller, whose registers it would take. Bits: what four elements of a value
+/// take.
+template <int kQuads, class Bits>
+__device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, DirectValues of,
+                                               float (*scratch)[kReplayDims], float* to) {
+  constexpr int kHeads = 4 * kQuads, kAtOnce = 8 / kQuads, kSums = kReplayScratch / kHeads;
+  const ReplayShape& shape = args.shape;
+  const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
+                      warps = blockDim.x / kWarpSize;
+  const Bits* const values =
+      static_cast<const Bits*>(args.tensors.values) + shape.vector(of.unit, 0) / 4;
+  using Tokens = DirectTokens<Bits, kAtOnce, kQuads>;
+  for (int first = 0; first < shape.head_size; first += kReplayDims) {
+    const int d = first + 4 * static_cast<int>(lane);
+    float4 sums[kHeads] = {};
+    const auto fetch = [&](std::uint32_t base) {
+      Tokens tokens;
+#pragma unroll
+      for (std::uint32_t n = 0; n < kAtOnce; ++n) {
+        const std::uint32_t slot = base + n,
+                            position = slot < of.count ? of.positions[slot] : of.end;
+        const bool is = position < of.end;
+        const std::int64_t at = (std::int64_t{position} * shape.head_size + d) / 4;
+        tokens.value[n] = is && d < shape.head_size ? __ldg(values + at) : Bits{};
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad)
+          tokens.e[n][quad] = is ? of.direct[quad * args.slots.of_unit + slot] : float4{};
+      }
+      return tokens;
+    };
+    Tokens ahead = fetch(warp * kAtOnce);
+    for (std::uint32_t base = warp * kAtOnce; base < of.count; base += warps * kAtOnce) {
+      const Tokens tokens = ahead;
+      ahead = fetch(base + warps * kAtOnce);
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const float2 low = two_of(tokens.value[n], shape.type, 0),
+                     high = two_of(tokens.value[n], shape.type, 1);
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head)
+          add_product(sums[head], component(tokens.e[n][head / 4], head % 4),
+                      {low.x, low.y, high.x, high.y});
+      }
+    }
+    // Some sums side by side, each of its warps in order.
+    for (std::uint32_t round = 0; round * kSums < warps; ++round) {
+      if (warp / kSums == round)
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head) {
+          float4& sum =
+              *reinterpret_cast<float4*>(&scratch[warp % kSums * kHeads + head][4 * lane]);
+          if (round > 0) add(sums[head], sum);
+          sum = sums[head];
+        }
+      __syncthreads();
+    }
+    for (std::uint32_t n = threadIdx.x; n < shape.group * kWarpSize; n += blockDim.x) {
+      const std::uint32_t head = n / kWarpSize, at = 4 * (n % kWarpSize);
+      if (first + static_cast<int>(at) >= shape.head_size) continue;
+      float4 sum{};
+      for (std::uint32_t part = 0; part < min(kSums, warps); ++part)
+        add(sum, *reinterpret_cast<const float4*>(&scratch[part * kHeads + head][at]));
+      *reinterpret_cast<float4*>(to + head * shape.head_size + first + at) = sum;
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace kvlab::kernels

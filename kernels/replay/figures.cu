@@ -1,0 +1,92 @@
+// From what caches have counted of a block of queries, and the errors of their outputs, to figures:
+// in the order of the queries, so that every replay gives the same.
+#include "kernels/replay/figures.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+
+/// Of one query and head: recall, its logarithm, misses, what was wanted. In the order of Sum.
+__device__ inline float4 figures_of(float kept, float sum, std::uint32_t hits,
+                                    std::uint32_t wanted) {
+  const bool whole = kept < 0;
+  const float recall = whole ? 1.0f : kept / sum;
+  return {recall, static_cast<float>(-log(fmax(double{recall}, 1e-9))),
+          static_cast<float>(whole ? 0 : wanted - hits), static_cast<float>(wanted)};
+}
+
+/// A thread block for each configuration that is no twin (x) and unit (y): a thread for each query
+/// and head, then for each sum and head.
+__global__ void __launch_bounds__(kThreads)
+    counts_kernel(const __grid_constant__ ReplayFiguresArgs args) {
+  __shared__ float4 figures[kMostReplayQueries][kMostReplayGroup];
+  const ReplayRows& rows = args.rows;
+  const int group = args.shape.group, heads = 4 * args.shape.quads(),
+            thread = static_cast<int>(threadIdx.x);
+  const std::int64_t unit = blockIdx.y,
+                     cache = args.grid.cache_of(unit, static_cast<int>(blockIdx.x));
+  for (int n = thread; n < rows.count * group; n += kThreads) {
+    const int i = n / group, head = n % group, index = args.span.index[rows.first + i];
+    if (index < 0) continue;
+    const std::int64_t row = rows.row(unit, i) * heads + head,
+                       count = (cache * rows.block + i) * heads + head;
+    figures[i][head] = figures_of(
+        args.counts.kept[count], reinterpret_cast<const float*>(rows.sums)[row],
+        args.counts.hits[count], reinterpret_cast<const std::uint32_t*>(rows.wanted)[row]);
+    args.recalls[(cache * group + head) * args.span.size + index] = figures[i][head].x;
+  }
+  __syncthreads();
+  for (int n = thread; n < 4 * group; n += kThreads)
+    for (int i = 0; i < rows.count; ++i) {
+      const int sum = n / group, head = n % group, index = args.span.index[rows.first + i];
+      if (index >= 0)
+        figure_sum(args, cache, static_cast<Sum>(sum), head, span_block(args.span, index)) +=
+            component(figures[i][head], sum);
+    }
+}
+
+/// A warp for each cache.
+__global__ void __launch_bounds__(kThreads)
+    errors_kernel(const __grid_constant__ ReplayFiguresArgs args) {
+  const int cache = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / kWarpSize),
+            head = static_cast<int>(threadIdx.x) % kWarpSize, group = args.shape.group;
+  if (cache >= args.shape.units * args.grid.configs) return;
+  for (int i = 0; i < args.rows.count; ++i) {
+    const int index = args.span.index[args.rows.first + i], every = args.span.sample_every;
+    if (!args.span.samples(index)) continue;
+    const std::int64_t sample = args.sets.sample_of(args.span, cache, index),
+                       to = std::int64_t{cache} * args.samples + index / every;
+    if (args.residual)
+      args.residual[to * kReplayResiduals + head] =
+          args.block_residual[sample * kReplayResiduals + head];
+    double2 of{};
+    if (head < group) {
+      of = args.block_errors[sample * kMostReplayGroup + head];
+      const int block = span_block(args.span, index);
+      if (of.y > 0) figure_sum(args, cache, Sum::error, head, block) += sqrt(of.x / of.y);
+      figure_sum(args, cache, of.y > 0 ? Sum::errors : Sum::zeros, head, block) += 1;
+    }
+    double error = 0, size = 0;
+    for (int h = 0; h < group; ++h) {
+      error += __shfl_sync(~0u, of.x, h);
+      size += __shfl_sync(~0u, of.y, h);
+    }
+    if (head == 0) args.errors[2 * to] = error, args.errors[2 * to + 1] = size;
+  }
+}
+
+}  // namespace
+
+cudaError_t replay_figures(const ReplayFiguresArgs& args, cudaStream_t stream) {
+  static_assert(kReplayResiduals == kWarpSize);
+  const int caches = args.shape.units * args.grid.configs;
+  if (caches < 1 || args.rows.count > kMostReplayQueries) return cudaErrorInvalidValue;
+  counts_kernel<<<grid_of(args.grid.configs - args.twins, args.shape.units), kThreads, 0, stream>>>(
+      args);
+  errors_kernel<<<(caches + kWarps - 1) / kWarps, kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace kvlab::kernels

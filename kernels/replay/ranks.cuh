@@ -1,0 +1,73 @@
+// What modifiers make of a cache's ranks before many tokens leave: sums over a layer's KV heads,
+// for scope=layer, and smoothing by age.
+#pragma once
+
+#include "kernels/device/cluster.cuh"
+#include "kernels/replay/replay.hpp"
+#include "policies/modifiers/pooled_rank.hpp"
+
+namespace kvlab::kernels {
+
+/// Every rank becomes the sum over the layer's KV heads: by the thread blocks of a cluster, one for
+/// each head. Their caches have the same tokens in the same slots, [first_slot, first_slot + live)
+/// of each unit's. What was seen is of no account between two admissions.
+__device__ __noinline__ inline void sum_layer_ranks(const ReplayWalkArgs& args, int unit,
+                                                    std::int64_t first_slot, std::uint32_t live,
+                                                    RankType type) {
+  const ReplaySlots& slots = args.slots;
+  const int first_unit = unit / args.layer_heads * args.layer_heads;
+  const std::int64_t own = unit * slots.of_unit + first_slot;
+  cluster_arrive();
+  cluster_wait();
+  for (std::uint32_t i = threadIdx.x; i < live; i += blockDim.x) {
+    const auto rank_of = [&](int head) {
+      return slots.ranks[(first_unit + head) * slots.of_unit + first_slot + i];
+    };
+    std::uint64_t sum = rank_of(0);
+    for (int head = 1; head < args.layer_heads; ++head) sum = rank_sum(type, sum, rank_of(head));
+    slots.seen[own + i].mass = sum;
+  }
+  cluster_arrive();
+  cluster_wait();
+  for (std::uint32_t i = threadIdx.x; i < live; i += blockDim.x)
+    slots.ranks[own + i] = slots.seen[own + i].mass;
+  __syncthreads();
+}
+
+/// A cache's live tokens, and memory for each.
+struct RanksToSmooth {
+  std::uint64_t* ranks;             // [slot]
+  const std::uint32_t* positions;   // [slot]
+  const std::uint32_t* live_words;  // bits of the live positions
+  std::uint32_t live;
+  Observation* by_age;  // [slot]: their masses hold ranks by age
+  std::uint32_t* ages;  // [slot]
+};
+
+/// How many live tokens are older.
+__device__ inline std::uint32_t age_of(std::uint32_t position, const std::uint32_t* live_words) {
+  std::uint32_t older = __popc(live_words[position / 32] & ((1u << position % 32) - 1));
+  for (std::uint32_t w = 0; w < position / 32; ++w) older += __popc(live_words[w]);
+  return older;
+}
+
+/// Every rank becomes what the modifiers make of those at most so many places away by age: by the
+/// whole block.
+__device__ __noinline__ void smooth_ranks(const RanksToSmooth of, const Modifiers modifiers,
+                                          RankType type) {
+  for (std::uint32_t i = threadIdx.x; i < of.live; i += blockDim.x) {
+    of.ages[i] = age_of(of.positions[i], of.live_words);
+    of.by_age[of.ages[i]].mass = of.ranks[i];
+  }
+  __syncthreads();
+  const std::uint32_t reach = min(modifiers.smooth, of.live);
+  for (std::uint32_t i = threadIdx.x; i < of.live; i += blockDim.x) {
+    const std::uint32_t age = of.ages[i], end = min(age + reach + 1, of.live);
+    PooledRank pooled(modifiers.pool, type);
+    for (std::uint32_t a = age - min(age, reach); a < end; ++a) pooled.take(of.by_age[a].mass);
+    of.ranks[i] = pooled.value();
+  }
+  __syncthreads();
+}
+
+}  // namespace kvlab::kernels
