@@ -19,16 +19,6 @@ bool is_launchable(const ReplayWalkArgs& args, const ReplayMembers& members, int
          (members.most_rungs > 0) == (members.tokens == ReplayTokens::ladder);
 }
 
-/// Bytes of shared memory for whole strips of slots: states, positions, places, a list of slots,
-/// rungs.
-std::size_t bytes_of_slots(const ReplayWalkArgs& args, const ReplayMembers& members) {
-  const bool squeezed = members.tokens == ReplayTokens::squeezed;
-  return std::size_t{whole_strips(args.most_slots, squeezed)} *
-         (members.slot_bytes + sizeof(std::uint32_t) +
-          (squeezed ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +
-          (members.tokens == ReplayTokens::ladder ? 1 : 0));
-}
-
 }  // namespace
 
 cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
@@ -49,7 +39,11 @@ cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
       bytes_of_words(args.shape) * static_cast<std::size_t>(1 + members.most_rungs) +
       (squeezed ? OldKeyLayout(args.shape).bytes() : 0);
   if (plan.shared_bytes > plan.most_shared_bytes) return cudaErrorInvalidValue;
-  const std::size_t slots = bytes_of_slots(args, members);
+  // States, positions, places, a list of slots, rungs; in whole strips.
+  const std::size_t of_slot = members.slot_bytes + sizeof(std::uint32_t) +
+                              (squeezed ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +
+                              (ladder ? 1 : 0),
+                    slots = of_slot * whole_strips(args.most_slots, squeezed);
   const bool in_shared = plan.shared_bytes + slots <= plan.most_shared_bytes;
   if (in_shared) plan.shared_bytes += slots;
   plan.variant = {args.shape.quads(), members.tokens, in_shared, args.shape.type, members.largest};
