@@ -93,7 +93,7 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const AdmissionPart& part) 
   args.keys = static_cast<std::byte*>(memory_->cache.keys) + ahead;
   args.values = static_cast<std::byte*>(memory_->cache.values) + ahead;
   args.next = {.first_slot = memory_->cache.first_slot,
-               .next_slots = memory_->cache.lengths,
+               .next_slots = memory_->cache.lengths,  // new tokens go behind the live ones
                .positions = nullptr,
                .now = nullptr};
   args.q = work_->q;

@@ -99,7 +99,7 @@ void SlotCaches::fill_ropes(const std::int32_t* positions, std::uint32_t first, 
 void SlotCaches::rotate(std::uint32_t table, RopeWriteArgs& args) const {
   args.rotated = config_.ropes[table].rotated();
   args.rope = work_->rope + table * static_cast<std::size_t>(config_.rows()) * halves();
-  args.positions = work_->iota;
+  args.positions = work_->iota;  // rows of the RoPE table, which has one for each token
 }
 
 AttendedRows SlotCaches::with_keys(AttendedRows rows) const {

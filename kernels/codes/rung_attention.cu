@@ -37,7 +37,7 @@ struct RungRun {
 /// Rungs of a pair, and which of its tiles a CTA has.
 class PairRungs {
  public:
-  __device__ PairRungs(const RungPlan& plan, const PairSlots& slots, int tile, int end)
+  __device__ PairRungs(const RungPlan& plan, const SlotsOfPair& slots, int tile, int end)
       : coded_(&plan.coded), slots_(slots), tile_(tile), end_(end) {}
   __device__ int count() const { return ladder().rungs; }
   __device__ DeviceForm form(int r) const { return ladder().rung[r].form; }
@@ -66,7 +66,7 @@ class PairRungs {
  private:
   __device__ const DeviceLadder& ladder() const { return coded_->ladders[slots_.pair]; }
   const CodedCache* coded_;
-  PairSlots slots_;
+  SlotsOfPair slots_;
   int tile_, end_;
 };
 
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kThreads) attend_rungs(const __grid_constant__
   wait_for_predecessor();
   for (bool first = true; left > 0; first = false) {
     if (!first) cursor.next_pair(args.table, kDim);
-    const PairSlots& slots = cursor.slots;
+    const SlotsOfPair& slots = cursor.slots;
     const int count = min(left, slots.tiles() - cursor.tile);
     const auto* const query = static_cast<const typename Warp::Element*>(args.q) +
                               std::int64_t{slots.pair} * args.group * kDim;

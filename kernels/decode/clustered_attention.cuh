@@ -106,7 +106,7 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
 
 /// To the L2 cache: the newest token's tile, which waits for it. Its slot is then written there.
 template <class Warp, bool kPaged>
-__device__ void prefetch_newest(const PairPlan& plan, const PairSlots& slots, int first,
+__device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, int first,
                                 int count) {
   const PairAttention& args = plan.args;
   constexpr int kLine = 128;
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
   cluster_arrive();
   if (!args.settled) wait_for_predecessor();
   const int rank = cluster_rank(), warp = static_cast<int>(threadIdx.x) / 32;
-  const PairSlots slots(args.table, kDim, static_cast<int>(blockIdx.x) / kClusterCtas);
+  const SlotsOfPair slots(args.table, kDim, static_cast<int>(blockIdx.x) / kClusterCtas);
   __syncthreads();  // all know the length: what follows in the stream may change it
   let_successor_start();
   const EvenShare share(slots.tiles(), kClusterCtas);

@@ -219,7 +219,7 @@ __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
 
 /// The age that the newest token's slot had: it has left.
 template <class Warp>
-__device__ std::uint32_t gone_age(const PairAttention& args, const PairSlots& slots) {
+__device__ std::uint32_t gone_age(const PairAttention& args, const SlotsOfPair& slots) {
   if constexpr (Warp::kRotated == Rotated::keys) {
     if (slots.newest < args.table.lengths[slots.pair])
       return args.ages[slots.base / Warp::kHeadSize + slots.newest];
@@ -238,7 +238,7 @@ class SinkRotation {
   /// What does not need the query.
   __device__ void start(const PairAttention& args, const TileCursor& cursor) {
     sinks_ = 0;
-    const PairSlots& slots = cursor.slots;
+    const SlotsOfPair& slots = cursor.slots;
     const auto sinks = static_cast<int>(args.rules[slots.pair].sinks);
     const std::uint32_t gap = args.table.now[slots.pair / args.table.kv_heads] -
                               static_cast<std::uint32_t>(slots.live - 1);
@@ -270,7 +270,7 @@ class SinkRotation {
 
 /// What is to be known of a pair's tiles before the first. By the whole CTA.
 template <class Warp, class Sinks>
-__device__ __forceinline__ TileUse pair_use(const PairAttention& args, const PairSlots& slots,
+__device__ __forceinline__ TileUse pair_use(const PairAttention& args, const SlotsOfPair& slots,
                                             const Ring<Warp>& ring,
                                             const typename Warp::Element* query,
                                             const Sinks& sink_rotation) {
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
       cursor.next_pair(args.table, Warp::kHeadSize);
       if constexpr (Warp::kRotated == Rotated::query) sink_rotation.start(args, cursor);
     }
-    const PairSlots& slots = cursor.slots;
+    const SlotsOfPair& slots = cursor.slots;
     const int count = min(left, slots.tiles() - cursor.tile);
     const auto* const query = static_cast<const typename Warp::Element*>(args.q) +
                               std::int64_t{slots.pair} * args.group * Warp::kHeadSize;

@@ -17,11 +17,11 @@ __device__ inline int live_slots(const PairTable& table, int pair) {
 __device__ inline int tiles_of(int live) { return (live + kSlotsPerTile - 1) / kSlotsPerTile; }
 
 /// A pair as the tiles' loops need it.
-struct PairSlots {
+struct SlotsOfPair {
   int pair, live, newest;
   std::int64_t base;  ///< where they begin in keys and values, in elements
 
-  __device__ PairSlots(const PairTable& table, int head_size, int index)
+  __device__ SlotsOfPair(const PairTable& table, int head_size, int index)
       : pair(index), live(live_slots(table, index)) {
     if (table.next_slots == nullptr) {
       base = index / table.kv_heads * table.sequence_stride +
@@ -38,14 +38,14 @@ struct PairSlots {
 
 /// A tile of the row; walks along it.
 struct TileCursor {
-  PairSlots slots;
+  SlotsOfPair slots;
   int tile;  ///< of the pair
 
   /// To the next pair's first tile, which must exist.
   __device__ void next_pair(const PairTable& table, int head_size) {
     int index = slots.pair + 1;
     while (live_slots(table, index) == 0) ++index;
-    slots = PairSlots(table, head_size, index);
+    slots = SlotsOfPair(table, head_size, index);
     tile = 0;
   }
 };
@@ -74,7 +74,7 @@ class TileRow {
       if (beyond != 0) {
         const int found = __ffs(static_cast<int>(beyond)) - 1;
         tile -= __shfl_sync(~0u, up_to - mine, found);
-        return {PairSlots(table_, head_size, first + found), tile};
+        return {SlotsOfPair(table_, head_size, first + found), tile};
       }
       tile -= __shfl_sync(~0u, up_to, 31);
     }

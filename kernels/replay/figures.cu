@@ -7,12 +7,14 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
+static_assert(Sum::recall == Sum{0} && Sum::nll == Sum{1} && Sum::missed == Sum{2} &&
+              Sum::wanted == Sum{3});  // as figures_of() gives them
 
 /// Of one query and head: recall, its logarithm, misses, what was wanted. In the order of Sum.
-__device__ inline float4 figures_of(float kept, float sum, std::uint32_t hits,
+__device__ inline float4 figures_of(float kept, float row_sum, std::uint32_t hits,
                                     std::uint32_t wanted) {
   const bool whole = kept < 0;
-  const float recall = whole ? 1.0f : kept / sum;
+  const float recall = whole ? 1.0f : kept / row_sum;
   return {recall, static_cast<float>(-log(fmax(double{recall}, 1e-9))),
           static_cast<float>(whole ? 0 : wanted - hits), static_cast<float>(wanted)};
 }
@@ -40,10 +42,10 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int n = thread; n < 4 * group; n += kThreads)
     for (int i = 0; i < rows.count; ++i) {
-      const int sum = n / group, head = n % group, index = args.span.index[rows.first + i];
+      const int which = n / group, head = n % group, index = args.span.index[rows.first + i];
       if (index >= 0)
-        figure_sum(args, cache, static_cast<Sum>(sum), head, span_block(args.span, index)) +=
-            component(figures[i][head], sum);
+        figure_sum(args, cache, static_cast<Sum>(which), head, span_block(args.span, index)) +=
+            component(figures[i][head], which);
     }
 }
 
