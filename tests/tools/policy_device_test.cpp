@@ -132,6 +132,7 @@ TEST_CASE("NVRTC compiles a policy source for every architecture of kvlab, witho
 
 TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, without a device") {
   if (!has_nvrtc()) return skip("no NVRTC");
+  using Tokens = kernels::ReplayTokens;
   const auto h2o = parse_policy("h2o").entry,
              leaky = source_of("tests/policies/leaky.hpp", "leaky");
   const auto compiles = [](const PolicyEntry& entry, const kernels::WalkVariant& variant,
@@ -141,19 +142,20 @@ TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, with
   };
   CHECK(kernels::has_text(*h2o));
   CHECK(kernels::has_text(*leaky));
-  CHECK(compiles(*h2o, {1, true, true, kernels::Type::bf16}, 90));
-  CHECK(compiles(*h2o, {2, false, true, kernels::Type::f16}, 80));
+  CHECK(compiles(*h2o, {1, Tokens::squeezed, true, kernels::Type::bf16}, 90));
+  CHECK(compiles(*h2o, {2, Tokens::exact, true, kernels::Type::f16}, 80));
   CHECK(compiles(*h2o,
                  {.quads = 1,
-                  .squeezed = false,
-                  .in_room = true,
+                  .tokens = Tokens::exact,
+                  .in_shared = true,
                   .type = kernels::Type::bf16,
                   .largest = true},
                  90));
-  CHECK(compiles(*parse_policy("criticalkv").entry, {1, false, true, kernels::Type::bf16}, 90));
-  CHECK(compiles(*h2o, {2, false, true, kernels::Type::f16, false, true}, 80));
-  CHECK(compiles(*leaky, {2, true, false, kernels::Type::f32}, 80));
-  CHECK(compiles(*leaky, {1, false, false, kernels::Type::bf16}, 90));
+  CHECK(compiles(*parse_policy("criticalkv").entry, {1, Tokens::exact, true, kernels::Type::bf16},
+                 90));
+  CHECK(compiles(*h2o, {2, Tokens::ladder, true, kernels::Type::f16}, 80));
+  CHECK(compiles(*leaky, {2, Tokens::squeezed, false, kernels::Type::f32}, 80));
+  CHECK(compiles(*leaky, {1, Tokens::exact, false, kernels::Type::bf16}, 90));
 }
 
 TEST_CASE("what the device cannot compile is shown at the source's own line") {

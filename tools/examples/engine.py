@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from kvlab import _library as kvlab  # kvlab.h by ctypes
+import kvlab_calls as kvlab  # kvlab.h by ctypes
 
 PAGE, IDLE = 16, -1
 HIDDEN, QUERY_HEADS, KV_HEADS, DIM, INNER, VOCAB = 4096, 32, 8, 128, 14336, 32000
@@ -83,7 +83,7 @@ class Engine:
     def __init__(self, model, policy, rows, budget, chunk, blocks):
         self.type = kvlab.TYPES[str(model.dtype).removeprefix("torch.")]
         self.model, self.rows, self.budget, self.chunk = model, rows, budget, chunk
-        self.library, self.policy = kvlab.library(), kvlab.policy(policy)
+        self.library, self.policy = kvlab.library(), kvlab.Policy(policy)
         self.most = -(-(budget + chunk) // PAGE) * PAGE  # slots of a KV head: what stays, and a chunk
         layers, all_rows = model.layers, rows + 1
 

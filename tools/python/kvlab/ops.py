@@ -57,13 +57,16 @@ class Slots:
         seeds = numpy.full(sequences, plan["seed"], numpy.uint64)
         policy = _library.policy(plan["policy"])
         params = _library.params(policy, plan["params"])
-        tables = [layer.inv_freq.detach().float().cpu().numpy().copy() for layer in layers]
+        tables = [(layer.inv_freq.detach().float().cpu().numpy().tobytes(), layer.rope_factor) for layer in layers]
+        unlike = list(dict.fromkeys(tables))  # rows of each are in memory
+        held = [ctypes.create_string_buffer(table, len(table)) for table, _ in unlike]
         ropes = [
-            _library.Rope(table.ctypes.data, 2 * len(table), layer.rope_factor) for table, layer in zip(tables, layers)
+            _library.Rope(ctypes.addressof(table), len(table) // 2, factor)
+            for table, (_, factor) in zip(held, unlike)
         ]
         numbers = [
-            _library.SlotsLayer(layer.number, layer.softmax_scale, at, _at(layer.output))
-            for at, layer in enumerate(layers)
+            _library.SlotsLayer(layer.number, layer.softmax_scale, unlike.index(table), _at(layer.output))
+            for layer, table in zip(layers, tables)
         ]
         self._outputs = [layer.output for layer in layers]  # whose memory is read
         config = _library.SlotsConfig(
@@ -74,11 +77,11 @@ class Slots:
             head_size=head_size,
             sequences=sequences,
             layer_count=len(layers),
-            rope_count=len(layers),
+            rope_count=len(ropes),
             rung_count=rungs.shape[3],
             column_count=len(columns),
             layers=ctypes.cast((_library.SlotsLayer * len(layers))(*numbers), ctypes.c_void_p),
-            ropes=ctypes.cast((_library.Rope * len(layers))(*ropes), ctypes.c_void_p),
+            ropes=ctypes.cast((_library.Rope * len(ropes))(*ropes), ctypes.c_void_p),
             policy=policy,
             rules=rules.ctypes.data,
             rungs=rungs.ctypes.data,

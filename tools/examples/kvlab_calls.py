@@ -1,0 +1,206 @@
+"""The calls of kvlab.h that an engine with blocks of its own makes, by ctypes: their structs and arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from kvlab import _library
+
+P, U32, I32, F32, I64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_float, ctypes.c_int64
+SIZE = ctypes.c_size_t
+
+TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+OBSERVATION_BYTES = 24
+
+
+class Pages(ctypes.Structure):  # kvlab_pages
+    _fields_ = [
+        ("blocks", P),
+        ("page", I32),
+        ("most_blocks", I32),
+        ("by_pair", I32),
+        ("block_stride", I64),
+        ("slot_stride", I64),
+        ("head_stride", I64),
+    ]
+
+
+class Cache(ctypes.Structure):  # kvlab_cache
+    _fields_ = [
+        ("type", I32),
+        ("sequences", I32),
+        ("query_heads", I32),
+        ("kv_heads", I32),
+        ("head_size", I32),
+        ("softmax_scale", F32),
+        ("most_slots", I32),
+        ("first_slot", P),
+        ("keys", P),
+        ("values", P),
+        ("positions", P),
+        ("lengths", P),
+        ("next_slots", P),
+        ("ages", P),
+        ("pages", Pages),
+    ]
+
+
+class PolicyState(ctypes.Structure):  # kvlab_policy_state
+    _fields_ = [
+        ("states", P),
+        ("rules", P),
+        ("params", P),
+        ("threshold16", P),
+        ("seeds", P),
+        ("sequence_ids", P),
+        ("layer", U32),
+        ("first_head", U32),
+        ("seen", P),
+        ("columns", P),
+        ("room_at", P),
+    ]
+
+
+class Args(ctypes.Structure):
+    """Of a call: with its own size in front."""
+
+    def __init__(self, *members: Any, **named: Any) -> None:
+        super().__init__(ctypes.sizeof(self), *members, **named)
+
+
+class WriteArgs(Args):  # kvlab_write_args
+    _fields_ = [
+        ("struct_size", SIZE),
+        ("cache", Cache),
+        ("tokens", I32),
+        ("qkv", P),
+        ("rotated", I32),
+        ("rope", P),
+        ("rope_rows", P),
+        ("sequences", P),
+        ("slots", P),
+        ("now", P),
+        ("q", P),
+    ]
+
+
+class EvictingAttentionArgs(Args):  # kvlab_evicting_attention_args
+    _fields_ = [
+        ("struct_size", SIZE),
+        ("cache", Cache),
+        ("policy", PolicyState),
+        ("numbering", I32),
+        ("now", P),
+        ("q", P),
+        ("inv_freq", P),
+        ("rotated", I32),
+        ("rope_factor", F32),
+        ("out", P),
+        ("lse", P),
+        ("workspace", P),
+        ("settled", I32),
+    ]
+
+
+class PrefillArgs(Args):  # kvlab_prefill_args
+    _fields_ = [
+        ("struct_size", SIZE),
+        ("type", I32),
+        ("query_heads", I32),
+        ("kv_heads", I32),
+        ("head_size", I32),
+        ("softmax_scale", F32),
+        ("first", I32),
+        ("queries", I32),
+        ("q", P),
+        ("keys", P),
+        ("values", P),
+        ("first_slot", P),
+        ("older", P),
+        ("out", P),
+        ("lse", P),
+        ("rows", P),
+        ("pages", Pages),
+        ("sequences", I32),
+        ("all_queries", I32),
+        ("first_query", P),
+        ("workspace", P),
+        ("keys_end", I32),
+    ]
+
+
+class ObserveArgs(Args):  # kvlab_observe_args
+    _fields_ = [
+        ("struct_size", SIZE),
+        ("prefill", PrefillArgs),
+        ("needs", I32),
+        ("keys_end", I32),
+        ("position", U32),
+        ("threshold16", P),
+        ("seen", P),
+        ("workspace", P),
+        ("group_max", I32),
+        ("weights", P),
+        ("tail", U32),
+        ("younger", I32),
+        ("positions", P),
+        ("youngers", P),
+        ("admitted", P),
+    ]
+
+
+class ShrinkArgs(Args):  # kvlab_shrink_args
+    _fields_ = [
+        ("struct_size", SIZE),
+        ("from", Cache),
+        ("to", Cache),
+        ("policy", PolicyState),
+        ("to_states", P),
+        ("now", P),
+        ("admitted", P),
+        ("seen", P),
+        ("workspace", P),
+        ("to_columns", P),
+        ("by_layer", I32),
+        ("smooth", U32),
+        ("pool_max", I32),
+        ("weighted", I32),
+    ]
+
+
+def _pointer(struct: Any) -> Any:
+    return ctypes.POINTER(struct)
+
+
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "kvlab_policy_needs": (I32, [P]),
+    "kvlab_policy_slot_bytes": (SIZE, [P]),
+    "kvlab_write": (I32, [_pointer(WriteArgs), P]),
+    "kvlab_evicting_attention_workspace": (SIZE, [P, _pointer(Cache)]),
+    "kvlab_evicting_attention": (I32, [P, _pointer(EvictingAttentionArgs), P]),
+    "kvlab_prefill_attention": (I32, [_pointer(PrefillArgs), P]),
+    "kvlab_observe_workspace": (SIZE, [_pointer(ObserveArgs)]),
+    "kvlab_observe": (I32, [_pointer(ObserveArgs), P]),
+    "kvlab_shrink_workspace": (SIZE, [_pointer(Cache)]),
+    "kvlab_shrink": (I32, [P, _pointer(ShrinkArgs), P]),
+}
+
+
+@functools.cache
+def library() -> Any:
+    loaded = _library.library()
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+class Policy:
+    """A policy of the library, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.handle = _library.policy(name)
+        self.needs: int = library().kvlab_policy_needs(self.handle)
+        self.slot_bytes: int = library().kvlab_policy_slot_bytes(self.handle)
