@@ -7,11 +7,8 @@ import functools
 from typing import Any
 
 from kvlab import _library
+from kvlab._library import F32, I32, I64, SIZE, TYPES, U32, Args, P  # noqa: F401, TYPES for who imports this
 
-P, U32, I32, F32, I64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_float, ctypes.c_int64
-SIZE = ctypes.c_size_t
-
-TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 OBSERVATION_BYTES = 24
 
 
@@ -61,13 +58,6 @@ class PolicyState(ctypes.Structure):  # kvlab_policy_state
         ("columns", P),
         ("room_at", P),
     ]
-
-
-class Args(ctypes.Structure):
-    """Of a call: with its own size in front."""
-
-    def __init__(self, *members: Any, **named: Any) -> None:
-        super().__init__(ctypes.sizeof(self), *members, **named)
 
 
 class WriteArgs(Args):  # kvlab_write_args
@@ -170,21 +160,17 @@ class ShrinkArgs(Args):  # kvlab_shrink_args
     ]
 
 
-def _pointer(struct: Any) -> Any:
-    return ctypes.POINTER(struct)
-
-
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_policy_needs": (I32, [P]),
     "kvlab_policy_slot_bytes": (SIZE, [P]),
-    "kvlab_write": (I32, [_pointer(WriteArgs), P]),
-    "kvlab_evicting_attention_workspace": (SIZE, [P, _pointer(Cache)]),
-    "kvlab_evicting_attention": (I32, [P, _pointer(EvictingAttentionArgs), P]),
-    "kvlab_prefill_attention": (I32, [_pointer(PrefillArgs), P]),
-    "kvlab_observe_workspace": (SIZE, [_pointer(ObserveArgs)]),
-    "kvlab_observe": (I32, [_pointer(ObserveArgs), P]),
-    "kvlab_shrink_workspace": (SIZE, [_pointer(Cache)]),
-    "kvlab_shrink": (I32, [P, _pointer(ShrinkArgs), P]),
+    "kvlab_write": (I32, [ctypes.POINTER(WriteArgs), P]),
+    "kvlab_evicting_attention_workspace": (SIZE, [P, ctypes.POINTER(Cache)]),
+    "kvlab_evicting_attention": (I32, [P, ctypes.POINTER(EvictingAttentionArgs), P]),
+    "kvlab_prefill_attention": (I32, [ctypes.POINTER(PrefillArgs), P]),
+    "kvlab_observe_workspace": (SIZE, [ctypes.POINTER(ObserveArgs)]),
+    "kvlab_observe": (I32, [ctypes.POINTER(ObserveArgs), P]),
+    "kvlab_shrink_workspace": (SIZE, [ctypes.POINTER(Cache)]),
+    "kvlab_shrink": (I32, [P, ctypes.POINTER(ShrinkArgs), P]),
 }
 
 

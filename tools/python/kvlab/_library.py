@@ -27,8 +27,8 @@ class SlotsLayer(ctypes.Structure):  # kvlab_slots_layer
 class Args(ctypes.Structure):
     """Of a call: with its own size in front."""
 
-    def __init__(self, **named: Any) -> None:
-        super().__init__(ctypes.sizeof(self), **named)
+    def __init__(self, *members: Any, **named: Any) -> None:
+        super().__init__(ctypes.sizeof(self), *members, **named)
 
 
 class SlotsConfig(Args):  # kvlab_slots_config
