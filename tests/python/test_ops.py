@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import pathlib
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ import pytest
 from kvlab import _kvlab, _library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools" / "examples"))
+import kvlab_calls  # noqa: E402
+
+STRUCTS = _library.STRUCTS | kvlab_calls.STRUCTS
+FUNCTIONS = _library.FUNCTIONS | kvlab_calls.FUNCTIONS
 HEADER = (ROOT / "kernels" / "kvlab.h").read_text()
 LAYOUT = ROOT / "tests" / "data" / "kvlab-layout.txt"
 NUMBERS = dict(re.findall(r"#define (KVLAB_\w+) (\d+)", HEADER))
@@ -29,7 +35,7 @@ TYPES: dict[str, Any] = {
     "cudaStream_t": ctypes.c_void_p,
     "void": None,
     **{name: ctypes.c_int for name in re.findall(r"typedef enum[^}]*} (\w+);", HEADER)},
-    **_library.STRUCTS,
+    **STRUCTS,
 }
 
 
@@ -52,11 +58,11 @@ def members_of(body: str) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", _library.STRUCTS)
+@pytest.mark.parametrize("name", STRUCTS)
 def test_structs_are_the_headers(name: str) -> None:
     end = HEADER.index(f"}} {name};")
     body = HEADER[HEADER.rindex("typedef struct {", 0, end) + len("typedef struct {") : end]
-    theirs, ours = members_of(body), _library.STRUCTS[name]._fields_
+    theirs, ours = members_of(body), STRUCTS[name]._fields_
     assert [member for member, _ in theirs] == [field[0] for field in ours]
     for (member, kind), field in zip(theirs, ours, strict=True):
         assert kind is field[1] or (ctypes.sizeof(kind) == ctypes.sizeof(field[1]) and member == "columns"), member
@@ -80,12 +86,12 @@ def test_a_layout_moves_with_the_version_alone() -> None:
     assert layouts() == LAYOUT.read_text()
 
 
-@pytest.mark.parametrize("name", _library.FUNCTIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_the_headers(name: str) -> None:
     found = re.search(rf"([\w ]+[\w*]) \*?{name}\(([^)]*)\);", without_comments(HEADER))
     assert found, name
     taken = [given for given in found[2].split(",") if given.strip() != "void"]
-    result, arguments = _library.FUNCTIONS[name]
+    result, arguments = FUNCTIONS[name]
     assert len(taken) == len(arguments)
     for given, kind in zip(taken, arguments, strict=True):
         words = given.replace("const ", "").split()

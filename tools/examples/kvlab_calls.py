@@ -160,6 +160,17 @@ class ShrinkArgs(Args):  # kvlab_shrink_args
     ]
 
 
+STRUCTS = {
+    "kvlab_pages": Pages,
+    "kvlab_cache": Cache,
+    "kvlab_policy_state": PolicyState,
+    "kvlab_write_args": WriteArgs,
+    "kvlab_evicting_attention_args": EvictingAttentionArgs,
+    "kvlab_prefill_args": PrefillArgs,
+    "kvlab_observe_args": ObserveArgs,
+    "kvlab_shrink_args": ShrinkArgs,
+}
+
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_policy_needs": (I32, [P]),
     "kvlab_policy_slot_bytes": (SIZE, [P]),
