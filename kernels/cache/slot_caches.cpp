@@ -435,7 +435,7 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const
   if (coded()) {  // place() does the rest
     const RungStorage& rungs = storage_->rungs;
     args.next = {.first_slot = rungs.newest + std::ptrdiff_t{rows.first} * config_.kv_heads,
-                 .next_slots = reinterpret_cast<const std::int32_t*>(rungs.nothing),
+                 .next_slots = rungs.nothing,
                  .positions = nullptr,
                  .now = rows.now};
   }

@@ -219,25 +219,25 @@ bool valid(const EvictingAttentionArgs& args) {
                         args.rotated <= cache.head_size));
 }
 
+std::size_t pairs_of(const SlotCache& cache) {
+  return static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.kv_heads);
+}
+std::size_t rows_of(const SlotCache& cache) {
+  return static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
+}
+
 PlainRows plain_rows(const SlotCache& cache, void* workspace) {
-  const std::size_t rows =
-      static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
-  float* const p = static_cast<float*>(workspace);
-  return {.p = p, .largest = p + rows * static_cast<std::size_t>(cache.most_slots)};
+  auto* const firsts = static_cast<Leaving*>(workspace);
+  auto* const p = reinterpret_cast<float*>(firsts + pairs_of(cache) * kMostRungs);
+  return {.p = p,
+          .largest = p + rows_of(cache) * static_cast<std::size_t>(cache.most_slots),
+          .choice = {cache.coded, firsts}};
 }
 
-/// Behind the rows.
-std::size_t ranks_at(const SlotCache& cache) {
-  const std::size_t rows =
-      static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
-  return (rows * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float) + 7) / 8 * 8;
-}
-
-/// With room for ranks, whether or not there are rungs.
+/// With room for who leaves each rung, whether or not there are rungs.
 std::size_t plain_workspace(const SlotCache& cache) {
-  return ranks_at(cache) + static_cast<std::size_t>(cache.sequences) *
-                               static_cast<std::size_t>(cache.kv_heads) *
-                               static_cast<std::size_t>(cache.most_slots) * sizeof(std::uint64_t);
+  return pairs_of(cache) * kMostRungs * sizeof(Leaving) +
+         rows_of(cache) * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float);
 }
 
 /// Two launches: logits of every live slot, then each row's softmax and output.
@@ -274,11 +274,8 @@ cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttenti
     PlainRows rows = plain_rows(args.cache, args.workspace);
     void* parameters[] = {&args, &rows};
     error = cudaLaunchKernel(policy.evict, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
-    if (error == cudaSuccess && args.cache.coded)
-      error = step_down_pairs(policy, args,
-                              reinterpret_cast<std::uint64_t*>(
-                                  static_cast<std::byte*>(args.workspace) + ranks_at(args.cache)),
-                              stream);
+    if (error == cudaSuccess && rows.choice.in_use())
+      error = step_down_pairs(args, rows.choice.firsts, stream);
     if (error != cudaSuccess) return error;
   }
   return error;
