@@ -406,5 +406,20 @@ TEST_CASE("Slots are measured without a device, and say what they refuse") {
   CHECK(why([](Layout& l) { l.layers[1].rope = 1; }) == call + "layers[1].rope is 1 of 1");
   CHECK(why([](Layout& l) { l.config.rules = nullptr; }) ==
         call + "policy, layers, ropes or rules is NULL");
+  CHECK(why([](Layout& l) {
+          l.config.part = 0x8000'0000;
+        }).starts_with(call + "tokens is 150, part 2147483648, longest 0: at most 2147483647"));
+  CHECK_FALSE(why([](Layout& l) { l.config.longest = 0x8000'0000; }).empty());
+  CHECK(why([](Layout& l) {
+          l.table.rotated = 7;
+        }).starts_with(call + "ropes[0].rotated is 7: an even"));
+  CHECK(why([](Layout& l) {
+          l.config.numbering = KVLAB_SQUEEZED;
+        }).starts_with(call + "codes under KVLAB_SQUEEZED"));
   CHECK(kvlab_slots_admit(nullptr, nullptr, nullptr) == cudaErrorInvalidValue);
+
+  Layout outputs(resolved("criticalkv", 32));
+  std::size_t bytes = 0;
+  CHECK(kvlab_slots_memory(&outputs.config, &bytes) == cudaErrorInvalidValue);
+  CHECK(std::string(kvlab_last_error()).starts_with(call + "layers[0].output is NULL"));
 }
