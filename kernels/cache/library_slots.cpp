@@ -96,7 +96,6 @@ SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
        "rules[{}]: budget is {}; at least sinks, {}, and recent, {}, and more than sinks", at,
        rule.budget, rule.sinks, rule.recent);
   SlotPair pair{.budget = rule.budget, .guards = {rule.sinks, rule.recent}};
-  if (stays) return pair;
   std::uint64_t slots = 0;
   for (int r = 0; r < c.rung_count; ++r) {
     const kvlab_rung& rung =
@@ -108,7 +107,8 @@ SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
     pair.rungs.push_back({&kKvForms[rung.form], rung.slots});
     slots += rung.slots;
   }
-  want(c.rung_count == 0 || (slots == rule.budget && pair.rungs.front().slots > 0),
+  if (stays && !pair.rungs.empty()) pair.rungs = {{pair.rungs.front().form, kUnlimited / 2}};
+  want(stays || c.rung_count == 0 || (slots == rule.budget && pair.rungs.front().slots > 0),
        "rungs of pair {}: {} slots of a budget of {}, and one at least on the first", at, slots,
        rule.budget);
   return pair;

@@ -143,6 +143,8 @@ def test_a_plan_has_rules_for_the_budget() -> None:
     plan = plan_of("h2o:ladder=16@8t+4@100%", "40")
     assert plan["rungs"].tolist() == [[[[0, 8], [3, 32 * 256 // 80]]] * 3] * 2
     assert plan["rules"][0, 0, 0] == 8 + 32 * 256 // 80
+    # Where nobody leaves, all are on one rung.
+    assert plan_of("full:ladder=4", "")["rungs"].tolist() == [[[[3, 2**31 - 1]]] * 3] * 2
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,7 @@ TEST_CASE("Slots keep what the CPU's caches keep, and attend as they do", "[gpu]
     CHECK(conversation(resolve(config, kTokens, 0, kModel)) <
           (config.policy.ladder.is_coded() ? 3e-2 : 1e-4));
   }
+  CHECK(conversation(resolved("full:ladder=8", 32)) < 3e-2);
 }
 
 TEST_CASE("A graph of slots' steps goes on serving, also when they have been cleared", "[gpu]") {
@@ -422,4 +423,16 @@ TEST_CASE("Slots are measured without a device, and say what they refuse") {
   std::size_t bytes = 0;
   CHECK(kvlab_slots_memory(&outputs.config, &bytes) == cudaErrorInvalidValue);
   CHECK(std::string(kvlab_last_error()).starts_with(call + "layers[0].output is NULL"));
+}
+
+TEST_CASE("A cache that keeps all tokens keeps them on its ladder's first rung") {
+  const auto bytes = [](const char* policy) {
+    const Layout layout(resolved(policy, 32), 1, KVLAB_BF16);
+    std::size_t all = 0;
+    done(kvlab_slots_memory(&layout.config, &all));
+    return all;
+  };
+  // Of 160 tokens, whole tiles; 2 layers, 2 heads, 128 channels, of which 16 bits become 4 and 5.
+  const std::size_t saved = kLayers * kHeads * kTokens * 2 * kSize;
+  CHECK(bytes("full:ladder=4") + saved / 2 < bytes("full"));
 }
