@@ -174,3 +174,16 @@ def test_operators_look_at_what_they_are_given() -> None:
     ):
         with pytest.raises(ValueError, match=f"kvlab::slots_step: {message}"):
             ops._slots_step(0, 0, *given)
+
+
+def test_slots_take_rows_of_their_shape() -> None:
+    torch = pytest.importorskip("torch")
+    from kvlab import ops
+
+    slots = ops.Slots.__new__(ops.Slots)  # without a device
+    slots.dtype, slots._sequences, slots._given, slots._shape = torch.float32, 2, (8, 64), (4, 64)
+    for qkv in (torch.zeros(1, 8, 64), torch.zeros(2, 6, 64), torch.zeros(2, 8, 64).half()):
+        with pytest.raises(ValueError, match=r"torch.float32 \[2, 8, 64\] is expected"):
+            slots.step(0, qkv)
+    with pytest.raises(ValueError, match="decodes of 1 sequences; of 2"):
+        slots.before_step([True])
