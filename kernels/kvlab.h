@@ -448,8 +448,8 @@ cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args
 /* --- All layers' caches, as one object ------------------------------------------------------ */
 
 /** The caches of some sequences in all layers that a policy acts on: memory, who has room, and the
- *  order of the calls below, which it makes itself. One thread at a time, and one stream, or streams
- *  that wait for each other. It allocates when it is made, and where `longest` says. */
+ *  order of the calls below, which it makes itself. One thread at a time, and one stream, or
+ * streams that wait for each other. It allocates when it is made, and where `longest` says. */
 typedef struct kvlab_slots kvlab_slots;
 
 /** How a token's key and value are kept: of the cache's type, or as codes (docs/ladders.md). */
