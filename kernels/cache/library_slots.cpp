@@ -184,7 +184,9 @@ struct kvlab_slots {
         layers(caches.config().layers.size()),
         now("positions", sequences),
         fed(layers * sequences),
-        behind(sequences) {}
+        behind(sequences) {
+    sit_out();
+  }
 
   struct Now {
     Now(cuda::Arena& arena, std::size_t sequences) : of(arena.take<std::uint32_t>(sequences)) {}
@@ -199,6 +201,8 @@ struct kvlab_slots {
     bool operator==(const Going&) const = default;
   };
 
+  /// So that a step without before_step() does nothing.
+  void sit_out() const { cuda::write(now->of, std::vector(sequences, kIdle), "positions"); }
   std::uint32_t& fed_of(std::size_t layer, std::size_t sequence) {
     return fed[layer * sequences + sequence];
   }
@@ -278,7 +282,11 @@ void kvlab_slots::admit(const kvlab_slots_part& part) {
   if (part.tokens == 1 && caches.coded()) return admit_alone(part);
   const Going asked{part.sequence, part.fed, part.tokens, part.ends_prompt != 0};
   if (part.first == 0) {
-    if (asked != going) caches.begin(part.sequence, part.fed, part.tokens, asked.ends_prompt);
+    if (asked != going) {
+      going = {};     // until it has begun: it may find no memory
+      rope_rows = 0;  // a step may have been launched since
+      caches.begin(part.sequence, part.fed, part.tokens, asked.ends_prompt);
+    }
     going = asked, layer_going = part.layer, next = 0;
   }
   want(asked == going && part.layer == layer_going && part.first == next,
@@ -311,6 +319,7 @@ void kvlab_slots::admit_alone(const kvlab_slots_part& part) {
   const auto layer = static_cast<std::uint32_t>(part.layer);
   const LayerRange own{layer, layer + 1};
   going = {};
+  rope_rows = 0;
   caches.before_token(part.sequence, part.fed, own);
   cuda::check(cudaMemcpyAsync(now->of + part.sequence, &part.fed, sizeof part.fed,
                               cudaMemcpyHostToDevice, caches.stream()),
@@ -370,6 +379,7 @@ void kvlab_slots::attend(std::uint32_t layer, const StepRows& rows, const void* 
 
 void kvlab_slots::clear() {
   caches.clear();
+  sit_out();
   std::ranges::fill(fed, 0u);
   std::ranges::fill(behind, 0u);
   going = {};

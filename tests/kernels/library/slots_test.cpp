@@ -157,6 +157,7 @@ class Slots {
     return held;
   }
   kvlab_slots* get() const { return slots_; }
+  void* rows() const { return qkv_.data(); }
 
  private:
   std::vector<float> outputs(std::uint32_t tokens) {
@@ -378,6 +379,46 @@ TEST_CASE("Sequences in slots decode beside each other as they do alone", "[gpu]
   CHECK(slots.held(0).tokens == 10);
   for (std::uint32_t head = 0; head < kHeads; ++head)
     CHECK(slots.kept(1, 1, head) == alone.kept(0, 1, head));
+}
+
+TEST_CASE("Steps and admissions of sequences in slots do not spoil each other's", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const ResolvedConfig config = resolved("h2o", 24);
+  Layout three(config, 3);
+  three.config.tokens = 0;
+  const Layout one(config);
+  Slots slots(three), alone(one);
+  DrawnRows draw;
+  const auto prompt = draw.rows(5), next = draw.rows(1), rows = draw.rows(3);
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
+  CHECK(slots.kept(0, 1, 0).empty());  // nobody was told to decode
+
+  const auto same = [&](int sequence, std::uint32_t layer, std::uint32_t fed, const auto& tokens,
+                        const std::vector<float>& out) {
+    CHECK(worst(slots.admit(sequence, layer, fed, true, tokens), out) < 1e-5);
+  };
+  std::vector<std::vector<float>> first, second;
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+    first.push_back(alone.admit(0, layer, 0, true, prompt));
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+    second.push_back(alone.admit(0, layer, 5, true, next));
+  for (int sequence = 0; sequence < 3; ++sequence)
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      same(sequence, layer, 0, prompt, first[layer]);
+      if (sequence > 0 || layer > 0) continue;
+      // Far more than there is memory for, between two layers of another.
+      const kvlab_slots_part part{.struct_size = sizeof part,
+                                  .sequence = 1,
+                                  .tokens = 1u << 30,
+                                  .count = 1,
+                                  .qkv = slots.rows(),
+                                  .out = slots.rows()};
+      CHECK(kvlab_slots_admit(slots.get(), &part, nullptr) != cudaSuccess);
+    }
+  slots.before_step({0, 1, 0});  // whose launches come when another's admission has been made
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(0, layer, 5, next, second[layer]);
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(2, layer, 5, next, second[layer]);
 }
 
 TEST_CASE("Slots are measured without a device, and say what they refuse") {
