@@ -178,10 +178,10 @@ typedef struct {
   const void* params;           /**< [sequence, params_bytes] */
   const uint32_t* threshold16;  /**< [sequence]: tau * 65536; kvlab uses 655 (1%) */
   const uint64_t* seeds;        /**< [sequence] */
-  const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart; 0, 1, …
-                                   in a replay's traces */
+  const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart; 0, 1, … in
+                                     a replay's traces */
   uint32_t layer;
-  uint32_t first_head;     /**< of the model's KV heads that of the first pair; draws are by it */
+  uint32_t first_head; /**< of the model's KV heads that of the first pair; draws are by it */
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
   const float* columns;    /**< [slot, column]: what each token brought, kvlab_policy_column by
                                 kvlab_policy_column; those of new tokens are there as their keys are */
@@ -230,10 +230,10 @@ typedef struct {
   size_t struct_size; /**< sizeof(kvlab_write_args) */
   kvlab_cache cache;  /**< positions are written where `now` is given */
   int tokens;
-  const void* qkv;   /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
-  int rotated;       /**< dimensions that RoPE rotates, d with d + rotated / 2; 0: none, as for
-                          KVLAB_SQUEEZED */
-  const float* rope; /**< [row, rotated / 2, 2]: cosines and sines of some positions */
+  const void* qkv;          /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
+  int rotated;              /**< dimensions that RoPE rotates, d with d + rotated / 2; 0: none, as for
+                                 KVLAB_SQUEEZED */
+  const float* rope;        /**< [row, rotated / 2, 2]: cosines and sines of some positions */
   const int32_t* rope_rows; /**< [token]: its row there */
   const int32_t* sequences; /**< [token] */
   const int32_t* slots;     /**< [token]: which slot, from next_slots on; NULL: that itself */
@@ -268,8 +268,7 @@ typedef struct {
   const void* output;   /**< W_o [hidden, query_head, head_size], of the cache's type; for
                              value_out_norm1 */
   int hidden;
-  const uint32_t*
-      admitted; /**< [sequence]: only so many of its tokens, at most `tokens`; or NULL */
+  const uint32_t* admitted; /**< [sequence]: only so many of its tokens, at most `tokens`; or NULL */
 } kvlab_columns_args;
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream);
 
@@ -282,9 +281,9 @@ typedef struct {
   kvlab_cache cache;
   kvlab_policy_state policy;
   kvlab_positions numbering;
-  const uint32_t* now; /**< [sequence]: position of the token, or KVLAB_IDLE: of that row nothing is
-                            written, `out` neither */
-  const void* q;       /**< [sequence, query_head, head_size] */
+  const uint32_t* now;   /**< [sequence]: position of the token, or KVLAB_IDLE: of that row nothing is
+                              written, `out` neither */
+  const void* q;         /**< [sequence, query_head, head_size] */
   const float* inv_freq; /**< [rotated / 2], where squeezed */
   int rotated;           /**< dimensions that RoPE rotates, where squeezed: all, head_size */
   float rope_factor;     /**< on cos and sin, where squeezed; 1 but for YaRN */
@@ -448,8 +447,8 @@ cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args
 /* --- All layers' caches, as one object ------------------------------------------------------ */
 
 /** The caches of some sequences in all layers that a policy acts on: memory, who has room, and the
- *  order of the calls below, which it makes itself. One thread at a time, and one stream, or
- * streams that wait for each other. It allocates when it is made, and where `longest` says. */
+ *  order of the calls below, which it makes itself. One thread at a time, and one stream,
+ *  or streams that wait for each other. It allocates when it is made, and where `longest` says. */
 typedef struct kvlab_slots kvlab_slots;
 
 /** How a token's key and value are kept: of the cache's type, or as codes (docs/ladders.md). */
@@ -539,8 +538,8 @@ cudaError_t kvlab_slots_admit(kvlab_slots* slots, const kvlab_slots_part* part,
  *  through all layers, once, before anything else comes for them. */
 cudaError_t kvlab_slots_before_step(kvlab_slots* slots, const unsigned char* decodes,
                                     cudaStream_t stream);
-/** One layer of it, from the first to the last: launches alone, for a graph to hold. `qkv`
- * [sequence, …], as above; of who sits out neither `out` nor `lse` is written. */
+/** One layer of it, from the first to the last: launches alone, for a graph to hold. `qkv` [sequence,
+ *  …], as above; of who sits out neither `out` nor `lse` is written. */
 cudaError_t kvlab_slots_step(kvlab_slots* slots, int layer, const void* qkv, void* out, float* lse,
                              cudaStream_t stream);
 
