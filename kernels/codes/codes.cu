@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kStepThreads)
   std::int32_t* const counts = coded.counts + pair.index * kMostRungs;
   std::uint32_t* const places = coded.places + cache.first_slot[pair.index];
   if (room_at(args.policy, pair.index) == kUnlimited ||
-      counts[0] < static_cast<std::int32_t>(ladder.rung[0].slots)) {
+      static_cast<std::uint32_t>(counts[0]) < ladder.rung[0].slots) {
     if (threadIdx.x == 0) coded.next_rows[pair.index] = static_cast<std::uint32_t>(counts[0]);
     return;
   }

@@ -41,7 +41,7 @@ struct RungChoice {
   /// Whether the first rung holds all that it is to hold.
   __device__ bool is_full(int pair) const {
     return in_use() &&
-           counts[pair * kMostRungs] >= static_cast<std::int32_t>(ladders[pair].rung[0].slots);
+           static_cast<std::uint32_t>(counts[pair * kMostRungs]) >= ladders[pair].rung[0].slots;
   }
 };
 
