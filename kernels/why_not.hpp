@@ -26,6 +26,8 @@ bool is_type(kvlab_type type);
 
 /// All of a cache but its arrays.
 std::string why_not_shape(const kvlab_cache& cache, const char* name = "cache");
+/// And what attention wants of it, with so many query heads for a KV head at most.
+std::string why_not_shape(const kvlab_cache& cache, const char* name, int most_group);
 /// Of a question for bytes, of so many slots: of its blocks, their size alone.
 std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots);
 std::string why_not(const kvlab_write_args& args);

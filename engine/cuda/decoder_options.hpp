@@ -40,10 +40,10 @@ struct CudaDecoderOptions {
     return std::ranges::any_of(
         caches, [](const ResolvedConfig& cache) { return cache.policy.ladder.is_coded(); });
   }
-  kernels::ColumnList columns() const {
-    kernels::ColumnList list;
+  kvlab_columns_args columns(int hidden) const {
+    kvlab_columns_args list{.hidden = hidden};
     for (const std::string& name : caches.front().policy.columns)
-      list.of[list.count++] = built_in_column(name).value();
+      list.columns[list.count++] = static_cast<kvlab_column>(built_in_column(name).value());
     return list;
   }
   KeyRotation rotation() const {

@@ -31,7 +31,7 @@ AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const SlotsConfig& config, 
     rows = arena.take<RowSoftmax>(std::size_t{config.part} *
                                   static_cast<std::size_t>(config.query_heads));
     observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
-        config.attention_shape(0, static_cast<int>(slots)), static_cast<int>(config.part)));
+        {.query_heads = config.query_heads, .queries = static_cast<int>(config.part)}));
   }
   if (config.coded()) {
     const std::size_t channels = all * 2 * static_cast<std::size_t>(config.head_size);
@@ -90,12 +90,10 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const AdmissionPart& part) 
   args.slots = work_->iota;
   // The part's slots begin behind those of the parts before it.
   const std::size_t ahead = part.first * config_.key_bytes();
-  args.keys = static_cast<std::byte*>(memory_->cache.keys) + ahead;
-  args.values = static_cast<std::byte*>(memory_->cache.values) + ahead;
-  args.next = {.first_slot = memory_->cache.first_slot,
-               .next_slots = memory_->cache.lengths,  // new tokens go behind the live ones
-               .positions = nullptr,
-               .now = nullptr};
+  args.cache = memory_->cache;
+  args.cache.keys = static_cast<std::byte*>(args.cache.keys) + ahead;
+  args.cache.values = static_cast<std::byte*>(args.cache.values) + ahead;
+  args.cache.next_slots = args.cache.lengths;  // new tokens go behind the live ones
   args.q = work_->q;
   args.plain_k = work_->plain_k;
   if (config_.rotation != KeyRotation::by_age) rotate(config_.layers[layer].table, args);
@@ -126,48 +124,48 @@ void SlotCaches::attend(std::uint32_t layer, const AdmissionPart& part, const At
       check(squeeze_queries(shape, work_->q, work_->q, stream_), "positions of a prompt");
     squeeze_keys(shape, false);
   }
-  check(prefill_attention({.shape = config_.attention_shape(layer, memory_->cache.most_slots),
-                           .first = static_cast<int>(part.first),
-                           .queries = part.rows,
-                           .q = work_->q,
-                           .keys = attended_keys(),
-                           .values = memory_->cache.values,
-                           .out = to.out,
-                           .lse = to.lse,
-                           .rows = memory_->rows,
-                           .older = memory_->cache.lengths},
-                          stream_),
+  const kvlab_prefill_args queries{.type = config_.type,
+                                   .query_heads = config_.query_heads,
+                                   .kv_heads = config_.kv_heads,
+                                   .head_size = config_.head_size,
+                                   .softmax_scale = config_.layers[layer].softmax_scale,
+                                   .first = static_cast<int>(part.first),
+                                   .queries = part.rows,
+                                   .q = work_->q,
+                                   .keys = attended_keys(),
+                                   .values = memory_->cache.values,
+                                   .first_slot = memory_->first_slots,
+                                   .older = memory_->cache.lengths,
+                                   .out = to.out,
+                                   .lse = to.lse,
+                                   .rows = memory_->rows};
+  check(prefill_attention(queries, {.sinks = config_.layers[layer].sinks}, stream_),
         "prefill attention");
-  if (config_.observes()) observe(layer, part);
+  if (config_.observes()) observe(layer, queries);
   if (memory_->columns) keep_plain_keys(part, to);
   if (part.first + static_cast<std::uint32_t>(part.rows) == admission_.tokens) keep(layer);
 }
 
 /// What the part's queries give to each key.
-void SlotCaches::observe(std::uint32_t layer, const AdmissionPart& part) {
+void SlotCaches::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
   const int sequence = admission_.sequence;
-  const std::uint32_t end = part.first + static_cast<std::uint32_t>(part.rows);
+  const auto first = static_cast<std::uint32_t>(queries.first),
+             end = first + static_cast<std::uint32_t>(queries.queries);
   std::uint32_t live = 0;
   each_pair(sequence, [&](std::size_t pair) {
     live = std::max(live, older(sequence, layer, pair, admission_.fed));
   });
-  check(observe_queries({.shape = config_.attention_shape(layer, memory_->cache.most_slots),
-                         .needs = config_.kernels.needs,
-                         .first = static_cast<int>(part.first),
-                         .queries = part.rows,
+  check(observe_queries({.prefill = queries,
+                         .needs = static_cast<kvlab_needs>(config_.kernels.needs),
                          .keys_end = static_cast<int>(live + end),
-                         .younger = static_cast<int>(admission_.tokens - end),
-                         .position = admission_.fed + part.first,
-                         .q = work_->q,
-                         .keys = attended_keys(),
-                         .rows = memory_->rows,
-                         .older = memory_->cache.lengths,
+                         .position = admission_.fed + first,
+                         .threshold16 = storage_->thresholds + sequence,
+                         .seen = reinterpret_cast<kvlab_observation*>(memory_->seen),
+                         .workspace = memory_->observe_workspace,
+                         .group_max = of(sequence).modifiers.group == Modifiers::Group::max,
                          .weights = memory_->weights,
                          .tail = admission_.tail,
-                         .group_max = of(sequence).modifiers.group == Modifiers::Group::max,
-                         .threshold16 = storage_->thresholds + sequence,
-                         .seen = memory_->seen,
-                         .workspace = memory_->observe_workspace},
+                         .younger = static_cast<int>(admission_.tokens - end)},
                         stream_),
         "what a prompt's queries give");
 }
@@ -221,20 +219,16 @@ void SlotCaches::keep_plain_keys(const AdmissionPart& part, const AttendedRows& 
 }
 
 void SlotCaches::make_columns_of_new(std::uint32_t layer) {
-  const SlotCache& cache = memory_->cache;
-  check(make_columns({.cache = cache,
-                      .columns = config_.columns,
-                      .slots = cache.lengths,
-                      .tokens = static_cast<int>(admission_.tokens),
-                      .now = nullptr,
-                      .keys = memory_->plain_keys,
-                      .key_row = std::int64_t{cache.kv_heads} * cache.head_size,
-                      .unit_keys = storage_->unit_keys_of(layer, admission_.sequence),
-                      .to = memory_->columns,
-                      .output = config_.layers[layer].output,
-                      .hidden = config_.hidden},
-                     stream_),
-        "columns");
+  ColumnArgs args{config_.columns};
+  args.cache = memory_->cache;
+  args.slots = memory_->cache.lengths;
+  args.tokens = static_cast<int>(admission_.tokens);
+  args.keys = memory_->plain_keys;
+  args.key_row = std::int64_t{config_.kv_heads} * config_.head_size;
+  args.unit_keys = storage_->unit_keys_of(layer, admission_.sequence);
+  args.to = memory_->columns;
+  args.output = config_.layers[layer].output;
+  check(make_columns(args, stream_), "columns");
 }
 
 /// The older keys, or a part's new ones.

@@ -98,8 +98,8 @@ void SlotCaches::fill_ropes(const std::int32_t* positions, std::uint32_t first, 
 
 void SlotCaches::rotate(std::uint32_t table, RopeWriteArgs& args) const {
   args.rotated = config_.ropes[table].rotated();
-  args.rope = work_->rope + table * static_cast<std::size_t>(config_.rows()) * halves();
-  args.positions = work_->iota;  // rows of the RoPE table, which has one for each token
+  args.rope = &work_->rope[table * static_cast<std::size_t>(config_.rows()) * halves()].x;
+  args.rope_rows = work_->iota;  // rows of the RoPE table, which has one for each token
 }
 
 AttendedRows SlotCaches::with_keys(AttendedRows rows) const {
@@ -423,21 +423,15 @@ void SlotCaches::before_token(int sequence, std::uint32_t fed, LayerRange layers
 }
 
 RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const {
-  const SlotCache cache = cache_of(layer, rows);
   RopeWriteArgs args{};
-  args.keys = cache.keys;
-  args.values = cache.values;
+  args.cache = cache_of(layer, rows);
   args.sequences = work_->iota;
-  args.next = {.first_slot = cache.first_slot,
-               .next_slots = cache.next_slots,
-               .positions = cache.positions,
-               .now = rows.now};
+  args.now = rows.now;
   if (coded()) {  // place() does the rest
     const RungStorage& rungs = storage_->rungs;
-    args.next = {.first_slot = rungs.newest + std::ptrdiff_t{rows.first} * config_.kv_heads,
-                 .next_slots = reinterpret_cast<const std::int32_t*>(rungs.nothing),
-                 .positions = nullptr,
-                 .now = rows.now};
+    args.cache.first_slot = rungs.newest + std::ptrdiff_t{rows.first} * config_.kv_heads;
+    args.cache.next_slots = reinterpret_cast<std::int32_t*>(rungs.nothing);
+    args.cache.positions = nullptr;
   }
   args.q = work_->q;
   args.plain_k = work_->plain_k;
@@ -478,21 +472,18 @@ EvictingAttentionArgs SlotCaches::step(std::uint32_t layer, const StepRows& rows
 void SlotCaches::bring(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const {
   if (config_.columns.count == 0) return;
   const AttendedRows keys = with_keys(to);
-  const SlotCache cache = cache_of(layer, rows);
-  check(make_columns({.cache = cache,
-                      .columns = config_.columns,
-                      .slots = cache.next_slots,
-                      .tokens = 1,
-                      .now = rows.now,
-                      .keys = keys.plain_keys,
-                      .key_row = static_cast<std::int64_t>(keys.key_row),
-                      .unit_keys = storage_->unit_keys_of(layer, rows.first),
-                      .to = storage_->columns,
-                      .output = config_.layers[layer].output,
-                      .hidden = config_.hidden,
-                      .values = coded() ? coded_of(layer, rows).newest_values : nullptr},
-                     stream_),
-        "columns");
+  ColumnArgs args{config_.columns};
+  args.cache = cache_of(layer, rows);
+  args.slots = args.cache.next_slots;
+  args.tokens = 1;
+  args.now = rows.now;
+  args.keys = keys.plain_keys;
+  args.key_row = static_cast<std::int64_t>(keys.key_row);
+  args.unit_keys = storage_->unit_keys_of(layer, rows.first);
+  args.to = storage_->columns;
+  args.output = config_.layers[layer].output;
+  if (coded()) args.values = coded_of(layer, rows).newest_values;
+  check(make_columns(args, stream_), "columns");
 }
 
 }  // namespace kvlab::kernels

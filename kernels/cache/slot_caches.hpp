@@ -257,7 +257,7 @@ class SlotCaches {
 
   // Of the admission that goes on.
   void begin_layer(std::uint32_t layer);
-  void observe(std::uint32_t layer, const AdmissionPart& part);
+  void observe(std::uint32_t layer, const kvlab_prefill_args& queries);
   void keep(std::uint32_t layer);
   void keep_by_shares(std::uint32_t layer, ShrinkArgs args);
   void keep_plain_keys(const AdmissionPart& part, const AttendedRows& to);

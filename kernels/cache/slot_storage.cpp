@@ -25,7 +25,7 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
   ages = arena.take<std::uint32_t>(config.rotation == KeyRotation::by_age ? total : 0);
   states = arena.take<std::byte>(total * config.kernels.slot_bytes);
   columns = arena.take<float>(total * static_cast<std::size_t>(config.columns.count));
-  unit_keys = arena.take<float>(config.columns.has(BuiltInColumn::key_cosine)
+  unit_keys = arena.take<float>(has(config.columns, KVLAB_KEY_COSINE)
                                     ? pairs * static_cast<std::size_t>(shape_.head_size)
                                     : 0);
   seen = arena.take<Observation>(config.watched && config.observes() ? total : 0);

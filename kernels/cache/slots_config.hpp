@@ -75,9 +75,8 @@ struct SlotsConfig {
   /// A prompt's queries by how many are younger: their weights, and the tail. For policies that
   /// weigh them.
   std::function<std::uint32_t(std::span<const std::byte> params, std::span<float> to)> weigh = {};
-  ColumnList columns = {};
-  int hidden = 0;             ///< of SlotLayer::output
-  bool norms_keys = false;    ///< so that what is projected is no plain key
+  kvlab_columns_args columns{};  ///< which ones, and `hidden` of SlotLayer::output
+  bool norms_keys = false;       ///< so that what is projected is no plain key
   std::uint32_t part = 2048;  ///< tokens of an admission that go through a layer together, at most
   int workspaces = 1;         ///< of steps' attentions
   bool watched = false;       ///< what each token received in a step is kept
@@ -102,31 +101,19 @@ struct SlotsConfig {
                        std::ranges::all_of(layers, [&](const SlotLayer& layer) {
                          return ropes[layer.table].rotated() == head_size;
                        });
-    return whole && (!coded() || (type != Type::f32 && query_heads <= kMostRungGroup * kv_heads));
+    return whole && (!coded() || (type != KVLAB_F32 && query_heads <= kMostRungGroup * kv_heads));
   }
   /// Bytes of one token's key in one head, or of its value.
   std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }
   /// One layer's cache, but for where its memory is.
   SlotCache slot_cache(int of_sequences, int most_slots) const {
-    return {.type = type,
-            .sequences = of_sequences,
-            .query_heads = query_heads,
-            .kv_heads = kv_heads,
-            .head_size = head_size,
-            .softmax_scale = layers.empty() ? 1 : layers.front().softmax_scale,
-            .most_slots = most_slots};
-  }
-  /// A layer's attention over `slots` of each KV head, one behind the other.
-  AttentionShape attention_shape(std::uint32_t layer, int slots) const {
-    const std::int64_t head_stride = std::int64_t{slots} * head_size;
-    return {.type = type,
-            .query_heads = query_heads,
-            .kv_heads = kv_heads,
-            .head_size = head_size,
-            .softmax_scale = layers[layer].softmax_scale,
-            .sequence_stride = head_stride * kv_heads,
-            .head_stride = head_stride,
-            .sinks = layers[layer].sinks};
+    return {{.type = type,
+             .sequences = of_sequences,
+             .query_heads = query_heads,
+             .kv_heads = kv_heads,
+             .head_size = head_size,
+             .softmax_scale = layers.empty() ? 1 : layers.front().softmax_scale,
+             .most_slots = most_slots}};
   }
 };
 

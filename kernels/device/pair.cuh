@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "kernels/evict/eviction.hpp"
+#include "kernels/paged_row.cuh"
 #include "policies/rule.hpp"
 
 namespace kvlab::kernels {
@@ -17,13 +18,14 @@ __device__ inline Pair pair_of(int index, int kv_heads) {
 }
 
 /// Slots that hold live tokens while the newest, which is at next_slots, attends.
-__device__ inline int live_slots(const SlotCache& cache, const Pair& pair) {
+__device__ inline int live_slots(const kvlab_cache& cache, const Pair& pair) {
   return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
 }
 
 /// The element at which the key of a pair's slot begins, and its value.
-__device__ inline std::int64_t row_of(const SlotCache& cache, int pair, std::int64_t slot) {
-  if (cache.paged.in_use()) return cache.paged.row(pair, cache.kv_heads, static_cast<int>(slot));
+__device__ inline std::int64_t row_of(const kvlab_cache& cache, int pair, std::int64_t slot) {
+  if (cache.pages.blocks != nullptr)
+    return paged_row(cache.pages, pair, cache.kv_heads, static_cast<int>(slot));
   return (cache.first_slot[pair] + slot) * cache.head_size;
 }
 
@@ -32,7 +34,7 @@ __device__ inline std::uint32_t room_at(const PolicyState& policy, int pair) {
   return policy.room_at != nullptr ? policy.room_at[pair] : policy.rules[pair].budget;
 }
 
-__device__ inline Guards guards_of(const PairRule& rule) {
+__device__ inline Guards guards_of(const kvlab_rule& rule) {
   return {.sinks = rule.sinks, .recent = rule.recent};
 }
 

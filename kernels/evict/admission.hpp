@@ -13,43 +13,13 @@
 
 namespace kvlab::kernels {
 
-/// Some queries of one admission of one sequence, over the same keys as prefill_attention gave
-/// them: first, older, first_slot, q and keys as there. (Squeezed positions: q and keys rotated by
-/// age and rounded to `type`, like any others.) Nothing of the size queries x keys is in memory.
-struct ObserveArgs {
-  AttentionShape shape;
-  Needs needs;  ///< mass, requests or both: only that is counted
-  int first, queries;
-  int keys_end;            ///< no query sees a slot from here on; sizes the grid
-  int younger = 0;         ///< queries of the admission after these: the last one's age
-  std::uint32_t position;  ///< of the first query
-  const void* q;           // [query, query_head, dim] of type, rotated
-  const void* keys;        // [kv_head, slot, dim]
-  const RowSoftmax* rows;  // [query, query_head], from prefill_attention
-  const std::int32_t* older = nullptr;  // [kv_head], device, or null
-  const std::int64_t* first_slot =
-      nullptr;                     // [kv_head], device; null: head_stride / head_size each
-  const float* weights = nullptr;  ///< device, [age]: P::weight; null: all 1. For mass.
-  std::uint32_t tail = kNoTail;    ///< from this age on queries weigh nothing. For mass.
-  bool group_max = false;          ///< as PairRule::group_max. For mass.
-  const std::uint32_t* threshold16 = nullptr;  ///< device, one: for requests
-  Observation* seen;   ///< [slot], indexed like keys: added to (mass, requests, last_request).
-                       ///< Zeroes before the first part of an admission
-  void* workspace;     // observe_workspace() bytes, not shared by calls at one time
-  PagedRows paged{};   ///< as PrefillAttentionArgs has it; `seen` is by slot
-  QueryBatch batch{};  ///< likewise; threshold16 is [sequence], keys_end that of all, and:
-  const std::uint32_t* positions = nullptr;  // [sequence], device; null: `position` for all
-  const std::int32_t* youngers = nullptr;    // [sequence], device; null: `younger` for all
-  /// [sequence], device: only a sequence's first so many queries count, as drafted tokens do that
-  /// were accepted; null: all do.
-  const std::uint32_t* admitted = nullptr;
-};
-std::size_t observe_workspace(const AttentionShape& shape, int queries,
-                              const QueryBatch& batch = {});
+/// Nothing of the size queries x keys is in memory. (Squeezed positions: q and keys rotated by age
+/// and rounded to the type, like any others.)
+std::size_t observe_workspace(const kvlab_prefill_args& args);
 /// Sums are of integers: equal bits, whatever the parts. Work: 2 * head_size operations for each
 /// (query, query head, visible key), half of attention's; twice that
 /// for both. Refused: Needs::nothing.
-cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream);
+cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream);
 
 /// The end of an admission: steps 2 and 4 of the rule and step 1 of the next one. For every pair:
 /// admits the new tokens to the policy, shows it what each live token has received, then keeps the
@@ -98,18 +68,8 @@ cudaError_t rank_by_age(const DevicePolicy& policy, const ShrinkArgs& args, std:
 cudaError_t keep_by_ranks(const DevicePolicy& policy, const ShrinkArgs& args,
                           const std::uint64_t* by_age, int devices, cudaStream_t stream);
 
-/// The first tokens of one sequence, for others that begin with the same: what each received from
-/// them, and its columns. A thread for each token of a pair.
-struct PrefixArgs {
-  int sequences, kv_heads, tokens;
-  int column_count;
-  const std::int64_t* first_slot;     // [kv_head]: of the one
-  const std::int64_t* to_first_slot;  // [pair]: of the others
-  const Observation* seen;            // [slot]; null: nothing is
-  Observation* to_seen;
-  const float* columns;  // [slot, column]
-  float* to_columns;
-};
-cudaError_t copy_prefix(const PrefixArgs& args, cudaStream_t stream);
+/// A thread for each token of a pair.
+cudaError_t copy_prefix(const DevicePolicy& policy, const kvlab_prefix_args& args,
+                        cudaStream_t stream);
 
 }  // namespace kvlab::kernels

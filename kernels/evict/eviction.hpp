@@ -5,7 +5,6 @@
 // from step to step is in device memory, so that a captured graph goes on serving.
 #pragma once
 
-#include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 #include "policies/policy.hpp"
 
@@ -13,44 +12,22 @@ namespace kvlab::kernels {
 
 struct CodedCache;  // kernels/codes/coded_cache.hpp
 
-/// One layer's cache. The pair's slots begin at first_slot[pair]; the first lengths[pair] of them
-/// hold live tokens, in any order. In decoding nothing is moved: the victim's slot takes the next
-/// token.
-struct SlotCache {
-  Type type;
-  int sequences, query_heads, kv_heads, head_size;
-  float softmax_scale;
-  int most_slots;                  ///< the largest capacity of a pair; sizes grids and workspaces
-  const std::int64_t* first_slot;  // [pair]
-  void *keys, *values;  // [slot, dim]; keys rotated at their positions, plain where squeezed but in
-                        // two frames
-  std::uint32_t* positions;  // [slot]: of the token that it holds
-  std::int32_t* lengths;     // [pair]: live tokens
-  std::int32_t* next_slots;  // [pair], from first_slot: where the next token goes; lengths[pair]
-                             // appends, less overwrites the victim
-  /// [slot]: how many of the first lengths[pair] tokens are older than its own. Where squeezed, for
-  /// the fast kernels, which keep it so; number_by_age() sets it after an admission. Else null.
-  std::uint32_t* ages = nullptr;
-  PagedRows paged{};                  ///< in use: where keys and values lie; all else by slot
-  const CodedCache* coded = nullptr;  ///< host memory: they lie on rungs; or null
+/// One layer's cache. In decoding nothing is moved: the victim's slot takes the next token.
+struct SlotCache : kvlab_cache {
+  const CodedCache* coded = nullptr;  ///< host memory: keys and values lie on rungs; or null
 };
 
 /// Fills cache.ages from positions and lengths: where the cache was filled by other means than
 /// decoding. Compares every two tokens of a pair.
 cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream);
 
-/// The rule's numbers for one pair, resolved to tokens.
-struct PairRule {
-  std::uint32_t budget;  ///< kUnlimited: nothing is evicted
-  std::uint32_t sinks, recent;
-  std::uint32_t group_max = 0;  ///< 1: a query gives a token the largest of its group's masses
-};
-inline constexpr std::uint32_t kUnlimited = 0xffff'ffffu;
+using PairRule = kvlab_rule;
+inline constexpr std::uint32_t kUnlimited = 0xffff'ffffu;  ///< kvlab_rule::budget
 
 /// What a policy works on, beside the cache.
 struct PolicyState {
   std::byte* states;                  // [slot, slot_bytes]
-  const PairRule* rules;              // [pair]
+  const kvlab_rule* rules;            // [pair]
   const std::byte* params;            // [sequence]: P::Params; null where that is empty
   const std::uint32_t* threshold16;   // [sequence]: of requests
   const std::uint64_t* seeds;         // [sequence]

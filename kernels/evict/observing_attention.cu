@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kNumberThreads) number_slots(SlotCache cache) 
 
 bool supported(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   return args.workspace != nullptr && complete(policy, args) && complete(args) &&
-         pair_attention_workspace(pairs_of(args.cache), args.cache.paged) != 0;
+         pair_attention_workspace(pairs_of(args.cache), args.cache.pages) != 0;
 }
 
 cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
@@ -157,7 +157,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
       pairs.softmax_scale *= args.rope_factor * args.rope_factor;
     }
   }
-  return pair_attention(pairs, args.cache.paged, stream);
+  return pair_attention(pairs, args.cache.pages, stream);
 }
 
 /// Of a cache with rungs.
@@ -201,7 +201,7 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
 
 std::size_t observing_workspace(const SlotCache& cache) {
   const PairAttention pairs = pairs_of(cache);
-  const std::size_t attention = pair_attention_workspace(pairs, cache.paged);
+  const std::size_t attention = pair_attention_workspace(pairs, cache.pages);
   if (attention == 0 || attention == kNoDevice) return attention;
   return Layout(pairs, cache.coded != nullptr).end;
 }

@@ -212,7 +212,7 @@ bool valid(const EvictingAttentionArgs& args) {
          cache.query_heads % cache.kv_heads == 0 &&
          cache.query_heads / cache.kv_heads <= kMostGroup && is_head_size(cache.head_size) &&
          cache.most_slots > 0 && cache.first_slot && cache.keys && cache.values &&
-         !cache.paged.in_use() && cache.positions && cache.lengths && cache.next_slots &&
+         !cache.pages.blocks && cache.positions && cache.lengths && cache.next_slots &&
          args.policy.rules && args.now && args.q && args.out && args.workspace &&
          !(squeezed && cache.coded) &&
          (!squeezed || (args.inv_freq && args.rotated > 0 && args.rotated % 2 == 0 &&

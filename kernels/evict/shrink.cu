@@ -153,15 +153,15 @@ __global__ void __launch_bounds__(kShrinkThreads)
 }
 
 __global__ void __launch_bounds__(kShrinkThreads)
-    copy_tokens(const __grid_constant__ PrefixArgs args) {
+    copy_tokens(const __grid_constant__ kvlab_prefix_args args, bool seen, int columns) {
   const int pair = static_cast<int>(blockIdx.y);
   const int token = static_cast<int>(blockIdx.x) * kShrinkThreads + static_cast<int>(threadIdx.x);
   if (token >= args.tokens) return;
   const std::int64_t from = args.first_slot[pair % args.kv_heads] + token,
                      to = args.to_first_slot[pair] + token;
-  if (args.seen != nullptr) args.to_seen[to] = args.seen[from];
-  for (int c = 0; c < args.column_count; ++c)
-    args.to_columns[to * args.column_count + c] = args.columns[from * args.column_count + c];
+  if (seen) args.to_seen[to] = args.seen[from];
+  for (int c = 0; c < columns; ++c)
+    args.to_columns[to * columns + c] = args.columns[from * columns + c];
 }
 
 bool same_shape(const SlotCache& a, const SlotCache& b) {
@@ -172,8 +172,7 @@ bool same_shape(const SlotCache& a, const SlotCache& b) {
 bool whole(const SlotCache& cache) {
   return cache.keys != nullptr && cache.values != nullptr && cache.positions != nullptr &&
          cache.lengths != nullptr && cache.next_slots != nullptr && cache.first_slot != nullptr &&
-         aligned16(cache.keys) && aligned16(cache.values) &&
-         can_page(cache.paged, cache.head_size, cache.most_slots, bytes_of(cache.type));
+         aligned16(cache.keys) && aligned16(cache.values);
 }
 
 }  // namespace
@@ -218,7 +217,7 @@ cudaError_t modify(const DevicePolicy& policy, const ShrinkArgs& args, const Ran
 cudaError_t keep_last_to_leave(const DevicePolicy& policy, const ShrinkArgs& args,
                                cudaStream_t stream) {
   const bool in_place =
-      args.from.keys == args.to.keys && args.from.paged.blocks == args.to.paged.blocks;
+      args.from.keys == args.to.keys && args.from.pages.blocks == args.to.pages.blocks;
   const auto pairs = static_cast<unsigned>(args.from.sequences * args.from.kv_heads);
   choose_stayers<<<pairs, kThreads, 0, stream>>>(args, in_place);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
@@ -241,10 +240,12 @@ cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStrea
   return error == cudaSuccess ? keep_last_to_leave(policy, args, stream) : error;
 }
 
-cudaError_t copy_prefix(const PrefixArgs& args, cudaStream_t stream) {
+cudaError_t copy_prefix(const DevicePolicy& policy, const kvlab_prefix_args& args,
+                        cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((args.tokens + kShrinkThreads - 1) / kShrinkThreads),
                   static_cast<unsigned>(args.sequences * args.kv_heads));
-  copy_tokens<<<grid, kShrinkThreads, 0, stream>>>(args);
+  copy_tokens<<<grid, kShrinkThreads, 0, stream>>>(args, policy.needs != Needs::nothing,
+                                                   static_cast<int>(policy.columns.size()));
   return cudaGetLastError();
 }
 

@@ -41,7 +41,7 @@ void append(std::vector<std::byte>& bytes, const std::vector<T>& values) {
 
 /// What rotation in the kernel may add to a logit of a few units: a key is two elements, its sines
 /// are good to 2^-20.
-double rotation_error(Type type) { return std::ldexp(1.0, type == Type::bf16 ? -15 : -18); }
+double rotation_error(Type type) { return std::ldexp(1.0, type == KVLAB_BF16 ? -15 : -18); }
 
 /// A key rotated by -`behind` places.
 std::vector<float> turned_back(std::span<const float> key, double behind,
@@ -201,20 +201,20 @@ void EvictingBatch::upload() {
 }
 
 EvictingAttentionArgs EvictingBatch::args() const {
-  return {.cache = {.type = size_.type,
-                    .sequences = size_.sequences,
-                    .query_heads = size_.group * size_.kv_heads,
-                    .kv_heads = size_.kv_heads,
-                    .head_size = size_.head_size,
-                    .softmax_scale = size_.scale,
-                    .most_slots = most_slots_,
-                    .first_slot = first_slot_->data(),
-                    .keys = device_keys_->data(),
-                    .values = device_values_->data(),
-                    .positions = positions_->data(),
-                    .lengths = lengths_->data(),
-                    .next_slots = next_slots_->data(),
-                    .ages = ages_->data()},
+  return {.cache = {{.type = size_.type,
+                     .sequences = size_.sequences,
+                     .query_heads = size_.group * size_.kv_heads,
+                     .kv_heads = size_.kv_heads,
+                     .head_size = size_.head_size,
+                     .softmax_scale = size_.scale,
+                     .most_slots = most_slots_,
+                     .first_slot = first_slot_->data(),
+                     .keys = device_keys_->data(),
+                     .values = device_values_->data(),
+                     .positions = positions_->data(),
+                     .lengths = lengths_->data(),
+                     .next_slots = next_slots_->data(),
+                     .ages = ages_->data()}},
           .policy = {.states = device_states_->data(),
                      .rules = rules_->data(),
                      .params = params_->data(),

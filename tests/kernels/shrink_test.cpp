@@ -21,7 +21,7 @@ using namespace kvlab::kernels;
 namespace {
 
 constexpr int kHeads = 2, kHeadSize = 64;
-constexpr std::size_t kRowBytes = kHeadSize * bytes_of(Type::bf16);
+constexpr std::size_t kRowBytes = kHeadSize * bytes_of(KVLAB_BF16);
 constexpr std::uint32_t kLayer = 5;
 constexpr std::byte kPoison{0xA7};
 
@@ -98,19 +98,19 @@ class Cache {
             positions_->to_host(), lengths_->to_host(), next_slots_->to_host()};
   }
   SlotCache device() const {
-    return {.type = Type::bf16,
-            .sequences = static_cast<int>(first_slots_.size()) / kHeads,
-            .query_heads = kHeads,
-            .kv_heads = kHeads,
-            .head_size = kHeadSize,
-            .softmax_scale = 1,
-            .most_slots = most_,
-            .first_slot = starts_->data(),
-            .keys = keys_->data(),
-            .values = values_->data(),
-            .positions = positions_->data(),
-            .lengths = lengths_->data(),
-            .next_slots = next_slots_->data()};
+    return {{.type = KVLAB_BF16,
+             .sequences = static_cast<int>(first_slots_.size()) / kHeads,
+             .query_heads = kHeads,
+             .kv_heads = kHeads,
+             .head_size = kHeadSize,
+             .softmax_scale = 1,
+             .most_slots = most_,
+             .first_slot = starts_->data(),
+             .keys = keys_->data(),
+             .values = values_->data(),
+             .positions = positions_->data(),
+             .lengths = lengths_->data(),
+             .next_slots = next_slots_->data()}};
   }
   std::byte* states() const { return states_->data(); }
   float* columns() const { return columns_->data(); }

@@ -75,19 +75,19 @@ Shrunk shrunk(const kernels::DevicePolicy& policy) {
   const DeviceArray<Observation> device_seen(seen);
   const DeviceArray<std::byte> states(2 * kPrompt * policy.slot_bytes),
       to_states(2 * kBudget * policy.slot_bytes);
-  kernels::SlotCache from{.type = kernels::Type::f32,
-                          .sequences = 1,
-                          .query_heads = 2,
-                          .kv_heads = 2,
-                          .head_size = kHeadSize,
-                          .softmax_scale = 1,
-                          .most_slots = kPrompt,
-                          .first_slot = from_slots.data(),
-                          .keys = from_keys.data(),
-                          .values = from_values.data(),
-                          .positions = from_positions.data(),
-                          .lengths = lengths.data(),
-                          .next_slots = next.data()};
+  kernels::SlotCache from{{.type = KVLAB_F32,
+                           .sequences = 1,
+                           .query_heads = 2,
+                           .kv_heads = 2,
+                           .head_size = kHeadSize,
+                           .softmax_scale = 1,
+                           .most_slots = kPrompt,
+                           .first_slot = from_slots.data(),
+                           .keys = from_keys.data(),
+                           .values = from_values.data(),
+                           .positions = from_positions.data(),
+                           .lengths = lengths.data(),
+                           .next_slots = next.data()}};
   kernels::SlotCache to = from;
   to.most_slots = kBudget;
   to.first_slot = to_slots.data();
@@ -142,20 +142,16 @@ TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, with
   };
   CHECK(kernels::has_text(*h2o));
   CHECK(kernels::has_text(*leaky));
-  CHECK(compiles(*h2o, {1, Tokens::squeezed, true, kernels::Type::bf16}, 90));
-  CHECK(compiles(*h2o, {2, Tokens::exact, true, kernels::Type::f16}, 80));
-  CHECK(compiles(*h2o,
-                 {.quads = 1,
-                  .tokens = Tokens::exact,
-                  .in_shared = true,
-                  .type = kernels::Type::bf16,
-                  .largest = true},
-                 90));
-  CHECK(compiles(*parse_policy("criticalkv").entry, {1, Tokens::exact, true, kernels::Type::bf16},
-                 90));
-  CHECK(compiles(*h2o, {2, Tokens::ladder, true, kernels::Type::f16}, 80));
-  CHECK(compiles(*leaky, {2, Tokens::squeezed, false, kernels::Type::f32}, 80));
-  CHECK(compiles(*leaky, {1, Tokens::exact, false, kernels::Type::bf16}, 90));
+  CHECK(compiles(*h2o, {1, Tokens::squeezed, true, KVLAB_BF16}, 90));
+  CHECK(compiles(*h2o, {2, Tokens::exact, true, KVLAB_F16}, 80));
+  CHECK(compiles(
+      *h2o,
+      {.quads = 1, .tokens = Tokens::exact, .in_shared = true, .type = KVLAB_BF16, .largest = true},
+      90));
+  CHECK(compiles(*parse_policy("criticalkv").entry, {1, Tokens::exact, true, KVLAB_BF16}, 90));
+  CHECK(compiles(*h2o, {2, Tokens::ladder, true, KVLAB_F16}, 80));
+  CHECK(compiles(*leaky, {2, Tokens::squeezed, false, KVLAB_F32}, 80));
+  CHECK(compiles(*leaky, {1, Tokens::exact, false, KVLAB_BF16}, 90));
 }
 
 TEST_CASE("what the device cannot compile is shown at the source's own line") {

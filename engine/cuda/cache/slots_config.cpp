@@ -78,8 +78,7 @@ kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOpt
                              .other_ropes = config.has_spans(),
                              .most_tokens = options.slots,
                              .rotation = options.rotation(),
-                             .columns = options.columns(),
-                             .hidden = static_cast<int>(config.hidden),
+                             .columns = options.columns(static_cast<int>(config.hidden)),
                              .norms_keys = config.norms_each_head(),
                              .part = options.prefill_tokens,
                              .watched = options.watched};

@@ -92,19 +92,19 @@ void check_form(const KvForm& form, Type type, int head_size) {
                          next_now.data(),       nothing.data(),
                          extents.data(),        16,
                          static_cast<int>(row), 8};
-  const SlotCache cache{.type = type,
-                        .sequences = 1,
-                        .query_heads = kPairs,
-                        .kv_heads = kPairs,
-                        .head_size = head_size,
-                        .softmax_scale = 1,
-                        .most_slots = 3,
-                        .first_slot = first_slots.data(),
-                        .keys = newest_keys.data(),
-                        .values = newest_values.data(),
-                        .positions = positions.data(),
-                        .lengths = lengths.data(),
-                        .next_slots = next_slots.data()};
+  const SlotCache cache{{.type = type,
+                         .sequences = 1,
+                         .query_heads = kPairs,
+                         .kv_heads = kPairs,
+                         .head_size = head_size,
+                         .softmax_scale = 1,
+                         .most_slots = 3,
+                         .first_slot = first_slots.data(),
+                         .keys = newest_keys.data(),
+                         .values = newest_values.data(),
+                         .positions = positions.data(),
+                         .lengths = lengths.data(),
+                         .next_slots = next_slots.data()}};
   check_cuda(place_newest(cache, coded, now.data(), nullptr));
   const auto written = bytes.to_host();
   for (int pair = 0; pair < kPairs; ++pair)
@@ -138,7 +138,7 @@ void check_form(const KvForm& form, Type type, int head_size) {
 TEST_CASE("A token on a rung has the host's code, bit for bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const KvForm& form : kKvForms)
-    for (const Type type : {Type::f32, Type::bf16, Type::f16})
+    for (const Type type : {KVLAB_F32, KVLAB_BF16, KVLAB_F16})
       for (const int head_size : {64, 96, 128, 256})
         if (!form.kivi) check_form(form, type, head_size);
 }
@@ -187,20 +187,20 @@ class DrawnRungs {
                      .most_rows = most_rows_,
                      .most_row_bytes = most_row_bytes_,
                      .most_rungs = kMostRungs};
-    SlotCache cache{.type = type_,
-                    .sequences = 1,
-                    .query_heads = kPairs * group_,
-                    .kv_heads = kPairs,
-                    .head_size = head_size_,
-                    .softmax_scale = 0.1f,
-                    .most_slots = static_cast<int>(*std::ranges::max_element(lives_)),
-                    .first_slot = first_slots.data(),
-                    .keys = bytes.data(),
-                    .values = bytes.data(),
-                    .positions = positions.data(),
-                    .lengths = lengths.data(),
-                    .next_slots = next_slots.data(),
-                    .coded = &coded};
+    SlotCache cache{{.type = type_,
+                     .sequences = 1,
+                     .query_heads = kPairs * group_,
+                     .kv_heads = kPairs,
+                     .head_size = head_size_,
+                     .softmax_scale = 0.1f,
+                     .most_slots = static_cast<int>(*std::ranges::max_element(lives_)),
+                     .first_slot = first_slots.data(),
+                     .keys = bytes.data(),
+                     .values = bytes.data(),
+                     .positions = positions.data(),
+                     .lengths = lengths.data(),
+                     .next_slots = next_slots.data()},
+                    &coded};
     const EvictionKernels kernels = plain ? plain_kernels({}) : observing_kernels({});
     const DeviceArray<std::byte> workspace(kernels.attention_workspace(cache));
     const EvictingAttentionArgs args{
@@ -333,7 +333,7 @@ void check_attention(Type type, int head_size, int group,
 
 TEST_CASE("Attention over rungs by tensor cores is the plain one's", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16})
     for (const int head_size : {64, 96, 128, 256}) {
       for (const KvForm& form : kKvForms)
         if (!form.kivi) check_attention(type, head_size, 3, {&form});
