@@ -29,7 +29,6 @@ using namespace kvlab::kernels;
 
 namespace {
 
-static_assert(sizeof(kvlab_observation) == sizeof(Observation));
 static_assert(sizeof(kvlab_columns_args::columns) == kMaxColumns * sizeof(kvlab_column) &&
               KVLAB_VALUE_OUT_NORM1 == static_cast<int>(BuiltInColumn::value_out_norm1));
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
@@ -112,38 +111,6 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
   return cudaErrorNotSupported;
 }
 
-PolicyState state_of(const kvlab_policy_state& c) {
-  return {.states = static_cast<std::byte*>(c.states),
-          .rules = c.rules,
-          .params = static_cast<const std::byte*>(c.params),
-          .threshold16 = c.threshold16,
-          .seeds = c.seeds,
-          .sequence_ids = c.sequence_ids,
-          .layer = c.layer,
-          .first_head = c.first_head,
-          .seen = reinterpret_cast<Observation*>(c.seen),
-          .room_at = c.room_at,
-          .columns = c.columns};
-}
-
-EvictingAttentionArgs evicting_of(const kvlab_evicting_attention_args& args) {
-  EvictingAttentionArgs converted{};
-  converted.cache = {args.cache};
-  converted.policy = state_of(args.policy);
-  converted.numbering = args.numbering == KVLAB_ORIGINAL ? Positions::original : Positions::cache;
-  converted.two_frames = args.numbering == KVLAB_TWO_FRAMES;
-  converted.now = args.now;
-  converted.q = args.q;
-  converted.inv_freq = args.inv_freq;
-  converted.rotated = args.rotated;
-  converted.rope_factor = args.rope_factor;
-  converted.out = args.out;
-  converted.lse = args.lse;
-  converted.workspace = args.workspace;
-  converted.settled = args.settled != 0;
-  return converted;
-}
-
 /// name=NAME: where NAME is but the default.
 const char* column_name(const char* name) {
   const char* const given = std::strchr(name, '=');
@@ -182,23 +149,8 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
         .seeds = sequences * sizeof(std::uint64_t),
         .sequence_ids = sequences * sizeof(std::uint32_t),
         .blocks = (c.pages.by_pair != 0 ? pairs : sequences) * blocks * sizeof(std::int32_t),
-        .attention_workspace = policy.attention_workspace({c}),
-        .shrink_workspace = shrink_workspace({c})};
-}
-
-ShrinkArgs shrink_of(const kvlab_shrink_args& args) {
-  return {.from = {args.from},
-          .to = {args.to},
-          .policy = state_of(args.policy),
-          .to_states = static_cast<std::byte*>(args.to_states),
-          .to_columns = args.to_columns,
-          .now = args.now,
-          .admitted = args.admitted,
-          .seen = reinterpret_cast<Observation*>(args.seen),
-          .workspace = args.workspace,
-          .by_layer = args.by_layer != 0,
-          .smooth = args.smooth,
-          .pool = args.pool_max != 0 ? Modifiers::Pool::max : Modifiers::Pool::mean};
+        .attention_workspace = policy.attention_workspace(c, false),
+        .shrink_workspace = shrink_workspace(c)};
 }
 
 /// cudaSuccess: it is not.
@@ -327,18 +279,18 @@ cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* ca
 cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
   if (refused(__func__, cache == nullptr ? kNull : why_not_shape(*cache)))
     return cudaErrorInvalidValue;
-  return told(__func__, number_by_age({*cache}, stream));
+  return told(__func__, number_by_age(*cache, stream));
 }
 
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache) {
   if (policy == nullptr || cache == nullptr || !why_not_shape(*cache).empty()) return 0;
-  return policy->kernels.attention_workspace({*cache});
+  return policy->kernels.attention_workspace(*cache, false);
 }
 
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream) {
   if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
-  return told(__func__, policy->kernels.attend(policy->kernels, evicting_of(*args), stream));
+  return told(__func__, policy->kernels.attend(policy->kernels, {*args}, stream));
 }
 
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
@@ -349,7 +301,7 @@ cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
     return cudaErrorInvalidValue;
   std::array<EvictingAttentionArgs, kMostObservedLayers> converted{};
   for (int layer = 0; layer < count; ++layer)
-    converted[static_cast<std::size_t>(layer)] = evicting_of(layers[layer]);
+    converted[static_cast<std::size_t>(layer)] = {layers[layer]};
   const std::span all(converted.data(), static_cast<std::size_t>(count));
   return told(__func__, policy->kernels.observe(policy->kernels, all, false, stream));
 }
@@ -358,7 +310,7 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
   if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
-  return told(__func__, policy->kernels.attention(evicting_of(*args), stream));
+  return told(__func__, policy->kernels.attention({*args}, stream));
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
@@ -388,27 +340,27 @@ cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_arg
 }
 
 size_t kvlab_shrink_workspace(const kvlab_cache* from) {
-  return from == nullptr ? 0 : shrink_workspace({*from});
+  return from == nullptr ? 0 : shrink_workspace(*from);
 }
 
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
                          cudaStream_t stream) {
   if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
-  return told(__func__, shrink(policy->kernels, shrink_of(*args), stream));
+  return told(__func__, shrink(policy->kernels, *args, stream));
 }
 
 cudaError_t kvlab_rank(const kvlab_policy* policy, const kvlab_shrink_args* args, uint64_t* ranks,
                        cudaStream_t stream) {
   if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
   if (refused(__func__, why_not_ranks(*args, ranks, 1))) return cudaErrorInvalidValue;
-  return told(__func__, rank_by_age(policy->kernels, shrink_of(*args), ranks, stream));
+  return told(__func__, rank_by_age(policy->kernels, *args, ranks, stream));
 }
 
 cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args,
                        const uint64_t* ranks, int devices, cudaStream_t stream) {
   if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
   if (refused(__func__, why_not_ranks(*args, ranks, devices))) return cudaErrorInvalidValue;
-  return told(__func__, keep_by_ranks(policy->kernels, shrink_of(*args), ranks, devices, stream));
+  return told(__func__, keep_by_ranks(policy->kernels, *args, ranks, devices, stream));
 }
 
 }  // extern "C"

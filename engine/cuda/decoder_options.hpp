@@ -12,8 +12,6 @@
 
 namespace kvlab {
 
-using kernels::KeyRotation;
-
 struct CudaDecoderOptions {
   int sequences = 1;
   std::uint32_t slots = 0;  ///< tokens of each sequence; 0: no limit, where each has a budget
@@ -46,9 +44,9 @@ struct CudaDecoderOptions {
       list.columns[list.count++] = static_cast<kvlab_column>(built_in_column(name).value());
     return list;
   }
-  KeyRotation rotation() const {
-    if (caches.front().positions == Positions::original) return KeyRotation::by_position;
-    return policy().oldest_first ? KeyRotation::two_frames : KeyRotation::by_age;
+  kvlab_positions numbering() const {
+    if (caches.front().positions == Positions::original) return KVLAB_ORIGINAL;
+    return policy().oldest_first ? KVLAB_TWO_FRAMES : KVLAB_SQUEEZED;
   }
 };
 

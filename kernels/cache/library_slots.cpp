@@ -136,7 +136,7 @@ SlotsConfig config_of(const kvlab_slots_config& c) {
                             static_cast<std::size_t>(c.kv_heads);
   for (std::size_t at = 0; at < pairs; ++at) config.pairs.push_back(pair_of(c, at));
   if (c.numbering == KVLAB_SQUEEZED)
-    config.rotation = policy.kernels.oldest_first ? KeyRotation::two_frames : KeyRotation::by_age;
+    config.numbering = policy.kernels.oldest_first ? KVLAB_TWO_FRAMES : KVLAB_SQUEEZED;
   config.columns = {.count = c.column_count, .hidden = c.hidden};
   std::copy_n(c.columns, c.column_count, config.columns.columns);
   if (c.part > 0) config.part = c.part;

@@ -23,11 +23,11 @@ AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const SlotsConfig& config, 
     columns = arena.take<float>(all * static_cast<std::size_t>(config.columns.count));
     plain_keys = arena.take<std::byte>(all * config.key_bytes());
   }
-  if (config.rotation != KeyRotation::by_position)
+  if (config.numbering != KVLAB_ORIGINAL)
     squeezed_keys = arena.take<std::byte>(all * config.key_bytes());
   if (config.kernels.weighted) weights = arena.take<float>(slots);
   if (config.observes()) {
-    seen = arena.take<Observation>(all);
+    seen = arena.take<kvlab_observation>(all);
     rows = arena.take<RowSoftmax>(std::size_t{config.part} *
                                   static_cast<std::size_t>(config.query_heads));
     observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
@@ -57,8 +57,8 @@ void SlotCaches::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bo
   // What steps do not, so that nobody who is to step down attends as it was.
   if (coded() && !of(sequence).modifiers.steps_make_room()) make_room(sequence, fed, false, {});
   // In two frames nothing is numbered anew until something has left.
-  const bool squeezes = config_.rotation == KeyRotation::by_age ||
-                        (config_.rotation == KeyRotation::two_frames && fed > 0);
+  const bool squeezes =
+      config_.numbering == KVLAB_SQUEEZED || (config_.numbering == KVLAB_TWO_FRAMES && fed > 0);
   admission_ = {sequence, fed, tokens, ends_prompt, squeezes};
   reserve(most_slots());
   const Admitted nothing{fed, 0}, all{fed, tokens};
@@ -96,13 +96,13 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const AdmissionPart& part) 
   args.cache.next_slots = args.cache.lengths;  // new tokens go behind the live ones
   args.q = work_->q;
   args.plain_k = work_->plain_k;
-  if (config_.rotation != KeyRotation::by_age) rotate(config_.layers[layer].table, args);
+  if (config_.numbering != KVLAB_SQUEEZED) rotate(config_.layers[layer].table, args);
   return args;
 }
 
 /// The live tokens come along; a victim that was chosen already is chosen again.
 void SlotCaches::begin_layer(std::uint32_t layer) {
-  const SlotCache& cache = memory_->cache;
+  const kvlab_cache& cache = memory_->cache;
   const std::size_t all =
       static_cast<std::size_t>(cache.kv_heads) * static_cast<std::size_t>(cache.most_slots);
   if (memory_->seen) clear(memory_->seen, all);
@@ -120,7 +120,7 @@ void SlotCaches::begin_layer(std::uint32_t layer) {
 void SlotCaches::attend(std::uint32_t layer, const AdmissionPart& part, const AttendedRows& to) {
   if (admission_.squeezes) {
     const SqueezeArgs shape = squeeze_shape(layer, part);
-    if (config_.rotation == KeyRotation::by_age)
+    if (config_.numbering == KVLAB_SQUEEZED)
       check(squeeze_queries(shape, work_->q, work_->q, stream_), "positions of a prompt");
     squeeze_keys(shape, false);
   }
@@ -160,7 +160,7 @@ void SlotCaches::observe(std::uint32_t layer, const kvlab_prefill_args& queries)
                          .keys_end = static_cast<int>(live + end),
                          .position = admission_.fed + first,
                          .threshold16 = storage_->thresholds + sequence,
-                         .seen = reinterpret_cast<kvlab_observation*>(memory_->seen),
+                         .seen = memory_->seen,
                          .workspace = memory_->observe_workspace,
                          .group_max = of(sequence).modifiers.group == Modifiers::Group::max,
                          .weights = memory_->weights,
@@ -174,29 +174,18 @@ void SlotCaches::observe(std::uint32_t layer, const kvlab_prefill_args& queries)
 void SlotCaches::keep(std::uint32_t layer) {
   const int sequence = admission_.sequence;
   const bool ends_prompt = admission_.ends_prompt, once = of(sequence).modifiers.once;
-  const SlotCache to = storage_->cache_of(layer, sequence);
-  PolicyState policy = storage_->policy_of_shrink(layer, sequence, once && !ends_prompt);
-  policy.states = memory_->states;
-  policy.columns = memory_->columns;
   if (memory_->columns) make_columns_of_new(layer);
   if (counts(sequence)) count_admission(sequence, layer, admission_.tokens);
-  ShrinkArgs args{.from = memory_->cache,
-                  .to = to,
-                  .policy = policy,
-                  .to_states = storage_->states,
-                  .to_columns = storage_->columns,
-                  .now = &work_->admitted->now,
-                  .admitted = &work_->admitted->tokens,
-                  .seen = memory_->seen,
-                  .workspace = memory_->shrink_workspace};
+  kvlab_shrink_args args = to_slots(sequence, layer, work_->admitted, once && !ends_prompt);
+  args.seen = memory_->seen;
   if (ends_prompt && of(sequence).share) return keep_by_shares(layer, args);
   shrink(args, sequence, layer, ends_prompt);
-  number(to);
+  number(args.to);
   if (counts(sequence)) count_room(sequence, layer, ends_prompt);
 }
 
 /// All are admitted where they are; then the heads share their slots.
-void SlotCaches::keep_by_shares(std::uint32_t layer, ShrinkArgs args) {
+void SlotCaches::keep_by_shares(std::uint32_t layer, kvlab_shrink_args args) {
   const int sequence = admission_.sequence;
   args.to = args.from;
   args.to_states = memory_->states;
@@ -236,7 +225,7 @@ void SlotCaches::squeeze_keys(const SqueezeArgs& shape, bool of_older) {
   check(kernels::squeeze_keys({.shape = shape,
                                .slots = memory_->cache.most_slots,
                                .positions = memory_->cache.positions,
-                               .rotated = config_.rotation == KeyRotation::two_frames,
+                               .rotated = config_.numbering == KVLAB_TWO_FRAMES,
                                .now = admission_.fed,
                                .keys = memory_->cache.keys,
                                .to = memory_->squeezed_keys},
@@ -247,7 +236,7 @@ void SlotCaches::squeeze_keys(const SqueezeArgs& shape, bool of_older) {
 SqueezeArgs SlotCaches::squeeze_shape(std::uint32_t layer, const AdmissionPart& part) const {
   const std::uint32_t table = config_.layers[layer].table;
   const SlotRope& rope = config_.ropes[table];
-  const bool two_frames = config_.rotation == KeyRotation::two_frames;
+  const bool two_frames = config_.numbering == KVLAB_TWO_FRAMES;
   return {.type = config_.type,
           .query_heads = config_.query_heads,
           .kv_heads = config_.kv_heads,

@@ -17,13 +17,6 @@
 
 namespace kvlab::kernels {
 
-/// How keys are cached, and rotated when attention reads them.
-enum class KeyRotation {
-  by_position,  ///< cached rotated at their original positions, and left so
-  by_age,       ///< cached before RoPE, beside their ages; rotated by age
-  two_frames    ///< cached as by_position, numbered by age: see EvictingAttentionArgs
-};
-
 /// A table of RoPE: frequencies, of half the channels that turn, and a factor on cos and sin.
 struct SlotRope {
   std::vector<float> inv_freq = {};
@@ -44,7 +37,7 @@ struct SlotLayer {
 /// What a sequence's caches have in common.
 struct SlotSequence {
   Modifiers modifiers = {};
-  std::vector<std::byte> params = {};  ///< as PolicyState has them, and what follows
+  std::vector<std::byte> params = {};  ///< as kvlab_policy_state has them, and what follows
   std::uint32_t threshold16 = 655;
   std::uint64_t seed = 0;
   std::uint32_t id = 0;
@@ -66,12 +59,12 @@ struct SlotsConfig {
   int query_heads = 0, kv_heads = 0, head_size = 0;
   std::vector<SlotLayer> layers = {};
   std::vector<SlotRope> ropes = {};
-  bool other_ropes = false;  ///< somebody else needs their rows, whatever `rotation` says
+  bool other_ropes = false;  ///< somebody else needs their rows, whatever `numbering` says
   std::vector<SlotSequence> sequences = {};
   std::vector<SlotPair> pairs = {};  ///< [layer, sequence, kv_head]
   std::uint32_t most_tokens = 0;     ///< of a sequence; 0: no limit, where all have budgets
   EvictionKernels kernels{};
-  KeyRotation rotation = KeyRotation::by_position;
+  kvlab_positions numbering = KVLAB_ORIGINAL;
   /// A prompt's queries by how many are younger: their weights, and the tail. For policies that
   /// weigh them.
   std::function<std::uint32_t(std::span<const std::byte> params, std::span<float> to)> weigh = {};
@@ -97,23 +90,23 @@ struct SlotsConfig {
   }
   /// Whether the fast kernels have what is asked: they rotate whole heads, or none.
   bool is_fast() const {
-    const bool whole = rotation == KeyRotation::by_position ||
-                       std::ranges::all_of(layers, [&](const SlotLayer& layer) {
-                         return ropes[layer.table].rotated() == head_size;
-                       });
+    const bool whole =
+        numbering == KVLAB_ORIGINAL || std::ranges::all_of(layers, [&](const SlotLayer& layer) {
+          return ropes[layer.table].rotated() == head_size;
+        });
     return whole && (!coded() || (type != KVLAB_F32 && query_heads <= kMostRungGroup * kv_heads));
   }
   /// Bytes of one token's key in one head, or of its value.
   std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }
   /// One layer's cache, but for where its memory is.
-  SlotCache slot_cache(int of_sequences, int most_slots) const {
-    return {{.type = type,
-             .sequences = of_sequences,
-             .query_heads = query_heads,
-             .kv_heads = kv_heads,
-             .head_size = head_size,
-             .softmax_scale = layers.empty() ? 1 : layers.front().softmax_scale,
-             .most_slots = most_slots}};
+  kvlab_cache slot_cache(int of_sequences, int most_slots) const {
+    return {.type = type,
+            .sequences = of_sequences,
+            .query_heads = query_heads,
+            .kv_heads = kv_heads,
+            .head_size = head_size,
+            .softmax_scale = layers.empty() ? 1 : layers.front().softmax_scale,
+            .most_slots = most_slots};
   }
 };
 

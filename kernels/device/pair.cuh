@@ -29,8 +29,14 @@ __device__ inline std::int64_t row_of(const kvlab_cache& cache, int pair, std::i
   return (cache.first_slot[pair] + slot) * cache.head_size;
 }
 
+/// What a slot's token received, as policies are shown it.
+__device__ inline Observation& observation_at(kvlab_observation* seen, std::int64_t slot) {
+  static_assert(sizeof(kvlab_observation) == sizeof(Observation));
+  return reinterpret_cast<Observation*>(seen)[slot];
+}
+
 /// How many live tokens make room necessary; kUnlimited: none do.
-__device__ inline std::uint32_t room_at(const PolicyState& policy, int pair) {
+__device__ inline std::uint32_t room_at(const kvlab_policy_state& policy, int pair) {
   return policy.room_at != nullptr ? policy.room_at[pair] : policy.rules[pair].budget;
 }
 
@@ -38,8 +44,8 @@ __device__ inline Guards guards_of(const kvlab_rule& rule) {
   return {.sinks = rule.sinks, .recent = rule.recent};
 }
 
-__device__ inline Step step_of(const PolicyState& policy, const Pair& pair, std::uint32_t now,
-                               std::uint32_t live, std::uint32_t queries) {
+__device__ inline Step step_of(const kvlab_policy_state& policy, const Pair& pair,
+                               std::uint32_t now, std::uint32_t live, std::uint32_t queries) {
   return {.now = now,
           .budget = policy.rules[pair.index].budget,
           .live = live,
@@ -51,7 +57,7 @@ __device__ inline Step step_of(const PolicyState& policy, const Pair& pair, std:
 }
 
 template <class P>
-__device__ typename P::Params params_of(const PolicyState& policy, const Pair& pair) {
+__device__ typename P::Params params_of(const kvlab_policy_state& policy, const Pair& pair) {
   if constexpr (std::is_empty_v<typename P::Params>)
     return {};
   else
@@ -60,7 +66,8 @@ __device__ typename P::Params params_of(const PolicyState& policy, const Pair& p
 
 /// The token of a slot, with what it brought.
 template <class P>
-__device__ Token token_of(const PolicyState& policy, std::int64_t slot, std::uint32_t position) {
+__device__ Token token_of(const kvlab_policy_state& policy, std::int64_t slot,
+                          std::uint32_t position) {
   constexpr int columns = static_cast<int>(P::kInfo.column_count());
   Token token{position};
 #pragma unroll

@@ -162,7 +162,7 @@ struct ReplayRung {
 
 /// One cache.
 struct ReplayRule {
-  PairRule rule;
+  kvlab_rule rule;
   Modifiers modifiers;
   std::uint32_t room_at;  ///< room is made when so many tokens are live; kUnlimited: never
   bool looks_back;        ///< where it matters whether a prompt segment has just ended

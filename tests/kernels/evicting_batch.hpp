@@ -102,7 +102,7 @@ class EvictingBatch {
   Array<std::uint64_t> seeds_;
   Array<std::int64_t> first_slot_;
   Array<std::int32_t> lengths_, next_slots_;
-  Array<PairRule> rules_;
+  Array<kvlab_rule> rules_;
   Array<Observation> device_seen_;
 };
 

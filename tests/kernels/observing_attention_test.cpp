@@ -290,7 +290,7 @@ TEST_CASE("observing attention refuses what it does not support before any launc
   for (const DevicePolicy& policy : device_policies()) {
     const EvictionKernels kernels = observing_kernels(policy);
     CHECK(kernels.attention({}, nullptr) == cudaErrorInvalidValue);
-    CHECK(kernels.attention_workspace({}) == 0);
+    CHECK(kernels.attention_workspace({}, false) == 0);
   }
 }
 

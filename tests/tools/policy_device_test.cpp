@@ -51,7 +51,7 @@ struct Shrunk {
 
 Shrunk shrunk(const kernels::DevicePolicy& policy) {
   constexpr int kPrompt = 200, kBudget = 32, kHeadSize = 64;
-  const std::vector<kernels::PairRule> two_rules(2, {kBudget, 2, 8});
+  const std::vector<kvlab_rule> two_rules(2, {kBudget, 2, 8});
   std::vector<Observation> seen(2 * kPrompt);
   std::mt19937 random(5);
   for (Observation& one : seen)
@@ -71,24 +71,24 @@ Shrunk shrunk(const kernels::DevicePolicy& policy) {
   const auto now = array(std::uint32_t{0}), ids = array(std::uint32_t{0}),
              admitted = array(std::uint32_t{kPrompt});
   const auto seeds = array(std::uint64_t{0});
-  const DeviceArray<kernels::PairRule> rules(two_rules);
+  const DeviceArray<kvlab_rule> rules(two_rules);
   const DeviceArray<Observation> device_seen(seen);
   const DeviceArray<std::byte> states(2 * kPrompt * policy.slot_bytes),
       to_states(2 * kBudget * policy.slot_bytes);
-  kernels::SlotCache from{{.type = KVLAB_F32,
-                           .sequences = 1,
-                           .query_heads = 2,
-                           .kv_heads = 2,
-                           .head_size = kHeadSize,
-                           .softmax_scale = 1,
-                           .most_slots = kPrompt,
-                           .first_slot = from_slots.data(),
-                           .keys = from_keys.data(),
-                           .values = from_values.data(),
-                           .positions = from_positions.data(),
-                           .lengths = lengths.data(),
-                           .next_slots = next.data()}};
-  kernels::SlotCache to = from;
+  kvlab_cache from{.type = KVLAB_F32,
+                   .sequences = 1,
+                   .query_heads = 2,
+                   .kv_heads = 2,
+                   .head_size = kHeadSize,
+                   .softmax_scale = 1,
+                   .most_slots = kPrompt,
+                   .first_slot = from_slots.data(),
+                   .keys = from_keys.data(),
+                   .values = from_values.data(),
+                   .positions = from_positions.data(),
+                   .lengths = lengths.data(),
+                   .next_slots = next.data()};
+  kvlab_cache to = from;
   to.most_slots = kBudget;
   to.first_slot = to_slots.data();
   to.keys = to_keys.data();
@@ -111,7 +111,7 @@ Shrunk shrunk(const kernels::DevicePolicy& policy) {
                               .to_states = to_states.data(),
                               .now = now.data(),
                               .admitted = admitted.data(),
-                              .seen = device_seen.data(),
+                              .seen = reinterpret_cast<kvlab_observation*>(device_seen.data()),
                               .workspace = workspace.data()},
                              nullptr));
   return {to_lengths.to_host(), to_next.to_host(), to_positions.to_host(), to_states.to_host()};

@@ -41,7 +41,7 @@ class PagedLayers {
   std::uint64_t pairs() const { return std::uint64_t{shape_.batch} * shape_.kv_heads; }
   /// Of a layer's keys, or values.
   std::uint64_t elements() const { return pairs() * slots() * shape_.head_size; }
-  kernels::SlotCache cache(std::uint32_t layer) const;
+  kvlab_cache cache(std::uint32_t layer) const;
   cuda::DeviceBuffer blocks(std::uint32_t page) const;
   kvlab_pages paged(std::uint32_t page, bool by_head, const cuda::DeviceBuffer& blocks) const;
 
@@ -63,7 +63,7 @@ PagedLayers::PagedLayers(const PagedBenchShape& shape) : shape_(shape) {
               kMeasuringBlocks);
   cuda::check(cuda::fill_normal(kType, q_.data(), queries, 1, 2, nullptr), kMeasuringBlocks);
   zeroes_ = cuda::zeroes(
-      std::max(pairs() * sizeof(kernels::PairRule), pairs() * slots() * sizeof(std::uint32_t)),
+      std::max(pairs() * sizeof(kvlab_rule), pairs() * slots() * sizeof(std::uint32_t)),
       kMeasuringBlocks);
   std::vector<std::int64_t> first_slot(pairs());
   for (std::uint64_t pair = 0; pair < pairs(); ++pair)
@@ -73,12 +73,12 @@ PagedLayers::PagedLayers(const PagedBenchShape& shape) : shape_(shape) {
   lengths_ = cuda::upload(std::vector<std::int32_t>(pairs(), live), kMeasuringBlocks);
   next_slots_ = cuda::upload(std::vector<std::int32_t>(pairs(), live - 1), kMeasuringBlocks);
   now_ = cuda::upload(std::vector<std::uint32_t>(shape.batch, shape.slots), kMeasuringBlocks);
-  workspace_ = cuda::zeroes(window_.attention_workspace(cache(0)), kMeasuringBlocks);
+  workspace_ = cuda::zeroes(window_.attention_workspace(cache(0), false), kMeasuringBlocks);
 }
 
-kernels::SlotCache PagedLayers::cache(std::uint32_t layer) const {
+kvlab_cache PagedLayers::cache(std::uint32_t layer) const {
   const std::uint64_t bytes = elements() * kernels::bytes_of(kType);
-  kernels::SlotCache cache{};
+  kvlab_cache cache{};
   cache.type = kType;
   cache.sequences = static_cast<int>(shape_.batch);
   cache.query_heads = static_cast<int>(shape_.kv_heads * shape_.group);
@@ -123,7 +123,7 @@ double PagedLayers::microseconds(std::uint32_t page, bool by_head) const {
       kernels::EvictingAttentionArgs args{};
       args.cache = cache(layer);
       if (page != 0) args.cache.pages = paged(page, by_head, numbers);
-      args.policy.rules = zeroes_.as<kernels::PairRule>();
+      args.policy.rules = zeroes_.as<kvlab_rule>();
       args.policy.seeds = zeroes_.as<std::uint64_t>();
       args.policy.sequence_ids = zeroes_.as<std::uint32_t>();
       args.now = now_.as<std::uint32_t>();
