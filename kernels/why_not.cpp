@@ -193,10 +193,17 @@ std::string why_not(const kvlab_write_args& args) {
 }
 
 std::string why_not(const kvlab_columns_args& args) {
+  const kvlab_cache& cache = args.cache;
   Wants wants;
-  want_type(wants, args.cache.type);
-  wants.that(args.count >= 1 && args.count <= static_cast<int>(kMaxColumns), "count is {}; 1 to {}",
-             args.count, kMaxColumns);
+  want_type(wants, cache.type);
+  wants
+      .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
+                cache.head_size <= 1024,
+            "cache.sequences is {}, kv_heads {}, head_size {}: each at least 1, head_size at most "
+            "1,024",
+            cache.sequences, cache.kv_heads, cache.head_size)
+      .that(args.count >= 1 && args.count <= static_cast<int>(kMaxColumns), "count is {}; 1 to {}",
+            args.count, kMaxColumns);
   for (int at = 0; wants.missing().empty() && at < args.count; ++at) {
     const kvlab_column column = args.columns[at];
     wants
@@ -205,12 +212,17 @@ std::string why_not(const kvlab_columns_args& args) {
         .that(column != KVLAB_KEY_COSINE || args.unit_keys,
               "unit_keys is NULL: KVLAB_KEY_COSINE has a mean to keep")
         .that(column != KVLAB_VALUE_OUT_NORM1 || (args.output && args.hidden > 0),
-              "output is NULL or hidden {}: KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden);
+              "output is NULL or hidden {}: KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden)
+        .that(column != KVLAB_VALUE_OUT_NORM1 ||
+                  (cache.query_heads > 0 && cache.query_heads % cache.kv_heads == 0 &&
+                   cache.query_heads <= kMostGroup * cache.kv_heads),
+              "cache.query_heads is {}, kv_heads {}: KVLAB_VALUE_OUT_NORM1 takes {} for each",
+              cache.query_heads, cache.kv_heads, kMostGroup);
   }
   return wants.that(args.tokens > 0, "tokens is {}; at least 1", args.tokens)
       .pointers({{args.slots, "slots"}, {args.keys, "keys"}, {args.to, "to"}})
-      .pointers({{args.cache.first_slot, "cache.first_slot"}, {args.cache.values, "cache.values"}})
-      .also(why_not(args.cache.pages, args.cache.head_size, args.cache.type, args.tokens, "cache."))
+      .pointers({{cache.first_slot, "cache.first_slot"}, {cache.values, "cache.values"}})
+      .also(why_not(cache.pages, cache.head_size, cache.type, args.tokens, "cache."))
       .missing();
 }
 

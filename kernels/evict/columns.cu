@@ -8,6 +8,7 @@
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/why_not.hpp"
 #include "policies/columns/column_sums.hpp"
 
 namespace kvlab::kernels {
@@ -224,23 +225,10 @@ cudaError_t launch_output_norms(const DeviceLimits& limits, const ColumnArgs& ar
   return launch(limits, output_norms_kernel<T, kTokens>, where, args, c);
 }
 
-bool valid(const ColumnArgs& args) {
-  constexpr int kMostHeadSize = 1024;
-  const kvlab_cache& cache = args.cache;
-  return cache.sequences > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
-         cache.head_size <= kMostHeadSize && args.tokens > 0 && args.count > 0 &&
-         cache.first_slot && cache.values && args.slots && args.keys && args.to &&
-         (!has(args, KVLAB_KEY_COSINE) || args.unit_keys) &&
-         (!has(args, KVLAB_VALUE_OUT_NORM1) ||
-          (args.output && args.hidden > 0 && cache.query_heads >= cache.kv_heads &&
-           cache.query_heads % cache.kv_heads == 0 &&
-           cache.query_heads <= kMostGroup * cache.kv_heads));
-}
-
 }  // namespace
 
 cudaError_t make_columns(const ColumnArgs& args, cudaStream_t stream) {
-  if (!valid(args)) return cudaErrorInvalidValue;
+  if (!why_not(args).empty()) return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   const Launch where{

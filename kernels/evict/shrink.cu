@@ -6,6 +6,7 @@
 #include "kernels/device/select_leaving.cuh"
 #include "kernels/evict/shrink.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/why_not.hpp"
 #include "policies/modifiers/pooled_rank.hpp"
 
 namespace kvlab::kernels {
@@ -166,17 +167,6 @@ __global__ void __launch_bounds__(kShrinkThreads)
     args.to_columns[to * columns + c] = args.columns[from * columns + c];
 }
 
-bool same_shape(const kvlab_cache& a, const kvlab_cache& b) {
-  return a.type == b.type && a.sequences == b.sequences && a.kv_heads == b.kv_heads &&
-         a.head_size == b.head_size;
-}
-
-bool whole(const kvlab_cache& cache) {
-  return cache.keys != nullptr && cache.values != nullptr && cache.positions != nullptr &&
-         cache.lengths != nullptr && cache.next_slots != nullptr && cache.first_slot != nullptr &&
-         aligned16(cache.keys) && aligned16(cache.values);
-}
-
 }  // namespace
 
 std::size_t shrink_workspace(const kvlab_cache& from) {
@@ -185,22 +175,6 @@ std::size_t shrink_workspace(const kvlab_cache& from) {
 }
 
 namespace {
-
-/// Whether the arguments can be a shrink's; pointers are not followed.
-bool can_shrink(const kvlab_shrink_args& args, const DevicePolicy& policy) {
-  constexpr int kMostPairs = 65535;  // of a grid's second dimension
-  const kvlab_cache& from = args.from;
-  if (from.sequences < 1 || from.kv_heads < 1 || from.most_slots < 1) return false;
-  if (std::int64_t{from.sequences} * from.kv_heads > kMostPairs) return false;
-  if (from.head_size * bytes_of(from.type) % 16 != 0 || from.head_size < 1) return false;
-  const kvlab_policy_state& state = args.policy;
-  if (policy.slot_bytes != 0 && (!state.states || !args.to_states)) return false;
-  if (!policy.columns.empty() && (!state.columns || !args.to_columns)) return false;
-  if (policy.params_bytes != 0 && !state.params) return false;
-  return same_shape(from, args.to) && whole(from) && whole(args.to) && args.workspace != nullptr &&
-         args.now != nullptr && args.admitted != nullptr && state.rules != nullptr &&
-         state.seeds != nullptr && state.sequence_ids != nullptr;
-}
 
 bool modifies(const kvlab_shrink_args& args) { return args.by_layer != 0 || args.smooth > 0; }
 
@@ -261,7 +235,7 @@ cudaError_t rank_tokens(const DevicePolicy& policy, const kvlab_shrink_args& arg
 
 cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_shrink_args& args,
                         std::uint64_t* by_age, cudaStream_t stream) {
-  if (!can_shrink(args, policy)) return cudaErrorInvalidValue;
+  if (!why_not(policy, args).empty()) return cudaErrorInvalidValue;
   kvlab_shrink_args first = args;
   void* parameters[] = {&first};
   if (const cudaError_t error = cudaLaunchKernel(policy.settle_tokens, grid_of(args),
@@ -274,7 +248,7 @@ cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_shrink_args& arg
 
 cudaError_t keep_by_ranks(const DevicePolicy& policy, const kvlab_shrink_args& args,
                           const std::uint64_t* by_age, int devices, cudaStream_t stream) {
-  if (!can_shrink(args, policy)) return cudaErrorInvalidValue;
+  if (!why_not(policy, args).empty()) return cudaErrorInvalidValue;
   const cudaError_t error = modify(policy, args, {by_age, devices}, stream);
   return error == cudaSuccess ? keep_last_to_leave(policy, args, true, stream) : error;
 }
