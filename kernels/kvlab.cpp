@@ -1,5 +1,5 @@
-// The C interface: translates structs, finds policies by name, has others compiled, keeps why a
-// call was refused, and does nothing else.
+// The C interface: asks whether a call can be, hands its struct to the launcher, which takes it as
+// it is, finds policies by name, has others compiled, and keeps why a call was refused.
 #include "kernels/kvlab.h"
 
 #include <algorithm>

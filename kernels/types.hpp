@@ -1,4 +1,5 @@
-// What every kernel launcher speaks: raw device pointers, element types, strides in elements.
+// What every kernel launcher speaks: kvlab.h's structs, or such as have what these lack; raw device
+// pointers, strides in elements.
 //
 // Launchers are stream-ordered: no host synchronisation, no allocation, capturable in a graph. They
 // return cudaErrorInvalidValue before any launch for a size, group or dtype that is not supported.

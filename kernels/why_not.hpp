@@ -1,5 +1,5 @@
 // Why a call of kvlab.h is refused, in one line: what is, where, and what would be right. Asked
-// before each call, which then converts arguments that it can trust.
+// before each call, and by launchers that have no more to ask.
 #pragma once
 
 #include <cstdint>

@@ -21,13 +21,12 @@ std::size_t observe_workspace(const kvlab_prefill_args& args);
 /// for both. Refused: Needs::nothing.
 cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream);
 
+std::size_t shrink_workspace(const kvlab_cache& from);
 /// The end of an admission: steps 2 and 4 of the rule and step 1 of the next one. For every pair:
 /// admits the new tokens to the policy, shows it what each live token has received, then keeps the
 /// last budget - 1 in the order of leaving; all where fewer than room_at are live. Those that stay
 /// go to `to` in the order of their slots, or, where `to` is `from`, those beyond the kept number
-/// fill the holes, and nothing else moves.
-std::size_t shrink_workspace(const kvlab_cache& from);
-/// `rows`: keys and values are moved, too.
+/// fill the holes, and nothing else moves. `rows`: keys and values are moved, too.
 cudaError_t shrink(const DevicePolicy& policy, const kvlab_shrink_args& args, cudaStream_t stream,
                    bool rows = true);
 
