@@ -61,8 +61,7 @@ RungStorage::RungStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
   extents = arena.take<std::int32_t>(plan.ladders.size());
   most_rows_ = plan.most_rows, most_row_bytes_ = plan.most_row_bytes;
   most_rungs_ = plan.most_rungs;
-  next_now = arena.take<std::uint32_t>(config.sequences.size());
-  nothing = arena.take<std::uint32_t>(pairs_);
+  nothing = arena.take<std::int32_t>(pairs_);
   newest = arena.take<std::int64_t>(pairs_);
 }
 
@@ -76,7 +75,6 @@ void RungStorage::clear(const SlotsConfig& config, const PairSlots& slots) const
   clear(counts, plan.ladders.size() * kMostRungs);
   clear(next_rows, plan.ladders.size());
   clear(extents, plan.ladders.size());
-  clear(next_now, config.sequences.size());
   clear(nothing, pairs_);
   std::vector<std::int64_t> places_of_newest(pairs_);
   std::iota(places_of_newest.begin(), places_of_newest.end(), 0);
@@ -124,8 +122,6 @@ CodedCache RungStorage::coded(std::uint32_t layer, int sequence) const {
           .next_rows = next_rows + at,
           .newest_keys = newest_keys + first * key_bytes_,
           .newest_values = newest_values + first * key_bytes_,
-          .next_now = next_now + sequence,
-          .nothing = nothing,
           .extents = extents + at,
           .most_rows = most_rows_,
           .most_row_bytes = most_row_bytes_,

@@ -36,7 +36,7 @@ struct RungStorage {
   std::int32_t *counts = nullptr, *extents = nullptr;
   std::uint32_t* next_rows = nullptr;
   std::byte *newest_keys = nullptr, *newest_values = nullptr;  // [pair, dim]
-  std::uint32_t *next_now = nullptr, *nothing = nullptr;       // [sequence], [pair]
+  std::int32_t* nothing = nullptr;                             // [pair]: zeros
   std::int64_t* newest = nullptr;                              // [pair]: 0, 1, 2, …
 
  private:

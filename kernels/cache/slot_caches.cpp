@@ -416,7 +416,7 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const
   if (coded()) {  // place() does the rest
     const RungStorage& rungs = storage_->rungs;
     args.cache.first_slot = rungs.newest + std::ptrdiff_t{rows.first} * config_.kv_heads;
-    args.cache.next_slots = reinterpret_cast<std::int32_t*>(rungs.nothing);
+    args.cache.next_slots = rungs.nothing;
     args.cache.positions = nullptr;
   }
   args.q = work_->q;

@@ -183,11 +183,4 @@ __device__ void store_part(const CodedRow& row, const RowPart& to, const DeviceF
     store_codes(row, to, form, key, blocks);
 }
 
-/// The rung of one of a pair's rows.
-__device__ inline int rung_of(const DeviceLadder& ladder, std::uint32_t row) {
-  int rung = ladder.rungs - 1;
-  while (rung > 0 && row < ladder.rung[rung].first_row) --rung;
-  return rung;
-}
-
 }  // namespace kvlab::kernels

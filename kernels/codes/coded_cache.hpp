@@ -43,6 +43,13 @@ struct DeviceLadder {
   DeviceRung rung[kMostRungs];
 };
 
+/// The rung of one of a pair's rows.
+__host__ __device__ inline int rung_of(const DeviceLadder& ladder, std::uint32_t row) {
+  int rung = ladder.rungs - 1;
+  while (rung > 0 && row < ladder.rung[rung].first_row) --rung;
+  return rung;
+}
+
 /// Bytes of a key's or value's codes and of their metadata; `element`: bytes of one in 16 bit.
 __host__ __device__ inline std::int64_t code_bytes(const DeviceForm& form, bool key, int head_size,
                                                    int element) {
@@ -117,8 +124,6 @@ struct CodedCache {
   std::int32_t* counts;               // [pair, kMostRungs]: rows in use, from a rung's first
   std::uint32_t* next_rows;           // [pair]: of rung 0, for the next token
   void *newest_keys, *newest_values;  // [pair, dim]: as computed; one token's for all layers
-  std::uint32_t* next_now;            // [sequence]: the position behind it; kIdle where it sits out
-  const std::uint32_t* nothing;       // [sequence]: zeros
   std::int32_t* extents;              // [pair]: rows, up to the last in use
   int most_rows;                      ///< of a pair
   int most_row_bytes;                 ///< of a row

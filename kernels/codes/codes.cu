@@ -14,7 +14,8 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kStepThreads = 512, kDealThreads = 1024, kMoveThreads = 256;
+constexpr int kStepThreads = 2 * kWarpSize * (kMostRungs - 1), kDealThreads = 1024,
+              kMoveThreads = 256;
 constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;  // a warp for a key, one for a value
 
 /// The shape of a layer's rows.
@@ -48,10 +49,7 @@ __global__ void place_newest_kernel(kvlab_cache cache, CodedCache coded, const s
   wait_for_predecessor();
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
   const std::uint32_t position = now[pair.sequence];
-  const bool idle = position == kIdle;
-  if (threadIdx.x == 0 && pair.kv_head == 0)
-    coded.next_now[pair.sequence] = idle ? kIdle : position + 1;
-  if (idle) return;
+  if (position == kIdle) return;
   const DeviceLadder& ladder = coded.ladders[pair.index];
   const DeviceForm form = ladder.rung[0].form;
   const std::int32_t slot = cache.next_slots[pair.index];
@@ -108,71 +106,53 @@ __device__ int chain_of(const DeviceLadder& ladder, const Leaving* firsts, std::
   return count;
 }
 
+/// Two warps for each move, one for the key. All rows are read before one is written: who goes
+/// down takes the place of who goes down from there.
 template <class T>
 __global__ void __launch_bounds__(kStepThreads)
     step_down_kernel(const EvictingAttentionArgs args, const CodedCache coded,
-                     const std::uint64_t* ranks) {
-  __shared__ Leaving of_warps[kStepThreads / kWarpSize], firsts[kMostRungs];
+                     const Leaving* firsts) {
   __shared__ Move moves[kMostRungs];
   __shared__ int move_count;
+  wait_for_predecessor();
   const kvlab_cache& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
-  const std::uint32_t now = args.now[pair.sequence];
-  if (now == kIdle) return;
+  if (args.now[pair.sequence] == kIdle) return;
   const DeviceLadder& ladder = coded.ladders[pair.index];
   std::int32_t* const counts = coded.counts + pair.index * kMostRungs;
+  std::uint32_t* const places = coded.places + cache.first_slot[pair.index];
   if (room_at(args.policy, pair.index) == kUnlimited ||
       counts[0] < static_cast<std::int32_t>(ladder.rung[0].slots)) {
     if (threadIdx.x == 0) coded.next_rows[pair.index] = static_cast<std::uint32_t>(counts[0]);
     return;
   }
-  const std::int64_t first = cache.first_slot[pair.index];
-  std::uint32_t* const places = coded.places + first;
-  const LeavingKeys keys{ranks + std::int64_t{pair.index} * cache.most_slots,
-                         cache.positions + first, guards_of(args.policy.rules[pair.index]),
-                         now + 1};
-  const int live = cache.lengths[pair.index];
-  Leaving mine[kMostRungs];
-#pragma unroll
-  for (Leaving& one : mine) one = Leaving::none();
-  for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kStepThreads) {
-    const Leaving own{keys[static_cast<std::uint32_t>(slot)], slot};
-    const int rung = rung_of(ladder, places[slot]);
-#pragma unroll
-    for (int r = 0; r < kMostRungs; ++r)
-      if (r == rung) mine[r] = first_to_leave(mine[r], own);
-  }
-#pragma unroll
-  for (int r = 0; r < kMostRungs; ++r) {
-    if (r >= ladder.rungs) break;
-    const Leaving leaves = block_first_to_leave(mine[r], of_warps);
-    if (threadIdx.x == 0) firsts[r] = leaves;
-    __syncthreads();
-  }
   if (threadIdx.x == 0) {
-    coded.next_rows[pair.index] = places[firsts[0].slot];
-    move_count = chain_of(ladder, firsts, counts, places, moves);
+    const Leaving* const own = firsts + pair.index * kMostRungs;
+    coded.next_rows[pair.index] = places[own[0].slot];
+    move_count = chain_of(ladder, own, counts, places, moves);
     coded.extents[pair.index] = extent_of(ladder, counts);
   }
   __syncthreads();
+  const int mine = static_cast<int>(threadIdx.x) / (2 * kWarpSize);
+  const bool key = threadIdx.x / kWarpSize % 2 == 0, moves_one = mine < move_count;
   const RowShape shape(cache, sizeof(T));
-  const bool key = threadIdx.x < kWarpSize;
-  for (int m = move_count - 1; m >= 0; --m) {
-    const Move move = moves[m];
-    if (threadIdx.x < 2 * kWarpSize) {
-      const int from = rung_of(ladder, move.from), to = rung_of(ladder, move.to);
-      CodedRow row;
-      load_part<T>(row, part_at(coded, ladder, move.from, key, shape), ladder.rung[from].form, key,
-                   shape.blocks);
-      step_down(row, ladder, from, to, key, shape.blocks);
-      store_part<T>(row, part_at(coded, ladder, move.to, key, shape), ladder.rung[to].form, key,
-                    shape.blocks);
-    }
-    if (threadIdx.x == 0) {
-      places[move.slot] = move.to;
-      coded.owners[ladder.first_row + move.to] = static_cast<std::uint32_t>(move.slot);
-    }
-    __syncthreads();  // the row may be the next one's
+  const Move move = moves[moves_one ? mine : 0];
+  CodedRow row;
+  int to = 0;
+  if (moves_one) {
+    const int from = rung_of(ladder, move.from);
+    to = rung_of(ladder, move.to);
+    load_part<T>(row, part_at(coded, ladder, move.from, key, shape), ladder.rung[from].form, key,
+                 shape.blocks);
+    step_down(row, ladder, from, to, key, shape.blocks);
+  }
+  __syncthreads();
+  if (!moves_one) return;
+  store_part<T>(row, part_at(coded, ladder, move.to, key, shape), ladder.rung[to].form, key,
+                shape.blocks);
+  if (key && code_lane() == 0) {
+    places[move.slot] = move.to;
+    coded.owners[ladder.first_row + move.to] = static_cast<std::uint32_t>(move.slot);
   }
 }
 
@@ -373,26 +353,16 @@ cudaError_t place_newest(const kvlab_cache& cache, const CodedCache& coded,
   });
 }
 
-cudaError_t step_down_pairs(const DevicePolicy& policy, const EvictingAttentionArgs& args,
-                            std::uint64_t* ranks, cudaStream_t stream) {
+cudaError_t step_down_pairs(const EvictingAttentionArgs& args, const Leaving* firsts,
+                            cudaStream_t stream) {
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
   const CodedCache& coded = *args.coded;
-  if (coded.most_rungs == 1) return cudaSuccess;
-  kvlab_shrink_args first{.from = args.cache,
-                          .to = args.cache,
-                          .policy = args.policy,
-                          .now = coded.next_now,
-                          .admitted = coded.nothing,
-                          .workspace = ranks};
-  void* parameters[] = {&first};
-  const auto pairs = static_cast<unsigned>(pairs_of(args.cache));
-  const dim3 grid(
-      static_cast<unsigned>((args.cache.most_slots + kShrinkThreads - 1) / kShrinkThreads), pairs);
-  if (const cudaError_t error =
-          cudaLaunchKernel(policy.settle_tokens, grid, dim3(kShrinkThreads), parameters, 0, stream))
-    return error;
   return with_type(args.cache.type, [&]<class T>(T) {
-    step_down_kernel<T><<<pairs, kStepThreads, 0, stream>>>(args, coded, ranks);
-    return cudaGetLastError();
+    return launch(limits, step_down_kernel<T>,
+                  {static_cast<unsigned>(pairs_of(args.cache)),
+                   static_cast<unsigned>(2 * kWarpSize * (coded.most_rungs - 1)), 0, stream},
+                  args, coded, firsts);
   });
 }
 

@@ -6,16 +6,18 @@
 
 namespace kvlab::kernels {
 
+struct Leaving;
+
 /// A step's tokens, as newest_keys and newest_values hold them, to their rows of the first rung and
 /// to cache.next_slots; before they attend. `now` [sequence]: their positions.
 cudaError_t place_newest(const kvlab_cache& cache, const CodedCache& coded,
                          const std::uint32_t* now, cudaStream_t stream);
 
 /// Behind attention and observation of such a step: on each rung that has no room the first to
-/// leave goes down; who passes the last is the token that cache.next_slots names. `ranks`: [pair,
-/// most_slots], work.
-cudaError_t step_down_pairs(const DevicePolicy& policy, const EvictingAttentionArgs& args,
-                            std::uint64_t* ranks, cudaStream_t stream);
+/// leave, as RungChoice::firsts says, goes down; who passes the last is the token that
+/// cache.next_slots names.
+cudaError_t step_down_pairs(const EvictingAttentionArgs& args, const Leaving* firsts,
+                            cudaStream_t stream);
 
 /// shrink(), where `from` has its tokens on rungs, `coded`: keys and values of `to` are what is
 /// read, and `staged` what it is read from.

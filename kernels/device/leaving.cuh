@@ -23,15 +23,19 @@ __device__ inline Leaving first_to_leave(const Leaving& a, const Leaving& b) {
 
 /// The first among the warp's, in every lane.
 __device__ inline Leaving warp_first_to_leave(Leaving mine) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    const Leaving other{{__shfl_xor_sync(~0u, mine.key.guard, distance),
-                         __shfl_xor_sync(~0u, mine.key.rank, distance),
-                         __shfl_xor_sync(~0u, mine.key.position, distance)},
-                        __shfl_xor_sync(~0u, mine.slot, distance)};
-    mine = first_to_leave(mine, other);
-  }
-  return mine;
+  // Word by word, among the lanes that have had the least of all words before.
+  bool first = true;
+  const auto least = [&](std::uint32_t word) {
+    const std::uint32_t of_all = __reduce_min_sync(~0u, first ? word : ~0u);
+    first &= word == of_all;
+    return of_all;
+  };
+  const std::uint32_t guard = least(mine.key.guard),
+                      upper = least(static_cast<std::uint32_t>(mine.key.rank >> 32)),
+                      lower = least(static_cast<std::uint32_t>(mine.key.rank)),
+                      position = least(mine.key.position);
+  const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, first))) - 1;
+  return {{guard, std::uint64_t{upper} << 32 | lower, position}, __shfl_sync(~0u, mine.slot, lane)};
 }
 
 /// The first among the block's, in the first warp. `of_warps`: one for each; free again after the

@@ -43,7 +43,7 @@ int chunks_of(int most_slots) {
 
 /// Bytes behind the attention's own workspace.
 struct Layout {
-  std::size_t logits, softmax, gone, leaving, ranks, end;
+  std::size_t logits, softmax, gone, leaving, firsts, end;
 
   Layout(const PairAttention& pairs, bool coded)
       : logits(((coded ? rung_attention_workspace(pairs) : attention_bytes(pairs)) + 15) / 16 *
@@ -54,11 +54,10 @@ struct Layout {
                   static_cast<std::size_t>(row_slots(pairs.table.most_slots)) * sizeof(float) +
               kL2Line;
     leaving = softmax + count * kMostGroup * sizeof(float2);
-    gone = leaving +
-           count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots)) * sizeof(Leaving);
-    ranks = (gone + count * sizeof(std::uint32_t) + 7) / 8 * 8;
-    end = ranks + (coded ? count * static_cast<std::size_t>(pairs.table.most_slots) : 0) *
-                      sizeof(std::uint64_t);
+    firsts = leaving + count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots)) *
+                           (coded ? kMostRungs : 1) * sizeof(Leaving);
+    gone = firsts + (coded ? count * kMostRungs * sizeof(Leaving) : 0);
+    end = gone + count * sizeof(std::uint32_t);
   }
 
  private:
@@ -107,7 +106,8 @@ ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& 
       .by_age = by_age,
       .chunks = chunks_of(args.cache.most_slots),
       .leaving = reinterpret_cast<Leaving*>(bytes + at.leaving),
-      .observed = static_cast<Signals*>(args.workspace)->observed};
+      .observed = static_cast<Signals*>(args.workspace)->observed,
+      .choice = {args.coded, reinterpret_cast<Leaving*>(bytes + at.firsts)}};
   plan.table.now = args.now;
   return plan;
 }
@@ -160,12 +160,6 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   return pair_attention(pairs, args.cache.pages, stream);
 }
 
-/// Of a cache with rungs.
-std::uint64_t* ranks_of(const EvictingAttentionArgs& args) {
-  return reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(args.workspace) +
-                                          Layout(pairs_of(args.cache), true).ranks);
-}
-
 /// Whether one launch serves both: it has the blocks of the one for each.
 bool go_together(const ObservePlan& one, const ObservePlan& other) {
   return one.table.pairs == other.table.pairs && one.chunks == other.chunks;
@@ -194,8 +188,8 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
   cudaError_t error =
       launch(limits, policy.observe_pairs, {blocks, kObserveThreads, 0, stream}, parameters);
   for (std::size_t i = 0; i < layers.size() && error == cudaSuccess; ++i)
-    if (layers[i].coded != nullptr)
-      error = step_down_pairs(policy, layers[i], ranks_of(layers[i]), stream);
+    if (plans.layers[i].choice.in_use())
+      error = step_down_pairs(layers[i], plans.layers[i].choice.firsts, stream);
   return error;
 }
 

@@ -105,6 +105,15 @@ struct PairBlock {
             rank_key(P::rank(own.state, token(own), params, leaves)), own.position};
   }
 
+  /// Whether somebody leaves, or steps down.
+  __device__ bool chooses() const {
+    return is_full() || (full != kUnlimited && plan.choice.is_full(pair.index));
+  }
+  __device__ int rungs() const { return plan.choice.rungs(pair.index); }
+  __device__ int rung(const OwnSlot<P>& own) const {
+    return plan.choice.rung(pair.index, first + own.slot);
+  }
+
   /// Where the next token goes.
   __device__ void finish(int victim) const {
     args.cache.lengths[pair.index] = live;
@@ -116,7 +125,8 @@ struct PairBlock {
 struct ObserveShared {
   float2 softmax[kMostGroup];
   float floors[kMostGroup];  ///< the least probability that is a request
-  Leaving leaving[kObserveThreads / kWarpSize];
+  Leaving of_warps[kMostRungs][kObserveThreads / kWarpSize];
+  Leaving firsts[kMostRungs];  ///< of the block's slots
   bool is_last;
 };
 
@@ -271,22 +281,35 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
   }
 }
 
-/// Which of its slots leaves first, in thread 0.
+/// Which of its slots leaves each rung first, to `to` [rung], by a warp for each rung.
 template <Policy P, int kSlots>
-__device__ Leaving first_of_slots(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
-                                  Leaving* shared) {
-  Leaving first = Leaving::none();
-  if (!block.is_full()) return first;  // the same for all threads
+__device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
+                            ObserveShared& shared, Leaving* to) {
+  constexpr int kWarps = kObserveThreads / kWarpSize;
+  static_assert(kMostRungs <= kWarps);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
+            warp = static_cast<int>(threadIdx.x) / kWarpSize, rungs = block.rungs();
+  const bool chooses = block.chooses();  // the same for all threads
+  for (int r = 0; chooses && r < rungs; ++r) {
+    Leaving first = Leaving::none();
 #pragma unroll
-  for (const OwnSlot<P>& mine : own)
-    if (mine.live) first = first_to_leave(first, {block.leaving_key(mine), mine.slot});
-  return block_first_to_leave(first, shared);
+    for (const OwnSlot<P>& mine : own)
+      if (mine.live && block.rung(mine) == r)
+        first = first_to_leave(first, {block.leaving_key(mine), mine.slot});
+    first = warp_first_to_leave(first);
+    if (lane == 0) shared.of_warps[r][warp] = first;
+  }
+  __syncthreads();
+  if (warp >= rungs) return;
+  const Leaving first =
+      warp_first_to_leave(chooses && lane < kWarps ? shared.of_warps[warp][lane] : Leaving::none());
+  if (lane == 0) to[warp] = first;
 }
 
 /// blockIdx: part of a pair, pair, layer. The last of a pair's blocks to be through says where its
 /// next token goes.
 template <Policy P>
-__global__ void __launch_bounds__(kObserveThreads, 4)
+__global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
     observe_pairs(const __grid_constant__ ObservePlans plans) {
   __shared__ ObserveShared shared;
   wait_for_predecessor();
@@ -302,21 +325,26 @@ __global__ void __launch_bounds__(kObserveThreads, 4)
 #pragma unroll
   for (OwnSlot<P>& mine : own) block.admit(mine);
   observe_slots(block, own, shared);
-  const Leaving first = first_of_slots(block, own, shared.leaving);
-  if (plan.chunks == 1) {
-    if (threadIdx.x == 0) block.finish(first.slot);
-    return;
+  const int rungs = block.rungs();
+  Leaving* firsts = shared.firsts;  // [chunk, rung]
+  if (plan.chunks > 1) firsts = plan.leaving + pair * plan.chunks * plan.choice.most_rungs;
+  find_firsts(block, own, shared, firsts + (plan.chunks > 1 ? chunk * rungs : 0));
+  if (rungs > 1) __syncthreads();  // by more than the first warp
+  if (plan.chunks > 1) {
+    if (threadIdx.x == 0) shared.is_last = arrive(&plan.observed[pair]) == plan.chunks - 1;
+    __syncthreads();
+    if (!shared.is_last) return;
   }
-  if (threadIdx.x == 0) {
-    plan.leaving[pair * plan.chunks + chunk] = first;
-    shared.is_last = arrive(&plan.observed[pair]) == plan.chunks - 1;
-  }
-  __syncthreads();
-  if (!shared.is_last || threadIdx.x >= kWarpSize) return;
+  if (threadIdx.x >= kWarpSize) return;
   Leaving victim = Leaving::none();
-  for (int i = static_cast<int>(threadIdx.x); i < plan.chunks; i += kWarpSize)
-    victim = first_to_leave(victim, plan.leaving[pair * plan.chunks + i]);
-  victim = warp_first_to_leave(victim);
+  for (int r = 0; r < rungs; ++r) {
+    Leaving first = Leaving::none();
+    for (int i = static_cast<int>(threadIdx.x); i < plan.chunks; i += kWarpSize)
+      first = first_to_leave(first, firsts[i * rungs + r]);
+    first = warp_first_to_leave(first);
+    if (threadIdx.x == 0 && plan.choice.in_use()) plan.choice.firsts[pair * kMostRungs + r] = first;
+    victim = first_to_leave(victim, first);
+  }
   if (threadIdx.x == 0) {
     block.finish(victim.slot);
     plan.observed[pair] = 0;

@@ -4,10 +4,9 @@
 
 #include "kernels/decode/pair_attention.hpp"
 #include "kernels/evict/eviction.hpp"
+#include "kernels/evict/rung_choice.cuh"
 
 namespace kvlab::kernels {
-
-struct Leaving;
 
 inline constexpr int kObserveThreads = 256;
 inline constexpr int kObservedSlots = 4;  ///< of a thread
@@ -22,8 +21,9 @@ struct ObservePlan {
   int group;
   bool by_age;             ///< ages are kept
   int chunks;              ///< blocks of a pair
-  Leaving* leaving;        // [pair, chunk]: who leaves first of each block's slots
+  Leaving* leaving;        // [pair, chunk, rung]: who leaves first of each block's slots
   std::int32_t* observed;  // [pair], zero between launches
+  RungChoice choice;
 };
 
 /// The layers of one launch, a kernel's parameter.

@@ -220,25 +220,25 @@ bool valid(const EvictingAttentionArgs& args) {
                         args.rotated <= cache.head_size));
 }
 
-PlainRows plain_rows(const kvlab_cache& cache, void* workspace) {
-  const std::size_t rows =
-      static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
-  float* const p = static_cast<float*>(workspace);
-  return {.p = p, .largest = p + rows * static_cast<std::size_t>(cache.most_slots)};
+std::size_t pairs_of(const kvlab_cache& cache) {
+  return static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.kv_heads);
+}
+std::size_t rows_of(const kvlab_cache& cache) {
+  return static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
 }
 
-/// Behind the rows.
-std::size_t ranks_at(const kvlab_cache& cache) {
-  const std::size_t rows =
-      static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
-  return (rows * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float) + 7) / 8 * 8;
+PlainRows plain_rows(const EvictingAttentionArgs& args) {
+  auto* const firsts = static_cast<Leaving*>(args.workspace);
+  auto* const p = reinterpret_cast<float*>(firsts + pairs_of(args.cache) * kMostRungs);
+  return {.p = p,
+          .largest = p + rows_of(args.cache) * static_cast<std::size_t>(args.cache.most_slots),
+          .choice = {args.coded, firsts}};
 }
 
-/// With room for ranks, whether or not there are rungs.
+/// With room for who leaves each rung, whether or not there are rungs.
 std::size_t plain_workspace(const kvlab_cache& cache, bool /*coded*/) {
-  return ranks_at(cache) + static_cast<std::size_t>(cache.sequences) *
-                               static_cast<std::size_t>(cache.kv_heads) *
-                               static_cast<std::size_t>(cache.most_slots) * sizeof(std::uint64_t);
+  return pairs_of(cache) * kMostRungs * sizeof(Leaving) +
+         rows_of(cache) * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float);
 }
 
 /// Two launches: logits of every live slot, then each row's softmax and output.
@@ -246,7 +246,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
                    cudaStream_t stream) {
   if (!complete(policy, args) || !valid(args)) return cudaErrorInvalidValue;
   const kvlab_cache& cache = args.cache;
-  const PlainRows rows = plain_rows(cache, args.workspace);
+  const PlainRows rows = plain_rows(args);
   const dim3 tiles(static_cast<unsigned>((cache.most_slots + kSlotsPerBlock - 1) / kSlotsPerBlock),
                    static_cast<unsigned>(cache.sequences * cache.kv_heads));
   const CodedCache coded = args.coded ? *args.coded : CodedCache{};
@@ -272,14 +272,11 @@ cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttenti
   for (EvictingAttentionArgs args : layers) {
     if (!valid(args) || !complete(policy, args)) return cudaErrorInvalidValue;
     const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
-    PlainRows rows = plain_rows(args.cache, args.workspace);
+    PlainRows rows = plain_rows(args);
     void* parameters[] = {&args, &rows};
     error = cudaLaunchKernel(policy.evict, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
-    if (error == cudaSuccess && args.coded)
-      error = step_down_pairs(policy, args,
-                              reinterpret_cast<std::uint64_t*>(
-                                  static_cast<std::byte*>(args.workspace) + ranks_at(args.cache)),
-                              stream);
+    if (error == cudaSuccess && rows.choice.in_use())
+      error = step_down_pairs(args, rows.choice.firsts, stream);
     if (error != cudaSuccess) return error;
   }
   return error;

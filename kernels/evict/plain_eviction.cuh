@@ -5,16 +5,18 @@
 #include "kernels/device/leaving.cuh"
 #include "kernels/device/pair.cuh"
 #include "kernels/evict/eviction.hpp"
+#include "kernels/evict/rung_choice.cuh"
 #include "policies/observation.hpp"
 
 namespace kvlab::kernels {
 
 inline constexpr int kEvictThreads = 256;
 
-/// What the attention leaves in the workspace.
+/// What the attention leaves in the workspace, and who steps down.
 struct PlainRows {
   float* p;        // [sequence, query_head, most_slots]: logits, then probabilities
   float* largest;  // [sequence, query_head]: the largest probability
+  RungChoice choice;
 };
 
 /// What one slot received from the group's query heads.
@@ -54,31 +56,41 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
   const std::uint32_t now = args.now[pair.sequence];
   if (now == kIdle) return;
   const int live = live_slots(cache, pair), newest = cache.next_slots[pair.index];
-  const std::int64_t first = cache.first_slot[pair.index];
+  const std::int64_t first_slot = cache.first_slot[pair.index];
   const kvlab_rule rule = policy.rules[pair.index];
   const Guards guards = guards_of(rule);
   const auto params = params_of<P>(policy, pair);
   const Step attended = step_of(policy, pair, now, static_cast<std::uint32_t>(live), 1);
   const Step leaves = step_of(policy, pair, now + 1, static_cast<std::uint32_t>(live), 0);
 
-  Leaving mine = Leaving::none();
+  const int rungs = rows.choice.rungs(pair.index);
+  Leaving mine[kMostRungs];
+  for (Leaving& one : mine) one = Leaving::none();
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kEvictThreads) {
-    const Token token = token_of<P>(policy, first + slot, cache.positions[first + slot]);
+    const Token token = token_of<P>(policy, first_slot + slot, cache.positions[first_slot + slot]);
     typename P::Slot none;
     typename P::Slot* state = &none;
     if constexpr (!std::is_empty_v<typename P::Slot>)
-      state = reinterpret_cast<typename P::Slot*>(policy.states) + first + slot;
+      state = reinterpret_cast<typename P::Slot*>(policy.states) + first_slot + slot;
     if (slot == newest) P::admit(*state, token, params, attended);
     if constexpr (P::kInfo.needs != Needs::nothing) {
       const Observation seen = observation_of<P>(args, rows, pair, slot, params);
-      if (policy.seen) observation_at(policy.seen, first + slot) = seen;
+      if (policy.seen) observation_at(policy.seen, first_slot + slot) = seen;
       P::observe(*state, seen, params, attended);
     }
     const LeavingKey key{guards.guard(token.position, now + 1),
                          rank_key(P::rank(*state, token, params, leaves)), token.position};
-    mine = first_to_leave(mine, {key, slot});
+    Leaving& first = mine[rows.choice.rung(pair.index, first_slot + slot)];
+    first = first_to_leave(first, {key, slot});
   }
-  const Leaving victim = block_first_to_leave(mine, leaving);
+  Leaving victim = Leaving::none();
+  for (int r = 0; r < rungs; ++r) {
+    const Leaving first = block_first_to_leave(mine[r], leaving);
+    __syncthreads();
+    if (rows.choice.in_use() && threadIdx.x == 0)
+      rows.choice.firsts[pair.index * kMostRungs + r] = first;
+    victim = first_to_leave(victim, first);
+  }
   if (threadIdx.x != 0) return;
   const std::uint32_t most = room_at(policy, pair.index);
   const bool full = most != kUnlimited && static_cast<std::uint32_t>(live) >= most;

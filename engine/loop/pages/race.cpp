@@ -102,10 +102,11 @@ class RacePage {
         file_.whole("budget"), escape(brief_policy(winner_.policy)), figure_text(winner_.kl),
         on_what());
     if (run_.has("truths")) text += " " + truths();
-    if (run_.has("verdict") && run_.object("verdict").has("warnings"))
-      for (const json& warning : run_.object("verdict").list("warnings"))
-        text += fmt::format(" Beware: {}.",
-                            escape(warning.is_string() ? warning.get<std::string>() : "?"));
+    if (run_.has("verdict"))
+      if (const JsonFields verdict = run_.object("verdict"); verdict.has("warnings"))
+        for (const json& warning : verdict.list("warnings"))
+          text += fmt::format(" Beware: {}.",
+                              escape(warning.is_string() ? warning.get<std::string>() : "?"));
     if (in_round(rounds_.size() - 1, winner_.policy) == nullptr) return text;
     std::vector<std::string> tied;
     for (const Place& place : last)
