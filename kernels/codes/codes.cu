@@ -34,11 +34,12 @@ __device__ RowPart part_at(const CodedCache& coded, const DeviceLadder& ladder, 
 // --- A step
 // ---------------------------------------------------------------------------------------
 
-/// Rows of a pair, up to the last in use.
-__device__ std::int32_t extent_of(const DeviceLadder& ladder, const std::int32_t* counts) {
-  std::int32_t extent = counts[0];
+/// Rows of a pair, up to the last in use. `tokens`: of a rung.
+template <class Tokens>
+__device__ std::int32_t extent_of(const DeviceLadder& ladder, Tokens tokens) {
+  std::int32_t extent = tokens(0);
   for (int r = 1; r < ladder.rungs; ++r)
-    if (counts[r] > 0) extent = static_cast<std::int32_t>(ladder.rung[r].first_row) + counts[r];
+    if (tokens(r) > 0) extent = static_cast<std::int32_t>(ladder.rung[r].first_row) + tokens(r);
   return extent;
 }
 
@@ -79,7 +80,7 @@ __global__ void place_newest_kernel(kvlab_cache cache, CodedCache coded, const s
   coded.owners[ladder.first_row + row] = static_cast<std::uint32_t>(slot);
   std::int32_t* const counts = coded.counts + pair.index * kMostRungs;
   counts[0] = max(counts[0], static_cast<std::int32_t>(row) + 1);
-  coded.extents[pair.index] = extent_of(ladder, counts);
+  coded.extents[pair.index] = extent_of(ladder, [&](int r) { return counts[r]; });
 }
 
 /// A token on its way down.
@@ -88,22 +89,27 @@ struct Move {
   std::uint32_t from, to;  ///< rows
 };
 
+/// A rung in a step: who leaves it first, from which row.
+struct StepRung {
+  Leaving first;
+  std::uint32_t row, first_row, slots, tokens;
+};
+
 /// Who goes where, as AgedSet::deal_one says: rung 0 has one too many. Deeper moves come last.
 /// Returns how many.
-__device__ int chain_of(const DeviceLadder& ladder, const Leaving* firsts, std::int32_t* counts,
-                        const std::uint32_t* places, Move* moves) {
-  Leaving going = firsts[0];
-  int count = 0;
-  for (int r = 1; r < ladder.rungs; ++r) {
-    const DeviceRung& rung = ladder.rung[r];
-    const bool has_room = counts[r] < static_cast<std::int32_t>(rung.slots);
-    if (!has_room && !(firsts[r].slot >= 0 && firsts[r].key < going.key)) continue;
-    const std::uint32_t to = has_room ? rung.first_row + counts[r]++ : places[firsts[r].slot];
-    moves[count++] = {going.slot, places[going.slot], to};
+__device__ int chain_of(StepRung* rungs, int count, Move* moves) {
+  StepRung going = rungs[0];
+  int moved = 0;
+  for (int r = 1; r < count; ++r) {
+    StepRung& rung = rungs[r];
+    const bool has_room = rung.tokens < rung.slots;
+    if (!has_room && !(rung.first.slot >= 0 && rung.first.key < going.first.key)) continue;
+    moves[moved++] = {going.first.slot, going.row,
+                      has_room ? rung.first_row + rung.tokens++ : rung.row};
     if (has_room) break;
-    going = firsts[r];
+    going = rung;
   }
-  return count;
+  return moved;
 }
 
 /// Two warps for each move, one for the key. All rows are read before one is written: who goes
@@ -112,6 +118,7 @@ template <class T>
 __global__ void __launch_bounds__(kStepThreads)
     step_down_kernel(const EvictingAttentionArgs args, const CodedCache coded,
                      const Leaving* firsts) {
+  __shared__ StepRung rungs[kMostRungs];
   __shared__ Move moves[kMostRungs];
   __shared__ int move_count;
   wait_for_predecessor();
@@ -126,13 +133,21 @@ __global__ void __launch_bounds__(kStepThreads)
     if (threadIdx.x == 0) coded.next_rows[pair.index] = static_cast<std::uint32_t>(counts[0]);
     return;
   }
-  if (threadIdx.x == 0) {
-    const Leaving* const own = firsts + pair.index * kMostRungs;
-    coded.next_rows[pair.index] = places[own[0].slot];
-    move_count = chain_of(ladder, own, counts, places, moves);
-    coded.extents[pair.index] = extent_of(ladder, counts);
+  if (const int r = static_cast<int>(threadIdx.x); r < ladder.rungs) {
+    const Leaving first = firsts[pair.index * kMostRungs + r];
+    rungs[r] = {first, first.slot < 0 ? 0 : places[first.slot], ladder.rung[r].first_row,
+                ladder.rung[r].slots, static_cast<std::uint32_t>(counts[r])};
   }
   __syncthreads();
+  if (threadIdx.x == 0) {
+    coded.next_rows[pair.index] = rungs[0].row;
+    move_count = chain_of(rungs, ladder.rungs, moves);
+    coded.extents[pair.index] =
+        extent_of(ladder, [&](int r) { return static_cast<std::int32_t>(rungs[r].tokens); });
+  }
+  __syncthreads();
+  if (const int r = static_cast<int>(threadIdx.x); r < ladder.rungs)
+    counts[r] = static_cast<std::int32_t>(rungs[r].tokens);
   const int mine = static_cast<int>(threadIdx.x) / (2 * kWarpSize);
   const bool key = threadIdx.x / kWarpSize % 2 == 0, moves_one = mine < move_count;
   const RowShape shape(cache, sizeof(T));
@@ -241,7 +256,8 @@ __global__ void __launch_bounds__(kDealThreads)
     if (r == 0) coded.next_rows[pair.index] = count;
   }
   if (threadIdx.x == 0)
-    coded.extents[pair.index] = extent_of(ladder, coded.counts + pair.index * kMostRungs);
+    coded.extents[pair.index] =
+        extent_of(ladder, [&](int r) { return coded.counts[pair.index * kMostRungs + r]; });
 }
 
 /// Where a warp of move_rows is.

@@ -33,6 +33,7 @@ struct OwnSlot {
   int slot;
   bool live = false, newest = false;
   std::uint32_t position, age;
+  std::uint32_t place = 0;  ///< its row, where there are rungs
   typename P::Slot state;
 };
 
@@ -81,6 +82,7 @@ struct PairBlock {
     own.live = slot < live;
     own.newest = slot == newest;
     if (own.live) own.position = args.cache.positions[first + slot];
+    if (own.live && plan.choice.in_use()) own.place = plan.choice.places[first + slot];
     if (!own.live || own.newest) return own;
     if (plan.by_age) own.age = *age(slot);
     if constexpr (kHasState<P>) own.state = *state(slot);
@@ -110,9 +112,6 @@ struct PairBlock {
     return is_full() || (full != kUnlimited && plan.choice.is_full(pair.index));
   }
   __device__ int rungs() const { return plan.choice.rungs(pair.index); }
-  __device__ int rung(const OwnSlot<P>& own) const {
-    return plan.choice.rung(pair.index, first + own.slot);
-  }
 
   /// Where the next token goes.
   __device__ void finish(int victim) const {
@@ -291,10 +290,11 @@ __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[k
             warp = static_cast<int>(threadIdx.x) / kWarpSize, rungs = block.rungs();
   const bool chooses = block.chooses();  // the same for all threads
   for (int r = 0; chooses && r < rungs; ++r) {
+    const RungRows rows = block.plan.choice.rows(block.pair.index, r);
     Leaving first = Leaving::none();
 #pragma unroll
     for (const OwnSlot<P>& mine : own)
-      if (mine.live && block.rung(mine) == r)
+      if (mine.live && rows.hold(mine.place))
         first = first_to_leave(first, {block.leaving_key(mine), mine.slot});
     first = warp_first_to_leave(first);
     if (lane == 0) shared.of_warps[r][warp] = first;

@@ -7,6 +7,12 @@
 
 namespace kvlab::kernels {
 
+/// Those of a pair's rows that a rung has.
+struct RungRows {
+  std::uint32_t first = 0, count = ~0u;
+  __device__ bool hold(std::uint32_t row) const { return row - first < count; }
+};
+
 /// Null, all of it, where a cache has no rungs below one another.
 struct RungChoice {
   const DeviceLadder* ladders = nullptr;  // [pair]
@@ -24,6 +30,11 @@ struct RungChoice {
 
   __host__ __device__ bool in_use() const { return ladders != nullptr; }
   __device__ int rungs(int pair) const { return in_use() ? ladders[pair].rungs : 1; }
+  __device__ RungRows rows(int pair, int rung) const {
+    if (!in_use()) return {};
+    const DeviceRung& own = ladders[pair].rung[rung];
+    return {own.first_row, own.rows};
+  }
   __device__ int rung(int pair, std::int64_t slot) const {
     return in_use() ? rung_of(ladders[pair], places[slot]) : 0;
   }
