@@ -447,8 +447,8 @@ cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args
 /* --- All layers' caches, as one object ------------------------------------------------------ */
 
 /** The caches of some sequences in all layers that a policy acts on: memory, who has room, and the
- *  order of the calls below, which it makes itself. One thread at a time. It allocates when it is
- *  made, and where an admission is longer than `longest`. */
+ *  order of the calls below, which it makes itself. One thread at a time, and one stream,
+ *  or streams that wait for each other. It allocates when it is made, and where `longest` says. */
 typedef struct kvlab_slots kvlab_slots;
 
 /** How a token's key and value are kept: of the cache's type, or as codes (docs/ladders.md). */
@@ -491,7 +491,8 @@ typedef struct {
   const kvlab_policy* policy;
   const kvlab_rule* rules; /**< [layer, sequence, kv_head]; group_max the same in all */
   const kvlab_rung* rungs; /**< [pair as rules, rung], of rule.budget slots together, from the most
-                                exact down; where rung_count is 0 all tokens stay in `type` */
+                                exact down; without a budget the first holds all. Where rung_count
+                                is 0 all tokens stay in `type` */
   const void* params;      /**< as kvlab_policy_params writes them, for all sequences */
   const uint64_t* seeds;   /**< [sequence]; NULL: zeros */
   const kvlab_column* columns; /**< the policy's, in its order */
@@ -500,7 +501,8 @@ typedef struct {
   uint32_t threshold16;
   uint32_t tokens;  /**< that a sequence may have; 0: no limit, where rules have budgets */
   uint32_t part;    /**< tokens that go through a layer together, at most; 0: 2048 */
-  uint32_t longest; /**< of admissions; 0: their memory is taken when they come */
+  uint32_t longest; /**< of admissions, with the tokens that are live then; 0: their memory is taken
+                         when they come, or when room is first made otherwise than by steps */
   uint32_t every;   /**< 0 and 1: room is made in each step; modifiers, as kvlab_policy_file says */
   uint32_t smooth;
   int once, by_layer, pool_max;
@@ -532,7 +534,8 @@ typedef struct {
 cudaError_t kvlab_slots_admit(kvlab_slots* slots, const kvlab_slots_part* part,
                               cudaStream_t stream);
 
-/** Before a step: which sequences decode a token, [sequence] in host memory; NULL: all. */
+/** Before a step: which sequences decode a token, [sequence] in host memory; NULL: all. Those go
+ *  through all layers, once, before anything else comes for them. */
 cudaError_t kvlab_slots_before_step(kvlab_slots* slots, const unsigned char* decodes,
                                     cudaStream_t stream);
 /** One layer of it, from the first to the last: launches alone, for a graph to hold. `qkv` [sequence,

@@ -16,6 +16,9 @@ using namespace kvlab::kernels;
 
 namespace {
 
+/// Of a sequence: positions are signed where RoPE is looked up.
+constexpr std::uint32_t kMostTokens = 0x7fff'ffff;
+
 /// Throws std::invalid_argument with what is said.
 template <class... Parts>
 void want(bool holds, fmt::format_string<const Parts&...> said, const Parts&... parts) {
@@ -56,22 +59,29 @@ void want_config(const kvlab_slots_config& c) {
     want(c.layers[layer].rope >= 0 && c.layers[layer].rope < c.rope_count,
          "layers[{}].rope is {} of {}", layer, c.layers[layer].rope, c.rope_count);
   for (int rope = 0; rope < c.rope_count; ++rope)
-    want(
-        c.ropes[rope].rotated > 0 && c.ropes[rope].rotated <= c.head_size && c.ropes[rope].inv_freq,
-        "ropes[{}].rotated is {}: at most head_size, {}, with frequencies", rope,
-        c.ropes[rope].rotated, c.head_size);
+    want(c.ropes[rope].rotated > 0 && c.ropes[rope].rotated <= c.head_size &&
+             c.ropes[rope].rotated % 2 == 0 && c.ropes[rope].inv_freq,
+         "ropes[{}].rotated is {}: an even number of at most head_size, {}, with frequencies", rope,
+         c.ropes[rope].rotated, c.head_size);
   want(c.rung_count >= 0 && c.rung_count <= kMostRungs && (c.rung_count == 0 || c.rungs),
        "rung_count is {}: at most {}, with rungs", c.rung_count, kMostRungs);
   const auto columns = c.policy->kernels.columns.size();
   want(static_cast<std::size_t>(c.column_count) == columns && (columns == 0 || c.columns),
        "column_count is {}: the policy reads {}", c.column_count, columns);
-  for (int at = 0; at < c.column_count; ++at)
+  for (int at = 0; at < c.column_count; ++at) {
     want(c.columns[at] >= KVLAB_KEY_NORM && c.columns[at] <= KVLAB_VALUE_OUT_NORM1,
          "columns[{}] is {}: no kvlab_column", at, static_cast<int>(c.columns[at]));
+    for (int layer = 0; layer < c.layer_count && c.columns[at] == KVLAB_VALUE_OUT_NORM1; ++layer)
+      want(c.layers[layer].output && c.hidden > 0,
+           "layers[{}].output is NULL, or hidden, {}, not above 0: value_out_norm1 reads them",
+           layer, c.hidden);
+  }
   want(c.params || c.policy->kernels.params_bytes == 0, "params is NULL");
   want(c.every <= 0x7fff'ffff && (c.numbering == KVLAB_ORIGINAL || c.numbering == KVLAB_SQUEEZED),
        "every is {}, numbering {}: KVLAB_ORIGINAL or KVLAB_SQUEEZED", c.every,
        static_cast<int>(c.numbering));
+  want(std::max({c.part, c.longest, c.tokens}) <= kMostTokens,
+       "tokens is {}, part {}, longest {}: at most {}", c.tokens, c.part, c.longest, kMostTokens);
 }
 
 SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
@@ -82,7 +92,6 @@ SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
        "rules[{}]: budget is {}; at least sinks, {}, and recent, {}, and more than sinks", at,
        rule.budget, rule.sinks, rule.recent);
   SlotPair pair{.budget = rule.budget, .guards = {rule.sinks, rule.recent}};
-  if (stays) return pair;
   std::uint64_t slots = 0;
   for (int r = 0; r < c.rung_count; ++r) {
     const kvlab_rung& rung =
@@ -94,7 +103,8 @@ SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
     pair.rungs.push_back({&kKvForms[rung.form], rung.slots});
     slots += rung.slots;
   }
-  want(c.rung_count == 0 || (slots == rule.budget && pair.rungs.front().slots > 0),
+  if (stays && !pair.rungs.empty()) pair.rungs = {{pair.rungs.front().form, kUnlimited / 2}};
+  want(stays || c.rung_count == 0 || (slots == rule.budget && pair.rungs.front().slots > 0),
        "rungs of pair {}: {} slots of a budget of {}, and one at least on the first", at, slots,
        rule.budget);
   return pair;
@@ -135,6 +145,8 @@ SlotsConfig config_of(const kvlab_slots_config& c) {
                             static_cast<std::size_t>(c.sequences) *
                             static_cast<std::size_t>(c.kv_heads);
   for (std::size_t at = 0; at < pairs; ++at) config.pairs.push_back(pair_of(c, at));
+  want(c.numbering == KVLAB_ORIGINAL || !config.coded(),
+       "codes under KVLAB_SQUEEZED; they are of keys at original positions");
   if (c.numbering == KVLAB_SQUEEZED)
     config.numbering = policy.kernels.oldest_first ? KVLAB_TWO_FRAMES : KVLAB_SQUEEZED;
   config.columns = {.count = c.column_count, .hidden = c.hidden};
@@ -166,7 +178,9 @@ struct kvlab_slots {
         layers(caches.config().layers.size()),
         now("positions", sequences),
         fed(layers * sequences),
-        behind(sequences) {}
+        behind(sequences) {
+    sit_out();
+  }
 
   struct Now {
     Now(cuda::Arena& arena, std::size_t sequences) : of(arena.take<std::uint32_t>(sequences)) {}
@@ -181,6 +195,8 @@ struct kvlab_slots {
     bool operator==(const Going&) const = default;
   };
 
+  /// So that a step without before_step() does nothing.
+  void sit_out() const { cuda::write(now->of, std::vector(sequences, kIdle), "positions"); }
   std::uint32_t& fed_of(std::size_t layer, std::size_t sequence) {
     return fed[layer * sequences + sequence];
   }
@@ -193,7 +209,7 @@ struct kvlab_slots {
          layers);
   }
   void want_room(std::uint64_t tokens) const {
-    const std::uint32_t most = caches.slots().most_tokens();
+    const std::uint32_t most = std::min(caches.slots().most_tokens(), kMostTokens);
     want(tokens <= most, "more than {} tokens, and caches that keep so many", most);
   }
   void admit(const kvlab_slots_part& part);
@@ -255,7 +271,11 @@ void kvlab_slots::admit(const kvlab_slots_part& part) {
   if (part.tokens == 1 && caches.coded()) return admit_alone(part);
   const Going asked{part.sequence, part.fed, part.tokens, part.ends_prompt != 0};
   if (part.first == 0) {
-    if (asked != going) caches.begin(part.sequence, part.fed, part.tokens, asked.ends_prompt);
+    if (asked != going) {
+      going = {};     // until it has begun: it may find no memory
+      rope_rows = 0;  // a step may have been launched since
+      caches.begin(part.sequence, part.fed, part.tokens, asked.ends_prompt);
+    }
     going = asked, layer_going = part.layer, next = 0;
   }
   want(asked == going && part.layer == layer_going && part.first == next,
@@ -288,6 +308,7 @@ void kvlab_slots::admit_alone(const kvlab_slots_part& part) {
   const auto layer = static_cast<std::uint32_t>(part.layer);
   const LayerRange own{layer, layer + 1};
   going = {};
+  rope_rows = 0;
   caches.before_token(part.sequence, part.fed, own);
   cuda::check(cudaMemcpyAsync(now->of + part.sequence, &part.fed, sizeof part.fed,
                               cudaMemcpyHostToDevice, caches.stream()),
@@ -347,6 +368,7 @@ void kvlab_slots::attend(std::uint32_t layer, const StepRows& rows, const void* 
 
 void kvlab_slots::clear() {
   caches.clear();
+  sit_out();
   std::ranges::fill(fed, 0u);
   std::ranges::fill(behind, 0u);
   going = {};

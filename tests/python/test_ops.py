@@ -143,6 +143,8 @@ def test_a_plan_has_rules_for_the_budget() -> None:
     plan = plan_of("h2o:ladder=16@8t+4@100%", "40")
     assert plan["rungs"].tolist() == [[[[0, 8], [3, 32 * 256 // 80]]] * 3] * 2
     assert plan["rules"][0, 0, 0] == 8 + 32 * 256 // 80
+    # Where nobody leaves, all are on one rung.
+    assert plan_of("full:ladder=4", "")["rungs"].tolist() == [[[[3, 2**31 - 1]]] * 3] * 2
 
 
 @pytest.mark.parametrize(
@@ -172,3 +174,16 @@ def test_operators_look_at_what_they_are_given() -> None:
     ):
         with pytest.raises(ValueError, match=f"kvlab::slots_step: {message}"):
             ops._slots_step(0, 0, *given)
+
+
+def test_slots_take_rows_of_their_shape() -> None:
+    torch = pytest.importorskip("torch")
+    from kvlab import ops
+
+    slots = ops.Slots.__new__(ops.Slots)  # without a device
+    slots.dtype, slots._sequences, slots._given, slots._shape = torch.float32, 2, (8, 64), (4, 64)
+    for qkv in (torch.zeros(1, 8, 64), torch.zeros(2, 6, 64), torch.zeros(2, 8, 64).half()):
+        with pytest.raises(ValueError, match=r"torch.float32 \[2, 8, 64\] is expected"):
+            slots.step(0, qkv)
+    with pytest.raises(ValueError, match="decodes of 1 sequences; of 2"):
+        slots.before_step([True])

@@ -58,10 +58,10 @@ kernels::SlotSequence sequence_of(const ResolvedConfig& cache) {
 kernels::SlotPair pair_of(const ResolvedConfig& cache, std::uint32_t layer, std::uint32_t head,
                           std::uint32_t heads) {
   kernels::SlotPair pair{.budget = cache.budget_of(layer, head)};
-  if (pair.budget == kNoBudget) return pair;
-  pair.guards = resolve_guards(cache.policy, pair.budget);
   if (const auto own = cache.rungs.find(pair.budget); own != cache.rungs.end())
     pair.rungs = own->second;
+  if (pair.budget == kNoBudget) return pair;
+  pair.guards = resolve_guards(cache.policy, pair.budget);
   if (cache.shares_slots()) pair.most_budget = most_of_ada(pair.budget, heads);
   return pair;
 }

@@ -157,6 +157,7 @@ class Slots {
     return held;
   }
   kvlab_slots* get() const { return slots_; }
+  void* rows() const { return qkv_.data(); }
 
  private:
   std::vector<float> outputs(std::uint32_t tokens) {
@@ -300,6 +301,7 @@ TEST_CASE("Slots keep what the CPU's caches keep, and attend as they do", "[gpu]
     CHECK(conversation(resolve(config, kTokens, 0, kModel)) <
           (config.policy.ladder.is_coded() ? 3e-2 : 1e-4));
   }
+  CHECK(conversation(resolved("full:ladder=8", 32)) < 3e-2);
 }
 
 TEST_CASE("A graph of slots' steps goes on serving, also when they have been cleared", "[gpu]") {
@@ -379,6 +381,46 @@ TEST_CASE("Sequences in slots decode beside each other as they do alone", "[gpu]
     CHECK(slots.kept(1, 1, head) == alone.kept(0, 1, head));
 }
 
+TEST_CASE("Steps and admissions of sequences in slots do not spoil each other's", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  const ResolvedConfig config = resolved("h2o", 24);
+  Layout three(config, 3);
+  three.config.tokens = 0;
+  const Layout one(config);
+  Slots slots(three), alone(one);
+  DrawnRows draw;
+  const auto prompt = draw.rows(5), next = draw.rows(1), rows = draw.rows(3);
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
+  CHECK(slots.kept(0, 1, 0).empty());  // nobody was told to decode
+
+  const auto same = [&](int sequence, std::uint32_t layer, std::uint32_t fed, const auto& tokens,
+                        const std::vector<float>& out) {
+    CHECK(worst(slots.admit(sequence, layer, fed, true, tokens), out) < 1e-5);
+  };
+  std::vector<std::vector<float>> first, second;
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+    first.push_back(alone.admit(0, layer, 0, true, prompt));
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+    second.push_back(alone.admit(0, layer, 5, true, next));
+  for (int sequence = 0; sequence < 3; ++sequence)
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      same(sequence, layer, 0, prompt, first[layer]);
+      if (sequence > 0 || layer > 0) continue;
+      // Far more than there is memory for, between two layers of another.
+      const kvlab_slots_part part{.struct_size = sizeof part,
+                                  .sequence = 1,
+                                  .tokens = 1u << 30,
+                                  .count = 1,
+                                  .qkv = slots.rows(),
+                                  .out = slots.rows()};
+      CHECK(kvlab_slots_admit(slots.get(), &part, nullptr) != cudaSuccess);
+    }
+  slots.before_step({0, 1, 0});  // whose launches come when another's admission has been made
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(0, layer, 5, next, second[layer]);
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(2, layer, 5, next, second[layer]);
+}
+
 TEST_CASE("Slots are measured without a device, and say what they refuse") {
   const auto why = [](auto spoil) {
     Layout layout(resolved("h2o:ladder=16@8t+4@100%", 32));
@@ -404,5 +446,32 @@ TEST_CASE("Slots are measured without a device, and say what they refuse") {
   CHECK(why([](Layout& l) { l.layers[1].rope = 1; }) == call + "layers[1].rope is 1 of 1");
   CHECK(why([](Layout& l) { l.config.rules = nullptr; }) ==
         call + "policy, layers, ropes or rules is NULL");
+  CHECK(why([](Layout& l) {
+          l.config.part = 0x8000'0000;
+        }).starts_with(call + "tokens is 150, part 2147483648, longest 0: at most 2147483647"));
+  CHECK_FALSE(why([](Layout& l) { l.config.longest = 0x8000'0000; }).empty());
+  CHECK(why([](Layout& l) {
+          l.table.rotated = 7;
+        }).starts_with(call + "ropes[0].rotated is 7: an even"));
+  CHECK(why([](Layout& l) {
+          l.config.numbering = KVLAB_SQUEEZED;
+        }).starts_with(call + "codes under KVLAB_SQUEEZED"));
   CHECK(kvlab_slots_admit(nullptr, nullptr, nullptr) == cudaErrorInvalidValue);
+
+  Layout outputs(resolved("criticalkv", 32));
+  std::size_t bytes = 0;
+  CHECK(kvlab_slots_memory(&outputs.config, &bytes) == cudaErrorInvalidValue);
+  CHECK(std::string(kvlab_last_error()).starts_with(call + "layers[0].output is NULL"));
+}
+
+TEST_CASE("A cache that keeps all tokens keeps them on its ladder's first rung") {
+  const auto bytes = [](const char* policy) {
+    const Layout layout(resolved(policy, 32), 1, KVLAB_BF16);
+    std::size_t all = 0;
+    done(kvlab_slots_memory(&layout.config, &all));
+    return all;
+  };
+  // Of 160 tokens, whole tiles; 2 layers, 2 heads, 128 channels, of which 16 bits become 4 and 5.
+  const std::size_t saved = kLayers * kHeads * kTokens * 2 * kSize;
+  CHECK(bytes("full:ladder=4") + saved / 2 < bytes("full"));
 }

@@ -52,6 +52,9 @@ class Slots:
             raise ValueError(f"kvlab.ops.Slots: {dtype}; one of {', '.join(TYPES)} is expected")
         self.device, self.dtype, self._shape = torch.device(device), dtype, (query_heads, head_size)
         rules, rungs = (numpy.repeat(plan[name][:, None], sequences, 1) for name in ("rules", "rungs"))
+        if len(rules) != len(layers):
+            raise ValueError(f"kvlab.ops.Slots: {len(layers)} layers; the plan's {len(rules)} are expected")
+        self._sequences, self._given = sequences, (query_heads + 2 * rules.shape[2], head_size)
         known = _kvlab.built_in_columns()
         columns = numpy.array([known.index(name) for name in plan["columns"]], numpy.int32)
         seeds = numpy.full(sequences, plan["seed"], numpy.uint64)
@@ -110,20 +113,30 @@ class Slots:
     ) -> torch.Tensor:
         """Tokens that a layer, which has had `fed` of the sequence, admits together: [token, query and KV heads, head
         size] before RoPE. Returns [token, query head, head size]."""
-        out = qkv.new_empty(len(qkv), *self._shape)
+        out = self._out(qkv, len(qkv))
         torch.ops.kvlab.slots_admit.default(self.handle, sequence, layer, fed, ends_prompt, qkv, out)
         return out
 
     def before_step(self, decodes: Sequence[bool] | None = None) -> None:
         """What the host does for a step of the sequences, of all where none are named."""
+        if decodes is not None and len(decodes) != self._sequences:
+            raise ValueError(f"kvlab.ops.Slots: decodes of {len(decodes)} sequences; of {self._sequences} is expected")
         chosen = None if decodes is None else bytes(decodes)
         done(library().kvlab_slots_before_step(self.handle, chosen, self._stream()))
 
     def step(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """A layer of it, of one token for each sequence: nothing but launches."""
-        out = qkv.new_empty(len(qkv), *self._shape)
+        out = self._out(qkv, self._sequences)
         torch.ops.kvlab.slots_step.default(self.handle, layer, qkv, out)
         return out
+
+    def _out(self, qkv: torch.Tensor, rows: int) -> torch.Tensor:
+        """For what comes of so many tokens. The library sees no shapes."""
+        expected = (rows, *self._given)
+        if qkv.dtype is not self.dtype or tuple(qkv.shape) != expected:
+            given = f"{qkv.dtype} {list(qkv.shape)}"
+            raise ValueError(f"kvlab.ops.Slots: qkv is {given}; {self.dtype} {list(expected)} is expected")
+        return qkv.new_empty(rows, *self._shape)
 
     def held(self, sequence: int = 0) -> Any:
         """`tokens`, `evictions`, `kv_bytes` and `allocated`, by the host's counts."""

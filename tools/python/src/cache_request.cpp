@@ -64,9 +64,13 @@ Array<std::uint32_t> rungs_of(const ResolvedConfig& config, const CacheShape& mo
   const std::size_t rungs = ladder.is_plain() ? 0 : ladder.rungs.size();
   std::vector<std::uint32_t> all;
   for (std::uint32_t layer = 0; rungs > 0 && layer < model.layers; ++layer)
-    for (std::uint32_t head = 0; head < model.kv_heads; ++head)
-      for (const RungSlots& rung : config.rungs.at(config.budget_of(layer, head)))
+    for (std::uint32_t head = 0; head < model.kv_heads; ++head) {
+      const auto own = config.rungs.find(config.budget_of(layer, head));
+      for (std::size_t r = 0; r < rungs; ++r) {  // a layer that is exempt stays in 16 bit
+        const RungSlots rung = own == config.rungs.end() ? RungSlots{} : own->second[r];
         all.insert(all.end(), {static_cast<std::uint32_t>(rung.form - kKvForms), rung.slots});
+      }
+    }
   return array_of(std::move(all), {model.layers, model.kv_heads, rungs, 2});
 }
 
