@@ -21,7 +21,7 @@ TraceHeader trace_header(const ModelConfig& config, const std::string& device,
   header.rope_config = config.rope_config;
   header.rounding = Rounding::none;
   header.capture = nlohmann::json{{"engine", "kvlab"},
-                                  {"version", KVLAB_VERSION},
+                                  {"version", KVLAB_RELEASE},
                                   {"device", device},
                                   {"options", std::move(options)}};
   return header;

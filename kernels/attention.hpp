@@ -3,7 +3,6 @@
 // The cache of one layer is keys and values [sequence, kv_head, slot, dim] of `type`, keys rotated.
 #pragma once
 
-#include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
@@ -44,45 +43,22 @@ struct DecodeAttentionArgs {
 std::size_t decode_attention_workspace(const AttentionShape& shape, int sequences, int slots);
 cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t stream);
 
-/// One row of logits and their softmax, enough to have its probabilities again: the probability of
-/// a key with product q · k is 2^(q · k * softmax_scale * log2 e - lse2).
-struct alignas(8) RowSoftmax {
-  float max_product;  ///< largest q · k, before the scale
-  float lse2;         ///< log-sum-exp of the scaled logits, base 2
-};
+/// The probability of a key with product q · k is 2^(q · k * softmax_scale * log2 e - lse2).
+using RowSoftmax = kvlab_row_softmax;
 
-/// Queries of several sequences in one call, a sequence's behind another's, in q and in all that is
-/// for each query. What else is [kv_head] then is [pair], pair = sequence * kv_heads + kv_head.
-struct QueryBatch {
-  const std::int32_t* first = nullptr;  // [sequences + 1], device: sequence s has queries first[s]
-                                        // to first[s + 1] - 1 of all; null: there is one sequence
-  int sequences = 1;
-  int all = 0;  ///< queries of all: no less than first[sequences]
+/// What kvlab_prefill_args does not say of a layer.
+struct PrefillLayer {
+  std::int64_t head_stride =
+      0;  ///< without first_slot: elements from a KV head's slots to the next
+  const float* sinks = nullptr;  ///< as AttentionShape has them
+  int span = 0;                  ///< slots that a query sees at most; 0: all
 };
-
-/// Queries of one sequence, causal: query i lies at slot first + older[kv_head] + i and sees that
-/// slot and all before it, or `span` slots of them. (Nothing has been evicted: slot = position, and
-/// older is null.)
-struct PrefillAttentionArgs {
-  AttentionShape shape;
-  int first, queries;                   ///< queries: of a batch, the most of a sequence
-  const void* q;                        // [query, query_head, dim] of type, rotated
-  const void *keys, *values;            // one sequence of the layer's cache: [kv_head, slot, dim]
-  void* out;                            // [query, query_head, dim] of type
-  float* lse;                           // [query, query_head], natural logarithm, or null
-  RowSoftmax* rows = nullptr;           ///< out, [query, query_head], or null
-  const std::int32_t* older = nullptr;  ///< [kv_head], device; null: 0
-  const std::int64_t* first_slot = nullptr;  ///< [kv_head], device: where a head's slots begin;
-                                             ///< null: every shape.head_stride elements
-  PagedRows paged{};                         ///< of keys and values; pairs are KV heads
-  QueryBatch batch{};                        ///< first_slot is there
-  int span = 0;                              ///< slots that a query sees at most; 0: all
-  /// For few queries of many keys: keys are cut into parts of a CTA each, and what these come to is
-  /// merged in their order. Without span and sinks. Null: a CTA takes all of a row's keys.
-  void* workspace = nullptr;  // prefill_workspace() bytes, not shared by calls at one time
-  int keys_end = 0;           ///< then: no query sees a slot from here on
-};
-std::size_t prefill_workspace(const PrefillAttentionArgs& args);
-cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream);
+std::size_t prefill_workspace(const kvlab_prefill_args& args);
+/// Parts of keys want a layer without span and sinks.
+cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
+                              cudaStream_t stream);
+/// Of slots that lie as `shape` says: the rest of `args`.
+cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int span,
+                              cudaStream_t stream);
 
 }  // namespace kvlab::kernels

@@ -1,10 +1,9 @@
-// The C interface: translates structs, finds policies by name, has others compiled, keeps why a
-// call was refused, and does nothing else.
+// The C interface: asks whether a call can be, hands its struct to the launcher, which takes it as
+// it is, finds policies by name, has others compiled, and keeps why a call was refused.
 #include "kernels/kvlab.h"
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -23,15 +22,13 @@
 #include "kernels/library_policy.hpp"
 #include "kernels/pointwise.hpp"
 #include "kernels/why_not.hpp"
+#include "policies/columns/built_in.hpp"
 
 using namespace kvlab;
 using namespace kvlab::kernels;
 
 namespace {
 
-static_assert(sizeof(kvlab_observation) == sizeof(Observation));
-static_assert(sizeof(kvlab_rule) == sizeof(PairRule));
-static_assert(sizeof(kvlab_row_softmax) == sizeof(RowSoftmax));
 static_assert(sizeof(kvlab_columns_args::columns) == kMaxColumns * sizeof(kvlab_column) &&
               KVLAB_VALUE_OUT_NORM1 == static_cast<int>(BuiltInColumn::value_out_norm1));
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
@@ -114,79 +111,6 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
   return cudaErrorNotSupported;
 }
 
-Type type_of(kvlab_type type) { return static_cast<Type>(type); }
-
-Needs needs_of(kvlab_needs needs) { return static_cast<Needs>(needs); }
-
-QueryBatch batch_of(const kvlab_prefill_args& args) {
-  return {.first = args.first_query,
-          .sequences = args.sequences == 0 ? 1 : args.sequences,
-          .all = args.all_queries};
-}
-
-PagedRows rows_of(const kvlab_pages& pages) {
-  if (pages.blocks == nullptr) return {};
-  return {.blocks = pages.blocks,
-          .block_stride = pages.block_stride,
-          .head_stride = pages.head_stride,
-          .slot_stride = static_cast<std::int32_t>(pages.slot_stride),
-          .most_blocks = pages.most_blocks,
-          .shift = std::countr_zero(static_cast<unsigned>(pages.page)),
-          .by_pair = pages.by_pair != 0};
-}
-
-SlotCache cache_of(const kvlab_cache& c) {
-  SlotCache cache{};
-  cache.type = type_of(c.type);
-  cache.sequences = c.sequences;
-  cache.query_heads = c.query_heads;
-  cache.kv_heads = c.kv_heads;
-  cache.head_size = c.head_size;
-  cache.softmax_scale = c.softmax_scale;
-  cache.most_slots = c.most_slots;
-  cache.first_slot = c.first_slot;
-  cache.keys = c.keys;
-  cache.values = c.values;
-  cache.positions = c.positions;
-  cache.lengths = c.lengths;
-  cache.next_slots = c.next_slots;
-  cache.ages = c.ages;
-  cache.paged = rows_of(c.pages);
-  return cache;
-}
-
-PolicyState state_of(const kvlab_policy_state& c) {
-  return {.states = static_cast<std::byte*>(c.states),
-          .rules = reinterpret_cast<const PairRule*>(c.rules),
-          .params = static_cast<const std::byte*>(c.params),
-          .threshold16 = c.threshold16,
-          .seeds = c.seeds,
-          .sequence_ids = c.sequence_ids,
-          .layer = c.layer,
-          .first_head = c.first_head,
-          .seen = reinterpret_cast<Observation*>(c.seen),
-          .room_at = c.room_at,
-          .columns = c.columns};
-}
-
-EvictingAttentionArgs evicting_of(const kvlab_evicting_attention_args& args) {
-  EvictingAttentionArgs converted{};
-  converted.cache = cache_of(args.cache);
-  converted.policy = state_of(args.policy);
-  converted.numbering = args.numbering == KVLAB_ORIGINAL ? Positions::original : Positions::cache;
-  converted.two_frames = args.numbering == KVLAB_TWO_FRAMES;
-  converted.now = args.now;
-  converted.q = args.q;
-  converted.inv_freq = args.inv_freq;
-  converted.rotated = args.rotated;
-  converted.rope_factor = args.rope_factor;
-  converted.out = args.out;
-  converted.lse = args.lse;
-  converted.workspace = args.workspace;
-  converted.settled = args.settled != 0;
-  return converted;
-}
-
 /// name=NAME: where NAME is but the default.
 const char* column_name(const char* name) {
   const char* const given = std::strchr(name, '=');
@@ -198,12 +122,11 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
              kvlab_positions numbering, kvlab_memory& to) {
   const std::size_t sequences = static_cast<std::size_t>(c.sequences),
                     pairs = sequences * static_cast<std::size_t>(c.kv_heads);
-  const SlotCache cache = cache_of(c);
   const std::size_t page = static_cast<std::size_t>(c.pages.page);
   const std::size_t blocks =
       page == 0 ? 0 : (static_cast<std::size_t>(c.most_slots) + page - 1) / page;
   const std::size_t rows = (page == 0 ? slots : pairs * blocks * page) *
-                           static_cast<std::size_t>(c.head_size) * bytes_of(cache.type);
+                           static_cast<std::size_t>(c.head_size) * bytes_of(c.type);
   const bool unit = std::ranges::any_of(policy.columns, [](const char* column) {
     return std::string_view(column_name(column)) == "key_cosine";
   });
@@ -226,51 +149,8 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
         .seeds = sequences * sizeof(std::uint64_t),
         .sequence_ids = sequences * sizeof(std::uint32_t),
         .blocks = (c.pages.by_pair != 0 ? pairs : sequences) * blocks * sizeof(std::int32_t),
-        .attention_workspace = policy.attention_workspace(cache),
-        .shrink_workspace = shrink_workspace(cache)};
-}
-
-AttentionShape shape_of(const kvlab_prefill_args& c) {
-  return {.type = type_of(c.type),
-          .query_heads = c.query_heads,
-          .kv_heads = c.kv_heads,
-          .head_size = c.head_size,
-          .softmax_scale = c.softmax_scale,
-          .sequence_stride = 0,
-          .head_stride = 0};
-}
-
-PrefillAttentionArgs prefill_of(const kvlab_prefill_args& args) {
-  return {.shape = shape_of(args),
-          .first = args.first,
-          .queries = args.queries,
-          .q = args.q,
-          .keys = args.keys,
-          .values = args.values,
-          .out = args.out,
-          .lse = args.lse,
-          .rows = reinterpret_cast<RowSoftmax*>(args.rows),
-          .older = args.older,
-          .first_slot = args.first_slot,
-          .paged = rows_of(args.pages),
-          .batch = batch_of(args),
-          .workspace = args.workspace,
-          .keys_end = args.keys_end};
-}
-
-ShrinkArgs shrink_of(const kvlab_shrink_args& args) {
-  return {.from = cache_of(args.from),
-          .to = cache_of(args.to),
-          .policy = state_of(args.policy),
-          .to_states = static_cast<std::byte*>(args.to_states),
-          .to_columns = args.to_columns,
-          .now = args.now,
-          .admitted = args.admitted,
-          .seen = reinterpret_cast<Observation*>(args.seen),
-          .workspace = args.workspace,
-          .by_layer = args.by_layer != 0,
-          .smooth = args.smooth,
-          .pool = args.pool_max != 0 ? Modifiers::Pool::max : Modifiers::Pool::mean};
+        .attention_workspace = policy.attention_workspace(c, false),
+        .shrink_workspace = shrink_workspace(c)};
 }
 
 /// cudaSuccess: it is not.
@@ -378,48 +258,12 @@ cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params,
 
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
   if (refused(__func__, args)) return cudaErrorInvalidValue;
-  const kvlab_cache& cache = args->cache;
-  RopeWriteArgs converted{};
-  converted.type = type_of(cache.type);
-  converted.tokens = args->tokens;
-  converted.query_heads = cache.query_heads;
-  converted.kv_heads = cache.kv_heads;
-  converted.head_size = cache.head_size;
-  converted.rotated = args->rotated;
-  converted.qkv = args->qkv;
-  converted.rope = reinterpret_cast<const float2*>(args->rope);
-  converted.positions = args->rope_rows;
-  converted.sequences = args->sequences;
-  converted.slots = args->slots;
-  converted.keys = cache.keys;
-  converted.values = cache.values;
-  converted.next = {.first_slot = cache.first_slot,
-                    .next_slots = cache.next_slots,
-                    .positions = args->now == nullptr ? nullptr : cache.positions,
-                    .now = args->now};
-  converted.q = args->q;
-  converted.paged = rows_of(cache.pages);
-  return told(__func__, rope_write(converted, stream));
+  return told(__func__, rope_write({*args}, stream));
 }
 
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
   if (refused(__func__, args)) return cudaErrorInvalidValue;
-  ColumnList columns{.count = args->count};
-  for (int at = 0; at < args->count; ++at)
-    columns.of[at] = static_cast<BuiltInColumn>(args->columns[at]);
-  return told(__func__, make_columns({.cache = cache_of(args->cache),
-                                      .columns = columns,
-                                      .slots = args->slots,
-                                      .tokens = args->tokens,
-                                      .now = args->now,
-                                      .keys = args->keys,
-                                      .key_row = args->key_row,
-                                      .unit_keys = args->unit_keys,
-                                      .to = args->to,
-                                      .output = args->output,
-                                      .hidden = args->hidden,
-                                      .admitted = args->admitted},
-                                     stream));
+  return told(__func__, make_columns({*args}, stream));
 }
 
 cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* cache, int64_t slots,
@@ -435,18 +279,18 @@ cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* ca
 cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
   if (refused(__func__, cache == nullptr ? kNull : why_not_shape(*cache)))
     return cudaErrorInvalidValue;
-  return told(__func__, number_by_age(cache_of(*cache), stream));
+  return told(__func__, number_by_age(*cache, stream));
 }
 
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache) {
   if (policy == nullptr || cache == nullptr || !why_not_shape(*cache).empty()) return 0;
-  return policy->kernels.attention_workspace(cache_of(*cache));
+  return policy->kernels.attention_workspace(*cache, false);
 }
 
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream) {
   if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
-  return told(__func__, policy->kernels.attend(policy->kernels, evicting_of(*args), stream));
+  return told(__func__, policy->kernels.attend(policy->kernels, {*args}, stream));
 }
 
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
@@ -457,7 +301,7 @@ cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
     return cudaErrorInvalidValue;
   std::array<EvictingAttentionArgs, kMostObservedLayers> converted{};
   for (int layer = 0; layer < count; ++layer)
-    converted[static_cast<std::size_t>(layer)] = evicting_of(layers[layer]);
+    converted[static_cast<std::size_t>(layer)] = {layers[layer]};
   const std::span all(converted.data(), static_cast<std::size_t>(count));
   return told(__func__, policy->kernels.observe(policy->kernels, all, false, stream));
 }
@@ -466,51 +310,25 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
   if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
-  return told(__func__, policy->kernels.attention(evicting_of(*args), stream));
+  return told(__func__, policy->kernels.attention({*args}, stream));
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
   if (refused(__func__, args)) return cudaErrorInvalidValue;
-  return told(__func__, prefill_attention(prefill_of(*args), stream));
+  return told(__func__, prefill_attention(*args, {}, stream));
 }
 
 size_t kvlab_prefill_workspace(const kvlab_prefill_args* args) {
-  return args == nullptr || !why_not(*args).empty() ? 0 : prefill_workspace(prefill_of(*args));
+  return args == nullptr || !why_not(*args).empty() ? 0 : prefill_workspace(*args);
 }
 
 size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
-  if (args == nullptr) return 0;
-  if (!is_type(args->prefill.type)) return 0;
-  return observe_workspace(shape_of(args->prefill), args->prefill.queries, batch_of(args->prefill));
+  return args != nullptr && is_type(args->prefill.type) ? observe_workspace(args->prefill) : 0;
 }
 
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
   if (refused(__func__, args)) return cudaErrorInvalidValue;
-  const kvlab_prefill_args& prefill = args->prefill;
-  return told(__func__, observe_queries({.shape = shape_of(prefill),
-                                         .needs = needs_of(args->needs),
-                                         .first = prefill.first,
-                                         .queries = prefill.queries,
-                                         .keys_end = args->keys_end,
-                                         .younger = args->younger,
-                                         .position = args->position,
-                                         .q = prefill.q,
-                                         .keys = prefill.keys,
-                                         .rows = reinterpret_cast<const RowSoftmax*>(prefill.rows),
-                                         .older = prefill.older,
-                                         .first_slot = prefill.first_slot,
-                                         .weights = args->weights,
-                                         .tail = args->tail == 0 ? kNoTail : args->tail,
-                                         .group_max = args->group_max != 0,
-                                         .threshold16 = args->threshold16,
-                                         .seen = reinterpret_cast<Observation*>(args->seen),
-                                         .workspace = args->workspace,
-                                         .paged = rows_of(prefill.pages),
-                                         .batch = batch_of(prefill),
-                                         .positions = args->positions,
-                                         .youngers = args->youngers,
-                                         .admitted = args->admitted},
-                                        stream));
+  return told(__func__, observe_queries(*args, stream));
 }
 
 cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,
@@ -518,44 +336,31 @@ cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_arg
   if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
   if (const std::string why = why_not_shared(policy->kernels); !why.empty())
     return told(__func__, cudaErrorNotSupported, why);
-  const bool seen = policy->kernels.needs != Needs::nothing;
-  return told(
-      __func__,
-      copy_prefix({.sequences = args->sequences,
-                   .kv_heads = args->kv_heads,
-                   .tokens = args->tokens,
-                   .column_count = static_cast<int>(policy->kernels.columns.size()),
-                   .first_slot = args->first_slot,
-                   .to_first_slot = args->to_first_slot,
-                   .seen = seen ? reinterpret_cast<const Observation*>(args->seen) : nullptr,
-                   .to_seen = reinterpret_cast<Observation*>(args->to_seen),
-                   .columns = args->columns,
-                   .to_columns = args->to_columns},
-                  stream));
+  return told(__func__, copy_prefix(policy->kernels, *args, stream));
 }
 
 size_t kvlab_shrink_workspace(const kvlab_cache* from) {
-  return from == nullptr ? 0 : shrink_workspace(cache_of(*from));
+  return from == nullptr ? 0 : shrink_workspace(*from);
 }
 
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
                          cudaStream_t stream) {
   if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
-  return told(__func__, shrink(policy->kernels, shrink_of(*args), stream));
+  return told(__func__, shrink(policy->kernels, *args, stream));
 }
 
 cudaError_t kvlab_rank(const kvlab_policy* policy, const kvlab_shrink_args* args, uint64_t* ranks,
                        cudaStream_t stream) {
   if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
   if (refused(__func__, why_not_ranks(*args, ranks, 1))) return cudaErrorInvalidValue;
-  return told(__func__, rank_by_age(policy->kernels, shrink_of(*args), ranks, stream));
+  return told(__func__, rank_by_age(policy->kernels, *args, ranks, stream));
 }
 
 cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args,
                        const uint64_t* ranks, int devices, cudaStream_t stream) {
   if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
   if (refused(__func__, why_not_ranks(*args, ranks, devices))) return cudaErrorInvalidValue;
-  return told(__func__, keep_by_ranks(policy->kernels, shrink_of(*args), ranks, devices, stream));
+  return told(__func__, keep_by_ranks(policy->kernels, *args, ranks, devices, stream));
 }
 
 }  // extern "C"

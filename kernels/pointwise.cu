@@ -152,7 +152,7 @@ __global__ void gate_kernel(Activation activation, float clamp, const T* gate_up
 template <class T>
 __device__ void load_head(const T* row, const T* gamma, const RopeWriteArgs& args, float* head,
                           T* plain) {
-  const int head_size = args.head_size;
+  const int head_size = args.cache.head_size;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   float scale = 1;
   if (gamma) {
@@ -191,27 +191,28 @@ __device__ void store_rotated(const float* head, const float2* cos_sin, int head
 template <class T>
 __global__ void rope_write_kernel(const RopeWriteArgs args) {
   extern __shared__ float heads[];
+  const kvlab_cache& cache = args.cache;
   let_successor_start();
   wait_for_predecessor();
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int all = args.query_heads + 2 * args.kv_heads;
+  const int all = cache.query_heads + 2 * cache.kv_heads;
   const int index = static_cast<int>(blockIdx.y) * (kThreads / kWarpSize) + warp;
   if (index >= all) return;
-  const std::size_t token = blockIdx.x, size = static_cast<std::size_t>(args.head_size);
+  const std::size_t token = blockIdx.x, size = static_cast<std::size_t>(cache.head_size);
   const T* const from =
       static_cast<const T*>(args.qkv) + (token * all + static_cast<std::size_t>(index)) * size;
 
-  const bool query = index < args.query_heads;
-  const int kv_head = (index - args.query_heads) % args.kv_heads;
+  const bool query = index < cache.query_heads;
+  const int kv_head = (index - cache.query_heads) % cache.kv_heads;
   const TokenSlot place_of(args, static_cast<int>(token));
   if (!query && place_of.sits_out()) return;
   const std::int64_t slot = query ? 0 : place_of.of_head(args, kv_head);
   const std::int64_t cached =
-      query || !args.paged.in_use() ? slot : place_of.in_blocks(args, kv_head);
-  if (index >= args.query_heads + args.kv_heads) {
-    for (int d = lane; d < args.head_size; d += kWarpSize)
-      static_cast<T*>(args.values)[cached + d] = from[d];
+      query || !cache.pages.blocks ? slot : place_of.in_blocks(args, kv_head);
+  if (index >= cache.query_heads + cache.kv_heads) {
+    for (int d = lane; d < cache.head_size; d += kWarpSize)
+      static_cast<T*>(cache.values)[cached + d] = from[d];
     return;
   }
   float* const head = heads + static_cast<std::size_t>(warp) * size;
@@ -223,13 +224,14 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
   const float2* const cos_sin = rope_row(args, static_cast<int>(token));
   if (query) {
     load_head(from, static_cast<const T*>(args.q_gamma), args, head,
-              place(args.plain_q, index, args.query_heads));
-    store_rotated(head, cos_sin, args.head_size, args.rotated,
-                  place(args.q, index, args.query_heads));
+              place(args.plain_q, index, cache.query_heads));
+    store_rotated(head, cos_sin, cache.head_size, args.rotated,
+                  place(args.q, index, cache.query_heads));
   } else {
     load_head(from, static_cast<const T*>(args.k_gamma), args, head,
-              place(args.plain_k, kv_head, args.kv_heads));
-    store_rotated(head, cos_sin, args.head_size, args.rotated, static_cast<T*>(args.keys) + cached);
+              place(args.plain_k, kv_head, cache.kv_heads));
+    store_rotated(head, cos_sin, cache.head_size, args.rotated,
+                  static_cast<T*>(cache.keys) + cached);
     if (lane == 0) place_of.note_position(args, slot);
   }
 }
@@ -321,27 +323,25 @@ cudaError_t gate(Type type, Activation activation, float clamp, const void* gate
 
 bool valid(const RopeWriteArgs& args) {
   constexpr int kMostHeadSize = 1024;
-  const NextSlots& next = args.next;
-  return args.tokens > 0 && args.query_heads > 0 && args.kv_heads > 0 && args.head_size > 0 &&
-         args.head_size <= kMostHeadSize && args.rotated >= 0 && args.rotated % 2 == 0 &&
-         args.rotated <= args.head_size && args.qkv && args.sequences && args.keys && args.values &&
-         args.q && (args.rotated == 0 || (args.rope && args.positions)) &&
-         (next.first_slot ? next.next_slots && (!next.positions || next.now)
-                          : args.slots && !args.paged.in_use()) &&
-         can_page(args.paged, args.head_size, 1, bytes_of(args.type));
+  const kvlab_cache& cache = args.cache;
+  return args.tokens > 0 && cache.query_heads > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
+         cache.head_size <= kMostHeadSize && args.rotated >= 0 && args.rotated % 2 == 0 &&
+         args.rotated <= cache.head_size && args.qkv && args.sequences && cache.keys &&
+         cache.values && args.q && (args.rotated == 0 || (args.rope && args.rope_rows)) &&
+         (cache.first_slot ? cache.next_slots != nullptr : args.slots && !cache.pages.blocks);
 }
 
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream) {
   constexpr int kWarps = kThreads / kWarpSize;
   if (!valid(args)) return cudaErrorInvalidValue;
-  const int heads = args.query_heads + 2 * args.kv_heads;
+  const int heads = args.cache.query_heads + 2 * args.cache.kv_heads;
   const Launch where{
       .grid = dim3(static_cast<unsigned>(args.tokens),
                    static_cast<unsigned>((heads + kWarps - 1) / kWarps)),
       .block = dim3(kThreads),
-      .shared_bytes = kWarps * static_cast<std::size_t>(args.head_size) * sizeof(float),
+      .shared_bytes = kWarps * static_cast<std::size_t>(args.cache.head_size) * sizeof(float),
       .stream = stream};
-  return with_type(args.type,
+  return with_type(args.cache.type,
                    [&]<class T>(T) { return launch_here(rope_write_kernel<T>, where, args); });
 }
 

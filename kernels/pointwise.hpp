@@ -1,7 +1,6 @@
 // Everything between the products: embedding, norm, RoPE and cache write, gate, sampling.
 #pragma once
 
-#include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
@@ -36,38 +35,17 @@ cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
 cudaError_t gate(Type type, Activation activation, float clamp, const void* gate_up, int tokens,
                  int width, void* y, cudaStream_t stream);
 
-/// A cache by pairs (kernels/evict/eviction.hpp): where a token goes, and the position that is
-/// noted there. Null first_slot: the cache has strides instead.
-struct NextSlots {
-  const std::int64_t* first_slot;  // [sequence, kv_head]
-  const std::int32_t* next_slots;  // [sequence, kv_head], from first_slot
-  std::uint32_t* positions;        // [slot], or null: nothing is noted
-  const std::uint32_t* now;        // [sequence], or null; ~0: it sits out, nothing is written
-};
-
-/// Splits a projection, norms q and k by head (where gammas are given; the result is rounded to
-/// `type`, as it is captured), rotates them in float32 by cos/sin of the token's position, rounds
-/// to `type`, and writes k and v to the cache. Nothing is rotated where `rotated` is 0.
-struct RopeWriteArgs {
-  Type type;
-  int tokens, query_heads, kv_heads, head_size, rotated;
-  const void* qkv;                // [token, (query_heads + 2 * kv_heads) * head_size]
-  const void *q_gamma, *k_gamma;  // [head_size] of type, or null
-  float norm_epsilon;
-  const float2* rope;             // [position, rotated / 2]: cos, sin
-  const std::int32_t* positions;  // [token], device: rows of `rope`
-  const std::int32_t* sequences;  // [token], device: which sequence of the cache
-  const std::int32_t*
-      slots;            // [token], device; added to next_slots where those are given, if not null
-  int ring = 0;         ///< where there are strides: slots are taken modulo it; 0: as they are
-  void *keys, *values;  // the layer's cache, [sequence, kv_head, slot, dim]
-  std::int64_t sequence_stride, head_stride;
-  NextSlots next{};
-  void* q;  // [token, query_head, dim] of type, rotated
+/// Splits a projection, norms q and k by head (where gammas are given; the result is rounded to the
+/// type, as it is captured), rotates them in float32 by cos/sin of the token's position, rounds,
+/// and writes k and v to the cache: of pairs, or, without first_slot, [sequence, kv_head, slot,
+/// dim].
+struct RopeWriteArgs : kvlab_write_args {
+  std::int64_t sequence_stride = 0, head_stride = 0;  ///< in elements, without first_slot
+  int ring = 0;  ///< likewise: slots are taken modulo it; 0: as they are
+  const void *q_gamma = nullptr, *k_gamma = nullptr;  // [head_size] of type, or null
+  float norm_epsilon = 0, norm_offset = 0;            ///< as Norm has them
   /// For capture, or null: before RoPE, after the norms, of type.
-  void *plain_q, *plain_k;  // [token, query_head, dim], [token, kv_head, dim]
-  PagedRows paged{};        ///< of keys and values, where `next` has first_slot
-  float norm_offset = 0;    ///< as Norm::offset
+  void *plain_q = nullptr, *plain_k = nullptr;  // [token, query_head, dim], [token, kv_head, dim]
 };
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 bool valid(const RopeWriteArgs& args);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/evict/eviction.hpp"
+#include "kernels/paged_row.cuh"
 #include "kernels/pointwise.hpp"
 
 namespace kvlab::kernels {
@@ -15,7 +16,8 @@ __device__ inline float2 rotate(float2 point, float2 cos_sin) {
 /// Cosines and sines of a token's position, [rotated / 2]; null where nothing is rotated.
 __device__ inline const float2* rope_row(const RopeWriteArgs& args, int token) {
   if (args.rotated == 0) return nullptr;
-  return args.rope + static_cast<std::int64_t>(args.positions[token]) * (args.rotated / 2);
+  return reinterpret_cast<const float2*>(args.rope) +
+         static_cast<std::int64_t>(args.rope_rows[token]) * (args.rotated / 2);
 }
 
 /// Where a token's keys and values go. What it reads of the token it reads when it is made.
@@ -25,28 +27,30 @@ class TokenSlot {
   __device__ TokenSlot(const RopeWriteArgs& args, int token)
       : sequence_(args.sequences[token]),
         slot_(args.slots ? args.slots[token] : 0),
-        sits_out_(args.next.now && args.next.now[sequence_] == kIdle) {
+        sits_out_(args.now && args.now[sequence_] == kIdle) {
     if (args.ring > 0) slot_ %= args.ring;
   }
   /// The sequence keeps what it has, the slot of its next token included.
   __device__ bool sits_out() const { return sits_out_; }
   /// Of a KV head, in elements from the cache's begin.
   __device__ std::int64_t of_head(const RopeWriteArgs& args, int kv_head) const {
-    if (!args.next.first_slot)
+    const kvlab_cache& cache = args.cache;
+    if (!cache.first_slot)
       return sequence_ * args.sequence_stride + kv_head * args.head_stride +
-             static_cast<std::int64_t>(slot_) * args.head_size;
-    const int pair = sequence_ * args.kv_heads + kv_head;
-    return (args.next.first_slot[pair] + args.next.next_slots[pair] + slot_) * args.head_size;
+             static_cast<std::int64_t>(slot_) * cache.head_size;
+    const int pair = sequence_ * cache.kv_heads + kv_head;
+    return (cache.first_slot[pair] + cache.next_slots[pair] + slot_) * cache.head_size;
   }
   /// That where keys and values lie in blocks; of_head then counts as if they did not.
   __device__ std::int64_t in_blocks(const RopeWriteArgs& args, int kv_head) const {
-    const int pair = sequence_ * args.kv_heads + kv_head;
-    return args.paged.row(pair, args.kv_heads, args.next.next_slots[pair] + slot_);
+    const kvlab_cache& cache = args.cache;
+    const int pair = sequence_ * cache.kv_heads + kv_head;
+    return paged_row(cache.pages, pair, cache.kv_heads, cache.next_slots[pair] + slot_);
   }
   /// Notes the token's position where its key has gone, in a cache by pairs.
   __device__ void note_position(const RopeWriteArgs& args, std::int64_t place) const {
-    if (args.next.first_slot && args.next.positions)
-      args.next.positions[place / args.head_size] = args.next.now[sequence_];
+    if (args.cache.first_slot && args.cache.positions && args.now)
+      args.cache.positions[place / args.cache.head_size] = args.now[sequence_];
   }
 
  private:

@@ -1,4 +1,5 @@
-// What every kernel launcher speaks: raw device pointers, element types, strides in elements.
+// What every kernel launcher speaks: kvlab.h's structs, or such as have what these lack; raw device
+// pointers, strides in elements.
 //
 // Launchers are stream-ordered: no host synchronisation, no allocation, capturable in a graph. They
 // return cudaErrorInvalidValue before any launch for a size, group or dtype that is not supported.
@@ -11,12 +12,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/kvlab.h"
+
 namespace kvlab::kernels {
 
 /// Element type of weights, activations and cache. Sums are float32.
-enum class Type { bf16, f16, f32 };
+using Type = kvlab_type;
 
-constexpr std::size_t bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
+constexpr std::size_t bytes_of(Type type) { return type == KVLAB_F32 ? 4 : 2; }
 
 /// How a gate is bent: x / (1 + e^-x), or x by the normal distribution, approximated by tanh.
 enum class Activation { silu, gelu_tanh };
@@ -31,6 +34,8 @@ struct Norm {
 constexpr bool is_head_size(int size) {
   return size == 64 || size == 96 || size == 128 || size == 256;
 }
+
+inline constexpr int kFewestSlotsOfBlock = 16;  ///< kvlab_pages::page
 
 inline bool aligned16(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;

@@ -11,7 +11,6 @@
 
 #include "kernels/decode/pair_attention.hpp"
 #include "kernels/evict/eviction.hpp"
-#include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
@@ -66,8 +65,7 @@ std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, st
   if (pages.blocks == nullptr)
     return wants.that(pages.page == 0, "blocks is NULL, and page {}: both or neither", pages.page)
         .missing();
-  const std::int64_t in_16_bytes =
-      16 / static_cast<std::int64_t>(bytes_of(static_cast<Type>(type)));
+  const std::int64_t in_16_bytes = 16 / static_cast<std::int64_t>(bytes_of(type));
   want_page(wants, pages.page);
   wants.that(std::int64_t{pages.page} * pages.most_blocks >= slots,
              "most_blocks is {} of {} slots: {} slots are wanted", pages.most_blocks, pages.page,
@@ -86,14 +84,15 @@ std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, st
 }
 
 /// What every attention wants of a shape.
-void want_shape(Wants& wants, kvlab_type type, int query_heads, int kv_heads, int head_size) {
+void want_shape(Wants& wants, kvlab_type type, int query_heads, int kv_heads, int head_size,
+                int most_group = kMostPagedGroup) {
   want_type(wants, type);
   wants
       .that(kv_heads > 0 && query_heads > 0 && query_heads % kv_heads == 0,
             "query_heads is {}, kv_heads {}: each KV head has as many", query_heads, kv_heads)
-      .that(kv_heads < 1 || query_heads / kv_heads <= kMostPagedGroup,
+      .that(kv_heads < 1 || query_heads / kv_heads <= most_group,
             "query_heads is {}, kv_heads {}: at most {} for each KV head", query_heads, kv_heads,
-            kMostPagedGroup)
+            most_group)
       .that(is_head_size(head_size), "head_size is {}; 64, 96, 128 or 256", head_size);
 }
 
@@ -151,16 +150,23 @@ std::string why_not_shape(const kvlab_cache& cache, const char* name) {
       .missing();
 }
 
+std::string why_not_shape(const kvlab_cache& cache, const char* name, int most_group) {
+  Wants wants(std::string(name) + ".");
+  want_shape(wants, cache.type, cache.query_heads, cache.kv_heads, cache.head_size, most_group);
+  return wants.also(why_not_shape(cache, name)).missing();
+}
+
 std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots) {
   kvlab_cache plain = cache;
   plain.pages = {};
   const std::int64_t most = std::int64_t{cache.sequences} * cache.kv_heads * cache.most_slots;
-  Wants wants("cache."), page("cache.pages."), rest;
-  want_shape(wants, cache.type, cache.query_heads, cache.kv_heads, cache.head_size);
+  Wants wants, page("cache.pages.");
   if (cache.pages.page != 0) want_page(page, cache.pages.page);
-  rest.that(slots >= 1 && slots <= most,
-            "slots is {}; 1 to {}, sequences times kv_heads times most_slots", slots, most);
-  return wants.also(why_not_shape(plain)).also(page.missing()).also(rest.missing()).missing();
+  return wants.also(why_not_shape(plain, "cache", kMostPagedGroup))
+      .also(page.missing())
+      .that(slots >= 1 && slots <= most,
+            "slots is {}; 1 to {}, sequences times kv_heads times most_slots", slots, most)
+      .missing();
 }
 
 std::string why_not(const kvlab_write_args& args) {
@@ -187,10 +193,17 @@ std::string why_not(const kvlab_write_args& args) {
 }
 
 std::string why_not(const kvlab_columns_args& args) {
+  const kvlab_cache& cache = args.cache;
   Wants wants;
-  want_type(wants, args.cache.type);
-  wants.that(args.count >= 1 && args.count <= static_cast<int>(kMaxColumns), "count is {}; 1 to {}",
-             args.count, kMaxColumns);
+  want_type(wants, cache.type);
+  wants
+      .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
+                cache.head_size <= 1024,
+            "cache.sequences is {}, kv_heads {}, head_size {}: each at least 1, head_size at most "
+            "1,024",
+            cache.sequences, cache.kv_heads, cache.head_size)
+      .that(args.count >= 1 && args.count <= static_cast<int>(kMaxColumns), "count is {}; 1 to {}",
+            args.count, kMaxColumns);
   for (int at = 0; wants.missing().empty() && at < args.count; ++at) {
     const kvlab_column column = args.columns[at];
     wants
@@ -199,12 +212,17 @@ std::string why_not(const kvlab_columns_args& args) {
         .that(column != KVLAB_KEY_COSINE || args.unit_keys,
               "unit_keys is NULL: KVLAB_KEY_COSINE has a mean to keep")
         .that(column != KVLAB_VALUE_OUT_NORM1 || (args.output && args.hidden > 0),
-              "output is NULL or hidden {}: KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden);
+              "output is NULL or hidden {}: KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden)
+        .that(column != KVLAB_VALUE_OUT_NORM1 ||
+                  (cache.query_heads > 0 && cache.query_heads % cache.kv_heads == 0 &&
+                   cache.query_heads <= kMostGroup * cache.kv_heads),
+              "cache.query_heads is {}, kv_heads {}: KVLAB_VALUE_OUT_NORM1 takes {} for each",
+              cache.query_heads, cache.kv_heads, kMostGroup);
   }
   return wants.that(args.tokens > 0, "tokens is {}; at least 1", args.tokens)
       .pointers({{args.slots, "slots"}, {args.keys, "keys"}, {args.to, "to"}})
-      .pointers({{args.cache.first_slot, "cache.first_slot"}, {args.cache.values, "cache.values"}})
-      .also(why_not(args.cache.pages, args.cache.head_size, args.cache.type, args.tokens, "cache."))
+      .pointers({{cache.first_slot, "cache.first_slot"}, {cache.values, "cache.values"}})
+      .also(why_not(cache.pages, cache.head_size, cache.type, args.tokens, "cache."))
       .missing();
 }
 
@@ -323,9 +341,8 @@ std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args) {
       .that(from.type == to.type && from.sequences == to.sequences &&
                 from.kv_heads == to.kv_heads && from.head_size == to.head_size,
             "to is of another type or shape than from")
-      .that(
-          from.head_size >= 1 && from.head_size * bytes_of(static_cast<Type>(from.type)) % 16 == 0,
-          "from.head_size is {}; rows of multiples of 16 bytes", from.head_size)
+      .that(from.head_size >= 1 && from.head_size * bytes_of(from.type) % 16 == 0,
+            "from.head_size is {}; rows of multiples of 16 bytes", from.head_size)
       .also(why_not(policy, args.policy))
       .that(policy.slot_bytes == 0 || args.to_states, "to_states is NULL, and policy.states is not")
       .that(policy.columns.empty() || args.to_columns,

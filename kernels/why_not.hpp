@@ -1,5 +1,5 @@
 // Why a call of kvlab.h is refused, in one line: what is, where, and what would be right. Asked
-// before each call, which then converts arguments that it can trust.
+// before each call, and by launchers that have no more to ask.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +26,8 @@ bool is_type(kvlab_type type);
 
 /// All of a cache but its arrays.
 std::string why_not_shape(const kvlab_cache& cache, const char* name = "cache");
+/// And what attention wants of it, with so many query heads for a KV head at most.
+std::string why_not_shape(const kvlab_cache& cache, const char* name, int most_group);
 /// Of a question for bytes, of so many slots: of its blocks, their size alone.
 std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots);
 std::string why_not(const kvlab_write_args& args);

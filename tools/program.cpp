@@ -49,7 +49,7 @@ int run(const std::vector<std::string>& words) {
   }
   if (asks) return run({words[1], "--help"});
   if (words[0] == "--version") {
-    fmt::print("kvlab {}\n", KVLAB_VERSION);
+    fmt::print("kvlab {}\n", KVLAB_RELEASE);
     return 0;
   }
   const auto commands = all_commands();

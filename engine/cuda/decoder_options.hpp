@@ -12,8 +12,6 @@
 
 namespace kvlab {
 
-using kernels::KeyRotation;
-
 struct CudaDecoderOptions {
   int sequences = 1;
   std::uint32_t slots = 0;  ///< tokens of each sequence; 0: no limit, where each has a budget
@@ -40,15 +38,15 @@ struct CudaDecoderOptions {
     return std::ranges::any_of(
         caches, [](const ResolvedConfig& cache) { return cache.policy.ladder.is_coded(); });
   }
-  kernels::ColumnList columns() const {
-    kernels::ColumnList list;
+  kvlab_columns_args columns(int hidden) const {
+    kvlab_columns_args list{.hidden = hidden};
     for (const std::string& name : caches.front().policy.columns)
-      list.of[list.count++] = built_in_column(name).value();
+      list.columns[list.count++] = static_cast<kvlab_column>(built_in_column(name).value());
     return list;
   }
-  KeyRotation rotation() const {
-    if (caches.front().positions == Positions::original) return KeyRotation::by_position;
-    return policy().oldest_first ? KeyRotation::two_frames : KeyRotation::by_age;
+  kvlab_positions numbering() const {
+    if (caches.front().positions == Positions::original) return KVLAB_ORIGINAL;
+    return policy().oldest_first ? KVLAB_TWO_FRAMES : KVLAB_SQUEEZED;
   }
 };
 

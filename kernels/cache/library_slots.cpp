@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "kernels/cache/slot_caches.hpp"
+#include "kernels/decode/pair_attention.hpp"
 #include "kernels/host/transfer.hpp"
 #include "kernels/library_policy.hpp"
 #include "kernels/why_not.hpp"
@@ -49,13 +50,8 @@ void want_config(const kvlab_slots_config& c) {
                           .head_size = c.head_size,
                           .softmax_scale = 1,
                           .most_slots = 1};
-  if (const std::string why = why_not_shape(shape, "config"); !why.empty())
+  if (const std::string why = why_not_shape(shape, "config", kMostGroup); !why.empty())
     throw std::invalid_argument(why);
-  want(is_head_size(c.head_size) && c.query_heads % c.kv_heads == 0 &&
-           c.query_heads <= 16 * c.kv_heads,
-       "head size {}, {} query heads on {}; sizes 64, 96, 128 and 256, and at most 16 query heads "
-       "for a KV head, are expected",
-       c.head_size, c.query_heads, c.kv_heads);
   want(c.policy && c.layers && c.rules && c.ropes, "policy, layers, ropes or rules is NULL");
   want(c.layer_count > 0 && c.rope_count > 0, "layer_count is {}, rope_count {}: at least 1",
        c.layer_count, c.rope_count);
@@ -118,13 +114,12 @@ SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
 SlotsConfig config_of(const kvlab_slots_config& c) {
   want_config(c);
   const kvlab_policy& policy = *c.policy;
-  SlotsConfig config{.type = static_cast<Type>(c.type),
+  SlotsConfig config{.type = c.type,
                      .query_heads = c.query_heads,
                      .kv_heads = c.kv_heads,
                      .head_size = c.head_size,
                      .most_tokens = c.tokens,
-                     .kernels = policy.kernels,
-                     .hidden = c.hidden};
+                     .kernels = policy.kernels};
   for (int layer = 0; layer < c.layer_count; ++layer)
     config.layers.push_back({.number = c.layers[layer].number,
                              .softmax_scale = c.layers[layer].softmax_scale,
@@ -153,10 +148,9 @@ SlotsConfig config_of(const kvlab_slots_config& c) {
   want(c.numbering == KVLAB_ORIGINAL || !config.coded(),
        "codes under KVLAB_SQUEEZED; they are of keys at original positions");
   if (c.numbering == KVLAB_SQUEEZED)
-    config.rotation = policy.kernels.oldest_first ? KeyRotation::two_frames : KeyRotation::by_age;
-  config.columns.count = c.column_count;
-  for (int at = 0; at < c.column_count; ++at)
-    config.columns.of[at] = static_cast<BuiltInColumn>(c.columns[at]);
+    config.numbering = policy.kernels.oldest_first ? KVLAB_TWO_FRAMES : KVLAB_SQUEEZED;
+  config.columns = {.count = c.column_count, .hidden = c.hidden};
+  std::copy_n(c.columns, c.column_count, config.columns.columns);
   if (c.part > 0) config.part = c.part;
   if (!config.is_fast()) {
     want(!policy.header,
@@ -243,12 +237,7 @@ struct kvlab_slots {
 
 /// The projection, into the rest of a write.
 void kvlab_slots::write(RopeWriteArgs args, const void* qkv, int rows) const {
-  const SlotsConfig& config = caches.config();
-  args.type = config.type;
   args.tokens = rows;
-  args.query_heads = config.query_heads;
-  args.kv_heads = config.kv_heads;
-  args.head_size = config.head_size;
   args.qkv = qkv;
   cuda::check(rope_write(args, caches.stream()), "writing keys and values");
 }

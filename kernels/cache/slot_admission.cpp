@@ -23,15 +23,15 @@ AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const SlotsConfig& config, 
     columns = arena.take<float>(all * static_cast<std::size_t>(config.columns.count));
     plain_keys = arena.take<std::byte>(all * config.key_bytes());
   }
-  if (config.rotation != KeyRotation::by_position)
+  if (config.numbering != KVLAB_ORIGINAL)
     squeezed_keys = arena.take<std::byte>(all * config.key_bytes());
   if (config.kernels.weighted) weights = arena.take<float>(slots);
   if (config.observes()) {
-    seen = arena.take<Observation>(all);
+    seen = arena.take<kvlab_observation>(all);
     rows = arena.take<RowSoftmax>(std::size_t{config.part} *
                                   static_cast<std::size_t>(config.query_heads));
     observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
-        config.attention_shape(0, static_cast<int>(slots)), static_cast<int>(config.part)));
+        {.query_heads = config.query_heads, .queries = static_cast<int>(config.part)}));
   }
   if (config.coded()) {
     const std::size_t channels = all * 2 * static_cast<std::size_t>(config.head_size);
@@ -57,8 +57,8 @@ void SlotCaches::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bo
   // What steps do not, so that nobody who is to step down attends as it was.
   if (coded() && !of(sequence).modifiers.steps_make_room()) make_room(sequence, fed, false, {});
   // In two frames nothing is numbered anew until something has left.
-  const bool squeezes = config_.rotation == KeyRotation::by_age ||
-                        (config_.rotation == KeyRotation::two_frames && fed > 0);
+  const bool squeezes =
+      config_.numbering == KVLAB_SQUEEZED || (config_.numbering == KVLAB_TWO_FRAMES && fed > 0);
   admission_ = {sequence, fed, tokens, ends_prompt, squeezes};
   reserve(most_slots());
   const Admitted nothing{fed, 0}, all{fed, tokens};
@@ -90,21 +90,19 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const AdmissionPart& part) 
   args.slots = work_->iota;
   // The part's slots begin behind those of the parts before it.
   const std::size_t ahead = part.first * config_.key_bytes();
-  args.keys = static_cast<std::byte*>(memory_->cache.keys) + ahead;
-  args.values = static_cast<std::byte*>(memory_->cache.values) + ahead;
-  args.next = {.first_slot = memory_->cache.first_slot,
-               .next_slots = memory_->cache.lengths,  // new tokens go behind the live ones
-               .positions = nullptr,
-               .now = nullptr};
+  args.cache = memory_->cache;
+  args.cache.keys = static_cast<std::byte*>(args.cache.keys) + ahead;
+  args.cache.values = static_cast<std::byte*>(args.cache.values) + ahead;
+  args.cache.next_slots = args.cache.lengths;  // new tokens go behind the live ones
   args.q = work_->q;
   args.plain_k = work_->plain_k;
-  if (config_.rotation != KeyRotation::by_age) rotate(config_.layers[layer].table, args);
+  if (config_.numbering != KVLAB_SQUEEZED) rotate(config_.layers[layer].table, args);
   return args;
 }
 
 /// The live tokens come along; a victim that was chosen already is chosen again.
 void SlotCaches::begin_layer(std::uint32_t layer) {
-  const SlotCache& cache = memory_->cache;
+  const kvlab_cache& cache = memory_->cache;
   const std::size_t all =
       static_cast<std::size_t>(cache.kv_heads) * static_cast<std::size_t>(cache.most_slots);
   if (memory_->seen) clear(memory_->seen, all);
@@ -122,52 +120,52 @@ void SlotCaches::begin_layer(std::uint32_t layer) {
 void SlotCaches::attend(std::uint32_t layer, const AdmissionPart& part, const AttendedRows& to) {
   if (admission_.squeezes) {
     const SqueezeArgs shape = squeeze_shape(layer, part);
-    if (config_.rotation == KeyRotation::by_age)
+    if (config_.numbering == KVLAB_SQUEEZED)
       check(squeeze_queries(shape, work_->q, work_->q, stream_), "positions of a prompt");
     squeeze_keys(shape, false);
   }
-  check(prefill_attention({.shape = config_.attention_shape(layer, memory_->cache.most_slots),
-                           .first = static_cast<int>(part.first),
-                           .queries = part.rows,
-                           .q = work_->q,
-                           .keys = attended_keys(),
-                           .values = memory_->cache.values,
-                           .out = to.out,
-                           .lse = to.lse,
-                           .rows = memory_->rows,
-                           .older = memory_->cache.lengths},
-                          stream_),
+  const kvlab_prefill_args queries{.type = config_.type,
+                                   .query_heads = config_.query_heads,
+                                   .kv_heads = config_.kv_heads,
+                                   .head_size = config_.head_size,
+                                   .softmax_scale = config_.layers[layer].softmax_scale,
+                                   .first = static_cast<int>(part.first),
+                                   .queries = part.rows,
+                                   .q = work_->q,
+                                   .keys = attended_keys(),
+                                   .values = memory_->cache.values,
+                                   .first_slot = memory_->first_slots,
+                                   .older = memory_->cache.lengths,
+                                   .out = to.out,
+                                   .lse = to.lse,
+                                   .rows = memory_->rows};
+  check(prefill_attention(queries, {.sinks = config_.layers[layer].sinks}, stream_),
         "prefill attention");
-  if (config_.observes()) observe(layer, part);
+  if (config_.observes()) observe(layer, queries);
   if (memory_->columns) keep_plain_keys(part, to);
   if (part.first + static_cast<std::uint32_t>(part.rows) == admission_.tokens) keep(layer);
 }
 
 /// What the part's queries give to each key.
-void SlotCaches::observe(std::uint32_t layer, const AdmissionPart& part) {
+void SlotCaches::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
   const int sequence = admission_.sequence;
-  const std::uint32_t end = part.first + static_cast<std::uint32_t>(part.rows);
+  const auto first = static_cast<std::uint32_t>(queries.first),
+             end = first + static_cast<std::uint32_t>(queries.queries);
   std::uint32_t live = 0;
   each_pair(sequence, [&](std::size_t pair) {
     live = std::max(live, older(sequence, layer, pair, admission_.fed));
   });
-  check(observe_queries({.shape = config_.attention_shape(layer, memory_->cache.most_slots),
-                         .needs = config_.kernels.needs,
-                         .first = static_cast<int>(part.first),
-                         .queries = part.rows,
+  check(observe_queries({.prefill = queries,
+                         .needs = static_cast<kvlab_needs>(config_.kernels.needs),
                          .keys_end = static_cast<int>(live + end),
-                         .younger = static_cast<int>(admission_.tokens - end),
-                         .position = admission_.fed + part.first,
-                         .q = work_->q,
-                         .keys = attended_keys(),
-                         .rows = memory_->rows,
-                         .older = memory_->cache.lengths,
-                         .weights = memory_->weights,
-                         .tail = admission_.tail,
-                         .group_max = of(sequence).modifiers.group == Modifiers::Group::max,
+                         .position = admission_.fed + first,
                          .threshold16 = storage_->thresholds + sequence,
                          .seen = memory_->seen,
-                         .workspace = memory_->observe_workspace},
+                         .workspace = memory_->observe_workspace,
+                         .group_max = of(sequence).modifiers.group == Modifiers::Group::max,
+                         .weights = memory_->weights,
+                         .tail = admission_.tail,
+                         .younger = static_cast<int>(admission_.tokens - end)},
                         stream_),
         "what a prompt's queries give");
 }
@@ -176,29 +174,18 @@ void SlotCaches::observe(std::uint32_t layer, const AdmissionPart& part) {
 void SlotCaches::keep(std::uint32_t layer) {
   const int sequence = admission_.sequence;
   const bool ends_prompt = admission_.ends_prompt, once = of(sequence).modifiers.once;
-  const SlotCache to = storage_->cache_of(layer, sequence);
-  PolicyState policy = storage_->policy_of_shrink(layer, sequence, once && !ends_prompt);
-  policy.states = memory_->states;
-  policy.columns = memory_->columns;
   if (memory_->columns) make_columns_of_new(layer);
   if (counts(sequence)) count_admission(sequence, layer, admission_.tokens);
-  ShrinkArgs args{.from = memory_->cache,
-                  .to = to,
-                  .policy = policy,
-                  .to_states = storage_->states,
-                  .to_columns = storage_->columns,
-                  .now = &work_->admitted->now,
-                  .admitted = &work_->admitted->tokens,
-                  .seen = memory_->seen,
-                  .workspace = memory_->shrink_workspace};
+  kvlab_shrink_args args = to_slots(sequence, layer, work_->admitted, once && !ends_prompt);
+  args.seen = memory_->seen;
   if (ends_prompt && of(sequence).share) return keep_by_shares(layer, args);
   shrink(args, sequence, layer, ends_prompt);
-  number(to);
+  number(args.to);
   if (counts(sequence)) count_room(sequence, layer, ends_prompt);
 }
 
 /// All are admitted where they are; then the heads share their slots.
-void SlotCaches::keep_by_shares(std::uint32_t layer, ShrinkArgs args) {
+void SlotCaches::keep_by_shares(std::uint32_t layer, kvlab_shrink_args args) {
   const int sequence = admission_.sequence;
   args.to = args.from;
   args.to_states = memory_->states;
@@ -221,20 +208,16 @@ void SlotCaches::keep_plain_keys(const AdmissionPart& part, const AttendedRows& 
 }
 
 void SlotCaches::make_columns_of_new(std::uint32_t layer) {
-  const SlotCache& cache = memory_->cache;
-  check(make_columns({.cache = cache,
-                      .columns = config_.columns,
-                      .slots = cache.lengths,
-                      .tokens = static_cast<int>(admission_.tokens),
-                      .now = nullptr,
-                      .keys = memory_->plain_keys,
-                      .key_row = std::int64_t{cache.kv_heads} * cache.head_size,
-                      .unit_keys = storage_->unit_keys_of(layer, admission_.sequence),
-                      .to = memory_->columns,
-                      .output = config_.layers[layer].output,
-                      .hidden = config_.hidden},
-                     stream_),
-        "columns");
+  ColumnArgs args{config_.columns};
+  args.cache = memory_->cache;
+  args.slots = memory_->cache.lengths;
+  args.tokens = static_cast<int>(admission_.tokens);
+  args.keys = memory_->plain_keys;
+  args.key_row = std::int64_t{config_.kv_heads} * config_.head_size;
+  args.unit_keys = storage_->unit_keys_of(layer, admission_.sequence);
+  args.to = memory_->columns;
+  args.output = config_.layers[layer].output;
+  check(make_columns(args, stream_), "columns");
 }
 
 /// The older keys, or a part's new ones.
@@ -242,7 +225,7 @@ void SlotCaches::squeeze_keys(const SqueezeArgs& shape, bool of_older) {
   check(kernels::squeeze_keys({.shape = shape,
                                .slots = memory_->cache.most_slots,
                                .positions = memory_->cache.positions,
-                               .rotated = config_.rotation == KeyRotation::two_frames,
+                               .rotated = config_.numbering == KVLAB_TWO_FRAMES,
                                .now = admission_.fed,
                                .keys = memory_->cache.keys,
                                .to = memory_->squeezed_keys},
@@ -253,7 +236,7 @@ void SlotCaches::squeeze_keys(const SqueezeArgs& shape, bool of_older) {
 SqueezeArgs SlotCaches::squeeze_shape(std::uint32_t layer, const AdmissionPart& part) const {
   const std::uint32_t table = config_.layers[layer].table;
   const SlotRope& rope = config_.ropes[table];
-  const bool two_frames = config_.rotation == KeyRotation::two_frames;
+  const bool two_frames = config_.numbering == KVLAB_TWO_FRAMES;
   return {.type = config_.type,
           .query_heads = config_.query_heads,
           .kv_heads = config_.kv_heads,

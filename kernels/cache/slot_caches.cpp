@@ -12,10 +12,8 @@ using cuda::check;
 using cuda::Placed;
 
 std::size_t aligned_workspace(const SlotsConfig& config, int most_slots) {
-  static constexpr CodedCache kRungs{};
-  SlotCache shape = config.slot_cache(static_cast<int>(config.sequences.size()), most_slots);
-  if (config.coded()) shape.coded = &kRungs;
-  return cuda::Arena::aligned(config.kernels.attention_workspace(shape));
+  return cuda::Arena::aligned(config.kernels.attention_workspace(
+      config.slot_cache(static_cast<int>(config.sequences.size()), most_slots), config.coded()));
 }
 
 }  // namespace
@@ -86,7 +84,7 @@ std::byte* SlotCaches::workspace(int index) const {
 }
 
 void SlotCaches::fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const {
-  if (config_.rotation == KeyRotation::by_age && !config_.other_ropes) return;
+  if (config_.numbering == KVLAB_SQUEEZED && !config_.other_ropes) return;
   for (std::uint32_t table = 0; table < config_.ropes.size(); ++table) {
     const SlotRope& rope = config_.ropes[table];
     check(fill_rope_rows(inv_freq(table), rope.rotated() / 2, positions, first, rows, rope.factor,
@@ -98,8 +96,8 @@ void SlotCaches::fill_ropes(const std::int32_t* positions, std::uint32_t first, 
 
 void SlotCaches::rotate(std::uint32_t table, RopeWriteArgs& args) const {
   args.rotated = config_.ropes[table].rotated();
-  args.rope = work_->rope + table * static_cast<std::size_t>(config_.rows()) * halves();
-  args.positions = work_->iota;  // rows of the RoPE table, which has one for each token
+  args.rope = &work_->rope[table * static_cast<std::size_t>(config_.rows()) * halves()].x;
+  args.rope_rows = work_->iota;  // rows of the RoPE table, which has one for each token
 }
 
 AttendedRows SlotCaches::with_keys(AttendedRows rows) const {
@@ -193,9 +191,8 @@ void SlotCaches::pretend(int sequence, std::uint32_t tokens) {
   check(cudaStreamSynchronize(stream_), "drawing a cache");
 }
 
-void SlotCaches::number(const SlotCache& cache) const {
-  if (config_.rotation == KeyRotation::by_age)
-    check(number_by_age(cache, stream_), "numbering by age");
+void SlotCaches::number(const kvlab_cache& cache) const {
+  if (config_.numbering == KVLAB_SQUEEZED) check(number_by_age(cache, stream_), "numbering by age");
 }
 
 // --- Room ----------------------------------------------------------------------------------------
@@ -213,11 +210,11 @@ std::uint32_t SlotCaches::older(int sequence, std::uint32_t layer, std::size_t p
   return counts(sequence) ? counts_of(layer, pair).live : slots_.older(layer, pair, fed);
 }
 
-void SlotCaches::modify(ShrinkArgs& args, int sequence, bool after_prompt) const {
+void SlotCaches::modify(kvlab_shrink_args& args, int sequence, bool after_prompt) const {
   const Modifiers& own = of(sequence).modifiers;
   args.by_layer = own.scope == Modifiers::Scope::layer;
   args.smooth = own.smooths(after_prompt) ? own.smooth : 0;
-  args.pool = own.pool;
+  args.pool_max = own.pool == Modifiers::Pool::max;
 }
 
 /// Where it lies, if room has to be made before more is admitted behind `fed`.
@@ -242,23 +239,30 @@ void SlotCaches::make_room(int sequence, std::uint32_t fed, bool after_prompt, L
   }
 }
 
+kvlab_shrink_args SlotCaches::to_slots(int sequence, std::uint32_t layer, const Admitted* admitted,
+                                       bool stays) const {
+  kvlab_shrink_args args{.from = memory_->cache,
+                         .to = storage_->cache_of(layer, sequence),
+                         .policy = storage_->policy_of_shrink(layer, sequence, stays),
+                         .to_states = storage_->states,
+                         .now = &admitted->now,
+                         .admitted = &admitted->tokens,
+                         .workspace = memory_->shrink_workspace,
+                         .to_columns = storage_->columns};
+  args.policy.states = memory_->states;
+  args.policy.columns = memory_->columns;
+  return args;
+}
+
 /// On rungs by way of an admission's memory.
 void SlotCaches::shrink_in_place(int sequence, std::uint32_t layer, bool after_prompt) const {
-  const SlotCache cache = storage_->cache_of(layer, sequence);
-  ShrinkArgs args{.from = cache,
-                  .to = cache,
-                  .policy = storage_->policy_of_shrink(layer, sequence, false),
-                  .to_states = storage_->states,
-                  .to_columns = storage_->columns,
-                  .now = &work_->nothing->now,
-                  .admitted = &work_->nothing->tokens,
-                  .seen = nullptr,
-                  .workspace = memory_->shrink_workspace};
+  kvlab_shrink_args args = to_slots(sequence, layer, work_->nothing, false);
   if (coded()) {
     take_live(sequence, layer, true);
-    args.from = memory_->cache;
-    args.policy.states = memory_->states;
-    args.policy.columns = memory_->columns;
+  } else {
+    args.from = args.to;
+    args.policy.states = storage_->states;
+    args.policy.columns = storage_->columns;
   }
   shrink(args, sequence, layer, after_prompt);
 }
@@ -268,28 +272,20 @@ void SlotCaches::take_live(int sequence, std::uint32_t layer, bool stays) const 
           .to = memory_->cache,
           .policy = storage_->policy_of_shrink(layer, sequence, stays),
           .to_states = memory_->states,
-          .to_columns = memory_->columns,
           .now = &work_->nothing->now,
           .admitted = &work_->nothing->tokens,
-          .seen = nullptr,
-          .workspace = memory_->shrink_workspace},
+          .workspace = memory_->shrink_workspace,
+          .to_columns = memory_->columns},
          sequence, layer, false);
 }
 
-void SlotCaches::shrink(ShrinkArgs args, int sequence, std::uint32_t layer,
+void SlotCaches::shrink(kvlab_shrink_args args, int sequence, std::uint32_t layer,
                         bool after_prompt) const {
   modify(args, sequence, after_prompt);
   if (!coded()) return check(kernels::shrink(config_.kernels, args, stream_), "a shrink");
   const CodedCache coded = storage_->rungs.coded(layer, sequence);
-  if (args.to.keys == memory_->cache.keys) {
-    args.from.coded = &coded;
-    check(take_from_rungs(config_.kernels, args, memory_->staged, stream_),
-          "tokens from their rungs");
-  } else {
-    args.to.coded = &coded;
-    check(shrink_to_rungs(config_.kernels, args, memory_->staged, stream_),
-          "tokens to their rungs");
-  }
+  const auto move = args.to.keys == memory_->cache.keys ? take_from_rungs : shrink_to_rungs;
+  check(move(config_.kernels, args, coded, memory_->staged, stream_), "tokens and their rungs");
 }
 
 std::uint64_t SlotCaches::bytes_on_rungs(std::uint32_t layer, std::size_t pair) const {
@@ -360,17 +356,7 @@ std::vector<std::int32_t> SlotCaches::share_slots(int sequence, std::uint32_t la
   const AdmissionMemory& memory = *memory_;
   const Admitted ended{fed, 0};
   copy(work_->ended, &ended, 1);
-  ShrinkArgs args{.from = memory.cache,
-                  .to = storage_->cache_of(layer, sequence),
-                  .policy = storage_->policy_of_shrink(layer, sequence, false),
-                  .to_states = storage_->states,
-                  .to_columns = storage_->columns,
-                  .now = &work_->ended->now,
-                  .admitted = &work_->ended->tokens,
-                  .seen = nullptr,
-                  .workspace = memory.shrink_workspace};
-  args.policy.states = memory.states;
-  args.policy.columns = memory.columns;
+  kvlab_shrink_args args = to_slots(sequence, layer, work_->ended, false);
   modify(args, sequence, true);
   check(rank_tokens(config_.kernels, args, stream_), kWhat);
 
@@ -423,25 +409,19 @@ void SlotCaches::before_token(int sequence, std::uint32_t fed, LayerRange layers
 }
 
 RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const {
-  const SlotCache cache = cache_of(layer, rows);
   RopeWriteArgs args{};
-  args.keys = cache.keys;
-  args.values = cache.values;
+  args.cache = cache_of(layer, rows);
   args.sequences = work_->iota;
-  args.next = {.first_slot = cache.first_slot,
-               .next_slots = cache.next_slots,
-               .positions = cache.positions,
-               .now = rows.now};
+  args.now = rows.now;
   if (coded()) {  // place() does the rest
     const RungStorage& rungs = storage_->rungs;
-    args.next = {.first_slot = rungs.newest + std::ptrdiff_t{rows.first} * config_.kv_heads,
-                 .next_slots = rungs.nothing,
-                 .positions = nullptr,
-                 .now = rows.now};
+    args.cache.first_slot = rungs.newest + std::ptrdiff_t{rows.first} * config_.kv_heads;
+    args.cache.next_slots = rungs.nothing;
+    args.cache.positions = nullptr;
   }
   args.q = work_->q;
   args.plain_k = work_->plain_k;
-  if (config_.rotation != KeyRotation::by_age) rotate(config_.layers[layer].table, args);
+  if (config_.numbering != KVLAB_SQUEEZED) rotate(config_.layers[layer].table, args);
   return args;
 }
 
@@ -455,44 +435,37 @@ EvictingAttentionArgs SlotCaches::step(std::uint32_t layer, const StepRows& rows
                                        const AttendedRows& to) const {
   const SlotLayer& own = config_.layers[layer];
   const SlotRope& rope = config_.ropes[own.table];
-  EvictingAttentionArgs args{.cache = cache_of(layer, rows),
-                             .policy = storage_->policy_of(layer, rows.first),
-                             .numbering = config_.rotation == KeyRotation::by_position
-                                              ? Positions::original
-                                              : Positions::cache,
-                             .two_frames = config_.rotation == KeyRotation::two_frames,
-                             .now = rows.now,
-                             .q = work_->q,
-                             .inv_freq = inv_freq(own.table),
-                             .rotated = rope.rotated(),
-                             .rope_factor = rope.factor,
-                             .out = to.out,
-                             .lse = to.lse,
-                             .workspace = nullptr,
-                             .settled = true,
-                             .sinks = own.sinks};
-  if (coded()) args.cache.coded = &coded_of(layer, rows);
+  EvictingAttentionArgs args{{.cache = cache_of(layer, rows),
+                              .policy = storage_->policy_of(layer, rows.first),
+                              .numbering = config_.numbering,
+                              .now = rows.now,
+                              .q = work_->q,
+                              .inv_freq = inv_freq(own.table),
+                              .rotated = rope.rotated(),
+                              .rope_factor = rope.factor,
+                              .out = to.out,
+                              .lse = to.lse,
+                              .settled = 1}};
+  if (coded()) args.coded = &coded_of(layer, rows);
+  args.sinks = own.sinks;
   return args;
 }
 
 void SlotCaches::bring(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const {
   if (config_.columns.count == 0) return;
   const AttendedRows keys = with_keys(to);
-  const SlotCache cache = cache_of(layer, rows);
-  check(make_columns({.cache = cache,
-                      .columns = config_.columns,
-                      .slots = cache.next_slots,
-                      .tokens = 1,
-                      .now = rows.now,
-                      .keys = keys.plain_keys,
-                      .key_row = static_cast<std::int64_t>(keys.key_row),
-                      .unit_keys = storage_->unit_keys_of(layer, rows.first),
-                      .to = storage_->columns,
-                      .output = config_.layers[layer].output,
-                      .hidden = config_.hidden,
-                      .values = coded() ? coded_of(layer, rows).newest_values : nullptr},
-                     stream_),
-        "columns");
+  ColumnArgs args{config_.columns};
+  args.cache = cache_of(layer, rows);
+  args.slots = args.cache.next_slots;
+  args.tokens = 1;
+  args.now = rows.now;
+  args.keys = keys.plain_keys;
+  args.key_row = static_cast<std::int64_t>(keys.key_row);
+  args.unit_keys = storage_->unit_keys_of(layer, rows.first);
+  args.to = storage_->columns;
+  args.output = config_.layers[layer].output;
+  if (coded()) args.values = coded_of(layer, rows).newest_values;
+  check(make_columns(args, stream_), "columns");
 }
 
 }  // namespace kvlab::kernels

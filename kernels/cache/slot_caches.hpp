@@ -50,13 +50,13 @@ struct AdmissionMemory {
   AdmissionMemory(cuda::Arena& arena, const SlotsConfig& config, std::uint32_t slots);
 
   /// [kv_head, slot]; lengths are those of the tokens that were live already.
-  SlotCache cache{};
+  kvlab_cache cache{};
   std::byte* states = nullptr;          // [kv_head, slot, slot_bytes]
   float* columns = nullptr;             // [kv_head, slot, column]; or null
   std::byte* plain_keys = nullptr;      // [new token, kv_head, dim], before RoPE; or null
   std::byte* squeezed_keys = nullptr;   // [kv_head, slot, dim], rotated by age; or null
   std::int64_t* first_slots = nullptr;  // [kv_head]
-  Observation* seen = nullptr;          // [kv_head, slot]; null where nothing is observed
+  kvlab_observation* seen = nullptr;    // [kv_head, slot]; null where nothing is observed
   RowSoftmax* rows = nullptr;           // [part token, query_head]; likewise
   float* weights = nullptr;             // [age of a query]; null: all weigh 1
   StagedCodes staged{};                 ///< where the live tokens lie on rungs
@@ -215,8 +215,8 @@ class SlotCaches {
   void each_head(int sequence, Each each) const {
     each_head(sequence, {}, each);
   }
-  SlotCache cache_of(std::uint32_t layer, const StepRows& rows) const {
-    SlotCache cache = storage_->cache_of(layer, rows.first);
+  kvlab_cache cache_of(std::uint32_t layer, const StepRows& rows) const {
+    kvlab_cache cache = storage_->cache_of(layer, rows.first);
     cache.sequences = rows.count;
     return cache;
   }
@@ -243,23 +243,26 @@ class SlotCaches {
   void count_room(int sequence, std::uint32_t layer, bool after_prompt);
   std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
   void share_slots_of_live(int sequence, std::uint32_t fed);
+  /// What takes tokens from an admission's memory to a sequence's slots in a layer.
+  kvlab_shrink_args to_slots(int sequence, std::uint32_t layer, const Admitted* admitted,
+                             bool stays) const;
   /// Between a sequence's slots in a layer, which may have rungs, and an admission's memory.
-  void shrink(ShrinkArgs args, int sequence, std::uint32_t layer, bool after_prompt) const;
+  void shrink(kvlab_shrink_args args, int sequence, std::uint32_t layer, bool after_prompt) const;
   /// The live tokens of a layer, or those that stay, to an admission's memory.
   void take_live(int sequence, std::uint32_t layer, bool stays) const;
   void shrink_in_place(int sequence, std::uint32_t layer, bool after_prompt) const;
-  void number(const SlotCache& cache) const;
+  void number(const kvlab_cache& cache) const;
   void admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
   std::uint64_t bytes_on_rungs(std::uint32_t layer, std::size_t pair) const;
   void count_bytes(std::uint32_t layer, std::size_t pair);
   /// What a shrink does to ranks.
-  void modify(ShrinkArgs& args, int sequence, bool after_prompt) const;
+  void modify(kvlab_shrink_args& args, int sequence, bool after_prompt) const;
 
   // Of the admission that goes on.
   void begin_layer(std::uint32_t layer);
-  void observe(std::uint32_t layer, const AdmissionPart& part);
+  void observe(std::uint32_t layer, const kvlab_prefill_args& queries);
   void keep(std::uint32_t layer);
-  void keep_by_shares(std::uint32_t layer, ShrinkArgs args);
+  void keep_by_shares(std::uint32_t layer, kvlab_shrink_args args);
   void keep_plain_keys(const AdmissionPart& part, const AttendedRows& to);
   void make_columns_of_new(std::uint32_t layer);
   void squeeze_keys(const SqueezeArgs& shape, bool of_older);

@@ -22,17 +22,17 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
   values = arena.take<std::byte>(coded ? 0 : total * config.key_bytes());
   if (coded) keys = rungs.newest_keys, values = rungs.newest_values;
   positions = arena.take<std::uint32_t>(total);
-  ages = arena.take<std::uint32_t>(config.rotation == KeyRotation::by_age ? total : 0);
+  ages = arena.take<std::uint32_t>(config.numbering == KVLAB_SQUEEZED ? total : 0);
   states = arena.take<std::byte>(total * config.kernels.slot_bytes);
   columns = arena.take<float>(total * static_cast<std::size_t>(config.columns.count));
-  unit_keys = arena.take<float>(config.columns.has(BuiltInColumn::key_cosine)
+  unit_keys = arena.take<float>(has(config.columns, KVLAB_KEY_COSINE)
                                     ? pairs * static_cast<std::size_t>(shape_.head_size)
                                     : 0);
-  seen = arena.take<Observation>(config.watched && config.observes() ? total : 0);
+  seen = arena.take<kvlab_observation>(config.watched && config.observes() ? total : 0);
   first_slots = arena.take<std::int64_t>(pairs);
   lengths = arena.take<std::int32_t>(pairs);
   next_slots = arena.take<std::int32_t>(pairs);
-  rules = arena.take<PairRule>(pairs);
+  rules = arena.take<kvlab_rule>(pairs);
   step_room_at = shrink_room_at = never = nullptr;
   if (config.modified()) {
     step_room_at = arena.take<std::uint32_t>(pairs);
@@ -46,7 +46,7 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
 }
 
 void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const {
-  std::vector<PairRule> own_rules;
+  std::vector<kvlab_rule> own_rules;
   std::vector<std::uint32_t> of_steps, of_shrinks;
   std::vector<std::int64_t> starts;
   for (std::size_t at = first; at < first + count; ++at) {
@@ -95,9 +95,9 @@ void SlotStorage::clear(const SlotsConfig& config, const PairSlots& slots) const
   cuda::write(seeds, all_seeds, kTables);
 }
 
-SlotCache SlotStorage::cache(std::uint32_t layer, int sequences) const {
+kvlab_cache SlotStorage::cache(std::uint32_t layer, int sequences) const {
   const std::size_t at = layer * pairs_;
-  SlotCache cache = shape_;
+  kvlab_cache cache = shape_;
   cache.sequences = sequences;
   cache.softmax_scale = layers_[layer].softmax_scale;
   cache.first_slot = first_slots + at;
@@ -110,7 +110,7 @@ SlotCache SlotStorage::cache(std::uint32_t layer, int sequences) const {
   return cache;
 }
 
-PolicyState SlotStorage::policy(std::uint32_t layer) const {
+kvlab_policy_state SlotStorage::policy(std::uint32_t layer) const {
   return {.states = states,
           .rules = rules + layer * pairs_,
           .params = params,
@@ -119,12 +119,12 @@ PolicyState SlotStorage::policy(std::uint32_t layer) const {
           .sequence_ids = sequence_ids,
           .layer = layers_[layer].number,
           .seen = seen,
-          .room_at = step_room_at ? step_room_at + layer * pairs_ : nullptr,
-          .columns = columns};
+          .columns = columns,
+          .room_at = step_room_at ? step_room_at + layer * pairs_ : nullptr};
 }
 
-SlotCache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
-  SlotCache one = cache(layer, 1);
+kvlab_cache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
+  kvlab_cache one = cache(layer, 1);
   const std::ptrdiff_t pair = std::ptrdiff_t{sequence} * shape_.kv_heads;
   one.first_slot += pair;
   one.lengths += pair;
@@ -132,10 +132,10 @@ SlotCache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
   return one;
 }
 
-PolicyState SlotStorage::policy_of(std::uint32_t layer, int sequence) const {
-  PolicyState one = policy(layer);
+kvlab_policy_state SlotStorage::policy_of(std::uint32_t layer, int sequence) const {
+  kvlab_policy_state one = policy(layer);
   one.rules += std::ptrdiff_t{sequence} * shape_.kv_heads;
-  one.params += static_cast<std::size_t>(sequence) * params_bytes_;
+  one.params = params + static_cast<std::size_t>(sequence) * params_bytes_;
   one.threshold16 += sequence;
   one.seeds += sequence;
   one.sequence_ids += sequence;
@@ -149,8 +149,9 @@ float* SlotStorage::unit_keys_of(std::uint32_t layer, int sequence) const {
   return unit_keys + pair * static_cast<std::size_t>(shape_.head_size);
 }
 
-PolicyState SlotStorage::policy_of_shrink(std::uint32_t layer, int sequence, bool stays) const {
-  PolicyState one = policy_of(layer, sequence);
+kvlab_policy_state SlotStorage::policy_of_shrink(std::uint32_t layer, int sequence,
+                                                 bool stays) const {
+  kvlab_policy_state one = policy_of(layer, sequence);
   if (one.room_at)
     one.room_at = (stays ? never : shrink_room_at) + layer * pairs_ +
                   std::ptrdiff_t{sequence} * shape_.kv_heads;

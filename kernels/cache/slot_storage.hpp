@@ -17,13 +17,13 @@ class SlotStorage {
   void write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const;
 
   /// One layer of the first `sequences`.
-  SlotCache cache(std::uint32_t layer, int sequences) const;
-  PolicyState policy(std::uint32_t layer) const;
+  kvlab_cache cache(std::uint32_t layer, int sequences) const;
+  kvlab_policy_state policy(std::uint32_t layer) const;
   /// One layer of one sequence alone.
-  SlotCache cache_of(std::uint32_t layer, int sequence) const;
-  PolicyState policy_of(std::uint32_t layer, int sequence) const;
+  kvlab_cache cache_of(std::uint32_t layer, int sequence) const;
+  kvlab_policy_state policy_of(std::uint32_t layer, int sequence) const;
   /// policy_of() for a shrink, which makes room where a step leaves that to it; unless `stays`.
-  PolicyState policy_of_shrink(std::uint32_t layer, int sequence, bool stays) const;
+  kvlab_policy_state policy_of_shrink(std::uint32_t layer, int sequence, bool stays) const;
   /// Of one layer, from a sequence on; null without them.
   float* unit_keys_of(std::uint32_t layer, int sequence) const;
 
@@ -33,10 +33,10 @@ class SlotStorage {
   std::byte* states;                   // [slot, slot_bytes]
   float* columns;                      // [slot, column]: what each brought
   float* unit_keys;                    // [layer, pair, dim]: see ColumnArgs; null without them
-  Observation* seen;                   // [slot]: what each received; null unless watched
+  kvlab_observation* seen;             // [slot]: what each received; null unless watched
   std::int64_t* first_slots;           // [layer, pair]
   std::int32_t *lengths, *next_slots;  // [layer, pair]
-  PairRule* rules;                     // [layer, pair]
+  kvlab_rule* rules;                   // [layer, pair]
   /// [layer, pair], null without modifiers: live tokens at which a step and a shrink make room.
   std::uint32_t *step_room_at, *shrink_room_at;
   std::uint32_t* never;  // [layer, pair]: kUnlimited
@@ -45,7 +45,7 @@ class SlotStorage {
   std::uint64_t* seeds;
 
  private:
-  SlotCache shape_;           ///< of a layer, without its memory
+  kvlab_cache shape_;         ///< of a layer, without its memory
   const SlotLayer* layers_;   ///< the config's
   std::size_t pairs_;         ///< of a layer
   std::size_t params_bytes_;  ///< of a sequence

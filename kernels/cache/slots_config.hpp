@@ -17,13 +17,6 @@
 
 namespace kvlab::kernels {
 
-/// How keys are cached, and rotated when attention reads them.
-enum class KeyRotation {
-  by_position,  ///< cached rotated at their original positions, and left so
-  by_age,       ///< cached before RoPE, beside their ages; rotated by age
-  two_frames    ///< cached as by_position, numbered by age: see EvictingAttentionArgs
-};
-
 /// A table of RoPE: frequencies, of half the channels that turn, and a factor on cos and sin.
 struct SlotRope {
   std::vector<float> inv_freq = {};
@@ -44,7 +37,7 @@ struct SlotLayer {
 /// What a sequence's caches have in common.
 struct SlotSequence {
   Modifiers modifiers = {};
-  std::vector<std::byte> params = {};  ///< as PolicyState has them, and what follows
+  std::vector<std::byte> params = {};  ///< as kvlab_policy_state has them, and what follows
   std::uint32_t threshold16 = 655;
   std::uint64_t seed = 0;
   std::uint32_t id = 0;
@@ -66,18 +59,17 @@ struct SlotsConfig {
   int query_heads = 0, kv_heads = 0, head_size = 0;
   std::vector<SlotLayer> layers = {};
   std::vector<SlotRope> ropes = {};
-  bool other_ropes = false;  ///< somebody else needs their rows, whatever `rotation` says
+  bool other_ropes = false;  ///< somebody else needs their rows, whatever `numbering` says
   std::vector<SlotSequence> sequences = {};
   std::vector<SlotPair> pairs = {};  ///< [layer, sequence, kv_head]
   std::uint32_t most_tokens = 0;     ///< of a sequence; 0: no limit, where all have budgets
   EvictionKernels kernels{};
-  KeyRotation rotation = KeyRotation::by_position;
+  kvlab_positions numbering = KVLAB_ORIGINAL;
   /// A prompt's queries by how many are younger: their weights, and the tail. For policies that
   /// weigh them.
   std::function<std::uint32_t(std::span<const std::byte> params, std::span<float> to)> weigh = {};
-  ColumnList columns = {};
-  int hidden = 0;             ///< of SlotLayer::output
-  bool norms_keys = false;    ///< so that what is projected is no plain key
+  kvlab_columns_args columns{};  ///< which ones, and `hidden` of SlotLayer::output
+  bool norms_keys = false;       ///< so that what is projected is no plain key
   std::uint32_t part = 2048;  ///< tokens of an admission that go through a layer together, at most
   int workspaces = 1;         ///< of steps' attentions
   bool watched = false;       ///< what each token received in a step is kept
@@ -98,16 +90,16 @@ struct SlotsConfig {
   }
   /// Whether the fast kernels have what is asked: they rotate whole heads, or none.
   bool is_fast() const {
-    const bool whole = rotation == KeyRotation::by_position ||
-                       std::ranges::all_of(layers, [&](const SlotLayer& layer) {
-                         return ropes[layer.table].rotated() == head_size;
-                       });
-    return whole && (!coded() || (type != Type::f32 && query_heads <= kMostRungGroup * kv_heads));
+    const bool whole =
+        numbering == KVLAB_ORIGINAL || std::ranges::all_of(layers, [&](const SlotLayer& layer) {
+          return ropes[layer.table].rotated() == head_size;
+        });
+    return whole && (!coded() || (type != KVLAB_F32 && query_heads <= kMostRungGroup * kv_heads));
   }
   /// Bytes of one token's key in one head, or of its value.
   std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }
   /// One layer's cache, but for where its memory is.
-  SlotCache slot_cache(int of_sequences, int most_slots) const {
+  kvlab_cache slot_cache(int of_sequences, int most_slots) const {
     return {.type = type,
             .sequences = of_sequences,
             .query_heads = query_heads,
@@ -115,18 +107,6 @@ struct SlotsConfig {
             .head_size = head_size,
             .softmax_scale = layers.empty() ? 1 : layers.front().softmax_scale,
             .most_slots = most_slots};
-  }
-  /// A layer's attention over `slots` of each KV head, one behind the other.
-  AttentionShape attention_shape(std::uint32_t layer, int slots) const {
-    const std::int64_t head_stride = std::int64_t{slots} * head_size;
-    return {.type = type,
-            .query_heads = query_heads,
-            .kv_heads = kv_heads,
-            .head_size = head_size,
-            .softmax_scale = layers[layer].softmax_scale,
-            .sequence_stride = head_stride * kv_heads,
-            .head_stride = head_stride,
-            .sinks = layers[layer].sinks};
   }
 };
 

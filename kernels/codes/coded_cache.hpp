@@ -1,5 +1,5 @@
 // Tokens kept on the rungs of a ladder, on the device. Everything that is known of a token is by
-// slot as ever (SlotCache); its key and value lie in a row of its rung.
+// slot as ever (kvlab_cache); its key and value lie in a row of its rung.
 #pragma once
 
 #include <cuda_runtime_api.h>

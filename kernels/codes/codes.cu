@@ -21,7 +21,7 @@ constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;  // a warp for a ke
 /// The shape of a layer's rows.
 struct RowShape {
   int head_size, element, blocks;
-  __device__ explicit RowShape(const SlotCache& cache, int element_bytes)
+  __device__ explicit RowShape(const kvlab_cache& cache, int element_bytes)
       : head_size(cache.head_size), element(element_bytes), blocks(cache.head_size / kWarpSize) {}
 };
 
@@ -45,7 +45,7 @@ __device__ std::int32_t extent_of(const DeviceLadder& ladder, Tokens tokens) {
 
 /// A warp for each block of a pair's newest key and value.
 template <class T>
-__global__ void place_newest_kernel(SlotCache cache, CodedCache coded, const std::uint32_t* now) {
+__global__ void place_newest_kernel(kvlab_cache cache, CodedCache coded, const std::uint32_t* now) {
   let_successor_start();
   wait_for_predecessor();
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kStepThreads)
   __shared__ Move moves[kMostRungs];
   __shared__ int move_count;
   wait_for_predecessor();
-  const SlotCache& cache = args.cache;
+  const kvlab_cache& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
   const DeviceLadder& ladder = coded.ladders[pair.index];
@@ -213,7 +213,7 @@ __device__ void go_down(SelectionShared& shared, const RungKeys& keys, std::int3
 
 /// A block for each pair, behind the choice of who stays: which rung, and which row there.
 __global__ void __launch_bounds__(kDealThreads)
-    deal_stayers(const __grid_constant__ ShrinkArgs args, const CodedCache coded,
+    deal_stayers(const __grid_constant__ kvlab_shrink_args args, const CodedCache coded,
                  const StagedCodes staged) {
   __shared__ SelectionShared shared;
   const ShrinkPair pair(args, static_cast<int>(blockIdx.x));
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kDealThreads)
     levels[i] = max(int{staged.rungs[line + sources[i]]}, 0);
   __syncthreads();
 
-  const PairRule rule = args.policy.rules[pair.index];
+  const kvlab_rule rule = args.policy.rules[pair.index];
   const std::uint32_t most = room_at(args.policy, pair.index), live = pair.live();
   const bool leaving = kept < live;
   const bool full = most != kUnlimited &&
@@ -267,7 +267,7 @@ struct MovedRow {
   bool key, wanted;
   std::int64_t source, from, to;  ///< slot in `from`; it and i among all slots there
 
-  __device__ explicit MovedRow(const ShrinkArgs& args)
+  __device__ explicit MovedRow(const kvlab_shrink_args& args)
       : pair(static_cast<int>(blockIdx.y)),
         i(std::int64_t{blockIdx.x} * kTokensOfBlock + threadIdx.x / (2 * kWarpSize)),
         key(threadIdx.x / kWarpSize % 2 == 0),
@@ -280,7 +280,7 @@ struct MovedRow {
 };
 
 template <class T>
-__device__ T* row_in(const SlotCache& cache, std::int64_t slot, bool key) {
+__device__ T* row_in(const kvlab_cache& cache, std::int64_t slot, bool key) {
   return static_cast<T*>(key ? cache.keys : cache.values) + slot * cache.head_size;
 }
 
@@ -291,7 +291,7 @@ __device__ std::int64_t staged_at(std::int64_t slot, bool key, int block, const 
 
 template <class T>
 __global__ void __launch_bounds__(kMoveThreads)
-    take_rows(const __grid_constant__ ShrinkArgs args, const CodedCache coded,
+    take_rows(const __grid_constant__ kvlab_shrink_args args, const CodedCache coded,
               const StagedCodes staged) {
   const MovedRow at(args);
   if (!at.wanted) return;
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kMoveThreads)
 
 template <class T>
 __global__ void __launch_bounds__(kMoveThreads)
-    move_to_rungs(const __grid_constant__ ShrinkArgs args, const CodedCache coded,
+    move_to_rungs(const __grid_constant__ kvlab_shrink_args args, const CodedCache coded,
                   const StagedCodes staged) {
   const MovedRow at(args);
   if (!at.wanted) return;
@@ -347,16 +347,16 @@ __global__ void __launch_bounds__(kMoveThreads)
                 shape.blocks);
 }
 
-dim3 move_grid(const SlotCache& to, int pairs) {
+dim3 move_grid(const kvlab_cache& to, int pairs) {
   return {static_cast<unsigned>((to.most_slots + kTokensOfBlock - 1) / kTokensOfBlock),
           static_cast<unsigned>(pairs)};
 }
-int pairs_of(const SlotCache& cache) { return cache.sequences * cache.kv_heads; }
+int pairs_of(const kvlab_cache& cache) { return cache.sequences * cache.kv_heads; }
 
 }  // namespace
 
-cudaError_t place_newest(const SlotCache& cache, const CodedCache& coded, const std::uint32_t* now,
-                         cudaStream_t stream) {
+cudaError_t place_newest(const kvlab_cache& cache, const CodedCache& coded,
+                         const std::uint32_t* now, cudaStream_t stream) {
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   return with_type(cache.type, [&]<class T>(T) {
@@ -373,7 +373,7 @@ cudaError_t step_down_pairs(const EvictingAttentionArgs& args, const Leaving* fi
                             cudaStream_t stream) {
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
-  const CodedCache& coded = *args.cache.coded;
+  const CodedCache& coded = *args.coded;
   return with_type(args.cache.type, [&]<class T>(T) {
     return launch(limits, step_down_kernel<T>,
                   {static_cast<unsigned>(pairs_of(args.cache)),
@@ -382,22 +382,21 @@ cudaError_t step_down_pairs(const EvictingAttentionArgs& args, const Leaving* fi
   });
 }
 
-cudaError_t take_from_rungs(const DevicePolicy& policy, ShrinkArgs args, const StagedCodes& staged,
+cudaError_t take_from_rungs(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                            const CodedCache& coded, const StagedCodes& staged,
                             cudaStream_t stream) {
-  args.rows = false;
-  if (const cudaError_t error = shrink(policy, args, stream)) return error;
+  if (const cudaError_t error = shrink(policy, args, stream, false)) return error;
   return with_type(args.from.type, [&]<class T>(T) {
     take_rows<T><<<move_grid(args.from, pairs_of(args.from)), kMoveThreads, 0, stream>>>(
-        args, *args.from.coded, staged);
+        args, coded, staged);
     return cudaGetLastError();
   });
 }
 
-cudaError_t shrink_to_rungs(const DevicePolicy& policy, ShrinkArgs args, const StagedCodes& staged,
+cudaError_t shrink_to_rungs(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                            const CodedCache& coded, const StagedCodes& staged,
                             cudaStream_t stream) {
-  args.rows = false;
-  if (const cudaError_t error = shrink(policy, args, stream)) return error;
-  const CodedCache& coded = *args.to.coded;
+  if (const cudaError_t error = shrink(policy, args, stream, false)) return error;
   const int pairs = pairs_of(args.from);
   deal_stayers<<<static_cast<unsigned>(pairs), kDealThreads, 0, stream>>>(args, coded, staged);
   if (const cudaError_t error = cudaGetLastError()) return error;

@@ -318,8 +318,8 @@ cudaError_t with_rung_warp(const PairAttention& args, F&& f) {
         return cudaErrorInvalidValue;
     }
   };
-  if (args.type == Type::bf16) return by_size.template operator()<__nv_bfloat16>();
-  return args.type == Type::f16 ? by_size.template operator()<__half>() : cudaErrorInvalidValue;
+  if (args.type == KVLAB_BF16) return by_size.template operator()<__nv_bfloat16>();
+  return args.type == KVLAB_F16 ? by_size.template operator()<__half>() : cudaErrorInvalidValue;
 }
 
 /// Stages of a warp, so that two CTAs share a multiprocessor where they can; what they take.

@@ -120,7 +120,7 @@ __device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, 
     const int pair = slots.pair, end = min(slots.live, slot + kSlotsPerTile);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); slot + i / kLines < end; i += kThreads) {
-      const std::int64_t row = plan.paged.row(pair, args.table.kv_heads, slot + i / kLines) *
+      const std::int64_t row = paged_row(plan.paged, pair, args.table.kv_heads, slot + i / kLines) *
                                    static_cast<std::int64_t>(sizeof(typename Warp::Element)) +
                                i % kLines * kLine;
       prefetch_line(static_cast<const char*>(args.keys) + row);

@@ -16,7 +16,7 @@ namespace kvlab::kernels {
 /// What is done about squeezed positions while a tile is read.
 enum class Rotated {
   none,
-  query,  ///< the query is rotated for the sinks; see EvictingAttentionArgs::two_frames
+  query,  ///< the query is rotated for the sinks; see EvictingAttentionArgs
   keys,   ///< each key is rotated by its age
 };
 
@@ -30,7 +30,7 @@ template <int kKeys, Rotated kRotated>
 struct TileAges {};
 template <int kKeys>
 struct TileAges<kKeys, Rotated::keys> {
-  std::uint32_t ages[kKeys];  // as SlotCache has them
+  std::uint32_t ages[kKeys];  // as kvlab_cache has them
 
   /// Starts copying the first `valid` slots'. By a whole warp.
   __device__ void load(const std::uint32_t* from, int valid) {

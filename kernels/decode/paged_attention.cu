@@ -4,7 +4,7 @@
 
 namespace kvlab::kernels {
 
-cudaError_t paged_pair_attention(const PairAttention& args, const PagedRows& paged,
+cudaError_t paged_pair_attention(const PairAttention& args, const kvlab_pages& paged,
                                  cudaStream_t stream) {
   return with_warp<8>(
       args, [&]<class Warp>() { return launch_attention<Warp, true>(args, paged, stream); });

@@ -10,7 +10,7 @@
 namespace kvlab::kernels {
 namespace {
 
-bool supported(const PairAttention& args, const PagedRows& paged) {
+bool supported(const PairAttention& args, const kvlab_pages& paged) {
   const PairTable& table = args.table;
   if (!is_head_size(args.head_size)) return false;
   if (args.group < 1 || args.group > kMostGroup) return false;
@@ -19,14 +19,14 @@ bool supported(const PairAttention& args, const PagedRows& paged) {
     return false;
   if (table.pairs < 1 || table.pairs > kMostPairs || table.kv_heads < 1 || table.most_slots < 1)
     return false;
-  if (paged.in_use() && (table.next_slots == nullptr || args.group > kMostPagedGroup)) return false;
-  return table.pairs * row_slots(table.most_slots) / kSlotsPerTile < 1 << 30 &&
-         can_page(paged, args.head_size, table.most_slots, bytes_of(args.type));
+  if (paged.blocks != nullptr && (table.next_slots == nullptr || args.group > kMostPagedGroup))
+    return false;
+  return table.pairs * row_slots(table.most_slots) / kSlotsPerTile < 1 << 30;
 }
 
 }  // namespace
 
-std::size_t pair_attention_workspace(const PairAttention& args, const PagedRows& paged) {
+std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_pages& paged) {
   DeviceLimits limits;
   if (!supported(args, paged)) return 0;
   if (device_limits(limits) != cudaSuccess) return kNoDevice;
@@ -38,7 +38,8 @@ std::size_t pair_attention_workspace(const PairAttention& args, const PagedRows&
   return args.group > kMostPagedGroup ? with_warp<16>(args, bytes) : with_warp<8>(args, bytes);
 }
 
-cudaError_t pair_attention(const PairAttention& args, const PagedRows& paged, cudaStream_t stream) {
+cudaError_t pair_attention(const PairAttention& args, const kvlab_pages& paged,
+                           cudaStream_t stream) {
   const PairTable& table = args.table;
   if (!supported(args, paged)) return cudaErrorInvalidValue;
   for (const void* pointer : {args.q, args.keys, args.values, static_cast<const void*>(args.out),
@@ -48,7 +49,7 @@ cudaError_t pair_attention(const PairAttention& args, const PagedRows& paged, cu
       ((args.ages != nullptr || args.rules != nullptr) && args.inv_freq == nullptr) ||
       (args.rules != nullptr && args.table.now == nullptr))
     return cudaErrorInvalidValue;
-  if (paged.in_use()) return paged_pair_attention(args, paged, stream);
+  if (paged.blocks != nullptr) return paged_pair_attention(args, paged, stream);
   if (args.group > kMostPagedGroup) return wide_pair_attention(args, stream);
   return with_warp<8>(
       args, [&]<class Warp>() { return launch_attention<Warp, false>(args, paged, stream); });

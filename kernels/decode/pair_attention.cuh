@@ -436,7 +436,7 @@ cudaError_t launch_pairs(const DeviceLimits& limits, const PairPlan& plan, cudaS
 }
 
 template <class Warp, bool kPaged>
-cudaError_t launch_attention(const PairAttention& args, const PagedRows& paged,
+cudaError_t launch_attention(const PairAttention& args, const kvlab_pages& paged,
                              cudaStream_t stream) {
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
@@ -470,11 +470,11 @@ template <int kHeads, class Visit>
 auto with_warp(const PairAttention& args, Visit visit) {
   const auto by_type = [&]<int kDim, Rotated kRotated>() {
     switch (args.type) {
-      case Type::bf16:
+      case KVLAB_BF16:
         return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kRotated, kHeads>>();
-      case Type::f16:
+      case KVLAB_F16:
         return visit.template operator()<TensorCoreWarp<__half, kDim, kRotated, kHeads>>();
-      case Type::f32:
+      case KVLAB_F32:
         break;
     }
     return visit.template operator()<PlainWarp<kDim, kRotated, kHeads>>();

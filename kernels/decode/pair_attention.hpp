@@ -2,12 +2,9 @@
 // evicting attention share. Not for callers of the library.
 #pragma once
 
-#include "kernels/paged_rows.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
-
-struct PairRule;
 
 inline constexpr int kMostGroup = 16;  ///< query heads that share a KV head
 /// Likewise where keys and values lie in blocks, and of the library. More heads take other kernels.
@@ -59,7 +56,7 @@ struct PairAttention {
   const void* q;              // [pair, head of the group, dim]
   const void *keys, *values;  // [slot, dim]; or blocks of slots
   const std::uint32_t* ages;  // [slot]: keys are rotated here, by age; null: they are rotated
-  const PairRule* rules;      // [pair]: the query is rotated for its sinks, in two frames; or null
+  const kvlab_rule* rules;    // [pair]: the query is rotated for its sinks, in two frames; or null
   const float* inv_freq;      // [head_size / 2], where there are ages or rules
   void* out;                  // [pair, head of the group, dim]
   float* lse;                 // [pair, head of the group], or null
@@ -71,14 +68,15 @@ struct PairAttention {
 
 /// For the current device; 0 for what is not supported, else kNoDevice where there is none.
 inline constexpr std::size_t kNoDevice = ~std::size_t{0};
-std::size_t pair_attention_workspace(const PairAttention& args, const PagedRows& paged = {});
+std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_pages& paged = {});
 /// `paged`, where there are next_slots: where keys and values lie in blocks.
-cudaError_t pair_attention(const PairAttention& args, const PagedRows& paged, cudaStream_t stream);
+cudaError_t pair_attention(const PairAttention& args, const kvlab_pages& paged,
+                           cudaStream_t stream);
 
 /// What pair_attention does where groups are of more than kMostPagedGroup.
 cudaError_t wide_pair_attention(const PairAttention& args, cudaStream_t stream);
 /// What pair_attention does where blocks are in use.
-cudaError_t paged_pair_attention(const PairAttention& args, const PagedRows& paged,
+cudaError_t paged_pair_attention(const PairAttention& args, const kvlab_pages& paged,
                                  cudaStream_t stream);
 
 }  // namespace kvlab::kernels

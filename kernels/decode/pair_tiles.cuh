@@ -7,6 +7,7 @@
 #include "kernels/decode/decode_tile.cuh"
 #include "kernels/decode/pair_row.cuh"
 #include "kernels/device/grid_dependency.cuh"
+#include "kernels/paged_row.cuh"
 
 namespace kvlab::kernels {
 
@@ -23,7 +24,7 @@ struct PairPlan {
   std::int32_t* arrived;  // [cta], zero between launches
   int stages;             ///< tiles of each warp in shared memory
   bool read_once;         ///< keys and values need not stay in the L2 cache
-  PagedRows paged;        ///< where keys and values are, of kernels that are kPaged
+  kvlab_pages paged;      ///< where keys and values are, of kernels that are kPaged
 };
 
 /// The logit that no token has, base 2, of a head of a pair; -infinity: there is none.
@@ -94,7 +95,7 @@ template <bool kPaged>
 struct RowsAhead {};
 template <>
 struct RowsAhead<true> {
-  const PagedRows& paged;
+  const kvlab_pages& paged;
   int first = 0;         ///< tile, of lane 0
   std::int64_t row = 0;  ///< element at which tile first + lane begins
 };
@@ -128,10 +129,10 @@ class TileSource {
       const std::int64_t from =
           cursor_.slots.base + (valid > 0 ? std::int64_t{slot} * Warp::kHeadSize : 0);
       if constexpr (kPaged) {
-        const std::int64_t row = paged_row();
+        const std::int64_t row = next_row();
         tile.template load_slots<true>(static_cast<const T*>(args_.keys) + row,
                                        static_cast<const T*>(args_.values) + row,
-                                       ahead_.paged.slot_stride, valid, policy_);
+                                       static_cast<int>(ahead_.paged.slot_stride), valid, policy_);
       } else {
         tile.template load_slots<false>(static_cast<const T*>(args_.keys) + from,
                                         static_cast<const T*>(args_.values) + from, 0, valid,
@@ -162,11 +163,11 @@ class TileSource {
     const int slot = first_slot() + static_cast<int>(threadIdx.x % 32) * kSlotsPerTile;
     ahead_.first = cursor_.tile;
     if (slot < cursor_.slots.live)
-      ahead_.row = ahead_.paged.row(cursor_.slots.pair, args_.table.kv_heads, slot);
+      ahead_.row = paged_row(ahead_.paged, cursor_.slots.pair, args_.table.kv_heads, slot);
   }
   /// The element at which the cursor's slots begin; any block's where none is live. By
   /// a whole warp.
-  __device__ std::int64_t paged_row() {
+  __device__ std::int64_t next_row() {
     if (cursor_.tile - ahead_.first == 32) look_up();
     return __shfl_sync(~0u, ahead_.row, cursor_.tile - ahead_.first);
   }

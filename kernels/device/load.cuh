@@ -8,11 +8,11 @@ namespace kvlab::kernels {
 
 /// Elements `at` and at + 1; `at` even.
 __device__ inline float2 load2(const void* data, Type type, std::int64_t at) {
-  if (type == Type::f32)
+  if (type == KVLAB_F32)
     return *reinterpret_cast<const float2*>(static_cast<const float*>(data) + at);
   const auto bits =
       *reinterpret_cast<const std::uint32_t*>(static_cast<const char*>(data) + 2 * at);
-  if (type == Type::bf16) return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+  if (type == KVLAB_BF16) return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
   return __half22float2(*reinterpret_cast<const __half2*>(&bits));
 }
 
@@ -23,10 +23,10 @@ __device__ inline float load1(const void* data, Type type, std::int64_t at) {
 
 /// Elements `at` to at + 3; `at` a multiple of 4.
 __device__ inline float4 load4(const void* data, Type type, std::int64_t at) {
-  if (type == Type::f32)
+  if (type == KVLAB_F32)
     return *reinterpret_cast<const float4*>(static_cast<const float*>(data) + at);
   const auto bits = *reinterpret_cast<const uint2*>(static_cast<const char*>(data) + 2 * at);
-  if (type == Type::bf16)
+  if (type == KVLAB_BF16)
     return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u),
             __uint_as_float(bits.y << 16), __uint_as_float(bits.y & 0xffff0000u)};
   const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&bits.x)),
@@ -37,7 +37,7 @@ __device__ inline float4 load4(const void* data, Type type, std::int64_t at) {
 /// Elements 2 n and 2 n + 1 of four as they lie in memory, of a type of two bytes or of four.
 __device__ inline float2 two_of(const uint2& bits, Type type, int n) {
   const std::uint32_t two = n == 0 ? bits.x : bits.y;
-  if (type == Type::bf16) return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+  if (type == KVLAB_BF16) return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
   return __half22float2(*reinterpret_cast<const __half2*>(&two));
 }
 __device__ inline float2 two_of(const uint4& bits, Type, int n) {

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "kernels/evict/eviction.hpp"
+#include "kernels/paged_row.cuh"
 #include "policies/rule.hpp"
 
 namespace kvlab::kernels {
@@ -17,27 +18,34 @@ __device__ inline Pair pair_of(int index, int kv_heads) {
 }
 
 /// Slots that hold live tokens while the newest, which is at next_slots, attends.
-__device__ inline int live_slots(const SlotCache& cache, const Pair& pair) {
+__device__ inline int live_slots(const kvlab_cache& cache, const Pair& pair) {
   return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
 }
 
 /// The element at which the key of a pair's slot begins, and its value.
-__device__ inline std::int64_t row_of(const SlotCache& cache, int pair, std::int64_t slot) {
-  if (cache.paged.in_use()) return cache.paged.row(pair, cache.kv_heads, static_cast<int>(slot));
+__device__ inline std::int64_t row_of(const kvlab_cache& cache, int pair, std::int64_t slot) {
+  if (cache.pages.blocks != nullptr)
+    return paged_row(cache.pages, pair, cache.kv_heads, static_cast<int>(slot));
   return (cache.first_slot[pair] + slot) * cache.head_size;
 }
 
+/// What a slot's token received, as policies are shown it.
+__device__ inline Observation& observation_at(kvlab_observation* seen, std::int64_t slot) {
+  static_assert(sizeof(kvlab_observation) == sizeof(Observation));
+  return reinterpret_cast<Observation*>(seen)[slot];
+}
+
 /// How many live tokens make room necessary; kUnlimited: none do.
-__device__ inline std::uint32_t room_at(const PolicyState& policy, int pair) {
+__device__ inline std::uint32_t room_at(const kvlab_policy_state& policy, int pair) {
   return policy.room_at != nullptr ? policy.room_at[pair] : policy.rules[pair].budget;
 }
 
-__device__ inline Guards guards_of(const PairRule& rule) {
+__device__ inline Guards guards_of(const kvlab_rule& rule) {
   return {.sinks = rule.sinks, .recent = rule.recent};
 }
 
-__device__ inline Step step_of(const PolicyState& policy, const Pair& pair, std::uint32_t now,
-                               std::uint32_t live, std::uint32_t queries) {
+__device__ inline Step step_of(const kvlab_policy_state& policy, const Pair& pair,
+                               std::uint32_t now, std::uint32_t live, std::uint32_t queries) {
   return {.now = now,
           .budget = policy.rules[pair.index].budget,
           .live = live,
@@ -49,7 +57,7 @@ __device__ inline Step step_of(const PolicyState& policy, const Pair& pair, std:
 }
 
 template <class P>
-__device__ typename P::Params params_of(const PolicyState& policy, const Pair& pair) {
+__device__ typename P::Params params_of(const kvlab_policy_state& policy, const Pair& pair) {
   if constexpr (std::is_empty_v<typename P::Params>)
     return {};
   else
@@ -58,7 +66,8 @@ __device__ typename P::Params params_of(const PolicyState& policy, const Pair& p
 
 /// The token of a slot, with what it brought.
 template <class P>
-__device__ Token token_of(const PolicyState& policy, std::int64_t slot, std::uint32_t position) {
+__device__ Token token_of(const kvlab_policy_state& policy, std::int64_t slot,
+                          std::uint32_t position) {
   constexpr int columns = static_cast<int>(P::kInfo.column_count());
   Token token{position};
 #pragma unroll

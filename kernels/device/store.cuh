@@ -8,11 +8,11 @@ namespace kvlab::kernels {
 
 /// Elements `at` and at + 1 of a type; `at` even.
 __device__ inline void store2(void* data, Type type, std::int64_t at, const float2& x) {
-  if (type == Type::f32)
+  if (type == KVLAB_F32)
     *reinterpret_cast<float2*>(static_cast<float*>(data) + at) = x;
   else
     *reinterpret_cast<std::uint32_t*>(static_cast<char*>(data) + 2 * at) =
-        type == Type::bf16 ? pack<__nv_bfloat16>(x.x, x.y) : pack<__half>(x.x, x.y);
+        type == KVLAB_BF16 ? pack<__nv_bfloat16>(x.x, x.y) : pack<__half>(x.x, x.y);
 }
 
 }  // namespace kvlab::kernels

@@ -10,11 +10,11 @@ namespace kvlab::kernels {
 template <class F>
 cudaError_t with_type(Type type, F&& f) {
   switch (type) {
-    case Type::bf16:
+    case KVLAB_BF16:
       return f(__nv_bfloat16{});
-    case Type::f16:
+    case KVLAB_F16:
       return f(__half{});
-    case Type::f32:
+    case KVLAB_F32:
       return f(float{});
   }
   return cudaErrorInvalidValue;

@@ -13,103 +13,40 @@
 
 namespace kvlab::kernels {
 
-/// Some queries of one admission of one sequence, over the same keys as prefill_attention gave
-/// them: first, older, first_slot, q and keys as there. (Squeezed positions: q and keys rotated by
-/// age and rounded to `type`, like any others.) Nothing of the size queries x keys is in memory.
-struct ObserveArgs {
-  AttentionShape shape;
-  Needs needs;  ///< mass, requests or both: only that is counted
-  int first, queries;
-  int keys_end;            ///< no query sees a slot from here on; sizes the grid
-  int younger = 0;         ///< queries of the admission after these: the last one's age
-  std::uint32_t position;  ///< of the first query
-  const void* q;           // [query, query_head, dim] of type, rotated
-  const void* keys;        // [kv_head, slot, dim]
-  const RowSoftmax* rows;  // [query, query_head], from prefill_attention
-  const std::int32_t* older = nullptr;  // [kv_head], device, or null
-  const std::int64_t* first_slot =
-      nullptr;                     // [kv_head], device; null: head_stride / head_size each
-  const float* weights = nullptr;  ///< device, [age]: P::weight; null: all 1. For mass.
-  std::uint32_t tail = kNoTail;    ///< from this age on queries weigh nothing. For mass.
-  bool group_max = false;          ///< as PairRule::group_max. For mass.
-  const std::uint32_t* threshold16 = nullptr;  ///< device, one: for requests
-  Observation* seen;   ///< [slot], indexed like keys: added to (mass, requests, last_request).
-                       ///< Zeroes before the first part of an admission
-  void* workspace;     // observe_workspace() bytes, not shared by calls at one time
-  PagedRows paged{};   ///< as PrefillAttentionArgs has it; `seen` is by slot
-  QueryBatch batch{};  ///< likewise; threshold16 is [sequence], keys_end that of all, and:
-  const std::uint32_t* positions = nullptr;  // [sequence], device; null: `position` for all
-  const std::int32_t* youngers = nullptr;    // [sequence], device; null: `younger` for all
-  /// [sequence], device: only a sequence's first so many queries count, as drafted tokens do that
-  /// were accepted; null: all do.
-  const std::uint32_t* admitted = nullptr;
-};
-std::size_t observe_workspace(const AttentionShape& shape, int queries,
-                              const QueryBatch& batch = {});
+/// Nothing of the size queries x keys is in memory. (Squeezed positions: q and keys rotated by age
+/// and rounded to the type, like any others.)
+std::size_t observe_workspace(const kvlab_prefill_args& args);
 /// Sums are of integers: equal bits, whatever the parts. Work: 2 * head_size operations for each
 /// (query, query head, visible key), half of attention's; twice that
 /// for both. Refused: Needs::nothing.
-cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream);
+cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream);
 
+std::size_t shrink_workspace(const kvlab_cache& from);
 /// The end of an admission: steps 2 and 4 of the rule and step 1 of the next one. For every pair:
 /// admits the new tokens to the policy, shows it what each live token has received, then keeps the
-/// last budget - 1 in the order of leaving; all where fewer than PolicyState::room_at are live.
-///
-/// Tokens lie in `from`: lengths[pair] older ones, and behind them admitted[sequence] new ones in
-/// order, of which keys and values are written and the rest is not. Those that stay go to `to`, in
-/// the order of their slots; `to` is disjoint from `from`, or the same memory with the same slots:
-/// then those beyond the kept number fill the holes, and nothing else moves. lengths, next_slots
-/// and positions of `to` are written, so that decoding goes on there.
-///
-/// Nothing admitted and `seen` null: makes room in `from` (or copies) without showing anything.
-struct ShrinkArgs {
-  SlotCache from, to;             ///< the same pairs; shapes are equal
-  PolicyState policy;             ///< states: of from
-  std::byte* to_states;           // [slot of to, slot_bytes]
-  float* to_columns = nullptr;    // [slot of to, column]; those of from are there, new ones too
-  const std::uint32_t* now;       // [sequence]: position of the first new token; kIdle: sits out
-  const std::uint32_t* admitted;  // [sequence]: new tokens
-  Observation* seen;  // [slot of from], from observe_queries; queries is filled in here.
-                      // Null where the policy needs nothing
-  void* workspace;    // shrink_workspace() bytes, not shared by calls at one time
-  /// What becomes of ranks before tokens are ordered. by_layer: the KV heads of a sequence hold the
-  /// same tokens, and a token's rank is the sum over them, as numbers in their order. Then each
-  /// rank becomes the mean or maximum of those at most `smooth` places away by age.
-  bool by_layer = false;
-  std::uint32_t smooth = 0;
-  Modifiers::Pool pool = Modifiers::Pool::mean;
-  bool rows = true;  ///< keys and values are moved, too
-};
-std::size_t shrink_workspace(const SlotCache& from);
-
-cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream);
+/// last budget - 1 in the order of leaving; all where fewer than room_at are live. Those that stay
+/// go to `to` in the order of their slots, or, where `to` is `from`, those beyond the kept number
+/// fill the holes, and nothing else moves. `rows`: keys and values are moved, too.
+cudaError_t shrink(const DevicePolicy& policy, const kvlab_shrink_args& args, cudaStream_t stream,
+                   bool rows = true);
 
 /// Its first half: nobody leaves. ranks_of(): what tokens are then ordered by, [pair, most_slots of
 /// from], by slot.
-cudaError_t rank_tokens(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream);
-const std::uint64_t* ranks_of(const ShrinkArgs& args);
+cudaError_t rank_tokens(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                        cudaStream_t stream);
+const std::uint64_t* ranks_of(const kvlab_shrink_args& args);
 
 /// The halves of a shrink by_layer where several devices have a layer's KV heads, equally many.
 /// First: ranks by age, [pair, most_slots of from].
-cudaError_t rank_by_age(const DevicePolicy& policy, const ShrinkArgs& args, std::uint64_t* by_age,
-                        cudaStream_t stream);
+cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                        std::uint64_t* by_age, cudaStream_t stream);
 /// Then, from those of all devices in the order of their heads, [device, pair, most_slots]: who
 /// stays. The workspace is as the first half has left it.
-cudaError_t keep_by_ranks(const DevicePolicy& policy, const ShrinkArgs& args,
+cudaError_t keep_by_ranks(const DevicePolicy& policy, const kvlab_shrink_args& args,
                           const std::uint64_t* by_age, int devices, cudaStream_t stream);
 
-/// The first tokens of one sequence, for others that begin with the same: what each received from
-/// them, and its columns. A thread for each token of a pair.
-struct PrefixArgs {
-  int sequences, kv_heads, tokens;
-  int column_count;
-  const std::int64_t* first_slot;     // [kv_head]: of the one
-  const std::int64_t* to_first_slot;  // [pair]: of the others
-  const Observation* seen;            // [slot]; null: nothing is
-  Observation* to_seen;
-  const float* columns;  // [slot, column]
-  float* to_columns;
-};
-cudaError_t copy_prefix(const PrefixArgs& args, cudaStream_t stream);
+/// A thread for each token of a pair.
+cudaError_t copy_prefix(const DevicePolicy& policy, const kvlab_prefix_args& args,
+                        cudaStream_t stream);
 
 }  // namespace kvlab::kernels

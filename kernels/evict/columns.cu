@@ -8,6 +8,7 @@
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/why_not.hpp"
 #include "policies/columns/column_sums.hpp"
 
 namespace kvlab::kernels {
@@ -69,16 +70,16 @@ class NewTokens {
   }
   __device__ int count() const { return count_; }
   __device__ float& column(int token, int c) const {
-    return args_.to[(first_ + token) * args_.columns.count + c];
+    return args_.to[(first_ + token) * args_.count + c];
   }
 
   /// What a token brings; of key_cosine first the key's norm.
-  __device__ float of_token(BuiltInColumn column, int token) const {
+  __device__ float of_token(kvlab_column column, int token) const {
     const auto size = static_cast<std::uint32_t>(args_.cache.head_size);
     switch (column) {
-      case BuiltInColumn::value_norm:
+      case KVLAB_VALUE_NORM:
         return sqrtf(sum_of_squares(size, value(token)));
-      case BuiltInColumn::value_norm1:
+      case KVLAB_VALUE_NORM1:
         return sum_of_magnitudes(size, value(token));
       default:
         return sqrtf(sum_of_squares(size, key(token)));
@@ -129,14 +130,14 @@ __global__ void __launch_bounds__(kThreads)
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), args.cache.kv_heads);
   if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
   const NewTokens<T, kOne> own(args, pair, shared);
-  const int count = args.columns.count;
+  const int count = args.count;
   constexpr int kEach = kOne ? kWarpSize : 1;  // columns of one token side by side: a warp each
   for (int i = static_cast<int>(threadIdx.x); i < own.count() * count * kEach; i += kThreads)
     if (const int at = i / kEach;
-        i % kEach == 0 && args.columns.of[at % count] != BuiltInColumn::value_out_norm1)
-      own.column(at / count, at % count) = own.of_token(args.columns.of[at % count], at / count);
+        i % kEach == 0 && args.columns[at % count] != KVLAB_VALUE_OUT_NORM1)
+      own.column(at / count, at % count) = own.of_token(args.columns[at % count], at / count);
   for (int c = 0; c < count; ++c) {
-    if (args.columns.of[c] != BuiltInColumn::key_cosine) continue;
+    if (args.columns[c] != KVLAB_KEY_COSINE) continue;
     __syncthreads();
     make_cosines(args, own, c, args.unit_keys + std::int64_t{pair.index} * args.cache.head_size,
                  shared + 2 * args.cache.head_size);
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ float values[];
   wait_for_predecessor();
   let_successor_start();
-  const SlotCache& cache = args.cache;
+  const kvlab_cache& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
   if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
   const int size = cache.head_size, group = cache.query_heads / cache.kv_heads;
@@ -207,13 +208,13 @@ __global__ void __launch_bounds__(kThreads)
   if (chain >= count) return;
   float all = 0;
   for (int head = 0; head < group; ++head) all += magnitudes[head * kTokens + chain];
-  args.to[(cache.first_slot[pair.index] + slot + chain) * args.columns.count + c] = all;
+  args.to[(cache.first_slot[pair.index] + slot + chain) * args.count + c] = all;
 }
 
 template <class T, int kTokens>
 cudaError_t launch_output_norms(const DeviceLimits& limits, const ColumnArgs& args, int c,
                                 cudaStream_t stream) {
-  const SlotCache& cache = args.cache;
+  const kvlab_cache& cache = args.cache;
   const Launch where{
       .grid = dim3(static_cast<unsigned>(cache.sequences * cache.kv_heads),
                    static_cast<unsigned>((args.tokens + kTokens - 1) / kTokens)),
@@ -224,24 +225,10 @@ cudaError_t launch_output_norms(const DeviceLimits& limits, const ColumnArgs& ar
   return launch(limits, output_norms_kernel<T, kTokens>, where, args, c);
 }
 
-bool valid(const ColumnArgs& args) {
-  constexpr int kMostHeadSize = 1024;
-  const SlotCache& cache = args.cache;
-  return cache.sequences > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
-         cache.head_size <= kMostHeadSize && args.tokens > 0 && args.columns.count > 0 &&
-         cache.first_slot && cache.values && args.slots && args.keys && args.to &&
-         (!args.columns.has(BuiltInColumn::key_cosine) || args.unit_keys) &&
-         (!args.columns.has(BuiltInColumn::value_out_norm1) ||
-          (args.output && args.hidden > 0 && cache.query_heads >= cache.kv_heads &&
-           cache.query_heads % cache.kv_heads == 0 &&
-           cache.query_heads <= kMostGroup * cache.kv_heads)) &&
-         can_page(cache.paged, cache.head_size, args.tokens, bytes_of(cache.type));
-}
-
 }  // namespace
 
 cudaError_t make_columns(const ColumnArgs& args, cudaStream_t stream) {
-  if (!valid(args)) return cudaErrorInvalidValue;
+  if (!why_not(args).empty()) return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   const Launch where{
@@ -253,13 +240,13 @@ cudaError_t make_columns(const ColumnArgs& args, cudaStream_t stream) {
   // As many magnitudes of either fit.
   const bool wide = 2 * args.cache.query_heads > kMostGroup * args.cache.kv_heads;
   return with_type(args.cache.type, [&]<class T>(T) {
-    for (int c = 0; c < args.columns.count; ++c) {
-      if (args.columns.of[c] != BuiltInColumn::value_out_norm1) continue;
+    for (int c = 0; c < args.count; ++c) {
+      if (args.columns[c] != KVLAB_VALUE_OUT_NORM1) continue;
       const cudaError_t error =
           one    ? launch_output_norms<T, 1>(limits, args, c, stream)
           : wide ? launch_output_norms<T, kTokensTogether / 2>(limits, args, c, stream)
                  : launch_output_norms<T, kTokensTogether>(limits, args, c, stream);
-      if (error || args.columns.count == 1) return error;
+      if (error || args.count == 1) return error;
     }
     return one ? launch(limits, columns_kernel<T, true>, where, args)
                : launch(limits, columns_kernel<T, false>, where, args);

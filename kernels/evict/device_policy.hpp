@@ -17,12 +17,13 @@ namespace kvlab::kernels {
 struct DevicePolicy {
   std::string_view name;
   Needs needs;
-  bool oldest_first;                     ///< may be squeezed in two frames
-  bool weighted;                         ///< observe_queries takes its weights and tail
-  RankType rank_type;                    ///< what a shrink adds and averages
-  std::span<const char* const> columns;  ///< names of those that it reads: PolicyState::columns
-  std::size_t slot_bytes;                ///< of a state, PolicyState::states; 0: none
-  std::size_t params_bytes;              ///< of PolicyState::params, one sequence; 0: none
+  bool oldest_first;   ///< may be squeezed in two frames
+  bool weighted;       ///< observe_queries takes its weights and tail
+  RankType rank_type;  ///< what a shrink adds and averages
+  std::span<const char* const>
+      columns;               ///< names of those that it reads: kvlab_policy_state::columns
+  std::size_t slot_bytes;    ///< of a state, kvlab_policy_state::states; 0: none
+  std::size_t params_bytes;  ///< of kvlab_policy_state::params, one sequence; 0: none
   /// Writes params_bytes: one value for each parameter, as in the catalogue. False: one is out of
   /// its range.
   bool (*params)(std::span<const double> values, std::byte* to);

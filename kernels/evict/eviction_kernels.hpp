@@ -12,8 +12,8 @@ namespace kvlab::kernels {
 
 /// One policy and one way to launch it. All keep the promises of kernels/types.hpp.
 struct EvictionKernels : DevicePolicy {
-  /// Of EvictingAttentionArgs::workspace, bytes.
-  std::size_t (*attention_workspace)(const SlotCache& cache);
+  /// Bytes of workspace, of a cache whose tokens lie on rungs or do not.
+  std::size_t (*attention_workspace)(const kvlab_cache& cache, bool coded);
   /// Attends, and leaves in the workspace what `observe` needs.
   cudaError_t (*attend)(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                         cudaStream_t stream);
@@ -34,15 +34,15 @@ struct EvictionKernels : DevicePolicy {
 
 /// Whether a policy has all that it works on, and can have what is asked.
 inline bool complete(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
-  const PolicyState& state = args.policy;
-  return (policy.oldest_first || !args.two_frames) && state.rules && state.seeds &&
-         state.sequence_ids && (policy.slot_bytes == 0 || state.states) &&
+  const kvlab_policy_state& state = args.policy;
+  return (policy.oldest_first || args.numbering != KVLAB_TWO_FRAMES) && state.rules &&
+         state.seeds && state.sequence_ids && (policy.slot_bytes == 0 || state.states) &&
          (policy.params_bytes == 0 || state.params) && (policy.columns.empty() || state.columns) &&
          (!needs_requests(policy.needs) || state.threshold16);
 }
 
-/// The fast kernels, an attention and a launch behind it. Squeezed positions need SlotCache::ages,
-/// and all of a head rotated.
+/// The fast kernels, an attention and a launch behind it. Squeezed positions need
+/// kvlab_cache::ages, and all of a head rotated.
 EvictionKernels observing_kernels(const DevicePolicy& policy);
 
 /// Three plain launches, on any device. Logits and probabilities of all live slots go through the

@@ -11,13 +11,13 @@
 namespace kvlab::kernels {
 namespace {
 
-int group_of(const SlotCache& cache) {
+int group_of(const kvlab_cache& cache) {
   if (cache.kv_heads < 1 || cache.query_heads % cache.kv_heads != 0) return 0;
   return cache.query_heads / cache.kv_heads;
 }
 
 /// All but the workspace, which pair_attention refuses if it is null.
-PairAttention pairs_of(const SlotCache& cache) {
+PairAttention pairs_of(const kvlab_cache& cache) {
   const bool counts = cache.sequences > 0 && cache.sequences <= kMostPairs && cache.kv_heads > 0 &&
                       cache.kv_heads <= kMostPairs / cache.sequences;
   PairAttention pairs{};
@@ -45,7 +45,7 @@ int chunks_of(int most_slots) {
 struct Layout {
   std::size_t logits, softmax, gone, leaving, firsts, end;
 
-  Layout(const PairAttention& pairs, const CodedCache* coded)
+  Layout(const PairAttention& pairs, bool coded)
       : logits(((coded ? rung_attention_workspace(pairs) : attention_bytes(pairs)) + 15) / 16 *
                16) {
     const auto count = static_cast<std::size_t>(pairs.table.pairs);
@@ -73,12 +73,13 @@ struct Layout {
 };
 
 bool complete(const EvictingAttentionArgs& args) {
-  const SlotCache& cache = args.cache;
+  const kvlab_cache& cache = args.cache;
   if (cache.next_slots == nullptr || cache.first_slot == nullptr || cache.positions == nullptr ||
       args.now == nullptr)
     return false;
-  return args.numbering == Positions::original ||
-         ((args.two_frames ? args.policy.rules != nullptr : cache.ages != nullptr) &&
+  return args.numbering == KVLAB_ORIGINAL ||
+         ((args.numbering == KVLAB_TWO_FRAMES ? args.policy.rules != nullptr
+                                              : cache.ages != nullptr) &&
           args.inv_freq != nullptr && args.rotated == cache.head_size);
 }
 
@@ -90,10 +91,9 @@ float* logits_from(std::byte* begin) {
 
 /// Where the kernels find what, and what the attention is to leave.
 ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
-  const bool observes = policy.needs != Needs::nothing,
-             by_age = args.numbering == Positions::cache && !args.two_frames;
+  const bool observes = policy.needs != Needs::nothing, by_age = args.numbering == KVLAB_SQUEEZED;
   const PairAttention pairs = pairs_of(args.cache);
-  const Layout at(pairs, args.cache.coded);
+  const Layout at(pairs, args.coded != nullptr);
   auto* const bytes = static_cast<std::byte*>(args.workspace);
   ObservePlan plan{
       .args = args,
@@ -107,7 +107,7 @@ ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& 
       .chunks = chunks_of(args.cache.most_slots),
       .leaving = reinterpret_cast<Leaving*>(bytes + at.leaving),
       .observed = static_cast<Signals*>(args.workspace)->observed,
-      .choice = {args.cache.coded, reinterpret_cast<Leaving*>(bytes + at.firsts)}};
+      .choice = {args.coded, reinterpret_cast<Leaving*>(bytes + at.firsts)}};
   plan.table.now = args.now;
   return plan;
 }
@@ -115,7 +115,7 @@ ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& 
 constexpr int kNumberThreads = 256;
 
 /// A thread for each slot of a pair (blockIdx.y).
-__global__ void __launch_bounds__(kNumberThreads) number_slots(SlotCache cache) {
+__global__ void __launch_bounds__(kNumberThreads) number_slots(kvlab_cache cache) {
   wait_for_predecessor();
   let_successor_start();
   const int slot = static_cast<int>(blockIdx.x * kNumberThreads + threadIdx.x);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kNumberThreads) number_slots(SlotCache cache) 
 
 bool supported(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   return args.workspace != nullptr && complete(policy, args) && complete(args) &&
-         pair_attention_workspace(pairs_of(args.cache), args.cache.paged) != 0;
+         pair_attention_workspace(pairs_of(args.cache), args.cache.pages) != 0;
 }
 
 cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
@@ -141,23 +141,23 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   pairs.q = args.q;
   pairs.out = args.out;
   pairs.lse = args.lse;
-  pairs.settled = args.settled;
+  pairs.settled = args.settled != 0;
   pairs.sinks = args.sinks;
   pairs.rows = plan_of(policy, args).rows;
   pairs.workspace = args.workspace;
-  if (args.cache.coded != nullptr)
-    return args.numbering == Positions::original ? rung_attention(pairs, *args.cache.coded, stream)
-                                                 : cudaErrorInvalidValue;
-  if (args.numbering == Positions::cache) {
+  if (args.coded != nullptr)
+    return args.numbering == KVLAB_ORIGINAL ? rung_attention(pairs, *args.coded, stream)
+                                            : cudaErrorInvalidValue;
+  if (args.numbering != KVLAB_ORIGINAL) {
     pairs.inv_freq = args.inv_freq;
-    if (args.two_frames) {
+    if (args.numbering == KVLAB_TWO_FRAMES) {
       pairs.rules = args.policy.rules;
     } else {
       pairs.ages = args.cache.ages;
       pairs.softmax_scale *= args.rope_factor * args.rope_factor;
     }
   }
-  return pair_attention(pairs, args.cache.paged, stream);
+  return pair_attention(pairs, args.cache.pages, stream);
 }
 
 /// Whether one launch serves both: it has the blocks of the one for each.
@@ -193,16 +193,16 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
   return error;
 }
 
-std::size_t observing_workspace(const SlotCache& cache) {
+std::size_t observing_workspace(const kvlab_cache& cache, bool coded) {
   const PairAttention pairs = pairs_of(cache);
-  const std::size_t attention = pair_attention_workspace(pairs, cache.paged);
+  const std::size_t attention = pair_attention_workspace(pairs, cache.pages);
   if (attention == 0 || attention == kNoDevice) return attention;
-  return Layout(pairs, cache.coded).end;
+  return Layout(pairs, coded).end;
 }
 
 }  // namespace
 
-cudaError_t number_by_age(const SlotCache& cache, cudaStream_t stream) {
+cudaError_t number_by_age(const kvlab_cache& cache, cudaStream_t stream) {
   const PairTable table = pairs_of(cache).table;
   if (table.pairs < 1 || cache.most_slots < 1 || cache.ages == nullptr ||
       cache.positions == nullptr || cache.lengths == nullptr || cache.first_slot == nullptr)

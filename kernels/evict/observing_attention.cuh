@@ -46,7 +46,7 @@ struct PairBlock {
   int live, newest;
   std::int64_t first;
   std::uint32_t now;
-  PairRule rule;
+  kvlab_rule rule;
   std::uint32_t full;  ///< live tokens of which one has to leave; kUnlimited: nobody does
   typename P::Params params;
   Step attended;
@@ -247,7 +247,7 @@ __device__ void discard_logits(const PairBlock<P>& block, int slot) {
 template <Policy P, int kSlots>
 __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlots],
                               ObserveShared& shared) {
-  const PolicyState& policy = block.args.policy;
+  const kvlab_policy_state& policy = block.args.policy;
   if constexpr (kObserves<P>) {
     load_softmax(block, shared);
     Received<P> received[kSlots];
@@ -263,7 +263,7 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
       OwnSlot<P>& mine = own[i];
       if (!mine.live) continue;
       const Observation seen = received[i].observation(block);
-      if (policy.seen != nullptr) policy.seen[block.first + mine.slot] = seen;
+      if (policy.seen != nullptr) observation_at(policy.seen, block.first + mine.slot) = seen;
       P::observe(mine.state, seen, block.params, block.attended);
     }
     __syncwarp();

@@ -37,7 +37,7 @@ __device__ float rotated_part(float q_low, float q_high, float k_low, float k_hi
 /// A warp for each slot; grid (slots / kSlotsPerBlock, pairs).
 template <class T>
 __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) {
-  const SlotCache& cache = args.cache;
+  const kvlab_cache& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.y), cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
   const int live = live_slots(cache, pair);
@@ -48,8 +48,8 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   const std::uint32_t* const positions = cache.positions + first;
   const T* const q = static_cast<const T*>(args.q) + std::int64_t{pair.index} * group * dim;
   const int half = args.rotated / 2;
-  const bool squeezed = args.numbering == Positions::cache;
-  const float factor = args.two_frames ? 1 : args.rope_factor * args.rope_factor;
+  const bool squeezed = args.numbering != KVLAB_ORIGINAL;
+  const float factor = args.numbering == KVLAB_TWO_FRAMES ? 1 : args.rope_factor * args.rope_factor;
 
   for (int i = warp; i < kSlotsPerBlock; i += kWarps) {
     const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
@@ -58,7 +58,8 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
     // The query stands at the youngest place. Where both are rotated at their positions already,
     // the key lacks only the places of those that left between them.
     int places = squeezed ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
-    if (args.two_frames) places += static_cast<int>(args.now[pair.sequence] - positions[slot]);
+    if (args.numbering == KVLAB_TWO_FRAMES)
+      places += static_cast<int>(args.now[pair.sequence] - positions[slot]);
     for (int head = 0; head < group; ++head) {
       const T* const query = q + head * dim;
       float plain = 0, rotated = 0;
@@ -86,7 +87,7 @@ template <class T>
 __global__ void coded_logits_kernel(const EvictingAttentionArgs args, const CodedCache coded,
                                     PlainRows rows) {
   extern __shared__ float turned[];  // [head of the group, dim]
-  const SlotCache& cache = args.cache;
+  const kvlab_cache& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.y), cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
   const int live = live_slots(cache, pair), dim = cache.head_size, blocks = dim / kWarpSize;
@@ -173,7 +174,7 @@ template <class T>
 __global__ void softmax_kernel(const EvictingAttentionArgs args, const CodedCache coded,
                                PlainRows rows) {
   __shared__ float of_warps[kWarps], of_sums[kWarps], of_threads[kThreads];
-  const SlotCache& cache = args.cache;
+  const kvlab_cache& cache = args.cache;
   const int group = cache.query_heads / cache.kv_heads, row = static_cast<int>(blockIdx.x);
   const Pair pair = pair_of(row / group, cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
@@ -206,36 +207,36 @@ __global__ void softmax_kernel(const EvictingAttentionArgs args, const CodedCach
 }
 
 bool valid(const EvictingAttentionArgs& args) {
-  const SlotCache& cache = args.cache;
-  const bool squeezed = args.numbering == Positions::cache;
+  const kvlab_cache& cache = args.cache;
+  const bool squeezed = args.numbering != KVLAB_ORIGINAL;
   return cache.sequences > 0 && cache.kv_heads > 0 && cache.query_heads > 0 &&
          cache.query_heads % cache.kv_heads == 0 &&
          cache.query_heads / cache.kv_heads <= kMostGroup && is_head_size(cache.head_size) &&
          cache.most_slots > 0 && cache.first_slot && cache.keys && cache.values &&
-         !cache.paged.in_use() && cache.positions && cache.lengths && cache.next_slots &&
+         !cache.pages.blocks && cache.positions && cache.lengths && cache.next_slots &&
          args.policy.rules && args.now && args.q && args.out && args.workspace &&
-         !(squeezed && cache.coded) &&
+         !(squeezed && args.coded) &&
          (!squeezed || (args.inv_freq && args.rotated > 0 && args.rotated % 2 == 0 &&
                         args.rotated <= cache.head_size));
 }
 
-std::size_t pairs_of(const SlotCache& cache) {
+std::size_t pairs_of(const kvlab_cache& cache) {
   return static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.kv_heads);
 }
-std::size_t rows_of(const SlotCache& cache) {
+std::size_t rows_of(const kvlab_cache& cache) {
   return static_cast<std::size_t>(cache.sequences) * static_cast<std::size_t>(cache.query_heads);
 }
 
-PlainRows plain_rows(const SlotCache& cache, void* workspace) {
-  auto* const firsts = static_cast<Leaving*>(workspace);
-  auto* const p = reinterpret_cast<float*>(firsts + pairs_of(cache) * kMostRungs);
+PlainRows plain_rows(const EvictingAttentionArgs& args) {
+  auto* const firsts = static_cast<Leaving*>(args.workspace);
+  auto* const p = reinterpret_cast<float*>(firsts + pairs_of(args.cache) * kMostRungs);
   return {.p = p,
-          .largest = p + rows_of(cache) * static_cast<std::size_t>(cache.most_slots),
-          .choice = {cache.coded, firsts}};
+          .largest = p + rows_of(args.cache) * static_cast<std::size_t>(args.cache.most_slots),
+          .choice = {args.coded, firsts}};
 }
 
 /// With room for who leaves each rung, whether or not there are rungs.
-std::size_t plain_workspace(const SlotCache& cache) {
+std::size_t plain_workspace(const kvlab_cache& cache, bool /*coded*/) {
   return pairs_of(cache) * kMostRungs * sizeof(Leaving) +
          rows_of(cache) * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float);
 }
@@ -244,15 +245,15 @@ std::size_t plain_workspace(const SlotCache& cache) {
 cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                    cudaStream_t stream) {
   if (!complete(policy, args) || !valid(args)) return cudaErrorInvalidValue;
-  const SlotCache& cache = args.cache;
-  const PlainRows rows = plain_rows(cache, args.workspace);
+  const kvlab_cache& cache = args.cache;
+  const PlainRows rows = plain_rows(args);
   const dim3 tiles(static_cast<unsigned>((cache.most_slots + kSlotsPerBlock - 1) / kSlotsPerBlock),
                    static_cast<unsigned>(cache.sequences * cache.kv_heads));
-  const CodedCache coded = cache.coded ? *cache.coded : CodedCache{};
+  const CodedCache coded = args.coded ? *args.coded : CodedCache{};
   const std::size_t queries = static_cast<std::size_t>(cache.query_heads / cache.kv_heads) *
                               static_cast<std::size_t>(cache.head_size) * sizeof(float);
   return with_type(cache.type, [&]<class T>(T) {
-    if (cache.coded)
+    if (args.coded)
       coded_logits_kernel<T><<<tiles, kThreads, queries, stream>>>(args, coded, rows);
     else
       logits_kernel<T><<<tiles, kThreads, 0, stream>>>(args, rows);
@@ -271,7 +272,7 @@ cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttenti
   for (EvictingAttentionArgs args : layers) {
     if (!valid(args) || !complete(policy, args)) return cudaErrorInvalidValue;
     const auto pairs = static_cast<unsigned>(args.cache.sequences * args.cache.kv_heads);
-    PlainRows rows = plain_rows(args.cache, args.workspace);
+    PlainRows rows = plain_rows(args);
     void* parameters[] = {&args, &rows};
     error = cudaLaunchKernel(policy.evict, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
     if (error == cudaSuccess && rows.choice.in_use())

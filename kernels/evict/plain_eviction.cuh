@@ -24,7 +24,7 @@ template <class P>
 __device__ Observation observation_of(const EvictingAttentionArgs& args, const PlainRows& rows,
                                       const Pair& pair, int slot,
                                       const typename P::Params& params) {
-  const SlotCache& cache = args.cache;
+  const kvlab_cache& cache = args.cache;
   const int group = cache.query_heads / cache.kv_heads;
   Observation seen{.queries = 1};
   for (int head = 0; head < group; ++head) {
@@ -50,14 +50,14 @@ __device__ Observation observation_of(const EvictingAttentionArgs& args, const P
 template <class P>
 __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
   __shared__ Leaving leaving[kEvictThreads / kWarpSize];
-  const SlotCache& cache = args.cache;
-  const PolicyState& policy = args.policy;
+  const kvlab_cache& cache = args.cache;
+  const kvlab_policy_state& policy = args.policy;
   const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
   const std::uint32_t now = args.now[pair.sequence];
   if (now == kIdle) return;
   const int live = live_slots(cache, pair), newest = cache.next_slots[pair.index];
   const std::int64_t first_slot = cache.first_slot[pair.index];
-  const PairRule rule = policy.rules[pair.index];
+  const kvlab_rule rule = policy.rules[pair.index];
   const Guards guards = guards_of(rule);
   const auto params = params_of<P>(policy, pair);
   const Step attended = step_of(policy, pair, now, static_cast<std::uint32_t>(live), 1);
@@ -75,7 +75,7 @@ __global__ void evict_kernel(const EvictingAttentionArgs args, PlainRows rows) {
     if (slot == newest) P::admit(*state, token, params, attended);
     if constexpr (P::kInfo.needs != Needs::nothing) {
       const Observation seen = observation_of<P>(args, rows, pair, slot, params);
-      if (policy.seen) policy.seen[first_slot + slot] = seen;
+      if (policy.seen) observation_at(policy.seen, first_slot + slot) = seen;
       P::observe(*state, seen, params, attended);
     }
     const LeavingKey key{guards.guard(token.position, now + 1),

@@ -6,6 +6,7 @@
 #include "kernels/device/select_leaving.cuh"
 #include "kernels/evict/shrink.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/why_not.hpp"
 #include "policies/modifiers/pooled_rank.hpp"
 
 namespace kvlab::kernels {
@@ -16,7 +17,7 @@ constexpr int kThreads = 1024;
 /// Ranks by age, [pair, most_slots], and each slot's age, in workspace.sources: a thread for each
 /// slot of a pair (y). New tokens lie in order behind the older ones.
 __global__ void __launch_bounds__(kShrinkThreads)
-    number_ranks(const __grid_constant__ ShrinkArgs args, std::uint64_t* by_age) {
+    number_ranks(const __grid_constant__ kvlab_shrink_args args, std::uint64_t* by_age) {
   const ShrinkPair pair(args, static_cast<int>(blockIdx.y));
   const std::uint32_t slot = blockIdx.x * kShrinkThreads + threadIdx.x;
   if (pair.idle() || slot >= pair.live()) return;
@@ -39,12 +40,12 @@ struct RanksByAge {
 };
 
 /// The rank at an age: a pair's own, or the sum over the sequence's KV heads, in their order.
-__device__ std::uint64_t rank_at(const ShrinkArgs& args, const RanksByAge& by_age,
+__device__ std::uint64_t rank_at(const kvlab_shrink_args& args, const RanksByAge& by_age,
                                  const ShrinkPair& pair, RankType type, std::uint32_t age) {
   const auto rank_of = [&](int row) {
     return by_age.ranks[std::size_t(row) * args.from.most_slots + age];
   };
-  if (!args.by_layer) return rank_of(pair.index);
+  if (args.by_layer == 0) return rank_of(pair.index);
   const int heads = args.from.kv_heads;
   std::uint64_t sum = rank_of(pair.sequence * heads);
   for (int head = 1; head < by_age.devices * heads; ++head) {
@@ -56,7 +57,7 @@ __device__ std::uint64_t rank_at(const ShrinkArgs& args, const RanksByAge& by_ag
 
 /// Ranks as the modifiers want them, from those by age.
 __global__ void __launch_bounds__(kShrinkThreads)
-    modify_ranks(const __grid_constant__ ShrinkArgs args, RanksByAge by_age, RankType type) {
+    modify_ranks(const __grid_constant__ kvlab_shrink_args args, RanksByAge by_age, RankType type) {
   const ShrinkPair pair(args, static_cast<int>(blockIdx.y));
   const std::uint32_t slot = blockIdx.x * kShrinkThreads + threadIdx.x, live = pair.live();
   if (pair.idle() || slot >= live) return;
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kShrinkThreads)
   const std::size_t at = std::size_t(pair.index) * args.from.most_slots + slot;
   const auto age = static_cast<std::uint32_t>(workspace.sources[at]);
   const std::uint32_t reach = min(args.smooth, live), end = min(age + reach + 1, live);
-  PooledRank pooled(args.pool, type);
+  PooledRank pooled(args.pool_max ? Modifiers::Pool::max : Modifiers::Pool::mean, type);
   for (std::uint32_t a = age - min(age, reach); a < end; ++a)
     pooled.take(rank_at(args, by_age, pair, type, a));
   workspace.ranks[at] = pooled.value();
@@ -72,12 +73,12 @@ __global__ void __launch_bounds__(kShrinkThreads)
 
 /// Who stays, and where to: a block for each pair.
 __global__ void __launch_bounds__(kThreads)
-    choose_stayers(const __grid_constant__ ShrinkArgs args, bool in_place) {
+    choose_stayers(const __grid_constant__ kvlab_shrink_args args, bool in_place) {
   __shared__ SelectionShared shared;
   const ShrinkPair pair(args, static_cast<int>(blockIdx.x));
   if (pair.idle()) return;
   const std::uint32_t live = pair.live();
-  const PairRule rule = args.policy.rules[pair.index];
+  const kvlab_rule rule = args.policy.rules[pair.index];
   const bool stays_whole = rule.budget == kUnlimited || live < room_at(args.policy, pair.index);
   const std::uint32_t kept = stays_whole ? live : min(live, rule.budget - 1);
   const std::size_t row = std::size_t(pair.index) * args.from.most_slots;
@@ -122,8 +123,8 @@ __global__ void __launch_bounds__(kThreads)
 
 /// Moves what stays: a thread for each 16 bytes of a key, and of the value beside it.
 __global__ void __launch_bounds__(kShrinkThreads)
-    move_stayers(const __grid_constant__ ShrinkArgs args, int slot_bytes, int columns, int chunks,
-                 int bytes, bool in_place) {
+    move_stayers(const __grid_constant__ kvlab_shrink_args args, int slot_bytes, int columns,
+                 int chunks, int bytes, bool in_place, bool rows) {
   const int pair = static_cast<int>(blockIdx.y);
   if (args.now[pair / args.from.kv_heads] == kIdle) return;
   const std::int64_t i = std::int64_t{blockIdx.x} * kShrinkThreads + threadIdx.x;
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kShrinkThreads)
     reinterpret_cast<uint4*>(static_cast<char*>(target_rows) + to_row)[chunk] =
         reinterpret_cast<const uint4*>(static_cast<const char*>(source_rows) + from_row)[chunk];
   };
-  if (args.rows) {
+  if (rows) {
     move(args.from.keys, args.to.keys);
     move(args.from.values, args.to.values);
   }
@@ -146,79 +147,53 @@ __global__ void __launch_bounds__(kShrinkThreads)
   const std::int64_t from = args.from.first_slot[pair] + source;
   const std::int64_t to = args.to.first_slot[pair] + slot;
   args.to.positions[to] = args.from.positions[from];
+  const auto* const states = static_cast<const std::byte*>(args.policy.states);
   for (int byte = 0; byte < slot_bytes; ++byte)
-    args.to_states[to * slot_bytes + byte] = args.policy.states[from * slot_bytes + byte];
+    static_cast<std::byte*>(args.to_states)[to * slot_bytes + byte] =
+        states[from * slot_bytes + byte];
   for (int c = 0; c < columns; ++c)
     args.to_columns[to * columns + c] = args.policy.columns[from * columns + c];
 }
 
 __global__ void __launch_bounds__(kShrinkThreads)
-    copy_tokens(const __grid_constant__ PrefixArgs args) {
+    copy_tokens(const __grid_constant__ kvlab_prefix_args args, bool seen, int columns) {
   const int pair = static_cast<int>(blockIdx.y);
   const int token = static_cast<int>(blockIdx.x) * kShrinkThreads + static_cast<int>(threadIdx.x);
   if (token >= args.tokens) return;
   const std::int64_t from = args.first_slot[pair % args.kv_heads] + token,
                      to = args.to_first_slot[pair] + token;
-  if (args.seen != nullptr) args.to_seen[to] = args.seen[from];
-  for (int c = 0; c < args.column_count; ++c)
-    args.to_columns[to * args.column_count + c] = args.columns[from * args.column_count + c];
-}
-
-bool same_shape(const SlotCache& a, const SlotCache& b) {
-  return a.type == b.type && a.sequences == b.sequences && a.kv_heads == b.kv_heads &&
-         a.head_size == b.head_size;
-}
-
-bool whole(const SlotCache& cache) {
-  return cache.keys != nullptr && cache.values != nullptr && cache.positions != nullptr &&
-         cache.lengths != nullptr && cache.next_slots != nullptr && cache.first_slot != nullptr &&
-         aligned16(cache.keys) && aligned16(cache.values) &&
-         can_page(cache.paged, cache.head_size, cache.most_slots, bytes_of(cache.type));
+  if (seen) args.to_seen[to] = args.seen[from];
+  for (int c = 0; c < columns; ++c)
+    args.to_columns[to * columns + c] = args.columns[from * columns + c];
 }
 
 }  // namespace
 
-std::size_t shrink_workspace(const SlotCache& from) {
+std::size_t shrink_workspace(const kvlab_cache& from) {
   return std::size_t(from.sequences) * from.kv_heads * from.most_slots *
          (2 * sizeof(std::uint64_t) + 2 * sizeof(std::int32_t));
 }
 
 namespace {
 
-/// Whether the arguments can be a shrink's; pointers are not followed.
-bool can_shrink(const ShrinkArgs& args, const DevicePolicy& policy) {
-  constexpr int kMostPairs = 65535;  // of a grid's second dimension
-  const SlotCache& from = args.from;
-  if (from.sequences < 1 || from.kv_heads < 1 || from.most_slots < 1) return false;
-  if (std::int64_t{from.sequences} * from.kv_heads > kMostPairs) return false;
-  if (from.head_size * bytes_of(from.type) % 16 != 0 || from.head_size < 1) return false;
-  const PolicyState& state = args.policy;
-  if (policy.slot_bytes != 0 && (!state.states || !args.to_states)) return false;
-  if (!policy.columns.empty() && (!state.columns || !args.to_columns)) return false;
-  if (policy.params_bytes != 0 && !state.params) return false;
-  return same_shape(from, args.to) && whole(from) && whole(args.to) && args.workspace != nullptr &&
-         args.now != nullptr && args.admitted != nullptr && state.rules != nullptr &&
-         state.seeds != nullptr && state.sequence_ids != nullptr;
-}
+bool modifies(const kvlab_shrink_args& args) { return args.by_layer != 0 || args.smooth > 0; }
 
-bool modifies(const ShrinkArgs& args) { return args.by_layer || args.smooth > 0; }
-
-dim3 grid_of(const ShrinkArgs& args) {
+dim3 grid_of(const kvlab_shrink_args& args) {
   return dim3(static_cast<unsigned>((args.from.most_slots + kShrinkThreads - 1) / kShrinkThreads),
               static_cast<unsigned>(args.from.sequences * args.from.kv_heads));
 }
 
-cudaError_t modify(const DevicePolicy& policy, const ShrinkArgs& args, const RanksByAge& by_age,
-                   cudaStream_t stream) {
+cudaError_t modify(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                   const RanksByAge& by_age, cudaStream_t stream) {
   modify_ranks<<<grid_of(args), kShrinkThreads, 0, stream>>>(args, by_age, policy.rank_type);
   return cudaGetLastError();
 }
 
 /// The rest of a shrink, once the workspace holds every live token's rank.
-cudaError_t keep_last_to_leave(const DevicePolicy& policy, const ShrinkArgs& args,
+cudaError_t keep_last_to_leave(const DevicePolicy& policy, const kvlab_shrink_args& args, bool rows,
                                cudaStream_t stream) {
   const bool in_place =
-      args.from.keys == args.to.keys && args.from.paged.blocks == args.to.paged.blocks;
+      args.from.keys == args.to.keys && args.from.pages.blocks == args.to.pages.blocks;
   const auto pairs = static_cast<unsigned>(args.from.sequences * args.from.kv_heads);
   choose_stayers<<<pairs, kThreads, 0, stream>>>(args, in_place);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
@@ -228,36 +203,40 @@ cudaError_t keep_last_to_leave(const DevicePolicy& policy, const ShrinkArgs& arg
   const dim3 grid(static_cast<unsigned>((most + kShrinkThreads - 1) / kShrinkThreads), pairs);
   move_stayers<<<grid, kShrinkThreads, 0, stream>>>(args, static_cast<int>(policy.slot_bytes),
                                                     static_cast<int>(policy.columns.size()), chunks,
-                                                    bytes, in_place);
+                                                    bytes, in_place, rows);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-const std::uint64_t* ranks_of(const ShrinkArgs& args) { return shrink_parts(args).ranks; }
+const std::uint64_t* ranks_of(const kvlab_shrink_args& args) { return shrink_parts(args).ranks; }
 
-cudaError_t shrink(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream) {
+cudaError_t shrink(const DevicePolicy& policy, const kvlab_shrink_args& args, cudaStream_t stream,
+                   bool rows) {
   const cudaError_t error = rank_tokens(policy, args, stream);
-  return error == cudaSuccess ? keep_last_to_leave(policy, args, stream) : error;
+  return error == cudaSuccess ? keep_last_to_leave(policy, args, rows, stream) : error;
 }
 
-cudaError_t copy_prefix(const PrefixArgs& args, cudaStream_t stream) {
+cudaError_t copy_prefix(const DevicePolicy& policy, const kvlab_prefix_args& args,
+                        cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((args.tokens + kShrinkThreads - 1) / kShrinkThreads),
                   static_cast<unsigned>(args.sequences * args.kv_heads));
-  copy_tokens<<<grid, kShrinkThreads, 0, stream>>>(args);
+  copy_tokens<<<grid, kShrinkThreads, 0, stream>>>(args, policy.needs != Needs::nothing,
+                                                   static_cast<int>(policy.columns.size()));
   return cudaGetLastError();
 }
 
-cudaError_t rank_tokens(const DevicePolicy& policy, const ShrinkArgs& args, cudaStream_t stream) {
+cudaError_t rank_tokens(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                        cudaStream_t stream) {
   std::uint64_t* const by_age = shrink_parts(args).by_age;
   const cudaError_t error = rank_by_age(policy, args, by_age, stream);
   return error == cudaSuccess && modifies(args) ? modify(policy, args, {by_age, 1}, stream) : error;
 }
 
-cudaError_t rank_by_age(const DevicePolicy& policy, const ShrinkArgs& args, std::uint64_t* by_age,
-                        cudaStream_t stream) {
-  if (!can_shrink(args, policy)) return cudaErrorInvalidValue;
-  ShrinkArgs first = args;
+cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                        std::uint64_t* by_age, cudaStream_t stream) {
+  if (!why_not(policy, args).empty()) return cudaErrorInvalidValue;
+  kvlab_shrink_args first = args;
   void* parameters[] = {&first};
   if (const cudaError_t error = cudaLaunchKernel(policy.settle_tokens, grid_of(args),
                                                  dim3(kShrinkThreads), parameters, 0, stream);
@@ -267,11 +246,11 @@ cudaError_t rank_by_age(const DevicePolicy& policy, const ShrinkArgs& args, std:
   return cudaGetLastError();
 }
 
-cudaError_t keep_by_ranks(const DevicePolicy& policy, const ShrinkArgs& args,
+cudaError_t keep_by_ranks(const DevicePolicy& policy, const kvlab_shrink_args& args,
                           const std::uint64_t* by_age, int devices, cudaStream_t stream) {
-  if (!can_shrink(args, policy)) return cudaErrorInvalidValue;
+  if (!why_not(policy, args).empty()) return cudaErrorInvalidValue;
   const cudaError_t error = modify(policy, args, {by_age, devices}, stream);
-  return error == cudaSuccess ? keep_last_to_leave(policy, args, stream) : error;
+  return error == cudaSuccess ? keep_last_to_leave(policy, args, true, stream) : error;
 }
 
 }  // namespace kvlab::kernels

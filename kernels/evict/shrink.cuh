@@ -17,7 +17,7 @@ struct ShrinkWorkspace {
   std::int32_t* holes;    // [pair, most_slots]: slots to fill, where a shrink is in place
   std::uint64_t* by_age;  // [pair, most_slots]: ranks, where they are modified
 };
-inline __host__ __device__ ShrinkWorkspace shrink_parts(const ShrinkArgs& args) {
+inline __host__ __device__ ShrinkWorkspace shrink_parts(const kvlab_shrink_args& args) {
   const std::size_t slots = std::size_t(args.from.sequences) * args.from.kv_heads *
                             static_cast<std::size_t>(args.from.most_slots);
   auto* const ranks = static_cast<std::uint64_t*>(args.workspace);
@@ -31,7 +31,7 @@ struct ShrinkPair {
   std::uint32_t older, admitted, now;
   std::int64_t first_slot;  ///< in from
 
-  __device__ ShrinkPair(const ShrinkArgs& args, int pair)
+  __device__ ShrinkPair(const kvlab_shrink_args& args, int pair)
       : index(pair),
         sequence(pair / args.from.kv_heads),
         kv_head(pair % args.from.kv_heads),
@@ -46,12 +46,12 @@ struct ShrinkPair {
 /// Admits, observes and ranks: a thread for each slot of a pair (blockIdx.y).
 template <Policy P>
 __global__ void __launch_bounds__(kShrinkThreads)
-    settle_tokens(const __grid_constant__ ShrinkArgs args) {
+    settle_tokens(const __grid_constant__ kvlab_shrink_args args) {
   using Slot = typename P::Slot;
   const ShrinkPair pair(args, static_cast<int>(blockIdx.y));
   const std::uint32_t slot = blockIdx.x * kShrinkThreads + threadIdx.x;
   if (pair.idle() || slot >= pair.live()) return;
-  const PolicyState& policy = args.policy;
+  const kvlab_policy_state& policy = args.policy;
   const std::int64_t at = pair.first_slot + slot;
   typename P::Params params{};
   if constexpr (!std::is_empty_v<typename P::Params>)
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kShrinkThreads)
   if (is_new) P::admit(state, token, params, step);
   if constexpr (P::kInfo.needs != Needs::nothing)
     if (args.seen != nullptr) {
-      Observation& seen = args.seen[at];
+      Observation& seen = observation_at(args.seen, at);
       seen.queries = is_new ? pair.live() - slot : pair.admitted;
       P::observe(state, seen, params, step);
     }

@@ -17,8 +17,8 @@ void check(cublasStatus_t status, std::string_view what) {
 }
 
 cudaDataType_t library_type(kernels::Type type) {
-  if (type == kernels::Type::bf16) return CUDA_R_16BF;
-  return type == kernels::Type::f16 ? CUDA_R_16F : CUDA_R_32F;
+  if (type == KVLAB_BF16) return CUDA_R_16BF;
+  return type == KVLAB_F16 ? CUDA_R_16F : CUDA_R_32F;
 }
 
 cublasLtMatrixLayout_t layout(cudaDataType_t type, int rows, int columns, std::int64_t stride,

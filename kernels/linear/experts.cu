@@ -398,7 +398,7 @@ cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
-  if (args.type == Type::f32)
+  if (args.type == KVLAB_F32)
     return launch(limits, expert_plain,
                   {.grid = dim3(static_cast<unsigned>((args.n + kWarps - 1) / kWarps),
                                 most_tiles(args.routes, kPlainPairs)),
@@ -411,7 +411,7 @@ cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {
     return many ? launch_tiles<T, 64>(limits, args, stream)
                 : launch_tiles<T, 16>(limits, args, stream);
   };
-  return args.type == Type::bf16 ? of_type(__nv_bfloat16{}) : of_type(__half{});
+  return args.type == KVLAB_BF16 ? of_type(__nv_bfloat16{}) : of_type(__half{});
 }
 
 cudaError_t add_shares(const Routes& routes, const float* y, int hidden, float* x,

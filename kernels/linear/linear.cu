@@ -144,11 +144,12 @@ class Finisher {
       if (n < product_.n) residual_ = residual_of(product_, row_, n);
       return;
     }
-    const int first = first_rotated_row(strip, rope_.head_size);
-    head_ = first / rope_.head_size;
-    dim_ = first % rope_.head_size + output_;
+    const int first = first_rotated_row(strip, rope_.cache.head_size);
+    head_ = first / rope_.cache.head_size;
+    dim_ = first % rope_.cache.head_size + output_;
     if (!is_value()) cos_sin_ = rope_row_[dim_];
-    if (!is_query()) cached_ = place_.of_head(rope_, (head_ - rope_.query_heads) % rope_.kv_heads);
+    if (!is_query())
+      cached_ = place_.of_head(rope_, (head_ - rope_.cache.query_heads) % rope_.cache.kv_heads);
   }
 
   /// Adds the warps' shares of k in their order and writes. `partial`: [warp, tile, row of x,
@@ -178,18 +179,20 @@ class Finisher {
  private:
   __device__ int token() const { return product_.first_row + row_; }
 
-  __device__ bool is_query() const { return head_ < rope_.query_heads; }
-  __device__ bool is_value() const { return head_ >= rope_.query_heads + rope_.kv_heads; }
+  __device__ bool is_query() const { return head_ < rope_.cache.query_heads; }
+  __device__ bool is_value() const {
+    return head_ >= rope_.cache.query_heads + rope_.cache.kv_heads;
+  }
 
   __device__ void write_rotated(float a, float b) const {
-    const int size = rope_.head_size, half = size / 2, n = head_ * size + dim_;
+    const int size = rope_.cache.head_size, half = size / 2, n = head_ * size + dim_;
     const T plain[] = {write_output(product_, row_, n, a, 0),
                        write_output(product_, row_, n + half, b, 0)};
     if (!is_query() && place_.sits_out()) return;
-    if (is_value()) return put(rope_.values, cached_, plain[0], plain[1]);
+    if (is_value()) return put(rope_.cache.values, cached_, plain[0], plain[1]);
     const float2 rotated = rotate({to_float(plain[0]), to_float(plain[1])}, cos_sin_);
-    const std::int64_t query = std::int64_t{token()} * rope_.query_heads + head_;
-    put(is_query() ? rope_.q : rope_.keys, is_query() ? query * size : cached_,
+    const std::int64_t query = std::int64_t{token()} * rope_.cache.query_heads + head_;
+    put(is_query() ? rope_.q : rope_.cache.keys, is_query() ? query * size : cached_,
         from_float<T>(rotated.x), from_float<T>(rotated.y));
     if (!is_query() && dim_ == 0) place_.note_position(rope_, cached_);
   }
@@ -197,7 +200,7 @@ class Finisher {
   __device__ void put(void* to, std::int64_t head, T first, T second) const {
     T* const at = static_cast<T*>(to) + head + dim_;
     at[0] = first;
-    at[rope_.head_size / 2] = second;
+    at[rope_.cache.head_size / 2] = second;
   }
 
   const LinearProduct<T>& product_;
@@ -284,7 +287,7 @@ __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
   __syncthreads();
   if (threadIdx.x >= kLinearThreads) {
     WeightSender<T> sender(ring, layout.stages, barriers);
-    sender.template send<kForm>(product, rope.head_size);
+    sender.template send<kForm>(product, rope.cache.head_size);
     wait_copies<0>();
     return;
   }
@@ -421,17 +424,17 @@ cudaError_t linear_of(const LinearArgs& args, cudaStream_t stream) {
 }
 
 bool belong(const LinearArgs& args, const RopeWriteArgs& rope) {
-  return valid(rope) && args.y && args.y == rope.qkv && args.type == rope.type &&
+  return valid(rope) && args.y && args.y == rope.qkv && args.type == rope.cache.type &&
          args.rows == rope.tokens &&
-         args.n == (rope.query_heads + 2 * rope.kv_heads) * rope.head_size;
+         args.n == (rope.cache.query_heads + 2 * rope.cache.kv_heads) * rope.cache.head_size;
 }
 
 /// Whether a product can end with this.
 bool is_fused(const LinearArgs& args, const RopeWriteArgs& rope) {
   constexpr int kStrip = outputs_of_strip(Form::rotated);
-  return args.type != Type::f32 && args.gamma && !rope.q_gamma && !rope.k_gamma && !rope.plain_q &&
-         !rope.plain_k && rope.rotated == rope.head_size && rope.head_size % kStrip == 0 &&
-         !rope.paged.in_use();
+  return args.type != KVLAB_F32 && args.gamma && !rope.q_gamma && !rope.k_gamma && !rope.plain_q &&
+         !rope.plain_k && rope.rotated == rope.cache.head_size &&
+         rope.cache.head_size % kStrip == 0 && !rope.cache.pages.blocks;
 }
 
 }  // namespace
@@ -439,11 +442,11 @@ bool is_fused(const LinearArgs& args, const RopeWriteArgs& rope) {
 cudaError_t linear(const LinearArgs& args, cudaStream_t stream) {
   if (!valid(args)) return cudaErrorInvalidValue;
   switch (args.type) {
-    case Type::bf16:
+    case KVLAB_BF16:
       return linear_of<__nv_bfloat16>(args, stream);
-    case Type::f16:
+    case KVLAB_F16:
       return linear_of<__half>(args, stream);
-    case Type::f32:
+    case KVLAB_F32:
       return launch_linear_f32(product_of<float>(args), stream);
   }
   return cudaErrorInvalidValue;
@@ -456,7 +459,7 @@ cudaError_t linear_rope_write(const LinearArgs& args, const RopeWriteArgs& rope,
     const cudaError_t error = linear(args, stream);
     return error == cudaSuccess ? rope_write(rope, stream) : error;
   }
-  return args.type == Type::bf16
+  return args.type == KVLAB_BF16
              ? launch_linear<__nv_bfloat16, Form::rotated>(product_of<__nv_bfloat16>(args), stream,
                                                            rope)
              : launch_linear<__half, Form::rotated>(product_of<__half>(args), stream, rope);
@@ -465,11 +468,11 @@ cudaError_t linear_rope_write(const LinearArgs& args, const RopeWriteArgs& rope,
 cudaError_t gated_linear(const GatedLinearArgs& args, cudaStream_t stream) {
   if (!valid(args)) return cudaErrorInvalidValue;
   switch (args.type) {
-    case Type::bf16:
+    case KVLAB_BF16:
       return launch_linear<__nv_bfloat16, Form::gated>(product_of<__nv_bfloat16>(args), stream);
-    case Type::f16:
+    case KVLAB_F16:
       return launch_linear<__half, Form::gated>(product_of<__half>(args), stream);
-    case Type::f32:
+    case KVLAB_F32:
       return launch_linear_f32(product_of<float>(args), stream);
   }
   return cudaErrorInvalidValue;

@@ -35,14 +35,14 @@ struct Tiling {
 /// Which tile of rows is a CTA's. The last rows see most keys and go first, of all KV heads: so the
 /// card stays full to the end.
 __device__ int tile_of_block(const Plan& plan) {
-  return static_cast<int>((gridDim.x - 1 - blockIdx.x) / plan.args.shape.kv_heads);
+  return static_cast<int>((gridDim.x - 1 - blockIdx.x) / plan.args.kv_heads);
 }
 __device__ int kv_head_of_block(const Plan& plan) {
-  return static_cast<int>(blockIdx.x % plan.args.shape.kv_heads);
+  return static_cast<int>(blockIdx.x % plan.args.kv_heads);
 }
 
 __device__ PrefillRows rows_of_block(const Plan& plan) {
-  return {plan.args, plan.group, kv_head_of_block(plan), OwnQueries(plan.args)};
+  return {plan.args, plan.layer, plan.group, kv_head_of_block(plan), OwnQueries(plan.args)};
 }
 
 template <class T, int kDim>
@@ -77,7 +77,7 @@ __device__ void load_slice(T* to, const T* from, int stride, int valid, int slic
 }
 
 /// The element at which a tile's slice begins in its block; 0 where no row of it is valid.
-__device__ inline std::int64_t slice_begin(const PrefillAttentionArgs& args, int pair, int begin,
+__device__ inline std::int64_t slice_begin(const kvlab_prefill_args& args, int pair, int begin,
                                            int slice, int valid) {
   const int row = slice * kSlotsOfSlice;
   return row < valid ? paged_row(args, pair, begin + row) : 0;
@@ -89,7 +89,7 @@ constexpr float kNoLogit = -3e38f;
 
 /// What a row begins with: its query head's sink, base 2.
 __device__ inline void begin_row(const PrefillRows& rows, int row, float& max, float& sum) {
-  const float* const sinks = rows.args.shape.sinks;
+  const float* const sinks = rows.layer.sinks;
   max = sinks == nullptr ? kNoLogit : sinks[rows.kv_head * rows.group + row % rows.group] * kLog2E;
   sum = sinks == nullptr ? 0 : 1;
 }
@@ -330,14 +330,14 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const int unmasked = (rows.slot(first_row) + 1) / kKeys;
 
   load_queries<T, kDim>(shared.query, rows, first_row, last_row);
-  const std::int64_t begin = kPaged ? 0 : pair_begin(args, rows.pair);
+  const std::int64_t begin = kPaged ? 0 : rows.begin();
   const T* keys = static_cast<const T*>(args.keys) + begin;
   const T* values = static_cast<const T*>(args.values) + begin;
   const auto fetch = [&](int tile, int slice) {
     std::int64_t from = std::int64_t{min(tile, tiles - 1)} * kKeys * kDim;
     const int valid = keys_end - tile * kKeys;  // none of a tile beyond the last
     if constexpr (kPaged) from = slice_begin(args, rows.pair, tile * kKeys, slice, valid);
-    const int stride = args.paged.slot_stride;
+    const int stride = static_cast<int>(args.pages.slot_stride);
     load_slice<T, kDim, kPaged>(shared.keys[tile % kStages], keys + from, stride, valid, slice);
     load_slice<T, kDim, kPaged>(shared.values[tile % kStages], values + from, stride, valid, slice);
   };
@@ -412,7 +412,7 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   const int first_key = plan.first_key<kParts>(rows.first_seen(first_row));
   if (first_key >= keys_end) return;  // nobody sees the part
   load_plain_queries(query, rows, first_row, last_row);
-  const std::int64_t begin = kPaged ? 0 : pair_begin(args, rows.pair);
+  const std::int64_t begin = kPaged ? 0 : rows.begin();
   const float* all_keys = static_cast<const float*>(args.keys) + begin;
   const float* all_values = static_cast<const float*>(args.values) + begin;
   const auto row_at = [&](int slot) {
@@ -471,9 +471,9 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
 /// CTAs for all tiles of all KV heads of the longest sequence, for each sequence, and each part.
 dim3 grid(const Plan& plan, int rows_of_tile) {
   const int rows = plan.args.queries * plan.group;
-  return dim3(
-      static_cast<unsigned>((rows + rows_of_tile - 1) / rows_of_tile) * plan.args.shape.kv_heads,
-      static_cast<unsigned>(plan.args.batch.sequences), static_cast<unsigned>(parts_of(plan.args)));
+  return dim3(static_cast<unsigned>((rows + rows_of_tile - 1) / rows_of_tile) * plan.args.kv_heads,
+              static_cast<unsigned>(sequences_of(plan.args)),
+              static_cast<unsigned>(parts_of(plan.args)));
 }
 
 template <class T, int kDim, bool kPaged, bool kParts>
@@ -489,12 +489,12 @@ cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
 
 template <int kDim, bool kPaged, bool kParts>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
-  switch (plan.args.shape.type) {
-    case Type::bf16:
+  switch (plan.args.type) {
+    case KVLAB_BF16:
       return launch_tiles<__nv_bfloat16, kDim, kPaged, kParts>(plan, stream);
-    case Type::f16:
+    case KVLAB_F16:
       return launch_tiles<__half, kDim, kPaged, kParts>(plan, stream);
-    case Type::f32:
+    case KVLAB_F32:
       break;
   }
   prefill_plain<kDim, kPaged, kParts>
@@ -510,34 +510,37 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
 
 template <int kDim>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
-  return plan.args.paged.in_use() ? launch<kDim, true>(plan, stream)
-                                  : launch<kDim, false>(plan, stream);
+  return plan.args.pages.blocks != nullptr ? launch<kDim, true>(plan, stream)
+                                           : launch<kDim, false>(plan, stream);
 }
 
 bool aligned(const void* pointer) { return pointer != nullptr && aligned16(pointer); }
 
 }  // namespace
 
-std::size_t prefill_workspace(const PrefillAttentionArgs& args) {
+std::size_t prefill_workspace(const kvlab_prefill_args& args) {
   const std::int64_t parts = (std::int64_t{args.keys_end} + kPartKeys - 1) / kPartKeys;
   return static_cast<std::size_t>(rows_of(args) * parts) *
-         (sizeof(RowPart) + static_cast<std::size_t>(args.shape.head_size) * sizeof(float));
+         (sizeof(RowPart) + static_cast<std::size_t>(args.head_size) * sizeof(float));
 }
 
-cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t stream) {
+cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
+                              cudaStream_t stream) {
   constexpr int kMostParts = 65535;  // of a grid's third dimension
   if (args.workspace != nullptr &&
-      (args.keys_end < 1 || parts_of(args) > kMostParts || args.span != 0 ||
-       args.shape.sinks != nullptr || !aligned(args.workspace)))
+      (args.keys_end < 1 || parts_of(args) > kMostParts || layer.span != 0 ||
+       layer.sinks != nullptr || !aligned(args.workspace)))
     return cudaErrorInvalidValue;
-  if (!can_prefill(args) || args.span < 0 || !aligned(args.q) || !aligned(args.keys) ||
-      !aligned(args.values) || !aligned(args.out))
+  if (!can_prefill(args) || layer.span < 0 ||
+      layer.head_stride * static_cast<std::int64_t>(bytes_of(args.type)) % 16 != 0 ||
+      !aligned(args.q) || !aligned(args.keys) || !aligned(args.values) || !aligned(args.out))
     return cudaErrorInvalidValue;
   const Plan plan{.args = args,
-                  .group = args.shape.query_heads / args.shape.kv_heads,
-                  .base2_scale = args.shape.softmax_scale * kLog2E,
+                  .layer = layer,
+                  .group = args.query_heads / args.kv_heads,
+                  .base2_scale = args.softmax_scale * kLog2E,
                   .rows = rows_of(args)};
-  switch (args.shape.head_size) {
+  switch (args.head_size) {
     case 64:
       return launch<64>(plan, stream);
     case 96:
@@ -547,6 +550,17 @@ cudaError_t prefill_attention(const PrefillAttentionArgs& args, cudaStream_t str
     default:
       return launch<256>(plan, stream);
   }
+}
+
+cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int span,
+                              cudaStream_t stream) {
+  args.type = shape.type;
+  args.query_heads = shape.query_heads;
+  args.kv_heads = shape.kv_heads;
+  args.head_size = shape.head_size;
+  args.softmax_scale = shape.softmax_scale;
+  return prefill_attention(
+      args, {.head_stride = shape.head_stride, .sinks = shape.sinks, .span = span}, stream);
 }
 
 }  // namespace kvlab::kernels

@@ -36,16 +36,16 @@ __host__ __device__ int round_up(int value, int unit) { return (value + unit - 1
 __global__ void __launch_bounds__(kThreads)
     make_row_terms(const __grid_constant__ Plan plan, Count count) {
   const auto& args = plan.args;
-  const Sequence own(args);
+  const Sequence own(args, plan.tail);
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int query = own.silent + static_cast<int>(i / args.shape.query_heads);
-  const int head = static_cast<int>(i % args.shape.query_heads);
+  const int query = own.silent + static_cast<int>(i / args.prefill.query_heads);
+  const int head = static_cast<int>(i % args.prefill.query_heads);
   if (query >= round_up(own.count, kQueries)) return;
   RowTerm term{-INFINITY, INFINITY};
   const auto age = static_cast<std::uint32_t>(own.younger + own.count - 1 - query);
-  if (query < own.count && age < args.tail) {
+  if (query < own.count && age < plan.tail) {
     const std::int64_t at = own.begin + query;
-    const RowSoftmax row = args.rows[at * args.shape.query_heads + head];
+    const RowSoftmax row = args.prefill.rows[at * args.prefill.query_heads + head];
     term.minus_lse2 = -row.lse2;
     if (count == Count::requests) {
       const float p = exp2_fast(fmaf(row.max_product, plan.base2_scale, -row.lse2));
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
   if (part.begin >= part.end) return;
 
   load_rows<T, kDim, kKeys>(
-      shared.keys, static_cast<const T*>(args.keys),
+      shared.keys, static_cast<const T*>(args.prefill.keys),
       [&](int key) { return part.key_row(args, key); }, part.keys);
   commit_copies();
   wait_copies<0>();
@@ -192,14 +192,14 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
   WarpKeys<T, kDim, kCount> warp(shared.keys + warp_key * kDim);
   __syncthreads();  // the keys are in registers, their place is free
 
-  const std::int64_t stride = std::int64_t{args.shape.query_heads} * kDim;
+  const std::int64_t stride = std::int64_t{args.prefill.query_heads} * kDim;
   const int tiles = (part.end - part.begin + kQueries - 1) / kQueries * plan.group;
   const auto query_of = [&](int tile) { return part.begin + tile / plan.group * kQueries; };
   const auto fetch = [&](int tile) {
     const int query = query_of(tile), head = part.kv_head * plan.group + tile % plan.group;
     load_rows<T, kDim, kQueries>(
         shared.queries[tile % kStages],
-        static_cast<const T*>(args.q) + (part.own.begin + query) * stride + head * kDim,
+        static_cast<const T*>(args.prefill.q) + (part.own.begin + query) * stride + head * kDim,
         [&](int row) { return row * stride; }, part.own.count - query);
     constexpr int kTermsAtOnce = 16 / sizeof(RowTerm);
     if (threadIdx.x < kQueries / kTermsAtOnce)
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
     if (tile % plan.group == plan.group - 1) warp.end_queries(query, terms);
   }
 
-  Observation* const seen = args.seen + part.key_index(args) + warp_key;
+  kvlab_observation* const seen = args.seen + part.key_index(args) + warp_key;
   warp.finish([&](int key, const KeyCount<kCount>& count) {
     if (warp_key + key < part.keys) count.add_to(seen[key], part.position(args));
   });
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant_
   const auto& args = plan.args;
   const Part part(plan, kPlainKeys);
   if (part.begin >= part.end) return;
-  const float* all_keys = static_cast<const float*>(args.keys);
+  const float* all_keys = static_cast<const float*>(args.prefill.keys);
   for (int i = threadIdx.x; i < part.keys * kDim; i += kThreads)
     keys[i / kDim][i % kDim] = all_keys[part.key_row(args, i / kDim) + i % kDim];
   __syncthreads();
@@ -255,8 +255,8 @@ __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant_
     for (int h = 0; h < plan.group; ++h, ++added) {
       const int head = part.kv_head * plan.group + h;
       const float* q =
-          static_cast<const float*>(args.q) +
-          (std::int64_t{part.own.begin + query} * args.shape.query_heads + head) * kDim;
+          static_cast<const float*>(args.prefill.q) +
+          (std::int64_t{part.own.begin + query} * args.prefill.query_heads + head) * kDim;
       const RowTerm term = *part.terms(plan, head, query);
       float product = 0;
       if (sees)
@@ -283,12 +283,12 @@ cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
 
 template <int kDim, Count kCount>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
-  switch (plan.args.shape.type) {
-    case Type::bf16:
+  switch (plan.args.prefill.type) {
+    case KVLAB_BF16:
       return launch_tiles<__nv_bfloat16, kDim, kCount>(plan, stream);
-    case Type::f16:
+    case KVLAB_F16:
       return launch_tiles<__half, kDim, kCount>(plan, stream);
-    case Type::f32:
+    case KVLAB_F32:
       break;
   }
   observe_plain<kDim, kCount><<<grid(plan, kPlainKeys), kThreads, 0, stream>>>(plan);
@@ -310,15 +310,15 @@ cudaError_t is_hopper(bool& hopper) {
 template <Count kCount>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   const std::int64_t rows =
-      std::int64_t{round_up(plan.span, kQueries)} * plan.args.shape.query_heads;
+      std::int64_t{round_up(plan.span, kQueries)} * plan.args.prefill.query_heads;
   const dim3 grid(static_cast<unsigned>((rows + kThreads - 1) / kThreads),
-                  static_cast<unsigned>(plan.args.batch.sequences));
+                  static_cast<unsigned>(sequences_of(plan.args.prefill)));
   make_row_terms<<<grid, kThreads, 0, stream>>>(plan, kCount);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   bool hopper = false;
   if (const cudaError_t error = is_hopper(hopper); error != cudaSuccess) return error;
-  if (hopper && plan.args.shape.type != Type::f32) return observe_on_hopper(plan, kCount, stream);
-  switch (plan.args.shape.head_size) {
+  if (hopper && plan.args.prefill.type != KVLAB_F32) return observe_on_hopper(plan, kCount, stream);
+  switch (plan.args.prefill.head_size) {
     case 64:
       return launch<64, kCount>(plan, stream);
     case 96:
@@ -330,50 +330,53 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   }
 }
 
-bool supported(const ObserveArgs& args) {
-  const AttentionShape& shape = args.shape;
-  if (!can_prefill(args) || args.younger < 0 || args.keys_end < 1) return false;
-  if (shape.head_stride % shape.head_size != 0) return false;  // slots are counted in seen
+bool supported(const kvlab_observe_args& args) {
+  const kvlab_prefill_args& prefill = args.prefill;
+  if (!can_prefill(prefill) || args.younger < 0 || args.keys_end < 1) return false;
   const auto aligned = [](const void* pointer) { return pointer != nullptr && aligned16(pointer); };
-  if (!aligned(args.q) || !aligned(args.keys) || !aligned(args.workspace)) return false;
-  if (args.rows == nullptr || args.seen == nullptr) return false;
-  return (needs_mass(args.needs) || needs_requests(args.needs)) &&
-         (!needs_requests(args.needs) || args.threshold16 != nullptr);
+  if (!aligned(prefill.q) || !aligned(prefill.keys) || !aligned(args.workspace)) return false;
+  if (!prefill.first_slot || !prefill.rows || !args.seen) return false;
+  const auto needs = static_cast<Needs>(args.needs);
+  return (needs_mass(needs) || needs_requests(needs)) &&
+         (!needs_requests(needs) || args.threshold16 != nullptr);
 }
 
 /// Terms of a head: each sequence's begin at a tile of their own.
-int padded(int queries, const QueryBatch& batch) {
-  return batch.first == nullptr ? round_up(queries, kQueries)
-                                : (batch.all / kQueries + batch.sequences) * kQueries;
+int padded(const kvlab_prefill_args& args) {
+  return args.sequences == 0 ? round_up(args.queries, kQueries)
+                             : (args.all_queries / kQueries + args.sequences) * kQueries;
 }
 
 }  // namespace
 }  // namespace observe
 
-std::size_t observe_workspace(const AttentionShape& shape, int queries, const QueryBatch& batch) {
+std::size_t observe_workspace(const kvlab_prefill_args& args) {
   using namespace observe;
-  return std::size_t(shape.query_heads) * padded(queries, batch) * sizeof(RowTerm);
+  return std::size_t(args.query_heads) * padded(args) * sizeof(RowTerm);
 }
 
-cudaError_t observe_queries(const ObserveArgs& args, cudaStream_t stream) {
+cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream) {
   using namespace observe;
   if (!supported(args)) return cudaErrorInvalidValue;
+  const kvlab_prefill_args& prefill = args.prefill;
+  const auto needs = static_cast<Needs>(args.needs);
+  const std::uint32_t tail = args.tail == 0 ? kNoTail : args.tail;
   Plan plan{.args = args,
-            .group = args.shape.query_heads / args.shape.kv_heads,
-            .span = args.queries,
-            .padded = padded(args.queries, args.batch),
-            .base2_scale = args.shape.softmax_scale * kLog2E,
+            .tail = kNoTail,
+            .group = prefill.query_heads / prefill.kv_heads,
+            .span = prefill.queries,
+            .padded = padded(prefill),
+            .base2_scale = prefill.softmax_scale * kLog2E,
             .terms = static_cast<RowTerm*>(args.workspace)};
-  if (needs_requests(args.needs)) {
-    plan.args.tail = kNoTail;
+  if (needs_requests(needs)) {
     const cudaError_t error = launch<Count::requests>(plan, stream);
-    if (error != cudaSuccess || !needs_mass(args.needs)) return error;
-    plan.args.tail = args.tail;
+    if (error != cudaSuccess || !needs_mass(needs)) return error;
   }
+  plan.tail = tail;
   // Only queries of age < tail weigh anything, and the others of their first tile.
-  const std::int64_t weighing = std::int64_t{args.tail} - (args.youngers ? 0 : args.younger);
+  const std::int64_t weighing = std::int64_t{tail} - (args.youngers ? 0 : args.younger);
   if (weighing <= 0) return cudaSuccess;
-  plan.span = static_cast<int>(std::min<std::int64_t>(args.queries, weighing + kQueries - 1));
+  plan.span = static_cast<int>(std::min<std::int64_t>(prefill.queries, weighing + kQueries - 1));
   if (args.group_max) return launch<Count::largest>(plan, stream);
   return args.weights == nullptr ? launch<Count::mass>(plan, stream)
                                  : launch<Count::weighted>(plan, stream);

@@ -21,7 +21,8 @@ struct alignas(8) RowTerm {
 };
 
 struct Plan {
-  ObserveArgs args;
+  kvlab_observe_args args;
+  std::uint32_t tail;
   int group;
   int span;           ///< queries of a sequence that count, at most
   int padded;         ///< queries of all, those of each rounded up to kQueries
@@ -78,7 +79,7 @@ class KeyCount {
       last_ = max(last_, __shfl_xor_sync(~0u, last_, step));
     }
   }
-  __device__ void add_to(Observation& seen, std::uint32_t first_position) const {
+  __device__ void add_to(kvlab_observation& seen, std::uint32_t first_position) const {
     if constexpr (kCount == Count::requests) {
       if (requests_ == 0) return;
       atomicAdd(&seen.requests, requests_);
@@ -109,17 +110,17 @@ struct Sequence : OwnQueries {
   int silent;   ///< queries that count for nothing, before the others: a multiple of kQueries
   int term;     ///< of its first query, among a head's
 
-  __device__ explicit Sequence(const ObserveArgs& args)
+  __device__ Sequence(const kvlab_observe_args& args, std::uint32_t tail)
       : OwnQueries(counted(args)),
         younger(args.youngers == nullptr ? args.younger : args.youngers[sequence]),
-        silent(static_cast<int>(max(std::int64_t{younger} + count - args.tail, std::int64_t{0})) /
+        silent(static_cast<int>(max(std::int64_t{younger} + count - tail, std::int64_t{0})) /
                kQueries * kQueries),
         term((begin / kQueries + sequence) * kQueries) {}
 
  private:
   /// Those that have been admitted.
-  __device__ static OwnQueries counted(const ObserveArgs& args) {
-    OwnQueries own(args);
+  __device__ static OwnQueries counted(const kvlab_observe_args& args) {
+    OwnQueries own(args.prefill);
     if (args.admitted != nullptr)
       own.count = min(own.count, static_cast<int>(args.admitted[own.sequence]));
     return own;
@@ -136,30 +137,30 @@ struct Part {
   int keys;        ///< how many of them exist
   int begin, end;  ///< queries; begin is a multiple of kQueries; end <= begin: nothing to do
 
-  __device__ Part(const Plan& plan, int keys_of_cta) : own(plan.args) {
+  __device__ Part(const Plan& plan, int keys_of_cta) : own(plan.args, plan.tail) {
     const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
     const int block = static_cast<int>(blockIdx.x) % blocks;
     const int rest = static_cast<int>(blockIdx.x) / blocks;
-    kv_head = rest % plan.args.shape.kv_heads;
-    pair = own.sequence * plan.args.shape.kv_heads + kv_head;
-    first = first_query_slot(plan.args, pair);
+    kv_head = rest % plan.args.prefill.kv_heads;
+    pair = own.sequence * plan.args.prefill.kv_heads + kv_head;
+    first = first_query_slot(plan.args.prefill, pair);
     first_key = block * keys_of_cta;
     keys = min(keys_of_cta, first + own.count - first_key);
-    begin = own.silent + rest / plan.args.shape.kv_heads * kRange;
+    begin = own.silent + rest / plan.args.prefill.kv_heads * kRange;
     end = min(begin + kRange, own.count);
     begin = max(begin, (first_key - first) / kQueries * kQueries);  // none before sees a key
     if (keys <= 0) end = begin;
   }
   /// The element at which key `i` of the CTA's begins.
-  __device__ std::int64_t key_row(const ObserveArgs& args, int i) const {
-    return args.paged.in_use() ? paged_row(args, pair, first_key + i)
-                               : (key_index(args) + i) * args.shape.head_size;
+  __device__ std::int64_t key_row(const kvlab_observe_args& args, int i) const {
+    return args.prefill.pages.blocks ? paged_row(args.prefill, pair, first_key + i)
+                                     : (key_index(args) + i) * args.prefill.head_size;
   }
   /// Index of the first key among all slots, hence of what it has seen.
-  __device__ std::int64_t key_index(const ObserveArgs& args) const {
-    return pair_begin(args, pair) / args.shape.head_size + first_key;
+  __device__ std::int64_t key_index(const kvlab_observe_args& args) const {
+    return args.prefill.first_slot[pair] + first_key;
   }
-  __device__ std::uint32_t position(const ObserveArgs& args) const {
+  __device__ std::uint32_t position(const kvlab_observe_args& args) const {
     return args.positions == nullptr ? args.position : args.positions[own.sequence];
   }
   /// A query's term for one query head.
@@ -172,8 +173,8 @@ struct Part {
 inline dim3 grid(const Plan& plan, int keys_of_cta) {
   const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
   const int ranges = (plan.span + kRange - 1) / kRange;
-  return dim3(static_cast<unsigned>(blocks) * ranges * plan.args.shape.kv_heads,
-              static_cast<unsigned>(plan.args.batch.sequences));
+  return dim3(static_cast<unsigned>(blocks) * ranges * plan.args.prefill.kv_heads,
+              static_cast<unsigned>(sequences_of(plan.args.prefill)));
 }
 
 /// On a device of compute capability 9.0, for the 2-byte types.

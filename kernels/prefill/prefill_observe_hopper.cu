@@ -173,7 +173,7 @@ __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   const int last_key = part.first_key + warp_key + 15 - part.first;
   const auto count = [&](float(&product)[kQueries / 2]) {
     const int there = part.end - counted.query;
-    if (plan.args.batch.first != nullptr && there < kQueries) warp.cut(product, there);
+    if (plan.args.prefill.first_query != nullptr && there < kQueries) warp.cut(product, there);
     const auto visible = [&](int half) {
       return last_key - 15 + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4 - counted.query;
     };
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads<kDim>, 1)
 
   using KeyLayout = Swizzled<kDim * sizeof(T)>;
   constexpr int kChunks = KeyLayout::kChunks;
-  const T* keys = static_cast<const T*>(args.keys);
+  const T* keys = static_cast<const T*>(args.prefill.keys);
   for (int i = threadIdx.x; i < kKeys<kDim> * kChunks; i += kThreads<kDim>) {
     const bool wanted = i / kChunks < part.keys;
     copy_async(shared_address(shared.keys) + KeyLayout::offset(i / kChunks, i % kChunks),
@@ -238,31 +238,32 @@ __global__ void __launch_bounds__(kThreads<kDim>, 1)
     return;
   }
   count_tiles(shared, plan, part, warp, warp_key);
-  Observation* const seen = args.seen + part.key_index(args) + warp_key;
+  kvlab_observation* const seen = args.seen + part.key_index(args) + warp_key;
   warp.finish([&](int key, const KeyCount<kCount>& given) {
     if (warp_key + key < part.keys) given.add_to(seen[key], part.position(args));
   });
 }
 
 /// Describes q for copies of kQueries rows of one head, a panel at a time; zeros beyond its edges.
-cudaError_t describe_queries(const ObserveArgs& args, CUtensorMap& map) {
+cudaError_t describe_queries(const kvlab_observe_args& args, CUtensorMap& map) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
                                                              12000, cudaEnableDefault, &found);
   if (error != cudaSuccess) return error;
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-  const AttentionShape& shape = args.shape;
-  const auto dim = static_cast<cuuint64_t>(shape.head_size);
-  const auto heads = static_cast<cuuint64_t>(shape.query_heads);
-  const int queries = args.batch.first == nullptr ? args.queries : args.batch.all;
+  const kvlab_prefill_args& prefill = args.prefill;
+  const auto dim = static_cast<cuuint64_t>(prefill.head_size);
+  const auto heads = static_cast<cuuint64_t>(prefill.query_heads);
+  const int queries = queries_of(prefill);
   const cuuint64_t sizes[] = {dim, heads, static_cast<cuuint64_t>(queries)};
   const cuuint64_t strides[] = {dim * 2, dim * 2 * heads};  // bytes
   const cuuint32_t box[] = {64, 1, kQueries}, steps[] = {1, 1, 1};
   const CUresult encoded = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
       &map,
-      shape.type == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      3, const_cast<void*>(args.q), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      prefill.type == KVLAB_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      3, const_cast<void*>(prefill.q), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return encoded == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -299,7 +300,7 @@ cudaError_t launch(const Plan& plan, Count count, cudaStream_t stream) {
 
 template <class T>
 cudaError_t launch(const Plan& plan, Count count, cudaStream_t stream) {
-  switch (plan.args.shape.head_size) {
+  switch (plan.args.prefill.head_size) {
     case 64:
       return launch<T, 64>(plan, count, stream);
     case 96:
@@ -314,8 +315,8 @@ cudaError_t launch(const Plan& plan, Count count, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t observe_on_hopper(const Plan& plan, Count count, cudaStream_t stream) {
-  return plan.args.shape.type == Type::bf16 ? launch<__nv_bfloat16>(plan, count, stream)
-                                            : launch<__half>(plan, count, stream);
+  return plan.args.prefill.type == KVLAB_BF16 ? launch<__nv_bfloat16>(plan, count, stream)
+                                              : launch<__half>(plan, count, stream);
 }
 
 }  // namespace kvlab::kernels::observe

@@ -13,12 +13,11 @@ namespace kvlab::kernels {
 
 inline constexpr int kPartKeys = 256;
 
-inline int parts_of(const PrefillAttentionArgs& args) {
+inline int parts_of(const kvlab_prefill_args& args) {
   return args.workspace == nullptr ? 1 : (args.keys_end + kPartKeys - 1) / kPartKeys;
 }
-inline std::int64_t rows_of(const PrefillAttentionArgs& args) {
-  return std::int64_t{args.batch.first == nullptr ? args.queries : args.batch.all} *
-         args.shape.query_heads;
+inline std::int64_t rows_of(const kvlab_prefill_args& args) {
+  return std::int64_t{queries_of(args)} * args.query_heads;
 }
 
 /// What some keys of a row come to, beside its output [dim], which is not divided by the sum.
@@ -28,14 +27,15 @@ struct RowPart {
 
 /// Writes what is asked for of a row: of its largest product, that times the scale, and the sum
 /// relative to `max`.
-__device__ inline void write_row(const PrefillAttentionArgs& args, std::int64_t row,
+__device__ inline void write_row(const kvlab_prefill_args& args, std::int64_t row,
                                  float max_product, float max, float sum) {
   if (args.lse != nullptr) args.lse[row] = log_sum_exp(max, sum);
   if (args.rows != nullptr) args.rows[row] = {max_product, max + log2f(sum)};
 }
 
 struct Plan {
-  PrefillAttentionArgs args;
+  kvlab_prefill_args args;
+  PrefillLayer layer;
   int group;
   float base2_scale;  ///< softmax scale, for base-2 logits
   std::int64_t rows;  ///< of all queries and query heads
@@ -72,10 +72,10 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_kernel(const __grid_constant__ Plan plan, int parts) {
   const auto& args = plan.args;
   const OwnQueries own(args);
-  const int heads = args.shape.query_heads, lane = static_cast<int>(threadIdx.x) % 32;
+  const int heads = args.query_heads, lane = static_cast<int>(threadIdx.x) % 32;
   const int index = static_cast<int>(blockIdx.x * kMergeWarps + threadIdx.x / 32);
   if (index >= own.count * heads) return;
-  const int pair = own.sequence * args.shape.kv_heads + index % heads / plan.group;
+  const int pair = own.sequence * args.kv_heads + index % heads / plan.group;
   const int last = (first_query_slot(args, pair) + index / heads) / kPartKeys;
   const std::int64_t row = std::int64_t{own.begin} * heads + index;
   const auto* const states = static_cast<const RowPart*>(args.workspace);
@@ -107,9 +107,9 @@ template <class T, int kDim>
 cudaError_t merge_parts(const Plan& plan, cudaStream_t stream) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || plan.args.workspace == nullptr) return error;
-  const int rows = plan.args.queries * plan.args.shape.query_heads;
+  const int rows = plan.args.queries * plan.args.query_heads;
   const dim3 grid(static_cast<unsigned>((rows + kMergeWarps - 1) / kMergeWarps),
-                  static_cast<unsigned>(plan.args.batch.sequences));
+                  static_cast<unsigned>(sequences_of(plan.args)));
   merge_kernel<T, kDim><<<grid, kMergeWarps * 32, 0, stream>>>(plan, parts_of(plan.args));
   return cudaGetLastError();
 }

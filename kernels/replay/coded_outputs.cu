@@ -36,7 +36,7 @@ __device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::
   if (copy == 0) return load4(args.values, type, at);
   at += args.copies.first_part(copy, type);
   float4 sum = load4(args.copies.values, type, at);
-  if (type != Type::f32) add(sum, load4(args.copies.values, type, at + args.copies.vectors));
+  if (type != KVLAB_F32) add(sum, load4(args.copies.values, type, at + args.copies.vectors));
   return sum;
 }
 

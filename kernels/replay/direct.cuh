@@ -29,8 +29,8 @@ __device__ inline bool is_lost(float sum, const ReplayShape& shape) {
 }
 
 __device__ inline float rounded(float x, Type type) {
-  if (type == Type::bf16) return __bfloat162float(__float2bfloat16_rn(x));
-  if (type == Type::f16) return __half2float(__float2half_rn(x));
+  if (type == KVLAB_BF16) return __bfloat162float(__float2bfloat16_rn(x));
+  if (type == KVLAB_F16) return __half2float(__float2half_rn(x));
   return x;
 }
 
@@ -77,7 +77,7 @@ __device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors&
 template <class Element>
 __device__ float product_of(const ReplayShape& shape, const ReplayTensors& tensors,
                             const AttendedToken& token, int head, int rotated, Element element) {
-  const Type rounding = token.squeezed ? Type::f32 : shape.rounding;
+  const Type rounding = token.squeezed ? KVLAB_F32 : shape.rounding;
   const int half = rotated / 2, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const float* const query = tensors.queries + shape.vector(token.unit, token.query) * shape.group +
                              head * shape.head_size;

@@ -370,7 +370,7 @@ cudaError_t replay_outputs(const ReplayOutputsArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   cudaError_t error = cudaSuccess;
   if (configs.tiles > 0)
-    error = args.shape.type == Type::bf16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
+    error = args.shape.type == KVLAB_BF16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
   if (error != cudaSuccess || configs.coded_tiles == 0) return error;
   ReplayOutputsArgs coded = args;
   coded.configs = configs.with_codes();

@@ -51,7 +51,7 @@ inline constexpr int kMostReplayParts = 3;    ///< of what has been read of code
 
 /// How many numbers of a type add up to a float32.
 constexpr int replay_parts(Type type) {
-  return type == Type::f32 ? 1 : type == Type::f16 ? 2 : kMostReplayParts;
+  return type == KVLAB_F32 ? 1 : type == KVLAB_F16 ? 2 : kMostReplayParts;
 }
 
 constexpr dim3 grid_of(int x, int y = 1, int z = 1) {
@@ -162,7 +162,7 @@ struct ReplayRung {
 
 /// One cache.
 struct ReplayRule {
-  PairRule rule;
+  kvlab_rule rule;
   Modifiers modifiers;
   std::uint32_t room_at;  ///< room is made when so many tokens are live; kUnlimited: never
   bool looks_back;        ///< where it matters whether a prompt segment has just ended

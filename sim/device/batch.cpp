@@ -37,7 +37,7 @@ void Batch::read() {
           "sending a trace");
     send_columns(first, count, staging.as<float>());
     for (std::size_t i = 0; i < count * heads; ++i) {
-      const kernels::ReplayVectors from{landing.as<float>() + i * head, Type::f32, shape.head_size};
+      const kernels::ReplayVectors from{landing.as<float>() + i * head, KVLAB_F32, shape.head_size};
       const auto h = static_cast<std::uint32_t>(i % heads), group = shape.group();
       const std::size_t unit = first + i / heads;
       if (h < group) on_device_.take_queries(from, unit, h);
@@ -148,7 +148,7 @@ void Batch::project_errors() {
   if (!sizes_.columns.residual) return;
   static_assert(kernels::kReplayResiduals == kResidualColumns);
   const std::size_t width = sizes_.group * sizes_.dim, rows = sizes_.configs * sizes_.block_samples;
-  on_device_.multiply({.type = Type::f32,
+  on_device_.multiply({.type = KVLAB_F32,
                        .rows = rows,
                        .n = kResidualColumns,
                        .k = width,

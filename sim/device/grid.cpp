@@ -36,8 +36,8 @@ int size_class_of(std::uint32_t slots) {
 }  // namespace
 
 Type type_of(const std::optional<Dtype>& rounding) {
-  if (!rounding || *rounding == Dtype::f32) return Type::f32;
-  return *rounding == Dtype::bf16 ? Type::bf16 : Type::f16;
+  if (!rounding || *rounding == Dtype::f32) return KVLAB_F32;
+  return *rounding == Dtype::bf16 ? KVLAB_BF16 : KVLAB_F16;
 }
 
 Grid::Grid(std::span<const ResolvedConfig* const> of, std::uint32_t tokens, bool walks_all,

@@ -44,7 +44,7 @@ UnitSizes sizes_of(const UnitsPlan& plan, const Grid& grid, std::size_t configs)
           .key_parts = static_cast<std::size_t>(kernels::replay_parts(rounding)),
           .value_parts = static_cast<std::size_t>(kernels::replay_parts(type_of(plan.shape.dtype))),
           .squeezed = grid.squeezed,
-          .rounds = rounding != Type::f32,
+          .rounds = rounding != KVLAB_F32,
           .on_rungs = grid.on_rungs};
 }
 
@@ -266,7 +266,7 @@ void Units::multiply_parts(std::uint32_t first, std::uint32_t count) {
         "computing rows");
   const std::size_t tokens = sizes_.tokens, rows = sizes_.block * sizes_.group,
                     parts = 3 * sizes_.dim;
-  multiply({.type = Type::f32,
+  multiply({.type = KVLAB_F32,
             .rows = count * sizes_.group,
             .n = first + count,
             .k = parts,

@@ -196,7 +196,7 @@ HeadBudgets budgets_of(const Budget& budget) {
 }
 
 RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* const> traces) {
-  RunInfo info{.version = KVLAB_VERSION,
+  RunInfo info{.version = KVLAB_RELEASE,
                .span = request.options.span,
                .every_output_error = request.options.every_output_error,
                .layers = request.options.layers};

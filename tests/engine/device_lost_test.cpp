@@ -26,7 +26,7 @@ std::vector<std::int32_t> some_ids(std::size_t count) {
 /// A kernel that writes where no memory is: what a fault of the hardware looks like, too.
 void lose_device() {
   constexpr std::uintptr_t nowhere = 256;
-  cuda::check(cuda::fill_value(cuda::Type::f32, reinterpret_cast<void*>(nowhere), 1024, 1, nullptr),
+  cuda::check(cuda::fill_value(KVLAB_F32, reinterpret_cast<void*>(nowhere), 1024, 1, nullptr),
               "launching");
 }
 

@@ -34,11 +34,11 @@ std::vector<float> values_of_all(std::span<const std::byte> bytes, float (*conve
 
 double epsilon(Type type) {
   switch (type) {
-    case Type::bf16:
+    case KVLAB_BF16:
       return std::ldexp(1.0, -8);
-    case Type::f16:
+    case KVLAB_F16:
       return std::ldexp(1.0, -11);
-    case Type::f32:
+    case KVLAB_F32:
       break;
   }
   return std::ldexp(1.0, -23);
@@ -48,11 +48,11 @@ double epsilon(Type type) {
 
 float rounded(Type type, float value) {
   switch (type) {
-    case Type::bf16:
+    case KVLAB_BF16:
       return __bfloat162float(__float2bfloat16(value));
-    case Type::f16:
+    case KVLAB_F16:
       return __half2float(__float2half(value));
-    case Type::f32:
+    case KVLAB_F32:
       break;
   }
   return value;
@@ -60,11 +60,11 @@ float rounded(Type type, float value) {
 
 std::vector<std::byte> encode(Type type, std::span<const float> values) {
   switch (type) {
-    case Type::bf16:
+    case KVLAB_BF16:
       return bytes_of_all<__nv_bfloat16>(values, [](float v) { return __float2bfloat16(v); });
-    case Type::f16:
+    case KVLAB_F16:
       return bytes_of_all<__half>(values, [](float v) { return __float2half(v); });
-    case Type::f32:
+    case KVLAB_F32:
       break;
   }
   return bytes_of_all<float>(values, [](float v) { return v; });
@@ -72,12 +72,12 @@ std::vector<std::byte> encode(Type type, std::span<const float> values) {
 
 std::vector<float> decode(Type type, std::span<const std::byte> bytes) {
   switch (type) {
-    case Type::bf16:
+    case KVLAB_BF16:
       return values_of_all<__nv_bfloat16>(bytes,
                                           [](__nv_bfloat16 v) { return __bfloat162float(v); });
-    case Type::f16:
+    case KVLAB_F16:
       return values_of_all<__half>(bytes, [](__half v) { return __half2float(v); });
-    case Type::f32:
+    case KVLAB_F32:
       break;
   }
   return values_of_all<float>(bytes, [](float v) { return v; });
@@ -161,7 +161,7 @@ void AttentionErrors::add(std::span<const float> out, float lse, const Attention
 bool AttentionErrors::good() const {
   // Weights whose logits are off by e are off by the share e, each way.
   return finite_ && out_ <= 2 * naive_out_ + (epsilon(type_) + 2 * logit_error_) * largest_out_ &&
-         lse_ <= 2 * naive_lse_ + epsilon(Type::f32) * largest_lse_ + logit_error_;
+         lse_ <= 2 * naive_lse_ + epsilon(KVLAB_F32) * largest_lse_ + logit_error_;
 }
 
 }  // namespace kvlab::kernels

@@ -4,6 +4,7 @@
 #include <bit>
 #include <random>
 
+#include "kernels/evict/eviction.hpp"
 #include "policies/columns/columns.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
@@ -97,31 +98,26 @@ class Columns {
     const DeviceArray<std::int32_t> device_slots(slots);
     const DeviceArray<std::uint32_t> device_now(now);
     const DeviceArray<std::int64_t> device_first(first_slots_);
-    ColumnArgs args{.cache = {.type = type_,
-                              .sequences = kSequences,
-                              .query_heads = kKvHeads * kGroup,
-                              .kv_heads = kKvHeads,
-                              .head_size = static_cast<int>(dim_),
-                              .softmax_scale = 1,
-                              .most_slots = kSlots,
-                              .first_slot = device_first.data(),
-                              .keys = nullptr,
-                              .values = device_values.data(),
-                              .positions = nullptr,
-                              .lengths = nullptr,
-                              .next_slots = nullptr},
-                    .columns = {},
-                    .slots = device_slots.data(),
-                    .tokens = tokens,
-                    .now = device_now.data(),
-                    .keys = device_keys.data(),
-                    .key_row = static_cast<std::int64_t>(row),
-                    .unit_keys = unit_keys_->data(),
-                    .to = columns_->data(),
-                    .output = device_weights.data(),
-                    .hidden = kHidden};
+    ColumnArgs args{};
+    args.cache = {.type = type_,
+                  .sequences = kSequences,
+                  .query_heads = kKvHeads * kGroup,
+                  .kv_heads = kKvHeads,
+                  .head_size = static_cast<int>(dim_),
+                  .most_slots = kSlots,
+                  .first_slot = device_first.data(),
+                  .values = device_values.data()};
+    args.slots = device_slots.data();
+    args.tokens = tokens;
+    args.now = device_now.data();
+    args.keys = device_keys.data();
+    args.key_row = static_cast<std::int64_t>(row);
+    args.unit_keys = unit_keys_->data();
+    args.to = columns_->data();
+    args.output = device_weights.data();
+    args.hidden = kHidden;
     for (const std::string& name : names_)
-      args.columns.of[args.columns.count++] = built_in_column(name).value();
+      args.columns[args.count++] = static_cast<kvlab_column>(built_in_column(name).value());
     check_cuda(make_columns(args, nullptr));
     check_cuda(cudaDeviceSynchronize());
   }
@@ -143,7 +139,7 @@ class Columns {
 
 TEST_CASE("columns on the device are the host's, to the bit, prompt and steps", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const Names& names : kNames) {
         INFO(names.back() << ", head size " << head_size << ", type " << static_cast<int>(type));

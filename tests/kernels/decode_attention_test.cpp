@@ -20,7 +20,7 @@ namespace {
 constexpr int kPoison = 0xFF;  // every type's all-ones is not a number
 
 struct Size {
-  Type type = Type::bf16;
+  Type type = KVLAB_BF16;
   int head_size = 128, group = 4, kv_heads = 2, sequences = 1, slots = 64;
   float scale = 0;  ///< 0: 1 / sqrt(head_size)
   bool sinks = false;
@@ -96,17 +96,17 @@ class Batch {
   }
   cudaError_t write_and_attend(cudaStream_t stream) const {
     RopeWriteArgs write{};
-    write.type = size_.type;
+    write.cache.type = size_.type;
     write.tokens = size_.sequences;
-    write.query_heads = static_cast<int>(query_heads());
-    write.kv_heads = size_.kv_heads;
-    write.head_size = size_.head_size;
+    write.cache.query_heads = static_cast<int>(query_heads());
+    write.cache.kv_heads = size_.kv_heads;
+    write.cache.head_size = size_.head_size;
     write.qkv = newest_->data();
     write.sequences = sequences_->data();
     write.slots = newest_slots_->data();
     write.ring = size_.slots;
-    write.keys = device_keys_->data();
-    write.values = device_values_->data();
+    write.cache.keys = device_keys_->data();
+    write.cache.values = device_values_->data();
     write.sequence_stride = shape().sequence_stride;
     write.head_stride = shape().head_stride;
     write.q = device_q_->data();
@@ -241,7 +241,7 @@ const std::vector<std::int32_t> kRagged = {1, 63, 0, 64, 65, 127, 128, 129, 300,
 
 TEST_CASE("decode attention agrees with float64 for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 4, 7, 8, 13, 16}) {
         const Size size{
@@ -256,7 +256,7 @@ TEST_CASE("decode attention agrees with float64 for every type, head size and gr
 
 TEST_CASE("decode attention agrees with float64 where CTAs take many tiles", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32}) {
+  for (const Type type : {KVLAB_BF16, KVLAB_F32}) {
     INFO(name({.type = type}));
     for (const int kv_heads : {2, 8})
       run_and_check({.type = type, .group = 1, .kv_heads = kv_heads, .sequences = 4, .slots = 9000},
@@ -274,11 +274,11 @@ TEST_CASE("decode attention agrees with float64 where CTAs take many tiles", "[g
 /// As many slots as a cluster's shared memory holds of a pair, and lengths around its CTAs' shares.
 TEST_CASE("decode attention agrees with float64 where each of few pairs has a cluster", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 3, 8, 16}) {
         const int most = head_size == 256 ? 2 : 384 / head_size;
-        const int tiles = type == Type::f32 ? (head_size == 256 ? 1 : 2) : most,
+        const int tiles = type == KVLAB_F32 ? (head_size == 256 ? 1 : 2) : most,
                   slots = tiles * 8 * 64;
         const Size size{
             .type = type, .head_size = head_size, .group = group, .sequences = 6, .slots = slots};
@@ -289,7 +289,7 @@ TEST_CASE("decode attention agrees with float64 where each of few pairs has a cl
 
 TEST_CASE("decode attention over rings waits for their newest tokens", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const int slots : {512, 500, 9000}) {
       Batch batch({.type = type, .head_size = 256, .sequences = 3, .slots = slots},
                   {slots + 300, 3 * slots + 70, slots - 1});
@@ -311,7 +311,7 @@ TEST_CASE("decode attention of few pairs, small enough for a race checker", "[gp
 
 TEST_CASE("decode attention holds for logits of 80 either way and for equal ones", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int kv_heads : {1, 2}) {
       const int head_size = kv_heads == 1 ? 256 : 128;
       Size size{.type = type,
@@ -330,7 +330,7 @@ TEST_CASE("decode attention holds for logits of 80 either way and for equal ones
 TEST_CASE("decode attention counts sink logits, of whole pairs, cut ones and in clusters",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 128, 256})
       for (const int group : {1, 5, 8, 16}) {
         Size size{.type = type,
@@ -357,7 +357,7 @@ TEST_CASE("decode attention in a captured graph follows lengths that change", "[
                            Size{.kv_heads = 3, .sequences = 3, .slots = 1500},
                            Size{.kv_heads = 3, .sequences = 3, .slots = 1600},
                            Size{.head_size = 256, .kv_heads = 1, .sequences = 3, .slots = 1500},
-                           Size{.type = Type::f32, .sequences = 3, .slots = 1500}}) {
+                           Size{.type = KVLAB_F32, .sequences = 3, .slots = 1500}}) {
     Batch batch(size, {1, 1, 1});
     CapturedGraph graph(
         [&](cudaStream_t stream) { return decode_attention(batch.args(), stream); });
@@ -379,8 +379,8 @@ TEST_CASE("decode attention gives equal bits 200 times", "[gpu]") {
                            Size{.head_size = 64, .group = 7, .sequences = 3, .slots = 3000},
                            Size{.head_size = 256, .group = 7, .sequences = 3, .slots = 5000},
                            Size{.group = 7, .kv_heads = 4, .sequences = 3, .slots = 5000},
-                           Size{.type = Type::f16, .group = 7, .sequences = 3, .slots = 5000},
-                           Size{.type = Type::f32, .group = 7, .sequences = 3, .slots = 5000}}) {
+                           Size{.type = KVLAB_F16, .group = 7, .sequences = 3, .slots = 5000},
+                           Size{.type = KVLAB_F32, .group = 7, .sequences = 3, .slots = 5000}}) {
     Batch batch(size, {size.slots, 3, 2500});
     const Stream stream;
     batch.poison();
@@ -398,7 +398,7 @@ TEST_CASE("decode attention gives equal bits 200 times", "[gpu]") {
 
 TEST_CASE("decode attention refuses what it does not support before any launch") {
   DecodeAttentionArgs args{};
-  args.shape = {.type = Type::bf16,
+  args.shape = {.type = KVLAB_BF16,
                 .query_heads = 32,
                 .kv_heads = 8,
                 .head_size = 128,

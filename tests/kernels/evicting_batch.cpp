@@ -41,7 +41,7 @@ void append(std::vector<std::byte>& bytes, const std::vector<T>& values) {
 
 /// What rotation in the kernel may add to a logit of a few units: a key is two elements, its sines
 /// are good to 2^-20.
-double rotation_error(Type type) { return std::ldexp(1.0, type == Type::bf16 ? -15 : -18); }
+double rotation_error(Type type) { return std::ldexp(1.0, type == KVLAB_BF16 ? -15 : -18); }
 
 /// A key rotated by -`behind` places.
 std::vector<float> turned_back(std::span<const float> key, double behind,
@@ -150,7 +150,7 @@ void EvictingBatch::upload() {
   const auto heads = static_cast<std::size_t>(pairs()) * group();
   std::vector<std::int64_t> first_slot;
   std::vector<std::int32_t> lengths, next_slots;
-  std::vector<PairRule> rules;
+  std::vector<kvlab_rule> rules;
   for (const Pair& pair : all_) {
     const std::uint32_t asked = size_.budgets[first_slot.size() % size_.budgets.size()];
     const bool bounded = asked != 0 && spec_.entry->info.evicts;
@@ -193,7 +193,7 @@ void EvictingBatch::upload() {
   next_slots_ = to_device(next_slots);
   rules_ = to_device(rules);
   device_seen_ = std::make_unique<DeviceArray<Observation>>(slots_);
-  const std::size_t bytes = kernels_.attention_workspace(args().cache);
+  const std::size_t bytes = kernels_.attention_workspace(args().cache, false);
   REQUIRE(bytes > 0);
   workspace_ = std::make_unique<DeviceArray<std::byte>>(bytes);
   check_cuda(number_by_age(args().cache, nullptr));
@@ -201,41 +201,43 @@ void EvictingBatch::upload() {
 }
 
 EvictingAttentionArgs EvictingBatch::args() const {
-  return {.cache = {.type = size_.type,
-                    .sequences = size_.sequences,
-                    .query_heads = size_.group * size_.kv_heads,
-                    .kv_heads = size_.kv_heads,
-                    .head_size = size_.head_size,
-                    .softmax_scale = size_.scale,
-                    .most_slots = most_slots_,
-                    .first_slot = first_slot_->data(),
-                    .keys = device_keys_->data(),
-                    .values = device_values_->data(),
-                    .positions = positions_->data(),
-                    .lengths = lengths_->data(),
-                    .next_slots = next_slots_->data(),
-                    .ages = ages_->data()},
-          .policy = {.states = device_states_->data(),
-                     .rules = rules_->data(),
-                     .params = params_->data(),
-                     .threshold16 = threshold16_->data(),
-                     .seeds = seeds_->data(),
-                     .sequence_ids = sequence_ids_->data(),
-                     .layer = kLayer,
-                     .seen = device_seen_->data(),
-                     .columns = device_columns_->data()},
-          .numbering = size_.numbering,
-          .two_frames = two_frames(),
-          .now = device_now_->data(),
-          .q = device_q_->data(),
-          .inv_freq = device_inv_freq_->data(),
-          .rotated = size_.head_size,
-          .rope_factor = two_frames() ? 1.5f : 1.0f,  // in keys and queries already
-          .out = out_->data(),
-          .lse = device_lse_->data(),
-          .workspace = workspace_ ? workspace_->data() : nullptr,
-          .settled = size_.settled,
-          .sinks = size_.sinks ? device_sinks_->data() : nullptr};
+  return {{.cache = {.type = size_.type,
+                     .sequences = size_.sequences,
+                     .query_heads = size_.group * size_.kv_heads,
+                     .kv_heads = size_.kv_heads,
+                     .head_size = size_.head_size,
+                     .softmax_scale = size_.scale,
+                     .most_slots = most_slots_,
+                     .first_slot = first_slot_->data(),
+                     .keys = device_keys_->data(),
+                     .values = device_values_->data(),
+                     .positions = positions_->data(),
+                     .lengths = lengths_->data(),
+                     .next_slots = next_slots_->data(),
+                     .ages = ages_->data()},
+           .policy = {.states = device_states_->data(),
+                      .rules = rules_->data(),
+                      .params = params_->data(),
+                      .threshold16 = threshold16_->data(),
+                      .seeds = seeds_->data(),
+                      .sequence_ids = sequence_ids_->data(),
+                      .layer = kLayer,
+                      .seen = reinterpret_cast<kvlab_observation*>(device_seen_->data()),
+                      .columns = device_columns_->data()},
+           .numbering = two_frames()                          ? KVLAB_TWO_FRAMES
+                        : size_.numbering == Positions::cache ? KVLAB_SQUEEZED
+                                                              : KVLAB_ORIGINAL,
+           .now = device_now_->data(),
+           .q = device_q_->data(),
+           .inv_freq = device_inv_freq_->data(),
+           .rotated = size_.head_size,
+           .rope_factor = two_frames() ? 1.5f : 1.0f,  // in keys and queries already
+           .out = out_->data(),
+           .lse = device_lse_->data(),
+           .workspace = workspace_ ? workspace_->data() : nullptr,
+           .settled = size_.settled},
+          nullptr,
+          size_.sinks ? device_sinks_->data() : nullptr};
 }
 
 cudaError_t EvictingBatch::enqueue(cudaStream_t stream) const {
@@ -244,7 +246,7 @@ cudaError_t EvictingBatch::enqueue(cudaStream_t stream) const {
 
 cudaError_t EvictingBatch::enqueue_in_two_frames() const {
   EvictingAttentionArgs asked = args();
-  asked.two_frames = true;
+  asked.numbering = KVLAB_TWO_FRAMES;
   return kernels_.attention(asked, nullptr);
 }
 
@@ -278,7 +280,7 @@ void EvictingBatch::poison() {
   check_cuda(
       cudaMemset(device_lse_->data(), kPoison, static_cast<std::size_t>(pairs()) * group() * 4));
   check_cuda(cudaMemset(device_seen_->data(), kPoison, slots_ * sizeof(Observation)));
-  const std::size_t bytes = kernels_.attention_workspace(args().cache);
+  const std::size_t bytes = kernels_.attention_workspace(args().cache, false);
   if (bytes > kSignalBytes)
     check_cuda(cudaMemset(workspace_->data() + kSignalBytes, kPoison, bytes - kSignalBytes));
   check_cuda(cudaDeviceSynchronize());

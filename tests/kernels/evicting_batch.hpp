@@ -14,7 +14,7 @@ namespace kvlab::kernels {
 
 struct EvictingSize {
   std::string policy = "h2o";
-  Type type = Type::bf16;
+  Type type = KVLAB_BF16;
   int head_size = 64, group = 4, kv_heads = 2, sequences = 1;
   std::vector<std::uint32_t> budgets = {33};  ///< [pair], repeated; 0: no budget
   std::uint32_t prompt = 0;                   ///< tokens that have been there
@@ -102,7 +102,7 @@ class EvictingBatch {
   Array<std::uint64_t> seeds_;
   Array<std::int64_t> first_slot_;
   Array<std::int32_t> lengths_, next_slots_;
-  Array<PairRule> rules_;
+  Array<kvlab_rule> rules_;
   Array<Observation> device_seen_;
 };
 

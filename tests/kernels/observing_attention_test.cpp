@@ -73,7 +73,7 @@ TEST_CASE("every policy evicts on the device as on the host, step by step", "[gp
 
 TEST_CASE("observing attention holds for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 4, 7, 8, 13, 16})
         for (const Positions numbering : {Positions::original, Positions::cache})
@@ -89,7 +89,7 @@ TEST_CASE("observing attention holds for every type, head size and group", "[gpu
 
 TEST_CASE("two frames hold for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 4, 7, 8, 13, 16})
         run_in_two_frames({.policy = group % 2 ? "sink" : "sink:sinks=19",
@@ -166,7 +166,7 @@ TEST_CASE("observing attention sees what sink logits leave to the tokens, plainl
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto launched : {observing_kernels, plain_kernels})
-    for (const Type type : {Type::bf16, Type::f16, Type::f32})
+    for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
       for (const std::string policy : {"h2o", "lru"})
         for (const Positions numbering : {Positions::original, Positions::cache})
           run({.policy = policy,
@@ -290,7 +290,7 @@ TEST_CASE("observing attention refuses what it does not support before any launc
   for (const DevicePolicy& policy : device_policies()) {
     const EvictionKernels kernels = observing_kernels(policy);
     CHECK(kernels.attention({}, nullptr) == cudaErrorInvalidValue);
-    CHECK(kernels.attention_workspace({}) == 0);
+    CHECK(kernels.attention_workspace({}, false) == 0);
   }
 }
 

@@ -34,8 +34,6 @@ void append(std::vector<std::byte>& all, const std::vector<std::byte>& more) {
   all.insert(all.end(), more.begin(), more.end());
 }
 
-kernels::Type type_of(kvlab_type type) { return static_cast<kernels::Type>(type); }
-
 }  // namespace
 
 std::string LayerSize::name() const {
@@ -328,8 +326,8 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
   const std::size_t outputs = count * static_cast<std::size_t>(query_heads());
   std::mt19937 of_model(7);
   output_ = to_device(kernels::encode(
-      type_of(size_.type),
-      kernels::random_values(type_of(size_.type),
+      size_.type,
+      kernels::random_values(size_.type,
                              static_cast<std::size_t>(kHidden * query_heads() * size_.head_size),
                              of_model)));
   lse_ = poisoned<float>(outputs);
@@ -343,9 +341,8 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
 
 std::vector<std::byte> Run::draw_qkv(int tokens) {
   return kernels::encode(
-      type_of(size_.type),
-      kernels::random_values(type_of(size_.type), static_cast<std::size_t>(tokens) * row_elements(),
-                             random_));
+      size_.type, kernels::random_values(
+                      size_.type, static_cast<std::size_t>(tokens) * row_elements(), random_));
 }
 
 kvlab_policy_state Run::state(const DeviceArray<std::byte>& states,

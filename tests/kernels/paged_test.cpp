@@ -1,13 +1,11 @@
 // Caches in blocks: where rows lie, what is refused, and that nothing differs from caches without.
 #include <utility>
 
-#include "kernels/paged_rows.hpp"
 #include "tests/catch.hpp"
 #include "tests/kernels/paged_layer.hpp"
 #include "tests/skip.hpp"
 
 using namespace kvlab;
-using kvlab::kernels::PagedRows;
 
 namespace {
 
@@ -124,57 +122,6 @@ cudaError_t attend_prompt(const kvlab_cache& cache) {
 }
 
 }  // namespace
-
-TEST_CASE("A slot's row lies in its block") {
-  const std::vector<std::int32_t> blocks{7, 3, 70'000, 0, 5, 9};  // [sequence or pair, 3]
-  PagedRows rows{.blocks = blocks.data(),
-                 .block_stride = 64 * 1024,
-                 .head_stride = 128,
-                 .slot_stride = 1024,
-                 .most_blocks = 3,
-                 .shift = 6,
-                 .by_pair = false};
-  // Four KV heads: pair 6 is head 2 of sequence 1.
-  CHECK(rows.row(6, 4, 0) == 0 * 64 * 1024 + 2 * 128);
-  CHECK(rows.row(6, 4, 63) == 63 * 1024 + 2 * 128);
-  CHECK(rows.row(6, 4, 64) == 5 * 64 * 1024 + 2 * 128);
-  CHECK(rows.row(1, 4, 127) == 3 * 64 * 1024 + 63 * 1024 + 128);
-  CHECK(rows.row(3, 4, 130) == std::int64_t{70'000} * 64 * 1024 + 2 * 1024 + 3 * 128);
-  rows.by_pair = true;
-  rows.head_stride = 0;
-  CHECK(rows.row(1, 4, 65) == 5 * 64 * 1024 + 1024);
-  for (int slot = 0; slot < 192; ++slot)
-    CHECK(rows.row(1, 4, slot) ==
-          blocks[3 + static_cast<std::size_t>(slot) / 64] * rows.block_stride + slot % 64 * 1024);
-}
-
-TEST_CASE("Blocks are refused that the kernels cannot take") {
-  const std::int32_t block = 0;
-  const PagedRows good{.blocks = &block,
-                       .block_stride = 16 * 128,
-                       .head_stride = 64,
-                       .slot_stride = 128,
-                       .most_blocks = 7,
-                       .shift = 4,
-                       .by_pair = false};
-  const auto taken = [](PagedRows rows, auto change) {
-    change(rows);
-    return kernels::can_page(rows, 64, 100, 2);
-  };
-  CHECK(taken(good, [](PagedRows&) {}));
-  CHECK(taken(good, [](PagedRows& rows) { rows = {}; }));
-  CHECK(taken(good, [](PagedRows& rows) { rows.by_pair = true, rows.head_stride = 0; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.shift = 3, rows.most_blocks = 100; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.shift = 21; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.most_blocks = 6; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.block_stride += 4; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.slot_stride += 4; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.head_stride += 4; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.block_stride = -2048; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.slot_stride = 56; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.slot_stride = 1 << 25; }));
-  CHECK_FALSE(taken(good, [](PagedRows& rows) { rows.head_stride = 0; }));
-}
 
 TEST_CASE("The library refuses blocks that it cannot take before any launch") {
   const kvlab_cache good = cache_of_nothing();

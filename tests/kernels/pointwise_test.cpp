@@ -15,7 +15,7 @@ using namespace kvlab::kernels;
 
 namespace {
 
-constexpr Type kTypes[] = {Type::bf16, Type::f16, Type::f32};
+constexpr Type kTypes[] = {KVLAB_BF16, KVLAB_F16, KVLAB_F32};
 
 DeviceArray<std::byte> upload(Type type, std::span<const float> values) {
   return DeviceArray<std::byte>(std::span<const std::byte>(encode(type, values)));
@@ -49,7 +49,7 @@ class Poisoned {
 /// Each within a rounding of `type` and a few of float32.
 void check_close(Type type, std::span<const float> values, std::span<const double> exact) {
   REQUIRE(values.size() == exact.size());
-  const double rounding = type == Type::bf16 ? 0x1p-8 : type == Type::f16 ? 0x1p-11 : 0x1p-24;
+  const double rounding = type == KVLAB_BF16 ? 0x1p-8 : type == KVLAB_F16 ? 0x1p-11 : 0x1p-24;
   double largest = 0;
   for (const double value : exact) largest = std::max(largest, std::abs(value));
   std::size_t wrong = 0;
@@ -75,16 +75,16 @@ void plain_and_captured(Enqueue enqueue, Check check) {
 TEST_CASE("the pointwise kernels refuse what they do not support before launching") {
   alignas(16) float memory[16] = {};
   std::int32_t id = 0;
-  CHECK(embed(Type::bf16, memory, 12, 1, &id, 1, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(embed(Type::bf16, memory, 8, 1, &id, 0, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(rms_norm(Type::bf16, memory, {memory}, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(rms_norm(Type::bf16, memory + 1, {memory}, 1, 8, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(add_normed(Type::bf16, memory + 1, {memory}, 1, 8, memory, nullptr) ==
+  CHECK(embed(KVLAB_BF16, memory, 12, 1, &id, 1, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(embed(KVLAB_BF16, memory, 8, 1, &id, 0, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(rms_norm(KVLAB_BF16, memory, {memory}, 1, 4, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(rms_norm(KVLAB_BF16, memory + 1, {memory}, 1, 8, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(add_normed(KVLAB_BF16, memory + 1, {memory}, 1, 8, memory, nullptr) ==
         cudaErrorInvalidValue);
-  CHECK(norm_in_place(Type::bf16, memory, 4, {memory}, 1, 8, nullptr) == cudaErrorInvalidValue);
-  CHECK(norm_in_place(Type::bf16, memory, 8, {}, 1, 8, nullptr) == cudaErrorInvalidValue);
-  CHECK(add_residual(Type::bf16, memory, 0, memory, nullptr) == cudaErrorInvalidValue);
-  CHECK(gate(Type::bf16, Activation::silu, 0, memory, 1, 4, memory, nullptr) ==
+  CHECK(norm_in_place(KVLAB_BF16, memory, 4, {memory}, 1, 8, nullptr) == cudaErrorInvalidValue);
+  CHECK(norm_in_place(KVLAB_BF16, memory, 8, {}, 1, 8, nullptr) == cudaErrorInvalidValue);
+  CHECK(add_residual(KVLAB_BF16, memory, 0, memory, nullptr) == cudaErrorInvalidValue);
+  CHECK(gate(KVLAB_BF16, Activation::silu, 0, memory, 1, 4, memory, nullptr) ==
         cudaErrorInvalidValue);
   CHECK(rope_write(RopeWriteArgs{}, nullptr) == cudaErrorInvalidValue);
   CHECK(sample(SampleArgs{}, nullptr) == cudaErrorInvalidValue);
@@ -100,7 +100,7 @@ TEST_CASE("embed widens and scales rows of the table; an id below 0 gives not-a-
       const auto device_table = upload(type, table);
       const std::vector<std::int32_t> ids{10, 0, 3, -1, 3};
       const DeviceArray<std::int32_t> device_ids{std::span<const std::int32_t>(ids)};
-      const Poisoned x(Type::f32, ids.size() * width);
+      const Poisoned x(KVLAB_F32, ids.size() * width);
       check_cuda(embed(type, device_table.data(), hidden, 1.5f, device_ids.data(), 5, x.floats(),
                        nullptr));
       const std::vector<float> got = x.take();
@@ -121,8 +121,8 @@ TEST_CASE("norms divide by the root mean square, and round once or not at all", 
     for (const std::size_t hidden : {8, 520, 4096})
       for (const float offset : {0.0f, 1.0f}) {
         const std::size_t tokens = 5;
-        const auto x = random_values(Type::f32, tokens * hidden, random);
-        const auto stream_before = random_values(Type::f32, tokens * hidden, random);
+        const auto x = random_values(KVLAB_F32, tokens * hidden, random);
+        const auto stream_before = random_values(KVLAB_F32, tokens * hidden, random);
         const auto gamma = random_values(type, hidden, random);
         const DeviceArray<float> device_x{std::span<const float>(x)};
         const auto device_gamma = upload(type, gamma);
@@ -149,7 +149,7 @@ TEST_CASE("norms divide by the root mean square, and round once or not at all", 
         const DeviceArray<float> sum{std::span<const float>(stream_before)};
         check_cuda(
             add_normed(type, device_x.data(), norm, int(tokens), int(hidden), sum.data(), nullptr));
-        check_close(Type::f32, sum.to_host(), added);
+        check_close(KVLAB_F32, sum.to_host(), added);
         check_cuda(
             rms_norm(type, device_x.data(), {}, int(tokens), int(hidden), y.data(), nullptr));
         check_close(type, y.take(), std::vector<double>(x.begin(), x.end()));
@@ -186,7 +186,7 @@ TEST_CASE("add_residual adds every element once, whatever the count", "[gpu]") {
   std::mt19937 random(3);
   for (const Type type : kTypes)
     for (const std::size_t count : {1, 7, 8, 2047, 2049, 10000}) {
-      const auto x = random_values(Type::f32, count, random),
+      const auto x = random_values(KVLAB_F32, count, random),
                  y = random_values(type, count, random);
       const DeviceArray<float> device_x{std::span<const float>(x)};
       const auto device_y = upload(type, y);
@@ -282,29 +282,30 @@ class RopeTrial {
         sequences{std::span<const std::int32_t>(kSequence)},
         slots{std::span<const std::int32_t>(kSlot)};
     const auto enqueue = [&](cudaStream_t stream) {
-      return rope_write({.type = c_.type,
-                         .tokens = int(kTokens),
-                         .query_heads = int(c_.query_heads),
-                         .kv_heads = int(c_.kv_heads),
-                         .head_size = int(c_.head_size),
-                         .rotated = int(c_.rotated),
-                         .qkv = qkv.data(),
-                         .q_gamma = c_.norm ? q_gamma.data() : nullptr,
-                         .k_gamma = c_.norm ? k_gamma.data() : nullptr,
-                         .norm_epsilon = 1e-6f,
-                         .rope = rope.data(),
-                         .positions = positions.data(),
-                         .sequences = sequences.data(),
-                         .slots = slots.data(),
-                         .keys = keys_.data(),
-                         .values = values_.data(),
-                         .sequence_stride = std::int64_t(c_.kv_heads * kSlots * c_.head_size),
-                         .head_stride = std::int64_t(kSlots * c_.head_size),
-                         .q = q_.data(),
-                         .plain_q = plain_q_.data(),
-                         .plain_k = plain_k_.data(),
-                         .norm_offset = c_.offset},
-                        stream);
+      RopeWriteArgs args{};
+      args.cache = {.type = c_.type,
+                    .query_heads = int(c_.query_heads),
+                    .kv_heads = int(c_.kv_heads),
+                    .head_size = int(c_.head_size),
+                    .keys = keys_.data(),
+                    .values = values_.data()};
+      args.tokens = int(kTokens);
+      args.qkv = qkv.data();
+      args.rotated = int(c_.rotated);
+      args.rope = &rope.data()->x;
+      args.rope_rows = positions.data();
+      args.sequences = sequences.data();
+      args.slots = slots.data();
+      args.q = q_.data();
+      args.sequence_stride = std::int64_t(c_.kv_heads * kSlots * c_.head_size);
+      args.head_stride = std::int64_t(kSlots * c_.head_size);
+      args.q_gamma = c_.norm ? q_gamma.data() : nullptr;
+      args.k_gamma = c_.norm ? k_gamma.data() : nullptr;
+      args.norm_epsilon = 1e-6f;
+      args.norm_offset = c_.offset;
+      args.plain_q = plain_q_.data();
+      args.plain_k = plain_k_.data();
+      return rope_write(args, stream);
     };
     plain_and_captured(enqueue, [&] { check_outputs(); });
   }
@@ -351,7 +352,7 @@ class RopeTrial {
       for (std::size_t h = 0; h < c_.query_heads; ++h) {
         const auto head = std::span(plain_q).subspan((t * c_.query_heads + h) * size, size);
         const auto exact = plain(t, h, q_gamma_);
-        check_close(c_.norm ? c_.type : Type::f32, head,
+        check_close(c_.norm ? c_.type : KVLAB_F32, head,
                     std::vector<double>(exact.begin(), exact.end()));
         check_close(c_.type, std::span(q).subspan((t * c_.query_heads + h) * size, size),
                     rotated(t, head));
@@ -361,7 +362,7 @@ class RopeTrial {
             ((std::size_t(kSequence[t]) * c_.kv_heads + h) * kSlots + std::size_t(kSlot[t])) * size;
         const auto head = std::span(plain_k).subspan((t * c_.kv_heads + h) * size, size);
         const auto exact = plain(t, c_.query_heads + h, k_gamma_);
-        check_close(c_.norm ? c_.type : Type::f32, head,
+        check_close(c_.norm ? c_.type : KVLAB_F32, head,
                     std::vector<double>(exact.begin(), exact.end()));
         check_close(c_.type, std::span(keys).subspan(slot, size), rotated(t, head));
         const auto value = plain(t, c_.query_heads + c_.kv_heads + h, {});

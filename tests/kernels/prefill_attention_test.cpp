@@ -67,7 +67,7 @@ void run_and_check(const PrefillSize& size) {
 
 TEST_CASE("prefill attention agrees with float64 for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 4, 7, 8, 13, 16})
         run_and_check(
@@ -76,7 +76,7 @@ TEST_CASE("prefill attention agrees with float64 for every type, head size and g
 
 TEST_CASE("prefill attention shows a query just its span", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 128, 256})
       for (const int group : {1, 3, 8})
         for (const int span : {1, 5, 32, 63, 64, 65, 200, 1000})
@@ -91,7 +91,7 @@ TEST_CASE("prefill attention shows a query just its span", "[gpu]") {
 
 TEST_CASE("prefill attention counts sink logits, with a span and without", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 5, 8, 16})
         for (const int span : {0, 40})
@@ -109,7 +109,7 @@ TEST_CASE("prefill attention counts sink logits, with a span and without", "[gpu
 
 TEST_CASE("prefill attention takes any first position and number of queries", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const int first : {0, 1, 63, 64, 65, 500})
       for (const int queries : {1, 31, 32, 33, 64, 129, 200})
         run_and_check({.type = type, .kv_heads = 1, .first = first, .queries = queries});
@@ -117,7 +117,7 @@ TEST_CASE("prefill attention takes any first position and number of queries", "[
 
 TEST_CASE("prefill attention whose keys are cut into parts agrees with float64", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int first : {0, 255, 700}) {
         PrefillSize size{.type = type,
@@ -136,14 +136,14 @@ TEST_CASE("prefill attention whose keys are cut into parts agrees with float64",
 
 TEST_CASE("prefill attention takes KV heads of unequal length, wherever they begin", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const int first : {0, 5})
       run_and_check({.type = type, .kv_heads = 3, .first = first, .queries = 100, .ragged = true});
 }
 
 TEST_CASE("prefill attention holds for logits of 80 either way and for equal ones", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {128, 256})
       for (const int span : {0, 40}) {
         PrefillSize size{.type = type,
@@ -162,8 +162,8 @@ TEST_CASE("prefill attention holds for logits of 80 either way and for equal one
 
 TEST_CASE("prefill attention gives equal bits 200 times, plain and in a captured graph", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
-    const bool wide = type != Type::f16;
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32}) {
+    const bool wide = type != KVLAB_F16;
     PrefillChunk chunk({.type = type,
                         .head_size = wide ? 256 : 128,
                         .first = 100,
@@ -187,21 +187,18 @@ TEST_CASE("prefill attention gives equal bits 200 times, plain and in a captured
 }
 
 TEST_CASE("prefill attention refuses what it does not support before any launch") {
-  PrefillAttentionArgs args{};
-  args.shape = {.type = Type::bf16,
-                .query_heads = 32,
-                .kv_heads = 8,
-                .head_size = 128,
-                .softmax_scale = 1,
-                .sequence_stride = 8 * 64 * 128,
-                .head_stride = 64 * 128};
-  args.queries = 1;
-  CHECK(prefill_attention(args, nullptr) == cudaErrorInvalidValue);  // null pointers
-  args.shape.head_size = 80;
-  CHECK(prefill_attention(args, nullptr) == cudaErrorInvalidValue);
-  args.shape.head_size = 128;
+  kvlab_prefill_args args{.type = KVLAB_BF16,
+                          .query_heads = 32,
+                          .kv_heads = 8,
+                          .head_size = 128,
+                          .softmax_scale = 1,
+                          .queries = 1};
+  CHECK(prefill_attention(args, {}, nullptr) == cudaErrorInvalidValue);  // null pointers
+  args.head_size = 80;
+  CHECK(prefill_attention(args, {}, nullptr) == cudaErrorInvalidValue);
+  args.head_size = 128;
   args.queries = 0;
-  CHECK(prefill_attention(args, nullptr) == cudaErrorInvalidValue);
+  CHECK(prefill_attention(args, {}, nullptr) == cudaErrorInvalidValue);
   args.queries = 3;
   args.keys_end = 257;  // in two parts
   CHECK(prefill_workspace(args) == 3 * 32 * 2 * (128 + 4) * sizeof(float));

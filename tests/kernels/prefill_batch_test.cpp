@@ -188,7 +188,7 @@ class Batch {
   static constexpr std::int32_t kYoungers[kSequences] = {0, 7, 200, 0, 0, 60, 64};
   static constexpr std::uint32_t kThresholds[kSequences] = {655, 655, 6553, 1, 0, 3000, 65536};
 
-  kernels::Type type() const { return static_cast<kernels::Type>(case_.size.type); }
+  kernels::Type type() const { return case_.size.type; }
   int heads() const { return case_.size.group * kKvHeads; }
   std::size_t all() const { return static_cast<std::size_t>(all_); }
   std::size_t rows() const { return all() * static_cast<std::size_t>(heads()); }

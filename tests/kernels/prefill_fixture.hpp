@@ -19,7 +19,7 @@ namespace kvlab::kernels {
 inline constexpr int kPoison = 0xFF;  // every type's all-ones is not a number
 
 struct PrefillSize {
-  Type type = Type::bf16;
+  Type type = KVLAB_BF16;
   int head_size = 128, group = 4, kv_heads = 2, first = 0, queries = 64;
   float scale = 0;      ///< 0: 1 / sqrt(head_size)
   bool ragged = false;  ///< KV head h has 41 * h more older tokens, its slots begin anywhere
@@ -69,7 +69,7 @@ class PrefillChunk {
     out_ = std::make_unique<DeviceArray<std::byte>>((rows() + kGuardRows) * row_bytes());
     lse_ = std::make_unique<DeviceArray<float>>(rows() + kGuardRows);
     softmax_ = std::make_unique<DeviceArray<RowSoftmax>>(rows() + kGuardRows);
-    PrefillAttentionArgs args = this->args();
+    kvlab_prefill_args args = this->args();
     args.keys_end = keys_end();
     workspace_ =
         std::make_unique<DeviceArray<std::byte>>(size_.parts ? prefill_workspace(args) : 0);
@@ -84,35 +84,34 @@ class PrefillChunk {
     check_cuda(cudaDeviceSynchronize());
   }
 
-  cudaError_t enqueue(cudaStream_t stream) const { return prefill_attention(args(), stream); }
-  PrefillAttentionArgs args() const {
-    return {.shape = shape(),
-            .first = size_.first,
-            .queries = size_.queries,
-            .q = device_q_->data(),
-            .keys = device_keys_->data(),
-            .values = device_values_->data(),
-            .out = out_->data(),
-            .lse = lse_->data(),
-            .rows = softmax_->data(),
-            .older = older(),
-            .first_slot = first_slot(),
-            .span = size_.span,
-            .workspace = workspace_ ? workspace_->data() : nullptr,
-            .keys_end = size_.parts ? keys_end() : 0};
+  cudaError_t enqueue(cudaStream_t stream) const {
+    const std::size_t stride = begin(size_.kv_heads > 1 ? 1 : 0) * dim();
+    return prefill_attention(args(),
+                             {.head_stride = size_.ragged ? 0 : static_cast<std::int64_t>(stride),
+                              .sinks = device_sinks_ ? device_sinks_->data() : nullptr,
+                              .span = size_.span},
+                             stream);
   }
-
-  AttentionShape shape() const {
-    const auto head_stride = static_cast<std::int64_t>(begin(size_.kv_heads > 1 ? 1 : 0) * dim());
+  kvlab_prefill_args args() const {
     return {.type = size_.type,
             .query_heads = size_.group * size_.kv_heads,
             .kv_heads = size_.kv_heads,
             .head_size = size_.head_size,
             .softmax_scale = size_.scale,
-            .sequence_stride = head_stride * size_.kv_heads,
-            .head_stride = size_.ragged ? 0 : head_stride,
-            .sinks = device_sinks_ ? device_sinks_->data() : nullptr};
+            .first = size_.first,
+            .queries = size_.queries,
+            .q = device_q_->data(),
+            .keys = device_keys_->data(),
+            .values = device_values_->data(),
+            .first_slot = size_.ragged ? first_slot() : nullptr,
+            .older = older(),
+            .out = out_->data(),
+            .lse = lse_->data(),
+            .rows = softmax_->data(),
+            .workspace = workspace_ ? workspace_->data() : nullptr,
+            .keys_end = size_.parts ? keys_end() : 0};
   }
+
   const PrefillSize& size() const { return size_; }
   std::size_t dim() const { return size_.head_size; }
   std::size_t query_heads() const { return std::size_t(size_.group) * size_.kv_heads; }
@@ -137,9 +136,7 @@ class PrefillChunk {
   const void* device_q() const { return device_q_->data(); }
   const void* device_keys() const { return device_keys_->data(); }
   const std::int32_t* older() const { return size_.ragged ? device_older_->data() : nullptr; }
-  const std::int64_t* first_slot() const {
-    return size_.ragged ? device_first_slot_->data() : nullptr;
-  }
+  const std::int64_t* first_slot() const { return device_first_slot_->data(); }
   const RowSoftmax* softmax() const { return softmax_->data(); }
   std::vector<std::byte> bits() const { return out_->to_host(); }
   std::vector<float> out() const { return kernels::decode(size_.type, out_->to_host()); }

@@ -38,7 +38,7 @@ class Observer {
         asked_(asked),
         weights_(std::span<const float>(weights())),
         threshold_(std::span<const std::uint32_t>(&kept_threshold_, 1)),
-        workspace_(observe_workspace(chunk.shape(), chunk.size().queries)) {
+        workspace_(observe_workspace(chunk.args())) {
     clear();
   }
 
@@ -49,8 +49,7 @@ class Observer {
       std::fill_n(start.begin() + static_cast<std::ptrdiff_t>(chunk_.begin(h)), chunk_.visible(h),
                   Observation{});
     seen_.assign(start);
-    check_cuda(cudaMemset(workspace_.data(), kPoison,
-                          observe_workspace(chunk_.shape(), chunk_.size().queries)));
+    check_cuda(cudaMemset(workspace_.data(), kPoison, observe_workspace(chunk_.args())));
     check_cuda(cudaDeviceSynchronize());
   }
 
@@ -59,25 +58,24 @@ class Observer {
     for (int part = 0; part < asked_.parts; ++part) {
       const int begin = all * part / asked_.parts, end = all * (part + 1) / asked_.parts;
       const std::size_t row = begin * chunk_.query_heads();
-      const ObserveArgs args{
-          .shape = chunk_.shape(),
-          .needs = asked_.needs,
-          .first = chunk_.size().first + begin,
-          .queries = end - begin,
+      kvlab_prefill_args queries = chunk_.args();
+      queries.first += begin;
+      queries.queries = end - begin;
+      queries.q = static_cast<const std::byte*>(queries.q) + row * chunk_.row_bytes();
+      queries.first_slot = chunk_.first_slot();
+      queries.rows += row;
+      const kvlab_observe_args args{
+          .prefill = queries,
+          .needs = static_cast<kvlab_needs>(asked_.needs),
           .keys_end = static_cast<int>(chunk_.visible(chunk_.size().kv_heads - 1)) - all + end,
-          .younger = asked_.younger + all - end,
           .position = kPosition + begin,
-          .q = static_cast<const std::byte*>(chunk_.device_q()) + row * chunk_.row_bytes(),
-          .keys = chunk_.device_keys(),
-          .rows = chunk_.softmax() + row,
-          .older = chunk_.older(),
-          .first_slot = chunk_.first_slot(),
+          .threshold16 = threshold_.data(),
+          .seen = reinterpret_cast<kvlab_observation*>(seen_.data()),
+          .workspace = workspace_.data(),
+          .group_max = asked_.group_max,
           .weights = asked_.weighted || asked_.ones ? weights_.data() : nullptr,
           .tail = asked_.tail,
-          .group_max = asked_.group_max,
-          .threshold16 = threshold_.data(),
-          .seen = seen_.data(),
-          .workspace = workspace_.data()};
+          .younger = asked_.younger + all - end};
       if (const cudaError_t error = observe_queries(args, stream); error != cudaSuccess)
         return error;
     }
@@ -259,7 +257,7 @@ void run_and_check(const PrefillSize& size, const Asked& asked) {
 
 TEST_CASE("the second pass agrees with float64 for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 4, 7, 8, 13, 16})
         for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
@@ -274,7 +272,7 @@ TEST_CASE("the second pass agrees with float64 for every type, head size and gro
 
 TEST_CASE("the second pass takes any first slot and number of queries", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const int first : {0, 1, 63, 127, 128, 129, 300})
       for (const int queries : {1, 63, 64, 65, 127, 128, 129, 200})
         for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
@@ -291,7 +289,7 @@ TEST_CASE("the second pass takes more queries than one block walks over", "[gpu]
 
 TEST_CASE("the second pass takes KV heads of unequal length, wherever they begin", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
       run_and_check({.type = type, .kv_heads = 3, .first = 5, .queries = 100, .ragged = true},
                     {.needs = needs});
@@ -299,7 +297,7 @@ TEST_CASE("the second pass takes KV heads of unequal length, wherever they begin
 
 TEST_CASE("the second pass weighs queries by age, and only the tail", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const bool weighted : {false, true})
       for (const std::uint32_t tail : {1u, 64u, 100u, kNoTail})
         for (const int younger : {0, 30})
@@ -309,7 +307,7 @@ TEST_CASE("the second pass weighs queries by age, and only the tail", "[gpu]") {
 
 TEST_CASE("the second pass takes the largest of a group's masses", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 8, 16})
         for (const bool weighted : {false, true})
@@ -320,7 +318,7 @@ TEST_CASE("the second pass takes the largest of a group's masses", "[gpu]") {
                          .queries = 167,
                          .scale = 3 / std::sqrt(static_cast<float>(head_size))},
                         {.needs = Needs::both, .weighted = weighted, .group_max = true});
-  for (const Type type : {Type::bf16, Type::f16, Type::f32}) {
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32}) {
     const PrefillChunk one({.type = type, .group = 1, .first = 11, .queries = 300});
     CHECK((run(one, {.group_max = true}) == run(one, {})));
     const PrefillChunk chunk({.type = type, .group = 3, .first = 11, .queries = 300});
@@ -339,7 +337,7 @@ TEST_CASE("queries beyond the tail leave all as it was", "[gpu]") {
 
 TEST_CASE("thresholds from none to the largest alone decide requests", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const double tau : {0.0, 0.5, 1.0})
       run_and_check({.type = type, .first = 70, .queries = 90},
                     {.needs = Needs::requests, .tau = tau});
@@ -347,7 +345,7 @@ TEST_CASE("thresholds from none to the largest alone decide requests", "[gpu]") 
 
 TEST_CASE("the second pass holds for logits of 80 either way and for equal ones", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {
       PrefillSize size{.type = type, .first = 70, .queries = 130, .equal_keys = true};
       run_and_check(size, {.needs = needs, .tau = 0.999});
@@ -359,7 +357,7 @@ TEST_CASE("the second pass holds for logits of 80 either way and for equal ones"
 
 TEST_CASE("the second pass sees what sink logits leave to the keys", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 128, 256})
       for (const bool group_max : {false, true})
         run_and_check({.type = type,
@@ -373,7 +371,7 @@ TEST_CASE("the second pass sees what sink logits leave to the keys", "[gpu]") {
 
 TEST_CASE("parts of an admission add up to the whole, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {
       const PrefillChunk chunk({.type = type, .group = 3, .first = 11, .queries = 300});
       const auto whole = run(chunk, {.needs = needs});
@@ -384,7 +382,7 @@ TEST_CASE("parts of an admission add up to the whole, to the bit", "[gpu]") {
 
 TEST_CASE("sums of masses are those of each one's own rounding, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256}) {
       const PrefillChunk chunk({.type = type, .head_size = head_size, .first = 50, .queries = 400});
       CHECK((run(chunk, {.ones = true}) == run(chunk, {})));
@@ -393,7 +391,7 @@ TEST_CASE("sums of masses are those of each one's own rounding, to the bit", "[g
 
 TEST_CASE("the second pass gives equal bits 200 times, plain and in a captured graph", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {
       const PrefillChunk chunk({.type = type, .first = 100, .queries = 300});
       const auto seen = run(chunk, {.needs = needs});
@@ -414,33 +412,26 @@ TEST_CASE("the second pass gives equal bits 200 times, plain and in a captured g
 }
 
 TEST_CASE("the second pass refuses what it does not support before any launch") {
-  ObserveArgs args{.shape = {.type = Type::bf16,
-                             .query_heads = 32,
-                             .kv_heads = 8,
-                             .head_size = 128,
-                             .softmax_scale = 1,
-                             .sequence_stride = 8 * 64 * 128,
-                             .head_stride = 64 * 128},
-                   .needs = Needs::mass,
-                   .first = 0,
-                   .queries = 1,
-                   .keys_end = 1,
-                   .position = 0,
-                   .q = nullptr,
-                   .keys = nullptr,
-                   .rows = nullptr,
-                   .seen = nullptr,
-                   .workspace = nullptr};
+  kvlab_observe_args args{.prefill = {.type = KVLAB_BF16,
+                                      .query_heads = 32,
+                                      .kv_heads = 8,
+                                      .head_size = 128,
+                                      .softmax_scale = 1,
+                                      .queries = 1},
+                          .needs = KVLAB_MASS,
+                          .keys_end = 1};
+  kvlab_prefill_args& queries = args.prefill;
   CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);  // null pointers
   alignas(16) std::byte bytes[16];
-  args.q = args.keys = args.workspace = bytes;
-  args.rows = reinterpret_cast<const RowSoftmax*>(bytes);
-  args.seen = reinterpret_cast<Observation*>(bytes);
-  args.needs = Needs::nothing;
+  queries.q = queries.keys = args.workspace = bytes;
+  queries.first_slot = reinterpret_cast<const std::int64_t*>(bytes);
+  queries.rows = reinterpret_cast<RowSoftmax*>(bytes);
+  args.seen = reinterpret_cast<kvlab_observation*>(bytes);
+  args.needs = KVLAB_NOTHING;
   CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);
-  args.needs = Needs::requests;  // without a threshold
+  args.needs = KVLAB_REQUESTS;  // without a threshold
   CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);
-  args.needs = Needs::mass;
-  args.shape.head_size = 80;
+  args.needs = KVLAB_MASS;
+  queries.head_size = 80;
   CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);
 }

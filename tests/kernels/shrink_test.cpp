@@ -21,7 +21,7 @@ using namespace kvlab::kernels;
 namespace {
 
 constexpr int kHeads = 2, kHeadSize = 64;
-constexpr std::size_t kRowBytes = kHeadSize * bytes_of(Type::bf16);
+constexpr std::size_t kRowBytes = kHeadSize * bytes_of(KVLAB_BF16);
 constexpr std::uint32_t kLayer = 5;
 constexpr std::byte kPoison{0xA7};
 
@@ -97,8 +97,8 @@ class Cache {
     host = {keys_->to_host(),      values_->to_host(),  states_->to_host(),    columns_->to_host(),
             positions_->to_host(), lengths_->to_host(), next_slots_->to_host()};
   }
-  SlotCache device() const {
-    return {.type = Type::bf16,
+  kvlab_cache device() const {
+    return {.type = KVLAB_BF16,
             .sequences = static_cast<int>(first_slots_.size()) / kHeads,
             .query_heads = kHeads,
             .kv_heads = kHeads,
@@ -231,14 +231,14 @@ class Run {
     check();
   }
 
-  ShrinkArgs args() const {
-    ShrinkArgs shrink = args_between(working(), *resident_);
-    shrink.seen = needs_ == Needs::nothing ? nullptr : seen_->data();
+  kvlab_shrink_args args() const {
+    kvlab_shrink_args shrink = args_between(working(), *resident_);
+    if (needs_ != Needs::nothing) shrink.seen = reinterpret_cast<kvlab_observation*>(seen_->data());
     if (modifiers_ == Modifiers{}) return shrink;
     shrink.policy.room_at = room_at_->data();
     shrink.by_layer = modifiers_.scope == Modifiers::Scope::layer;
     shrink.smooth = modifiers_.smooth;
-    shrink.pool = modifiers_.pool;
+    shrink.pool_max = modifiers_.pool == Modifiers::Pool::max;
     return shrink;
   }
 
@@ -283,7 +283,7 @@ class Run {
   }
 
   void fill_rules(const std::vector<double>& params) {
-    std::vector<PairRule> rules, unlimited;
+    std::vector<kvlab_rule> rules, unlimited;
     std::vector<std::uint32_t> room_at;
     std::vector<std::uint64_t> seeds;
     std::vector<std::uint32_t> ids;
@@ -298,8 +298,8 @@ class Run {
       seeds.push_back(seed(static_cast<int>(s)));
       ids.push_back(id(static_cast<int>(s)));
     }
-    rules_ = std::make_unique<DeviceArray<PairRule>>(std::span<const PairRule>(rules));
-    unlimited_ = std::make_unique<DeviceArray<PairRule>>(std::span<const PairRule>(unlimited));
+    rules_ = std::make_unique<DeviceArray<kvlab_rule>>(std::span<const kvlab_rule>(rules));
+    unlimited_ = std::make_unique<DeviceArray<kvlab_rule>>(std::span<const kvlab_rule>(unlimited));
     seeds_ = std::make_unique<DeviceArray<std::uint64_t>>(std::span<const std::uint64_t>(seeds));
     ids_ = std::make_unique<DeviceArray<std::uint32_t>>(std::span<const std::uint32_t>(ids));
     params_ = std::make_unique<DeviceArray<double>>(std::span<const double>(params));
@@ -309,24 +309,21 @@ class Run {
 
   Cache& working() const { return in_place_ ? *resident_ : *scratch_; }
 
-  ShrinkArgs args_between(const Cache& from, const Cache& to) const {
+  kvlab_shrink_args args_between(const Cache& from, const Cache& to) const {
     return {.from = from.device(),
             .to = to.device(),
             .policy = {.states = from.states(),
                        .rules = rules_->data(),
-                       .params = reinterpret_cast<const std::byte*>(params_->data()),
-                       .threshold16 = nullptr,
+                       .params = params_->data(),
                        .seeds = seeds_->data(),
                        .sequence_ids = ids_->data(),
                        .layer = kLayer,
-                       .seen = nullptr,
                        .columns = from.columns()},
             .to_states = to.states(),
-            .to_columns = to.columns(),
             .now = now_->data(),
             .admitted = admitted_->data(),
-            .seen = nullptr,
-            .workspace = workspace_->data()};
+            .workspace = workspace_->data(),
+            .to_columns = to.columns()};
   }
 
   void put_counts(const std::vector<std::uint32_t>& now, const std::vector<std::uint32_t>& counts) {
@@ -363,7 +360,7 @@ class Run {
   /// The older tokens, by a shrink that evicts nothing.
   void copy_to_scratch(const std::vector<std::uint32_t>& now) {
     put_counts(now, std::vector<std::uint32_t>(now.size(), 0));
-    ShrinkArgs copy = args_between(*resident_, *scratch_);
+    kvlab_shrink_args copy = args_between(*resident_, *scratch_);
     copy.policy.rules = unlimited_->data();
     const DeviceArray<std::byte> workspace(shrink_workspace(copy.from));
     copy.workspace = workspace.data();
@@ -428,7 +425,7 @@ class Run {
   std::vector<std::unique_ptr<LiveSet>> live_;
   std::vector<std::uint32_t> next_;  // [sequence]: position to come
   std::unique_ptr<Cache> resident_, scratch_;
-  std::unique_ptr<DeviceArray<PairRule>> rules_, unlimited_;
+  std::unique_ptr<DeviceArray<kvlab_rule>> rules_, unlimited_;
   std::unique_ptr<DeviceArray<std::uint64_t>> seeds_;
   std::unique_ptr<DeviceArray<std::uint32_t>> ids_, now_, admitted_, room_at_;
   std::unique_ptr<DeviceArray<double>> params_;
@@ -454,7 +451,7 @@ TEST_CASE("every policy of the catalogue has a shrink") {
 
 TEST_CASE("a shrink refuses what cannot be one before any launch") {
   for (const DevicePolicy& policy : device_policies())
-    CHECK(shrink(policy, ShrinkArgs{}, nullptr) == cudaErrorInvalidValue);
+    CHECK(shrink(policy, kvlab_shrink_args{}, nullptr) == cudaErrorInvalidValue);
 }
 
 TEST_CASE("prompts and later turns leave what the rule leaves, in place and from elsewhere",

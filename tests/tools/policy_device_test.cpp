@@ -51,7 +51,7 @@ struct Shrunk {
 
 Shrunk shrunk(const kernels::DevicePolicy& policy) {
   constexpr int kPrompt = 200, kBudget = 32, kHeadSize = 64;
-  const std::vector<kernels::PairRule> two_rules(2, {kBudget, 2, 8});
+  const std::vector<kvlab_rule> two_rules(2, {kBudget, 2, 8});
   std::vector<Observation> seen(2 * kPrompt);
   std::mt19937 random(5);
   for (Observation& one : seen)
@@ -71,24 +71,24 @@ Shrunk shrunk(const kernels::DevicePolicy& policy) {
   const auto now = array(std::uint32_t{0}), ids = array(std::uint32_t{0}),
              admitted = array(std::uint32_t{kPrompt});
   const auto seeds = array(std::uint64_t{0});
-  const DeviceArray<kernels::PairRule> rules(two_rules);
+  const DeviceArray<kvlab_rule> rules(two_rules);
   const DeviceArray<Observation> device_seen(seen);
   const DeviceArray<std::byte> states(2 * kPrompt * policy.slot_bytes),
       to_states(2 * kBudget * policy.slot_bytes);
-  kernels::SlotCache from{.type = kernels::Type::f32,
-                          .sequences = 1,
-                          .query_heads = 2,
-                          .kv_heads = 2,
-                          .head_size = kHeadSize,
-                          .softmax_scale = 1,
-                          .most_slots = kPrompt,
-                          .first_slot = from_slots.data(),
-                          .keys = from_keys.data(),
-                          .values = from_values.data(),
-                          .positions = from_positions.data(),
-                          .lengths = lengths.data(),
-                          .next_slots = next.data()};
-  kernels::SlotCache to = from;
+  kvlab_cache from{.type = KVLAB_F32,
+                   .sequences = 1,
+                   .query_heads = 2,
+                   .kv_heads = 2,
+                   .head_size = kHeadSize,
+                   .softmax_scale = 1,
+                   .most_slots = kPrompt,
+                   .first_slot = from_slots.data(),
+                   .keys = from_keys.data(),
+                   .values = from_values.data(),
+                   .positions = from_positions.data(),
+                   .lengths = lengths.data(),
+                   .next_slots = next.data()};
+  kvlab_cache to = from;
   to.most_slots = kBudget;
   to.first_slot = to_slots.data();
   to.keys = to_keys.data();
@@ -111,7 +111,7 @@ Shrunk shrunk(const kernels::DevicePolicy& policy) {
                               .to_states = to_states.data(),
                               .now = now.data(),
                               .admitted = admitted.data(),
-                              .seen = device_seen.data(),
+                              .seen = reinterpret_cast<kvlab_observation*>(device_seen.data()),
                               .workspace = workspace.data()},
                              nullptr));
   return {to_lengths.to_host(), to_next.to_host(), to_positions.to_host(), to_states.to_host()};
@@ -142,20 +142,16 @@ TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, with
   };
   CHECK(kernels::has_text(*h2o));
   CHECK(kernels::has_text(*leaky));
-  CHECK(compiles(*h2o, {1, Tokens::squeezed, true, kernels::Type::bf16}, 90));
-  CHECK(compiles(*h2o, {2, Tokens::exact, true, kernels::Type::f16}, 80));
-  CHECK(compiles(*h2o,
-                 {.quads = 1,
-                  .tokens = Tokens::exact,
-                  .in_shared = true,
-                  .type = kernels::Type::bf16,
-                  .largest = true},
-                 90));
-  CHECK(compiles(*parse_policy("criticalkv").entry, {1, Tokens::exact, true, kernels::Type::bf16},
-                 90));
-  CHECK(compiles(*h2o, {2, Tokens::ladder, true, kernels::Type::f16}, 80));
-  CHECK(compiles(*leaky, {2, Tokens::squeezed, false, kernels::Type::f32}, 80));
-  CHECK(compiles(*leaky, {1, Tokens::exact, false, kernels::Type::bf16}, 90));
+  CHECK(compiles(*h2o, {1, Tokens::squeezed, true, KVLAB_BF16}, 90));
+  CHECK(compiles(*h2o, {2, Tokens::exact, true, KVLAB_F16}, 80));
+  CHECK(compiles(
+      *h2o,
+      {.quads = 1, .tokens = Tokens::exact, .in_shared = true, .type = KVLAB_BF16, .largest = true},
+      90));
+  CHECK(compiles(*parse_policy("criticalkv").entry, {1, Tokens::exact, true, KVLAB_BF16}, 90));
+  CHECK(compiles(*h2o, {2, Tokens::ladder, true, KVLAB_F16}, 80));
+  CHECK(compiles(*leaky, {2, Tokens::squeezed, false, KVLAB_F32}, 80));
+  CHECK(compiles(*leaky, {1, Tokens::exact, false, KVLAB_BF16}, 90));
 }
 
 TEST_CASE("what the device cannot compile is shown at the source's own line") {

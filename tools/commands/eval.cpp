@@ -176,7 +176,7 @@ int run(const po::variables_map& options) {
     fmt::print(stderr, "kvlab eval: {}\n", warning);
   nlohmann::ordered_json json{{"model", config.name},
                               {"weights_xxh3", weights_xxh3},
-                              {"kvlab", KVLAB_VERSION},
+                              {"kvlab", KVLAB_RELEASE},
                               {"first_token", first_token(model.tokenizer)},
                               {"span", options["span"].as<std::string>()}};
   json.update(eval_json(evaluation, how.names));

@@ -113,7 +113,7 @@ int run(const po::variables_map& options) {
   ordered_json json = {{"format", kFidelityFormat},
                        {"model", model.backend->config().name},
                        {"weights_xxh3", model.backend->weights_xxh3()},
-                       {"kvlab", KVLAB_VERSION}};
+                       {"kvlab", KVLAB_RELEASE}};
   add_fidelity(json, fidelity, configs, measured);
   write_file_atomically(folder / kFidelityCsv,
                         fidelity_csv(configs, measured, model.backend->config().head_size));

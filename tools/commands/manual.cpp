@@ -151,7 +151,7 @@ std::string man_page() {
       "the winner is deployed.\n"
       "A policy is written name:parameter=value:guard=value; lists are comma\\-separated.\n"
       ".SH COMMANDS\n",
-      KVLAB_VERSION);
+      KVLAB_RELEASE);
   for (const Command& command : all_commands()) {
     text += fmt::format(".SS kvlab {} {}\n{}\n", command.name, troff(command.usage),
                         troff(command.summary));

@@ -236,7 +236,7 @@ ordered_json about(const TaskRequest& request, const Backend& backend) {
   for (const double depth : request.depths) depths.push_back(depth_text(depth));
   for (const QueryMode mode : request.modes) modes.push_back(name_of(mode));
   return {
-      {"kvlab", KVLAB_VERSION},
+      {"kvlab", KVLAB_RELEASE},
       {"task", request.spec.text()},
       {"model", backend.config().name},
       {"weights_xxh3", backend.weights_xxh3()},

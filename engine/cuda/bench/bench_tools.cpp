@@ -45,9 +45,9 @@ double read_bytes_per_second() {
       std::min<std::size_t>(std::size_t{4} << 30, cuda::memory_info().free / 2) / 4096 * 4096;
   const cuda::DeviceBuffer memory(bytes, "measuring the read bandwidth"), sink(256, "a sum");
   const cuda::Stream stream;
-  cuda::check(cuda::fill_normal(kernels::Type::f32, memory.data(), bytes / sizeof(float), 1.0f, 1,
-                                stream.get()),
-              "measuring the read bandwidth");
+  cuda::check(
+      cuda::fill_normal(KVLAB_F32, memory.data(), bytes / sizeof(float), 1.0f, 1, stream.get()),
+      "measuring the read bandwidth");
   const auto enqueue = [&] {
     cuda::check(cuda::read_all(memory.data(), bytes, sink.as<std::uint32_t>(), stream.get()),
                 "measuring the read bandwidth");

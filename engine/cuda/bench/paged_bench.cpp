@@ -1,7 +1,6 @@
 #include "engine/cuda/bench/paged_bench.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <numeric>
 #include <random>
@@ -15,7 +14,7 @@
 namespace kvlab {
 namespace {
 
-constexpr kernels::Type kType = kernels::Type::bf16;
+constexpr kernels::Type kType = KVLAB_BF16;
 constexpr std::uint32_t kMostLayers = 32;
 constexpr std::uint32_t kLargestPage = 64;
 constexpr int kRepeats = 9;
@@ -42,10 +41,9 @@ class PagedLayers {
   std::uint64_t pairs() const { return std::uint64_t{shape_.batch} * shape_.kv_heads; }
   /// Of a layer's keys, or values.
   std::uint64_t elements() const { return pairs() * slots() * shape_.head_size; }
-  kernels::SlotCache cache(std::uint32_t layer) const;
+  kvlab_cache cache(std::uint32_t layer) const;
   cuda::DeviceBuffer blocks(std::uint32_t page) const;
-  kernels::PagedRows paged(std::uint32_t page, bool by_head,
-                           const cuda::DeviceBuffer& blocks) const;
+  kvlab_pages paged(std::uint32_t page, bool by_head, const cuda::DeviceBuffer& blocks) const;
 
   PagedBenchShape shape_;
   kernels::EvictionKernels window_ = window_kernels();
@@ -65,7 +63,7 @@ PagedLayers::PagedLayers(const PagedBenchShape& shape) : shape_(shape) {
               kMeasuringBlocks);
   cuda::check(cuda::fill_normal(kType, q_.data(), queries, 1, 2, nullptr), kMeasuringBlocks);
   zeroes_ = cuda::zeroes(
-      std::max(pairs() * sizeof(kernels::PairRule), pairs() * slots() * sizeof(std::uint32_t)),
+      std::max(pairs() * sizeof(kvlab_rule), pairs() * slots() * sizeof(std::uint32_t)),
       kMeasuringBlocks);
   std::vector<std::int64_t> first_slot(pairs());
   for (std::uint64_t pair = 0; pair < pairs(); ++pair)
@@ -75,12 +73,12 @@ PagedLayers::PagedLayers(const PagedBenchShape& shape) : shape_(shape) {
   lengths_ = cuda::upload(std::vector<std::int32_t>(pairs(), live), kMeasuringBlocks);
   next_slots_ = cuda::upload(std::vector<std::int32_t>(pairs(), live - 1), kMeasuringBlocks);
   now_ = cuda::upload(std::vector<std::uint32_t>(shape.batch, shape.slots), kMeasuringBlocks);
-  workspace_ = cuda::zeroes(window_.attention_workspace(cache(0)), kMeasuringBlocks);
+  workspace_ = cuda::zeroes(window_.attention_workspace(cache(0), false), kMeasuringBlocks);
 }
 
-kernels::SlotCache PagedLayers::cache(std::uint32_t layer) const {
+kvlab_cache PagedLayers::cache(std::uint32_t layer) const {
   const std::uint64_t bytes = elements() * kernels::bytes_of(kType);
-  kernels::SlotCache cache{};
+  kvlab_cache cache{};
   cache.type = kType;
   cache.sequences = static_cast<int>(shape_.batch);
   cache.query_heads = static_cast<int>(shape_.kv_heads * shape_.group);
@@ -105,16 +103,15 @@ cuda::DeviceBuffer PagedLayers::blocks(std::uint32_t page) const {
   return cuda::upload(numbers, kMeasuringBlocks);
 }
 
-kernels::PagedRows PagedLayers::paged(std::uint32_t page, bool by_head,
-                                      const cuda::DeviceBuffer& blocks) const {
+kvlab_pages PagedLayers::paged(std::uint32_t page, bool by_head,
+                               const cuda::DeviceBuffer& blocks) const {
   const std::uint32_t slot = shape_.kv_heads * shape_.head_size;
   return {.blocks = blocks.as<std::int32_t>(),
+          .page = static_cast<int>(page),
+          .most_blocks = static_cast<int>(slots() / page),
           .block_stride = std::int64_t{page} * slot,
-          .head_stride = std::int64_t{by_head ? page : 1} * shape_.head_size,
-          .slot_stride = static_cast<std::int32_t>(by_head ? shape_.head_size : slot),
-          .most_blocks = static_cast<std::int32_t>(slots() / page),
-          .shift = std::countr_zero(page),
-          .by_pair = false};
+          .slot_stride = by_head ? shape_.head_size : slot,
+          .head_stride = std::int64_t{by_head ? page : 1} * shape_.head_size};
 }
 
 double PagedLayers::microseconds(std::uint32_t page, bool by_head) const {
@@ -125,8 +122,8 @@ double PagedLayers::microseconds(std::uint32_t page, bool by_head) const {
     for (std::uint32_t layer = 0; layer < layers_; ++layer) {
       kernels::EvictingAttentionArgs args{};
       args.cache = cache(layer);
-      if (page != 0) args.cache.paged = paged(page, by_head, numbers);
-      args.policy.rules = zeroes_.as<kernels::PairRule>();
+      if (page != 0) args.cache.pages = paged(page, by_head, numbers);
+      args.policy.rules = zeroes_.as<kvlab_rule>();
       args.policy.seeds = zeroes_.as<std::uint64_t>();
       args.policy.sequence_ids = zeroes_.as<std::uint32_t>();
       args.now = now_.as<std::uint32_t>();

@@ -64,14 +64,14 @@ CacheWatch::Head CacheWatch::Slots::head(std::size_t first, std::size_t count) c
   return head;
 }
 
-CacheWatch::Slots CacheWatch::read(const kernels::SlotCache& cache, const std::byte* states,
-                                   const float* columns, const Observation* seen,
+CacheWatch::Slots CacheWatch::read(const kvlab_cache& cache, const std::byte* states,
+                                   const float* columns, const kvlab_observation* seen,
                                    std::size_t count) const {
   return {.positions = to_host(cache.positions, count, stream_),
           .states = to_host(states, count * config_of().kernels.slot_bytes, stream_),
           .columns = to_host(columns, count * static_cast<std::size_t>(config_of().columns.count),
                              stream_),
-          .seen = to_host(seen, count, stream_)};
+          .seen = to_host(reinterpret_cast<const Observation*>(seen), count, stream_)};
 }
 
 void CacheWatch::begin(int sequence, std::span<const std::int32_t> ids, std::uint32_t first,
@@ -130,10 +130,9 @@ void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
   const std::size_t layer_bytes = shape_.offsets(sequences_).end;
   const auto data = to_host(outputs, config_.layers * layer_bytes, stream_);
   const kernels::SlotStorage& storage = cache_.slots().storage();
-  const kernels::SlotCache cache = storage.cache(0, static_cast<int>(sequences_));
-  const kernels::PolicyState policy = storage.policy(0);
+  const kvlab_cache cache = storage.cache(0, static_cast<int>(sequences_));
   const kernels::PairSlots& slots = cache_.slots().slots();
-  const Slots all = read(cache, policy.states, policy.columns, policy.seen,
+  const Slots all = read(cache, storage.states, storage.columns, storage.seen,
                          static_cast<std::size_t>(slots.total()));
   const auto lengths = to_host(cache.lengths, slots.all(), stream_);
 

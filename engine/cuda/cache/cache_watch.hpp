@@ -54,8 +54,8 @@ class CacheWatch {
   };
 
   const kernels::SlotsConfig& config_of() const { return cache_.slots().config(); }
-  Slots read(const kernels::SlotCache& cache, const std::byte* states, const float* columns,
-             const Observation* seen, std::size_t count) const;
+  Slots read(const kvlab_cache& cache, const std::byte* states, const float* columns,
+             const kvlab_observation* seen, std::size_t count) const;
   void show_admission(std::uint32_t layer);
   std::vector<Head> ring(std::uint32_t layer, std::uint32_t first, std::uint32_t admitted) const;
   void show_layer(int sequence, std::uint32_t layer, std::uint32_t first, std::uint32_t admitted,

@@ -107,8 +107,8 @@ std::size_t FullCache::offset(std::uint32_t layer, int sequence) const {
 
 kernels::RopeWriteArgs FullCache::write(std::uint32_t layer, int sequence) const {
   kernels::RopeWriteArgs args{};
-  args.keys = storage_->keys + offset(layer, sequence);
-  args.values = storage_->values + offset(layer, sequence);
+  args.cache.keys = storage_->keys + offset(layer, sequence);
+  args.cache.values = storage_->values + offset(layer, sequence);
   args.sequence_stride = shape(layer).sequence_stride;
   args.head_stride = shape(layer).head_stride;
   return args;
@@ -117,7 +117,7 @@ kernels::RopeWriteArgs FullCache::write(std::uint32_t layer, int sequence) const
 void FullCache::rotate(std::uint32_t layer, kernels::RopeWriteArgs& args) const {
   const RowSpec& row = config_.rows[layer];
   args.rotated = static_cast<int>(row.rope.rotated());
-  args.rope = work_->rope + row.table * rope_stride(config_, options_);
+  args.rope = &work_->rope[row.table * rope_stride(config_, options_)].x;
   args.q = work_->q;
 }
 
@@ -140,9 +140,9 @@ class FullCache::Prompt final : public DeviceAdmission {
     kernels::RopeWriteArgs args =
         ring ? cache_.rings_.write(layer, sequence_, position) : cache_.write(layer, sequence_);
     cache_.rotate(layer, args);
-    args.positions = cache_.work_->iota + position;
+    args.rope_rows = cache_.work_->iota + position;
     if (ring) return args;
-    args.slots = args.positions;
+    args.slots = args.rope_rows;
     args.sequences = cache_.work_->zeros;
     return args;
   }
@@ -152,15 +152,15 @@ class FullCache::Prompt final : public DeviceAdmission {
       return cache_.rings_.attend(layer, sequence_, fed_ + part.first, part.rows, cache_.work_->q,
                                   to);
     const std::size_t at = cache_.offset(layer, sequence_);
-    check(kernels::prefill_attention({.shape = cache_.shape(layer),
-                                      .first = static_cast<int>(fed_ + part.first),
+    check(kernels::prefill_attention(cache_.shape(layer),
+                                     {.first = static_cast<int>(fed_ + part.first),
                                       .queries = part.rows,
                                       .q = cache_.work_->q,
                                       .keys = cache_.storage_->keys + at,
                                       .values = cache_.storage_->values + at,
                                       .out = to.out,
                                       .lse = to.lse},
-                                     cache_.stream_),
+                                     0, cache_.stream_),
           "prefill attention");
   }
 
@@ -178,7 +178,7 @@ class FullCache::Step final : public CacheStep {
     const bool ring = cache_.rings_.has(layer);
     kernels::RopeWriteArgs args = ring ? cache_.rings_.write(layer) : cache_.write(layer, 0);
     cache_.rotate(layer, args);
-    args.positions = cache_.batch_.state().positions;
+    args.rope_rows = cache_.batch_.state().positions;
     if (ring) return args;
     args.slots = cache_.batch_.state().slots;
     args.sequences = cache_.batch_.rows();

@@ -77,9 +77,8 @@ kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOpt
                              .head_size = static_cast<int>(config.head_size),
                              .other_ropes = config.has_spans(),
                              .most_tokens = options.slots,
-                             .rotation = options.rotation(),
-                             .columns = options.columns(),
-                             .hidden = static_cast<int>(config.hidden),
+                             .numbering = options.numbering(),
+                             .columns = options.columns(static_cast<int>(config.hidden)),
                              .norms_keys = config.norms_each_head(),
                              .part = options.prefill_tokens,
                              .watched = options.watched};

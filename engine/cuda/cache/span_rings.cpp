@@ -108,9 +108,9 @@ kernels::RopeWriteArgs SpanRings::write(std::uint32_t layer) const {
   args.sequences = batch_.rows();
   args.slots = batch_.state().positions;
   args.ring = slots_[layer];
-  args.next.now = reinterpret_cast<const std::uint32_t*>(batch_.state().positions);
-  args.keys = storage_->keys + offset(layer, 0);
-  args.values = storage_->values + offset(layer, 0);
+  args.now = reinterpret_cast<const std::uint32_t*>(batch_.state().positions);
+  args.cache.keys = storage_->keys + offset(layer, 0);
+  args.cache.values = storage_->values + offset(layer, 0);
   args.sequence_stride = ring.sequence_stride;
   args.head_stride = ring.head_stride;
   return args;
@@ -141,8 +141,8 @@ kernels::RopeWriteArgs SpanRings::write(std::uint32_t layer, int sequence,
   kernels::RopeWriteArgs args{};
   args.sequences = work_->zeros;
   args.slots = work_->iota + before;
-  args.keys = work_->keys;
-  args.values = work_->values;
+  args.cache.keys = work_->keys;
+  args.cache.values = work_->values;
   args.sequence_stride = prompt.sequence_stride;
   args.head_stride = prompt.head_stride;
   return args;
@@ -151,16 +151,15 @@ kernels::RopeWriteArgs SpanRings::write(std::uint32_t layer, int sequence,
 void SpanRings::attend(std::uint32_t layer, int sequence, std::uint32_t position, int rows,
                        const std::byte* q, const LayerOutputs& to) const {
   const std::uint32_t before = older(layer, position), all = before + static_cast<unsigned>(rows);
-  check(kernels::prefill_attention({.shape = shape(layer, prompt_slots_),
-                                    .first = static_cast<int>(before),
+  check(kernels::prefill_attention(shape(layer, prompt_slots_),
+                                   {.first = static_cast<int>(before),
                                     .queries = rows,
                                     .q = q,
                                     .keys = work_->keys,
                                     .values = work_->values,
                                     .out = to.out,
-                                    .lse = to.lse,
-                                    .span = static_cast<int>(config_.rows[layer].span)},
-                                   stream_),
+                                    .lse = to.lse},
+                                   static_cast<int>(config_.rows[layer].span), stream_),
         "prefill attention");
   const std::uint32_t staying = std::min(all, static_cast<std::uint32_t>(slots_[layer]));
   copy(layer, sequence, position - before + all - staying, staying, all - staying, To::ring);

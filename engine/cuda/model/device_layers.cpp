@@ -44,11 +44,11 @@ void DeviceLayers::embed(const std::int32_t* ids, int rows, float* x) {
 void DeviceLayers::qkv(std::uint32_t layer, int rows, const float* x, const LayerOutputs& to,
                        kernels::RopeWriteArgs write) {
   const DeviceLayer& w = weights(layer);
-  write.type = model_.type();
+  write.cache.type = model_.type();
   write.tokens = rows;
-  write.query_heads = static_cast<int>(config_.query_heads);
-  write.kv_heads = static_cast<int>(config_.kv_heads);
-  write.head_size = static_cast<int>(config_.head_size);
+  write.cache.query_heads = static_cast<int>(config_.query_heads);
+  write.cache.kv_heads = static_cast<int>(config_.kv_heads);
+  write.cache.head_size = static_cast<int>(config_.head_size);
   write.qkv = to.qkv;
   const bool whole = config_.whole_qk_norm;
   write.q_gamma = whole ? nullptr : w.q_norm;

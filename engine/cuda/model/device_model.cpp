@@ -131,8 +131,8 @@ cuda::DeviceBuffer allocate(const ModelConfig& config, Dtype dtype, std::size_t 
 }  // namespace
 
 kernels::Type kernel_type(Dtype dtype) {
-  if (dtype == Dtype::bf16) return kernels::Type::bf16;
-  return dtype == Dtype::f16 ? kernels::Type::f16 : kernels::Type::f32;
+  if (dtype == Dtype::bf16) return KVLAB_BF16;
+  return dtype == Dtype::f16 ? KVLAB_F16 : KVLAB_F32;
 }
 
 DeviceModel::DeviceModel(ModelConfig config, Dtype dtype) : DeviceShape(std::move(config), dtype) {

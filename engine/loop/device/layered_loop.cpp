@@ -262,18 +262,15 @@ class SequenceRun {
     const std::size_t of_keys = rows_ * config_.kv_heads * on_.model.key_bytes();
     for (std::size_t c = 0; c < rows.configs; ++c) {
       std::byte* const heads = memory.whole + c * rows_ * GroupMemory::row_bytes(on_.model);
-      cuda::check(kernels::prefill_attention(
-                      {.shape = on_.model.attention_shape(static_cast<int>(rows_), layer),
-                       .first = 0,
-                       .queries = static_cast<int>(tokens()),
-                       .q = heads,
-                       .keys = attention.keys() + c * of_keys,
-                       .values = attention.values() + c * of_keys,
-                       .out = heads,  // a block reads just the rows that it writes
-                       .lse = nullptr,
-                       .span = static_cast<int>(config_.rows[layer].span)},
-                      stream()),
-                  "attention over spans");
+      cuda::check(
+          kernels::prefill_attention(on_.model.attention_shape(static_cast<int>(rows_), layer),
+                                     {.queries = static_cast<int>(tokens()),
+                                      .q = heads,
+                                      .keys = attention.keys() + c * of_keys,
+                                      .values = attention.values() + c * of_keys,
+                                      .out = heads},  // a block reads just the rows that it writes
+                                     static_cast<int>(config_.rows[layer].span), stream()),
+          "attention over spans");
     }
   }
 
@@ -284,16 +281,15 @@ class SequenceRun {
     const std::size_t of_head = rows_ * config_.head_size;
     in_tiles(all_rows, [&](std::size_t first, int rows) {
       kernels::RopeWriteArgs write{};
-      write.rotated = 0;
       if (const RowSpec& row = config_.rows[layer]; row.span > 0) {
         write.rotated = static_cast<int>(row.rope.rotated());
-        write.rope = span_rope_.as<float2>();
-        write.positions = memory.tokens + first;
+        write.rope = span_rope_.as<float>();
+        write.rope_rows = memory.tokens + first;
       }
       write.sequences = memory.configs + first;
       write.slots = memory.tokens + first;
-      write.keys = attention.keys();
-      write.values = attention.values();
+      write.cache.keys = attention.keys();
+      write.cache.values = attention.values();
       write.sequence_stride = static_cast<std::int64_t>(of_head * config_.kv_heads);
       write.head_stride = static_cast<std::int64_t>(of_head);
       write.q = outputs(memory, first);

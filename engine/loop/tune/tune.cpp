@@ -487,7 +487,7 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
   const std::vector<std::uint32_t> spans = backend.config().heads().spans;
   for (std::size_t layer = 0; layer < spans.size(); ++layer)
     if (spans[layer] == 0) layers.push_back(layer);
-  json run{{"kvlab", KVLAB_VERSION},
+  json run{{"kvlab", KVLAB_RELEASE},
            {"loop", "closed"},
            {"layers", layers.size() == spans.size() ? json("all") : layers},
            {"metric", "kl"},

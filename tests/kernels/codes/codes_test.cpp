@@ -91,19 +91,19 @@ void check_form(const KvForm& form, Type type, int head_size) {
                          newest_keys.data(),    newest_values.data(),
                          extents.data(),        16,
                          static_cast<int>(row), 8};
-  const SlotCache cache{.type = type,
-                        .sequences = 1,
-                        .query_heads = kPairs,
-                        .kv_heads = kPairs,
-                        .head_size = head_size,
-                        .softmax_scale = 1,
-                        .most_slots = 3,
-                        .first_slot = first_slots.data(),
-                        .keys = newest_keys.data(),
-                        .values = newest_values.data(),
-                        .positions = positions.data(),
-                        .lengths = lengths.data(),
-                        .next_slots = next_slots.data()};
+  const kvlab_cache cache{.type = type,
+                          .sequences = 1,
+                          .query_heads = kPairs,
+                          .kv_heads = kPairs,
+                          .head_size = head_size,
+                          .softmax_scale = 1,
+                          .most_slots = 3,
+                          .first_slot = first_slots.data(),
+                          .keys = newest_keys.data(),
+                          .values = newest_values.data(),
+                          .positions = positions.data(),
+                          .lengths = lengths.data(),
+                          .next_slots = next_slots.data()};
   check_cuda(place_newest(cache, coded, now.data(), nullptr));
   const auto written = bytes.to_host();
   for (int pair = 0; pair < kPairs; ++pair)
@@ -136,7 +136,7 @@ void check_form(const KvForm& form, Type type, int head_size) {
 TEST_CASE("A token on a rung has the host's code, bit for bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const KvForm& form : kKvForms)
-    for (const Type type : {Type::f32, Type::bf16, Type::f16})
+    for (const Type type : {KVLAB_F32, KVLAB_BF16, KVLAB_F16})
       for (const int head_size : {64, 96, 128, 256})
         if (!form.kivi) check_form(form, type, head_size);
 }
@@ -172,7 +172,7 @@ class DrawnRungs {
         extents{std::span<const std::int32_t>(extents_)}, lengths(live()),
         next_slots{std::span<const std::int32_t>(newest())};
     const DeviceArray<std::int64_t> first_slots{std::span<const std::int64_t>(first_slots_)};
-    const DeviceArray<PairRule> rules(kPairs);
+    const DeviceArray<kvlab_rule> rules(kPairs);
     const DeviceArray<std::uint64_t> seeds(1);
     const DeviceArray<float> lse(static_cast<std::size_t>(kPairs * group_));
     CodedCache coded{.ladders = ladders.data(),
@@ -185,31 +185,30 @@ class DrawnRungs {
                      .most_rows = most_rows_,
                      .most_row_bytes = most_row_bytes_,
                      .most_rungs = kMostRungs};
-    SlotCache cache{.type = type_,
-                    .sequences = 1,
-                    .query_heads = kPairs * group_,
-                    .kv_heads = kPairs,
-                    .head_size = head_size_,
-                    .softmax_scale = 0.1f,
-                    .most_slots = static_cast<int>(*std::ranges::max_element(lives_)),
-                    .first_slot = first_slots.data(),
-                    .keys = bytes.data(),
-                    .values = bytes.data(),
-                    .positions = positions.data(),
-                    .lengths = lengths.data(),
-                    .next_slots = next_slots.data(),
-                    .coded = &coded};
+    const kvlab_cache cache{.type = type_,
+                            .sequences = 1,
+                            .query_heads = kPairs * group_,
+                            .kv_heads = kPairs,
+                            .head_size = head_size_,
+                            .softmax_scale = 0.1f,
+                            .most_slots = static_cast<int>(*std::ranges::max_element(lives_)),
+                            .first_slot = first_slots.data(),
+                            .keys = bytes.data(),
+                            .values = bytes.data(),
+                            .positions = positions.data(),
+                            .lengths = lengths.data(),
+                            .next_slots = next_slots.data()};
     const EvictionKernels kernels = plain ? plain_kernels({}) : observing_kernels({});
-    const DeviceArray<std::byte> workspace(kernels.attention_workspace(cache));
+    const DeviceArray<std::byte> workspace(kernels.attention_workspace(cache, true));
     const EvictingAttentionArgs args{
-        .cache = cache,
-        .policy = {.rules = rules.data(), .seeds = seeds.data(), .sequence_ids = ids.data()},
-        .numbering = Positions::original,
-        .now = now.data(),
-        .q = q.data(),
-        .out = out.data(),
-        .lse = lse.data(),
-        .workspace = workspace.data()};
+        {.cache = cache,
+         .policy = {.rules = rules.data(), .seeds = seeds.data(), .sequence_ids = ids.data()},
+         .now = now.data(),
+         .q = q.data(),
+         .out = out.data(),
+         .lse = lse.data(),
+         .workspace = workspace.data()},
+        &coded};
     check_cuda(kernels.attend(kernels, args, nullptr));
     return {decode(type_, out.to_host()), lse.to_host()};
   }
@@ -331,7 +330,7 @@ void check_attention(Type type, int head_size, int group,
 
 TEST_CASE("Attention over rungs by tensor cores is the plain one's", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16})
     for (const int head_size : {64, 96, 128, 256}) {
       for (const KvForm& form : kKvForms)
         if (!form.kivi) check_attention(type, head_size, 3, {&form});

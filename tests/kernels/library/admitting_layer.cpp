@@ -107,7 +107,7 @@ AdmittingLayer::AdmittingLayer(const LayerSize& size, const Paging& paging, int 
   check_cuda(kvlab_policy_weights(policy_, params.data(), static_cast<std::uint32_t>(room),
                                   weights.data(), &tail_));
   weights_.assign(weights);
-  const auto type = static_cast<kernels::Type>(size.type);
+  const auto type = size.type;
   std::mt19937 random(1);
   const auto model = kernels::random_values(
       type, static_cast<std::size_t>(kHiddenSize * of_.all * size.group * size.head_size), random);
@@ -132,7 +132,7 @@ std::vector<std::byte> AdmittingLayer::draw(int sequence, std::uint32_t position
                                             bool right) const {
   if (position < alike_) sequence = 0;
   std::mt19937 random(static_cast<unsigned>(sequence) << 20 | position << 1 | (right ? 0 : 1));
-  const auto type = static_cast<kernels::Type>(size_.type);
+  const auto type = size_.type;
   const auto dim = static_cast<std::size_t>(size_.head_size);
   std::vector<float> all = kernels::random_values(
       type, static_cast<std::size_t>((size_.group + 2) * of_.all) * dim, random);

@@ -89,7 +89,7 @@ kvlab_memory bytes_of(const Drawn& drawn, const kvlab_cache& cache, std::int64_t
   const CudaDecoderOptions& options = drawn.options;
   kvlab_memory bytes{.struct_size = sizeof(kvlab_memory)};
   const auto numbering = static_cast<kvlab_positions>(
-      options.rotation() == KeyRotation::by_age ? KVLAB_SQUEEZED : KVLAB_ORIGINAL);
+      options.numbering() == KVLAB_SQUEEZED ? KVLAB_SQUEEZED : KVLAB_ORIGINAL);
   const std::string name(options.policy().name);
   REQUIRE(kvlab_cache_memory(kvlab_find_policy(name.c_str()), &cache, slots, numbering, &bytes) ==
           cudaSuccess);
@@ -142,7 +142,7 @@ std::size_t prompt_of(const Drawn& drawn, int tokens) {
   const bool columns = one.columns > 0, seen = one.seen > 0;
   return sum({one.keys, one.values, one.positions, one.lengths, one.next_slots, one.first_slot,
               one.states, one.columns, columns ? one.keys : 0,
-              options.rotation() == KeyRotation::by_position ? 0 : one.keys,
+              options.numbering() == KVLAB_ORIGINAL ? 0 : one.keys,
               options.policy().weighted ? static_cast<std::size_t>(tokens) * sizeof(float) : 0,
               one.seen, seen ? rows * sizeof(kvlab_row_softmax) : 0,
               seen ? kvlab_observe_workspace(&observe) : 0, one.shrink_workspace});

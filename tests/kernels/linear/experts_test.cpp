@@ -26,15 +26,15 @@ class ExpertLayer {
   explicit ExpertLayer(const ExpertSize& size) : size_(size) {
     std::mt19937 random(31);
     const auto draw = [&](std::size_t count) { return random_values(size.type, count, random); };
-    x_ = random_values(Type::f32, count(size.tokens, size.hidden), random);
+    x_ = random_values(KVLAB_F32, count(size.tokens, size.hidden), random);
     gamma_ = draw(count(size.hidden));
     router_ = draw(count(size.experts, size.hidden));
     router_bias_ = draw(count(size.experts));
     if (size.equal_logits) std::ranges::fill(router_, 0.0f), std::ranges::fill(router_bias_, 80.0f);
     weight_ = draw(count(size.experts, size.width) * count(size.hidden));
     bias_ = draw(count(size.experts, size.width));
-    y_ = fill(count(pairs(), size.width), Type::f32);
-    shares_ = fill(count(pairs()), Type::f32);
+    y_ = fill(count(pairs(), size.width), KVLAB_F32);
+    shares_ = fill(count(pairs()), KVLAB_F32);
     normed_ = fill(count(size.tokens, size.hidden), size.type);
   }
 
@@ -111,7 +111,7 @@ class ExpertLayer {
 
   /// Who is chosen by float64; but of two with nearly the same logit either is right.
   void check_routes(const std::vector<std::int32_t>& expert) const {
-    const auto shares = decode(Type::f32, shares_->to_host());
+    const auto shares = decode(KVLAB_F32, shares_->to_host());
     int wrong = 0;
     double worst = 0;
     for (int token = 0; token < size_.tokens; ++token) {
@@ -138,7 +138,7 @@ class ExpertLayer {
 
   /// From the norms as the device rounded them.
   void check_products(const std::vector<std::int32_t>& expert) const {
-    const auto y = decode(Type::f32, y_->to_host()),
+    const auto y = decode(KVLAB_F32, y_->to_host()),
                normed = decode(size_.type, normed_->to_host());
     double worst = 0;
     int not_finite = 0;
@@ -161,7 +161,7 @@ class ExpertLayer {
   }
 
   void check_sum(const Routes& routes) const {
-    const auto y = decode(Type::f32, y_->to_host()), shares = decode(Type::f32, shares_->to_host());
+    const auto y = decode(KVLAB_F32, y_->to_host()), shares = decode(KVLAB_F32, shares_->to_host());
     std::vector<float> before(count(size_.tokens, size_.width), 0.5f);
     const DeviceArray<float> x{std::span<const float>(before)};
     check_cuda(add_shares(routes, reinterpret_cast<const float*>(y_->data()), size_.width, x.data(),
@@ -192,7 +192,7 @@ class ExpertLayer {
 
 TEST_CASE("experts agree with float64 for every type, few tokens and many", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const bool biases : {false, true})
       for (const int tokens : {1, 9, 32, 150}) {
         CAPTURE(int(type), biases, tokens);
@@ -204,7 +204,7 @@ TEST_CASE("experts agree with float64 for every type, few tokens and many", "[gp
 
 TEST_CASE("of experts with equal logits the first are chosen", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F32})
     ExpertLayer({type, 40, 100, 4, 64, 16, true, true, true}).check();
 }
 
@@ -212,9 +212,9 @@ TEST_CASE("experts refuse what they do not support before any launch") {
   alignas(16) float memory[16] = {};
   std::int32_t ids[16] = {};
   Routes routes{1, 4, 2, memory, ids, ids, ids};
-  RouteArgs router{Type::bf16, routes,  8,    memory, {memory, 0, 0},
+  RouteArgs router{KVLAB_BF16, routes,  8,    memory, {memory, 0, 0},
                    memory,     nullptr, true, memory, memory};
-  ExpertProductArgs product{Type::bf16, routes, 8,    8,      memory,
+  ExpertProductArgs product{KVLAB_BF16, routes, 8,    8,      memory,
                             nullptr,    memory, true, memory, nullptr};
   const auto refused = [](auto change, auto args, auto launcher) {
     change(args);

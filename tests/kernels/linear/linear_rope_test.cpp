@@ -22,7 +22,7 @@ constexpr std::size_t kRopeRedzone = 64;  // bytes behind every output
 constexpr int kSlots = 5, kPositions = 100;
 
 struct Case {
-  Type type = Type::bf16;
+  Type type = KVLAB_BF16;
   int rows = 1, query_heads = 4, kv_heads = 2, head_size = 64, rotated = 64, k = 264;
   bool bias = false, head_norm = false, pairs = false;
 
@@ -113,29 +113,30 @@ class RopeTrial {
   }
   RopeWriteArgs rope() const {
     RopeWriteArgs args{};
-    args.type = c_.type;
+    args.cache.type = c_.type;
     args.tokens = c_.rows;
-    args.query_heads = c_.query_heads;
-    args.kv_heads = c_.kv_heads;
-    args.head_size = c_.head_size;
+    args.cache.query_heads = c_.query_heads;
+    args.cache.kv_heads = c_.kv_heads;
+    args.cache.head_size = c_.head_size;
     args.rotated = c_.rotated;
     args.qkv = out.y.data();
     args.q_gamma = args.k_gamma = head_gamma_.data();
     args.norm_epsilon = 1e-5f;
-    args.rope = rope_.data();
-    args.positions = positions_.data();
+    args.rope = &rope_.data()->x;
+    args.rope_rows = positions_.data();
     args.sequences = sequences_.data();
     args.slots = slots_.data();
-    args.keys = out.keys.data();
-    args.values = out.values.data();
+    args.cache.keys = out.keys.data();
+    args.cache.values = out.values.data();
     args.head_stride = std::int64_t{kSlots} * c_.head_size;
     args.sequence_stride = args.head_stride * c_.kv_heads;
     args.q = out.q.data();
-    if (c_.pairs)
-      args.next = {.first_slot = first_slot_.data(),
-                   .next_slots = next_slots_.data(),
-                   .positions = reinterpret_cast<std::uint32_t*>(out.positions.data()),
-                   .now = reinterpret_cast<const std::uint32_t*>(positions_.data())};
+    if (c_.pairs) {
+      args.cache.first_slot = first_slot_.data();
+      args.cache.next_slots = next_slots_.data();
+      args.cache.positions = reinterpret_cast<std::uint32_t*>(out.positions.data());
+      args.now = reinterpret_cast<const std::uint32_t*>(positions_.data());
+    }
     return args;
   }
   std::vector<std::byte> in_two() const {
@@ -159,7 +160,7 @@ class RopeTrial {
   std::vector<float2> turns_;
   std::vector<std::int32_t> sequence_;
   DeviceArray<std::byte> weight_{random(c_.type, c_.heads() * c_.head_size * c_.k)},
-      gamma_{random(c_.type, c_.k)}, x_{random(Type::f32, c_.rows*c_.k)},
+      gamma_{random(c_.type, c_.k)}, x_{random(KVLAB_F32, c_.rows*c_.k)},
       bias_{random(c_.type, c_.bias ? c_.heads() * c_.head_size : 0)},
       head_gamma_{random(c_.type, c_.head_norm ? c_.head_size : 0)};
   DeviceArray<float2> rope_{std::size_t(kPositions * c_.rotated / 2)};
@@ -193,7 +194,7 @@ TEST_CASE("a product that ends with RoPE refuses what does not belong together")
   alignas(16) float memory[16] = {};
   std::int32_t index = 0;
   float2 turn{};
-  LinearArgs product{.type = Type::bf16,
+  LinearArgs product{.type = KVLAB_BF16,
                      .rows = 1,
                      .n = 48,
                      .k = 8,
@@ -206,13 +207,13 @@ TEST_CASE("a product that ends with RoPE refuses what does not belong together")
                      .y_float = nullptr,
                      .residual = nullptr};
   RopeWriteArgs rope{};
-  rope.type = Type::bf16;
-  rope.tokens = rope.query_heads = rope.kv_heads = 1;
-  rope.head_size = rope.rotated = 16;
+  rope.cache.type = KVLAB_BF16;
+  rope.tokens = rope.cache.query_heads = rope.cache.kv_heads = 1;
+  rope.cache.head_size = rope.rotated = 16;
   rope.qkv = memory;
-  rope.rope = &turn;
-  rope.positions = rope.sequences = rope.slots = &index;
-  rope.keys = rope.values = rope.q = memory;
+  rope.rope = &turn.x;
+  rope.rope_rows = rope.sequences = rope.slots = &index;
+  rope.cache.keys = rope.cache.values = rope.q = memory;
   const auto refused = [&](auto change) {
     LinearArgs bad_product = product;
     RopeWriteArgs bad_rope = rope;
@@ -220,17 +221,17 @@ TEST_CASE("a product that ends with RoPE refuses what does not belong together")
     return linear_rope_write(bad_product, bad_rope, nullptr) == cudaErrorInvalidValue;
   };
   CHECK(refused([](LinearArgs& p, RopeWriteArgs&) { p.n = 32; }));
-  CHECK(refused([](LinearArgs& p, RopeWriteArgs&) { p.type = Type::f16; }));
+  CHECK(refused([](LinearArgs& p, RopeWriteArgs&) { p.type = KVLAB_F16; }));
   CHECK(refused([&](LinearArgs& p, RopeWriteArgs&) { p.y = memory + 4; }));
   CHECK(refused([](LinearArgs& p, RopeWriteArgs&) { p.k = 12; }));
   CHECK(refused([](LinearArgs&, RopeWriteArgs& r) { r.tokens = 2; }));
   CHECK(refused([](LinearArgs&, RopeWriteArgs& r) { r.rotated = 18; }));
-  CHECK(refused([](LinearArgs&, RopeWriteArgs& r) { r.keys = nullptr; }));
+  CHECK(refused([](LinearArgs&, RopeWriteArgs& r) { r.cache.keys = nullptr; }));
 }
 
 TEST_CASE("a product that ends with RoPE equals the two launches to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int rows : {1, 2, 5, 8}) {
       check({.type = type, .rows = rows});
       check({.type = type,

@@ -24,7 +24,7 @@ constexpr std::size_t kRedzone = 64;  // bytes behind every output
 enum class Output { y, logits, residual };
 
 struct Problem {
-  Type type = Type::bf16;
+  Type type = KVLAB_BF16;
   int rows = 1, n = 8, k = 8;
   bool norm = false, bias = false, gated = false;
   Output output = Output::y;
@@ -125,7 +125,7 @@ class Trial {
   std::size_t n() const { return std::size_t(p_.n); }
   std::size_t k() const { return std::size_t(p_.k); }
 
-  Type out_type() const { return p_.output == Output::y ? p_.type : Type::f32; }
+  Type out_type() const { return p_.output == Output::y ? p_.type : KVLAB_F32; }
   std::size_t out_bytes() const { return rows() * n() * bytes_of(out_type()); }
 
   template <class Sum, class RoundX, class RoundY>
@@ -164,8 +164,8 @@ class Trial {
   Values up_{p_.type, p_.gated ? n() * k() : 0, random_};
   Values gamma_{p_.type, p_.norm ? k() : 0, random_};
   Values bias_{p_.type, p_.bias ? n() : 0, random_};
-  Values x_{p_.norm ? Type::f32 : p_.type, rows() * k(), random_};
-  Values residual_{Type::f32, rows() * n(), random_};
+  Values x_{p_.norm ? KVLAB_F32 : p_.type, rows() * k(), random_};
+  Values residual_{KVLAB_F32, rows() * n(), random_};
   DeviceArray<std::byte> out_;
 };
 
@@ -195,7 +195,7 @@ void check_accuracy(const Problem& problem) {
 
 TEST_CASE("linear refuses what it does not support before launching") {
   alignas(16) float memory[16] = {};
-  const LinearArgs good{.type = Type::bf16,
+  const LinearArgs good{.type = KVLAB_BF16,
                         .rows = 1,
                         .n = 1,
                         .k = 8,
@@ -225,7 +225,7 @@ TEST_CASE("linear refuses what it does not support before launching") {
 TEST_CASE("linear is as exact as float32 sums of the type's values, at every ragged size",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const auto& [n, k] :
          {std::pair{1, 8}, {7, 24}, {8, 128}, {33, 136}, {40, 1032}, {131, 2048}})
       for (const int rows : {1, 2, 3, 5, 8})
@@ -243,7 +243,7 @@ TEST_CASE("linear is as exact as float32 sums of the type's values, at every rag
 
 TEST_CASE("gated linear is as exact as float32 sums of the type's values", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const auto& [n, k] : {std::pair{1, 8}, {12, 24}, {45, 520}, {131, 2048}, {2117, 64}})
       for (const int rows : {1, 4, 7, 8})
         for (const Activation activation : {Activation::silu, Activation::gelu_tanh})
@@ -264,13 +264,13 @@ TEST_CASE("linear is right where blocks take many units, and for long rows", "[g
       check_accuracy({.rows = 3, .n = n, .k = 264, .norm = norm, .output = Output::logits});
     check_accuracy({.rows = 8, .n = 40, .k = 8192, .norm = norm});  // normed: in two passes
     check_accuracy({.rows = 8, .n = 70, .k = 14336, .norm = norm, .output = Output::residual});
-    check_accuracy({.type = Type::f32, .rows = 8, .n = 20, .k = 8192, .norm = norm});
+    check_accuracy({.type = KVLAB_F32, .rows = 8, .n = 20, .k = 8192, .norm = norm});
   }
 }
 
 TEST_CASE("a normed x is not rounded to the type before the product", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16}) {
+  for (const Type type : {KVLAB_BF16, KVLAB_F16}) {
     Trial trial(
         {.type = type, .rows = 3, .n = 64, .k = 1024, .norm = true, .output = Output::logits});
     trial.reset();
@@ -282,11 +282,11 @@ TEST_CASE("a normed x is not rounded to the type before the product", "[gpu]") {
 
 TEST_CASE("a row comes out the same alone and in a batch, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const bool norm : {false, true}) {
       const int n = 3072, k = 2056;
       std::mt19937 random(3);
-      const Type x_type = norm ? Type::f32 : type;
+      const Type x_type = norm ? KVLAB_F32 : type;
       const auto upload = [&](Type of, std::size_t count) {
         return DeviceArray<std::byte>(
             std::span<const std::byte>(encode(of, random_values(of, count, random))));
@@ -317,7 +317,7 @@ TEST_CASE("a row comes out the same alone and in a batch, to the bit", "[gpu]") 
 
 TEST_CASE("200 runs of linear, plain and in a graph, are equal to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::bf16, Type::f16, Type::f32})
+  for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const bool gated : {false, true}) {
       const Problem problem{
           .type = type, .rows = 5, .n = 4100, .k = 520, .norm = true, .gated = gated};
@@ -348,20 +348,20 @@ class Chain {
   Chain() : residual_(kRows * kHidden), middle_(kRows * kInner * 2) {
     std::mt19937 random(9);
     for (int i = 0; i < kLayers; ++i) {
-      std::vector<float> down = random_values(Type::bf16, kHidden * kInner, random);
-      for (float& value : down) value = rounded(Type::bf16, value / 32);
+      std::vector<float> down = random_values(KVLAB_BF16, kHidden * kInner, random);
+      for (float& value : down) value = rounded(KVLAB_BF16, value / 32);
       weights_.emplace_back(std::span<const std::byte>(
-          encode(Type::bf16, random_values(Type::bf16, 2 * kHidden * kInner + kHidden, random))));
-      downs_.emplace_back(std::span<const std::byte>(encode(Type::bf16, down)));
+          encode(KVLAB_BF16, random_values(KVLAB_BF16, 2 * kHidden * kInner + kHidden, random))));
+      downs_.emplace_back(std::span<const std::byte>(encode(KVLAB_BF16, down)));
     }
-    start_ = random_values(Type::f32, kRows * kHidden, random);
+    start_ = random_values(KVLAB_F32, kRows * kHidden, random);
   }
   void reset() { residual_.assign(start_); }
   template <class Between>
   cudaError_t enqueue(cudaStream_t stream, Between between) const {
     for (std::size_t i = 0; i < kLayers; ++i) {
       const std::byte* const weights = weights_[i].data();
-      cudaError_t error = gated_linear({.type = Type::bf16,
+      cudaError_t error = gated_linear({.type = KVLAB_BF16,
                                         .rows = kRows,
                                         .n = kInner,
                                         .k = kHidden,
@@ -374,7 +374,7 @@ class Chain {
                                        stream);
       if (error != cudaSuccess) return error;
       between();
-      error = linear({.type = Type::bf16,
+      error = linear({.type = KVLAB_BF16,
                       .rows = kRows,
                       .n = kHidden,
                       .k = kInner,

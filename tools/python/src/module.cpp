@@ -5,7 +5,7 @@
 NB_MODULE(_kvlab, module) {
   module.doc() = "The compiled half of kvlab.";
   nanobind::set_leak_warnings(false);  // own policies live as long as the process
-  module.attr("version") = KVLAB_VERSION;
+  module.attr("version") = KVLAB_RELEASE;
   kvlab::python::bind_trace(module);
   kvlab::python::bind_trace_writer(module);
   kvlab::python::bind_arrays(module);
