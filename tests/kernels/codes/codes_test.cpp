@@ -1,9 +1,11 @@
 // What the device writes on a rung is what the host codes, bit for bit.
 #include <cmath>
 #include <random>
+#include <utility>
 
 #include "kernels/codes/codes.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
+#include "policies/rule.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/kernels/attention_reference.hpp"
@@ -148,6 +150,12 @@ DeviceForm device_form(const KvForm& form) {
           form.floating};
 }
 
+/// As Leaving there.
+struct First {
+  LeavingKey key{~0u, ~std::uint64_t{0}, ~0u};
+  int slot = -1;
+};
+
 /// A layer's rows of drawn codes, under an attention by two kernels.
 class DrawnRungs {
  public:
@@ -213,6 +221,55 @@ class DrawnRungs {
     return {decode(type_, out.to_host()), lse.to_host()};
   }
   std::size_t tokens() const { return total_; }
+
+  /// Where all tokens are.
+  struct State {
+    std::vector<std::byte> bytes;
+    std::vector<std::uint32_t> places, owners, next_rows;
+    std::vector<std::int32_t> counts;
+  };
+  State state() const { return {bytes_, places_, owners_, std::vector(kPairs, 0u), counts_}; }
+  /// Behind a step in which `firsts` [pair, kMostRungs] leave their rungs first. A pair is a
+  /// sequence, of which the fifth sits out.
+  State step_down(const std::vector<First>& firsts) const {
+    const DeviceArray<DeviceLadder> ladders{std::span<const DeviceLadder>(ladders_)};
+    const DeviceArray<std::byte> bytes{std::span<const std::byte>(bytes_)};
+    const std::vector nows{41u, 41u, 41u, 41u, kIdle, 41u, 41u};
+    const DeviceArray places{std::span(places_)}, owners{std::span(owners_)}, now{std::span(nows)};
+    const DeviceArray<std::uint32_t> next_rows(kPairs);
+    const DeviceArray<std::int32_t> counts{std::span<const std::int32_t>(counts_)}, extents(kPairs);
+    const DeviceArray<std::int64_t> first_slots{std::span<const std::int64_t>(first_slots_)};
+    const DeviceArray<PairRule> rules(kPairs);
+    const DeviceArray leaving{std::span(firsts)};
+    CodedCache coded{};
+    coded.ladders = ladders.data(), coded.bytes = bytes.data(), coded.places = places.data();
+    coded.owners = owners.data(), coded.counts = counts.data(), coded.extents = extents.data();
+    coded.next_rows = next_rows.data(), coded.most_rungs = kMostRungs;
+    EvictingAttentionArgs args{};
+    args.cache.type = type_, args.cache.sequences = kPairs, args.cache.kv_heads = 1;
+    args.cache.head_size = head_size_, args.cache.first_slot = first_slots.data();
+    args.cache.coded = &coded, args.policy.rules = rules.data(), args.now = now.data();
+    check_cuda(step_down_pairs(args, reinterpret_cast<const Leaving*>(leaving.data()), nullptr));
+    return {bytes.to_host(), places.to_host(), owners.to_host(), next_rows.to_host(),
+            counts.to_host()};
+  }
+  const DeviceLadder& ladder(std::size_t pair) const { return ladders_[pair]; }
+  std::size_t at(std::size_t pair, int slot) const {
+    return static_cast<std::size_t>(first_slots_[pair] + slot);
+  }
+  std::size_t owner_at(std::size_t pair, std::uint32_t row) const {
+    return static_cast<std::size_t>(ladders_[pair].first_row + row);
+  }
+  /// A row's key or value as it is read: of codes, behind the butterflies.
+  std::vector<float> read(const State& from, std::size_t pair, std::uint32_t row, bool key) const {
+    const DeviceRung& rung = ladder(pair).rung[rung_of(ladder(pair), row)];
+    const int element = static_cast<int>(bytes_of(type_));
+    const RowPart part = part_of(const_cast<std::byte*>(from.bytes.data()), rung,
+                                 row - rung.first_row, key, head_size_, element);
+    if (rung.form.exact())
+      return decode(type_, std::span(part.codes, static_cast<std::size_t>(head_size_ * element)));
+    return read_back(part, *std::ranges::find(kKvForms, rung.form, device_form), key, head_size_);
+  }
 
  private:
   /// Unequal numbers of tokens, on rungs that are full or not.
@@ -337,6 +394,79 @@ TEST_CASE("Attention over rungs by tensor cores is the plain one's", "[gpu]") {
       for (const int group : {1, 4, 8})
         check_attention(type, head_size, group,
                         {&kKvForms[0], &kKvForms[1], &kKvForms[2], &kKvForms[4], &kKvForms[5]});
+    }
+}
+
+namespace {
+
+/// What a row becomes on its way down, as way_down() has it.
+std::vector<float> gone_down(std::vector<float> row, const DeviceLadder& ladder, int from,
+                             unsigned to, bool key) {
+  bool coded = !ladder.rung[from].form.exact();
+  while (static_cast<unsigned>(from++) < to) {
+    const DeviceForm form = ladder.rung[from].form;
+    if (form == ladder.rung[from - 1].form) continue;
+    if (!std::exchange(coded, true)) butterflies(row);
+    code_row(row, form.bits(key), form.floating);
+  }
+  return row;
+}
+
+/// All rungs are full, but for those below pair 2's first. Rung 1 of pair 3 is full of guarded
+/// tokens; from pair 5's rung 2 on all leave last.
+void check_steps(Type type, int head_size, const std::vector<const KvForm*>& forms) {
+  const DrawnRungs rungs(type, head_size, 1, forms);
+  const auto before = rungs.state();
+  std::vector<First> firsts(kPairs * kMostRungs);
+  for (std::size_t pair = 0; pair < kPairs; ++pair)
+    for (unsigned r = 0; r < forms.size(); ++r) {
+      const DeviceLadder& ladder = rungs.ladder(pair);
+      const unsigned row = ladder.rung[r].first_row + std::min(ladder.rung[r].slots - 1, 3 * r);
+      const LeavingKey key{pair == 3 && r == 1, pair == 5 && r > 1 ? 900u : 100u - r, 7};
+      if (before.counts[pair * kMostRungs + r] > 0)
+        firsts[pair * kMostRungs + r] = {
+            key, static_cast<int>(before.owners[rungs.owner_at(pair, row)])};
+    }
+  const auto after = rungs.step_down(firsts);
+  auto expected = before;
+  for (std::size_t pair = 0; pair < kPairs; ++pair) {
+    if (pair == 4) continue;  // it sits out
+    CAPTURE(pair, static_cast<int>(type), head_size, forms.size());
+    const DeviceLadder& ladder = rungs.ladder(pair);
+    const First* going = &firsts[pair * kMostRungs];
+    CHECK(after.next_rows[pair] == before.places[rungs.at(pair, going->slot)]);
+    bool had_room = false;
+    for (unsigned r = 1; r < forms.size() && !had_room; ++r) {
+      const First& first = firsts[pair * kMostRungs + r];
+      had_room = first.slot < 0;
+      if (!had_room && !(first.key < going->key)) continue;
+      const std::uint32_t from = before.places[rungs.at(pair, going->slot)],
+                          to = had_room ? ladder.rung[r].first_row
+                                        : before.places[rungs.at(pair, first.slot)];
+      expected.places[rungs.at(pair, going->slot)] = to;
+      expected.counts[pair * kMostRungs + r] += had_room;
+      expected.owners[rungs.owner_at(pair, to)] = static_cast<unsigned>(going->slot);
+      for (const bool key : {true, false})
+        CHECK(rungs.read(after, pair, to, key) == gone_down(rungs.read(before, pair, from, key),
+                                                            ladder, rung_of(ladder, from), r, key));
+      going = &first;
+    }
+  }
+  CHECK((after.places == expected.places && after.counts == expected.counts &&
+         after.owners == expected.owners));
+}
+
+}  // namespace
+
+TEST_CASE("Who goes down a ladder is coded as on the host, and among equal forms stays as it was",
+          "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const Type type : {Type::f32, Type::bf16, Type::f16})
+    for (const int head_size : {64, 96, 128, 256}) {
+      const auto& form = kKvForms;
+      check_steps(type, head_size, {&form[3], &form[3], &form[3]});
+      check_steps(type, head_size, {&form[0], &form[0], &form[2], &form[3], &form[3], &form[5]});
+      check_steps(type, head_size, {&form[1], &form[4]});
     }
 }
 
