@@ -23,7 +23,7 @@ struct DeviceForm {
 
   __host__ __device__ bool exact() const { return key_bits == 16; }
   __host__ __device__ int bits(bool key) const { return key ? key_bits : value_bits; }
-  __host__ __device__ bool operator==(const DeviceForm&) const = default;
+  bool operator==(const DeviceForm&) const = default;
 };
 
 /// A rung of a pair. Of a tile of its rows codes of keys lie together, as code_bit() says, then
