@@ -239,7 +239,7 @@ class DrawnRungs {
     const DeviceArray<std::uint32_t> next_rows(kPairs);
     const DeviceArray<std::int32_t> counts{std::span<const std::int32_t>(counts_)}, extents(kPairs);
     const DeviceArray<std::int64_t> first_slots{std::span<const std::int64_t>(first_slots_)};
-    const DeviceArray<PairRule> rules(kPairs);
+    const DeviceArray<kvlab_rule> rules(kPairs);
     const DeviceArray leaving{std::span(firsts)};
     CodedCache coded{};
     coded.ladders = ladders.data(), coded.bytes = bytes.data(), coded.places = places.data();
@@ -248,7 +248,7 @@ class DrawnRungs {
     EvictingAttentionArgs args{};
     args.cache.type = type_, args.cache.sequences = kPairs, args.cache.kv_heads = 1;
     args.cache.head_size = head_size_, args.cache.first_slot = first_slots.data();
-    args.cache.coded = &coded, args.policy.rules = rules.data(), args.now = now.data();
+    args.coded = &coded, args.policy.rules = rules.data(), args.now = now.data();
     check_cuda(step_down_pairs(args, reinterpret_cast<const Leaving*>(leaving.data()), nullptr));
     return {bytes.to_host(), places.to_host(), owners.to_host(), next_rows.to_host(),
             counts.to_host()};
@@ -461,7 +461,7 @@ void check_steps(Type type, int head_size, const std::vector<const KvForm*>& for
 TEST_CASE("Who goes down a ladder is coded as on the host, and among equal forms stays as it was",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  for (const Type type : {Type::f32, Type::bf16, Type::f16})
+  for (const Type type : {KVLAB_F32, KVLAB_BF16, KVLAB_F16})
     for (const int head_size : {64, 96, 128, 256}) {
       const auto& form = kKvForms;
       check_steps(type, head_size, {&form[3], &form[3], &form[3]});
