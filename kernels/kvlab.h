@@ -5,9 +5,9 @@
  * Calls are stream-ordered: no host synchronisation, no allocation, capturable in a CUDA graph, and
  * deterministic. What changes from step to step is read from device memory, so that a captured
  * graph serves growing sequences. They return cudaErrorInvalidValue, before any launch, for what is
- * not supported: head sizes other than 64, 96, 128 and 256, more than 16 query heads for a KV head.
- * Structs must be zeroed before they are filled in, and struct_size be what sizeof gives: a call
- * whose caller was compiled with another version's struct is refused. */
+ * not supported: head sizes other than 64, 96, 128 and 256, more than 8 query heads for a KV head
+ * (of kvlab_slots, 16). Structs must be zeroed before they are filled in, and struct_size be what
+ * sizeof gives: a call whose caller was compiled with another version's struct is refused. */
 #ifndef KVLAB_H
 #define KVLAB_H
 

@@ -266,10 +266,10 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
 std::string why_not(const kvlab_prefill_args& args) {
   Wants wants;
   want_shape(wants, args.type, args.query_heads, args.kv_heads, args.head_size);
-  constexpr int kMost = 1 << 27;
+  constexpr int kMost = 1 << 26;
   return wants
       .that(args.first >= 0 && args.first < kMost && args.queries >= 1 && args.queries < kMost,
-            "first is {}, queries {}; from 0, from 1, and below 2^27", args.first, args.queries)
+            "first is {}, queries {}; from 0, from 1, and below 2^26", args.first, args.queries)
       .that((args.sequences == 0) == (args.first_query == nullptr),
             "sequences is {}, and first_query {}: both are of a batch", args.sequences,
             args.first_query == nullptr ? "NULL" : "given")

@@ -209,7 +209,7 @@ TEST_CASE("The library says in one line why a call was refused") {
   CHECK(kvlab_prefill_attention(&prompt, nullptr) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
         std::string(
-            "kvlab_prefill_attention: first is 0, queries 0; from 0, from 1, and below 2^27"));
+            "kvlab_prefill_attention: first is 0, queries 0; from 0, from 1, and below 2^26"));
 }
 
 TEST_CASE("The library compiles a header, and says what is wrong at its own line") {
