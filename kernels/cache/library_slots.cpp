@@ -103,7 +103,7 @@ SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
     pair.rungs.push_back({&kKvForms[rung.form], rung.slots});
     slots += rung.slots;
   }
-  if (stays && !pair.rungs.empty()) pair.rungs = {{pair.rungs.front().form, kUnlimited / 2}};
+  if (stays && !pair.rungs.empty()) pair.rungs = {{pair.rungs.front().form, kMostTokens}};
   want(stays || c.rung_count == 0 || (slots == rule.budget && pair.rungs.front().slots > 0),
        "rungs of pair {}: {} slots of a budget of {}, and one at least on the first", at, slots,
        rule.budget);

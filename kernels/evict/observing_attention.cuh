@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
   const int rungs = block.rungs();
   Leaving* firsts = shared.firsts;  // [chunk, rung]
   if (plan.chunks > 1) firsts = plan.leaving + pair * plan.chunks * plan.choice.most_rungs;
-  find_firsts(block, own, shared, firsts + (plan.chunks > 1 ? chunk * rungs : 0));
+  find_firsts(block, own, shared, firsts + chunk * rungs);
   if (rungs > 1) __syncthreads();  // by more than the first warp
   if (plan.chunks > 1) {
     if (threadIdx.x == 0) shared.is_last = arrive(&plan.observed[pair]) == plan.chunks - 1;
