@@ -3,7 +3,7 @@
  *
  * All pointers in structs are device memory; shapes stand behind them, the last one contiguous.
  * Calls are stream-ordered: no host synchronisation, no allocation, capturable in a CUDA graph, and
- * deterministic. What changes from step to step is read from device memory, so that a captured
+ * deterministic; of kvlab_slots its steps are, and it says what waits and allocates. What changes from step to step is read from device memory, so that a captured
  * graph serves growing sequences. They return cudaErrorInvalidValue, before any launch, for what is
  * not supported: head sizes other than 64, 96, 128 and 256, more than 8 query heads for a KV head
  * (of kvlab_slots, 16). Structs must be zeroed before they are filled in, and struct_size be what
@@ -448,7 +448,8 @@ cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args
 
 /** The caches of some sequences in all layers that a policy acts on: memory, who has room, and the
  *  order of the calls below, which it makes itself. One thread at a time, and one stream,
- *  or streams that wait for each other. It allocates when it is made, and where `longest` says. */
+ *  or streams that wait for each other. It allocates when it is made, and where `longest` says:
+ *  cudaErrorMemoryAllocation where there is no memory, and the call has then done nothing. */
 typedef struct kvlab_slots kvlab_slots;
 
 /** How a token's key and value are kept: of the cache's type, or as codes (docs/ladders.md). */
@@ -502,7 +503,7 @@ typedef struct {
   uint32_t tokens;  /**< that a sequence may have; 0: no limit, where rules have budgets */
   uint32_t part;    /**< tokens that go through a layer together, at most; 0: 2048 */
   uint32_t longest; /**< of admissions, with the tokens that are live then; 0: their memory is taken
-                         when they come, or when room is first made otherwise than by steps */
+                         when they come, or before the first step where steps make no room */
   uint32_t every;   /**< 0 and 1: room is made in each step; modifiers, as kvlab_policy_file says */
   uint32_t smooth;
   int once, by_layer, pool_max;

@@ -32,6 +32,8 @@ cudaError_t answered(const char* name, Call call) try {
   return told(name, cudaSuccess);
 } catch (const std::invalid_argument& error) {
   return told(name, cudaErrorInvalidValue, error.what());
+} catch (const cuda::Error& error) {
+  return told(name, error.code, error.what());
 } catch (const std::exception& error) {
   return told(name, cudaErrorUnknown, error.what());
 }
@@ -91,6 +93,9 @@ SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
                  rule.budget <= 0x7fff'ffff),
        "rules[{}]: budget is {}; at least sinks, {}, and recent, {}, and more than sinks", at,
        rule.budget, rule.sinks, rule.recent);
+  want(rule.group_max == c.rules[0].group_max,
+       "rules[{}].group_max is {}, that of rules[0] {}; the same in all is expected", at,
+       rule.group_max, c.rules[0].group_max);
   SlotPair pair{.budget = rule.budget, .guards = {rule.sinks, rule.recent}};
   std::uint64_t slots = 0;
   for (int r = 0; r < c.rung_count; ++r) {
@@ -179,7 +184,7 @@ struct kvlab_slots {
         now("positions", sequences),
         fed(layers * sequences),
         behind(sequences) {
-    sit_out();
+    sit_out(0, sequences);
   }
 
   struct Now {
@@ -195,8 +200,12 @@ struct kvlab_slots {
     bool operator==(const Going&) const = default;
   };
 
-  /// So that a step without before_step() does nothing.
-  void sit_out() const { cuda::write(now->of, std::vector(sequences, kIdle), "positions"); }
+  /// So that a step without before_step() does nothing. Enqueued.
+  void sit_out(std::size_t sequence, std::size_t count) const {
+    static_assert(kIdle == ~std::uint32_t{0});
+    cuda::check(cudaMemsetAsync(now->of + sequence, 0xff, count * sizeof *now->of, caches.stream()),
+                "positions");
+  }
   std::uint32_t& fed_of(std::size_t layer, std::size_t sequence) {
     return fed[layer * sequences + sequence];
   }
@@ -309,12 +318,14 @@ void kvlab_slots::admit_alone(const kvlab_slots_part& part) {
   const LayerRange own{layer, layer + 1};
   going = {};
   rope_rows = 0;
+  caches.reserve(static_cast<std::uint32_t>(caches.slots().most()));  // as other admissions do
   caches.before_token(part.sequence, part.fed, own);
   cuda::check(cudaMemcpyAsync(now->of + part.sequence, &part.fed, sizeof part.fed,
                               cudaMemcpyHostToDevice, caches.stream()),
               "positions");
   rotations(part.fed, 1);
   attend(layer, {1, now->of + part.sequence, part.sequence}, part.qkv, part.out, part.lse);
+  sit_out(static_cast<std::size_t>(part.sequence), 1);
   if (part.ends_prompt) caches.end_prompt(part.sequence, part.fed + 1, own);
   fed_of(layer, static_cast<std::size_t>(part.sequence)) += 1;
   behind[static_cast<std::size_t>(part.sequence)] = part.fed;
@@ -332,6 +343,7 @@ void kvlab_slots::before_step(const unsigned char* decodes) {
     want_room(std::uint64_t{at[s]} + 1);
   }
   going = {};  // its memory may be used now
+  caches.reserve_for_steps();
   for (std::size_t s = 0; s < sequences; ++s) {
     if (at[s] == kIdle) continue;
     caches.before_token(static_cast<int>(s), at[s]);
@@ -348,6 +360,7 @@ void kvlab_slots::step(std::uint32_t layer, const void* qkv, void* out, float* l
   const StepRows rows{static_cast<int>(sequences), now->of};
   if (layer == 0) caches.fill_ropes(reinterpret_cast<const std::int32_t*>(now->of), 0, rows.count);
   attend(layer, rows, qkv, out, lse);
+  if (layer + 1 == layers) sit_out(0, sequences);
 }
 
 void kvlab_slots::attend(std::uint32_t layer, const StepRows& rows, const void* qkv, void* out,
@@ -368,7 +381,7 @@ void kvlab_slots::attend(std::uint32_t layer, const StepRows& rows, const void* 
 
 void kvlab_slots::clear() {
   caches.clear();
-  sit_out();
+  sit_out(0, sequences);
   std::ranges::fill(fed, 0u);
   std::ranges::fill(behind, 0u);
   going = {};

@@ -221,16 +221,18 @@ void SlotCaches::modify(kvlab_shrink_args& args, int sequence, bool after_prompt
 void SlotCaches::make_room(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers) {
   bool moves = false;
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
-    const std::uint32_t own = surplus(layer, pair, after_prompt);
-    counts_of(layer, pair).live -= own;
-    moves |= own > 0;
-    if (!coded()) return;
-    RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
-    moves |= rungs.makes_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
-    rungs.make_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
+    moves |= surplus(layer, pair, after_prompt) > 0 ||
+             (coded() && on_rungs_[layer * slots_.pairs() + pair].makes_room(
+                             slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt));
   });
   if (!moves) return;
-  reserve(static_cast<std::uint32_t>(slots_.most()));
+  reserve(static_cast<std::uint32_t>(slots_.most()));  // which may fail: nothing is counted yet
+  each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
+    counts_of(layer, pair).live -= surplus(layer, pair, after_prompt);
+    if (coded())
+      on_rungs_[layer * slots_.pairs() + pair].make_room(slots_.modifiers(pair),
+                                                         slots_.budget(layer, pair), after_prompt);
+  });
   const Admitted nothing{fed, 0};
   copy(work_->nothing, &nothing, 1);
   for (std::uint32_t layer = layers.first; layer < end_of(layers); ++layer) {
@@ -394,6 +396,11 @@ void SlotCaches::share_slots_of_live(int sequence, std::uint32_t fed) {
 }
 
 // --- Steps ---------------------------------------------------------------------------------------
+
+void SlotCaches::reserve_for_steps() {
+  for (const SlotSequence& sequence : config_.sequences)
+    if (!sequence.modifiers.steps_make_room()) reserve(static_cast<std::uint32_t>(slots_.most()));
+}
 
 void SlotCaches::before_token(int sequence, std::uint32_t fed, LayerRange layers) {
   if (!counts(sequence)) return;

@@ -83,6 +83,8 @@ class SlotCaches {
   /// Memory for admissions with so many tokens, those that are live among them. Waits, where it has
   /// to grow.
   const AdmissionMemory& reserve(std::uint32_t slots);
+  /// What before_token() may need, so that it does not fail behind another's.
+  void reserve_for_steps();
 
   // Many tokens on their way into the caches of one sequence, behind the `fed` ones that these have
   // had: one layer after the other, in parts; of each part first write(), then attend(). With a

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <array>
-#include <stdexcept>
 
 namespace kvlab::cuda {
 namespace {
@@ -34,13 +33,14 @@ bool is_lost(cudaError_t error) {
 void check(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return;
   if (is_lost(error))
-    throw std::runtime_error(
+    throw Error(
+        error,
         fmt::format("CUDA: {}: the device was lost ({}: {}); nothing more can be computed on it by "
                     "this process, start again",
                     what, cudaGetErrorName(error), cudaGetErrorString(error)));
   cudaGetLastError();  // a failed call must not fail the next one too
-  throw std::runtime_error(
-      fmt::format("CUDA: {}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error)));
+  throw Error(error, fmt::format("CUDA: {}: {} ({})", what, cudaGetErrorString(error),
+                                 cudaGetErrorName(error)));
 }
 
 std::string bytes_text(std::uint64_t bytes) {
@@ -54,7 +54,8 @@ MemoryInfo memory_info() {
   std::size_t free = 0, total = 0;
   const cudaError_t error = cudaMemGetInfo(&free, &total);
   if (error == cudaErrorMemoryAllocation)  // of the context, which the first call makes
-    throw std::runtime_error(
+    throw Error(
+        error,
         "device memory: other programs hold so much of it that CUDA cannot start; it needs about "
         "600 MiB, and the weights and the cache come on top");
   check(error, "asking for the device's memory");

@@ -4,12 +4,18 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
 namespace kvlab::cuda {
 
-/// Throws std::runtime_error unless `error` is cudaSuccess; `what` was being done.
+struct Error : std::runtime_error {
+  Error(cudaError_t error, const std::string& what) : std::runtime_error(what), code(error) {}
+  cudaError_t code;
+};
+
+/// Throws an Error unless `error` is cudaSuccess; `what` was being done.
 void check(cudaError_t error, std::string_view what);
 
 /// "1.5 GiB".

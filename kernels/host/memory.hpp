@@ -48,7 +48,7 @@ class OwnedBytes {
 class DeviceBuffer : public OwnedBytes<cudaFree> {
  public:
   DeviceBuffer() = default;
-  /// Throws std::runtime_error that says what `what` needs and what is free.
+  /// Throws an Error that says what `what` needs and what is free.
   DeviceBuffer(std::size_t bytes, std::string_view what);
 };
 

@@ -68,7 +68,9 @@ TEST_CASE("In float32 logits are the CPU decoder's, whatever is asked of the cac
       .ladders = {"", "4", "8", "16@12t+4@100%", "fp8@50%+k4v2@50%", "16@9t+8@40%+4@1%+2@59%"},
       .budgets = test::budgets_about(48, heads),
       .prefills = {Prefill{0}, Prefill{32}, Prefill{1}, Prefill{89}}};
-  for (const CacheConfig& config : test::covering(choices, &kCudaDecoder, 220, heads)) {
+  std::vector<CacheConfig> configs = test::covering(choices, &kCudaDecoder, 220, heads);
+  configs.push_back({.policy = parse_policy("full:ladder=4"), .budget = {.extent = tokens(48)}});
+  for (const CacheConfig& config : configs) {
     const ResolvedConfig options = resolve(config, 220, 0, heads);
     CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
     Decoder cpu(cpu_tiny(), options, 2);

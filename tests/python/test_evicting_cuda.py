@@ -148,6 +148,27 @@ def test_a_graph_keeps_what_steps_keep(policy: str) -> None:
     assert kept[0] == kept[1]
 
 
+def test_a_capture_that_fails_counts_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> Any:
+        raise MemoryError
+
+    model = model_of()
+    with torch.no_grad(), kvlab.hf.evicting(model, "h2o", 24, graph=True) as caches:
+        past = model(input_ids=ids_of(40), use_cache=True).past_key_values
+
+        def step() -> None:
+            model(input_ids=ids_of(1), past_key_values=past, use_cache=True)
+
+        step()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "graph", fails)
+            with pytest.raises(MemoryError):
+                step()
+        assert caches.tokens == past.get_seq_length() == 41
+        step()
+        assert caches.tokens == past.get_seq_length() == 42
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_text_ends_where_the_slots_end(graph: bool) -> None:
     model = model_of()

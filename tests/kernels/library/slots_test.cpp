@@ -390,7 +390,10 @@ TEST_CASE("Steps and admissions of sequences in slots do not spoil each other's"
   Slots slots(three), alone(one);
   DrawnRows draw;
   const auto prompt = draw.rows(5), next = draw.rows(1), rows = draw.rows(3);
-  for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
+  const auto unannounced = [&] {
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
+  };
+  unannounced();
   CHECK(slots.kept(0, 1, 0).empty());  // nobody was told to decode
 
   const auto same = [&](int sequence, std::uint32_t layer, std::uint32_t fed, const auto& tokens,
@@ -413,11 +416,13 @@ TEST_CASE("Steps and admissions of sequences in slots do not spoil each other's"
                                   .count = 1,
                                   .qkv = slots.rows(),
                                   .out = slots.rows()};
-      CHECK(kvlab_slots_admit(slots.get(), &part, nullptr) != cudaSuccess);
+      CHECK(kvlab_slots_admit(slots.get(), &part, nullptr) == cudaErrorMemoryAllocation);
     }
   slots.before_step({0, 1, 0});  // whose launches come when another's admission has been made
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(0, layer, 5, next, second[layer]);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
+  unannounced();  // once for each before_step()
+  CHECK(slots.kept(1, 1, 0).size() == 6);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(2, layer, 5, next, second[layer]);
 }
 
@@ -437,6 +442,8 @@ TEST_CASE("Slots are measured without a device, and say what they refuse") {
   CHECK(why([](Layout& l) {
           l.rungs[3].slots = 1;
         }).starts_with(call + "rungs of pair 1: 9 slots of a budget of 84"));
+  CHECK(why([](Layout& l) { l.rules[3].group_max = 1; }) ==
+        call + "rules[3].group_max is 1, that of rules[0] 0; the same in all is expected");
   CHECK(why([](Layout& l) { l.rungs[1].form = KVLAB_FORM_16; }).empty());
   CHECK(why([](Layout& l) {
           l.rungs[0].form = KVLAB_FORM_2;

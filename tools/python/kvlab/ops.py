@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -96,17 +96,18 @@ class Slots:
         )
         made = ctypes.c_void_p()
         torch.cuda.empty_cache()  # what torch does not use is for whoever asks
-        with torch.cuda.device(self.device):
-            done(library().kvlab_slots_create(config, self._stream(), ctypes.byref(made)))
+        self._done(lambda stream: library().kvlab_slots_create(config, stream, ctypes.byref(made)))
         self.handle = int(made.value or 0)
         weakref.finalize(self, library().kvlab_slots_destroy, made)
 
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+    def _done(self, call: Callable[[int], int]) -> None:
+        """A call of the library with the device's current stream."""
+        with torch.cuda.device(self.device):
+            done(call(torch.cuda.current_stream().cuda_stream))
 
     def clear(self) -> None:
         """Forgets all tokens. The memory is what it was, so that a graph goes on serving."""
-        done(library().kvlab_slots_clear(self.handle, self._stream()))
+        self._done(lambda stream: library().kvlab_slots_clear(self.handle, stream))
 
     def admit(
         self, layer: int, qkv: torch.Tensor, fed: int, ends_prompt: bool = True, sequence: int = 0
@@ -122,7 +123,7 @@ class Slots:
         if decodes is not None and len(decodes) != self._sequences:
             raise ValueError(f"kvlab.ops.Slots: decodes of {len(decodes)} sequences; of {self._sequences} is expected")
         chosen = None if decodes is None else bytes(decodes)
-        done(library().kvlab_slots_before_step(self.handle, chosen, self._stream()))
+        self._done(lambda stream: library().kvlab_slots_before_step(self.handle, chosen, stream))
 
     def step(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """A layer of it, of one token for each sequence: nothing but launches."""
@@ -147,8 +148,8 @@ class Slots:
     def kept(self, layer: int, head: int, sequence: int = 0) -> numpy.typing.NDArray[numpy.uint32]:
         """Positions, ascending."""
         positions, count = numpy.empty(self.held(sequence).tokens + 1, numpy.uint32), ctypes.c_uint32()
-        asked = (positions.ctypes.data, len(positions), ctypes.addressof(count), self._stream())
-        done(library().kvlab_slots_kept(self.handle, sequence, layer, head, *asked))
+        asked = (self.handle, sequence, layer, head, positions.ctypes.data, len(positions), ctypes.addressof(count))
+        self._done(lambda stream: library().kvlab_slots_kept(*asked, stream))
         return positions[: count.value]
 
 

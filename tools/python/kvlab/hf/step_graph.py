@@ -52,20 +52,21 @@ class StepGraph:
             if not self._ran:
                 self._ran = True
                 return original(*arguments, **words)
+            if self._graph is None:
+                self._capture(original)  # before anything is counted: it may fail
             self._evicting._look(None, (), {word: words[word] for word in words if word not in _OF_THE_HEAD})
+            logits = self._step(ids, fed)
             self._evicting._past.count(1)
             cache = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-            return CausalLMOutputWithPast(logits=self._step(original, ids, fed), **{cache: past})
+            return CausalLMOutputWithPast(logits=logits, **{cache: past})
 
         return forward
 
-    def _step(self, original: Any, ids: torch.Tensor, fed: int) -> Any:
+    def _step(self, ids: torch.Tensor, fed: int) -> Any:
         caches = self._evicting._rows[0].caches
         self._ids.copy_(ids)
         self._position.fill_(fed)
         caches.before_token()
-        if self._graph is None:
-            self._capture(original)
         self._graph.replay()
         caches.count_token()
         return self._logits.clone()
