@@ -3,11 +3,12 @@
  *
  * All pointers in structs are device memory; shapes stand behind them, the last one contiguous.
  * Calls are stream-ordered: no host synchronisation, no allocation, capturable in a CUDA graph, and
- * deterministic; of kvlab_slots its steps are, and it says what waits and allocates. What changes from step to step is read from device memory, so that a captured
- * graph serves growing sequences. They return cudaErrorInvalidValue, before any launch, for what is
- * not supported: head sizes other than 64, 96, 128 and 256, more than 8 query heads for a KV head
- * (of kvlab_slots, 16). Structs must be zeroed before they are filled in, and struct_size be what
- * sizeof gives: a call whose caller was compiled with another version's struct is refused. */
+ * deterministic; of kvlab_slots its steps are, and it says what waits and allocates. What changes
+ * from step to step is read from device memory, so that a captured graph serves growing sequences.
+ * They return cudaErrorInvalidValue, before any launch, for what is not supported: head sizes other
+ * than 64, 96, 128 and 256, more than 8 query heads for a KV head (of kvlab_slots, 16). Structs must
+ * be zeroed before they are filled in, and struct_size be what sizeof gives: a call whose caller was
+ * compiled with another version's struct is refused. */
 #ifndef KVLAB_H
 #define KVLAB_H
 

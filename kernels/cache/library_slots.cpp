@@ -318,7 +318,7 @@ void kvlab_slots::admit_alone(const kvlab_slots_part& part) {
   const LayerRange own{layer, layer + 1};
   going = {};
   rope_rows = 0;
-  caches.reserve(static_cast<std::uint32_t>(caches.slots().most()));  // as other admissions do
+  caches.reserve();  // as other admissions do
   caches.before_token(part.sequence, part.fed, own);
   cuda::check(cudaMemcpyAsync(now->of + part.sequence, &part.fed, sizeof part.fed,
                               cudaMemcpyHostToDevice, caches.stream()),
@@ -406,9 +406,7 @@ cudaError_t kvlab_slots_create(const kvlab_slots_config* config, cudaStream_t st
     want_args(config);
     want(slots != nullptr, "slots is NULL");
     auto made = std::make_unique<kvlab_slots>(config_of(*config), stream);
-    if (config->longest > 0)
-      made->caches.reserve(
-          std::max(config->longest, static_cast<std::uint32_t>(made->caches.slots().most())));
+    if (config->longest > 0) made->caches.reserve(config->longest);
     *slots = made.release();
   });
 }

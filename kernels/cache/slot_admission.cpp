@@ -43,6 +43,7 @@ AdmissionMemory::AdmissionMemory(cuda::Arena& arena, const SlotsConfig& config, 
 }
 
 const AdmissionMemory& SlotCaches::reserve(std::uint32_t slots) {
+  slots = std::max(slots, static_cast<std::uint32_t>(slots_.most()));
   if (static_cast<int>(slots) <= memory_->cache.most_slots) return *memory_;
   check(cudaStreamSynchronize(stream_), "an admission");
   memory_ = {};  // first give back, then take
@@ -60,21 +61,20 @@ void SlotCaches::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bo
   const bool squeezes =
       config_.numbering == KVLAB_SQUEEZED || (config_.numbering == KVLAB_TWO_FRAMES && fed > 0);
   admission_ = {sequence, fed, tokens, ends_prompt, squeezes};
-  reserve(most_slots());
+  reserve(admitted_slots());
   const Admitted nothing{fed, 0}, all{fed, tokens};
   copy(work_->nothing, &nothing, 1);
   copy(work_->admitted, &all, 1);
   if (config_.kernels.weighted) copy_weights();
 }
 
-/// For live and new tokens together. A shrink looks at every slot of the cache that it takes the
-/// live ones from.
-std::uint32_t SlotCaches::most_slots() const {
+/// For live and new tokens together.
+std::uint32_t SlotCaches::admitted_slots() const {
   std::uint32_t live = 0;
   each_head(admission_.sequence, [&](std::uint32_t layer, std::size_t pair) {
     live = std::max(live, older(admission_.sequence, layer, pair, admission_.fed));
   });
-  return std::max(live + admission_.tokens, static_cast<std::uint32_t>(slots_.most()));
+  return live + admission_.tokens;
 }
 
 void SlotCaches::copy_weights() {

@@ -222,16 +222,14 @@ void SlotCaches::make_room(int sequence, std::uint32_t fed, bool after_prompt, L
   bool moves = false;
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     moves |= surplus(layer, pair, after_prompt) > 0 ||
-             (coded() && on_rungs_[layer * slots_.pairs() + pair].makes_room(
-                             slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt));
+             (coded() &&
+              rungs_of(layer, pair)
+                  .makes_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt));
   });
   if (!moves) return;
-  reserve(static_cast<std::uint32_t>(slots_.most()));  // which may fail: nothing is counted yet
+  reserve();  // which may fail: nothing is counted yet
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
-    counts_of(layer, pair).live -= surplus(layer, pair, after_prompt);
-    if (coded())
-      on_rungs_[layer * slots_.pairs() + pair].make_room(slots_.modifiers(pair),
-                                                         slots_.budget(layer, pair), after_prompt);
+    count_room_of(layer, pair, after_prompt);
   });
   const Admitted nothing{fed, 0};
   copy(work_->nothing, &nothing, 1);
@@ -323,18 +321,22 @@ void SlotCaches::count_admission(int sequence, std::uint32_t layer, std::uint32_
 /// Room that is made behind an admission.
 void SlotCaches::count_room(int sequence, std::uint32_t layer, bool after_prompt) {
   each_pair(sequence, [&](std::size_t pair) {
-    counts_of(layer, pair).live -= surplus(layer, pair, after_prompt);
-    if (!coded()) return;
-    on_rungs_[layer * slots_.pairs() + pair].make_room(slots_.modifiers(pair),
-                                                       slots_.budget(layer, pair), after_prompt);
+    count_room_of(layer, pair, after_prompt);
     count_bytes(layer, pair);
   });
+}
+
+void SlotCaches::count_room_of(std::uint32_t layer, std::size_t pair, bool after_prompt) {
+  counts_of(layer, pair).live -= surplus(layer, pair, after_prompt);
+  if (coded())
+    rungs_of(layer, pair)
+        .make_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
 }
 
 /// Room is made before them.
 void SlotCaches::admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint32_t tokens) {
   if (!coded()) return;
-  RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
+  RungCounts& rungs = rungs_of(layer, pair);
   rungs.make_room(slots_.modifiers(pair), slots_.budget(layer, pair), false);
   rungs.admit(tokens);
 }
@@ -386,7 +388,7 @@ std::vector<std::int32_t> SlotCaches::share_slots(int sequence, std::uint32_t la
 
 /// Where the prompt's last token came alone: by way of an admission's memory.
 void SlotCaches::share_slots_of_live(int sequence, std::uint32_t fed) {
-  reserve(static_cast<std::uint32_t>(slots_.most()));
+  reserve();
   const Admitted nothing{fed, 0};
   copy(work_->nothing, &nothing, 1);
   for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {
@@ -399,7 +401,7 @@ void SlotCaches::share_slots_of_live(int sequence, std::uint32_t fed) {
 
 void SlotCaches::reserve_for_steps() {
   for (const SlotSequence& sequence : config_.sequences)
-    if (!sequence.modifiers.steps_make_room()) reserve(static_cast<std::uint32_t>(slots_.most()));
+    if (!sequence.modifiers.steps_make_room()) reserve();
 }
 
 void SlotCaches::before_token(int sequence, std::uint32_t fed, LayerRange layers) {

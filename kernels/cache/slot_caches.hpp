@@ -80,9 +80,10 @@ class SlotCaches {
   cudaStream_t stream() const { return stream_; }
   /// Nothing is live. The memory stays where it is, so that a graph goes on serving. Waits.
   void clear();
-  /// Memory for admissions with so many tokens, those that are live among them. Waits, where it has
-  /// to grow.
-  const AdmissionMemory& reserve(std::uint32_t slots);
+  /// Memory for admissions with so many tokens, those that are live among them, and for whatever a
+  /// pair can hold: a shrink looks at every slot of the cache that it takes the live ones from.
+  /// Waits, where it has to grow.
+  const AdmissionMemory& reserve(std::uint32_t slots = 0);
   /// What before_token() may need, so that it does not fail behind another's.
   void reserve_for_steps();
 
@@ -238,11 +239,15 @@ class SlotCaches {
   const Counts& counts_of(std::uint32_t layer, std::size_t pair) const {
     return counts_[layer * slots_.pairs() + pair];
   }
+  RungCounts& rungs_of(std::uint32_t layer, std::size_t pair) {
+    return on_rungs_[layer * slots_.pairs() + pair];
+  }
   std::uint32_t surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const;
   std::uint32_t older(int sequence, std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
   void make_room(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers);
   void count_admission(int sequence, std::uint32_t layer, std::uint32_t tokens);
   void count_room(int sequence, std::uint32_t layer, bool after_prompt);
+  void count_room_of(std::uint32_t layer, std::size_t pair, bool after_prompt);
   std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
   void share_slots_of_live(int sequence, std::uint32_t fed);
   /// What takes tokens from an admission's memory to a sequence's slots in a layer.
@@ -272,7 +277,7 @@ class SlotCaches {
   const void* attended_keys() const {
     return admission_.squeezes ? memory_->squeezed_keys : memory_->cache.keys;
   }
-  std::uint32_t most_slots() const;
+  std::uint32_t admitted_slots() const;
   void copy_weights();
 
   SlotsConfig config_;
