@@ -1,0 +1,211 @@
+#include "sim/run/paired_scores.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "traces/base/numeric/nan.hpp"
+
+namespace kvlab {
+namespace {
+
+using Values = std::vector<double>;
+
+constexpr double kOutside = 0.05;  // of a 95% interval
+
+/// The regularised incomplete beta function, by Lentz's continued fraction.
+double incomplete_beta(double a, double b, double x) {
+  if (x <= 0 || x >= 1) return x <= 0 ? 0 : 1;
+  if (x > (a + 1) / (a + b + 2)) return 1 - incomplete_beta(b, a, 1 - x);
+  constexpr double kTiny = 1e-300, kEnough = 1e-15;
+  const auto or_tiny = [](double value) { return std::abs(value) < kTiny ? kTiny : value; };
+  double c = 1, d = 1 / or_tiny(1 - (a + b) * x / (a + 1)), fraction = d;
+  for (int m = 1; m < 1000; ++m) {
+    const double even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m));
+    const double odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1));
+    double step = 1;
+    for (const double term : {even, odd}) {
+      d = 1 / or_tiny(1 + term * d);
+      c = or_tiny(1 + term / c);
+      step = d * c;
+      fraction *= step;
+    }
+    if (std::abs(step - 1) < kEnough) break;
+  }
+  const double front =
+      std::lgamma(a + b) - std::lgamma(a) - std::lgamma(b) + a * std::log(x) + b * std::log1p(-x);
+  return std::exp(front) * fraction / a;
+}
+
+/// Where a falling function of (0, 1) passes through zero.
+template <class Function>
+double root_of(Function falling) {
+  double low = 0, high = 1;
+  for (int i = 0; i < 100; ++i) {
+    const double middle = (low + high) / 2;
+    (falling(middle) > 0 ? low : high) = middle;
+  }
+  return (low + high) / 2;
+}
+
+/// Half of Student's 95% interval, in standard errors.
+double student(std::size_t count) {
+  const auto freedom = static_cast<double>(count - 1);
+  // P(|t| > x) = I(freedom / (freedom + x²)), which grows with its argument.
+  const double at =
+      root_of([&](double x) { return kOutside - incomplete_beta(freedom / 2, 0.5, x); });
+  return std::sqrt(freedom * (1 - at) / at);
+}
+
+/// The error of a weighted mean, as that of a ratio of sums.
+double error_of(const Values& values, const Values& weights) {
+  const auto n = static_cast<double>(values.size());
+  double sum = 0, weight = 0, squares = 0;
+  for (std::size_t i = 0; i < values.size(); ++i)
+    sum += weights[i] * values[i], weight += weights[i];
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const double off = weights[i] * (values[i] - sum / weight);
+    squares += off * off;
+  }
+  return std::sqrt(n / (n - 1) * squares) / weight;
+}
+
+/// A mean of several configurations' figures, each by its factor.
+struct Term {
+  std::size_t configuration;
+  double factor;
+};
+
+double sum_of(std::span<const Term> terms, const auto& value) {
+  double sum = 0;
+  for (const Term& term : terms) sum += term.factor * value(term.configuration);
+  return sum;
+}
+
+Difference with_error(Difference of, const Values& values, const Values& weights) {
+  of.standard_error = error_of(values, weights);
+  const double half = student(values.size()) * of.standard_error;
+  of.interval = {of.mean - half, of.mean + half};
+  return of;
+}
+
+/// Of one configuration, or of one less another.
+Difference of_answers(const PairedText& text, std::span<const Term> terms) {
+  const Values& own = text.blocks[terms.front().configuration];
+  const Values& other = text.blocks[terms.back().configuration];
+  std::uint64_t right = 0, gained = 0, lost = 0;
+  const std::size_t draws = std::min(own.size(), other.size());
+  for (std::size_t i = 0; i < draws; ++i)
+    right += own[i] == 1, gained += own[i] > other[i], lost += own[i] < other[i];
+  if (terms.size() == 2) return share_difference(gained, lost, draws);
+  const auto n = static_cast<double>(own.size());
+  const double share = static_cast<double>(right) / n;
+  return {share, std::sqrt(share * (1 - share) / n), share_interval(right, own.size()), 1};
+}
+
+Difference difference_of(std::span<const PairedText> texts, std::span<const Term> terms) {
+  Values means, weights;
+  const PairedText* last = nullptr;
+  for (const PairedText& text : texts) {
+    const double mean = sum_of(terms, [&](std::size_t c) { return text.means[c]; });
+    if (!std::isfinite(mean) || !(text.weight > 0)) continue;
+    means.push_back(mean), weights.push_back(text.weight);
+    last = &text;
+  }
+  Difference found{.texts = means.size()};
+  if (means.empty()) return found.mean = kNaN, found;
+  for (std::size_t i = 0; i < means.size(); ++i) found.mean += weights[i] * means[i];
+  found.mean /= std::accumulate(weights.begin(), weights.end(), 0.0);
+  if (means.size() > 1) return with_error(found, means, weights);
+  if (last->blocks.empty()) return found;
+  if (last->answers) return of_answers(*last, terms);
+  means.clear(), weights.clear();
+  std::size_t blocks = std::numeric_limits<std::size_t>::max();
+  for (const Term& term : terms) blocks = std::min(blocks, last->blocks[term.configuration].size());
+  for (std::size_t b = 0; b < blocks; ++b) {
+    const double value = sum_of(terms, [&](std::size_t c) { return last->blocks[c][b]; });
+    const double weight = last->block_weights.empty() ? 1 : last->block_weights[b];
+    if (std::isfinite(value) && weight > 0) means.push_back(value), weights.push_back(weight);
+  }
+  return means.size() < PairedScores::kLeastBlocks ? found : with_error(found, means, weights);
+}
+
+}  // namespace
+
+void PairedScores::add(PairedText text) {
+  if (std::ranges::find(texts_, text.text, &PairedText::text) != texts_.end()) return;
+  texts_.push_back(std::move(text));
+}
+
+void PairedScores::add_tokens(const std::string& text,
+                              std::span<const std::span<const double>> scores) {
+  auto own = std::ranges::find(texts_, text, &PairedText::text);
+  if (own == texts_.end())
+    own = texts_.insert(own, {.text = text,
+                              .weight = 0,
+                              .means = Values(configurations_),
+                              .blocks = std::vector<Values>(configurations_)});
+  const std::size_t length = scores.front().size();
+  for (std::size_t first = 0; first < length; first += kBlockTokens) {
+    const std::size_t count = std::min(kBlockTokens, length - first);
+    const auto tokens = static_cast<double>(count);
+    own->block_weights.push_back(tokens);
+    for (std::size_t c = 0; c < scores.size(); ++c) {
+      const auto block = scores[c].subspan(first, count);
+      const double mean = std::accumulate(block.begin(), block.end(), 0.0) / tokens;
+      own->blocks[c].push_back(mean);
+      own->means[c] += (mean - own->means[c]) * tokens / (own->weight + tokens);
+    }
+    own->weight += tokens;
+  }
+}
+
+std::uint64_t PairedScores::tokens() const {
+  double sum = 0;
+  for (const PairedText& text : texts_) sum += text.weight;
+  return static_cast<std::uint64_t>(sum);
+}
+
+Difference PairedScores::average(std::size_t configuration) const {
+  const Term terms[] = {{configuration, 1}};
+  return difference_of(texts_, terms);
+}
+
+Difference PairedScores::difference(std::size_t a, std::size_t b) const {
+  const Term terms[] = {{a, 1}, {b, -1}};
+  return difference_of(texts_, terms);
+}
+
+Interval share_interval(std::uint64_t hits, std::uint64_t count) {
+  if (count == 0) return {0, 1};
+  const auto h = static_cast<double>(hits), misses = static_cast<double>(count - hits);
+  // The chance of as many hits or more grows with the share, that of as few or fewer falls.
+  const double low = hits == 0 ? 0 : root_of([&](double share) {
+    return kOutside / 2 - incomplete_beta(h, misses + 1, share);
+  });
+  const double high = hits == count ? 1 : root_of([&](double share) {
+    return 1 - incomplete_beta(h + 1, misses, share) - kOutside / 2;
+  });
+  return {low, high};
+}
+
+double half_width(std::size_t texts) {
+  return texts < 2 ? kNaN : student(texts) / std::sqrt(static_cast<double>(texts));
+}
+
+Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint64_t count) {
+  Difference found{.texts = 1};
+  if (count == 0) return found.mean = kNaN, found;
+  const auto n = static_cast<double>(count), gain = static_cast<double>(gained),
+             loss = static_cast<double>(lost);
+  const double differ = (gain + loss) / n;
+  found.mean = (gain - loss) / n;
+  found.standard_error = std::sqrt(std::max(0.0, differ - found.mean * found.mean) / n);
+  const Interval share = share_interval(gained, gained + lost);
+  found.interval = {differ * (2 * share.low - 1) + 0.0, differ * (2 * share.high - 1)};  // no -0
+  return found;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,83 @@
+// Paired scores of several configurations over the same queries, tokens or samples of the same
+// texts: means, differences, standard errors and 95% intervals. The only estimator in kvlab.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace kvlab {
+
+struct Interval {
+  double low = std::numeric_limits<double>::quiet_NaN(), high = low;
+};
+
+/// One mean less another, over the same texts; or one mean by itself.
+struct Difference {
+  double mean = 0;
+  double standard_error = std::numeric_limits<double>::quiet_NaN();  ///< NaN: not known
+  Interval interval = {};                                            ///< 95%; NaN: not known
+  std::size_t texts = 0;
+
+  /// Whether zero lies outside the interval. Without an interval nothing is told apart.
+  bool told_apart() const { return interval.low > 0 || interval.high < 0; }
+  bool ahead() const { return interval.high < 0; }  ///< the first is less, and can be told apart
+  bool behind() const { return interval.low > 0; }
+  Difference reversed() const {
+    return {-mean, standard_error, {-interval.high, -interval.low}, texts};
+  }
+};
+
+/// What several configurations scored on one text. NaN: not measured there.
+struct PairedText {
+  std::string text;                              ///< its hash, or any name of its own
+  double weight = 1;                             ///< among texts
+  std::vector<double> means = {};                ///< [configuration]
+  std::vector<std::vector<double>> blocks = {};  ///< [configuration][block]; or empty
+  std::vector<double> block_weights = {};        ///< [block]; empty: alike
+  bool answers = false;                          ///< blocks are single answers, 1 right or 0 wrong
+};
+
+/// Paired figures of several configurations. Of two texts or more, an error is that of the means of
+/// texts (Student's factor); of one text, of its blocks, and says nothing of another text; of one
+/// text of fewer than kLeastBlocks blocks there is none. Of answers, however few: shares by
+/// share_interval(), differences by share_difference().
+class PairedScores {
+ public:
+  static constexpr std::size_t kLeastBlocks = 8;
+  static constexpr std::size_t kBlockTokens = 64;  ///< neighbours depend on each other
+
+  explicit PairedScores(std::size_t configurations) : configurations_(configurations) {}
+
+  /// A text that is there already, by its name, counts once.
+  void add(PairedText text);
+  /// One sequence's scores by token [configuration][token], which follow those of the same text
+  /// before; blocks of kBlockTokens, texts by their tokens.
+  void add_tokens(const std::string& text, std::span<const std::span<const double>> scores);
+
+  std::size_t texts() const { return texts_.size(); }
+  std::uint64_t tokens() const;  ///< that add_tokens() got
+  double mean(std::size_t configuration) const { return average(configuration).mean; }
+  Difference average(std::size_t configuration) const;
+  /// `a` less `b`, over the texts that have both.
+  Difference difference(std::size_t a, std::size_t b) const;
+
+ private:
+  std::size_t configurations_;
+  std::vector<PairedText> texts_;
+};
+
+/// One share of right answers less another, over the same `count` draws: in `gained` of them the
+/// first alone is right, in `lost` the other. Exact, by the draws in which they differ.
+Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint64_t count);
+/// All shares from which `hits` of `count` is not too far (Clopper and Pearson, 95%).
+Interval share_interval(std::uint64_t hits, std::uint64_t count);
+
+/// Half of a 95% interval of the mean of so many texts, by the scatter of one; NaN of fewer than
+/// two.
+double half_width(std::size_t texts);
+
+}  // namespace kvlab
