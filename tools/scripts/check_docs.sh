@@ -1,16 +1,12 @@
 #!/usr/bin/env bash
 # Checks the pages for readers: links, anchors and paths in the tree lead somewhere, README names policies that are, lines
-# hold at most 120 characters (tables may be wider), pages at most 1,200 words, code, the bars of tables and what a
-# command generates not counted.
+# hold at most 120 characters (tables may be wider).
 set -euo pipefail
 export LC_ALL=C.UTF-8
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 failed=0
 complain() { echo "$*" && failed=1; }
 
-prose() {
-  awk '/^<!-- kvlab / {made = 1} /^<!-- end -->/ {made = 0} /^```/ {code = !code; next} !made && !code && !/^    /' "$1" | tr '|' ' ' | sed 's/---*//g'
-}
 anchors() {
   sed -n 's/^##* //p' "$1" | tr '[:upper:]' '[:lower:]' | sed 's/[^[:alnum:]_ -]//g; s/ /-/g'
 }
@@ -24,8 +20,6 @@ for page in README.md CHANGELOG.md docs/*.md docs/*/*.md; do
   while IFS=: read -r line _; do
     complain "$page:$line: over 120 characters"
   done < <(grep -nE '^[^|].{120,}' "$page")
-  words=$(prose "$page" | wc -w)
-  [[ $page == CHANGELOG.md || $words -le 1200 ]] || complain "$page: $words words, at most 1200"
   while read -r link; do
     target=$page
     [[ $link == '#'* ]] || target=$(dirname "$page")/${link%%#*}
