@@ -17,8 +17,8 @@ using test::kPrompt, test::kTokens, test::window_ids;
 
 namespace {
 
-const Model& model_of(const std::string& name) {
-  static std::map<std::string, Model> models;
+const Model& model_of(std::string_view name) {
+  static std::map<std::string, Model, std::less<>> models;
   const auto found = models.find(name);
   if (found != models.end()) return found->second;
   return models.emplace(name, Model::load(test::source_path("tests/data/models") / name, 1))
