@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Sourced: the Catch2 test cases with the tag [gpu] of a build, listed and run under Catch2 2 and 3.
+
+# program_files BUILD: a line for each test program, "PROGRAM SOURCE..."; PROGRAM is relative to BUILD, sources to the
+# source tree. CMake wrote it.
+program_files() {
+  local list=$1/tests/programs.txt
+  [[ -s $list ]] || { echo "$list is missing; run cmake on $1 again" >&2; return 1; }
+  cat "$list"
+}
+
+# catch2_major PROGRAM: 2 or 3.
+catch2_major() {
+  local version
+  version=$("$1" --libidentify 2>/dev/null | sed -nE 's/^version: *([0-9]+)\..*/\1/p')
+  [[ $version == 2 || $version == 3 ]] || { echo "$1: '--libidentify' names no Catch2 of version 2 or 3" >&2; return 1; }
+  echo "$version"
+}
+
+# gpu_cases_of PROGRAM: the names of its test cases with the tag [gpu], one a line. Fails if they cannot be listed.
+gpu_cases_of() {
+  local major names status=0
+  major=$(catch2_major "$1") || return 1
+  if [[ $major == 2 ]]; then
+    names=$("$1" --list-test-names-only '[gpu]') || status=$?
+    # Catch2 2 exits with the number of names.
+    [[ $status -eq $(grep -c . <<<"$names") ]] || { echo "$1: listing its cases exited with $status" >&2; return 1; }
+  else
+    names=$("$1" --list-tests --verbosity quiet '[gpu]') || { echo "$1: listing its cases failed" >&2; return 1; }
+  fi
+  sed 's/^ *//; /^$/d' <<<"$names"
+}
+
+# case_pattern NAME: what Catch2 takes as the name of that case alone.
+# shellcheck disable=SC2001
+case_pattern() { sed 's/[][\\",*]/\\&/g' <<<"$1"; }
+
+# run_gpu_case PROGRAM NAME: fails, too, if no case has that name.
+run_gpu_case() {
+  local major
+  major=$(catch2_major "$1") || return 1
+  if [[ $major == 2 ]]; then
+    "$1" -w NoTests "$(case_pattern "$2")"
+  else
+    "$1" -w UnmatchedTestSpec "$(case_pattern "$2")"
+  fi
+}
+
+# list_gpu_cases BUILD SOURCE: a line "PROGRAM|NAME" for each case. Fails unless every program whose sources have the tag
+# is there and lists as many cases as they have.
+list_gpu_cases() {
+  local build=$1 source=$2 programs program files cases listed wanted
+  programs=$(program_files "$build") || return 1
+  while read -r program files; do
+    # shellcheck disable=SC2086  # several files
+    wanted=$(cd "$source" && cat $files | grep -o '\[gpu\]' | wc -l)
+    [[ $wanted -gt 0 ]] || continue
+    [[ -x $build/$program ]] || { echo "$build/$program is not built, and has $wanted GPU tests" >&2; return 1; }
+    cases=$(gpu_cases_of "$build/$program") || return 1
+    listed=$(grep -c . <<<"$cases" || true)
+    [[ $listed -eq $wanted ]] ||
+      { echo "$program lists $listed GPU tests, and its sources have $wanted; build it again" >&2; return 1; }
+    sed "s|^|$build/$program\||" <<<"$cases"
+  done <<<"$programs"
+}

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# All that needs a GPU, in one go, from a build folder and the sources alone:
+#
+#   tools/scripts/gpu_tests.sh BUILD [AT_ONCE] [PATTERN]
+#
+# BUILD was made with the preset cuda, and ctest's "an engine of its own builds against the installed package" has run
+# there: it leaves the package and the examples. AT_ONCE (10) run at the same time: every test case with the tag [gpu], the
+# examples in C; the example in Python by KVLAB_HF_PYTHON's PyTorch, the Python tests by KVLAB_PYTHON's kvlab. The example
+# of each command's help runs last and alone, on the device. PATTERN: only those whose names match. Prints a line with the
+# time of each, the slowest first; logs stay in BUILD/gpu-tests. Exits 1 if anything failed, if no test with the tag
+# passed, or if a program whose sources have the tag is missing or lists fewer cases than they have. Works with Catch2 2
+# and 3.
+set -euo pipefail
+
+build=$(cd "${1:?BUILD}" && pwd) at_once=${2:-10} pattern=${3:-.}
+source=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+logs=$build/gpu-tests
+installed=$build/tests/kernels/installed
+export LD_LIBRARY_PATH=$installed/prefix/lib:${LD_LIBRARY_PATH:-} KVLAB_COMMAND=$build/kvlab
+# shellcheck source=tools/scripts/gpu_cases.sh
+source "$source/tools/scripts/gpu_cases.sh"
+rm -rf "$logs" && mkdir -p "$logs"
+
+# NAME|COMMAND of each.
+tagged() {
+  list_gpu_cases "$build" "$source" | while IFS='|' read -r program name; do
+    printf '%s: %s|run_gpu_case %q %q\n' "$(basename "$program")" "${name//|/ }" "$program" "$name"
+  done
+}
+others() {
+  printf 'example %s.c|%q\n' evict "$installed/build/evict" paged "$installed/build/paged"
+  printf 'example torch_evict.py|python_with torch %q %q --library %q\n' "${KVLAB_HF_PYTHON:-python3}" \
+    "$source/tools/examples/torch_evict.py" "$installed/prefix/lib/libkvlab_kernels.so"
+  printf 'python engine.py|python_with torch,kvlab %q %q --layers 8\n' "${KVLAB_PYTHON:-python3}" \
+    "$source/tools/examples/engine.py"
+  for tests in evicting_cuda ops replay; do
+    printf 'python test_%s.py|python_with torch,pytest,kvlab %q -m pytest -q -p no:cacheprovider %q\n' $tests \
+      "${KVLAB_PYTHON:-python3}" "$source/tests/python/test_$tests.py"
+  done
+}
+alone() {
+  printf 'the examples of --help|sh %q %q %q\n' "$source/tests/tools/examples_test.sh" "$build/kvlab" "$source"
+}
+
+# python_with MODULES PYTHON WORD...
+python_with() {
+  local modules=$1 python=$2
+  shift 2
+  "$python" -c "import $modules" 2>/dev/null || { echo "skipped: $python cannot import $modules"; return; }
+  "$python" "$@"
+}
+
+# try NAME|COMMAND: a line "SECONDS passed|skipped|FAILED: NAME...".
+try() {
+  local name=${1%%|*} log began=${EPOCHREALTIME/[.,]/} status=0 result
+  log=$logs/$(md5sum <<<"$1" | cut -c1-12)
+  echo "$1" >"$log"
+  (cd "$logs" && eval "${1#*|}") >>"$log" 2>&1 || status=$?
+  if [[ $status -ne 0 ]]; then
+    result="FAILED: $name ($log)"
+  elif grep -qE '^skipped: .*(no CUDA device|no device)' "$log"; then
+    result="FAILED: $name: it found no GPU ($log)"
+  elif grep -q '^skipped: ' "$log"; then
+    result="skipped: $name: $(grep -m1 '^skipped: ' "$log")"
+  else
+    result="passed: $name"
+  fi
+  local took=$(((${EPOCHREALTIME/[.,]/} - began) / 100000))
+  printf '%5d.%d s  %s\n' $((took / 10)) $((took % 10)) "$result"
+}
+export -f try python_with run_gpu_case case_pattern catch2_major
+export logs
+
+tagged >"$logs/tagged" || exit 1
+[[ -s $logs/tagged ]] || { echo "no test program of $build has a case with the tag [gpu]" >&2; exit 1; }
+others >>"$logs/tagged"
+alone >"$logs/alone"
+for group in tagged alone; do
+  # shellcheck disable=SC2016  # for the inner shell
+  { grep -E -e "$pattern" "$logs/$group" || true; } | tr '\n' '\0' |
+    xargs -0 -r -n1 -P "$at_once" bash -c 'try "$0"'
+done >"$logs/results"
+sort -rn "$logs/results"
+count() { grep -cE "^ *[0-9.]+ s  $1: " "$logs/results" || true; }
+echo "$(count passed) passed, $(count FAILED) failed, $(count skipped) skipped;" \
+  "$(count 'passed: test_[^ ]*') of $(grep -c '|run_gpu_case ' "$logs/tagged") GPU test cases passed"
+[[ $(count FAILED) -eq 0 && $(count 'passed: test_[^ ]*') -gt 0 ]]
