@@ -15,7 +15,8 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Numbers of very different sizes ask for a logarithmic axis; so does sim/report/page/data.js.
+/// Numbers, zeros aside, of very different sizes ask for a logarithmic axis; so does
+/// sim/report/page/data.js.
 constexpr double kWideSpan = 10;
 
 double tokens_of(const BudgetColumn& budget) {
@@ -26,22 +27,10 @@ bool spans_decades(const std::vector<FigureSeries>& series) {
   double least = std::numeric_limits<double>::infinity(), most = 0;
   for (const FigureSeries& one : series)
     for (const FigurePoint& point : one.points) {
-      if (!(point.y > 0)) return false;
-      least = std::min(least, point.y), most = std::max(most, point.y);
+      if (!(point.y >= 0)) return false;
+      if (point.y > 0) least = std::min(least, point.y), most = std::max(most, point.y);
     }
   return most > kWideSpan * least;
-}
-
-/// Powers of two from the least to the most of the points.
-std::vector<double> doublings(const std::vector<FigureSeries>& series) {
-  double least = std::numeric_limits<double>::infinity(), most = 0;
-  for (const FigureSeries& one : series)
-    for (const FigurePoint& point : one.points)
-      least = std::min(least, point.x), most = std::max({most, point.x, point.x_high});
-  std::vector<double> ticks;
-  for (double tick = std::exp2(std::floor(std::log2(least))); tick <= 2 * most; tick *= 2)
-    ticks.push_back(tick);
-  return ticks;
 }
 
 /// A metric's average as a point, with bars of one standard error.
@@ -73,9 +62,32 @@ ordered_json point_json(const FigurePoint& point) {
   return json;
 }
 
+/// What a logarithmic axis of the figure's values can draw: values of 0, and bars that reach below,
+/// end at a floor under the smallest positive value, and the title says so.
+Figure floored(Figure figure) {
+  if (!figure.y.logarithmic) return figure;
+  double least = std::numeric_limits<double>::infinity();
+  bool zeros = false;
+  for (const FigureSeries& one : figure.series)
+    for (const FigurePoint& point : one.points) {
+      if (point.y > 0) least = std::min(least, point.y);
+      zeros = zeros || point.y == 0;
+    }
+  if (zeros) figure.y.title += " (0 is drawn at the bottom)";
+  const double floor = least / 2;
+  for (FigureSeries& one : figure.series)
+    for (FigurePoint& point : one.points) {
+      point.y = std::max(point.y, floor);
+      if (point.y_low < floor) point.y_low = floor;
+      if (point.y_high < floor) point.y_high = floor;
+    }
+  return figure;
+}
+
 ordered_json axis_json(const FigureAxis& axis) {
   return {{"title", axis.title},
           {"log", axis.logarithmic},
+          {"base", axis.base},
           {"ticks", axis.ticks},
           {"names", axis.names}};
 }
@@ -128,7 +140,9 @@ ordered_json channel(const char* field, const FigureAxis& axis) {
                      {"zero", false},
                      {"nice", false},
                      {"padding", 12}};
-  ordered_json drawn{{"grid", std::string_view(field) == "y"}, {"labelOverlap", true}};
+  if (axis.logarithmic) scale["base"] = axis.base;
+  ordered_json drawn{
+      {"grid", std::string_view(field) == "y"}, {"labelOverlap", "greedy"}, {"labelSeparation", 8}};
   if (!axis.ticks.empty()) drawn["values"] = axis.ticks;
   if (!axis.names.empty()) {
     drawn["values"] = ordered_json::array();
@@ -266,7 +280,7 @@ Figure frontier_figure(const Figures& figures, const std::vector<std::size_t>& d
                        const MetricInfo& metric) {
   Figure figure{.name = "frontier",
                 .title = fmt::format("{} against what was held", metric.label),
-                .x = {.title = "keys and values, KiB", .logarithmic = true},
+                .x = {.title = "keys and values, KiB", .logarithmic = true, .base = 2},
                 .y = {.title = std::string(metric.label)}};
   figure.series = series_with(figures, drawn, [&](std::size_t s) {
     std::vector<FigurePoint> points;
@@ -283,7 +297,6 @@ Figure frontier_figure(const Figures& figures, const std::vector<std::size_t>& d
     }
     return points;
   });
-  figure.x.ticks = doublings(figure.series);
   figure.y.logarithmic = spans_decades(figure.series);
   return figure;
 }
@@ -300,7 +313,8 @@ ordered_json page_json(const Figure& figure) {
           {"y", axis_json(figure.y)}, {"joined", figure.joined}, {"series", series}};
 }
 
-ordered_json vega_lite(const Figure& figure) {
+ordered_json vega_lite(const Figure& given) {
+  const Figure figure = floored(given);
   ordered_json rows = ordered_json::array();
   for (std::size_t s = 0; s < figure.series.size(); ++s)
     for (const FigurePoint& point : figure.series[s].points) {

@@ -43,7 +43,8 @@ std::vector<SeriesStyle> styles_of(std::span<const Series> series);
 struct FigureAxis {
   std::string title;
   bool logarithmic = false;
-  std::vector<double> ticks = {};       ///< empty: as they come
+  int base = 10;                        ///< of a logarithmic axis: ticks are its powers
+  std::vector<double> ticks = {};       ///< empty: chosen where the figure is drawn
   std::vector<std::string> names = {};  ///< of the places 0, 1, …, where they stand for no number
 };
 

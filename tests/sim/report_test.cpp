@@ -170,7 +170,25 @@ TEST_CASE("a frontier stands at the mean of bytes held, with a bar to the peak")
   CHECK(point.x_high == 8);
   CHECK(point.y == Approx(0.4));
   CHECK(point.note == "budget 64");
-  CHECK(figure.x.ticks == std::vector<double>{2, 4, 8, 16});
+  CHECK(figure.x.base == 2);
+  CHECK(figure.x.ticks.empty());  // what draws it chooses them inside of its axis
+}
+
+TEST_CASE("one value of 0 leaves an axis of errors logarithmic, and is drawn at its bottom") {
+  const Run run =
+      made_up_run({{"window", "", 0.8, 0.01}, {"h2o", "", 0.05, 0.1}, {"lru", "", 0, 0}});
+  const Figures figures(run.rows);
+  const Figure figure = curve_figure(figures, {0, 1, 2}, *find_metric("nll_recall"));
+  CHECK(figure.y.logarithmic);
+  const auto spec = vega_lite(figure);
+  double least = 1;
+  for (const auto& row : spec["hconcat"][0]["data"]["values"]) {
+    least = std::min(least, row["y"].get<double>());
+    if (row.contains("y_low")) CHECK(row["y_low"].get<double>() > 0);
+  }
+  CHECK(least == Approx(0.0125));  // half of the least that is not 0
+  CHECK_THAT(spec["hconcat"][0]["layer"][2]["encoding"]["y"]["title"].get<std::string>(),
+             ContainsSubstring("0 is drawn at the bottom"));
 }
 
 TEST_CASE("the page holds every section and needs nothing else") {

@@ -300,9 +300,9 @@ std::string module_script(const std::filesystem::path& file, std::string_view na
                      name == "selection" ? "selections" : name, text);
 }
 
-constexpr std::array<std::string_view, 9> kScripts{"data.js",   "elements.js", "chart.js",
-                                                   "curves.js", "heads.js",    "points.js",
-                                                   "kept.js",   "tables.js",   "main.js"};
+constexpr std::array<std::string_view, 10> kScripts{
+    "data.js", "elements.js", "chart.js", "curves.js", "heads.js",
+    "axis.js", "points.js",   "kept.js",  "tables.js", "main.js"};
 
 /// Inside <script> nothing but "</script" and "<!--" ends or bends it; in JSON "<" may be escaped.
 std::string json_element(const nlohmann::ordered_json& data) {

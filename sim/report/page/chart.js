@@ -28,7 +28,9 @@ function viewOf(spec, width, options = {}) {
     {renderer: 'svg', expr: vega.expressionInterpreter, ...options});
 }
 
-/** Chart draws what `specOf(forExport)` says, now and whenever the page changes. */
+const kExportWidth = 720;
+
+/** Chart draws what `specOf(forExport, width)` says, now and whenever the page changes. */
 class Chart {
   constructor(holder, title, specOf, near = null) {
     this.title = title;
@@ -54,7 +56,8 @@ class Chart {
     this.view?.finalize();
     this.index = -1;
     this.box.setAttribute('aria-label', this.title());
-    this.view = viewOf(this.specOf(false), Math.max(240, this.box.clientWidth), {container: this.box});
+    const width = Math.max(240, this.box.clientWidth);
+    this.view = viewOf(this.specOf(false, width), width, {container: this.box});
     await this.view.runAsync();
     this.readout.value = this.near ? 'Point at the figure, or use the arrow keys in it.' : '';
   }
@@ -92,7 +95,7 @@ class Chart {
   }
 
   async exported() {
-    const view = viewOf(this.specOf(true), 720);
+    const view = viewOf(this.specOf(true, kExportWidth), kExportWidth);
     await view.runAsync();
     return view;
   }

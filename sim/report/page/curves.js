@@ -82,12 +82,12 @@ function shownDots(page) {
   return sweep ? sweepDots(page, sweep) : budgetDots(page);
 }
 
-function curveSpec(page, forExport) {
+function curveSpec(page, forExport, width) {
   const sweep = currentSweep(page), dots = shownDots(page), metric = page.metric();
   const ticks = [...new Set(dots.map((d) => d.x))].sort((a, b) => a - b);
   const top = dots.flatMap((d) => [d.high, d.most ?? d.high]), floor = dots.flatMap((d) => [d.low, d.least ?? d.low]);
   const domain = metric.higher ? [Math.min(...floor, 1), Math.max(...top, 1)] : [Math.min(0, ...floor), Math.max(...top, 1e-12)];
-  return plotSpec({dots, spreads: dots.filter((d) => d.least !== null && page.state.spread), forExport,
+  return plotSpec({dots, spreads: dots.filter((d) => d.least !== null && page.state.spread), forExport, width,
     lines: linesOf(page, sweep), title: page.curveTitle(), joined: true,
     x: {title: sweep ? `${sweep.policy}: ${sweep.parameter}` : page.data.x_title ?? 'budget, tokens', log: !sweep && ticks.length > 1,
       base: sweep ? 10 : 2, ticks: sweep ? [] : ticks},

@@ -68,9 +68,10 @@ function figureText(value) {
   return value.toLocaleString('en-US', {minimumFractionDigits: decimals, maximumFractionDigits: decimals});
 }
 
-/** Whether positive numbers are of such different sizes that a linear axis would hide most of them. */
+/** Whether numbers, zeros aside, are of such different sizes that a linear axis would hide most of them. */
 function spansDecades(values) {
-  return values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > 10 * Math.min(...values);
+  const positive = values.filter((v) => v > 0);
+  return positive.length > 0 && Math.min(...values) >= 0 && Math.max(...positive) > 10 * Math.min(...positive);
 }
 
 /** Text as a figure shows it: shortened, without marks that turn the text around them. */

@@ -116,7 +116,7 @@ class Page {
 
   explore(section) {
     const controls = element('div', {class: 'controls'}), figure = element('div'), ranking = element('div');
-    const curve = new Chart(figure, () => this.curveTitle(), (forExport) => curveSpec(this, forExport),
+    const curve = new Chart(figure, () => this.curveTitle(), (...how) => curveSpec(this, ...how),
       {...kNearDots, text: (dot) => this.dotText(dot)});
     section.append(controls, figure, policySwitches(this), ranking);
     this.parts.controls = () => this.controls(controls);
@@ -163,11 +163,11 @@ async function openPage(data) {
   const labels = (figure) => figure?.series.map((one) => one.label).join('\n');
   const brought = (data.figures ?? []).map((figure, i, all) =>
     new BroughtFigure(figure, page, figure.name === 'frontier' || labels(figure) !== labels(all[i + 1])));
-  const drawBrought = () => Promise.all(brought.map((figure) => figure.chart.draw()));
+  const drawBrought = () => Promise.all(brought.map((figure) => figure.draw()));
   document.querySelectorAll('main table').forEach((table) => {
     if (!table.closest('#explore')) enliven(table, table.closest('section')?.querySelector('h2')?.textContent ?? 'best');
   });
-  globalThis.kvlabPage = {page, charts, csvOf};
+  globalThis.kvlabPage = {page, charts, csvOf, drawnAt: innerWidth};
   if (page) page.parts.figures = drawBrought;
   await (page ? page.draw(...Object.keys(page.parts)) : drawBrought());
 }
@@ -192,6 +192,6 @@ openPage(JSON.parse(document.getElementById('data').textContent)).then(() => {
   addEventListener('resize', () => {
     if (innerWidth === width) return;
     width = innerWidth;
-    redrawAll();
+    redrawAll().then(() => { kvlabPage.drawnAt = innerWidth; });
   });
 });

@@ -12,15 +12,15 @@ const kMarker = {fill: {scale: 'fill', field: 'line'}, stroke: {scale: 'colour',
   shape: {scale: 'shape', field: 'line'}, size: {scale: 'size', field: 'line'}};
 
 function plotMarks(joined) {
-  const x = {scale: 'x', field: 'x'}, y = {scale: 'y', field: 'y'}, colour = {scale: 'colour', field: 'line'};
+  const x = {scale: 'x', field: 'at.x'}, y = {scale: 'y', field: 'at.y'}, colour = {scale: 'colour', field: 'line'};
   const rule = (data, places, opacity, width) => ({type: 'rule', from: {data}, encode: {enter: {...places, stroke: colour,
     strokeWidth: {value: width}, opacity: {value: opacity}}}});
-  const upright = (low, high) => ({x, y: {scale: 'y', field: low}, y2: {scale: 'y', field: high}});
+  const upright = (low, high) => ({x, y: {scale: 'y', field: 'at.' + low}, y2: {scale: 'y', field: 'at.' + high}});
   const line = {type: 'group', from: {facet: {name: 'own', data: 'dots', groupby: 'line'}}, marks: [{type: 'line',
     from: {data: 'own'}, encode: {enter: {x, y, stroke: colour, strokeDash: {scale: 'dash', field: 'line'},
       strokeWidth: {value: 1.8}}}}]};
   return [rule('spreads', upright('least', 'most'), 0.22, 6), rule('dots', upright('low', 'high'), 1, 1.3),
-    rule('dots', {y, x: {scale: 'x', field: 'x_low'}, x2: {scale: 'x', field: 'x_high'}}, 0.8, 1.3), ...(joined ? [line] : []),
+    rule('dots', {y, x: {scale: 'x', field: 'at.x_low'}, x2: {scale: 'x', field: 'at.x_high'}}, 0.8, 1.3), ...(joined ? [line] : []),
     {type: 'symbol', from: {data: 'dots'}, encode: {enter: {x, y, ...kMarker}}},
     {type: 'symbol', from: {data: 'focus'}, encode: {enter: {x, y, size: {value: 180},
       stroke: {value: pageColour('ink')}, strokeWidth: {value: 1.5}, fill: {value: 'transparent'}}}}];
@@ -36,42 +36,30 @@ function legendMarks(joined) {
       fill: {value: pageColour('ink')}, font: {value: 'sans-serif'}, fontSize: {value: 12}, limit: {value: 195}}}}];
 }
 
-/** `axis` is {title, log, base?, ticks?, names?, domain?}; its numbers are `values`. */
-function scaleOf(name, range, axis, values) {
-  if (axis.names?.length)
-    return {name, type: 'point', domain: axis.names.map((_, i) => i), range: [0, {signal: 'height'}], padding: 0.5};
-  const positive = values.filter((v) => v > 0);
-  if (axis.log && positive.length)
-    return {name, type: 'log', base: axis.base ?? 10, domain: [Math.min(...positive), Math.max(...positive)], range, padding: 14,
-      clamp: true};
-  return {name, type: 'linear', domain: axis.domain ?? [Math.min(...values), Math.max(...values)], range, zero: false,
-    ...(axis.domain ? {nice: true} : {padding: 14})};
-}
-
-function axisOf(orient, scale, axis) {
-  const made = {orient, scale, title: shown(axis.title, 60), grid: scale === 'y', labelOverlap: 'parity', domain: scale === 'x',
-    format: axis.base === 2 ? 'd' : '~g', tickCount: 6};
-  if (axis.ticks?.length) made.values = axis.ticks;
-  if (!axis.names?.length) return made;
-  delete made.format;
-  return {...made, labelOverlap: false, labelLimit: innerWidth < 600 ? 150 : 320,
-    encode: {labels: {update: {text: {signal: `${JSON.stringify(axis.names.map((n) => shown(n, 60)))}[datum.value]`}}}}};
+/** Where a dot is drawn: its numbers, or the scale's floor where they lie under it. */
+function placed(dot, x, y) {
+  const at = {x: x.at(dot.x), x_low: x.at(dot.x_low), x_high: x.at(dot.x_high)};
+  for (const name of ['y', 'low', 'high', 'least', 'most']) at[name] = y.at(dot[name]);
+  return {...dot, at};
 }
 
 /** Dots are {line, x, y, low, high, x_low, x_high}; what has no bar has its own place for both ends. */
-function plotSpec({dots, spreads = [], lines, x, y, joined, title, forExport, height = 340}) {
+function plotSpec({dots, spreads = [], lines, x, y, joined, title, forExport, width = 720, height = 340}) {
   const whole = dots.map((d) => ({...d, low: d.low ?? d.y, high: d.high ?? d.y, x_low: d.x_low ?? d.x, x_high: d.x_high ?? d.x}));
   const drawn = lines.filter((line) => whole.some((d) => d.line === line.line));
-  const upright = whole.flatMap((d) => (y.log ? [d.y, d.high] : [d.low, d.y, d.high]));
+  const upright = [...whole.flatMap((d) => (y.log ? [d.y, d.high] : [d.low, d.y, d.high])),
+    ...spreads.flatMap((d) => [d.least, d.most])];
+  const xs = scaleOf('x', 'width', x, whole.flatMap((d) => [d.x_low, d.x, d.x_high]), width - 80);
+  const ys = scaleOf('y', 'height', {...y, zeros: whole.some((d) => d.y === 0)}, upright, height - 60);
+  const place = (d) => placed(d, xs, ys);
   return {
     height: forExport ? Math.max(height, 420) : height,
     title: forExport ? {text: title} : undefined,
     ...(forExport ? {autosize: 'pad'} : {}),
-    data: [{name: 'dots', values: whole}, {name: 'focus', values: []}, {name: 'spreads', values: spreads},
+    data: [{name: 'dots', values: whole.map(place)}, {name: 'focus', values: []}, {name: 'spreads', values: spreads.map(place)},
       {name: 'lines', values: forExport ? drawn.map((l, i) => ({...l, row: Math.floor(i / 3), column: i % 3})) : []}],
-    scales: [scaleOf('x', 'width', x, whole.flatMap((d) => [d.x_low, d.x, d.x_high])), scaleOf('y', 'height', y, upright),
-      ...lookScales(drawn)],
-    axes: [axisOf('bottom', 'x', x), axisOf('left', 'y', y)],
+    scales: [xs.spec, ys.spec, ...lookScales(drawn)],
+    axes: [axisOf('bottom', xs, x), axisOf('left', ys, y)],
     marks: [...plotMarks(joined), ...(y.names?.length ? [] : legendMarks(joined))],
   };
 }
@@ -79,7 +67,7 @@ function plotSpec({dots, spreads = [], lines, x, y, joined, title, forExport, he
 const kNearDots = {
   points(view) {
     const x = view.scale('x'), y = view.scale('y');
-    return view.data('dots').map((datum) => ({datum, px: x(datum.x), py: y(datum.y)}));
+    return view.data('dots').map((datum) => ({datum, px: x(datum.at.x), py: y(datum.at.y)}));
   },
 };
 
@@ -91,11 +79,17 @@ class BroughtFigure {
     this.page = page;
     const holder = document.getElementById('figure-' + figure.name);
     holder.append(element('h3', {}, shown(figure.title, 90)));
-    this.chart = new Chart(holder, () => figure.title, (forExport) => this.spec(forExport),
+    this.chart = new Chart(holder, () => figure.title, (...how) => this.spec(...how),
       {...kNearDots, text: (dot) => this.text(dot)});
-    if (legend && figure.series.length > 1 && !page && !figure.y.names.length)
-      holder.append(element('p', {class: 'chips'}, ...figure.series.map((one) =>
-        element('span', {}, swatch(one, figure.joined), element('bdi', {}, shown(one.label))))));
+    if (!legend || figure.series.length < 2 || figure.y.names.length) return;
+    this.legend = element('p', {class: 'chips'});
+    holder.append(this.legend);
+  }
+
+  draw() {
+    this.legend?.replaceChildren(...this.series().map((one) =>
+      element('span', {}, swatch(one, this.figure.joined), element('bdi', {}, shown(one.label)))));
+    return this.chart.draw();
   }
 
   /** Where the page has policies to switch off, those that it shows. */
@@ -104,12 +98,12 @@ class BroughtFigure {
     return this.figure.series.filter((one) => !hidden.includes(one.label));
   }
 
-  spec(forExport) {
+  spec(forExport, width) {
     const {x, y, joined, title} = this.figure, series = this.series();
     const dots = series.flatMap((one, s) => one.points.map((p) => ({...p, line: 's' + s, label: one.label, low: p.y_low,
       high: p.y_high})));
     return plotSpec({dots, lines: series.map((one, s) => ({...one, line: 's' + s, label: shown(one.label)})), x, y, joined, title,
-      forExport, height: y.names.length ? 60 + 24 * y.names.length : 320});
+      forExport, width, height: y.names.length ? 60 + 24 * y.names.length : 320});
   }
 
   text(dot) {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import math
 import os
 import struct
 import subprocess
@@ -181,9 +182,82 @@ def check_axis(browser: Browser) -> None:
     assert browser.js(kind) == "linear"
 
 
+# Of each figure of points: of each axis its scale and its visible labels, each with its tick's place; of each dot its
+# numbers and the place of its symbol.
+AXES = r"""
+const at = (node) => /translate\(([-\d.e]+),([-\d.e]+)\)/.exec(node.getAttribute('transform')).slice(1).map(Number);
+const dotsOf = (c) => { try { return c.view.data('dots'); } catch { return null; } };
+return kvlabPage.charts.filter((c) => c.view && c.box.offsetParent && dotsOf(c)).map((c) => {
+  const all = (selector, of = c.box) => [...of.querySelectorAll(selector)];
+  const axes = all('.role-axis').filter((a) => all('.role-axis-label text', a).length);
+  return {title: c.box.ariaLabel, axes: ['x', 'y'].map((name, along) => {
+    const scale = c.view.scale(name), [start, end] = along ? ['top', 'bottom'] : ['left', 'right'];
+    const own = axes.find((a) => (all('.role-axis-label text', a)[0].getAttribute('text-anchor') === 'end') === (along > 0));
+    const middle = (box) => (box[start] + box[end]) / 2, ticks = all('.role-axis-tick line', own);
+    const labels = all('.role-axis-label text', own).map((t, i) => ({text: t.textContent, tick: at(ticks[i])[along],
+      seen: t.textContent && t.getAttribute('opacity') !== '0', box: t.getBoundingClientRect(),
+      off: middle(t.getBoundingClientRect()) - middle(ticks[i].getBoundingClientRect())}));
+    return {name, type: scale.type, domain: scale.domain(), range: scale.range(), ticks: ticks.length, all: labels.length,
+      labels: labels.filter((l) => l.seen).map((l) => ({text: l.text, tick: l.tick, off: l.off, start: l.box[start],
+        end: l.box[end]}))};
+  }), dots: dotsOf(c).map((d) => [d.x, d.y]), symbols: all('.mark-symbol path').map(at)};
+})"""
+
+
+def place_on(axis: dict[str, Any], value: float) -> float:
+    """Where a number belongs on an axis: by its type, its domain and its range alone."""
+    if axis["type"] == "point":
+        step = (max(axis["range"]) - min(axis["range"])) / len(axis["domain"])
+        return min(axis["range"]) + step * (value + 0.5)
+    turn = math.log if axis["type"] == "log" else float
+    low, high = (turn(end) for end in axis["domain"])
+    first, last = axis["range"]
+    return float(first + (turn(value) - low) / (high - low) * (last - first))
+
+
+def check_ticks(browser: Browser, charts: int = 1) -> None:
+    """Every label stands where its number is, no two touch, and so does every symbol. A value of 0 on a logarithmic
+    axis stands at the label 0."""
+    found = browser.js(AXES)
+    assert len(found) >= charts, found
+    for chart in found:
+        assert len(chart["symbols"]) >= len(chart["dots"]), chart
+        for along, axis in enumerate(chart["axes"]):
+            check_labels(chart, axis, along)
+            zeros = [label["tick"] for label in axis["labels"] if label["text"] == "0"]
+            for dot, symbol in zip(chart["dots"], chart["symbols"]):
+                floored = axis["type"] == "log" and dot[along] == 0
+                wanted = zeros[0] if floored else place_on(axis, dot[along])
+                assert abs(symbol[along] - wanted) < 1, (chart["title"], axis, dot, symbol)
+
+
+def check_ticks_at_widths(browser: Browser) -> None:
+    for width in (390, 1280):
+        browser.resize(width)
+        browser.until("return kvlabPage.drawnAt === innerWidth")
+        browser.settle()
+        check_ticks(browser)
+
+
+def check_labels(chart: dict[str, Any], axis: dict[str, Any], along: int) -> None:
+    labels, where = axis["labels"], (chart["title"], axis)
+    several = len({dot[along] for dot in chart["dots"]}) > 1
+    assert axis["ticks"] == axis["all"] and len(labels) >= (2 if several else 1), where
+    for label in labels:
+        value = float(label["text"].replace(",", "").replace("\u2212", "-")) if axis["type"] != "point" else None
+        if value is not None and not (value == 0 and axis["type"] == "log"):
+            assert abs(label["tick"] - place_on(axis, value)) < 1, (label, place_on(axis, value), where)
+        assert min(axis["range"]) - 1 <= label["tick"] <= max(axis["range"]) + 1, (label, where)
+        assert abs(label["off"]) < 2, (label, where)
+    edges = sorted((label["start"], label["end"]) for label in labels)
+    assert all(a[1] < b[0] + (2 if along else -2) for a, b in zip(edges, edges[1:])), where
+
+
 def check_legend(browser: Browser) -> None:
     """Each line's sample has its own look, and says dash and marker; what is exported has it too."""
-    looks = browser.js("return [...document.querySelectorAll('.chips svg.swatch')].map((s) => s.innerHTML)")
+    looks = browser.js("return [...document.querySelectorAll('#explore .chips svg.swatch')].map((s) => s.innerHTML)")
+    first = browser.js("return [...document.querySelectorAll('#figure-frontier .chips bdi')].map((b) => b.innerText)")
+    assert first == ["window", "sink", "lru", "h2o", "oracle_mass"], "the first figure has a legend of its own"
     assert len(looks) >= 6 and len(set(looks)) == len(looks), looks
     assert any('stroke-dasharray="7 4"' in look for look in looks) and any(" d=\"M-4 0a4" in look for look in looks), looks
     svg = browser.driver.execute_async_script("const done = arguments[0]; kvlabPage.charts[0].svgText().then(done)")
@@ -315,6 +389,7 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
         page = folder / f"{what}.html"
         call("report", folder / what, "--out", page)
         browser.open(page)
+        check_ticks_at_widths(browser)
         dots = browser.dots()
         assert dots, what
         if what == "tuned.json":
@@ -331,6 +406,7 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
         browser.check_quiet()
     call("compare", folder / "run", folder / "other", "--out", folder / "compare.html")
     browser.open(folder / "compare.html")
+    check_ticks_at_widths(browser)
     runs = {dot["label"].rsplit("run=", 1)[-1] for dot in browser.dots()}
     assert runs >= {"run", "other"}, runs
     assert "last less first" in browser.js("return document.body.innerText")
@@ -343,6 +419,35 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
     text = browser.js("return document.body.innerText")
     assert "no sequence" in text and "no sequence in common" not in text and text.count("no sequence") == 1, text
     browser.check_quiet()
+
+
+MANY = ("window,sink,lru,h2o,streaming_h2o,random,a2sf,tova,lfu,h2o_mean,roco,scissorhands,lazy_eviction,snapkv,nacl,"
+        "knorm,keydiff,a2sf:keep=0.9,lagkv,expected_attention,r_kv,h2o:recent=25%,sink:sinks=8,lru:recent=25%")
+
+
+def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
+    """Many policies and budgets with an exact 0, and one of each: on every metric, labels stand where values are."""
+    tiny, texts = source / "engine/models/tiny", source / "tools/texts"
+    trace = source / "traces/samples/tiny-story"
+    call("replay", "--trace", trace, "--policy", MANY, "--budget", "5%,10%,20%,30%,40%,60%,90%", "--out", folder / "many")
+    call("replay", "--trace", trace, "--policy", "sink", "--budget", "64", "--out", folder / "one")
+    call("fidelity", "--model", tiny, "--text", texts / "carroll-alice.txt", "--max-tokens", "160", "--prompt-tokens", "64",
+         "--policy", "window,sink,h2o", "--budget", "24,48", "--out", folder / "fidelity")
+    for what in ("many", "one", "fidelity"):
+        call("report", folder / what, "--out", folder / f"{what}.html")
+        browser.open(folder / f"{what}.html")
+        check_ticks_at_widths(browser)
+        metrics = browser.js("return (kvlabPage.page?.data.metrics ?? []).map((m) => m.name)")
+        for metric in metrics:
+            browser.choose("metric", metric)
+            check_ticks(browser)
+        if what == "many":
+            values = [float(row["value"]) for row in rows_of(folder / what) if row["metric"] == "layer_error"
+                      and row["layer"] == "all" and row["policy"] not in ("full", "oracle_topk")]
+            assert min(values) == 0 < max(values) and len(browser.dots()) >= 70, "this run has a value of 0"
+            browser.choose("metric", "layer_error")
+            assert [c["axes"][1]["type"] for c in browser.js(AXES)] == ["log", "log"], "one 0 turns an axis linear"
+        browser.check_quiet()
 
 
 def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None:
@@ -464,6 +569,7 @@ def main() -> None:
             browser.check_quiet()
             check_other_pages(browser, call, source, Path(folder))
             check_sweep(browser, call, source, Path(folder))
+            check_axes(browser, call, source, Path(folder))
         finally:
             browser.driver.quit()
         print(f"opened in {seconds:.2f} s, the large one in {opened_large:.2f} s")
