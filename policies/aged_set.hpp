@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,6 +60,8 @@ class AgedSet {
   /// Before the first token: the slots of a ladder's rungs, which come to the budget. Tokens are
   /// admitted to the first.
   void keep_at(std::vector<RungSlots> rungs) {
+    if (rungs.empty() || rungs.size() > kMaxTiers)
+      throw std::logic_error("a cache: too many tiers");
     ladder_ = std::move(rungs);
     on_rung_.assign(ladder_.size() + 1, 0);
   }
@@ -172,6 +175,7 @@ class AgedSet {
   std::vector<std::string> columns_;
   std::vector<float> brought_;  // [age, columns_], likewise
   std::vector<RungSlots> ladder_ = {RungSlots{}};
+  static_assert(kMaxTiers < 0xff);      // an evicted token's is one more than the last
   std::vector<std::uint8_t> rungs_;     // [age], likewise; empty where there is one rung
   std::vector<std::uint32_t> on_rung_;  // [rung]: how many
   std::vector<std::uint32_t> victims_;

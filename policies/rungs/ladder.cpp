@@ -13,9 +13,11 @@ namespace kvlab {
 namespace {
 
 constexpr std::uint32_t kWhole = 1'000'000;  // parts of 100%
+constexpr std::size_t kShown = 60;           // bytes of a text in a message
 
 [[noreturn]] void refuse(std::string_view text, const std::string& why) {
-  throw std::invalid_argument(fmt::format("ladder '{}': {}", text, why));
+  throw std::invalid_argument(fmt::format("ladder '{}{}': {}", text.substr(0, kShown),
+                                          text.size() > kShown ? "..." : "", why));
 }
 
 const KvForm& form_named(std::string_view name, std::string_view text) {
@@ -31,6 +33,13 @@ Extent share_of(std::string_view share, std::string_view text) {
     refuse(text, fmt::format("'{}' should be tokens such as 16t, or a share such as 25%", share));
   if (share.ends_with('t')) share.remove_suffix(1);
   return parse_extent(share, fmt::format("ladder '{}': share", text), 1);
+}
+
+/// Before anything is made of them: each costs time in the length of the text.
+void refuse_many(std::string_view text) {
+  const auto tiers = std::ranges::count_if(text, [](char c) { return c == ',' || c == '+'; }) + 1;
+  if (static_cast<std::size_t>(tiers) <= kMaxTiers) return;
+  refuse(text, fmt::format("a plan of {} tiers; at most {} are allowed", tiers, kMaxTiers));
 }
 
 void check(const Ladder& ladder, std::string_view text) {
@@ -112,6 +121,7 @@ std::vector<RungSlots> Ladder::slots(std::uint64_t bytes, std::uint32_t blocks) 
 }
 
 Ladder parse_ladder(std::string_view text) {
+  refuse_many(text);
   Ladder ladder{.rungs = {}};
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t end = std::min(text.find_first_of(",+", begin), text.size());

@@ -28,6 +28,9 @@ std::vector<const KvForm*> way_down(std::span<const RungSlots> ladder, int from,
 /// Throws std::invalid_argument where heads of so many channels are no whole blocks.
 void check_coded_heads(std::uint32_t head_size);
 
+/// Tiers of one plan. Devices hold fewer: kernels/codes/coded_cache.hpp.
+inline constexpr std::size_t kMaxTiers = 16;
+
 struct Ladder {
   struct Rung {
     const KvForm* form = &kKvForms[0];
@@ -68,7 +71,8 @@ inline constexpr const char* kStandardLadders[] = {"16",
                                                    "8:25%,4:50%,k4v2:25%"};
 
 /// `16`, `4`, `16:16t,8:25%,4:75%`; behind a policy `16@16t+8@25%+4@75%`. Throws
-/// std::invalid_argument: an unknown form, rungs that go up, shares that are not 100% together.
+/// std::invalid_argument: more than kMaxTiers, an unknown form, rungs that go up, shares that are
+/// not 100% together. Linear in the text.
 Ladder parse_ladder(std::string_view text);
 
 }  // namespace kvlab

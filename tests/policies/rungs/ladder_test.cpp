@@ -146,6 +146,24 @@ TEST_CASE("what is no ladder is refused") {
   CHECK_THAT(refusal_of("16:-1%,4:101%"), Catch::Matchers::ContainsSubstring("at least 0%"));
 }
 
+TEST_CASE("A plan of more tiers than a cache can count is refused, however long its text is") {
+  const auto plan = [](std::size_t tiers) {
+    std::string text;
+    for (std::size_t i = 1; i < tiers; ++i) text += "16:1t,";
+    return text + "4:100%";
+  };
+  CHECK(parse_ladder(plan(kMaxTiers)).rungs.size() == kMaxTiers);
+  for (const std::size_t tiers : {kMaxTiers + 1, std::size_t{256}, std::size_t{1'000'000}}) {
+    const std::string refusal = refusal_of(plan(tiers));
+    CHECK(refusal.find("at most 16 are allowed") != std::string::npos);
+    CHECK(refusal.size() < 200);
+  }
+  CHECK(refusal_of(std::string(1'000'000, ',')).size() < 200);
+  LiveSet live(parse_policy("h2o"), 300, {});
+  CHECK_THROWS_AS(live.keep_at(std::vector<RungSlots>(256, RungSlots{.slots = 1})),
+                  std::logic_error);
+}
+
 TEST_CASE("slots are what bytes hold") {
   const auto slots = [](const char* ladder, std::uint64_t bytes) {
     std::vector<std::uint32_t> counts;
