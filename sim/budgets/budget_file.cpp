@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <unordered_set>
+#include <utility>
 
 #include "policies/catalogue.hpp"
 #include "sim/replay.hpp"
@@ -82,9 +84,10 @@ std::string budgets_text(const HeadBudgets& heads) {
 
 namespace {
 
-bool same(const CacheConfig& a, const CacheConfig& b) {
-  return a.policy.text() == b.policy.text() && a.budget.text() == b.budget.text() &&
-         a.prefill.chunk == b.prefill.chunk && a.positions == b.positions;
+/// The same of two configurations that no result could differ by.
+std::string identity_of(const CacheConfig& config) {
+  return fmt::format("{}\n{}\n{}\n{}", config.policy.text(), config.budget.text(),
+                     config.prefill.chunk, static_cast<int>(config.positions));
 }
 
 template <class Parse>
@@ -144,11 +147,30 @@ std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) 
   return configs;
 }
 
+/// Before any list is parsed: each entry costs memory, and their product the command's time.
+void refuse_many(const GridRequest& request) {
+  std::size_t configs = std::max<std::size_t>(request.policies.size(), 1);
+  const auto check = [&](std::size_t count) {
+    if (count > kMaxConfigs)
+      throw std::invalid_argument(
+          fmt::format("up to {} configurations are asked for; at most {} are allowed, so fewer "
+                      "policies, budgets, tier plans or modes would be right",
+                      count, kMaxConfigs));
+  };
+  check(configs);
+  for (const auto* const list : {&request.budgets, &request.prefills, &request.positions}) {
+    check(list->size());
+    configs *= std::max<std::size_t>(list->size(), 1);
+    check(configs);
+  }
+}
+
 }  // namespace
 
 std::vector<CacheConfig> make_grid(const GridRequest& request,
                                    std::span<const std::string_view> references,
                                    const CompiledPolicies& compiled) {
+  refuse_many(request);
   Axes axes;
   axes.policies = parse_list(request.policies,
                              [&](const auto& t) { return policy_from(t, references, compiled); });
@@ -158,10 +180,10 @@ std::vector<CacheConfig> make_grid(const GridRequest& request,
   axes.seed = request.seed;
   axes.threshold = request.threshold;
   std::vector<CacheConfig> grid;
+  std::unordered_set<std::string> known;
   for (const PolicySpec& policy : axes.policies)
-    for (const CacheConfig& config : configs_of(policy, axes))
-      if (std::none_of(grid.begin(), grid.end(), [&](const auto& c) { return same(c, config); }))
-        grid.push_back(config);
+    for (CacheConfig& config : configs_of(policy, axes))
+      if (known.insert(identity_of(config)).second) grid.push_back(std::move(config));
   return grid;
 }
 

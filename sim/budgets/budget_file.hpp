@@ -1,6 +1,7 @@
 // Budgets by head as files hold them: budgets.json, policy.json, run.json.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <span>
@@ -28,6 +29,9 @@ std::string budgets_text(const HeadBudgets& heads);
 
 // The grid of a replay, as people write it: policies x budgets x prefill and position modes.
 
+/// Of one command: each has caches of its own for every head.
+inline constexpr std::size_t kMaxConfigs = 10'000;
+
 /// The lists that are multiplied, each entry as on the command line.
 struct GridRequest {
   std::vector<std::string> policies, budgets;
@@ -38,9 +42,9 @@ struct GridRequest {
 };
 
 /// Every policy x budget x prefill x positions, each once. `full` is one row with budget `all`, and
-/// a reference comes with original positions only. Throws std::invalid_argument: an unknown name, a
-/// policy that evicts without a budget, guards that do not fit a budget in tokens; and as
-/// read_budget().
+/// a reference comes with original positions only. Throws std::invalid_argument: lists whose
+/// product is above kMaxConfigs, an unknown name, a policy that evicts without a budget, guards
+/// that do not fit a budget in tokens; and as read_budget().
 std::vector<CacheConfig> make_grid(const GridRequest& request,
                                    std::span<const std::string_view> references,
                                    const CompiledPolicies& compiled);

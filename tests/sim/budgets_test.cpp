@@ -126,6 +126,21 @@ TEST_CASE("what a budget file cannot be is refused by file and place, on one lin
              ContainsSubstring("a file's path"));
 }
 
+TEST_CASE("The configurations of one command are counted before any is made") {
+  GridRequest request{.policies = {"h2o"}, .budgets = {}};
+  for (std::size_t i = 1; i <= kMaxConfigs; ++i) request.budgets.push_back(std::to_string(i + 1));
+  CHECK(make_grid(request, {}, {}).size() == kMaxConfigs);  // in seconds where each is compared
+  request.budgets.push_back("1");
+  const auto refusal = [&] {
+    return error_of<std::invalid_argument>([&] { make_grid(request, {}, {}); });
+  };
+  CHECK_THAT(refusal(), ContainsSubstring("up to 10001 configurations"));
+  request = {.policies = std::vector<std::string>(2'000'000, "no such policy"), .budgets = {}};
+  CHECK_THAT(refusal(), ContainsSubstring("at most 10000"));
+  request = {.policies = std::vector<std::string>(5001, "h2o"), .budgets = {"1", "2"}};
+  CHECK_THAT(refusal(), ContainsSubstring("up to 10002 configurations"));
+}
+
 TEST_CASE("a lower hull lies below its curve, falls ever more slowly, and touches it at its ends") {
   std::mt19937 draw(3);
   for (int i = 0; i < 200; ++i) {
