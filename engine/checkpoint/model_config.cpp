@@ -320,13 +320,20 @@ bool lists(std::string_view keys, const std::string& key) {
   return std::ranges::find(all, key) != all.end();
 }
 
+/// Anyone may have written `quantization`: it need not be an object.
+bool is_mxfp4(const nlohmann::json& quantization) {
+  const nlohmann::json* method =
+      quantization.is_object() ? json_find(quantization, "quant_method") : nullptr;
+  return method && *method == "mxfp4";
+}
+
 void refuse_foreign(const JsonFields& config, const Architecture& architecture) {
   for (const std::string& key : split_list(kForeignKeys, ' ')) {
     if (lists(architecture.own_keys, key)) continue;
     const nlohmann::json& value = config.value(key);
     const bool off = value.empty() || value == false || value == 0;  // null is empty
     if (off) continue;
-    if (key == "quantization_config" && value.value("quant_method", "") == "mxfp4")
+    if (key == "quantization_config" && is_mxfp4(value))
       config.refuse(key,
                     "weights in MXFP4 are not read; python -c \"from transformers import "
                     "AutoModelForCausalLM as A, Mxfp4Config as C; A.from_pretrained('MODEL', "

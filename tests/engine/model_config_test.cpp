@@ -166,6 +166,9 @@ TEST_CASE("options that change what is computed are refused by name") {
   refused(with(llama(), {{"hidden_act", "gelu"}}), "hidden_act");
   refused(with(llama(), {{"pretraining_tp", 2}}), "pretraining_tp");
   refused(with(llama(), {{"quantization_config", {{"bits", 4}}}}), "quantization_config");
+  for (const json& value : {json("x"), json(5), json(true), json{1}, json{{"quant_method", 5}},
+                            json{{"quant_method", {{"a", 1}}}}})
+    refused(with(llama(), {{"quantization_config", value}}), "quantization_config");
   refused(with(llama(), {{"final_logit_softcapping", 30.0}}), "final_logit_softcapping");
   refused(with(llama(), {{"torch_dtype", "float8_e4m3fn"}}), "torch_dtype");
   refused(with(llama(), {{"tie_word_embeddings", "yes"}}), "tie_word_embeddings");
