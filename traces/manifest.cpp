@@ -6,6 +6,7 @@
 #include <cmath>
 #include <map>
 #include <stdexcept>
+#include <unordered_set>
 
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -146,25 +147,24 @@ json spans_json(const std::vector<NamedSpan>& spans) {
   return list;
 }
 
-/// Throws where the last one of a list, `item`, has the name of another.
-template <class Named>
-void refuse_known_name(const JsonFields& item, const std::vector<Named>& list) {
-  for (std::size_t i = 0; i + 1 < list.size(); ++i)
-    if (list[i].name == list.back().name)
-      throw error(item.where(),
-                  fmt::format("the name {} is there twice", json_quoted(list[i].name)));
+/// Throws where an earlier item has the name of this one.
+void refuse_known_name(const JsonFields& item, const std::string& name,
+                       std::unordered_set<std::string>& known) {
+  if (!known.insert(name).second)
+    throw error(item.where(), fmt::format("the name {} is there twice", json_quoted(name)));
 }
 
 /// Names that differ, each of at least one of the trace's first `tokens`.
 std::vector<NamedSpan> parse_spans(const JsonFields& fields, std::uint32_t tokens) {
   std::vector<NamedSpan> spans;
+  std::unordered_set<std::string> known;
   for (const JsonFields& item : fields.objects("spans")) {
     item.allow_only({"name", "start", "tokens"});
     NamedSpan span{item.text("name"), item.whole32("start", tokens - 1), 0};
     if (span.name.empty()) item.refuse("name", "one that is not empty is expected");
     span.tokens = item.size("tokens", tokens - span.start);
+    refuse_known_name(item, span.name, known);
     spans.push_back(std::move(span));
-    refuse_known_name(item, spans);
   }
   return spans;
 }
@@ -225,13 +225,14 @@ json extras_json(const TraceExtras& extras) {
 /// Names that differ, each with a file called by it.
 std::vector<TraceExtras::Column> parse_columns(const JsonFields& fields) {
   std::vector<TraceExtras::Column> columns;
+  std::unordered_set<std::string> known;
   for (const JsonFields& item : fields.objects("columns")) {
     item.allow_only({"name", "file", "xxh3"});
     columns.push_back({item.text("name"), parse_hash(item, "xxh3")});
     if (!is_trace_column_name(columns.back().name))
       item.refuse("name", "up to 64 letters, digits, '_', '-' and '.' are expected");
     check_text(item, "file", column_file(columns.back().name));
-    refuse_known_name(item, columns);
+    refuse_known_name(item, columns.back().name, known);
   }
   return columns;
 }
@@ -478,25 +479,30 @@ void check_rope(const Rope& rope, const ModelShape& shape, std::string_view what
 
 }  // namespace
 
+void check_row(const RowSpec& row, const ModelShape& shape, std::uint32_t layer,
+               std::string_view what) {
+  check_rope(row.rope, shape, what);
+  if (!(std::isfinite(row.scale) && row.scale > 0))
+    throw error(what, fmt::format("softmax_scale is {}; a positive number is expected", row.scale));
+  if (!(std::isfinite(row.softcap) && row.softcap >= 0))
+    throw error(what, fmt::format("layer {}: softcap is {}; a finite number from 0 on is expected",
+                                  shape.number(layer), row.softcap));
+  if (!row.sinks.empty() && row.sinks.size() != shape.query_heads)
+    throw error(what, fmt::format("layer {}: {} sinks; one for each of {} query heads is expected",
+                                  shape.number(layer), row.sinks.size(), shape.query_heads));
+  for (const float sink : row.sinks)
+    if (!(std::fabs(sink) <= kLargestSink))
+      throw error(what,
+                  fmt::format("layer {}: a sink is {}; a logit between -2^20 and 2^20 is expected",
+                              shape.number(layer), sink));
+}
+
 void check_rope_and_scale(const TraceHeader& header, std::string_view what) {
   std::map<std::uint32_t, Rope> tables;
   std::size_t width = 0;
   for (std::uint32_t layer = 0; layer < (header.rows.empty() ? 1 : header.shape.layers); ++layer) {
     const RowSpec row = header.row(layer);
-    check_rope(row.rope, header.shape, what);
-    if (!(std::isfinite(row.scale) && row.scale > 0))
-      throw error(what,
-                  fmt::format("softmax_scale is {}; a positive number is expected", row.scale));
-    if (!row.sinks.empty() && row.sinks.size() != header.shape.query_heads)
-      throw error(
-          what,
-          fmt::format("layer {}: {} sinks; one for each of {} query heads is expected",
-                      header.shape.number(layer), row.sinks.size(), header.shape.query_heads));
-    for (const float sink : row.sinks)
-      if (!(std::fabs(sink) <= kLargestSink))
-        throw error(
-            what, fmt::format("layer {}: a sink is {}; a logit between -2^20 and 2^20 is expected",
-                              header.shape.number(layer), sink));
+    check_row(row, header.shape, layer, what);
     width = layer == 0 ? row.rope.rotated() : width;
     if (!(tables.try_emplace(row.table, row.rope).first->second == row.rope) ||
         row.rope.rotated() != width)

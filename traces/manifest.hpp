@@ -46,6 +46,11 @@ void check_header(const TraceHeader& header);
 /// more frequencies than half the head size.
 void check_rope_and_scale(const TraceHeader& header, std::string_view what);
 
+/// The same of how one layer attends: throws std::runtime_error beginning with `what`. Code
+/// that computes with a row from a caller calls this first: nothing else bounds its lengths.
+void check_row(const RowSpec& row, const ModelShape& shape, std::uint32_t layer,
+               std::string_view what);
+
 /// The segments of the first `tokens` tokens.
 std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t tokens);
 /// The spans that lie within the first `tokens` tokens.

@@ -161,8 +161,12 @@ class TraceReader {
 
  private:
   friend std::uint32_t seal_trace(const std::filesystem::path& directory);
+  /// Whether tokens.safetensors may have more ids than the manifest has tokens: seal_trace() cuts
+  /// them.
+  enum class Ids { as_many_as_tokens, maybe_more };
   /// All of open() but reading the manifest.
-  static TraceReader assemble(const std::filesystem::path& directory, Manifest manifest);
+  static TraceReader assemble(const std::filesystem::path& directory, Manifest manifest,
+                              Ids ids = Ids::as_many_as_tokens);
   void open_extras();
 
   std::filesystem::path directory_;

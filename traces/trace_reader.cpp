@@ -67,11 +67,13 @@ TraceReader TraceReader::open(const fs::path& directory) {
   return trace;
 }
 
-TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest) {
+TraceReader TraceReader::assemble(const fs::path& directory, Manifest manifest, Ids ids) {
   TraceReader trace;
   trace.directory_ = directory;
   trace.tokens_file_ = SafetensorsFile::open(directory / kTokensFile);
   trace.ids_ = read_tokens(trace.tokens_file_, manifest.header);
+  if (ids == Ids::maybe_more && trace.ids_.size() > manifest.tokens)
+    trace.ids_.resize(manifest.tokens);
   if (trace.ids_.size() != manifest.tokens)
     throw std::runtime_error(fmt::format("{}: {} ids; the trace has {} tokens",
                                          trace.tokens_file_.path().string(), trace.ids_.size(),

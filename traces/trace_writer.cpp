@@ -490,14 +490,13 @@ void remove_parts(const fs::path& directory) {
   }
 }
 
-/// Cuts tokens.safetensors to the kept tokens. Returns its XXH3-64.
-std::string cut_tokens(const fs::path& directory, std::uint32_t kept, TraceHeader header) {
-  const auto file = SafetensorsFile::open(directory / kTokensFile);
-  const std::vector<std::int32_t> ids = read_tokens(file, header);
-  if (ids.size() < kept)
-    throw std::runtime_error(fmt::format("{}: {} ids; the shards hold {} tokens",
-                                         file.path().string(), ids.size(), kept));
-  return write_tokens(directory, std::span(ids).first(kept), header);
+/// What a sealed trace says of the sketch that the capture left.
+TraceExtras::Sketch rescued_sketch(const fs::path& directory, const ModelShape& shape) {
+  const auto file = SafetensorsFile::open(directory / kSketchFile);
+  if (!file.metadata().contains("seed"))
+    throw std::runtime_error(fmt::format("{}: __metadata__ has no seed, which the manifest needs",
+                                         file.path().string()));
+  return {check_sketch(file, shape), xxh3_hex(file.bytes())};
 }
 
 }  // namespace
@@ -516,17 +515,16 @@ std::uint32_t seal_trace(const fs::path& directory) {
   manifest.segments = std::move(rescued.last.segments);
   manifest.prompt_tokens = prompt_tokens_of(manifest.segments);
   manifest.shards = std::move(rescued.shards);
-  manifest.tokens_xxh3 = cut_tokens(directory, tokens, manifest.header);
   manifest.header.spans = clipped(manifest.header.spans, tokens);
   manifest.extras.residual_norm2 = rescued.has_residuals;
-  if (fs::exists(directory / kSketchFile)) {
-    const auto file = SafetensorsFile::open(directory / kSketchFile);
-    if (!file.metadata().contains("seed"))
-      throw std::runtime_error(fmt::format("{}: __metadata__ has no seed, which the manifest needs",
-                                           file.path().string()));
-    manifest.extras.sketch = {check_sketch(file, manifest.header.shape), xxh3_hex(file.bytes())};
-  }
-  TraceReader::assemble(directory, manifest);  // throws if this would be no trace
+  if (fs::exists(directory / kSketchFile))
+    manifest.extras.sketch = rescued_sketch(directory, manifest.header.shape);
+  // All that may refuse the trace comes before the first write.
+  const TraceReader trace =
+      TraceReader::assemble(directory, manifest, TraceReader::Ids::maybe_more);
+  manifest.tokens_xxh3 = xxh3_hex(trace.tokens_file().bytes());
+  parse_manifest(manifest_text(manifest), (directory / kManifestFile).string());
+  manifest.tokens_xxh3 = write_tokens(directory, trace.ids(), trace.header());
   remove_parts(directory);
   write_file_atomically(directory / kManifestFile, manifest_text(manifest));
   return tokens;

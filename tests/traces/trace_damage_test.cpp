@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <set>
 
 #include "tests/catch.hpp"
@@ -334,6 +335,52 @@ TEST_CASE("Sealing refuses what it cannot make a trace of, and leaves it as it i
   write_bytes(second, whole);
   fs::remove(trace.file("tokens.safetensors"));
   CHECK_THAT(error_of([&] { seal_trace(trace.path()); }), ContainsSubstring("tokens.safetensors"));
+}
+
+TEST_CASE("A seal that is refused has written nothing") {
+  const BrokenTrace trace;
+  fs::remove(trace.file("manifest.json"));
+  std::vector<std::int32_t> ids = two_shards().ids;
+  ids.resize(ids.size() + 5);  // as a capture leaves them that was killed: a seal cuts them
+  const std::vector<float> inv_freq{1, 0.1f}, one{1};
+  const std::vector<TensorToWrite> tensors{
+      {"ids", Dtype::i32, {ids.size()}, std::as_bytes(std::span(ids))},
+      {"inv_freq", Dtype::f32, {2}, std::as_bytes(std::span(inv_freq))},
+      {"rope_factor", Dtype::f32, {1}, std::as_bytes(std::span(one))},
+      {"softmax_scale", Dtype::f32, {1}, std::as_bytes(std::span(one))}};
+  write_safetensors(trace.file("tokens.safetensors"), tensors, {});
+  write_safetensors(trace.file("output.safetensors"), {}, {});  // no sketch
+  const std::string before = read_bytes(trace.file("tokens.safetensors"));
+  CHECK_THAT(error_of([&] { seal_trace(trace.path()); }), ContainsSubstring("no seed"));
+  CHECK(read_bytes(trace.file("tokens.safetensors")) == before);
+  CHECK(!fs::exists(trace.file("manifest.json")));
+  write_safetensors(trace.file("output.safetensors"), {}, {{"seed", "1"}});
+  CHECK_THAT(error_of([&] { seal_trace(trace.path()); }), ContainsSubstring("output.safetensors"));
+  CHECK(read_bytes(trace.file("tokens.safetensors")) == before);
+  fs::remove(trace.file("output.safetensors"));
+  CHECK(seal_trace(trace.path()) == 1100);
+  CHECK(TraceReader::open(trace.path()).ids() == two_shards().ids);
+}
+
+TEST_CASE("A manifest of very many spans is parsed in linear time") {
+  const BrokenTrace trace;
+  const auto seconds = [&](std::size_t count) {
+    const auto began = std::chrono::steady_clock::now();
+    CHECK(trace
+              .error_with_manifest([&](json& m) {
+                for (std::size_t i = 0; i < count; ++i)
+                  m["spans"].push_back({{"name", std::to_string(i)}, {"start", 0}, {"tokens", 1}});
+              })
+              .empty());
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  };
+  // Four times the spans took sixteen times as long when each name was compared with all.
+  CHECK(seconds(120'000) < 10 * seconds(30'000) + 0.5);
+  CHECK_THAT(trace.error_with_manifest([](json& m) {
+    for (int i = 0; i < 2; ++i)
+      m["spans"].push_back({{"name", "twice"}, {"start", 0}, {"tokens", 1}});
+  }),
+             ContainsSubstring("the name \"twice\" is there twice"));
 }
 
 /// No file may grow beyond `bytes` while this lives: what a full disk does to a writer.
