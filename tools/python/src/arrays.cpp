@@ -1,10 +1,12 @@
 // Attention of arrays.
+#include <fmt/format.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "sim/shared_rows.hpp"
 #include "tools/python/src/array.hpp"
@@ -12,30 +14,70 @@
 #include "tools/python/src/long_call.hpp"
 #include "tools/python/src/rows.hpp"
 #include "traces/base/cancel.hpp"
+#include "traces/manifest.hpp"
 
 namespace kvlab::python {
 namespace {
 
 using Heads = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
+/// Throws std::invalid_argument unless the arrays are of one shape that attention has.
+ModelShape shape_of(const Heads& q, const Heads& k, const Heads& v, const std::string& dtype) {
+  for (const Heads* one : {&q, &k, &v})
+    for (const std::size_t axis : {std::size_t{0}, std::size_t{1}, std::size_t{2}})
+      if (one->shape(axis) == 0 || one->shape(axis) > kMaxTraceTokens)
+        throw std::invalid_argument(
+            fmt::format("q, k, v: an axis has {} elements; 1 to {} are "
+                        "expected",
+                        one->shape(axis), kMaxTraceTokens));
+  const auto known = dtype_from_torch(dtype);
+  if (!known) throw std::invalid_argument(fmt::format("dtype '{}' is not known", dtype));
+  bool alike = q.shape(0) % k.shape(0) == 0 && k.shape(0) == v.shape(0);
+  for (const std::size_t axis : {std::size_t{1}, std::size_t{2}})
+    alike = alike && q.shape(axis) == k.shape(axis) && k.shape(axis) == v.shape(axis);
+  if (!alike)
+    throw std::invalid_argument(
+        "q, k, v: the same tokens and head size, and heads that KV heads divide, are expected");
+  return {.layers = 1,
+          .query_heads = static_cast<std::uint32_t>(q.shape(0)),
+          .kv_heads = static_cast<std::uint32_t>(k.shape(0)),
+          .head_size = static_cast<std::uint32_t>(q.shape(2)),
+          .dtype = *known};
+}
+
+/// The rows' lengths are those of the shape from here on: the computation below relies on it.
+RowSpec checked_row(const nb::dict& said, const std::vector<Rope>& ropes, float softmax_scale,
+                    const ModelShape& shape) {
+  RowSpec row = row_of(said, ropes, softmax_scale);
+  try {
+    check_row(row, shape, 0, "config");
+  } catch (const std::runtime_error& wrong) {
+    throw std::invalid_argument(wrong.what());
+  }
+  return row;
+}
+
 /// [positions, query_heads, head_size]: what full attention puts out there.
 FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v, const Tables& inv_freq,
                              const Factors& rope_factor, float softmax_scale,
                              const std::string& dtype, const std::vector<std::uint32_t>& positions,
                              const nb::dict& said) {
-  const auto heads = static_cast<std::uint32_t>(q.shape(0)),
-             tokens = static_cast<std::uint32_t>(q.shape(1)),
-             size = static_cast<std::uint32_t>(q.shape(2)),
-             kv_heads = static_cast<std::uint32_t>(k.shape(0)), group = heads / kv_heads;
+  const ModelShape shape = shape_of(q, k, v, dtype);
+  const std::uint32_t heads = shape.query_heads, size = shape.head_size, kv_heads = shape.kv_heads,
+                      group = shape.group();
+  const auto tokens = static_cast<std::uint32_t>(q.shape(1));
+  for (const std::uint32_t position : positions)
+    if (position >= tokens)
+      throw std::invalid_argument(
+          fmt::format("position {}: there are {} tokens", position, tokens));
   const std::size_t head_floats = std::size_t{tokens} * size;
-  const Dtype rounded = dtype_from_torch(dtype).value();
   std::vector<float> outputs(positions.size() * heads * size);
-  const RowSpec row = row_of(said, ropes_of(inv_freq, rope_factor), softmax_scale);
+  const RowSpec row = checked_row(said, ropes_of(inv_freq, rope_factor), softmax_scale, shape);
   call_long([&] {
     const RopeTable rope(row.rope, tokens);
     const HeadArithmetic arithmetic{
         .softmax_scale = row.scale,
-        .rounding = rounded == Dtype::f32 ? std::nullopt : std::optional(rounded),
+        .rounding = shape.dtype == Dtype::f32 ? std::nullopt : std::optional(shape.dtype),
         .softcap = row.softcap,
         .span = row.span};
     for (std::uint32_t head = 0; head < kv_heads; ++head) {
