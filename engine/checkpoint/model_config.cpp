@@ -60,7 +60,8 @@ constexpr BlockNorms kNormsBehind{.before_attention = {},
                                   .before_mlp = {},
                                   .behind_mlp = "post_feedforward_layernorm"};
 
-constexpr std::array<Architecture, 10> kArchitectures{{
+// const, not constexpr: the standard library of GCC 11 has no constexpr std::vector.
+const std::array<Architecture, 10> kArchitectures{{
     {.name = "LlamaForCausalLM",
      .model_type = "llama",
      .attention_bias_key = true,
