@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "kernels/device_limits.hpp"
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
@@ -17,26 +18,6 @@ struct Launch {
   cudaStream_t stream = nullptr;
   unsigned cluster = 0;  ///< blocks of each cluster (sm_90); 0: none
 };
-
-/// What launchers ask of the current device.
-struct DeviceLimits {
-  int multiprocessors = 0;
-  int shared_bytes = 0;      ///< dynamic shared memory that a block may have
-  bool early_start = false;  ///< sm_90: programmatic dependent launch, and clusters
-};
-
-inline cudaError_t device_limits(DeviceLimits& limits) {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto ask = [&](int& value, cudaDeviceAttr attribute) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
-  };
-  ask(limits.multiprocessors, cudaDevAttrMultiProcessorCount);
-  ask(limits.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  ask(major, cudaDevAttrComputeCapabilityMajor);
-  limits.early_start = major >= 9;
-  return error;
-}
 
 /// Lets a kernel have all the dynamic shared memory there is, and asks that a multiprocessor be set
 /// up for it: two kernels share one only where both want the same.

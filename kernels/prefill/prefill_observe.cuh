@@ -177,6 +177,8 @@ inline dim3 grid(const Plan& plan, int keys_of_cta) {
               static_cast<unsigned>(sequences_of(plan.args.prefill)));
 }
 
+/// Whether the driver loaded the code of sm_90a, the only one that the next function has.
+bool has_hopper_code();
 /// On a device of compute capability 9.0, for the 2-byte types.
 cudaError_t observe_on_hopper(const Plan& plan, Count count, cudaStream_t stream);
 

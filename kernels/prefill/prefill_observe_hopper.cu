@@ -314,6 +314,14 @@ cudaError_t launch(const Plan& plan, Count count, cudaStream_t stream) {
 
 }  // namespace
 
+bool has_hopper_code() {
+  cudaFuncAttributes code{};
+  if (cudaFuncGetAttributes(&code, observe_warpgroups<__half, 64, Count::mass>) == cudaSuccess)
+    return code.ptxVersion >= 90;
+  cudaGetLastError();
+  return false;
+}
+
 cudaError_t observe_on_hopper(const Plan& plan, Count count, cudaStream_t stream) {
   return plan.args.prefill.type == KVLAB_BF16 ? launch<__nv_bfloat16>(plan, count, stream)
                                               : launch<__half>(plan, count, stream);

@@ -1,0 +1,47 @@
+#include "kernels/loaded_code.hpp"
+
+#include "kernels/device_limits.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+/// Compiled as all kernels of the library are, for the same architectures.
+__global__ void compiled_as_all() {}
+
+cudaError_t ask(int device, DeviceLimits& limits) {
+  cudaError_t error = cudaSuccess;
+  const auto attribute = [&](int& value, cudaDeviceAttr which) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, which, device);
+  };
+  attribute(limits.multiprocessors, cudaDevAttrMultiProcessorCount);
+  attribute(limits.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  int architecture = 0;
+  if (error == cudaSuccess) error = loaded_architecture(architecture);
+  limits.early_start = architecture >= 90;
+  return error;
+}
+
+}  // namespace
+
+cudaError_t loaded_architecture(int& architecture) {
+  cudaFuncAttributes code{};
+  const cudaError_t error = cudaFuncGetAttributes(&code, compiled_as_all);
+  architecture = error == cudaSuccess ? code.ptxVersion : 0;  // __CUDA_ARCH__ / 10
+  return error;
+}
+
+cudaError_t device_limits(DeviceLimits& limits) {
+  thread_local int known_device = -1;
+  thread_local DeviceLimits known;
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  if (device != known_device) {
+    DeviceLimits asked;
+    if (const cudaError_t error = ask(device, asked)) return error;
+    known = asked, known_device = device;
+  }
+  limits = known;
+  return cudaSuccess;
+}
+
+}  // namespace kvlab::kernels
