@@ -235,10 +235,11 @@ typedef struct {
   int rotated;              /**< dimensions that RoPE rotates, d with d + rotated / 2; 0: none, as for
                                  KVLAB_SQUEEZED */
   const float* rope;        /**< [row, rotated / 2, 2]: cosines and sines of some positions */
-  const int32_t* rope_rows; /**< [token]: its row there */
+  const int32_t* rope_rows; /**< [token]: its row there; what an idle sequence's is does not matter */
   const int32_t* sequences; /**< [token] */
   const int32_t* slots;     /**< [token]: which slot, from next_slots on; NULL: that itself */
-  const uint32_t* now;      /**< [sequence]: position of its one token, or KVLAB_IDLE; or NULL */
+  const uint32_t* now;      /**< [sequence]: position of its one token, or KVLAB_IDLE: of that sequence
+                                 nothing is written, nor its q; or NULL */
   void* q;                  /**< [token, query_head, head_size] */
 } kvlab_write_args;
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream);

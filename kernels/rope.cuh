@@ -13,11 +13,13 @@ __device__ inline float2 rotate(float2 point, float2 cos_sin) {
   return {point.x * cos_sin.x - point.y * cos_sin.y, point.y * cos_sin.x + point.x * cos_sin.y};
 }
 
-/// Cosines and sines of a token's position, [rotated / 2]; null where nothing is rotated.
+/// Cosines and sines of a token's position, [rotated / 2]; null where nothing is rotated. The row
+/// of a sequence that sits out may be KVLAB_IDLE, which is -1 here: any row serves, for nothing of
+/// it is written.
 __device__ inline const float2* rope_row(const RopeWriteArgs& args, int token) {
   if (args.rotated == 0) return nullptr;
   return reinterpret_cast<const float2*>(args.rope) +
-         static_cast<std::int64_t>(args.rope_rows[token]) * (args.rotated / 2);
+         static_cast<std::int64_t>(max(args.rope_rows[token], 0)) * (args.rotated / 2);
 }
 
 /// Where a token's keys and values go. What it reads of the token it reads when it is made.
