@@ -19,6 +19,7 @@
 #include "kernels/decode/pair_attention.hpp"
 #include "kernels/evict/admission.hpp"
 #include "kernels/evict/columns.hpp"
+#include "kernels/launch_plans.hpp"
 #include "kernels/library_policy.hpp"
 #include "kernels/pointwise.hpp"
 #include "kernels/why_not.hpp"
@@ -153,6 +154,26 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
         .shrink_workspace = shrink_workspace(c)};
 }
 
+/// Why the current device cannot attend over such a cache; empty where it can, and where there is
+/// no device.
+std::string why_not_here(const kvlab_cache& cache, kvlab_positions numbering) {
+  DeviceLimits limits;
+  const cudaError_t error = device_limits(limits);
+  if (error == cudaSuccess) return why_not_attention(cache, numbering, limits);
+  return is_without_code(error) ? why_not_device() : "";
+}
+/// The end of a call that attends.
+cudaError_t told_attention(const char* call, cudaError_t error,
+                           const kvlab_evicting_attention_args& args) {
+  const bool lacks = error == cudaErrorNotSupported;
+  return told(call, error, lacks ? why_not_here(args.cache, args.numbering) : "");
+}
+cudaError_t told_prefill(const char* call, cudaError_t error, const kvlab_prefill_args& args) {
+  DeviceLimits limits;
+  const bool lacks = error == cudaErrorNotSupported && device_limits(limits) == cudaSuccess;
+  return told(call, error, lacks ? why_not_prefill(args.type, args.head_size, limits) : "");
+}
+
 /// cudaSuccess: it is not.
 cudaError_t refused_shrink(const char* call, const kvlab_policy* policy,
                            const kvlab_shrink_args* args) {
@@ -167,8 +188,10 @@ cudaError_t refused_shrink(const char* call, const kvlab_policy* policy,
 
 cudaError_t kvlab::kernels::told(const char* call, cudaError_t error, const std::string& why) {
   last_error.clear();
-  if (error != cudaSuccess)
-    last_error = std::string(call) + ": " + (why.empty() ? cudaGetErrorString(error) : why);
+  if (error == cudaSuccess) return error;
+  std::string said = why;
+  if (said.empty() && is_without_code(error)) said = why_not_device();
+  last_error = std::string(call) + ": " + (said.empty() ? cudaGetErrorString(error) : said);
   return error;
 }
 
@@ -188,12 +211,12 @@ const kvlab_policy* kvlab_find_policy(const char* name) {
 cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, char* log,
                                  size_t log_bytes) {
   if (path == nullptr || policy == nullptr || (log == nullptr && log_bytes > 0))
-    return cudaErrorInvalidValue;
+    return told(__func__, cudaErrorInvalidValue, kNull);
   *policy = nullptr;
   std::string said;
   const cudaError_t error = compile_policy(path, policy, said);
   if (log_bytes > 0) log[said.copy(log, log_bytes - 1)] = '\0';
-  return error;
+  return told(__func__, error, said);
 }
 
 const char* kvlab_policy_name(int index) {
@@ -228,16 +251,20 @@ const char* kvlab_policy_parameter(const kvlab_policy* policy, int index) {
 
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to) {
-  if (policy == nullptr) return cudaErrorInvalidValue;
+  if (refused(__func__, std::string(policy == nullptr ? kNull : ""))) return cudaErrorInvalidValue;
   // Params are doubles, one for each parameter.
   const std::size_t wanted = policy->kernels.params_bytes / sizeof(double);
-  if (count < 0 || static_cast<std::size_t>(count) != wanted) return cudaErrorInvalidValue;
-  if (wanted > 0 && (values == nullptr || to == nullptr)) return cudaErrorInvalidValue;
+  const bool null = wanted > 0 && (values == nullptr || to == nullptr);
+  const bool counts = count >= 0 && static_cast<std::size_t>(count) == wanted;
+  if (refused(__func__, why_not_params(policy->kernels, count, counts)) ||
+      refused(__func__, std::string(null ? kNull : "")))
+    return cudaErrorInvalidValue;
   const std::span all(values, wanted);
   auto* const bytes = static_cast<std::byte*>(to);
   const bool written = policy->header != nullptr ? policy->header->write_params(all, bytes)
                                                  : policy->kernels.params(all, bytes);
-  return written ? cudaSuccess : cudaErrorInvalidValue;
+  return written ? told(__func__, cudaSuccess)
+                 : told(__func__, cudaErrorInvalidValue, why_not_values(policy->kernels));
 }
 
 int kvlab_policy_weighted(const kvlab_policy* policy) {
@@ -248,12 +275,13 @@ cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params,
                                  float* to, uint32_t* tail) {
   if (policy == nullptr || to == nullptr || tail == nullptr ||
       (params == nullptr && policy->kernels.params_bytes > 0))
-    return cudaErrorInvalidValue;
-  if (policy->header != nullptr) return policy->header->weigh(params, queries, to, tail);
+    return told(__func__, cudaErrorInvalidValue, kNull);
+  if (policy->header != nullptr)
+    return told(__func__, policy->header->weigh(params, queries, to, tail));
   *tail = policy->kernels.tail(params);
   for (uint32_t age = 0; age < queries; ++age)
     to[age] = age < *tail ? policy->kernels.weight(age, params) : 0.0f;
-  return cudaSuccess;
+  return told(__func__, cudaSuccess);
 }
 
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
@@ -272,6 +300,8 @@ cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* ca
   if (refused(__func__, null ? kNull : why_not_size(*bytes)) ||
       refused(__func__, why_not_shape(*cache, slots)))
     return cudaErrorInvalidValue;
+  if (const std::string why = why_not_here(*cache, numbering); !why.empty())
+    return told(__func__, cudaErrorNotSupported, why);
   measure(policy->kernels, *cache, static_cast<std::size_t>(slots), numbering, *bytes);
   return told(__func__, cudaSuccess);
 }
@@ -290,7 +320,7 @@ size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvla
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream) {
   if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
-  return told(__func__, policy->kernels.attend(policy->kernels, {*args}, stream));
+  return told_attention(__func__, policy->kernels.attend(policy->kernels, {*args}, stream), *args);
 }
 
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
@@ -310,12 +340,13 @@ cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
   if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
-  return told(__func__, policy->kernels.attention({*args}, stream));
+  return told_attention(__func__, policy->kernels.attention({*args}, stream), *args);
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
-  if (refused(__func__, args)) return cudaErrorInvalidValue;
-  return told(__func__, prefill_attention(*args, {}, stream));
+  if (refused(__func__, args) || refused(__func__, why_not_attended(*args)))
+    return cudaErrorInvalidValue;
+  return told_prefill(__func__, prefill_attention(*args, {}, stream), *args);
 }
 
 size_t kvlab_prefill_workspace(const kvlab_prefill_args* args) {
@@ -328,7 +359,7 @@ size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
 
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
   if (refused(__func__, args)) return cudaErrorInvalidValue;
-  return told(__func__, observe_queries(*args, stream));
+  return told_prefill(__func__, observe_queries(*args, stream), args->prefill);
 }
 
 cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,

@@ -290,6 +290,26 @@ std::string why_not(const kvlab_prefill_args& args) {
       .missing();
 }
 
+std::string why_not_attended(const kvlab_prefill_args& args) {
+  return Wants()
+      .rows({{args.values, "values"}, {args.out, "out"}})
+      .that(aligned16(args.workspace), "workspace does not begin at a multiple of 16 bytes")
+      .missing();
+}
+
+std::string why_not_params(const DevicePolicy& policy, int count, bool counts) {
+  return Wants()
+      .that(counts, "count is {}; {} has {} parameters", count, std::string_view(policy.name),
+            policy.params_bytes / sizeof(double))
+      .missing();
+}
+
+std::string why_not_values(const DevicePolicy& policy) {
+  return fmt::format(
+      "a value is outside of its range; docs/policies.md has the ranges of {}'s parameters",
+      std::string_view(policy.name));
+}
+
 std::string why_not(const kvlab_observe_args& args) {
   Wants wants;
   const std::string prefill = why_not(args.prefill);

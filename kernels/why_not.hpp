@@ -36,7 +36,13 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
 std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args* layers,
                     int count);
 std::string why_not(const kvlab_prefill_args& args);
+/// And what attention itself wants of a prompt.
+std::string why_not_attended(const kvlab_prefill_args& args);
 std::string why_not(const kvlab_observe_args& args);
+/// Of `count` values for a policy's parameters; `counts`: there are so many.
+std::string why_not_params(const DevicePolicy& policy, int count, bool counts);
+/// Of a parameter that is out of its range.
+std::string why_not_values(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args);
 /// Why prompts cannot share what a prefix's tokens received and bring.
 std::string why_not_shared(const DevicePolicy& policy);

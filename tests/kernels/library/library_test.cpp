@@ -212,6 +212,79 @@ TEST_CASE("The library says in one line why a call was refused") {
             "kvlab_prefill_attention: first is 0, queries 0; from 0, from 1, and below 2^26"));
 }
 
+TEST_CASE("Each refused call leaves a reason of its own, and none of the call before") {
+  const kvlab_policy* const h2o = kvlab_find_policy("h2o");
+  const kvlab_policy* const snapkv = kvlab_find_policy("snapkv");
+  const kvlab_policy* policy = nullptr;
+  std::array<double, 16> values{};
+  std::array<std::byte, 128> params{};
+  float weight = 0;
+  std::uint32_t tail = 0;
+  std::size_t bytes = 0;
+  std::uint64_t rank = 0;
+  kvlab_slots* slots = nullptr;
+  const auto reason = [](const char* call, cudaError_t error) {
+    CAPTURE(call);
+    CHECK(error != cudaSuccess);
+    const std::string said = kvlab_last_error();
+    CHECK_THAT(said, Catch::Matchers::StartsWith(std::string(call) + ": "));
+    CHECK(said.find("invalid argument") == std::string::npos);
+    return said.substr(said.find(": ") + 2);
+  };
+  reason("kvlab_slots_create", kvlab_slots_create(nullptr, nullptr, &slots));
+  CHECK(reason("kvlab_policy_params", kvlab_policy_params(nullptr, nullptr, 0, nullptr)) ==
+        "an argument is NULL");
+  reason("kvlab_slots_memory", kvlab_slots_memory(nullptr, &bytes));
+  CHECK_THAT(reason("kvlab_policy_params", kvlab_policy_params(h2o, values.data(), 99, params.data())),
+             ContainsSubstring("count is 99; h2o has "));
+  const auto count = static_cast<int>(kvlab_policy_params_bytes(snapkv) / sizeof(double));
+  REQUIRE(count > 0);
+  values.fill(-1e9);
+  CHECK_THAT(reason("kvlab_policy_params",
+                    kvlab_policy_params(snapkv, values.data(), count, params.data())),
+             ContainsSubstring("a value is outside of its range"));
+  CHECK(reason("kvlab_policy_params", kvlab_policy_params(snapkv, nullptr, count, params.data())) ==
+        "an argument is NULL");
+  reason("kvlab_policy_weights", kvlab_policy_weights(nullptr, nullptr, 1, &weight, &tail));
+  reason("kvlab_compile_policy", kvlab_compile_policy(nullptr, &policy, nullptr, 0));
+  CHECK_THAT(reason("kvlab_compile_policy",
+                    kvlab_compile_policy("/nowhere/my.hpp", &policy, nullptr, 0)),
+             ContainsSubstring("cannot be read"));
+  reason("kvlab_cache_memory", kvlab_cache_memory(h2o, nullptr, 1, KVLAB_ORIGINAL, nullptr));
+  reason("kvlab_number_by_age", kvlab_number_by_age(nullptr, nullptr));
+  reason("kvlab_read_policy_file", kvlab_read_policy_file(nullptr, nullptr));
+  reason("kvlab_write", kvlab_write(nullptr, nullptr));
+  reason("kvlab_columns", kvlab_columns(nullptr, nullptr));
+  reason("kvlab_evicting_attention", kvlab_evicting_attention(h2o, nullptr, nullptr));
+  reason("kvlab_attend", kvlab_attend(h2o, nullptr, nullptr));
+  reason("kvlab_choose_victims", kvlab_choose_victims(h2o, nullptr, 1, nullptr));
+  reason("kvlab_observe", kvlab_observe(nullptr, nullptr));
+  reason("kvlab_copy_prefix", kvlab_copy_prefix(h2o, nullptr, nullptr));
+  reason("kvlab_shrink", kvlab_shrink(h2o, nullptr, nullptr));
+  reason("kvlab_rank", kvlab_rank(h2o, nullptr, &rank, nullptr));
+  reason("kvlab_keep", kvlab_keep(h2o, nullptr, &rank, 1, nullptr));
+
+  alignas(16) static char memory[32];
+  const std::int64_t first = 0;
+  kvlab_prefill_args prompt{.struct_size = sizeof(kvlab_prefill_args),
+                            .type = KVLAB_BF16,
+                            .query_heads = 4,
+                            .kv_heads = 2,
+                            .head_size = 64,
+                            .softmax_scale = 1,
+                            .queries = 1};
+  prompt.first_slot = &first;
+  prompt.q = prompt.keys = memory;
+  CHECK(reason("kvlab_prefill_attention", kvlab_prefill_attention(&prompt, nullptr)) ==
+        "values is NULL");
+  prompt.values = memory;
+  CHECK(reason("kvlab_prefill_attention", kvlab_prefill_attention(&prompt, nullptr)) ==
+        "out is NULL");
+  prompt.out = memory + 1;
+  CHECK(reason("kvlab_prefill_attention", kvlab_prefill_attention(&prompt, nullptr)) ==
+        "out does not begin at a multiple of 16 bytes");
+}
+
 TEST_CASE("The library compiles a header, and says what is wrong at its own line") {
   const std::string h2o = read_bytes(KVLAB_SOURCE_DIR "/policies/mass/h2o.hpp");
   const Compiled whole = compiled(h2o);
