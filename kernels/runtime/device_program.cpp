@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 
@@ -25,6 +26,10 @@ class Nvrtc {
     find(lowered_name, "nvrtcGetLoweredName");
     find(cubin_size, "nvrtcGetCUBINSize");
     find(cubin, "nvrtcGetCUBIN");
+    find(ptx_size, "nvrtcGetPTXSize");
+    find(ptx, "nvrtcGetPTX");
+    find(target_count, "nvrtcGetNumSupportedArchs");
+    find(targets, "nvrtcGetSupportedArchs");
     find(error_text, "nvrtcGetErrorString");
     find(version, "nvrtcVersion");
   }
@@ -43,6 +48,10 @@ class Nvrtc {
   decltype(&nvrtcGetLoweredName) lowered_name;
   decltype(&nvrtcGetCUBINSize) cubin_size;
   decltype(&nvrtcGetCUBIN) cubin;
+  decltype(&nvrtcGetPTXSize) ptx_size;
+  decltype(&nvrtcGetPTX) ptx;
+  decltype(&nvrtcGetNumSupportedArchs) target_count;
+  decltype(&nvrtcGetSupportedArchs) targets;
   decltype(&nvrtcGetErrorString) error_text;
   decltype(&nvrtcVersion) version;
 
@@ -68,6 +77,26 @@ class Nvrtc {
   }
 
   void* handle_;  // stays open: other libraries hold on to it
+};
+
+/// What is compiled for a device: machine code or, where NVRTC is older than the device, PTX of the
+/// newest architecture that it knows, which the driver compiles.
+struct Target {
+  int architecture;
+  bool is_machine_code;
+
+  Target(const Nvrtc& nvrtc, int device) : architecture(device), is_machine_code(true) {
+    int count = 0;
+    nvrtc.check(nvrtc.target_count(&count), "architectures");
+    std::vector<int> known(static_cast<std::size_t>(count));
+    nvrtc.check(nvrtc.targets(known.data()), "architectures");
+    if (known.empty() || device <= std::ranges::max(known)) return;
+    architecture = std::ranges::max(known);
+    is_machine_code = false;
+  }
+  std::string name() const {
+    return fmt::format("{}_{}", is_machine_code ? "sm" : "compute", architecture);
+  }
 };
 
 /// One program, destroyed with this object.
@@ -131,7 +160,7 @@ std::string DeviceProgram::key() const {
   int major = 0, minor = 0;
   nvrtc.check(nvrtc.version(&major, &minor), "version");
   Hash hash;
-  hash.add(fmt::format("NVRTC {}.{} sm_{}", major, minor, architecture));
+  hash.add(fmt::format("NVRTC {}.{} {}", major, minor, Target(nvrtc, architecture).name()));
   for (const char* flag : kFlags) hash.add(flag);
   hash.add(text);
   for (const DeviceHeader& header : headers) hash.add(header.name), hash.add(header.text);
@@ -144,8 +173,9 @@ DeviceCode compile(const DeviceProgram& source) {
   const Program program(nvrtc, source);
   for (const std::string& kernel : source.kernels)
     nvrtc.check(nvrtc.add_name(program.get(), kernel.c_str()), kernel.c_str());
-  const std::string target = fmt::format("--gpu-architecture=sm_{}", source.architecture);
-  std::vector<const char*> flags{target.c_str()};
+  const Target target(nvrtc, source.architecture);
+  const std::string architecture = "--gpu-architecture=" + target.name();
+  std::vector<const char*> flags{architecture.c_str()};
   flags.insert(flags.end(), kFlags.begin(), kFlags.end());
   if (const nvrtcResult result =
           nvrtc.compile(program.get(), static_cast<int>(flags.size()), flags.data());
@@ -156,9 +186,11 @@ DeviceCode compile(const DeviceProgram& source) {
 
   DeviceCode code;
   std::size_t size = 0;
-  nvrtc.check(nvrtc.cubin_size(program.get(), &size), "cubin");
+  nvrtc.check((target.is_machine_code ? nvrtc.cubin_size : nvrtc.ptx_size)(program.get(), &size),
+              "code");
   code.cubin.resize(size);
-  nvrtc.check(nvrtc.cubin(program.get(), code.cubin.data()), "cubin");
+  nvrtc.check((target.is_machine_code ? nvrtc.cubin : nvrtc.ptx)(program.get(), code.cubin.data()),
+              "code");
   for (const std::string& kernel : source.kernels) {
     const char* symbol = nullptr;
     nvrtc.check(nvrtc.lowered_name(program.get(), kernel.c_str(), &symbol), kernel.c_str());

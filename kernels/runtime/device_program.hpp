@@ -27,7 +27,7 @@ struct DeviceProgram {
   std::string key() const;
 };
 
-/// Compiled code for one architecture.
+/// Compiled code for one architecture, or PTX where NVRTC does not know a device as new.
 struct DeviceCode {
   std::vector<char> cubin;
   std::unordered_map<std::string, std::string> symbols;  ///< kernel as written -> its symbol
