@@ -59,6 +59,8 @@ std::unique_ptr<Backend> load_backend(Device device, const std::filesystem::path
 /// Whether this build has the CUDA backend, and this machine a device for it.
 bool cuda_in_build();
 bool has_cuda_device();
+/// Lines about this build's CUDA code, the driver and each GPU; needs none of them.
+std::string cuda_description();
 /// load_backend(Device::cuda, …); throws std::invalid_argument in a build without it,
 /// std::runtime_error without a device.
 std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& directory);

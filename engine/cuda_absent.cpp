@@ -16,6 +16,9 @@ namespace {
 
 bool cuda_in_build() { return false; }
 bool has_cuda_device() { return false; }
+std::string cuda_description() {
+  return "CUDA: not in this build; `cmake --preset cuda` builds it\n";
+}
 
 std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path&) {
   throw std::invalid_argument("--device: cuda is not in this build; use --device cpu");

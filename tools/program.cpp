@@ -14,6 +14,7 @@
 #include <system_error>
 #include <utility>
 
+#include "engine/backend.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tools/command.hpp"
@@ -49,7 +50,7 @@ int run(const std::vector<std::string>& words) {
   }
   if (asks) return run({words[1], "--help"});
   if (words[0] == "--version") {
-    fmt::print("kvlab {}\n", KVLAB_RELEASE);
+    fmt::print("kvlab {}\n{}", KVLAB_RELEASE, cuda_description());
     return 0;
   }
   const auto commands = all_commands();

@@ -7,6 +7,7 @@
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/cuda/device_scores.hpp"
 #include "engine/cuda/model/device_model.hpp"
+#include "kernels/device_limits.hpp"
 #include "kernels/host/transfer.hpp"
 #include "policies/executor.hpp"
 #include "traces/base/json.hpp"
@@ -135,11 +136,15 @@ class CudaBackend final : public Backend, public BatchBackend {
 
 bool cuda_in_build() { return true; }
 
+std::string cuda_description() { return kernels::cuda_description(); }
+
 bool has_cuda_device() { return cuda::has_device(); }
 
 std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& directory) {
   if (!has_cuda_device())
     throw std::runtime_error("--device: no CUDA device on this machine; use --device cpu");
+  if (const std::string why = kernels::why_not_device(); !why.empty())
+    throw std::runtime_error("--device: " + why + "; or use --device cpu");
   return std::make_unique<CudaBackend>(directory);
 }
 
