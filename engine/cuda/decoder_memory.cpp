@@ -6,6 +6,7 @@
 #include "engine/cuda/cache/evicting_cache.hpp"
 #include "engine/cuda/cache/full_cache.hpp"
 #include "engine/cuda/cuda_decoder.hpp"
+#include "kernels/launch_plans.hpp"
 
 namespace kvlab {
 namespace {
@@ -43,6 +44,28 @@ CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& option
   return bytes;
 }
 
+/// Whether the device can launch what the model needs, whatever the memory: attention has a head's
+/// vectors in shared memory.
+void check_launches(const DeviceModel& model, const CudaDecoderOptions& options) {
+  const ModelConfig& config = model.config();
+  kernels::DeviceLimits limits;
+  cuda::check(kernels::device_limits(limits), "asking for the device's limits");
+  const auto head_size = static_cast<int>(config.head_size);
+  std::string why = kernels::why_not_prefill(model.type(), head_size, limits);
+  if (why.empty() && (!options.evicts() || config.has_spans())) {
+    const kvlab_cache cache{.type = model.type(),
+                            .sequences = 1,
+                            .query_heads = static_cast<int>(config.query_heads),
+                            .kv_heads = static_cast<int>(config.kv_heads),
+                            .head_size = head_size,
+                            .most_slots = 1};
+    why = kernels::why_not_attention(cache, KVLAB_ORIGINAL, limits);
+  }
+  if (!why.empty())
+    throw std::runtime_error(
+        fmt::format("CUDA decoder of {}: {}; or use --device cpu", config.name, why));
+}
+
 bool fits(const CacheBytes& bytes, std::uint64_t free) {
   return bytes.storage + bytes.work + kReserve <= free;
 }
@@ -67,6 +90,7 @@ bool CudaDecoder::fits(const DeviceModel& model, const CudaDecoderOptions& optio
 CudaDecoderOptions CudaDecoder::checked(const DeviceModel& model,
                                         const CudaDecoderOptions& options) {
   check_options(options);
+  check_launches(model, options);
   const CacheBytes needed = memory_for(model, options);
   const cuda::MemoryInfo memory = cuda::memory_info();
   if (kvlab::fits(needed, memory.free)) return options;

@@ -157,13 +157,12 @@ SlotsConfig config_of(const kvlab_slots_config& c) {
   config.columns = {.count = c.column_count, .hidden = c.hidden};
   std::copy_n(c.columns, c.column_count, config.columns.columns);
   if (c.part > 0) config.part = c.part;
-  if (!config.is_fast()) {
-    want(!policy.header,
-         "codes of float32, or of more than {} query heads for a KV head, and RoPE "
-         "of half a head under KVLAB_SQUEEZED: a policy of the registry is expected",
-         kMostRungGroup);
-    config.kernels = plain_kernels(policy.kernels);
-  }
+  want(config.is_fast() || !policy.header,
+       "codes of float32, or of more than {} query heads for a KV head, and RoPE "
+       "of half a head under KVLAB_SQUEEZED: a policy of the registry is expected",
+       kMostRungGroup);
+  config.kernels = kernels_for(config, policy.kernels,
+                               policy.header ? PlainKernels::absent : PlainKernels::present);
   config.weigh = [&policy](std::span<const std::byte> of, std::span<float> to) {
     std::uint32_t tail = kNoTail;
     const auto queries = static_cast<std::uint32_t>(to.size());

@@ -10,11 +10,6 @@ namespace {
 
 constexpr const char* kWhat = "the cache's rungs";
 
-DeviceForm device_form(const KvForm& form) {
-  return {static_cast<std::uint8_t>(form.key_bits), static_cast<std::uint8_t>(form.value_bits),
-          form.floating};
-}
-
 }  // namespace
 
 RungPlan::RungPlan(const SlotsConfig& config, const PairSlots& slots) {

@@ -110,4 +110,14 @@ struct SlotsConfig {
   }
 };
 
+DeviceForm device_form(const KvForm& form);
+
+/// How a policy is launched on the current device: by the fast kernels, or by plain ones where the
+/// fast ones lack what is asked or need more shared memory than the device has. `config` is
+/// complete but for its own kernels. Throws std::invalid_argument where neither can be launched.
+/// A policy that the library compiled from a header has no plain kernels.
+enum class PlainKernels { present, absent };
+EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
+                            PlainKernels plain);
+
 }  // namespace kvlab::kernels

@@ -9,11 +9,12 @@
 #include "kernels/codes/rung_warp.cuh"
 #include "kernels/decode/pair_attention.cuh"
 #include "kernels/device/bulk_copy.cuh"
+#include "kernels/launch_plans.hpp"
 
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kMostStages = 6, kFewestStages = 2;
+constexpr int kMostStages = 6, kFewestStages = 2;  // one, where two do not fit
 
 struct RungPlan {
   PairPlan pairs;
@@ -322,14 +323,47 @@ cudaError_t with_rung_warp(const PairAttention& args, F&& f) {
   return args.type == KVLAB_F16 ? by_size.template operator()<__half>() : cudaErrorInvalidValue;
 }
 
-/// Stages of a warp, so that two CTAs share a multiprocessor where they can; what they take.
-void choose_stages(const DeviceLimits& limits, RungPlan& plan, int beside) {
-  plan.stage_bytes = kOwnerBytes + static_cast<int>(kRowsOfTile) * plan.coded.most_row_bytes;
-  const int room = shared_of_all(limits) / 2 - kReserved - beside;
-  plan.pairs.stages = std::clamp(room / (kWarps * plan.stage_bytes), kFewestStages, kMostStages);
+int stage_bytes(int most_row_bytes) {
+  return kOwnerBytes + static_cast<int>(kRowsOfTile) * most_row_bytes;
+}
+int exchange_bytes(int group, int head_size) {
+  const auto of_size = [&]<int kDim>() { return static_cast<int>(Exchange<kDim>::bytes(group)); };
+  switch (head_size) {
+    case 64:
+      return of_size.template operator()<64>();
+    case 96:
+      return of_size.template operator()<96>();
+    case 128:
+      return of_size.template operator()<128>();
+    default:
+      return of_size.template operator()<256>();
+  }
+}
+/// Of a CTA, behind its ring.
+int bytes_beside(int group, int head_size) {
+  return exchange_bytes(group, head_size) +
+         static_cast<int>((TurnedQuery::bytes(group, head_size) + 7) / 8 * 8 +
+                          sizeof(PhaseBarrier) * kWarps * kMostStages);
 }
 
 }  // namespace
+
+/// Two CTAs share a multiprocessor where they can.
+LaunchPlan rung_attention_plan(const PairAttention& args, int most_row_bytes,
+                               const DeviceLimits& limits) {
+  const int beside = bytes_beside(args.group, args.head_size),
+            of_stage = kWarps * stage_bytes(most_row_bytes),
+            room = shared_of_all(limits) / 2 - kReserved - beside;
+  const auto bytes = [&](int stages) { return stages * of_stage + beside; };
+  int stages = std::clamp(room / of_stage, kFewestStages, kMostStages);
+  if (bytes(stages) > limits.shared_bytes) stages = 1;
+  const int on_one = std::min(shared_of_all(limits) / (bytes(stages) + kReserved), 2);
+  const int ctas = static_cast<int>(
+      std::min<std::int64_t>({most_tiles(args), on_one * limits.multiprocessors, kMostCtas}));
+  return {.blocks = on_one == 0 ? 0 : for_whole_pairs(ctas, args.table.pairs),
+          .stages = stages,
+          .shared_bytes = static_cast<std::size_t>(bytes(stages))};
+}
 
 std::size_t rung_attention_workspace(const PairAttention& args) {
   return sizeof(Signals) +
@@ -349,39 +383,30 @@ cudaError_t rung_attention(PairAttention args, const CodedCache& coded, cudaStre
     args.table.next_slots = reinterpret_cast<const std::int32_t*>(coded.next_rows);
   }
   args.table.most_slots = coded.most_rows;
+  const LaunchPlan how = rung_attention_plan(args, coded.most_row_bytes, limits);
+  if (!how.fits()) return cudaErrorNotSupported;  // why_not_rung_attention() says why
   return with_rung_warp(args, [&]<class Warp>() {
     auto* const signals = static_cast<Signals*>(args.workspace);
     auto* const part_out = reinterpret_cast<float*>(signals + 1);
     RungPlan plan{};
     plan.coded = coded;
     plan.logit_slots = logit_slots;
-    plan.exchange_bytes = static_cast<int>(Exchange<Warp::kHeadSize>::bytes(args.group));
-    const int beside =
-        plan.exchange_bytes +
-        static_cast<int>((TurnedQuery::bytes(args.group, Warp::kHeadSize) + 7) / 8 * 8 +
-                         sizeof(PhaseBarrier) * kWarps * kMostStages);
-    choose_stages(limits, plan, beside);
-    const int bytes = kWarps * plan.pairs.stages * plan.stage_bytes + beside,
-              on_one = std::min(shared_of_all(limits) / (bytes + kReserved), 2);
-    if (on_one == 0) return cudaErrorInvalidValue;
-    const int stages = plan.pairs.stages,
-              ctas = static_cast<int>(std::min<std::int64_t>(
-                  {most_tiles(args), on_one * limits.multiprocessors, kMostCtas}));
+    plan.exchange_bytes = exchange_bytes(args.group, args.head_size);
+    plan.stage_bytes = stage_bytes(coded.most_row_bytes);
     plan.pairs = {.args = args,
-                  .ctas = for_whole_pairs(ctas, args.table.pairs),
+                  .ctas = how.blocks,
                   .base2_scale = args.softmax_scale * kLog2E,
                   .part_out = part_out,
                   .part_state = reinterpret_cast<float2*>(part_out + part_rows(args, kMostCtas) *
                                                                          Warp::kHeadSize),
                   .arrived = signals->arrived,
-                  .stages = stages,
+                  .stages = how.stages,
                   .read_once = true,
                   .paged = {}};
     constexpr int kQuad = 4;
     const auto kernel = args.group <= kQuad ? attend_rungs<Warp, 1> : attend_rungs<Warp, 2>;
     if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
-    return launch(limits, kernel,
-                  {plan.pairs.ctas, kThreads, static_cast<std::size_t>(bytes), stream}, plan);
+    return launch(limits, kernel, {plan.pairs.ctas, kThreads, how.shared_bytes, stream}, plan);
   });
 }
 

@@ -7,8 +7,7 @@
 // columns, four dimensions of a query head, of all parts in one order.
 #pragma once
 
-#include <algorithm>
-
+#include "kernels/decode/pair_plan.cuh"
 #include "kernels/decode/pair_tiles.cuh"
 #include "kernels/device/cluster.cuh"
 #include "kernels/device/even_share.cuh"
@@ -16,8 +15,6 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kClusterCtas = 8;  ///< the most that every device of sm_90 has
-inline constexpr int kClusterParts = kClusterCtas * kWarps;
 inline constexpr int kColumnThreads = 8;  ///< that share the parts of a column
 
 /// What a CTA gets of all parts, behind the Exchange.
@@ -26,15 +23,7 @@ struct ClusterParts {
   int group;
   float* memory;
 
-  /// Columns of a CTA; the last one may have fewer.
-  __host__ __device__ static constexpr int columns(int group) {
-    return (group * kDim / 4 + kClusterCtas - 1) / kClusterCtas;
-  }
-  static std::size_t bytes(int group) {
-    const std::size_t each = static_cast<std::size_t>(columns(group)) * sizeof(float4) +
-                             static_cast<std::size_t>(group) * sizeof(float2);
-    return kClusterParts * each;
-  }
+  __device__ static constexpr int columns(int group) { return cluster_columns<kDim>(group); }
   __device__ float4* column(int part, int i) const {
     return reinterpret_cast<float4*>(memory) + part * columns(group) + i;
   }
@@ -181,41 +170,17 @@ __global__ void __launch_bounds__(kThreads)
 #endif
 }
 
-template <class Warp>
-std::size_t clustered_bytes(const PairAttention& args, int stages) {
-  using Own = Exchange<Warp::kHeadSize>;
-  return Ring<Warp>::bytes(stages) + Own{args.group, nullptr}.parts_floats() * sizeof(float) +
-         ClusterParts<Warp::kHeadSize>::bytes(args.group);
-}
-
-/// Tiles that a warp keeps in shared memory, all that it may have, where pairs get clusters; else
-/// 0. There is to be a multiprocessor for each CTA. Logits are left by the other kernel only.
-template <class Warp>
-int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
-  const std::int64_t tiles = row_slots(args.table.most_slots) / kSlotsPerTile;
-  const std::int64_t each = (tiles + kClusterCtas - 1) / kClusterCtas;
-  const bool fits = limits.early_start && args.rows.logits == nullptr &&
-                    args.table.pairs * kClusterCtas <= limits.multiprocessors &&
-                    each <= Warp::kMostStages &&
-                    clustered_bytes<Warp>(args, static_cast<int>(each)) <=
-                        static_cast<std::size_t>(limits.shared_bytes);
-  return fits ? static_cast<int>(each) : 0;
-}
-
 template <class Warp, bool kPaged>
-cudaError_t launch_clusters(const DeviceLimits& limits, PairPlan plan, int stages,
+cudaError_t launch_clusters(const DeviceLimits& limits, const PairPlan& plan, const LaunchPlan& how,
                             cudaStream_t stream) {
-  plan.stages = stages;
-  plan.read_once = false;
-  const PairAttention& args = plan.args;
   const auto kernel = attend_in_clusters<Warp, kPaged>;
   if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
   return launch(limits, kernel,
-                {.grid = dim3(static_cast<unsigned>(args.table.pairs * kClusterCtas)),
+                {.grid = dim3(static_cast<unsigned>(how.blocks)),
                  .block = dim3(kThreads),
-                 .shared_bytes = clustered_bytes<Warp>(args, stages),
+                 .shared_bytes = how.shared_bytes,
                  .stream = stream,
-                 .cluster = kClusterCtas},
+                 .cluster = how.cluster},
                 plan);
 }
 

@@ -8,9 +8,8 @@
 #include "kernels/decode/pair_attention.cuh"
 
 namespace kvlab::kernels {
-namespace {
 
-bool supported(const PairAttention& args, const kvlab_pages& paged) {
+bool is_pair_attention(const PairAttention& args, const kvlab_pages& paged) {
   const PairTable& table = args.table;
   if (!is_head_size(args.head_size)) return false;
   if (args.group < 1 || args.group > kMostGroup) return false;
@@ -24,14 +23,13 @@ bool supported(const PairAttention& args, const kvlab_pages& paged) {
   return table.pairs * row_slots(table.most_slots) / kSlotsPerTile < 1 << 30;
 }
 
-}  // namespace
-
 std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_pages& paged) {
   DeviceLimits limits;
-  if (!supported(args, paged)) return 0;
+  if (!is_pair_attention(args, paged)) return 0;
   if (device_limits(limits) != cudaSuccess) return kNoDevice;
   const auto bytes = [&]<class Warp>() {
     const int ctas = most_ctas<Warp>(limits, args);
+    if (ctas == 0) return std::size_t{0};
     return sizeof(Signals) +
            part_rows(args, ctas) * (Warp::kHeadSize * sizeof(float) + sizeof(float2));
   };
@@ -41,7 +39,7 @@ std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_page
 cudaError_t pair_attention(const PairAttention& args, const kvlab_pages& paged,
                            cudaStream_t stream) {
   const PairTable& table = args.table;
-  if (!supported(args, paged)) return cudaErrorInvalidValue;
+  if (!is_pair_attention(args, paged)) return cudaErrorInvalidValue;
   for (const void* pointer : {args.q, args.keys, args.values, static_cast<const void*>(args.out),
                               static_cast<const void*>(args.workspace)})
     if (pointer == nullptr || !aligned16(pointer)) return cudaErrorInvalidValue;

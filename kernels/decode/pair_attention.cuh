@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "kernels/decode/clustered_attention.cuh"
+#include "kernels/decode/pair_plan.cuh"
 #include "kernels/decode/pair_tiles.cuh"
 #include "kernels/device/even_share.cuh"
 #include "kernels/device/reduce.cuh"
@@ -356,83 +357,12 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   }
 }
 
-template <class Warp>
-std::size_t shared_bytes(const PairAttention& args, int stages) {
-  return Ring<Warp>::bytes(stages) + Exchange<Warp::kHeadSize>::bytes(args.group);
-}
-
-/// Of the largest lengths.
-inline std::int64_t most_tiles(const PairAttention& args) {
-  return std::int64_t{args.table.pairs} * (row_slots(args.table.most_slots) / kSlotsPerTile);
-}
-
-inline constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
-/// What a multiprocessor has: what one CTA may have, and what is reserved for it.
-inline int shared_of_all(const DeviceLimits& limits) { return limits.shared_bytes + kReserved; }
-
-/// Two for each multiprocessor keep enough bytes on their way; but no more than there may be tiles.
-/// 0 if the device holds none.
-template <class Warp>
-int most_ctas(const DeviceLimits& limits, const PairAttention& args) {
-  const int bytes = static_cast<int>(shared_bytes<Warp>(args, Warp::kStages));
-  const int on_one = shared_of_all(limits) / (bytes + kReserved);
-  return static_cast<int>(std::min<std::int64_t>(
-      {most_tiles(args), std::min(on_one, 2) * limits.multiprocessors, kMostCtas}));
-}
-
-struct PairGrid {
-  int ctas, stages;
-  bool all_ahead;  ///< every stage is sent for at once
-};
-
-/// A multiple of the pairs, so that none of equally long pairs shares a CTA with another: a CTA
-/// with parts of two pairs waits, writes and merges twice. As many as before where that would leave
-/// more than an eighth of them out, and where so many serve a pair that few have parts of two.
-inline int for_whole_pairs(int ctas, int pairs) {
-  constexpr int kFew = 16;  // of them, one
-  const int out = ctas % pairs;
-  return pairs <= ctas && ctas < kFew * pairs && out <= ctas / 8 ? ctas - out : ctas;
-}
-
-template <class Warp>
-PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
-  constexpr int kShort = 4, kLong = 16;  // tiles of a CTA
-  PairGrid grid{.ctas = most_ctas<Warp>(limits, args), .stages = Warp::kStages, .all_ahead = false};
-  if (Warp::kRotated != Rotated::none || Warp::kHeads > 8) return grid;
-  if (most_tiles(args) <= kShort * limits.multiprocessors) {
-    // One to a multiprocessor, and room for one of the kernel behind, which fetches meanwhile: all
-    // of a share, or most of it, has been sent for when the query comes.
-    grid.ctas = std::min(grid.ctas, limits.multiprocessors);
-    grid.stages =
-        most_tiles(args) <= 2 * limits.multiprocessors ? Warp::kStages : Warp::kMostStages;
-    grid.all_ahead = true;
-  } else if (Warp::kHeadSize == 64 && most_tiles(args) >= kLong * grid.ctas) {
-    grid.stages = Warp::kMostStages;  // at head size 128 this gains nothing
-    grid.all_ahead = true;
-  }
-  return grid;
-}
-
-/// Of a CTA, with no room for a third beside two: else some multiprocessors get three of a launch
-/// and others one, since each takes the place of one of the launch before.
-template <class Warp>
-std::size_t shared_for_two(const DeviceLimits& limits, const PairPlan& plan) {
-  const int a_third = shared_of_all(limits) / 3 - kReserved;
-  return std::max(shared_bytes<Warp>(plan.args, plan.stages),
-                  static_cast<std::size_t>(a_third / 16 * 16 + 16));
-}
-
-/// Of the parts of pairs that are cut.
-inline std::size_t part_rows(const PairAttention& args, int ctas) {
-  return 2 * static_cast<std::size_t>(ctas) * static_cast<std::size_t>(args.group);
-}
-
 template <class Warp, class Tiles>
-cudaError_t launch_pairs(const DeviceLimits& limits, const PairPlan& plan, cudaStream_t stream) {
+cudaError_t launch_pairs(const DeviceLimits& limits, const PairPlan& plan, std::size_t shared_bytes,
+                         cudaStream_t stream) {
   const auto kernel = attend_pairs<Warp, Tiles>;
   if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
-  const std::size_t bytes = shared_for_two<Warp>(limits, plan);
-  return launch(limits, kernel, {plan.ctas, kThreads, bytes, stream}, plan);
+  return launch(limits, kernel, {plan.ctas, kThreads, shared_bytes, stream}, plan);
 }
 
 template <class Warp, bool kPaged>
@@ -440,60 +370,29 @@ cudaError_t launch_attention(const PairAttention& args, const kvlab_pages& paged
                              cudaStream_t stream) {
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
-  PairGrid grid = grid_for<Warp>(limits, args);
-  if (grid.ctas == 0) return cudaErrorInvalidDevice;
-  grid.ctas = for_whole_pairs(grid.ctas, args.table.pairs);
+  const PairLaunch how = plan_pairs<Warp>(limits, args);
+  if (!how.plan.fits()) return cudaErrorNotSupported;  // why_not_pair_attention() says why
+  const int ctas = how.plan.blocks;
   auto* const signals = static_cast<Signals*>(args.workspace);
   auto* const part_out = reinterpret_cast<float*>(signals + 1);
-  const PairPlan plan{.args = args,
-                      .ctas = grid.ctas,
-                      .base2_scale = args.softmax_scale * kLog2E,
-                      .part_out = part_out,
-                      .part_state = reinterpret_cast<float2*>(
-                          part_out + part_rows(args, grid.ctas) * Warp::kHeadSize),
-                      .arrived = signals->arrived,
-                      .stages = grid.stages,
-                      .read_once = true,
-                      .paged = paged};
-  if constexpr (Warp::kRotated == Rotated::none && Warp::kHeads == 8) {
-    if (const int stages = clustered_stages<Warp>(limits, args))
-      return launch_clusters<Warp, kPaged>(limits, plan, stages, stream);
-    if (grid.all_ahead)
-      return launch_pairs<Warp, AllTilesAhead<Warp, kPaged>>(limits, plan, stream);
+  const PairPlan plan{
+      .args = args,
+      .ctas = ctas,
+      .base2_scale = args.softmax_scale * kLog2E,
+      .part_out = part_out,
+      .part_state = reinterpret_cast<float2*>(part_out + part_rows(args, ctas) * Warp::kHeadSize),
+      .arrived = signals->arrived,
+      .stages = how.plan.stages,
+      .read_once = how.kernel != PairKernel::clusters,
+      .paged = paged};
+  if constexpr (kVariesStages<Warp>) {
+    if (how.kernel == PairKernel::clusters)
+      return launch_clusters<Warp, kPaged>(limits, plan, how.plan, stream);
+    if (how.kernel == PairKernel::all_ahead)
+      return launch_pairs<Warp, AllTilesAhead<Warp, kPaged>>(limits, plan, how.plan.shared_bytes,
+                                                             stream);
   }
-  return launch_pairs<Warp, TilesAhead<Warp, kPaged>>(limits, plan, stream);
-}
-
-/// Calls visit(Warp{}) for the type, head size and numbering, which must be supported, of groups of
-/// at most kHeads.
-template <int kHeads, class Visit>
-auto with_warp(const PairAttention& args, Visit visit) {
-  const auto by_type = [&]<int kDim, Rotated kRotated>() {
-    switch (args.type) {
-      case KVLAB_BF16:
-        return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kRotated, kHeads>>();
-      case KVLAB_F16:
-        return visit.template operator()<TensorCoreWarp<__half, kDim, kRotated, kHeads>>();
-      case KVLAB_F32:
-        break;
-    }
-    return visit.template operator()<PlainWarp<kDim, kRotated, kHeads>>();
-  };
-  const auto by_size = [&]<int kDim>() {
-    if (args.ages != nullptr) return by_type.template operator()<kDim, Rotated::keys>();
-    if (args.rules != nullptr) return by_type.template operator()<kDim, Rotated::query>();
-    return by_type.template operator()<kDim, Rotated::none>();
-  };
-  switch (args.head_size) {
-    case 64:
-      return by_size.template operator()<64>();
-    case 96:
-      return by_size.template operator()<96>();
-    case 128:
-      return by_size.template operator()<128>();
-    default:
-      return by_size.template operator()<256>();
-  }
+  return launch_pairs<Warp, TilesAhead<Warp, kPaged>>(limits, plan, how.plan.shared_bytes, stream);
 }
 
 }  // namespace kvlab::kernels

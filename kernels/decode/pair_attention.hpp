@@ -66,7 +66,10 @@ struct PairAttention {
   const float* sinks;  // [kv_head, head of the group]: logits that no token has; or null
 };
 
-/// For the current device; 0 for what is not supported, else kNoDevice where there is none.
+/// Whether there are kernels for the shape, on some device.
+bool is_pair_attention(const PairAttention& args, const kvlab_pages& paged = {});
+/// For the current device; 0 for what is not supported or does not fit, else kNoDevice where there
+/// is none.
 inline constexpr std::size_t kNoDevice = ~std::size_t{0};
 std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_pages& paged = {});
 /// `paged`, where there are next_slots: where keys and values lie in blocks.

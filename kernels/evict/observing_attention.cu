@@ -7,6 +7,7 @@
 #include "kernels/device/leaving.cuh"
 #include "kernels/evict/eviction_kernels.hpp"
 #include "kernels/launch.cuh"
+#include "kernels/launch_plans.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kNumberThreads) number_slots(kvlab_cache cache
 
 bool supported(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   return args.workspace != nullptr && complete(policy, args) && complete(args) &&
-         pair_attention_workspace(pairs_of(args.cache), args.cache.pages) != 0;
+         is_pair_attention(pairs_of(args.cache), args.cache.pages);
 }
 
 cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
@@ -195,8 +196,9 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
 
 std::size_t observing_workspace(const kvlab_cache& cache, bool coded) {
   const PairAttention pairs = pairs_of(cache);
+  if (!is_pair_attention(pairs, cache.pages)) return 0;
   const std::size_t attention = pair_attention_workspace(pairs, cache.pages);
-  if (attention == 0 || attention == kNoDevice) return attention;
+  if (attention == kNoDevice || (attention == 0 && !coded)) return attention;
   return Layout(pairs, coded).end;
 }
 
@@ -212,6 +214,16 @@ cudaError_t number_by_age(const kvlab_cache& cache, cudaStream_t stream) {
   const dim3 blocks(static_cast<unsigned>((cache.most_slots + kNumberThreads - 1) / kNumberThreads),
                     static_cast<unsigned>(table.pairs));
   return launch(limits, number_slots, {blocks, kNumberThreads, 0, stream}, cache);
+}
+
+std::string why_not_attention(const kvlab_cache& cache, kvlab_positions numbering,
+                              const DeviceLimits& limits) {
+  PairAttention pairs = pairs_of(cache);
+  const std::uint32_t age = 0;
+  const kvlab_rule rule{};
+  if (numbering == KVLAB_SQUEEZED) pairs.ages = &age;
+  if (numbering == KVLAB_TWO_FRAMES) pairs.rules = &rule;
+  return is_pair_attention(pairs, {}) ? why_not_pair_attention(pairs, limits) : "";
 }
 
 EvictionKernels observing_kernels(const DevicePolicy& policy) {

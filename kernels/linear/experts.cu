@@ -11,6 +11,7 @@
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/launch_plans.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -347,6 +348,14 @@ unsigned most_tiles(const Routes& routes, int pairs_of_tile) {
   return static_cast<unsigned>(std::min(pairs, pairs / pairs_of_tile + routes.experts));
 }
 
+template <int kPairs>
+constexpr std::size_t bytes_of_stages = kStages * sizeof(Stage<__half, kPairs>);
+
+bool takes_many(const Routes& routes, const DeviceLimits& limits) {
+  return routes.pairs() >= 16 * routes.experts &&
+         bytes_of_stages<64> <= static_cast<std::size_t>(limits.shared_bytes);
+}
+
 template <class T, int kPairs>
 cudaError_t launch_tiles(const DeviceLimits& limits, const ExpertProductArgs& args,
                          cudaStream_t stream) {
@@ -356,7 +365,7 @@ cudaError_t launch_tiles(const DeviceLimits& limits, const ExpertProductArgs& ar
                 {.grid = dim3(static_cast<unsigned>((args.n + kColumns - 1) / kColumns),
                               most_tiles(args.routes, kPairs)),
                  .block = dim3(kThreads),
-                 .shared_bytes = kStages * sizeof(Stage<T, kPairs>),
+                 .shared_bytes = bytes_of_stages<kPairs>,
                  .stream = stream},
                 args);
 }
@@ -391,6 +400,16 @@ cudaError_t route(const RouteArgs& args, cudaStream_t stream) {
   return error == cudaSuccess ? launch(limits, group_kernel<false>, one, args) : error;
 }
 
+LaunchPlan expert_product_plan(const Routes& routes, int n, const DeviceLimits& limits) {
+  const bool many = takes_many(routes, limits);
+  const std::size_t bytes = many ? bytes_of_stages<64> : bytes_of_stages<16>;
+  const auto blocks =
+      std::int64_t{(n + kColumns - 1) / kColumns} * most_tiles(routes, many ? 64 : 16);
+  return {.blocks = static_cast<int>(std::min<std::int64_t>(blocks, 0x7fff'ffff)),
+          .stages = kStages,
+          .shared_bytes = bytes};
+}
+
 cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {
   if (!valid(args.routes) || args.n < 1 || args.k < 8 || args.k % 8 != 0 || args.n % 8 != 0 ||
       !args.weight || !args.x || (args.y == nullptr) == (args.y_float == nullptr) ||
@@ -406,7 +425,7 @@ cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {
                    .stream = stream},
                   args);
   // Tiles of 64 where experts have that many.
-  const bool many = args.routes.pairs() >= 16 * args.routes.experts;
+  const bool many = takes_many(args.routes, limits);
   const auto of_type = [&]<class T>(T) {
     return many ? launch_tiles<T, 64>(limits, args, stream)
                 : launch_tiles<T, 16>(limits, args, stream);

@@ -17,6 +17,7 @@
 #include "kernels/device/grid_dependency.cuh"
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/launch_plans.hpp"
 #include "kernels/linear/linear_f32.cuh"
 #include "kernels/linear/linear_product.cuh"
 #include "kernels/linear/linear_ring.cuh"
@@ -188,7 +189,7 @@ class Finisher {
     const int size = rope_.cache.head_size, half = size / 2, n = head_ * size + dim_;
     const T plain[] = {write_output(product_, row_, n, a, 0),
                        write_output(product_, row_, n + half, b, 0)};
-    if (!is_query() && place_.sits_out()) return;
+    if (place_.sits_out()) return;
     if (is_value()) return put(rope_.cache.values, cached_, plain[0], plain[1]);
     const float2 rotated = rotate({to_float(plain[0]), to_float(plain[1])}, cos_sin_);
     const std::int64_t query = std::int64_t{token()} * rope_.cache.query_heads + head_;
@@ -297,13 +298,20 @@ __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
   multiply<T, kForm>(product, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
 }
 
-/// For so many rows: the ring is as long as there is room, but no longer than `most_stages`, which
-/// a block sends for in all. False if there is not enough.
-template <class T>
-bool lay_out(Form form, int rows, int k, int most_stages, const DeviceLimits& limits,
+/// What a product asks for, of weights of two bytes.
+struct RingLength {
+  int least, most;  ///< stages; a block sends for no more in all
+};
+int gamma_begin() { return kBarrierBytes + kPartialBytes; }
+int x_begin(Form form, int k) {
+  return gamma_begin() + (has_norm(form) ? static_cast<int>(gamma_bytes<__half>(k)) : 0);
+}
+
+/// For so many rows: the ring is as long as there is room. False if there is not enough.
+bool lay_out(Form form, int rows, int k, const RingLength& ring, const DeviceLimits& limits,
              Layout& layout) {
-  layout.gamma = kBarrierBytes + kPartialBytes;
-  layout.x = layout.gamma + (has_norm(form) ? static_cast<int>(gamma_bytes<T>(k)) : 0);
+  layout.gamma = gamma_begin();
+  layout.x = x_begin(form, k);
   const auto stages = [&](std::size_t x_bytes) {
     const std::int64_t room = static_cast<std::int64_t>(limits.shared_bytes) - layout.x -
                               static_cast<std::int64_t>(x_bytes);
@@ -311,42 +319,63 @@ bool lay_out(Form form, int rows, int k, int most_stages, const DeviceLimits& li
   };
   std::size_t x_bytes =
       static_cast<std::size_t>(rows) * (has_norm(form) ? normed_row_bytes(k) : plain_row_bytes(k));
-  layout.plain_x_is_shared = !has_norm(form) && stages(x_bytes) >= kLeastStages;
+  layout.plain_x_is_shared = !has_norm(form) && stages(x_bytes) >= ring.least;
   if (!has_norm(form) && !layout.plain_x_is_shared) x_bytes = 0;
   layout.stages = stages(x_bytes);
-  if (layout.stages < kLeastStages) return false;
-  layout.stages = std::min(layout.stages, most_stages);
+  if (layout.stages < ring.least) return false;
+  layout.stages = std::min(layout.stages, ring.most);
   layout.bytes = static_cast<std::size_t>(layout.stages) * kStageBytes +
                  static_cast<std::size_t>(layout.x) + x_bytes;
   return true;
 }
 
+struct LinearLaunch {
+  LaunchPlan plan;
+  Layout layout;
+};
+
 /// As many rows at a time as there is room for.
+LinearLaunch plan_product(Form form, int rows, int n, int k, const DeviceLimits& limits) {
+  const int strips = strips_of(form, n), blocks = std::min(strips, limits.multiprocessors);
+  const int most_stages = (strips + blocks - 1) / blocks * kTiles * ((k + kStageK - 1) / kStageK);
+  // Beside a CTA of attention there is room for one small block, whose weights are on their way
+  // while that one attends, but not for two: an early start would put two on some multiprocessors
+  // and none on others.
+  const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
+  for (const int least : {kLeastStages, kFewestStages}) {
+    const RingLength ring{least, most_stages};
+    Layout layout{};
+    int most = rows;
+    while (most > 0 && !lay_out(form, most, k, ring, limits, layout)) --most;
+    if (most == 0) continue;
+    const int passes = (rows + most - 1) / most, each = (rows + passes - 1) / passes;
+    lay_out(form, each, k, ring, limits, layout);
+    return {{.blocks = blocks,
+             .stages = layout.stages,
+             .rows = each,
+             .shared_bytes = std::max(layout.bytes, alone)},
+            layout};
+  }
+  const std::size_t x_bytes = has_norm(form) ? normed_row_bytes(k) : 0;
+  return {{.shared_bytes = std::size_t{kFewestStages} * kStageBytes +
+                           static_cast<std::size_t>(x_begin(form, k)) + x_bytes},
+          {}};
+}
+
 template <class T, Form kForm>
 cudaError_t launch_linear(LinearProduct<T> product, cudaStream_t stream,
                           const RopeWriteArgs& rope = {}) {
   DeviceLimits limits;
   cudaError_t error = device_limits(limits);
   if (error != cudaSuccess) return error;
-  const int strips = strips_of(kForm, product.n), blocks = std::min(strips, limits.multiprocessors);
-  const int most_stages =
-      (strips + blocks - 1) / blocks * kTiles * ((product.k + kStageK - 1) / kStageK);
-  Layout layout{};
-  int most = product.rows;
-  while (most > 0 && !lay_out<T>(kForm, most, product.k, most_stages, limits, layout)) --most;
-  if (most == 0) return cudaErrorInvalidValue;
-  const int passes = (product.rows + most - 1) / most, each = (product.rows + passes - 1) / passes;
-  lay_out<T>(kForm, each, product.k, most_stages, limits, layout);
-
+  const auto [plan, layout] = plan_product(kForm, product.rows, product.n, product.k, limits);
+  if (!plan.fits()) return cudaErrorNotSupported;  // why_not_linear() says why
+  const int each = plan.rows;
   const auto kernel = linear_kernel<T, kForm>;
   error = allow_shared_memory(kernel, limits);
-  // Beside a CTA of attention there is room for one small block, whose weights are on their way
-  // while that one attends, but not for two: an early start would put two on some multiprocessors
-  // and none on others.
-  const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
-  const Launch where{.grid = dim3(static_cast<unsigned>(blocks)),
+  const Launch where{.grid = dim3(static_cast<unsigned>(plan.blocks)),
                      .block = dim3(kLinearThreads + kWarpSize),
-                     .shared_bytes = std::max(layout.bytes, alone),
+                     .shared_bytes = plan.shared_bytes,
                      .stream = stream};
   for (const int rows = product.rows; product.first_row < rows && error == cudaSuccess;
        product.first_row += each) {
@@ -438,6 +467,11 @@ bool is_fused(const LinearArgs& args, const RopeWriteArgs& rope) {
 }
 
 }  // namespace
+
+LaunchPlan linear_plan(Type type, Form form, int rows, int n, int k, const DeviceLimits& limits) {
+  return type == KVLAB_F32 ? plan_linear_f32(form != Form::plain, rows, n, k, limits)
+                           : plan_product(form, rows, n, k, limits).plan;
+}
 
 cudaError_t linear(const LinearArgs& args, cudaStream_t stream) {
   if (!valid(args)) return cudaErrorInvalidValue;

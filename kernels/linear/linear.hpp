@@ -9,6 +9,13 @@ namespace kvlab::kernels {
 /// Rows that `linear` takes; more are cuBLASLt's.
 inline constexpr int kMostLinearRows = 8;
 
+/// What a product computes, and which weight rows the two tiles of a strip are.
+enum class Form {
+  plain,    // sixteen rows below each other
+  normed,   // the same, of norm(x)
+  gated,    // eight of the gate and the same eight of up, of norm(x)
+  rotated,  // eight of a head's first half and those that RoPE rotates them with, of norm(x)
+};
 /// y[r, n] = epilogue(sum over k of W[n, k] * norm(x)[r, k]). norm(x) is not rounded to `type`: it
 /// counts to 16 bits and more. A row's result does not depend on the rows beside it. On sm_90 a
 /// launch starts before the kernel ahead of it in the stream has ended, and reads weight, gamma and

@@ -70,26 +70,32 @@ __global__ void __launch_bounds__(kLinearThreads)
 
 }  // namespace
 
+/// Rows at a time: as many as are normed into shared memory.
+LaunchPlan plan_linear_f32(bool normed, int rows, int n, int k, const DeviceLimits& limits) {
+  const auto bytes_for = [&](int count) {
+    return kSumsBytes +
+           (normed ? gamma_bytes<float>(k) + static_cast<std::size_t>(count) * normed_row_bytes(k)
+                   : 0);
+  };
+  int each = rows;
+  while (each > 0 && bytes_for(each) > static_cast<std::size_t>(limits.shared_bytes)) --each;
+  const int blocks = std::min((n + kLinearWarps - 1) / kLinearWarps, 4 * limits.multiprocessors);
+  return {
+      .blocks = each == 0 ? 0 : blocks, .rows = each, .shared_bytes = bytes_for(std::max(each, 1))};
+}
+
 cudaError_t launch_linear_f32(const LinearProduct<float>& product, cudaStream_t stream) {
   DeviceLimits limits;
   cudaError_t error = device_limits(limits);
   if (error != cudaSuccess) return error;
-  // Rows at a time: as many as are normed into shared memory.
-  const auto bytes_for = [&](int rows) {
-    return kSumsBytes + (product.gamma
-                             ? gamma_bytes<float>(product.k) +
-                                   static_cast<std::size_t>(rows) * normed_row_bytes(product.k)
-                             : 0);
-  };
-  int each = product.rows;
-  while (each > 0 && bytes_for(each) > static_cast<std::size_t>(limits.shared_bytes)) --each;
-  if (each == 0) return cudaErrorInvalidValue;
+  const LaunchPlan plan =
+      plan_linear_f32(product.gamma != nullptr, product.rows, product.n, product.k, limits);
+  if (!plan.fits()) return cudaErrorNotSupported;  // why_not_linear() says why
+  const int each = plan.rows;
   error = allow_shared_memory(linear_f32_kernel, limits);
-  const int blocks =
-      std::min((product.n + kLinearWarps - 1) / kLinearWarps, 4 * limits.multiprocessors);
-  const Launch where{.grid = dim3(static_cast<unsigned>(blocks)),
+  const Launch where{.grid = dim3(static_cast<unsigned>(plan.blocks)),
                      .block = dim3(kLinearThreads),
-                     .shared_bytes = bytes_for(each),
+                     .shared_bytes = plan.shared_bytes,
                      .stream = stream};
   for (int done = 0; done < product.rows && error == cudaSuccess; done += each) {
     LinearProduct<float> part = product;

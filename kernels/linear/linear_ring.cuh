@@ -23,15 +23,9 @@ inline constexpr int kStageK = kLinearWarps * kWarpK;  // k of a stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
 inline constexpr int kStageBytes = kLinearWarps * kLoads * kLoadBytes;
 inline constexpr int kLeastStages = 4, kMostStages = 12;
+inline constexpr int kFewestStages = 2;                  // where four do not fit
 inline constexpr int kInFlight = 4, kFirstInFlight = 3;  // stages on their way
 
-/// What a product computes, and which weight rows the two tiles of a strip are.
-enum class Form {
-  plain,    // sixteen rows below each other
-  normed,   // the same, of norm(x)
-  gated,    // eight of the gate and the same eight of up, of norm(x)
-  rotated,  // eight of a head's first half and those that RoPE rotates them with, of norm(x)
-};
 __host__ __device__ constexpr bool has_norm(Form form) { return form != Form::plain; }
 __host__ __device__ constexpr int outputs_of_strip(Form form) {
   return form == Form::gated ? kTileRows : kTiles * kTileRows;
@@ -80,7 +74,10 @@ template <class T>
 class WeightSender {
  public:
   __device__ WeightSender(std::byte* ring, int stages, RingBarriers& barriers)
-      : ring_(shared_address(ring)), stages_(stages), barriers_(barriers) {}
+      : ring_(shared_address(ring)),
+        stages_(stages),
+        in_flight_(min(kInFlight, stages)),
+        barriers_(barriers) {}
 
   /// Sends for the block's share of a product's weights, in the order in which they are read.
   template <Form kForm>
@@ -117,7 +114,7 @@ class WeightSender {
  private:
   __device__ void claim_slot() {
     barriers_.empty[next_.slot].wait(next_.parity ^ 1);
-    if (on_their_way_ < (sent_ < stages_ ? kFirstInFlight : kInFlight)) {
+    if (on_their_way_ < (sent_ < stages_ ? kFirstInFlight : in_flight_)) {
       ++on_their_way_;
       return;
     }
@@ -143,7 +140,7 @@ class WeightSender {
   }
 
   std::uint32_t ring_;
-  int stages_;
+  int stages_, in_flight_;  // no more are on their way than the ring has
   RingBarriers& barriers_;
   RingCursor next_, oldest_;
   int sent_ = 0, on_their_way_ = 0;

@@ -13,6 +13,7 @@
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/launch_plans.hpp"
 #include "kernels/prefill/prefill_parts.cuh"
 
 namespace kvlab::kernels {
@@ -479,6 +480,10 @@ dim3 grid(const Plan& plan, int rows_of_tile) {
 template <class T, int kDim, bool kPaged, bool kParts>
 cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
   constexpr std::size_t kBytes = sizeof(Shared<T, kDim>);
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  if (kBytes > static_cast<std::size_t>(limits.shared_bytes))
+    return cudaErrorNotSupported;  // why_not_prefill() says why
   const auto kernel = prefill_tiles<T, kDim, kPaged, kParts>;
   const cudaError_t allowed =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -517,6 +522,17 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
 bool aligned(const void* pointer) { return pointer != nullptr && aligned16(pointer); }
 
 }  // namespace
+
+LaunchPlan prefill_plan(Type type, int head_size, const DeviceLimits& limits) {
+  if (type == KVLAB_F32) return {.blocks = 1};
+  const std::size_t bytes = head_size == 64    ? sizeof(Shared<__half, 64>)
+                            : head_size == 96  ? sizeof(Shared<__half, 96>)
+                            : head_size == 128 ? sizeof(Shared<__half, 128>)
+                                               : sizeof(Shared<__half, 256>);
+  return {.blocks = bytes <= static_cast<std::size_t>(limits.shared_bytes) ? 1 : 0,
+          .stages = kStages,
+          .shared_bytes = bytes};
+}
 
 std::size_t prefill_workspace(const kvlab_prefill_args& args) {
   const std::int64_t parts = (std::int64_t{args.keys_end} + kPartKeys - 1) / kPartKeys;

@@ -18,6 +18,7 @@
 #include "kernels/device/softmax_state.cuh"
 #include "kernels/device/tensor_core.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/launch_plans.hpp"
 #include "kernels/prefill/prefill_observe.cuh"
 
 namespace kvlab::kernels {
@@ -274,6 +275,10 @@ __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant_
 template <class T, int kDim, Count kCount>
 cudaError_t launch_tiles(const Plan& plan, cudaStream_t stream) {
   constexpr std::size_t kBytes = sizeof(Shared<T, kDim>);
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  if (kBytes > static_cast<std::size_t>(limits.shared_bytes))
+    return cudaErrorNotSupported;  // why_not_prefill() says why
   const cudaError_t allowed = cudaFuncSetAttribute(
       observe_tiles<T, kDim, kCount>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (allowed != cudaSuccess) return allowed;
@@ -295,6 +300,7 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+/// A device of 9.0 whose driver loaded the code of sm_90a.
 cudaError_t is_hopper(bool& hopper) {
   int device = 0, major = 0, minor = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -303,7 +309,7 @@ cudaError_t is_hopper(bool& hopper) {
   };
   ask(major, cudaDevAttrComputeCapabilityMajor);
   ask(minor, cudaDevAttrComputeCapabilityMinor);
-  hopper = major == 9 && minor == 0;
+  hopper = error == cudaSuccess && major == 9 && minor == 0 && has_hopper_code();
   return error;
 }
 
@@ -349,6 +355,18 @@ int padded(const kvlab_prefill_args& args) {
 
 }  // namespace
 }  // namespace observe
+
+LaunchPlan observe_plan(Type type, int head_size, const DeviceLimits& limits) {
+  using namespace observe;
+  if (type == KVLAB_F32) return {.blocks = 1};
+  const std::size_t bytes = head_size == 64    ? sizeof(Shared<__half, 64>)
+                            : head_size == 96  ? sizeof(Shared<__half, 96>)
+                            : head_size == 128 ? sizeof(Shared<__half, 128>)
+                                               : sizeof(Shared<__half, 256>);
+  return {.blocks = bytes <= static_cast<std::size_t>(limits.shared_bytes) ? 1 : 0,
+          .stages = kStages,
+          .shared_bytes = bytes};
+}
 
 std::size_t observe_workspace(const kvlab_prefill_args& args) {
   using namespace observe;

@@ -10,6 +10,7 @@
 #include "kernels/device/half_parts.cuh"
 #include "kernels/device/load.cuh"
 #include "kernels/device/store.cuh"
+#include "kernels/launch_plans.hpp"
 #include "kernels/replay/replay.hpp"
 
 namespace kvlab::kernels {
@@ -21,7 +22,7 @@ constexpr int kTilesAtOnce = 10;     // of a block
 constexpr int kHalves = 2;           // of a pass's dimensions: a warp of a tile each
 constexpr int kColumns = kDims / 8;  // products of 8 dimensions
 constexpr int kOwnColumns = kColumns / kHalves;
-constexpr int kStages = 3;
+constexpr int kMostStages = 3, kFewestStages = 2;  // as many as fit
 constexpr int kThreads = kTilesAtOnce * kHalves * kWarpSize;
 constexpr int kLeastWarps = 4;  // to fetch weights: 2 kinds of rows, 2 quads, 32 couples
 using Swizzle = Swizzled<kDims * 2>;
@@ -302,7 +303,7 @@ class Tile {
 };
 
 /// Two warps for each of up to kTilesAtOnce tiles (y), a block for each query (x) and unit (z).
-template <int kPlanes>
+template <int kPlanes, int kStages>
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {
   extern __shared__ __align__(16) std::byte dynamic[];
@@ -347,30 +348,49 @@ __global__ void __launch_bounds__(kThreads)
   if (!args.outputs) tile.write(errors[warp / kHalves]);
 }
 
-template <int kPlanes>
+template <int kPlanes, int kStages>
 cudaError_t multiply(const ReplayOutputsArgs& args, cudaStream_t stream) {
   constexpr int kBytes = kStages * sizeof(Stage<kPlanes>);
-  const cudaError_t error = cudaFuncSetAttribute(
-      outputs_kernel<kPlanes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const auto kernel = outputs_kernel<kPlanes, kStages>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   const int tiles = (args.grid.config_units ? 1 : args.configs.tiles) * args.shape.quads(),
             groups = (tiles + kTilesAtOnce - 1) / kTilesAtOnce,
             warps = std::max(kHalves * ((tiles + groups - 1) / groups), kLeastWarps);
-  outputs_kernel<kPlanes>
-      <<<grid_of(args.rows.count, groups, args.shape.units), warps * kWarpSize, kBytes, stream>>>(
-          args);
+  kernel<<<grid_of(args.rows.count, groups, args.shape.units), warps * kWarpSize, kBytes, stream>>>(
+      args);
   return cudaGetLastError();
 }
 
 }  // namespace
 
+LaunchPlan replay_outputs_plan(Type type, const DeviceLimits& limits) {
+  const std::size_t stage = type == KVLAB_BF16 ? sizeof(Stage<1>) : sizeof(Stage<2>),
+                    beside = kTilesAtOnce * sizeof(TileErrors);
+  const auto bytes = [&](int stages) { return static_cast<std::size_t>(stages) * stage + beside; };
+  int stages = kMostStages;
+  while (stages >= kFewestStages && bytes(stages) > static_cast<std::size_t>(limits.shared_bytes))
+    --stages;
+  const bool fits = stages >= kFewestStages;
+  return {.blocks = fits ? 1 : 0,
+          .stages = stages,
+          .shared_bytes = bytes(fits ? stages : kFewestStages)};
+}
+
 cudaError_t replay_outputs(const ReplayOutputsArgs& args, cudaStream_t stream) {
   const ReplaySets& configs = args.configs;
   if (configs.tiles + configs.coded_tiles < 1 || !args.shape.is_launchable())
     return cudaErrorInvalidValue;
-  cudaError_t error = cudaSuccess;
+  DeviceLimits limits;
+  cudaError_t error = device_limits(limits);
+  if (error != cudaSuccess) return error;
+  const LaunchPlan plan = replay_outputs_plan(args.shape.type, limits);
+  if (!plan.fits()) return cudaErrorNotSupported;
   if (configs.tiles > 0)
-    error = args.shape.type == KVLAB_BF16 ? multiply<1>(args, stream) : multiply<2>(args, stream);
+    error = args.shape.type == KVLAB_BF16 ? multiply<1, kMostStages>(args, stream)
+            : plan.stages == kMostStages  ? multiply<2, kMostStages>(args, stream)
+                                          : multiply<2, kFewestStages>(args, stream);
   if (error != cudaSuccess || configs.coded_tiles == 0) return error;
   ReplayOutputsArgs coded = args;
   coded.configs = configs.with_codes();

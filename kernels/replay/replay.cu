@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "kernels/launch.cuh"
+#include "kernels/launch_plans.hpp"
 #include "kernels/replay/old_keys.cuh"
 #include "kernels/replay/rungs.cuh"
 
@@ -19,26 +20,45 @@ bool is_launchable(const ReplayWalkArgs& args, const ReplayMembers& members, int
          (members.most_rungs > 0) == (members.tokens == ReplayTokens::ladder);
 }
 
+constexpr std::size_t kReserved = 1024 + sizeof(ReplayShared);
+
+/// Of a block, without its slots.
+std::size_t bytes_of_tokens(const ReplayShape& shape, bool squeezed, int rungs) {
+  return bytes_of_words(shape) * static_cast<std::size_t>(1 + rungs) +
+         (squeezed ? OldKeyLayout(shape).bytes() : 0);
+}
+std::size_t most_dynamic_bytes(bool ladder, const DeviceLimits& limits) {
+  return static_cast<std::size_t>(limits.shared_bytes) - kReserved -
+         (ladder ? sizeof(LadderShared) : 0);
+}
+
 }  // namespace
+
+bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int rungs,
+               const DeviceLimits& limits) {
+  return bytes_of_tokens(shape, tokens == ReplayTokens::squeezed, rungs) <=
+         most_dynamic_bytes(tokens == ReplayTokens::ladder, limits);
+}
 
 cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
                       ReplayWalkPlan& plan) {
-  const int units = args.grid.config_units ? args.grid.config_units : args.shape.units;
-  if (!is_launchable(args, members, units)) return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
+  return plan_walk(args, members, limits, plan);
+}
+
+cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
+                      const DeviceLimits& limits, ReplayWalkPlan& plan) {
+  const int units = args.grid.config_units ? args.grid.config_units : args.shape.units;
+  if (!is_launchable(args, members, units)) return cudaErrorInvalidValue;
   const bool squeezed = members.tokens == ReplayTokens::squeezed,
              ladder = members.tokens == ReplayTokens::ladder;
   plan.grid = grid_of(members.count, units);
   plan.threads = replay_threads(args.most_slots, squeezed);
   plan.multiprocessors = limits.multiprocessors;
-  constexpr std::size_t kReserved = 1024 + sizeof(ReplayShared);
-  plan.most_shared_bytes = static_cast<std::size_t>(limits.shared_bytes) - kReserved -
-                           (ladder ? sizeof(LadderShared) : 0);
-  plan.shared_bytes =
-      bytes_of_words(args.shape) * static_cast<std::size_t>(1 + members.most_rungs) +
-      (squeezed ? OldKeyLayout(args.shape).bytes() : 0);
-  if (plan.shared_bytes > plan.most_shared_bytes) return cudaErrorInvalidValue;
+  plan.most_shared_bytes = most_dynamic_bytes(ladder, limits);
+  plan.shared_bytes = bytes_of_tokens(args.shape, squeezed, members.most_rungs);
+  if (plan.shared_bytes > plan.most_shared_bytes) return cudaErrorNotSupported;
   // States, positions, places, a list of slots, rungs; in whole strips.
   const std::size_t of_slot = members.slot_bytes + sizeof(std::uint32_t) +
                               (squeezed ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +

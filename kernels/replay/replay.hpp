@@ -427,6 +427,7 @@ struct ReplayWalkPlan {
   std::size_t shared_bytes, most_shared_bytes;
   int multiprocessors;
 };
+/// cudaErrorNotSupported: see walk_fits() of kernels/launch_plans.hpp.
 cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
                       ReplayWalkPlan& plan);
 /// Takes the members' caches through the block of queries, by walk_caches() (walk.cuh) of their

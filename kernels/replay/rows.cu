@@ -8,6 +8,7 @@
 #include "kernels/device/load.cuh"
 #include "kernels/device/mass_sum.hpp"
 #include "kernels/device/type_dispatch.cuh"
+#include "kernels/launch_plans.hpp"
 #include "kernels/replay/replay.hpp"
 
 namespace kvlab::kernels {
@@ -112,7 +113,8 @@ struct RowCache {
     return token < count ? values[token] : row[token];
   }
 };
-constexpr int kMostCached = 4096;  // three blocks of a multiprocessor fit
+constexpr int kMostCached = 4096;   // three blocks of a multiprocessor fit
+constexpr int kStaticBytes = 1024;  ///< of shared memory, beside the cached tokens
 
 /// Exponentials of a row's first `length` products to `e` and the cache, the largest 1: by the
 /// whole block.
@@ -378,15 +380,22 @@ cudaError_t replay_rotate(const ReplayRotateArgs& args, cudaStream_t stream) {
   });
 }
 
+int replay_cached_tokens(int tokens, const DeviceLimits& limits) {
+  const int fit = (limits.shared_bytes - kStaticBytes) / static_cast<int>(sizeof(float4));
+  return std::min({tokens, kMostCached, fit});
+}
+
 cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
   const ReplayShape& shape = args.shape;
   if (!shape.is_launchable() || !args.rows.is_launchable()) return cudaErrorInvalidValue;
   const dim3 grid = grid_of(args.rows.count, shape.quads(), shape.units);
-  const int cached = std::min(args.rows.first + args.rows.count, kMostCached),
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
+  const int cached = replay_cached_tokens(args.rows.first + args.rows.count, limits),
             bytes = cached * static_cast<int>(sizeof(float4));
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kMostCached * static_cast<int>(sizeof(float4)));
+  if (const cudaError_t error = cudaFuncSetAttribute(
+          rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+          replay_cached_tokens(kMostCached, limits) * static_cast<int>(sizeof(float4)));
       error != cudaSuccess)
     return error;
   rows_kernel<<<grid, kThreads, static_cast<unsigned>(bytes), stream>>>(args, cached);

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "kernels/host/transfer.hpp"
+#include "kernels/launch_plans.hpp"
 #include "policies/executor.hpp"
 #include "sim/device/batch.hpp"
 
@@ -64,7 +65,8 @@ class Replayer final : public CudaReplayer {
            trace.row(0).rope.rotated() % 4 == 0 && knows_rows(trace) &&
            (!config.policy.ladder.is_coded() || shape.head_size % kCodeBlock == 0) &&
            config.policy.ladder.rungs.size() <= kernels::kMostReplayRungs &&
-           (config.policy.modifiers.scope == Modifiers::Scope::head || walks_layers(shape));
+           (config.policy.modifiers.scope == Modifiers::Scope::head || walks_layers(shape)) &&
+           fits(trace, config);
   }
 
   double reading_seconds() const override { return reading_; }
@@ -114,6 +116,23 @@ class Replayer final : public CudaReplayer {
   }
 
  private:
+  /// Whether so long a text fits the device's shared memory; the CPU takes the others.
+  static bool fits(const TraceReader& trace, const CacheConfig& config) {
+    using kernels::ReplayTokens;
+    const kernels::ReplayShape shape{.tokens = static_cast<int>(trace.tokens()),
+                                     .group = static_cast<int>(trace.shape().group()),
+                                     .head_size = static_cast<int>(trace.shape().head_size)};
+    const auto rungs = static_cast<int>(config.policy.ladder.rungs.size());
+    const bool squeezed = config.positions == Positions::cache;
+    kernels::DeviceLimits limits;
+    cuda::check(kernels::device_limits(limits), "asking for the device's limits");
+    return kernels::replay_outputs_plan(KVLAB_F32, limits).fits() &&
+           kernels::walk_fits(shape,
+                              squeezed    ? ReplayTokens::squeezed
+                              : rungs > 0 ? ReplayTokens::ladder
+                                          : ReplayTokens::exact,
+                              rungs, limits);
+  }
   /// Calls work(batch, index of its first unit) for as many units at a time as fit; of layers that
   /// turn and scale alike.
   template <class Work>
@@ -154,6 +173,8 @@ class Replayer final : public CudaReplayer {
 std::unique_ptr<CudaReplayer> cuda_replayer(KeptWatcher watcher) {
   if (!cuda::has_device())
     throw std::runtime_error("--device: no CUDA device on this machine; use --device cpu");
+  if (const std::string why = kernels::why_not_device(); !why.empty())
+    throw std::runtime_error("--device: " + why + "; or use --device cpu");
   return std::make_unique<Replayer>(std::move(watcher));
 }
 

@@ -104,8 +104,9 @@ kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOpt
         slots.pairs.push_back(pair_of(cache, layer, head, config.kv_heads));
   }
   const kernels::DevicePolicy policy = device_policy(options);
-  slots.kernels = options.plain_eviction || !slots.is_fast() ? kernels::plain_kernels(policy)
-                                                             : kernels::observing_kernels(policy);
+  slots.kernels = options.plain_eviction
+                      ? kernels::plain_kernels(policy)
+                      : kernels::kernels_for(slots, policy, kernels::PlainKernels::present);
   slots.workspaces = ObserverBranch::workspaces(slots.layers.size());
   return slots;
 }

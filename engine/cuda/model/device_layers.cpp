@@ -1,13 +1,23 @@
 #include "engine/cuda/model/device_layers.hpp"
 
+#include "kernels/launch_plans.hpp"
+
 namespace kvlab {
 namespace {
 
 using cuda::check;
 using Output = cuda::ProductArgs::Output;
 
-/// One weight read serves so few rows that the matrix units have nothing to do.
-bool is_few(int rows) { return rows <= kernels::kMostLinearRows; }
+/// Whether the device has shared memory enough for products of few rows: a row's hidden states lie
+/// there.
+bool has_few(const DeviceModel& model) {
+  using kernels::Form;
+  kernels::DeviceLimits limits;
+  check(kernels::device_limits(limits), "asking for the device's limits");
+  const auto hidden = static_cast<int>(model.config().hidden);
+  return kernels::why_not_linear(model.type(), Form::normed, hidden, limits).empty() &&
+         kernels::why_not_linear(model.type(), Form::plain, hidden, limits).empty();
+}
 
 }  // namespace
 
@@ -33,7 +43,13 @@ DeviceLayers::Work::Work(cuda::Arena& arena, const DeviceModel& model, int rows)
 }
 
 DeviceLayers::DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stream)
-    : model_(model), config_(model.config()), stream_(stream), work_("the layers", model, rows) {}
+    : model_(model),
+      config_(model.config()),
+      stream_(stream),
+      few_(has_few(model) ? kernels::kMostLinearRows : 0),
+      work_("the layers", model, rows) {}
+
+bool DeviceLayers::is_few(int rows) const { return rows <= few_; }
 
 void DeviceLayers::embed(const std::int32_t* ids, int rows, float* x) {
   check(kernels::embed(model_.type(), model_.weights().embedding, static_cast<int>(config_.hidden),

@@ -53,6 +53,8 @@ class DeviceLayers {
     kernels::Routes routes{};
   };
 
+  /// One weight read serves so few rows that the matrix units have nothing to do.
+  bool is_few(int rows) const;
   const DeviceLayer& weights(std::uint32_t layer) const { return model_.weights().layers[layer]; }
   /// gated() and down() of layers of experts.
   void gated_experts(const DeviceLayer& w, int rows, const float* x);
@@ -80,6 +82,7 @@ class DeviceLayers {
   const DeviceModel& model_;
   const ModelConfig& config_;
   cudaStream_t stream_;
+  int few_;  ///< rows that the kernels of kernels/linear take here; more are cuBLASLt's
   cuda::Placed<Work> work_;
   cuda::Products products_;
 };

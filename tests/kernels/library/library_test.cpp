@@ -235,8 +235,9 @@ TEST_CASE("Each refused call leaves a reason of its own, and none of the call be
   CHECK(reason("kvlab_policy_params", kvlab_policy_params(nullptr, nullptr, 0, nullptr)) ==
         "an argument is NULL");
   reason("kvlab_slots_memory", kvlab_slots_memory(nullptr, &bytes));
-  CHECK_THAT(reason("kvlab_policy_params", kvlab_policy_params(h2o, values.data(), 99, params.data())),
-             ContainsSubstring("count is 99; h2o has "));
+  CHECK_THAT(
+      reason("kvlab_policy_params", kvlab_policy_params(h2o, values.data(), 99, params.data())),
+      ContainsSubstring("count is 99; h2o has "));
   const auto count = static_cast<int>(kvlab_policy_params_bytes(snapkv) / sizeof(double));
   REQUIRE(count > 0);
   values.fill(-1e9);
@@ -247,9 +248,9 @@ TEST_CASE("Each refused call leaves a reason of its own, and none of the call be
         "an argument is NULL");
   reason("kvlab_policy_weights", kvlab_policy_weights(nullptr, nullptr, 1, &weight, &tail));
   reason("kvlab_compile_policy", kvlab_compile_policy(nullptr, &policy, nullptr, 0));
-  CHECK_THAT(reason("kvlab_compile_policy",
-                    kvlab_compile_policy("/nowhere/my.hpp", &policy, nullptr, 0)),
-             ContainsSubstring("cannot be read"));
+  CHECK_THAT(
+      reason("kvlab_compile_policy", kvlab_compile_policy("/nowhere/my.hpp", &policy, nullptr, 0)),
+      ContainsSubstring("cannot be read"));
   reason("kvlab_cache_memory", kvlab_cache_memory(h2o, nullptr, 1, KVLAB_ORIGINAL, nullptr));
   reason("kvlab_number_by_age", kvlab_number_by_age(nullptr, nullptr));
   reason("kvlab_read_policy_file", kvlab_read_policy_file(nullptr, nullptr));

@@ -1,0 +1,58 @@
+// Which kernels serve a cache of slots on the current device.
+#include "kernels/cache/slots_config.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "kernels/decode/pair_attention.hpp"
+#include "kernels/launch_plans.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+/// The most bytes that a token takes on any tier.
+int most_row_bytes(const SlotsConfig& config) {
+  std::int64_t most = 0;
+  for (const SlotPair& pair : config.pairs)
+    for (const RungSlots& rung : pair.rungs)
+      most = std::max(most, row_bytes(device_form(*rung.form), config.head_size,
+                                      static_cast<int>(bytes_of(config.type))));
+  return static_cast<int>(most);
+}
+
+/// Why the fast attention does not fit a device; empty where it does.
+std::string why_not_fast(const SlotsConfig& config, const DeviceLimits& limits) {
+  const kvlab_cache cache = config.slot_cache(1, 1);
+  if (!config.coded()) return why_not_attention(cache, config.numbering, limits);
+  PairAttention pairs{};
+  pairs.type = config.type;
+  pairs.group = config.query_heads / config.kv_heads;
+  pairs.head_size = config.head_size;
+  pairs.table.pairs = config.kv_heads;
+  pairs.table.most_slots = 1;
+  return why_not_rung_attention(pairs, most_row_bytes(config), limits);
+}
+
+}  // namespace
+
+DeviceForm device_form(const KvForm& form) {
+  return {static_cast<std::uint8_t>(form.key_bits), static_cast<std::uint8_t>(form.value_bits),
+          form.floating};
+}
+
+EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
+                            PlainKernels plain) {
+  DeviceLimits limits;
+  if (device_limits(limits) != cudaSuccess)  // nothing is launched without a device
+    return config.is_fast() ? observing_kernels(policy) : plain_kernels(policy);
+  if (const std::string why = why_not_prefill(config.type, config.head_size, limits); !why.empty())
+    throw std::invalid_argument(why);
+  if (!config.is_fast()) return plain_kernels(policy);
+  const std::string why = why_not_fast(config, limits);
+  if (why.empty()) return observing_kernels(policy);
+  if (plain == PlainKernels::absent)
+    throw std::invalid_argument(why + "; a policy of the registry has kernels that need less");
+  return plain_kernels(policy);
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,11 @@
+// The plans of decode attention, for tests and for those who ask before they allocate.
+#include "kernels/decode/pair_plan.cuh"
+
+namespace kvlab::kernels {
+
+PairLaunch pair_attention_plan(const PairAttention& args, const DeviceLimits& limits) {
+  const auto plan = [&]<class Warp>() { return plan_pairs<Warp>(limits, args); };
+  return args.group > kMostPagedGroup ? with_warp<16>(args, plan) : with_warp<8>(args, plan);
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,194 @@
+// How decode attention is launched: a pure function of the shape and of a GPU's limits. What a warp
+// takes is known from its class, so this is compiled for each as the kernels are.
+//
+// On a GPU with less shared memory than an H100 a CTA has fewer tiles on their way. Where not even
+// one tile of each warp fits, there is no plan.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/decode/pair_tiles.cuh"
+#include "kernels/launch_plans.hpp"
+
+namespace kvlab::kernels {
+
+inline constexpr int kClusterCtas = 8;  ///< the most that every device of sm_90 has
+inline constexpr int kClusterParts = kClusterCtas * kWarps;
+
+/// Whether there is a kernel whose stages are read where it runs, beside the one that is compiled
+/// for Warp::kStages.
+template <class Warp>
+inline constexpr bool kVariesStages = Warp::kRotated == Rotated::none&& Warp::kHeads == 8;
+
+template <class Warp>
+std::size_t shared_bytes(const PairAttention& args, int stages) {
+  return Ring<Warp>::bytes(stages) + Exchange<Warp::kHeadSize>::bytes(args.group);
+}
+
+/// The largest number of stages up to `wanted` that fits; 0 if none does.
+template <class Warp>
+int stages_that_fit(const DeviceLimits& limits, const PairAttention& args, int wanted) {
+  const int least = kVariesStages<Warp> ? 1 : Warp::kStages;
+  const auto most_bytes = static_cast<std::size_t>(limits.shared_bytes);
+  while (wanted >= least && shared_bytes<Warp>(args, wanted) > most_bytes) --wanted;
+  return wanted >= least ? wanted : 0;
+}
+
+/// Of the largest lengths.
+inline std::int64_t most_tiles(const PairAttention& args) {
+  return std::int64_t{args.table.pairs} * (row_slots(args.table.most_slots) / kSlotsPerTile);
+}
+
+inline constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
+/// What a multiprocessor has: what one CTA may have, and what is reserved for it.
+inline int shared_of_all(const DeviceLimits& limits) { return limits.shared_bytes + kReserved; }
+
+/// Two for each multiprocessor keep enough bytes on their way; but no more than there may be tiles.
+/// 0 if the device holds none.
+template <class Warp>
+int most_ctas(const DeviceLimits& limits, const PairAttention& args) {
+  const int stages = stages_that_fit<Warp>(limits, args, Warp::kStages);
+  if (stages == 0) return 0;
+  const int bytes = static_cast<int>(shared_bytes<Warp>(args, stages));
+  const int on_one = shared_of_all(limits) / (bytes + kReserved);
+  return static_cast<int>(std::min<std::int64_t>(
+      {most_tiles(args), std::min(on_one, 2) * limits.multiprocessors, kMostCtas}));
+}
+
+struct PairGrid {
+  int ctas, stages;
+  bool all_ahead;  ///< every stage is sent for at once
+};
+
+/// A multiple of the pairs, so that none of equally long pairs shares a CTA with another: a CTA
+/// with parts of two pairs waits, writes and merges twice. As many as before where that would leave
+/// more than an eighth of them out, and where so many serve a pair that few have parts of two.
+inline int for_whole_pairs(int ctas, int pairs) {
+  constexpr int kFew = 16;  // of them, one
+  const int out = ctas % pairs;
+  return pairs <= ctas && ctas < kFew * pairs && out <= ctas / 8 ? ctas - out : ctas;
+}
+
+template <class Warp>
+PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
+  constexpr int kShort = 4, kLong = 16;  // tiles of a CTA
+  const auto fitting = [&](int wanted) { return stages_that_fit<Warp>(limits, args, wanted); };
+  const int usual = fitting(Warp::kStages);
+  PairGrid grid{
+      .ctas = most_ctas<Warp>(limits, args), .stages = usual, .all_ahead = usual != Warp::kStages};
+  if (!kVariesStages<Warp> || usual == 0) return grid;
+  if (most_tiles(args) <= kShort * limits.multiprocessors) {
+    // One to a multiprocessor, and room for one of the kernel behind, which fetches meanwhile: all
+    // of a share, or most of it, has been sent for when the query comes.
+    grid.ctas = std::min(grid.ctas, limits.multiprocessors);
+    grid.stages =
+        most_tiles(args) <= 2 * limits.multiprocessors ? usual : fitting(Warp::kMostStages);
+    grid.all_ahead = true;
+  } else if (Warp::kHeadSize == 64 && most_tiles(args) >= kLong * grid.ctas) {
+    grid.stages = fitting(Warp::kMostStages);  // at head size 128 this gains nothing
+    grid.all_ahead = true;
+  }
+  return grid;
+}
+
+/// Of a CTA, with no room for a third beside two: else some multiprocessors get three of a launch
+/// and others one, since each takes the place of one of the launch before.
+template <class Warp>
+std::size_t shared_for_two(const DeviceLimits& limits, const PairAttention& args, int stages) {
+  const int a_third = shared_of_all(limits) / 3 - kReserved;
+  return std::max(shared_bytes<Warp>(args, stages),
+                  static_cast<std::size_t>(a_third / 16 * 16 + 16));
+}
+
+/// Of the parts of pairs that are cut.
+inline std::size_t part_rows(const PairAttention& args, int ctas) {
+  return 2 * static_cast<std::size_t>(ctas) * static_cast<std::size_t>(args.group);
+}
+
+/// Columns of a CTA of a cluster, four dimensions of a query head each; the last CTA may have
+/// fewer.
+template <int kDim>
+__host__ __device__ constexpr int cluster_columns(int group) {
+  return (group * kDim / 4 + kClusterCtas - 1) / kClusterCtas;
+}
+/// What a CTA gets of all parts of its cluster.
+template <int kDim>
+std::size_t cluster_parts_bytes(int group) {
+  const std::size_t each = static_cast<std::size_t>(cluster_columns<kDim>(group)) * sizeof(float4) +
+                           static_cast<std::size_t>(group) * sizeof(float2);
+  return kClusterParts * each;
+}
+
+template <class Warp>
+std::size_t clustered_bytes(const PairAttention& args, int stages) {
+  using Own = Exchange<Warp::kHeadSize>;
+  return Ring<Warp>::bytes(stages) + Own{args.group, nullptr}.parts_floats() * sizeof(float) +
+         cluster_parts_bytes<Warp::kHeadSize>(args.group);
+}
+
+/// Tiles that a warp keeps in shared memory, all that it may have, where pairs get clusters; else
+/// 0. There is to be a multiprocessor for each CTA. Logits are left by the other kernel only.
+template <class Warp>
+int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
+  const std::int64_t tiles = row_slots(args.table.most_slots) / kSlotsPerTile;
+  const std::int64_t each = (tiles + kClusterCtas - 1) / kClusterCtas;
+  const bool fits = limits.early_start && args.rows.logits == nullptr &&
+                    args.table.pairs * kClusterCtas <= limits.multiprocessors &&
+                    each <= Warp::kMostStages &&
+                    clustered_bytes<Warp>(args, static_cast<int>(each)) <=
+                        static_cast<std::size_t>(limits.shared_bytes);
+  return fits ? static_cast<int>(each) : 0;
+}
+
+template <class Warp>
+PairLaunch plan_pairs(const DeviceLimits& limits, const PairAttention& args) {
+  if constexpr (kVariesStages<Warp>)
+    if (const int stages = clustered_stages<Warp>(limits, args))
+      return {PairKernel::clusters,
+              {.blocks = args.table.pairs * kClusterCtas,
+               .stages = stages,
+               .shared_bytes = clustered_bytes<Warp>(args, stages),
+               .cluster = kClusterCtas}};
+  const PairGrid grid = grid_for<Warp>(limits, args);
+  if (grid.ctas == 0)
+    return {PairKernel::one_by_one,
+            {.shared_bytes = shared_bytes<Warp>(args, kVariesStages<Warp> ? 1 : Warp::kStages)}};
+  return {grid.all_ahead ? PairKernel::all_ahead : PairKernel::one_by_one,
+          {.blocks = for_whole_pairs(grid.ctas, args.table.pairs),
+           .stages = grid.stages,
+           .shared_bytes = shared_for_two<Warp>(limits, args, grid.stages)}};
+}
+
+/// Calls visit(Warp{}) for the type, head size and numbering, which must be supported, of groups of
+/// at most kHeads.
+template <int kHeads, class Visit>
+auto with_warp(const PairAttention& args, Visit visit) {
+  const auto by_type = [&]<int kDim, Rotated kRotated>() {
+    switch (args.type) {
+      case KVLAB_BF16:
+        return visit.template operator()<TensorCoreWarp<__nv_bfloat16, kDim, kRotated, kHeads>>();
+      case KVLAB_F16:
+        return visit.template operator()<TensorCoreWarp<__half, kDim, kRotated, kHeads>>();
+      case KVLAB_F32:
+        break;
+    }
+    return visit.template operator()<PlainWarp<kDim, kRotated, kHeads>>();
+  };
+  const auto by_size = [&]<int kDim>() {
+    if (args.ages != nullptr) return by_type.template operator()<kDim, Rotated::keys>();
+    if (args.rules != nullptr) return by_type.template operator()<kDim, Rotated::query>();
+    return by_type.template operator()<kDim, Rotated::none>();
+  };
+  switch (args.head_size) {
+    case 64:
+      return by_size.template operator()<64>();
+    case 96:
+      return by_size.template operator()<96>();
+    case 128:
+      return by_size.template operator()<128>();
+    default:
+      return by_size.template operator()<256>();
+  }
+}
+
+}  // namespace kvlab::kernels

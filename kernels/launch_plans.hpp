@@ -1,0 +1,69 @@
+// How each kernel is launched on a GPU of given limits: pure functions, which run without a GPU.
+// Whoever allocates for a kernel asks here first whether it can be launched at all.
+//
+// Launchers whose shared memory is static, or at most 48 KB whatever the shape, have no plan here:
+// every GPU has that much.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/device_limits.hpp"
+#include "kernels/types.hpp"
+
+namespace kvlab::kernels {
+
+struct PairAttention;  // kernels/decode/pair_attention.hpp
+enum class Form;       // kernels/linear/linear.hpp
+struct Routes;         // kernels/linear/experts.hpp
+struct ReplayShape;    // kernels/replay/replay.hpp
+enum class ReplayTokens;
+struct ReplayWalkArgs;   // the same
+struct ReplayMembers;    // the same
+struct ReplayWalkPlan;   // the same
+struct EvictionKernels;  // kernels/evict/eviction_kernels.hpp
+
+/// Which kernel of decode attention runs: one that sends for tiles one by one, one that sends for
+/// all of its shared memory at once, or one that has a cluster of thread blocks for each pair.
+enum class PairKernel { one_by_one, all_ahead, clusters };
+struct PairLaunch {
+  PairKernel kernel;
+  LaunchPlan plan;
+};
+/// Decode attention of a supported shape.
+PairLaunch pair_attention_plan(const PairAttention& args, const DeviceLimits& limits);
+/// Decode attention over tiers: args.table.most_slots rows of at most `most_row_bytes`.
+LaunchPlan rung_attention_plan(const PairAttention& args, int most_row_bytes,
+                               const DeviceLimits& limits);
+/// Prefill attention and its second pass. What they need depends on the type and the head size.
+LaunchPlan prefill_plan(Type type, int head_size, const DeviceLimits& limits);
+LaunchPlan observe_plan(Type type, int head_size, const DeviceLimits& limits);
+/// A product of a decode step. Its shared memory grows with k; it takes plan.rows of x at a time.
+LaunchPlan linear_plan(Type type, Form form, int rows, int n, int k, const DeviceLimits& limits);
+/// Of 2-byte types; n outputs of an expert.
+LaunchPlan expert_product_plan(const Routes& routes, int n, const DeviceLimits& limits);
+
+/// Whether a walk's bits of live tokens fit a block's shared memory: shape.tokens of them for the
+/// cache and for each of its tiers, and what squeezed positions take.
+bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int rungs,
+               const DeviceLimits& limits);
+/// As plan_walk() of kernels/replay/replay.hpp.
+cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
+                      const DeviceLimits& limits, ReplayWalkPlan& plan);
+/// Tokens of a row that replay_rows() keeps in shared memory.
+int replay_cached_tokens(int tokens, const DeviceLimits& limits);
+/// replay_outputs(), static shared memory included.
+LaunchPlan replay_outputs_plan(Type type, const DeviceLimits& limits);
+
+// Why there is no plan, with the limit; empty where there is one.
+
+std::string why_not_pair_attention(const PairAttention& args, const DeviceLimits& limits);
+/// The same of a cache's decode attention; empty for a shape that is not supported anywhere.
+std::string why_not_attention(const kvlab_cache& cache, kvlab_positions numbering,
+                              const DeviceLimits& limits);
+std::string why_not_rung_attention(const PairAttention& args, int most_row_bytes,
+                                   const DeviceLimits& limits);
+std::string why_not_prefill(Type type, int head_size, const DeviceLimits& limits);
+std::string why_not_linear(Type type, Form form, int k, const DeviceLimits& limits);
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,384 @@
+// Every launcher's plan for the limits of seven GPUs. Plans are functions of a shape and of limits,
+// so this needs no GPU.
+#include "kernels/launch_plans.hpp"
+
+#include <array>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "kernels/codes/coded_cache.hpp"
+#include "kernels/decode/pair_attention.hpp"
+#include "kernels/linear/experts.hpp"
+#include "kernels/linear/linear.hpp"
+#include "kernels/replay/replay.hpp"
+#include "tests/catch.hpp"
+
+using namespace kvlab::kernels;
+
+namespace {
+
+struct Gpu {
+  const char* name;
+  DeviceLimits limits;
+};
+
+/// Of each the largest there is, by multiprocessors, and what a thread block may have.
+constexpr std::array kGpus{
+    Gpu{"sm_80", {.multiprocessors = 108, .shared_bytes = 166'912}},
+    Gpu{"sm_86", {.multiprocessors = 84, .shared_bytes = 101'376}},
+    Gpu{"sm_89", {.multiprocessors = 128, .shared_bytes = 101'376}},
+    Gpu{"sm_90", {.multiprocessors = 132, .shared_bytes = 232'448, .early_start = true}},
+    Gpu{"sm_100", {.multiprocessors = 148, .shared_bytes = 232'448, .early_start = true}},
+    Gpu{"sm_120", {.multiprocessors = 170, .shared_bytes = 101'376, .early_start = true}},
+    Gpu{"64 KB", {.multiprocessors = 40, .shared_bytes = 65'536}},
+};
+constexpr DeviceLimits kH100 = kGpus[3].limits;
+constexpr std::array kTypes{KVLAB_BF16, KVLAB_F16, KVLAB_F32};
+constexpr std::array kHeadSizes{64, 96, 128, 256};
+constexpr std::array kSlots{64, 100, 512, 1024, 2048, 4096, 16'384, 32'768, 131'072};
+constexpr std::array kPositions{KVLAB_ORIGINAL, KVLAB_SQUEEZED, KVLAB_TWO_FRAMES};
+
+/// The first few things that are wrong.
+class Wrong {
+ public:
+  template <class... Parts>
+  void note(bool holds, const Parts&... parts) {
+    if (holds || ++count_ > 5) return;
+    std::ostringstream text;
+    ((text << parts << ' '), ...);
+    text_ += text.str() + "\n";
+  }
+  std::string text() const {
+    return count_ > 5 ? text_ + std::to_string(count_) + " in all" : text_;
+  }
+
+ private:
+  int count_ = 0;
+  std::string text_;
+};
+
+/// No plan exceeds the limits. Where there is none, the refusal names what is needed and what there
+/// is, and that is true.
+template <class... Parts>
+void check_plan(Wrong& wrong, const Gpu& gpu, const LaunchPlan& plan, const std::string& why,
+                const Parts&... of) {
+  const auto limit = static_cast<std::size_t>(gpu.limits.shared_bytes);
+  if (plan.fits()) {
+    wrong.note(plan.shared_bytes <= limit, gpu.name, of..., "asks for", plan.shared_bytes);
+    wrong.note(why.empty(), gpu.name, of..., "is refused though it fits:", why);
+    return;
+  }
+  const bool names = why.find(std::to_string(plan.shared_bytes)) != std::string::npos &&
+                     why.find(std::to_string(limit)) != std::string::npos;
+  wrong.note(names && plan.shared_bytes > limit, gpu.name, of...,
+             "has no plan, and no reason:", why);
+}
+
+/// Decode attention of a shape.
+struct Decode {
+  PairAttention args{};
+  std::uint32_t age = 0;
+  kvlab_rule rule{};
+  float logit = 0;
+
+  Decode(Type type, int head_size, int group, kvlab_positions numbering, bool observes) {
+    args.type = type;
+    args.head_size = head_size;
+    args.group = group;
+    if (numbering == KVLAB_SQUEEZED) args.ages = &age;
+    if (numbering == KVLAB_TWO_FRAMES) args.rules = &rule;
+    if (observes) args.rows.logits = &logit;
+    args.table.kv_heads = 1;
+  }
+  Decode(const Decode&) = delete;
+  Decode& operator=(const Decode&) = delete;
+};
+
+/// Calls visit(decode) for all shapes of one GPU.
+template <class Visit>
+void for_decodes(Visit visit) {
+  for (const Type type : kTypes)
+    for (const int head_size : kHeadSizes)
+      for (int group = 1; group <= kMostGroup; ++group)
+        for (const kvlab_positions numbering : kPositions)
+          for (const bool observes : {false, true}) {
+            Decode decode(type, head_size, group, numbering, observes);
+            visit(decode);
+          }
+}
+
+}  // namespace
+
+TEST_CASE("decode attention has a plan within each GPU's limits, or a refusal that names them") {
+  Wrong wrong;
+  int plans = 0;
+  for (const Gpu& gpu : kGpus)
+    for_decodes([&](Decode& decode) {
+      PairAttention& args = decode.args;
+      for (const int slots : kSlots)
+        for (const int batch : {1, 2, 7, 16, 64})
+          for (const int kv_heads : {1, 8}) {
+            args.table.pairs = batch * kv_heads;
+            args.table.most_slots = slots;
+            const PairLaunch launch = pair_attention_plan(args, gpu.limits);
+            const LaunchPlan& plan = launch.plan;
+            // A refusal does not depend on the sizes: asked for once.
+            const bool first = slots == kSlots[0] && batch == 1 && kv_heads == 1;
+            const auto why = first || !plan.fits() ? why_not_pair_attention(args, gpu.limits) : "";
+            check_plan(wrong, gpu, plan, why, "type", args.type, "head size", args.head_size,
+                       "group", args.group, "pairs", args.table.pairs, "slots", slots);
+            if (!plan.fits()) continue;
+            const bool clusters = launch.kernel == PairKernel::clusters;
+            const int most = clusters ? gpu.limits.multiprocessors : kMostCtas;
+            wrong.note(plan.blocks <= most && plan.stages >= 1, gpu.name, "blocks", plan.blocks,
+                       "stages", plan.stages);
+            wrong.note(!clusters || (gpu.limits.early_start && plan.cluster == 8), gpu.name,
+                       "has no clusters");
+            ++plans;
+          }
+    });
+  CHECK(wrong.text() == "");
+  CHECK(plans > 100'000);
+}
+
+TEST_CASE("16-bit types and groups of up to eight decode on every GPU of 99 KB and more") {
+  Wrong wrong;
+  for (const Gpu& gpu : kGpus)
+    for_decodes([&](Decode& decode) {
+      PairAttention& args = decode.args;
+      args.table.pairs = 8;
+      args.table.most_slots = 4096;
+      const bool original = args.ages == nullptr && args.rules == nullptr;
+      const bool narrow = args.type != KVLAB_F32 && args.group <= 8;
+      const bool small = args.head_size <= 128;
+      const bool large_gpu = gpu.limits.shared_bytes > 200'000;
+      if (!(large_gpu || (gpu.limits.shared_bytes > 100'000 && narrow && (original || small))))
+        return;
+      wrong.note(pair_attention_plan(args, gpu.limits).plan.fits(), gpu.name, "type", args.type,
+                 "head size", args.head_size, "group", args.group);
+    });
+  CHECK(wrong.text() == "");
+}
+
+TEST_CASE("decode attention over tiers has a plan within each GPU's limits, or a refusal") {
+  Wrong wrong;
+  for (const Gpu& gpu : kGpus)
+    for (const int head_size : kHeadSizes)
+      for (int group = 1; group <= kMostRungGroup; ++group)
+        for (const DeviceForm form :
+             {DeviceForm{}, DeviceForm{8, 8, false}, DeviceForm{4, 2, false},
+              DeviceForm{2, 2, false}, DeviceForm{8, 8, true}})
+          for (const int rows : kSlots)
+            for (const int pairs : {1, 8, 64, 512}) {
+              PairAttention args{};
+              args.type = KVLAB_BF16;
+              args.head_size = head_size;
+              args.group = group;
+              args.table.pairs = pairs;
+              args.table.most_slots = rows;
+              const int bytes = static_cast<int>(row_bytes(form, head_size, 2));
+              check_plan(wrong, gpu, rung_attention_plan(args, bytes, gpu.limits),
+                         why_not_rung_attention(args, bytes, gpu.limits), "head size", head_size,
+                         "group", group, "row bytes", bytes);
+            }
+  CHECK(wrong.text() == "");
+}
+
+TEST_CASE("prefill attention and what observes it fit each GPU of 99 KB and more, or are refused") {
+  Wrong wrong;
+  for (const Gpu& gpu : kGpus)
+    for (const Type type : kTypes)
+      for (const int head_size : kHeadSizes) {
+        const LaunchPlan attends = prefill_plan(type, head_size, gpu.limits),
+                         observes = observe_plan(type, head_size, gpu.limits);
+        const std::string why = why_not_prefill(type, head_size, gpu.limits);
+        check_plan(wrong, gpu, attends.fits() ? observes : attends, why, "type", type, "head size",
+                   head_size);
+        wrong.note(why.empty() || gpu.limits.shared_bytes < 100'000, gpu.name, why);
+      }
+  CHECK(wrong.text() == "");
+}
+
+TEST_CASE("products of a decode step have a plan within each GPU's limits, or a refusal") {
+  Wrong wrong;
+  for (const Gpu& gpu : kGpus)
+    for (const Type type : kTypes)
+      for (const Form form : {Form::plain, Form::normed, Form::gated, Form::rotated})
+        for (const int k : {64, 576, 2048, 4096, 5120, 8192, 14'336, 28'672, 65'536})
+          for (const int n : {16, 4096, 128'256})
+            for (int rows = 1; rows <= kMostLinearRows; ++rows) {
+              const LaunchPlan plan = linear_plan(type, form, rows, n, k, gpu.limits);
+              check_plan(wrong, gpu, plan, why_not_linear(type, form, k, gpu.limits), "type", type,
+                         "form", static_cast<int>(form), "k", k, "n", n, "rows", rows);
+              wrong.note(!plan.fits() || (plan.rows >= 1 && plan.rows <= rows), gpu.name, "takes",
+                         plan.rows, "rows of", rows);
+              const bool small = k <= (type == KVLAB_F32 ? 8192 : 9000);
+              wrong.note(plan.fits() || gpu.limits.shared_bytes < 100'000 || !small, gpu.name,
+                         "refuses k", k);
+            }
+  CHECK(wrong.text() == "");
+}
+
+TEST_CASE("products of experts have a plan within each GPU's limits") {
+  Wrong wrong;
+  for (const Gpu& gpu : kGpus)
+    for (const int tokens : {1, 64, 4096})
+      for (const int experts : {8, 128}) {
+        const Routes routes{.tokens = tokens, .experts = experts, .chosen = 8};
+        check_plan(wrong, gpu, expert_product_plan(routes, 2048, gpu.limits), "", "tokens", tokens);
+      }
+  CHECK(wrong.text() == "");
+}
+
+namespace {
+
+/// The static shared memory of a walk's kernel, at most: ReplayShared, and a tier's.
+constexpr std::size_t kStaticOfWalk = 24 << 10;
+
+/// Of one configuration of `slots` slots.
+void check_walk(Wrong& wrong, const Gpu& gpu, int tokens, std::uint32_t slots, ReplayTokens kind) {
+  ReplayWalkArgs args{};
+  args.shape = {.units = 8,
+                .tokens = tokens,
+                .group = 4,
+                .head_size = 128,
+                .rotated = 128,
+                .type = KVLAB_BF16};
+  args.rows.block = kMostReplayQueries;
+  args.most_slots = slots;
+  const ReplayMembers members{.count = 1,
+                              .tokens = kind,
+                              .largest = false,
+                              .slot_bytes = 8,
+                              .most_rungs = kind == ReplayTokens::ladder ? 4 : 0};
+  ReplayWalkPlan plan{};
+  const cudaError_t error = plan_walk(args, members, gpu.limits, plan);
+  const bool fits = walk_fits(args.shape, kind, members.most_rungs, gpu.limits);
+  wrong.note((error == cudaSuccess) == fits, gpu.name, "tokens", tokens, "plan", error);
+  if (!fits) {
+    wrong.note(tokens > 32'768 || gpu.limits.shared_bytes < 100'000, gpu.name, "refuses", tokens);
+    return;
+  }
+  wrong.note(plan.shared_bytes <= plan.most_shared_bytes &&
+                 plan.most_shared_bytes < static_cast<std::size_t>(gpu.limits.shared_bytes),
+             gpu.name, "tokens", tokens, "slots", slots, "asks for", plan.shared_bytes, "of",
+             plan.most_shared_bytes);
+  wrong.note(plan.threads >= 32 && plan.threads <= 1024, gpu.name, "threads", plan.threads);
+}
+
+}  // namespace
+
+TEST_CASE("a replay's launches fit each GPU, or the text is too long and says so") {
+  Wrong wrong;
+  for (const Gpu& gpu : kGpus) {
+    const auto limit = static_cast<std::size_t>(gpu.limits.shared_bytes);
+    for (const int tokens : {64, 1024, 8192, 32'768, 131'072, 524'288})
+      for (const std::uint32_t slots : {1u, 64u, 1024u, 16'384u, 131'072u})
+        for (const ReplayTokens kind :
+             {ReplayTokens::exact, ReplayTokens::squeezed, ReplayTokens::ladder})
+          check_walk(wrong, gpu, tokens, slots, kind);
+    for (const int tokens : {1, 1000, 131'072}) {
+      const int cached = replay_cached_tokens(tokens, gpu.limits);
+      wrong.note(cached >= 1 && static_cast<std::size_t>(cached) * 16 + 1024 <= limit, gpu.name,
+                 "keeps", cached);
+    }
+    for (const Type type : kTypes) {
+      const LaunchPlan plan = replay_outputs_plan(type, gpu.limits);
+      wrong.note(plan.fits() == (plan.shared_bytes <= limit), gpu.name, "outputs",
+                 plan.shared_bytes);
+      wrong.note(plan.fits() || limit < 100'000, gpu.name, "has no plan for outputs");
+      wrong.note(type != KVLAB_BF16 || plan.stages == 3, gpu.name, "has other stages of bf16");
+    }
+  }
+  CHECK(wrong.text() == "");
+}
+
+namespace {
+
+/// A row of plans/h100.csv.
+class Recorded {
+ public:
+  explicit Recorded(const std::string& line) {
+    std::istringstream text(line);
+    for (std::string word; std::getline(text, word, ',');) words_.push_back(word);
+  }
+  const std::string& word(std::size_t at) const { return words_.at(at); }
+  int number(std::size_t at) const { return std::stoi(words_.at(at)); }
+  std::vector<std::string> from(std::size_t at) const {
+    return {words_.begin() + static_cast<std::ptrdiff_t>(at), words_.end()};
+  }
+
+ private:
+  std::vector<std::string> words_;
+};
+
+std::vector<std::string> texts(std::initializer_list<std::size_t> numbers) {
+  std::vector<std::string> all;
+  for (const std::size_t number : numbers) all.push_back(std::to_string(number));
+  return all;
+}
+
+/// What is planned today, as the row has it.
+std::vector<std::string> planned_decode(const Recorded& row) {
+  const Type type = row.word(1) == "bf16" ? KVLAB_BF16 : KVLAB_F32;
+  Decode decode(type, row.number(2), row.number(3),
+                kPositions.at(static_cast<std::size_t>(row.number(4))), row.number(7) != 0);
+  decode.args.table.pairs = row.number(5);
+  decode.args.table.most_slots = row.number(6);
+  const auto [kernel, plan] = pair_attention_plan(decode.args, kH100);
+  std::vector<std::string> found =
+      texts({static_cast<std::size_t>(plan.blocks), static_cast<std::size_t>(plan.stages),
+             plan.shared_bytes});
+  constexpr std::array kNames{"one", "all", "clusters"};
+  found.insert(found.begin(), kNames.at(static_cast<std::size_t>(kernel)));
+  return found;
+}
+
+std::vector<std::string> planned_linear(const Recorded& row) {
+  const LaunchPlan plan = linear_plan(KVLAB_F16, static_cast<Form>(row.number(1)), row.number(2),
+                                      row.number(3), row.number(4), kH100);
+  return texts({static_cast<std::size_t>(plan.blocks), static_cast<std::size_t>(plan.rows),
+                static_cast<std::size_t>(plan.stages), plan.shared_bytes});
+}
+
+std::vector<std::string> planned_tiers(const Recorded& row) {
+  PairAttention args{};
+  args.type = KVLAB_BF16;
+  args.head_size = row.number(1);
+  args.group = row.number(2);
+  args.table.pairs = row.number(3);
+  args.table.most_slots = row.number(4);
+  const LaunchPlan plan = rung_attention_plan(args, row.number(5), kH100);
+  return texts({static_cast<std::size_t>(plan.blocks), static_cast<std::size_t>(plan.stages),
+                plan.shared_bytes});
+}
+
+}  // namespace
+
+/// Recorded where plans did not yet ask a GPU for its shared memory. A product that had no plan
+/// then (0 blocks) may have one now.
+TEST_CASE("an H100's plans are those that its measurements were made with") {
+  std::ifstream file(KVLAB_SOURCE_DIR "/tests/kernels/plans/h100.csv");
+  int rows = 0;
+  for (std::string line; std::getline(file, line); ++rows) {
+    if (line.starts_with("#")) continue;
+    INFO(line);
+    const Recorded row(line);
+    if (row.word(0) == "decode") CHECK(planned_decode(row) == row.from(8));
+    if (row.word(0) == "tiers") CHECK(planned_tiers(row) == row.from(6));
+    if (row.word(0) == "linear" && row.number(5) > 0) CHECK(planned_linear(row) == row.from(5));
+  }
+  CHECK(rows > 600);
+}
+
+TEST_CASE("a GPU that is too old, or that this build has no code for, is refused in plain words") {
+  CHECK(why_not_device(9, 0, cudaSuccess) == "");
+  CHECK(why_not_device(7, 5, cudaErrorNoKernelImageForDevice) ==
+        "compute capability 7.5 is not supported; 8.0 or newer is");
+  CHECK_THAT(why_not_device(8, 6, cudaErrorNoKernelImageForDevice),
+             Catch::Matchers::ContainsSubstring("no code that runs on compute capability 8.6"));
+  CHECK_THAT(cuda_description(), Catch::Matchers::ContainsSubstring("CUDA: in this build") &&
+                                     Catch::Matchers::ContainsSubstring("GPU"));
+}
