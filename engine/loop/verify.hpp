@@ -1,9 +1,10 @@
-// `kvlab verify`: a decoder's evictions against the simulator's, in three separate questions.
+// `kvlab verify`: a decoder against the simulator and against float64, in five separate checks.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,26 @@ struct Parting {
   std::uint32_t engine_victim, simulator_victim;  ///< positions
   /// How near the tie was: the ranks' difference over the larger rank, in the simulator.
   double margin;
+};
+
+/// Attention outputs, of each query and query head, against float64 over the same live tokens.
+struct OutputCheck {
+  std::uint64_t rows = 0;
+  /// Of the layer that comes nearest to its tolerance, or exceeds it most: the largest error of an
+  /// element, over the largest sum of p |value| in its row; and twice that of a plain attention of
+  /// the decoder's dtype on the same rows, or a rounding.
+  std::uint32_t layer = 0;
+  double worst_error = 0, tolerance = 1e-5;
+  bool right() const { return worst_error <= tolerance; }
+};
+
+/// Logits against those of the CPU's forward pass over the same tokens and the same live sets.
+struct LogitCheck {
+  std::uint64_t rows = 0;  ///< compared, of the watched decoder and of one that nothing watches
+  /// Relative, over all rows, of the worse of the two; and three times that of a forward pass that
+  /// rounds to the decoder's dtype, or a rounding.
+  double error = 0, tolerance = 1e-5;
+  bool right() const { return error <= tolerance; }
 };
 
 struct VerifyReport {
@@ -36,8 +57,10 @@ struct VerifyReport {
   // (c) Free-running from q and k: where do they part?
   std::uint32_t heads = 0;
   std::vector<Parting> partings;  ///< at most one a head
+  OutputCheck outputs;            ///< (d)
+  LogitCheck logits;              ///< (e)
 
-  bool ok() const { return identical && right(); }
+  bool ok() const { return identical && right() && outputs.right() && logits.right(); }
 };
 
 /// One turn: a prompt, then so many decoded tokens.
@@ -48,13 +71,16 @@ struct VerifyTurn {
 
 struct VerifyOptions {
   unsigned threads = 1;
-  /// (b) looks at every so many-th admission; (a) at all of them.
+  /// (b) and (d) look at every so many-th admission; (a) and (e) at all of them.
   std::uint32_t check_every = 1;
-  /// (b) and (c) look at these layers; empty: at all.
-  std::vector<std::uint32_t> layers;
+  /// (b), (c) and (d) look at these layers; empty: at all.
+  std::vector<std::uint32_t> layers = {};
+  /// (e): the decoder's model on the CPU, which must outlive the check; null: logits are not
+  /// compared.
+  const Model* reference = nullptr;
 };
 
-/// Asks the three questions of one sequence: watch a decoder with it, then take the report.
+/// Checks one sequence: watch a decoder with it, then take the report.
 class Verifier {
  public:
   /// `rounding`: what the decoder rounds q and k to after RoPE. `output`: its output projections,
@@ -64,6 +90,9 @@ class Verifier {
   ~Verifier();
 
   DecoderObserver& observer();
+  /// (e), after each time that the decoder was fed: its logits of the last token, and those of a
+  /// decoder of the same kind that nothing watches.
+  void compare_logits(std::span<const float> watched, std::span<const float> alone);
   VerifyReport report();  ///< asks (c); once
 
  private:
@@ -71,7 +100,7 @@ class Verifier {
   std::unique_ptr<Watch> watch_;
 };
 
-/// Decodes the turns under `cache`, asking (a) and (b) on the way and (c) at the end.
+/// Decodes the turns under `cache`, with (a), (b), (d) and (e) on the way and (c) at the end.
 VerifyReport verify_decoder(Backend& backend, const ResolvedConfig& cache,
                             const std::vector<VerifyTurn>& turns, SamplingOptions sampling,
                             const VerifyOptions& options);

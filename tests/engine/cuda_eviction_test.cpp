@@ -203,7 +203,10 @@ std::vector<VerifyReport> parity(const DeviceModel& model, const PolicySpec& pol
 void check_parity(const std::vector<VerifyReport>& reports, bool evicts = true) {
   for (std::size_t s = 0; s < reports.size(); ++s) {
     const VerifyReport& report = reports[s];
-    CAPTURE(s, report.worst_mass, report.tolerance);
+    CAPTURE(s, report.worst_mass, report.tolerance, report.outputs.layer,
+            report.outputs.worst_error, report.outputs.tolerance);
+    CHECK(report.outputs.rows > 0);
+    CHECK(report.outputs.right());
     CHECK(report.identical);
     CHECK(report.first_difference == "");
     CHECK(report.right());

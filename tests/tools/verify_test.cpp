@@ -1,6 +1,9 @@
 // The decoder's evictions against the simulator's, on the bundled model.
 #include "engine/loop/verify.hpp"
 
+#include <cmath>
+#include <fstream>
+
 #include "engine/tokenizer/tokenizer.hpp"
 #include "policies/executor.hpp"
 #include "policies/observation.hpp"
@@ -8,6 +11,9 @@
 #include "tests/catch.hpp"
 #include "tests/conformance.hpp"
 #include "tests/policies/leaky.hpp"
+#include "tests/skip.hpp"
+#include "tests/tools/faulty_backend.hpp"
+#include "tests/traces/temporary_folder.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {
@@ -35,10 +41,25 @@ ResolvedConfig cache(const PolicyEntry& entry, std::uint32_t budget, Prefill pre
                  budget);
 }
 
+const Model& model() {
+  static const Model model = Model::load(kModel, 2);
+  return model;
+}
+
+VerifyReport report_of(Backend& backend, const ResolvedConfig& options,
+                       const std::vector<VerifyTurn>& turns) {
+  return verify_decoder(backend, options, turns, {.temperature = 1, .seed = 5},
+                        {.threads = 2, .reference = &model()});
+}
+
 void check(Backend& backend, const ResolvedConfig& options, const std::vector<VerifyTurn>& turns) {
   INFO(test::text_of(options));
-  const VerifyReport report =
-      verify_decoder(backend, options, turns, {.temperature = 1, .seed = 5}, {.threads = 2});
+  const VerifyReport report = report_of(backend, options, turns);
+  CHECK(report.outputs.rows > 0);
+  CHECK(report.outputs.worst_error <= 1e-5);
+  CHECK(report.logits.rows > 0);
+  CHECK(report.logits.error <= 1e-5);
+  CHECK(report.ok());
   CHECK(report.identical);
   CHECK(report.first_difference == "");
   CHECK(report.worst_mass <= 1e-5);
@@ -52,7 +73,7 @@ void check(Backend& backend, const ResolvedConfig& options, const std::vector<Ve
 }
 
 TEST_CASE("The engine and the simulator evict the same tokens, whatever is asked for") {
-  const auto backend = load_backend(Device::cpu, kModel, 2);
+  const auto backend = cpu_backend(model(), 2);
   const CacheShape heads = backend->config().heads();
   test::Choices choices{
       .beside = {"column:name=key_norm", "column:name=value_norm", "column:name=value_norm1",
@@ -68,7 +89,7 @@ TEST_CASE("The engine and the simulator evict the same tokens, whatever is asked
 }
 
 TEST_CASE("A decoder refuses a column that it cannot compute") {
-  const auto backend = load_backend(Device::cpu, kModel, 2);
+  const auto backend = cpu_backend(model(), 2);
   const ResolvedConfig options =
       resolve({.policy = parse_policy("column:name=mine"), .budget = {.extent = tokens(32)}}, 32);
   CHECK_THROWS_WITH(
@@ -80,12 +101,159 @@ TEST_CASE("A decoder refuses a column that it cannot compute") {
 }
 
 TEST_CASE("A policy that needs mass and requests is verified by both") {
-  const auto backend = load_backend(Device::cpu, kModel, 2);
+  const auto backend = cpu_backend(model(), 2);
   const CompiledPolicies compiled{
       std::make_shared<const PolicyEntry>(PolicyEntry{make_ops<Leaky>()})};
   for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}})
     check(*backend, cache(*compiled.entries[0], 32, prefill, Positions::original, compiled),
           two_turns(40));
+}
+
+/// The bundled model with another number in its config.json.
+void write_changed_model(const std::filesystem::path& folder, const char* key, double value) {
+  std::filesystem::create_directories(folder);
+  for (const char* file : {"model.safetensors", "tokenizer.json"})
+    std::filesystem::create_symlink(std::filesystem::path(kModel) / file, folder / file);
+  auto config = nlohmann::json::parse(read_text_file(kModel + "/config.json", 1 << 20));
+  REQUIRE(config.contains(key));
+  config[key] = value;
+  std::ofstream(folder / "config.json") << config;
+}
+
+const char* const kFaultPolicies[] = {"full", "window", "sink", "h2o"};
+
+ResolvedConfig fault_config(const char* policy) {
+  return resolve({.policy = parse_policy(policy), .budget = parse_budget("64")}, 400);
+}
+
+/// Attention of layer 2 that is broken in some way: (d) finds it, and the others hold.
+void check_output_faults(Backend& backend) {
+  constexpr std::uint32_t broken = 2;
+  const auto turns = two_turns(20);
+  const std::size_t width =
+      std::size_t{backend.config().query_heads} * backend.config().head_size;  // of a token
+  std::vector<float> last;
+  const std::vector<std::pair<const char*, test::Fault>> faults{
+      {"writes nothing", [](auto, std::span<float> out) { std::ranges::fill(out, 0.0f); }},
+      {"writes nothing for decoded tokens",
+       [&](auto, std::span<float> out) {
+         if (out.size() == width) std::ranges::fill(out, 0.0f);
+       }},
+      {"leaves what it wrote for the token before",
+       [&](auto, std::span<float> out) {
+         const std::vector<float> own(out.end() - static_cast<std::ptrdiff_t>(width), out.end());
+         if (out.size() == width && !last.empty()) std::ranges::copy(last, out.begin());
+         last = own;
+       }},
+      {"writes nothing for one head",
+       [&](auto, std::span<float> out) {
+         for (std::size_t at = 0; at < out.size(); at += width)
+           std::ranges::fill(out.subspan(at, backend.config().head_size), 0.0f);
+       }},
+      {"writes something that is no number",
+       [](auto, std::span<float> out) { out.back() = std::nanf(""); }}};
+  for (const auto& [name, fault] : faults)
+    for (const char* policy : kFaultPolicies) {
+      CAPTURE(name, policy);
+      last.clear();
+      test::FaultyBackend faulty(backend, backend, backend,
+                                 [&](std::uint32_t layer, std::span<float> out) {
+                                   if (layer == broken) fault(layer, out);
+                                 });
+      const VerifyReport report = report_of(faulty, fault_config(policy), turns);
+      CHECK(!report.ok());
+      CHECK(!report.outputs.right());
+      CHECK(report.outputs.layer == broken);
+      CHECK(report.identical);
+      CHECK(report.right());
+      CHECK(report.logits.right());
+    }
+}
+
+/// A decoder that computes something else than its model says.
+void check_model_faults(
+    Backend& backend,
+    const std::function<std::unique_ptr<Backend>(const std::filesystem::path&)>& load) {
+  const auto turns = two_turns(20);
+  const test::TemporaryFolder folder;
+  write_changed_model(folder / "rope", "rope_theta", 500);
+  write_changed_model(folder / "norm", "rms_norm_eps", 1);
+  const auto rope = load(folder / "rope"), norm = load(folder / "norm");
+  for (const char* policy : kFaultPolicies) {
+    CAPTURE(policy);
+    const ResolvedConfig config = fault_config(policy);
+    REQUIRE(report_of(backend, config, turns).ok());
+
+    test::FaultyBackend attention(backend, *rope, *rope);
+    const VerifyReport turned = report_of(attention, config, turns);
+    CHECK(!turned.ok());
+    CHECK(!turned.outputs.right());
+    CHECK(!turned.logits.right());
+
+    test::FaultyBackend elsewhere(backend, *norm, *norm);
+    const VerifyReport normed = report_of(elsewhere, config, turns);
+    CHECK(!normed.ok());
+    CHECK(normed.outputs.right());
+    CHECK(!normed.logits.right());
+
+    // Only the decoder that nothing watches, which others run.
+    test::FaultyBackend alone(backend, backend, *rope);
+    const VerifyReport other = report_of(alone, config, turns);
+    CHECK(!other.ok());
+    CHECK(other.outputs.right());
+    CHECK(!other.logits.right());
+  }
+}
+
+TEST_CASE("verify finds attention that is broken in one layer, whatever the policy observes") {
+  check_output_faults(*cpu_backend(model(), 2));
+}
+
+TEST_CASE("verify finds a decoder that computes something else than its model says") {
+  check_model_faults(*cpu_backend(model(), 2), [](const std::filesystem::path& folder) {
+    return cpu_backend(Model::load(folder, 2), 2);
+  });
+}
+
+TEST_CASE("verify finds errors of a tenth of a percent in float32") {
+  const auto backend = cpu_backend(model(), 2);
+  test::FaultyBackend faulty(*backend, *backend, *backend,
+                             [](std::uint32_t layer, std::span<float> out) {
+                               for (float& x : out) x *= layer == 1 ? 1.001f : 1.0f;
+                             });
+  CHECK(!report_of(faulty, fault_config("full"), two_turns(10)).outputs.right());
+}
+
+TEST_CASE("verify finds broken attention and broken models on a device", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const auto load = [](const std::filesystem::path& folder) {
+    return load_backend(Device::cuda, folder, 2);
+  };
+  const auto backend = load(kModel);
+  check_output_faults(*backend);
+  check_model_faults(*backend, load);
+}
+
+TEST_CASE("verify holds on a device, on every tier and in every mode", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const auto backend = load_backend(Device::cuda, kModel, 2);
+  const auto turns = two_turns(40);
+  for (const char* policy :
+       {"full", "full:ladder=4", "window", "sink", "random", "h2o", "tova:scope=layer",
+        "h2o:ladder=fp8", "h2o:ladder=4", "window:ladder=16@12t+8@30%+2@70%"})
+    for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}}) {
+      ResolvedConfig config = fault_config(policy);
+      config.prefill = prefill;
+      const VerifyReport report = report_of(*backend, config, turns);
+      CAPTURE(policy, prefill.text(), report.outputs.layer, report.outputs.worst_error,
+              report.outputs.tolerance, report.logits.error, report.logits.tolerance);
+      CHECK(report.identical);
+      CHECK(report.right());
+      CHECK(report.outputs.right());
+      CHECK(report.logits.right());
+      CHECK(report.outputs.rows > 0);
+      CHECK(report.logits.rows > 0);
+    }
 }
 
 }  // namespace

@@ -18,7 +18,9 @@ void add_options(po::options_description& options) {
   add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
   add_threshold_option(options);
   add("check-every", number_option("N", 1),
-      "check (b) at every N-th admission only; (a) is always checked");
+      "check (b) and (d) at every N-th admission only; the others are always checked");
+  add("skip-logits", po::bool_switch(),
+      "leave out (e), which runs the model on the CPU too, in float32");
   add_prompt_options(options);
   add_turn_options(options);
   add_context_option(options);
@@ -27,7 +29,27 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-void print_report(const CacheConfig& config, const VerifyReport& report) {
+void print_outputs(const OutputCheck& check, std::string_view dtype) {
+  if (check.rows == 0)
+    fmt::print("  (d) attention outputs    not checked\n");
+  else
+    fmt::print(
+        "  (d) attention outputs    {}: {} rows, worst relative error {:.2e} in layer {} (at most "
+        "{:.1e}, {})\n",
+        check.right() ? "right" : "WRONG", check.rows, check.worst_error, check.layer,
+        check.tolerance, dtype);
+}
+
+void print_logits(const LogitCheck& check, std::string_view dtype) {
+  if (check.rows == 0)
+    fmt::print("  (e) logits               not checked\n");
+  else
+    fmt::print(
+        "  (e) logits               {}: {} rows, relative error {:.2e} (at most {:.1e}, {})\n",
+        check.right() ? "right" : "WRONG", check.rows, check.error, check.tolerance, dtype);
+}
+
+void print_report(const CacheConfig& config, const VerifyReport& report, std::string_view dtype) {
   fmt::print("{} budget {} prefill {} positions {}\n", config.policy.text(), config.budget.text(),
              config.prefill.text(), name_of(config.positions));
   fmt::print("  (a) states and victims   {}: {} admissions, {} evictions\n",
@@ -46,9 +68,12 @@ void print_report(const CacheConfig& config, const VerifyReport& report) {
   for (const Parting& p : report.partings)
     fmt::print("      layer {} head {} at position {}: engine {}, simulator {}, margin {:.2e}\n",
                p.layer, p.kv_head, p.now, p.engine_victim, p.simulator_victim, p.margin);
+  print_outputs(report.outputs, dtype);
+  print_logits(report.logits, dtype);
 }
 
-nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& report) {
+nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& report,
+                               std::string_view dtype) {
   nlohmann::ordered_json partings = nlohmann::ordered_json::array();
   for (const Parting& p : report.partings)
     partings.push_back({{"layer", p.layer},
@@ -74,7 +99,19 @@ nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& re
             {"worst_error", report.worst_mass},
             {"tolerance", report.tolerance},
             {"wrong_requests", report.wrong_requests}}},
-          {"free_running", {{"heads", report.heads}, {"partings", std::move(partings)}}}};
+          {"free_running", {{"heads", report.heads}, {"partings", std::move(partings)}}},
+          {"dtype", dtype},
+          {"outputs",
+           {{"right", report.outputs.right()},
+            {"rows", report.outputs.rows},
+            {"worst_error", report.outputs.worst_error},
+            {"tolerance", report.outputs.tolerance},
+            {"layer", report.outputs.layer}}},
+          {"logits",
+           {{"right", report.logits.right()},
+            {"rows", report.logits.rows},
+            {"error", report.logits.error},
+            {"tolerance", report.logits.tolerance}}}};
 }
 
 /// What is decoded, and under which caches.
@@ -112,24 +149,33 @@ int run(const po::variables_map& options) {
   const std::optional<PolicyFile> file = policy_file_from(options);
   const auto grid = file ? std::vector{file->cache} : grid_from(options);
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
-  const auto backend = load_backend(device_from(options), directory, threads);
+  const Device device = device_from(options);
+  // The CPU's model: what runs, or what a device's logits are compared with.
+  std::optional<Model> model;
+  if (device == Device::cpu || !options["skip-logits"].as<bool>())
+    model = Model::load(directory, threads);
+  const auto backend = device == Device::cpu ? cpu_backend(*model, threads)
+                                             : load_backend(device, directory, threads);
   if (file) check_shape(*file, backend->config().heads());
   const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
   const Dialogue dialogue = dialogue_from(options, grid, backend->config(), tokenizer);
   say_of_model(backend->config(), tokenizer);
 
+  const std::string_view dtype = torch_name(backend->rounding().value_or(Dtype::f32));
   bool ok = true;
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   for (std::size_t c = 0; c < grid.size(); ++c) {
     const CacheConfig& config = grid[c];
-    const VerifyReport report = verify_decoder(
-        *backend, dialogue.caches[c], dialogue.turns, sampling_from(options),
-        {.threads = threads, .check_every = count_from(options, "check-every", 1, 1 << 30)});
+    const VerifyReport report =
+        verify_decoder(*backend, dialogue.caches[c], dialogue.turns, sampling_from(options),
+                       {.threads = threads,
+                        .check_every = count_from(options, "check-every", 1, 1 << 30),
+                        .reference = options["skip-logits"].as<bool>() ? nullptr : &*model});
     ok = ok && report.ok();
     if (options["json"].as<bool>())
-      results.push_back(to_json(config, report));
+      results.push_back(to_json(config, report, dtype));
     else
-      print_report(config, report);
+      print_report(config, report, dtype);
   }
   if (options["json"].as<bool>()) print_json({{"ok", ok}, {"configurations", std::move(results)}});
   return ok ? 0 : 1;
@@ -140,7 +186,7 @@ int run(const po::variables_map& options) {
 Command verify_command() {
   return {
       .name = "verify",
-      .summary = "the decoder's evictions against the simulator's, step by step",
+      .summary = "the decoder's evictions, attention and logits against references, step by step",
       .usage = "--model DIR --prompt TEXT|--prompt-file FILE --policy LIST --budget LIST [options]",
       .example =
           "kvlab verify --model engine/models/tiny --prompt 'It was a dark night' --policy h2o,lru "

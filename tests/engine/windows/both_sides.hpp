@@ -119,7 +119,10 @@ inline void verify_batch(BothSides& both, const char* policy) {
   for (int step = 0; step < 20; ++step) decoder.step(3);
   for (int s = 0; s < 3; ++s) {
     const VerifyReport report = verifiers[static_cast<std::size_t>(s)]->report();
-    CAPTURE(policy, s, report.worst_mass, report.tolerance);
+    CAPTURE(policy, s, report.worst_mass, report.tolerance, report.outputs.layer,
+            report.outputs.worst_error, report.outputs.tolerance);
+    CHECK(report.outputs.rows > 0);
+    CHECK(report.outputs.right());
     CHECK(report.identical);
     CHECK(report.first_difference == "");
     CHECK(report.right());
