@@ -2,6 +2,7 @@
 #include "sim/source/policy_source.hpp"
 
 #include <algorithm>
+#include <random>
 
 #include "engine/loop/deploy/deploy.hpp"
 #include "engine/loop/policy_file.hpp"
