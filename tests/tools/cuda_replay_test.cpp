@@ -1,6 +1,7 @@
 // The replay on a device against the plain replay on the CPU.
 #include "sim/device/cuda_replay.hpp"
 
+#include <cstdlib>
 #include <map>
 #include <tuple>
 
@@ -13,12 +14,18 @@
 #include "tests/sim/random_trace.hpp"
 #include "tests/skip.hpp"
 #include "tests/traces/temporary_folder.hpp"
+#include "traces/base/parallel.hpp"
 
 namespace kvlab {
 namespace {
 
 constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
 constexpr double kTolerance = 1e-4;
+
+/// On all cores: most of the time goes into compiling walks, two to three seconds each.
+ReplayOptions options_for(Span span) {
+  return {.span = span, .plain = true, .threads = default_threads()};
+}
 
 /// And one of several hundred tokens, two turns.
 std::vector<RandomTrace> shapes() {
@@ -44,38 +51,57 @@ auto keeping(KeptSets& kept, const TraceReader& trace) {
       });
 }
 
-TEST_CASE("a device measures what the plain replay measures, and keeps the sets that it keeps",
-          "[gpu]") {
-  if (!has_cuda_device()) return skip("no CUDA device");
-  for (const RandomTrace& wanted : shapes()) {
-    for (const Span span : {Span::decode, Span::all}) {
-      const test::TemporaryFolder folder;
-      RandomTrace own = wanted;
-      own.gradients_of = span;
-      const TraceReader trace = write_random_trace(folder / "trace", own);
-      std::vector<Case> cases;
-      for (Case& c : whole_grid(trace.tokens())) cases.push_back(std::move(c));
-      const auto configs = replay_configs(cases);
-      KeptSets kept;
-      const auto device = keeping(kept, trace);
-      ReplayOptions options{.span = span, .every_output_error = span == Span::all, .plain = true};
-      const ReplayResult here = replay(trace, kSequence, configs, options);
-      options.elsewhere = device.get();
-      const ReplayResult there = replay(trace, kSequence, configs, options);
-      check_measured(there, here, kTolerance, [&](std::size_t c) { return cases[c].text; });
-      const ReplayResult again = replay(trace, kSequence, configs, options);
-      for (std::size_t i = 0; i < again.measurements.size(); ++i)
-        REQUIRE(again.measurements[i].value == there.measurements[i].value);
+/// What a device measures and keeps, of queries of either kind.
+void check_measures(const RandomTrace& wanted) {
+  for (const Span span : {Span::decode, Span::all}) {
+    const test::TemporaryFolder folder;
+    RandomTrace own = wanted;
+    own.gradients_of = span;
+    const TraceReader trace = write_random_trace(folder / "trace", own);
+    std::vector<Case> cases;
+    for (Case& c : whole_grid(trace.tokens())) cases.push_back(std::move(c));
+    const auto configs = replay_configs(cases);
+    KeptSets kept;
+    const auto device = keeping(kept, trace);
+    ReplayOptions options = options_for(span);
+    options.every_output_error = span == Span::all;
+    const ReplayResult here = replay(trace, kSequence, configs, options);
+    options.elsewhere = device.get();
+    const ReplayResult there = replay(trace, kSequence, configs, options);
+    check_measured(there, here, kTolerance, [&](std::size_t c) { return cases[c].text; });
+    const ReplayResult again = replay(trace, kSequence, configs, options);
+    for (std::size_t i = 0; i < again.measurements.size(); ++i)
+      REQUIRE(again.measurements[i].value == there.measurements[i].value);
 
-      options.elsewhere = nullptr;
-      std::size_t taken = 0;
-      for (const Case& c : cases) {
-        if (!device->takes(trace, c.replay)) continue;
-        INFO(c.text);
-        check_sets(kept[{0, taken++}], every_set(trace, kSequence, c.replay, options, 0, 0));
-      }
+    options.elsewhere = nullptr;
+    std::size_t taken = 0;
+    for (const Case& c : cases) {
+      if (!device->takes(trace, c.replay)) continue;
+      INFO(c.text);
+      check_sets(kept[{0, taken++}], every_set(trace, kSequence, c.replay, options, 0, 0));
     }
   }
+}
+
+TEST_CASE("a device measures and keeps what the plain replay does: single query heads", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  check_measures(shapes()[0]);
+}
+
+TEST_CASE("a device measures and keeps what the plain replay does: groups of three", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  check_measures(shapes()[1]);
+}
+
+TEST_CASE("a device measures and keeps what the plain replay does: groups of seven", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  check_measures(shapes()[2]);
+}
+
+TEST_CASE("a device measures and keeps what the plain replay does: further shapes", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const std::vector<RandomTrace> all = shapes();
+  for (const RandomTrace& wanted : std::span(all).subspan(3)) check_measures(wanted);
 }
 
 TEST_CASE("a device replays layers that turn and scale differently, each by its number", "[gpu]") {
@@ -99,7 +125,7 @@ TEST_CASE("a device replays layers that turn and scale differently, each by its 
   const auto device = cuda_replayer();
   const TraceReader acted = trace.of_layers(trace.layers_with_span(false));
   for (const CacheConfig& config : grid) REQUIRE(device->takes(acted, config));
-  ReplayOptions options{.plain = true};
+  ReplayOptions options = options_for(ReplayOptions{}.span);
   const ReplayResult here = replay(trace, kSequence, grid, options);
   options.elsewhere = device.get();
   check_measured(replay(trace, kSequence, grid, options), here, kTolerance,
@@ -114,7 +140,7 @@ void check_same(const TraceReader& trace, const std::vector<CacheConfig>& grid) 
   const auto device = keeping(kept, trace);
   const auto text = [&](std::size_t c) { return test::text_of(grid[c]); };
   for (const CacheConfig& config : grid) REQUIRE(device->takes(trace, config));
-  ReplayOptions options{.span = Span::all, .plain = true, .threads = 4};
+  ReplayOptions options = options_for(Span::all);
   const ReplayResult here = replay(trace, kSequence, grid, options);
   options.elsewhere = device.get();
   check_measured(replay(trace, kSequence, grid, options), here, kTolerance, text);
@@ -128,8 +154,11 @@ void check_same(const TraceReader& trace, const std::vector<CacheConfig>& grid) 
     }
 }
 
-TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for", "[gpu]") {
-  if (!has_cuda_device()) return skip("no CUDA device");
+/// Every policy is compared on one shape; those that stand for a kind, by what they observe and by
+/// the modifiers that only they have, on all of them. With KVLAB_EVERY, all policies on all shapes:
+/// a policy's hooks are the same code in the walks of each shape.
+void check_policies(const RandomTrace& wanted, std::size_t shape) {
+  constexpr std::size_t shapes = 3;
   std::vector<std::string> policies{"column:name=drawn",
                                     "column:name=key_cosine:keep=-1",
                                     "keydiff:sinks=2:recent=5",
@@ -137,18 +166,37 @@ TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for", 
                                     "vatp:every=7",
                                     "knorm:once:smooth=2",
                                     "h2o:every=500",
-                                    "criticalkv:every=9:smooth=1000"};
+                                    "criticalkv:every=9:smooth=1000",
+                                    "random"};
+  std::size_t number = 0;
   for (const PolicyEntry& entry : policy_catalogue())
-    if (entry.info.evicts) policies.push_back(entry.info.name);
-  RandomTrace layers{.layers = 3,
-                     .segments = {{0, 40, kPrompt}, {40, 80, kDecode}, {120, 20, kPrompt}},
-                     .spans = {{"early", 10, 9}},
-                     .seed = 12};
-  for (const RandomTrace& wanted : {shapes()[1], shapes()[2], layers}) {
-    const test::TemporaryFolder folder;
-    const TraceReader trace = write_with_columns(folder / "trace", wanted);
-    check_same(trace, configs_of({.policies = policies}, &kCudaReplay, trace, 37));
-  }
+    if (entry.info.evicts && (number++ % shapes == shape || std::getenv("KVLAB_EVERY")))
+      policies.push_back(entry.info.name);
+  const test::TemporaryFolder folder;
+  const TraceReader trace = write_with_columns(folder / "trace", wanted);
+  check_same(trace, configs_of({.policies = policies}, &kCudaReplay, trace, 37));
+}
+
+TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for: groups of heads",
+          "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  check_policies(shapes()[1], 0);
+}
+
+TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for: one KV head",
+          "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  check_policies(shapes()[2], 1);
+}
+
+TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for: two turns",
+          "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  check_policies({.layers = 3,
+                  .segments = {{0, 40, kPrompt}, {40, 80, kDecode}, {120, 20, kPrompt}},
+                  .spans = {{"early", 10, 9}},
+                  .seed = 12},
+                 2);
 }
 
 /// Heads of whole blocks of channels: groups of 1, 3, 7 and 4, every rounding, two turns; heavy
@@ -187,21 +235,38 @@ std::vector<RandomTrace> coded_shapes() {
        .seed = 24}};
 }
 
-TEST_CASE("a device keeps tokens on ladders as the plain replay does", "[gpu]") {
+void check_tiers(const RandomTrace& wanted) {
+  const test::TemporaryFolder folder;
+  const TraceReader trace = write_with_columns(folder / "trace", wanted);
+  auto grid = configs_of({.policies = {"h2o", "lru:sinks=2", "window", "a2sf:sinks=1:recent=3",
+                                       "snapkv:recent=4", "vatp", "random"},
+                          .ladders = {"", "4", "fp8", "16@50%+16@50%", "16@5t+4@100%",
+                                      "8@25%+4@50%+k4v2@25%", "16@2t+8@30%+8@30%+2@40%"},
+                          .positions = {Positions::original}},
+                         &kCudaReplay, trace, 37);
+  for (const char* policy : {"full:ladder=8", "h2o:every=500:ladder=4"})
+    grid.push_back({.policy = parse_policy(policy), .budget = parse_budget("30")});
+  check_same(trace, grid);
+}
+
+TEST_CASE("a device keeps tokens on tiers as the plain replay does: single query heads", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  for (const RandomTrace& wanted : coded_shapes()) {
-    const test::TemporaryFolder folder;
-    const TraceReader trace = write_with_columns(folder / "trace", wanted);
-    auto grid = configs_of({.policies = {"h2o", "lru:sinks=2", "window", "a2sf:sinks=1:recent=3",
-                                         "snapkv:recent=4", "vatp", "random"},
-                            .ladders = {"", "4", "fp8", "16@50%+16@50%", "16@5t+4@100%",
-                                        "8@25%+4@50%+k4v2@25%", "16@2t+8@30%+8@30%+2@40%"},
-                            .positions = {Positions::original}},
-                           &kCudaReplay, trace, 37);
-    for (const char* policy : {"full:ladder=8", "h2o:every=500:ladder=4"})
-      grid.push_back({.policy = parse_policy(policy), .budget = parse_budget("30")});
-    check_same(trace, grid);
-  }
+  check_tiers(coded_shapes()[0]);
+}
+
+TEST_CASE("a device keeps tokens on tiers as the plain replay does: bf16", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  check_tiers(coded_shapes()[1]);
+}
+
+TEST_CASE("a device keeps tokens on tiers as the plain replay does: fp16, large heads", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  check_tiers(coded_shapes()[2]);
+}
+
+TEST_CASE("a device keeps tokens on tiers as the plain replay does: heavy tokens", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  check_tiers(coded_shapes()[3]);
 }
 
 TEST_CASE("on a device equal rungs are one rung", "[gpu]") {
@@ -220,7 +285,8 @@ TEST_CASE("on a device equal rungs are one rung", "[gpu]") {
                         .budget = parse_budget(budget)});
   KeptSets kept;
   const auto device = keeping(kept, trace);
-  const ReplayResult result = replay(trace, 0, grid, {.elsewhere = device.get()});
+  const ReplayResult result =
+      replay(trace, 0, grid, {.elsewhere = device.get(), .threads = default_threads()});
   std::map<std::tuple<std::size_t, std::int32_t, std::int32_t, std::string>, double> figures;
   for (const Measurement& m : result.measurements)
     figures[{m.config, m.layer, m.head, m.metric}] = m.value;
@@ -270,7 +336,7 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
       grid.push_back(config);
     }
   const auto device = cuda_replayer();
-  ReplayOptions options{.span = Span::all, .threads = 4};
+  ReplayOptions options{.span = Span::all, .threads = default_threads()};
   const ReplayResult here = replay(trace, 0, grid, options);
   options.elsewhere = device.get();
   check_measured(replay(trace, 0, grid, options), here, kTolerance, [&](std::size_t c) {
@@ -299,7 +365,7 @@ TEST_CASE("a device replays policies from sources as the CPU does, beside the re
   add(parse_policy(leaky->info.name, {}, leaky));
   const auto device = cuda_replayer();
   for (const CacheConfig& config : grid) CHECK(device->takes(trace, config));
-  ReplayOptions options{.span = Span::all, .threads = 4};
+  ReplayOptions options{.span = Span::all, .threads = default_threads()};
   const ReplayResult here = replay(trace, 0, grid, options);
   options.elsewhere = device.get();
   check_measured(replay(trace, 0, grid, options), here, kTolerance, [&](std::size_t c) {

@@ -17,6 +17,7 @@ source=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 logs=$build/gpu-tests
 installed=$build/tests/kernels/installed
 export LD_LIBRARY_PATH=$installed/prefix/lib:${LD_LIBRARY_PATH:-} KVLAB_COMMAND=$build/kvlab
+export XDG_CACHE_HOME=$build/test-cache # where ctest's tests keep what NVRTC compiled, too
 # shellcheck source=tools/scripts/gpu_cases.sh
 source "$source/tools/scripts/gpu_cases.sh"
 rm -rf "$logs" && mkdir -p "$logs"
