@@ -4,6 +4,8 @@
 
 #include <array>
 
+#include "kernels/device_limits.hpp"
+
 namespace kvlab::cuda {
 namespace {
 
@@ -39,6 +41,8 @@ void check(cudaError_t error, std::string_view what) {
                     "this process, start again",
                     what, cudaGetErrorName(error), cudaGetErrorString(error)));
   cudaGetLastError();  // a failed call must not fail the next one too
+  if (kernels::is_without_code(error))
+    throw Error(error, fmt::format("CUDA: {}: {}", what, kernels::why_not_device()));
   throw Error(error, fmt::format("CUDA: {}: {} ({})", what, cudaGetErrorString(error),
                                  cudaGetErrorName(error)));
 }

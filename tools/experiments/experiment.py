@@ -138,7 +138,7 @@ class Experiment:
 
     def write(self, title, question):
         models = ", ".join(map(name_of_model, self.models))
-        version = subprocess.run([self.arguments.kvlab, "--version"], capture_output=True, text=True).stdout.strip()
+        version = subprocess.check_output([self.arguments.kvlab, "--version"], text=True).splitlines()[0]
         texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
         limits = f"{self.tokens} tokens of each at most{', quick' * self.arguments.quick}"
         made = [
