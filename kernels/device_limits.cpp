@@ -64,6 +64,8 @@ std::string code_text(int device, int major, int minor) {
 
 }  // namespace
 
+std::string_view built_architectures() { return KVLAB_CUDA_ARCHITECTURES; }
+
 bool is_without_code(cudaError_t error) {
   return error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
          error == cudaErrorUnsupportedPtxVersion;
@@ -77,7 +79,7 @@ std::string why_not_device(int major, int minor, cudaError_t loaded) {
   return fmt::format(
       "this build has no code that runs on compute capability {}.{} ({}); it was built for "
       "CMAKE_CUDA_ARCHITECTURES={}: add {}{} to these, or update the driver",
-      major, minor, cudaGetErrorString(loaded), KVLAB_CUDA_ARCHITECTURES, major, minor);
+      major, minor, cudaGetErrorString(loaded), built_architectures(), major, minor);
 }
 
 std::string why_not_device() {
@@ -91,7 +93,7 @@ std::string why_not_device() {
 
 std::string cuda_description() {
   std::string text = fmt::format("CUDA: in this build, for architectures {}; runtime {}\n",
-                                 KVLAB_CUDA_ARCHITECTURES, version_text(CUDART_VERSION));
+                                 built_architectures(), version_text(CUDART_VERSION));
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) cudaGetLastError();
   text += driver == 0 ? "Driver: none\n"

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <string>
+#include <string_view>
 
 namespace kvlab::kernels {
 
@@ -42,6 +43,8 @@ std::string why_not_device();
 /// `loaded`.
 std::string why_not_device(int major, int minor, cudaError_t loaded);
 
+/// CMAKE_CUDA_ARCHITECTURES of this build, a space between two.
+std::string_view built_architectures();
 /// Lines about this build's CUDA code, the driver and each GPU. Without a GPU they say so.
 std::string cuda_description();
 

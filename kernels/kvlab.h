@@ -147,7 +147,8 @@ typedef struct {
 } kvlab_memory;
 /** What a cache takes under a policy, from its shape alone: no pointer is read. `slots`: of all
  * pairs together; a prompt's cache has one for each KV head and token. What is [sequence] and the
- * workspaces serve all layers, one after another. */
+ * workspaces serve all layers, one after another. cudaErrorNotSupported where a thread block would
+ * need more shared memory than the current device has; kvlab_last_error names both. */
 cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* cache, int64_t slots,
                                kvlab_positions numbering, kvlab_memory* bytes);
 
@@ -297,8 +298,8 @@ typedef struct {
                 */
 } kvlab_evicting_attention_args;
 
-/** Bytes of workspace; 0 for a shape that is not supported; SIZE_MAX where the shape is, and there
- * is no device to ask. */
+/** Bytes of workspace; 0 for a shape that is not supported, or not on the current device; SIZE_MAX
+ * where the shape is, and there is no device to ask. */
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache);
 /** Attends over the live slots, shows the policy what each received, updates its states, and leaves
  *  in next_slots where the next token goes: behind the others, or, once the budget is reached, in
@@ -511,7 +512,8 @@ typedef struct {
   int once, by_layer, pool_max;
 } kvlab_slots_config;
 
-/** Device memory that it takes, in bytes. No device is needed but for attention's workspace. */
+/** Device memory that it takes, in bytes. No device is needed but for attention's workspace. A
+ *  shape that no kernel can serve on the current device is refused here and by kvlab_slots_create. */
 cudaError_t kvlab_slots_memory(const kvlab_slots_config* config, size_t* bytes);
 cudaError_t kvlab_slots_create(const kvlab_slots_config* config, cudaStream_t stream,
                                kvlab_slots** slots);

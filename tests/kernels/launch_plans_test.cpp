@@ -2,6 +2,7 @@
 // so this needs no GPU.
 #include "kernels/launch_plans.hpp"
 
+#include <algorithm>
 #include <array>
 #include <fstream>
 #include <sstream>
@@ -14,7 +15,10 @@
 #include "kernels/linear/linear.hpp"
 #include "kernels/replay/replay.hpp"
 #include "tests/catch.hpp"
+#include "tests/device.hpp"
+#include "tests/skip.hpp"
 
+using namespace kvlab;
 using namespace kvlab::kernels;
 
 namespace {
@@ -381,4 +385,24 @@ TEST_CASE("a GPU that is too old, or that this build has no code for, is refused
              Catch::Matchers::ContainsSubstring("no code that runs on compute capability 8.6"));
   CHECK_THAT(cuda_description(), Catch::Matchers::ContainsSubstring("CUDA: in this build") &&
                                      Catch::Matchers::ContainsSubstring("GPU"));
+}
+
+/// Of the architectures in the build, the driver loads the newest that is no newer than the device:
+/// what sm_90 has is used there, and nowhere else.
+TEST_CASE("a device uses what sm_90 has if the build has code of sm_90 for it", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  int major = 0, minor = 0;
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
+  int newest = 0;
+  std::istringstream text{std::string(built_architectures())};
+  for (std::string one; text >> one;) {
+    const int number = std::stoi(one);
+    if (number <= 10 * major + minor) newest = std::max(newest, number);
+  }
+  DeviceLimits limits;
+  check_cuda(device_limits(limits));
+  CAPTURE(cuda_description());
+  CHECK(limits.early_start == (newest >= 90));
+  CHECK(why_not_device() == "");
 }
