@@ -58,11 +58,11 @@ std::string hash_of(std::string_view bytes) {
 }
 
 /// Lines: the mark, the key, a hash of all that follows; the number of symbols, then a kernel and
-/// its symbol each; the cubin's bytes.
+/// its symbol each; the code's bytes.
 std::string packed(const std::string& key, const DeviceCode& code) {
   std::string body = fmt::format("{}\n", code.symbols.size());
   for (const auto& [kernel, symbol] : code.symbols) body += fmt::format("{}\n{}\n", kernel, symbol);
-  body.append(code.cubin.data(), code.cubin.size());
+  body.append(code.image.data(), code.image.size());
   return fmt::format("{}\n{}\n{}\n", kMark, key, hash_of(body)) + body;
 }
 
@@ -85,7 +85,7 @@ std::optional<DeviceCode> unpacked(std::string_view bytes, const std::string& ke
     const std::string kernel(take_line(bytes));
     code.symbols[kernel] = take_line(bytes);
   }
-  code.cubin.assign(bytes.begin(), bytes.end());
+  code.image.assign(bytes.begin(), bytes.end());
   return code;
 }
 

@@ -79,8 +79,8 @@ class Nvrtc {
   void* handle_;  // stays open: other libraries hold on to it
 };
 
-/// What is compiled for a device: machine code or, where NVRTC is older than the device, PTX of the
-/// newest architecture that it knows, which the driver compiles.
+/// What is compiled for a device: machine code or, where NVRTC does not know the device, PTX of the
+/// newest older architecture that it knows, which the driver compiles.
 struct Target {
   int architecture;
   bool is_machine_code;
@@ -90,9 +90,10 @@ struct Target {
     nvrtc.check(nvrtc.target_count(&count), "architectures");
     std::vector<int> known(static_cast<std::size_t>(count));
     nvrtc.check(nvrtc.targets(known.data()), "architectures");
-    if (known.empty() || device <= std::ranges::max(known)) return;
-    architecture = std::ranges::max(known);
-    is_machine_code = false;
+    if (std::ranges::find(known, device) != known.end()) return;
+    for (const int older : known)
+      if (older < device && (is_machine_code || older > architecture))
+        architecture = older, is_machine_code = false;
   }
   std::string name() const {
     return fmt::format("{}_{}", is_machine_code ? "sm" : "compute", architecture);
@@ -188,8 +189,8 @@ DeviceCode compile(const DeviceProgram& source) {
   std::size_t size = 0;
   nvrtc.check((target.is_machine_code ? nvrtc.cubin_size : nvrtc.ptx_size)(program.get(), &size),
               "code");
-  code.cubin.resize(size);
-  nvrtc.check((target.is_machine_code ? nvrtc.cubin : nvrtc.ptx)(program.get(), code.cubin.data()),
+  code.image.resize(size);
+  nvrtc.check((target.is_machine_code ? nvrtc.cubin : nvrtc.ptx)(program.get(), code.image.data()),
               "code");
   for (const std::string& kernel : source.kernels) {
     const char* symbol = nullptr;
@@ -213,7 +214,7 @@ int current_architecture() {
 
 LoadedCode::LoadedCode(const DeviceCode& code) : symbols_(code.symbols) {
   const cudaError_t error =
-      cudaLibraryLoadData(&library_, code.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+      cudaLibraryLoadData(&library_, code.image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
   if (error != cudaSuccess)
     throw std::runtime_error(
         fmt::format("CUDA: cannot load a policy's code: {}", cudaGetErrorString(error)));

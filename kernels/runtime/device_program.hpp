@@ -29,7 +29,7 @@ struct DeviceProgram {
 
 /// Compiled code for one architecture, or PTX where NVRTC does not know a device as new.
 struct DeviceCode {
-  std::vector<char> cubin;
+  std::vector<char> image;
   std::unordered_map<std::string, std::string> symbols;  ///< kernel as written -> its symbol
 };
 

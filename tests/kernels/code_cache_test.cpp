@@ -37,7 +37,7 @@ std::vector<fs::path> files_of(const fs::path& folder) {
 }
 
 bool equal(const DeviceCode& a, const DeviceCode& b) {
-  return a.cubin == b.cubin && a.symbols == b.symbols;
+  return a.image == b.image && a.symbols == b.symbols;
 }
 
 }  // namespace
@@ -54,6 +54,23 @@ TEST_CASE("device code is compiled once, and then found") {
   CHECK(equal(CodeCache(folder).code_of(program(1)), first));
   REQUIRE(files_of(folder).size() == 1);
   CHECK(fs::last_write_time(files_of(folder).front()) == written);
+}
+
+TEST_CASE("a device that is newer than NVRTC gets PTX, which its driver compiles") {
+  if (!has_nvrtc()) return skip("no NVRTC");
+  constexpr int kOfTheFuture = 990;
+  const DeviceCode known = compile(program(1)), future = compile(program(1, "int", kOfTheFuture));
+  const auto begin = [](const DeviceCode& code) {
+    return std::string(code.image.data(), std::min<std::size_t>(code.image.size(), 4));
+  };
+  CHECK(begin(known) ==
+        "\x7f"
+        "ELF");
+  REQUIRE(begin(future).starts_with("//"));
+  CHECK(future.image.back() == '\0');
+  CHECK_THAT(std::string(future.image.data()), Catch::Matchers::ContainsSubstring(".target sm_"));
+  CHECK(future.symbols == known.symbols);
+  CHECK(program(1, "int", kOfTheFuture).key() != program(1).key());
 }
 
 TEST_CASE("another text, kernel or architecture is another program") {

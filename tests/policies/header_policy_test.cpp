@@ -50,7 +50,7 @@ void for_each_policy(Check check, PolicyList<P...>) {
 
 bool holds(const DeviceCode& code, const PolicyDescription& about) {
   const std::string_view bytes(reinterpret_cast<const char*>(&about), sizeof about);
-  return std::string_view(code.cubin.data(), code.cubin.size()).find(bytes) !=
+  return std::string_view(code.image.data(), code.image.size()).find(bytes) !=
          std::string_view::npos;
 }
 

@@ -125,7 +125,7 @@ TEST_CASE("NVRTC compiles a policy source for every architecture of kvlab, witho
     for (const int architecture : {80, 90}) {
       const auto code =
           kernels::compile(kernels::eviction_program(*source_of(header, policy), architecture));
-      CHECK(code.cubin.size() > 1000);
+      CHECK(code.image.size() > 1000);
       CHECK(code.symbols.size() == 4);
     }
 }
@@ -138,7 +138,7 @@ TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, with
   const auto compiles = [](const PolicyEntry& entry, const kernels::WalkVariant& variant,
                            int architecture) {
     const auto code = kernels::compile(kernels::walk_program(entry, variant, architecture));
-    return code.cubin.size() > 1000 && code.symbols.size() == 1;
+    return code.image.size() > 1000 && code.symbols.size() == 1;
   };
   CHECK(kernels::has_text(*h2o));
   CHECK(kernels::has_text(*leaky));
