@@ -100,7 +100,8 @@ std::string cuda_description() {
                       : fmt::format("Driver: supports CUDA {} at most\n", version_text(driver));
   std::string why;
   const int count = device_count(why);
-  if (count == 0) text += fmt::format("GPU: no GPU{}\n", why.empty() ? "" : ": " + why);
+  if (count == 0)
+    text += fmt::format("GPU: no GPU{}\n", driver == 0 || why.empty() ? "" : ": " + why);
   for (int device = 0; device < count; ++device) {
     cudaDeviceProp properties{};
     if (const cudaError_t error = cudaGetDeviceProperties(&properties, device)) {
