@@ -53,6 +53,7 @@ struct FindNotFinite {
 };
 
 /// Eight 16-byte loads in flight a thread.
+template <Caching caching>
 __global__ void read_all_kernel(const uint4* from, std::size_t count, std::uint32_t* sink) {
   constexpr int kUnroll = 8;
   const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
@@ -61,8 +62,10 @@ __global__ void read_all_kernel(const uint4* from, std::size_t count, std::uint3
   for (; i + (kUnroll - 1) * stride < count; i += kUnroll * stride) {
     uint4 values[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-      values[u] = __ldcs(from + i + static_cast<std::size_t>(u) * stride);
+    for (int u = 0; u < kUnroll; ++u) {
+      const uint4* const at = from + i + static_cast<std::size_t>(u) * stride;
+      values[u] = caching == Caching::stream ? __ldcs(at) : __ldg(at);
+    }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) sum += values[u].x ^ values[u].y ^ values[u].z ^ values[u].w;
   }
@@ -120,10 +123,11 @@ cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std:
   });
 }
 
-cudaError_t read_all(const void* from, std::size_t bytes, std::uint32_t* sink,
+cudaError_t read_all(const void* from, std::size_t bytes, Caching caching, std::uint32_t* sink,
                      cudaStream_t stream) {
-  read_all_kernel<<<132 * 8, kThreads, 0, stream>>>(static_cast<const uint4*>(from), bytes / 16,
-                                                    sink);
+  const auto kernel = caching == Caching::stream ? read_all_kernel<Caching::stream>
+                                                 : read_all_kernel<Caching::keep>;
+  kernel<<<132 * 8, kThreads, 0, stream>>>(static_cast<const uint4*>(from), bytes / 16, sink);
   return cudaGetLastError();
 }
 

@@ -16,8 +16,12 @@ cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cuda
 /// *found = 1 if an element is not finite, else as it was.
 cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
                             cudaStream_t stream);
+/// Whether what is read is to stay in the L2 cache, as what is read again soon, or to leave it
+/// first.
+enum class Caching { keep, stream };
 /// Reads `bytes` (a multiple of 16) and writes next to nothing: what a read costs.
-cudaError_t read_all(const void* from, std::size_t bytes, std::uint32_t* sink, cudaStream_t stream);
+cudaError_t read_all(const void* from, std::size_t bytes, Caching caching, std::uint32_t* sink,
+                     cudaStream_t stream);
 
 /// Where the sequences of a batch are, all [row] in device memory.
 struct StepState {

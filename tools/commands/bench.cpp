@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "engine/bench.hpp"
+#include "engine/bench_limits.hpp"
 #include "engine/loop/device/layered_loop.hpp"
 #include "sim/bench/replay_cost.hpp"
 #include "tools/command.hpp"
@@ -349,7 +350,13 @@ int run(const po::variables_map& options) {
         "what to measure? give one of: decode, prefill, stream, evict, loop, attention, replay");
   if (words[0] != "replay" && options.count("device") && device_from(options) == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
-  const ordered_json figures = benches.at(words[0])(options);
+  ordered_json figures;
+  try {
+    figures = benches.at(words[0])(options);
+  } catch (const LimitExceeded& error) {
+    fmt::print(stderr, "kvlab bench: {}\n", error.what());
+    return 1;
+  }
   if (options["json"].as<bool>())
     print_json(figures);
   else

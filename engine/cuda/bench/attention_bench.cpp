@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -73,7 +75,17 @@ std::uint64_t bytes_held(const Shape& shape, const ResolvedConfig& cache) {
   return bytes * (shape.head_size / kCodeBlock) * shape.batch * kKvHeads;
 }
 
-ordered_json row_of(const Shape& shape, const std::vector<PolicySpec>& policies, double read) {
+/// Of all layers, after each other, `bytes` each.
+double share_of_read(ReadLimits& limits, const DeviceModel& model, const Shape& shape,
+                     const std::string& policy, std::uint64_t bytes, double microseconds) {
+  const std::uint32_t layers = model.config().layers;
+  return limits.share(fmt::format("attention, {}, head size {}, group {}, batch {}, {} slots",
+                                  policy, shape.head_size, shape.group, shape.batch, shape.slots),
+                      bytes * layers, microseconds * 1e-3 * layers);
+}
+
+ordered_json row_of(const Shape& shape, const std::vector<PolicySpec>& policies,
+                    ReadLimits& limits) {
   const DeviceModel model = model_of(shape);
   const double plain = microseconds(model, shape, {});
   const double rate = static_cast<double>(shape.bytes()) / (plain * 1e-6);
@@ -88,12 +100,13 @@ ordered_json row_of(const Shape& shape, const std::vector<PolicySpec>& policies,
     const std::uint64_t bytes = bytes_held(shape, caches.front());
     const std::uint32_t held = caches.front().budget_tokens;
     const double time = microseconds(model, shape, std::move(caches));
-    evicting.push_back({{"policy", policy.text()},
-                        {"positions", name_of(cache.positions)},
-                        {"tokens", held},
-                        {"share_of_read", static_cast<double>(bytes) / (time * 1e-6) / read},
-                        {"microseconds", time},
-                        {"percent_over", 100 * (time / plain - 1)}});
+    evicting.push_back(
+        {{"policy", policy.text()},
+         {"positions", name_of(cache.positions)},
+         {"tokens", held},
+         {"share_of_read", share_of_read(limits, model, shape, policy.text(), bytes, time)},
+         {"microseconds", time},
+         {"percent_over", 100 * (time / plain - 1)}});
   }
   return {{"kv_heads", kKvHeads},
           {"head_size", shape.head_size},
@@ -103,7 +116,9 @@ ordered_json row_of(const Shape& shape, const std::vector<PolicySpec>& policies,
           {"bytes", shape.bytes()},
           {"microseconds", plain},
           {"bytes_per_second", rate},
-          {"share_of_read", rate / read},
+          {"limit_bytes_per_second", limits.of(shape.bytes() * model.config().layers)},
+          {"share_of_read",
+           share_of_read(limits, model, shape, "the full cache", shape.bytes(), plain)},
           {"evicting", std::move(evicting)},
           {"pages",
            bench_pages({shape.head_size, shape.group, kKvHeads, shape.batch, shape.slots, kPool})}};
@@ -115,16 +130,16 @@ ordered_json bench_attention(const AttentionBenchOptions& options) {
   refuse_without_device();
   std::vector<PolicySpec> policies;
   for (const std::string& policy : options.policies) policies.push_back(parse_policy(policy));
-  const double read = read_bytes_per_second();
+  ReadLimits limits;
   ordered_json rows = ordered_json::array();
   for (const std::uint32_t head_size : options.head_sizes)
     for (const std::uint32_t group : options.groups)
       for (const std::uint32_t batch : options.batches)
-        rows.push_back(row_of({head_size, group, batch, options.slots}, policies, read));
+        rows.push_back(row_of({head_size, group, batch, options.slots}, policies, limits));
   return {{"bench", "attention"},
           {"dtype", torch_name(Dtype::bf16)},
           {"device", cuda::device_name()},
-          {"read_bytes_per_second", read},
+          {"read_bytes_per_second", limits.memory()},
           {"rows", std::move(rows)}};
 }
 

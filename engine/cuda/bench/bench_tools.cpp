@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "engine/backend.hpp"
+#include "engine/bench_limits.hpp"
 #include "engine/cuda/fill.hpp"
 #include "kernels/host/product.hpp"
 
@@ -11,8 +12,58 @@ namespace kvlab {
 namespace {
 
 constexpr int kLimitRepeats = 9;
+constexpr std::uint64_t kManyCaches = 16;  // of the L2 cache: then next to nothing is found there
+constexpr std::uint64_t kReadInARow = std::uint64_t{256} << 20;  // bytes, so that launches are few
+
+std::uint64_t l2_bytes() {
+  int device = 0, bytes = 0;
+  cuda::check(cudaGetDevice(&device), "asking for the L2 cache");
+  cuda::check(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device),
+              "asking for the L2 cache");
+  return static_cast<std::uint64_t>(bytes);
+}
+
+/// Of reading `wanted` bytes again and again, or as many as half of what is free.
+double read_bytes_per_second(std::uint64_t wanted, cuda::Caching caching) {
+  constexpr const char* measuring = "measuring the read bandwidth";
+  const std::size_t bytes =
+      std::max<std::size_t>(std::min<std::size_t>(wanted, cuda::memory_info().free / 2) / 4096, 1) *
+      4096;
+  const auto in_a_row = std::clamp<std::uint64_t>(kReadInARow / bytes, 1, 64);
+  const cuda::DeviceBuffer memory(bytes, measuring), sink(256, "a sum");
+  const cuda::Stream stream;
+  cuda::check(
+      cuda::fill_normal(KVLAB_F32, memory.data(), bytes / sizeof(float), 1.0f, 1, stream.get()),
+      measuring);
+  const auto enqueue = [&] {
+    for (std::uint64_t i = 0; i < in_a_row; ++i)
+      cuda::check(
+          cuda::read_all(memory.data(), bytes, caching, sink.as<std::uint32_t>(), stream.get()),
+          measuring);
+  };
+  return static_cast<double>(bytes * in_a_row) /
+         median_milliseconds(stream.get(), enqueue, kLimitRepeats) * 1e3;
+}
 
 }  // namespace
+
+ReadLimits::ReadLimits()
+    : l2_bytes_(l2_bytes()),
+      memory_(read_bytes_per_second(std::uint64_t{4} << 30, cuda::Caching::stream)) {}
+
+double ReadLimits::of(std::uint64_t bytes) {
+  if (bytes >= kManyCaches * l2_bytes_) return memory_;
+  const auto [at, is_new] = measured_.try_emplace(bytes, memory_);
+  if (is_new)
+    for (const cuda::Caching caching : {cuda::Caching::keep, cuda::Caching::stream})
+      at->second = std::max(at->second, read_bytes_per_second(bytes, caching));
+  return at->second;
+}
+
+double ReadLimits::share(const std::string& what, std::uint64_t bytes, double milliseconds) {
+  return share_of_limit(what, static_cast<double>(bytes) / (milliseconds * 1e-3), of(bytes),
+                        "bytes/s");
+}
 
 void refuse_without_device() {
   if (!has_cuda_device())
@@ -38,22 +89,6 @@ std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab) {
   for (std::size_t i = 0; i < count; ++i)
     ids[i] = static_cast<std::int32_t>((i * 2654435761u + 7) % vocab);
   return ids;
-}
-
-double read_bytes_per_second() {
-  const std::size_t bytes =
-      std::min<std::size_t>(std::size_t{4} << 30, cuda::memory_info().free / 2) / 4096 * 4096;
-  const cuda::DeviceBuffer memory(bytes, "measuring the read bandwidth"), sink(256, "a sum");
-  const cuda::Stream stream;
-  cuda::check(
-      cuda::fill_normal(KVLAB_F32, memory.data(), bytes / sizeof(float), 1.0f, 1, stream.get()),
-      "measuring the read bandwidth");
-  const auto enqueue = [&] {
-    cuda::check(cuda::read_all(memory.data(), bytes, sink.as<std::uint32_t>(), stream.get()),
-                "measuring the read bandwidth");
-  };
-  return static_cast<double>(bytes) / median_milliseconds(stream.get(), enqueue, kLimitRepeats) *
-         1e3;
 }
 
 double matrix_flops_per_second(kernels::Type type) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -20,8 +21,26 @@ nlohmann::ordered_json bench_of(const char* name, const DeviceModel& model);
 /// Any ids: a model's speed does not depend on them.
 std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab);
 
-/// Bytes per second of reading memory much larger than the L2 cache, once.
-double read_bytes_per_second();
+/// How fast the device reads memory, in bytes per second. Whatever moves so many bytes again and
+/// again is held to what reading as many takes: where they fit the L2 cache, or nearly, a part of
+/// them is found there.
+class ReadLimits {
+ public:
+  ReadLimits();
+
+  /// Of memory that is much larger than the L2 cache.
+  double memory() const { return memory_; }
+  /// Of `bytes` that are read again and again; not less than of memory. Measured when first asked
+  /// for.
+  double of(std::uint64_t bytes);
+  /// The share of that, of `bytes` moved in so long; see share_of_limit().
+  double share(const std::string& what, std::uint64_t bytes, double milliseconds);
+
+ private:
+  std::uint64_t l2_bytes_;
+  double memory_;
+  std::map<std::uint64_t, double> measured_;
+};
 /// Operations per second of a large product of random matrices by cuBLASLt, sums in float32.
 double matrix_flops_per_second(kernels::Type type);
 

@@ -4,6 +4,7 @@
 
 #include "engine/backend.hpp"
 #include "engine/bench.hpp"
+#include "engine/bench_limits.hpp"
 #include "engine/cuda/bench/bench_tools.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "traces/base/files.hpp"
@@ -28,7 +29,7 @@ double rate(std::uint64_t bytes, double milliseconds) {
   return static_cast<double>(bytes) / (milliseconds * 1e-3);
 }
 
-ordered_json time_parts(CudaDecoder& decoder, int rows) {
+ordered_json time_parts(CudaDecoder& decoder, int rows, ReadLimits& limits) {
   std::uint64_t live_bytes = 0;
   for (int row = 0; row < rows; ++row)
     live_bytes += decoder.model().cache_bytes(decoder.tokens(row) + 1);
@@ -42,6 +43,7 @@ ordered_json time_parts(CudaDecoder& decoder, int rows) {
     if (part.bytes == 0) continue;
     times.back()["bytes"] = part.bytes;
     times.back()["bytes_per_second"] = rate(part.bytes, milliseconds);
+    times.back()["share_of_read"] = limits.share("decode, " + part.name, part.bytes, milliseconds);
   }
   return times;
 }
@@ -71,11 +73,21 @@ ordered_json time_capture(const DeviceModel& model, const DecodeBenchOptions& op
   return {{"tokens_per_second_without", plain}, {"tokens_per_second_with", captured}};
 }
 
+/// Two products of each query head with each token that it sees.
+double attention_flops(const ModelConfig& config, const PrefillBenchOptions& options) {
+  const bool evicts = options.cache.evicts();
+  double pairs = 0;
+  for (const RowSpec& row : config.rows)
+    pairs += attended_pairs(options.tokens, row.span, evicts ? options.cache.prefill.chunk : 0,
+                            evicts && row.span == 0 ? options.cache.budget_tokens : 0);
+  return 4.0 * config.query_heads * config.head_size * pairs;
+}
+
 }  // namespace
 
 ordered_json bench_decode(const DecodeBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
-  const double read = read_bytes_per_second();
+  ReadLimits limits;
   ordered_json capture;
   if (!options.capture.empty()) capture = time_capture(model, options);
 
@@ -104,9 +116,10 @@ ordered_json bench_decode(const DecodeBenchOptions& options) {
                   {"step_milliseconds", step},
                   {"step_bytes", step_bytes},
                   {"step_bytes_per_second", rate(step_bytes, step)},
-                  {"read_bytes_per_second", read},
-                  {"share_of_read", rate(step_bytes, step) / read},
-                  {"parts", time_parts(decoder, options.batch)},
+                  {"read_bytes_per_second", limits.memory()},
+                  {"limit_bytes_per_second", limits.of(step_bytes)},
+                  {"share_of_read", limits.share("decode, a step", step_bytes, step)},
+                  {"parts", time_parts(decoder, options.batch, limits)},
                   {"logits_xxh3", logits}});
   if (!capture.is_null()) figures["capture"] = std::move(capture);
   return figures;
@@ -136,9 +149,8 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
   for (const DeviceMatrix* m : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
     weights += static_cast<double>(m->n) * m->k * (m->experts > 0 ? config.experts.chosen : 1);
   const double tokens = options.tokens;
-  const double attention = 2.0 * config.query_heads * config.head_size * tokens * (tokens + 1);
-  const double flops =
-      config.layers * (2.0 * weights * tokens + attention) + 2.0 * config.vocab * config.hidden;
+  const double flops = config.layers * 2.0 * weights * tokens + attention_flops(config, options) +
+                       2.0 * config.vocab * config.hidden;
   const double flops_rate = flops / (milliseconds * 1e-3);
   ordered_json figures = bench_of("prefill", model);
   figures.update({{"policy", options.cache.policy.text()},
@@ -149,7 +161,7 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
                   {"flops", flops},
                   {"flops_per_second", flops_rate},
                   {"matrix_flops_per_second", matrix_rate},
-                  {"share_of_matrix", flops_rate / matrix_rate},
+                  {"share_of_matrix", share_of_limit("prefill", flops_rate, matrix_rate, "FLOP/s")},
                   {"logits_xxh3", hash_of_logits(decoder, 1)}});
   return figures;
 }
