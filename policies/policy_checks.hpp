@@ -92,6 +92,40 @@ constexpr bool run_once(typename P::Slot& slot) {
   static_cast<void>(P::rank(slot, Token{}, params, step));
   return true;
 }
+// Each hook by itself, on a slot of zeros, so that the one that is no constant is named.
+template <class P>
+constexpr bool run_admit() {
+  typename P::Slot slot{};
+  P::admit(slot, Token{}, standard_params<P>(),
+           Step{.now = 1, .budget = 2, .live = 1, .queries = 1});
+  return true;
+}
+template <class P>
+constexpr bool run_observe() {
+  if constexpr (P::kInfo.needs != Needs::nothing) {
+    typename P::Slot slot{};
+    P::observe(slot, Observation{.queries = 1}, standard_params<P>(),
+               Step{.now = 1, .budget = 2, .live = 1, .queries = 1});
+  }
+  return true;
+}
+template <class P>
+constexpr bool run_rank() {
+  const typename P::Slot slot{};
+  static_cast<void>(P::rank(slot, Token{}, standard_params<P>(),
+                            Step{.now = 1, .budget = 2, .live = 1, .queries = 1}));
+  return true;
+}
+template <class P>
+constexpr bool run_tail() {
+  if constexpr (P::kInfo.weighted) static_cast<void>(P::tail(standard_params<P>()));
+  return true;
+}
+template <class P>
+constexpr bool run_weight() {
+  if constexpr (P::kInfo.weighted) static_cast<void>(P::weight(1, standard_params<P>()));
+  return true;
+}
 template <class P>
 constexpr bool run_on_zeros() {
   typename P::Slot slot{};
@@ -117,6 +151,26 @@ constexpr bool ranks_by_position() {
   }
   return true;
 }
+template <class P>
+concept IsAdmitConstexpr = requires {
+  typename std::bool_constant<run_admit<P>()>;
+};
+template <class P>
+concept IsObserveConstexpr = requires {
+  typename std::bool_constant<run_observe<P>()>;
+};
+template <class P>
+concept IsRankConstexpr = requires {
+  typename std::bool_constant<run_rank<P>()>;
+};
+template <class P>
+concept IsTailConstexpr = requires {
+  typename std::bool_constant<run_tail<P>()>;
+};
+template <class P>
+concept IsWeightConstexpr = requires {
+  typename std::bool_constant<run_weight<P>()>;
+};
 template <class P>
 concept AreConstexpr = requires {
   typename std::bool_constant<run_on_zeros<P>()>;
@@ -153,9 +207,21 @@ consteval void check_hooks() {
   static_assert(P::kInfo.weighted || (!hooks::HasWeight<P> && !hooks::HasTail<P>),
                 "policy: has weight() or tail(), but kInfo.weighted is false");
   if constexpr (Policy<P>) {
-    static_assert(
-        hooks::AreConstexpr<P>,
-        "policy: every hook must be constexpr, so that one text compiles for host and device");
+    static_assert(hooks::IsAdmitConstexpr<P>,
+                  "policy: admit() must be constexpr, and call constexpr functions alone, so that "
+                  "one text compiles for host and device");
+    static_assert(hooks::IsObserveConstexpr<P>,
+                  "policy: observe() must be constexpr, and call constexpr functions alone, so "
+                  "that one text compiles for host and device");
+    static_assert(hooks::IsRankConstexpr<P>,
+                  "policy: rank() must be constexpr, and call constexpr functions alone, so that "
+                  "one text compiles for host and device");
+    static_assert(hooks::IsTailConstexpr<P>,
+                  "policy: tail() must be constexpr, and call constexpr functions alone, so that "
+                  "one text compiles for host and device");
+    static_assert(hooks::IsWeightConstexpr<P>,
+                  "policy: weight() must be constexpr, and call constexpr functions alone, so that "
+                  "one text compiles for host and device");
     static_assert(
         !hooks::AreConstexpr<P> || hooks::AdmitSetsSlot<P>,
         "policy: admit() must set every member of Slot that observe() and rank() read, because "

@@ -309,6 +309,22 @@ std::string_view check_in(std::string_view line) {
   return line.substr(0, line.find('"'));
 }
 
+/// The line of the hook that a check of ours is about ("policy: rank() must …"), or `line`, the
+/// struct's, where it is about none or the hook is not found.
+unsigned line_of_hook(const PolicySource& source, std::string_view check, unsigned line) {
+  constexpr std::string_view kBegin = "policy: ";
+  const std::size_t end = check.find("() must ");
+  if (!check.starts_with(kBegin) || end == std::string_view::npos) return line;
+  const std::string call = fmt::format(" {}(", check.substr(kBegin.size(), end - kBegin.size()));
+  const std::vector<std::string> lines = split_list(source.text, '\n');
+  for (std::size_t l = line; l <= lines.size(); ++l) {
+    const std::string& text = lines[l - 1];
+    const std::size_t at = text.find(call);
+    if (at != std::string::npos && text.find("//") > at) return static_cast<unsigned>(l);
+  }
+  return line;
+}
+
 /// What the linker did not find, each name once: "exp, std::log".
 std::string missing_in(std::string_view log) {
   constexpr std::string_view kMissing = "undefined reference to `";
@@ -340,7 +356,8 @@ std::string complaint(std::string log, const std::filesystem::path& folder,
   for (const std::string& text : split_list(plain, '\n')) {
     ours = ours || is_ours(text);
     if (const std::string_view check = check_in(text); !check.empty())
-      checks += fmt::format("\n{}:{}: error: {}", source.path, line, check);
+      checks +=
+          fmt::format("\n{}:{}: error: {}", source.path, line_of_hook(source, check, line), check);
     else if (!ours && !text.empty() && text.find("from entry.cpp") == std::string::npos &&
              !text.ends_with("[-Wunused-command-line-argument]"))  // clang's word on GCC's options
       own += "\n" + text;

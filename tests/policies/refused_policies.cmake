@@ -87,7 +87,7 @@ policy_case("a weight without tail is refused" "tail(const" "tails(const"
 policy_case("an undeclared weight is refused" ".weighted = true" ".weighted = false"
             "policy: has weight() or tail(), but kInfo.weighted is false")
 policy_case("a hook that is not constexpr is refused" "constexpr std::uint64_t rank"
-            "std::uint64_t rank" "policy: every hook must be constexpr")
+            "std::uint64_t rank" "policy: rank() must be constexpr")
 policy_case("an admit that leaves the slot as it was is refused" "slot.mass = 0;" ""
             "policy: admit() must set every member of Slot that observe() and rank() read")
 policy_case("a rank that is not the position, though it is said to be, is refused"

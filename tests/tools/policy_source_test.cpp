@@ -187,8 +187,14 @@ TEST_CASE("what check_policy says comes through, at the struct's line") {
   CHECK(
       compile_error(replaced(peak_text(), "constexpr std::uint64_t rank", "std::uint64_t rank")) ==
       "my.hpp: does not compile\n"
-      "my.hpp:15: error: policy: every hook must be constexpr, so that one text compiles for host "
-      "and device");
+      "my.hpp:34: error: policy: rank() must be constexpr, and call constexpr functions alone, so "
+      "that one text compiles for host and device");
+  CHECK_THAT(
+      compile_error(replaced(peak_text(), "static constexpr void observe", "static void observe")),
+      ContainsSubstring("my.hpp:31: error: policy: observe() must be constexpr"));
+  CHECK_THAT(
+      compile_error(replaced(peak_text(), "static constexpr float weight", "static float weight")),
+      ContainsSubstring("error: policy: weight() must be constexpr"));
 }
 
 TEST_CASE("what check_policy says comes through from clang, which warns of GCC's options") {
