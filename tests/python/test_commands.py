@@ -129,7 +129,7 @@ def test_a_function_a_columns_file_and_a_header_of_one_rule_agree(command: Any, 
     assert tuned["evidence"]["truths"]["why"] == "answers were not asked"
     generated = ("generate", "--model", TINY, "--prompt", "It was", "--policy-file", out)
     assert command(*generated, "--columns", paths[0]).stderr.startswith("kvlab generate: --columns: of 1 traces")
-    with pytest.raises(ValueError, match="--columns: of 1 traces none begins with the prompt of 128 tokens"):
+    with pytest.raises(ValueError, match="columns: of 1 traces none begins with the prompt of 128 tokens"):
         kvlab.evaluate(TINY, TEXT, rules[2], 32, window=256, columns=paths[1:2])
 
 
@@ -151,7 +151,7 @@ def test_progress_is_told() -> None:
 
 
 def test_errors_are_the_commands_own() -> None:
-    with pytest.raises(ValueError, match=r"--budget: policy h2o needs one"):
+    with pytest.raises(ValueError, match=r"^budgets: policy h2o needs one"):
         kvlab.evaluate(TINY, TEXT, "h2o", ())
     with pytest.raises(RuntimeError, match="nodir"):
         kvlab.evaluate("nodir", TEXT, "h2o", 8)

@@ -223,7 +223,7 @@ def test_the_real_model() -> None:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda m: kvlab.hf.evicting(m, "h2o"), "--budget: policy h2o needs one"),
+        (lambda m: kvlab.hf.evicting(m, "h2o"), "budget: policy h2o needs one"),
         (lambda m: kvlab.hf.evicting(m, "column:name=mine", 16), "column mine: a decoder"),
         (lambda m: kvlab.hf.evicting(m, "oracle_mass", 16), "knows the future"),
         (lambda m: kvlab.hf.evicting(m, "h2o", 16).trace(), "nothing was recorded"),

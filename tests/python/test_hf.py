@@ -233,7 +233,7 @@ def test_adapters_that_bring_keys_are_refused() -> None:
         ({"input_ids": [[1, 2], [3]]}, "input_ids: a list; one sequence of whole numbers"),
         ({"input_ids": [97]}, "input_ids: from 97 to 97; the model's vocabulary is 97"),
         ({"prompt_tokens": 41}, "prompt_tokens: 41 should be between 1 and 40"),
-        ({"columns": {"odd": lambda q, k, v, layer: k}}, r"--column odd: layer 0 is \[2, 40, 8\]; \[2, 40\]"),
+        ({"columns": {"odd": lambda q, k, v, layer: k}}, r"column odd: layer 0 is \[2, 40, 8\]; \[2, 40\]"),
         ({"model": "bloom"}, "attention of BloomModel does not go through transformers' AttentionInterface"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from kvlab import _kvlab
 from kvlab._policy import Policy, known_as, resolve
 from kvlab._progress import Progress, shown
+from kvlab._words import LISTS, python_words
 
 Path = str | os.PathLike[str]
 Option = str | int | float | bool | os.PathLike[str] | Iterable[Any] | None
@@ -85,7 +86,8 @@ def _run(
     asked = [*words, "--json"]
     for option, value in ({"policy": texts, "budget": budgets} | options).items():
         asked += _words("--" + option.replace("_", "-"), value, option in _REPEATED)
-    with shown(progress, name) as told:
+    names = LISTS | ({"budget": "budget"} if name == "tune" else {})
+    with shown(progress, name) as told, python_words(names):
         return json.loads(_kvlab.run_command(name, asked, own, told))
 
 

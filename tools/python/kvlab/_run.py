@@ -18,6 +18,7 @@ from kvlab import _kvlab
 from kvlab._policy import Policy, resolve
 from kvlab._progress import Progress, shown
 from kvlab._trace import Trace
+from kvlab._words import LISTS, in_python, python_words
 
 if TYPE_CHECKING:
     import matplotlib.axes
@@ -350,10 +351,10 @@ def replay(
         "threads": threads,
         "output": _output_of(model),
     }
-    with shown(progress, "replay") as words["progress"]:
+    with shown(progress, "replay") as words["progress"], python_words(LISTS):
         held = _kvlab.replay([one._held for one in traces], own, words)
     for line in held.notices:
-        warnings.warn(line, stacklevel=2)
+        warnings.warn(in_python(line, LISTS), stacklevel=2)
     return Run(held, traces, own, words["output"])
 
 

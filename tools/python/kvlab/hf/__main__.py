@@ -27,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
         return code
     except ImportError as missing:
         what = f"cannot import {missing.name}: pip install torch transformers"
-    except (Refused, OSError) as error:
+    except Refused as error:
+        what = one_line(error.line)
+    except OSError as error:
         what = one_line(error)
     print(f"kvlab.hf {name}: {what}", file=sys.stderr)
     return 2

@@ -5,9 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from kvlab._words import in_python
+
 
 class Refused(ValueError):
-    """Bad input: one line that says what, where, and what would be right."""
+    """Bad input: one line that says what, where, and what would be right: `line` in the options of the command, the
+    error's own text in the keywords of Python."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(in_python(line))
+        self.line = line
 
 
 def one_line(error: object, most: int = 300) -> str:
