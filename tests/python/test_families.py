@@ -187,3 +187,15 @@ def test_every_family_is_captured_or_refused_in_one_line() -> None:
             print(f"{family}: {refused}")
     print(dict(counts))
     assert counts["captured"] >= 95
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_first_token_of_zeros_does_not_hide_the_rotation(family: str, tmp_path: pathlib.Path) -> None:
+    """Keys of zeros look the same at all positions: a padding token's embedding is zero, and may come first."""
+    model = made(family, {"sliding_window": 64})
+    ids = IDS.clone()
+    ids[0, 0] = 0
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    trace = kvlab.hf.capture(model, ids, prompt_tokens=300, out=tmp_path / "trace")
+    assert trace.tokens == ids.shape[1]

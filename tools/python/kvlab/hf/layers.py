@@ -268,7 +268,11 @@ def _keys_of_one_token(decoder: Any, call: Call, given: Given, still: bool) -> t
 
     def alike(x: Any) -> Any:
         is_hidden = isinstance(x, torch.Tensor) and x.shape[:2] == (1, n) and x.ndim == 3 and x.is_floating_point()
-        x = x[:, :1].expand(-1, n, -1).contiguous() if is_hidden else None if cache_among([x]) is not None else x
+        if is_hidden:  # of the first token that is not zero, as an embedding of padding is: zeros do not show a turn
+            token = int((x[0].abs().amax(dim=-1) > 0).to(torch.int8).argmax())
+            x = x[:, token : token + 1].expand(-1, n, -1).contiguous()
+        elif cache_among([x]) is not None:
+            x = None
         return _stilled(x) if still else x
 
     def attend(call: Call) -> torch.Tensor:
