@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <set>
 #include <stdexcept>
@@ -22,6 +23,14 @@ constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
 std::vector<std::string> paths_of(const po::variables_map& options, const char* name) {
   return options.count(name) ? options[name].as<std::vector<std::string>>()
                              : std::vector<std::string>{};
+}
+
+/// Of texts of so many tokens. The default is at most half of them.
+std::uint32_t prompt_tokens_from(const po::variables_map& options, std::int64_t tokens) {
+  if (options["prompt-tokens"].defaulted())
+    return static_cast<std::uint32_t>(
+        std::min(options["prompt-tokens"].as<std::int64_t>(), tokens / 2));
+  return count_from(options, "prompt-tokens", 1, tokens - 2);
 }
 
 /// A text's traces and rows go by its file's name without the extension.
@@ -73,7 +82,8 @@ void add_loop_options(po::options_description& options) {
   add("text", files("FILE..."), "texts; the first --max-tokens of each are used");
   add("trace", files("TRACE..."),
       "traces of the model, with whatever was added to them, instead of texts or beside them");
-  add("prompt-tokens", number_option("P", 512), "tokens of each text that are its prompt");
+  add("prompt-tokens", number_option("P", 512),
+      "tokens of each text that are its prompt; by default at most half of them");
   add("max-tokens", number_option("T", 2560), "tokens of each text, the prompt included");
   add("output-error", text_option("sample|all", "sample"),
       "errors on every eighth query, or on all of them");
@@ -84,7 +94,7 @@ void check_loop_options(const po::variables_map& options) {
     throw std::invalid_argument(
         "--text: missing; give one or more files: --text FILE, or traces: --trace TRACE");
   const std::int64_t tokens = number_from(options, "max-tokens", 3, kMostTokens);
-  count_from(options, "prompt-tokens", 1, tokens - 2);
+  prompt_tokens_from(options, tokens);
   every_output_error_from(options);
   std::set<std::string> names;
   for (const std::string& path : paths_of(options, "text"))
@@ -96,8 +106,7 @@ void check_loop_options(const po::variables_map& options) {
 
 std::vector<LoopText> loop_texts_from(const po::variables_map& options, const LoopModel& model) {
   const auto tokens = static_cast<std::size_t>(number_from(options, "max-tokens", 3, kMostTokens));
-  const std::uint32_t prompt =
-      count_from(options, "prompt-tokens", 1, static_cast<std::int64_t>(tokens) - 2);
+  const std::uint32_t prompt = prompt_tokens_from(options, static_cast<std::int64_t>(tokens));
   std::vector<LoopText> texts;
   for (const std::string& path : paths_of(options, "text"))
     texts.push_back({.name = name_of_text(path),
