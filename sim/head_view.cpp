@@ -115,10 +115,16 @@ ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& se
   const bool begins = !segments.empty() && segments.front().kind == SegmentKind::prompt;
   ResolvedConfig resolved =
       resolve(begins ? config.at_prompt(segments.front().tokens) : config, length, sequence, model);
+  plan_appends(resolved, segments);
+  return resolved;
+}
+
+void plan_appends(ResolvedConfig& resolved, const std::vector<Segment>& segments) {
+  resolved.admissions.clear();
   for (const Segment& segment : segments) {
     const bool is_prompt = segment.kind == SegmentKind::prompt;
-    const bool dense = is_prompt && config.prefill.chunk == 0;
-    const std::uint32_t chunk = dense ? segment.tokens : is_prompt ? config.prefill.chunk : 1;
+    const bool dense = is_prompt && resolved.prefill.chunk == 0;
+    const std::uint32_t chunk = dense ? segment.tokens : is_prompt ? resolved.prefill.chunk : 1;
     for (std::uint32_t done = 0; done < segment.tokens; done += chunk)
       resolved.admissions.push_back({.first = segment.start + done,
                                      .tokens = std::min(chunk, segment.tokens - done),
@@ -126,7 +132,6 @@ ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& se
     if (is_prompt && segment.tokens > 0) resolved.admissions.back().ends_prompt = true;
     resolved.in_dense_prompt.resize(segment.start + segment.tokens, dense);
   }
-  return resolved;
 }
 
 }  // namespace kvlab

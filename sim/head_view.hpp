@@ -114,5 +114,7 @@ void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, co
 /// decoded tokens one by one. Throws as resolve() by length does.
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
                        std::uint32_t sequence, const CacheShape& model = {});
+/// Sets the appends of a resolved configuration to those of these segments.
+void plan_appends(ResolvedConfig& resolved, const std::vector<Segment>& segments);
 
 }  // namespace kvlab

@@ -101,6 +101,7 @@ Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
     const LiveCounts counts = live_counts(config, budget);
     memory.mean += count * bytes * counts.held_mean;
     memory.peak += count * bytes * counts.held_peak;
+    memory.end += count * bytes * counts.held_end;
     const bool exempt = config.evicts() && budget == kNoBudget;
     memory.exempt_peak += exempt ? count * bytes * counts.held_peak : 0;
     memory.state += count * (exempt ? plain : state) * counts.end;

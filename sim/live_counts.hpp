@@ -36,6 +36,7 @@ struct Memory {
   double exempt_peak = 0;     ///< of `peak`: in the layers that a budget exempts
   /// Beside these: of the layers with a span, which keep it as `window` does.
   double span_mean = 0, span_peak = 0;
+  double end = 0;  ///< keys and values after the last token, 16 bit; without those layers
 
   double total() const { return mean + state; }
 };

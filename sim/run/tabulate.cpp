@@ -243,13 +243,12 @@ class Tabulator {
   /// hold on average, and the most that each holds, which has to be allocated; and what the budget
   /// would take.
   void count() {
-    evictions_ = live_max_ = live_end_ = zeros_ = mean_held_ = peak_held_ = end_held_ = budget_ = 0;
+    evictions_ = live_max_ = zeros_ = mean_held_ = peak_held_ = end_held_ = budget_ = 0;
     heads_ = state_ = 0;
     for_heads(c_, [&](const HeadOutcome& of, std::uint32_t layer, std::uint32_t head) {
       ++heads_;
       evictions_ += static_cast<double>(of.evictions);
       live_max_ = std::max(live_max_, static_cast<double>(of.live_max));
-      live_end_ += static_cast<double>(of.live_end);
       for (std::size_t h = 0; h < of_.shape.group(); ++h)
         for (const double zeros : blocks(of, Sum::zeros, h)) zeros_ += zeros;
       const std::uint32_t budget = config().budget_of(layer, head);
@@ -270,11 +269,8 @@ class Tabulator {
     });
   }
   double held_bytes() const { return static_cast<double>(kv_bytes_per_token(of_.shape.head_size)); }
-  /// In the trace's own type, or in codes.
-  double end_bytes() const {
-    const double own = 2.0 * of_.shape.head_size * static_cast<double>(bytes_of(of_.shape.dtype));
-    return config().policy.ladder.is_coded() ? end_held_ * held_bytes() : live_end_ * own;
-  }
+  /// In 16-bit bytes whatever the trace's type, as every other count of bytes.
+  double end_bytes() const { return end_held_ * held_bytes(); }
 
   const ReplayOutcome& of_;
   const QuerySpan& span_;
@@ -286,7 +282,7 @@ class Tabulator {
   std::optional<std::size_t> by_mass_, by_residual_;  // oracles beside the configuration
   std::map<std::uint32_t, LiveCounts> known_counts_;  // by budget
   std::uint64_t heads_ = 0;
-  double evictions_ = 0, live_max_ = 0, live_end_ = 0, zeros_ = 0;  // count()
+  double evictions_ = 0, live_max_ = 0, zeros_ = 0;  // count()
   double mean_held_ = 0, peak_held_ = 0, end_held_ = 0, budget_ = 0, state_ = 0;
 };
 

@@ -20,12 +20,11 @@ using Matrix = std::vector<Vector>;  // [token, dim] or [query, key]
 /// One captured sequence.
 struct Sequence {
   std::uint32_t layers = 1, query_heads = 1, kv_heads = 1, head_size = 0, tokens = 0;
-  std::uint32_t element_bytes = 4;  ///< of the trace's dtype
-  int rounding_bits = 0;            ///< significant bits of q and k after RoPE; 0: not rounded
-  double scale = 1;                 ///< of logits
-  std::vector<float> inv_freq;      ///< [rotated / 2]
-  float rope_factor = 1;            ///< on cos and sin
-  std::vector<RowSpec> rows;        ///< by layer; empty: all by the three above
+  int rounding_bits = 0;        ///< significant bits of q and k after RoPE; 0: not rounded
+  double scale = 1;             ///< of logits
+  std::vector<float> inv_freq;  ///< [rotated / 2]
+  float rope_factor = 1;        ///< on cos and sin
+  std::vector<RowSpec> rows;    ///< by layer; empty: all by the three above
   std::vector<Segment> segments;
   std::vector<NamedSpan> spans;
   std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE

@@ -63,7 +63,7 @@ TEST_CASE("h2o by hand: without guards the token with the least accumulated mass
   REQUIRE(value(each, "output_error") == Approx((third + fourth) / 4));
   REQUIRE(value(each, "layer_error") == Approx((third + fourth) / 4));
   REQUIRE(value(each, "evictions") == 2);
-  REQUIRE(value(each, "kv_bytes") == 3 * 2 * 2 * 4);
+  REQUIRE(value(each, "kv_bytes") == 3 * 2 * 2 * 2);
   REQUIRE(value(each, "state_bytes") == 3 * (8 + 4));
   REQUIRE(each.at({-1, -1, "recall"}).count == 4);
 }

@@ -331,7 +331,7 @@ class Measures {
             outcome_.caches[static_cast<std::size_t>(layer)][static_cast<std::size_t>(g)];
         for (const auto& [l, h] : {std::pair{layer, g}, std::pair{layer, -1}, std::pair{-1, -1}}) {
           add(l, h, "evictions", static_cast<double>(cache.evictions));
-          add(l, h, "kv_bytes", 2.0 * cache.live_end * s_.head_size * s_.element_bytes);
+          add(l, h, "kv_bytes", 4.0 * cache.live_end * s_.head_size);
           add(l, h, "state_bytes", static_cast<double>(cache.live_end) * state);
           Figure& most = add(l, h, "live_max", 0);
           most.value = std::max(most.value, static_cast<double>(cache.live_max));

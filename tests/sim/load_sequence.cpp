@@ -71,7 +71,6 @@ Sequence load(const TraceReader& trace) {
   s.kv_heads = shape.kv_heads;
   s.head_size = shape.head_size;
   s.tokens = trace.tokens();
-  s.element_bytes = shape.dtype == Dtype::f32 ? 4 : 2;
   s.rounding_bits = significant_bits(trace.header());
   s.scale = static_cast<double>(trace.row(0).scale);
   s.inv_freq = trace.row(0).rope.inv_freq;

@@ -176,7 +176,7 @@ TEST_CASE(
     const std::size_t tokens = row.budget == "12"            ? 12
                                : row.budget == "pyramid(12)" ? std::array{23, 16, 8, 1}.at(layer)
                                                              : by_head.heads.at(layer).at(head);
-    CHECK(row.value == static_cast<double>(tokens * 2 * 64 * 4));
+    CHECK(row.value == static_cast<double>(tokens * 2 * 64 * 2));
   }
   for (const std::string& budget : {"@" + path("b"), std::string("pyramid(12)")}) {
     REQUIRE(call("deploy " + path("run") + " --budget " + budget + " --out " +

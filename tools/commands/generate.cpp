@@ -5,6 +5,8 @@
 
 #include "engine/loop/conversation.hpp"
 #include "engine/loop/policy_file.hpp"
+#include "sim/head_view.hpp"
+#include "sim/live_counts.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/json.hpp"
@@ -72,21 +74,48 @@ std::size_t value_bytes(const Backend& backend) {
   return bytes_of(backend.rounding().value_or(Dtype::f32));
 }
 
-/// "evicted 412 tokens of each KV head, mean; KV 96.0 of 204.0 KiB at the end", or why nothing.
-std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& shape,
-                         std::size_t number_bytes, const ResolvedConfig& cache) {
+/// The conversation as it was fed: each turn, and its answer without the last token.
+std::vector<Segment> segments_fed(const std::vector<std::vector<std::int32_t>>& turns,
+                                  const std::vector<Answer>& answers, std::uint32_t fed) {
+  std::vector<Segment> segments;
+  std::uint32_t start = 0;
+  const auto add = [&](std::size_t tokens, SegmentKind kind) {
+    const auto own = std::min(static_cast<std::uint32_t>(tokens), fed - start);
+    if (own > 0) segments.push_back({start, own, kind});
+    start += own;
+  };
+  for (std::size_t turn = 0; turn < answers.size(); ++turn) {
+    add(turns[turn].size(), SegmentKind::prompt);
+    add(answers[turn].ids.size(), SegmentKind::decode);
+  }
+  return segments;
+}
+
+/// "evicted 412 tokens of each KV head; KV 96.0 of 204.0 KiB in 16 bit", or why nothing. `fed`:
+/// of the conversation. Where the engine's numbers are wider, their bytes are said too.
+std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model,
+                         std::size_t number_bytes, const ResolvedConfig& cache,
+                         const std::vector<Segment>& fed) {
+  const CacheShape shape = model.acted_on();
   const double heads = static_cast<double>(shape.layers) * shape.kv_heads;
   const std::uint64_t evictions = decoder.evictions();
   if (evictions == 0)
     return fmt::format("evicted nothing: all {} tokens fit the budget of {}", decoder.tokens(),
                        cache.budget_tokens);
   const double gone = static_cast<double>(evictions) / heads;
-  const double bytes = 2 * heads * shape.head_size * static_cast<double>(number_bytes) / 1024;
-  std::string text = fmt::format("evicted {:.0f} tokens of each KV head; KV {:.1f} of {:.1f} KiB",
-                                 gone, (decoder.tokens() - gone) * bytes, decoder.tokens() * bytes);
+  ResolvedConfig counted = cache;
+  plan_appends(counted, fed);
+  const double token = heads * static_cast<double>(kv_bytes_per_token(shape.head_size)) / 1024;
+  const double held = memory_of(counted, model).end / 1024;
+  std::string text =
+      fmt::format("evicted {:.0f} tokens of each KV head; KV {:.1f} of {:.1f} KiB in 16 bit", gone,
+                  held, decoder.tokens() * token);
+  if (number_bytes > 2 && cache.policy.ladder.is_plain())
+    text += fmt::format(" ({:.1f} KiB in float32, which the CPU computes in)", 2 * held);
   if (!cache.spans.empty()) text += ", of the layers without a window";
   if (cache.prefill.chunk == 0)
-    text += "; a dense prompt is whole while it is read (--prefill stream never holds more)";
+    text +=
+        "; a dense prompt is whole while it is read (--prefill stream keeps it within the budget)";
   return text;
 }
 
@@ -101,7 +130,8 @@ std::size_t span_bytes(const SequenceDecoder& decoder, const ResolvedConfig& cac
 }
 
 ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& cache,
-                     const SequenceDecoder& decoder, const Conversation& conversation) {
+                     const SequenceDecoder& decoder, const Conversation& conversation,
+                     Dtype engine_dtype) {
   std::string text;
   std::vector<std::int32_t> ids;
   ordered_json turns = ordered_json::array();
@@ -125,7 +155,8 @@ ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& c
       {"prompt_tokens_per_second", conversation.prompt_pace().tokens_per_second()},
       {"tokens_per_second", conversation.decode_pace().tokens_per_second()},
       {"evictions", decoder.evictions()},
-      {"kv_bytes_peak", decoder.kv_bytes_peak()}};
+      {"kv_bytes_measured", decoder.kv_bytes_peak()},
+      {"engine_dtype", torch_name(engine_dtype)}};
   if (differs_by_head(cache) && !decoder.kept().empty()) json["kept_tokens"] = decoder.kept();
   return json;
 }
@@ -170,7 +201,8 @@ int run(const po::variables_map& options) {
   }
   std::fflush(stdout);  // before what is said of it, where both go to one file
   if (json) {
-    ordered_json result = to_json(answers, cache, *decoder, conversation);
+    ordered_json result =
+        to_json(answers, cache, *decoder, conversation, backend->rounding().value_or(Dtype::f32));
     result["first_token"] = first_token(tokenizer, prompt);
     if (!cache.spans.empty() && !decoder->kept().empty())
       result["span_bytes_end"] =
@@ -178,7 +210,8 @@ int run(const po::variables_map& options) {
     print_json(result);
   }
   if (!json && cache.evicts())
-    warn(evicted_text(*decoder, config.heads().acted_on(), value_bytes(*backend), cache));
+    warn(evicted_text(*decoder, config.heads(), value_bytes(*backend), cache,
+                      segments_fed(turns, answers, decoder->tokens())));
   if (!json && differs_by_head(cache)) warn(kept_text(*decoder, cache));
   return 0;
 }

@@ -100,14 +100,13 @@ void print_metric(const Figures& figures, const MetricInfo& metric, std::size_t 
 /// average: "24.5, 8 to 40".
 std::string kept_text(const RunTrace& trace, const Figures& figures, std::size_t series,
                       const std::string& budget) {
-  const auto bytes = bytes_of(dtype_from_torch(trace.dtype).value_or(Dtype::f32));
   std::vector<double> kept;
   for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
     for (std::uint32_t head = 0; head < trace.kv_heads; ++head) {
       const Scope scope{static_cast<std::int32_t>(trace.number(layer)),
                         static_cast<std::int32_t>(head)};
       if (const auto own = figures.average(series, budget, "kv_bytes", scope))
-        kept.push_back(own->mean / static_cast<double>(2 * trace.head_size * bytes));
+        kept.push_back(own->mean / static_cast<double>(kv_bytes_per_token(trace.head_size)));
     }
   if (kept.empty()) return "";
   return fmt::format(

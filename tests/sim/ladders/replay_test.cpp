@@ -250,6 +250,27 @@ TEST_CASE("bytes are shared among rungs to the byte, and tokens of 16 bit are as
   CHECK(share.asked_tokens == 31);
 }
 
+TEST_CASE("bytes are of one unit under every ladder, whatever the trace's type") {
+  for (const Dtype dtype : {Dtype::f32, Dtype::f16}) {
+    const TemporaryFolder folder;
+    const TraceReader trace =
+        write_random_trace(folder.path() / "trace",
+                           {.query_heads = 4, .kv_heads = 2, .head_size = 32, .dtype = dtype});
+    const auto bytes = [&](const char* ladder, const char* metric) {
+      return figures(trace, config_of("window", ladder, 12)).at({-1, -1, metric});
+    };
+    const double budget = bytes("16", "budget_bytes");
+    CHECK(bytes("16", "kv_bytes") == budget);
+    CHECK(bytes("16@50%+16@50%", "kv_bytes") == budget);
+    for (const char* ladder : {"16", "16@50%+16@50%", "16@50%+4@50%", "8", "4"}) {
+      INFO(ladder);
+      CHECK(bytes(ladder, "kv_bytes") == bytes(ladder, "kv_bytes_peak"));
+      CHECK(bytes(ladder, "kv_bytes") <= budget);
+      CHECK(bytes(ladder, "kv_bytes") > 0.8 * budget);
+    }
+  }
+}
+
 TEST_CASE("attention over codes is the layer's own: table, scale, cap and sinks") {
   const TemporaryFolder folder;
   std::vector<RowSpec> rows(2);
