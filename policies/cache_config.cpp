@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
 #include <stdexcept>
 
 namespace kvlab {
@@ -33,9 +34,10 @@ void check_guards(const ResolvedConfig& config) {
     for (const std::uint32_t own : config.head_budgets[l]) try {
         if (own == kNoBudget) continue;
         resolve_guards(config.policy, own);
-      } catch (const std::invalid_argument& error) {
-        throw std::invalid_argument(
-            fmt::format("budget {}: layer {}: {}", config.budget.text(), l, error.what()));
+      } catch (const BudgetTooSmall& error) {
+        throw BudgetTooSmall(
+            fmt::format("budget {}: layer {}: {}", config.budget.text(), l, error.what()),
+            error.remedy());
       }
 }
 
@@ -67,7 +69,8 @@ void insert_spans(ResolvedConfig& config, const CacheShape& model) {
 /// What a ladder refuses.
 void check_ladder(const CacheConfig& config) {
   const auto refuse = [&](const char* why) {
-    throw std::invalid_argument(fmt::format("ladder {}: {}", config.policy.ladder.text(), why));
+    throw std::invalid_argument(fmt::format("policy {}: ladder {}: {}", config.policy.name,
+                                            config.policy.ladder.text(), why));
   };
   if (!config.policy.entry) refuse("a reference keeps all tokens in 16 bit");
   if (config.positions == Positions::cache && config.policy.ladder.is_coded())
@@ -119,6 +122,29 @@ void climb(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size
 
 }  // namespace
 
+std::vector<CacheConfig> configs_that_fit(std::vector<CacheConfig> configs,
+                                          const std::function<void(const CacheConfig&)>& check,
+                                          const LeaveOut& leave_out) {
+  std::exception_ptr first;
+  std::vector<std::string> lines;
+  const bool evicted = std::ranges::any_of(configs, &CacheConfig::evicts);
+  std::erase_if(configs, [&](const CacheConfig& config) {
+    try {
+      check(config);
+      return false;
+    } catch (const BudgetTooSmall& error) {
+      if (!first) first = std::current_exception();
+      lines.push_back(fmt::format("left out at budget {}: {}{}", config.budget_text(), error.what(),
+                                  error.remedy().empty() ? "" : "; " + error.remedy()));
+      return true;
+    }
+  });
+  const bool evicts = std::ranges::any_of(configs, &CacheConfig::evicts);
+  if (first && (!leave_out || (evicted && !evicts))) std::rethrow_exception(first);
+  if (leave_out) std::ranges::for_each(lines, leave_out);
+  return configs;
+}
+
 std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs) {
   const auto full = std::ranges::find_if(configs, &CacheConfig::is_full);
   if (full == configs.end())
@@ -167,7 +193,7 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
   }
   check_prompt(config);
   const std::uint32_t prompt = config.policy.held_prompt();
-  resolved.budget_tokens = config.budget.resolve(length, model.head_size) + prompt;
+  resolved.budget_tokens = config.budget_in_tokens(length, model.head_size) + prompt;
   resolved.head_budgets = budgets_by_head(config, length, acted_on);
   for (auto& layer : resolved.head_budgets)
     for (std::uint32_t& own : layer)

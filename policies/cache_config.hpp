@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -31,6 +32,18 @@ struct CacheConfig {
   }
   /// The budget as asked for; "all" where nothing leaves.
   std::string budget_text() const { return evicts() ? budget.text() : "all"; }
+  /// The budget in tokens of 16 bit, at least 1, of a sequence of so many tokens.
+  std::uint32_t budget_in_tokens(std::uint32_t length, std::uint32_t head_size) const {
+    return budget.resolve(length, head_size, least_token_bytes(head_size));
+  }
+  Budget budget_at_length(std::uint32_t length, std::uint32_t head_size) const {
+    return budget.at_length(length, head_size, least_token_bytes(head_size));
+  }
+  /// Of a token within the budget. (Where heads differ, their budgets are in tokens of 16 bit.)
+  std::uint64_t least_token_bytes(std::uint32_t head_size) const {
+    return budget.is_even() ? policy.ladder.least_token_bytes(head_size)
+                            : kv_bytes_per_token(head_size);
+  }
   /// Whether the KV heads of a layer keep one set, or share their slots: who leaves is found for
   /// all of them.
   bool evicts_by_layer() const {
@@ -41,6 +54,16 @@ struct CacheConfig {
     return policy.entry && evicts() && budget.split == Budget::Split::ada;
   }
 };
+
+/// Gets a line about a configuration that is left out.
+using LeaveOut = std::function<void(const std::string&)>;
+
+/// The configurations that `check` takes. One whose budget is too small (BudgetTooSmall) is left
+/// out with a line; the error goes through where none that evicts would be left, or `leave_out` is
+/// null.
+std::vector<CacheConfig> configs_that_fit(std::vector<CacheConfig> configs,
+                                          const std::function<void(const CacheConfig&)>& check,
+                                          const LeaveOut& leave_out);
 
 /// `configs` behind the full cache, which is put there if it is not among them.
 std::vector<CacheConfig> with_full_first(std::vector<CacheConfig> configs);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <numeric>
@@ -33,8 +34,12 @@ Extent parse_tokens(std::string_view text, std::string_view what, double least,
   const std::string should =
       fmt::format("a whole number of {}, at least {} and below 2^31{}", unit, least, alternative);
   const double value = parse_number(text, what, should);
-  if (value != std::floor(value) || value < least || value >= 2147483648.0)
-    throw std::invalid_argument(fmt::format("{}: '{}' should be {}", what, text, should));
+  if (value != std::floor(value) || value < least || value >= 2147483648.0) {
+    const bool is_fraction = value > 0 && value < 1 && !alternative.empty() && unit == "tokens";
+    throw std::invalid_argument(
+        fmt::format("{}: '{}' should be {}{}", what, text, should,
+                    is_fraction ? fmt::format("; for that share write {:g}%", 100 * value) : ""));
+  }
   return tokens(static_cast<std::uint32_t>(value));
 }
 
@@ -69,6 +74,31 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
 }
 
 bool is_reserved(std::string_view word) { return word == "page" || word == "storage"; }
+
+/// What papers and other libraries call a policy or a way of sharing a budget; "" if nothing known.
+std::string hint_of_paper(std::string_view word) {
+  std::string name;
+  for (const char c : word)
+    if (std::isalnum(static_cast<unsigned char>(c)))
+      name += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  constexpr std::pair<std::string_view, std::string_view> kHints[] = {
+      {"streamingllm", "StreamingLLM is the policy 'sink'"},
+      {"attentionsinks", "attention sinks are the policy 'sink'"},
+      {"slidingwindow", "a sliding window is the policy 'window'"},
+      {"heavyhitter", "heavy hitters are the policy 'h2o'"},
+      {"pyramidkv",
+       "PyramidKV is a way of sharing a budget: --policy snapkv --budget "
+       "'pyramid(20%)'"},
+      {"pyramid",
+       "a pyramid is a way of sharing a budget: --policy snapkv --budget "
+       "'pyramid(20%)'"},
+      {"adakv", "Ada-KV is a way of sharing a budget: --policy snapkv --budget 'ada(20%)'"},
+      {"ada", "Ada-KV is a way of sharing a budget: --policy snapkv --budget 'ada(20%)'"},
+      {"none", "the full cache is 'full'"}};
+  for (const auto& [known, hint] : kHints)
+    if (name == known) return fmt::format("; {}", hint);
+  return "";
+}
 
 std::string hint(std::string_view word, std::span<const std::string> candidates) {
   if (const auto near = nearest_name(word, candidates))
@@ -286,9 +316,11 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
     spec.entry = product_of(spec.entry, spec.name, spec.name.substr(ranked.size() + 1));
   known.insert(known.end(), references.begin(), references.end());
   if (!spec.entry) {
-    if (std::find(references.begin(), references.end(), spec.name) == references.end())
-      throw std::invalid_argument(
-          fmt::format("unknown policy '{}'{}", spec.name, hint(spec.name, known)));
+    if (std::find(references.begin(), references.end(), spec.name) == references.end()) {
+      const std::string paper = hint_of_paper(spec.name);
+      throw std::invalid_argument(fmt::format("unknown policy '{}'{}", spec.name,
+                                              paper.empty() ? hint(spec.name, known) : paper));
+    }
     if (parts.size() > 1)
       throw std::invalid_argument(
           fmt::format("policy {} is a reference: it takes no parameters and no guards", spec.name));
@@ -378,14 +410,17 @@ Guards resolve_guards(const PolicySpec& spec, std::uint32_t budget) {
   const std::uint32_t prompt = spec.held_prompt(), beside = budget - prompt;
   const Guards guards{std::max(prompt, spec.sinks.resolve(beside)), spec.recent.resolve(beside)};
   if (guards.sinks >= budget)
-    throw std::invalid_argument(
-        fmt::format("policy {}: sinks={} should be below the budget of {} tokens", spec.name,
-                    guards.sinks, budget));
+    throw BudgetTooSmall(fmt::format("policy {}: sinks={} should be below the budget of {} tokens",
+                                     spec.name, guards.sinks, budget),
+                         beside > 1 && prompt == 0
+                             ? fmt::format("{}:sinks={} would fit", spec.name, beside / 2)
+                             : "");
   if (guards.recent > budget - guards.sinks)
-    throw std::invalid_argument(fmt::format(
-        "policy {}: sinks={} and recent={} tokens exceed the budget of {} tokens; sinks + recent "
-        "should be at most the budget",
-        spec.name, guards.sinks, guards.recent, budget));
+    throw BudgetTooSmall(
+        fmt::format("policy {}: sinks={} and recent={} tokens exceed the budget of {} tokens; "
+                    "sinks + recent should be at most the budget",
+                    spec.name, guards.sinks, guards.recent, budget),
+        fmt::format("{}:recent={} would fit", spec.name, (budget - guards.sinks) / 2));
   return guards;
 }
 

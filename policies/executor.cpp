@@ -38,12 +38,12 @@ std::string column_beyond(const Executor& executor, const PolicySpec& policy) {
 std::string refusal(const Executor& executor, const CacheConfig& config) {
   const PolicySpec& policy = config.policy;
   if (!policy.ladder.is_plain() && !executor.ladders)
-    return fmt::format("ladder {}: {} keeps tokens in 16 bit; {} knows ladders",
-                       policy.ladder.text(), executor.name, executor.instead);
+    return fmt::format("policy {}: ladder {}: {} keeps tokens in 16 bit; {} knows ladders",
+                       policy.name, policy.ladder.text(), executor.name, executor.instead);
   if (policy.ladder.is_kivi() && !executor.kivi)
     return fmt::format(
-        "ladder {}: {} codes no channels; a replay and the closed loop on the CPU do",
-        policy.ladder.text(), executor.name);
+        "policy {}: ladder {}: {} codes no channels; a replay and the closed loop on the CPU do",
+        policy.name, policy.ladder.text(), executor.name);
   if (!policy.entry)
     return fmt::format("policy {} is a reference of the replay; {} needs a policy", policy.name,
                        executor.name);

@@ -68,6 +68,10 @@ TraceReader acted_on(const TraceReader& trace) {
   return trace.of_layers(layers);
 }
 
+CacheShape heads_of(const TraceReader& trace) {
+  return {trace.shape().layers, trace.shape().kv_heads, trace.shape().head_size};
+}
+
 /// Requests are counted once for all configurations.
 double threshold_of(std::span<const CacheConfig> configs) {
   const double threshold = configs.empty() ? CacheConfig{}.threshold : configs.front().threshold;
@@ -377,7 +381,7 @@ class Replay {
           "policy oracle_residual: the trace {} lacks the norms and the sketch of `kvlab capture`",
           trace_.directory().string()));
     check_columns(config.policy, trace_, options_.output != nullptr);
-    const CacheShape heads{shape().layers, shape().kv_heads, shape().head_size};
+    const CacheShape heads = heads_of(trace_);
     configs_.push_back(resolve(config, trace_.segments(), sequence_, heads));
     configs_.back().layer_numbers = shape().numbers;
     find_columns(configs_.back(), std::span(trace_.ids()).first(trace_.prompt_tokens()), heads);
@@ -491,6 +495,11 @@ ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
       options.progress(static_cast<double>(++done) / static_cast<double>(job.units()));
   });
   return gathering.result();
+}
+
+std::uint32_t tokens_within(const CacheConfig& config, const TraceReader& trace) {
+  const TraceReader own = acted_on(trace);
+  return resolve(config, own.segments(), 0, heads_of(own)).budget_tokens;
 }
 
 std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,

@@ -23,6 +23,10 @@ inline constexpr std::string_view kSpanRecall = "span_recall:";  ///< and a span
 std::span<const std::string_view> replay_references();
 bool is_reference(std::string_view policy);
 
+/// How many tokens the budget holds on this trace; kNoBudget: all. Throws BudgetTooSmall where the
+/// configuration does not fit, and as resolve() does.
+std::uint32_t tokens_within(const CacheConfig& config, const TraceReader& trace);
+
 class HeadReplayer;        // sim/head_replayer.hpp
 struct OutputProjections;  // policies/columns/output_projections.hpp
 

@@ -322,7 +322,7 @@ std::vector<CacheConfig> grid_from(const po::variables_map& options,
 
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                    std::span<const std::string_view> references,
-                                   const CompiledPolicies& compiled) {
+                                   const CompiledPolicies& compiled, const LeaveOut& leave_out) {
   return make_grid(
       {.policies = with_ladders(policies_asked(options, compiled), options, references),
        .budgets = list_from(options, "budget"),
@@ -331,7 +331,13 @@ std::vector<CacheConfig> grid_from(const po::variables_map& options,
        .seed = seed_from(options),
        .threshold =
            options.count("request-threshold") ? threshold_from(options) : CacheConfig{}.threshold},
-      references, compiled);
+      references, compiled, leave_out);
+}
+
+LeaveOut left_out_of(std::string command) {
+  return [command = std::move(command)](const std::string& line) {
+    fmt::print(stderr, "kvlab {}: {}\n", command, line);
+  };
 }
 
 CacheConfig only_config(const po::variables_map& options) {

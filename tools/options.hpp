@@ -65,7 +65,10 @@ CompiledPolicies policy_sources_from(const po::variables_map& options);
 /// not fit a budget in tokens.
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                    std::span<const std::string_view> references,
-                                   const CompiledPolicies& compiled);
+                                   const CompiledPolicies& compiled,
+                                   const LeaveOut& leave_out = nullptr);
+/// Prints what is left out of a command's sweep to standard error.
+LeaveOut left_out_of(std::string command);
 /// The grid with the policies of `--policy-source`, if any.
 std::vector<CacheConfig> grid_from(const po::variables_map& options,
                                    std::span<const std::string_view> references = {});

@@ -110,6 +110,8 @@ std::string prompt_from(const po::variables_map& options) {
   const std::string prompt =
       text ? options["prompt"].as<std::string>()
            : read_text_file(options["prompt-file"].as<std::string>(), kMaxPromptBytes);
+  if (prompt.empty())
+    throw std::invalid_argument(fmt::format("{}: is empty; give some text", prompt_name(options)));
   if (const std::size_t good = tokenizer::valid_bytes(prompt); good < prompt.size())
     fmt::print(stderr,
                "kvlab: the prompt is not UTF-8 from byte {} on; what is not is read as U+FFFD\n",

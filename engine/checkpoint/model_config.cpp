@@ -467,6 +467,11 @@ const Rope& ModelConfig::rope_of_table(std::uint32_t table) const {
 }
 
 ModelConfig load_model_config(const std::filesystem::path& directory) {
+  if (directory.extension() == ".gguf" && std::filesystem::is_regular_file(directory))
+    throw std::runtime_error(
+        fmt::format("{}: is a GGUF file, and a folder of safetensors is expected; "
+                    "tools/scripts/gguf_to_checkpoint.py FILE DIR makes one",
+                    directory.string()));
   if (!std::filesystem::exists(directory / "config.json"))
     refuse_other_files(directory, "config.json", kOtherWeights);
   return read_model_config(

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
@@ -86,7 +87,7 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
 /// In tokens, the mean of heads.
 std::uint32_t budget_tokens_of(const CacheConfig& config, std::uint32_t length,
                                std::uint32_t head_size) {
-  return config.budget.resolve(length, head_size) + config.policy.held_prompt();
+  return config.budget_in_tokens(length, head_size) + config.policy.held_prompt();
 }
 
 /// Whether another text before each has the same tokens.
@@ -97,15 +98,69 @@ std::vector<bool> repeats_of(const std::vector<Ids>& texts) {
   return repeats;
 }
 
+std::vector<Segment> segments_of_sequence(const Ids& ids, std::size_t index,
+                                          const EvalOptions& options) {
+  const auto tokens = static_cast<std::uint32_t>(ids.size());
+  return segments_of(tokens, loop_span(tokens, loop_options(options, index, tokens, 1)).prompt);
+}
+
+/// Those whose budget fits every sequence.
+std::vector<CacheConfig> fitting(const ModelConfig& model, const std::vector<Ids>& ids,
+                                 std::vector<CacheConfig> configs, const EvalOptions& options) {
+  return configs_that_fit(
+      std::move(configs),
+      [&](const CacheConfig& config) {
+        for (std::size_t s = 0; s < ids.size(); ++s)
+          resolve(config, segments_of_sequence(ids[s], s, options), 0, model.heads());
+      },
+      options.leave_out);
+}
+
+/// "" unless some configuration attends over more positions than the model was trained on.
+std::string note_of_context(const ModelConfig& model, const std::vector<Ids>& ids,
+                            std::span<const CacheConfig> configs, const EvalOptions& options) {
+  std::uint32_t longest = 0;
+  for (std::size_t s = 0; s < ids.size(); ++s) {
+    const auto segments = segments_of_sequence(ids[s], s, options);
+    const auto tokens = static_cast<std::uint32_t>(ids[s].size());
+    for (const CacheConfig& config : configs)
+      longest = std::max(longest, longest_span(resolve(config, segments, 0, model.heads()),
+                                               segments.front().tokens, tokens));
+  }
+  if (longest <= model.trained_context) return "";
+  return fmt::format(
+      "sequences of up to {} tokens go beyond the {} that the model was trained on: there its "
+      "predictions mean little, the full cache's too; give --window {} or less",
+      longest, model.trained_context, model.trained_context);
+}
+
+/// Budgets at which no configuration evicts anything.
+std::vector<std::string> notes_of_budgets(const ModelConfig& model, std::uint32_t length,
+                                          std::uint32_t prompt,
+                                          std::span<const CacheConfig> configs) {
+  std::map<std::string, bool> evicts;  // by budget
+  for (const CacheConfig& config : configs)
+    if (config.evicts() && !config.budget.all && config.budget.is_even()) {
+      bool& any = evicts[config.budget.text()];
+      any =
+          any || resolve(config.at_prompt(prompt), length, 0, model.heads()).budget_tokens < length;
+    }
+  std::vector<std::string> notes;
+  for (const auto& [budget, any] : evicts)
+    if (!any)
+      notes.push_back(fmt::format(
+          "budget {} holds all {} tokens of the longest sequence, so nothing is evicted", budget,
+          length));
+  return notes;
+}
+
 /// What configurations hold over the sequences.
 std::vector<std::vector<Memory>> memory_of(const ModelConfig& model, const std::vector<Ids>& ids,
                                            std::span<const CacheConfig> configs,
                                            const EvalOptions& options) {
   std::vector<std::vector<Memory>> memory(configs.size());
   for (std::size_t s = 0; s < ids.size(); ++s) {
-    const auto tokens = static_cast<std::uint32_t>(ids[s].size());
-    const auto segments =
-        segments_of(tokens, loop_span(tokens, loop_options(options, s, tokens, 1)).prompt);
+    const auto segments = segments_of_sequence(ids[s], s, options);
     for (std::size_t c = 0; c < configs.size(); ++c)
       memory[c].push_back(
           memory_of(resolve(configs[c], segments, 0, model.heads()), model.heads()));
@@ -171,6 +226,7 @@ Sweep sweep_by_tokens(Backend& backend) {
 Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vector<Ids>& texts,
                     std::vector<CacheConfig> configs, const EvalOptions& options) {
   Sequences sequences = sequences_of(model, texts, options);
+  configs = fitting(model, sequences.ids, std::move(configs), options);
   if (options.against_full || std::ranges::any_of(configs, &CacheConfig::is_full))
     configs = with_full_first(std::move(configs));
   if (configs.empty())
@@ -186,7 +242,10 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
                                memory_of(model, sequences.ids, configs, options)};
   Evaluation result{.against_full = options.against_full,
                     .kl = paired_scores(scored, &LoopScores::kl),
-                    .nll = paired_scores(scored, &LoopScores::nll)};
+                    .nll = paired_scores(scored, &LoopScores::nll),
+                    .notes = notes_of_budgets(model, length, prompt, configs)};
+  if (std::string note = note_of_context(model, sequences.ids, configs, options); !note.empty())
+    result.notes.insert(result.notes.begin(), std::move(note));
   for (std::size_t c = 0; c < configs.size(); ++c)
     result.scores.push_back(
         score_of(configs[c],

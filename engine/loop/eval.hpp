@@ -23,6 +23,7 @@ struct EvalOptions {
   unsigned threads = 1;
   std::vector<std::string> names;  ///< of the texts, for errors; or none
   std::function<void(double)> progress;
+  LeaveOut leave_out = nullptr;  ///< gets what has too small a budget; null: that is refused
 };
 
 /// A sweep runs sequences under every configuration: [sequence][configuration].

@@ -28,6 +28,10 @@ constexpr std::array<std::string_view, 14> kKeys{
 }
 
 void refuse_reserved_and_unknown(const JsonFields& fields, const json& top) {
+  if (top.contains("blocks_xxh3") || (top.contains("traces") && top.contains("grid")))
+    fail(fields,
+         "is the run.json of a replay, and no policy file; `kvlab deploy RUN --budget B "
+         "--out policy.json` makes one of it");
   const std::vector<std::string> known(kKeys.begin(), kKeys.end());
   if (top.contains("budget") && top["budget"].is_null())
     fail(fields, "budget: null is reserved for a later version; give tokens");

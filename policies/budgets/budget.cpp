@@ -57,25 +57,33 @@ std::uint64_t Budget::bytes_of(std::uint32_t length, std::uint32_t head_size) co
   return static_cast<std::uint64_t>(all_bytes * extent.share_ppm / 1'000'000u);
 }
 
-std::uint32_t Budget::resolve(std::uint32_t length, std::uint32_t head_size) const {
+std::uint32_t Budget::resolve(std::uint32_t length, std::uint32_t head_size,
+                              std::uint64_t token_bytes) const {
   if (all) return length;
   if (of_prompt)
     throw std::invalid_argument(fmt::format(
         "budget {}: is of a prompt, whose length is not known here; give tokens or a share",
         text()));
   if (!in_bytes) return std::max(1u, extent.resolve(length));
-  const std::uint64_t tokens = bytes_of(length, head_size) / kv_bytes_per_token(head_size);
-  if (tokens == 0)
-    throw std::invalid_argument(fmt::format("budget {}: holds no token, which takes {} bytes",
-                                            text(), kv_bytes_per_token(head_size)));
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(tokens, 0x7fff'ffffu));
+  const std::uint64_t exact = kv_bytes_per_token(head_size),
+                      least = token_bytes > 0 ? token_bytes : exact,
+                      own = bytes_of(length, head_size);
+  if (own < least)
+    throw BudgetTooSmall(
+        fmt::format("budget {}: holds no token, because one takes {} bytes{}; give at least {}B",
+                    text(), least,
+                    least < exact ? fmt::format(" on the cheapest tier ({} in 16 bit)", exact) : "",
+                    least),
+        "");
+  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(own / exact, 1, 0x7fff'ffffu));
 }
 
-Budget Budget::at_length(std::uint32_t length, std::uint32_t head_size) const {
+Budget Budget::at_length(std::uint32_t length, std::uint32_t head_size,
+                         std::uint64_t token_bytes) const {
   Budget fixed = *this;
   if (all || of_prompt || !(in_bytes || extent.is_share)) return fixed;
   if (in_bytes) fixed.bytes = bytes_of(length, head_size);
-  fixed.extent = tokens(resolve(length, head_size));
+  fixed.extent = tokens(resolve(length, head_size, token_bytes));
   return fixed;
 }
 

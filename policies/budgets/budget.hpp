@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "policies/policy.hpp"
@@ -29,6 +31,18 @@ constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
   return std::uint64_t{4} * head_size;
 }
 
+/// A budget that is too small for a policy, its guards or its ladder.
+class BudgetTooSmall : public std::invalid_argument {
+ public:
+  /// `remedy` is what would fit: "snapkv:recent=14 would fit".
+  BudgetTooSmall(const std::string& what, std::string remedy)
+      : std::invalid_argument(what), remedy_(std::move(remedy)) {}
+  const std::string& remedy() const { return remedy_; }
+
+ private:
+  std::string remedy_;
+};
+
 /// `128`, `20%`, `64KiB`, `20%bytes`, `all`, `ratio(0.5)`, `pyramid(20%)`, `ada(20%)`, or what a
 /// file says of each head.
 struct Budget {
@@ -47,16 +61,18 @@ struct Budget {
 
   std::string text() const;
   /// In tokens of 16 bit, the mean where heads differ; a share is rounded down from `length`, at
-  /// least 1. `all` is the length. Throws std::invalid_argument where `bytes` hold no token, or
-  /// heads of an unknown size.
-  std::uint32_t resolve(std::uint32_t length, std::uint32_t head_size) const;
+  /// least 1. `all` is the length. Throws std::invalid_argument where `bytes` hold no token of
+  /// `token_bytes` (0: a token of 16 bit), or heads of an unknown size.
+  std::uint32_t resolve(std::uint32_t length, std::uint32_t head_size,
+                        std::uint64_t token_bytes = 0) const;
   /// `ratio(r)` of a prompt of so many tokens, in tokens: those that kvpress keeps, and the one to
   /// come. Any other is as it was.
   Budget at_prompt(std::uint32_t prompt) const;
   /// A head's, where asked for in bytes.
   std::uint64_t bytes_of(std::uint32_t length, std::uint32_t head_size) const;
   /// A share, or bytes, fixed at what they are of `length`; `extent` is in tokens then.
-  Budget at_length(std::uint32_t length, std::uint32_t head_size) const;
+  Budget at_length(std::uint32_t length, std::uint32_t head_size,
+                   std::uint64_t token_bytes = 0) const;
   /// Whether all heads have one budget, which resolve() says.
   bool is_even() const { return split == Split::even && heads.empty(); }
   /// Whether a file leaves a layer alone: there all tokens stay, in 16 bit.

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <stdexcept>
 
+#include "policies/budgets/budget.hpp"
 #include "policies/catalogue.hpp"
 
 namespace kvlab {
@@ -114,10 +115,17 @@ std::vector<RungSlots> Ladder::slots(std::uint64_t bytes, std::uint32_t blocks) 
     left -= count * bytes_of(rung);
   }
   if (slots.front().slots == 0)
-    throw std::invalid_argument(
+    throw BudgetTooSmall(
         fmt::format("ladder {}: {} bytes hold no token of its first rung, which takes {}", text(),
-                    bytes, bytes_of(rungs.front())));
+                    bytes, bytes_of(rungs.front())),
+        "");
   return slots;
+}
+
+std::uint64_t Ladder::least_token_bytes(std::uint32_t head_size) const {
+  std::uint32_t least = kKvForms[0].block_bytes();
+  for (const Rung& rung : rungs) least = std::min(least, rung.form->block_bytes());
+  return std::uint64_t{least} * head_size / kCodeBlock;
 }
 
 Ladder parse_ladder(std::string_view text) {

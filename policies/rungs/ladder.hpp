@@ -56,6 +56,8 @@ struct Ladder {
   std::vector<RungSlots> slots_of_tokens(std::uint32_t tokens) const {
     return slots(std::uint64_t{tokens} * kKvForms[0].block_bytes(), 1);
   }
+  /// Of a token on the tier that takes least.
+  std::uint64_t least_token_bytes(std::uint32_t head_size) const;
   bool operator==(const Ladder&) const = default;
 };
 

@@ -118,6 +118,14 @@ PolicySpec policy_from(const std::string& text, std::span<const std::string_view
   return parse_policy(text, references, compiled);
 }
 
+/// Of a budget in tokens; others are not known before the length is.
+void check_guards(const CacheConfig& config) {
+  const Budget& budget = config.budget;
+  if (config.evicts() && config.policy.entry && !budget.extent.is_share && !budget.in_bytes &&
+      !budget.all)
+    resolve_guards(config.policy, budget.extent.tokens);
+}
+
 /// Every configuration of one policy, in the order of the lists.
 std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) {
   CacheConfig config{.policy = policy,
@@ -134,8 +142,6 @@ std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) 
 
   std::vector<CacheConfig> configs;
   for (const Budget& budget : axes.budgets) {
-    if (policy.entry && !budget.extent.is_share && !budget.in_bytes && !budget.all)
-      resolve_guards(policy, budget.extent.tokens);
     config.budget = budget;
     for (const Prefill& prefill : axes.prefills)
       for (const Positions position : positions) {
@@ -169,7 +175,7 @@ void refuse_many(const GridRequest& request) {
 
 std::vector<CacheConfig> make_grid(const GridRequest& request,
                                    std::span<const std::string_view> references,
-                                   const CompiledPolicies& compiled) {
+                                   const CompiledPolicies& compiled, const LeaveOut& leave_out) {
   refuse_many(request);
   Axes axes;
   axes.policies = parse_list(request.policies,
@@ -184,7 +190,7 @@ std::vector<CacheConfig> make_grid(const GridRequest& request,
   for (const PolicySpec& policy : axes.policies)
     for (CacheConfig& config : configs_of(policy, axes))
       if (known.insert(identity_of(config)).second) grid.push_back(std::move(config));
-  return grid;
+  return configs_that_fit(std::move(grid), check_guards, leave_out);
 }
 
 }  // namespace kvlab

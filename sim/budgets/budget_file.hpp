@@ -44,9 +44,11 @@ struct GridRequest {
 /// Every policy x budget x prefill x positions, each once. `full` is one row with budget `all`, and
 /// a reference comes with original positions only. Throws std::invalid_argument: lists whose
 /// product is above kMaxConfigs, an unknown name, a policy that evicts without a budget, guards
-/// that do not fit a budget in tokens; and as read_budget().
+/// that do not fit a budget in tokens; and as read_budget(). With `leave_out`, guards that do not
+/// fit some of the budgets leave these out.
 std::vector<CacheConfig> make_grid(const GridRequest& request,
                                    std::span<const std::string_view> references,
-                                   const CompiledPolicies& compiled);
+                                   const CompiledPolicies& compiled,
+                                   const LeaveOut& leave_out = nullptr);
 
 }  // namespace kvlab

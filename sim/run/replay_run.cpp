@@ -446,6 +446,25 @@ void check_alike(ProcessGroup& group, const std::string& fingerprint) {
 
 }  // namespace
 
+void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> traces) {
+  std::uint32_t longest = 0;
+  for (const TraceReader* const trace : traces) longest = std::max(longest, trace->tokens());
+  std::map<std::string, bool> evicts;  // by budget, under any policy
+  const auto check = [&](const CacheConfig& config) {
+    bool any = false;
+    for (const TraceReader* const trace : traces)
+      any = tokens_within(config, *trace) < trace->tokens() || any;
+    if (config.evicts() && !config.budget.all && config.budget.is_even())
+      evicts[config.budget.text()] = evicts[config.budget.text()] || any;
+  };
+  request.grid = configs_that_fit(std::move(request.grid), check, request.notice);
+  for (const auto& [budget, any] : evicts)
+    if (!any)
+      request.notice(
+          fmt::format("budget {} holds all {} tokens of the longest trace, so nothing is evicted",
+                      budget, longest));
+}
+
 std::vector<CacheConfig> with_references(std::vector<CacheConfig> grid) {
   std::set<std::tuple<std::string, std::string, std::uint32_t>> known;
   for (const CacheConfig& config : grid)

@@ -24,6 +24,10 @@ struct ReplayRequest {
   std::function<void(const std::string&)> notice = [](const std::string&) {};  ///< one line each
 };
 
+/// Leaves out of the grid, with a notice, what has too small a budget for one of the traces; gives
+/// a notice of each budget under which no trace loses a token.
+void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> traces);
+
 /// `grid` and the references beside it: `full`, and both oracles at every budget and prefill in it.
 std::vector<CacheConfig> with_references(std::vector<CacheConfig> grid);
 

@@ -233,6 +233,22 @@ std::string_view best_metric(const std::function<bool(const std::string&)>& in_e
   return "nll_recall";
 }
 
+std::string best_metric_text(std::span<const ResultRow> rows) {
+  const std::string_view best = best_metric(rows);
+  for (const char* metric : {"kl_estimate_joint", "kl_estimate", "residual_error", "layer_error"}) {
+    if (metric == best) return "";
+    std::set<std::string_view> with, without;
+    for (const ResultRow& row : rows)
+      if (row.metric == metric) with.insert(row.trace);
+    for (const ResultRow& row : rows)
+      if (!with.contains(row.trace)) without.insert(row.trace);
+    if (!with.empty() && !without.empty())
+      return fmt::format("{} decides, because trace {} has no {}, which trace {} has", best,
+                         *without.begin(), metric, *with.begin());
+  }
+  return "";
+}
+
 std::string results_csv(std::span<const ResultRow> rows) {
   std::string text = fmt::format("{}\n", kHeader);
   for (const ResultRow& row : rows) append_row(text, row);

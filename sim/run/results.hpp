@@ -64,6 +64,8 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
 /// What deployment goes by: of the figures that order policies as the closed loop does, the best
 /// that every trace of the rows has (docs/fidelity.md).
 std::string_view best_metric(std::span<const ResultRow> rows);
+/// Why a better one that only some traces have does not decide, in a sentence; "" where none is.
+std::string best_metric_text(std::span<const ResultRow> rows);
 /// The same, where `in_every_trace(metric)` says what there is.
 std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace);
 

@@ -168,3 +168,25 @@ TEST_CASE("budgets by head that do not fit are refused") {
   CHECK_THAT(heads({{}, {}}), ContainsSubstring("[0]: 0 numbers"));
   CHECK_THAT(heads({{1, 2}, {3, 0}}), ContainsSubstring("[1][1]: should be a number of tokens"));
 }
+TEST_CASE("a budget in bytes holds a quantized token that is smaller than one of 16 bit") {
+  constexpr std::uint32_t kHead = 64;  // 256 bytes a token in 16 bit, 80 in 4 bits
+  const auto resolved = [](const char* policy, const char* budget) {
+    return resolve({.policy = parse_policy(policy), .budget = parse_budget(budget)}, 99, 0,
+                   {1, 1, kHead})
+        .budget_tokens;
+  };
+  CHECK(resolved("h2o:ladder=4", "80B") == 1);
+  CHECK(resolved("h2o:ladder=4", "100B") == 1);
+  CHECK(resolved("h2o:ladder=2", "200B") == 4);
+  CHECK(resolved("h2o:ladder=4", "1%bytes") == 3);
+  CHECK_THROWS_WITH(resolved("h2o:ladder=4", "79B"),
+                    "budget 79B: holds no token, because one takes 80 bytes on the cheapest tier "
+                    "(256 in 16 bit); give at least 80B");
+  CHECK_THROWS_WITH(resolved("h2o", "100B"),
+                    "budget 100B: holds no token, because one takes 256 bytes; give at least 256B");
+  CHECK_THROWS_WITH(resolved("h2o:ladder=16@1t+4@100%", "100B"),
+                    ContainsSubstring("hold no token of its first"));
+  // The budgets of heads that differ are in tokens of 16 bit.
+  CHECK_THROWS_WITH(resolved("h2o:ladder=4", "pyramid(100B)"),
+                    ContainsSubstring("one takes 256 bytes"));
+}

@@ -202,7 +202,7 @@ TEST_CASE("a wrong budget in bytes is refused in a line") {
         "budget: '0' should be a whole number of B, at least 1 and below 2^31, such as 64KiB");
   CHECK(budget_refusal("120%bytes") == "budget: 120% should be at least 0% and at most 100%");
   CHECK_THROWS_WITH(parse_budget("255B").resolve(9, 64),
-                    "budget 255B: holds no token, which takes 256 bytes");
+                    "budget 255B: holds no token, because one takes 256 bytes; give at least 256B");
   CHECK_THROWS_WITH(parse_budget("1KiB").resolve(9, 0),
                     "budget 1KiB: the size of a head is not known here; give tokens or a share");
 }

@@ -44,8 +44,10 @@ TEST_CASE("An executor refuses what it does not know, in one line that names it 
 
 TEST_CASE("KIVI runs in the replay and the closed loop on the CPU alone") {
   CHECK(refusal(kLoop, asked("full:ladder=kivi2")) == "");
-  CHECK(refusal(kDecoder, asked("full:ladder=kivi2")) ==
-        "ladder kivi2: a decoder codes no channels; a replay and the closed loop on the CPU do");
+  CHECK(
+      refusal(kDecoder, asked("full:ladder=kivi2")) ==
+      "policy full: ladder kivi2: a decoder codes no channels; a replay and the closed loop on the "
+      "CPU do");
   CHECK(refusal(kCudaReplay, asked("full:ladder=kivi2")) != "");
 }
 

@@ -98,6 +98,21 @@ TEST_CASE("results of runs that are older than ladders are read") {
   CHECK(std::isnan(read[0].budget_bytes));
 }
 
+TEST_CASE("a metric that some traces lack does not decide, and the reason is said") {
+  const auto row = [](const char* trace, const char* metric) {
+    return ResultRow{.trace = trace, .policy = "h2o", .metric = metric, .value = 1};
+  };
+  std::vector<ResultRow> rows{row("a", "layer_error"), row("a", "residual_error"),
+                              row("b", "layer_error")};
+  CHECK(best_metric(rows) == "layer_error");
+  CHECK(best_metric_text(rows) ==
+        "layer_error decides, because trace b has no residual_error, which trace a has");
+  rows.push_back(row("b", "residual_error"));
+  CHECK(best_metric(rows) == "residual_error");
+  CHECK(best_metric_text(rows).empty());
+  CHECK(best_metric_text(std::vector{row("a", "recall")}).empty());
+}
+
 TEST_CASE("a value that is no number has no row") {
   const std::vector<CacheConfig> grid{{.policy = parse_policy("full"), .budget = {.all = true}}};
   ReplayResult result{.budget_tokens = {100}};

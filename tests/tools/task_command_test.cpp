@@ -101,7 +101,7 @@ TEST_CASE("A folder for tables in one for traces is refused, and the other way r
 TEST_CASE("What is wrong is named, with what would be right") {
   for (const auto& [words, says] : std::vector<std::pair<std::string, std::string>>{
            {"", "--task: missing; "},
-           {"pass --model " + kTiny, "--task: \"pass\" should be passkey, needle or recall"},
+           {"pass --model " + kTiny, "task: \"pass\" should be passkey, needle or recall"},
            {"passkey --words 250,x",
             "--words: \"x\" should be a list such as 250,500,1000, each between 0 and 1000000"},
            {"passkey --words 0", "--words: 0 should be a whole number, at least 1"},

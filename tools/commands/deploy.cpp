@@ -168,6 +168,9 @@ int run(const po::variables_map& options) {
       rank_for_deployment(loaded, figures, budget,
                           options.count("metric") ? options["metric"].as<std::string>()
                                                   : std::string(best_metric(loaded.rows)));
+  if (const std::string why = best_metric_text(loaded.rows);
+      !why.empty() && !options.count("metric"))
+    fmt::print(stderr, "kvlab deploy: {}\n", why);
   const auto compiled = policy_sources_from(options);
   nlohmann::json evidence = "unknown";
   if (options.count("fidelity"))

@@ -126,7 +126,8 @@ EvalOptions eval_options(const po::variables_map& options) {
           .against_full = !options["no-full"].as<bool>(),
           .block_tokens = tokens_from(options, "block-tokens"),
           .threads = threads_from(options),
-          .progress = progress_bar("eval")};
+          .progress = progress_bar("eval"),
+          .leave_out = left_out_of("eval")};
 }
 
 LoopWay way_from(const po::variables_map& options) {
@@ -146,7 +147,7 @@ int run(const po::variables_map& options) {
   if (options["stream"].as<bool>())
     refuse_given(options, {"window"}, "--stream takes each text as one sequence");
   if (options.count("policy") || (!compiled.entries.empty() && !options.count("policy-file"))) {
-    configs = grid_from(options, {}, compiled);
+    configs = grid_from(options, {}, compiled, how.leave_out);
   } else if (options.count("policy-file")) {
     refuse_beside_policy_file(options);
   } else {
@@ -174,11 +175,13 @@ int run(const po::variables_map& options) {
   const Evaluation evaluation = evaluate(config, model.sweep, texts, std::move(configs), how);
   for (const std::string& warning : eval_warnings(evaluation))
     fmt::print(stderr, "kvlab eval: {}\n", warning);
-  nlohmann::ordered_json json{{"model", config.name},
-                              {"weights_xxh3", weights_xxh3},
-                              {"kvlab", KVLAB_RELEASE},
-                              {"first_token", first_token(model.tokenizer)},
-                              {"span", options["span"].as<std::string>()}};
+  nlohmann::ordered_json json{
+      {"model", config.name},
+      {"weights_xxh3", weights_xxh3},
+      {"kvlab", KVLAB_RELEASE},
+      {"engine_dtype", torch_name(model.backend->rounding().value_or(Dtype::f32))},
+      {"first_token", first_token(model.tokenizer)},
+      {"span", options["span"].as<std::string>()}};
   json.update(eval_json(evaluation, how.names));
   if (folder) {
     write_file_atomically(*folder / kEvalCsv, eval_csv(evaluation, how.names));

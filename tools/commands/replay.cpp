@@ -9,6 +9,7 @@
 
 #include "engine/capture.hpp"
 #include "sim/device/cuda_replay.hpp"
+#include "sim/report/html.hpp"
 #include "sim/report/verdict.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/replay_run.hpp"
@@ -129,6 +130,19 @@ void print_kept(const RunTrace& trace, const Figures& figures, std::size_t width
   }
 }
 
+/// What the full caches of a run lose by the tiers that they keep their tokens on; "" if nothing.
+std::string full_losses_text(const Figures& figures, const MetricInfo& metric) {
+  std::string text;
+  for (std::size_t s = 0; s < figures.series().size(); ++s) {
+    const Series& series = figures.series()[s];
+    const auto lost = figures.average(s, "all", metric.name);
+    if (!series.is_full() || series.params.empty() || !lost) continue;
+    text += fmt::format("{}:{} evicts nothing; its quantization costs {} {}\n", series.policy,
+                        series.params, metric.label, figure_text(lost->mean));
+  }
+  return text;
+}
+
 /// Of the rows of one model, to which `trace` belongs: the figure that decides, then those of
 /// --show.
 void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
@@ -137,6 +151,7 @@ void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
   std::size_t width = 16;
   for (const Series& series : figures.series()) width = std::max(width, series.label.size());
   const std::string_view best = best_metric(rows);
+  if (const std::string why = best_metric_text(rows); !why.empty()) fmt::print("{}\n\n", why);
   std::set<std::string> there;
   for (const ResultRow& row : rows)
     if (row.layer < 0) there.insert(row.metric);
@@ -148,6 +163,8 @@ void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
       if (name.starts_with(kSpanRecall)) metric.label = name;
       print_metric(figures, metric, width);
     }
+  if (const std::string losses = full_losses_text(figures, *find_metric(best)); !losses.empty())
+    fmt::print("{}\n", losses);
   print_kept(trace, figures, width);
   for (const BudgetColumn& budget : figures.budgets()) {
     const Ranking ranking = rank_policies(figures, budget.text, *find_metric(best));
@@ -187,6 +204,20 @@ std::vector<std::string> figures_from(const po::variables_map& options) {
   return names;
 }
 
+/// Of a run where every token stays.
+std::string text_without_eviction(const Run& run) {
+  const bool only_full = std::ranges::all_of(run.rows, [](const ResultRow& row) {
+    return row.policy == "full" || is_reference(row.policy);
+  });
+  std::string text = only_full ? ""
+                               : "budget all keeps every token, so no policy evicted anything; to "
+                                 "compare policies give tokens or a share: --budget 128,20%\n";
+  const Figures figures(run.rows);
+  const std::string losses = full_losses_text(figures, *find_metric(best_metric(run.rows)));
+  if (only_full && losses.empty()) text = "only the full cache was replayed, which loses nothing\n";
+  return text + losses;
+}
+
 /// Each model by itself: figures of several have no mean.
 void print_table(const Run& run, const std::string& out, const std::vector<std::string>& show) {
   std::map<std::string, std::string> model_of;
@@ -198,9 +229,9 @@ void print_table(const Run& run, const std::string& out, const std::vector<std::
       models.emplace_back(model, &trace);
   }
   const bool evicts = std::ranges::any_of(run.rows, [](const ResultRow& row) {
-    return row.policy != "full" && !is_reference(row.policy);
+    return row.policy != "full" && !is_reference(row.policy) && row.budget != "all";
   });
-  if (!evicts) fmt::print("only the full cache was replayed, which loses nothing\n");
+  if (!evicts) fmt::print("{}", text_without_eviction(run));
   if (!evicts) models.clear();
   for (const auto& [model, trace] : models) {
     std::vector<ResultRow> rows;
@@ -242,6 +273,15 @@ void print_json(const Run& run, const std::string& out) {
   kvlab::print_json({{"run", out}, {"hash", run.hash}, {"results", std::move(results)}});
 }
 
+/// As check_budgets() of the traces, which are opened for it.
+void check_budgets(ReplayRequest& request) {
+  std::vector<TraceReader> traces;
+  for (const std::string& path : request.traces) traces.push_back(TraceReader::open(path));
+  std::vector<const TraceReader*> pointers;
+  for (const TraceReader& trace : traces) pointers.push_back(&trace);
+  kvlab::check_budgets(request, pointers);
+}
+
 ReplayRequest request_from(const po::variables_map& options, const ProcessGroup& group) {
   const bool on_device = options.count("device") && device_from(options) == Device::cuda;
   if (on_device && group.size() > 1)
@@ -255,11 +295,14 @@ ReplayRequest request_from(const po::variables_map& options, const ProcessGroup&
   if (!options.count("trace")) required(options, "trace", "--trace TRACE, a captured trace");
   ReplayRequest request{
       .traces = options["trace"].as<std::vector<std::string>>(),
-      .grid = grid_from(options, replay_references()),
+      .grid = {},
       .options = replay_options(options, group),
       .fresh = options["fresh"].as<bool>(),
-      .notice = [](const std::string& line) { fmt::print(stderr, "kvlab replay: {}\n", line); }};
+      .notice = group.leads() ? left_out_of("replay") : [](const std::string&) {}};
+  request.grid =
+      grid_from(options, replay_references(), policy_sources_from(options), request.notice);
   figures_from(options);  // a mistake is better said before the work
+  check_budgets(request);
   if (!options["no-references"].as<bool>()) request.grid = with_references(std::move(request.grid));
   if (on_device) request.device = cuda_replayer();
   request.options.elsewhere = request.device.get();

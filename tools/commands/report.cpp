@@ -69,6 +69,9 @@ std::string page_of_run(const std::filesystem::path& folder, const po::variables
 /// The page of whatever lies in the folder.
 std::string page_of(const std::filesystem::path& folder, const po::variables_map& options,
                     const AtomicFolder* figures) {
+  if (std::error_code error; !std::filesystem::exists(folder, error))
+    throw std::runtime_error(
+        fmt::format("{}: there is no such folder; give a run of `kvlab replay`", folder.string()));
   if (std::filesystem::exists(folder / "run.json")) return page_of_run(folder, options, figures);
   for (const char* option : {"budget", "model"})
     if (options.count(option) && !options[option].as<std::string>().empty())

@@ -105,7 +105,8 @@ void refuse_foreign(const po::variables_map& options, TaskKind kind) {
 
 TaskSpec spec_from(const po::variables_map& options) {
   TaskSpec spec;
-  spec.kind = parse_task_kind(required(options, "task", "kvlab task passkey, needle or recall"));
+  spec.kind =
+      parse_task_kind(required(options, "task", "kvlab task passkey, needle or recall"), "task");
   refuse_foreign(options, spec.kind);
   spec.reassigned = options["reassigned"].as<bool>();
   const std::string kind = options.count("kind") ? options["kind"].as<std::string>() : "single";

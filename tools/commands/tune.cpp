@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 
 #include "engine/loop/tune/tune.hpp"
 #include "policies/catalogue.hpp"
@@ -40,7 +41,8 @@ void add_options(po::options_description& options) {
 
 /// All variants at the budget on each ladder, each once.
 std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget& budget,
-                                 std::uint32_t tokens, const CompiledPolicies& compiled) {
+                                 std::uint32_t tokens, const CompiledPolicies& compiled,
+                                 const LeaveOut& leave_out) {
   std::vector<std::string> names = tunable_policies(compiled);
   if (options.count("policy")) names = list_from(options, "policy");
   std::vector<CacheConfig> grid;
@@ -59,8 +61,17 @@ std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget&
                         .seed = seed_from(options)});
     }
   };
+  std::exception_ptr first;
   for (const Ladder& ladder : ladders_from(options))
-    for (const std::string& name : names) add_variants(name, ladder);
+    for (const std::string& name : names) try {
+        add_variants(name, ladder);
+      } catch (const BudgetTooSmall& error) {
+        if (!first && leave_out)
+          leave_out(fmt::format("left out at budget {}: {}; {}", budget.text(), error.what(),
+                                error.remedy()));
+        if (!first) first = std::current_exception();
+      }
+  if (grid.empty() && first) std::rethrow_exception(first);
   return grid;
 }
 
@@ -95,10 +106,12 @@ void print_scores(const nlohmann::json& scores) {
              "tokens");
   for (const auto& score : scores) {
     const auto& deviation = score.at("kl_deviation");
-    fmt::print("{:<44} {:>10.3f} {:>9.4f} ± {:<6.4f} {:>6.1f}% {:>8}\n",
+    const std::string spread =
+        deviation.is_null() ? "" : fmt::format("± {:.4f}", deviation.get<double>());
+    fmt::print("{:<44} {:>10.3f} {:>9.4f} {:<8} {:>6.1f}% {:>8}\n",
                score.at("policy").get<std::string>(), score.at("perplexity").get<double>(),
-               score.at("kl").get<double>(), deviation.is_null() ? NAN : deviation.get<double>(),
-               100 * score.at("same_first").get<double>(), score.at("tokens").get<std::uint64_t>());
+               score.at("kl").get<double>(), spread, 100 * score.at("same_first").get<double>(),
+               score.at("tokens").get<std::uint64_t>());
   }
 }
 
@@ -123,6 +136,16 @@ void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::
       tuning.race.exhaustive);
 }
 
+/// In tokens of 16 bit; refused where no ladder that is tried holds a token.
+std::uint32_t budget_in_tokens(const po::variables_map& options, const Budget& budget,
+                               std::uint32_t length, const LoopModel& model) {
+  const std::uint32_t head_size = model.backend->config().head_size;
+  std::uint64_t least = kv_bytes_per_token(head_size);
+  for (const Ladder& ladder : ladders_from(options))
+    least = std::min(least, ladder.least_token_bytes(head_size));
+  return budget.resolve(length, head_size, budget.is_even() ? least : 0);
+}
+
 int run(const po::variables_map& options) {
   check_loop_options(options);
   const std::string out = required(options, "out", "--out policy.json");
@@ -141,14 +164,22 @@ int run(const po::variables_map& options) {
   const auto compiled = policy_sources_from(options);
   // Whatever is wrong is refused before a model is loaded, where no model has to be known.
   if (!budget.extent.is_share && !budget.in_bytes)
-    grid_of(options, budget, budget.extent.tokens, compiled);
+    grid_of(options, budget, budget.extent.tokens, compiled, nullptr);
   const LoopModel model = load_loop_model(options);
   request.texts = loop_texts_from(options, model);
   const auto replayer = loop_replayer(options);
   request.device = replayer.get();
   const auto length = static_cast<std::uint32_t>(request.texts.front().ids.size());
-  request.grid =
-      grid_of(options, budget, budget.resolve(length, model.backend->config().head_size), compiled);
+  const LeaveOut leave_out = left_out_of("tune");
+  request.grid = configs_that_fit(
+      grid_of(options, budget, budget_in_tokens(options, budget, length, model), compiled,
+              leave_out),
+      [&](const CacheConfig& config) {
+        for (const LoopText& text : request.texts)
+          resolve(config.at_prompt(text.prompt_tokens), static_cast<std::uint32_t>(text.ids.size()),
+                  0, model.backend->config().heads());
+      },
+      leave_out);
   request.answers.seed = seed_from(options);
   if (!request.answers.tasks.empty()) request.answers.chat = read_chat_frame(model.directory);
   find_lengths(*model.backend, model.tokenizer, request.answers);

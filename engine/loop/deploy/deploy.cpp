@@ -21,6 +21,11 @@ BudgetColumn budget_of_run(const Figures& figures, const std::string& text) {
   if (!column) {
     std::vector<std::string> known;
     for (const BudgetColumn& budget : figures.budgets()) known.push_back(budget.text);
+    if (known.empty())
+      throw std::invalid_argument(
+          fmt::format("--budget: {}: the run has no budget at which a policy evicts; replay it "
+                      "with some: --budget 128,20%",
+                      text));
     throw std::invalid_argument(
         fmt::format("--budget: {} is not in this run, which has {}", text, fmt::join(known, ", ")));
   }

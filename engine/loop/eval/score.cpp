@@ -379,7 +379,7 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
 }
 
 std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
-  std::vector<std::string> lines;
+  std::vector<std::string> lines = evaluation.notes;
   for (const std::string& budget : evaluation.budgets()) {
     const auto [scores, contenders, verdict, scope] = evaluation.judged(budget);
     for (std::string& line : verdict_warnings(verdict, contenders, scope))

@@ -49,7 +49,8 @@ struct EvalScore {
 struct Evaluation {
   std::vector<EvalScore> scores;
   bool against_full = true;
-  PairedScores kl{0}, nll{0};  ///< by token; a text that is given twice counts once
+  PairedScores kl{0}, nll{0};           ///< by token; a text that is given twice counts once
+  std::vector<std::string> notes = {};  ///< of what the sequences are, for eval_warnings()
 
   /// Of what decides: KL, or nll without the full cache.
   const PairedScores& deciding() const { return against_full ? kl : nll; }

@@ -416,10 +416,10 @@ std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const F
   const auto add = [&](const FidelityText& text, std::size_t c, const std::string& metric,
                        double value) {
     if (std::isfinite(value))
-      csv +=
-          fmt::format("{},{},{},{}\n", csv_field(text.name),
-                      config_columns(configs[c], configs[c].budget.resolve(text.tokens, head_size)),
-                      metric, value);
+      csv += fmt::format(
+          "{},{},{},{}\n", csv_field(text.name),
+          config_columns(configs[c], configs[c].budget_in_tokens(text.tokens, head_size)), metric,
+          value);
   };
   for (const FidelityText& text : texts)
     for (std::size_t c = 0; c < configs.size(); ++c) {

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "engine/loop/conversation.hpp"
+#include "policies/catalogue.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -216,12 +217,15 @@ std::string Haystack::with(std::uint32_t words, std::size_t start,
   return text;
 }
 
-TaskKind parse_task_kind(std::string_view name) {
+TaskKind parse_task_kind(std::string_view name, std::string_view what) {
   if (name == "passkey") return TaskKind::passkey;
   if (name == "needle") return TaskKind::needle;
   if (name == "recall") return TaskKind::recall;
-  throw std::invalid_argument(
-      fmt::format("--task: {} should be passkey, needle or recall", json_quoted(name)));
+  const std::vector<std::string> known{"passkey", "needle", "recall"};
+  const auto near = nearest_name(name, known);
+  throw std::invalid_argument(fmt::format("{}: {} should be passkey, needle or recall{}", what,
+                                          json_quoted(name),
+                                          near ? fmt::format("; did you mean {}?", *near) : ""));
 }
 
 std::string TaskSpec::text() const {

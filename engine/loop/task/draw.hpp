@@ -45,7 +45,8 @@ class Haystack {
 
 enum class TaskKind { passkey, needle, recall };
 /// Throws std::invalid_argument in the name of --task for another name.
-TaskKind parse_task_kind(std::string_view name);
+/// `what` is the option or the word that it is given as.
+TaskKind parse_task_kind(std::string_view name, std::string_view what = "--task");
 
 /// What is asked.
 struct TaskSpec {

@@ -29,7 +29,7 @@ Memory memory_of(const CacheConfig& asked, const TaskPrompt& prompt, QueryMode m
   add(prompt.answer.size(), SegmentKind::decode);
   CacheConfig config = asked;
   // (Of the prompt, without the answer.)
-  config.budget = config.budget.at_length(prompt.tokens(), model.head_size);
+  config.budget = config.budget_at_length(prompt.tokens(), model.head_size);
   return kvlab::memory_of(resolve(config, segments, 0, model), model);
 }
 

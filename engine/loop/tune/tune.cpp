@@ -72,9 +72,10 @@ constexpr std::size_t kMostFinalists = 48;
 enum Kind { kCapture, kReplay, kRace, kAnswers };
 
 std::uint32_t common_budget(const TuneRequest& request, std::uint32_t head_size) {
-  const Budget& budget = request.grid.front().budget;
+  const CacheConfig& config = request.grid.front();
+  const Budget& budget = config.budget;
   const auto tokens_in = [&](const LoopText& text) {
-    return budget.resolve(static_cast<std::uint32_t>(text.ids.size()), head_size);
+    return config.budget_in_tokens(static_cast<std::uint32_t>(text.ids.size()), head_size);
   };
   const std::uint32_t first = tokens_in(request.texts.front());
   for (const LoopText& text : request.texts)
@@ -471,7 +472,7 @@ Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
 PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
                           const Backend& backend) {
   CacheConfig cache = request.grid[tuning.winner];
-  cache.budget = cache.budget.at_length(
+  cache.budget = cache.budget_at_length(
       static_cast<std::uint32_t>(request.texts.front().ids.size()), backend.config().head_size);
   json ties = json::array(), texts = json::array();
   for (const std::size_t config : tuning.tied())

@@ -68,18 +68,20 @@ struct PythonRun {
 PythonRun replay_traces(const std::vector<Trace>& traces, const std::vector<Policy>& own,
                         const Words& words) {
   PythonRun result;
-  ReplayRequest request{
-      .grid = make_grid(grid_from(words), replay_references(), compiled_from(own)),
-      .options = options_from(words),
-      .notice = [&](const std::string& line) { result.notices.push_back(line); }};
+  ReplayRequest request{.grid = {},
+                        .options = options_from(words),
+                        .notice = [&](const std::string& line) { result.notices.push_back(line); }};
+  request.grid =
+      make_grid(grid_from(words), replay_references(), compiled_from(own), request.notice);
   if (word<std::string>(words, "device") == "cuda") request.device = cuda_replayer();
   request.options.elsewhere = request.device.get();
-  if (word<bool>(words, "references")) request.grid = with_references(std::move(request.grid));
   std::vector<const TraceReader*> readers;
   for (const Trace& trace : traces) {
     request.traces.push_back(trace.path);
     readers.push_back(trace.reader.get());
   }
+  check_budgets(request, readers);
+  if (word<bool>(words, "references")) request.grid = with_references(std::move(request.grid));
   call_long([&] { result.run = replay_in_memory(request, readers); });
   return result;
 }

@@ -1,0 +1,97 @@
+#!/bin/sh
+# messages_test.sh KVLAB SOURCE: what commands print where there is little to show, and what they say of common mistakes.
+set -eu
+kvlab=$1 source=$2
+. "$source/tests/scripts/check.sh"
+enter_scratch
+tiny=$source/engine/models/tiny trace=$source/traces/samples/tiny-story text=$source/tools/demo/prompt.txt
+# prints TEXT FILE; leaves_out TEXT FILE
+prints() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
+silent_of() { ! grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is said"; }; }
+
+# Quantized tiers of the full cache lose something, and the exact full cache loses nothing.
+"$kvlab" replay --trace "$trace" --policy full --ladder 4 --out full4 >full4.out
+silent_of "loses nothing" full4.out
+prints "full:ladder=4 evicts nothing; its quantization costs layer error 0." full4.out
+"$kvlab" replay --trace "$trace" --policy full,h2o --ladder 4 --budget 64 --out both >both.out
+prints "full:ladder=4 evicts nothing; its quantization costs layer error 0." both.out
+"$kvlab" replay --trace "$trace" --policy full --out full >full.out
+prints "only the full cache was replayed, which loses nothing" full.out
+
+# Budgets that keep every token.
+"$kvlab" replay --trace "$trace" --policy h2o,tova --budget all --out all >all.out
+prints "budget all keeps every token, so no policy evicted anything" all.out
+silent_of "layer error" all.out
+refused "the run has no budget at which a policy evicts" "$kvlab" deploy all --budget all --out policy.json
+"$kvlab" replay --trace "$trace" --policy h2o --budget 64,100000 --out large >large.out 2>large.err
+prints "budget 100000 holds all 1012 tokens of the longest trace, so nothing is evicted" large.err
+"$kvlab" eval --model "$tiny" --text "$text" --window 200 --policy h2o --budget 5000 >large.out 2>large.err
+prints "budget 5000 holds all 200 tokens of the longest sequence, so nothing is evicted" large.err
+
+# Bytes: one unit, whatever the engine computes in.
+"$kvlab" generate --model "$tiny" --prompt-file "$text" --max-new-tokens 20 --policy sink --budget 64 --device cpu \
+  >/dev/null 2>bytes.err
+grep -qE 'KV 128\.0 of [0-9.]+ KiB in 16 bit \(256\.0 KiB in float32, which the CPU computes in\)' bytes.err ||
+  { cat bytes.err; fail "generate says bytes of another unit"; }
+"$kvlab" generate --model "$tiny" --prompt-file "$text" --max-new-tokens 20 --policy h2o --ladder 4 --budget 64 \
+  --device cpu >/dev/null 2>bytes.err
+grep -qE 'KV 12[0-9]\.[0-9] of [0-9.]+ KiB in 16 bit' bytes.err || { cat bytes.err; fail "4 bits take more than 16"; }
+
+# A pair that does not fit is left out; the rest runs. Where none is left, the command is refused.
+"$kvlab" replay --trace "$trace" --policy h2o,snapkv --budget 2%,64 --out pairs >pairs.out 2>pairs.err
+prints "left out at budget 2%: policy snapkv: sinks=0 and recent=32 tokens exceed the budget of 20 tokens" pairs.err
+prints "snapkv:recent=10 would fit" pairs.err
+[ "$(wc -l <pairs.err)" -eq 1 ] || fail "more than one line of one pair"
+[ "$(cut -d, -f2,4 pairs/results.csv | grep -v oracle | sort -u | grep -c '^[hs]')" -eq 3 ] || fail "other pairs ran"
+"$kvlab" replay --trace "$trace" --policy h2o,snapkv --budget 20,64 --out tokens >/dev/null 2>pairs.err
+prints "left out at budget 20: policy snapkv" pairs.err
+refused "exceed the budget of 20 tokens" "$kvlab" replay --trace "$trace" --policy snapkv --budget 20 --out other
+refused "exceed the budget of 20 tokens" "$kvlab" replay --trace "$trace" --policy snapkv,full --budget 2% --out other
+"$kvlab" eval --model "$tiny" --text "$text" --window 400 --policy h2o,snapkv --budget 5% >eval.out 2>pairs.err
+prints "left out at budget 5%: policy snapkv" pairs.err
+prints "h2o" eval.out
+silent_of "snapkv" eval.out
+refused "exceed the budget of 20 tokens" "$kvlab" eval --model "$tiny" --text "$text" --window 400 --policy snapkv --budget 5%
+
+# A refusal of a tier plan names the policy.
+refused "policy sink: ladder 16:4t,4:100%: codes are of keys at original positions" \
+  "$kvlab" replay --trace "$trace" --policy window,h2o,sink --ladder 16:4t,4:100% --budget 64 --out other
+
+# Beyond the trained context.
+cat "$source/tools/texts/carroll-alice.txt" | head -c 9000 >long.txt
+"$kvlab" eval --model "$tiny" --text long.txt --window 1100 --policy sink --budget 64 >/dev/null 2>context.err
+prints "go beyond the 1024 that the model was trained on" context.err
+"$kvlab" eval --model "$tiny" --text long.txt --window 1024 --policy sink --budget 64 >/dev/null 2>context.err
+silent_of "trained on" context.err
+
+# Texts shorter than twice the default prompt: the default is half of them.
+"$kvlab" fidelity --model "$tiny" --text "$text" --policy window,sink,h2o --budget 32 --max-tokens 200 --out fidelity \
+  >/dev/null 2>fidelity.err || { cat fidelity.err; fail "the default of --prompt-tokens does not fit --max-tokens"; }
+refused "--prompt-tokens: 512 should be between 1 and 198" "$kvlab" fidelity --model "$tiny" --text "$text" \
+  --policy window,sink,h2o --budget 32 --max-tokens 200 --prompt-tokens 512 --out other
+
+# Common mistakes.
+for name in streaming_llm StreamingLLM streaming-llm; do
+  refused "StreamingLLM is the policy 'sink'" "$kvlab" replay --trace "$trace" --policy $name --budget 64 --out other
+done
+refused "--budget 'pyramid(20%)'" "$kvlab" replay --trace "$trace" --policy pyramidkv --budget 64 --out other
+refused "--budget 'ada(20%)'" "$kvlab" replay --trace "$trace" --policy adakv --budget 64 --out other
+refused "for that share write 10%" "$kvlab" replay --trace "$trace" --policy h2o --budget 0.1 --out other
+refused "no/such/run: there is no such folder" "$kvlab" report no/such/run --budget 10% --out page.html
+refused 'task: "passky" should be passkey, needle or recall; did you mean passkey?' \
+  "$kvlab" task passky --model "$tiny" --policy h2o --budget 64
+: >model.gguf
+refused "gguf_to_checkpoint.py" "$kvlab" generate --model model.gguf --prompt hi
+refused "is the run.json of a replay, and no policy file; \`kvlab deploy RUN" \
+  "$kvlab" generate --model "$tiny" --prompt hi --policy-file pairs/run.json
+: >empty.txt
+refused "--prompt-file empty.txt: is empty; give some text" \
+  "$kvlab" capture --model "$tiny" --prompt-file empty.txt --out other
+refused "--prompt: is empty" "$kvlab" generate --model "$tiny" --prompt ""
+[ ! -e other ] || fail "what was refused left something"
+
+# Where there is no error of texts, none is printed.
+"$kvlab" tune --model "$tiny" --text "$text" --budget 32 --policy sink:sinks=4,h2o:recent=8,snapkv:recent=40 --task none \
+  --max-tokens 150 --out tuned.json >tune.out 2>tune.err || { cat tune.err; fail "tune"; }
+prints "left out at budget 32: policy snapkv" tune.err
+! grep -qiw nan -- *.out *.err || fail "nan is printed: $(grep -iw nan -- *.out *.err)"
