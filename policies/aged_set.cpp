@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 
 #include "policies/budgets/layer_budgets.hpp"
 
@@ -221,6 +222,25 @@ void AgedSet::evict(std::span<const std::uint32_t> ages) {
   }
   size_ = static_cast<std::uint32_t>(kept);
   evictions_ += ages.size();
+  evicted_at_ = admitted_first_ + admitted_count_;
+}
+
+std::string AgedSet::crop_obstacle(std::uint32_t tokens) const {
+  const std::string name = ops_.info.name;
+  if (tokens >= admitted_first_ + admitted_count_) return "";
+  if (needs() != Needs::nothing)
+    return "policy " + name + " has counted the attention of the tokens that would go";
+  if (!columns_.empty())
+    return "policy " + name + " has computed features from the tokens that would go";
+  if (ladder_.size() > 1 || has_codes()) return "tokens have been quantized since";
+  if (evicted_at_ > tokens) return "tokens have been evicted since";
+  return "";
+}
+
+void AgedSet::drop_youngest(std::uint32_t count) {
+  size_ -= count;
+  admitted_first_ = admitted_first_ + admitted_count_ - count;
+  admitted_count_ = 0;
 }
 
 void AgedSet::reserve(std::size_t count) {
@@ -317,6 +337,18 @@ void LiveSet::admit(std::uint32_t first, std::uint32_t count, const float* broug
     }
   }
   AgedSet::admit(first, count, brought);
+}
+
+void LiveSet::crop(std::uint32_t tokens) {
+  if (const std::string why = crop_obstacle(tokens); !why.empty())
+    throw std::logic_error("crop: " + why);
+  const auto youngest = std::ranges::lower_bound(positions(), tokens);
+  const auto count = static_cast<std::uint32_t>(positions().end() - youngest);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    free_.push_back(slots_.back());
+    slots_.pop_back();
+  }
+  drop_youngest(count);
 }
 
 std::vector<std::uint32_t> LiveSet::renumber() {

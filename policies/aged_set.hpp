@@ -95,6 +95,8 @@ class AgedSet {
   /// age. `heads`: of a policy that looks at each.
   void observe(const Seen& seen);
   void observe(std::span<const Observation> seen, std::span<const std::uint64_t> heads = {});
+  /// Why the cache cannot go back to its first `tokens` tokens; empty if it can.
+  std::string crop_obstacle(std::uint32_t tokens) const;
   /// The last admission was the end of a prompt segment.
   void end_prompt() { after_prompt_ = true; }
   bool after_prompt() const { return after_prompt_; }
@@ -108,6 +110,8 @@ class AgedSet {
   bool shares_slots() const { return shares_slots_; }
   /// In tokens; under ada() the mean until a prompt has ended. kNoBudget: never evicts.
   std::uint32_t budget() const { return budget_; }
+  /// What share() was given; null where each evicts by itself.
+  const LayerBudgets* layer_budgets() const { return layer_budgets_.get(); }
 
  protected:
   /// `budget` in tokens. `guards` of a policy that never evicts are not looked at.
@@ -133,6 +137,8 @@ class AgedSet {
   /// Step 2: admits `count` tokens from position `first` on. `brought` [count, columns()]: what
   /// they bring; null where that is nothing. Throws std::logic_error where it is not.
   void admit(std::uint32_t first, std::uint32_t count, const float* brought = nullptr);
+  /// Drops the youngest tokens as if they had not come. Only without a crop_obstacle().
+  void drop_youngest(std::uint32_t count);
   /// Gives back the memory of tokens that have left.
   void give_back();
 
@@ -183,6 +189,7 @@ class AgedSet {
   std::uint32_t size_ = 0, live_max_ = 0, admitted_first_ = 0, admitted_count_ = 0;
   bool after_prompt_ = false, shares_slots_ = false;
   std::uint64_t evictions_ = 0;
+  std::uint32_t evicted_at_ = 0;  // how many tokens had come at the last eviction
 };
 
 // The live tokens of one cache, and a slot for each. Knows no keys and no values: slots are
@@ -211,6 +218,8 @@ class LiveSet : public AgedSet {
   /// Step 2: admits `count` tokens from position `first` on, as AgedSet does. Reuses freed slots
   /// first.
   void admit(std::uint32_t first, std::uint32_t count, const float* brought = nullptr);
+  /// Goes back to the first `tokens` tokens. Throws std::logic_error for a crop_obstacle().
+  void crop(std::uint32_t tokens);
   /// Numbers the slots 0, 1, 2, … by age and gives back the memory of tokens that have left.
   /// Returns which slots they were, by age.
   std::vector<std::uint32_t> renumber();

@@ -24,6 +24,22 @@ HeadCache::HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output,
   if (live_.has_codes()) check_coded_heads(shape.head_size);
 }
 
+HeadCache::HeadCache(const HeadCache& other)
+    : shape_(other.shape_),
+      live_(other.live_),
+      columns_(other.columns_),
+      brought_(other.brought_),
+      keys_(other.keys_),
+      values_(other.values_),
+      plain_keys_(other.plain_keys_),
+      rotated_to_(other.rotated_to_),
+      rungs_(other.rungs_),
+      old_(other.old_) {
+  // A vector's copy has no room to spare, and keys and values have the same.
+  values_.reserve(other.values_.capacity());
+  plain_keys_.reserve(other.plain_keys_.capacity());
+}
+
 std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
   const std::vector<std::uint32_t> before(live_.positions().begin(), live_.positions().end());
   std::vector<std::uint32_t> victims;

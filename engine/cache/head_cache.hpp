@@ -50,6 +50,10 @@ class HeadCache {
   HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output = {},
             BroughtColumns brought = {});
 
+  /// What `other` holds after step 4. A copy joins no other heads until share_ranks().
+  HeadCache(const HeadCache& other);
+  HeadCache& operator=(const HeadCache&) = delete;
+
   /// Step 1. Returns the positions of those who left, ascending.
   std::span<const std::uint32_t> make_room(std::uint32_t now);
   /// Step 2. `rope` covers the admission's last position.
@@ -59,6 +63,8 @@ class HeadCache {
               const RopeTable& rope);
   /// Step 4. Returns what each live token received, by age; empty if the policy needs nothing.
   std::span<const Observation> observe();
+  /// Back to the first `tokens` tokens, as LiveSet::crop().
+  void crop(std::uint32_t tokens) { live_.crop(tokens); }
   /// That was the end of a prompt segment.
   void end_prompt() { live_.end_prompt(); }
   /// For share_ranks().

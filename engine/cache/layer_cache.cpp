@@ -26,10 +26,24 @@ LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std
     heads_.emplace_back(own, config.live_set(layer, head), weights_of(output, layer, head),
                         std::move(brought));
   }
-  // Under scope=layer the heads order their tokens by the same ranks.
+  for (const HeadCache& head : heads_) observes_ |= head.live().needs() != Needs::nothing;
+  share_ranks_of_heads();
+}
+
+LayerCache::LayerCache(const LayerCache& other)
+    : shape_(other.shape_),
+      observes_(other.observes_),
+      tokens_(other.tokens_),
+      identity_(other.identity_),
+      looker_(other.looker_),
+      heads_(other.heads_) {
+  share_ranks_of_heads();
+}
+
+/// Under scope=layer the heads order their tokens by the same ranks.
+void LayerCache::share_ranks_of_heads() {
   std::vector<AgedSet*> together;
   for (HeadCache& head : heads_) together.push_back(&head.aged());
-  for (const HeadCache& head : heads_) observes_ |= head.live().needs() != Needs::nothing;
   share_ranks(together);
 }
 

@@ -26,6 +26,10 @@ class LayerCache {
   LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
              std::uint32_t layer, const OutputProjections* output = nullptr);
 
+  /// What `other` holds between two appends.
+  LayerCache(const LayerCache& other);
+  LayerCache& operator=(const LayerCache&) = delete;
+
   std::deque<HeadCache>& heads() { return heads_; }
   const std::deque<HeadCache>& heads() const { return heads_; }
 
@@ -37,6 +41,7 @@ class LayerCache {
   void end_prompt();
 
  private:
+  void share_ranks_of_heads();
   HeadAdmission admission(const LayerRows& rows, std::size_t head) const;
   void show(const LayerRows& rows, const Rope& rope) const;
 

@@ -30,6 +30,11 @@ class LayerBudgets {
   LayerBudgets(std::vector<const AgedSet*> heads, std::uint32_t mean)
       : heads_(std::move(heads)), mean_(mean) {}
 
+  /// For copies of those of `other`, in the same order.
+  LayerBudgets(const LayerBudgets& other, std::vector<const AgedSet*> heads) : LayerBudgets(other) {
+    heads_ = std::move(heads);
+  }
+
   /// Of one of them, before the first has made room for `now`; the others are answered as it was.
   std::uint32_t of(const AgedSet& head, std::uint32_t now);
 

@@ -81,7 +81,9 @@ const Ranks& LayerRanks::at(std::uint32_t now) {
 void share_ranks(std::span<AgedSet* const> heads) {
   const std::vector<const AgedSet*> all(heads.begin(), heads.end());
   if (heads.front()->shares_slots()) {
-    const auto budgets = std::make_shared<LayerBudgets>(all, heads.front()->budget());
+    const LayerBudgets* const before = heads.front()->layer_budgets();
+    const auto budgets = before ? std::make_shared<LayerBudgets>(*before, all)
+                                : std::make_shared<LayerBudgets>(all, heads.front()->budget());
     for (AgedSet* const head : heads) head->share(budgets);
   }
   if (heads.front()->modifiers().scope != Modifiers::Scope::layer) return;

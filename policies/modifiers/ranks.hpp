@@ -44,7 +44,8 @@ class LayerRanks {
 };
 
 /// Joins the caches of one sequence and layer, which stay where they are: under scope=layer by
-/// their ranks, under ada() by their slots. Does nothing where each evicts by itself.
+/// their ranks, under ada() by their slots; copies of such caches join each other. Does nothing
+/// where each evicts by itself.
 void share_ranks(std::span<AgedSet* const> heads);
 
 }  // namespace kvlab

@@ -16,6 +16,13 @@ Panels::Panels(std::size_t rows, std::size_t depth, Dtype dtype)
   grow(rows);
 }
 
+Panels::Panels(const Panels& other) : depth_(other.depth_), dtype_(other.dtype_) {
+  reserve(other.capacity_ * 16);
+  rows_ = other.rows_;
+  if (capacity_)
+    std::memcpy(data_.get(), other.data_.get(), capacity_ * depth_ * 16 * bytes_of(dtype_));
+}
+
 void Panels::grow(std::size_t rows) {
   if (rows > capacity_ * 16) reserve(std::max(rows, (capacity_ + capacity_ / 2) * 16));
   rows_ = std::max(rows_, rows);

@@ -15,6 +15,11 @@ class Panels {
  public:
   Panels() = default;
   Panels(std::size_t rows, std::size_t depth, Dtype dtype = Dtype::f32);
+  Panels(const Panels& other);
+  Panels(Panels&&) = default;
+  Panels& operator=(const Panels&) = delete;
+  Panels& operator=(Panels&&) = default;
+  ~Panels() = default;
 
   std::size_t rows() const { return rows_; }
   std::size_t depth() const { return depth_; }
