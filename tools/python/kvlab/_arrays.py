@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -13,7 +13,9 @@ import numpy.typing
 from kvlab import _kvlab
 
 
-def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, prompt_tokens: int) -> None:
+def write_arrays(
+    folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, segments: Sequence[tuple[int, str]] | int | None
+) -> None:
     """Writes the trace of Trace.from_arrays. The rows that a verifier looks at are computed here."""
     arrays = {name: _exported(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
     q, k, v = arrays.values()
@@ -21,8 +23,7 @@ def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, pro
     _check_alike("v", v, "k", k, False)
     layers, query_heads, tokens, head_size = q.shape
     fed = _ids(numpy.zeros(tokens, numpy.int64) if ids is None else ids, tokens)
-    if not 1 <= prompt_tokens <= tokens:
-        raise ValueError(f"prompt_tokens: {prompt_tokens} should be between 1 and {tokens}")
+    kinds = _kinds(segments, tokens)
     settings = _Config(config)
     factors = [float(factor) for factor in numpy.atleast_1d(settings.get("rope_factor", 1.0))]
     scale = float(settings.get("softmax_scale", 1 / math.sqrt(head_size)))
@@ -41,14 +42,16 @@ def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, pro
         "spans": [],
     }
     starts = range(0, tokens, _kvlab.shard_tokens)
-    ends = sorted({prompt_tokens, tokens, *starts[1:]})
+    ends = sorted({*kinds, *starts[1:]} - {0} | {tokens})
     checked = sorted({min(start + row, tokens - 1) for start in starts for row in _kvlab.check_grid()})
     outputs = [_outputs(arrays, layer, arithmetic, rows[layer], checked) for layer in range(layers)]
     numbers = list(settings.get("layer_numbers") or range(layers))
     writer = writer_of(folder, json.dumps(header), *arithmetic, rows, numbers, layers)
     try:
+        prompt = True
         for start, end in zip([0, *ends], ends):
-            writer.begin(fed[start:end], end <= prompt_tokens)
+            prompt = kinds.get(start, prompt)
+            writer.begin(fed[start:end], prompt, prompt and start in kinds)
             here = [i for i, position in enumerate(checked) if start <= position < end]
             for layer in range(layers):
                 out = numpy.zeros((end - start, query_heads, head_size), numpy.float32)
@@ -59,6 +62,26 @@ def write_arrays(folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, pro
         writer.finish()
     finally:
         writer.close()
+
+
+def _kinds(segments: Sequence[tuple[int, str]] | int | None, tokens: int) -> dict[int, bool]:
+    """Where a segment begins, and whether it is a prompt's. A number: the tokens of one prompt, before decoded ones."""
+    if isinstance(segments, int):
+        if not 1 <= segments <= tokens:
+            raise ValueError(f"prompt_tokens: {segments} should be between 1 and {tokens}")
+        segments = [(segments, "prompt")] + [(tokens - segments, "decode")] * (segments < tokens)
+    if not segments:
+        raise ValueError("prompt_tokens or segments is missing; one of them is expected")
+    kinds, begin = {}, 0
+    for count, kind in segments:
+        if kind not in ("prompt", "decode") or count < 1 or (begin == 0 and kind == "decode"):
+            what = f"segments: {(count, kind)} at token {begin}"
+            raise ValueError(f"{what}; (tokens, 'prompt' or 'decode') is expected, and a prompt first")
+        kinds[begin] = kind == "prompt"
+        begin += count
+    if begin != tokens:
+        raise ValueError(f"segments: they come to {begin} tokens; {tokens} are expected")
+    return kinds
 
 
 def writer_of(

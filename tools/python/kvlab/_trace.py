@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy
@@ -35,7 +35,8 @@ class Trace:
         ids: Any = None,
         config: Mapping[str, Any] | Any = None,
         *,
-        prompt_tokens: int,
+        prompt_tokens: int | None = None,
+        segments: Sequence[tuple[int, str]] | None = None,
         out: str | os.PathLike[str] | None = None,
     ) -> Trace:
         """A trace of arrays before RoPE: q [layers, query_heads, tokens, head_size], k and v with KV heads.
@@ -43,14 +44,15 @@ class Trace:
         Arrays are numpy's or of anything that speaks DLPack (PyTorch's bfloat16 too), float32, float16 or bfloat16.
         `config`: a mapping, or an object with such attributes: `rope_theta` (10000), or `inv_freq` and `rope_factor`
         for any other RoPE; `softmax_scale` (head_size ** -0.5); `name`; where layers differ, `rows` as Trace.rows has
-        them, with a table and a factor for each `rope`, and `layer_numbers`. `out` keeps the trace in a new folder;
+        them, with a table and a factor for each `rope`, and `layer_numbers`. `prompt_tokens`: of one prompt, behind
+        which tokens are decoded one by one; or `segments`, (tokens, "prompt" or "decode") in order. `out` keeps the trace in a new folder;
         without it the trace lies in a temporary one, which goes with this handle.
         """
         folder = None
         if out is None:
             folder = tempfile.TemporaryDirectory(prefix="kvlab-")
             out = os.path.join(folder.name, "trace")
-        write_arrays(os.fspath(out), q, k, v, ids, config, prompt_tokens)
+        write_arrays(os.fspath(out), q, k, v, ids, config, segments if prompt_tokens is None else int(prompt_tokens))
         trace = cls(out)
         trace._folder = folder
         return trace

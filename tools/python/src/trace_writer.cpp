@@ -186,10 +186,12 @@ void bind_trace_writer(nb::module_& module) {
       .def("sketch", sketch, nb::arg("weights"),
            nb::sig("def sketch(self, weights: object) -> None"),
            "From float32 [hidden, inputs] of each output projection.")
-      .def("begin",
-           [](Writer& w, const std::vector<std::int32_t>& ids, bool prompt) {
-             (*w).begin(ids, prompt ? SegmentKind::prompt : SegmentKind::decode);
-           })
+      .def(
+          "begin",
+          [](Writer& w, const std::vector<std::int32_t>& ids, bool prompt, bool new_segment) {
+            (*w).begin(ids, prompt ? SegmentKind::prompt : SegmentKind::decode, new_segment);
+          },
+          nb::arg("ids"), nb::arg("prompt"), nb::arg("new_segment") = false)
       .def(
           "layer",
           [](Writer& w, std::uint32_t layer, const Rows& q, const Rows& k, const Rows& v,
