@@ -108,6 +108,14 @@ const std::filesystem::path& Checkpoint::file_of(std::string_view name) const {
 
 const TensorView& Checkpoint::at(std::string_view name, std::span<const std::size_t> shape) const {
   const auto found = file_of_.find(name);
+  const auto is_of_adapter = [](const auto& one) {
+    return std::string_view(one.first).starts_with("base_model.model.");
+  };
+  if (found == file_of_.end() && std::ranges::any_of(file_of_, is_of_adapter))
+    throw std::runtime_error(fmt::format(
+        "{}: tensors are named base_model.model.…, as PEFT saves a model around an adapter that is "
+        "not merged; merge_and_unload() before save_pretrained() makes a checkpoint",
+        where_));
   if (found == file_of_.end())
     throw std::runtime_error(fmt::format("{}: tensor {} is missing; its shape must be [{}]", where_,
                                          json_quoted(name), fmt::join(shape, ", ")));

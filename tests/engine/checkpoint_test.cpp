@@ -75,6 +75,15 @@ TEST_CASE("each tensor that is missing is missed by name") {
     }
 }
 
+TEST_CASE("a checkpoint around an adapter that is not merged is refused with the way out") {
+  const auto rename = [](Tensors& t) {
+    Tensors renamed;
+    for (const auto& [key, tensor] : t) renamed["base_model.model." + key] = tensor;
+    t = renamed;
+  };
+  CHECK_THAT(error_after("llama3", rename), ContainsSubstring("merge_and_unload()"));
+}
+
 TEST_CASE("each tensor of a wrong shape or dtype is refused by name") {
   for (const auto& [key, tensor] : tensors_of("llama_biases")) {
     CAPTURE(key);
