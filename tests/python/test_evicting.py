@@ -26,13 +26,13 @@ DECODED = [entry.name for entry in kvlab.policies()]
 def decode(model: Any, ids: Any, steps: int, caches: Any) -> list[list[Any]]:
     """By layer and KV head: what was kept at each decoded query."""
     past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
-    kept: list[list[Any]] = [[] for _ in range(caches._shape.layers * caches._shape.kv_heads)]
+    kept: list[list[Any]] = [[] for _ in range(caches._attended.shape.layers * caches._attended.shape.kv_heads)]
     with torch.no_grad():
         logits = model(ids, **past).logits
         for _ in range(steps):
             logits = model(logits[:, -1:].argmax(-1), **past).logits
             for at, sets in enumerate(kept):
-                sets.append(caches.kept(*divmod(at, caches._shape.kv_heads)))
+                sets.append(caches.kept(*divmod(at, caches._attended.shape.kv_heads)))
     return kept
 
 

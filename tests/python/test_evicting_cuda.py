@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pathlib
 from typing import Any
@@ -167,6 +168,54 @@ def test_a_capture_that_fails_counts_no_token(monkeypatch: pytest.MonkeyPatch) -
         assert caches.tokens == past.get_seq_length() == 41
         step()
         assert caches.tokens == past.get_seq_length() == 42
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_two_conversations_of_equal_length_do_not_mix(graph: bool) -> None:
+    model, texts = model_of(), []
+    for mixed in (False, True):
+        with torch.no_grad(), kvlab.hf.evicting(model, "h2o", 24, graph=graph):
+            pasts, logits = [], {}
+            for text in (0, 1):
+                pasts.append({cache_word(model): transformers.DynamicCache(), "use_cache": True})
+                model(input_ids=ids_of(40, seed=text), **pasts[text])
+            order = [(step, text) for step in range(5) for text in (0, 1)]
+            for step, text in order if mixed else sorted(order, key=lambda one: one[1]):
+                ids = ids_of(1, seed=10 * text + step)
+                logits[step, text] = model(input_ids=ids, **pasts[text]).logits[0, -1]
+            texts.append(torch.stack([logits[one] for one in order]))
+    assert torch.equal(*texts) and not torch.equal(texts[0][-2], texts[0][-1])
+
+
+def test_a_cache_goes_on_without_a_block_and_names_what_cuda_lacks() -> None:
+    model, caches = model_of(), []
+    for block in (False, True):
+        cache = transformers.DynamicCache() if block else kvlab.hf.Cache(model, "h2o", 24)
+        with kvlab.hf.evicting(model, "h2o", 24) if block else torch.no_grad(), torch.no_grad():
+            for count in (40, 1, 7, 1):
+                model(ids_of(count, seed=count), **{cache_word(model): cache}, use_cache=True)
+        caches.append(cache)
+    assert caches[0].kept(1, 1).tolist() == caches[1].kept(1, 1).tolist() and caches[0].evictions > 0
+    with pytest.raises(kvlab.hf.Refused, match="a cache on CUDA is not copied"):
+        copy.deepcopy(caches[0])
+    with pytest.raises(kvlab.hf.Refused, match="it is on CUDA"):
+        caches[0].crop(-1)
+
+
+def test_a_rope_that_changes_is_refused_from_its_first_token_on() -> None:
+    newer = int(transformers.__version__.split(".")[0]) >= 5
+    settings: dict[str, Any] = {"rope_type": "dynamic", "factor": 4.0}
+    words = {"rope_parameters": settings | {"rope_theta": 1e4}} if newer else {"rope_scaling": settings}
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=128, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, head_dim=64,
+        max_position_embeddings=64, **words,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).cuda().eval()
+    cache = kvlab.hf.Cache(model, "full", length=64)
+    with torch.no_grad():
+        model(ids_of(64), **{cache_word(model): cache})
+        with pytest.raises(kvlab.hf.Refused, match="in a text of 65 tokens the model's RoPE"):
+            model(ids_of(1), **{cache_word(model): cache})
 
 
 @pytest.mark.parametrize("graph", [False, True])

@@ -77,14 +77,14 @@ def check_kept(model: Any) -> None:
     past: dict[str, Any] = {}
     with kvlab.hf.evicting(model, "h2o", BUDGET, record=True, length=TOKENS) as caches, torch.no_grad():
         kept: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
-        acted = list(caches._places)
+        acted = list(caches._attended.places)
         for ids in (IDS[:, :PROMPT], *IDS[:, PROMPT:TOKENS].split(1, 1)):
             past = {cache_word(model): cache_among(model(ids, **past, use_cache=True).values())}
             assert next(iter(past.values())).get_seq_length() == caches.tokens
-            for layer, head in ((layer, head) for layer in acted for head in range(caches._shape.kv_heads)):
+            for layer, head in ((layer, head) for layer in acted for head in range(caches._attended.shape.kv_heads)):
                 kept[layer, head].append(caches.kept(layer, head))
-        for layer in set(caches._layers) - set(acted):
-            span = caches._layers[layer].span
+        for layer in set(caches._attended.layers) - set(acted):
+            span = caches._attended.layers[layer].span
             numpy.testing.assert_array_equal(caches.kept(layer, 0), numpy.arange(max(0, TOKENS - span), TOKENS))
     assert caches.evictions == len(kept) * (TOKENS - BUDGET)
     replayed = [(caches.trace(), acted)]
@@ -145,7 +145,7 @@ def test_a_batch_is_its_rows_one_by_one(family: str, lengths: tuple[int, ...]) -
         with kvlab.hf.evicting(model, "h2o", BUDGET, length=TOKENS) as own:
             assert torch.equal(text_of(model, ids[row : row + 1, -length:])[0], texts[row])
         held += own.evictions
-        for layer in caches._layers:
+        for layer in caches._attended.layers:
             numpy.testing.assert_array_equal(caches.kept(layer, 1, row), own.kept(layer, 1))
         assert caches.trace(row=row).tokens == length + 23
     assert caches.evictions == held > 0

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "engine/loop/policy_file.hpp"
@@ -74,6 +75,19 @@ Array<std::uint32_t> rungs_of(const ResolvedConfig& config, const CacheShape& mo
   return array_of(std::move(all), {model.layers, model.kv_heads, rungs, 2});
 }
 
+/// The smallest and the largest budget of a KV head; none where all tokens stay.
+std::vector<std::uint32_t> budget_range(const CacheRequest& asked) {
+  const ResolvedConfig config = resolve(asked, kDecoder);
+  std::vector<std::uint32_t> all;
+  for (std::uint32_t layer = 0; layer < asked.model.layers; ++layer)
+    for (std::uint32_t head = 0; head < asked.model.kv_heads; ++head)
+      if (const std::uint32_t budget = config.budget_of(layer, head); budget != kNoBudget)
+        all.push_back(budget);
+  if (all.empty()) return {};
+  const auto [least, most] = std::ranges::minmax(all);
+  return {least, most};
+}
+
 using Plan = nb::typed<nb::dict, nb::str, nb::any>;
 
 Plan slot_plan(const CacheRequest& asked) {
@@ -109,6 +123,8 @@ void bind_cache_request(nb::module_& module) {
   module.def("slot_plan", slot_plan, nb::arg("asked"),
              "The numbers of a kvlab_slots_config, by their names there; `chunk`: tokens of a "
              "prompt that come together, 0: all.");
+  module.def("budget_range", budget_range, nb::arg("asked"),
+             "The smallest and the largest budget of a KV head, in tokens; empty: none.");
   using Text = const std::string&;
   nb::class_<CacheRequest>(module, "CacheRequest", "A cache, as Caches and slot_plan() take it.")
       .def(

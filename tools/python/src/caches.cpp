@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
@@ -30,7 +31,8 @@ class Caches {
   Caches(const CacheRequest& asked, std::uint32_t query_heads, std::uint32_t head_size,
          const Tables& inv_freq, const Factors& rope_factor, const std::vector<nb::dict>& rows,
          const ProjectionsOf& projections)
-      : kv_heads_(asked.model.kv_heads),
+      : own_(asked.own),
+        kv_heads_(asked.model.kv_heads),
         group_(query_heads / kv_heads_),
         head_size_(head_size),
         tokens_(asked.model.layers) {
@@ -54,8 +56,19 @@ class Caches {
     }
   }
 
-  Caches(const Caches&) = delete;
   Caches& operator=(const Caches&) = delete;
+
+  /// What these hold, for a sequence that goes on in another way. Throws std::invalid_argument
+  /// where a policy remembers rows, which it would of one sequence.
+  std::unique_ptr<Caches> copy() const {
+    for (const Policy& policy : own_)
+      if (policy.entry->see_rows)
+        throw std::invalid_argument(fmt::format(
+            "policy {} looks at the rows of one sequence, so its cache is not copied; compute the "
+            "prefix again for each copy",
+            policy.entry->info.name));
+    return std::unique_ptr<Caches>(new Caches(*this));
+  }
 
   /// [token, query_heads, head_size], the outputs of tokens that come together.
   FloatArray attend(std::uint32_t layer, const Rows& q, const Rows& k, const Rows& v,
@@ -75,6 +88,20 @@ class Caches {
            is_prompt, threads);
     }
     return array_of(std::move(out), {q.shape(0), q.shape(1), q.shape(2)});
+  }
+
+  /// Back to the first `tokens` tokens. Throws std::invalid_argument, before anything is dropped,
+  /// where a cache of some layer cannot.
+  void crop(std::uint32_t tokens) {
+    for (const LayerCache& layer : layers_)
+      for (const HeadCache& head : layer.heads())
+        if (const std::string why = head.live().crop_obstacle(tokens); !why.empty())
+          throw std::invalid_argument(
+              fmt::format("crop to {} of {} tokens: {}; copy the cache before those tokens instead",
+                          tokens, tokens_.front(), why));
+    for (LayerCache& layer : layers_)
+      for (HeadCache& head : layer.heads()) head.crop(tokens);
+    for (std::uint32_t& fed : tokens_) fed = std::min(fed, tokens);
   }
 
   std::uint32_t tokens(std::uint32_t layer) const { return tokens_.at(layer); }
@@ -102,6 +129,8 @@ class Caches {
   }
 
  private:
+  Caches(const Caches&) = default;
+
   /// The four steps of the rule for each admission that the rows make: a prompt by its prefill,
   /// decoded tokens one by one.
   void feed(std::uint32_t layer, LayerRows rows, bool is_prompt, unsigned threads) {
@@ -135,6 +164,7 @@ class Caches {
                                               heads, head_size_));
   }
 
+  std::vector<Policy> own_;  // whose hooks the layers call
   std::uint32_t kv_heads_, group_, head_size_;
   std::uint32_t chunk_ = 0;  // tokens of a prompt's admission; 0: all
   std::vector<GrowingRope> ropes_;
@@ -157,6 +187,8 @@ void bind_caches(nb::module_& module) {
       .def("attend", &Caches::attend, nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
            nb::arg("is_prompt"), nb::arg("threads"),
            "q [tokens, query_heads, head_size], k and v before RoPE; returns the outputs.")
+      .def("copy", &Caches::copy, "Between two calls: what goes on from here in another way.")
+      .def("crop", &Caches::crop, nb::arg("tokens"), "Back to the first so many tokens.")
       .def("tokens", &Caches::tokens, nb::arg("layer"))
       .def("kept", &Caches::kept, nb::arg("layer"), nb::arg("kv_head"), "Positions, ascending.")
       .def_prop_ro("evictions", &Caches::evictions)

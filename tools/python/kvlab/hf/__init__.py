@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlab.hf.capturing import capture
-    from kvlab.hf.evicting_cache import evicting
+    from kvlab.hf.cache import Cache
+    from kvlab.hf.evicting_block import evicting
     from kvlab.hf.presses import KvlabPress, from_press
     from kvlab.hf.refused import Refused
 
-__all__ = ["KvlabPress", "Refused", "capture", "evicting", "from_press"]
+__all__ = ["Cache", "KvlabPress", "Refused", "capture", "evicting", "from_press"]
 
 _HOMES = {
     "capture": "capturing",
-    "evicting": "evicting_cache",
+    "evicting": "evicting_block",
+    "Cache": "cache",
     "Refused": "refused",
     "from_press": "presses",
     "KvlabPress": "presses",

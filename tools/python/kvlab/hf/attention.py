@@ -129,44 +129,64 @@ def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]
     return [Call(module, layer, row, *given, *how) for row, given in enumerate(rows)]
 
 
+class AttentionSwitch:
+    """A function in the place of the decoder's attention, while it is on."""
+
+    def __init__(
+        self, decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int = 0, *, batches: bool = False
+    ) -> None:
+        """`attend` [n, query_heads, value_size] is what the decoder's attention puts out. `tokens`: calls say what their
+        masks show to the last of so many. `batches`: of several sequences too, and of no masks."""
+        self._decoder, self._name = decoder, f"kvlab_{id(self)}"  # each switch has its own
+        configs = {id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}
+        self._settings = [vars(one) for one in configs.values() if "_attn_implementation_internal" in vars(one)]
+        self._before: list[Any] | None = None  # while it is on
+        rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by a mask's place: it, and its last row
+
+        def function(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, **words: Any) -> Any:
+            calls = _calls(module, query, key, value, None if batches else attention_mask, words)
+            if len(calls) != 1 and not batches:
+                raise Refused(f"--model: layer {calls[0].layer}: {len(calls)} sequences of queries; one is expected")
+            if attention_mask is not None and attention_mask.data_ptr() in rows:
+                calls[0].last = rows[attention_mask.data_ptr()][1]
+            outs = [attend(call) for call in calls]
+            return (torch.stack(outs) if len(outs) > 1 else outs[0][None]).to(value.dtype), None
+
+        def mask(*arguments: Any, **words: Any) -> Any:
+            if batches:
+                return None
+            made = eager_mask(*arguments, **words)
+            if tokens and made is not None and "mask_function" in words:
+                rows[made.data_ptr()] = (made, _last_row(words["mask_function"], tokens, made.device))
+            return made
+
+        AttentionInterface.register(self._name, function)
+        AttentionMaskInterface.register(self._name, mask)
+
+    def turn_on(self) -> None:
+        if self._before is None:
+            self._before = [own["_attn_implementation_internal"] for own in self._settings]
+            self._decoder.set_attn_implementation(self._name)
+
+    def turn_off(self) -> None:
+        for own, value in zip(self._settings, self._before or ()):
+            own["_attn_implementation_internal"] = value
+        self._before = None
+
+    def close(self) -> None:
+        self.turn_off()
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(self._name, None)
+
+
 @contextlib.contextmanager
 def attending(
     decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int = 0, *, batches: bool = False
 ) -> Iterator[None]:
-    """In the block, `attend` [n, query_heads, value_size] is what the decoder's attention puts out. `tokens`: calls say what
-    their masks show to the last of so many. `batches`: of several sequences too, and of no masks."""
-    rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by a mask's place: it, and its last row
-
-    def function(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, **words: Any) -> Any:
-        calls = _calls(module, query, key, value, None if batches else attention_mask, words)
-        if len(calls) != 1 and not batches:
-            raise Refused(f"--model: layer {calls[0].layer}: {len(calls)} sequences of queries; one is expected")
-        if attention_mask is not None and attention_mask.data_ptr() in rows:
-            calls[0].last = rows[attention_mask.data_ptr()][1]
-        outs = [attend(call) for call in calls]
-        return (torch.stack(outs) if len(outs) > 1 else outs[0][None]).to(value.dtype), None
-
-    def mask(*arguments: Any, **words: Any) -> Any:
-        if batches:
-            return None
-        made = eager_mask(*arguments, **words)
-        if tokens and made is not None and "mask_function" in words:
-            rows[made.data_ptr()] = (made, _last_row(words["mask_function"], tokens, made.device))
-        return made
-
-    configs = {id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}
-    settings = [
-        (config, vars(config)) for config in configs.values() if "_attn_implementation_internal" in vars(config)
-    ]
-    before = [(config, own["_attn_implementation_internal"]) for config, own in settings]
-    name = f"kvlab_{id(function)}"  # of blocks within blocks each its own
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, mask)
+    """An AttentionSwitch that is on in the block."""
+    switch = AttentionSwitch(decoder, attend, tokens, batches=batches)
     try:
-        decoder.set_attn_implementation(name)
+        switch.turn_on()
         yield
     finally:
-        for config, own in before:
-            config._attn_implementation_internal = own
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(name, None)
+        switch.close()

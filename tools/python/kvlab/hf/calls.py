@@ -29,41 +29,6 @@ def cache_among(values: Iterable[Any]) -> Any:
     return next((one for one in values if hasattr(one, "get_seq_length") and hasattr(one, "update")), None)
 
 
-class CountedCache:
-    """A cache of transformers' that counts its tokens, and takes no keys and values."""
-
-    def __init__(self, past: Any, layer: int) -> None:
-        """`layer`: the first that attends."""
-        self.past, self._layer = past, layer
-
-        def update(keys: Any, values: Any, layer_idx: int, *arguments: Any, **words: Any) -> tuple[Any, Any]:
-            if layer_idx == layer:
-                self.count(keys.shape[-2], *arguments, **words)
-            return keys, values
-
-        def back(*_: Any, **__: Any) -> None:
-            what = "a sequence that goes back, or rows that change places (beams, assisted decoding)"
-            raise Refused(f"evicting: {what}, is not supported")
-
-        past.update = update
-        for name in self._BACK:
-            setattr(past, name, back)
-
-    _BACK = ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices")
-
-    def count(self, tokens: int, *arguments: Any, **words: Any) -> None:
-        """Transformers counts the tokens of what it holds: as many zeros."""
-        before, zeros = self.past.get_seq_length(), torch.zeros(1, 1, tokens, 1)
-        type(self.past).update(self.past, zeros, zeros, self._layer, *arguments, **words)
-        if self.past.get_seq_length() != before + tokens:
-            what = f"the call's {type(self.past).__name__} of {before} tokens has not counted {tokens} more"
-            raise Refused(f"evicting: {what}")
-
-    def release(self) -> None:
-        for name in ("update", *self._BACK):
-            vars(self.past).pop(name, None)
-
-
 def few_logits(model: Any) -> torch.Tensor:
     """[4, vocabulary] float32: of a prompt's last token and of three decoded ones."""
     ids = torch.arange(1, 10, device=model.device)[None] * 7 % text_config(model.config).vocab_size
@@ -81,51 +46,44 @@ class Calls:
     """Looks at the calls of a decoder. A decoded token's mask and positions on a device are looked at by end()."""
 
     def __init__(self, decoder: Any) -> None:
-        self._names = list(inspect.signature(decoder.forward).parameters)
         self._decoder = decoder
         self._wrong: torch.Tensor | None = None  # on the device: whether a decoded token's were
         self._seen = torch.ones(1, 0, dtype=torch.bool)  # [row, column]: the mask so far, but for decoded tokens
         self.pads: list[int] = []  # of each row, so far
-        self.outer_mask: Any = None  # what the model around the decoder is given
 
-    def look(self, arguments: tuple[Any, ...], words: Mapping[str, Any]) -> tuple[int, int, list[int]] | None:
+    def crop(self, columns: int) -> None:
+        self._seen = self._seen[:, :columns]
+
+    def look(self, words: Mapping[str, Any], outer_mask: Any) -> tuple[int, int, list[int]] | None:
         """How many columns are before the call's, how many it has, and how many tokens it brings to each row. Refuses
-        whatever caches of sequences that go on do not do."""
+        whatever caches of sequences that go on do not do. `outer_mask`: what the model around the decoder is given."""
         config = self._decoder.config
         given = {"output_attentions": getattr(config, "output_attentions", None)} | dict(words)
-        given |= dict(zip(self._names, arguments))
         rows = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if rows is None or rows.ndim < 2:
             return None  # of which transformers complains
         past = cache_among(given.values())
         for name, value in given.items():
             if name not in _KNOWN and all(value is not fine for fine in (None, False, past)):
-                raise Refused(f"evicting: {name} is given; the caches know {', '.join(sorted(_KNOWN))}")
+                raise Refused(f"kvlab.hf: {name} is given; the caches know {', '.join(sorted(_KNOWN))}")
         if past is None and not (config.use_cache if given.get("use_cache") is None else given["use_cache"]):
             why = "use_cache=False in it or in the model's config"
-            raise Refused(f"evicting: the call comes without a cache, as with {why}; use_cache=True is expected")
-        own = type(past).__module__.startswith("transformers.models.")  # of a family
-        if (
-            past is not None
-            and not own
-            and (type(past) is not transformers.DynamicCache or getattr(past, "offloading", False))
-        ):
-            raise Refused(f"evicting: the call's cache is a {type(past).__name__}; a plain DynamicCache is expected")
+            raise Refused(f"kvlab.hf: the call comes without a cache, as with {why}; use_cache=True is expected")
         start, (batch, n) = 0 if past is None else int(past.get_seq_length()), rows.shape[:2]
         if start == 0 or not self.pads:
             self._seen, self.pads = torch.ones(batch, 0, dtype=torch.bool, device=rows.device), [0] * batch
         if len(self.pads) != batch:
-            raise Refused(f"evicting: a batch of {batch}; the call before had {len(self.pads)} sequences")
+            raise Refused(f"kvlab.hf: a batch of {batch}; the call before had {len(self.pads)} sequences")
         later = n == 1 and rows.device.type != "cpu"  # where to look means to wait
         if not later:
             self.end()
         mask = given.get("attention_mask")
         if isinstance(mask, dict) and all(value is None for value in mask.values()):
-            mask = self.outer_mask  # of which the model around has made what attention is told here to leave out
+            mask = outer_mask  # of which the model around has made what attention is told here to leave out
         new = self._new(mask, batch, start, n, later)
         if start > 0 and min(new) < n and given.get("position_ids") is None:
             what = "padding behind tokens, which the model numbers too; position_ids that count tokens alone are"
-            raise Refused(f"evicting: the call brings {what} expected")
+            raise Refused(f"kvlab.hf: the call brings {what} expected")
         self._look_at_positions(given, start, n, new, later, rows.device)
         return start, n, new
 
@@ -133,13 +91,13 @@ class Calls:
         wrong, self._wrong = self._wrong, None
         if wrong is not None and bool(wrong):
             what = "an attention_mask that leaves tokens out, or position_ids that do not count on by one"
-            raise Refused(f"evicting: a decoded token came with {what}; a sequence without gaps is expected")
+            raise Refused(f"kvlab.hf: a decoded token came with {what}; a sequence without gaps is expected")
 
     def _expect(self, name: str, fine: torch.Tensor, later: bool, wrong: str) -> None:
         if later:
             self._wrong = ~fine if self._wrong is None else self._wrong | ~fine
         elif not bool(fine):
-            raise Refused(f"evicting: {name} {wrong}")
+            raise Refused(f"kvlab.hf: {name} {wrong}")
 
     def _new(self, mask: Any, batch: int, start: int, n: int, later: bool) -> list[int]:
         """Of the call's n columns, the tokens that each row has behind its padding."""
@@ -148,7 +106,7 @@ class Calls:
             return [n] * batch
         if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (batch, start + n):
             found = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-            raise Refused(f"evicting: attention_mask is {found}; {right}")
+            raise Refused(f"kvlab.hf: attention_mask is {found}; {right}")
         shown, before = mask.bool(), self._seen.shape[1]
         part = shown[:, start:]
         fine = (shown[:, :before] == self._seen).all() & shown[:, before:start].all() & part[:, -1].all()
@@ -174,7 +132,7 @@ class Calls:
                 or value.shape[-2:-1] not in ((), (1,), (len(new),))
             ):
                 found = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-                raise Refused(f"evicting: {name} is {found}; {right}")
+                raise Refused(f"kvlab.hf: {name} is {found}; {right}")
             at, fine = value.to(device), value.to(device) == columns
             if any(self.pads) and name == "position_ids":  # of padding they are as they may
                 pads, counts = (torch.tensor(numbers, device=device)[:, None] for numbers in (self.pads, new))

@@ -22,6 +22,7 @@ from kvlab import _kvlab
 from kvlab._arrays import writer_of
 from kvlab._progress import shown
 from kvlab._trace import Trace
+from kvlab.hf.attended_model import refuse_within_block
 from kvlab.hf.attention import Call, attending, attention, check_mask
 from kvlab.hf.calls import cache_among, cache_word
 from kvlab.hf.layers import (
@@ -351,6 +352,7 @@ def capture(
         pathlib.Path(str(getattr(base.config, "_name_or_path", "") or type(base).__name__)).name
     )
     refuse_no_decoder(name, base.config)
+    refuse_within_block(base)
     ids = _one_sequence(input_ids, int(text_config(base.config).vocab_size))
     if prompt_tokens is not None and not 1 <= prompt_tokens <= len(ids):
         raise Refused(f"prompt_tokens: {prompt_tokens} should be between 1 and {len(ids)}")

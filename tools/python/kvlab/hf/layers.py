@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def turned_back(x: torch.Tensor, order: torch.Tensor | None, turns: Turns | None
     return (torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1) / (cos**2 + sin**2).repeat(1, 1, 2)).to(x.dtype)
 
 
-def _is_turns(value: Any) -> bool:
+def is_turns(value: Any) -> bool:
     """Of position_embeddings: (cos, sin), or complex numbers."""
     if isinstance(value, torch.Tensor):
         return value.is_complex()
@@ -95,19 +95,22 @@ def _is_turns(value: Any) -> bool:
 
 
 def _stilled(value: Any) -> Any:
-    if not _is_turns(value):
+    if not is_turns(value):
         return value
     if isinstance(value, torch.Tensor):
         return torch.ones_like(value)
     return torch.ones_like(value[0]), torch.zeros_like(value[1])
 
 
-def turns_among(given: Given, n: int, row: int = 0) -> Turns | None:
-    """The first among what a module is given, for each pair; the model has them for each pair or for each dimension."""
-    for value in filter(_is_turns, (*given[0], *given[1].values())):
+def turns_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Turns | None:
+    """The first among what a module is given, for each pair; the model has them for each pair or for each dimension.
+    `pairs`: how many there are, where that is known. (At position 0 all are equal.)"""
+    for value in filter(is_turns, (*given[0], *given[1].values())):
         cos, sin = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
         cos, sin = (x.reshape(-1, n, x.shape[-1]) for x in (cos, sin))
         cos, sin = (x[min(row, len(x) - 1)].float() for x in (cos, sin))
+        if cos.shape[-1] == pairs:
+            return Turns(cos, sin)
         half = cos.shape[-1] // 2
         for part, again in ((slice(half), slice(half, None)), (slice(0, None, 2), slice(1, None, 2))):
             if cos.shape[-1] % 2 == 0 and all(torch.equal(x[:, part], x[:, again]) for x in (cos, sin)):
@@ -117,14 +120,16 @@ def turns_among(given: Given, n: int, row: int = 0) -> Turns | None:
 
 
 @contextlib.contextmanager
-def listening(layers: Sequence[Layer], given: dict[int, Given]) -> Iterator[None]:
+def listening(
+    layers: Sequence[Layer], given: dict[int, Given], active: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """In the block, `given` is what each layer's module is called with, but for what turns: that is taken away where the
-    layer can be called without."""
+    layer can be called without. Only while it is `active`."""
 
     last: list[Any] = [None, None]  # what turned, and what stands for it: of all layers mostly the same
 
     def stilled(value: Any) -> Any:
-        if not _is_turns(value):
+        if not is_turns(value):
             return value
         if value is not last[0]:
             last[:] = value, _stilled(value)
@@ -132,6 +137,8 @@ def listening(layers: Sequence[Layer], given: dict[int, Given]) -> Iterator[None
 
     def hook_of(layer: Layer) -> Any:
         def take(_: Any, arguments: Any, words: Any) -> Any:
+            if not active():
+                return None
             given[layer.index] = (arguments, words)
             if layer.still:
                 return tuple(map(stilled, arguments)), {name: stilled(value) for name, value in words.items()}
@@ -374,6 +381,11 @@ def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
     few = (list(ids) + [number * 7 % len(decoder.get_input_embeddings().weight) for number in range(1, n)])[:n]
     run = _look(decoder, few, 0, tokens)
     numbers, modules = [call.layer for call in run.calls], dict(decoder.named_modules())
+    for call in run.calls:
+        for name, part in (("queries", call.q), ("keys", call.k), ("values", call.v)):
+            if not bool(part.isfinite().all()):
+                what = f"layer {call.layer}: {name} of a few tokens are not finite"
+                raise Refused(f"--model: {what}; weights without NaN and infinity are expected")
     if twice := {number for number in numbers if numbers.count(number) > 1}:
         raise Refused(f"--model: layer {min(twice)} attends more than once; once is expected")
     owners = {call.k.float().cpu().numpy().tobytes(): call.layer for call in reversed(run.calls)}
@@ -383,9 +395,9 @@ def _layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
     layers = []
     for call, out in sorted(zip(run.calls, run.outs), key=lambda one: one[0].layer):
         layers.append(_layer_of(decoder, modules, call, out, run))
-    _compare(decoder, layers, few, 0)
+    _compare(decoder, layers, few, 0, run)
     if tokens > n and "position_ids" in inspect.signature(decoder.forward).parameters:
-        _compare(decoder, layers, few, tokens - n)
+        _compare(decoder, layers, few, tokens - n, _look(decoder, few, tokens - n))
     return layers
 
 
@@ -416,7 +428,7 @@ def turns_of(layer: Layer, given: Given, n: int, first: int) -> Turns | None:
     """By which the layer turns n tokens at positions from `first` on, checked against its table."""
     if not layer.pairs:
         return None
-    turns = turns_among(given, n)
+    turns = turns_among(given, n, pairs=layer.pairs)
     if turns is None or not turns_alike(turns, layer.rope, layer.pairs, first):
         raise Refused(
             f"--model: layer {layer.index}: at positions from {first} on its RoPE turns otherwise than at first; one rotation"
@@ -425,10 +437,10 @@ def turns_of(layer: Layer, given: Given, n: int, first: int) -> Turns | None:
     return turns
 
 
-def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: int) -> None:
-    """What is stored of the layers with what they compute, and the hidden states with those of the plain model."""
+def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: int, own: Run) -> None:
+    """What is stored of the layers with what they computed in `own`, and the hidden states with the plain model's."""
     where, at = f" at positions from {first} on" if first else "", {layer.index: layer for layer in layers}
-    plain, own = _fed(decoder, ids, first), _look(decoder, ids, first)
+    plain = _fed(decoder, ids, first)
     given: dict[int, Given] = {}
     outs: list[torch.Tensor] = []
 

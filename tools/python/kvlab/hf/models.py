@@ -94,9 +94,25 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return parameters
 
 
+def rope_types(config: Any) -> set[str]:
+    """Of all layers: some configs have parameters for each kind of layer."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [part for part in found.values() if isinstance(part, dict)] or [found]
+    return {part.get("rope_type") or part.get("type") or "default" for part in parts}
+
+
 def text_config(config: Any) -> Any:
     """Of the decoder of text, which others may be around."""
     return config.get_text_config(decoder=True)
+
+
+def context_of(config: Any) -> int:
+    """The most tokens that the model is made for."""
+    most = getattr(text_config(config), "max_position_embeddings", None)
+    if not (isinstance(most, int) and most > 0):
+        what = f"{type(config).__name__} has no max_position_embeddings"
+        raise Refused(f"kvlab.hf: {what}; length=, the most tokens that there may be, is expected")
+    return most
 
 
 def refuse_no_decoder(name: str, config: Any) -> None:

@@ -14,6 +14,7 @@ import kvpress
 import numpy
 import numpy.typing
 import torch
+import transformers
 from kvpress.utils import compute_n_kept, get_prerope_key_states, get_prerope_query_states
 
 from kvlab import _kvlab
@@ -21,7 +22,7 @@ from kvlab._policy import Policy, Step, Token, policy, resolve
 from kvlab._rows import Rows
 from kvlab.hf.columns import output_projection
 from kvlab.hf.layers import acted_on, decoder_of, layers_of, output_projections, said
-from kvlab.hf.models import base_of, text_config
+from kvlab.hf.models import base_of, context_of
 from kvlab.hf.refused import Refused
 
 Scores = numpy.typing.NDArray[numpy.float64]
@@ -216,7 +217,7 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
 
     def post_init_from_model(self, model: Any) -> None:
         base = base_of(model)
-        length = int(text_config(base.config).max_position_embeddings)
+        length = context_of(base.config)
         layers = layers_of(decoder_of(base), [], length)
         self._acted = acted_on(layers, length)
         self._outputs = functools.cache(lambda: output_projections(base, self._acted))
@@ -245,6 +246,12 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
         q, k, v = (part.transpose(0, 1).float().contiguous().cpu().numpy() for part in rows)
         caches.attend(place, q, k, v, True, os.cpu_count() or 1)
         return [torch.from_numpy(caches.kept(place, head).astype(int)) for head in range(first.kv_heads)]
+
+    def forward_hook(self, module: Any, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if "past_key_values" not in kwargs:
+            what = f"transformers {transformers.__version__} calls attention without past_key_values, which kvpress reads"
+            raise Refused(f"KvlabPress: {what}; transformers older than 5.3 is expected")
+        return super().forward_hook(module, input, kwargs, output)
 
     def compress(
         self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any

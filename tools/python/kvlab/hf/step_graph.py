@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvlab.hf.attended_model import AttendedModel
+from kvlab.hf.cache import conversation_of
 from kvlab.hf.calls import cache_among
+from kvlab.hf.conversation import Conversation
 
 _OF_THE_HEAD = frozenset(("logits_to_keep", "num_logits_to_keep"))  # which the decoder does not see
 _KNOWN = _OF_THE_HEAD.union(
@@ -17,53 +22,30 @@ _KNOWN = _OF_THE_HEAD.union(
 
 
 class StepGraph:
-    """The forward pass of one token through caches of slots, captured at its second step: the first, which runs as
-    ever, loads what the capture may not."""
+    """The forward pass of one token through a conversation's slots, captured at its second step: the first, which runs
+    as ever, loads what the capture may not."""
 
-    def __init__(self, evicting: Any, model: Any) -> None:
-        self._evicting, self._model = evicting, model
+    def __init__(self, model: Any) -> None:
         self._ids, self._position = (torch.zeros(1, 1, dtype=torch.int64, device=model.device) for _ in range(2))
         self._mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)  # of four dimensions: as it is
         self._graph: Any = None
-        self._ran = False
+        self.ran = False
 
-    def forward_of(self, original: Any) -> Any:
-        """The model's forward, with the graph for the steps that it knows."""
+    def capture(self, original: Any, conversation: Conversation) -> None:
+        """Before anything is counted: it may fail."""
+        if self._graph is not None:
+            return
+        graph, hooks = torch.cuda.CUDAGraph(), conversation.attended.installed()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            hooks.attend_token = conversation.rows[0].caches.token
+            try:
+                words = {"attention_mask": self._mask, "use_cache": False, "return_dict": True}
+                self._logits = original(input_ids=self._ids, position_ids=self._position, **words).logits
+            finally:
+                hooks.attend_token = None
+        self._graph = graph
 
-        @functools.wraps(original)
-        def forward(*arguments: Any, **words: Any) -> Any:
-            ids, past, fed = words.get("input_ids"), cache_among(words.values()), self._evicting.tokens
-            others = (value for word, value in words.items() if word not in _KNOWN and value is not past)
-            if (
-                arguments
-                or ids is None
-                or past is None
-                or any(value is not None and value is not False for value in others)
-            ):
-                return original(*arguments, **words)
-            if (
-                words.get("return_dict") is False
-                or tuple(ids.shape) != (1, 1)
-                or fed == 0
-                or past.get_seq_length() != fed
-                or past is not self._evicting._past.past
-            ):
-                return original(*arguments, **words)  # of a batch, of what is padded
-            if not self._ran:
-                self._ran = True
-                return original(*arguments, **words)
-            if self._graph is None:
-                self._capture(original)  # before anything is counted: it may fail
-            self._evicting._look(None, (), {word: words[word] for word in words if word not in _OF_THE_HEAD})
-            logits = self._step(ids, fed)
-            self._evicting._past.count(1)
-            cache = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-            return CausalLMOutputWithPast(logits=logits, **{cache: past})
-
-        return forward
-
-    def _step(self, ids: torch.Tensor, fed: int) -> Any:
-        caches = self._evicting._rows[0].caches
+    def step(self, ids: torch.Tensor, fed: int, caches: Any) -> Any:
         self._ids.copy_(ids)
         self._position.fill_(fed)
         caches.before_token()
@@ -71,13 +53,55 @@ class StepGraph:
         caches.count_token()
         return self._logits.clone()
 
-    def _capture(self, original: Any) -> None:
-        caches, graph = self._evicting._rows[0].caches, torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph):
-            self._evicting._attend_token = caches.token
-            try:
-                words = {"attention_mask": self._mask, "use_cache": False, "return_dict": True}
-                self._logits = original(input_ids=self._ids, position_ids=self._position, **words).logits
-            finally:
-                self._evicting._attend_token = None
-        self._graph = graph
+
+class StepGraphs:
+    """In a model's forward: each conversation's graph for the steps that it knows."""
+
+    def __init__(self, attended: AttendedModel) -> None:
+        self._attended = attended
+
+    @contextlib.contextmanager
+    def in_model(self, model: Any) -> Iterator[None]:
+        before = vars(model).get("forward")  # what somebody else had put there, such as accelerate
+        model.forward = self._forward_of(model, model.forward)
+        try:
+            yield
+        finally:
+            if before is None:
+                vars(model).pop("forward")
+            else:
+                model.forward = before
+
+    def _forward_of(self, model: Any, original: Any) -> Any:
+        @functools.wraps(original)
+        def forward(*arguments: Any, **words: Any) -> Any:
+            cache = cache_among(words.values())
+            conversation = conversation_of(cache)
+            if conversation is None or arguments or not _is_plain_step(words, cache, conversation.tokens):
+                return original(*arguments, **words)  # of a batch, of what is padded
+            graph = conversation.graph = conversation.graph or StepGraph(model)
+            if not graph.ran:
+                graph.ran = True
+                return original(*arguments, **words)
+            graph.capture(original, conversation)
+            fed = conversation.tokens
+            self._attended.installed().look({word: words[word] for word in words if word not in _OF_THE_HEAD})
+            logits = graph.step(words["input_ids"], fed, conversation.rows[0].caches)
+            cache.count(1)
+            name = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+            return CausalLMOutputWithPast(logits=logits, **{name: cache})
+
+        return forward
+
+
+def _is_plain_step(words: dict[str, Any], cache: Any, fed: int) -> bool:
+    ids = words.get("input_ids")
+    others = (value for word, value in words.items() if word not in _KNOWN and value is not cache)
+    return (
+        ids is not None
+        and not any(value is not None and value is not False for value in others)
+        and words.get("return_dict") is not False
+        and tuple(ids.shape) == (1, 1)
+        and fed > 0
+        and cache.get_seq_length() == fed
+    )

@@ -36,6 +36,14 @@ class Window:
     def kept(self) -> numpy.typing.NDArray[numpy.uint32]:
         return numpy.arange(max(0, self.tokens - self._span), self.tokens, dtype=numpy.uint32)
 
+    def crop_obstacle(self) -> str:
+        """Why it cannot go back; empty if it can."""
+        return f"a layer's window of {self._span} tokens has dropped tokens" if self.tokens > self._span else ""
+
+    def crop(self, tokens: int) -> None:
+        self.tokens = min(self.tokens, tokens)
+        self._k, self._v = self._k[:, : self.tokens], self._v[:, : self.tokens]
+
     @property
     def bytes(self) -> int:
         return self._k.nbytes + self._v.nbytes

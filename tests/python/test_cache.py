@@ -1,0 +1,384 @@
+"""kvlab.hf.Cache: each conversation goes on from its own keys and values, whatever else the model is asked."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import numpy
+import pytest
+
+import kvlab
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+if int(torch.__version__.split(".")[0]) < 2:
+    pytest.skip("kvlab.hf.Cache needs torch 2", allow_module_level=True)
+from test_calls import sharp  # noqa: E402
+from test_evicting_families import made  # noqa: E402
+from test_families import IDS, one_thread  # noqa: F401, E402
+from test_hf import model_of  # noqa: E402
+
+from kvlab.hf.calls import cache_word  # noqa: E402
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+BUDGET = 24
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("mistral", {"sliding_window": None}),
+    ("phi3", {}),
+    ("gemma2", {"sliding_window": 16, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 4}),
+    ("gemma3_text", {"sliding_window": 16}),
+    ("gpt_oss", {"sliding_window": 16}),
+    ("qwen3_next", {}),
+    ("gpt2", {}),
+    ("gpt_neox", {}),
+    ("olmo2", {}),
+    ("cohere", {}),
+]
+ALL = pytest.mark.parametrize(("family", "words"), FAMILIES, ids=[family for family, _ in FAMILIES])
+
+
+def ids_of(text: int, tokens: int) -> Any:
+    """Of a text by its number."""
+    return IDS[:, text * 70 : text * 70 + tokens]
+
+
+def call(model: Any, ids: Any, cache: Any) -> Any:
+    with torch.no_grad():
+        return model(ids, **{cache_word(model): cache}, use_cache=True).logits[0]
+
+
+def cache_of(model: Any, policy: str = "h2o", budget: int | None = BUDGET, **words: Any) -> Any:
+    try:
+        return kvlab.hf.Cache(model, policy, budget, **words)
+    except kvlab.hf.Refused as refused:
+        if "a cache of its own" not in str(refused):
+            raise
+        pytest.skip(str(refused))
+
+
+def kept_of(cache: Any) -> list[list[int]]:
+    attended = cache._conversation.attended
+    return [cache.kept(layer, head).tolist() for layer in attended.layers for head in range(attended.shape.kv_heads)]
+
+
+def check_equal(one: Any, logits: Any, other: Any, expected: Any) -> None:
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert kept_of(one) == kept_of(other)
+    assert (one.tokens, one.evictions, one.get_seq_length()) == (other.tokens, other.evictions, other.get_seq_length())
+
+
+@ALL
+def test_two_conversations_of_equal_length_do_not_mix(family: str, words: dict[str, Any]) -> None:
+    model = made(family, words)
+    parts = [[ids_of(text, 50)[:, first:end] for first, end in ((0, 40), (40, 41), (41, 50))] for text in (0, 1)]
+    alone = []
+    for own in parts:
+        cache = cache_of(model)
+        alone.append((cache, [call(model, ids, cache) for ids in own]))
+    caches = [cache_of(model), cache_of(model)]
+    mixed = [[call(model, ids, cache) for ids, cache in zip(both, caches)] for both in zip(*parts)]
+    assert not torch.allclose(mixed[-1][0], mixed[-1][1])
+    for text, cache in enumerate(caches):
+        for step, logits in enumerate(mixed):
+            torch.testing.assert_close(logits[text], alone[text][1][step], rtol=1e-5, atol=1e-5)
+        check_equal(cache, mixed[-1][text], alone[text][0], alone[text][1][-1])
+        assert cache.evictions > 0
+
+
+@ALL
+def test_a_prefix_answers_ten_questions(family: str, words: dict[str, Any]) -> None:
+    model = made(family, words)
+    prefix = cache_of(model)
+    call(model, ids_of(0, 60), prefix)
+    before = kept_of(prefix)
+    for question in range(10):
+        own = copy.deepcopy(prefix)
+        logits = call(model, ids_of(1, 60)[:, question * 5 : question * 5 + 6], own)
+        assert kept_of(prefix) == before
+        if question % 3:
+            continue
+        fresh = cache_of(model)
+        call(model, ids_of(0, 60), fresh)
+        check_equal(own, logits, fresh, call(model, ids_of(1, 60)[:, question * 5 : question * 5 + 6], fresh))
+
+
+def test_three_turns_and_a_copy_in_generate() -> None:
+    model = sharp(model_of())
+    plain, cache, text = transformers.DynamicCache(), kvlab.hf.Cache(model, "full"), ids_of(0, 20)
+    for turn in range(3):
+        own = copy.deepcopy(cache)
+        answers = [model.generate(text, **{cache_word(model): one}, **GREEDY) for one in (plain, cache, own)]
+        assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+        text = torch.cat([answers[0], ids_of(1, 5 + turn)], 1)
+    assert cache.tokens == plain.get_seq_length() == cache.get_seq_length()
+
+
+def test_a_block_keeps_conversations_apart() -> None:
+    """Foreign caches: each becomes one of kvlab's, and begin_anew() in between changes nothing."""
+    model = sharp(model_of())
+    texts, questions = [ids_of(text, 60) for text in (0, 1)], ids_of(2, 4)
+    with torch.no_grad():
+        plain = [model(torch.cat([text, questions], 1)).logits[0, -1] for text in texts]
+        with kvlab.hf.evicting(model, "full", budget="all") as caches:
+            a, b = transformers.DynamicCache(), transformers.DynamicCache()
+            call(model, texts[0], a)
+            caches.begin_anew()
+            call(model, texts[1], b)
+            c = copy.deepcopy(a)
+            for cache, expected in ((a, plain[0]), (b, plain[1]), (c, plain[0])):
+                torch.testing.assert_close(call(model, questions, cache)[-1], expected, rtol=1e-4, atol=1e-4)
+        # Behind the block they are caches of kvlab's.
+        more = ids_of(3, 3)
+        expected = model(torch.cat([texts[1], questions, more], 1)).logits[0, -1]
+        torch.testing.assert_close(call(model, more, b)[-1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["full", "window", "sink"])
+def test_a_crop_goes_back(policy: str) -> None:
+    model = sharp(model_of())
+    budget = None if policy == "full" else 64
+    cropped, fresh = cache_of(model, policy, budget), cache_of(model, policy, budget)
+    call(model, ids_of(0, 40), cropped)
+    call(model, ids_of(1, 7), cropped)
+    crop_to(cropped, 40)
+    call(model, ids_of(0, 40), fresh)
+    for ids in (ids_of(2, 9), ids_of(2, 30)):  # the window forgets at last
+        check_equal(cropped, call(model, ids, cropped), fresh, call(model, ids, fresh))
+    assert cropped.tokens == 79
+
+
+def crop_to(cache: Any, tokens: int) -> None:
+    by_number = transformers.DynamicCache.crop.__code__.co_varnames[1] == "tokens_to_remove"
+    cache.crop(tokens - cache.get_seq_length() if by_number else tokens)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "message"),
+    [
+        ("h2o", {}, "policy h2o has counted the attention of the tokens that would go; copy"),
+        ("keydiff", {}, "policy keydiff has computed features"),
+        ("window", {}, "tokens have been evicted since"),
+    ],
+)
+def test_a_crop_that_cannot_be_names_why(policy: str, words: dict[str, Any], message: str) -> None:
+    model = model_of()
+    cache = kvlab.hf.Cache(model, policy, BUDGET, **words)
+    call(model, ids_of(0, 40), cache)
+    kept = kept_of(cache)
+    with pytest.raises(kvlab.hf.Refused, match=message):
+        crop_to(cache, 30)
+    assert kept_of(cache) == kept and cache.get_seq_length() == 40
+    crop_to(cache, 40)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv:recent=8"])
+def test_chunks_by_hand_are_those_of_generate(policy: str) -> None:
+    model = sharp(model_of())
+    text, by_hand, own = ids_of(0, 60), kvlab.hf.Cache(model, policy, BUDGET), kvlab.hf.Cache(model, policy, BUDGET)
+    answer = model.generate(text, **{cache_word(model): own}, **GREEDY, prefill_chunk_size=20, disable_compile=True)
+    old = int(transformers.__version__.split(".")[0]) < 5  # there the last token is decoded
+    for ids in text.split((20, 20, 19, 1) if old else 20, 1):
+        logits = call(model, ids, by_hand)
+    for token in answer[0, 60:-1]:
+        assert int(logits[-1].argmax()) == token
+        logits = call(model, token.view(1, 1), by_hand)
+    assert kept_of(own) == kept_of(by_hand) and own.evictions == by_hand.evictions > 0
+
+
+def test_shallow_copies_are_copies() -> None:
+    model = model_of()
+    cache = kvlab.hf.Cache(model, "h2o", BUDGET)
+    call(model, ids_of(0, 40), cache)
+    other = copy.copy(cache)
+    call(model, ids_of(1, 9), other)
+    assert (cache.tokens, other.tokens) == (40, 49)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "h2o:scope=layer", "random", "sink", "criticalkv", "lagkv", "a2sf"])
+@pytest.mark.parametrize("budget", [BUDGET, f"ada({BUDGET})"])
+def test_a_copy_goes_on_as_the_original(policy: str, budget: int | str) -> None:
+    if policy == "h2o:scope=layer" and budget != BUDGET:
+        pytest.skip("a layer's heads share either")
+    model = sharp(model_of())
+    cache = kvlab.hf.Cache(model, policy, budget)
+    call(model, ids_of(0, 40), cache)
+    other = copy.deepcopy(cache)
+    for ids in (*ids_of(1, 8).split(1, 1), ids_of(2, 20), *ids_of(3, 8).split(1, 1)):
+        check_equal(cache, call(model, ids, cache), other, call(model, ids, other))
+
+
+def test_memory_goes_with_the_caches() -> None:
+    model = model_of()
+    cache = kvlab.hf.Cache(model, "h2o", BUDGET)
+    call(model, ids_of(0, 40), cache)
+    other = copy.deepcopy(cache)
+    assert other.allocated_bytes == cache.allocated_bytes
+    gone = [weakref.ref(one._conversation) for one in (cache, other)]
+    assert model._forward_pre_hooks
+    del cache, other
+    assert [ref() for ref in gone] == [None, None]
+    assert not model._forward_pre_hooks and not model.model._forward_pre_hooks
+    with kvlab.hf.evicting(model, "h2o", BUDGET) as caches, torch.no_grad():
+        for text in range(4):
+            model(ids_of(text, 30))
+            ref = weakref.ref(caches._conversation)
+        kept = [model(ids_of(text, 30)) for text in range(2)]
+        assert kept[0] is not kept[1]
+    del caches, kept
+    assert ref() is None
+    ref = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_model_that_moved_on_refuses_its_old_caches() -> None:
+    model, other = model_of(), model_of(hidden_size=64)
+    cache = kvlab.hf.Cache(model, "h2o", BUDGET)
+    with pytest.raises(Exception, match="outside of the model that it was made for"):
+        call(other, ids_of(0, 10), cache)
+    numpy.testing.assert_array_equal(cache.kept(0, 0), [])
+
+
+def changing(kind: str) -> Any:
+    """A model whose RoPE turns otherwise from a text of 65 tokens on."""
+    settings: dict[str, Any] = {"rope_type": kind, "factor": 4.0}
+    words: dict[str, Any] = {"max_position_embeddings": 64}
+    if kind == "longrope":
+        settings |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 64}
+        words = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    newer = int(transformers.__version__.split(".")[0]) >= 5
+    words |= {"rope_parameters": settings | {"rope_theta": 1e4}} if newer else {"rope_scaling": settings}
+    return sharp(model_of("llama", head_dim=16, **words))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("first", [64, 63, 20])
+def test_a_rope_that_changes_is_refused_from_its_first_token_on(kind: str, first: int) -> None:
+    with torch.no_grad():
+        expected = changing(kind)(ids_of(0, 64)).logits[0]
+    for block in (False, True):
+        model = changing(kind)
+        cache = transformers.DynamicCache() if block else kvlab.hf.Cache(model, "full", length=64)
+        with kvlab.hf.evicting(model, "full", "all", length=64) if block else torch.no_grad():
+            logits = call(model, ids_of(0, first), cache)
+            if first < 64:
+                logits = torch.cat([logits, call(model, ids_of(0, 64)[:, first:], cache)])
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+            with pytest.raises(kvlab.hf.Refused, match=rf"in a text of 65 tokens the model's RoPE \({kind}\) turns"):
+                call(model, ids_of(1, 1), cache)
+            with pytest.raises(kvlab.hf.Refused, match="a call of 1 tokens behind 64 did not end"):
+                call(model, ids_of(1, 1), cache)
+        with pytest.raises(kvlab.hf.Refused, match="RoPE"):
+            call(model, ids_of(0, 65), kvlab.hf.Cache(model, "full", length=64))
+
+
+@pytest.mark.parametrize("policy", ["tova", "h2o", "snapkv:recent=8"])
+@pytest.mark.parametrize("calls", [(40,), (20, 20), (25, 1, 1, 10, 1), (1, 30)])
+def test_what_is_recorded_is_replayed_to_the_same_tokens(policy: str, calls: tuple[int, ...]) -> None:
+    model, decoded = sharp(model_of()), 6
+    cache = kvlab.hf.Cache(model, policy, BUDGET, record=True, length=sum(calls) + decoded)
+    kept = [[] for _ in range(4)]
+    for ids in (*ids_of(0, sum(calls)).split(calls, 1), *ids_of(1, decoded).split(1, 1)):
+        call(model, ids, cache)
+        for own, positions in zip(kept, kept_of(cache)):
+            own.append(positions)
+    trace = copy.deepcopy(cache).trace()
+    prompts = [tokens for _, tokens, kind in trace.segments if kind == "prompt"]
+    assert prompts == [tokens for number, tokens in enumerate(calls) if tokens > 1 or number == 0]
+    run = kvlab.replay(trace, policy, BUDGET, references=False)
+    for at, own in enumerate(kept):
+        live = run.kept(*divmod(at, 2), policy.split(":")[0]).live
+        for query, positions in zip(live[-decoded:], own[-decoded:], strict=True):
+            assert numpy.flatnonzero(query).tolist() == positions
+
+
+def test_gradients_are_refused() -> None:
+    model = model_of()
+    with kvlab.hf.evicting(model, "full"):
+        with pytest.raises(kvlab.hf.Refused, match="gradients would not flow.*no_grad"):
+            model(ids_of(0, 9), labels=ids_of(0, 9))
+    cache, words = kvlab.hf.Cache(model, "full"), {}
+    words[cache_word(model)] = cache
+    with pytest.raises(kvlab.hf.Refused, match="gradients would not flow"):
+        model(ids_of(0, 9), **words)
+    model.requires_grad_(False)
+    embeddings = model.get_input_embeddings()(ids_of(0, 9)).clone()
+    with pytest.raises(kvlab.hf.Refused, match="gradients would not flow"):
+        model(inputs_embeds=embeddings.requires_grad_(), **words)
+    model(ids_of(0, 9), **words)
+    model.requires_grad_(True)
+    model(ids_of(0, 9), labels=ids_of(0, 9)).loss.backward()  # without a cache of kvlab's it is as it was
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_share_says_how_many_tokens_it_is_and_a_block_that_nothing_was_evicted() -> None:
+    model = model_of()
+    with pytest.warns(UserWarning, match="h2o at 20%: a share of the model's context of 2048 tokens: 409 tokens"):
+        with pytest.warns(UserWarning, match="nothing was evicted, because the longest text had 30 tokens, .* is 409 tok"):
+            with kvlab.hf.evicting(model, "h2o", "20%"), torch.no_grad():
+                model(ids_of(0, 30))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with kvlab.hf.evicting(model, "h2o", "20%", length=60), torch.no_grad():
+            model(ids_of(0, 30))
+            model(ids_of(0, 9))
+        for policy, words in (("full", {}), ("h2o", {"budget": 24, "tiers": "16:100%"})):
+            with kvlab.hf.evicting(model, policy, **words), torch.no_grad():
+                model(ids_of(0, 9))
+
+
+def test_refusals_name_their_cause() -> None:
+    model = model_of()
+    with kvlab.hf.evicting(model, "h2o", 16), torch.no_grad():
+        for use in (
+            lambda: kvlab.hf.evicting(model, "h2o", 16).__enter__(),
+            lambda: kvlab.hf.capture(model, ids_of(0, 9), progress=False),
+            lambda: kvlab.hf.Cache(model, "h2o", 16),
+        ):
+            with pytest.raises(kvlab.hf.Refused, match=r"in a block of evicting\(…\) already"):
+                use()
+        model(ids_of(0, 9))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    with pytest.raises(kvlab.hf.Refused, match="layer 1: keys of a few tokens are not finite"):
+        kvlab.hf.Cache(model_of_nan(model), "h2o", 16)
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(kvlab.hf.Refused, match="BloomConfig has no max_position_embeddings; length="):
+        kvlab.hf.evicting(bloom, "h2o", 16)
+    with pytest.raises(kvlab.hf.Refused, match="AttentionInterface"):
+        kvlab.hf.evicting(bloom, "h2o", 16, length=64)
+
+
+def model_of_nan(model: Any) -> Any:
+    other = model_of()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def test_an_interrupted_call_leaves_the_model_as_it_was() -> None:
+    model = sharp(model_of())
+    cache = kvlab.hf.Cache(model, "h2o", BUDGET)
+    call(model, ids_of(0, 30), cache)
+    expected, mlp = call(model, ids_of(1, 20), None), model.model.layers[0].mlp
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    mlp.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        call(model, ids_of(1, 5), cache)
+    del mlp.forward
+    torch.testing.assert_close(call(model, ids_of(1, 20), None), expected)
+    with pytest.raises(kvlab.hf.Refused, match="a call of 5 tokens behind 30 did not end"):
+        call(model, ids_of(1, 5), cache)
+    cache.reset()
+    call(model, ids_of(0, 30), cache)
+    assert cache.tokens == 30 == cache.get_seq_length()

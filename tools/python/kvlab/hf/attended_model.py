@@ -1,0 +1,201 @@
+"""A model whose attention kvlab's caches compute: its layers, and the hooks that stand in it while caches need them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+
+from kvlab import _kvlab
+from kvlab._policy import Policy, resolve
+from kvlab.hf.calls import few_logits
+from kvlab.hf.conversation import Conversation
+from kvlab.hf.hooks import Hooks
+from kvlab.hf.layers import (
+    acted_on,
+    decoder_of,
+    layer_count,
+    layers_of,
+    output_projections,
+    output_weights,
+    refuse_beyond_format,
+    said,
+)
+from kvlab.hf.models import ROPE_TYPES, Shape, base_of, context_of, refuse_no_decoder, rope_types, text_config
+from kvlab.hf.refused import Refused
+
+_known: weakref.WeakKeyDictionary[Any, dict[int, AttendedModel]] = weakref.WeakKeyDictionary()
+
+
+def attended_model(model: Any, length: int | None) -> AttendedModel:
+    """Of a loaded model, which is looked at once for each `length`."""
+    if not hasattr(model, "config"):
+        raise Refused(f"kvlab.hf: a {type(model).__name__}; a loaded model of transformers is expected")
+    base = base_of(model)
+    config = text_config(base.config)
+    refuse_no_decoder(str(getattr(config, "_name_or_path", "")) or type(base).__name__, base.config)
+    tokens = int(length or context_of(base.config))
+    refuse_within_block(base)
+    found = _known.setdefault(base, {}).get(tokens)
+    if found is None or not found.is_of(base):
+        found = _known[base][tokens] = AttendedModel(base, tokens)
+    return found
+
+
+def refuse_within_block(model: Any) -> None:
+    for other in _known.get(base_of(model), {}).values():
+        if other.block is not None:
+            raise Refused("kvlab.hf: the model is in a block of evicting(…) already; a call behind that block is expected")
+
+
+class Block:
+    """Gives each cache that a block meets a conversation of its own."""
+
+    def __init__(self, attended: AttendedModel, conversation: Callable[[], Conversation]) -> None:
+        self._attended, self._new = attended, conversation
+        self._conversation = conversation()  # the last that began
+        self._owner: weakref.ref[Any] | None = None  # the cache that holds it
+
+    def begin(self) -> Conversation:
+        """For a cache that is met for the first time. One whose cache is gone gives its memory to the next."""
+        if self._owner is None or self._owner() is None:
+            self._conversation.begin()
+        else:
+            self._conversation = self._new()
+        self._owner = None
+        return self._conversation
+
+    def owned_by(self, cache: Any) -> None:
+        self._owner = weakref.ref(cache)
+
+    def note(self, conversation: Conversation) -> None:
+        """A call of it has ended."""
+
+
+class AttendedModel:
+    """What kvlab knows of a loaded model for texts of `length` tokens, and the hooks in it."""
+
+    def __init__(self, model: Any, length: int) -> None:
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+            found = ", ".join(sorted(map(str, devices)))
+            raise Refused(f"kvlab.hf: the model is on {found}; the CPU or one CUDA device is expected")
+        self._model, self._modules = weakref.ref(model), _state_of(model)
+        self.device, self.dtype, self.length = devices.pop(), model.dtype, length
+        self.decoder = decoder_of(model)
+        self.layers = {layer.index: layer for layer in layers_of(self.decoder, [], length)}
+        self.acted = acted_on([*self.layers.values()], length)
+        refuse_beyond_format(self.acted, "caches have")
+        first = self.acted[0]
+        self.shape = Shape(len(self.acted), first.query_heads, first.kv_heads, first.key_size)
+        self.places = {layer.index: place for place, layer in enumerate(self.acted)}
+        self.spans = {layer.index: layer.span for layer in self.layers.values() if layer.index not in self.places}
+        self.has_others = layer_count(self.decoder, [*self.layers.values()]) > len(self.layers)
+        self.most = min(layer.span for layer in self.acted) or None  # tokens of which a window hides none
+        self.rope_types = rope_types(self.decoder.config)
+        self.has_fixed_rope = self.rope_types <= set(ROPE_TYPES)
+        self.block: Block | None = None
+        self._hooks: weakref.ref[Hooks] | None = None
+        self._checked = False
+
+    def is_of(self, model: Any) -> bool:
+        """Whether the model has the modules that were looked at."""
+        return (model.dtype, model.device) == (self.dtype, self.device) and _state_of(model) == self._modules
+
+    @property
+    def model(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise Refused("kvlab.hf: the model of this cache is gone; it is expected as long as its caches")
+        return model
+
+    # --- Caches ---------------------------------------------------------------------------------
+
+    def request(
+        self, policy: str | Policy, budget: int | str | None, tiers: str | None = None, **words: Any
+    ) -> _kvlab.CacheRequest:
+        """`words`: prefill, positions, seed, threshold and length, where they are not as usual."""
+        (text,), own = resolve([policy])
+        setting = "" if tiers is None else ":ladder=" + tiers.replace(",", "+").replace(":", "@")
+        usual: dict[str, Any] = {"prefill": "dense", "positions": "", "seed": 0, "threshold": 0.01, "length": self.length}
+        return _kvlab.CacheRequest(
+            policy=text + setting,
+            own=own,
+            budget="" if budget is None else str(budget),
+            **usual | words,
+            **{size: getattr(self.shape, size) for size in ("layers", "kv_heads", "head_size")},
+            layer_numbers=list(self.places),
+        )
+
+    def caches(self, request: Callable[[], _kvlab.CacheRequest]) -> Callable[[], Any]:
+        """What makes those of one sequence. A request for each, because policies remember what they are shown."""
+        if self.device.type == "cuda":
+            from kvlab.hf.slot_caches import SlotCaches
+
+            plan = _kvlab.slot_plan(request())
+            return lambda: SlotCaches(
+                plan, self.acted, self.dtype, self.device, lambda: output_weights(self.model, self.acted)
+            )
+        inv_freq, factors, rows = said(self.acted)
+        outputs = functools.cache(lambda: output_projections(self.model, self.acted))
+        heads = (self.shape.query_heads, self.shape.head_size)
+        return lambda: _kvlab.Caches(request(), *heads, inv_freq, factors, rows, outputs)
+
+    def check(self) -> None:
+        """Whether a cache that keeps all gives what the model gives without ours. Once."""
+        if self._checked:
+            return
+        model = self.model
+        plain = few_logits(model)
+        make = self.caches(lambda: self.request("full", None, length=9))
+        block = Block(self, lambda: Conversation(self, make, None, False))
+        with self.run_in(block):
+            off = float((few_logits(model) - plain).norm() / plain.norm())
+        tokens = block._conversation.tokens
+        if not bool(plain.isfinite().all()):
+            raise Refused(f"kvlab.hf: logits of the plain {type(model).__name__} are not finite; finite weights are expected")
+        floats = all(parameter.is_floating_point() for parameter in model.parameters())
+        linear = floats and all(hasattr(layer.output, "weight") for layer in self.acted if layer.output)
+        most = 1e-3 if linear and self.dtype == torch.float32 else 0.1
+        if not off <= most or tokens != 9:
+            raise Refused(
+                f"kvlab.hf: with caches that keep nine tokens and count {tokens}, logits differ by {off:.2g} from the"
+                f" plain {type(model).__name__}'s; an attention that transformers {transformers.__version__} calls as"
+                " Llama's is expected"
+            )
+        self._checked = True
+
+    # --- Hooks ----------------------------------------------------------------------------------
+
+    def installed(self) -> Hooks:
+        """The hooks, which stay as long as somebody holds this."""
+        hooks = None if self._hooks is None else self._hooks()
+        if hooks is None:
+            hooks = Hooks(self)
+            self._hooks = weakref.ref(hooks)
+        return hooks
+
+    @contextlib.contextmanager
+    def run_in(self, block: Block) -> Iterator[None]:
+        """In the block, calls that come with other caches, or without, are the block's."""
+        refuse_within_block(self.model)
+        hooks = self.installed()
+        self.block = block
+        try:
+            yield
+        finally:
+            self.block = None
+            hooks.close_calls()
+
+
+def _state_of(model: Any) -> list[tuple[Any, Any]]:
+    """The modules, and what stands in the place of their forward."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return [
+        (weakref.ref(module), None if own is None else weakref.ref(own)) for module, own in zip(model.modules(), forwards)
+    ]

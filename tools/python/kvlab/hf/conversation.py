@@ -1,0 +1,196 @@
+"""The sequences of one cache: what is held of each, and what their calls have brought so far."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import numpy.typing
+import torch
+
+from kvlab.hf.calls import Calls
+from kvlab.hf.layers import said
+from kvlab.hf.refused import Refused, refusing
+from kvlab.hf.windows import Window
+
+if TYPE_CHECKING:
+    from kvlab._trace import Trace
+    from kvlab.hf.attended_model import AttendedModel
+
+Parts = tuple[torch.Tensor, ...]
+
+
+class Row:
+    """What is held of one sequence."""
+
+    def __init__(self, caches: Any, spans: dict[int, int]) -> None:
+        self.caches = caches  # of the layers that policies act on
+        self.windows = {layer: Window(span) for layer, span in spans.items()}
+        self.given: dict[int, list[Parts]] = {}  # what is recorded: q, k and v of each call, by place
+        self.segments: list[tuple[int, bool]] = []  # of what is recorded: tokens, and whether of a prompt
+
+    def add_segment(self, tokens: int, is_prompt: bool) -> None:
+        """Each prompt is a segment, and so are decoded tokens in a row."""
+        if self.segments and not is_prompt and not self.segments[-1][1]:
+            tokens += self.segments.pop()[0]
+        self.segments.append((tokens, is_prompt))
+
+    def tokens(self, places: int) -> set[int]:
+        """The tokens of each layer: one number, except after a call that did not end."""
+        return {self.caches.tokens(place) for place in range(places)} | {w.tokens for w in self.windows.values()}
+
+    def copy(self) -> Row:
+        if not hasattr(self.caches, "copy"):
+            raise Refused("a cache on CUDA is not copied; compute the prefix again, or model.to('cpu') is expected")
+        made = copy.copy(self)
+        with refusing():
+            made.caches = self.caches.copy()
+        made.windows = {layer: copy.copy(window) for layer, window in self.windows.items()}
+        made.given = {place: list(parts) for place, parts in self.given.items()}
+        made.segments = list(self.segments)
+        return made
+
+
+class Conversation:
+    """The rows of a batch that one cache holds. Another cache has another conversation."""
+
+    def __init__(self, attended: AttendedModel, make: Callable[[], Any], threads: int | None, record: bool) -> None:
+        """`make` makes the caches of one sequence, without tokens."""
+        self.attended, self._make, self._record = attended, make, record
+        self._threads = threads or os.cpu_count() or 1
+        self.rows: list[Row] = []
+        self.graph: Any = None  # of a decoded token, on CUDA
+        self.begin()
+
+    def begin(self) -> None:
+        """One sequence without tokens."""
+        self.hold(1)
+        self.calls = Calls(self.attended.decoder)
+        self.fault = ""  # why it cannot go on
+
+    def hold(self, count: int) -> None:
+        """So many sequences without tokens. Slots of the GPU keep their memory, so that a graph stays valid."""
+        again = [row.caches for row in self.rows[:count] if hasattr(row.caches, "begin_anew")]
+        for caches in again:
+            caches.begin_anew()
+        again += [self._make() for _ in range(count - len(again))]
+        self.rows = [Row(caches, self.attended.spans) for caches in again]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversation:
+        self.refuse_fault()
+        self.calls.end()
+        made = copy.copy(self)
+        made.rows = [row.copy() for row in self.rows]
+        made.calls, made.graph = copy.copy(self.calls), None
+        memo[id(self)] = made
+        return made
+
+    def refuse_fault(self) -> None:
+        if self.fault:
+            raise Refused(f"kvlab.hf: {self.fault}, so its cache cannot go on; another cache is expected")
+
+    def crop(self, tokens: int) -> None:
+        """Back to the first so many tokens. Refused before anything is dropped."""
+        self.refuse_fault()
+        if tokens >= self.tokens:
+            return
+        why = "the model has layers without attention, whose state does not go back" if self.attended.has_others else ""
+        why = why or ("rows are padded" if any(self.calls.pads) else "")
+        for row in self.rows:
+            why = why or next((window.crop_obstacle() for window in row.windows.values()), "")
+            why = why or ("" if hasattr(row.caches, "crop") else "it is on CUDA")
+        if why:
+            what = f"crop to {tokens} of {self.tokens} tokens: {why}"
+            raise Refused(f"kvlab.hf: {what}; copy.deepcopy() of the cache in front of those tokens is expected")
+        for row in self.rows:
+            with refusing("kvlab.hf: "):
+                row.caches.crop(tokens)
+            for window in row.windows.values():
+                window.crop(tokens)
+            row.given = {place: _first(parts, tokens) for place, parts in row.given.items()}
+            row.segments = _first_segments(row.segments, tokens)
+        self.calls.crop(tokens)
+
+    # --- What it holds --------------------------------------------------------------------------
+
+    def row(self, row: int) -> Row:
+        if not 0 <= row < len(self.rows):
+            raise IndexError(f"row {row}; the batch has {len(self.rows)}")
+        return self.rows[row]
+
+    @property
+    def tokens(self) -> int:
+        return max(int(row.caches.tokens(0)) for row in self.rows)
+
+    def kept(self, layer: int, head: int, row: int) -> numpy.typing.NDArray[numpy.uint32]:
+        self.calls.end()
+        held, places = self.row(row), self.attended.places
+        if layer in held.windows:
+            return held.windows[layer].kept()
+        if layer not in places:
+            raise IndexError(f"kept: layer {layer}; those that attend are {', '.join(map(str, self.attended.layers))}")
+        kept: numpy.typing.NDArray[numpy.uint32] = held.caches.kept(places[layer], head)
+        return kept
+
+    def sum(self, name: str) -> int:
+        return sum(int(getattr(row.caches, name)) for row in self.rows)
+
+    def trace(self, out: str | os.PathLike[str] | None, row: int) -> Trace:
+        from kvlab._trace import Trace
+
+        self.calls.end()
+        held = self.row(row)
+        if not held.given:
+            raise Refused("trace: nothing was recorded; record=True is expected, and a call of the model")
+        q, k, v = (
+            torch.stack([torch.cat([given[part] for given in layer]).transpose(0, 1) for layer in held.given.values()])
+            for part in range(3)
+        )
+        inv_freq, factors, rows = said(self.attended.acted)
+        config = {
+            "inv_freq": inv_freq,
+            "rope_factor": factors,
+            "rows": [row | {"span": 0} for row in rows],
+            "layer_numbers": list(self.attended.places),
+        }
+        segments = [(count, "prompt" if is_prompt else "decode") for count, is_prompt in held.segments]
+        return Trace.from_arrays(q, k, v, config=config, segments=segments, out=out)
+
+    # --- Attention ------------------------------------------------------------------------------
+
+    def attend(self, row: int, place: int, parts: list[torch.Tensor], is_prompt: bool) -> torch.Tensor:
+        """q, k and v [tokens, heads, head_size] before RoPE. Returns [tokens, query_heads, head_size]."""
+        held, on_cuda = self.rows[row], self.attended.device.type == "cuda"
+        if not on_cuda:
+            parts = [part.float() for part in parts]
+        if self._record:
+            held.given.setdefault(place, []).append(tuple(part.cpu() for part in parts))
+            if place == 0:
+                held.add_segment(len(parts[0]), is_prompt)
+        if on_cuda:
+            attended: torch.Tensor = held.caches.attend(place, torch.cat(parts, 1), is_prompt)
+            return attended
+        arrays = (part.contiguous().numpy() for part in parts)
+        return torch.from_numpy(held.caches.attend(place, *arrays, is_prompt, self._threads))
+
+
+def _first(given: list[Parts], tokens: int) -> list[Parts]:
+    """The parts of the first so many tokens."""
+    left: list[Parts] = []
+    for parts in given:
+        if tokens > 0:
+            left.append(tuple(part[:tokens] for part in parts))
+        tokens -= len(parts[0])
+    return left
+
+
+def _first_segments(segments: list[tuple[int, bool]], tokens: int) -> list[tuple[int, bool]]:
+    left = []
+    for count, is_prompt in segments:
+        if tokens > 0:
+            left.append((min(count, tokens), is_prompt))
+        tokens -= count
+    return left

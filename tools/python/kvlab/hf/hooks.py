@@ -1,0 +1,262 @@
+"""Hooks in a model, by which kvlab's caches see its calls and compute its attention."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvlab.hf.attention import AttentionSwitch, Call
+from kvlab.hf.cache import adopt, conversation_of, refuse_filled
+from kvlab.hf.calls import cache_among
+from kvlab.hf.layers import Given, Layer, Turns, is_turns, listening, turns_alike, turns_among
+from kvlab.hf.refused import Refused
+
+if TYPE_CHECKING:
+    from kvlab.hf.attended_model import AttendedModel
+    from kvlab.hf.conversation import Conversation
+
+
+@dataclasses.dataclass
+class _Open:
+    """A call of the decoder that goes on."""
+
+    conversation: Conversation
+    cache: Any  # None: the model makes one
+    new: list[int]  # tokens that the call brings to each row
+    before: list[int]  # tokens of each row before them
+    first: list[int]  # the position that the model gives the first of them: without position_ids, padding counts
+    compared: list[tuple[Any, bytes, int]] = dataclasses.field(default_factory=list)  # what turns, by which table, of a row
+
+
+class Hooks:
+    """They do nothing in calls that bring no cache of kvlab's, outside of a block of evicting(). They are removed when
+    the last cache that holds this is gone."""
+
+    def __init__(self, attended: AttendedModel) -> None:
+        self._attended = attended
+        self._depths: list[int] = []  # of the modules that are being called: the model is 0, the decoder the last
+        self._thread = threading.current_thread()  # that calls
+        self._open: _Open | None = None
+        self._given: dict[int, Given] = {}
+        self._outer_mask: Any = None
+        self.attend_token: Callable[[int, torch.Tensor], torch.Tensor] | None = None  # while a graph is captured
+        own, stack = weakref.ref(self), contextlib.ExitStack()  # what is left in the model does not hold this
+        self._switch = AttentionSwitch(attended.decoder, lambda call: own()._attend(call), batches=True)  # type: ignore[union-attr]
+        stack.callback(self._switch.close)
+        for depth, module in enumerate(_path(attended.model, attended.decoder)):
+            stack.callback(module.register_forward_pre_hook(_before(own, depth), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(_behind(own, depth), always_call=True).remove)
+        is_open: Callable[[], bool] = lambda: bool((hooks := own()) and hooks._depths or hooks and hooks.attend_token)
+        for layer in attended.layers.values():
+            stack.callback(layer.module.register_forward_pre_hook(_at_layer(own), with_kwargs=True).remove)
+        stack.enter_context(listening(attended.acted, self._given, is_open))
+        weakref.finalize(self, stack.close)
+
+    def __deepcopy__(self, _: Any) -> Hooks:
+        return self
+
+    # --- Calls ----------------------------------------------------------------------------------
+
+    def enter(self, depth: int, module: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
+        """In front of a call of the model, of its decoder, or of a module between them."""
+        if self.attend_token is not None:
+            return
+        if self._depths and self._thread is not threading.current_thread() and self._thread.is_alive():
+            raise Refused("kvlab.hf: two threads call one model at once; one call after the other is expected")
+        self.leave(depth)  # of a call that was interrupted
+        named = dict(zip(inspect.signature(module.forward).parameters, arguments)) | words if arguments else words
+        if not self._depths:
+            if not self._is_ours(cache_among(named.values())):
+                return
+            self._thread = threading.current_thread()
+            self._switch.turn_on()
+            self._outer_mask = named.get("attention_mask")
+        self._depths.append(depth)
+        if module is self._attended.decoder:
+            self.look(named)
+
+    def leave(self, depth: int) -> None:
+        """Behind a call at that depth, which has ended or failed."""
+        if not self._depths or self._thread is not threading.current_thread() and self._thread.is_alive():
+            return
+        while self._depths and self._depths[-1] >= depth:
+            self._depths.pop()
+        if not self._depths:
+            self.close_calls()
+
+    def close_calls(self) -> None:
+        self._depths.clear()
+        self._switch.turn_off()
+        self._given.clear()
+        self._outer_mask = None
+        if self._open is not None:
+            self._end(self._open)
+            self._open = None
+
+    def _end(self, opened: _Open) -> None:
+        conversation, attended = opened.conversation, self._attended
+        for row, before, new in zip(conversation.rows, opened.before, opened.new):
+            if row.tokens(len(attended.acted)) != {before + new}:
+                conversation.fault = f"a call of {max(opened.new)} tokens behind {before} did not end"
+        if attended.block is not None:
+            attended.block.note(conversation)
+
+    def _is_ours(self, cache: Any) -> bool:
+        conversation = conversation_of(cache)
+        return self._attended.block is not None if conversation is None else conversation.attended is self._attended
+
+    def look(self, words: dict[str, Any]) -> None:
+        """At a call of the decoder: which conversation it is of, and where its sequences go on."""
+        cache, attended = cache_among(words.values()), self._attended
+        conversation = conversation_of(cache)
+        if conversation is not None and conversation.attended is not attended:
+            raise Refused("kvlab.hf: the call's cache was made for another model, or another length=; its own is expected")
+        self._refuse_gradients(words.get("inputs_embeds"))
+        if conversation is None:
+            if attended.block is None:
+                raise Refused("kvlab.hf: the model gave its decoder another cache; the cache of the call is expected")
+            refuse_filled(cache)
+            conversation = attended.block.begin()
+        conversation.refuse_fault()
+        seen = conversation.calls.look(words, self._outer_mask)
+        if seen is None:
+            return
+        start, n, new = seen
+        if start == 0 and (conversation.tokens > 0 or len(new) != len(conversation.rows)):
+            conversation.hold(len(new))
+        before = [start + n - pads - own for pads, own in zip(conversation.calls.pads, new)]
+        first = before if words.get("position_ids") is not None else [start + n - own for own in new]
+        opened = _Open(conversation, None, new, before, first)
+        for row, held, own in zip(conversation.rows, before, new):
+            if have := row.tokens(len(attended.acted)) - {held}:
+                what = f"the call's cache counts {held} tokens, and {have.pop()} are held"
+                raise Refused(f"kvlab.hf: {what}; a cache that is changed by its own functions alone is expected")
+            if attended.most is not None and held + own > attended.most:
+                what = f"more than {attended.most} tokens, of which the model's window hides some"
+                raise Refused(f"kvlab.hf: {what}; another length= is expected")
+        self._open = opened
+        if cache is not None:
+            self._take(cache)
+
+    def _take(self, cache: Any) -> None:
+        """The call's cache, which becomes one of kvlab's."""
+        assert self._open is not None
+        if conversation_of(cache) is None:
+            refuse_filled(cache)
+            adopt(cache, self._open.conversation)
+            if self._attended.block is not None:
+                self._attended.block.owned_by(cache)
+        self._open.cache = cache
+
+    def look_at_layer(self, given: tuple[Any, ...]) -> None:
+        """At a call of a layer that attends."""
+        if self._open is None or self.attend_token is not None:
+            return
+        cache = cache_among(given)
+        if cache is not None and cache is self._open.cache:
+            return
+        if cache is None:
+            raise Refused("kvlab.hf: a layer's attention is called without the model's cache, which is expected")
+        if self._open.cache is not None or conversation_of(cache) is not None:
+            raise Refused("kvlab.hf: a call brings two caches; one is expected")
+        self._take(cache)
+
+    def is_filling(self, conversation: Conversation) -> bool:
+        return self._open is not None and self._open.conversation is conversation
+
+    def _refuse_gradients(self, embeddings: Any) -> None:
+        if torch.is_grad_enabled() and (
+            getattr(embeddings, "requires_grad", False) or any(p.requires_grad for p in self._attended.model.parameters())
+        ):
+            what = "gradients would not flow through the caches' attention"
+            raise Refused(f"kvlab.hf: {what}; torch.no_grad() or torch.inference_mode() around the call is expected")
+
+    # --- Attention ------------------------------------------------------------------------------
+
+    def _attend(self, call: Call) -> torch.Tensor:
+        """[n, query_heads, value_size]"""
+        attended, opened = self._attended, self._open
+        layer = attended.layers.get(call.layer)
+        if layer is None or not layer.fits(call):
+            what = f"layer {call.layer} attends otherwise than at first"
+            raise Refused(f"kvlab.hf: {what}; the same scale, window and shape are expected")
+        if self.attend_token is not None:
+            qkv = (layer.stored(call.q, None), layer.stored(call.k, None), call.v.transpose(0, 1))  # a layer that is still
+            return self.attend_token(attended.places[call.layer], torch.cat(qkv, 1))
+        if opened is None:
+            raise Refused(f"kvlab.hf: layer {call.layer} attends outside of a call of the decoder, which is expected")
+        n, row = call.q.shape[1], call.row
+        before, new = opened.before[row], opened.new[row]
+        if call.k.shape[1] != n:
+            what = f"layer {call.layer}: {n} queries come with {call.k.shape[1]} keys"
+            raise Refused(f"kvlab.hf: {what}; keys of the same tokens are expected")
+        if window := opened.conversation.rows[row].windows.get(call.layer):
+            own = {name: getattr(call, name)[:, n - new :] for name in ("q", "k", "v")}
+            out = window.attend(dataclasses.replace(call, **own))
+        else:
+            self._compare_turns(opened, layer, n, row)
+            turns = None if layer.still else turns_among(self._given[layer.index], n, row, layer.pairs)
+            parts = [layer.stored(call.q, turns), layer.stored(call.k, turns), call.v.transpose(0, 1)]
+            own_parts = [part[n - new :] for part in parts]
+            place = attended.places[call.layer]
+            out = opened.conversation.attend(row, place, own_parts, is_prompt=before == 0 or n > 1)
+        if row + 1 == len(opened.new):
+            self._given.pop(layer.index, None)  # the hidden states of a prompt are not held for all layers
+        return out if new == n else torch.cat((out.new_zeros(n - new, *out.shape[1:]), out))
+
+    def _compare_turns(self, opened: _Open, layer: Layer, n: int, row: int) -> None:
+        """Caches hold one rotation. Refuses another one, of a RoPE that changes with the length."""
+        attended = self._attended
+        if not layer.pairs or (n == 1 and attended.device.type == "cuda" and attended.has_fixed_rope):
+            return  # on a GPU a look at the rotation waits for it
+        given, table = self._given[layer.index], layer.rope.key
+        value = next(filter(is_turns, (*given[0], *given[1].values())), None)
+        if any(seen is value and (key, number) == (table, row) for seen, key, number in opened.compared):
+            return
+        opened.compared.append((value, table, row))
+        before, new = opened.before[row], opened.new[row]
+        turns = turns_among(given, n, row, layer.pairs)
+        own = None if turns is None else Turns(turns.cos[n - new :], turns.sin[n - new :])
+        if own is None or not turns_alike(own, layer.rope, layer.pairs, opened.first[row]):
+            what = f"in a text of {before + new} tokens the model's RoPE ({', '.join(sorted(attended.rope_types))}) turns"
+            right = "the cache holds keys for one rotation; a shorter text is expected"
+            raise Refused(f"kvlab.hf: {what} layer {layer.index} otherwise than at first, and {right}")
+
+
+def _path(model: Any, decoder: Any) -> list[Any]:
+    """The modules from the model to its decoder."""
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    parts = name.split(".")
+    found = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]
+    return [module for module in found if not isinstance(module, torch.nn.ModuleList)]
+
+
+def _before(own: weakref.ref[Hooks], depth: int) -> Any:
+    def hook(module: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
+        if hooks := own():
+            hooks.enter(depth, module, arguments, words)
+
+    return hook
+
+
+def _behind(own: weakref.ref[Hooks], depth: int) -> Any:
+    def hook(*_: Any) -> None:
+        if hooks := own():
+            hooks.leave(depth)
+
+    return hook
+
+
+def _at_layer(own: weakref.ref[Hooks]) -> Any:
+    def hook(_: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
+        if hooks := own():
+            hooks.look_at_layer((*arguments, *words.values()))
+
+    return hook
