@@ -1,5 +1,7 @@
 #include "kernels/loaded_code.hpp"
 
+#include <algorithm>
+
 #include "kernels/device_limits.hpp"
 
 namespace kvlab::kernels {
@@ -7,6 +9,9 @@ namespace {
 
 /// Compiled as all kernels of the library are, for the same architectures.
 __global__ void compiled_as_all() {}
+
+/// SmallerGpu's; 0: there is none.
+thread_local int most_shared_bytes = 0;
 
 cudaError_t ask(int device, DeviceLimits& limits) {
   cudaError_t error = cudaSuccess;
@@ -41,7 +46,11 @@ cudaError_t device_limits(DeviceLimits& limits) {
     known = asked, known_device = device;
   }
   limits = known;
+  if (most_shared_bytes > 0) limits.shared_bytes = std::min(known.shared_bytes, most_shared_bytes);
   return cudaSuccess;
 }
+
+SmallerGpu::SmallerGpu(int shared_bytes) { most_shared_bytes = shared_bytes; }
+SmallerGpu::~SmallerGpu() { most_shared_bytes = 0; }
 
 }  // namespace kvlab::kernels

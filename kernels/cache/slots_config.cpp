@@ -43,8 +43,13 @@ DeviceForm device_form(const KvForm& form) {
 EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
                             PlainKernels plain) {
   DeviceLimits limits;
-  if (device_limits(limits) != cudaSuccess)  // nothing is launched without a device
-    return config.is_fast() ? observing_kernels(policy) : plain_kernels(policy);
+  if (device_limits(limits) == cudaSuccess) return kernels_for(config, policy, plain, limits);
+  // Nothing is launched without a device.
+  return config.is_fast() ? observing_kernels(policy) : plain_kernels(policy);
+}
+
+EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
+                            PlainKernels plain, const DeviceLimits& limits) {
   if (const std::string why = why_not_prefill(config.type, config.head_size, limits); !why.empty())
     throw std::invalid_argument(why);
   if (!config.is_fast()) return plain_kernels(policy);

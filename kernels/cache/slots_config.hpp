@@ -9,6 +9,7 @@
 
 #include "kernels/attention.hpp"
 #include "kernels/codes/coded_cache.hpp"
+#include "kernels/device_limits.hpp"
 #include "kernels/evict/columns.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
 #include "policies/modifiers/modifiers.hpp"
@@ -119,5 +120,7 @@ DeviceForm device_form(const KvForm& form);
 enum class PlainKernels { present, absent };
 EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
                             PlainKernels plain);
+EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
+                            PlainKernels plain, const DeviceLimits& limits);
 
 }  // namespace kvlab::kernels

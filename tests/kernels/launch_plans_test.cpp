@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/codes/coded_cache.hpp"
+#include "kernels/cache/slots_config.hpp"
 #include "kernels/decode/pair_attention.hpp"
 #include "kernels/linear/experts.hpp"
 #include "kernels/linear/linear.hpp"
@@ -188,6 +188,36 @@ TEST_CASE("decode attention over tiers has a plan within each GPU's limits, or a
                          "group", group, "row bytes", bytes);
             }
   CHECK(wrong.text() == "");
+}
+
+TEST_CASE("a cache of slots takes plain kernels where the fast ones do not fit, or is refused") {
+  const auto config_of = [](Type type, int head_size, bool coded) {
+    SlotsConfig config{.type = type, .query_heads = 8, .kv_heads = 1, .head_size = head_size};
+    config.layers = {{}};
+    config.ropes = {{std::vector<float>(static_cast<std::size_t>(head_size / 2))}};
+    config.pairs = {{.budget = 64}};
+    if (coded) config.pairs[0].rungs = {{&kKvForms[0], 32}, {&kKvForms[2], 32}};
+    return config;
+  };
+  const auto is_plain = [&](const Gpu& gpu, Type type, int head_size, bool coded) {
+    const SlotsConfig config = config_of(type, head_size, coded);
+    return kernels_for(config, {}, PlainKernels::present, gpu.limits).attend ==
+           plain_kernels({}).attend;
+  };
+  const Gpu &a100 = kGpus[0], &rtx3090 = kGpus[1], &h100 = kGpus[3], &smallest = kGpus[6];
+  for (const int head_size : kHeadSizes)
+    for (const bool coded : {false, true}) {
+      CHECK_FALSE(is_plain(h100, KVLAB_BF16, head_size, coded));
+      CHECK_FALSE(is_plain(a100, KVLAB_BF16, head_size, coded));
+      CHECK(is_plain(rtx3090, KVLAB_BF16, head_size, coded) == (coded && head_size == 256));
+      CHECK(is_plain(rtx3090, KVLAB_F32, head_size, false) == (head_size == 256));
+    }
+  const SlotsConfig large = config_of(KVLAB_F32, 256, false);
+  CHECK_THROWS_WITH(kernels_for(large, {}, PlainKernels::absent, rtx3090.limits),
+                    Catch::Matchers::ContainsSubstring("this GPU has 101376"));
+  CHECK_THROWS_WITH(
+      kernels_for(config_of(KVLAB_BF16, 128, false), {}, PlainKernels::present, smallest.limits),
+      Catch::Matchers::ContainsSubstring("prefill attention with head size 128 in bf16 needs"));
 }
 
 TEST_CASE("prefill attention and what observes it fit each GPU of 99 KB and more, or are refused") {

@@ -7,6 +7,7 @@
 
 #include "engine/backend.hpp"
 #include "kernels/host/memory.hpp"
+#include "kernels/loaded_code.hpp"
 #include "sim/metrics.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tests/catch.hpp"
@@ -339,9 +340,32 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   ReplayOptions options{.span = Span::all, .threads = default_threads()};
   const ReplayResult here = replay(trace, 0, grid, options);
   options.elsewhere = device.get();
-  check_measured(replay(trace, 0, grid, options), here, kTolerance, [&](std::size_t c) {
+  const auto text = [&](std::size_t c) {
     return grid[c].policy.text() + " " + grid[c].budget.text();
-  });
+  };
+  check_measured(replay(trace, 0, grid, options), here, kTolerance, text);
+}
+
+/// Of a trace in float32, whose outputs are then made by a ring of two stages.
+TEST_CASE("a device of 99 KB of shared memory replays as the CPU does", "[gpu]") {
+  if (!has_cuda_device()) return skip("no CUDA device");
+  const kernels::SmallerGpu small(101'376);
+  const test::TemporaryFolder folder;
+  const TraceReader trace = write_random_trace(folder / "trace", shapes().back());
+  std::vector<CacheConfig> grid;
+  for (const char* policy : {"lru", "h2o", "streaming_h2o"})
+    for (const char* budget : {"20", "60%"}) {
+      CacheConfig config{.policy = parse_policy(policy), .budget = parse_budget(budget)};
+      config.positions = config.policy.entry->info.positions;
+      grid.push_back(config);
+    }
+  const auto device = cuda_replayer();
+  for (const CacheConfig& config : grid) REQUIRE(device->takes(trace, config));
+  ReplayOptions options{.span = Span::all, .threads = default_threads()};
+  const ReplayResult here = replay(trace, kSequence, grid, options);
+  options.elsewhere = device.get();
+  check_measured(replay(trace, kSequence, grid, options), here, kTolerance,
+                 [&](std::size_t c) { return grid[c].policy.text(); });
 }
 
 TEST_CASE("a device replays policies from sources as the CPU does, beside the registry's",

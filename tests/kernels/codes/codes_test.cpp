@@ -5,6 +5,7 @@
 
 #include "kernels/codes/codes.hpp"
 #include "kernels/evict/eviction_kernels.hpp"
+#include "kernels/loaded_code.hpp"
 #include "policies/rule.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
@@ -395,6 +396,19 @@ TEST_CASE("Attention over rungs by tensor cores is the plain one's", "[gpu]") {
         check_attention(type, head_size, group,
                         {&kKvForms[0], &kKvForms[1], &kKvForms[2], &kKvForms[4], &kKvForms[5]});
     }
+}
+
+/// Rings of one stage: head size 256 with eight query heads on an A100, with four on GPUs of 99 KB.
+TEST_CASE("Attention over tiers is the plain one's as a GPU of less shared memory runs it",
+          "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const auto& [shared_bytes, group] : {std::pair{166'912, 8}, {101'376, 4}}) {
+    const SmallerGpu small(shared_bytes);
+    for (const Type type : {KVLAB_BF16, KVLAB_F16})
+      for (const int head_size : {64, 128, 256})
+        check_attention(type, head_size, group,
+                        {&kKvForms[0], &kKvForms[1], &kKvForms[2], &kKvForms[4], &kKvForms[5]});
+  }
 }
 
 namespace {

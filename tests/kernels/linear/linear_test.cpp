@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/linear/linear.hpp"
+#include "kernels/loaded_code.hpp"
 #include "tests/catch.hpp"
 #include "tests/device.hpp"
 #include "tests/kernels/attention_reference.hpp"
@@ -265,6 +266,27 @@ TEST_CASE("linear is right where blocks take many units, and for long rows", "[g
     check_accuracy({.rows = 8, .n = 40, .k = 8192, .norm = norm});  // normed: in two passes
     check_accuracy({.rows = 8, .n = 70, .k = 14336, .norm = norm, .output = Output::residual});
     check_accuracy({.type = KVLAB_F32, .rows = 8, .n = 20, .k = 8192, .norm = norm});
+  }
+}
+
+TEST_CASE("linear is right as a GPU of less shared memory runs it", "[gpu]") {
+  if (!has_device()) return skip("no CUDA device");
+  for (const int shared_bytes : {101'376, 65'536}) {
+    const SmallerGpu small(shared_bytes);
+    const int longest = shared_bytes > 100'000 ? 8192 : 3072;  // normed: by a ring of two stages
+    for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
+      for (const int rows : {1, 3, 8}) {
+        INFO(shared_bytes << " bytes, rows " << rows);
+        for (const int k : {264, 2048, longest}) {
+          check_accuracy({.type = type, .rows = rows, .n = 2117, .k = k, .norm = true});
+          check_accuracy(
+              {.type = type, .rows = rows, .n = 300, .k = k, .norm = true, .gated = true});
+          check_accuracy(
+              {.type = type, .rows = rows, .n = 2117, .k = k, .output = Output::residual});
+        }
+        check_accuracy(
+            {.type = type, .rows = rows, .n = 70, .k = 14'336, .output = Output::residual});
+      }
   }
 }
 
