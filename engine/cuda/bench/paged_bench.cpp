@@ -15,9 +15,9 @@ namespace kvlab {
 namespace {
 
 constexpr kernels::Type kType = KVLAB_BF16;
-constexpr std::uint32_t kMostLayers = 32;
+constexpr std::uint32_t kMostPagedLayers = 32;
 constexpr std::uint32_t kLargestPage = 64;
-constexpr int kRepeats = 9;
+constexpr int kPagedRepeats = 9;
 constexpr const char* kMeasuringBlocks = "measuring attention over blocks";
 
 kernels::EvictionKernels window_kernels() {
@@ -53,8 +53,8 @@ class PagedLayers {
 
 PagedLayers::PagedLayers(const PagedBenchShape& shape) : shape_(shape) {
   const std::uint64_t bytes = 2 * elements() * kernels::bytes_of(kType);
-  layers_ =
-      static_cast<std::uint32_t>(std::clamp<std::uint64_t>(shape.pool / bytes, 2, kMostLayers));
+  layers_ = static_cast<std::uint32_t>(
+      std::clamp<std::uint64_t>(shape.pool / bytes, 2, kMostPagedLayers));
   pool_ = {layers_ * bytes, kMeasuringBlocks};
   const std::uint64_t queries = pairs() * shape.group * shape.head_size;
   q_ = {queries * kernels::bytes_of(kType), kMeasuringBlocks};
@@ -135,7 +135,7 @@ double PagedLayers::microseconds(std::uint32_t page, bool by_head) const {
     }
   });
   const auto launch = [&] { graph.launch(stream.get()); };
-  return median_milliseconds(stream.get(), launch, kRepeats) * 1e3 / layers_;
+  return median_milliseconds(stream.get(), launch, kPagedRepeats) * 1e3 / layers_;
 }
 
 }  // namespace
