@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -382,3 +383,26 @@ def test_an_interrupted_call_leaves_the_model_as_it_was() -> None:
     cache.reset()
     call(model, ids_of(0, 30), cache)
     assert cache.tokens == 30 == cache.get_seq_length()
+
+
+def test_two_threads_in_one_model_are_refused() -> None:
+    model = model_of()
+    caches, ended, errors = [kvlab.hf.Cache(model, "h2o", BUDGET) for _ in range(2)], threading.Event(), []
+
+    def call_the_other(*_: Any) -> None:
+        def use() -> None:
+            try:
+                call(model, ids_of(1, 30), caches[1])
+            except kvlab.hf.Refused as refused:
+                errors.append(str(refused))
+            ended.set()
+
+        threading.Thread(target=use).start()
+        assert ended.wait(60)
+
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(call_the_other)
+    logits = call(model, ids_of(0, 30), caches[0])
+    hook.remove()
+    assert errors == ["kvlab.hf: two threads call one model at once; one call after the other is expected"]
+    assert caches[0].tokens == 30 and caches[1].tokens == 0
+    check_equal(caches[0], logits, caches[1], call(model, ids_of(0, 30), caches[1]))

@@ -122,3 +122,8 @@ def test_the_pipeline_says_by_a_policy_what_it_says_by_its_press(told: Any, thei
     words = {"questions": ["What is it?", "Where is Ben?"], "answer_prefix": "It is", "max_new_tokens": 16}
     said, mine, full = (pipe(context, press=press, **words)["answers"] for press in presses)
     assert said == mine and said != full
+
+
+def test_a_transformers_that_kvpress_does_not_know_is_named() -> None:
+    with pytest.raises(kvlab.hf.Refused, match="calls attention without past_key_values, which kvpress reads"):
+        kvlab.KvlabPress("h2o", 24).forward_hook(None, None, {}, None)

@@ -173,7 +173,7 @@ class AttendedModel:
     # --- Hooks ----------------------------------------------------------------------------------
 
     def installed(self) -> Hooks:
-        """The hooks, which stay as long as somebody holds this."""
+        """The hooks, which stay as long as a reference to this is held."""
         hooks = None if self._hooks is None else self._hooks()
         if hooks is None:
             hooks = Hooks(self)

@@ -62,7 +62,7 @@ class StepGraphs:
 
     @contextlib.contextmanager
     def in_model(self, model: Any) -> Iterator[None]:
-        before = vars(model).get("forward")  # what somebody else had put there, such as accelerate
+        before = vars(model).get("forward")  # of another package, such as accelerate
         model.forward = self._forward_of(model, model.forward)
         try:
             yield
