@@ -11,6 +11,7 @@
 #include "engine/loop/closed_loop.hpp"
 #include "engine/loop/conversation.hpp"
 #include "sim/head_view.hpp"
+#include "sim/run/overlap.hpp"
 #include "traces/base/parallel.hpp"
 
 namespace kvlab {
@@ -90,12 +91,23 @@ std::uint32_t budget_tokens_of(const CacheConfig& config, std::uint32_t length,
   return config.budget_in_tokens(length, head_size) + config.policy.held_prompt();
 }
 
-/// Whether another text before each has the same tokens.
-std::vector<bool> repeats_of(const std::vector<Ids>& texts) {
-  std::vector<bool> repeats;
-  for (auto text = texts.begin(); text != texts.end(); ++text)
-    repeats.push_back(std::find(texts.begin(), text, *text) != text);
-  return repeats;
+/// Which sequences a longer text has too.
+Overlaps overlaps_of(const Sequences& sequences, const EvalOptions& options) {
+  std::vector<TextPiece> pieces;
+  for (std::size_t s = 0; s < sequences.ids.size(); ++s) {
+    const Ids& ids = sequences.ids[s];
+    const auto tokens = static_cast<std::uint32_t>(ids.size());
+    const LoopSpan span = loop_span(tokens, loop_options(options, s, tokens, 1));
+    pieces.push_back(
+        {.text = sequences.text[s], .ids = ids, .first_scored = span.first_scored + 1});
+  }
+  return kvlab::overlaps_of(pieces);
+}
+
+/// "1", "2", … of texts without names.
+std::vector<std::string> names_of(std::size_t texts, std::vector<std::string> names) {
+  for (std::size_t t = names.size(); t < texts; ++t) names.push_back(fmt::format("text {}", t + 1));
+  return names;
 }
 
 std::vector<Segment> segments_of_sequence(const Ids& ids, std::size_t index,
@@ -237,15 +249,21 @@ Evaluation evaluate(const ModelConfig& model, const Sweep& sweep, const std::vec
   const auto length = static_cast<std::uint32_t>(longest);
   const std::uint32_t prompt = loop_options(options, 0, longest, 1).prompt_tokens;
 
+  const Overlaps overlaps = overlaps_of(sequences, options);
   const ScoredSequences scored{sweep(sequences.ids, configs, options), std::move(sequences.text),
-                               repeats_of(texts),
-                               memory_of(model, sequences.ids, configs, options)};
+                               overlaps.repeats, memory_of(model, sequences.ids, configs, options)};
   Evaluation result{.against_full = options.against_full,
                     .kl = paired_scores(scored, &LoopScores::kl),
                     .nll = paired_scores(scored, &LoopScores::nll),
+                    .same_first = paired_scores(scored, &LoopScores::same_first),
                     .notes = notes_of_budgets(model, length, prompt, configs)};
   if (std::string note = note_of_context(model, sequences.ids, configs, options); !note.empty())
     result.notes.insert(result.notes.begin(), std::move(note));
+  const auto names = names_of(texts.size(), options.names);
+  for (std::string& line : overlap_warnings(overlaps, names))
+    result.notes.push_back(std::move(line));
+  for (std::string& line : short_text_warnings(scored, names))
+    result.notes.push_back(std::move(line));
   for (std::size_t c = 0; c < configs.size(); ++c)
     result.scores.push_back(
         score_of(configs[c],

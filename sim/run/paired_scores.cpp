@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -59,7 +61,8 @@ double student(std::size_t count) {
   return std::sqrt(freedom * (1 - at) / at);
 }
 
-/// The error of a weighted mean, as that of a ratio of sums.
+/// The standard error of a weighted mean, as that of a ratio of sums. For weights that are nearly
+/// alike: blocks of one text, of which only the last may be shorter.
 double error_of(const Values& values, const Values& weights) {
   const auto n = static_cast<double>(values.size());
   double sum = 0, weight = 0, squares = 0;
@@ -84,13 +87,6 @@ double sum_of(std::span<const Term> terms, const auto& value) {
   return sum;
 }
 
-Difference with_error(Difference of, const Values& values, const Values& weights) {
-  of.standard_error = error_of(values, weights);
-  const double half = student(values.size()) * of.standard_error;
-  of.interval = {of.mean - half, of.mean + half};
-  return of;
-}
-
 /// Of one configuration, or of one less another.
 Difference of_answers(const PairedText& text, std::span<const Term> terms) {
   const Values& own = text.blocks[terms.front().configuration];
@@ -105,34 +101,75 @@ Difference of_answers(const PairedText& text, std::span<const Term> terms) {
   return {share, std::sqrt(share * (1 - share) / n), share_interval(right, own.size()), 1};
 }
 
-Difference difference_of(std::span<const PairedText> texts, std::span<const Term> terms) {
-  Values means, weights;
-  const PairedText* last = nullptr;
-  for (const PairedText& text : texts) {
-    const double mean = sum_of(terms, [&](std::size_t c) { return text.means[c]; });
-    if (!std::isfinite(mean) || !(text.weight > 0)) continue;
-    means.push_back(mean), weights.push_back(text.weight);
-    last = &text;
-  }
-  Difference found{.texts = means.size()};
-  if (means.empty()) return found.mean = kNaN, found;
-  for (std::size_t i = 0; i < means.size(); ++i) found.mean += weights[i] * means[i];
-  found.mean /= std::accumulate(weights.begin(), weights.end(), 0.0);
-  if (means.size() > 1) return with_error(found, means, weights);
-  if (last->blocks.empty()) return found;
-  if (last->answers) return of_answers(*last, terms);
-  means.clear(), weights.clear();
+/// A standard error, and half of the 95% interval. NaN: unknown.
+struct Scatter {
+  double error = kNaN, half = kNaN;
+};
+
+Scatter scatter_of(const Values& values, const Values& weights) {
+  const double error = error_of(values, weights);
+  return {error, student(values.size()) * error};
+}
+
+/// Of one text, by its blocks; unknown of fewer than kLeastBlocks.
+Scatter scatter_of_blocks(const PairedText& text, std::span<const Term> terms) {
+  if (text.blocks.empty()) return {};
   std::size_t blocks = std::numeric_limits<std::size_t>::max();
-  for (const Term& term : terms) blocks = std::min(blocks, last->blocks[term.configuration].size());
+  for (const Term& term : terms) blocks = std::min(blocks, text.blocks[term.configuration].size());
+  Values means, weights;
   for (std::size_t b = 0; b < blocks; ++b) {
-    const double value = sum_of(terms, [&](std::size_t c) { return last->blocks[c][b]; });
-    const double weight = last->block_weights.empty() ? 1 : last->block_weights[b];
+    const double value = sum_of(terms, [&](std::size_t c) { return text.blocks[c][b]; });
+    const double weight = text.block_weights.empty() ? 1 : text.block_weights[b];
     if (std::isfinite(value) && weight > 0) means.push_back(value), weights.push_back(weight);
   }
-  return means.size() < PairedScores::kLeastBlocks ? found : with_error(found, means, weights);
+  return means.size() < PairedScores::kLeastBlocks ? Scatter{} : scatter_of(means, weights);
+}
+
+/// The only text that is not short beside the longest; null where there are several.
+const PairedText* only_long_text(std::span<const PairedText* const> texts) {
+  const auto tokens = [](const PairedText* text) { return text->tokens; };
+  const PairedText* longest = *std::ranges::max_element(texts, {}, tokens);
+  const auto is_short = [&](const PairedText* text) {
+    return PairedScores::kShortText * text->tokens < longest->tokens;
+  };
+  return std::ranges::count_if(texts, is_short) + 1 == std::ssize(texts) ? longest : nullptr;
+}
+
+Difference difference_of(std::span<const PairedText> all, std::span<const Term> terms) {
+  Values means;
+  std::vector<const PairedText*> texts;
+  for (const PairedText& text : all) {
+    const double mean = sum_of(terms, [&](std::size_t c) { return text.means[c]; });
+    if (!std::isfinite(mean) || !(text.tokens > 0)) continue;
+    means.push_back(mean);
+    texts.push_back(&text);
+  }
+  Difference found{.mean = kNaN, .texts = texts.size()};
+  if (texts.empty()) return found;
+  if (texts.size() == 1 && texts[0]->answers && !texts[0]->blocks.empty())
+    return of_answers(*texts[0], terms);
+  found.mean = std::accumulate(means.begin(), means.end(), 0.0) / static_cast<double>(means.size());
+  Scatter scatter;
+  if (const PairedText* alone = only_long_text(texts)) scatter = scatter_of_blocks(*alone, terms);
+  if (texts.size() > 1) {
+    const Scatter of_texts = scatter_of(means, Values(means.size(), 1));
+    if (!(scatter.half > of_texts.half)) scatter = of_texts;
+  }
+  found.standard_error = scatter.error;
+  found.interval = {found.mean - scatter.half, found.mean + scatter.half};
+  return found;
 }
 
 }  // namespace
+
+Difference Difference::with_error(double error) const {
+  Difference found = *this;
+  found.standard_error = error;
+  const double wider = error / standard_error;
+  if (std::isfinite(wider))
+    found.interval = {mean + wider * (interval.low - mean), mean + wider * (interval.high - mean)};
+  return found;
+}
 
 void PairedScores::add(PairedText text) {
   if (std::ranges::find(texts_, text.text, &PairedText::text) != texts_.end()) return;
@@ -144,27 +181,33 @@ void PairedScores::add_tokens(const std::string& text,
   auto own = std::ranges::find(texts_, text, &PairedText::text);
   if (own == texts_.end())
     own = texts_.insert(own, {.text = text,
-                              .weight = 0,
+                              .tokens = 0,
                               .means = Values(configurations_),
                               .blocks = std::vector<Values>(configurations_)});
   const std::size_t length = scores.front().size();
-  for (std::size_t first = 0; first < length; first += kBlockTokens) {
-    const std::size_t count = std::min(kBlockTokens, length - first);
-    const auto tokens = static_cast<double>(count);
-    own->block_weights.push_back(tokens);
-    for (std::size_t c = 0; c < scores.size(); ++c) {
-      const auto block = scores[c].subspan(first, count);
-      const double mean = std::accumulate(block.begin(), block.end(), 0.0) / tokens;
-      own->blocks[c].push_back(mean);
-      own->means[c] += (mean - own->means[c]) * tokens / (own->weight + tokens);
+  for (std::size_t first = 0, count = 0; first < length; first += count) {
+    if (own->block_weights.empty() || own->block_weights.back() == kBlockTokens) {
+      own->block_weights.push_back(0);
+      for (Values& blocks : own->blocks) blocks.push_back(0);
     }
-    own->weight += tokens;
+    double& filled = own->block_weights.back();
+    count = std::min(kBlockTokens - static_cast<std::size_t>(filled), length - first);
+    const auto tokens = static_cast<double>(count);
+    for (std::size_t c = 0; c < scores.size(); ++c) {
+      const auto values = scores[c].subspan(first, count);
+      const double mean = std::accumulate(values.begin(), values.end(), 0.0) / tokens;
+      double& block = own->blocks[c].back();
+      block += (mean - block) * tokens / (filled + tokens);
+      own->means[c] += (mean - own->means[c]) * tokens / (own->tokens + tokens);
+    }
+    filled += tokens;
+    own->tokens += tokens;
   }
 }
 
 std::uint64_t PairedScores::tokens() const {
   double sum = 0;
-  for (const PairedText& text : texts_) sum += text.weight;
+  for (const PairedText& text : texts_) sum += text.tokens;
   return static_cast<std::uint64_t>(sum);
 }
 

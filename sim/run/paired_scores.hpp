@@ -29,33 +29,42 @@ struct Difference {
   Difference reversed() const {
     return {-mean, standard_error, {-interval.high, -interval.low}, texts};
   }
+  /// The same with another standard error, and the interval in proportion.
+  Difference with_error(double error) const;
 };
 
 /// What several configurations scored on one text. NaN: not measured there.
 struct PairedText {
   std::string text;                              ///< its hash, or any name of its own
-  double weight = 1;                             ///< among texts
+  double tokens = 1;                             ///< scored; in any unit that the texts share
   std::vector<double> means = {};                ///< [configuration]
   std::vector<std::vector<double>> blocks = {};  ///< [configuration][block]; or empty
   std::vector<double> block_weights = {};        ///< [block]; empty: alike
   bool answers = false;                          ///< blocks are single answers, 1 right or 0 wrong
 };
 
-/// Paired figures of several configurations. Of two texts or more, an error is that of the means of
-/// texts (Student's factor); of one text, of its blocks, and says nothing of another text; of one
-/// text of fewer than kLeastBlocks blocks there is none. Of answers, however few: shares by
-/// share_interval(), differences by share_difference().
+/// Paired scores of several configurations. Every text has weight 1, however long it is: the mean
+/// is that of the texts' means, and stands for texts, not for tokens. The 95% interval is
+/// - of two texts or more, Student's over the texts. Its coverage is 95% or more for any mixture
+///   of lengths, because unequal variances only make it wider (Ibragimov and Mueller, 2010). Where
+///   all texts but one are short, it is at least as wide as that of the long text alone, so a short
+///   text never makes it narrower;
+/// - of one text, Student's over its blocks, which says nothing of another text;
+/// - of one text of fewer than kLeastBlocks blocks, unknown;
+/// - of answers, share_interval() and share_difference().
 class PairedScores {
  public:
   static constexpr std::size_t kLeastBlocks = 8;
   static constexpr std::size_t kBlockTokens = 64;  ///< neighbours depend on each other
+  /// A text is short beside one that has more than this many times its tokens.
+  static constexpr double kShortText = 16;
 
   explicit PairedScores(std::size_t configurations) : configurations_(configurations) {}
 
   /// A text that is there already, by its name, counts once.
   void add(PairedText text);
-  /// One sequence's scores by token [configuration][token], which follow those of the same text
-  /// before; blocks of kBlockTokens, texts by their tokens.
+  /// One sequence's scores by token [configuration][token]. The sequences of a text follow one
+  /// another; each kBlockTokens tokens of them are a block, and what is left over is one.
   void add_tokens(const std::string& text, std::span<const std::span<const double>> scores);
 
   std::size_t texts() const { return texts_.size(); }

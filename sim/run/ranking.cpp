@@ -103,12 +103,14 @@ PairedScores Figures::paired(std::span<const std::size_t> series, std::string_vi
   std::vector<std::string_view> order;
   for (std::size_t i = 0; i < series.size(); ++i)
     for (const ResultRow* row : rows(series[i], budget, metric, scope)) {
+      if (!row->counts) continue;
       const std::string_view name = row->text.empty() ? row->trace : row->text;
       const auto [place, added] = texts.try_emplace(name);
       PairedText& text = place->second;
       if (added) {
         order.push_back(name);
         text.text = name;
+        text.tokens = static_cast<double>(std::max<std::uint64_t>(row->count, 1));
         text.means.assign(series.size(), std::numeric_limits<double>::quiet_NaN());
         text.blocks.resize(series.size());
         text.block_weights = row->block_weights;
@@ -127,8 +129,10 @@ std::optional<Average> Figures::average(std::size_t series, std::string_view bud
   const auto found = rows(series, budget, metric, scope);
   if (found.empty()) return std::nullopt;
   Average average = paired(std::span(&series, 1), budget, metric, scope).average(0);
-  if (average.texts == 1 && std::isnan(average.standard_error))
-    average.standard_error = found.front()->standard_error;
+  if (average.texts == 0) return std::nullopt;
+  const auto counted = std::ranges::find(found, true, &ResultRow::counts);
+  const double own = counted == found.end() ? average.standard_error : (*counted)->standard_error;
+  if (average.texts == 1 && std::isfinite(own)) average = average.with_error(own);
   return average;
 }
 

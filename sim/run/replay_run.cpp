@@ -14,6 +14,7 @@
 
 #include "sim/access/full_attention.hpp"
 #include "sim/metrics.hpp"
+#include "sim/run/overlap.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
 #include "sim/run/run_folder.hpp"
@@ -195,6 +196,25 @@ HeadBudgets budgets_of(const Budget& budget) {
   return {{budget.extent.tokens}};
 }
 
+/// Where the first query of the span is.
+std::size_t first_measured(const TraceReader& trace, Span span) {
+  const auto first = std::ranges::find(trace.segments(), SegmentKind::decode, &Segment::kind);
+  return span == Span::all || first == trace.segments().end() ? 0 : first->start;
+}
+
+/// Marks traces whose text a longer trace of the same weights has too.
+void find_overlaps(RunInfo& info, std::span<const TraceReader* const> traces) {
+  std::map<std::string, std::vector<TextPiece>> pieces;  // by weights
+  for (std::size_t t = 0; t < traces.size(); ++t)
+    pieces[info.traces[t].weights_xxh3].push_back(
+        {.text = t,
+         .ids = traces[t]->ids(),
+         .first_scored = first_measured(*traces[t], info.span)});
+  for (const auto& [weights, own] : pieces)
+    for (const Overlaps::Pair& pair : overlaps_of(own).pairs)
+      info.traces[pair.text].same_text_as = info.traces[pair.other].name;
+}
+
 RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* const> traces) {
   RunInfo info{.version = KVLAB_RELEASE,
                .span = request.options.span,
@@ -216,6 +236,7 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
     }
   std::ranges::for_each(info.traces, refuse_unwritable);
   refuse_same_names(info.traces);
+  find_overlaps(info, traces);
   return info;
 }
 
@@ -397,6 +418,15 @@ std::vector<std::size_t> missing_units(const ReplayRequest& request, const Sweep
   return missing;
 }
 
+/// Names the traces that do not count.
+void note_overlaps(const ReplayRequest& request, const RunInfo& info) {
+  for (const RunTrace& trace : info.traces)
+    if (!trace.same_text_as.empty())
+      request.notice(
+          fmt::format("{} and {} have the same text, which counts once: comparisons leave {} out",
+                      trace.same_text_as, trace.name, trace.name));
+}
+
 /// Says whose gradients the replay leaves out: those that were summed over other queries than its.
 void note_other_gradients(const ReplayRequest& request,
                           std::span<const TraceReader* const> traces) {
@@ -414,6 +444,7 @@ void note_other_gradients(const ReplayRequest& request,
 Run lead(const ReplayRequest& request, const std::filesystem::path& out, Sweep& sweep,
          ProcessGroup& group) {
   note_other_gradients(request, pointers_to(sweep.traces()));
+  note_overlaps(request, sweep.info());
   RunFolder folder(out, sweep.job_json(), request.fresh);
   const auto& units = sweep.units();
   const auto missing = missing_units(request, sweep, folder);
@@ -510,6 +541,7 @@ std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem
 Run replay_in_memory(const ReplayRequest& request, std::span<const TraceReader* const> traces) {
   Run run{.info = describe(request, traces)};
   note_other_gradients(request, traces);
+  note_overlaps(request, run.info);
   for (std::size_t t = 0; t < traces.size(); ++t) {
     ReplayOptions options = request.options;
     if (options.progress)

@@ -54,6 +54,7 @@ struct ResultRow {
   /// by draw, and how much each counts (empty: alike). NaN: nothing in that block.
   std::vector<double> blocks = {}, block_weights = {};
   std::string text = {};  ///< the trace's hash: equal ones are one text; empty: by `trace`
+  bool counts = true;     ///< false: another trace has the same text, and counts
 };
 
 /// The rows of one trace's replay, in the order of the measurements. A value that is not a number

@@ -38,6 +38,7 @@ json to_json(const RunTrace& trace) {
              {"weights_xxh3", trace.weights_xxh3},
              {"tokenizer_xxh3", trace.tokenizer_xxh3}}},
            {"capture", *trace.capture}};
+  if (!trace.same_text_as.empty()) top["same_text_as"] = trace.same_text_as;
   if (!trace.numbers.empty()) top["layer_numbers"] = trace.numbers;
   if (trace.span_layers > 0)
     top["span_layers"] = {{"layers", trace.span_layers},
@@ -70,6 +71,7 @@ RunTrace trace_from(const JsonFields& fields) {
                  .weights_xxh3 = model.text("weights_xxh3"),
                  .tokenizer_xxh3 = model.text("tokenizer_xxh3"),
                  .capture = fields.any("capture")};
+  if (fields.has("same_text_as")) trace.same_text_as = fields.text("same_text_as");
   if (fields.has("layer_numbers")) {
     trace.numbers = whole_numbers(fields, "layer_numbers");
     if (trace.numbers.size() != trace.layers)
@@ -378,9 +380,12 @@ std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {
 }
 
 void name_texts(std::span<ResultRow> rows, const RunInfo& info) {
-  std::map<std::string_view, std::string_view> hashes;
-  for (const RunTrace& trace : info.traces) hashes[trace.name] = trace.hash;
-  for (ResultRow& row : rows) row.text = hashes.at(row.trace);
+  std::map<std::string_view, const RunTrace*> traces;
+  for (const RunTrace& trace : info.traces) traces[trace.name] = &trace;
+  for (ResultRow& row : rows) {
+    row.text = traces.at(row.trace)->hash;
+    row.counts = traces.at(row.trace)->same_text_as.empty();
+  }
 }
 
 std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows) {
@@ -388,7 +393,7 @@ std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows
   for (const ResultRow& row : rows) {
     if (row.layer >= 0 || row.metric != "recall") continue;
     const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
-    if (trace == info.traces.end()) continue;
+    if (trace == info.traces.end() || !trace->same_text_as.empty()) continue;
     const std::uint64_t layers = info.layers.empty() ? trace->layers : info.layers.size();
     queries[trace->hash] = row.count / std::max<std::uint64_t>(1, layers * trace->query_heads);
   }

@@ -28,6 +28,7 @@ struct RunTrace {
   std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
   JsonValue capture;                         ///< engine, version, device, options
+  std::string same_text_as = {};             ///< another trace, which counts; empty: this one does
   std::vector<std::uint32_t> numbers = {};   ///< of the layers; empty: 0, 1, 2, …
   /// Beside `layers`: those with a span, which keep it as window does; and the bytes of their keys
   /// and values over decoded queries, 16 bit.
@@ -122,7 +123,8 @@ struct Run {
   std::string hash;  ///< XXH3-64 of run.json, which holds that of results.csv; set by save and load
 };
 
-/// Each row's text: its trace's hash, by which a trace that is given twice counts once.
+/// Each row's text: its trace's hash, by which a trace that is given twice counts once; and whether
+/// it counts.
 void name_texts(std::span<ResultRow> rows, const RunInfo& info);
 
 /// Queries of the span, over the different traces of the rows.

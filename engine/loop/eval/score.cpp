@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "policies/catalogue.hpp"
+#include "sim/report/html.hpp"
 #include "sim/report/verdict.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/json.hpp"
@@ -17,19 +18,21 @@
 namespace kvlab {
 namespace {
 
-using Scores = std::vector<std::vector<LoopScores>>;
-
-/// One configuration's scores by `tokens` of each sequence.
-std::vector<EvalBlock> blocks_of(std::size_t c, const Scores& scores, std::size_t tokens) {
+/// One configuration's scores by `tokens` of each sequence that counts, all their tokens together.
+std::vector<EvalBlock> blocks_of(std::size_t c, const ScoredSequences& sequences,
+                                 std::size_t tokens) {
   std::vector<EvalBlock> blocks;
   if (tokens == 0) return blocks;
+  std::vector<const LoopScores*> scores;
+  for (std::size_t s = 0; s < sequences.scores.size(); ++s)
+    if (sequences.counts(s)) scores.push_back(&sequences.scores[s][c]);
   std::size_t longest = 0;
-  for (const auto& sequence : scores) longest = std::max(longest, sequence[c].nll.size());
+  for (const LoopScores* sequence : scores) longest = std::max(longest, sequence->nll.size());
   for (std::size_t first = 0; first < longest; first += tokens) {
     double nll = 0, seconds = 0;
     std::size_t count = 0, timed = 0;
-    for (const auto& sequence : scores) {
-      const LoopScores& one = sequence[c];
+    for (const LoopScores* sequence : scores) {
+      const LoopScores& one = *sequence;
       for (std::size_t i = first; i < std::min(first + tokens, one.nll.size()); ++i, ++count) {
         nll += one.nll[i];
         if (i < one.seconds.size()) seconds += static_cast<double>(one.seconds[i]), ++timed;
@@ -57,14 +60,13 @@ void refuse_not_finite(const ScoredSequences& sequences, std::size_t c) {
   }
 }
 
-/// Means over all sequences, and what they hold.
+/// Scored tokens, and what the sequences hold.
 void add_means(EvalScore& score, std::size_t c, const ScoredSequences& sequences) {
-  double same = 0, counted = 0;
+  double counted = 0;
   for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
     const LoopScores& one = sequences.scores[s][c];
     if (!sequences.counts(s)) continue;
     ++counted;
-    same += std::accumulate(one.same_first.begin(), one.same_first.end(), 0.0);
     score.tokens += one.nll.size();
     score.kv_bytes_most = std::max(score.kv_bytes_most, one.kv_bytes_peak);
     if (sequences.memory.empty()) continue;
@@ -79,7 +81,6 @@ void add_means(EvalScore& score, std::size_t c, const ScoredSequences& sequences
   }
   score.memory.mean /= counted;
   score.memory.span_mean /= counted;
-  score.same_first = same / static_cast<double>(score.tokens);
 }
 
 void add_percentiles(EvalScore& score, std::size_t c, const ScoredSequences& sequences) {
@@ -97,6 +98,7 @@ void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences
   for (std::size_t s = 0; s < sequences.text.size(); ++s) {
     if (sequences.text[s] >= score.texts.size())
       score.texts.resize(sequences.text[s] + 1, {.nll = 0, .kl = 0, .tokens = 0});
+    if (!sequences.counts(s)) continue;
     EvalText& text = score.texts[sequences.text[s]];
     const LoopScores& one = sequences.scores[s][c];
     for (const double nll : one.nll) text.nll += nll;
@@ -104,12 +106,11 @@ void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences
     text.tokens += one.nll.size();
   }
   std::vector<double> nll, kl;
-  for (std::size_t t = 0; t < score.texts.size(); ++t) {
-    EvalText& text = score.texts[t];
-    text.nll /= static_cast<double>(text.tokens);
-    text.kl /= static_cast<double>(text.tokens);
-    if (sequences.repeats.empty() || !sequences.repeats[t])
-      nll.push_back(text.nll), kl.push_back(text.kl);
+  for (EvalText& text : score.texts) {
+    const bool counts = text.tokens > 0;
+    text.nll = counts ? text.nll / static_cast<double>(text.tokens) : kNaN;
+    text.kl = counts ? text.kl / static_cast<double>(text.tokens) : kNaN;
+    if (counts) nll.push_back(text.nll), kl.push_back(text.kl);
   }
   score.nll_deviation = spread_of(nll).deviation;
   score.kl_deviation = spread_of(kl).deviation;
@@ -117,7 +118,8 @@ void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences
 
 /// The full cache was not there: nothing is compared with it.
 void forget_full(EvalScore& score) {
-  score.kl = score.kl_error = score.kl_p50 = score.kl_p90 = score.kl_p99 = score.same_first = kNaN;
+  score.kl = score.kl_error = score.kl_p50 = score.kl_p90 = score.kl_p99 = score.same_first =
+      score.same_first_error = kNaN;
   score.kl_deviation = kNaN;
   for (EvalText& text : score.texts) text.kl = kNaN;
 }
@@ -128,19 +130,29 @@ void add_errors(EvalScore& score, std::size_t c, const Evaluation& evaluation) {
   score.perplexity = std::exp(nll.mean);
   score.perplexity_error = score.perplexity * nll.standard_error;
   score.kl = kl.mean, score.kl_error = kl.standard_error;
+  const Difference same = evaluation.same_first.average(c);
+  score.same_first = same.mean, score.same_first_error = same.standard_error;
 }
 
 }  // namespace
 
-PairedScores paired_scores(const ScoredSequences& sequences,
-                           std::vector<double> LoopScores::*figure) {
-  PairedScores paired(sequences.scores.front().size());
-  for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
-    std::vector<std::span<const double>> values;
-    for (const LoopScores& one : sequences.scores[s]) values.emplace_back(one.*figure);
-    if (sequences.counts(s)) paired.add_tokens(std::to_string(sequences.text[s]), values);
-  }
-  return paired;
+std::vector<std::string> short_text_warnings(const ScoredSequences& sequences,
+                                             std::span<const std::string> names) {
+  std::vector<double> tokens(names.size());
+  for (std::size_t s = 0; s < sequences.text.size(); ++s)
+    if (sequences.counts(s))
+      tokens[sequences.text[s]] += static_cast<double>(sequences.scores[s].front().nll.size());
+  const std::size_t longest =
+      static_cast<std::size_t>(std::ranges::max_element(tokens) - tokens.begin());
+  std::vector<std::string> shorts;
+  for (std::size_t t = 0; t < tokens.size(); ++t)
+    if (tokens[t] > 0 && PairedScores::kShortText * tokens[t] < tokens[longest])
+      shorts.push_back(fmt::format("{} ({:.0f})", names[t], tokens[t]));
+  if (shorts.empty()) return {};
+  return {fmt::format(
+      "every text has weight 1, so short texts make means less certain: {} scored tokens beside {} "
+      "({:.0f})",
+      join_names(shorts), names[longest], tokens[longest])};
 }
 
 EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::size_t c,
@@ -153,7 +165,7 @@ EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::
   add_percentiles(score, c, sequences);
   add_texts(score, c, sequences);
   if (!evaluation.against_full) forget_full(score);
-  score.blocks = blocks_of(c, sequences.scores, block_tokens);
+  score.blocks = blocks_of(c, sequences, block_tokens);
   return score;
 }
 
@@ -250,6 +262,7 @@ ordered_json score_json(const EvalScore& score, const std::vector<std::string>& 
   object["kl_p90"] = number_or_null(score.kl_p90);
   object["kl_p99"] = number_or_null(score.kl_p99);
   object["top1_agreement"] = number_or_null(score.same_first);
+  object["top1_agreement_stderr"] = number_or_null(score.same_first_error);
   object["tokens"] = score.tokens;
   object["kv_bytes_mean"] = score.memory.mean;
   object["kv_bytes_peak"] = score.memory.peak;
@@ -365,7 +378,7 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
     add("all", "kl_p50", score.kl_p50, kNaN, score.tokens);
     add("all", "kl_p90", score.kl_p90, kNaN, score.tokens);
     add("all", "kl_p99", score.kl_p99, kNaN, score.tokens);
-    add("all", "top1_agreement", score.same_first, kNaN, score.tokens);
+    add("all", "top1_agreement", score.same_first, score.same_first_error, score.tokens);
     add("all", "kv_bytes_mean", score.memory.mean, kNaN, 1);
     add("all", "kv_bytes_peak", score.memory.peak, kNaN, 1);
     add("all", "state_bytes", score.memory.state, kNaN, 1);

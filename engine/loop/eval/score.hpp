@@ -20,13 +20,14 @@ struct EvalBlock {
   double milliseconds_per_token;  ///< NaN on the CPU, which works layer by layer
 };
 
-/// The scored tokens of one text.
+/// The scored tokens of one text that count.
 struct EvalText {
-  double nll, kl;        ///< mean nats
+  double nll, kl;        ///< mean nats; NaN where none count
   std::uint64_t tokens;  ///< scored
 };
 
-/// One configuration's figures over all scored tokens.
+/// One configuration's figures: means over texts of their means over scored tokens. Percentiles are
+/// those of all scored tokens together.
 struct EvalScore {
   CacheConfig config;
   std::uint32_t budget_tokens;
@@ -34,7 +35,7 @@ struct EvalScore {
   double perplexity, perplexity_error;  ///< exp(nll), by the delta method
   double kl, kl_error;                  ///< mean nats, to the full cache; NaN without it
   double kl_p50, kl_p90, kl_p99;        ///< percentiles over the tokens
-  double same_first;                    ///< share of tokens; NaN without the full cache
+  double same_first, same_first_error;  ///< share of tokens; NaN without the full cache
   std::uint64_t tokens;                 ///< scored
   std::uint64_t kv_bytes_most;          ///< measured, prompts included, of one sequence
   Memory memory;                        ///< mean of the sequences, the most of one
@@ -49,8 +50,8 @@ struct EvalScore {
 struct Evaluation {
   std::vector<EvalScore> scores;
   bool against_full = true;
-  PairedScores kl{0}, nll{0};           ///< by token; a text that is given twice counts once
-  std::vector<std::string> notes = {};  ///< of what the sequences are, for eval_warnings()
+  PairedScores kl{0}, nll{0}, same_first{0};  ///< what texts have in common counts once
+  std::vector<std::string> notes = {};        ///< of what the sequences are, for eval_warnings()
 
   /// Of what decides: KL, or nll without the full cache.
   const PairedScores& deciding() const { return against_full ? kl : nll; }
@@ -79,15 +80,31 @@ struct Evaluation {
 struct ScoredSequences {
   std::vector<std::vector<LoopScores>> scores;
   std::vector<std::size_t> text;
-  std::vector<bool> repeats;  ///< [text]: another has the same tokens, and counts; empty: none
+  std::vector<bool> repeats;  ///< [sequence]: another text has it, and counts; empty: none
   std::vector<std::vector<Memory>> memory;  ///< [configuration][sequence]
 
-  bool counts(std::size_t sequence) const { return repeats.empty() || !repeats[text[sequence]]; }
+  bool counts(std::size_t sequence) const { return repeats.empty() || !repeats[sequence]; }
 };
 
-/// Of the different texts: a figure of every configuration by token.
+/// A figure of every configuration by token, of the sequences that count.
+template <class Value>
 PairedScores paired_scores(const ScoredSequences& sequences,
-                           std::vector<double> LoopScores::*figure);
+                           std::vector<Value> LoopScores::*figure) {
+  PairedScores paired(sequences.scores.front().size());
+  for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
+    if (!sequences.counts(s)) continue;
+    std::vector<std::vector<double>> values;
+    for (const LoopScores& one : sequences.scores[s])
+      values.emplace_back((one.*figure).begin(), (one.*figure).end());
+    const std::vector<std::span<const double>> spans(values.begin(), values.end());
+    paired.add_tokens(std::to_string(sequences.text[s]), spans);
+  }
+  return paired;
+}
+
+/// Says which texts are short beside the longest, and count as much; nothing, or one line.
+std::vector<std::string> short_text_warnings(const ScoredSequences& sequences,
+                                             std::span<const std::string> names);
 
 /// Figures of the `c`-th configuration in `evaluation`, whose paired scores are there.
 /// `block_tokens`: scores by so many tokens, too; 0: not. Throws std::runtime_error where a
@@ -111,7 +128,7 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
 nlohmann::ordered_json eval_json(const Evaluation& evaluation,
                                  const std::vector<std::string>& texts);
 
-/// What to say on standard error, one line each: verdict_warnings() of every budget.
+/// What to say on standard error, one line each: of texts, and verdict_warnings() of every budget.
 std::vector<std::string> eval_warnings(const Evaluation& evaluation);
 
 /// Beginning of each row of a tidy table that names a configuration: from policy to seed.

@@ -1,0 +1,40 @@
+// Texts that repeat one another: an excerpt, a copy with a few more words, a text that was captured
+// with another prompt. What two texts have in common counts once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace kvlab {
+
+/// Consecutive tokens of a text, all of it or a window. Those from `first_scored` on are scored.
+struct TextPiece {
+  std::size_t text;
+  std::span<const std::int32_t> ids;
+  std::size_t first_scored = 0;
+};
+
+/// Which pieces do not count, because a longer text (of equal ones the first) has them too.
+struct Overlaps {
+  std::vector<bool> repeats;  ///< [piece]
+  struct Pair {
+    std::size_t text, other;   ///< the other counts
+    std::uint64_t tokens = 0;  ///< scored ones of `text` that do not count
+  };
+  std::vector<Pair> pairs;  ///< by text
+};
+
+/// A piece repeats another text if at least half of its scored tokens are there too, each at the
+/// end of the same 16 tokens (at the beginning of a piece: of the same beginning). `pieces`: those
+/// of a text one after another.
+Overlaps overlaps_of(std::span<const TextPiece> pieces);
+
+/// "a.txt and b.txt have text in common, which counts once: 669 scored tokens of b.txt are left
+/// out", one line for each pair.
+std::vector<std::string> overlap_warnings(const Overlaps& overlaps,
+                                          std::span<const std::string> names);
+
+}  // namespace kvlab
