@@ -120,7 +120,9 @@ std::vector<LoopText> loop_texts_from(const po::variables_map& options, const Lo
       throw std::invalid_argument(
           fmt::format("--trace: two texts or traces are called {}; rename one", text.name));
   if (options.count("text")) say_of_model(model.backend->config(), model.tokenizer);
-  return texts;
+  DistinctTexts distinct = distinct_texts(std::move(texts));
+  for (const std::string& warning : distinct.warnings) fmt::print(stderr, "kvlab: {}\n", warning);
+  return std::move(distinct.texts);
 }
 
 void add_answer_options(po::options_description& options) {

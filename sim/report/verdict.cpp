@@ -136,8 +136,8 @@ std::vector<std::string> verdict_warnings(const Verdict& verdict,
   const auto unknown = [](const Difference& behind) { return std::isnan(behind.interval.low); };
   if (verdict.order.size() > 1 && std::ranges::all_of(verdict.behind, unknown))
     lines.push_back(
-        "no error is known, so nothing is told apart: it takes two texts, or 8 blocks of one (of "
-        "an older run: replay again)");
+        "no 95% interval is known, so no difference is significant: an interval takes two texts, "
+        "or 8 blocks of one");
   if (std::ranges::all_of(contenders, [](const Contender& c) { return !(c.memory.peak > 0); }))
     lines.push_back("what is held at decoded queries is not known; run it again to compare memory");
   for (const std::string& name : scope.filled)

@@ -82,7 +82,7 @@ Overlaps overlaps_of(std::span<const TextPiece> pieces) {
       const auto shared = runs.shared(piece);
       std::size_t tokens = 0;
       for (const auto& [other, count] : shared) tokens += count;
-      if (tokens == 0 || 2 * tokens < piece.ids.size() - piece.first_scored) continue;
+      if (2 * tokens <= piece.ids.size() - piece.first_scored) continue;
       overlaps.repeats[p] = true;
       add_pair(overlaps.pairs, piece, std::ranges::max_element(shared, {}, [](const auto& one) {
                                         return one.second;

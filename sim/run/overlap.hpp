@@ -27,7 +27,7 @@ struct Overlaps {
   std::vector<Pair> pairs;  ///< by text
 };
 
-/// A piece repeats another text if at least half of its scored tokens are there too, each at the
+/// A piece repeats another text if more than half of its scored tokens are there too, each at the
 /// end of the same 16 tokens (at the beginning of a piece: of the same beginning). `pieces`: those
 /// of a text one after another.
 Overlaps overlaps_of(std::span<const TextPiece> pieces);

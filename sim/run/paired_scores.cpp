@@ -216,6 +216,14 @@ Difference PairedScores::average(std::size_t configuration) const {
   return difference_of(texts_, terms);
 }
 
+PairedScores PairedScores::in_common() const {
+  PairedScores common(configurations_);
+  for (const PairedText& text : texts_)
+    if (std::ranges::all_of(text.means, [](double mean) { return std::isfinite(mean); }))
+      common.texts_.push_back(text);
+  return common;
+}
+
 Difference PairedScores::difference(std::size_t a, std::size_t b) const {
   const Term terms[] = {{a, 1}, {b, -1}};
   return difference_of(texts_, terms);

@@ -73,6 +73,9 @@ class PairedScores {
   Difference average(std::size_t configuration) const;
   /// `a` less `b`, over the texts that have both.
   Difference difference(std::size_t a, std::size_t b) const;
+  /// The texts on which every configuration was measured.
+  PairedScores in_common() const;
+  const std::vector<PairedText>& all() const { return texts_; }
 
  private:
   std::size_t configurations_;

@@ -143,6 +143,20 @@ std::optional<Difference> Figures::difference(std::size_t a, std::size_t b, std:
   return difference.texts == 0 ? std::nullopt : std::optional(difference);
 }
 
+Figures::InCommon Figures::in_common(std::span<const std::size_t> series, std::string_view budget,
+                                     std::string_view metric) const {
+  const PairedScores common = paired(series, budget, metric, {}).in_common();
+  InCommon found;
+  for (std::size_t i = 0; i < series.size(); ++i) {
+    const auto own = average(series[i], budget, metric);
+    // Where nothing is left out, with the error that the row of a single trace has.
+    const bool all = common.texts() == 0 || common.texts() == own->texts;
+    found.averages.push_back(all ? *own : common.average(i));
+  }
+  if (common.texts() > 0) found.difference = common.difference(series.size() - 1, 0);
+  return found;
+}
+
 Memory Figures::memory(std::size_t series, std::string_view budget) const {
   const auto bytes = [&](std::string_view metric) {
     const auto found = average(series, budget, metric);

@@ -63,6 +63,14 @@ class Figures {
   /// `a` less `b`, paired by trace and, of one trace, by block of queries.
   std::optional<Difference> difference(std::size_t a, std::size_t b, std::string_view budget,
                                        std::string_view metric) const;
+  /// Several series over the traces that all of them have; over its own each, where there are none.
+  struct InCommon {
+    std::vector<Average> averages;         ///< [series]
+    std::optional<Difference> difference;  ///< of the last, less the first; none: nothing in common
+  };
+  /// Each of `series` has the metric at `budget`.
+  InCommon in_common(std::span<const std::size_t> series, std::string_view budget,
+                     std::string_view metric) const;
   /// What a series holds at a budget; zeros where the run does not say.
   Memory memory(std::size_t series, std::string_view budget) const;
 

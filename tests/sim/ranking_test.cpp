@@ -74,6 +74,43 @@ TEST_CASE("a trace that is there twice under two names counts once") {
   CHECK(figures.difference(1, 0, "64", "nll_recall")->texts == 1);
 }
 
+TEST_CASE("a trace whose text a longer one has too does not count") {
+  Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
+  for (ResultRow& row : run.rows) row.counts = row.trace != "trace1";
+  const Figures figures(run.rows);
+  CHECK(figures.average(0, "64", "nll_recall")->texts == 2);
+  CHECK(figures.average(0, "64", "nll_recall")->mean == Approx(0.4));  // of 0.3, 0.4 and 0.5
+  for (ResultRow& row : run.rows) row.counts = false;
+  CHECK(!Figures(run.rows).average(0, "64", "nll_recall"));
+}
+
+TEST_CASE("of one trace the standard error is that of its row, and the interval goes with it") {
+  Run run = made_up_run({{"h2o", "", 0.3, 0.01}});
+  const Average plain = *Figures(run.rows).average(0, "64", "nll_recall");
+  for (ResultRow& row : run.rows) row.standard_error *= 2;  // a sketch's variance is in it
+  const Average average = *Figures(run.rows).average(0, "64", "nll_recall");
+  CHECK(average.standard_error == Approx(2 * plain.standard_error));
+  CHECK(average.interval.high - average.mean == Approx(2 * (plain.interval.high - plain.mean)));
+}
+
+TEST_CASE("several series are averaged over the traces that all of them have") {
+  Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
+  std::erase_if(run.rows, [](const ResultRow& row) {
+    return row.policy == "sink" ? row.trace == "trace0" : row.trace == "trace2";
+  });
+  const Figures figures(run.rows);
+  const std::size_t both[] = {0, 1};
+  const auto common = figures.in_common(both, "64", "nll_recall");
+  CHECK(common.averages[0].mean == Approx(0.4));  // of trace1 alone
+  CHECK(common.averages[1].mean == Approx(0.5));
+  CHECK(common.difference->mean == Approx(0.1));
+  CHECK(common.difference->texts == 1);
+  std::erase_if(run.rows, [](const ResultRow& row) { return row.trace == "trace1"; });
+  const auto none = Figures(run.rows).in_common(both, "64", "nll_recall");
+  CHECK(none.averages[0].mean == Approx(0.3));
+  CHECK(!none.difference);
+}
+
 TEST_CASE("who holds more than the budget stands behind, whatever it scores") {
   Run run = made_up_run({{"snapkv", "sinks=0:recent=32:once", 0.1, 0.001},
                          {"h2o", "sinks=0:recent=50%", 0.3, 0.001}});

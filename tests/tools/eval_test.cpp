@@ -6,6 +6,7 @@
 
 #include "engine/loop/eval/score.hpp"
 #include "engine/loop/pages/pages.hpp"
+#include "engine/loop/pages/scores.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -155,6 +156,49 @@ TEST_CASE("A text that is given twice counts once") {
   CHECK(twice.scores[1].kl == invented_evaluation(1).scores[1].kl);
 }
 
+TEST_CASE("A text with a few more words counts once, and both are named") {
+  std::vector<std::int32_t> text;
+  for (std::int32_t i = 0; i < 1100; ++i) text.push_back(i * i % 997);
+  std::vector<std::int32_t> longer = text;
+  longer.insert(longer.end(), {1, 2, 3});
+  const auto evaluated = [&](const std::vector<std::vector<std::int32_t>>& texts) {
+    return evaluate(
+        ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 300, .bos = -1},
+        invented(kWaves), texts, three_at_two_budgets(),
+        {.window = 300, .prompt_tokens = 100, .names = {"a.txt", "a2.txt"}});
+  };
+  const Evaluation alone = evaluated({longer}), both = evaluated({text, longer});
+  CHECK(both.kl.texts() == 1);
+  CHECK(both.scores[1].tokens == alone.scores[1].tokens);
+  CHECK(both.scores[1].texts[0].tokens == 0);
+  CHECK(std::isnan(both.scores[1].kl_deviation));
+  REQUIRE(eval_warnings(both).size() >= 1);
+  CHECK(eval_warnings(both)[0].starts_with("a2.txt and a.txt have text in common"));
+  CHECK(eval_csv(both, {"a.txt", "a2.txt"}).find("\na.txt,") == std::string::npos);
+}
+
+TEST_CASE("Means are those of texts, whatever their lengths, and a short text is named") {
+  std::vector<std::vector<std::int32_t>> texts{std::vector<std::int32_t>(1000, 1),
+                                               std::vector<std::int32_t>(20, 2)};
+  const Evaluation evaluation =
+      evaluate(ModelConfig{.trained_context = 1000}, invented(kWaves), texts,
+               three_at_two_budgets(), {.names = {"long", "snippet"}});
+  const EvalScore& score = evaluation.scores[1];
+  CHECK(score.kl == Approx((score.texts[0].kl + score.texts[1].kl) / 2));
+  CHECK(score.nll == Approx((score.texts[0].nll + score.texts[1].nll) / 2));
+  CHECK(score.perplexity == Approx(std::exp(score.nll)));
+  const auto warnings = eval_warnings(evaluation);
+  CHECK(std::ranges::any_of(warnings, [](const std::string& line) {
+    return line.starts_with("every text has weight 1") &&
+           line.ends_with("snippet (20) scored tokens beside long (1000)");
+  }));
+  // The snippet does not narrow what the long text by itself says.
+  const Evaluation alone = evaluate(ModelConfig{.trained_context = 1000}, invented(kWaves),
+                                    {texts[0]}, three_at_two_budgets(), {});
+  const auto width = [](const Difference& of) { return of.interval.high - of.interval.low; };
+  CHECK(width(evaluation.kl.difference(1, 2)) >= width(alone.kl.difference(1, 2)));
+}
+
 TEST_CASE("What is held over decoded queries decides who contends at a budget") {
   std::vector<CacheConfig> configs;
   for (const char* policy : {"window:once", "h2o:every=8", "window", "h2o:sinks=4:recent=4"})
@@ -272,6 +316,15 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   CHECK(std::ranges::count(rows, std::string("two, too"), &ResultRow::trace) == 7 * 2);
   write_file_atomically(folder / kEvalCsv, csv);
   write_file_atomically(folder / kEvalJson, json_text(json));
+  write_file_atomically(folder / kEvalBlocksCsv, eval_blocks_csv(evaluation, texts));
+  // Read back, two configurations have the difference that the evaluation found.
+  const ScoreSet set = load_scores(folder.path());
+  const Figures figures(set.groups.front().rows);
+  const Difference read = *figures.difference(1, 2, "8", "kl"),
+                   found = evaluation.kl.difference(1, 2);
+  CHECK(read.mean == Approx(found.mean));
+  CHECK(read.interval.high == Approx(found.interval.high));
+  CHECK(read.texts == 2);
   const std::string page = eval_page(folder.path());
   CHECK(page.find("m&lt;1&gt;") != std::string::npos);
   CHECK(page.find("cannot be told apart") != std::string::npos);

@@ -41,7 +41,8 @@ void add_options(po::options_description& options) {
       "also the perplexity of each N scored tokens of a text, in their order; 0: not");
   add_threshold_option(options);
   add("out", text_option("DIR"),
-      "a directory to be made: eval.csv, eval.json; `kvlab report` makes a page of it");
+      "a directory to be made: eval.csv, blocks.csv, eval.json; `kvlab report` makes a page of "
+      "it");
   add("policy-file", text_option("FILE"), "a deployed policy, beside those of --policy");
   add_policy_options(options);
   add_columns_option(options);
@@ -93,8 +94,8 @@ void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) 
 }
 
 /// How far a configuration's texts differ.
-void print_texts(const Evaluation& evaluation, const std::vector<std::string>& names) {
-  if (names.size() < 2) return;
+void print_texts(const Evaluation& evaluation) {
+  if (evaluation.deciding().texts() < 2) return;
   fmt::print("\nby text, {}: mean and standard deviation of the texts' means\n",
              std::isnan(evaluation.scores.front().kl) ? "-ln p" : "KL");
   for (const EvalScore& score : evaluation.scores) {
@@ -185,6 +186,7 @@ int run(const po::variables_map& options) {
   json.update(eval_json(evaluation, how.names));
   if (folder) {
     write_file_atomically(*folder / kEvalCsv, eval_csv(evaluation, how.names));
+    write_file_atomically(*folder / kEvalBlocksCsv, eval_blocks_csv(evaluation, how.names));
     write_file_atomically(*folder / kEvalJson, json_text(json, 1) + "\n");
     folder->commit();
   }
@@ -193,7 +195,7 @@ int run(const po::variables_map& options) {
     return 0;
   }
   print_table(evaluation.scores, config.heads());
-  print_texts(evaluation, how.names);
+  print_texts(evaluation);
   print_verdicts(evaluation);
   return 0;
 }

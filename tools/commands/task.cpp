@@ -236,20 +236,20 @@ ordered_json about(const TaskRequest& request, const Backend& backend) {
   ordered_json depths = ordered_json::array(), modes = ordered_json::array();
   for (const double depth : request.depths) depths.push_back(depth_text(depth));
   for (const QueryMode mode : request.modes) modes.push_back(name_of(mode));
-  return {
-      {"kvlab", KVLAB_RELEASE},
-      {"task", request.spec.text()},
-      {"model", backend.config().name},
-      {"weights_xxh3", backend.weights_xxh3()},
-      {"chat", request.chat ? "chatml" : "none"},
-      {"text_xxh3", xxh3_hex(std::as_bytes(std::span(request.text)))},
-      {"modes", std::move(modes)},
-      {"words", request.words},
-      {"depths", std::move(depths)},
-      {"draws", request.draws},
-      {"seed", request.seed},
-      {"max_new_tokens", request.answers.max_new_tokens},
-      {"interval", "95%: shares by Wilson's score, means of 8 draws or more by Student's factor"}};
+  return {{"kvlab", KVLAB_RELEASE},
+          {"task", request.spec.text()},
+          {"model", backend.config().name},
+          {"weights_xxh3", backend.weights_xxh3()},
+          {"chat", request.chat ? "chatml" : "none"},
+          {"text_xxh3", xxh3_hex(std::as_bytes(std::span(request.text)))},
+          {"modes", std::move(modes)},
+          {"words", request.words},
+          {"depths", std::move(depths)},
+          {"draws", request.draws},
+          {"seed", request.seed},
+          {"max_new_tokens", request.answers.max_new_tokens},
+          {"interval",
+           "95%: shares by Clopper and Pearson, means of 8 draws or more by Student's factor"}};
 }
 
 /// All on which answers depend, and how they are kept.

@@ -391,6 +391,29 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
   return csv;
 }
 
+std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std::string>& texts) {
+  std::vector<ResultRow> rows;
+  const auto add = [&](const PairedScores& scores, const char* metric) {
+    for (const PairedText& text : scores.all())
+      for (std::size_t c = 0; c < evaluation.scores.size(); ++c) {
+        const CacheConfig& config = evaluation.scores[c].config;
+        rows.push_back({.trace = texts[std::stoul(text.text)],
+                        .policy = config.policy.name,
+                        .params = config.policy.params_text(),
+                        .budget = config.budget_text(),
+                        .prefill = config.prefill.text(),
+                        .positions = std::string(name_of(config.positions)),
+                        .seed = config.seed,
+                        .metric = metric,
+                        .blocks = text.blocks[c],
+                        .block_weights = text.block_weights});
+      }
+  };
+  if (evaluation.against_full) add(evaluation.kl, "kl");
+  add(evaluation.nll, "nll");
+  return blocks_csv(rows);
+}
+
 std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
   std::vector<std::string> lines = evaluation.notes;
   for (const std::string& budget : evaluation.budgets()) {

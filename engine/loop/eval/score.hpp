@@ -116,12 +116,16 @@ EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::
 // An evaluation as a tidy table and as a JSON object, and tidy tables of scores read back.
 
 inline constexpr const char* kEvalCsv = "eval.csv";
+inline constexpr const char* kEvalBlocksCsv = "blocks.csv";
 inline constexpr const char* kEvalJson = "eval.json";
 inline constexpr int kEvalFormat = 1;
 
 /// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value,stderr,count: one
 /// figure a row; `text` is `all` for what is over all of them. `texts` are their names.
 std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
+
+/// KL and −ln p of each text by block, as blocks_csv() has them: what differences are paired by.
+std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
 
 /// `format`, `texts`, `tokens`, `configurations`, `pairs`, `contenders` and `verdicts` by budget,
 /// `frontier` and `warnings`.

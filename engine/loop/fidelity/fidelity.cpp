@@ -15,6 +15,7 @@
 #include "engine/loop/eval/score.hpp"
 #include "policies/catalogue.hpp"
 #include "policies/columns/columns.hpp"
+#include "sim/run/overlap.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -273,6 +274,20 @@ LoopText text_of_trace(const std::filesystem::path& directory, const std::string
   LoopText text{.name = last_name(where), .ids = trace.ids(), .prompt_tokens = segments[0].tokens};
   text.trace = std::move(trace);
   return text;
+}
+
+DistinctTexts distinct_texts(std::vector<LoopText> texts) {
+  std::vector<TextPiece> pieces;
+  std::vector<std::string> names;
+  for (const LoopText& text : texts) {
+    pieces.push_back({.text = pieces.size(), .ids = text.ids, .first_scored = text.prompt_tokens});
+    names.push_back(text.name);
+  }
+  const Overlaps overlaps = overlaps_of(pieces);
+  DistinctTexts distinct{.warnings = overlap_warnings(overlaps, names)};
+  for (std::size_t t = 0; t < texts.size(); ++t)
+    if (!overlaps.repeats[t]) distinct.texts.push_back(std::move(texts[t]));
+  return distinct;
 }
 
 OpenLoopFigures run_open_loop(Backend& backend, const LoopText& text,

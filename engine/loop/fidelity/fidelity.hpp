@@ -31,6 +31,13 @@ struct LoopText {
 LoopText text_of_trace(const std::filesystem::path& directory, const std::string& weights_xxh3,
                        unsigned threads);
 
+/// The texts that count, and one line for each two that have text in common: overlaps_of().
+struct DistinctTexts {
+  std::vector<LoopText> texts;
+  std::vector<std::string> warnings;
+};
+DistinctTexts distinct_texts(std::vector<LoopText> texts);
+
 struct OpenLoopOptions {
   const OutputSketch& sketch;     ///< of the model's output projections, for captures
   std::filesystem::path capture;  ///< where a trace of the text goes, if it has none; a new folder

@@ -110,14 +110,17 @@ std::vector<ComparedRow> rows_of(const std::vector<ScoreSet>& sets, const Compar
                          row.budget,
                          {},
                          {}};
-        std::vector<std::size_t> there;
+        std::vector<std::size_t> there, places;
         for (const std::string& name : comparison.names) {
           const auto s = series_in(figures, row, params_in(row.params, name));
-          line.scores.push_back(s ? figures.average(*s, row.budget, row.metric) : std::nullopt);
-          if (line.scores.back()) there.push_back(*s);
+          line.scores.emplace_back();
+          if (!s || !figures.average(*s, row.budget, row.metric)) continue;
+          there.push_back(*s), places.push_back(line.scores.size() - 1);
         }
         if (there.size() < 2) continue;
-        line.difference = figures.difference(there.back(), there.front(), row.budget, row.metric);
+        const auto common = figures.in_common(there, row.budget, row.metric);
+        for (std::size_t i = 0; i < there.size(); ++i) line.scores[places[i]] = common.averages[i];
+        line.difference = common.difference;
         compared.push_back(std::move(line));
       }
     }
@@ -224,9 +227,10 @@ Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
                                               sets.front().name, sets.front().kind, set.name,
                                               set.kind));
     if (set.sequences != sets.front().sequences && comparison.warning.empty())
-      comparison.warning =
-          fmt::format("of different sequences: {} of {}, {} of {}", sets.front().name,
-                      sets.front().sequences, set.name, set.sequences);
+      comparison.warning = fmt::format(
+          "of different sequences: {} of {}, {} of {}; each row is over those that all of its runs "
+          "have",
+          sets.front().name, sets.front().sequences, set.name, set.sequences);
   }
   comparison.together = {.kind = sets.front().kind,
                          .name = fmt::format("{}", fmt::join(comparison.names, ", ")),

@@ -7,6 +7,7 @@
 #include <array>
 #include <charconv>
 #include <map>
+#include <set>
 
 #include "engine/loop/eval/score.hpp"
 #include "sim/report/figure.hpp"
@@ -24,6 +25,7 @@ namespace {
 
 using nlohmann::json;
 
+constexpr std::string_view kAllTexts = "all";  // in eval.csv
 constexpr std::size_t kMostScoresBytes = std::size_t{256} << 20;
 
 constexpr std::array kEvalMetrics{MetricInfo{"kl", "KL, nats", false, true},
@@ -85,13 +87,22 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   fields.check_format(kEvalFormat);
   const std::string model = fields.text("model");
   ScoreSet set{.kind = "evaluation",
-               .groups = {{model + ", all tokens together", {}}, {model + ", mean over texts", {}}},
+               .groups = {{model, {}}},
                .note = "Closed loop, teacher-forced: evictions change what later layers see."};
   for (const json& text : fields.list("texts"))
     set.sequences += (set.sequences.empty() ? "" : ", ") + printable(text_of(text));
-  for (ResultRow& row : parse_score_rows(read_text_file(csv, kMostScoresBytes), csv))
-    set.groups[row.trace == "all" ? 0 : 1].rows.push_back(std::move(row));
-  if (fields.list("texts").size() < 2) set.groups.pop_back();
+  auto rows = parse_score_rows(read_text_file(csv, kMostScoresBytes), csv);
+  if (const auto blocks = folder / kEvalBlocksCsv; std::filesystem::exists(blocks))
+    parse_blocks_csv(read_text_file(blocks, kMostScoresBytes), blocks.string(), rows);
+  // What is known by text is taken by text, and paired by it; the rest is of all texts together.
+  std::set<std::string> by_text;
+  for (const ResultRow& row : rows)
+    if (row.trace != kAllTexts) by_text.insert(row.metric);
+  for (ResultRow& row : rows) {
+    if (row.trace == kAllTexts && by_text.contains(row.metric)) continue;
+    if (row.trace == kAllTexts) row.trace = set.sequences;
+    set.groups.front().rows.push_back(std::move(row));
+  }
   set.metrics = present(kEvalMetrics, set.groups.front().rows);
   set.headline = set.metrics.empty() ? "kl" : set.metrics.front().name;
   return set;

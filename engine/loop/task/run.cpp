@@ -152,8 +152,6 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
 
 namespace {
 
-constexpr double kDeviations = 1.959963984540054;  // of a normal distribution: 95%
-
 /// The answers of one configuration and mode at some places, and the first configuration's.
 struct Sample {
   std::vector<const TaskAnswer*> own, first;
@@ -193,8 +191,8 @@ class TaskFigures {
   }
   void add_share(std::string_view metric, std::uint64_t hits, std::uint64_t count) {
     if (count == 0) return;
-    add(metric, static_cast<double>(hits) / static_cast<double>(count),
-        wilson_interval(hits, count), count);
+    add(metric, static_cast<double>(hits) / static_cast<double>(count), share_interval(hits, count),
+        count);
   }
   void add_mean(std::string_view metric, const std::vector<double>& values) {
     if (values.empty()) return;
@@ -234,16 +232,6 @@ std::string number_or_nothing(double value) {
 }
 
 }  // namespace
-
-Interval wilson_interval(std::uint64_t hits, std::uint64_t count) {
-  if (count == 0) return {0, 1};
-  const auto n = static_cast<double>(count), share = static_cast<double>(hits) / n;
-  const double z2 = kDeviations * kDeviations;
-  const double centre = (share + z2 / (2 * n)) / (1 + z2 / n);
-  const double half =
-      kDeviations / (1 + z2 / n) * std::sqrt(share * (1 - share) / n + z2 / (4 * n * n));
-  return {hits == 0 ? 0 : centre - half, hits == count ? 1 : centre + half};
-}
 
 std::vector<TaskFigure> task_figures(std::span<const std::vector<std::vector<TaskAnswer>>> answers,
                                      std::span<const TaskPlace> places,

@@ -20,15 +20,11 @@
 namespace kvlab {
 // Figures of many answers: by length and depth, with intervals, paired with the first
 // configuration.
-/// Wilson's score interval for a share: all probabilities from which `hits` of `count` is less than
-/// 1.96 standard errors away; 95%. [0, 1] for no draws.
-Interval wilson_interval(std::uint64_t hits, std::uint64_t count);
-
 /// One figure.
 ///   exact_match: share of right answers
 ///   lost: of those that the first configuration answers right, the share that this one does not
 ///   gained: of those that the first one does not, the share that this one answers right
-///     (all three with wilson_interval())
+///     (all three with share_interval())
 ///   log_likelihood: of the right answer, mean of the draws, nats
 ///   log_likelihood_change: from the first configuration's, mean over the same draws
 ///     (both as PairedScores has them: NaN for fewer than eight draws)

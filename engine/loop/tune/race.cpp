@@ -110,8 +110,7 @@ class Runner {
     for (std::size_t place = 0; place < ran_.size(); ++place) {
       std::vector<std::span<const double>> scores;
       for (const std::size_t contender : left_) scores.emplace_back(scores_[contender][place]);
-      if (field_.repeats.empty() || !field_.repeats[ran_[place]])
-        race_.kl.add_tokens(std::to_string(ran_[place]), scores);
+      race_.kl.add_tokens(std::to_string(ran_[place]), scores);
     }
     const PairedScores& kl = race_.kl;
     std::vector<std::size_t> order(left_.size());

@@ -58,7 +58,6 @@ struct RaceField {
   std::size_t contenders;              ///< the grid, 0 being the open loop's first
   std::vector<std::uint64_t> lengths;  ///< of the texts, tokens
   double share = 0.25;  ///< of the exhaustive work; two contenders always run, over all texts
-  std::vector<bool> repeats = {};  ///< [text]: another has the same tokens, and counts; empty: none
 };
 
 /// Runs the contenders (indices) and the full cache over a text: KL by token [contender][token].

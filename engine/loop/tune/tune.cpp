@@ -180,11 +180,7 @@ TuneScore score_on(std::size_t text, const LoopScores& scores) {
 
 RaceField field_of(const TuneRequest& request) {
   RaceField field{.contenders = request.grid.size(), .share = request.share};
-  for (const LoopText& text : request.texts) {
-    field.lengths.push_back(text.ids.size());
-    field.repeats.push_back(std::ranges::find(request.texts, text.ids, &LoopText::ids)->name !=
-                            text.name);
-  }
+  for (const LoopText& text : request.texts) field.lengths.push_back(text.ids.size());
   return field;
 }
 
@@ -203,24 +199,20 @@ Race race(const Sweep& sweep, const TuneRequest& request, const RaceField& field
       race((done + part * own) / all);
     };
     auto scores = closed_loop_scores(sweep, request.texts[text], configs, request.threads, show);
-    if (!field.repeats[text])
-      tuning.scores[request.grid.size()].push_back(score_on(text, scores[0]));
-    for (std::size_t i = 0; i < contenders.size() && !field.repeats[text]; ++i)
+    tuning.scores[request.grid.size()].push_back(score_on(text, scores[0]));
+    for (std::size_t i = 0; i < contenders.size(); ++i)
       tuning.scores[tuning.order[contenders[i]]].push_back(score_on(text, scores[i + 1]));
     done += own;
     return kl_of(std::move(scores));
   });
 }
 
-/// A mean over the scored tokens of some texts.
+/// A mean over texts, each of weight 1, as in PairedScores.
 template <class Value>
 double mean_over(std::span<const TuneScore> scores, Value value) {
-  double sum = 0, tokens = 0;
-  for (const TuneScore& score : scores) {
-    sum += std::invoke(value, score) * static_cast<double>(score.tokens);
-    tokens += static_cast<double>(score.tokens);
-  }
-  return sum / tokens;
+  double sum = 0;
+  for (const TuneScore& score : scores) sum += std::invoke(value, score);
+  return sum / static_cast<double>(scores.size());
 }
 
 /// KL of one of the grid over the winner's, over the texts that both ran: who leaves has run the

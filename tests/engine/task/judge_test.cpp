@@ -60,27 +60,6 @@ TEST_CASE("A verdict before the end is never taken back") {
   }
 }
 
-TEST_CASE("Wilson's interval holds the probabilities that the share is near to, and no others") {
-  constexpr double kStep = 1e-5;
-  for (const std::uint64_t count : {1u, 2u, 5u, 20u, 300u})
-    for (std::uint64_t hits = 0; hits <= count; hits += std::max<std::uint64_t>(1, count / 7)) {
-      const auto n = static_cast<double>(count);
-      double low = 1, high = 0;
-      for (double p = 0; p <= 1 + kStep / 2; p += kStep)
-        if (std::abs(static_cast<double>(hits) / n - p) <=
-            1.959963984540054 * std::sqrt(std::max(0.0, p * (1 - p)) / n) + 1e-12) {
-          low = std::min(low, p);
-          high = std::max(high, p);
-        }
-      const Interval interval = wilson_interval(hits, count);
-      CAPTURE(hits, count);
-      CHECK(std::abs(interval.low - low) < 2 * kStep);
-      CHECK(std::abs(interval.high - high) < 2 * kStep);
-    }
-  CHECK(wilson_interval(0, 0).low == 0);
-  CHECK(wilson_interval(0, 0).high == 1);
-}
-
 TEST_CASE("Figures count each place and all of them, against the first configuration") {
   const std::vector<TaskPlace> places{{10, 0}, {10, 0}, {10, 1}, {20, 1}};
   const std::vector<QueryMode> modes{QueryMode::agnostic};
@@ -101,7 +80,7 @@ TEST_CASE("Figures count each place and all of them, against the first configura
   };
   CHECK(find(0, {}, {}, "exact_match")->value == 0.5);
   CHECK(find(1, {}, {}, "exact_match")->count == 4);
-  CHECK(find(1, {}, {}, "exact_match")->interval.low == wilson_interval(2, 4).low);
+  CHECK(find(1, {}, {}, "exact_match")->interval.low == share_interval(2, 4).low);
   CHECK(find(1, {}, {}, "lost")->value == 0.5);
   CHECK(find(1, {}, {}, "lost")->count == 2);
   CHECK(find(1, {}, {}, "gained")->value == 0.5);

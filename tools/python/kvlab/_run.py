@@ -67,7 +67,8 @@ class Difference(NamedTuple):
 def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
     """`a` less `b`, paired: what the commands' verdicts go by.
 
-    Of each text its figure, or its figures by block (or draw), the same blocks for both.
+    Of each text its figure, or its figures by block, the same blocks for both. Every text has weight 1; a text of far
+    fewer blocks than the longest is short (docs/verdicts.md).
     """
     values = [[numpy.atleast_1d(numpy.asarray(text, dtype=float)).tolist() for text in side] for side in (a, b)]
     return Difference(*_kvlab.difference(values))

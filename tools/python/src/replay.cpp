@@ -201,7 +201,7 @@ std::tuple<double, double, double, double, std::size_t> difference(
     if (values[0][t].size() != values[1][t].size() || values[0][t].empty())
       throw std::invalid_argument(
           fmt::format("difference: text {}: a and b should have the same blocks", t));
-    PairedText text{.text = std::to_string(t)};
+    PairedText text{.text = std::to_string(t), .tokens = static_cast<double>(values[0][t].size())};
     for (const auto& of : values) {
       text.means.push_back(std::accumulate(of[t].begin(), of[t].end(), 0.0) /
                            static_cast<double>(of[t].size()));
