@@ -17,8 +17,8 @@ TEXT
 list() { head -n "$listed" "$names"; }
 case "$major $*" in
   *--libidentify) printf 'description: a test\nversion:        %s.7.1\n' "$major" ;;
-  "2 --list-test-names-only [gpu]") list; exit "$(list | wc -l)" ;;
-  "3 --list-tests --verbosity quiet [gpu]") list ;;
+  "2 --list-test-names-only [gpu]~[.]") list; exit "$(list | wc -l)" ;;
+  "3 --list-tests --verbosity quiet [gpu]~[.]") list ;;
   "2 -w NoTests "* | "3 -w UnmatchedTestSpec "*)
     while read -r name; do
       [[ $(sed 's/[][\\",*]/\\&/g' <<<"$name") == "$3" ]] || continue
@@ -34,6 +34,7 @@ esac
 TEXT
   chmod +x "$folder/build/tests/$name"
   while read -r case; do echo "TEST_CASE(\"$case\", \"[gpu]\") {}"; done <"$names" >"$folder/$name.cpp"
+  echo 'TEST_CASE("hidden", "[.][long][gpu]") {}' >>"$folder/$name.cpp"
   echo "tests/$name $folder/$name.cpp" >>"$folder/build/tests/programs.txt"
 }
 new_build() { rm -rf "$folder/build" && mkdir -p "$folder/build/tests"; }

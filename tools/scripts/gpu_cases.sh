@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sourced: the Catch2 test cases with the tag [gpu] of a build, listed and run under Catch2 2 and 3.
+# Sourced: the Catch2 test cases with the tag [gpu] of a build, listed and run under Catch2 2 and 3. Hidden ones ([.]),
+# which take minutes, are left out.
 
 # program_files BUILD: a line for each test program, "PROGRAM SOURCE..."; PROGRAM is relative to BUILD, sources to the
 # source tree. CMake wrote it.
@@ -22,11 +23,11 @@ gpu_cases_of() {
   local major names status=0
   major=$(catch2_major "$1") || return 1
   if [[ $major == 2 ]]; then
-    names=$("$1" --list-test-names-only '[gpu]') || status=$?
+    names=$("$1" --list-test-names-only '[gpu]~[.]') || status=$?
     # Catch2 2 exits with the number of names.
     [[ $status -eq $(grep -c . <<<"$names") ]] || { echo "$1: listing its cases exited with $status" >&2; return 1; }
   else
-    names=$("$1" --list-tests --verbosity quiet '[gpu]') || { echo "$1: listing its cases failed" >&2; return 1; }
+    names=$("$1" --list-tests --verbosity quiet '[gpu]~[.]') || { echo "$1: listing its cases failed" >&2; return 1; }
   fi
   sed 's/^ *//; /^$/d' <<<"$names"
 }
@@ -52,8 +53,8 @@ list_gpu_cases() {
   local build=$1 source=$2 programs program files cases listed wanted
   programs=$(program_files "$build") || return 1
   while read -r program files; do
-    # shellcheck disable=SC2086  # several files
-    wanted=$(cd "$source" && cat $files | grep -o '\[gpu\]' | wc -l)
+    # shellcheck disable=SC2015,SC2086  # no case is no fault; several files
+    wanted=$(cd "$source" && cat $files | grep '\[gpu\]' | grep -vcF '[.]' || true)
     [[ $wanted -gt 0 ]] || continue
     [[ -x $build/$program ]] || { echo "$build/$program is not built, and has $wanted GPU tests" >&2; return 1; }
     cases=$(gpu_cases_of "$build/$program") || return 1
