@@ -6,7 +6,6 @@ import contextlib
 import copy
 from typing import Any
 
-import numpy
 import pytest
 
 import kvlab

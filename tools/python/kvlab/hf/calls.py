@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import transformers
 
 from kvlab.hf.models import text_config
 from kvlab.hf.refused import Refused

@@ -53,7 +53,11 @@ class Hooks:
         for depth, module in enumerate(_path(attended.model, attended.decoder)):
             stack.callback(module.register_forward_pre_hook(_before(own, depth), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(_behind(own, depth), always_call=True).remove)
-        is_open: Callable[[], bool] = lambda: bool((hooks := own()) and hooks._depths or hooks and hooks.attend_token)
+
+        def is_open() -> bool:
+            hooks = own()
+            return hooks is not None and (bool(hooks._depths) or hooks.attend_token is not None)
+
         for layer in attended.layers.values():
             stack.callback(layer.module.register_forward_pre_hook(_at_layer(own), with_kwargs=True).remove)
         stack.enter_context(listening(attended.acted, self._given, is_open))
