@@ -135,6 +135,39 @@ TEST_CASE("A program that is called off ends at once, with those that it has sta
   CHECK((state == "gone" || state == "Z" || state == "X"));
 }
 
+TEST_CASE("A scratch folder that a killed process left goes with the next one that is made") {
+  const test::TemporaryFolder folder;
+  const char* const before = ::getenv("TMPDIR");
+  const std::string restored = before ? before : "";
+  REQUIRE(::setenv("TMPDIR", folder.path().c_str(), 1) == 0);
+  const auto entries = [&] {
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
+      names.insert(entry.path().filename().string());
+    return names;
+  };
+  {
+    std::filesystem::create_directory(folder / "kvlab-scratch-killed");
+    test::write_bytes(folder / "kvlab-scratch-killed" / "trace", "x");
+    std::filesystem::create_directory(folder / "other-scratch-others");
+    std::filesystem::create_symlink(folder / "other-scratch-others",
+                                    folder / "kvlab-scratch-linked");
+    const kvlab::TemporaryFolder first;
+    const kvlab::TemporaryFolder second;  // does not take the first one away
+    CHECK(std::filesystem::is_directory(first.path()));
+    CHECK(entries() == std::set<std::string>{"kvlab-scratch-linked", "other-scratch-others",
+                                             first.path().filename().string(),
+                                             second.path().filename().string()});
+  }
+  CHECK(entries().size() == 2);
+  REQUIRE(::setenv("TMPDIR", "", 1) == 0);  // as if it were not set
+  CHECK(kvlab::TemporaryFolder().path().parent_path() == "/tmp");
+  if (before)
+    ::setenv("TMPDIR", restored.c_str(), 1);
+  else
+    ::unsetenv("TMPDIR");
+}
+
 TEST_CASE("A program that says too much is ended, and its log stays small") {
   const test::TemporaryFolder folder;
   const auto log = folder / "log";

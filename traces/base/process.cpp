@@ -7,12 +7,14 @@
 #include <spawn.h>
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <chrono>
 #include <stdexcept>
+#include <string_view>
 #include <system_error>
 #include <thread>
 
@@ -23,17 +25,53 @@ namespace {
 constexpr rlim_t kMostBytes = rlim_t{64} << 20;
 }
 
-TemporaryFolder::TemporaryFolder() {
+namespace {
+
+constexpr std::string_view kScratch = "kvlab-scratch-", kTemplate = "XXXXXX";
+
+/// Where scratch folders are made. An empty TMPDIR is none, as it is for most programs.
+std::filesystem::path folder_of_scratch() {
+  const char* const asked = ::getenv("TMPDIR");
+  if (!asked || !*asked) return "/tmp";
   std::error_code error;
-  const std::filesystem::path parent = std::filesystem::temp_directory_path(error);
-  if (error)
+  std::filesystem::path parent = asked;
+  if (!std::filesystem::is_directory(parent, error) || error)
     throw std::runtime_error(
         "TMPDIR: it should name a folder that can be written to, or nothing for /tmp");
-  std::string name = (parent / "kvlab-XXXXXX").string();
-  if (!mkdtemp(name.data()))
-    throw std::runtime_error(
-        fmt::format("{}: cannot be made: {}", name, std::generic_category().message(errno)));
-  path_ = name;
+  return parent;
+}
+
+/// Whether it is a folder as this user's processes make them, and no link to one.
+bool is_own_scratch(const std::filesystem::path& path) {
+  const std::string name = path.filename().string();
+  struct stat found {};
+  return name.size() == kScratch.size() + kTemplate.size() && name.starts_with(kScratch) &&
+         ::lstat(path.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
+         found.st_uid == ::geteuid();
+}
+
+void remove_abandoned(const std::filesystem::path& parent) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
+    if (!is_own_scratch(entry.path())) continue;
+    const FileLock lock(entry.path(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+    if (lock.held()) std::filesystem::remove_all(entry.path(), ignored);
+  }
+}
+
+}  // namespace
+
+TemporaryFolder::TemporaryFolder() {
+  const std::filesystem::path parent = folder_of_scratch();
+  remove_abandoned(parent);
+  do {  // another process may have taken a folder away before its lock
+    std::string name = (parent / kScratch).string().append(kTemplate);
+    if (!mkdtemp(name.data()))
+      throw std::runtime_error(
+          fmt::format("{}: cannot be made: {}", name, std::generic_category().message(errno)));
+    path_ = name;
+    lock_.emplace(path_, O_RDONLY | O_DIRECTORY);
+  } while (lock_->held_by_another() || !std::filesystem::exists(path_));
 }
 
 TemporaryFolder::~TemporaryFolder() {

@@ -2,12 +2,17 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "traces/base/files.hpp"
+
 namespace kvlab {
 
-/// A folder that only this user can read, and that goes with this object.
+/// A folder in TMPDIR that only this user can read, under a lock, and that goes with this object.
+/// What killed processes left, which has no lock, goes before the next one is made. (Some file
+/// systems have no locks: there it stays.)
 class TemporaryFolder {
  public:
   /// Throws std::runtime_error if none can be made.
@@ -21,6 +26,7 @@ class TemporaryFolder {
 
  private:
   std::filesystem::path path_;
+  std::optional<FileLock> lock_;
 };
 
 /// That holds this code: the program, or a module with the command in it. Empty if it cannot be

@@ -34,7 +34,7 @@ struct Front {
     const char32_t c = *character;
     const auto within = [c](char32_t first, char32_t last) { return c >= first && c <= last; };
     return c < ' ' || within(0x7f, 0x9f) || c == 0x61c || within(0x200e, 0x200f) ||
-           within(0x202a, 0x202e) || within(0x2066, 0x2069);
+           within(0x202a, 0x202e) || within(0x2066, 0x2069) || c == 0xfeff;
   }
 };
 

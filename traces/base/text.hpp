@@ -13,7 +13,8 @@ std::vector<std::string> split_list(std::string_view text, char separator = ',')
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to);
 
 /// Whether a terminal would do something with `text` but show it: control characters (C0, DEL, C1),
-/// the marks that change the direction of what follows, and bytes that are not UTF-8.
+/// the marks that change the direction of what follows, the byte order mark, which is invisible,
+/// and bytes that are not UTF-8.
 bool has_controls(std::string_view text);
 /// `text` with a space for each of them, as a name in a trace has to be.
 std::string without_controls(std::string_view text);

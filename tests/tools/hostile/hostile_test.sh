@@ -107,6 +107,28 @@ refused "scored token 0 is not finite" "$kvlab" eval --model huge --text "$sourc
 head -c 2000 "$source/tools/texts/austen-emma.txt" >text
 tune() { "$@" "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-tokens 100 --budget 64 --policy h2o,lru --out tuned.json; }
 refused "TMPDIR: " tune env TMPDIR=/nowhere
+tune env TMPDIR= >/dev/null 2>&1 || fail "an empty TMPDIR is not as if it were not set"
+rm tuned.json
+# What a killed command left there goes with the same command, once more.
+mkdir scratch
+TMPDIR=$PWD/scratch "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-tokens 100 --budget 64 --policy h2o,lru \
+  --out tuned.json >/dev/null 2>&1 &
+pid=$!
+while [ -z "$(ls scratch)" ]; do
+  kill -0 $pid 2>/dev/null || fail "tune was over before it was killed"
+  sleep 0.01
+done
+kill -9 $pid
+wait $pid 2>/dev/null || true
+[ -n "$(ls scratch)" ] || fail "a tune that was killed left nothing to take away"
+tune env "TMPDIR=$PWD/scratch" >/dev/null 2>&1 || fail "tune after one that was killed"
+[ -z "$(ls scratch)" ] || fail "left in TMPDIR: $(ls scratch)"
+rm tuned.json
+# Lists whose product no memory holds, and a plan of more tiers than a cache counts.
+many=$(seq -s, 2 20000)
+refused "up to 19999 configurations are asked for" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget "$many" --out lists
+tiers=$(head -c 1275 /dev/zero | sed 's/\x0/16:1t,/g')4:100%
+refused "a plan of 1276 tiers; at most 16" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget 16 --ladder "$tiers" --out lists
 
 # A TMPDIR, paths and names that are longer than a system takes: whatever is said, the reason is in it.
 name=$(head -c 250 /dev/zero | tr '\0' n)
