@@ -58,6 +58,19 @@ def one_line(error, most=300):
     return text if len(text) <= most else text[:most] + "..."
 
 
+def reason_of(error):
+    """Why a file cannot be read: in the package's words where it found the fault, but not in those of numpy, which
+    speak of arrays that the reader has never seen."""
+    where = error.__traceback__
+    while where.tb_next:
+        where = where.tb_next
+    found_by = pathlib.Path(where.tb_frame.f_code.co_filename)
+    known = isinstance(error, (ValueError, KeyError)) and ("gguf" in found_by.parts or found_by == pathlib.Path(__file__))
+    if known and not any(word in str(error) for word in ("dtype", "array", "buffer", "shape")):
+        return f"cannot be read: {one_line(error, 150)}"
+    return "cannot be read: its header or its tensors are damaged"
+
+
 class Reader(gguf.GGUFReader):
     """The package's reader takes what lies behind the file's end as empty, and a long array of it as long."""
 
@@ -371,7 +384,8 @@ def converted(tensor, shape, interleaved, norm_offset):
     try:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except (NotImplementedError, ValueError) as error:
-        raise Refused(f"tensor {tensor.name}: type {tensor.tensor_type.name} cannot be read: {one_line(error)}")
+        why = one_line(error) if isinstance(error, NotImplementedError) else "its bytes do not make whole blocks"
+        raise Refused(f"tensor {tensor.name}: type {tensor.tensor_type.name} cannot be read: {why}")
     if values.shape != shape:
         raise Refused(f"tensor {tensor.name} is {list(values.shape)}; it should be {list(shape)}")
     if not np.isfinite(values).all():
@@ -423,7 +437,7 @@ def convert(source, folder):
     except FileNotFoundError:
         raise Refused("there is no such file")
     except Exception as error:  # the package names no error of its own for a broken file
-        raise Refused(f"cannot be read: {one_line(error, 150)}; a whole GGUF file is expected")
+        raise Refused(f"{reason_of(error)}; a whole GGUF file is expected")
     meta = Metadata(reader)
     architecture = read_architecture(meta)
     config, tokenizer = read_config(meta, architecture), read_tokenizer(meta)
