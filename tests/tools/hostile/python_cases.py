@@ -1,0 +1,193 @@
+"""Generated arguments for the package's functions: python_cases.py SEED FIRST RUNS TRACE, with a Python that has numpy and kvlab.
+
+Each call either does what it says or raises ValueError with one line of the package's own. A line is printed for each that does not;
+the last line says that all were done. A crash ends this process, whose last "at" on stderr names the case.
+"""
+
+import pathlib
+import random
+import re
+import sys
+import tempfile
+import types
+import warnings
+
+import numpy
+
+import kvlab
+
+LIBRARIES = re.compile(
+    r"std::|nanobind|incompatible function|json\.exception|numpy\.|not supported between|unsupported operand|object is not|has no attribute"
+    r"|positional argument|invalid literal|could not convert|cannot reshape|setting an array"
+)
+TRACE = None
+
+NUMBERS = [0, 1, 2, 3, 15, 16, 17, 64, 255, 256, -1, -2, 1.5, 0.0, -0.0, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**5000, 1e300, float("inf"),
+           float("nan"), True, False, numpy.int64(1), numpy.uint8(2), numpy.int64(-1), numpy.float32(1), numpy.bool_(True), "1", "x", b"1", None,
+           [], [1], (1,), {}, {"a": 1}, object(), 1j, numpy.array(1), numpy.array([1, 2]), numpy.datetime64("2020"), range(3), "\ud800", "\0",
+           lambda: 1, int, numpy.ones((2, 2))]  # fmt: skip
+TEXTS = ["h2o", "lru", "full", "window", "h2o:recent=25%", "h2o*lru", "16", "25%", "4KiB", "pyramid(16)", "ada(16)", "ratio(0.5)", "dense", "chunk:8",
+         "original", "cache", "decode", "all", "sample", "q", "k", "v", "", " ", "x", "\ud800", "\0", "é", "\u202e", "h2o:ladder=" + "16@1t+" * 400 + "4@100%",
+         "h2o," * 50, "@/nowhere", "@/dev/null", "0", "-1", "nan", "x" * 5000, "mass", "both"]  # fmt: skip
+
+
+class Hostile:
+    """An object whose every answer is an error."""
+
+    def __index__(self):
+        raise ValueError("no index")
+
+    def __float__(self):
+        raise ValueError("no float")
+
+    def __iter__(self):
+        return iter([1])
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+def any_of(rng, good, others):
+    """Mostly what is good, so that one bad argument at a time gets far."""
+    return rng.choice(good) if rng.random() < 0.6 else rng.choice(others)
+
+
+def arrays(rng):
+    layers, heads, kv_heads, tokens, size = (rng.choice(c) for c in ((1, 2), (2, 4), (1, 2, 3), (1, 8, 20), (2, 7, 16, 32)))
+    dtype = any_of(rng, ["f4", "f2"], ["f8", "i4", "c8", "O", "U3", "?"])
+
+    def one(count):
+        array = numpy.asarray(numpy.random.default_rng(1).normal(size=(layers, count, tokens, size)), "f4")
+        kind = rng.randrange(20)
+        if kind == 0:
+            return rng.choice(NUMBERS)
+        if kind == 1:
+            array = array[..., :-1]
+        if kind == 2:
+            array = array[0]
+        if kind == 3:
+            array[0, 0, 0, 0] = rng.choice((numpy.nan, numpy.inf, 1e38))
+        if kind == 4:
+            return numpy.broadcast_to(array[:1, :1, :1], (layers, count, 2**31, size))
+        return array.astype(dtype)
+
+    return one(heads), one(kv_heads), one(kv_heads), tokens, layers
+
+
+def config(rng, layers):
+    if rng.random() < 0.15:
+        return rng.choice(NUMBERS)
+    known = {
+        "rope_theta": [1e4, 5e5], "inv_freq": [[1.0], [1.0] * 8, [[1.0], [0.5]], [0.0]], "rope_factor": [1.0, [1.0, 2.0]],
+        "softmax_scale": [0.5, 1], "name": ["x"], "layer_numbers": [[0], [1, 5], list(range(layers))], "rope_scaling": [None, {"rope_type": "default"}],
+        "rows": [[{}] * layers, [{"span": 3}] * layers, [{"softcap": 2.0, "rope": 0}] * layers, [{"sink": [0.0, 1.0]}] * layers],
+    }  # fmt: skip
+    bad = {"inv_freq": [[1.0] * 9, [1.0] * 17, [1.0] * 1000, [], [[]], [-1.0], ["x"]],
+           "rows": [[{"sink": [1.0] * 99}], [{"rope": 7}] * layers, [{"span": -1}] * layers, [{"x": 1}] * layers, [5]]}  # fmt: skip
+    made = {}
+    for key in rng.sample(list(known), rng.randrange(4)):
+        made[key] = any_of(rng, known[key], bad.get(key, NUMBERS) if rng.random() < 0.6 else NUMBERS)
+    if rng.random() < 0.05:
+        made[rng.choice(("zzz", 5, None, "\ud800"))] = 1
+    return types.SimpleNamespace(**{str(k): v for k, v in made.items()}) if made and rng.random() < 0.2 and all(isinstance(k, str) for k in made) else made
+
+
+def from_arrays(rng):
+    q, k, v, tokens, layers = arrays(rng)
+    ids = any_of(rng, [None, list(range(tokens)), numpy.arange(tokens)], NUMBERS)
+    trace = kvlab.Trace.from_arrays(q, k, v, ids, config(rng, layers), prompt_tokens=any_of(rng, [1, tokens], NUMBERS))
+    assert trace.tokens == tokens
+
+
+def reads(rng):
+    layer, head = any_of(rng, [0, 1], NUMBERS), any_of(rng, [0, 1], NUMBERS)
+    kind = rng.randrange(6)
+    if kind == 0:
+        TRACE.read(any_of(rng, ["q", "k", "v"], TEXTS + NUMBERS), layer, head)
+    elif kind == 1:
+        TRACE.column(any_of(rng, ["x"], TEXTS + NUMBERS), layer, head)
+    elif kind == 2:
+        TRACE.attention(layer, head, any_of(rng, [0, 3], NUMBERS), any_of(rng, [None, 2], NUMBERS))
+    elif kind == 3:
+        TRACE.accesses(layer=layer, head=head, top_k=any_of(rng, [None, 2], NUMBERS), request_threshold=any_of(rng, [0.01], NUMBERS),
+                       span=any_of(rng, ["decode", "all"], TEXTS))  # fmt: skip
+    elif kind == 4:
+        TRACE.to_dict(any_of(rng, ["torch"], TEXTS + NUMBERS))
+    else:
+        kvlab.Trace(any_of(rng, [TRACE.path], TEXTS + NUMBERS), verify=any_of(rng, [False], NUMBERS), threads=any_of(rng, [1], NUMBERS))
+
+
+def replays(rng):
+    policies = any_of(rng, ["h2o", ["h2o", "lru"], "full"], TEXTS + NUMBERS + [TEXTS])
+    budgets = any_of(rng, [16, [16, 24], "25%", ["4KiB"], numpy.int64(16)], TEXTS + NUMBERS + [list(range(2, 20_000))])
+    words = {"layers": [[1], [0]], "threads": [1], "seed": [1], "prefill": ["dense"], "positions": ["original"], "span": ["decode"], "plain": [False],
+             "request_threshold": [0.01], "output_error": ["sample"], "references": [False], "device": ["cpu"]}  # fmt: skip
+    given = {key: any_of(rng, good, TEXTS + NUMBERS) for key, good in words.items() if rng.random() < 0.35}
+    trace = any_of(rng, [TRACE], NUMBERS + TEXTS + [[], [TRACE, 5]])
+    run = kvlab.replay(trace, policies, budgets, progress=False, **given)
+    kind = rng.randrange(3)
+    if kind == 0:
+        run.kept(any_of(rng, [1], NUMBERS), any_of(rng, [0], NUMBERS), any_of(rng, ["h2o"], TEXTS + NUMBERS), any_of(rng, [16, None], NUMBERS + TEXTS))
+    elif kind == 1:
+        run.ranking(any_of(rng, [16], NUMBERS + TEXTS), any_of(rng, ["", "recall"], TEXTS + NUMBERS))
+
+
+def policies(rng):
+    words = {"needs": ["mass", "nothing"], "columns": [[]], "state": [None, {"a": "f4"}], "sinks": [2, "5%"], "recent": [2], "modifiers": [[], ["every=4"]],
+             "positions": ["original"], "rows": [False], "by_head": [False], "weights": [(), [0.5]], "name": ["mine"], "summary": ["x"]}  # fmt: skip
+    bad = NUMBERS + TEXTS + [{"a": "V100000000"}, {"a": "O"}, {1: 2}, [None], ["x"] * 9, {"a": ("f4", 10**7)}]
+    given = {key: any_of(rng, good, bad) for key, good in words.items() if rng.random() < 0.4}
+    answer = any_of(rng, [lambda n: numpy.arange(n)], [lambda n: numpy.full(n, numpy.nan), lambda n: list(range(n)), lambda n: None, lambda n: numpy.arange(n + 1)])
+
+    def mine(state, seen, token, step):
+        return answer(len(token))
+
+    kvlab.policy(**given)(mine)
+
+
+def differences(rng):
+    good = [[1.0, 2.0], [[1.0, 2.0], [3.0]], numpy.ones(3)]
+    kvlab.difference(any_of(rng, good, NUMBERS + TEXTS), any_of(rng, good, NUMBERS + TEXTS))
+
+
+CALLS = {from_arrays: 30, reads: 25, replays: 25, policies: 15, differences: 5}
+
+
+def fault_of(call, rng):
+    """What is wrong with how the call ended, or None."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call(rng)
+    except ValueError as error:
+        said = str(error)
+        if "\n" in said or len(said) > 8000:  # what is longer is no quotation
+            return f"a message of {len(said)} bytes or several lines: {said[:200]!a}"
+        if match := LIBRARIES.search(said):
+            return f"{match.group()!r} in {said[:300]!a}"
+    except RuntimeError as error:  # what is not there, or cannot be read: as the command's exit code 2
+        if not any(word in str(error) for word in ("/", "folder", "file", "trace")) or LIBRARIES.search(str(error)):
+            return f"RuntimeError: {str(error)[:300]!a}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]!a}"
+    return None
+
+
+def main():
+    global TRACE
+    seed, first, runs = map(int, sys.argv[1:4])
+    TRACE = kvlab.Trace(sys.argv[4], verify=False)
+    for _ in range(2):
+        NUMBERS.append(Hostile())
+    for number in range(first, first + runs):
+        rng = random.Random(f"python/{seed}/{number}")
+        call = rng.choices(list(CALLS), list(CALLS.values()))[0]
+        print(f"at {number}", file=sys.stderr)
+        if fault := fault_of(call, rng):
+            print(f"{call.__name__} {seed} {number}: {fault}", flush=True)
+    left = [path.name for path in pathlib.Path(tempfile.gettempdir()).glob("kvlab-scratch-*")]
+    print(f"done: {runs} calls{'; left: ' + str(left) if left else ''}")
+
+
+if __name__ == "__main__":
+    main()
