@@ -83,8 +83,8 @@ def test_misses_are_those_of_the_replay(sample: kvlab.Trace) -> None:
     ("words", "message"),
     [
         ({"layer": 2}, "layer 2, KV head 0: the trace .* has 2 layers of 2 KV heads"),
-        ({"top_k": 0}, "top_k: 0 should be at least 1"),
-        ({"request_threshold": 2.0}, "request threshold 2: should be between 0 and 1"),
+        ({"top_k": 0}, "top_k: 0 should be a whole number from 1 to 2147483647"),
+        ({"request_threshold": 2.0}, "request_threshold: 2.0 should be a number from 0 to 1"),
         ({"span": "prompt"}, "span: 'prompt' should be decode or all"),
     ],
 )

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import pathlib
 import subprocess
 import sys
 import textwrap
+import time
+import types
+from collections.abc import Callable
+from typing import Any
 
+import numpy
 import pytest
+
+import kvlab
 
 _ARRAYS = """
 import numpy, kvlab
@@ -39,3 +48,193 @@ def test_sinks_of_other_heads() -> None:
     assert said("trace(rows=[{'sink': [1.0] * 9}])") == [
         "config: layer 0: 9 sinks; one for each of 1 query heads is expected"
     ]
+
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_HUGE = 10**5000
+_NO_NUMBERS = [1.5, "5", True, None, -1, 2**64, _HUGE, [1], {}, object(), "\ud800", b"5", float("nan"), numpy.float32(2)]
+_NO_TEXTS = [5, 1.5, b"x", None, "\ud800", object(), ["x"]]
+
+
+def kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def refused(call: Callable[[], Any], name: str = "") -> None:
+    """One line of ours, that names the argument."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    line = str(caught.value)
+    assert name in line, line
+    assert "\n" not in line and len(line) < 1500, line
+    for foreign in ("std::", "nanobind", "incompatible function", "json.exception", "numpy.", "not supported between"):
+        assert foreign not in line, line
+
+
+@pytest.fixture(scope="module")
+def trace() -> kvlab.Trace:
+    return kvlab.Trace(_ROOT / "traces/samples/tiny-story", verify=False)
+
+
+@pytest.fixture(scope="module")
+def run(trace: kvlab.Trace) -> kvlab.Run:
+    return kvlab.replay(trace, "h2o", 16, layers=[0], progress=False)
+
+
+@pytest.mark.parametrize("value", _NO_NUMBERS, ids=kind)
+def test_no_whole_numbers(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> None:
+    q = numpy.ones((1, 1, 8, 16), "f4")
+    refused(lambda: kvlab.Trace.from_arrays(q, q, q, prompt_tokens=value), "prompt_tokens")
+    refused(lambda: kvlab.Trace.from_arrays(q, q, q, segments=[(value, "prompt")]), "segments")
+    refused(lambda: kvlab.Trace.from_arrays(q, q, q, segments=value or 5), "segments")
+    refused(lambda: trace.read("k", value, 0), "layer")
+    refused(lambda: trace.read("k", 0, value), "head")
+    refused(lambda: trace.column("x", value, 0), "layer")
+    refused(lambda: trace.attention(0, value), "head")
+    refused(lambda: trace.attention(0, 0, value), "first")
+    refused(lambda: run.kept(value, 0, "h2o"), "layer")
+    refused(lambda: run.kept(0, value, "h2o"), "head")
+    refused(lambda: kvlab.replay(trace, "h2o", 16, layers=[value], progress=False), "layers")
+    refused(lambda: kvlab.replay(trace, "h2o", 16, seed=value, progress=False), "seed")
+    if value is not None:
+        refused(lambda: trace.attention(0, 0, 0, value), "count")
+        refused(lambda: trace.accesses(top_k=value), "top_k")
+        refused(lambda: trace.accesses(layer=value), "layer")
+        refused(lambda: trace.accesses(head=value), "head")
+        refused(lambda: kvlab.replay(trace, "h2o", 16, threads=value, progress=False), "threads")
+        refused(lambda: kvlab.Trace(trace.path, threads=value), "threads")
+
+
+@pytest.mark.parametrize("value", _NO_TEXTS, ids=kind)
+def test_no_texts(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> None:
+    refused(lambda: trace.read(value, 0, 0), "part")
+    refused(lambda: trace.column(value, 0, 0), "name")
+    refused(lambda: trace.accesses(span=value), "span")
+    refused(lambda: trace.to_dict(value), "framework")
+    refused(lambda: kvlab.replay(trace, value, 16, progress=False), "")
+    refused(lambda: kvlab.replay(trace, "h2o", 16, span=value, progress=False), "span")
+    refused(lambda: kvlab.replay(trace, "h2o", 16, device=value, progress=False), "device")
+    refused(lambda: kvlab.replay(trace, "h2o", 16, output_error=value, progress=False), "output_error")
+    refused(lambda: kvlab.replay(trace, "h2o", 16, prefill=[value], progress=False), "prefill")
+    refused(lambda: kvlab.replay(trace, "h2o", 16, positions=[value], progress=False), "positions")
+    refused(lambda: run.ranking(16, value), "metric")
+    refused(lambda: kvlab.Trace(value), "path" if value != ["x"] else "")
+    if value is not None:
+        refused(lambda: kvlab.policy(value), "needs")
+        refused(lambda: kvlab.policy(name=value), "name")
+    refused(lambda: kvlab.policy(positions=value), "positions")
+    refused(lambda: kvlab.policy(columns=[value]), "columns")
+    refused(lambda: kvlab.policy(summary=value), "summary")
+
+
+@pytest.mark.parametrize("value", [0.5j, "x", None, object(), [1.0], float("inf"), float("nan"), 1.5])
+def test_no_shares(trace: kvlab.Trace, value: Any) -> None:
+    refused(lambda: trace.accesses(request_threshold=value), "request_threshold")
+    refused(lambda: kvlab.replay(trace, "h2o", 16, request_threshold=value, progress=False), "")
+    refused(lambda: kvlab.policy(weights=[value]), "weights[0]")
+
+
+@pytest.mark.parametrize("value", [-1, 0, None, True, _HUGE, object(), [16], "\ud800", "x", float("nan")], ids=kind)
+def test_no_budgets(trace: kvlab.Trace, value: Any) -> None:
+    refused(lambda: kvlab.replay(trace, "h2o", [value], progress=False), "budget")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1e400, math.nan, True, "x", 0.5j, None, [10000.0], object()])
+def test_no_bases(value: Any) -> None:
+    q = numpy.ones((1, 1, 8, 16), "f4")
+    if value is not None:
+        refused(lambda: kvlab.Trace.from_arrays(q, q, q, config={"rope_theta": value}, prompt_tokens=4), "rope_theta")
+        refused(lambda: kvlab.Trace.from_arrays(q, q, q, config={"softmax_scale": value}, prompt_tokens=4), "softmax_scale")
+    refused(lambda: kvlab.Trace.from_arrays(q, q, q, config={"inv_freq": [value or "x"] * 3}, prompt_tokens=4), "")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        5,
+        "x",
+        [1],
+        object(),
+        {"zzz": 1},
+        {"rope_theta": 10000.0, "zzz": 1},
+        {"inv_freq": []},
+        {"inv_freq": [[]]},
+        {"inv_freq": [[1.0], [1.0, 2.0]]},
+        {"inv_freq": "x"},
+        {"inv_freq": [[[1.0]]]},
+        {"rows": 5},
+        {"rows": [5]},
+        {"rows": [{"span": -1}]},
+        {"rows": [{"span": "x"}]},
+        {"rows": [{"rope": 1.5}]},
+        {"rows": [{"sink": 5}]},
+        {"rows": [{5: 5}]},
+        {"rows": [{"\ud800": 5}]},
+        {"layer_numbers": 5},
+        {"layer_numbers": [-1]},
+        {"name": 5},
+        {"name": "\ud800"},
+        {"rope_factor": "x"},
+        {"rope_factor": [[1.0]]},
+        {"rope_scaling": "x"},
+        {"rope_scaling": {"rope_type": 5}},
+    ],
+)
+def test_no_models(config: Any) -> None:
+    q = numpy.ones((1, 1, 8, 16), "f4")
+    refused(lambda: kvlab.Trace.from_arrays(q, q, q, config=config, prompt_tokens=4))
+
+
+def test_models_as_transformers_describes_them() -> None:
+    q = numpy.ones((1, 1, 8, 16), "f4")
+    for config in (
+        {"model_type": "llama", "rope_theta": 500.0, "hidden_size": 16},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        types.SimpleNamespace(rope_theta=numpy.float32(500.0)),
+    ):
+        trace = kvlab.Trace.from_arrays(q, q, q, config=config, prompt_tokens=4)
+        assert trace.inv_freq[1] == pytest.approx(500.0 ** (-1 / 8))
+
+
+def test_arrays_too_long_are_refused_by_their_length() -> None:
+    one = numpy.ones((1, 1, 1, 16), "f4")
+    began = time.monotonic()
+    for shape, name in (
+        ((1, 1, 2**31, 16), "tokens: 2147483648"),
+        ((65537, 1, 8, 16), "layers: 65537"),
+        ((1, 65537, 8, 16), "query_heads: 65537"),
+        ((1, 1, 8, 0), "head_size: 0"),
+        ((0, 1, 8, 16), "layers: 0"),
+    ):
+        q = numpy.broadcast_to(one[..., : shape[3]], shape) if 0 not in shape else numpy.zeros(shape, "f4")
+        refused(lambda: kvlab.Trace.from_arrays(q, q, q, prompt_tokens=1), name)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "state", [{"a": "V100000000"}, {"a": "O"}, {"a": "zzz"}, {"a": 5.5}, {5: "f4"}, 5, ["a"], {"a": "V0"}, {"a": ("f4", 10**6)}]
+)
+def test_no_states(state: Any) -> None:
+    refused(lambda: kvlab.policy("mass", state=state), "state")
+
+
+def test_numpys_numbers_are_numbers(trace: kvlab.Trace) -> None:
+    i, u = numpy.int64, numpy.uint8
+    q = numpy.ones((1, 1, 8, 16), "f4")
+    assert kvlab.Trace.from_arrays(q, q, q, prompt_tokens=i(4)).prompt_tokens == 4
+    assert trace.read("k", u(0), i(0)).shape == trace.read("k", 0, 0).shape
+    assert trace.attention(i(0), u(0), i(2), u(3)).shape == (3, trace.tokens)
+    words: dict[str, Any] = {"layers": numpy.array([0]), "threads": u(1), "seed": i(3), "plain": numpy.bool_(False)}
+    run = kvlab.replay(trace, "h2o", numpy.array([16, 32]), progress=False, request_threshold=numpy.float32(0.5), **words)
+    assert run.csv() == kvlab.replay(
+        trace, "h2o", [16, 32], progress=False, layers=[0], threads=1, seed=3, request_threshold=0.5
+    ).csv()
+    assert run.kept(i(0), u(0), "h2o", i(16)).live.any()
+    assert kvlab.policy(needs="mass", sinks=u(2), weights=numpy.array([0.5], "f4"))
+
+
+def test_casts_that_nothing_checked_are_refused_too() -> None:
+    with pytest.raises(ValueError, match="threads: has a type that is not expected"):
+        words = dict.fromkeys(("policies", "budgets", "prefill", "positions", "layers"), [])
+        rest = {"seed": 0, "threshold": 0.01, "span": "decode", "every_output_error": False, "plain": False}
+        kvlab._kvlab.replay([], [], words | rest | {"progress": None, "threads": 1.5, "output": None, "device": "cpu"})

@@ -359,7 +359,7 @@ def test_queries_may_be_weighed(small: kvlab.Trace) -> None:
 
     run = kvlab.replay(small, [last_eight, "snapkv:window=8:recent=8:smooth=0"], 16)
     assert numpy.array_equal(run.kept(1, 1, "last_eight", 16).live, run.kept(1, 1, "snapkv", 16).live)
-    with pytest.raises(ValueError, match="weights: numbers between 0 and 1"):
+    with pytest.raises(ValueError, match=r"weights\[0\]: 2.0 should be a number from 0 to 1"):
         kvlab.policy(weights=[2.0])
 
 

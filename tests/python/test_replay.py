@@ -147,7 +147,7 @@ def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -
         ({"policies": "h2o", "budgets": 64, "device": "tpu"}, "device: 'tpu' should be cpu or cuda"),
         ({"policies": "criticalkv", "budgets": 64}, "value_out_norm1: takes the model's weights"),
         ({"policies": "h2o", "budgets": 64, "model": 7}, "model: a int; a folder or a model of transformers"),
-        ({"policies": "h2o", "budgets": 64, "threads": 0}, "threads: 0 should be at least 1"),
+        ({"policies": "h2o", "budgets": 64, "threads": 0}, "threads: 0 should be a whole number from 1 to 1024"),
     ],
 )
 def test_replays_that_are_refused(sample: kvlab.Trace, words: dict, message: str) -> None:
@@ -167,7 +167,7 @@ def test_the_replay_on_cuda_agrees(run: kvlab.Run, sample: kvlab.Trace) -> None:
 
 
 def test_a_policy_that_is_no_text(sample: kvlab.Trace) -> None:
-    with pytest.raises(TypeError, match="policies: a int; a text such as"):
+    with pytest.raises(ValueError, match="policies: a int; a text such as"):
         kvlab.replay(sample, [3], 64)  # type: ignore[list-item]
 
 

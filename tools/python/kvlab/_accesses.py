@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy
 import numpy.typing
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
 
 # libCacheSim's oracleGeneral: packed, little-endian, 24 bytes, no header.
 RECORD = numpy.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
@@ -26,10 +26,13 @@ def accesses_of(
     span: Literal["decode", "all"],
 ) -> numpy.typing.NDArray[Any]:
     """Trace.accesses."""
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: {top_k} should be at least 1")
-    if span not in ("decode", "all"):
-        raise ValueError(f"span: '{span}' should be decode or all")
+    most = 2**31 - 1
+    _arguments.one_of("span", span, "decode", "all")
+    top_k = None if top_k is None else _arguments.whole("top_k", top_k, 1, most)
+    layer = None if layer is None else _arguments.whole("layer", layer, 0, most)
+    head = None if head is None else _arguments.whole("head", head, 0, most)
+    out = None if out is None else _arguments.path("out", out)
+    request_threshold = _arguments.real("request_threshold", request_threshold, 0, 1)
     asking = [
         position
         for start, tokens, kind in trace.segments

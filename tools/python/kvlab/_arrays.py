@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy
 import numpy.typing
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
+
+_MOST_SIZE, _MOST_TOKENS = 65_536, 2**31 - 1  # as traces/manifest.hpp has them
 
 
 def write_arrays(
-    folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, segments: Sequence[tuple[int, str]] | int | None
+    folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, prompt_tokens: Any, segments: Any
 ) -> None:
     """Writes the trace of Trace.from_arrays. The rows that a verifier looks at are computed here."""
     arrays = {name: _exported(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
@@ -22,18 +24,19 @@ def write_arrays(
     _check_alike("k", k, "q", q, True)
     _check_alike("v", v, "k", k, False)
     layers, query_heads, tokens, head_size = q.shape
+    _check_sizes(layers=layers, query_heads=query_heads, kv_heads=k.shape[1], tokens=tokens, head_size=head_size)
     fed = _ids(numpy.zeros(tokens, numpy.int64) if ids is None else ids, tokens)
-    kinds = _kinds(segments, tokens)
+    if prompt_tokens is not None:
+        prompt_tokens = _arguments.whole("prompt_tokens", prompt_tokens, 1, tokens)
+    kinds = _kinds(segments if prompt_tokens is None else prompt_tokens, tokens)
     settings = _Config(config)
-    factors = [float(factor) for factor in numpy.atleast_1d(settings.get("rope_factor", 1.0))]
-    scale = float(settings.get("softmax_scale", 1 / math.sqrt(head_size)))
-    arithmetic = (settings.inv_freq(head_size), factors, scale)
-    rows = list(settings.get("rows") or [{}] * layers)
+    arithmetic = (settings.inv_freq(head_size), settings.factors(), settings.scale(head_size))
+    rows = settings.rows(layers)
     if len(rows) != layers:
         raise ValueError(f"config: {len(rows)} rows; one for each of {layers} layers is expected")
     sizes = {"layers": layers, "query_heads": query_heads, "kv_heads": k.shape[1], "head_size": head_size}
     header = {
-        "model": settings.get("name", "arrays"),
+        "model": _arguments.text("config: name", settings.get("name", "arrays")),
         "config": sizes | {"dtype": _dtype(q), "rope": {"rope_type": "default"}},
         "rounding": "none" if _dtype(q) == "float32" else "model_dtype",
         "weights_xxh3": "",
@@ -45,7 +48,7 @@ def write_arrays(
     ends = sorted({*kinds, *starts[1:]} - {0} | {tokens})
     checked = sorted({min(start + row, tokens - 1) for start in starts for row in _kvlab.check_grid()})
     outputs = [_outputs(arrays, layer, arithmetic, rows[layer], checked) for layer in range(layers)]
-    numbers = list(settings.get("layer_numbers") or range(layers))
+    numbers = settings.numbers(layers)
     writer = writer_of(folder, json.dumps(header), *arithmetic, rows, numbers, layers)
     try:
         prompt = True
@@ -64,16 +67,18 @@ def write_arrays(
         writer.close()
 
 
-def _kinds(segments: Sequence[tuple[int, str]] | int | None, tokens: int) -> dict[int, bool]:
+def _kinds(segments: Any, tokens: int) -> dict[int, bool]:
     """Where a segment begins, and whether it is a prompt's. A number: the tokens of one prompt, before decoded ones."""
     if isinstance(segments, int):
-        if not 1 <= segments <= tokens:
-            raise ValueError(f"prompt_tokens: {segments} should be between 1 and {tokens}")
         segments = [(segments, "prompt")] + [(tokens - segments, "decode")] * (segments < tokens)
-    if not segments:
+    if segments is None or not (listed := _arguments.items("segments", segments, "a list of (tokens, kind)")):
         raise ValueError("prompt_tokens or segments is missing; one of them is expected")
     kinds, begin = {}, 0
-    for count, kind in segments:
+    for one in listed:
+        pair = _arguments.items("segments", one, "(tokens, kind)")
+        if len(pair) != 2 or not isinstance(pair[1], str):
+            raise _arguments.refuse("segments", one, "(tokens, kind)")
+        count, kind = _arguments.whole("segments", pair[0], 0, tokens), pair[1]
         if kind not in ("prompt", "decode") or count < 1 or (begin == 0 and kind == "decode"):
             what = f"segments: {(count, kind)} at token {begin}"
             raise ValueError(f"{what}; (tokens, 'prompt' or 'decode') is expected, and a prompt first")
@@ -115,8 +120,20 @@ def _outputs(arrays: Mapping[str, Any], layer: int, arithmetic: Any, row: dict[s
 class _Config:
     """What from_arrays needs to know of a model."""
 
+    _KNOWN = (
+        "rope_theta", "inv_freq", "rope_factor", "softmax_scale", "name", "rows", "layer_numbers", "rope_scaling",
+        "rope_parameters",
+    )  # fmt: skip
+
     def __init__(self, config: Any) -> None:
-        self._config = config
+        self._config = {} if config is None else config
+        if isinstance(self._config, Mapping):
+            # One of transformers, as JSON has it, says much more.
+            foreign = [key for key in self._config if key not in self._KNOWN]
+            if foreign and not {"model_type", "architectures"} & set(self._config):
+                raise ValueError(f"config: {_arguments.shown(foreign[0])} is not known; there are {', '.join(self._KNOWN)}")
+        elif not any(hasattr(self._config, key) for key in self._KNOWN):
+            raise _arguments.refuse("config", config, f"a mapping, or an object, with some of {', '.join(self._KNOWN)}")
 
     def get(self, name: str, default: Any = None) -> Any:
         if isinstance(self._config, Mapping):
@@ -127,24 +144,92 @@ class _Config:
         """By table."""
         given = self.get("inv_freq")
         if given is not None:
-            return [[float(x) for x in table] for table in numpy.atleast_2d(given)]
-        scaling = self.get("rope_scaling")
-        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+            return self._tables(given)
+        scaling = self.get("rope_scaling") or self.get("rope_parameters")
+        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else scaling
         if kind not in (None, "default"):
-            raise ValueError(f"config: rope_scaling {kind} is not computed here; give inv_freq and rope_factor")
-        theta = float(self.get("rope_theta") or (scaling or {}).get("rope_theta") or 10000.0)
-        return [[float(theta ** (-2.0 * i / head_size)) for i in range(head_size // 2)]]
+            shown = kind if isinstance(kind, str) else _arguments.shown(kind)
+            raise ValueError(f"config: rope_scaling {shown} is not computed here; give inv_freq and rope_factor")
+        theta = self.get("rope_theta")
+        if theta is None and isinstance(scaling, Mapping):
+            theta = scaling.get("rope_theta")
+        base = _arguments.real("config: rope_theta", 10000.0 if theta is None else theta, 1e-30, 1e30)
+        return [[float(base ** (-2.0 * i / head_size)) for i in range(head_size // 2)]]
+
+    @staticmethod
+    def _tables(given: Any) -> list[list[float]]:
+        right = "a table of numbers, or one such table for each rope"
+        try:
+            tables = numpy.atleast_2d(numpy.asarray(given))
+        except (TypeError, ValueError, OverflowError):
+            raise _arguments.refuse("config: inv_freq", given, right) from None
+        if tables.dtype.kind not in "iuf":
+            raise _arguments.refuse("config: inv_freq", given, right)
+        if tables.ndim != 2 or tables.size == 0:
+            raise _arguments.refuse("config: inv_freq", given, right + ", not empty; a frequency of 0 does not rotate")
+        return [[float(x) for x in table] for table in tables]
+
+    def factors(self) -> list[float]:
+        given = self.get("rope_factor", 1.0)
+        if isinstance(given, Iterable) and not isinstance(given, str) and numpy.ndim(given) > 0:
+            return _arguments.numbers("config: rope_factor", given)
+        return [_arguments.real("config: rope_factor", given)]
+
+    def scale(self, head_size: int) -> float:
+        given = self.get("softmax_scale")
+        return 1 / math.sqrt(head_size) if given is None else _arguments.real("config: softmax_scale", given)
+
+    def rows(self, layers: int) -> list[dict[str, Any]]:
+        """As the extension takes them: numbers of Python's."""
+        given = self.get("rows")
+        rows = [{}] * layers if given is None else _arguments.items("config: rows", given, "a list of mappings")
+        return [_row(f"config: rows[{i}]", row) for i, row in enumerate(rows)]
+
+    def numbers(self, layers: int) -> list[int]:
+        given = self.get("layer_numbers")
+        if given is None:
+            return list(range(layers))
+        listed = _arguments.items("config: layer_numbers", given, "a list of whole numbers")
+        return [_arguments.whole("config: layer_numbers", one, 0, _MOST_SIZE - 1) for one in listed]
+
+
+def _row(name: str, row: Any) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise _arguments.refuse(name, row, "a mapping of span, softcap, rope, scale and sink")
+    said: dict[str, Any] = {}
+    for key, value in row.items():
+        if key in ("span", "rope"):
+            said[key] = _arguments.whole(f"{name}: {key}", value, 0, _MOST_TOKENS)
+        elif key in ("softcap", "scale"):
+            said[key] = _arguments.real(f"{name}: {key}", value)
+        elif key == "sink":
+            said[key] = None if value is None else _arguments.numbers(f"{name}: sink", value)
+        else:
+            raise ValueError(f"rows: {json.dumps(key) if isinstance(key, str) else _arguments.shown(key)}: "
+                             "span, softcap, rope, scale and sink are expected")  # fmt: skip
+    return said
+
+
+def _check_sizes(**sizes: int) -> None:
+    """Before anything is made that is as long as they are."""
+    for name, size in sizes.items():
+        most = _MOST_TOKENS if name == "tokens" else _MOST_SIZE
+        if not 1 <= size <= most:
+            raise ValueError(f"q, k, v: {name}: {size} should be between 1 and {most}")
 
 
 def _exported(array: Any, name: str) -> Any:
     """A tensor of PyTorch's, or else numpy's array: of [layers, heads, tokens, head_size]."""
     if isinstance(array, (list, tuple)):
-        array = numpy.asarray(array)
+        try:
+            array = numpy.asarray(array)
+        except ValueError:
+            raise ValueError(f"{name}: its lists are not of one length; [layers, heads, tokens, head_size] is expected") from None
     if hasattr(array, "detach"):
         array = array.detach().cpu()
     elif not isinstance(array, numpy.ndarray):
         if not hasattr(array, "__dlpack__"):
-            raise TypeError(f"{name}: a {type(array).__name__}; an array of numpy or of DLPack is expected")
+            raise ValueError(f"{name}: a {type(array).__name__}; an array of numpy or of DLPack is expected")
         array = numpy.asarray(array) if hasattr(array, "__array__") else numpy.from_dlpack(array)
     if _dtype(array) not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"{name}: {_dtype(array)}; float32, float16 or bfloat16 is expected, so convert it first")
@@ -171,7 +256,10 @@ def _check_alike(name: str, array: Any, other: str, like: Any, heads_differ: boo
 
 
 def _ids(ids: Any, tokens: int) -> list[int]:
-    array = numpy.asarray(ids).reshape(-1)
+    try:
+        array = numpy.asarray(ids).reshape(-1)
+    except (TypeError, ValueError):
+        raise _arguments.refuse("ids", ids, "a list of whole numbers") from None
     if not numpy.issubdtype(array.dtype, numpy.integer):
         raise ValueError(f"ids: {array.dtype}; whole numbers are expected")
     if len(array) and (array.min() < 0 or array.max() > 0x7FFFFFFF):

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy
 import numpy.typing
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
 from kvlab._rows import Rows, Sight
 
 Needs = Literal["nothing", "mass", "requests", "both"]
@@ -189,7 +189,8 @@ def policies() -> list[PolicyInfo]:
 
 def policy_source(path: str | os.PathLike[str]) -> Policy:
     """The policy of a header like those of policies/, compiled now: kvlab replay --policy-source."""
-    return Policy(_kvlab.Policy.compile(os.fspath(path)), source=os.path.abspath(path))
+    path = _arguments.path("path", path)
+    return Policy(_kvlab.Policy.compile(path), source=os.path.abspath(path))
 
 
 def policy(
@@ -217,16 +218,26 @@ def policy(
     replays without lanes, more slowly. `weights`, between 0 and 1: what the attention of a
     prompt's last query counts, of the one before it, and so on; that of those before them is not observed.
     """
-    if not all(0 <= weight <= 1 for weight in weights):
-        raise ValueError("weights: numbers between 0 and 1 are expected")
+    weights = _arguments.numbers("weights", weights, 0, 1)
+    needs = _one_need(needs)
+    columns, modifiers = _arguments.texts("columns", columns), _arguments.texts("modifiers", modifiers)
+    rows, by_head = _arguments.flag("rows", rows), _arguments.flag("by_head", by_head)
+    name = None if name is None else _arguments.text("name", name)
+    summary = _arguments.text("summary", summary)
+    _arguments.one_of("positions", positions, "original", "cache")
+    guards = [
+        f"{word}={_guard(word, value)}" for word, value in (("sinks", sinks), ("recent", recent)) if value is not None
+    ]
+    dtype = _state(state)
 
     def make(function: Function) -> Policy:
-        own = _OwnFunction(function, name or function.__name__, tuple(columns), state)
+        if not inspect.isfunction(function):
+            raise _arguments.refuse("policy", function, "a function (state, seen, token, step)")
+        own = _OwnFunction(function, name or function.__name__, tuple(columns), dtype)
         if not own.name.isidentifier():
             raise ValueError(f"{own.where}: '{own.name}' should be letters, digits and underscores")
         if _kvlab.is_taken(own.name):
             raise ValueError(f"{own.where}: the name {own.name} is taken by a policy of kvlab; give another: name=…")
-        guards = [f"{word}={value}" for word, value in (("sinks", sinks), ("recent", recent)) if value is not None]
 
         def held(one: _OwnFunction) -> _kvlab.Policy:
             return _kvlab.Policy.own(
@@ -234,12 +245,12 @@ def policy(
                 summary or (inspect.getdoc(function) or "an own policy").splitlines()[0],
                 own.path,
                 own.text,
-                needs or "nothing",
+                needs,
                 list(own.columns),
                 ":".join([*guards, *modifiers]),
                 positions,
                 own.dtype.itemsize if own.dtype is not None else 0,
-                list(weights),
+                weights,
                 by_head,
                 one,
                 one.sight,
@@ -250,11 +261,37 @@ def policy(
     return make
 
 
+_MOST_STATE = 4096  # bytes that a function keeps for each token: a cache has as many states as tokens
+
+
+def _one_need(needs: Any) -> str:
+    return "nothing" if needs is None else _arguments.one_of("needs", needs, "nothing", "mass", "requests", "both")
+
+
+def _guard(word: str, value: Any) -> str:
+    return _arguments.text(word, value) if isinstance(value, str) else str(_arguments.whole(word, value, 0, 2**31 - 1))
+
+
+def _state(state: Any) -> numpy.dtype[Any] | None:
+    if not state:
+        return None
+    right = "a mapping of names to numpy's dtypes, numbers of a fixed size and no objects"
+    try:
+        dtype = numpy.dtype(list(state.items()))
+    except (AttributeError, TypeError, ValueError):
+        raise _arguments.refuse("state", state, right) from None
+    if dtype.hasobject:
+        raise _arguments.refuse("state", state, right)
+    if not 1 <= dtype.itemsize <= _MOST_STATE:
+        raise ValueError(f"state: {dtype.itemsize} bytes for each token; 1 to {_MOST_STATE} are expected")
+    return dtype
+
+
 class _OwnFunction:
     """What the extension calls back: makes of its arrays what the function takes, and of its answer ranks."""
 
     def __init__(
-        self, function: Function, name: str, columns: tuple[str, ...], state: Mapping[str, Any] | None
+        self, function: Function, name: str, columns: tuple[str, ...], dtype: numpy.dtype[Any] | None
     ) -> None:
         self.function, self.name, self.columns = function, name, columns
         self.sight: Sight | None = None
@@ -267,9 +304,7 @@ class _OwnFunction:
             self.line += next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
         except (OSError, TypeError):
             self.text = name
-        self.dtype = numpy.dtype(list(state.items())) if state else None
-        if self.dtype is not None and self.dtype.hasobject:
-            raise ValueError(f"{self.where}: state: numbers of a fixed size are expected, not objects")
+        self.dtype = dtype
 
     def looking(self) -> _OwnFunction:
         """The same, of one call that shows it rows."""
@@ -345,12 +380,12 @@ def resolve(asked: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.Polic
     """Policies as text, and those of them that the registry does not know."""
     texts: list[str] = []
     own: dict[str, Policy] = {}
-    for one in asked:
-        found = one if isinstance(one, Policy) else known_as(str(one))
+    for one in _arguments.items("policies", asked, "a policy, or a list of them"):
         if not isinstance(one, (str, Policy)):
-            raise TypeError(
+            raise ValueError(
                 f"policies: a {type(one).__name__}; a text such as 'h2o:recent=25%' or a Policy is expected"
             )
+        found = one if isinstance(one, Policy) else known_as(_arguments.text("policies", one))
         texts.append(str(one))
         if found is None:
             continue

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy
 import numpy.typing
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
 from kvlab._policy import Policy, resolve
 from kvlab._progress import Progress, shown
-from kvlab._trace import Trace
+from kvlab._trace import MOST_THREADS, Trace
 from kvlab._words import LISTS, in_python, python_words
 
 if TYPE_CHECKING:
@@ -70,8 +70,21 @@ def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
     Of each text its figure, or its figures by block, the same blocks for both. Every text has weight 1; a text of far
     fewer blocks than the longest is short (docs/verdicts.md).
     """
-    values = [[numpy.atleast_1d(numpy.asarray(text, dtype=float)).tolist() for text in side] for side in (a, b)]
+    right = "a list, of a number or a list of numbers for each text"
+    sides = (("a", _arguments.items("a", a, right)), ("b", _arguments.items("b", b, right)))
+    values = [[_figures(name, text) for text in side] for name, side in sides]
     return Difference(*_kvlab.difference(values))
+
+
+def _figures(name: str, text: Any) -> list[float]:
+    """Of one text: a number, or numbers by block."""
+    try:
+        figures = numpy.atleast_1d(numpy.asarray(text, dtype=float))
+    except (TypeError, ValueError, OverflowError):
+        raise _arguments.refuse(name, text, "a number, or a list of numbers, for each text") from None
+    if figures.ndim != 1:
+        raise _arguments.refuse(name, text, "a number, or a list of numbers, for each text")
+    return [float(figure) for figure in figures]
 
 
 class Kept(NamedTuple):
@@ -128,7 +141,7 @@ class Run:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """A new folder as `kvlab replay` leaves it: results.csv, blocks.csv, run.json, kept.json."""
-        self._held.save(os.fspath(directory))
+        self._held.save(_arguments.path("directory", directory))
 
     @property
     def grid(self) -> list[dict[str, str]]:
@@ -142,7 +155,8 @@ class Run:
 
         `metric`: the one that decides, where none is named.
         """
-        return dict(json.loads(self._held.ranking(str(budget), metric)))
+        budget, metric = _arguments.amount("budget", budget), _arguments.text("metric", metric)
+        return dict(json.loads(self._held.ranking(budget, metric)))
 
     @property
     def notices(self) -> list[str]:
@@ -174,7 +188,10 @@ class Run:
         `policy` is a name, or a name and parameters where there are several of that name: those without a modifier
         come before those with one. `plain` computes it by the plain replay, one configuration at a time.
         """
-        wanted = self._configuration(str(policy), budget, prefill, positions)
+        layer = _arguments.whole("layer", layer, 0, 2**31 - 1)
+        head = _arguments.whole("head", head, 0, 2**31 - 1)
+        plain = _arguments.flag("plain", plain)
+        wanted = self._configuration(_arguments.text("policy", str(policy)), budget, prefill, positions)
         sequence = self._sequence(trace)
         queries, live = self._held.kept(
             self._trace(sequence), sequence, wanted, self._own, layer, head, plain, self._output
@@ -281,7 +298,7 @@ def _from_files(files: Mapping[str, bytes]) -> Run:
 def load_run(directory: str | os.PathLike[str], *, model: Model = None) -> Run:
     """A run that `kvlab replay` or `Run.save` left. For kept(), own policies of it have to be defined, and `model` given
     as to replay()."""
-    held = _kvlab.Run.load(os.fspath(directory))
+    held = _kvlab.Run.load(_arguments.path("directory", directory))
     return Run(held, own=resolve({entry[0] for entry in held.grid})[1], model=model)
 
 
@@ -289,7 +306,7 @@ def _output_of(model: Model) -> _kvlab.OutputProjections | None:
     if model is None or isinstance(model, _kvlab.OutputProjections):
         return model
     if isinstance(model, (str, os.PathLike)):
-        return _kvlab.OutputProjections.read(os.fspath(model))
+        return _kvlab.OutputProjections.read(_arguments.path("model", model))
     if not hasattr(model, "config"):
         raise ValueError(f"model: a {type(model).__name__}; a folder or a model of transformers is expected")
     from kvlab.hf.layers import output_projections
@@ -325,31 +342,28 @@ def replay(
     `model`: of the traces, a checkpoint's folder or one that transformers loaded, for `criticalkv`, which reads its
     output projections. `plain` is the readable reference without what replays share: slow, and the same sets.
     """
-    several = [trace] if isinstance(trace, (Trace, str, os.PathLike)) else list(trace)
+    one_trace = isinstance(trace, (Trace, str, os.PathLike))
+    several = [trace] if one_trace else _arguments.items("trace", trace, "a trace, a path, or a list of them")
     traces = [one if isinstance(one, Trace) else Trace(one, threads=threads) for one in several]
     if not traces:
         raise ValueError("trace: name at least one")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device: '{device}' should be cpu or cuda")
-    if output_error not in ("sample", "all"):
-        raise ValueError(f"output_error: '{output_error}' should be sample or all")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads: {threads} should be at least 1")
+    _arguments.one_of("device", device, "cpu", "cuda")
+    _arguments.one_of("output_error", output_error, "sample", "all")
     texts, own = resolve([policies] if isinstance(policies, (str, Policy)) else policies)
     words: dict[str, Any] = {
         "policies": texts,
-        "budgets": [str(one) for one in ([budgets] if isinstance(budgets, (str, int)) else budgets)],
-        "prefill": _texts(prefill),
-        "positions": _texts(positions),
-        "seed": seed,
-        "threshold": request_threshold,
-        "references": references,
-        "span": span,
+        "budgets": _amounts(budgets),
+        "prefill": _arguments.texts("prefill", prefill),
+        "positions": _arguments.texts("positions", positions),
+        "seed": _arguments.whole("seed", seed, 0, 2**63 - 1),
+        "threshold": _arguments.real("request_threshold", request_threshold),
+        "references": _arguments.flag("references", references),
+        "span": _arguments.one_of("span", span, "decode", "all"),
         "every_output_error": output_error == "all",
-        "plain": plain,
+        "plain": _arguments.flag("plain", plain),
         "device": device,
-        "layers": sorted(set(layers)),
-        "threads": threads,
+        "layers": _layers(layers),
+        "threads": None if threads is None else _arguments.whole("threads", threads, 1, MOST_THREADS),
         "output": _output_of(model),
     }
     with shown(progress, "replay") as words["progress"], python_words(LISTS):
@@ -359,5 +373,12 @@ def replay(
     return Run(held, traces, own, words["output"])
 
 
-def _texts(asked: Texts) -> list[str]:
-    return [asked] if isinstance(asked, str) else [str(one) for one in asked]
+def _amounts(budgets: Any) -> list[str]:
+    one = isinstance(budgets, str) or not isinstance(budgets, Iterable) or getattr(budgets, "ndim", 1) == 0
+    several = [budgets] if one else _arguments.items("budgets", budgets, "a budget, or a list of them")
+    return [_arguments.amount("budgets", budget) for budget in several]
+
+
+def _layers(layers: Any) -> list[int]:
+    listed = _arguments.items("layers", layers, "a list of whole numbers")
+    return sorted({_arguments.whole("layers", layer, 0, 2**31 - 1) for layer in listed})

@@ -11,11 +11,18 @@ from typing import Any, Literal
 import numpy
 import numpy.typing
 
-from kvlab import _kvlab
+from kvlab import _arguments, _kvlab
 from kvlab._accesses import accesses_of
 from kvlab._arrays import write_arrays
 
 Floats = numpy.typing.NDArray[numpy.float32]
+
+MOST_THREADS, MOST_TOKENS = 1024, 2**31 - 1
+
+
+def _index(name: str, value: Any) -> int:
+    """Of a layer or a head; the extension says how many there are."""
+    return _arguments.whole(name, value, 0, MOST_TOKENS)
 
 
 class Trace:
@@ -23,7 +30,9 @@ class Trace:
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, threads: int | None = None) -> None:
         """Opens `path`. `verify=False` leaves out the checksums and the sampled rows."""
-        self._held = _kvlab.Trace.open(os.fspath(path), verify, threads)
+        verify = _arguments.flag("verify", verify)
+        threads = None if threads is None else _arguments.whole("threads", threads, 1, MOST_THREADS)
+        self._held = _kvlab.Trace.open(_arguments.path("path", path), verify, threads)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
@@ -52,22 +61,28 @@ class Trace:
         if out is None:
             folder = tempfile.TemporaryDirectory(prefix="kvlab-")
             out = os.path.join(folder.name, "trace")
-        write_arrays(os.fspath(out), q, k, v, ids, config, segments if prompt_tokens is None else int(prompt_tokens))
+        out = _arguments.path("out", out)
+        write_arrays(out, q, k, v, ids, config, prompt_tokens, segments)
         trace = cls(out)
         trace._folder = folder
         return trace
 
     def read(self, part: Literal["q", "k", "v"], layer: int, head: int) -> Floats:
         """[tokens, head_size] of one head before RoPE, widened to float32: a copy."""
-        return self._held.read(part, layer, head)
+        _arguments.one_of("part", part, "q", "k", "v")
+        return self._held.read(part, _index("layer", layer), _index("head", head))
 
     def column(self, name: str, layer: int, kv_head: int) -> Floats:
         """[tokens]: a column that the trace brings."""
-        return self._held.column(name, layer, kv_head)
+        return self._held.column(_arguments.text("name", name), _index("layer", layer), _index("kv_head", kv_head))
 
     def add_column(self, name: str, values: Any) -> None:
         """Adds a column to the trace's folder, or replaces it: [layers, kv_heads, tokens], kept as float32."""
-        layers = [numpy.ascontiguousarray(layer, numpy.float32) for layer in values]
+        name = _arguments.text("name", name)
+        try:
+            layers = [numpy.ascontiguousarray(layer, numpy.float32) for layer in values]
+        except (TypeError, ValueError, OverflowError):
+            raise _arguments.refuse("values", values, "numbers, [kv_heads, tokens] for each layer") from None
         try:
             _kvlab.add_column(self._held, name, layers)
         except ValueError as error:
@@ -76,7 +91,9 @@ class Trace:
 
     def attention(self, layer: int, head: int, first: int = 0, count: int | None = None) -> Floats:
         """[count, tokens]: what query head `head` gives each token at queries `first` on, where nothing is evicted."""
-        return self._held.attention(layer, head, first, count)
+        count = None if count is None else _arguments.whole("count", count, 1, MOST_TOKENS)
+        first = _arguments.whole("first", first, 0, MOST_TOKENS)
+        return self._held.attention(_index("layer", layer), _index("head", head), first, count)
 
     def accesses(
         self,
@@ -106,8 +123,7 @@ class Trace:
         Nothing is copied: the arrays lie over the files, mapped privately, so that writing to them changes no file.
         A trace in bfloat16, which numpy has not, comes as torch's tensors.
         """
-        if framework not in ("numpy", "torch"):
-            raise ValueError(f"framework: '{framework}' should be numpy or torch")
+        _arguments.one_of("framework", framework, "numpy", "torch")
         if framework == "numpy" and self.dtype == "bfloat16":
             raise ValueError("to_dict: numpy has no bfloat16; ask for framework='torch', or read() widened heads")
         tensors: dict[str, list[Any]] = {}

@@ -30,10 +30,14 @@ namespace {
 
 using Words = nb::typed<nb::dict, std::string, nb::object>;
 
-/// The keyword `name` of a replay.
+/// The keyword `name` of a replay. kvlab/_run.py has checked what people give.
 template <class T>
 T word(const Words& words, const char* name) {
-  return nb::cast<T>(nb::object(words[name]));
+  try {
+    return nb::cast<T>(nb::object(words[name]));
+  } catch (const nb::cast_error&) {
+    throw std::invalid_argument(fmt::format("{}: has a type that is not expected", name));
+  }
 }
 
 GridRequest grid_from(const Words& words) {

@@ -1,0 +1,116 @@
+"""Arguments as callers give them: each is the value that it stands for, or ValueError says what would be right."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy
+
+_MOST_SHOWN = 60  # characters of a value in a message
+
+
+def shown(value: Any) -> str:
+    """On one line, whatever the value is."""
+    try:
+        text = ascii(value)
+    except Exception:  # an integer of thousands of digits, or an object whose own repr fails
+        text = f"a value of type {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+def refuse(name: str, value: Any, right: str) -> ValueError:
+    return ValueError(f"{name}: {shown(value)} should be {right}")
+
+
+def whole(name: str, value: Any, low: int, high: int) -> int:
+    """An integer, numpy's too, but no bool: that is a slip."""
+    right = f"a whole number from {low} to {high}" if high < 2**63 - 1 else f"a whole number from {low} on"
+    if isinstance(value, (bool, numpy.bool_)):
+        raise refuse(name, value, right)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise refuse(name, value, right) from None
+    if not low <= number <= high:
+        raise refuse(name, value, right)
+    return number
+
+
+def real(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    """A finite number, numpy's too."""
+    right = "a finite number" if math.isinf(high) else f"a number from {low:g} to {high:g}"
+    try:
+        number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not (math.isfinite(number) and low <= number <= high):
+        raise refuse(name, value, right)
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, numpy.bool_)):
+        raise refuse(name, value, "True or False")
+    return bool(value)
+
+
+def text(name: str, value: Any) -> str:
+    """What UTF-8 can hold: a lone surrogate is no text."""
+    if not isinstance(value, str):
+        raise refuse(name, value, "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise refuse(name, value, "a text that UTF-8 can hold") from None
+    return value
+
+
+def path(name: str, value: Any) -> str:
+    """Names on disk may be any bytes, which Python holds as surrogates; the extension takes text alone."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise refuse(name, value, "a path")
+    found = os.fspath(value)
+    if not isinstance(found, str) or "\0" in found:
+        raise refuse(name, value, "a path without a NUL")
+    return text(name, found)
+
+
+def one_of(name: str, value: Any, *known: str) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}: {shown(value)} should be {', '.join(known[:-1])} or {known[-1]}")
+    return value
+
+
+def items(name: str, value: Any, right: str) -> list[Any]:
+    """What an iterable gives, which a text is not here."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise refuse(name, value, right)
+    try:
+        return list(value)
+    except TypeError:  # an array without dimensions
+        raise refuse(name, value, right) from None
+
+
+def texts(name: str, value: Any) -> list[str]:
+    """A text, or several."""
+    if isinstance(value, str):
+        return [text(name, value)]
+    return [text(name, one) for one in items(name, value, "a text, or a list of texts")]
+
+
+def amount(name: str, value: Any) -> str:
+    """A budget as it is written on the command line: a number of tokens, or a text."""
+    if isinstance(value, str):
+        return text(name, value)
+    if isinstance(value, (float, numpy.floating)):
+        return format(real(name, value), "g")
+    return str(whole(name, value, 1, 2**31 - 1))
+
+
+def numbers(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> list[float]:
+    return [real(f"{name}[{i}]", one, low, high) for i, one in enumerate(items(name, value, "a list of numbers"))]
