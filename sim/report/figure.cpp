@@ -279,7 +279,7 @@ Figure curve_figure(const Figures& figures, const std::vector<std::size_t>& draw
 Figure frontier_figure(const Figures& figures, const std::vector<std::size_t>& drawn,
                        const MetricInfo& metric) {
   Figure figure{.name = "frontier",
-                .title = fmt::format("{} against what was held", metric.label),
+                .title = fmt::format("{} against memory", metric.label),
                 .x = {.title = "keys and values, KiB", .logarithmic = true, .base = 2},
                 .y = {.title = std::string(metric.label)}};
   figure.series = series_with(figures, drawn, [&](std::size_t s) {

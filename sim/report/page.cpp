@@ -129,9 +129,9 @@ std::string figures_section(std::string_view heading, std::string_view text,
 
 std::string frontier_section(const Figure& frontier, nlohmann::ordered_json& data) {
   return figures_section(
-      "What each byte buys",
-      "Down and to the left is better: less error, held in fewer bytes. What holds more is not "
-      "better for losing less. A bar to the right ends at the most that was held at once.",
+      "Error against memory",
+      "Down and to the left is better: a lower error with less memory. Compare points at equal "
+      "memory: a lower error at higher memory is not a win. A bar to the right ends at the peak.",
       {frontier}, data);
 }
 
@@ -142,6 +142,13 @@ std::string html_header(std::string_view kind, std::string_view question, std::s
       "<p class=\"answer\" style=\"--accent:var(--{})\">{}</p>\n<p class=\"quiet\">{}</p>\n"
       "</header>\n",
       kind, question, context, accent, answer, note);
+}
+
+std::string html_front(std::string_view kind, std::string_view question, std::string_view context,
+                       std::string_view front) {
+  return fmt::format(
+      "<header>\n<p class=\"quiet\">{}</p>\n<h1>{}</h1>\n<p class=\"prose\">{}</p>\n{}</header>\n",
+      kind, question, context, front);
 }
 
 std::string html_terms(const std::vector<std::pair<std::string, std::string>>& terms) {

@@ -33,6 +33,10 @@ std::string html_section(std::string_view heading, std::string_view text,
 std::string html_header(std::string_view kind, std::string_view question, std::string_view context,
                         std::string_view answer, std::string_view accent, std::string_view note);
 
+/// The same with the answer as a table, or any HTML.
+std::string html_front(std::string_view kind, std::string_view question, std::string_view context,
+                       std::string_view front);
+
 /// Terms (text) and what they stand for (HTML).
 std::string html_terms(const std::vector<std::pair<std::string, std::string>>& terms);
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cctype>
 #include <functional>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
@@ -15,7 +16,7 @@
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/dataset.hpp"
 #include "sim/report/page.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/run.hpp"
 #include "traces/base/files.hpp"
@@ -79,31 +80,31 @@ ordered_json kept_dataset(const Kept& kept, const std::vector<std::string>& toke
 struct Evidence {
   std::string_view metric, least, most;
 };
-constexpr Evidence kEvidence[] = {{"kl_estimate_joint", ".87", ".98"},
-                                  {"kl_estimate", ".83", ".95"},
-                                  {"residual_error", ".65", ".91"},
-                                  {"layer_error", ".50", ".92"},
-                                  {"nll_recall", ".41", ".91"}};
+constexpr Evidence kEvidence[] = {{"kl_estimate_joint", "0.87", "0.98"},
+                                  {"kl_estimate", "0.83", "0.95"},
+                                  {"residual_error", "0.65", "0.91"},
+                                  {"layer_error", "0.50", "0.92"},
+                                  {"nll_recall", "0.41", "0.91"}};
 
-constexpr const char* kFootnote =
-    "Replay is open loop: queries and keys come from the full-cache run. ± is one standard error; "
-    "what differs by less than two counts as a tie.";
 constexpr const char* kCurves =
-    "Bars are one standard error. Lines without markers are references, which no cache can be: "
-    "<code>oracle_mass</code> knows all future attention and evicts what will be missed least, "
-    "<code>oracle_topk</code>, where it is drawn, is the bound that no choice of so many tokens "
-    "can "
-    "pass. The full cache has recall 1 and no error.";
+    "Bars are one standard error. Lines without markers are oracles, which use future attention "
+    "and "
+    "cannot be deployed. They are drawn for attention metrics alone. <code>oracle_mass</code> "
+    "evicts "
+    "the token with the least future attention; it is a heuristic, not a bound. "
+    "<code>oracle_topk</code> keeps each query’s most probable tokens and bounds recall. The full "
+    "cache has recall 1 and no error.";
 constexpr const char* kSeen =
     "The text that the model read, up to one query. Shading: the attention that the full cache "
-    "pays, mean over the head’s query heads. What a policy has evicted is struck out; what left "
-    "since the step before is framed; what the query asks for and no longer finds is red.";
+    "pays, mean over the head’s query heads. Tokens that a policy has evicted are struck out; "
+    "those "
+    "evicted since the step before are framed; evicted tokens that the query attends to are red.";
 constexpr const char* kOpenLoop =
-    "Open loop: queries and keys come from the full-cache run, so what eviction would do to later "
-    "layers and tokens is not in these figures. <code>kvlab eval</code> closes the loop.";
+    "Offline replay: queries and keys come from the full-cache run, so the effect of eviction on "
+    "later layers and tokens is not included. <code>kvlab eval</code> measures it.";
 constexpr const char* kMeanings =
     "<dt>recall</dt><dd>mean over queries of the full cache’s attention on the tokens kept</dd>\n"
-    "<dt>recall, 10th percentile</dt><dd>a tenth of a head’s queries keep no more</dd>\n"
+    "<dt>recall, 10th percentile</dt><dd>10th percentile of recall over a head’s queries</dd>\n"
     "<dt>−ln recall</dt><dd>mean of −ln of the same: the divergence of the kept attention from the "
     "full</dd>\n"
     "<dt>miss rate</dt><dd>requested tokens that were gone, over all requested tokens</dd>\n"
@@ -128,7 +129,7 @@ class Page {
         by_head_(best_by_head()),
         budget_(chosen_budget()),
         groups_(groups_of(run)) {
-    const Ranking ranking = rank_policies(figures_, budget_.text, headline_);
+    const Ranking ranking = rank_policies(figures_, budget_.text, headline_, Frontier::skip);
     if (!ranking.empty()) winner_ = ranking.standings[ranking.winner].series;
   }
 
@@ -141,6 +142,13 @@ class Page {
     data["winner"] = nullptr;
     if (winner_) data["winner"] = *winner_;
     data["by_head"] = by_head_.name;
+    data["recommendations"] = ordered_json::array();
+    for (const SequenceGroup& group : groups_)
+      data["recommendations"].push_back(recommendations_json(recommendations(group)));
+    for (const MetricInfo* metric : measured())
+      if (groups_.size() == 1 && metric->ranks && attention_metric(*metric))
+        if (std::string text = oracle_sentence(figures_, *metric); !text.empty())
+          data["oracle_notes"][std::string(metric->name)] = std::move(text);
     if (run_.kept) data["kept"] = kept_data();
     std::string body = header();
     if (groups_.size() == 1) body += frontier_section(frontier(), data);
@@ -192,9 +200,18 @@ class Page {
       throw std::invalid_argument(fmt::format("--budget {}: not in this run, which has {}",
                                               options_.budget, fmt::join(known, ", ")));
     }
-    if (run_.kept)
-      if (const BudgetColumn* column = figures_.find_budget(run_.kept->budget)) return *column;
-    return figures_.budgets()[(figures_.budgets().size() - 1) / 2];
+    const auto made = recommendations_of(figures_, headline_, 0, "");
+    if (made.empty()) return figures_.budgets().front();
+    return *figures_.find_budget(made[decisive_budget(made)].scope.budget);
+  }
+
+  static bool attention_metric(const MetricInfo& metric) {
+    return informs({.policy = std::string(kOracleMass)}, metric.name);
+  }
+
+  std::vector<Recommendation> recommendations(const SequenceGroup& group) const {
+    return recommendations_of(Figures(group.rows), headline_, scored_tokens(run_.info, group.rows),
+                              std::string(kReplayNote));
   }
 
   /// The rows of each model apart: figures of several models have no mean.
@@ -236,18 +253,21 @@ class Page {
     return "kvlab: which tokens should the cache of " + model() + " keep?";
   }
 
-  /// Which figure decides, and how far it was shown to be right.
+  /// How well the metric that decides was shown to predict the end-to-end KL.
   std::string decided_by() const {
-    std::string text = fmt::format("Decided by {}", escape(headline_.label));
     for (const Evidence& evidence : kEvidence)
       if (evidence.metric == headline_.name)
-        text += fmt::format(
-            ", the best of the figures that every trace of this run allows. How good it is was "
-            "measured on another model (SmolLM2, 20 policies, 8 texts): within a budget it orders "
-            "policies as the closed loop’s KL does with rank correlation {} to {}. "
-            "<code>kvlab fidelity</code> measures it on yours",
-            evidence.least, evidence.most);
-    return text + ". ";
+        return fmt::format(
+            "{} predicts the order of policies by end-to-end KL with rank correlation {} to {} "
+            "(measured on SmolLM2, 20 policies, 8 texts). <code>kvlab fidelity</code> measures it "
+            "on your model.",
+            escape(capital(headline_.label)), evidence.least, evidence.most);
+    return "";
+  }
+  static std::string capital(std::string_view text) {
+    std::string own(text);
+    own[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(own[0])));
+    return own;
   }
   /// "6 policies", "2 policies in 5 variants".
   std::string policies_text() const {
@@ -267,33 +287,37 @@ class Page {
     return fmt::format("{} {}", count, count == 1 ? one : many);
   }
 
-  std::string header() {
+  std::string header() const {
     std::uint64_t tokens = 0;
     for (const RunTrace& trace : run_.info.traces) tokens += trace.tokens;
-    const std::string question = fmt::format(
-        "A cache of a fixed budget must evict. {}, replayed at {} over {} ({} tokens): at "
-        "each "
-        "query, how much of the attention that the full cache pays falls on tokens that a policy "
-        "still holds?",
-        policies_text(), counted(figures_.budgets().size(), "budget", "budgets"),
-        counted(run_.info.traces.size(), "captured sequence", "captured sequences"),
-        figure_text(static_cast<double>(tokens)));
-    std::string answers, tables;
+    const std::string context =
+        fmt::format("{} at {}, replayed over {} ({} tokens).", policies_text(),
+                    counted(figures_.budgets().size(), "budget", "budgets"),
+                    counted(run_.info.traces.size(), "captured text", "captured texts"),
+                    figure_text(static_cast<double>(tokens)));
+    std::string tables;
     for (const SequenceGroup& group : groups_) {
+      const auto made = recommendations(group);
       const Figures own(group.rows);
-      const std::string name = groups_.size() > 1 ? escape(group.name) : "";
-      if (!answers.empty()) answers += "<br>";
-      if (!name.empty()) answers += "<strong>" + name + "</strong>: ";
-      const BudgetColumn* const budget = own.find_budget(budget_.text);
-      answers += budget ? answer_html(own, *budget, headline_, scored_tokens(run_.info, group.rows))
-                        : "nothing at this budget.";
-      if (winner_) tables += best_by_budget_html(own, styles_of(own.series()), headline_, name);
+      const auto styles = styles_of(own.series());
+      const auto colour = [&](const std::string& name) {
+        const auto found = std::ranges::find(own.series(), name, &Series::label);
+        return found == own.series().end()
+                   ? std::string()
+                   : std::string(
+                         styles[static_cast<std::size_t>(found - own.series().begin())].colour);
+      };
+      tables += recommendations_html(made, groups_.size() == 1 ? next() : "", colour,
+                                     groups_.size() == 1 ? "" : group.name);
     }
-    return html_header("kvlab report",
-                       fmt::format("Which tokens should the cache of {} keep?", escape(model())),
-                       question, answers, winner_ ? styles_[*winner_].colour : "muted",
-                       decided_by() + kFootnote) +
-           tables;
+    return html_front(
+        "kvlab report", fmt::format("Which tokens should the cache of {} keep?", escape(model())),
+        context, tables + fmt::format("<p class=\"quiet prose\">{}</p>\n", decided_by()));
+  }
+
+  std::string next() const {
+    return fmt::format("kvlab deploy {} --budget {} --out policy.json", options_.folder,
+                       budget_.text);
   }
 
   /// Whether oracle_topk bounds what this series' peers can reach: no query may span more than B.
@@ -307,8 +331,8 @@ class Page {
     for (std::size_t s = 0; s < figures_.series().size(); ++s) {
       const Series& series = figures_.series()[s];
       if (series.is_full()) continue;
-      if (series.policy == kOracleTopk && (!bounds(series) || metric.name == "output_error"))
-        continue;
+      if (series.is_reference() && !informs(series, metric.name)) continue;
+      if (series.policy == kOracleTopk && !bounds(series)) continue;
       drawn.push_back(s);
     }
     return drawn;

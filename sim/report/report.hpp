@@ -10,8 +10,9 @@
 namespace kvlab {
 
 struct ReportOptions {
-  std::string budget;  ///< of heat maps and the headline, as asked or in tokens; empty: the run's
-                       ///< middle one
+  std::string budget;  ///< of heat maps and the table under the curves, as asked or in tokens;
+                       ///< empty: the smallest whose choice is significantly better
+  std::string folder = "RUN";            ///< of the run, in the next command
   std::vector<std::string> tokens = {};  ///< text of the shown trace's tokens; empty: not known
 };
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <iterator>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -18,69 +17,112 @@ bool holds_no_more(const Memory& own, const Memory& other) {
   return own.mean <= kSameMemory * other.mean && own.peak <= kSameMemory * other.peak;
 }
 
-bool Verdict::ties(std::size_t contender) const {
-  return std::ranges::find(tied, contender) != tied.end();
+std::string ComparisonScope::budget_text() const {
+  const bool is_number =
+      !budget.empty() && budget.find_first_not_of("0123456789") == std::string::npos;
+  return budget + (is_number ? " tokens" : "");
+}
+
+double Recommendation::mean(std::size_t candidate) const {
+  const double error = candidates[candidate].error;
+  return scope.higher_is_better ? 0 - error : error;
+}
+
+const Difference& Recommendation::difference(std::size_t candidate) const {
+  return from_choice[static_cast<std::size_t>(std::ranges::find(order, candidate) - order.begin())];
+}
+
+std::vector<std::size_t> Recommendation::similar() const {
+  std::vector<std::size_t> found;
+  for (std::size_t i = 0; i < order.size(); ++i)
+    if (order[i] != choice && !from_choice[i].told_apart()) found.push_back(order[i]);
+  return found;
 }
 
 namespace {
 
-/// Of those that tie with the first: who takes least, the first of the grid in front.
-std::vector<std::size_t> preferred(const Verdict& verdict, std::span<const Contender> contenders) {
-  std::vector<std::size_t> tied;
-  for (std::size_t i = 0; i < verdict.order.size(); ++i)
-    if (!verdict.behind[i].behind()) tied.push_back(verdict.order[i]);
-  const auto keep = [&](auto wanted) {
-    std::vector<std::size_t> kept;
-    std::ranges::copy_if(tied, std::back_inserter(kept), wanted);
-    if (!kept.empty()) tied = std::move(kept);
-  };
-  keep([&](std::size_t c) { return !contenders[c].last_resort; });
-  const std::size_t least =
-      std::ranges::min(tied, {}, [&](std::size_t c) { return contenders[c].memory.mean; });
-  keep(
-      [&](std::size_t c) { return holds_no_more(contenders[c].memory, contenders[least].memory); });
-  std::ranges::sort(tied);
-  return tied;
+/// Part of the memory that a candidate has to save before it is chosen over a lower mean.
+constexpr double kLessMemory = 0.02;
+
+bool is_known(const Difference& difference) { return !std::isnan(difference.interval.low); }
+
+/// Lowest error first; equal ones by name.
+void sort_by_error(std::vector<std::size_t>& which, const std::vector<Candidate>& candidates) {
+  std::ranges::sort(which, {}, [&](std::size_t c) {
+    return std::pair<double, std::string_view>(candidates[c].error, candidates[c].name);
+  });
 }
 
-/// Those that none dominates, by bytes.
-std::vector<std::size_t> frontier_of(std::span<const Contender> contenders,
+/// Of those whose difference from the lowest mean is not significant, the one that needs least
+/// memory, where that is 2% less than the lowest mean's; else the lowest mean.
+std::size_t choice_of(const Recommendation& from) {
+  const std::size_t lowest = from.order.front();
+  const auto memory = [&](std::size_t c) { return from.candidates[c].memory.mean; };
+  std::size_t choice = lowest;
+  for (std::size_t i = 1; i < from.order.size(); ++i) {
+    const std::size_t c = from.order[i];
+    const bool alike = is_known(from.behind[i]) && !from.behind[i].told_apart();
+    const bool less = memory(c) > 0 && memory(c) <= (1 - kLessMemory) * memory(lowest);
+    if (alike && less && memory(c) < memory(choice)) choice = c;
+  }
+  return choice;
+}
+
+/// Those that none dominates, by bytes. A candidate dominates another if it needs no more memory
+/// and is significantly better.
+std::vector<std::size_t> frontier_of(const std::vector<Candidate>& candidates,
                                      const DifferenceOf& difference) {
-  std::vector<std::size_t> by_error(contenders.size()), frontier;
+  std::vector<std::size_t> by_error(candidates.size()), frontier;
   std::iota(by_error.begin(), by_error.end(), std::size_t{0});
-  std::ranges::stable_sort(by_error, {}, [&](std::size_t c) { return contenders[c].error; });
+  sort_by_error(by_error, candidates);
   for (const std::size_t c : by_error) {
     const bool dominated = std::ranges::any_of(by_error, [&](std::size_t other) {
-      return contenders[other].error < contenders[c].error &&
-             holds_no_more(contenders[other].memory, contenders[c].memory) &&
+      return candidates[other].error < candidates[c].error &&
+             holds_no_more(candidates[other].memory, candidates[c].memory) &&
              difference(other, c).ahead();
     });
     if (!dominated) frontier.push_back(c);
   }
-  std::ranges::stable_sort(frontier, {}, [&](std::size_t c) { return contenders[c].memory.mean; });
+  std::ranges::stable_sort(frontier, {}, [&](std::size_t c) { return candidates[c].memory.mean; });
   return frontier;
 }
 
 }  // namespace
 
-Verdict verdict_of(std::span<const Contender> contenders, double budget_bytes,
-                   const DifferenceOf& difference) {
-  if (contenders.empty()) throw std::invalid_argument("a verdict: there is nobody to judge");
-  Verdict verdict;
-  for (std::size_t c = 0; c < contenders.size(); ++c)
-    (contenders[c].memory.peak <= kSameMemory * budget_bytes ? verdict.order : verdict.more)
-        .push_back(c);
-  verdict.over_budget = verdict.order.empty();
-  if (verdict.over_budget) std::swap(verdict.order, verdict.more);
-  const auto error = [&](std::size_t c) { return contenders[c].error; };
-  std::ranges::stable_sort(verdict.order, {}, error);
-  std::ranges::stable_sort(verdict.more, {}, error);
-  for (const std::size_t c : verdict.order)
-    verdict.behind.push_back(c == verdict.order.front() ? Difference{}
-                                                        : difference(c, verdict.order.front()));
-  verdict.tied = preferred(verdict, contenders);
-  verdict.frontier = frontier_of(contenders, difference);
-  return verdict;
+Recommendation recommend(std::vector<Candidate> candidates, ComparisonScope scope,
+                         const DifferenceOf& difference, Frontier frontier) {
+  if (candidates.empty())
+    throw std::invalid_argument("recommend: no candidates; at least one is needed");
+  Recommendation made{.scope = std::move(scope), .candidates = std::move(candidates)};
+  for (std::size_t c = 0; c < made.candidates.size(); ++c) {
+    const bool fits = made.candidates[c].memory.peak <= kSameMemory * made.scope.budget_bytes;
+    (fits ? made.order : made.over_budget).push_back(c);
+  }
+  made.none_eligible = made.order.empty();
+  if (made.none_eligible) std::swap(made.order, made.over_budget);
+  sort_by_error(made.order, made.candidates);
+  sort_by_error(made.over_budget, made.candidates);
+  const auto from = [&](std::size_t base) {
+    std::vector<Difference> differences;
+    for (const std::size_t c : made.order)
+      differences.push_back(c == base ? Difference{} : difference(c, base));
+    return differences;
+  };
+  made.behind = from(made.order.front());
+  made.choice = choice_of(made);
+  made.for_memory = made.choice != made.order.front();
+  made.from_choice = made.for_memory ? from(made.choice) : made.behind;
+  if (made.order.size() > 1) made.runner_up = made.for_memory ? made.order.front() : made.order[1];
+  if (frontier == Frontier::compute) made.frontier = frontier_of(made.candidates, difference);
+  return made;
+}
+
+std::size_t decisive_budget(std::span<const Recommendation> recommendations) {
+  for (std::size_t b = 0; b < recommendations.size(); ++b)
+    if (const auto& one = recommendations[b];
+        one.runner_up && one.difference(*one.runner_up).behind())
+      return b;
+  return 0;
 }
 
 bool guards_fill(std::string_view policy, std::string_view params, std::uint32_t budget_tokens) {

@@ -52,6 +52,12 @@ std::string label_of(const Series& series, const std::vector<Series>& all) {
 
 }  // namespace
 
+bool informs(const Series& oracle, std::string_view metric) {
+  if (oracle.policy == kOracleResidual)
+    return metric == "residual_error" || metric == "regret_residual";
+  return metric.find("recall") != metric.npos || metric == "regret_mass" || metric == "miss_rate";
+}
+
 Figures::Figures(std::span<const ResultRow> rows) {
   std::map<std::tuple<std::string, std::string, std::string, std::string, std::uint64_t>,
            std::size_t>
@@ -167,58 +173,78 @@ Memory Figures::memory(std::size_t series, std::string_view budget) const {
 
 namespace {
 
-/// The standings of a verdict.
+/// The standings of a recommendation.
 void place(Ranking& ranking, const Figures& figures, std::string_view budget,
            const MetricInfo& metric) {
-  const auto add = [&](std::size_t c, const Difference& behind, bool holds_more) {
+  const Recommendation& made = ranking.recommendation;
+  const auto add = [&](std::size_t c, const Difference& behind, bool ties, bool over) {
     const std::size_t series = ranking.series[c];
-    if (c == ranking.verdict.winner()) ranking.winner = ranking.standings.size();
+    if (c == made.choice) ranking.winner = ranking.standings.size();
     ranking.standings.push_back({series, *figures.average(series, budget, metric.name), behind,
-                                 !holds_more && !behind.behind(), holds_more,
-                                 ranking.contenders[c].memory});
+                                 ties, over, made.candidates[c].memory});
   };
-  const Verdict& verdict = ranking.verdict;
-  for (std::size_t i = 0; i < verdict.order.size(); ++i)
-    add(verdict.order[i], verdict.behind[i], false);
-  for (const std::size_t c : verdict.more)
-    add(c, {.mean = std::numeric_limits<double>::quiet_NaN()}, true);
+  for (std::size_t i = 0; i < made.order.size(); ++i)
+    add(made.order[i], made.behind[i], !made.from_choice[i].told_apart(), false);
+  for (const std::size_t c : made.over_budget)
+    add(c, {.mean = std::numeric_limits<double>::quiet_NaN()}, false, true);
+}
+
+/// What the full cache holds over decoded queries; 0: not known.
+double full_bytes(const Figures& figures, std::string_view budget) {
+  for (std::size_t s = 0; s < figures.series().size(); ++s)
+    if (figures.series()[s].is_full()) return figures.memory(s, budget).mean;
+  return 0;
 }
 
 }  // namespace
 
-Ranking rank_policies(const Figures& figures, std::string_view budget, const MetricInfo& metric) {
+Ranking rank_policies(const Figures& figures, std::string_view budget, const MetricInfo& metric,
+                      Frontier frontier) {
   Ranking ranking;
   const double sign = metric.higher_is_better ? -1 : 1;
-  double budget_bytes = 0;
+  std::vector<Candidate> candidates;
+  ComparisonScope scope{.budget = std::string(budget),
+                        .full_bytes = full_bytes(figures, budget),
+                        .metric = std::string(metric.label),
+                        .higher_is_better = metric.higher_is_better};
   for (std::size_t s = 0; s < figures.series().size(); ++s) {
     const Series& series = figures.series()[s];
     if (series.is_reference() || series.is_full()) continue;
     const auto score = figures.average(s, budget, metric.name);
     if (!score) continue;
     if (const auto bytes = figures.average(s, budget, "budget_bytes"))
-      budget_bytes = std::max(budget_bytes, bytes->mean);
+      scope.budget_bytes = std::max(scope.budget_bytes, bytes->mean);
     ranking.series.push_back(s);
-    ranking.contenders.push_back({.name = series.label,
-                                  .error = sign * score->mean,
-                                  .memory = figures.memory(s, budget),
-                                  .last_resort = is_last_resort(series.policy)});
+    candidates.push_back(
+        {.name = series.label, .error = sign * score->mean, .memory = figures.memory(s, budget)});
     const auto rows = figures.rows(s, budget, metric.name);
     if (guards_fill(series.policy, series.params, rows.front()->budget_tokens))
-      ranking.scope.filled.push_back(series.label);
-    ranking.scope.texts = std::max(ranking.scope.texts, score->texts);
+      scope.filled.push_back(series.label);
+    scope.texts = std::max(scope.texts, score->texts);
   }
-  if (ranking.contenders.empty()) return ranking;
-  const bool is_number = budget.find_first_not_of("0123456789") == std::string_view::npos;
-  ranking.scope.budget = std::string(budget) + (is_number ? " tokens" : "");
-  ranking.scope.budget_bytes = budget_bytes;
-  ranking.scope.figure = metric.label;
-  ranking.verdict = verdict_of(ranking.contenders, budget_bytes, [&](std::size_t a, std::size_t b) {
-    auto difference = figures.difference(ranking.series[a], ranking.series[b], budget, metric.name);
+  if (candidates.empty()) return ranking;
+  const auto difference = [&](std::size_t a, std::size_t b) {
+    const auto found =
+        figures.difference(ranking.series[a], ranking.series[b], budget, metric.name);
     // Absent only where the two share no trace: then nothing can be said, and nothing is claimed.
-    return !difference ? Difference{} : sign < 0 ? difference->reversed() : *difference;
-  });
+    return !found ? Difference{} : sign < 0 ? found->reversed() : *found;
+  };
+  ranking.recommendation = recommend(std::move(candidates), std::move(scope), difference, frontier);
   place(ranking, figures, budget, metric);
   return ranking;
+}
+
+std::vector<Recommendation> recommendations_of(const Figures& figures, const MetricInfo& metric,
+                                               std::uint64_t tokens, const std::string& note) {
+  std::vector<Recommendation> found;
+  for (const BudgetColumn& budget : figures.budgets()) {
+    Ranking ranking = rank_policies(figures, budget.text, metric);
+    if (ranking.empty()) continue;
+    found.push_back(std::move(ranking.recommendation));
+    found.back().scope.tokens = tokens;
+    found.back().scope.note = note;
+  }
+  return found;
 }
 
 }  // namespace kvlab

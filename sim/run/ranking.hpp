@@ -26,6 +26,10 @@ struct Series {
   bool is_full() const { return policy == "full"; }
 };
 
+/// Whether an oracle says something of a metric: oracle_mass and oracle_topk of attention metrics,
+/// oracle_residual of residual errors. For other metrics it is neither a bound nor a goal.
+bool informs(const Series& oracle, std::string_view metric);
+
 /// A budget as asked for, and what it came to: the fewest and the most tokens over the traces.
 struct BudgetColumn {
   std::string text;
@@ -90,27 +94,31 @@ class Figures {
 struct Standing {
   std::size_t series;
   Average score;
-  Difference
-      behind;       ///< how much worse than the first; 0 of the first itself, NaN of who holds more
-  bool ties;        ///< with the first, which is not told apart from it; true for the first itself
-  bool holds_more;  ///< than the budget: no contender
+  Difference behind;  ///< its error minus that of the lowest mean; NaN where it is over the budget
+  bool ties;          ///< its difference from the choice is not significant; true for the choice
+  bool holds_more;    ///< over the budget: never chosen
   Memory memory;
 };
 
-/// The policies (no references, not `full`) at a budget.
+/// The policies (no oracles, not `full`) at a budget.
 struct Ranking {
-  std::vector<Standing> standings;    ///< contenders, the best first; behind them who holds more
-  std::size_t winner = 0;             ///< of the standings
-  Verdict verdict;                    ///< about `contenders`
-  std::vector<Contender> contenders;  ///< in the order of the run
-  std::vector<std::size_t> series;    ///< [contender]
-  VerdictScope scope;
+  std::vector<Standing>
+      standings;                  ///< eligible ones, lowest mean first; then those over the budget
+  std::size_t winner = 0;         ///< the choice, of the standings
+  Recommendation recommendation;  ///< its candidates are in the order of the run
+  std::vector<std::size_t> series;  ///< [candidate]
 
   bool empty() const { return standings.empty(); }
   const Standing& first() const { return standings.front(); }
 };
 
-/// Equal means keep the order of the run. Empty if none has the metric at `budget`.
-Ranking rank_policies(const Figures& figures, std::string_view budget, const MetricInfo& metric);
+/// Empty if no policy has the metric at `budget`.
+Ranking rank_policies(const Figures& figures, std::string_view budget, const MetricInfo& metric,
+                      Frontier frontier = Frontier::compute);
+
+/// The recommendation at each budget that has one, by tokens. `tokens`: scored; `note`: what was
+/// not measured.
+std::vector<Recommendation> recommendations_of(const Figures& figures, const MetricInfo& metric,
+                                               std::uint64_t tokens, const std::string& note);
 
 }  // namespace kvlab

@@ -8,7 +8,7 @@
 #include "sim/budgets/budget_file.hpp"
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -147,20 +147,14 @@ json to_json(const RunInfo& info) {
   return top;
 }
 
-/// At each budget, by the figure that decides; of one model.
-nlohmann::ordered_json verdicts_json(const RunInfo& info, std::span<const ResultRow> rows) {
-  auto verdicts = nlohmann::ordered_json::object();
+/// At each budget, by the metric that decides; of one model.
+nlohmann::ordered_json recommendations_json(const RunInfo& info, std::span<const ResultRow> rows) {
   for (const RunTrace& trace : info.traces)
-    if (trace.weights_xxh3 != info.traces.front().weights_xxh3) return verdicts;
-  const Figures figures(rows);
-  for (const BudgetColumn& budget : figures.budgets())
-    if (Ranking ranking = rank_policies(figures, budget.text, *find_metric(best_metric(rows)));
-        !ranking.empty()) {
-      ranking.scope.tokens = scored_tokens(info, rows);
-      ranking.scope.unmeasured = "open loop; answers were not asked";
-      verdicts[budget.text] = verdict_json(ranking.verdict, ranking.contenders, ranking.scope);
-    }
-  return verdicts;
+    if (trace.weights_xxh3 != info.traces.front().weights_xxh3)
+      return nlohmann::ordered_json::array();
+  return kvlab::recommendations_json(
+      recommendations_of(Figures(rows), *find_metric(best_metric(rows)), scored_tokens(info, rows),
+                         std::string(kReplayNote)));
 }
 
 std::string run_json(const RunInfo& info, std::span<const ResultRow> rows,
@@ -168,7 +162,7 @@ std::string run_json(const RunInfo& info, std::span<const ResultRow> rows,
   json top = to_json(info);
   top["results_xxh3"] = xxh3_hex(results);
   top["blocks_xxh3"] = xxh3_hex(blocks);
-  top["verdicts"] = verdicts_json(info, rows);
+  top["recommendations"] = recommendations_json(info, rows);
   return json_text(top, 1) + "\n";
 }
 

@@ -127,6 +127,9 @@ struct Run {
 /// it counts.
 void name_texts(std::span<ResultRow> rows, const RunInfo& info);
 
+/// What a replay does not measure.
+inline constexpr std::string_view kReplayNote = "Offline replay; task accuracy was not measured.";
+
 /// Queries of the span, over the different traces of the rows.
 std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows);
 

@@ -1,7 +1,7 @@
 // A run's folder: read, ranked, put into the report's words, deployed at each of its budgets;
 // written again, and read back the same.
 #include "engine/loop/deploy/deploy.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "tests/fuzz/fuzz.hpp"
 
 using namespace kvlab;
@@ -11,8 +11,10 @@ namespace {
 void say(const Run& run, const Figures& figures, const BudgetColumn& budget) {
   const std::string metric(best_metric(run.rows));
   if (const MetricInfo* const info = find_metric(metric)) {
-    answer_html(figures, budget, *info, 1);
-    best_by_budget_html(figures, styles_of(figures.series()), *info);
+    const auto made = recommendations_of(figures, *info, 1, "");
+    recommendations_text(made);
+    recommendations_html(made, "", [](const std::string&) { return std::string(); });
+    for (const Recommendation& one : made) recommendation_json(one);
   }
   const Ballot ballot = rank_for_deployment(run, figures, budget.text, metric);
   const auto path = fuzz::Folder::path() / "policy.json";

@@ -126,7 +126,7 @@ def test_a_function_a_columns_file_and_a_header_of_one_rule_agree(command: Any, 
     assert says == [says[0]] * 3 and said("sink:once") != says[0]
     out = tmp_path / "policy.json"
     tuned = kvlab.tune(TINY, TEXT, 32, out, [rules[2], "column:name=mine:once"], columns=paths, **SHORT)
-    assert tuned["evidence"]["truths"]["why"] == "answers were not asked"
+    assert tuned["evidence"]["truths"]["why"] == "task accuracy was not measured"
     generated = ("generate", "--model", TINY, "--prompt", "It was", "--policy-file", out)
     assert command(*generated, "--columns", paths[0]).stderr.startswith("kvlab generate: --columns: of 1 traces")
     with pytest.raises(ValueError, match="columns: of 1 traces none begins with the prompt of 128 tokens"):

@@ -271,15 +271,19 @@ def test_a_forked_child_replays(run: kvlab.Run, sample: kvlab.Trace) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_who_holds_more_than_the_budget_is_no_contender(sample: kvlab.Trace) -> None:
+def test_a_policy_over_the_budget_is_not_ranked(sample: kvlab.Trace) -> None:
     run = kvlab.replay(sample, ["snapkv", "h2o", "lru:sinks=4:recent=28"], [32], threads=2)
     ranking = run.ranking(32)
     assert ranking["standings"][-1]["policy"] == "snapkv" and ranking["standings"][-1]["holds_more"]
     verdict = ranking["verdict"]
     assert verdict["holds_more"] == ["snapkv"] and verdict["winner"] != "snapkv"
-    assert "snapkv holds" in verdict["text"] and "On this text" in verdict["text"]
-    assert any("snapkv holds more than 32 tokens take" in line for line in run.notices)
-    assert any("its guards are as large as the budget" in line for line in run.notices)
+    made = run.recommendation(32)
+    assert made == ranking["recommendation"] and made["choice"] == verdict["winner"]
+    assert [one["policy"] for one in made["over_budget"]] == ["snapkv"] and made["difference"]["low"] is not None
+    assert "not ranked: snapkv" in made["text"] and "1 text" in made["text"]
+    assert made["full_bytes"] > made["kv_bytes_mean"]
+    assert any("snapkv is over the budget of 32 and not ranked" in line for line in run.notices)
+    assert any("its protected tokens fill the budget" in line for line in run.notices)
     with pytest.raises(ValueError, match="budget 33"):
         run.ranking(33)
 

@@ -1,8 +1,10 @@
-// What can be told apart, and who is named.
+// What is chosen at a budget, and what is said of it.
 #include "sim/run/comparison.hpp"
 
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "tests/catch.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
 
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;
@@ -12,63 +14,156 @@ namespace {
 Difference apart(double mean) { return {mean, 0.01, {mean - 0.001, mean + 0.001}, 3}; }
 Difference unsure(double mean) { return {mean, 1, {mean - 1, mean + 1}, 3}; }
 
-/// Judged at a budget of 100 bytes; `told`: whether errors that differ are told apart.
-Verdict judged(const std::vector<Contender>& contenders, bool told) {
-  return verdict_of(contenders, 100, [&](std::size_t a, std::size_t b) {
-    const double mean = contenders[a].error - contenders[b].error;
-    return told ? apart(mean) : unsure(mean);
+/// At a budget of 100 bytes; `significant`: whether errors that differ do so significantly.
+Recommendation recommended(const std::vector<Candidate>& candidates, bool significant) {
+  const ComparisonScope scope{.budget = "64",
+                              .budget_bytes = 100,
+                              .full_bytes = 1000,
+                              .metric = "KL",
+                              .texts = 1,
+                              .tokens = 96};
+  return recommend(candidates, scope, [&](std::size_t a, std::size_t b) {
+    const double mean = candidates[a].error - candidates[b].error;
+    return significant ? apart(mean) : unsure(mean);
   });
+}
+
+/// A candidate that holds so many bytes on average and at its peak.
+Candidate candidate(const std::string& name, double error, double mean = 98, double peak = 100) {
+  return {.name = name, .error = error, .memory = {.mean = mean, .peak = peak, .budget = 100}};
+}
+
+std::string choice(const std::vector<Candidate>& candidates, bool significant = false) {
+  return recommended(candidates, significant).chosen().name;
 }
 
 using Indices = std::vector<std::size_t>;
 
 }  // namespace
 
-TEST_CASE("Who holds more than the budget is never better, and stands on the frontier") {
-  const std::vector<Contender> contenders{{"a", 0.3, {98, 100, 0, 100}},
-                                          {"once", 0.1, {2000, 2600, 0, 100}},
-                                          {"every", 0.2, {99, 111, 0, 100}},
-                                          {"b", 0.4, {98, 100, 0, 100}}};
-  const Verdict verdict = judged(contenders, true);
-  CHECK(verdict.order == Indices{0, 3});
-  CHECK(verdict.more == Indices{1, 2});
-  CHECK(verdict.winner() == 0);
-  CHECK(verdict.frontier == Indices{0, 2, 1});  // b is dominated
-  const std::string text = verdict_text(
-      verdict, contenders,
-      {.budget = "64 tokens", .budget_bytes = 100, .figure = "KL", .texts = 1, .tokens = 96});
-  CHECK_THAT(text, ContainsSubstring("a has the least loss in KL") &&
-                       ContainsSubstring("once holds 26 × the budget") &&
-                       ContainsSubstring("not a better one") && ContainsSubstring("On this text") &&
-                       ContainsSubstring("96 scored tokens"));
-  const std::vector<Contender> alone{contenders[1], contenders[2]};
-  CHECK(judged(alone, true).over_budget);
+TEST_CASE("a candidate over the budget is never chosen, and stands on the frontier") {
+  const std::vector<Candidate> candidates{candidate("a", 0.3), candidate("once", 0.1, 2000, 2600),
+                                          candidate("every", 0.2, 99, 111), candidate("b", 0.4)};
+  const Recommendation made = recommended(candidates, true);
+  CHECK(made.order == Indices{0, 3});
+  CHECK(made.over_budget == Indices{1, 2});
+  CHECK(made.chosen().name == "a");
+  CHECK(made.runner_up == std::size_t{3});
+  CHECK(made.frontier == Indices{0, 2, 1});  // b is dominated
+  CHECK_THAT(recommendation_text(made),
+             ContainsSubstring("Budget 64 tokens (98.0 B): a (KL 0.300) and b (0.400) differ "
+                               "significantly") &&
+                 ContainsSubstring("Chosen: a, lowest mean.") &&
+                 ContainsSubstring("not ranked: once (26x) and every (1.1x)") &&
+                 ContainsSubstring("1 text, 96 scored tokens."));
+  CHECK(choice({candidate("at the limit", 0.1, 98, 102), candidate("b", 0.2)}) == "at the limit");
+  CHECK(choice({candidate("above it", 0.1, 98, 102.1), candidate("b", 0.2)}) == "b");
+  const Recommendation none = recommended({candidates[1], candidates[2]}, true);
+  CHECK(none.none_eligible);
+  CHECK_THAT(recommendation_text(none), ContainsSubstring("no policy stays within the budget"));
 }
 
-TEST_CASE("Of those that are not told apart, less memory is preferred, then the grid's order") {
-  const auto winner = [](const std::vector<Contender>& contenders, bool told = false) {
-    return judged(contenders, told).winner();
-  };
-  const Memory whole{100, 100, 0, 100}, token_less{98.5, 98.5, 0, 100}, less{90, 90, 0, 100};
-  CHECK(winner({{"a", 0.2, whole}, {"b", 0.1, whole}}) == 0);
-  CHECK(winner({{"a", 0.2, whole}, {"b", 0.1, whole}}, true) == 1);
-  CHECK(winner({{"a", 0.1, whole}, {"b", 0.2, token_less}}) == 0);  // within 2%: as good as equal
-  CHECK(winner({{"a", 0.1, whole}, {"b", 0.2, less}}) == 1);
-  CHECK(winner({{"a", 0.1, whole}, {"b", 0.2, less}}, true) == 0);
-  CHECK(winner({{"random", 0.1, whole, true}, {"b", 0.2, whole}}) == 1);
-  CHECK(winner({{"random", 0.1, whole, true}, {"b", 0.2, whole}}, true) == 0);
+TEST_CASE("the lowest mean is chosen, whatever the order of candidates; equal means by name") {
+  const std::vector<Candidate> candidates{candidate("window", 0.3), candidate("sink", 0.2),
+                                          candidate("h2o", 0.1), candidate("random", 0.05)};
+  for (const bool significant : {false, true}) {
+    CHECK(choice(candidates, significant) == "random");
+    CHECK(choice({candidates.rbegin(), candidates.rend()}, significant) == "random");
+  }
+  CHECK(choice({candidate("tova", 0.1), candidate("h2o", 0.1)}) == "h2o");
+  CHECK(choice({candidate("h2o", 0.1), candidate("tova", 0.1)}) == "h2o");
 }
 
-TEST_CASE("Guards that are as large as the budget are said") {
+TEST_CASE("at least 2% less memory is preferred where the difference is not significant") {
+  CHECK(choice({candidate("a", 0.1, 100), candidate("b", 0.2, 98.5)}) == "a");
+  CHECK(choice({candidate("a", 0.1, 100), candidate("b", 0.2, 98)}) == "b");
+  CHECK(choice({candidate("a", 0.1, 100), candidate("b", 0.2, 90), candidate("c", 0.3, 80)}) ==
+        "c");
+  CHECK(choice({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, true) == "a");
+  const Recommendation made =
+      recommended({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, false);
+  CHECK(made.for_memory);
+  CHECK(made.runner_up == std::size_t{0});
+  CHECK(made.difference(0).mean == Approx(-0.1));  // the runner-up's mean is lower, and it shows
+  const std::string reason =
+      "a has the lowest mean (0.100), but b was chosen because it needs 10.0% less memory and the "
+      "difference is not significant";
+  CHECK_THAT(recommendation_text(made), ContainsSubstring(reason));
+  CHECK_THAT(recommendations_text({&made, 1}), ContainsSubstring("a has the lowest mean (0.100)"));
+  CHECK(recommendation_json(made)["reason"] == "less memory");
+  // Without an interval nothing says that they are alike.
+  const auto unknown = [](std::size_t, std::size_t) { return Difference{.mean = 0.1}; };
+  CHECK(
+      recommend({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, {.budget_bytes = 100}, unknown)
+          .chosen()
+          .name == "a");
+}
+
+TEST_CASE("significance is the same from both sides") {
+  const std::vector<Candidate> candidates{candidate("a", 0.1), candidate("b", 0.2),
+                                          candidate("c", 0.3)};
+  const Recommendation made = recommended(candidates, true), alike = recommended(candidates, false);
+  CHECK(made.similar().empty());
+  CHECK(alike.similar() == Indices{1, 2});
+  CHECK(alike.difference(1).mean == Approx(0.1));
+}
+
+TEST_CASE("a recommendation is read back as it was written") {
+  const Recommendation made = recommended(
+      {candidate("a", 0.1), candidate("b", 0.2), candidate("once", 0.05, 200, 260)}, false);
+  const nlohmann::json written{{"recommendations", {recommendation_json(made)}}};
+  const auto read = recommendations_from(JsonFields(written, "eval.json"), "recommendations");
+  REQUIRE(read.size() == 1);
+  CHECK(recommendations_text(read) == recommendations_text({&made, 1}));
+  CHECK(recommendation_text(read[0]) == recommendation_text(made));
+  nlohmann::json broken = written;
+  broken["recommendations"][0]["order"][0]["kv_bytes_mean"] = "much";
+  CHECK_THROWS_WITH(recommendations_from(JsonFields(broken, "eval.json"), "recommendations"),
+                    ContainsSubstring("eval.json: recommendations[0]: order[0]") &&
+                        ContainsSubstring("kv_bytes_mean"));
+}
+
+TEST_CASE("the table of a terminal has at most 80 columns") {
+  std::vector<Recommendation> all;
+  for (const char* name : {"h2o", "a2sf:keep=0.995:sinks=4:recent=75%"}) {
+    all.push_back(recommended({candidate(name, 0.00012345), candidate("lazy_eviction", 0.2),
+                               candidate("snapkv:recent=32", 0.01, 300, 977)},
+                              false));
+    all.back().scope.budget = name == std::string("h2o") ? "5%" : "2048";
+  }
+  std::size_t lines = 0;
+  std::string text = recommendations_text(all);
+  while (!text.empty()) {
+    const std::size_t end = text.find('\n');
+    std::size_t columns = 0;
+    for (const char c : text.substr(0, end))
+      columns += (static_cast<unsigned char>(c) & 0xc0) != 0x80;
+    CHECK(columns <= 80);
+    text.erase(0, end + 1);
+    ++lines;
+  }
+  CHECK(lines >= 5);
+}
+
+TEST_CASE("the decisive budget is the smallest whose choice is significantly better") {
+  const std::vector<Candidate> two{candidate("a", 0.1), candidate("b", 0.2)};
+  const std::vector<Recommendation> all{recommended(two, false), recommended(two, true),
+                                        recommended(two, true)};
+  CHECK(decisive_budget(all) == 1);
+  CHECK(decisive_budget(std::vector{all[0]}) == 0);
+}
+
+TEST_CASE("protected tokens that fill the budget are named") {
   CHECK(guards_fill("h2o", "sinks=4:recent=60", 64));
   CHECK(guards_fill("h2o", "sinks=32:recent=50%", 64));
   CHECK_FALSE(guards_fill("h2o", "sinks=4:recent=50%", 64));
   CHECK_FALSE(guards_fill("window", "sinks=0:recent=64", 64));
   CHECK(guards_fill("h2o", "sinks=4:recent=60:ladder=16@50%+16@50%", 64));
   CHECK_FALSE(guards_fill("h2o", "sinks=4:recent=60:ladder=4", 64));
-  const std::vector<Contender> one{{"h2o", 0.1, {1, 1, 0, 1}}};
-  const auto lines =
-      verdict_warnings(judged(one, true), one, {.budget = "64 tokens", .filled = {"h2o"}});
+  Recommendation made = recommended({candidate("h2o", 0.1)}, true);
+  made.scope.tokens = 0;
+  made.scope.filled = {"h2o"};
+  const auto lines = recommendation_warnings(made);
   REQUIRE(lines.size() == 1);
-  CHECK_THAT(lines[0], ContainsSubstring("h2o at 64 tokens: its guards"));
+  CHECK_THAT(lines[0], ContainsSubstring("h2o at 64 tokens: its protected tokens fill"));
 }

@@ -1,4 +1,4 @@
-// Who is best, and who ties.
+// The order of policies, and which do not differ significantly.
 #include "sim/run/ranking.hpp"
 
 #include "tests/catch.hpp"
@@ -34,7 +34,7 @@ TEST_CASE("policies stand in order, references and full do not stand") {
   CHECK(figures.average(5, "64", "recall")->mean == 1);  // full, under any budget
 }
 
-TEST_CASE("a tie is a difference whose interval over blocks of queries holds zero") {
+TEST_CASE("a difference whose interval over blocks of queries includes zero is not significant") {
   // The error of a difference of two is 0.01 * sqrt(2): 2.131 of them are 0.0301.
   const Run run =
       made_up_run({{"h2o", "", 0.3, 0.01}, {"sink", "", 0.330, 0.01}, {"lru", "", 0.331, 0.01}});
@@ -43,13 +43,13 @@ TEST_CASE("a tie is a difference whose interval over blocks of queries holds zer
   CHECK(figures.difference(0, 0, "64", "nll_recall")->standard_error == 0);
 }
 
-TEST_CASE("without errors nothing is told apart") {
+TEST_CASE("without intervals nothing is significantly different") {
   const Run run =
       made_up_run({{"lru", "", 0.5, NAN}, {"h2o", "", 0.3, NAN}, {"sink", "", 0.3, NAN}});
   const Figures figures(run.rows);
   const Ranking ranking = rank_policies(figures, "64", nll());
   CHECK(order(figures, ranking) == "h2o= sink= lru= ");
-  CHECK(ranking.winner == 2);  // the first of the run
+  CHECK(ranking.winner == 0);  // the lowest mean, the first by name
 }
 
 TEST_CASE("over several traces their scatter is the error, paired by trace") {
@@ -111,7 +111,7 @@ TEST_CASE("several series are averaged over the traces that all of them have") {
   CHECK(!none.difference);
 }
 
-TEST_CASE("who holds more than the budget stands behind, whatever it scores") {
+TEST_CASE("a policy over the budget is not ranked, whatever it scores") {
   Run run = made_up_run({{"snapkv", "sinks=0:recent=32:once", 0.1, 0.001},
                          {"h2o", "sinks=0:recent=50%", 0.3, 0.001}});
   for (const auto& [policy, params, bytes] : {std::tuple("snapkv", "sinks=0:recent=32:once", 26e3),
@@ -124,7 +124,7 @@ TEST_CASE("who holds more than the budget stands behind, whatever it scores") {
   const Ranking ranking = rank_policies(figures, "64", nll());
   CHECK(order(figures, ranking) == "h2o= snapkv ");
   CHECK(ranking.standings[1].holds_more);
-  CHECK(ranking.verdict.frontier.size() == 2);
+  CHECK(ranking.recommendation.frontier.size() == 2);
 }
 
 TEST_CASE("a series is labelled by what sets it apart") {

@@ -129,21 +129,23 @@ Evaluation invented_evaluation(std::size_t texts = 2,
       invented(kWaves), ids, std::move(configs), {});
 }
 
-TEST_CASE("Contenders are compared in pairs: ahead, or not to be told apart") {
+TEST_CASE("Configurations are compared in pairs") {
   const Evaluation evaluation = invented_evaluation(1);
   REQUIRE(evaluation.scores.size() == 7);
   const auto judged = evaluation.judged("8");
-  REQUIRE(judged.verdict.order.size() == 3);
-  CHECK(judged.verdict.tied == std::vector<std::size_t>{1, 2});  // lru and h2o
-  CHECK(judged.scores[judged.verdict.order[2]] == 1);
-  const Difference& last = judged.verdict.behind[2];
+  const Recommendation& made = judged.recommendation;
+  REQUIRE(made.order.size() == 3);
+  const std::size_t other = made.choice == 1 ? 2 : 1;  // lru and h2o
+  CHECK(made.similar() == std::vector<std::size_t>{other});
+  CHECK(judged.scores[made.order[2]] == 1);
+  const Difference& last = made.behind[2];
   CHECK(last.told_apart());
   CHECK(last.mean == Approx(0.2).epsilon(0.02));
-  CHECK(judged.scope.texts == 1);
+  CHECK(made.scope.texts == 1);
   // Of two texts whose differences are 0.2 and 0.4 nothing is known of a third.
   const auto two = invented_evaluation(2).judged("8");
-  CHECK(two.verdict.behind[2].mean == Approx(0.3).epsilon(0.02));
-  CHECK_FALSE(two.verdict.behind[2].told_apart());
+  CHECK(two.recommendation.behind[2].mean == Approx(0.3).epsilon(0.02));
+  CHECK_FALSE(two.recommendation.behind[2].told_apart());
 }
 
 TEST_CASE("A text that is given twice counts once") {
@@ -199,7 +201,7 @@ TEST_CASE("Means are those of texts, whatever their lengths, and a short text is
   CHECK(width(evaluation.kl.difference(1, 2)) >= width(alone.kl.difference(1, 2)));
 }
 
-TEST_CASE("What is held over decoded queries decides who contends at a budget") {
+TEST_CASE("Peak memory over decoded queries decides which configurations are eligible") {
   std::vector<CacheConfig> configs;
   for (const char* policy : {"window:once", "h2o:every=8", "window", "h2o:sinks=4:recent=4"})
     configs.push_back({.policy = parse_policy(policy), .budget = parse_budget("8")});
@@ -213,11 +215,13 @@ TEST_CASE("What is held over decoded queries decides who contends at a budget") 
   CHECK(kv(3).peak == 8 * token);
   CHECK(kv(3).budget == 8 * token);
   const auto judged = evaluation.judged("8");
-  CHECK(judged.verdict.order == std::vector<std::size_t>{2, 3});
-  CHECK(judged.verdict.more.size() == 2);
+  std::vector<std::size_t> eligible = judged.recommendation.order;
+  std::ranges::sort(eligible);
+  CHECK(eligible == std::vector<std::size_t>{2, 3});
+  CHECK(judged.recommendation.over_budget.size() == 2);
   const auto warnings = eval_warnings(evaluation);
   CHECK(std::ranges::any_of(warnings, [](const std::string& line) {
-    return line.starts_with("h2o:sinks=4:recent=4 at 8 tokens: its guards are as large");
+    return line.starts_with("h2o:sinks=4:recent=4 at 8 tokens: its protected tokens fill");
   }));
 }
 
@@ -308,8 +312,11 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   json.update(eval_json(evaluation, texts));
   CHECK(json["configurations"][1]["kl_p90"] > json["configurations"][1]["kl_p50"]);
   CHECK(json["pairs"].size() == 12);
-  CHECK(json["contenders"]["8"][2]["behind"]["told_apart"] == false);  // over two texts
-  CHECK(json["verdicts"]["8"]["texts"] == 2);
+  REQUIRE(json["recommendations"].size() == 2);
+  CHECK(json["recommendations"][0]["budget"] == "8");
+  CHECK(json["recommendations"][0]["order"][2]["from_lowest"]["significant"] == false);  // 2 texts
+  CHECK(json["recommendations"][0]["configurations"].size() == 3);
+  CHECK(json["recommendations"][0]["texts"] == 2);
   CHECK(json["frontier"].size() > 1);
   const std::string csv = eval_csv(evaluation, texts);
   const auto rows = parse_score_rows(csv, "eval.csv");
@@ -327,7 +334,7 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   CHECK(read.texts == 2);
   const std::string page = eval_page(folder.path());
   CHECK(page.find("m&lt;1&gt;") != std::string::npos);
-  CHECK(page.find("cannot be told apart") != std::string::npos);
+  CHECK(page.find("not significant") != std::string::npos);
   const auto at_8 = page.find("<caption>budget 8<"), at_16 = page.find("<caption>budget 16<");
   CHECK(at_8 < at_16);  // by tokens, though not as text
   CHECK(at_16 != std::string::npos);
@@ -339,9 +346,20 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   CHECK(test::error_of([&] { eval_page(folder.path()); }).find("eval.csv: line 2: budget_tokens") !=
         std::string::npos);
   write_file_atomically(folder / kEvalCsv, csv);
-  json.erase("contenders");
+  auto whole = json;
+  json["recommendations"][0].erase("choice");
   write_file_atomically(folder / kEvalJson, json_text(json));
-  CHECK(test::error_of([&] { eval_page(folder.path()); }).find("contenders") != std::string::npos);
+  CHECK(test::error_of([&] { eval_page(folder.path()); }).find("recommendations[0]") !=
+        std::string::npos);
+  whole["recommendations"][1]["configurations"][0] = 99;
+  write_file_atomically(folder / kEvalJson, json_text(whole));
+  CHECK(test::error_of([&] {
+          eval_page(folder.path());
+        }).find("recommendations[1]: configurations: 99; it should be below 7") !=
+        std::string::npos);
+  whole.erase("recommendations");  // of an older version
+  write_file_atomically(folder / kEvalJson, json_text(whole));
+  CHECK(eval_page(folder.path()).find("older kvlab") != std::string::npos);
 }
 
 }  // namespace

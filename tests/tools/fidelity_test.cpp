@@ -92,7 +92,7 @@ TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a f
   REQUIRE(figures[0].series.size() == 3);
   CHECK(figures[0].series[2].points[0].x == 0.25);  // KiB
   CHECK(figures[0].series[2].points[0].y == 1.5);
-  CHECK(page.find("What each byte buys") < page.find("Within a budget"));
+  CHECK(page.find("Error against memory") < page.find("Within a budget"));
   CHECK(figures[2].title == "budget 16, rho -1.00");
   CHECK(figures[2].y.title == "KL to the full cache, nats");
   CHECK(figures[2].x.title == "−ln recall");

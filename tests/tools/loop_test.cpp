@@ -136,11 +136,12 @@ TEST_CASE("a run is deployed and generates, and the closed loop can settle it") 
   REQUIRE(deployed != confirmed.end());
   CHECK((*deployed)["ties_with_first"] == true);
   // Both truths, or that there is but one.
-  CHECK(open.run["truths"]["why"] == "answers were not asked (--confirm asks)");
+  CHECK(open.run["truths"]["why"] ==
+        "Task accuracy was not evaluated; --confirm K evaluates the best K");
   CHECK(closed.run["truths"]["deployed"] == closed.cache.policy.text());
   CHECK(closed.run["truths"]["asked"].size() == 2);
   REQUIRE(call(confirm + " --task none") == 0);
-  CHECK(read_policy_file(policy).run["truths"]["why"] == "answers were not asked");
+  CHECK(read_policy_file(policy).run["truths"]["why"] == "task accuracy was not measured");
 
   CHECK(call("generate " + kNight + " --max-new-tokens 30 --policy-file " + policy) == 0);
   CHECK_THAT(refusal(deploy + "9"), ContainsSubstring("8, 16, 50%"));

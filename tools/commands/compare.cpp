@@ -8,7 +8,7 @@
 #include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/interactive/dataset.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -32,7 +32,9 @@ ordered_json number(const std::optional<Average>& average) {
 }
 
 void print_as_json(const Comparison& comparison) {
-  ordered_json rows = ordered_json::array();
+  ordered_json rows = ordered_json::array(), recommendations = ordered_json::object();
+  for (std::size_t i = 0; i < comparison.names.size(); ++i)
+    recommendations[comparison.names[i]] = recommendations_json(comparison.recommendations[i]);
   for (const ComparedRow& row : comparison.rows) {
     ordered_json values = ordered_json::object();
     for (std::size_t i = 0; i < comparison.names.size(); ++i)
@@ -51,6 +53,7 @@ void print_as_json(const Comparison& comparison) {
   print_json({{"metric", comparison.metric},
               {"runs", comparison.names},
               {"warning", comparison.warning},
+              {"recommendations", recommendations},
               {"rows", rows}});
 }
 
@@ -68,7 +71,9 @@ void print_table(const Comparison& comparison) {
       fmt::print("{}{}: {}\n{:<{}} {:>7}", &row == comparison.rows.data() ? "" : "\n", group,
                  comparison.metric, "policy", width, "budget");
       for (const std::string& name : comparison.names) fmt::print(" {:>{}}", name, run_width);
-      fmt::print("{}\n", paired ? "   last less first" : "");
+      fmt::print("{}\n", paired ? fmt::format("   {} - {} (95% CI)", comparison.names.back(),
+                                              comparison.names.front())
+                                : "");
     }
     fmt::print("{:<{}} {:>7}", brief_policy(row.policy), width, row.budget);
     // (The sign ± is two bytes and one column.)
@@ -77,15 +82,16 @@ void print_table(const Comparison& comparison) {
       const std::size_t wide = text.find("±") == std::string::npos ? 0 : 1;
       fmt::print(" {:>{}}", text, run_width + wide);
     }
-    fmt::print("{}\n", paired ? "   " + difference_text(row.difference) : "");
+    fmt::print("{}\n", paired ? "   " + compared_text(row.difference) : "");
   }
   if (!paired && !comparison.rows.empty())
-    fmt::print("no sequence in common: no difference is paired\n");
+    fmt::print("The runs share no text, so differences are not paired and not shown.\n");
   const auto evicts = [](const ComparedRow& row) { return row.policy != "full"; };
   if (std::ranges::none_of(comparison.rows, evicts))
     fmt::print(
-        "no policy has the same settings and budget in two of them; --out shows each on one page, "
-        "and one replay of several policies compares them in pairs\n");
+        "No policy has the same settings and budget in two of the runs. --out shows each on one "
+        "page; "
+        "one replay of several policies compares them in pairs.\n");
 }
 
 int run(const po::variables_map& options) {
@@ -112,6 +118,10 @@ int run(const po::variables_map& options) {
     return 0;
   }
   print_table(comparison);
+  for (std::size_t i = 0; i < comparison.names.size(); ++i)
+    if (!comparison.recommendations[i].empty())
+      fmt::print("\n{}\n{}", comparison.names[i],
+                 recommendations_text(comparison.recommendations[i]));
   if (!out.empty()) fmt::print("{}: open it in any browser\n", out);
   return 0;
 }

@@ -9,7 +9,7 @@
 #include "engine/loop/eval/score.hpp"
 #include "engine/loop/fidelity/fidelity.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
@@ -108,49 +108,26 @@ nlohmann::json decide_by_both(const po::variables_map& options, const LoopModel&
   return truths_json(finalists, asked, choice);
 }
 
-/// One line of a list: what it says of a standing, and what that holds on average and at most.
-void print_line(const Figures& figures, const Ballot& ballot, std::size_t standing,
-                const std::string& figure, const std::string& note) {
-  const Standing& own = ballot.standings()[standing];
-  fmt::print("{} {:<30} {:>19} {:>10} {:>10}   {}\n", standing == ballot.winner ? '>' : ' ',
-             figures.series()[own.series].label, figure, bytes_text(own.memory.mean),
-             bytes_text(own.memory.peak), note);
-}
-
-/// Beside the first one.
-std::string note_of(const Difference& behind, bool first, bool holds_more) {
-  if (first) return "";
-  if (holds_more) return "holds more than the budget";
-  if (!behind.behind()) return "not told apart from the first";
-  return fmt::format("behind by {} ({} to {})", figure_text(behind.mean),
-                     figure_text(behind.interval.low), figure_text(behind.interval.high));
-}
-
-void print_standings(const Figures& figures, const Ballot& ballot) {
-  fmt::print("{} at a budget of {} tokens; bytes held on average and at most\n",
-             ballot.metric->label, ballot.budget.least_tokens);
-  for (std::size_t i = 0; i < ballot.standings().size(); ++i) {
-    const Standing& standing = ballot.standings()[i];
-    print_line(figures, ballot, i, average_text(standing.score),
-               note_of(standing.behind, i == 0, standing.holds_more));
-  }
-  const auto& [standings, winner, verdict, contenders, series, scope] = ballot.ranking;
-  fmt::print("\n{}\n", verdict_text(verdict, contenders, scope));
-  for (const std::string& warning : verdict_warnings(verdict, contenders, scope))
+void print_recommended(const Recommendation& made) {
+  fmt::print("{}", recommendations_text({&made, 1}));
+  for (const std::string& warning : recommendation_warnings(made))
     fmt::print(stderr, "kvlab deploy: {}\n", warning);
 }
 
-void print_confirmed(const Figures& figures, const Ballot& ballot, const Evaluation& evaluation,
-                     const std::vector<Confirmed>& confirmed) {
-  if (confirmed.empty()) return;
-  fmt::print("\nclosed loop: KL to the full cache, compared over the same tokens\n");
-  for (const Confirmed& entry : confirmed)
-    print_line(
-        figures, ballot, entry.standing,
-        average_text({.mean = entry.score.kl, .standard_error = entry.score.kl_error}),
-        note_of(entry.behind, entry.standing == confirmed.front().standing, entry.holds_more));
-  const auto judged = evaluation.judged(evaluation.scores[1].config.budget.text());
-  fmt::print("\n{}\n", verdict_text(judged.verdict, judged.contenders, judged.scope));
+/// Every candidate, the lowest mean first: metric, memory on average and at its peak, and the
+/// difference from the choice.
+void print_candidates(const Recommendation& made) {
+  fmt::print("\n  {:<28} {:>8} {:>9} {:>9}  {}\n", "policy", "mean", "memory", "peak",
+             "difference from the choice");
+  const auto line = [&](std::size_t c, const std::string& note) {
+    const Candidate& own = made.candidates[c];
+    fmt::print("{} {:<28} {:>8} {:>9} {:>9}  {}\n", c == made.choice ? '>' : ' ', own.name,
+               figure_text(made.mean(c)), bytes_text(own.memory.mean), bytes_text(own.memory.peak),
+               note);
+  };
+  for (const std::size_t c : made.order)
+    line(c, c == made.choice ? "chosen" : difference_text(made.difference(c)));
+  for (const std::size_t c : made.over_budget) line(c, "over budget");
 }
 
 int run(const po::variables_map& options) {
@@ -179,7 +156,9 @@ int run(const po::variables_map& options) {
                           ballot.budget.least_tokens, loaded.info.traces.front().weights_xxh3);
   const std::optional<LoopModel> model = model_from(options, loaded);
   std::vector<Confirmed> confirmed;
-  nlohmann::json truths{{"answers", nullptr}, {"why", "answers were not asked (--confirm asks)"}};
+  nlohmann::json truths{
+      {"answers", nullptr},
+      {"why", "Task accuracy was not evaluated; --confirm K evaluates the best K"}};
   Evaluation evaluation;
   if (model) {
     evaluation = evaluate_first(options, *model, loaded, figures, ballot, compiled);
@@ -201,20 +180,26 @@ int run(const po::variables_map& options) {
                 {"evidence", file.run}});
     return 0;
   }
-  print_standings(figures, ballot);
-  print_confirmed(figures, ballot, evaluation, confirmed);
+  print_recommended(ballot.ranking.recommendation);
+  print_candidates(ballot.ranking.recommendation);
+  if (!confirmed.empty()) {
+    fmt::print("\nEnd-to-end evaluation: KL to the full cache, over the same tokens\n");
+    const auto judged = evaluation.judged(evaluation.scores[1].config.budget.text());
+    print_recommended(judged.recommendation);
+    print_candidates(judged.recommendation);
+  }
   fmt::print("\n{}", model ? truths_text(truths) : truths.at("why").get<std::string>() + "\n");
   fmt::print("\n{}\n", evidence.is_object()
                            ? evidence_text(evidence)
-                           : fmt::format("{} decides; how well it predicts this model is unknown "
-                                         "(kvlab fidelity measures it, --fidelity says it)",
+                           : fmt::format("How well {} predicts this model's end-to-end KL is not "
+                                         "known. kvlab fidelity measures it.",
                                          ballot.metric->name));
   std::string sources;  // without them the file cannot be read again
   if (options.count("policy-source"))
     for (const auto& source : options["policy-source"].as<std::vector<std::string>>())
       sources += " --policy-source " + source;
   fmt::print(
-      "\n{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}{}\n",
+      "\n{}: {} at {} tokens\nNext: kvlab generate --model DIR --prompt TEXT --policy-file {}{}\n",
       out, file.cache.policy.text(), file.cache.budget.extent.tokens, out, sources);
   return 0;
 }

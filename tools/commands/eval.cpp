@@ -7,7 +7,7 @@
 #include "engine/loop/eval/score.hpp"
 #include "engine/loop/policy_file.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
@@ -66,6 +66,11 @@ void print_blocks(const EvalScore& score) {
                    : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));
 }
 
+/// In tokens; the full cache has none.
+std::string budget_cell(const EvalScore& score) {
+  return score.config.evicts() ? std::to_string(score.budget_tokens) : score.config.budget_text();
+}
+
 void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) {
   fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n", "policy",
              "budget", "positions", "perplexity", "KL", "median", "90%", "99%", "top-1", "mean KV",
@@ -77,7 +82,7 @@ void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) 
       return std::isnan(value) ? "-" : fmt::format("{:.4f}", value);
     };
     fmt::print("{:<40} {:>6} {:>9} {:>20} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>10}\n",
-               score.label(), score.budget_tokens, name_of(score.config.positions),
+               score.label(), budget_cell(score), name_of(score.config.positions),
                fmt::format("{:.3f}{}", score.perplexity, error), nats(score.kl), nats(score.kl_p50),
                nats(score.kl_p90), nats(score.kl_p99),
                std::isnan(score.same_first) ? "-" : fmt::format("{:.1f}%", 100 * score.same_first),
@@ -107,11 +112,15 @@ void print_texts(const Evaluation& evaluation) {
   }
 }
 
-/// The verdict at each budget, where there is more than one policy.
-void print_verdicts(const Evaluation& evaluation) {
-  for (const std::string& budget : evaluation.budgets())
-    if (const auto judged = evaluation.judged(budget); judged.contenders.size() > 1)
-      fmt::print("\n{}\n", verdict_text(judged.verdict, judged.contenders, judged.scope));
+/// What to choose at each budget, and the next command.
+void print_recommendations(const Evaluation& evaluation, const std::string& out) {
+  const std::vector<Recommendation> made = evaluation.recommendations();
+  if (made.empty()) return;
+  fmt::print("\n{}", recommendations_text(made));
+  const Recommendation& decisive = made[decisive_budget(made)];
+  fmt::print("Next: kvlab generate --model DIR --prompt TEXT --policy {} --budget {}\n",
+             decisive.chosen().name, decisive.scope.budget);
+  if (!out.empty()) fmt::print("Next: kvlab report {} --out eval.html\n", out);
 }
 
 std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
@@ -196,7 +205,7 @@ int run(const po::variables_map& options) {
   }
   print_table(evaluation.scores, config.heads());
   print_texts(evaluation);
-  print_verdicts(evaluation);
+  print_recommendations(evaluation, folder ? options["out"].as<std::string>() : "");
   return 0;
 }
 

@@ -10,7 +10,7 @@
 #include "engine/capture.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "sim/run/ranking.hpp"
 #include "sim/run/replay_run.hpp"
 #include "tools/options.hpp"
@@ -91,7 +91,8 @@ void print_metric(const Figures& figures, const MetricInfo& metric, std::size_t 
       const auto average = figures.average(s, budget.text, metric.name);
       cells += average ? fmt::format(" {:>7.3f}", average->mean) : fmt::format(" {:>7}", "");
     }
-    if (cells.find_first_not_of(' ') != std::string::npos && !series.is_full())
+    const bool says = !series.is_reference() || informs(series, metric.name);
+    if (says && cells.find_first_not_of(' ') != std::string::npos && !series.is_full())
       fmt::print("  {:<{}}{}\n", series.label, width, cells);
   }
   fmt::print("\n");
@@ -143,10 +144,10 @@ std::string full_losses_text(const Figures& figures, const MetricInfo& metric) {
   return text;
 }
 
-/// Of the rows of one model, to which `trace` belongs: the figure that decides, then those of
-/// --show.
-void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
-                   const std::vector<std::string>& show) {
+/// Of the rows of one model, to which `trace` belongs: the metric that decides, then those of
+/// --show, then the recommendations. Returns the decisive budget. `tokens`: scored.
+std::string print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
+                          const std::vector<std::string>& show, std::uint64_t tokens) {
   const Figures figures(rows);
   std::size_t width = 16;
   for (const Series& series : figures.series()) width = std::max(width, series.label.size());
@@ -166,14 +167,12 @@ void print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
   if (const std::string losses = full_losses_text(figures, *find_metric(best)); !losses.empty())
     fmt::print("{}\n", losses);
   print_kept(trace, figures, width);
-  for (const BudgetColumn& budget : figures.budgets()) {
-    const Ranking ranking = rank_policies(figures, budget.text, *find_metric(best));
-    if (ranking.empty()) continue;
-    fmt::print("{}\n", verdict_text(ranking.verdict, ranking.contenders, ranking.scope));
-    for (const std::string& warning :
-         verdict_warnings(ranking.verdict, ranking.contenders, ranking.scope))
-      fmt::print("  {}\n", warning);
-  }
+  const auto made =
+      recommendations_of(figures, *find_metric(best), tokens, std::string(kReplayNote));
+  fmt::print("{}", recommendations_text(made));
+  for (const std::string& warning : recommendation_warnings(made))
+    fmt::print("{}", in_columns("Note: " + warning + "."));
+  return made.empty() ? "" : made[decisive_budget(made)].scope.budget;
 }
 
 /// Where a budget exempts layers of a trace: what those hold, and the others.
@@ -233,20 +232,23 @@ void print_table(const Run& run, const std::string& out, const std::vector<std::
   });
   if (!evicts) fmt::print("{}", text_without_eviction(run));
   if (!evicts) models.clear();
+  std::string budget;
   for (const auto& [model, trace] : models) {
     std::vector<ResultRow> rows;
     for (const ResultRow& row : run.rows)
       if (model_of[row.trace] == model) rows.push_back(row);
     if (models.size() > 1) fmt::print("== {} ==\n", model);
-    print_metrics(*trace, rows, show);
+    budget = print_metrics(*trace, rows, show, scored_tokens(run.info, rows));
     print_exempt(run, *trace);
     if (const std::string spans = trace->span_text(); !spans.empty()) fmt::print("{}\n", spans);
   }
   const auto bounds = [](const ResultRow& row) { return row.policy == kOracleTopk; };
   if (evicts && !show.empty() && std::ranges::any_of(run.rows, bounds))
     fmt::print("oracle_topk bounds recall and misses; it says nothing of errors, and has none\n");
-  fmt::print("{}: {} figures (more of them: --show all); next: kvlab report {} --out report.html\n",
-             out, run.rows.size(), out);
+  fmt::print("{}: {} values of all metrics (--show all prints them)\n", out, run.rows.size());
+  if (!budget.empty() && models.size() == 1)
+    fmt::print("Next: kvlab deploy {} --budget {} --out policy.json\n", out, budget);
+  fmt::print("Next: kvlab report {} --out report.html\n", out);
 }
 
 ordered_json to_json(const ResultRow& row) {
@@ -270,7 +272,18 @@ void print_json(const Run& run, const std::string& out) {
   ordered_json results = ordered_json::array();
   for (const ResultRow& row : run.rows)
     if (row.layer < 0) results.push_back(to_json(row));
-  kvlab::print_json({{"run", out}, {"hash", run.hash}, {"results", std::move(results)}});
+  ordered_json recommendations = ordered_json::array();
+  const auto one_model = [&](const RunTrace& trace) {
+    return trace.weights_xxh3 == run.info.traces.front().weights_xxh3;
+  };
+  if (std::ranges::all_of(run.info.traces, one_model))
+    recommendations = recommendations_json(
+        recommendations_of(Figures(run.rows), *find_metric(best_metric(run.rows)),
+                           scored_tokens(run.info, run.rows), std::string(kReplayNote)));
+  kvlab::print_json({{"run", out},
+                     {"hash", run.hash},
+                     {"recommendations", std::move(recommendations)},
+                     {"results", std::move(results)}});
 }
 
 /// As check_budgets() of the traces, which are opened for it.

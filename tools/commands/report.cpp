@@ -62,8 +62,9 @@ std::string page_of_run(const std::filesystem::path& folder, const po::variables
                         const AtomicFolder* figures) {
   const Run run = load_run(folder);
   if (figures) say(write_figures(run, options["budget"].as<std::string>(), *figures));
-  return report_html(
-      run, {.budget = options["budget"].as<std::string>(), .tokens = token_texts(run, options)});
+  return report_html(run, {.budget = options["budget"].as<std::string>(),
+                           .folder = folder.string(),
+                           .tokens = token_texts(run, options)});
 }
 
 /// The page of whatever lies in the folder.

@@ -9,7 +9,7 @@
 #include "engine/loop/task/answers.hpp"
 #include "engine/loop/task/run.hpp"
 #include "policies/catalogue.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/cancel.hpp"
@@ -192,8 +192,9 @@ void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMo
                c == 0 ? "" : mean_cell(*find({}, "log_likelihood_change")));
   }
   const auto own = std::ranges::find(run.modes, mode) - run.modes.begin();
-  for (const TaskVerdict& task : task_verdicts(run, static_cast<std::size_t>(own)))
-    fmt::print("{}\n", verdict_text(task.verdict, task.contenders, task.scope));
+  const auto made = task_recommendations(run, static_cast<std::size_t>(own));
+  if (!made.empty()) fmt::print("\n");
+  fmt::print("{}", recommendations_text(made));
   fmt::print("\n");
 }
 
@@ -367,9 +368,8 @@ int run(const po::variables_map& options) {
   for (const TaskFigure& figure : figures) rows.push_back(to_json(run, figure));
   json["figures"] = std::move(rows);
   for (std::size_t m = 0; m < run.modes.size(); ++m)
-    for (const TaskVerdict& task : task_verdicts(run, m))
-      json["verdicts"][name_of(run.modes[m])][task.budget] =
-          verdict_json(task.verdict, task.contenders, task.scope);
+    json["recommendations"][std::string(name_of(run.modes[m]))] =
+        recommendations_json(task_recommendations(run, m));
   print_json(json);
   return 0;
 }

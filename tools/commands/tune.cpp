@@ -8,7 +8,7 @@
 #include "policies/catalogue.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "sim/run/results.hpp"
 #include "tools/loop_model.hpp"
 #include "tools/options.hpp"
@@ -115,22 +115,24 @@ void print_scores(const nlohmann::json& scores) {
   }
 }
 
-void print_verdict(const Tuning& tuning, const TuneRequest& request, const std::string& out) {
-  fmt::print("\n{}\n", verdict_text(tuning.verdict, tuning.contenders, tuning.scope));
-  for (const std::string& warning :
-       verdict_warnings(tuning.verdict, tuning.contenders, tuning.scope))
+void print_recommendation(const Tuning& tuning, const TuneRequest& request,
+                          const std::string& out) {
+  fmt::print("\n{}", recommendations_text({&tuning.recommendation, 1}));
+  for (const std::string& warning : recommendation_warnings(tuning.recommendation))
     fmt::print(stderr, "kvlab tune: {}\n", warning);
   if (!tuning.more.empty())
-    fmt::print("{} of the grid hold more than the budget and did not race; {} names them\n",
+    fmt::print("{} configurations are over budget and were not evaluated; {} names them\n",
                tuning.more.size(), out);
   if (tuning.race.end == RaceEnd::alike) {
     std::size_t texts = 0;
     for (const RaceRound& round : tuning.race.rounds) texts += round.texts.size();
-    fmt::print("stopped after {} of {} texts: more like them would not tell these apart\n", texts,
-               request.texts.size());
+    fmt::print(
+        "stopped after {} of {} texts, because the others would not make the differences "
+        "significant\n",
+        texts, request.texts.size());
   }
   fmt::print(
-      "closed loop: {} configuration-tokens, {:.0f}% of the {} of the whole grid\n",
+      "end-to-end evaluation: {} configuration-tokens, {:.0f}% of the {} of the whole sweep\n",
       tuning.race.work,
       100 * static_cast<double>(tuning.race.work) / static_cast<double>(tuning.race.exhaustive),
       tuning.race.exhaustive);
@@ -206,7 +208,7 @@ int run(const po::variables_map& options) {
   fmt::print("{} configurations in the order of {}, over {} texts\n", request.grid.size(),
              tuning.metric, request.texts.size());
   for (std::size_t r = 0; r < tuning.race.rounds.size(); ++r) print_round(tuning, request, r);
-  print_verdict(tuning, request, out);
+  print_recommendation(tuning, request, out);
   print_scores(file.run.at("scores"));
   fmt::print("\n{}", truths_text(file.run.at("truths")));
   if (const auto& step = file.run.at("step"); step.is_object())
@@ -214,7 +216,7 @@ int run(const po::variables_map& options) {
                step.at("milliseconds").at("deployed").get<double>(),
                step.at("milliseconds").at("full").get<double>());
   fmt::print(
-      "{}: {} at {} tokens; next: kvlab generate --model DIR --prompt TEXT --policy-file {}\n", out,
+      "{}: {} at {} tokens\nNext: kvlab generate --model DIR --prompt TEXT --policy-file {}\n", out,
       file.cache.policy.text(), tuning.budget_tokens, out);
   return 0;
 }

@@ -41,19 +41,19 @@ def key_of(entry):
 
 
 def judge(verdict, evaluation, budget):
-    """(name written, how far the closed loop tells it behind the best contender, agreeing pairs, pairs)."""
+    """(name written, how far the closed loop puts it significantly behind the lowest KL, agreeing pairs, pairs)."""
     ranking = [one for one in verdict["evidence"]["ranking"] if not one["holds_more"]]
-    contenders = evaluation["contenders"][str(budget)]
-    order = [one for one in contenders if not one["holds_more"]]
+    made = next(one for one in evaluation["recommendations"] if one["budget"] == str(budget))
+    order = list(zip(made["order"], made["configurations"]))
     kl = {
         key_of(one): one["kl"]
         for one in evaluation["configurations"]
         if one["budget"] == str(budget)
     }
-    behind = {key_of(evaluation["configurations"][one["configuration"]]): one["behind"] for one in order}
-    best = key_of(evaluation["configurations"][order[0]["configuration"]])
+    behind = {key_of(evaluation["configurations"][c]): one["from_lowest"] for one, c in order}
+    best = key_of(evaluation["configurations"][order[0][1]])
     written = key_of(verdict)
-    told = behind[written]["told_apart"]
+    told = behind[written]["significant"]
     share = kl[written] / kl[best] - 1 if told else 0.0
     apart = [one for one in ranking if one["behind"]["told_apart"]]
     agree = sum(kl[key_of(one)] > kl[key_of(ranking[0])] for one in apart)

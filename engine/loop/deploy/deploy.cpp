@@ -6,7 +6,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/work_plan.hpp"
@@ -80,8 +80,8 @@ Ballot rank_for_deployment(const Run& run, const Figures& figures, const std::st
         fmt::format("the run has no policy with {} at budget {}; only references and full, which "
                     "are not deployed",
                     metric, budget));
-  ballot.ranking.scope.tokens = scored_tokens(run.info, run.rows);
-  ballot.ranking.scope.unmeasured = "open loop; answers were not asked";
+  ballot.ranking.recommendation.scope.tokens = scored_tokens(run.info, run.rows);
+  ballot.ranking.recommendation.scope.note = std::string(kReplayNote);
   ballot.winner = ballot.ranking.winner;
   return ballot;
 }
@@ -132,23 +132,23 @@ PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& 
                   {"layers", layers.empty() ? json("all") : json(layers)},
                   {"ranking", standings_json(ballot.ranking, figures)},
                   {"ties", ties},
-                  {"verdict", verdict_json(ballot.ranking.verdict, ballot.ranking.contenders,
-                                           ballot.ranking.scope)},
+                  {"recommendation", recommendation_json(ballot.ranking.recommendation)},
                   {"references", reference_scores(figures, ballot)},
                   {"loop", "open"}}};
 }
 
 std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot) {
   const auto judged = evaluation.judged(evaluation.scores[1].config.budget.text());
+  const Recommendation& made = judged.recommendation;
   std::vector<Confirmed> confirmed;
-  const auto add = [&](std::size_t c, const Difference& behind, bool holds_more) {
+  const auto add = [&](std::size_t c, const Difference& from_choice, bool over) {
     const std::size_t score = judged.scores[c];  // behind the full cache
-    confirmed.push_back({score - 1, evaluation.scores[score], behind, holds_more});
+    confirmed.push_back({score - 1, evaluation.scores[score], from_choice, over});
   };
-  for (std::size_t i = 0; i < judged.verdict.order.size(); ++i)
-    add(judged.verdict.order[i], judged.verdict.behind[i], false);
-  for (const std::size_t c : judged.verdict.more) add(c, {}, true);
-  ballot.winner = judged.scores[judged.verdict.winner()] - 1;
+  for (std::size_t i = 0; i < made.order.size(); ++i)
+    add(made.order[i], made.from_choice[i], false);
+  for (const std::size_t c : made.over_budget) add(c, {}, true);
+  ballot.winner = judged.scores[made.choice] - 1;
   return confirmed;
 }
 
@@ -379,7 +379,7 @@ double answer_work(std::size_t finalists, const AnswerPlan& plan) {
 }
 
 Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskAsked> asked) {
-  if (asked.empty()) return {.deployed = 0, .why = "answers were not asked"};
+  if (asked.empty()) return {.deployed = 0, .why = "task accuracy was not measured"};
   std::vector<std::size_t> all, near;
   for (std::size_t f = 0; f < finalists.size(); ++f) {
     const bool answered =
@@ -390,7 +390,9 @@ Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskA
   }
   if (all.empty())
     return {.deployed = 0,
-            .why = "the full cache itself finds too few answers: they decide nothing"};
+            .why =
+                "chosen by KL alone, because the model itself (full cache) answers too few "
+                "questions"};
   const auto least_kl = [&](const std::vector<std::size_t>& who) {
     return *std::ranges::min_element(who, {}, [&](std::size_t f) { return finalists[f].kl; });
   };
@@ -399,13 +401,13 @@ Choice choose_by_both(std::span<const Finalist> finalists, std::span<const TaskA
   };
   Choice choice{.answers = least_kl(best_of(all, asked)),
                 .deployed = least_kl(best_of(near, asked)),
-                .why = "none has less KL, and of those within 20% more none answers more"};
+                .why = "lowest KL, and no policy within 20% of it answers more"};
   if (choice.deployed != 0)
-    choice.why = fmt::format("it answers {}, the least KL {}; the price is {}",
+    choice.why = fmt::format("it answers {}, the lowest KL answers {}; the price is {}",
                              shares_text(asked, choice.deployed), shares_text(asked, 0),
                              price(choice.deployed));
   if (*choice.answers != choice.deployed)
-    choice.why += fmt::format("; {} answers {}, but for {}: over the {:.0f}% that answers may cost",
+    choice.why += fmt::format("; {} answers {}, but for {}, over the {:.0f}% that answers may cost",
                               finalists[*choice.answers].config.policy.text(),
                               shares_text(asked, *choice.answers), price(*choice.answers),
                               100 * (kNearKl - 1));
@@ -452,8 +454,10 @@ std::string truths_text(const json& truths) {
   std::string text;
   for (const json& task : truths.at("asked"))
     text += task.at("words") == 0
-                ? fmt::format("{}: the full cache finds too few at any length; nobody was asked\n",
-                              task.at("task").get<std::string>())
+                ? fmt::format(
+                      "{} skipped: the model itself (full cache) scores below {:.0f}% at "
+                      "every length tried\n",
+                      task.at("task").get<std::string>(), 100 * kEnough)
                 : fmt::format("{}, {} words, {} draws, {}: the full cache answers {:.0f}%\n",
                               task.at("task").get<std::string>(), task.at("words").get<int>(),
                               task.at("draws").get<int>(), task.at("mode").get<std::string>(),
@@ -471,9 +475,9 @@ std::string truths_text(const json& truths) {
     text += "\n";
   }
   const json& answers = truths.at("answers");
-  return text + fmt::format("for distribution: {}\nfor answers: {}\ndeployed: {}: {}\n",
+  return text + fmt::format("best by KL: {}\nbest by task accuracy: {}\nchosen: {} ({})\n",
                             truths.at("distribution").get<std::string>(),
-                            answers.is_null() ? "nobody" : answers.get<std::string>(),
+                            answers.is_null() ? "none (tasks skipped)" : answers.get<std::string>(),
                             truths.at("deployed").get<std::string>(),
                             truths.at("why").get<std::string>());
 }

@@ -51,10 +51,10 @@ PolicyFile policy_file_of(const Run& run, const Figures& figures, const Ballot& 
 struct Confirmed {
   std::size_t standing;  ///< of the ballot
   EvalScore score;
-  Difference behind;  ///< its KL less the first's, paired over the same tokens
-  bool holds_more;    ///< than the budget
+  Difference behind;  ///< its KL minus the choice's, paired over the same tokens
+  bool holds_more;    ///< over the budget
 
-  bool ties() const { return !holds_more && !behind.behind(); }
+  bool ties() const { return !holds_more && !behind.told_apart(); }
 };
 
 /// What an evaluation of the full cache and the ballot's first standings, in their order, says: the

@@ -10,7 +10,7 @@
 
 #include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/numeric/nan.hpp"
@@ -188,26 +188,25 @@ std::vector<std::string> Evaluation::budgets() const {
 
 Evaluation::Judged Evaluation::judge(std::vector<std::size_t> which,
                                      const std::string& budget) const {
-  Judged judged{.scores = std::move(which),
-                .scope = {.budget = budget,
-                          .figure = against_full ? "KL" : "−ln p",
-                          .texts = deciding().texts(),
-                          .tokens = scores.front().tokens,
-                          .unmeasured = "answers were not asked"}};
+  Judged judged{.scores = std::move(which)};
+  ComparisonScope scope{.budget = budget,
+                        .metric = against_full ? "KL" : "−ln p",
+                        .texts = deciding().texts(),
+                        .tokens = scores.front().tokens,
+                        .note = "Task accuracy was not measured."};
+  if (!scores.front().config.evicts()) scope.full_bytes = scores.front().memory.mean;
+  std::vector<Candidate> candidates;
   for (const std::size_t s : judged.scores) {
     const EvalScore& score = scores[s];
-    judged.contenders.push_back({.name = score.label(),
-                                 .error = figure(s),
-                                 .memory = score.memory,
-                                 .last_resort = is_last_resort(score.config.policy.name)});
-    judged.scope.budget_bytes = std::max(judged.scope.budget_bytes, score.memory.budget);
+    candidates.push_back({.name = score.label(), .error = figure(s), .memory = score.memory});
+    scope.budget_bytes = std::max(scope.budget_bytes, score.memory.budget);
     if (guards_fill(score.config.policy.name, score.config.policy.params_text(),
                     score.budget_tokens))
-      judged.scope.filled.push_back(score.label());
+      scope.filled.push_back(score.label());
   }
-  if (!judged.contenders.empty())
-    judged.verdict =
-        verdict_of(judged.contenders, judged.scope.budget_bytes, [&](std::size_t a, std::size_t b) {
+  if (!candidates.empty())
+    judged.recommendation =
+        recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
           return deciding().difference(judged.scores[a], judged.scores[b]);
         });
   return judged;
@@ -221,8 +220,7 @@ Evaluation::Judged Evaluation::judged(const std::string& budget) const {
   for (std::size_t s = 0; named != scores.end() && s < scores.size(); ++s)
     if (scores[s].config.evicts() && scores[s].budget_tokens == named->budget_tokens)
       which.push_back(s);
-  const bool is_number = budget.find_first_not_of("0123456789") == std::string::npos;
-  return judge(std::move(which), budget + (is_number ? " tokens" : ""));
+  return judge(std::move(which), budget);
 }
 
 Evaluation::Judged Evaluation::all_judged() const {
@@ -231,8 +229,15 @@ Evaluation::Judged Evaluation::all_judged() const {
     if (scores[s].config.evicts()) which.push_back(s);
   Judged judged = judge(std::move(which), "any budget");
   for (std::size_t c = 0; c < judged.scores.size(); ++c)
-    judged.contenders[c].name += " at " + scores[judged.scores[c]].config.budget_text();
+    judged.recommendation.candidates[c].name +=
+        " at " + scores[judged.scores[c]].config.budget_text();
   return judged;
+}
+
+std::vector<Recommendation> Evaluation::recommendations() const {
+  std::vector<Recommendation> made;
+  for (const std::string& budget : budgets()) made.push_back(judged(budget).recommendation);
+  return made;
 }
 
 namespace {
@@ -318,40 +323,11 @@ ordered_json pairs_json(const Evaluation& evaluation) {
   return pairs;
 }
 
-/// By budget: who contends, the best first, and behind them who holds more than the budget.
-ordered_json contenders_json(const Evaluation& evaluation) {
-  ordered_json object = ordered_json::object();
-  for (const std::string& budget : evaluation.budgets()) {
-    const auto [scores, contenders, verdict, scope] = evaluation.judged(budget);
-    const auto add = [&](std::size_t c, const Difference& behind, bool holds_more) {
-      object[budget].push_back({{"configuration", scores[c]},
-                                {"policy", contenders[c].name},
-                                {"behind", difference_json(behind)},
-                                {"holds_more", holds_more},
-                                {"kv_bytes_mean", contenders[c].memory.mean},
-                                {"kv_bytes_peak", contenders[c].memory.peak}});
-    };
-    for (std::size_t i = 0; i < verdict.order.size(); ++i)
-      add(verdict.order[i], verdict.behind[i], false);
-    for (const std::size_t c : verdict.more) add(c, {}, true);
-  }
-  return object;
-}
-
-ordered_json verdicts_json(const Evaluation& evaluation) {
-  ordered_json object = ordered_json::object();
-  for (const std::string& budget : evaluation.budgets()) {
-    const auto judged = evaluation.judged(budget);
-    object[budget] = verdict_json(judged.verdict, judged.contenders, judged.scope);
-  }
-  return object;
-}
-
 /// Error against bytes, over all budgets: those that none dominates.
 ordered_json frontier_json(const Evaluation& evaluation) {
   const auto judged = evaluation.all_judged();
-  if (judged.contenders.empty()) return ordered_json::array();
-  return verdict_json(judged.verdict, judged.contenders, judged.scope)["frontier"];
+  if (judged.scores.empty()) return ordered_json::array();
+  return recommendation_json(judged.recommendation)["frontier"];
 }
 
 }  // namespace
@@ -416,13 +392,27 @@ std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std:
 
 std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
   std::vector<std::string> lines = evaluation.notes;
-  for (const std::string& budget : evaluation.budgets()) {
-    const auto [scores, contenders, verdict, scope] = evaluation.judged(budget);
-    for (std::string& line : verdict_warnings(verdict, contenders, scope))
-      if (std::ranges::find(lines, line) == lines.end()) lines.push_back(std::move(line));
-  }
+  for (std::string& line : recommendation_warnings(evaluation.recommendations()))
+    if (std::ranges::find(lines, line) == lines.end()) lines.push_back(std::move(line));
   return lines;
 }
+
+namespace {
+
+/// Of each budget; `configurations` are those of the candidates in `order`, then in `over_budget`.
+ordered_json eval_recommendations_json(const Evaluation& evaluation) {
+  ordered_json list = ordered_json::array();
+  for (const std::string& budget : evaluation.budgets()) {
+    const auto [scores, made] = evaluation.judged(budget);
+    list.push_back(recommendation_json(made));
+    auto& configurations = list.back()["configurations"] = ordered_json::array();
+    for (const std::size_t c : made.order) configurations.push_back(scores[c]);
+    for (const std::size_t c : made.over_budget) configurations.push_back(scores[c]);
+  }
+  return list;
+}
+
+}  // namespace
 
 ordered_json eval_json(const Evaluation& evaluation, const std::vector<std::string>& texts) {
   ordered_json object{{"format", kEvalFormat},
@@ -430,8 +420,7 @@ ordered_json eval_json(const Evaluation& evaluation, const std::vector<std::stri
                       {"tokens", evaluation.scores.front().tokens},
                       {"configurations", ordered_json::array()},
                       {"pairs", pairs_json(evaluation)},
-                      {"contenders", contenders_json(evaluation)},
-                      {"verdicts", verdicts_json(evaluation)},
+                      {"recommendations", eval_recommendations_json(evaluation)},
                       {"frontier", frontier_json(evaluation)},
                       {"warnings", eval_warnings(evaluation)}};
   for (const EvalScore& score : evaluation.scores)

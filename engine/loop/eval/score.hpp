@@ -61,16 +61,16 @@ struct Evaluation {
   /// Budgets that configurations which evict were asked for, by tokens; of those of as many the
   /// first.
   std::vector<std::string> budgets() const;
-  /// Those that evict at as many tokens as a budget (as asked), judged.
+  /// Those that evict at as many tokens as a budget (as asked), compared.
   struct Judged {
-    std::vector<std::size_t> scores;  ///< [contender]
-    std::vector<Contender> contenders;
-    Verdict verdict;
-    VerdictScope scope;
+    std::vector<std::size_t> scores;  ///< [candidate]
+    Recommendation recommendation;
   };
   Judged judged(const std::string& budget) const;
   /// All that evict, whatever their budget: error against bytes.
   Judged all_judged() const;
+  /// At each budget, by tokens.
+  std::vector<Recommendation> recommendations() const;
 
  private:
   Judged judge(std::vector<std::size_t> which, const std::string& budget) const;
@@ -127,12 +127,13 @@ std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string
 /// KL and −ln p of each text by block, as blocks_csv() has them: what differences are paired by.
 std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
 
-/// `format`, `texts`, `tokens`, `configurations`, `pairs`, `contenders` and `verdicts` by budget,
+/// `format`, `texts`, `tokens`, `configurations`, `pairs`, `recommendations` by budget,
 /// `frontier` and `warnings`.
 nlohmann::ordered_json eval_json(const Evaluation& evaluation,
                                  const std::vector<std::string>& texts);
 
-/// What to say on standard error, one line each: of texts, and verdict_warnings() of every budget.
+/// What to say on standard error, one line each: of texts, and recommendation_warnings() of every
+/// budget.
 std::vector<std::string> eval_warnings(const Evaluation& evaluation);
 
 /// Beginning of each row of a tidy table that names a configuration: from policy to seed.

@@ -9,8 +9,10 @@
 #include <stdexcept>
 
 #include "policies/catalogue.hpp"
+#include "sim/replay.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
+#include "sim/report/recommendation.hpp"
 
 namespace kvlab {
 namespace {
@@ -51,7 +53,7 @@ std::string chosen_metric(const std::vector<ScoreSet>& sets, const std::vector<M
   std::vector<std::string_view> names;
   for (const MetricInfo& metric : common)
     if (metric.ranks) names.push_back(metric.name);
-  if (names.empty()) throw std::invalid_argument("the runs have no figure in common");
+  if (names.empty()) throw std::invalid_argument("the runs have no metric in common");
   const auto known = [&](const std::string& name) {
     return std::ranges::find(names, name) != names.end();
   };
@@ -134,7 +136,11 @@ std::string table_of(const Comparison& comparison) {
   const bool paired = std::ranges::any_of(
       comparison.rows, [](const ComparedRow& line) { return line.difference.has_value(); });
   if (paired)
-    columns.insert(columns.end(), {{"last less first"}, {"95% from"}, {"to"}, {"", false}});
+    columns.insert(columns.end(), {{fmt::format("{} − {}", escape(comparison.names.back()),
+                                                escape(comparison.names.front()))},
+                                   {"95% from"},
+                                   {"to"},
+                                   {"", false}});
   std::vector<std::vector<Cell>> rows;
   for (const ComparedRow& line : comparison.rows) {
     std::vector<Cell> row{escape(brief_policy(line.policy)), escape(line.budget),
@@ -145,75 +151,82 @@ std::string table_of(const Comparison& comparison) {
       for (const double value :
            {difference.mean, difference.interval.low, difference.interval.high})
         row.push_back(figure_cell(value));
-      row.emplace_back(difference.told_apart() ? "told apart" : "not told apart");
+      row.emplace_back(difference.told_apart() ? "significant" : "not significant");
     } else if (paired) {
-      row.insert(row.end(), {"–", "", "", "no sequence in common"});
+      row.insert(row.end(), {"–", "", "", "no text in common"});
     }
     rows.push_back(std::move(row));
   }
-  return html_section("What they share", rows.empty() ? "No configuration is in two of them." : "",
+  return html_section("Configurations that the runs share",
+                      rows.empty() ? "No configuration is in two of the runs." : "",
                       rows.empty() ? "" : table(columns, rows));
 }
 
-/// " At 64 first: h2o in a (0.1) and lru in b (0.2)." of the first model and its middle budget.
-std::string leaders_of(const Comparison& comparison, const MetricInfo& metric) {
-  const Figures figures(comparison.together.groups.front().rows);
-  if (figures.budgets().empty()) return "";
-  const std::string& budget = figures.budgets()[(figures.budgets().size() - 1) / 2].text;
-  std::vector<std::string> first;
-  const std::vector<Standing> standings = rank_policies(figures, budget, metric).standings;
-  for (const std::string& name : comparison.names) {
-    const std::string own = fmt::format(":{}", params_in("", name));
-    const auto leader = std::ranges::find_if(standings, [&](const Standing& standing) {
-      return fmt::format(":{}", figures.series()[standing.series].params).ends_with(own);
-    });
-    if (leader == standings.end()) continue;
-    const Series& series = figures.series()[leader->series];
-    std::string policy = fmt::format("{}:{}", series.policy, series.params);
-    policy.resize(policy.size() - own.size());
-    first.push_back(fmt::format("<strong>{}</strong> in {} ({})", escape(brief_policy(policy)),
-                                escape(name), average_text(leader->score)));
-  }
-  return first.empty() ? "" : fmt::format(" At {} first: {}.", escape(budget), join_names(first));
+/// Policies that evict, not oracles and not the full cache.
+bool is_policy(const ComparedRow& line) {
+  const std::string name = line.policy.substr(0, line.policy.find(':'));
+  return name != "full" && !is_reference(name);
 }
 
-/// What they share, and how often the last is better; else who is first in each.
-std::string answer_of(const Comparison& comparison) {
+/// How often the last run is better on the texts that it shares with the first.
+std::string shared_text(const Comparison& comparison) {
   const MetricInfo& metric =
       *std::ranges::find(comparison.together.metrics, comparison.metric, &MetricInfo::name);
-  std::size_t better = 0, worse = 0, tied = 0;
+  std::size_t better = 0, worse = 0, alike = 0, shared = 0;
   for (const ComparedRow& line : comparison.rows) {
+    if (!is_policy(line)) continue;
+    ++shared;
     if (!line.difference) continue;
     if (!line.difference->told_apart())
-      ++tied;
+      ++alike;
     else
       ++((line.difference->mean > 0) == metric.higher_is_better ? better : worse);
   }
-  const std::string text = leaders_of(comparison, metric);
-  if (comparison.rows.empty())
-    return "They share no configuration: each is drawn by itself." + text;
-  if (better + worse + tied == 0)
+  const std::string first = escape(comparison.names.front()),
+                    last = escape(comparison.names.back());
+  if (shared == 0)
+    return "No policy has the same settings and budget in two of the runs, so there is no "
+           "difference to show.";
+  const std::string configurations =
+      fmt::format("{} {}", shared, shared == 1 ? "configuration is" : "configurations are");
+  if (better + worse + alike == 0)
     return fmt::format(
-        "They share {} configurations and no sequence, so that no difference is "
-        "paired.{}",
-        comparison.rows.size(), text);
+        "{} in two of the runs, but the runs share no text, so differences are not paired and not "
+        "shown.",
+        configurations);
   return fmt::format(
-      "Of {} configurations on the same sequences, <strong>{}</strong> is better than "
-      "<strong>{}</strong> in {}, worse in {}; {} tie.{}{}",
-      better + worse + tied, escape(comparison.names.back()), escape(comparison.names.front()),
-      better, worse, tied,
-      comparison.warning.empty() ? "" : " They are " + escape(comparison.warning) + ".", text);
+      "{} in both and measured on the same texts. <strong>{}</strong> is significantly better than "
+      "<strong>{}</strong> in {}, significantly worse in {}, and not significantly different in "
+      "{}.{}",
+      configurations, last, first, better, worse, alike,
+      comparison.warning.empty()
+          ? ""
+          : " Other texts are in one run alone, and do not count for differences.");
+}
+
+/// What to choose in each run.
+std::string front_of(const Comparison& comparison) {
+  std::string html = fmt::format("<p class=\"answer\" style=\"--accent:var(--blue)\">{}</p>\n",
+                                 shared_text(comparison));
+  for (std::size_t i = 0; i < comparison.names.size(); ++i)
+    if (!comparison.recommendations[i].empty())
+      html += recommendations_html(
+          comparison.recommendations[i], "", [](const std::string&) { return std::string(); },
+          comparison.names[i]);
+  return html + fmt::format(
+                    "<p class=\"next\"><strong>Next:</strong> <code>kvlab report {} --out "
+                    "page.html</code></p>\n",
+                    escape(comparison.names.back()));
 }
 
 }  // namespace
 
-std::string difference_text(const std::optional<Difference>& difference) {
-  if (!difference) return "no sequence in common";
-  const Interval& interval = difference->interval;
-  const std::string mean = figure_text(difference->mean);
-  if (std::isnan(interval.low)) return mean + ", no error known: not told apart";
-  return fmt::format("{} ({} to {}){}", mean, figure_text(interval.low), figure_text(interval.high),
-                     difference->told_apart() ? "" : ", not told apart");
+std::string compared_text(const std::optional<Difference>& difference) {
+  if (!difference) return "no text in common";
+  if (std::isnan(difference->interval.low))
+    return difference_text(*difference) + ", no interval known";
+  return difference_text(*difference, ", ") +
+         (difference->told_apart() ? ", significant" : ", not significant");
 }
 
 Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
@@ -228,8 +241,8 @@ Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
                                               set.kind));
     if (set.sequences != sets.front().sequences && comparison.warning.empty())
       comparison.warning = fmt::format(
-          "of different sequences: {} of {}, {} of {}; each row is over those that all of its runs "
-          "have",
+          "the runs were measured on different texts: {} on {}, {} on {}; each row is over those "
+          "that all of its runs have",
           sets.front().name, sets.front().sequences, set.name, set.sequences);
   }
   comparison.together = {.kind = sets.front().kind,
@@ -241,27 +254,27 @@ Comparison compare(std::vector<ScoreSet> sets, const std::string& metric) {
   for (std::size_t i = 0; i < sets.size(); ++i)
     join(comparison.together, sets[i], comparison.names[i]);
   comparison.rows = rows_of(sets, comparison);
+  const auto by =
+      std::ranges::find(comparison.together.metrics, comparison.metric, &MetricInfo::name);
+  for (const ScoreSet& set : sets)
+    comparison.recommendations.push_back(recommendations_for(set, *by));
   return comparison;
 }
 
 std::string compare_page(const Comparison& comparison) {
-  const std::string title = "What do " + comparison.together.name + " say together?";
+  const std::string title = "How do " + join_names(comparison.names) + " differ?";
   const Explorer explorer =
       explorer_of(comparison.together, "Each policy of each " + comparison.together.kind);
   std::set<std::string> groups;
   for (const SequenceGroup& group : comparison.together.groups) groups.insert(group.name);
   const std::string context =
-      fmt::format("{} {}s, compared by {}. Of {}; nothing is averaged over models.",
+      fmt::format("{} {}s, compared by {}. Models: {}. Values are not averaged over models.",
                   comparison.names.size(), comparison.together.kind, escape(comparison.metric),
                   escape(fmt::format("{}", fmt::join(groups, "; "))));
-  return html_page(
-      "kvlab: " + title,
-      html_header(
-          "kvlab compare", escape(title), context, answer_of(comparison), "blue",
-          "± is one standard error. Differences are paired, with their 95% interval; not told "
-          "apart: zero lies in it.") +
-          explorer.sections + table_of(comparison),
-      explorer.data);
+  return html_page("kvlab: " + title,
+                   html_front("kvlab compare", escape(title), context, front_of(comparison)) +
+                       explorer.sections + table_of(comparison),
+                   explorer.data);
 }
 
 }  // namespace kvlab

@@ -12,11 +12,11 @@ namespace kvlab {
 struct ComparedRow {
   std::string group, policy, budget;
   std::vector<std::optional<Average>> scores;  ///< by run
-  std::optional<Difference> difference;        ///< the last run that has it less the first
+  std::optional<Difference> difference;        ///< the last run that has it minus the first
 };
 
-/// "0.010 (-0.002 to 0.022), not told apart".
-std::string difference_text(const std::optional<Difference>& difference);
+/// "0.010 (-0.002, 0.022), not significant".
+std::string compared_text(const std::optional<Difference>& difference);
 
 /// What several runs say together. Nothing is averaged over models.
 struct Comparison {
@@ -24,7 +24,8 @@ struct Comparison {
   std::vector<std::string> names;  ///< of the runs, all different
   std::string metric;
   std::vector<ComparedRow> rows;  ///< of what two runs or more have
-  std::string warning;            ///< that they are of different sequences, or nothing
+  std::string warning;            ///< that they are of different texts, or nothing
+  std::vector<std::vector<Recommendation>> recommendations = {};  ///< by run, and budget
 };
 
 /// `metric`: empty for the one that decides in all of them. Throws std::invalid_argument: fewer

@@ -1,11 +1,15 @@
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cmath>
+
 #include "engine/loop/eval/score.hpp"
 #include "engine/loop/pages/pages.hpp"
 #include "engine/loop/pages/scores.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
+#include "sim/report/recommendation.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -17,31 +21,30 @@ using nlohmann::json;
 
 constexpr std::size_t kMostEvalBytes = std::size_t{256} << 20;
 constexpr const char* kEvalFootnote =
-    "Closed loop, teacher-forced: evictions change what later layers see. Two policies are told "
-    "apart where the 95% interval of their paired difference, over texts or over the blocks of one "
-    "text, leaves out zero.";
+    "End-to-end evaluation with teacher forcing: evictions change what later layers see. A "
+    "difference is significant if its 95% interval, paired over texts or over the blocks of one "
+    "text, excludes zero.";
 constexpr const char* kEvalMeanings =
     "<dt>KL</dt><dd>how far the next token’s distribution moves from the full cache’s, nats; mean, "
     "and percentiles over the tokens</dd>\n"
     "<dt>perplexity</dt><dd>exp of the mean −ln p of the text’s own next token</dd>\n"
-    "<dt>top-1</dt><dd>tokens whose likeliest successor is the full cache’s</dd>\n";
+    "<dt>top-1</dt><dd>share of tokens whose most likely successor is the same as with the full "
+    "cache</dd>\n";
 
 class EvalPage {
  public:
-  /// `budgets`: in their order.
-  EvalPage(const json& top, const std::string& file, std::vector<std::string> budgets)
-      : fields_(top, file), budgets_(std::move(budgets)) {}
+  EvalPage(const json& top, const std::string& file, const ScoreSet& scores)
+      : fields_(top, file), scores_(scores) {}
 
   std::string html(const Explorer& explorer) const {
     const std::string title = "What do evictions cost " + fields_.text("model") + "?";
-    return html_page(
-        "kvlab: " + title,
-        html_header("kvlab eval", escape(title), context(), answer(), "blue", kEvalFootnote) +
-            explorer.sections + standings() + all_figures() +
-            html_section("What the figures mean", "",
-                         fmt::format("<dl class=\"prose\">{}</dl>\n", kEvalMeanings)) +
-            provenance(),
-        explorer.data);
+    return html_page("kvlab: " + title,
+                     html_front("kvlab eval", escape(title), context(), front()) +
+                         explorer.sections + candidates() + all_figures() +
+                         html_section("What the metrics mean", "",
+                                      fmt::format("<dl class=\"prose\">{}</dl>\n", kEvalMeanings)) +
+                         provenance(),
+                     explorer.data);
   }
 
  private:
@@ -53,56 +56,75 @@ class EvalPage {
   }
 
   std::string context() const {
-    return fmt::format("{} configurations over {} scored tokens of {}, beside the full cache.",
-                       fields_.list("configurations").size(), fields_.whole("tokens"),
+    std::size_t evicting = 0, full = 0;
+    for (const JsonFields& one : fields_.objects("configurations"))
+      ++(one.text("policy") == "full" ? full : evicting);
+    return fmt::format("{} {}{}, over {} scored tokens of {}.", evicting,
+                       evicting == 1 ? "configuration" : "configurations",
+                       full > 0 ? " and the full cache" : "", fields_.whole("tokens"),
                        escape(join_names(texts())));
   }
 
-  /// The verdict at each budget, and what to be wary of.
-  std::string answer() const {
-    if (!fields_.has("verdicts"))
-      return "This evaluation is older than verdicts about equal memory; evaluate again.";
-    std::string text;
-    const JsonFields verdicts = fields_.object("verdicts");
-    for (const auto& [budget, verdict] : verdicts.json().items())
-      text += (text.empty() ? "" : "<br>") + escape(verdicts.object(budget).text("text"));
+  /// What to choose at each budget, and what to be careful about.
+  std::string front() const {
+    if (!fields_.has("recommendations"))
+      return "<p class=\"answer\">This evaluation was made by an older kvlab and has no "
+             "recommendations. Evaluate again.</p>\n";
+    const auto& made = scores_.recommendations;
+    std::string next;
+    if (!made.empty()) {
+      const Recommendation& decisive = made[decisive_budget(made)];
+      next = fmt::format("kvlab generate --model DIR --prompt TEXT --policy {} --budget {}",
+                         decisive.chosen().name, decisive.scope.budget);
+    }
+    std::string html = recommendations_html(made, next, colours_for(scores_));
+    const std::vector<std::string> shown = recommendation_warnings(made);
     for (const json& warning : fields_.list("warnings"))
-      text += "<br>Note: " + escape(warning.is_string() ? warning.get<std::string>() : "?") + ".";
-    return text.empty() ? "Nothing here evicts: there is nothing to compare." : text;
+      if (const std::string text = warning.is_string() ? warning.get<std::string>() : "?";
+          std::ranges::find(shown, text) == shown.end())
+        html += fmt::format("<p class=\"quiet prose\">Note: {}.</p>\n", escape(text));
+    return html + fmt::format("<p class=\"quiet prose\">{}</p>\n", kEvalFootnote);
   }
 
-  std::string standings() const {
+  static std::string significance(const Difference& difference) {
+    if (std::isnan(difference.interval.low)) return "no interval known";
+    return difference.told_apart() ? "significant" : "not significant";
+  }
+
+  /// Every configuration at each budget, in the order of the recommendation.
+  std::string candidates() const {
     std::string html;
-    const JsonFields contenders = fields_.object("contenders");
-    for (const std::string& budget : budgets_) {
-      if (!contenders.has(budget)) continue;
+    for (const Recommendation& made : scores_.recommendations) {
       std::vector<std::vector<Cell>> rows;
-      for (const JsonFields& contender : contenders.objects(budget)) {
-        const JsonFields behind = contender.object("behind");
-        const bool first = rows.empty();
-        rows.push_back({escape(brief_policy(contender.text("policy"))),
-                        first ? Cell("first") : figure_cell(behind.number_or_nan("mean")),
-                        first ? Cell("") : figure_cell(behind.number_or_nan("low")),
-                        first ? Cell("") : figure_cell(behind.number_or_nan("high")),
-                        first                                 ? ""
-                        : contender.flag("holds_more", false) ? "holds more than the budget"
-                        : behind.flag("told_apart", false)    ? "behind"
-                                                              : "cannot be told apart",
-                        bytes_cell(contender.number_or_nan("kv_bytes_mean")),
-                        bytes_cell(contender.number_or_nan("kv_bytes_peak"))});
+      const auto add = [&](std::size_t c, const Cell& mean, const Cell& low, const Cell& high,
+                           const std::string& note) {
+        const Candidate& own = made.candidates[c];
+        rows.push_back({escape(own.name), figure_cell(made.mean(c)), mean, low, high, note,
+                        bytes_cell(own.memory.mean), bytes_cell(own.memory.peak)});
+      };
+      for (const std::size_t c : made.order) {
+        const Difference& from = made.difference(c);
+        if (c == made.choice)
+          add(c, "", "", "", "chosen");
+        else
+          add(c, figure_cell(from.mean), figure_cell(from.interval.low),
+              figure_cell(from.interval.high), significance(from));
       }
+      for (const std::size_t c : made.over_budget) add(c, "", "", "", "over budget");
       html += table({{"policy", false},
-                     {"behind the first, nats"},
+                     {escape(made.scope.metric)},
+                     {"minus the choice, nats"},
                      {"95% from"},
                      {"to"},
                      {"", false},
                      {"mean KV"},
                      {"peak KV"}},
-                    rows, "budget " + escape(budget));
+                    rows, "budget " + escape(made.scope.budget));
     }
-    return html_section("Who is ahead",
-                        "Paired over the same tokens, by KL (by −ln p where the full cache was "
-                        "left out).",
+    if (html.empty()) return "";
+    return html_section("All policies at each budget",
+                        "Differences are paired over the same tokens, by KL (by −ln p where the "
+                        "full cache was left out).",
                         html);
   }
 
@@ -118,7 +140,7 @@ class EvalPage {
            cell("top1_agreement"), bytes_cell(one.number_or_nan("kv_bytes_mean")),
            bytes_cell(one.number("kv_bytes_peak"))});
     }
-    return html_section("All figures", "",
+    return html_section("All metrics", "",
                         table({{"policy", false},
                                {"budget"},
                                {"positions", false},
@@ -144,7 +166,7 @@ class EvalPage {
   }
 
   JsonFields fields_;
-  std::vector<std::string> budgets_;
+  const ScoreSet& scores_;
 };
 
 }  // namespace
@@ -154,12 +176,7 @@ std::string eval_page(const std::filesystem::path& folder) {
   const json top = parse_json(read_text_file(file, kMostEvalBytes), file);
   JsonFields(top, file).check_format(kEvalFormat);
   const ScoreSet scores = load_scores(folder);
-  std::vector<std::string> budgets;
-  const std::vector<ResultRow> rows = all_rows(scores);
-  const Figures figures(rows);
-  for (const BudgetColumn& budget : figures.budgets()) budgets.push_back(budget.text);
-  return EvalPage(top, file, std::move(budgets))
-      .html(explorer_of(scores, "What each budget costs"));
+  return EvalPage(top, file, scores).html(explorer_of(scores, "Error against budget"));
 }
 
 }  // namespace kvlab

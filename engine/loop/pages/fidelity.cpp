@@ -10,7 +10,7 @@
 #include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"

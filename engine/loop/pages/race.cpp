@@ -9,6 +9,7 @@
 #include "policies/catalogue.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
+#include "sim/report/recommendation.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
@@ -20,9 +21,9 @@ using nlohmann::json;
 
 constexpr std::size_t kMostDrawn = 8;  // so that the answer fits one screen
 constexpr const char* kRaceFootnote =
-    "The open loop ordered the grid; the first of it raced in the closed loop, over more and more "
-    "text. Whoever the 95% interval of the paired difference from the leader puts behind leaves. "
-    "Paired: over the same tokens. KL of two rounds is of different texts.";
+    "Offline replay ordered the sweep; its first configurations were evaluated end to end, in "
+    "rounds over more and more text. A configuration is eliminated when the 95% CI of its paired "
+    "KL difference from the leader is entirely above zero. KL of two rounds is of different texts.";
 
 /// One policy in one round.
 struct Place {
@@ -56,16 +57,17 @@ class RacePage {
     nlohmann::ordered_json data;
     const std::string drawn = figures_section(
         "By how much",
-        fmt::format("The last round: how far each is behind its leader, with the 95% interval. "
-                    "What reaches zero cannot be told apart.{}",
+        fmt::format("The last round: the KL of each minus that of the leader, with the 95% "
+                    "interval. A difference whose interval includes zero is not significant.{}",
                     rounds_.back().size() > kMostDrawn
                         ? fmt::format(" The first {} of {}.", kMostDrawn, rounds_.back().size())
                         : ""),
         {behind_figure()}, data);
     // The answer and its figure fill one screen; the rounds follow.
     return html_page("kvlab: " + title,
-                     html_header("kvlab tune", escape(title), "", answer(), "blue", "") + drawn +
-                         answers_table() + scores_table() + rounds_table() + open_loop(),
+                     html_front("kvlab tune", escape(title), "", answer()) + drawn +
+                         html_section("Recommendation by KL", "", recommended()) + answers_table() +
+                         scores_table() + rounds_table() + open_loop(),
                      data);
   }
 
@@ -93,54 +95,41 @@ class RacePage {
     return fmt::format("{} decoded tokens of {}", tokens, join_names(names));
   }
 
-  /// Who won, at what budget, by how much, on what.
+  /// What was chosen, at what budget, by what, on what; then the recommendation by KL.
   std::string answer() const {
-    const auto& last = rounds_.back();
     std::string text = fmt::format(
         "At a budget of {} tokens <strong>{}</strong> was chosen: KL {} nats to the full cache, "
         "over {}.",
         file_.whole("budget"), escape(brief_policy(winner_.policy)), figure_text(winner_.kl),
         on_what());
     if (run_.has("truths")) text += " " + truths();
-    if (run_.has("verdict"))
-      if (const JsonFields verdict = run_.object("verdict"); verdict.has("warnings"))
-        for (const json& warning : verdict.list("warnings"))
-          text += fmt::format(" Beware: {}.",
-                              escape(warning.is_string() ? warning.get<std::string>() : "?"));
-    if (in_round(rounds_.size() - 1, winner_.policy) == nullptr) return text;
-    std::vector<std::string> tied;
-    for (const Place& place : last)
-      if (place.policy != winner_.policy && !place.told_apart)
-        tied.push_back(escape(brief_policy(place.policy)));
-    if (tied.empty() && last.size() > 1)
-      text += fmt::format(" It is ahead of all {} others of the last round.", last.size() - 1);
-    else if (tied.size() > 4)
-      text += fmt::format(" KL cannot tell it from {} others of the last {}.", tied.size(),
-                          last.size());
-    else if (!tied.empty())
-      text += " KL cannot tell it from " + join_names(tied) + ".";
-    const auto loser = std::ranges::max_element(last, {}, &Place::kl);
-    if (loser->kl > winner_.kl)
-      text += fmt::format(" The last of that round, {}, has {} times its KL.",
-                          escape(brief_policy(loser->policy)), figure_text(loser->kl / winner_.kl));
-    return text;
+    return fmt::format("<p class=\"answer\" style=\"--accent:var(--blue)\">{}</p>\n", text);
   }
 
-  /// Who is named for what, and why one is deployed.
+  std::string recommended() const {
+    if (!run_.has("recommendation")) return "";
+    const Recommendation made = recommendation_in(run_, "recommendation");
+    return recommendations_html(
+        {&made, 1}, "kvlab generate --model DIR --prompt TEXT --policy-file policy.json",
+        [](const std::string&) { return std::string(); });
+  }
+
+  /// What is best by each criterion, and why one is deployed.
   std::string truths() const {
     const JsonFields truths = run_.object("truths");
     const auto name = [&](const char* key) {
-      return truths.has(key) ? escape(brief_policy(truths.text(key))) : "nobody";
+      return truths.has(key) ? escape(brief_policy(truths.text(key)))
+                             : std::string("none (tasks skipped)");
     };
-    return fmt::format("For distribution: {}; for answers: {}. Why: {}.", name("distribution"),
-                       name("answers"), escape(truths.text("why")));
+    return fmt::format("Best by KL: {}. Best by task accuracy: {}. Reason: {}.",
+                       name("distribution"), name("answers"), escape(truths.text("why")));
   }
 
   /// What the finalists answered, and those that are named beside the full cache.
   std::string answers_table() const {
     if (!run_.has("truths")) return "";
     const JsonFields truths = run_.object("truths");
-    std::vector<Column> columns{{"policy", false}, {"KL of least"}};
+    std::vector<Column> columns{{"policy", false}, {"KL / lowest KL"}};
     for (const JsonFields& asked : truths.objects("asked")) {
       columns.push_back({fmt::format("{}, {} words, {} draws", escape(asked.text("task")),
                                      asked.whole("words"), asked.whole("draws"))});
@@ -157,9 +146,9 @@ class RacePage {
       }
     }
     return rows.empty() ? ""
-                        : html_section("What they answer",
-                                       "Share of right answers; the question comes after the "
-                                       "eviction. KL is over that of the least.",
+                        : html_section("Task accuracy",
+                                       "Share of right answers. The question comes after the "
+                                       "eviction. KL is relative to the lowest.",
                                        table(columns, rows));
   }
 
@@ -190,7 +179,7 @@ class RacePage {
   Figure behind_figure() const {
     Figure figure{.name = "behind",
                   .title = fmt::format("budget {} tokens", file_.whole("budget")),
-                  .x = {.title = "KL behind the leader, nats"},
+                  .x = {.title = "KL minus the leader’s, nats"},
                   .joined = false};
     std::vector<Series> series;
     const auto& last = rounds_.back();
@@ -205,7 +194,7 @@ class RacePage {
                                  .y = static_cast<double>(i),
                                  .x_low = last[i].low,
                                  .x_high = last[i].high,
-                                 .note = last[i].told_apart ? "behind" : "not told apart"}}});
+                                 .note = last[i].told_apart ? "significant" : "not significant"}}});
     }
     return figure;
   }
@@ -215,7 +204,7 @@ class RacePage {
     std::vector<Column> columns{{"policy", false}};
     for (std::size_t r = 0; r < rounds_.size(); ++r)
       columns.push_back({fmt::format("KL, round {}", r + 1)});
-    columns.insert(columns.end(), {{"behind the leader"}, {"95% from"}, {"to"}, {"then", false}});
+    columns.insert(columns.end(), {{"minus the leader"}, {"95% from"}, {"to"}, {"then", false}});
     std::vector<std::vector<Cell>> rows;
     for (std::size_t last = rounds_.size(); last-- > 0;)
       for (const Place& place : rounds_[last]) {
@@ -229,12 +218,12 @@ class RacePage {
         row.push_back(leads ? Cell("leads") : figure_cell(place.mean));
         row.push_back(leads ? Cell("") : figure_cell(place.low));
         row.push_back(leads ? Cell("") : figure_cell(place.high));
-        row.emplace_back(last + 1 < rounds_.size()
-                             ? fmt::format("left after round {}: {}", last + 1, escape(place.fate))
-                             : escape(place.fate));
+        row.emplace_back(last + 1 < rounds_.size() ? fmt::format("eliminated after round {}: {}",
+                                                                 last + 1, escape(place.fate))
+                                                   : escape(place.fate));
         rows.push_back(std::move(row));
       }
-    return html_section("Who stayed and who left",
+    return html_section("Rounds of successive halving",
                         fmt::format("{} Ended: {}.", kRaceFootnote, escape(run_.text("ended"))),
                         table(columns, rows));
   }
@@ -253,7 +242,7 @@ class RacePage {
           {escape(brief_policy(one.text("policy"))), figure_cell(one.number_or_nan(metric))});
     }
     return html_section(
-        "The open loop’s order", "",
+        "Order by offline replay", "",
         fmt::format("<details><summary>all {} configurations</summary>{}</details>", rows.size(),
                     table({{"policy", false}, {escape(metric)}}, rows)));
   }

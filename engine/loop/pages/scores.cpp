@@ -13,11 +13,13 @@
 #include "sim/report/figure.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/page.hpp"
+#include "sim/report/recommendation.hpp"
 #include "sim/run/results.hpp"
 #include "sim/run/run.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/numeric/nan.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -61,7 +63,7 @@ ScoreSet scores_of_run(const std::filesystem::path& folder) {
   const Run run = load_run(folder);
   ScoreSet set{.kind = "replay",
                .headline = std::string(best_metric(run.rows)),
-               .note = "Open loop: queries and keys come from the full-cache run."};
+               .note = "Offline replay: queries and keys come from the full-cache run."};
   std::map<std::string, const RunTrace*> traces;
   for (const RunTrace& trace : run.info.traces) {
     traces[trace.name] = &trace;
@@ -80,6 +82,30 @@ ScoreSet scores_of_run(const std::filesystem::path& folder) {
   return set;
 }
 
+/// What eval.json decided, with the series of each candidate.
+void add_recommendations(ScoreSet& set, const JsonFields& fields) {
+  std::vector<Series> configurations;
+  for (const JsonFields& one : fields.objects("configurations"))
+    configurations.push_back({.policy = one.text("policy"),
+                              .params = one.text("params"),
+                              .prefill = one.text("prefill"),
+                              .positions = one.text("positions"),
+                              .seed = one.whole("seed")});
+  set.recommendations = recommendations_from(fields, "recommendations");
+  for (const JsonFields& one : fields.objects("recommendations")) {
+    set.recommended.emplace_back();
+    for (const json& index : one.list("configurations")) {
+      if (!index.is_number_unsigned() || index.get<std::uint64_t>() >= configurations.size())
+        throw std::runtime_error(fmt::format("{}: configurations: {}; it should be below {}",
+                                             one.where(), index.dump(), configurations.size()));
+      set.recommended.back().push_back(configurations[index.get<std::size_t>()]);
+    }
+    if (set.recommended.back().size() !=
+        set.recommendations[set.recommended.size() - 1].candidates.size())
+      throw std::runtime_error(one.where() + ": configurations: one for each candidate is wanted");
+  }
+}
+
 ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   const std::string file = (folder / kEvalJson).string(), csv = (folder / kEvalCsv).string();
   const json top = parse_json(read_text_file(file, kMostScoresBytes), file);
@@ -88,7 +114,9 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   const std::string model = fields.text("model");
   ScoreSet set{.kind = "evaluation",
                .groups = {{model, {}}},
-               .note = "Closed loop, teacher-forced: evictions change what later layers see."};
+               .note =
+                   "End-to-end evaluation with teacher forcing: evictions change what later "
+                   "layers see."};
   for (const json& text : fields.list("texts"))
     set.sequences += (set.sequences.empty() ? "" : ", ") + printable(text_of(text));
   auto rows = parse_score_rows(read_text_file(csv, kMostScoresBytes), csv);
@@ -103,6 +131,7 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
     if (row.trace == kAllTexts) row.trace = set.sequences;
     set.groups.front().rows.push_back(std::move(row));
   }
+  if (fields.has("recommendations")) add_recommendations(set, fields);
   set.metrics = present(kEvalMetrics, set.groups.front().rows);
   set.headline = set.metrics.empty() ? "kl" : set.metrics.front().name;
   return set;
@@ -149,7 +178,7 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
   ScoreSet set{.kind = "task",
                .headline = "exact_match",
                .sequences = fields.text("task"),
-               .note = "Answers of the model under each cache. Shares with their 95% intervals."};
+               .note = "Answers of the model under each cache."};
   const auto answers = answers_in(folder);
   std::map<std::string, std::size_t> places;
   read_records(read_text_file(csv, kMostScoresBytes), csv, [&](const CsvRecord& own) {
@@ -174,10 +203,38 @@ ScoreSet scores_of_task(const std::filesystem::path& folder) {
   return set;
 }
 
-std::vector<std::size_t> evicting(const Figures& figures) {
+std::optional<std::size_t> find_series(const Figures& figures, const Series& like) {
+  for (std::size_t s = 0; s < figures.series().size(); ++s)
+    if (const Series& one = figures.series()[s];
+        one.policy == like.policy && one.params == like.params && one.prefill == like.prefill &&
+        one.positions == like.positions && one.seed == like.seed)
+      return s;
+  return std::nullopt;
+}
+
+/// The tables of what an evaluation decided.
+RankedTables decided_tables(const ScoreSet& set, const Figures& figures) {
+  RankedTables tables;
+  for (std::size_t b = 0; b < set.recommended.size(); ++b) {
+    const Recommendation& made = set.recommendations[b];
+    RankedTable& table = tables[made.scope.budget];
+    const auto add = [&](std::size_t c, const Difference& behind, bool over) {
+      const auto s = find_series(figures, set.recommended[b][c]);
+      if (s) table.rows.push_back({*s, behind, over});
+      if (s && c == made.choice) table.choice = *s;
+    };
+    for (std::size_t i = 0; i < made.order.size(); ++i) add(made.order[i], made.behind[i], false);
+    for (const std::size_t c : made.over_budget) add(c, {.mean = kNaN}, true);
+  }
+  return tables;
+}
+
+/// Those that evict, and the oracles that say something of the metric.
+std::vector<std::size_t> drawn_for(const Figures& figures, const MetricInfo& metric) {
   std::vector<std::size_t> drawn;
   for (std::size_t s = 0; s < figures.series().size(); ++s)
-    if (!figures.series()[s].is_full() && figures.series()[s].policy != kOracleTopk)
+    if (const Series& one = figures.series()[s]; !one.is_full() && one.policy != kOracleTopk &&
+                                                 (!one.is_reference() || informs(one, metric.name)))
       drawn.push_back(s);
   return drawn;
 }
@@ -206,6 +263,33 @@ ScoreSet load_scores(const std::filesystem::path& folder) {
   return set;
 }
 
+std::vector<Recommendation> recommendations_for(const ScoreSet& set, const MetricInfo& metric) {
+  if (!set.recommendations.empty() && metric.name == set.headline) return set.recommendations;
+  const Figures figures(set.groups.front().rows);
+  auto made = recommendations_of(figures, metric, 0, set.note);
+  if (set.kind == "task")
+    for (Recommendation& one : made)
+      for (const ResultRow& row : set.groups.front().rows)
+        if (row.metric == metric.name) one.scope.draws = row.count;
+  return made;
+}
+
+std::function<std::string(const std::string&)> colours_for(const ScoreSet& set) {
+  const Figures figures(set.groups.front().rows);
+  const auto styles = styles_of(figures.series());
+  std::map<std::string, std::string> colours;
+  for (std::size_t s = 0; s < styles.size(); ++s)
+    colours[figures.series()[s].label] = styles[s].colour;
+  for (std::size_t b = 0; b < set.recommended.size(); ++b)
+    for (std::size_t c = 0; c < set.recommended[b].size(); ++c)
+      if (const auto s = find_series(figures, set.recommended[b][c]))
+        colours[set.recommendations[b].candidates[c].name] = styles[*s].colour;
+  return [colours](const std::string& name) {
+    const auto found = colours.find(name);
+    return found == colours.end() ? std::string() : found->second;
+  };
+}
+
 std::vector<ResultRow> all_rows(const ScoreSet& set) {
   std::vector<ResultRow> rows;
   for (const SequenceGroup& group : set.groups)
@@ -218,8 +302,8 @@ std::vector<Figure> figures_of(const ScoreSet& set) {
   std::vector<Figure> found;
   for (const MetricInfo& metric : set.metrics) {
     if (metric.name == set.headline && !metric.higher_is_better)
-      found.insert(found.begin(), frontier_figure(figures, evicting(figures), metric));
-    found.push_back(curve_figure(figures, evicting(figures), metric));
+      found.insert(found.begin(), frontier_figure(figures, drawn_for(figures, metric), metric));
+    found.push_back(curve_figure(figures, drawn_for(figures, metric), metric));
   }
   for (Figure& figure : found) figure.title += ", " + set.groups.front().name;
   return found;
@@ -229,25 +313,30 @@ Explorer explorer_of(const ScoreSet& set, std::string_view heading) {
   const std::vector<ResultRow> rows = all_rows(set);
   const Figures figures(rows);
   const auto styles = styles_of(figures.series());
-  DatasetOptions options{.headline = set.headline, .metrics = set.metrics};
-  if (!figures.budgets().empty())
-    options.budget = figures.budgets()[(figures.budgets().size() - 1) / 2].text;
+  const auto metric = std::ranges::find(set.metrics, set.headline, &MetricInfo::name);
+  DatasetOptions options{
+      .headline = set.headline, .decided = decided_tables(set, figures), .metrics = set.metrics};
+  const auto made = metric == set.metrics.end() ? std::vector<Recommendation>{}
+                                                : recommendations_for(set, *metric);
+  if (!made.empty()) options.budget = made[decisive_budget(made)].scope.budget;
   for (const Series& series : figures.series())
     options.drawn.push_back(series.policy != kOracleTopk);
   auto data = dataset_of(figures, styles, set.groups, options);
   data["winner"] = nullptr;
-  const auto metric = std::ranges::find(set.metrics, set.headline, &MetricInfo::name);
+  data["recommendations"] = nlohmann::ordered_json::array();
+  data["recommendations"].push_back(recommendations_json(made));
   const Figures first(set.groups.front().rows);
-  if (metric != set.metrics.end())
-    if (const auto ranking = rank_policies(first, options.budget, *metric); !ranking.empty())
-      for (std::size_t s = 0; s < figures.series().size(); ++s)
-        if (figures.series()[s].label ==
-            first.series()[ranking.standings[ranking.winner].series].label)
-          data["winner"] = s;
+  if (!made.empty())
+    if (const std::size_t choice =
+            data["ranking"][0][set.headline][data["budget"].get<std::size_t>()]["choice"]
+                .get<std::size_t>();
+        choice < figures.series().size())
+      data["winner"] = choice;
   if (set.kind == "task") data["x_title"] = "budget, as asked";
   Explorer explorer;
   if (metric != set.metrics.end() && !metric->higher_is_better)
-    explorer.sections = frontier_section(frontier_figure(first, evicting(first), *metric), data);
+    explorer.sections =
+        frontier_section(frontier_figure(first, drawn_for(first, *metric), *metric), data);
   explorer.sections += html_open_section("explore", heading, escape(set.note));
   if (data["heads"] > 0)
     explorer.sections +=

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -22,6 +23,10 @@ struct ScoreSet {
   std::string headline;   ///< the metric that decides
   std::string sequences;  ///< what it was measured on, for people
   std::string note;       ///< "open loop", say
+  /// What an evaluation decided over its tokens, and the series of each candidate; empty: what
+  /// recommendations_for() computes.
+  std::vector<Recommendation> recommendations = {};
+  std::vector<std::vector<Series>> recommended = {};
 };
 
 /// Throws std::runtime_error that names the folder or file: none of the three, or damaged.
@@ -29,6 +34,11 @@ ScoreSet load_scores(const std::filesystem::path& folder);
 
 /// The rows of every group, one after another.
 std::vector<ResultRow> all_rows(const ScoreSet& set);
+
+/// What to choose at each budget, by `metric`: of the first group, which is over all.
+std::vector<Recommendation> recommendations_for(const ScoreSet& set, const MetricInfo& metric);
+/// The colour of each of its candidates.
+std::function<std::string(const std::string&)> colours_for(const ScoreSet& set);
 
 /// Sections of a page about figures, and what its scripts draw: what html_page() takes.
 struct Explorer {

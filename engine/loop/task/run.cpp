@@ -47,17 +47,6 @@ PairedScores right_answers(const TaskRun& run, std::size_t mode) {
   return scores;
 }
 
-void add_contender(TaskVerdict& task, const TaskRun& run, std::size_t mode, std::size_t c,
-                   const PairedScores& right) {
-  const PolicySpec& policy = run.configs[c].policy;
-  task.configs.push_back(c);
-  task.contenders.push_back({.name = policy.text(),
-                             .error = 1 - right.mean(c),
-                             .memory = run.memory.empty() ? Memory{} : run.memory[mode][c],
-                             .last_resort = is_last_resort(policy.name)});
-  task.scope.budget_bytes = std::max(task.scope.budget_bytes, task.contenders.back().memory.budget);
-}
-
 void check_context(const ModelConfig& config, const TaskRun& run) {
   for (std::size_t p = 0; p < run.prompts.size(); ++p) {
     const TaskPrompt& prompt = run.prompts[p];
@@ -107,26 +96,40 @@ std::vector<TaskFigure> memory_figures(const TaskRun& run) {
   return figures;
 }
 
-std::vector<TaskVerdict> task_verdicts(const TaskRun& run, std::size_t mode) {
+std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t mode) {
   const PairedScores right = right_answers(run, mode);
-  std::vector<TaskVerdict> verdicts;
+  std::vector<std::string> budgets;
+  double full_bytes = 0;
   for (std::size_t c = 0; c < run.configs.size(); ++c) {
-    if (!run.configs[c].evicts()) continue;
     const std::string budget = run.configs[c].budget_text();
-    auto own = std::ranges::find(verdicts, budget, &TaskVerdict::budget);
-    if (own == verdicts.end())
-      own = verdicts.insert(
-          own,
-          {.budget = budget,
-           .scope = {.budget = budget, .figure = "right answers", .draws = run.prompts.size()}});
-    add_contender(*own, run, mode, c, right);
+    if (!run.configs[c].evicts())
+      full_bytes = run.memory.empty() ? 0 : run.memory[mode][c].mean;
+    else if (std::ranges::find(budgets, budget) == budgets.end())
+      budgets.push_back(budget);
   }
-  for (TaskVerdict& task : verdicts)
-    task.verdict = verdict_of(task.contenders, task.scope.budget_bytes,
-                              [&](std::size_t a, std::size_t b) {  // of errors: wrong answers
-                                return right.difference(task.configs[b], task.configs[a]);
-                              });
-  return verdicts;
+  std::vector<Recommendation> made;
+  for (const std::string& budget : budgets) {
+    std::vector<std::size_t> configs;
+    std::vector<Candidate> candidates;
+    ComparisonScope scope{.budget = budget,
+                          .full_bytes = full_bytes,
+                          .metric = "right answers",
+                          .higher_is_better = true,
+                          .draws = run.prompts.size()};
+    for (std::size_t c = 0; c < run.configs.size(); ++c) {
+      if (!run.configs[c].evicts() || run.configs[c].budget_text() != budget) continue;
+      const Memory memory = run.memory.empty() ? Memory{} : run.memory[mode][c];
+      configs.push_back(c);
+      candidates.push_back(
+          {.name = run.configs[c].policy.brief(), .error = -right.mean(c), .memory = memory});
+      scope.budget_bytes = std::max(scope.budget_bytes, memory.budget);
+    }
+    made.push_back(
+        recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
+          return right.difference(configs[b], configs[a]);  // of errors
+        }));
+  }
+  return made;
 }
 
 TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest& request) {

@@ -78,16 +78,9 @@ std::vector<std::vector<Memory>> task_memory(const TaskRun& run, const CacheShap
 /// TaskRun::memory as figures over all lengths and depths.
 std::vector<TaskFigure> memory_figures(const TaskRun& run);
 
-/// The verdict on right answers of one mode at one budget, as asked.
-struct TaskVerdict {
-  std::string budget;
-  std::vector<std::size_t> configs;  ///< [contender]
-  std::vector<Contender> contenders;
-  Verdict verdict;
-  VerdictScope scope;
-};
-/// Of each budget at which configurations evict. Shares are paired over the same draws.
-std::vector<TaskVerdict> task_verdicts(const TaskRun& run, std::size_t mode);
+/// By right answers of one mode, at each budget at which configurations evict. Shares are paired
+/// over the same draws.
+std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t mode);
 
 struct TaskRequest {
   TaskSpec spec;

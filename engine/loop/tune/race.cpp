@@ -141,9 +141,9 @@ class Runner {
 std::string_view name_of(RaceFate fate) {
   switch (fate) {
     case RaceFate::behind:
-      return "behind";
+      return "significantly worse";
     case RaceFate::spared:
-      return "left out for the work's sake";
+      return "dropped: work limit (--work) reached";
     default:
       return "stays";
   }
@@ -154,7 +154,7 @@ std::string_view name_of(RaceEnd end) {
     case RaceEnd::ahead:
       return "one is ahead";
     case RaceEnd::alike:
-      return "those that are left cannot be told apart";
+      return "the remaining differences are not significant";
     default:
       return "all text has been run";
   }

@@ -13,7 +13,7 @@
 
 #include "engine/loop/fidelity/fidelity.hpp"
 #include "sim/head_view.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "sim/run/results.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/process.hpp"
@@ -101,15 +101,12 @@ WorkPlan plan_of(const Sweep& sweep, const TuneRequest& request, const RaceField
   return {request.progress, std::move(phases), {rate, rate / 20, rate, request.answers.rate}};
 }
 
-/// What each of the grid holds over the first text, whose budget is that of all.
-std::vector<Memory> memory_of(const TuneRequest& request, const ModelConfig& model) {
+/// What a configuration holds over the first text, whose budget is that of all.
+Memory memory_of(const CacheConfig& config, const TuneRequest& request, const ModelConfig& model) {
   const LoopText& text = request.texts.front();
   const auto segments =
       segments_of(static_cast<std::uint32_t>(text.ids.size()), text.prompt_tokens);
-  std::vector<Memory> memory;
-  for (const CacheConfig& config : request.grid)
-    memory.push_back(kvlab::memory_of(resolve(config, segments, 0, model.heads()), model.heads()));
-  return memory;
+  return kvlab::memory_of(resolve(config, segments, 0, model.heads()), model.heads());
 }
 
 /// The figures of every text; a trace that is made for it goes at once.
@@ -249,32 +246,34 @@ double budget_bytes(const Tuning& tuning) {
   return std::ranges::max(tuning.memory, {}, &Memory::budget).budget;
 }
 
-/// Who entered the last round, judged; and behind them who holds more than the budget.
+/// The configurations of the last round, compared.
 void judge(Tuning& tuning, const TuneRequest& request) {
   std::vector<std::size_t> place(request.grid.size(), request.grid.size());  // in the last round
   for (std::size_t i = 0; i < tuning.race.last.size(); ++i)
     place[tuning.order[tuning.race.last[i]]] = i;
+  std::vector<Candidate> candidates;
+  ComparisonScope scope{
+      .budget = std::to_string(tuning.budget_tokens),
+      .budget_bytes = budget_bytes(tuning),
+      .full_bytes = tuning.full_memory.mean,
+      .metric = "KL",
+      .texts = tuning.race.kl.texts(),
+      .tokens = tuning.race.kl.tokens(),
+      .note = request.answers.tasks.empty() ? "Task accuracy was not measured." : ""};
   for (std::size_t c = 0; c < request.grid.size(); ++c) {  // the grid's order
     if (place[c] == request.grid.size()) continue;
     const PolicySpec& policy = request.grid[c].policy;
     tuning.judged_configs.push_back(c);
-    tuning.contenders.push_back({.name = policy.text(),
-                                 .error = tuning.race.kl.mean(place[c]),
-                                 .memory = tuning.memory[c],
-                                 .last_resort = is_last_resort(policy.name)});
+    candidates.push_back({.name = policy.brief(),
+                          .error = tuning.race.kl.mean(place[c]),
+                          .memory = tuning.memory[c]});
     if (guards_fill(policy.name, policy.params_text(),
                     static_cast<std::uint32_t>(tuning.budget_tokens)))
-      tuning.scope.filled.push_back(policy.text());
+      scope.filled.push_back(policy.text());
   }
-  tuning.scope.budget = fmt::format("{} tokens", tuning.budget_tokens);
-  tuning.scope.budget_bytes = budget_bytes(tuning);
-  tuning.scope.figure = "KL";
-  tuning.scope.texts = tuning.race.kl.texts();
-  tuning.scope.tokens = tuning.race.kl.tokens();
-  tuning.scope.unmeasured = request.answers.tasks.empty() ? "answers were not asked" : "";
   const auto& configs = tuning.judged_configs;
-  tuning.verdict =
-      verdict_of(tuning.contenders, tuning.scope.budget_bytes, [&](std::size_t a, std::size_t b) {
+  tuning.recommendation =
+      recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
         return tuning.race.kl.difference(place[configs[a]], place[configs[b]]);
       });
 }
@@ -300,7 +299,8 @@ std::vector<Finalist> as_finalists(const Tuning& tuning, const TuneRequest& requ
 /// Who is deployed, by both truths.
 void decide(Backend& backend, const Tokenizer& tokenizer, const TuneRequest& request,
             WorkPlan& plan, Tuning& tuning) {
-  tuning.finalists = finalists_of(tuning, request, tuning.judged_configs[tuning.verdict.winner()]);
+  tuning.finalists =
+      finalists_of(tuning, request, tuning.judged_configs[tuning.recommendation.choice]);
   const std::vector<Finalist> finalists = as_finalists(tuning, request);
   const std::size_t phase = 2 * request.texts.size() + 1;
   plan.set_work(phase, answer_work(finalists.size(), request.answers));
@@ -430,8 +430,9 @@ std::vector<PolicySpec> policy_variants(const std::string& text, std::uint32_t b
 }
 
 std::vector<std::size_t> Tuning::tied() const {
-  std::vector<std::size_t> configs;
-  for (const std::size_t contender : race.first) configs.push_back(order[contender]);
+  std::vector<std::size_t> configs{judged_configs[recommendation.choice]};
+  for (const std::size_t candidate : recommendation.similar())
+    configs.push_back(judged_configs[candidate]);
   return configs;
 }
 
@@ -442,7 +443,9 @@ Tuning tune(Backend& backend, const Sweep& sweep, const OutputSketch& sketch,
   Tuning tuning;
   tuning.budget_tokens = common_budget(request, backend.config().head_size);
   tuning.scores.resize(request.grid.size() + 1);
-  tuning.memory = memory_of(request, backend.config());
+  for (const CacheConfig& config : request.grid)
+    tuning.memory.push_back(memory_of(config, request, backend.config()));
+  tuning.full_memory = memory_of(CacheConfig{}, request, backend.config());
   RaceField field = field_of(request);
   WorkPlan plan = plan_of(sweep, request, field);
   const auto figures = open_loop(backend, sketch, request, plan);
@@ -488,7 +491,7 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
            {"open_loop", open_loop_json(tuning, request)},
            {"rounds", race_json(tuning, request)},
            {"holds_more", more},
-           {"verdict", verdict_json(tuning.verdict, tuning.contenders, tuning.scope)},
+           {"recommendation", recommendation_json(tuning.recommendation)},
            {"ended", name_of(tuning.race.end)},
            {"ties", ties},
            {"work",

@@ -57,6 +57,7 @@ struct Tuning {
   std::string metric;
   std::vector<double> figure;      ///< [configuration], mean over texts, lower being better
   std::vector<Memory> memory;      ///< [configuration]
+  Memory full_memory;              ///< of the full cache
   std::vector<std::size_t> order;  ///< the first of each policy by that figure, then the others,
                                    ///< less those that hold more
   std::vector<std::size_t> more;   ///< those: than the budget
@@ -69,12 +70,10 @@ struct Tuning {
   nlohmann::json step = {};  ///< step_json(); null without a card
   std::size_t budget_tokens = 0;
   /// Who entered the last round, by KL.
-  std::vector<std::size_t> judged_configs;  ///< [contender], of the grid
-  std::vector<Contender> contenders;
-  Verdict verdict;
-  VerdictScope scope;
+  std::vector<std::size_t> judged_configs;  ///< [candidate], of the grid
+  Recommendation recommendation;            ///< by KL
 
-  /// Those of the grid that KL cannot tell from the race's first, which is the first of them.
+  /// Those of the grid whose KL is not significantly different from the choice's, which is first.
   std::vector<std::size_t> tied() const;
 };
 

@@ -87,11 +87,13 @@ class Dataset {
 
   ordered_json json(const std::vector<SeriesStyle>& styles) {
     choose_detail();
-    ordered_json groups = ordered_json::array(), values = ordered_json::array();
+    ordered_json groups = ordered_json::array(), values = ordered_json::array(),
+                 ranking = ordered_json::array();
     for (const SequenceGroup& group : groups_) {
       const Figures own(group.rows);
       groups.push_back({{"name", group.name}, {"sequences", own.traces().size()}});
       values.push_back(values_of(own));
+      ranking.push_back(ranking_of(own));
     }
     return {{"headline", options_.headline},
             {"budget", budget_index()},
@@ -102,6 +104,7 @@ class Dataset {
             {"metrics", metrics()},
             {"groups", groups},
             {"values", values},
+            {"ranking", ranking},
             {"note", note()}};
   }
 
@@ -174,9 +177,69 @@ class Dataset {
   ordered_json metrics() const {
     ordered_json list = ordered_json::array();
     for (const MetricInfo& metric : options_.metrics)
-      list.push_back(
-          {{"name", metric.name}, {"label", metric.label}, {"higher", metric.higher_is_better}});
+      list.push_back({{"name", metric.name},
+                      {"label", metric.label},
+                      {"higher", metric.higher_is_better},
+                      {"oracles", oracles_of(metric)}});
     return list;
+  }
+
+  /// The oracles that say something of a metric: the others are not drawn.
+  std::vector<std::string> oracles_of(const MetricInfo& metric) const {
+    std::vector<std::string> names;
+    for (const Series& one : figures_.series())
+      if (one.is_reference() && informs(one, metric.name)) names.push_back(one.policy);
+    return names;
+  }
+
+  /// [metric][budget]: the table's rows in their order, and the choice.
+  ordered_json ranking_of(const Figures& own) const {
+    const std::vector<std::size_t> places = places_in(figures_, own);
+    ordered_json ranking = ordered_json::object();
+    for (const MetricInfo& metric : options_.metrics) {
+      auto& tables = ranking[std::string(metric.name)] = ordered_json::array();
+      for (const BudgetColumn& budget : figures_.budgets())
+        tables.push_back(table_json(table_of(own, places, metric, budget.text)));
+    }
+    return ranking;
+  }
+
+  RankedTable table_of(const Figures& own, const std::vector<std::size_t>& places,
+                       const MetricInfo& metric, const std::string& budget) const {
+    if (const auto decided = options_.decided.find(budget); decided != options_.decided.end()) {
+      RankedTable table = decided->second;
+      if (metric.name != options_.headline)
+        for (RankedRow& row : table.rows) row.behind = {.mean = kNone};
+      return table;
+    }
+    RankedTable table{.choice = figures_.series().size()};
+    const auto all = [&](std::size_t series) {  // of figures_
+      return static_cast<std::size_t>(std::ranges::find(places, series) - places.begin());
+    };
+    if (metric.ranks) {
+      const Ranking ranking = rank_policies(own, budget, metric, Frontier::skip);
+      for (const Standing& one : ranking.standings)
+        table.rows.push_back({all(one.series), one.behind, one.holds_more});
+      if (!ranking.empty()) table.choice = all(ranking.standings[ranking.winner].series);
+      return table;
+    }
+    for (std::size_t s = 0; s < figures_.series().size(); ++s)  // in the order of the run
+      if (!figures_.series()[s].is_reference() && !figures_.series()[s].is_full())
+        table.rows.push_back({s, {.mean = kNone}});
+    return table;
+  }
+
+  /// A row is [series, difference, low, high, whether it is over budget].
+  static ordered_json table_json(const RankedTable& table) {
+    ordered_json rows = ordered_json::array();
+    const auto number = [](double value) {
+      return std::isfinite(value) ? ordered_json(std::stod(fmt::format("{:.6g}", value)))
+                                  : ordered_json(nullptr);
+    };
+    for (const RankedRow& row : table.rows)
+      rows.push_back({row.series, number(row.behind.mean), number(row.behind.interval.low),
+                      number(row.behind.interval.high), row.over_budget ? 1 : 0});
+    return {{"choice", table.choice}, {"rows", rows}};
   }
 
   ordered_json values_of(const Figures& own) const {

@@ -1,6 +1,7 @@
 // The figures of a run as the interactive page reads them (sim/report/page/data.js).
 #pragma once
 
+#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
@@ -18,8 +19,23 @@ struct SequenceGroup {
   std::vector<ResultRow> rows;
 };
 
+/// One row of a page's table: what sim/run/comparison.* decided of a series. Pages only draw it.
+struct RankedRow {
+  std::size_t series;
+  Difference behind = {};  ///< its error minus that of the lowest mean
+  bool over_budget = false;
+};
+/// The table at a budget, in its order.
+struct RankedTable {
+  std::vector<RankedRow> rows;
+  std::size_t choice = 0;  ///< a series
+};
+/// By budget, of what an evaluation decided over its tokens.
+using RankedTables = std::map<std::string, RankedTable>;
+
 struct DatasetOptions {
   std::string headline;             ///< the metric to begin with
+  RankedTables decided = {};        ///< by the headline metric; empty: by rank_policies()
   std::string budget;               ///< the budget to begin with, as asked
   std::vector<MetricInfo> metrics;  ///< those that are shown, in their order
   /// Whether a series may be drawn as a line: oracle_topk only where it is a bound.

@@ -41,7 +41,7 @@ function budgetDots(page) {
   const {data, state} = page;
   const dots = [];
   data.series.forEach((one, s) => {
-    if (one.full || state.hidden.has(s) || one.bound === false) return;
+    if (state.hidden.has(s) || !page.isDrawn(s)) return;
     data.budgets.forEach((budget, b) => {
       const made = dot(page, s, b, budget.tokens);
       if (made) dots.push({...made, line: 's' + s});
@@ -97,7 +97,7 @@ function curveSpec(page, forExport, width) {
 /** Policies to switch on and off. */
 function policySwitches(page) {
   const holder = element('div', {class: 'chips', role: 'group', 'aria-label': 'policies shown'});
-  const drawn = page.data.series.map((one, s) => [one, s]).filter(([one]) => !one.full && one.bound !== false);
+  const drawn = page.data.series.map((one, s) => [one, s]).filter(([, s]) => page.isDrawn(s));
   for (const [one, s] of drawn) {
     const box = element('input', {type: 'checkbox', checked: !page.state.hidden.has(s), onchange: () => {
       page.state.hidden[box.checked ? 'delete' : 'add'](s);

@@ -68,6 +68,15 @@ function figureText(value) {
   return value.toLocaleString('en-US', {minimumFractionDigits: decimals, maximumFractionDigits: decimals});
 }
 
+/** A difference and its 95% interval, to two digits of the interval: 0.0046 (0.0012 to 0.0080). */
+function differenceText(mean, low, high) {
+  if (low === null) return figureText(mean);
+  const size = high > low ? (high - low) / 2 : Math.abs(mean);
+  const decimals = size > 0 ? Math.min(8, Math.max(0, 1 - Math.floor(Math.log10(size)))) : 0;
+  const [m, l, h] = [mean, low, high].map((value) => value.toFixed(decimals).replace(/^-(0(\.0*)?)$/, '$1'));
+  return `${m} (${l} to ${h})`;
+}
+
 /** Whether numbers, zeros aside, are of such different sizes that a linear axis would hide most of them. */
 function spansDecades(values) {
   const positive = values.filter((v) => v > 0);

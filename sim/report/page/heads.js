@@ -1,4 +1,4 @@
-// A metric by layer and KV head: of one policy, or of one less another.
+// A metric by layer and KV head: of one policy, or of one minus another.
 function cells(page) {
   const {state, figures, data} = page, metric = page.headMetric().name, made = [];
   for (let l = 0; l < data.layers.length; ++l)
@@ -47,11 +47,3 @@ const kNearCells = {
       py: y(datum.layer) + y.bandwidth() / 2}));
   },
 };
-
-/** The first policy's place at the present budget and metric, the best first: [series, figure]. */
-function standings(page) {
-  const {state, figures, data} = page, higher = page.metric().higher;
-  return data.series.map((one, s) => [s, figures.at(state.group, state.metric, s, state.budget)])
-    .filter(([s, at]) => at && !data.series[s].reference && !data.series[s].full)
-    .sort((a, b) => (higher ? b[1].value - a[1].value : a[1].value - b[1].value));
-}

@@ -1,4 +1,4 @@
-// What was kept, seen: the text up to a query, shaded by who is kept and by attention, two policies
+// What was kept, seen: the text up to a query, shaded by what is kept and by attention, two policies
 // side by side.
 class KeptText {
   constructor(view, holder, series) {

@@ -12,15 +12,25 @@ class Page {
     this.parts = {};
   }
 
-  /** Twelve lines are as many as tell apart: the best, window and the references stay. */
+  /** Twelve lines are as many as a reader can follow: the first of the table, window and the oracles stay. */
   hideMany() {
-    const best = standings(this).map(([s]) => s).slice(0, 10);
+    const {group, metric, budget} = this.state;
+    const best = this.data.ranking[group][metric][budget].rows.slice(0, 10).map(([s]) => s);
     if (this.data.series.length > 14)
       this.data.series.forEach((one, s) => {
         if (!best.includes(s) && !one.reference && one.policy !== 'window') this.state.hidden.add(s);
       });
   }
 
+  /** Whether a line of the series says something: an oracle only of some metrics, the full cache of none. */
+  isDrawn(s) {
+    const one = this.data.series[s];
+    return !one.full && one.bound !== false && (!one.reference || this.metric().oracles.includes(one.policy));
+  }
+  /** Whether the page shows all layers together, which is what recommendations are about. */
+  isOverall() {
+    return this.state.layer < 0;
+  }
   metric() {
     return this.data.metrics.find((metric) => metric.name === this.state.metric);
   }
@@ -46,14 +56,14 @@ class Page {
     return `${this.metric().label}${place ? ', ' + place : ''}`;
   }
   headTitle() {
-    const base = this.state.base < 0 ? '' : ` less ${shown(this.data.series[this.state.base].label)}`;
+    const base = this.state.base < 0 ? '' : ` minus ${shown(this.data.series[this.state.base].label)}`;
     return `${this.headMetric().label} of ${shown(this.data.series[this.state.shown].label)}${base}, budget ` +
       shown(this.data.budgets[this.state.budget].text);
   }
   rankingTitle() {
     const place = this.where();
     return `${this.metric().label} at a budget of ${shown(this.data.budgets[this.state.budget].text)}` +
-      (place ? `, ${place}` : '') + '. Ties: differences of at most two standard errors.';
+      (place ? `, ${place}` : '') + (this.isOverall() ? '' : ', in the order over all layers');
   }
   errorText(error) {
     return Number.isNaN(error) ? '' : ` ± ${this.valueText(error)}`;
@@ -64,7 +74,7 @@ class Page {
       `, ${dot.count.toLocaleString('en-US')} counted${spread}`;
   }
   cellText(cell) {
-    const base = cell.base === null ? '' : ` (${this.valueText(cell.own)} less ${this.valueText(cell.base)})`;
+    const base = cell.base === null ? '' : ` (${this.valueText(cell.own)} minus ${this.valueText(cell.base)})`;
     return `layer ${cell.layer}, KV head ${cell.head}: ${this.valueText(cell.value)}${base}` +
       `${this.errorText(cell.error)}, ${cell.count.toLocaleString('en-US')} counted`;
   }
@@ -82,12 +92,12 @@ class Page {
   controls(holder) {
     const {data, state} = this;
     const index = (value) => Number(value);
-    const all = ['controls', 'curves', 'heads', 'ranking'];
+    const all = ['controls', 'switches', 'curves', 'heads', 'ranking'];
     const levels = (level) => this.figures.has(state.group, state.metric, level);
     holder.replaceChildren(
       chooser('group', 'of', data.groups.map((group, g) => [g, group.name]), state.group,
         (value) => this.set('group', index(value), ...all)),
-      chooser('metric', 'figure', data.metrics.map((metric) => [metric.name, metric.label]), state.metric, (value) => {
+      chooser('metric', 'metric', data.metrics.map((metric) => [metric.name, metric.label]), state.metric, (value) => {
         if (!this.figures.has(state.group, value, 'head')) state.head = -1;
         if (!this.figures.has(state.group, value, 'layer')) state.layer = -1;
         state.log = null;
@@ -111,14 +121,19 @@ class Page {
     if (data.groups.some((group) => group.sequences > 1))
       holder.append(element('label', {class: 'choice'}, element('input', {type: 'checkbox', name: 'spread',
         checked: state.spread, onchange: (event) => this.set('spread', event.target.checked, 'curves')}),
-      ' from the least to the most sequence'));
+      ' range over sequences'));
   }
 
   explore(section) {
     const controls = element('div', {class: 'controls'}), figure = element('div'), ranking = element('div');
     const curve = new Chart(figure, () => this.curveTitle(), (...how) => curveSpec(this, ...how),
       {...kNearDots, text: (dot) => this.dotText(dot)});
-    section.append(controls, figure, policySwitches(this), ranking);
+    const switches = element('div'), note = element('p', {class: 'prose quiet'});
+    section.append(controls, figure, switches, note, ranking);
+    this.parts.switches = () => {
+      switches.replaceChildren(policySwitches(this));
+      note.textContent = this.data.oracle_notes?.[this.state.metric] ?? '';
+    };
     this.parts.controls = () => this.controls(controls);
     this.parts.curves = () => curve.draw();
     this.parts.ranking = () => {
@@ -136,11 +151,11 @@ class Page {
     section.append(controls, note, figure);
     const names = data.series.map((one, s) => [s, one.label]);
     controls.append(chooser('shown', 'policy', names, state.shown, (value) => this.set('shown', Number(value), 'heads')),
-      chooser('base', 'less', [[-1, 'nothing'], ...names], state.base, (value) => this.set('base', Number(value), 'heads')));
+      chooser('base', 'minus', [[-1, 'nothing'], ...names], state.base, (value) => this.set('base', Number(value), 'heads')));
     this.parts.heads = () => {
       const there = this.figures.has(state.group, this.headMetric().name, 'head');
-      note.textContent = there ? this.headTitle() + (state.base < 0 ? '. Darker: more.'
-        : '. Blue: less than the other; orange: more.') : 'This figure does not exist by head, or the page leaves it out.';
+      note.textContent = there ? this.headTitle() + (state.base < 0 ? '. Darker: higher.'
+        : '. Blue: lower than the other; orange: higher.') : 'This metric does not exist by head, or the page leaves it out.';
       figure.hidden = !there;
       return there ? chart.draw() : null;
     };

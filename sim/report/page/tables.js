@@ -1,4 +1,5 @@
-// Tables: columns that sort, and a file to take away.
+// Tables: columns that sort by a click, and a file to take away. No ranking is computed here: rows come in the order
+// of the page's data.
 function sortKey(cell) {
   const text = (cell.dataset.value ?? cell.textContent).trim();
   const number = Number(text.replaceAll(',', '').replace('−', '-').split(' ')[0].replace(/%$/, ''));
@@ -44,34 +45,50 @@ function enliven(table, name) {
     button('CSV', () => save(new Blob([csvOf(table)], {type: 'text/csv'}), fileName(name) + '.csv'))));
 }
 
-/** The policies at the present budget, place and metric; those that tie with the first are folded. */
+/** What a row of the table says of a series: sim/run/comparison.* decided it. */
+function rankingNote(series, table, place, difference) {
+  const [mean, low, high, over] = difference;
+  if (over) return 'over budget, not ranked';
+  if (series === table.choice) return 'chosen';
+  if (mean === null || place === 0) return '';
+  if (low === null) return 'no interval known';
+  return low > 0 || high < 0 ? 'significant' : 'not significant';
+}
+
+/** A row: policy, value and error at the present place; the difference is over all layers. */
+function rankingRow(page, table, [s, ...difference], place) {
+  const {state, data, figures} = page, one = data.series[s];
+  const at = figures.at(state.group, state.metric, s, state.budget, state.layer, state.head);
+  if (!at) return null;
+  const number = (value) => (value === null || Number.isNaN(value) ? element('td', {class: 'n'}, '–')
+    : element('td', {class: 'n', 'data-value': String(value)}, page.valueText(value)));
+  const note = rankingNote(s, table, place, difference), [mean, low, high, over] = difference;
+  const cells = [element('td', {'data-text': one.label}, swatch(one), element('bdi', {}, shown(one.label, 60))),
+    number(at.value), number(at.error), element('td', {class: 'n'}, String(at.count))];
+  if (page.isOverall()) {
+    const known = !over && place > 0 && mean !== null;
+    cells.push(known ? element('td', {class: 'n', 'data-value': String(mean)}, differenceText(mean, low, high))
+      : element('td', {class: 'n'}, '–'), element('td', {}, note));
+  }
+  return element('tr', {'data-series': String(s), ...(note === 'not significant' ? {class: 'tied'} : {})}, ...cells);
+}
+
+/** The policies at the present budget and metric, in the order of the page's data. */
 function rankingTable(page) {
-  const {state, data} = page, ranked = standings(page);
-  const body = element('tbody');
-  const tied = ranked.filter(([, at], i) => i > 0 &&
-    Math.abs(at.value - ranked[0][1].value) <= 2 * Math.hypot(at.error, ranked[0][1].error));
-  const errorsKnown = (at) => !Number.isNaN(at.error) && !Number.isNaN(ranked[0][1].error);
-  const isTied = new Set(tied.map(([s]) => s));
-  ranked.forEach(([s, at], place) => {
-    const one = data.series[s];
-    const row = element('tr', {}, element('td', {'data-text': one.label}, swatch(one), element('bdi', {}, shown(one.label, 60))),
-      element('td', {class: 'n', 'data-value': String(at.value)}, page.valueText(at.value)),
-      Number.isNaN(at.error) ? element('td', {class: 'n'}, '–')
-        : element('td', {class: 'n', 'data-value': String(at.error)}, page.valueText(at.error)),
-      element('td', {class: 'n'}, String(at.count)),
-      element('td', {}, place === 0 ? 'first' : isTied.has(s) ? 'ties with the first' : errorsKnown(at) ? 'behind' : ''));
-    if (isTied.has(s) && tied.length > 3) row.className = 'tied';
-    body.append(row);
-  });
-  const heads = ['policy', page.metric().label, 'standard error', 'count', ''].map((text, i) =>
-    element('th', {scope: 'col', class: i === 0 || i === 4 ? '' : 'n'}, text));
-  const table = element('table', {class: tied.length > 3 && !state.unfolded ? 'folded' : ''},
-    element('caption', {}, page.rankingTitle()), element('thead', {}, element('tr', {}, ...heads)), body);
-  const parts = [element('div', {class: 'scroll'}, table)];
-  if (tied.length > 3)
-    parts.push(button(state.unfolded ? 'fold ties' : `show ${tied.length} that tie with the first`, () => {
+  const {state, data} = page, table = data.ranking[state.group][state.metric][state.budget];
+  const rows = table.rows.map((row, place) => rankingRow(page, table, row, place)).filter(Boolean);
+  const tied = rows.filter((row) => row.className === 'tied').length, folds = page.isOverall() && tied > 6;
+  const heads = ['policy', page.metric().label, 'standard error', 'count',
+    ...(page.isOverall() ? [`minus the ${page.metric().higher ? 'highest' : 'lowest'} (95% CI)`, ''] : [])];
+  const made = element('table', {class: folds && !state.unfolded ? 'folded' : ''},
+    element('caption', {}, page.rankingTitle()), element('thead', {}, element('tr', {}, ...heads.map((text, i) =>
+      element('th', {scope: 'col', class: i === 0 || i === 5 ? '' : 'n'}, text)))), element('tbody', {}, ...rows));
+  const parts = [element('div', {class: 'scroll'}, made)];
+  if (folds)
+    parts.push(button(state.unfolded ? 'hide those that are not significantly different'
+      : `show ${tied} that are not significantly different`, () => {
       state.unfolded = !state.unfolded;
       page.draw('ranking');
     }));
-  return [parts, table];
+  return [parts, made];
 }

@@ -85,10 +85,11 @@ TEST_CASE("Nothing is decided by answers that were not asked, or that the model 
   field.add("h2o", 1.01, -1);
   field.asked[0] = {.task = "passkey", .words = 0, .full = {}, .right = {{}, {}}};
   CHECK(field.choice().deployed == 0);
-  CHECK(field.choice().why.find("full cache itself finds too few") != std::string::npos);
+  CHECK(field.choice().why.find("the model itself (full cache) answers too few") !=
+        std::string::npos);
   const Choice choice = choose_by_both(field.finalists, {});
   CHECK_FALSE(choice.answers);
-  CHECK(choice.why == "answers were not asked");
+  CHECK(choice.why == "task accuracy was not measured");
   CHECK(truths_json(field.finalists, {}, choice)["answers"].is_null());
 }
 

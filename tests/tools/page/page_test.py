@@ -46,9 +46,9 @@ class Browser:
         self.driver.set_script_timeout(60)
         self.resize(width)
 
-    def resize(self, width: int) -> None:
+    def resize(self, width: int, height: int = 900) -> None:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
-                                    {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
+                                    {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False})
 
     def open(self, page: Path) -> float:
         """Seconds from the request to the last figure drawn."""
@@ -192,14 +192,15 @@ return kvlabPage.charts.filter((c) => c.view && c.box.offsetParent && dotsOf(c))
   const axes = all('.role-axis').filter((a) => all('.role-axis-label text', a).length);
   return {title: c.box.ariaLabel, axes: ['x', 'y'].map((name, along) => {
     const scale = c.view.scale(name), [start, end] = along ? ['top', 'bottom'] : ['left', 'right'];
-    const own = axes.find((a) => (all('.role-axis-label text', a)[0].getAttribute('text-anchor') === 'end') === (along > 0));
+    const anchor = (a) => all('.role-axis-label text', a)[0].getAttribute('text-anchor');
+    const own = axes.find((a) => anchor(a) === (along ? 'end' : 'middle'));
     const middle = (box) => (box[start] + box[end]) / 2, ticks = all('.role-axis-tick line', own);
     const labels = all('.role-axis-label text', own).map((t, i) => ({text: t.textContent, tick: at(ticks[i])[along],
       seen: t.textContent && t.getAttribute('opacity') !== '0', box: t.getBoundingClientRect(),
       off: middle(t.getBoundingClientRect()) - middle(ticks[i].getBoundingClientRect())}));
-    return {name, type: scale.type, domain: scale.domain(), range: scale.range(), ticks: ticks.length, all: labels.length,
-      labels: labels.filter((l) => l.seen).map((l) => ({text: l.text, tick: l.tick, off: l.off, start: l.box[start],
-        end: l.box[end]}))};
+    return {name, type: scale.type, domain: scale.domain(), range: scale.range(), ticks: ticks.length,
+      all: labels.length, labels: labels.filter((l) => l.seen).map((l) => ({text: l.text, tick: l.tick, off: l.off,
+        start: l.box[start], end: l.box[end]}))};
   }), dots: dotsOf(c).map((d) => [d.x, d.y]), symbols: all('.mark-symbol path').map(at)};
 })"""
 
@@ -257,7 +258,7 @@ def check_legend(browser: Browser) -> None:
     """Each line's sample has its own look, and says dash and marker; what is exported has it too."""
     looks = browser.js("return [...document.querySelectorAll('#explore .chips svg.swatch')].map((s) => s.innerHTML)")
     first = browser.js("return [...document.querySelectorAll('#figure-frontier .chips bdi')].map((b) => b.innerText)")
-    assert first == ["window", "sink", "lru", "h2o", "oracle_mass"], "the first figure has a legend of its own"
+    assert first == ["window", "sink", "lru", "h2o"], "a legend of its own, without oracles of attention"
     assert len(looks) >= 6 and len(set(looks)) == len(looks), looks
     assert any('stroke-dasharray="7 4"' in look for look in looks) and any(" d=\"M-4 0a4" in look for look in looks), looks
     svg = browser.driver.execute_async_script("const done = arguments[0]; kvlabPage.charts[0].svgText().then(done)")
@@ -278,9 +279,10 @@ def check_frozen(browser: Browser) -> None:
     browser.resize(1280)
 
 
-def check_race(browser: Browser) -> None:
+def check_race(browser: Browser, policy_file: Path) -> None:
     """One screen says who won, at what budget, by how much and on what; rounds follow."""
     answer = browser.js("return document.querySelector('.answer').innerText")
+    check_front(browser, [json.loads(policy_file.read_text())["run"]["recommendation"]])
     for part in ("budget of 32 tokens", "KL 0.", "96 decoded tokens of carroll-alice"):
         assert part in answer, answer
     text = browser.js("return document.body.innerText")
@@ -393,12 +395,16 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
         dots = browser.dots()
         assert dots, what
         if what == "tuned.json":
-            check_race(browser)
+            check_race(browser, folder / what)
         if what == "eval":
+            check_front(browser, json.loads((folder / "eval/eval.json").read_text())["recommendations"])
+            answer = browser.js("return document.querySelector('header').innerText")
+            assert "6 configurations and the full cache, over 198 scored tokens" in answer, answer
             assert browser.js("return kvlabPage.charts.at(-1).view.data('dots').length") == 6, "the frontier"
             first = browser.js("return document.querySelector('main section h2').innerText")
-            assert first == "What each byte buys", first
+            assert first == "Error against memory", first
         if name:
+            check_orders(browser)
             rows = list(csv.DictReader((folder / what / name).open(newline="")))
             metric = browser.js("return kvlabPage.page.state.metric")
             values = {float(row["value"]) for row in rows if row["metric"] == metric}
@@ -407,17 +413,20 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
     call("compare", folder / "run", folder / "other", "--out", folder / "compare.html")
     browser.open(folder / "compare.html")
     check_ticks_at_widths(browser)
+    check_orders(browser)
     runs = {dot["label"].rsplit("run=", 1)[-1] for dot in browser.dots()}
     assert runs >= {"run", "other"}, runs
-    assert "last less first" in browser.js("return document.body.innerText")
+    assert "other − run" in browser.js("return document.body.innerText")
     answer = browser.js("return document.querySelector('.answer').innerText")
-    assert answer.startswith("Of 7 configurations on the same sequences, other is better than run in 0, worse in 0; 7 tie."), answer
+    assert answer == ("4 configurations are in both and measured on the same texts. other is significantly better than "
+                      "run in 0, significantly worse in 0, and not significantly different in 4."), answer
     browser.check_quiet()
     call("replay", "--trace", folder / "second", "--policy", "h2o,lru", "--budget", "64,128", "--out", folder / "elsewhere")
     call("compare", folder / "run", folder / "elsewhere", "--out", folder / "compare.html")
     browser.open(folder / "compare.html")
     text = browser.js("return document.body.innerText")
-    assert "no sequence" in text and "no sequence in common" not in text and text.count("no sequence") == 1, text
+    assert text.count("the runs share no text, so differences are not paired and not shown") == 1, text
+    assert "no text in common" not in text, text
     browser.check_quiet()
 
 
@@ -441,6 +450,9 @@ def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
         for metric in metrics:
             browser.choose("metric", metric)
             check_ticks(browser)
+        if what != "fidelity":
+            check_front(browser, json.loads((folder / what / "run.json").read_text())["recommendations"])
+            check_orders(browser)
         if what == "many":
             values = [float(row["value"]) for row in rows_of(folder / what) if row["metric"] == "layer_error"
                       and row["layer"] == "all" and row["policy"] not in ("full", "oracle_topk")]
@@ -448,6 +460,62 @@ def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
             browser.choose("metric", "layer_error")
             assert [c["axes"][1]["type"] for c in browser.js(AXES)] == ["log", "log"], "one 0 turns an axis linear"
         browser.check_quiet()
+
+
+def check_front(browser: Browser, recommendations: list[dict[str, Any]]) -> None:
+    """The first table of a page, a row for each budget, against what the command wrote."""
+    rows = browser.js("return [...document.querySelector('table.recommendations').tBodies[0].rows].map((r) => ({"
+                      "text: [...r.cells].map((c) => c.textContent), choice: r.querySelector('strong').textContent}))")
+    assert [row["text"][0] for row in rows] == [made["budget"] for made in recommendations], rows
+    for row, made in zip(rows, recommendations):
+        assert row["choice"] == made["choice"], (row, made)
+        assert row["text"][4] == (made["runner_up"] or "–"), (row, made)
+        if made["full_bytes"]:
+            assert f"({100 * made['kv_bytes_mean'] / made['full_bytes']:.1f}% of full)" in row["text"][1], (row, made)
+        difference = made["difference"]
+        if difference and difference["low"] is not None:
+            numbers = [float(n) for n in row["text"][5].replace("(", "").replace(")", "").replace("to ", "").split()]
+            wanted = [difference["mean"], difference["low"], difference["high"]]
+            assert all(abs(a - b) <= 0.06 * (wanted[2] - wanted[1]) for a, b in zip(numbers, wanted)), (row, made)
+        for name in made["not_significantly_different"]:
+            assert name in row["text"][6] or row["text"][6] == "no interval known", (row, made)
+        assert made["text"] and (made["reason"] != "less memory" or "needs less memory" in row["text"][2]), (row, made)
+
+
+def check_orders(browser: Browser) -> None:
+    """The rows of the table of policies, at each metric and budget, against the order in the page's data."""
+    data = browser.js("const {series, budgets, metrics, ranking, headline, recommendations} = kvlabPage.page.data;"
+                      "return {series: series.map((s) => s.label), budgets: budgets.map((b) => b.text), recommendations,"
+                      "metrics: metrics.map((m) => m.name), ranking, headline}")
+    for metric in data["metrics"]:
+        browser.js("kvlabPage.page.set('metric', arguments[0])", metric)
+        for budget in range(len(data["budgets"])):
+            rows = browser.js(
+                "kvlabPage.page.set('budget', arguments[0], 'ranking'); return [...document.querySelector('#explore table')"
+                ".tBodies[0].rows].map((r) => [r.dataset.series, r.cells[5]?.textContent])", budget)
+            wanted = data["ranking"][0][metric][budget]
+            shown = [int(row[0]) for row in rows]
+            assert shown == [row[0] for row in wanted["rows"] if row[0] in shown] and shown, (metric, budget, rows)
+            chosen = [int(row[0]) for row in rows if row[1] == "chosen"]
+            assert chosen == [wanted["choice"]] * len(chosen), (metric, budget, rows)
+            if metric == data["headline"] and data["recommendations"][0]:
+                made = data["recommendations"][0][budget]
+                names = [one["policy"] for one in made["order"] + made["over_budget"]]
+                assert [data["series"][s] for s in shown] == names, (budget, names)
+                assert [data["series"][s] for s in chosen] == [made["choice"]], (made["choice"], rows)
+    browser.js("kvlabPage.page.set('metric', arguments[0])", data["headline"])
+
+
+def check_first_screen(browser: Browser) -> None:
+    """Best, by how much, at which memory, how sure and what next: on the first screen, also of a phone."""
+    for width, height in ((1280, 800), (390, 844)):
+        browser.resize(width, height)
+        browser.until("return kvlabPage.drawnAt === innerWidth")
+        ends = browser.js("return ['table.recommendations tbody tr:last-child', '.next'].map("
+                          "(s) => document.querySelector(s).getBoundingClientRect().bottom + scrollY)")
+        assert all(end <= height for end in ends), (width, ends)
+        assert browser.js("return document.documentElement.scrollWidth") <= width
+    browser.resize(1280)
 
 
 def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None:
@@ -497,6 +565,8 @@ def large(page: str, metrics: int = 3) -> str:
     data["values"] = [{metric["name"]: {level: {"value": packed([1 / (1 + i % 997) for i in range(cells * places)]),
                                                 "count": 100} for level, places in levels.items()}
                        for metric in data["metrics"]}]
+    rows = [[s, s / 100, 0, 1, 0] for s in range(24)]
+    data["ranking"] = [{metric["name"]: [{"choice": 0, "rows": rows}] * 8 for metric in data["metrics"]}]
     return page[:opened] + json.dumps(data).replace("<", "\\u003c") + page[closed:]
 
 
@@ -554,6 +624,9 @@ def main() -> None:
         browser = Browser()
         try:
             seconds = browser.open(page)
+            check_front(browser, json.loads((run / "run.json").read_text())["recommendations"])
+            check_orders(browser)
+            check_first_screen(browser)
             check_controls(browser, run)
             check_heads(browser, run)
             check_axis(browser)

@@ -150,13 +150,33 @@ class Run:
         return [dict(zip(names, entry, strict=True)) for entry in self._held.grid]
 
     def ranking(self, budget: str | int, metric: str = "") -> dict[str, Any]:
-        """Who stands how at a budget, as `kvlab deploy` judges: `standings`, the best first and behind them who holds
-        more than the budget, and `verdict`, with its `text`, `winner`, `ties`, `frontier` and `warnings`.
+        """How the policies compare at a budget: `standings`, the lowest mean first and then those that are over budget,
+        and `recommendation`, as `recommendation()` returns it.
 
-        `metric`: the one that decides, where none is named.
+        `metric`: the one that decides, where none is named. `verdict` has the keys of older versions (`text`, `winner`,
+        `ties`, `holds_more`, `frontier`, `warnings`) for one more release.
         """
         budget, metric = _arguments.amount("budget", budget), _arguments.text("metric", metric)
-        return dict(json.loads(self._held.ranking(budget, metric)))
+        ranking: dict[str, Any] = json.loads(self._held.ranking(budget, metric))
+        made = ranking["recommendation"]
+        ranking["verdict"] = {
+            "text": made["text"],
+            "winner": made["choice"],
+            "ties": [made["choice"], *made["not_significantly_different"]],
+            "holds_more": [one["policy"] for one in made["over_budget"]],
+            "frontier": made["frontier"],
+            "warnings": made["warnings"],
+        }
+        return ranking
+
+    def recommendation(self, budget: str | int, metric: str = "") -> dict[str, Any]:
+        """What to choose at a budget, as `kvlab deploy` and the pages show it.
+
+        Keys: `choice`, `reason`, `mean`, `kv_bytes_mean`, `kv_bytes_peak`, `full_bytes`, `runner_up`, `difference` (the
+        runner-up minus the choice: `mean`, `low`, `high` of the 95% interval, `significant`),
+        `not_significantly_different`, `order`, `over_budget`, `text`, `warnings`. `metric`: as in `ranking()`.
+        """
+        return dict(self.ranking(budget, metric)["recommendation"])
 
     @property
     def notices(self) -> list[str]:
@@ -164,11 +184,11 @@ class Run:
         lines = list(self._held.notices)
         for budget in self._held.budgets:
             try:
-                verdict = self.ranking(budget)["verdict"]
+                made = self.recommendation(budget)
             except ValueError:  # references alone
                 continue
-            lines += [f"{name} holds more than {budget} tokens take: no contender" for name in verdict["holds_more"]]
-            lines += verdict["warnings"]
+            lines += [f"{one['policy']} is over the budget of {budget} and not ranked" for one in made["over_budget"]]
+            lines += made["warnings"]
         return list(dict.fromkeys(lines))
 
     def kept(

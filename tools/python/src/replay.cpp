@@ -15,7 +15,7 @@
 #include "sim/budgets/budget_file.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/metrics.hpp"
-#include "sim/report/verdict.hpp"
+#include "sim/report/recommendation.hpp"
 #include "sim/run/replay_run.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/long_call.hpp"
@@ -166,7 +166,7 @@ void save(PythonRun& self, const std::string& directory) {
   folder.commit();
 }
 
-/// Of a budget, as JSON: {"standings", "verdict"}. An empty metric: the one that decides.
+/// Of a budget, as JSON: {"standings", "recommendation"}. An empty metric: the one that decides.
 std::string ranking(const PythonRun& self, const std::string& budget, const std::string& metric) {
   const Figures figures(self.run.rows);
   const MetricInfo* const by = find_metric(metric.empty() ? best_metric(self.run.rows) : metric);
@@ -179,11 +179,10 @@ std::string ranking(const PythonRun& self, const std::string& budget, const std:
   if (found.empty())
     throw std::invalid_argument(
         fmt::format("ranking: no policy has {} at budget {}", by->name, budget));
-  found.scope.tokens = scored_tokens(self.run.info, self.run.rows);
-  found.scope.unmeasured = "open loop; answers were not asked";
-  return nlohmann::ordered_json{
-      {"standings", standings_json(found, figures)},
-      {"verdict", verdict_json(found.verdict, found.contenders, found.scope)}}
+  found.recommendation.scope.tokens = scored_tokens(self.run.info, self.run.rows);
+  found.recommendation.scope.note = std::string(kReplayNote);
+  return nlohmann::ordered_json{{"standings", standings_json(found, figures)},
+                                {"recommendation", recommendation_json(found.recommendation)}}
       .dump();
 }
 
@@ -236,7 +235,7 @@ void bind_replay(nb::module_& module) {
       .def("save", save, nb::arg("directory"),
            "Writes results.csv, blocks.csv, run.json and kept.json.")
       .def("ranking", ranking, nb::arg("budget"), nb::arg("metric"),
-           "JSON: standings and verdict at a budget.")
+           "JSON: standings and recommendation at a budget.")
       .def_prop_ro("budgets", budgets_of, "As asked, by tokens.")
       .def("csv", [](const PythonRun& self) { return results_csv(self.run.rows); })
       .def("kept", kept_of, nb::arg("trace"), nb::arg("sequence"), nb::arg("config"),

@@ -1,0 +1,600 @@
+#include "sim/report/recommendation.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "sim/report/html.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::ordered_json;
+using Recommendations = std::span<const Recommendation>;
+
+constexpr std::size_t kMostNamed = 4;
+constexpr std::size_t kColumns = 80;  // of a terminal
+
+const std::string& name(const Recommendation& made, std::size_t c) {
+  return made.candidates[c].name;
+}
+
+/// "a, b, c, d and 3 more".
+std::string names_of(const Recommendation& made, const std::vector<std::size_t>& which) {
+  std::vector<std::string> all;
+  for (std::size_t i = 0; i < std::min(which.size(), kMostNamed); ++i)
+    all.push_back(name(made, which[i]));
+  if (which.size() > kMostNamed) all.push_back(fmt::format("{} more", which.size() - kMostNamed));
+  return join_names(all);
+}
+
+bool is_known(const Difference& difference) { return std::isfinite(difference.interval.low); }
+
+/// What is shown of a memory: 97.0 KiB.
+std::string memory_text(const Recommendation& made) {
+  const Memory& memory = made.chosen().memory;
+  return memory.mean > 0 ? bytes_text(memory.mean) : "–";
+}
+std::string of_full_text(const Recommendation& made) {
+  const double mean = made.chosen().memory.mean;
+  if (!(mean > 0) || !(made.scope.full_bytes > 0)) return "–";
+  return fmt::format("{:.1f}%", 100 * mean / made.scope.full_bytes);
+}
+
+std::string lowest(const Recommendation& made) {
+  return made.scope.higher_is_better ? "highest" : "lowest";
+}
+
+double less_memory(const Recommendation& made) {
+  return 100 * (1 - made.chosen().memory.mean / made.candidates[*made.runner_up].memory.mean);
+}
+
+/// Why another candidate of a lower mean was not chosen.
+std::string memory_reason(const Recommendation& made) {
+  return fmt::format(
+      "{} has the {} mean ({}), but {} was chosen because it needs {:.1f}% less memory and the "
+      "difference is not significant",
+      name(made, *made.runner_up), lowest(made), figure_text(made.mean(*made.runner_up)),
+      made.chosen().name, less_memory(made));
+}
+
+/// "1 text, 399 scored tokens. Task accuracy was not measured."
+std::string measured_on(const ComparisonScope& scope) {
+  std::string text = scope.draws > 0
+                         ? fmt::format("{} samples", scope.draws)
+                         : fmt::format("{} {}", scope.texts, scope.texts == 1 ? "text" : "texts");
+  if (scope.tokens > 0) text += fmt::format(", {} scored tokens", scope.tokens);
+  return text + "." + (scope.note.empty() ? "" : " " + scope.note);
+}
+
+/// Times the budget's memory that a candidate has at its peak.
+double times_budget(const Recommendation& made, std::size_t c) {
+  return made.candidates[c].memory.peak / made.scope.budget_bytes;
+}
+
+/// "snapkv (1.7x to 9.8x)" of each, over all budgets.
+std::string over_budget_note(Recommendations all) {
+  std::vector<std::string> order;
+  std::map<std::string, std::pair<double, double>> times;
+  for (const Recommendation& made : all)
+    for (const std::size_t c : made.over_budget) {
+      const double own = times_budget(made, c);
+      const auto [at, added] = times.try_emplace(name(made, c), own, own);
+      if (added) order.push_back(name(made, c));
+      at->second = {std::min(at->second.first, own), std::max(at->second.second, own)};
+    }
+  if (order.empty()) return "";
+  std::vector<std::string> parts;
+  for (const std::string& own : order) {
+    const auto [least, most] = times.at(own);
+    const std::string low = fmt::format("{:.2g}x", least), high = fmt::format("{:.2g}x", most);
+    parts.push_back(fmt::format("{} ({})", own, low == high ? low : low + " to " + high));
+  }
+  return "Over budget at the peak, so listed and not ranked: " + join_names(parts) + ".";
+}
+
+std::string similar_note(Recommendations all) {
+  std::vector<std::string> parts;
+  for (const Recommendation& made : all) {
+    std::vector<std::size_t> similar = made.similar();
+    std::erase_if(similar, [&](std::size_t c) { return !is_known(made.difference(c)); });
+    if (!similar.empty())
+      parts.push_back(fmt::format("{}: {}", made.scope.budget, names_of(made, similar)));
+  }
+  if (parts.empty()) return "";
+  return fmt::format("Not significantly different from the choice (95% CI): {}.",
+                     fmt::join(parts, "; "));
+}
+
+/// Numbers of a difference to two digits of its interval.
+int decimals_of(const Difference& difference) {
+  const auto [low, high] = difference.interval;
+  const double size =
+      is_known(difference) && high > low ? (high - low) / 2 : std::abs(difference.mean);
+  if (!(size > 0)) return 0;
+  return static_cast<int>(std::clamp(1 - std::floor(std::log10(size)), 0.0, 8.0));
+}
+
+std::string number_text(double value, int decimals) {
+  std::string text = fmt::format("{:.{}f}", value, decimals);
+  if (text.starts_with('-') && text.find_first_not_of("-0.") == std::string::npos) text.erase(0, 1);
+  return text;
+}
+
+/// A name of at most `most` letters.
+std::string cut(const std::string& text, std::size_t most) {
+  return text.size() <= most ? text : text.substr(0, most - 1) + "…";
+}
+
+/// Equal means say nothing: the choice is the first by name.
+bool is_equal(const Recommendation& made) {
+  return made.runner_up && made.candidates[*made.runner_up].error == made.chosen().error;
+}
+std::string equal_reason(const Recommendation& made) {
+  return fmt::format("{} and {} have equal means, and {} is the first by name", made.chosen().name,
+                     name(made, *made.runner_up), made.chosen().name);
+}
+
+std::string wrapped(const std::string& text) {
+  std::string out, line;
+  std::size_t at = 0;
+  while (at < text.size()) {
+    const std::size_t end = std::min(text.find(' ', at), text.size());
+    const std::string word = text.substr(at, end - at);
+    if (!line.empty() && line.size() + 1 + word.size() > kColumns)
+      out += line + "\n", line = "  " + word;
+    else
+      line += (line.empty() ? "" : " ") + word;
+    at = end + 1;
+  }
+  return out + line + "\n";
+}
+
+/// One row of the table; no runner-up where a policy is alone.
+struct Row {
+  std::string budget, memory, of_full, choice, mean, runner_up, difference;
+};
+
+std::vector<Row> rows_of(Recommendations all) {
+  std::vector<Row> rows;
+  for (const Recommendation& made : all) {
+    Row row{made.scope.budget,
+            memory_text(made),
+            of_full_text(made),
+            made.chosen().name,
+            figure_text(made.mean(made.choice)),
+            "–",
+            ""};
+    if (made.runner_up) {
+      row.runner_up = name(made, *made.runner_up);
+      row.difference = difference_text(made.difference(*made.runner_up), ", ");
+    }
+    rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+std::string table_text(const std::vector<Row>& rows, const std::string& metric) {
+  const auto width = [&](std::string Row::*part, std::size_t least) {
+    for (const Row& row : rows) least = std::max(least, (row.*part).size());
+    return least;
+  };
+  const std::string mean = metric.size() > 10 ? "mean" : metric;
+  const std::size_t budget = width(&Row::budget, 6), memory = width(&Row::memory, 6),
+                    of_full = width(&Row::of_full, 7), means = width(&Row::mean, mean.size()),
+                    difference = width(&Row::difference, 19);
+  const std::size_t used = budget + memory + of_full + means + difference + 9;
+  const std::size_t left = std::max<std::size_t>(kColumns, used + 18) - used;  // for both names
+  const std::size_t choices = width(&Row::choice, 6), runners = width(&Row::runner_up, 9);
+  const std::size_t choice = std::min(choices, std::max(left / 2, left - std::min(left, runners))),
+                    runner = std::min(runners, left - choice);
+  std::string text;
+  const auto line = [&](const Row& row) {
+    std::string own =
+        fmt::format("{:<{}} {:>{}} {:>{}}  {:<{}} {:>{}}  {:<{}}  {}", row.budget, budget,
+                    row.memory, memory, row.of_full, of_full, cut(row.choice, choice), choice,
+                    row.mean, means, cut(row.runner_up, runner), runner, row.difference);
+    own.erase(own.find_last_not_of(' ') + 1);
+    text += own + "\n";
+  };
+  line({"budget", "memory", "of full", "choice", mean, "runner-up", "difference (95% CI)"});
+  for (const Row& row : rows) line(row);
+  return text;
+}
+
+}  // namespace
+
+std::string difference_text(const Difference& difference, std::string_view to) {
+  const int decimals = decimals_of(difference);
+  const std::string mean = number_text(difference.mean, decimals);
+  if (!is_known(difference)) return mean;
+  return fmt::format("{} ({}{}{})", mean, number_text(difference.interval.low, decimals), to,
+                     number_text(difference.interval.high, decimals));
+}
+
+std::string in_columns(const std::string& text) { return wrapped(text); }
+
+std::string recommendation_text(const Recommendation& made) {
+  const std::string& choice = made.chosen().name;
+  const std::string& metric = made.scope.metric;
+  std::string text = "Budget " + made.scope.budget_text();
+  if (made.chosen().memory.mean > 0) text += " (" + memory_text(made) + ")";
+  text += ": ";
+  if (made.none_eligible)
+    text += fmt::format("no policy stays within the budget; {} peaks at {:.2g}x. ", choice,
+                        times_budget(made, made.choice));
+  const std::string own =
+      fmt::format("{} ({} {})", choice, metric, figure_text(made.mean(made.choice)));
+  if (!made.runner_up) {
+    text += own + " is the only policy.";
+  } else {
+    const std::size_t other = *made.runner_up;
+    const Difference& difference = made.difference(other);
+    const std::string both =
+        fmt::format("{} and {} ({})", own, name(made, other), figure_text(made.mean(other)));
+    const std::string interval =
+        fmt::format("the difference is {}, 95% CI", difference_text(difference));
+    if (!is_known(difference))
+      text += both + " have no confidence interval.";
+    else if (difference.told_apart())
+      text += fmt::format("{} differ significantly; {}.", both, interval);
+    else
+      text += fmt::format("{} do not differ significantly; {}.", both, interval);
+    text += made.for_memory  ? " " + memory_reason(made) + "."
+            : is_equal(made) ? " " + equal_reason(made) + "."
+                             : fmt::format(" Chosen: {}, {} mean.", choice, lowest(made));
+  }
+  if (const std::string note = over_budget_note({&made, 1}); !note.empty()) text += " " + note;
+  return text + " " + measured_on(made.scope);
+}
+
+std::vector<std::string> recommendation_notes(Recommendations made) {
+  std::vector<std::string> notes;
+  const auto add = [&](std::string line) {
+    if (!line.empty()) notes.push_back(std::move(line));
+  };
+  if (made.empty()) return notes;
+  const ComparisonScope& scope = made.front().scope;
+  add(
+      fmt::format("Choice: {} mean of {} within the budget. Difference: how much worse the "
+                  "runner-up is.",
+                  lowest(made.front()), scope.metric));
+  add(similar_note(made));
+  for (const Recommendation& one : made) {
+    if (!one.for_memory && is_equal(one))
+      add(fmt::format("{}: {}.", one.scope.budget, equal_reason(one)));
+    if (one.for_memory) add(fmt::format("{}: {}.", one.scope.budget, memory_reason(one)));
+    if (one.none_eligible)
+      add(fmt::format("{}: no policy stays within the budget; {} peaks at {:.2g}x.",
+                      one.scope.budget, one.chosen().name, times_budget(one, one.choice)));
+  }
+  add(over_budget_note(made));
+  add((scope.full_bytes > 0 ? "Full cache: " + bytes_text(scope.full_bytes) + ". " : "") +
+      measured_on(scope));
+  return notes;
+}
+
+std::string recommendations_text(Recommendations made) {
+  if (made.empty()) return "";
+  std::string text = table_text(rows_of(made), made.front().scope.metric);
+  for (const std::string& note : recommendation_notes(made)) text += wrapped(note);
+  return text;
+}
+
+std::vector<std::string> recommendation_warnings(const Recommendation& made) {
+  std::vector<std::string> lines;
+  const ComparisonScope& scope = made.scope;
+  if (scope.tokens > 0 && scope.tokens < kEnoughTokens)
+    lines.push_back(
+        fmt::format("only {} tokens were scored, so confidence intervals are wide; use at least "
+                    "{} (a longer text, or several)",
+                    scope.tokens, kEnoughTokens));
+  const auto unknown = [](const Difference& behind) { return !is_known(behind); };
+  if (made.order.size() > 1 && std::ranges::all_of(made.behind, unknown))
+    lines.push_back(
+        "no 95% interval is known, so no difference is significant: an interval takes two texts, "
+        "or 8 blocks of one");
+  if (std::ranges::all_of(made.candidates, [](const Candidate& c) { return !(c.memory.peak > 0); }))
+    lines.push_back("the memory over decoded queries is not known; run it again to compare memory");
+  for (const std::string& own : scope.filled)
+    lines.push_back(fmt::format(
+        "{} at {}: its protected tokens fill the budget, so it does what `window` with sinks does",
+        own, scope.budget_text()));
+  return lines;
+}
+
+std::vector<std::string> recommendation_warnings(Recommendations made) {
+  std::vector<std::string> lines;
+  for (const Recommendation& one : made)
+    for (std::string& line : recommendation_warnings(one))
+      if (std::ranges::find(lines, line) == lines.end()) lines.push_back(std::move(line));
+  return lines;
+}
+
+ordered_json difference_json(const Difference& difference) {
+  return {{"mean", number_or_null(difference.mean)},
+          {"low", number_or_null(difference.interval.low)},
+          {"high", number_or_null(difference.interval.high)},
+          {"told_apart", difference.told_apart()}};
+}
+
+ordered_json standings_json(const Ranking& ranking, const Figures& figures) {
+  auto list = ordered_json::array();
+  for (const Standing& standing : ranking.standings) {
+    const Series& series = figures.series()[standing.series];
+    list.push_back({{"policy", series.policy},
+                    {"params", series.params},
+                    {"positions", series.positions},
+                    {"prefill", series.prefill},
+                    {"mean", standing.score.mean},
+                    {"stderr", number_or_null(standing.score.standard_error)},
+                    {"behind_first", number_or_null(standing.behind.mean)},
+                    {"behind", difference_json(standing.behind)},
+                    {"ties_with_first", standing.ties},
+                    {"holds_more", standing.holds_more},
+                    {"kv_bytes_mean", standing.memory.mean},
+                    {"kv_bytes_peak", standing.memory.peak},
+                    {"state_bytes", standing.memory.state}});
+  }
+  return list;
+}
+
+namespace {
+
+ordered_json significance_json(const Difference& difference) {
+  return {{"mean", number_or_null(difference.mean)},
+          {"low", number_or_null(difference.interval.low)},
+          {"high", number_or_null(difference.interval.high)},
+          {"significant", difference.told_apart()}};
+}
+
+ordered_json candidate_json(const Recommendation& made, std::size_t c) {
+  const Candidate& own = made.candidates[c];
+  return {{"policy", own.name},
+          {"mean", number_or_null(made.mean(c))},
+          {"kv_bytes_mean", own.memory.mean},
+          {"kv_bytes_peak", own.memory.peak},
+          {"state_bytes", own.memory.state}};
+}
+
+ordered_json names_json(const Recommendation& made, const std::vector<std::size_t>& which) {
+  auto names = ordered_json::array();
+  for (const std::size_t c : which) names.push_back(name(made, c));
+  return names;
+}
+
+std::string reason_of(const Recommendation& made) {
+  if (!made.runner_up) return "only policy";
+  if (is_equal(made)) return "equal means, first by name";
+  return made.for_memory ? "less memory" : lowest(made) + " mean";
+}
+
+}  // namespace
+
+ordered_json recommendation_json(const Recommendation& made) {
+  const ComparisonScope& scope = made.scope;
+  auto order = ordered_json::array(), over = ordered_json::array(), frontier = order;
+  for (std::size_t i = 0; i < made.order.size(); ++i) {
+    order.push_back(candidate_json(made, made.order[i]));
+    order.back()["from_lowest"] = significance_json(made.behind[i]);
+    order.back()["from_choice"] = significance_json(made.from_choice[i]);
+  }
+  for (const std::size_t c : made.over_budget) over.push_back(candidate_json(made, c));
+  for (const std::size_t c : made.frontier) frontier.push_back(candidate_json(made, c));
+  return {{"budget", scope.budget},
+          {"choice", made.chosen().name},
+          {"reason", reason_of(made)},
+          {"metric", scope.metric},
+          {"better", scope.higher_is_better ? "higher" : "lower"},
+          {"mean", number_or_null(made.mean(made.choice))},
+          {"kv_bytes_mean", made.chosen().memory.mean},
+          {"kv_bytes_peak", made.chosen().memory.peak},
+          {"budget_bytes", scope.budget_bytes},
+          {"full_bytes", scope.full_bytes},
+          {"runner_up",
+           made.runner_up ? ordered_json(name(made, *made.runner_up)) : ordered_json(nullptr)},
+          {"difference", made.runner_up ? significance_json(made.difference(*made.runner_up))
+                                        : ordered_json(nullptr)},
+          {"not_significantly_different", names_json(made, made.similar())},
+          {"order", order},
+          {"over_budget", over},
+          {"none_eligible", made.none_eligible},
+          {"frontier", frontier},
+          {"texts", scope.texts},
+          {"tokens", scope.tokens},
+          {"samples", scope.draws},
+          {"note", scope.note},
+          {"text", recommendation_text(made)},
+          {"warnings", recommendation_warnings(made)}};
+}
+
+ordered_json recommendations_json(Recommendations made) {
+  auto list = ordered_json::array();
+  for (const Recommendation& one : made) list.push_back(recommendation_json(one));
+  return list;
+}
+
+namespace {
+
+Difference difference_from(const JsonFields& fields) {
+  return {.mean = fields.number_or_nan("mean"),
+          .interval = {fields.number_or_nan("low"), fields.number_or_nan("high")}};
+}
+
+Candidate candidate_from(const JsonFields& fields, double sign) {
+  return {.name = fields.text("policy"),
+          .error = sign * fields.number_or_nan("mean"),
+          .memory = {.mean = fields.number("kv_bytes_mean"),
+                     .peak = fields.number("kv_bytes_peak"),
+                     .state = fields.number("state_bytes")}};
+}
+
+Recommendation recommendation_from(const JsonFields& fields) {
+  Recommendation made{.scope = {.budget = fields.text("budget"),
+                                .budget_bytes = fields.number("budget_bytes"),
+                                .full_bytes = fields.number("full_bytes"),
+                                .metric = fields.text("metric"),
+                                .higher_is_better = fields.text("better") == "higher",
+                                .texts = fields.whole("texts"),
+                                .tokens = fields.whole("tokens"),
+                                .draws = fields.whole("samples"),
+                                .note = fields.text("note")}};
+  made.none_eligible = fields.flag("none_eligible", false);
+  const double sign = made.scope.higher_is_better ? -1 : 1;
+  const std::string choice = fields.text("choice"),
+                    runner_up = fields.has("runner_up") ? fields.text("runner_up") : "";
+  for (const JsonFields& one : fields.objects("order")) {
+    const std::size_t c = made.candidates.size();
+    made.candidates.push_back(candidate_from(one, sign));
+    made.order.push_back(c);
+    made.behind.push_back(difference_from(one.object("from_lowest")));
+    made.from_choice.push_back(difference_from(one.object("from_choice")));
+    if (made.candidates[c].name == choice) made.choice = c;
+    if (fields.has("runner_up") && made.candidates[c].name == runner_up) made.runner_up = c;
+  }
+  if (made.order.empty()) fields.refuse("order", "it should hold candidates");
+  for (const JsonFields& one : fields.objects("over_budget")) {
+    made.over_budget.push_back(made.candidates.size());
+    made.candidates.push_back(candidate_from(one, sign));
+  }
+  made.for_memory = made.choice != made.order.front();
+  return made;
+}
+
+}  // namespace
+
+std::vector<Recommendation> recommendations_from(const JsonFields& fields, std::string_view key) {
+  std::vector<Recommendation> made;
+  for (const JsonFields& one : fields.objects(key)) made.push_back(recommendation_from(one));
+  return made;
+}
+
+Recommendation recommendation_in(const JsonFields& fields, std::string_view key) {
+  return recommendation_from(fields.object(key));
+}
+
+std::optional<std::size_t> counterpart(const Figures& figures, std::size_t series,
+                                       std::string_view policy) {
+  const Series& like = figures.series()[series];
+  std::optional<std::size_t> found;
+  for (std::size_t s = 0; s < figures.series().size(); ++s) {
+    const Series& other = figures.series()[s];
+    if (other.policy != policy || other.prefill != like.prefill) continue;
+    if (!found ||
+        (figures.series()[*found].positions != like.positions && other.positions == like.positions))
+      found = s;
+  }
+  return found;
+}
+
+std::string oracle_sentence(const Figures& figures, const MetricInfo& metric) {
+  std::vector<std::string> budgets;
+  for (const BudgetColumn& budget : figures.budgets()) {
+    const Ranking ranking = rank_policies(figures, budget.text, metric, Frontier::skip);
+    if (ranking.empty()) continue;
+    const std::size_t choice = ranking.standings[ranking.winner].series;
+    const auto oracle = counterpart(figures, choice, kOracleMass);
+    const auto own = figures.average(choice, budget.text, metric.name);
+    const auto bound = oracle ? figures.average(*oracle, budget.text, metric.name) : std::nullopt;
+    if (own && bound &&
+        (metric.higher_is_better ? own->mean > bound->mean : own->mean < bound->mean))
+      budgets.push_back(budget.text);
+  }
+  if (budgets.empty()) return "";
+  return fmt::format(
+      "At {} the choice is better than oracle_mass. oracle_mass is a heuristic that evicts the "
+      "token with the least future attention; it does not optimise {}, so it is not a bound.",
+      join_names(budgets), metric.label);
+}
+
+namespace {
+
+std::string dot_html(const std::string& colour) {
+  return colour.empty()
+             ? ""
+             : fmt::format("<span class=\"dot\" style=\"background:var(--{})\"></span>", colour);
+}
+
+/// One cell; `kind` "none" is left out on a narrow screen.
+std::string cell_html(const std::string& html, std::string_view kind = "",
+                      double value = std::nan("")) {
+  const std::string number =
+      std::isfinite(value) ? fmt::format(" data-value=\"{}\"", value) : std::string();
+  const std::string own = kind.empty() ? std::string() : fmt::format(" class=\"{}\"", kind);
+  return fmt::format("<td{}{}>{}</td>", own, number, html);
+}
+
+std::string similar_html(const Recommendation& made) {
+  const std::vector<std::size_t> similar = made.similar();
+  if (made.order.size() > 1 && std::ranges::none_of(made.from_choice, is_known))
+    return "no interval known";
+  if (similar.empty()) return made.order.size() > 1 ? "none" : "–";
+  std::vector<std::string> names;
+  for (const std::size_t c : similar) names.push_back(escape(name(made, c)));
+  if (names.size() <= 3) return join_names(names);
+  return fmt::format("<details><summary>{} policies</summary>{}</details>", names.size(),
+                     join_names(names));
+}
+
+std::string row_html(const Recommendation& made, const ColourOf& colour_of) {
+  const std::string& choice = made.chosen().name;
+  const double memory = made.chosen().memory.mean;
+  const std::string full = of_full_text(made);
+  std::string html =
+      "<tr>" + cell_html(escape(made.scope.budget)) +
+      cell_html(memory_text(made) + (full == "–" ? "" : fmt::format(" ({} of full)", full)), "",
+                memory) +
+      cell_html(fmt::format("{}<strong>{}</strong>{}", dot_html(colour_of(choice)), escape(choice),
+                            made.for_memory ? " (needs less memory)" : "")) +
+      cell_html(figure_text(made.mean(made.choice)), "", made.mean(made.choice));
+  if (!made.runner_up)
+    return html + cell_html("–", "none") + cell_html("–", "none") + cell_html("–", "none") +
+           "</tr>\n";
+  const Difference& difference = made.difference(*made.runner_up);
+  const std::string similar = similar_html(made);
+  return html + cell_html(escape(name(made, *made.runner_up))) +
+         cell_html(difference_text(difference), "", difference.mean) +
+         cell_html(similar, similar == "none" ? "none" : "") + "</tr>\n";
+}
+
+}  // namespace
+
+std::string recommendations_html(Recommendations made, std::string_view next,
+                                 const ColourOf& colour_of, std::string_view caption) {
+  if (made.empty()) return "<p>Nothing here evicts, so there is nothing to compare.</p>\n";
+  std::string html = "<div class=\"scroll\"><table class=\"recommendations\">";
+  if (!caption.empty()) html += fmt::format("<caption>{}</caption>", escape(caption));
+  html += "<thead><tr>";
+  for (const std::string& head :
+       {std::string("budget"), std::string("memory"), std::string("choice"),
+        escape(made.front().scope.metric), std::string("runner-up"),
+        std::string("difference, 95% CI"), std::string("not significantly different")})
+    html += fmt::format("<th scope=\"col\">{}</th>", head);
+  html += "</tr></thead>\n<tbody>";
+  for (const Recommendation& one : made) html += row_html(one, colour_of);
+  html += "</tbody></table></div>\n";
+  if (!next.empty())
+    html +=
+        fmt::format("<p class=\"next\"><strong>Next:</strong> <code>{}</code></p>\n", escape(next));
+  std::string notes;
+  for (const std::string& note : recommendation_notes(made)) {
+    if (note.starts_with("Not significantly")) continue;  // a column of the table
+    notes += (notes.empty() ? "" : " ") + escape(note);
+  }
+  html += fmt::format("<p class=\"quiet prose\">{}</p>\n", notes);
+  for (const std::string& warning : recommendation_warnings(made))
+    html += fmt::format("<p class=\"quiet prose\">Note: {}.</p>\n", escape(warning));
+  return html;
+}
+
+std::string series_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
+                        std::size_t series) {
+  return dot_html(std::string(styles[series].colour)) + escape(figures.series()[series].label);
+}
+
+}  // namespace kvlab
