@@ -376,8 +376,8 @@ def check_hostile(browser: Browser, page: Path) -> None:
 
 def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -> None:
     """Evaluations, tasks, tune's race and comparisons: they open, draw, and carry their tables' numbers."""
-    call("capture", "--model", source / "engine/models/tiny", "--prompt-file", source / "tools/demo/prompt.txt",
-         "--teacher-forced", "--prompt-tokens", "256", "--out", folder / "second")
+    call("capture", "--model", source / "engine/models/tiny", "--prompt-file", source / "tools/texts/carroll-alice.txt",
+         "--teacher-forced", "--prompt-tokens", "256", "--max-tokens", "640", "--out", folder / "second")
     tiny, text = source / "engine/models/tiny", source / "tools/texts/carroll-alice.txt"
     call("eval", "--model", tiny, "--text", text, "--max-tokens", "400", "--window", "200", "--policy", "window,sink,h2o",
          "--budget", "32,64", "--prefill", "stream", "--out", folder / "eval")
