@@ -37,7 +37,7 @@ TEST_CASE("Who answers more is deployed where that costs at most 20% more KL") {
   const Choice choice = field.choice();
   CHECK(choice.deployed == 2);
   CHECK(choice.answers == 2);
-  CHECK(choice.why.find("70% of passkey, the least KL 25%") != std::string::npos);
+  CHECK(choice.why.find("70% of passkey, the lowest KL answers 25%") != std::string::npos);
   CHECK(choice.why.find("the price is 15% more KL") != std::string::npos);
 }
 
@@ -58,7 +58,7 @@ TEST_CASE("Where answers cost more KL than that, both are named, and the price")
   CHECK(json["policies"][2]["kl_of_least"] == Approx(1.35));
   CHECK(json["policies"][1]["answers"][0]["right"] == Approx(0.35));
   CHECK(json["policies"][1]["answers"][0]["low"] < 0.35);
-  CHECK(truths_text(json).find("for answers: " + field.text(2)) != std::string::npos);
+  CHECK(truths_text(json).find("best by task accuracy: " + field.text(2)) != std::string::npos);
 }
 
 TEST_CASE("A few points of answers are not worth more KL") {
