@@ -314,7 +314,9 @@ TEST_CASE("A batch's later prompts, and the logits of their last tokens, are tho
   }
 }
 
-TEST_CASE("Sequences of a batch pass the three questions, whatever is asked for", "[gpu]") {
+/// The part of all covering configurations that has this type, and reads its prompt in plain steps
+/// or not.
+void check_batches(Dtype dtype, bool plain_steps) {
   if (no_device()) return;
   const test::Choices choices{
       .beside = {"column:name=key_norm", "column:name=value_norm", "column:name=value_norm1",
@@ -324,16 +326,33 @@ TEST_CASE("Sequences of a batch pass the three questions, whatever is asked for"
       .prefills = {Prefill{0}, Prefill{1}}};  // the latter: plain steps
   const CacheShape heads = cpu_tiny().config().heads();
   bool bf16 = false;
+  int checked = 0;
   for (const CacheConfig& config : test::covering(choices, &kCudaDecoder, 400, heads)) {
     const bool plain = config.prefill.chunk == 1;
     bf16 = !bf16;
+    if (bf16 != (dtype == Dtype::bf16) || plain != plain_steps) continue;
     CAPTURE(config.policy.text(), config.budget.text(), plain, name_of(config.positions), bf16);
     // All of a short prompt may fit a ladder.
     const bool evicts = !(config.policy.ladder.is_coded() && config.policy.modifiers.once);
-    check_parity(parity(tiny(bf16 ? Dtype::bf16 : Dtype::f32), config.policy, plain,
-                        config.positions, {.shares_slots = config.shares_slots()}),
+    check_parity(parity(tiny(dtype), config.policy, plain, config.positions,
+                        {.shares_slots = config.shares_slots()}),
                  evicts);
+    ++checked;
   }
+  CHECK(checked > 0);
+}
+
+TEST_CASE("Sequences of a batch pass the three questions: bf16, whole prompts", "[gpu]") {
+  check_batches(Dtype::bf16, false);
+}
+TEST_CASE("Sequences of a batch pass the three questions: bf16, plain steps", "[gpu]") {
+  check_batches(Dtype::bf16, true);
+}
+TEST_CASE("Sequences of a batch pass the three questions: float32, whole prompts", "[gpu]") {
+  check_batches(Dtype::f32, false);
+}
+TEST_CASE("Sequences of a batch pass the three questions: float32, plain steps", "[gpu]") {
+  check_batches(Dtype::f32, true);
 }
 
 // Hidden, as it takes minutes: KVLAB_PARITY_MODEL is a checkpoint's folder, or a configuration

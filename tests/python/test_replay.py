@@ -134,7 +134,7 @@ def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"policies": "h2o"}, "--budget: policy h2o needs one; give tokens or a share"),
+        ({"policies": "h2o"}, "^budgets: policy h2o needs one; give tokens or a share"),
         ({"policies": "h3o", "budgets": 64}, "h3o.*h2o"),
         ({"policies": "h2o:recent=2", "budgets": 1}, "h2o"),
         ({"policies": ["h2o"], "budgets": ["200%"]}, "200%"),

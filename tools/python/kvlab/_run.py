@@ -375,7 +375,7 @@ def replay(
         "budgets": _amounts(budgets),
         "prefill": _arguments.texts("prefill", prefill),
         "positions": _arguments.texts("positions", positions),
-        "seed": _arguments.whole("seed", seed, 0, 2**63 - 1),
+        "seed": _arguments.whole("seed", seed, 0, 2**64 - 1),
         "threshold": _arguments.real("request_threshold", request_threshold),
         "references": _arguments.flag("references", references),
         "span": _arguments.one_of("span", span, "decode", "all"),
