@@ -28,7 +28,8 @@ def write_arrays(
     fed = _ids(numpy.zeros(tokens, numpy.int64) if ids is None else ids, tokens)
     if prompt_tokens is not None:
         prompt_tokens = _arguments.whole("prompt_tokens", prompt_tokens, 1, tokens)
-    kinds = _kinds(segments if prompt_tokens is None else prompt_tokens, tokens)
+        segments = [(prompt_tokens, "prompt")] + [(tokens - prompt_tokens, "decode")] * (prompt_tokens < tokens)
+    kinds = _kinds(segments, tokens)
     settings = _Config(config)
     arithmetic = (settings.inv_freq(head_size), settings.factors(), settings.scale(head_size))
     rows = settings.rows(layers)
@@ -68,9 +69,7 @@ def write_arrays(
 
 
 def _kinds(segments: Any, tokens: int) -> dict[int, bool]:
-    """Where a segment begins, and whether it is a prompt's. A number: the tokens of one prompt, before decoded ones."""
-    if isinstance(segments, int):
-        segments = [(segments, "prompt")] + [(tokens - segments, "decode")] * (segments < tokens)
+    """Where each segment begins, and whether it is a prompt's."""
     if segments is None or not (listed := _arguments.items("segments", segments, "a list of (tokens, kind)")):
         raise ValueError("prompt_tokens or segments is missing; one of them is expected")
     kinds, begin = {}, 0
