@@ -113,7 +113,7 @@ several_processes() {
   spread() { (start_spread "$@"); }
   for processes in 1 2 4; do
     spread $processes run$processes --threads 2 >out.txt
-    [ "$(wc -l <out.txt)" -lt 60 ] && [ "$(grep -c 'next: kvlab report' out.txt)" -eq 1 ] ||
+    [ "$(wc -l <out.txt)" -lt 60 ] && [ "$(grep -c 'Next: kvlab report' out.txt)" -eq 1 ] ||
       fail "several processes printed"
     same run$processes
   done

@@ -43,7 +43,7 @@ kvlab verify --model $tiny --prompt-file tools/demo/prompt.txt --policy-file fiv
 has "sink:sinks=4:recent=0 budget 97" verify.out
 refused "budget: the file of --policy-file says this itself" kvlab verify --model $tiny --prompt x --policy-file five/policy.json --budget 9
 has "most live tokens" five/report.html
-has "Residual error of " five/report.html
+has "lowest mean of residual error" five/report.html
 printf 'ab\377\376' >bytes.txt
 kvlab generate --model $tiny --prompt-file bytes.txt --max-new-tokens 1 >out 2>err
 has "not UTF-8 from byte 2" err
