@@ -219,7 +219,7 @@ def policy(
     prompt's last query counts, of the one before it, and so on; that of those before them is not observed.
     """
     weights = _arguments.numbers("weights", weights, 0, 1)
-    needs = _one_need(needs)
+    needed = _one_need(needs)
     columns, modifiers = _arguments.texts("columns", columns), _arguments.texts("modifiers", modifiers)
     rows, by_head = _arguments.flag("rows", rows), _arguments.flag("by_head", by_head)
     name = None if name is None else _arguments.text("name", name)
@@ -245,7 +245,7 @@ def policy(
                 summary or (inspect.getdoc(function) or "an own policy").splitlines()[0],
                 own.path,
                 own.text,
-                needs,
+                needed,
                 list(own.columns),
                 ":".join([*guards, *modifiers]),
                 positions,

@@ -358,12 +358,13 @@ def replay(
 
     `policies`: texts as on the command line, or what `kvlab.policy` and `kvlab.policy_source` made. `budgets`: tokens,
     shares ("20%"), "pyramid(20%)", "ada(20%)", "@FILE". `progress`: True shows a bar in notebooks and
-    on terminals, where tqdm is there; a function gets the fraction done. `device="cuda"` replays there what CUDA takes, where the package was built with KVLAB_CUDA=1.
+    on terminals, where tqdm is there; a function gets the fraction done. `device="cuda"` replays there what CUDA takes,
+    where the package was built with KVLAB_CUDA=1.
     `model`: of the traces, a checkpoint's folder or one that transformers loaded, for `criticalkv`, which reads its
     output projections. `plain` is the readable reference without what replays share: slow, and the same sets.
     """
     one_trace = isinstance(trace, (Trace, str, os.PathLike))
-    several = [trace] if one_trace else _arguments.items("trace", trace, "a trace, a path, or a list of them")
+    several: list[Any] = [trace] if one_trace else _arguments.items("trace", trace, "a trace, a path, or a list of them")
     traces = [one if isinstance(one, Trace) else Trace(one, threads=threads) for one in several]
     if not traces:
         raise ValueError("trace: name at least one")
