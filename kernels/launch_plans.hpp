@@ -1,5 +1,5 @@
 // How each kernel is launched on a GPU of given limits: pure functions, which run without a GPU.
-// Whoever allocates for a kernel asks here first whether it can be launched at all.
+// Code that allocates memory for a kernel asks here first whether the kernel can be launched.
 //
 // Launchers whose shared memory is static, or at most 48 KB whatever the shape, have no plan here:
 // every GPU has that much.

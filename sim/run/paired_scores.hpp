@@ -22,9 +22,9 @@ struct Difference {
   Interval interval = {};                                            ///< 95%; NaN: not known
   std::size_t texts = 0;
 
-  /// Whether zero lies outside the interval. Without an interval nothing is told apart.
+  /// Whether zero lies outside the interval. Without an interval no difference is significant.
   bool told_apart() const { return interval.low > 0 || interval.high < 0; }
-  bool ahead() const { return interval.high < 0; }  ///< the first is less, and can be told apart
+  bool ahead() const { return interval.high < 0; }  ///< the first is significantly lower
   bool behind() const { return interval.low > 0; }
   Difference reversed() const {
     return {-mean, standard_error, {-interval.high, -interval.low}, texts};

@@ -1,4 +1,4 @@
-"""Errors speak of keywords, not of options that nobody has typed."""
+"""Errors name Python keywords, not options of the command line."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def fault_of(call, rng):
             call(rng)
     except ValueError as error:
         said = str(error)
-        if "\n" in said or len(said) > 8000:  # what is longer is no quotation
+        if "\n" in said or len(said) > 1500:
             return f"a message of {len(said)} bytes or several lines: {said[:200]!a}"
         if match := LIBRARIES.search(said):
             return f"{match.group()!r} in {said[:300]!a}"
