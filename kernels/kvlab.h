@@ -1,14 +1,14 @@
 /* kvlab's CUDA kernels for any engine, from C: attention over a cache of slots, and eviction by the
- * policies that kvlab's simulator replays. docs/kernel-library.md tells the story.
+ * policies that kvlab's simulator replays. docs/reference/c-api.md tells the story.
  *
  * All pointers in structs are device memory; shapes stand behind them, the last one contiguous.
  * Calls are stream-ordered: no host synchronisation, no allocation, capturable in a CUDA graph, and
  * deterministic; of kvlab_slots its steps are, and it says what waits and allocates. What changes
  * from step to step is read from device memory, so that a captured graph serves growing sequences.
  * They return cudaErrorInvalidValue, before any launch, for what is not supported: head sizes other
- * than 64, 96, 128 and 256, more than 8 query heads for a KV head (of kvlab_slots, 16). Structs must
- * be zeroed before they are filled in, and struct_size be what sizeof gives: a call whose caller was
- * compiled with another version's struct is refused. */
+ * than 64, 96, 128 and 256, more than 8 query heads for a KV head (of kvlab_slots, 16). Structs
+ * must be zeroed before they are filled in, and struct_size be what sizeof gives: a call whose
+ * caller was compiled with another version's struct is refused. */
 #ifndef KVLAB_H
 #define KVLAB_H
 
@@ -49,10 +49,10 @@ typedef struct kvlab_policy kvlab_policy;
 const kvlab_policy* kvlab_find_policy(const char* name);
 /** The names, from 0 on; NULL behind the last. */
 const char* kvlab_policy_name(int index);
-/** Compiles a header such as those in policies/ (docs/adding-a-policy.md), for the current device,
- * or takes what was made of the same text before: by NVRTC, which is loaded then. The policy lives
- * as long as the process. `log`: what is wrong, with the header's own lines, cut to log_bytes;
- * empty on success; may be NULL where log_bytes is 0. cudaErrorFileNotFound;
+/** Compiles a header such as those in policies/ (docs/guides/write-a-policy.md), for the current
+ * device, or takes what was made of the same text before: by NVRTC, which is loaded then. The
+ * policy lives as long as the process. `log`: what is wrong, with the header's own lines, cut to
+ * log_bytes; empty on success; may be NULL where log_bytes is 0. cudaErrorFileNotFound;
  * cudaErrorInvalidSource: no policy, or it does not compile; cudaErrorNotSupported: there is no
  * NVRTC, or the device does not take the code. Without a device the header is compiled all the same
  * before the error is. */
@@ -81,8 +81,8 @@ int kvlab_policy_weighted(const kvlab_policy* policy);
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);
 
-/** The columns that it reads (docs/configurations.md), from 0 on; NULL behind the last. You bring
- *  them: kvlab_policy_state.columns. Of `column` any will do. */
+/** The columns that it reads (docs/reference/configurations.md), from 0 on; NULL behind the last.
+ * You bring them: kvlab_policy_state.columns. Of `column` any will do. */
 const char* kvlab_policy_column(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
@@ -180,10 +180,10 @@ typedef struct {
   const void* params;           /**< [sequence, params_bytes] */
   const uint32_t* threshold16;  /**< [sequence]: tau * 65536; kvlab uses 655 (1%) */
   const uint64_t* seeds;        /**< [sequence] */
-  const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart; 0, 1, … in
-                                     a replay's traces */
+  const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart; 0, 1, …
+                                   in a replay's traces */
   uint32_t layer;
-  uint32_t first_head; /**< of the model's KV heads that of the first pair; draws are by it */
+  uint32_t first_head;     /**< of the model's KV heads that of the first pair; draws are by it */
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
   const float* columns;    /**< [slot, column]: what each token brought, kvlab_policy_column by
                                 kvlab_policy_column; those of new tokens are there as their keys are */
@@ -232,21 +232,22 @@ typedef struct {
   size_t struct_size; /**< sizeof(kvlab_write_args) */
   kvlab_cache cache;  /**< positions are written where `now` is given */
   int tokens;
-  const void* qkv;          /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
-  int rotated;              /**< dimensions that RoPE rotates, d with d + rotated / 2; 0: none, as for
-                                 KVLAB_SQUEEZED */
-  const float* rope;        /**< [row, rotated / 2, 2]: cosines and sines of some positions */
-  const int32_t* rope_rows; /**< [token]: its row there; what an idle sequence's is does not matter */
+  const void* qkv;   /**< [token, query_heads + 2 * kv_heads, head_size], before RoPE */
+  int rotated;       /**< dimensions that RoPE rotates, d with d + rotated / 2; 0: none, as for
+                          KVLAB_SQUEEZED */
+  const float* rope; /**< [row, rotated / 2, 2]: cosines and sines of some positions */
+  const int32_t*
+      rope_rows; /**< [token]: its row there; what an idle sequence's is does not matter */
   const int32_t* sequences; /**< [token] */
   const int32_t* slots;     /**< [token]: which slot, from next_slots on; NULL: that itself */
-  const uint32_t* now;      /**< [sequence]: position of its one token, or KVLAB_IDLE: of that sequence
-                                 nothing is written, nor its q; or NULL */
-  void* q;                  /**< [token, query_head, head_size] */
+  const uint32_t* now; /**< [sequence]: position of its one token, or KVLAB_IDLE: of that sequence
+                            nothing is written, nor its q; or NULL */
+  void* q;             /**< [token, query_head, head_size] */
 } kvlab_write_args;
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream);
 
-/** Columns that are computed from keys, values and output projections (docs/configurations.md), by
- *  these names in lower case. */
+/** Columns that are computed from keys, values and output projections
+ * (docs/reference/configurations.md), by these names in lower case. */
 typedef enum {
   KVLAB_KEY_NORM = 0,
   KVLAB_VALUE_NORM = 1,
@@ -271,7 +272,8 @@ typedef struct {
   const void* output;   /**< W_o [hidden, query_head, head_size], of the cache's type; for
                              value_out_norm1 */
   int hidden;
-  const uint32_t* admitted; /**< [sequence]: only so many of its tokens, at most `tokens`; or NULL */
+  const uint32_t*
+      admitted; /**< [sequence]: only so many of its tokens, at most `tokens`; or NULL */
 } kvlab_columns_args;
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream);
 
@@ -284,9 +286,9 @@ typedef struct {
   kvlab_cache cache;
   kvlab_policy_state policy;
   kvlab_positions numbering;
-  const uint32_t* now;   /**< [sequence]: position of the token, or KVLAB_IDLE: of that row nothing is
-                              written, `out` neither */
-  const void* q;         /**< [sequence, query_head, head_size] */
+  const uint32_t* now; /**< [sequence]: position of the token, or KVLAB_IDLE: of that row nothing is
+                            written, `out` neither */
+  const void* q;       /**< [sequence, query_head, head_size] */
   const float* inv_freq; /**< [rotated / 2], where squeezed */
   int rotated;           /**< dimensions that RoPE rotates, where squeezed: all, head_size */
   float rope_factor;     /**< on cos and sin, where squeezed; 1 but for YaRN */
@@ -455,7 +457,8 @@ cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args
  *  cudaErrorMemoryAllocation where there is no memory, and the call has then done nothing. */
 typedef struct kvlab_slots kvlab_slots;
 
-/** How a token's key and value are kept: of the cache's type, or as codes (docs/ladders.md). */
+/** How a token's key and value are kept: of the cache's type, or as codes
+ * (docs/guides/precision-tiers.md). */
 typedef enum {
   KVLAB_FORM_16 = 0,
   KVLAB_FORM_FP8 = 1,
@@ -513,7 +516,8 @@ typedef struct {
 } kvlab_slots_config;
 
 /** Device memory that it takes, in bytes. No device is needed but for attention's workspace. A
- *  shape that no kernel can serve on the current device is refused here and by kvlab_slots_create. */
+ *  shape that no kernel can serve on the current device is refused here and by kvlab_slots_create.
+ */
 cudaError_t kvlab_slots_memory(const kvlab_slots_config* config, size_t* bytes);
 cudaError_t kvlab_slots_create(const kvlab_slots_config* config, cudaStream_t stream,
                                kvlab_slots** slots);
@@ -543,8 +547,8 @@ cudaError_t kvlab_slots_admit(kvlab_slots* slots, const kvlab_slots_part* part,
  *  through all layers, once, before anything else comes for them. */
 cudaError_t kvlab_slots_before_step(kvlab_slots* slots, const unsigned char* decodes,
                                     cudaStream_t stream);
-/** One layer of it, from the first to the last: launches alone, for a graph to hold. `qkv` [sequence,
- *  …], as above; of who sits out neither `out` nor `lse` is written. */
+/** One layer of it, from the first to the last: launches alone, for a graph to hold. `qkv`
+ * [sequence, …], as above; of who sits out neither `out` nor `lse` is written. */
 cudaError_t kvlab_slots_step(kvlab_slots* slots, int layer, const void* qkv, void* out, float* lse,
                              cudaStream_t stream);
 

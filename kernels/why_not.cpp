@@ -306,7 +306,8 @@ std::string why_not_params(const DevicePolicy& policy, int count, bool counts) {
 
 std::string why_not_values(const DevicePolicy& policy) {
   return fmt::format(
-      "a value is outside of its range; docs/policies.md has the ranges of {}'s parameters",
+      "a value is outside of its range; docs/reference/policies.md has the ranges of {}'s "
+      "parameters",
       std::string_view(policy.name));
 }
 

@@ -162,7 +162,7 @@ PolicyStruct find_policy_struct(std::string_view text, std::string_view path) {
   if (walk.last) return *walk.last;
   throw std::invalid_argument(fmt::format(
       "{}: holds no struct; a policy is a struct with `static constexpr PolicyInfo kInfo{{...}}`, "
-      "as docs/adding-a-policy.md shows",
+      "as docs/guides/write-a-policy.md shows",
       path));
 }
 

@@ -1,5 +1,5 @@
 // What an error of attention's outputs does further on, as linear maps of it: to the residual
-// stream (`residual_error` in docs/metrics.md), and to the log-likelihood of tokens
+// stream (`residual_error` in docs/reference/metrics.md), and to the log-likelihood of tokens
 // (`kl_estimate`).
 #pragma once
 

@@ -1,5 +1,5 @@
 // Replay: one captured sequence through many policies x budgets, by the formulas of
-// docs/metrics.md.
+// docs/reference/metrics.md.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Extras of a trace: what the metrics beyond attention need. All are optional. See docs/trace.md.
+// Extras of a trace: what the metrics beyond attention need. All are optional. See
+// docs/reference/trace-format.md.
 #pragma once
 
 #include <cstdint>

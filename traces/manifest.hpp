@@ -1,4 +1,5 @@
-// The texts of a trace: manifest.json, and what each shard repeats of it. See docs/trace.md.
+// The texts of a trace: manifest.json, and what each shard repeats of it. See
+// docs/reference/trace-format.md.
 #pragma once
 
 #include <map>

@@ -1,5 +1,5 @@
 // A trace: the queries, keys and values of one sequence, as a decoder computed them. See
-// docs/trace.md.
+// docs/reference/trace-format.md.
 #pragma once
 
 #include <cstdint>
@@ -185,10 +185,11 @@ class TraceReader {
 /// What `trace verify` found.
 struct TraceCheck {
   bool ok = true;
-  std::vector<std::string> problems;    ///< one line each, naming the shard, layer and head
-  double worst_out = 0, worst_lse = 0;  ///< largest errors of the sampled rows, see docs/trace.md
-  double tolerance = 0;                 ///< what both may be at most
-  std::uint64_t rows = 0;               ///< sampled rows x query heads x layers compared
+  std::vector<std::string> problems;  ///< one line each, naming the shard, layer and head
+  double worst_out = 0,
+         worst_lse = 0;  ///< largest errors of the sampled rows, see docs/reference/trace-format.md
+  double tolerance = 0;  ///< what both may be at most
+  std::uint64_t rows = 0;  ///< sampled rows x query heads x layers compared
 };
 
 /// Checks every shard's XXH3-64 and recomputes the sampled rows from q, k and v.

@@ -22,7 +22,7 @@ constexpr float kLargestScore = 0x1p20f;
 constexpr double kLargestValue = 0x1p50;  // a norm whose square float32 still holds
 
 /// How far a decoder's own rows may be from ours: it sums in another order and, in a narrow dtype,
-/// rounds probabilities and outputs that we do not. See docs/trace.md.
+/// rounds probabilities and outputs that we do not. See docs/reference/trace-format.md.
 double tolerance_of(Dtype dtype) { return dtype == Dtype::f32 ? 1e-4 : 2e-2; }
 
 // What a score's own rounding in float32 comes to at most, as a share of the largest there may be:

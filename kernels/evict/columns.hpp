@@ -1,5 +1,5 @@
-// The columns that are computed from keys and values (docs/configurations.md), on the device, in
-// the bits of the host's ColumnMaker.
+// The columns that are computed from keys and values (docs/reference/configurations.md), on the
+// device, in the bits of the host's ColumnMaker.
 #pragma once
 
 #include <algorithm>

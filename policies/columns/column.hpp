@@ -1,7 +1,7 @@
 // column: by a column's value alone. The token with the lowest leaves first, or with the highest.
 //
-// Not from a paper: it tries a score that somebody has computed (docs/configurations.md), one
-// number a token. `column:name=NAME` reads NAME; without a name it reads value_norm.
+// Not from a paper: it tries a score that somebody has computed (docs/reference/configurations.md),
+// one number a token. `column:name=NAME` reads NAME; without a name it reads value_norm.
 #pragma once
 
 #include "policies/policy.hpp"

@@ -5,7 +5,7 @@
 // section 3: the mass of token k after query n is the sum over q of keep^(n - q) * p(q, k).
 // Deliberate differences from the paper and its code:
 //   - their alpha is searched for each model; `keep` is 0.98 unless given, by measurement
-//     (docs/policies.md);
+//     (docs/reference/policies.md);
 //   - half of the budget is recent, one token leaves a step;
 //   - one kept set for each KV head: the query heads of a group are summed;
 //   - an admission of n queries shrinks what was there by keep^n at once: the factor is rounded to

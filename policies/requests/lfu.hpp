@@ -6,7 +6,7 @@
 // Scissorhands without a window, or H2O with a threshold in place of the sum.
 // Deliberate differences from a cache of blocks:
 //   - a query requests many tokens at once: those it gives at least tau of its row's largest
-//     probability (docs/policies.md);
+//     probability (docs/reference/policies.md);
 //   - counts are never aged, and requests of recent tokens count; ties: the older leaves.
 #pragma once
 

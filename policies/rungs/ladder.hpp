@@ -61,7 +61,7 @@ struct Ladder {
   bool operator==(const Ladder&) const = default;
 };
 
-/// Those that are tried where none is named (docs/ladders.md: what each is for).
+/// Those that are tried where none is named (docs/guides/precision-tiers.md: what each is for).
 inline constexpr const char* kStandardLadders[] = {"16",
                                                    "fp8",
                                                    "8",

@@ -33,7 +33,7 @@ std::vector<std::string> recommendation_warnings(const Recommendation& made);
 /// Of all budgets, each once.
 std::vector<std::string> recommendation_warnings(std::span<const Recommendation> made);
 
-/// Everything that a recommendation says (docs/verdicts.md).
+/// Everything that a recommendation says (docs/reference/recommendations.md).
 nlohmann::ordered_json recommendation_json(const Recommendation& made);
 nlohmann::ordered_json recommendations_json(std::span<const Recommendation> made);
 /// What those wrote under `key`. Throw std::runtime_error that names the file, the key and what

@@ -76,7 +76,8 @@ ordered_json kept_dataset(const Kept& kept, const std::vector<std::string>& toke
           {"queries", kept.queries}, {"tokens", texts},       {"heads", heads}};
 }
 
-/// What a fidelity measurement on a real model said of a figure (docs/measurements/fidelity.md).
+/// What a fidelity measurement on a real model said of a figure
+/// (docs/internals/measurements/fidelity.md).
 struct Evidence {
   std::string_view metric, least, most;
 };

@@ -63,7 +63,7 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
                                    const ReplayOptions& options, const ReplayResult& result);
 
 /// What deployment goes by: of the figures that order policies as the closed loop does, the best
-/// that every trace of the rows has (docs/fidelity.md).
+/// that every trace of the rows has (docs/guides/fidelity.md).
 std::string_view best_metric(std::span<const ResultRow> rows);
 /// Why a better one that only some traces have does not decide, in a sentence; "" where none is.
 std::string best_metric_text(std::span<const ResultRow> rows);

@@ -270,7 +270,7 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
   if (path.ends_with(".py") || path.starts_with('<'))
     throw std::invalid_argument(fmt::format(
         "{}: policy {} is a Python function of {}, which runs in replays only; write it as a "
-        "header (docs/adding-a-policy.md) and replay that by --policy-source",
+        "header (docs/guides/write-a-policy.md) and replay that by --policy-source",
         where, name, path));
   if (compiled.entries.empty())
     throw std::invalid_argument(

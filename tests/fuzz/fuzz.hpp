@@ -1,5 +1,5 @@
 // What the fuzz targets share. A target reads its input as a command would, and may refuse it as
-// commands do; whatever else happens is a defect. See docs/measurements/checks.md.
+// commands do; whatever else happens is a defect.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-# The registry with two lines more: peak, taken from docs/adding-a-policy.md, and leaky of the tests.
+# The registry with two lines more: peak, taken from docs/guides/write-a-policy.md, and leaky of the tests.
 set(extended ${CMAKE_CURRENT_BINARY_DIR}/extended)
-set(page ${PROJECT_SOURCE_DIR}/docs/adding-a-policy.md)
+set(page ${PROJECT_SOURCE_DIR}/docs/guides/write-a-policy.md)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${page})
 file(READ ${page} text)
 if(NOT text MATCHES "```cpp\n(// peak: [^`]+)```")

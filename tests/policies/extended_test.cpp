@@ -1,4 +1,4 @@
-// The registry with two lines more: `peak`, as docs/adding-a-policy.md shows it, and `leaky`.
+// The registry with two lines more: `peak`, as docs/guides/write-a-policy.md shows it, and `leaky`.
 #include <algorithm>
 
 #include "policies/aged_set.hpp"

@@ -103,7 +103,7 @@ def test_attention_that_is_refused(small: kvlab.Trace) -> None:
 
 def table_of_the_page() -> dict[int, dict[str, float]]:
     """Misses in %, by budget, then column."""
-    page = (ROOT / "docs" / "cache-simulators.md").read_text()
+    page = (ROOT / "docs" / "guides" / "cache-simulators.md").read_text()
     rows = [[cell.strip(" `%") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     names = next(row for row in rows if row[0] == "budget")
     return {int(row[0]): dict(zip(names[1:], map(float, row[1:]), strict=True)) for row in rows if row[0].isdigit()}
@@ -132,7 +132,7 @@ def test_the_page_runs_libcachesim(tmp_path: pathlib.Path, monkeypatch: pytest.M
     """Its LRU has to miss as often as ours of six lines."""
     pytest.importorskip("libcachesim")
     blocks = re.findall(
-        r"^```py\n(.*?)^```$", (ROOT / "docs" / "cache-simulators.md").read_text(), re.DOTALL | re.MULTILINE
+        r"^```py\n(.*?)^```$", (ROOT / "docs" / "guides" / "cache-simulators.md").read_text(), re.DOTALL | re.MULTILINE
     )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "traces").symlink_to(ROOT / "traces")

@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import ROOT
 
-PAGES = ["README.md", "docs/python.md"]
+PAGES = ["README.md", "docs/guides/python.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,5 +1,5 @@
-// A second simulator, for tests alone: float64, explicit matrices, every formula as docs/metrics.md
-// has it and nothing shared with the replay. Slow and short.
+// A second simulator, for tests alone: float64, explicit matrices, every formula as
+// docs/reference/metrics.md has it and nothing shared with the replay. Slow and short.
 #pragma once
 
 #include <cmath>

@@ -21,7 +21,7 @@ namespace {
 
 /// The page's own example.
 std::string peak_text() {
-  const std::string page = read_bytes(KVLAB_SOURCE_DIR "/docs/adding-a-policy.md");
+  const std::string page = read_bytes(KVLAB_SOURCE_DIR "/docs/guides/write-a-policy.md");
   const std::size_t begin = page.find("```cpp\n// peak: ") + 7;
   return page.substr(begin, page.find("```", begin) - begin);
 }
@@ -282,7 +282,8 @@ TEST_CASE("a Python function is no source: its run says what to write instead") 
          {CompiledPolicies{}, CompiledPolicies(compiled(peak_text()))})
       CHECK(refused([&] { require_source(given, "peak", path, "0", "run.json"); }) ==
             "run.json: policy peak is a Python function of " + path +
-                ", which runs in replays only; write it as a header (docs/adding-a-policy.md) and "
+                ", which runs in replays only; write it as a header "
+                "(docs/guides/write-a-policy.md) and "
                 "replay that by --policy-source");
 }
 

@@ -1,4 +1,4 @@
-# Compares the tables of PAGE (docs/policies.md) with what KVLAB (the program) prints, row by row: a policy need not be
+# Compares the tables of PAGE (docs/reference/policies.md) with what KVLAB (the program) prints, row by row: a policy need not be
 # on the page; with -DWRITE=ON puts the page's rows right instead.
 set(refresh [[
 NR == FNR { row[$2] = $0; next }

@@ -90,7 +90,7 @@ std::string code_or_blank(const std::string& text) {
   return text.empty() ? "" : fmt::format("`{}`", text);
 }
 
-/// Two tables, as docs/policies.md holds them.
+/// Two tables, as docs/reference/policies.md holds them.
 void print_markdown(const std::vector<PolicyEntry>& entries) {
   fmt::print(
       "| policy | what it does | needs | order | guards | parameters | positions | bytes a slot | "
@@ -127,7 +127,7 @@ ordered_json to_json(const std::vector<PolicyEntry>& entries) {
 
 void add_options(po::options_description& options) {
   options.add_options()("json", po::bool_switch(), "one JSON object")(
-      "markdown", po::bool_switch(), "the tables of docs/policies.md");
+      "markdown", po::bool_switch(), "the tables of docs/reference/policies.md");
   add_source_option(options);
 }
 

@@ -1,4 +1,4 @@
-"""Codes of blocks of channels (docs/ladders.md) and rotations, a second time, for experiments."""
+"""Codes of blocks of channels (docs/guides/precision-tiers.md) and rotations, a second time, for experiments."""
 
 import numpy
 

@@ -17,7 +17,7 @@ from experiment import Experiment, Refused, main, table
 POLICIES = ["window", "sink", "lru", "h2o", "a2sf", "tova"]
 QUESTION = """
 An interval from a few texts should hold for other texts. Here texts of several lengths are drawn, again and again, and
-two configurations are compared on them by kvlab's estimator (docs/verdicts.md). The interval should contain the true
+two configurations are compared on them by kvlab's estimator (docs/reference/recommendations.md). The interval should contain the true
 difference in 90 to 97% of the cases, for any mixture of lengths. `random` under two seeds should differ significantly in
 at most 8%.
 """

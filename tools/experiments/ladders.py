@@ -10,7 +10,7 @@ from kvlab import Trace
 QUESTION = """
 A budget of bytes holds few tokens exactly, or more in fewer bits. Which is better, for which policy, and from where on?
 Budgets are the bytes of so many tokens in 16 bit, in the layers that see everything; words are those of
-[ladders](../ladders.md). KL is to the model's own full cache, in nats, over the texts together.
+[precision tiers](../guides/precision-tiers.md). KL is to the model's own full cache, in nats, over the texts together.
 """
 POLICIES = ["a2sf:keep=0.99:sinks=4:recent=11", "h2o:sinks=4:recent=11", "sink:sinks=4"]
 LADDERS = ["16", "fp8", "8", "4", "2", "16:16t,4:100%", "16:16t,k4v2:100%", "8:25%,4:50%,k4v2:25%"]

@@ -16,7 +16,7 @@ paths() {
 }
 links() { grep -oE '\]\([^)]+\)' "$1" | sed 's/^](//; s/)$//' | grep -vE '^https?:' || true; }
 
-for page in README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs/*.md docs/*/*.md; do
+for page in README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs/*.md docs/*/*.md docs/*/*/*.md; do
   while IFS=: read -r line _; do
     complain "$page:$line: over 120 characters"
   done < <(grep -nE '^[^|].{120,}' "$page")

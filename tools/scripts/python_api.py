@@ -27,11 +27,11 @@ TITLES = {
 }
 HEAD = """# Python, name by name
 
-What `import kvlab` offers; `docs/python.md` shows it at work. `kvlab.hf` has [a page of its own](python-hf-api.md).
+What `import kvlab` offers; `docs/guides/python.md` shows it at work. `kvlab.hf` has [a page of its own](python-hf-api.md).
 Made by `tools/scripts/python_api.py` from the docstrings."""
 HF_HEAD = """# kvlab.hf, name by name
 
-What `import kvlab.hf` offers; `docs/python.md` shows it at work. Made by
+What `import kvlab.hf` offers; `docs/guides/python.md` shows it at work. Made by
 `tools/scripts/python_api.py` from the docstrings."""
 
 

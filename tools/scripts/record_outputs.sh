@@ -44,7 +44,7 @@ done
 keep replay-span replay --trace "$work/trace" --policy $all --budget 5%,10%,33%,128 --span all --request-threshold 0.05 \
   --seed 7 --layers 0,2 --threads 1 --out "$work/run-span" --device "$device"
 keep_run replay-span "$work/run-span"
-sed -n '/^```cpp$/,/^```$/p' docs/adding-a-policy.md | awk '/^```/ {n++; next} n == 1' >"$work/peak.hpp"
+sed -n '/^```cpp$/,/^```$/p' docs/guides/write-a-policy.md | awk '/^```/ {n++; next} n == 1' >"$work/peak.hpp"
 keep replay-source replay --trace "$work/trace" --policy-source "$work/peak.hpp" --policy peak,h2o --budget 48,20% \
   --prefill dense,stream --out "$work/run-source" --device "$device"
 keep_run replay-source "$work/run-source"

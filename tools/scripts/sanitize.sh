@@ -9,7 +9,7 @@
 # clean, then how many were; logs stay in BUILD/sanitize/TOOL. Exits 1 unless all are clean.
 #
 # COMPUTE_SANITIZER names another version than the toolkit's, such as those of PyPI's nvidia-cuda-sanitizer-api: before
-# 2025.4 initcheck does not follow copies of the copy engine. See docs/measurements/README.md.
+# 2025.4 initcheck does not follow copies of the copy engine. See docs/internals/measurements/README.md.
 set -euo pipefail
 
 build=${1:?BUILD} tool=${2:?TOOL} at_once=${3:-4} seconds=${4:-300} programs=${5:-.}

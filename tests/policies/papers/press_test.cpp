@@ -171,7 +171,8 @@ struct Pair {
   bool pooled = false;  ///< two tokens at both ends are ranked differently, as stated
 };
 
-/// What is stated, here and in docs/policies.md. All: a press scores a prompt once, so `once`.
+/// What is stated, here and in docs/reference/policies.md. All: a press scores a prompt once, so
+/// `once`.
 std::vector<Pair> pairs() {
   return {
       // kvpress lets the prompt's last token never leave: a guard here.

@@ -4,7 +4,7 @@ generated_test.py KVLAB SOURCE [--runs N] [--seed S] [--first N] [--python PYTHO
 
 Each case is made from the seed and its number alone, so `--first N --runs 1` does one again. With --python, a Python that has
 numpy and kvlab, as many cases again go to the package's functions (python_cases.py). Checked, of each run: it ends, by no signal,
-within a time and a memory limit (docs/security.md); its exit code is 0, 2, or 1 of `verify`; a refusal is one line without a
+within a time and a memory limit (docs/reference/security.md); its exit code is 0, 2, or 1 of `verify`; a refusal is one line without a
 library's words and without control characters; what was refused was not written; no .part and no scratch is left.
 """
 

@@ -55,8 +55,8 @@ has "confidence intervals are wide" err
 kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy sink --budget 24 >dense.out
 has "over decoded queries" dense.out
 
-# A policy of one's own: the header that docs/adding-a-policy.md shows, by what each command says comes next.
-awk '/^```cpp$/ {on = 1; next} on && /^```$/ {exit} on' "$source/docs/adding-a-policy.md" >peak.hpp
+# A policy of one's own: the header that docs/guides/write-a-policy.md shows, by what each command says comes next.
+awk '/^```cpp$/ {on = 1; next} on && /^```$/ {exit} on' "$source/docs/guides/write-a-policy.md" >peak.hpp
 kvlab replay --trace five/trace --policy-source peak.hpp --budget 64 --out mine >/dev/null
 kvlab deploy mine --budget 64 --policy-source peak.hpp --out mine.json >deploy.out
 has "--policy-file mine.json --policy-source peak.hpp" deploy.out
@@ -89,7 +89,7 @@ refused "exists" kvlab report $run --figures five/figures --out again.html
 [ ! -e again.html ] || fail "a refused report left a page"
 
 # README and docs name commands and options that there are.
-(cd "$source" && sed -e ':a' -e '/\\$/N; s/\\\n//; ta' README.md docs/*.md docs/*/*.md) |
+(cd "$source" && sed -e ':a' -e '/\\$/N; s/\\\n//; ta' README.md docs/*.md docs/*/*.md docs/*/*/*.md) |
   grep -oE '(^|[ `])kvlab [a-z]+ [^`#|┤─]*' | sed 's/^[ `]*kvlab //' | sort -u >named.txt
 [ "$(wc -l <named.txt)" -gt 50 ] || fail "no commands were found in docs"
 while read -r command words; do
@@ -98,7 +98,7 @@ while read -r command words; do
     grep -qE -e "(^|[^a-z-])$option([^a-z-]|\$)" help.out || fail "docs: kvlab $command has no $option"
   done
 done <named.txt
-for command in $(cd "$source" && cat README.md docs/*.md docs/*/*.md | sed -nE 's/.*(`|^    )kvlab ([a-z]+).*/\2/p' | sort -u); do
+for command in $(cd "$source" && cat README.md docs/*.md docs/*/*.md docs/*/*/*.md | sed -nE 's/.*(`|^    )kvlab ([a-z]+).*/\2/p' | sort -u); do
   kvlab help "$command" >help.out 2>&1 || fail "docs: there is no kvlab $command"
 done
 

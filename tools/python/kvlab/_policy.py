@@ -23,7 +23,7 @@ Ranks = numpy.typing.NDArray[Any]
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """What a policy says of itself: a line of docs/policies.md."""
+    """What a policy says of itself: a line of docs/reference/policies.md."""
 
     name: str
     summary: str

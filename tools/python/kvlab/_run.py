@@ -68,7 +68,7 @@ def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
     """`a` less `b`, paired: what the commands' verdicts go by.
 
     Of each text its figure, or its figures by block, the same blocks for both. Every text has weight 1; a text of far
-    fewer blocks than the longest is short (docs/verdicts.md).
+    fewer blocks than the longest is short (docs/reference/recommendations.md).
     """
     right = "a list, of a number or a list of numbers for each text"
     sides = (("a", _arguments.items("a", a, right)), ("b", _arguments.items("b", b, right)))

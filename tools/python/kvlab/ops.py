@@ -1,6 +1,6 @@
 """The kernel library's caches for torch: `Slots`, and its operators `torch.ops.kvlab.*`.
 
-An object of kvlab_slots (docs/kernel-library.md), driven on the current stream: a step is launches alone, so that a
+An object of kvlab_slots (docs/reference/c-api.md), driven on the current stream: a step is launches alone, so that a
 torch.cuda.CUDAGraph captures it and torch.compile traces it. The library is loaded when the first one is made.
 """
 

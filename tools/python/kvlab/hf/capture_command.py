@@ -1,4 +1,4 @@
-"""python -m kvlab.hf capture: a trace from a transformers model. See docs/capture-hf.md.
+"""python -m kvlab.hf capture: a trace from a transformers model. See docs/guides/capture-from-transformers.md.
 
 python -m kvlab.hf capture --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
 python -m kvlab.hf capture --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
@@ -179,7 +179,7 @@ def add_options(parser: Parser) -> None:
     chunk = "tokens of a given text to feed at once (default: 1024)"
     number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)
     repeated("--span-of", "TEXT", "a part of the prompt that is there once: the trace gets its tokens as a span")
-    column = "a number for each token, layer and KV head (docs/configurations.md): function(q, k, v, layer)"
+    column = "a number for each token, layer and KV head (docs/reference/configurations.md): function(q, k, v, layer)"
     repeated("--column", "NAME=module:function", column)
 
 

@@ -1,5 +1,5 @@
 """python -m kvlab.hf columns: adds one number a token to finished traces, for the policies that read them
-(docs/configurations.md). Needs no model but for value_out_norm1.
+(docs/reference/configurations.md). Needs no model but for value_out_norm1.
 """
 
 from __future__ import annotations

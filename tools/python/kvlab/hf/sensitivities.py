@@ -1,5 +1,5 @@
 """python -m kvlab.hf sensitivities: adds to a finished trace how much the model's predictions depend on each head's
-output. See docs/sensitivities.md.
+output. See docs/guides/gradients.md.
 
 For each draw a next token is drawn for every query of the span, from the model's own distribution under the full
 cache; stored is the gradient of the sum of their log-likelihoods with respect to what each head puts out (before the
