@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import threading
@@ -64,6 +65,11 @@ def cache_of(model: Any, policy: str = "h2o", budget: int | None = BUDGET, **wor
         pytest.skip(str(refused))
 
 
+def acted_on(cache: Any) -> list[int]:
+    """The layers that policies act on: all but those with a window of the model's own."""
+    return list(cache._conversation.attended.places)
+
+
 def kept_of(cache: Any) -> list[list[int]]:
     attended = cache._conversation.attended
     return [cache.kept(layer, head).tolist() for layer in attended.layers for head in range(attended.shape.kv_heads)]
@@ -110,15 +116,17 @@ def test_a_prefix_answers_ten_questions(family: str, words: dict[str, Any]) -> N
         check_equal(own, logits, fresh, call(model, ids_of(1, 60)[:, question * 5 : question * 5 + 6], fresh))
 
 
-def test_three_turns_and_a_copy_in_generate() -> None:
-    model = sharp(model_of())
-    plain, cache, text = transformers.DynamicCache(), kvlab.hf.Cache(model, "full"), ids_of(0, 20)
+@ALL
+def test_three_turns_and_a_copy_in_generate(family: str, words: dict[str, Any]) -> None:
+    """Answers under `full` are the plain model's, turn after turn."""
+    model = made(family, words)
+    cache, text = cache_of(model, "full", None), ids_of(0, 20)
     for turn in range(3):
-        own = copy.deepcopy(cache)
-        answers = [model.generate(text, **{cache_word(model): one}, **GREEDY) for one in (plain, cache, own)]
-        assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
-        text = torch.cat([answers[0], ids_of(1, 5 + turn)], 1)
-    assert cache.tokens == plain.get_seq_length() == cache.get_seq_length()
+        own, plain = copy.deepcopy(cache), model.generate(text, **GREEDY)
+        answers = [model.generate(text, **{cache_word(model): one}, **GREEDY) for one in (cache, own)]
+        assert torch.equal(plain, answers[0]) and torch.equal(plain, answers[1])
+        text = torch.cat([plain, ids_of(1, 5 + turn)], 1)
+    assert cache.tokens == plain.shape[1] - 1 == cache.get_seq_length()  # the last token was not fed
 
 
 def test_a_block_keeps_conversations_apart() -> None:
@@ -141,18 +149,37 @@ def test_a_block_keeps_conversations_apart() -> None:
         torch.testing.assert_close(call(model, more, b)[-1], expected, rtol=1e-4, atol=1e-4)
 
 
+@ALL
 @pytest.mark.parametrize("policy", ["full", "window", "sink"])
-def test_a_crop_goes_back(policy: str) -> None:
-    model = sharp(model_of())
+def test_a_crop_goes_back(policy: str, family: str, words: dict[str, Any]) -> None:
+    if "sliding_window" in words:  # a window of the model that has dropped nothing when the crop comes
+        words = words | {"sliding_window": words["sliding_window"] and 64}
+    model = made(family, words)
     budget = None if policy == "full" else 64
     cropped, fresh = cache_of(model, policy, budget), cache_of(model, policy, budget)
     call(model, ids_of(0, 40), cropped)
     call(model, ids_of(1, 7), cropped)
+    if cropped._conversation.attended.has_others:
+        with pytest.raises(kvlab.hf.Refused, match="the model has layers without attention, whose state does not go back"):
+            crop_to(cropped, 40)
+        return
     crop_to(cropped, 40)
     call(model, ids_of(0, 40), fresh)
     for ids in (ids_of(2, 9), ids_of(2, 30)):  # the window forgets at last
         check_equal(cropped, call(model, ids, cropped), fresh, call(model, ids, fresh))
     assert cropped.tokens == 79
+
+
+@ALL
+def test_a_crop_of_a_window_that_dropped_tokens_names_why(family: str, words: dict[str, Any]) -> None:
+    if not words.get("sliding_window"):
+        pytest.skip("no layer has a window")
+    model = made(family, words)
+    cache = cache_of(model, "full", None)
+    call(model, ids_of(0, 40), cache)
+    with pytest.raises(kvlab.hf.Refused, match="a layer's window of 16 tokens has dropped tokens; copy.deepcopy"):
+        crop_to(cache, 30)
+    assert cache.tokens == 40
 
 
 def crop_to(cache: Any, tokens: int) -> None:
@@ -179,10 +206,13 @@ def test_a_crop_that_cannot_be_names_why(policy: str, words: dict[str, Any], mes
     crop_to(cache, 40)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv:recent=8"])
-def test_chunks_by_hand_are_those_of_generate(policy: str) -> None:
-    model = sharp(model_of())
-    text, by_hand, own = ids_of(0, 60), kvlab.hf.Cache(model, policy, BUDGET), kvlab.hf.Cache(model, policy, BUDGET)
+CHUNKED = [("tova", *one) for one in FAMILIES] + [(policy, "llama", {}) for policy in ("h2o", "snapkv:recent=8")]
+
+
+@pytest.mark.parametrize(("policy", "family", "words"), CHUNKED)
+def test_chunks_by_hand_are_those_of_generate(policy: str, family: str, words: dict[str, Any]) -> None:
+    model = made(family, words)
+    text, by_hand, own = ids_of(0, 60), cache_of(model, policy), cache_of(model, policy)
     answer = model.generate(text, **{cache_word(model): own}, **GREEDY, prefill_chunk_size=20, disable_compile=True)
     old = int(transformers.__version__.split(".")[0]) < 5  # there the last token is decoded
     for ids in text.split((20, 20, 19, 1) if old else 20, 1):
@@ -281,22 +311,29 @@ def test_a_rope_that_changes_is_refused_from_its_first_token_on(kind: str, first
             call(model, ids_of(0, 65), kvlab.hf.Cache(model, "full", length=64))
 
 
-@pytest.mark.parametrize("policy", ["tova", "h2o", "snapkv:recent=8"])
-@pytest.mark.parametrize("calls", [(40,), (20, 20), (25, 1, 1, 10, 1), (1, 30)])
-def test_what_is_recorded_is_replayed_to_the_same_tokens(policy: str, calls: tuple[int, ...]) -> None:
-    model, decoded = sharp(model_of()), 6
-    cache = kvlab.hf.Cache(model, policy, BUDGET, record=True, length=sum(calls) + decoded)
-    kept = [[] for _ in range(4)]
+CALLS = [(40,), (20, 20), (25, 1, 1, 10, 1), (1, 30)]
+TOVA = [("tova", calls, family, words) for family, words in FAMILIES for calls in CALLS]
+RECORDED = TOVA + [(policy, calls, "llama", {}) for policy in ("h2o", "snapkv:recent=8") for calls in CALLS]
+
+
+@pytest.mark.parametrize(("policy", "calls", "family", "words"), RECORDED)
+def test_what_is_recorded_is_replayed_to_the_same_tokens(
+    policy: str, calls: tuple[int, ...], family: str, words: dict[str, Any]
+) -> None:
+    model, decoded = made(family, words), 6
+    cache = cache_of(model, policy, record=True, length=sum(calls) + decoded)
+    kept: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
     for ids in (*ids_of(0, sum(calls)).split(calls, 1), *ids_of(1, decoded).split(1, 1)):
         call(model, ids, cache)
-        for own, positions in zip(kept, kept_of(cache)):
-            own.append(positions)
+        for layer in acted_on(cache):
+            for head in range(cache._conversation.attended.shape.kv_heads):
+                kept[layer, head].append(cache.kept(layer, head).tolist())
     trace = copy.deepcopy(cache).trace()
     prompts = [tokens for _, tokens, kind in trace.segments if kind == "prompt"]
     assert prompts == [tokens for number, tokens in enumerate(calls) if tokens > 1 or number == 0]
     run = kvlab.replay(trace, policy, BUDGET, references=False)
-    for at, own in enumerate(kept):
-        live = run.kept(*divmod(at, 2), policy.split(":")[0]).live
+    for (layer, head), own in kept.items():
+        live = run.kept(layer, head, policy.split(":")[0]).live
         for query, positions in zip(live[-decoded:], own[-decoded:], strict=True):
             assert numpy.flatnonzero(query).tolist() == positions
 
