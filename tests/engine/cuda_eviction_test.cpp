@@ -314,9 +314,15 @@ TEST_CASE("A batch's later prompts, and the logits of their last tokens, are tho
   }
 }
 
-/// The part of all covering configurations that has this type, and reads its prompt in plain steps
-/// or not.
-void check_batches(Dtype dtype, bool plain_steps) {
+/// Which of the covering configurations a test case runs. One case takes less than a minute, twelve
+/// side by side.
+struct BatchPart {
+  Dtype dtype;
+  bool plain_steps;   ///< in which a prompt is read
+  bool shares_slots;  ///< budgets are ada()
+};
+
+void check_batches(const BatchPart& part) {
   if (no_device()) return;
   const test::Choices choices{
       .beside = {"column:name=key_norm", "column:name=value_norm", "column:name=value_norm1",
@@ -330,11 +336,13 @@ void check_batches(Dtype dtype, bool plain_steps) {
   for (const CacheConfig& config : test::covering(choices, &kCudaDecoder, 400, heads)) {
     const bool plain = config.prefill.chunk == 1;
     bf16 = !bf16;
-    if (bf16 != (dtype == Dtype::bf16) || plain != plain_steps) continue;
+    if (bf16 != (part.dtype == Dtype::bf16) || plain != part.plain_steps ||
+        config.shares_slots() != part.shares_slots)
+      continue;
     CAPTURE(config.policy.text(), config.budget.text(), plain, name_of(config.positions), bf16);
     // All of a short prompt may fit a ladder.
     const bool evicts = !(config.policy.ladder.is_coded() && config.policy.modifiers.once);
-    check_parity(parity(tiny(dtype), config.policy, plain, config.positions,
+    check_parity(parity(tiny(part.dtype), config.policy, plain, config.positions,
                         {.shares_slots = config.shares_slots()}),
                  evicts);
     ++checked;
@@ -342,17 +350,36 @@ void check_batches(Dtype dtype, bool plain_steps) {
   CHECK(checked > 0);
 }
 
-TEST_CASE("Sequences of a batch pass the three questions: bf16, whole prompts", "[gpu]") {
-  check_batches(Dtype::bf16, false);
+TEST_CASE("Sequences of a batch pass the three questions: bf16, whole prompts, own slots",
+          "[gpu]") {
+  check_batches({.dtype = Dtype::bf16, .plain_steps = false, .shares_slots = false});
 }
-TEST_CASE("Sequences of a batch pass the three questions: bf16, plain steps", "[gpu]") {
-  check_batches(Dtype::bf16, true);
+TEST_CASE("Sequences of a batch pass the three questions: bf16, whole prompts, shared slots",
+          "[gpu]") {
+  check_batches({.dtype = Dtype::bf16, .plain_steps = false, .shares_slots = true});
 }
-TEST_CASE("Sequences of a batch pass the three questions: float32, whole prompts", "[gpu]") {
-  check_batches(Dtype::f32, false);
+TEST_CASE("Sequences of a batch pass the three questions: bf16, plain steps, own slots", "[gpu]") {
+  check_batches({.dtype = Dtype::bf16, .plain_steps = true, .shares_slots = false});
 }
-TEST_CASE("Sequences of a batch pass the three questions: float32, plain steps", "[gpu]") {
-  check_batches(Dtype::f32, true);
+TEST_CASE("Sequences of a batch pass the three questions: bf16, plain steps, shared slots",
+          "[gpu]") {
+  check_batches({.dtype = Dtype::bf16, .plain_steps = true, .shares_slots = true});
+}
+TEST_CASE("Sequences of a batch pass the three questions: float32, whole prompts, own slots",
+          "[gpu]") {
+  check_batches({.dtype = Dtype::f32, .plain_steps = false, .shares_slots = false});
+}
+TEST_CASE("Sequences of a batch pass the three questions: float32, whole prompts, shared slots",
+          "[gpu]") {
+  check_batches({.dtype = Dtype::f32, .plain_steps = false, .shares_slots = true});
+}
+TEST_CASE("Sequences of a batch pass the three questions: float32, plain steps, own slots",
+          "[gpu]") {
+  check_batches({.dtype = Dtype::f32, .plain_steps = true, .shares_slots = false});
+}
+TEST_CASE("Sequences of a batch pass the three questions: float32, plain steps, shared slots",
+          "[gpu]") {
+  check_batches({.dtype = Dtype::f32, .plain_steps = true, .shares_slots = true});
 }
 
 // Hidden, as it takes minutes: KVLAB_PARITY_MODEL is a checkpoint's folder, or a configuration
