@@ -44,6 +44,10 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
     return fmt::format(
         "policy {}: ladder {}: {} codes no channels; a replay and the closed loop on the CPU do",
         policy.name, policy.ladder.text(), executor.name);
+  if (const std::size_t tiers = policy.ladder.rungs.size(); tiers > executor.most_tiers)
+    return fmt::format("policy {}: ladder {}: has {} tiers, and {} holds at most {}; {} holds {}",
+                       policy.name, policy.ladder.text(), tiers, executor.name, executor.most_tiers,
+                       executor.instead, kMaxTiers);
   if (!policy.entry)
     return fmt::format("policy {} is a reference of the replay; {} needs a policy", policy.name,
                        executor.name);

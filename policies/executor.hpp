@@ -17,6 +17,9 @@ namespace kvlab {
 /// that a ColumnSource brings, or those that lie beside a trace.
 enum class Columns { none, built_in, brought, any };
 
+/// Tiers of a plan that a CUDA device can hold: kernels::kMostRungs.
+inline constexpr std::size_t kMaxDeviceTiers = 8;
+
 /// What it knows is true here; an executor that learns something turns that to true in its line
 /// below, and has no other gate.
 struct Executor {
@@ -28,6 +31,7 @@ struct Executor {
   bool scope_layer = false;
   bool group_max = false;
   bool ladders = false;
+  std::size_t most_tiers = kMaxTiers;  ///< of one tier plan
   bool kivi = false;
   bool products = false;   ///< of a policy's rank with a column
   bool bent_rows = false;  ///< layers with soft caps or sink logits
@@ -58,6 +62,7 @@ inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .scope_layer = true,
                                        .group_max = true,
                                        .ladders = true,
+                                       .most_tiers = kMaxDeviceTiers,
                                        .columns = Columns::built_in};
 /// What kvlab.hf.evicting does with it.
 inline constexpr Executor kKernelLibrary{.name = "the kernel library",
@@ -66,6 +71,7 @@ inline constexpr Executor kKernelLibrary{.name = "the kernel library",
                                          .scope_layer = true,
                                          .group_max = true,
                                          .ladders = true,
+                                         .most_tiers = kMaxDeviceTiers,
                                          .columns = Columns::built_in};
 inline constexpr Executor kCudaLoop{.name = "the closed loop on CUDA",
                                     .instead = "--device cpu",
@@ -73,6 +79,7 @@ inline constexpr Executor kCudaLoop{.name = "the closed loop on CUDA",
                                     .scope_layer = true,
                                     .group_max = true,
                                     .ladders = true,
+                                    .most_tiers = kMaxDeviceTiers,
                                     .columns = Columns::built_in};
 inline constexpr Executor kCudaReplay{.name = "the CUDA replay",
                                       .instead = "--device cpu",
@@ -80,6 +87,7 @@ inline constexpr Executor kCudaReplay{.name = "the CUDA replay",
                                       .scope_layer = true,
                                       .group_max = true,
                                       .ladders = true,
+                                      .most_tiers = kMaxDeviceTiers,
                                       .columns = Columns::any};
 
 /// The first column of the policy that the executor has not; empty: it has all.

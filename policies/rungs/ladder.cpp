@@ -116,8 +116,9 @@ std::vector<RungSlots> Ladder::slots(std::uint64_t bytes, std::uint32_t blocks) 
   }
   if (slots.front().slots == 0)
     throw BudgetTooSmall(
-        fmt::format("ladder {}: {} bytes hold no token of its first rung, which takes {}", text(),
-                    bytes, bytes_of(rungs.front())),
+        fmt::format(
+            "ladder {}: {} bytes are too few for one token on its first tier, which takes {}",
+            text(), bytes, bytes_of(rungs.front())),
         "");
   return slots;
 }

@@ -64,7 +64,6 @@ class Replayer final : public CudaReplayer {
            shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0 &&
            trace.row(0).rope.rotated() % 4 == 0 && knows_rows(trace) &&
            (!config.policy.ladder.is_coded() || shape.head_size % kCodeBlock == 0) &&
-           config.policy.ladder.rungs.size() <= kernels::kMostReplayRungs &&
            (config.policy.modifiers.scope == Modifiers::Scope::head || walks_layers(shape)) &&
            fits(trace, config);
   }

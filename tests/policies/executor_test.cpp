@@ -51,6 +51,22 @@ TEST_CASE("KIVI runs in the replay and the closed loop on the CPU alone") {
   CHECK(refusal(kCudaReplay, asked("full:ladder=kivi2")) != "");
 }
 
+TEST_CASE("A device refuses a plan of too many tiers by the policy's name; the CPU runs it") {
+  const auto plan = [](std::size_t tiers) {
+    std::string text = "h2o:ladder=";
+    for (std::size_t t = 1; t < tiers; ++t) text += "16@4t+";
+    return text + "4@100%";
+  };
+  for (const Executor& executor : {kCudaDecoder, kKernelLibrary, kCudaLoop, kCudaReplay}) {
+    CHECK(refusal(executor, asked(plan(kMaxDeviceTiers))) == "");
+    const std::string why = refusal(executor, asked(plan(kMaxDeviceTiers + 1)));
+    CHECK(why.starts_with("policy h2o: ladder 16:4t,"));
+    CHECK(why.ends_with(fmt::format("has 9 tiers, and {} holds at most 8; {} holds 16",
+                                    executor.name, executor.instead)));
+  }
+  CHECK(refusal(kDecoder, asked(plan(kMaxTiers))) == "");
+}
+
 TEST_CASE("Layers that a budget exempts are run on the CPU alone") {
   CacheConfig config = asked("h2o");
   config.budget = budget_of_heads({{8}, {kNoBudget}}, "b.json");

@@ -11,14 +11,13 @@
 namespace kvlab {
 namespace {
 
+static_assert(kMaxDeviceTiers == kernels::kMostRungs);
+
 /// Refuses caches that one launch cannot serve.
 void check_caches(const ModelConfig& config, const std::vector<ResolvedConfig>& caches) {
   const auto& first = caches.front();
   for (const ResolvedConfig& cache : caches) {
     check_held(kCudaDecoder, cache, config.heads());
-    if (cache.policy.ladder.rungs.size() > kernels::kMostRungs)
-      throw std::invalid_argument(fmt::format("ladder {}: the CUDA decoder has {} rungs at most",
-                                              cache.policy.ladder.text(), kernels::kMostRungs));
     if (!side_by_side(cache, first))
       throw std::invalid_argument(
           "CUDA decoder: the sequences of a batch share one policy, its columns, and one kind of "

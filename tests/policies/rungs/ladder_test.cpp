@@ -177,7 +177,7 @@ TEST_CASE("slots are what bytes hold") {
   CHECK(slots("8:25%,4:50%,k4v2:25%", 64 * 512) == std::vector<std::uint32_t>{28, 102, 65});
   CHECK(slots("16:16t,4:100%", 15 * 512) == std::vector<std::uint32_t>{15, 0});
   CHECK_THROWS_WITH(slots("16:10%,4:90%", 4 * 512),
-                    Catch::Matchers::ContainsSubstring("2048 bytes hold no token"));
+                    Catch::Matchers::ContainsSubstring("2048 bytes are too few for one token"));
 }
 
 TEST_CASE("who steps down, and who leaves, is as the rule says") {

@@ -387,7 +387,7 @@ TEST_CASE("what ladders do not go with is refused") {
   config.budget = parse_budget("ada(16)");
   refuse(config, "an even budget");
   refuse({.policy = parse_policy("full:ladder=16@50%+4@50%")}, "one form");
-  refuse(config_of("h2o", "16@1%+4@99%", 16), "hold no token of its first rung");
+  refuse(config_of("h2o", "16@1%+4@99%", 16), "too few for one token on its first tier");
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder.path() / "trace", {});  // heads of 16
   CHECK_THROWS_WITH(figures(trace, config_of("h2o", "4", 16)),

@@ -24,7 +24,7 @@ done
 refused "shares come to 75%" "$kvlab" eval --model tiny --text policy.json --policy h2o --budget 32 --ladder 8:25%,4:50%
 refused "rungs go down" "$kvlab" tune --model tiny --text policy.json --budget 32 --ladder 4:50%,8:50% --out other.json
 refused "holds no token" "$kvlab" replay --trace story --policy h2o --budget 79B --ladder 4 --out other
-refused "hold no token of its first rung" "$kvlab" replay --trace story --policy h2o --budget 32 --ladder 16:1%,4:99% --out other
+refused "too few for one token on its first tier" "$kvlab" replay --trace story --policy h2o --budget 32 --ladder 16:1%,4:99% --out other
 [ ! -e other ] && [ ! -e other.json ] || fail "a refused ladder left something"
 
 # An output in the place of an input.
