@@ -52,6 +52,22 @@ void print_table(const Fidelity& fidelity) {
   }
 }
 
+/// Those whose budget fits every text; enough of them at each budget.
+std::vector<CacheConfig> fitting(std::vector<CacheConfig> configs,
+                                 const std::vector<LoopText>& texts, const CacheShape& model,
+                                 const LeaveOut& leave_out) {
+  configs = configs_that_fit(
+      std::move(configs),
+      [&](const CacheConfig& config) {
+        for (const LoopText& text : texts)
+          resolve(config.at_prompt(text.prompt_tokens), static_cast<std::uint32_t>(text.ids.size()),
+                  0, model);
+      },
+      leave_out);
+  check_fidelity_grid(configs);
+  return configs;
+}
+
 /// Each text in both loops; traces of texts go into `traces`.
 std::vector<FidelityText> measure(const po::variables_map& options, const LoopModel& model,
                                   const std::vector<LoopText>& texts,
@@ -100,11 +116,14 @@ int run(const po::variables_map& options) {
     refuse_unwritable(options["report"].as<std::string>(), "--report");
     claim.emplace(options["report"].as<std::string>());
   }
-  const std::vector<CacheConfig> configs = grid_from(options);
+  const LeaveOut leave_out = left_out_of("fidelity");
+  std::vector<CacheConfig> configs =
+      grid_from(options, {}, policy_sources_from(options), leave_out);
   check_fidelity_grid(configs);
   AtomicFolder folder(out);
   const LoopModel model = load_loop_model(options);
   const std::vector<LoopText> texts = loop_texts_from(options, model);
+  configs = fitting(std::move(configs), texts, model.backend->config().heads(), leave_out);
   const std::filesystem::path traces = folder / "traces";
   if (options.count("text")) std::filesystem::create_directory(traces);
   const std::vector<FidelityText> measured = measure(options, model, texts, configs, traces);

@@ -136,13 +136,14 @@ TaskRequest request_from(const po::variables_map& options) {
                       .draws = count_from(options, "draws", 1, kMostDraws),
                       .seed = seed_from(options),
                       .modes = modes_from(options),
-                      .beyond_context = options["beyond-context"].as<bool>()};
+                      .beyond_context = options["beyond-context"].as<bool>(),
+                      .leave_out = left_out_of("task")};
   for (double& depth : request.depths) depth /= 100;
   request.answers = {.max_new_tokens = count_from(options, "max-new-tokens", 1, 1 << 20),
                      .most_rows = kCpuRows,
                      .progress = progress_bar("task")};
   if (options.count("policy") || options.count("policy-source"))
-    request.configs = grid_from(options);
+    request.configs = grid_from(options, {}, policy_sources_from(options), request.leave_out);
   else
     refuse_lone_budget(options);
   return request;

@@ -117,20 +117,25 @@ nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& re
 /// What is decoded, and under which caches.
 struct Dialogue {
   std::vector<VerifyTurn> turns;
+  std::vector<CacheConfig> configs;  ///< whose budget fits
   std::vector<ResolvedConfig> caches;
 };
 
-Dialogue dialogue_from(const po::variables_map& options, std::span<const CacheConfig> grid,
+Dialogue dialogue_from(const po::variables_map& options, std::vector<CacheConfig> asked,
                        const ModelConfig& config, const Tokenizer& tokenizer) {
   auto first = first_ids(prompt_name(options), prompt_from(options), tokenizer);
   auto prompts = turns_from(options, tokenizer, std::move(first));
   const std::uint32_t decode_tokens = max_new_tokens_from(options);
-  Dialogue dialogue;
+  const auto resolved = [&](const CacheConfig& cache) {
+    return resolve(cache.at_prompt(static_cast<std::uint32_t>(prompts.front().size())),
+                   most_tokens(prompts, decode_tokens), 0, config.heads());
+  };
+  Dialogue dialogue{.turns = {},
+                    .configs = configs_that_fit(std::move(asked), resolved, left_out_of("verify")),
+                    .caches = {}};
   std::string warning;
-  for (const CacheConfig& cache : grid) {
-    dialogue.caches.push_back(
-        resolve(cache.at_prompt(static_cast<std::uint32_t>(prompts.front().size())),
-                most_tokens(prompts, decode_tokens), 0, config.heads()));
+  for (const CacheConfig& cache : dialogue.configs) {
+    dialogue.caches.push_back(resolved(cache));
     warning = check_context(options, config, dialogue.caches.back(), prompts);
   }
   if (!warning.empty()) fmt::print(stderr, "kvlab verify: {}\n", warning);
@@ -147,7 +152,8 @@ std::optional<PolicyFile> policy_file_from(const po::variables_map& options) {
 int run(const po::variables_map& options) {
   const unsigned threads = threads_from(options);
   const std::optional<PolicyFile> file = policy_file_from(options);
-  const auto grid = file ? std::vector{file->cache} : grid_from(options);
+  auto grid = file ? std::vector{file->cache}
+                   : grid_from(options, {}, policy_sources_from(options), left_out_of("verify"));
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const Device device = device_from(options);
   // The CPU's model: what runs, or what a device's logits are compared with.
@@ -158,14 +164,14 @@ int run(const po::variables_map& options) {
                                              : load_backend(device, directory, threads);
   if (file) check_shape(*file, backend->config().heads());
   const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
-  const Dialogue dialogue = dialogue_from(options, grid, backend->config(), tokenizer);
+  const Dialogue dialogue = dialogue_from(options, std::move(grid), backend->config(), tokenizer);
   say_of_model(backend->config(), tokenizer);
 
   const std::string_view dtype = torch_name(backend->rounding().value_or(Dtype::f32));
   bool ok = true;
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
-  for (std::size_t c = 0; c < grid.size(); ++c) {
-    const CacheConfig& config = grid[c];
+  for (std::size_t c = 0; c < dialogue.configs.size(); ++c) {
+    const CacheConfig& config = dialogue.configs[c];
     const VerifyReport report =
         verify_decoder(*backend, dialogue.caches[c], dialogue.turns, sampling_from(options),
                        {.threads = threads,

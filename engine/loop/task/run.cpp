@@ -17,8 +17,8 @@
 namespace kvlab {
 namespace {
 
-Memory memory_of(const CacheConfig& asked, const TaskPrompt& prompt, QueryMode mode,
-                 const CacheShape& model) {
+ResolvedConfig resolve_for(const CacheConfig& asked, const TaskPrompt& prompt, QueryMode mode,
+                           const CacheShape& model) {
   std::vector<Segment> segments;
   std::uint32_t start = 0;
   const auto add = [&](std::size_t tokens, SegmentKind kind) {
@@ -30,7 +30,19 @@ Memory memory_of(const CacheConfig& asked, const TaskPrompt& prompt, QueryMode m
   CacheConfig config = asked;
   // (Of the prompt, without the answer.)
   config.budget = config.budget_at_length(prompt.tokens(), model.head_size);
-  return kvlab::memory_of(resolve(config, segments, 0, model), model);
+  return resolve(config, segments, 0, model);
+}
+
+/// Those whose budget fits every question.
+std::vector<CacheConfig> fitting(const TaskRun& run, const CacheShape& model,
+                                 const LeaveOut& leave_out) {
+  return configs_that_fit(
+      run.configs,
+      [&](const CacheConfig& config) {
+        for (const QueryMode mode : run.modes)
+          for (const TaskPrompt& prompt : run.prompts) resolve_for(config, prompt, mode, model);
+      },
+      leave_out);
 }
 
 /// Whether each draw was answered right, of one mode: [configuration][prompt].
@@ -68,7 +80,8 @@ std::vector<std::vector<Memory>> task_memory(const TaskRun& run, const CacheShap
   for (std::size_t m = 0; m < run.modes.size(); ++m)
     for (std::size_t c = 0; c < run.configs.size(); ++c)
       for (const TaskPrompt& prompt : run.prompts) {
-        const Memory own = memory_of(run.configs[c], prompt, run.modes[m], model);
+        const Memory own =
+            memory_of(resolve_for(run.configs[c], prompt, run.modes[m], model), model);
         Memory& all = memory[m][c];
         all.mean += own.mean / prompts;
         all.peak = std::max(all.peak, own.peak);
@@ -147,6 +160,7 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
             tokenizer, request.chat, draw_task(request.spec, haystack, place, request.seed, draw)));
       }
   if (!request.beyond_context) check_context(backend.config(), run);
+  run.configs = fitting(run, backend.config().heads(), request.leave_out);
   run.answers = answer_tasks(backend.batches(), tokenizer, run.prompts, run.modes, run.configs,
                              request.answers);
   run.memory = task_memory(run, backend.config().heads());

@@ -95,6 +95,7 @@ struct TaskRequest {
   std::string_view text = bundled_haystack();
   bool beyond_context = false;  ///< take prompts longer than the model was trained on
   AnswerOptions answers;
+  LeaveOut leave_out = nullptr;  ///< gets what has too small a budget; null: that is refused
 };
 
 /// Throws std::invalid_argument for a text without words, for too many keys, and for prompts longer
