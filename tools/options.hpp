@@ -16,6 +16,11 @@
 
 namespace kvlab {
 
+/// Of results in which every policy keeps every token.
+inline constexpr std::string_view kBudgetKeepsAll =
+    "budget all keeps every token, so no policy evicted anything; to compare policies give tokens "
+    "or a share: --budget 128,20%";
+
 /// What an option holds; `name` is that of its value in --help, `standard` the default, if any.
 po::typed_value<std::string>* text_option(const char* name);
 po::typed_value<std::string>* text_option(const char* name, const char* standard);

@@ -478,9 +478,14 @@ class DecoderLoop {
 }  // namespace
 
 LoopSpan loop_span(std::uint32_t tokens, const LoopOptions& options) {
+  if (tokens < 2)
+    throw std::invalid_argument(fmt::format(
+        "a sequence of {} has none to score, because nothing predicts its first token; a longer "
+        "text is needed",
+        tokens == 1 ? "1 token" : "no tokens"));
   const std::uint32_t prompt = std::min(options.prompt_tokens, tokens);
   const std::uint32_t first_scored = options.span == Span::decode ? prompt : 0;
-  if (tokens < 2 || first_scored + 1 >= tokens)
+  if (first_scored + 1 >= tokens)
     throw std::invalid_argument(
         fmt::format("a sequence of {} tokens with a prompt of {} leaves none to score; a longer "
                     "text, a shorter prompt or --span all would",

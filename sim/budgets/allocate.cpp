@@ -159,6 +159,7 @@ Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
   if (!run.info.layers.empty())
     throw std::invalid_argument("the run has some layers only; replay all of them");
   const Figures figures(run.rows);
+  if (figures.budgets().empty()) throw std::invalid_argument(std::string(kNoBudgetInRun));
   const RunTrace& trace = run.info.traces.front();
   const std::uint32_t length = common_length(run.info);
   const std::size_t series = series_of(figures, request.policy);

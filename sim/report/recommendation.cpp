@@ -179,12 +179,16 @@ std::vector<Row> rows_of(Recommendations all) {
   return rows;
 }
 
+/// A metric of a longer name stands above the table: its column would leave no room for names.
+constexpr std::size_t kLongestHeading = 10;
+
 std::string table_text(const std::vector<Row>& rows, const std::string& metric) {
   const auto width = [&](std::string Row::*part, std::size_t least) {
     for (const Row& row : rows) least = std::max(least, (row.*part).size());
     return least;
   };
-  const std::string mean = metric.size() > 10 ? "mean" : metric;
+  const bool above = metric.size() > kLongestHeading;
+  const std::string mean = above ? "mean" : metric;
   const std::size_t budget = width(&Row::budget, 6), memory = width(&Row::memory, 6),
                     of_full = width(&Row::of_full, 7), means = width(&Row::mean, mean.size()),
                     difference = width(&Row::difference, 19);
@@ -193,7 +197,7 @@ std::string table_text(const std::vector<Row>& rows, const std::string& metric) 
   const std::size_t choices = width(&Row::choice, 6), runners = width(&Row::runner_up, 9);
   const std::size_t choice = std::min(choices, std::max(left / 2, left - std::min(left, runners))),
                     runner = std::min(runners, left - choice);
-  std::string text;
+  std::string text = above ? "mean: " + metric + "\n" : "";
   const auto line = [&](const Row& row) {
     std::string own =
         fmt::format("{:<{}} {:>{}} {:>{}}  {:<{}} {:>{}}  {:<{}}  {}", row.budget, budget,
@@ -286,14 +290,19 @@ std::string recommendations_text(Recommendations made) {
   return text;
 }
 
+std::string few_tokens_warning(std::uint64_t tokens) {
+  if (tokens >= kEnoughTokens) return "";
+  return fmt::format(
+      "only {} scored, so confidence intervals are wide; use at least {} (a longer text, or "
+      "several)",
+      tokens == 1 ? "1 token was" : fmt::format("{} tokens were", tokens), kEnoughTokens);
+}
+
 std::vector<std::string> recommendation_warnings(const Recommendation& made) {
   std::vector<std::string> lines;
   const ComparisonScope& scope = made.scope;
   if (scope.tokens > 0 && scope.tokens < kEnoughTokens)
-    lines.push_back(
-        fmt::format("only {} tokens were scored, so confidence intervals are wide; use at least "
-                    "{} (a longer text, or several)",
-                    scope.tokens, kEnoughTokens));
+    lines.push_back(few_tokens_warning(scope.tokens));
   const auto unknown = [](const Difference& behind) { return !is_known(behind); };
   if (made.order.size() > 1 && std::ranges::all_of(made.behind, unknown))
     lines.push_back(

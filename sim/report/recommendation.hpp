@@ -30,6 +30,8 @@ std::string in_columns(const std::string& text);
 /// What to be careful about, one line each: few tokens, no interval, memory that is not known,
 /// protected tokens that fill the budget.
 std::vector<std::string> recommendation_warnings(const Recommendation& made);
+/// That so few tokens were scored that intervals are wide; "" where they were enough.
+std::string few_tokens_warning(std::uint64_t tokens);
 /// Of all budgets, each once.
 std::vector<std::string> recommendation_warnings(std::span<const Recommendation> made);
 

@@ -192,8 +192,7 @@ class Page {
   }
   Figure frontier() const { return frontier_figure(figures_, drawn_for(headline_), headline_); }
   const BudgetColumn& chosen_budget() const {
-    if (figures_.budgets().empty())
-      throw std::runtime_error("the run holds no budget: only the full cache was replayed");
+    if (figures_.budgets().empty()) throw std::runtime_error(std::string(kNoBudgetInRun));
     if (!options_.budget.empty()) {
       if (const BudgetColumn* column = figures_.find_budget(options_.budget)) return *column;
       std::vector<std::string> known;

@@ -36,6 +36,10 @@ struct BudgetColumn {
   std::uint32_t least_tokens, most_tokens;
 };
 
+/// Why a run without any budget cannot answer a question about budgets.
+inline constexpr std::string_view kNoBudgetInRun =
+    "the run has no budget at which a policy evicts; replay it with some: --budget 128,20%";
+
 /// A mean over traces; of one trace with the error that its row has.
 using Average = Difference;
 

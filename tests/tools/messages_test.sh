@@ -23,6 +23,15 @@ prints "only the full cache was replayed, which loses nothing" full.out
 prints "budget all keeps every token, so no policy evicted anything" all.out
 silent_of "layer error" all.out
 refused "the run has no budget at which a policy evicts" "$kvlab" deploy all --budget all --out policy.json
+refused "the run has no budget at which a policy evicts" "$kvlab" report all --out page.html
+refused "the run has no budget at which a policy evicts" "$kvlab" allocate all --budget 10% --out budgets.json
+refused "the run has no budget at which a policy evicts" "$kvlab" allocate full --budget 10% --out budgets.json
+"$kvlab" compare all all >all.out
+prints "budget all keeps every token, so no policy evicted anything" all.out
+"$kvlab" compare full full >full.out
+prints "No policy has the same settings and budget in two of the runs" full.out
+silent_of "no policy evicted" full.out
+[ ! -e page.html ] && [ ! -e budgets.json ] || fail "what was refused left something"
 "$kvlab" replay --trace "$trace" --policy h2o --budget 64,100000 --out large >large.out 2>large.err
 prints "budget 100000 holds all 1012 tokens of the longest trace, so nothing is evicted" large.err
 "$kvlab" eval --model "$tiny" --text "$text" --window 200 --policy h2o --budget 5000 >large.out 2>large.err
@@ -52,6 +61,30 @@ prints "left out at budget 5%: policy snapkv" pairs.err
 prints "h2o" eval.out
 silent_of "snapkv" eval.out
 refused "exceed the budget of 20 tokens" "$kvlab" eval --model "$tiny" --text "$text" --window 400 --policy snapkv --budget 5%
+for budget in 20 5%; do # known before the prompt is, and not
+  "$kvlab" verify --model "$tiny" --prompt-file "$text" --max-new-tokens 3 --policy h2o,snapkv --budget $budget --skip-logits \
+    --device cpu >pairs.out 2>pairs.err || { cat pairs.err; fail "verify refuses all for one pair"; }
+  prints "left out at budget $budget: policy snapkv" pairs.err
+  prints "h2o" pairs.out
+  silent_of "snapkv" pairs.out
+  "$kvlab" task passkey --model "$tiny" --policy h2o,snapkv --budget $budget --words 100 --depth 50% --draws 1 --device cpu \
+    --out task$budget >pairs.out 2>pairs.err || { cat pairs.err; fail "task refuses all for one pair"; }
+  prints "left out at budget $budget: policy snapkv" pairs.err
+  prints "h2o" pairs.out
+  silent_of "snapkv" pairs.out
+  "$kvlab" fidelity --model "$tiny" --text "$text" --policy window,sink,h2o,snapkv --budget $budget --max-tokens 200 \
+    --device cpu --out fidelity$budget >pairs.out 2>pairs.err || { cat pairs.err; fail "fidelity refuses all for one pair"; }
+  prints "left out at budget $budget: policy snapkv" pairs.err
+  silent_of "snapkv" "fidelity$budget/fidelity.csv"
+done
+grep -q '"recommendations"' task20/task.json || fail "task.json has no recommendations"
+refused "exceed the budget of 20 tokens" "$kvlab" verify --model "$tiny" --prompt hi --policy snapkv --budget 20
+refused "exceed the budget of 20 tokens" "$kvlab" task passkey --model "$tiny" --policy snapkv --budget 20 --out other
+refused "exceed the budget of 20 tokens" "$kvlab" fidelity --model "$tiny" --text "$text" --policy snapkv --budget 20 --out other
+
+# A long metric's name stands above the table.
+"$kvlab" deploy pairs --budget 64 --out deployed.json >deploy.out 2>deploy.err
+prints "mean: layer error" deploy.out
 
 # A refusal of a tier plan names the policy.
 refused "policy sink: ladder 16:4t,4:100%: codes are of keys at original positions" \
@@ -69,6 +102,15 @@ silent_of "trained on" context.err
   >/dev/null 2>fidelity.err || { cat fidelity.err; fail "the default of --prompt-tokens does not fit --max-tokens"; }
 refused "--prompt-tokens: 512 should be between 1 and 198" "$kvlab" fidelity --model "$tiny" --text "$text" \
   --policy window,sink,h2o --budget 32 --max-tokens 200 --prompt-tokens 512 --out other
+
+# Short texts.
+printf 'a' >one.txt
+"$kvlab" eval --model "$tiny" --text one.txt --span all --device cpu >/dev/null 2>one.err
+prints "only 1 token was scored, so confidence intervals are wide; use at least 1000 (a longer text, or several)" one.err
+"$kvlab" eval --model "$tiny" --text one.txt --span all --policy h2o --budget 4 --device cpu >/dev/null 2>one.err
+[ "$(grep -c "was scored" one.err)" -eq 1 ] || { cat one.err; fail "a warning is not said once"; }
+refused "a sequence of 2 tokens with a prompt of 1 leaves none to score" \
+  "$kvlab" eval --model "$tiny" --text one.txt --device cpu
 
 # Common mistakes.
 for name in streaming_llm StreamingLLM streaming-llm; do

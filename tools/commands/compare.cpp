@@ -86,12 +86,16 @@ void print_table(const Comparison& comparison) {
   }
   if (!paired && !comparison.rows.empty())
     fmt::print("The runs share no text, so differences are not paired and not shown.\n");
-  const auto evicts = [](const ComparedRow& row) { return row.policy != "full"; };
-  if (std::ranges::none_of(comparison.rows, evicts))
+  const auto is_policy = [](const ComparedRow& row) { return row.policy != "full"; };
+  const auto evicts = [](const ComparedRow& row) { return row.budget != "all"; };
+  if (std::ranges::any_of(comparison.rows, is_policy)) {
+    if (std::ranges::none_of(comparison.rows, evicts)) fmt::print("{}\n", kBudgetKeepsAll);
+  } else {
     fmt::print(
         "No policy has the same settings and budget in two of the runs. --out shows each on one "
         "page; "
         "one replay of several policies compares them in pairs.\n");
+  }
 }
 
 int run(const po::variables_map& options) {

@@ -208,9 +208,7 @@ std::string text_without_eviction(const Run& run) {
   const bool only_full = std::ranges::all_of(run.rows, [](const ResultRow& row) {
     return row.policy == "full" || is_reference(row.policy);
   });
-  std::string text = only_full ? ""
-                               : "budget all keeps every token, so no policy evicted anything; to "
-                                 "compare policies give tokens or a share: --budget 128,20%\n";
+  std::string text = only_full ? "" : std::string(kBudgetKeepsAll) + "\n";
   const Figures figures(run.rows);
   const std::string losses = full_losses_text(figures, *find_metric(best_metric(run.rows)));
   if (only_full && losses.empty()) text = "only the full cache was replayed, which loses nothing\n";

@@ -350,6 +350,9 @@ int run(const po::variables_map& options) {
   std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);
   const std::vector<TaskFigure> held = memory_figures(run);
   figures.insert(figures.end(), held.begin(), held.end());
+  for (std::size_t m = 0; m < run.modes.size(); ++m)
+    json["recommendations"][std::string(name_of(run.modes[m]))] =
+        recommendations_json(task_recommendations(run, m));
   if (out) write_run(*out, run, figures, json);
   if (capture) {
     std::uint64_t tokens = 0;
@@ -368,9 +371,6 @@ int run(const po::variables_map& options) {
   ordered_json rows = ordered_json::array();
   for (const TaskFigure& figure : figures) rows.push_back(to_json(run, figure));
   json["figures"] = std::move(rows);
-  for (std::size_t m = 0; m < run.modes.size(); ++m)
-    json["recommendations"][std::string(name_of(run.modes[m]))] =
-        recommendations_json(task_recommendations(run, m));
   print_json(json);
   return 0;
 }

@@ -22,10 +22,7 @@ BudgetColumn budget_of_run(const Figures& figures, const std::string& text) {
     std::vector<std::string> known;
     for (const BudgetColumn& budget : figures.budgets()) known.push_back(budget.text);
     if (known.empty())
-      throw std::invalid_argument(
-          fmt::format("--budget: {}: the run has no budget at which a policy evicts; replay it "
-                      "with some: --budget 128,20%",
-                      text));
+      throw std::invalid_argument(fmt::format("--budget: {}: {}", text, kNoBudgetInRun));
     throw std::invalid_argument(
         fmt::format("--budget: {} is not in this run, which has {}", text, fmt::join(known, ", ")));
   }

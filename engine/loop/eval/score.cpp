@@ -392,6 +392,9 @@ std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std:
 
 std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
   std::vector<std::string> lines = evaluation.notes;
+  // Of the full cache alone there is a perplexity, and no recommendation.
+  if (const std::string few = few_tokens_warning(evaluation.scores.front().tokens); !few.empty())
+    lines.push_back(few);
   for (std::string& line : recommendation_warnings(evaluation.recommendations()))
     if (std::ranges::find(lines, line) == lines.end()) lines.push_back(std::move(line));
   return lines;
