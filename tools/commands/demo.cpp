@@ -33,20 +33,10 @@ void add_options(po::options_description& options) {
       "smollm2` fetches); minutes on a CPU");
 }
 
-/// A file that comes with kvlab: of the installed command, of the Python package, or else among the
-/// sources.
-fs::path shipped_file(const char* file) {
-  const fs::path folder = program_file().parent_path();
-  for (const fs::path& shared : {folder.parent_path() / "share/kvlab", folder / "share"}) {
-    std::error_code error;
-    if (!folder.empty() && fs::exists(shared / file, error)) return shared / file;
-  }
-  return fs::path(KVLAB_SOURCE_DIR) / file;
-}
-
-/// The same by the shorter of its names.
+/// The path of a file that comes with kvlab: the installed one, or else the one in the source tree.
+/// Relative to the current directory if that is shorter.
 std::string shipped(const char* file) {
-  const fs::path absolute = shipped_file(file);
+  const fs::path absolute = installed_file(file).value_or(fs::path(KVLAB_SOURCE_DIR) / file);
   std::error_code error;
   const fs::path relative = fs::proximate(absolute, error);
   const bool shorter = !error && relative.native().size() < absolute.native().size();

@@ -139,6 +139,16 @@ std::filesystem::path program_file() {
   return std::filesystem::read_symlink("/proc/self/exe", error);
 }
 
+std::optional<std::filesystem::path> installed_file(const std::filesystem::path& file) {
+  const auto folder = program_file().parent_path();
+  if (folder.empty()) return std::nullopt;
+  for (const auto& shared : {folder.parent_path() / "share/kvlab", folder / "share"}) {
+    std::error_code error;
+    if (std::filesystem::exists(shared / file, error)) return shared / file;
+  }
+  return std::nullopt;
+}
+
 int run_program(std::vector<std::string> words, const std::filesystem::path& log) {
   const pid_t process = start(words, log);
   // A file that grows beyond this ends it: what it says could fill a disk.

@@ -33,6 +33,10 @@ class TemporaryFolder {
 /// told.
 std::filesystem::path program_file();
 
+/// A file that was installed with the program (PREFIX/share/kvlab/FILE) or with the Python package
+/// (kvlab/share/FILE). Nothing if no such file exists, as in a build folder.
+std::optional<std::filesystem::path> installed_file(const std::filesystem::path& file);
+
 /// Runs words[0], found on PATH, without a shell; all that it says is written to `log`. No file
 /// that it writes may be larger than 64 MiB. Returns its exit code, -1 if a signal ended it. Throws
 /// std::system_error: it cannot be run; Cancelled.

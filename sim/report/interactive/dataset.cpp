@@ -16,6 +16,7 @@
 #include "policies/embedded.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
+#include "traces/base/process.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -354,6 +355,13 @@ constexpr std::array<std::string_view, 20> kModules{
     "event-selector", "selection", "functions", "runtime",    "interpreter",
     "parser",         "view",      "encode",    "transforms", "view-transforms"};
 
+/// The folder that the user names, or else the one that a wheel brings, or else Debian's.
+std::filesystem::path vega_folder() {
+  const char* const asked = std::getenv("KVLAB_VEGA");
+  if (asked && *asked) return asked;
+  return installed_file("javascript/vega").value_or(kDebian);
+}
+
 /// The module's text without the line that names its source map.
 std::string module_script(const std::filesystem::path& file, std::string_view name) {
   std::string text = read_text_file(file.string(), kMostBytes);
@@ -383,8 +391,7 @@ std::string script_element(std::string text) {
 }  // namespace
 
 std::optional<std::string> vega_script() {
-  const char* const asked = std::getenv("KVLAB_VEGA");
-  const std::filesystem::path folder = asked && *asked ? asked : kDebian;
+  const std::filesystem::path folder = vega_folder();
   std::string script =
       fmt::format("/*\n{}*/\n{}", page_file("vega-licence.txt"), page_file("modules.js"));
   for (const std::string_view name : kModules) {

@@ -60,7 +60,8 @@ inline constexpr std::string_view kNoVega =
     "folder as KVLAB_VEGA)";
 
 /// Vega's modules as one script behind their licence. From the folder that the environment's
-/// KVLAB_VEGA names, or else Debian's. Nothing where a module is missing.
+/// KVLAB_VEGA names, or else the one in the Python package, or else Debian's. Nothing if a module
+/// is missing.
 std::optional<std::string> vega_script();
 
 /// A file of sim/report/page/, by its name. Throws std::out_of_range if there is none.

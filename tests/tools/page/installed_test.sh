@@ -8,4 +8,13 @@ cmake --install "$build" --prefix "$folder/prefix" --component command >install.
 prefix/bin/kvlab demo >demo.log 2>&1 || { cat demo.log; fail "the demo of an installed kvlab"; }
 grep -q -- "--model prefix/share/kvlab/engine/models/tiny" demo.log || fail "the demo ran on the checkout's model"
 [ -s demo/report.html ] || fail "the demo left no report"
+# Vega that comes with an installation is taken before Debian's.
+vega=${KVLAB_VEGA:-/usr/share/javascript/vega}
+if [ -d "$vega" ]; then
+  mkdir -p prefix/share/kvlab/javascript
+  cp -r "$vega" prefix/share/kvlab/javascript/vega
+  sed -i '1s|^|/* the installed Vega */|' prefix/share/kvlab/javascript/vega/vega-util.min.js
+  env -u KVLAB_VEGA prefix/bin/kvlab report demo/run --out again.html >report.log
+  grep -q "the installed Vega" again.html || fail "the report took another Vega than the installed one"
+fi
 grep -q "TH KVLAB" prefix/share/man/man1/kvlab.1 || fail "no man page was installed"
