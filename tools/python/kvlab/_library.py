@@ -100,11 +100,12 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def library() -> Any:
-    """Loaded once: of the package, where it was built with KVLAB_CUDA=1, or the one that KVLAB_KERNELS names."""
+    """Loaded once: the one that KVLAB_KERNELS names, or the one in the package, if that has the CUDA code."""
     path = pathlib.Path(os.environ.get("KVLAB_KERNELS") or pathlib.Path(__file__).with_name("libkvlab_kernels.so"))
     if not path.exists():
         raise RuntimeError(
-            f"{path}: there is no kernel library; KVLAB_CUDA=1 pip install ., or KVLAB_KERNELS=…/libkvlab_kernels.so"
+            f"{path}: there is no kernel library; install a wheel of make_wheel.sh --cuda, run "
+            "KVLAB_CUDA=1 pip install . in the checkout, or name a library in KVLAB_KERNELS"
         )
     try:
         loaded = ctypes.CDLL(str(path))
