@@ -152,10 +152,11 @@ std::vector<std::string> notes_of_budgets(const ModelConfig& model, std::uint32_
                                           std::span<const CacheConfig> configs) {
   std::map<std::string, bool> evicts;  // by budget
   for (const CacheConfig& config : configs)
-    if (config.evicts() && !config.budget.all && config.budget.is_even()) {
+    if (config.evicts() && config.budget.is_even()) {
       bool& any = evicts[config.budget.text()];
-      any =
-          any || resolve(config.at_prompt(prompt), length, 0, model.heads()).budget_tokens < length;
+      any = any ||
+            (!config.budget.all &&
+             resolve(config.at_prompt(prompt), length, 0, model.heads()).budget_tokens < length);
     }
   std::vector<std::string> notes;
   for (const auto& [budget, any] : evicts)

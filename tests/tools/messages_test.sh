@@ -31,6 +31,15 @@ prints "budget all keeps every token, so no policy evicted anything" all.out
 "$kvlab" compare full full >full.out
 prints "No policy has the same settings and budget in two of the runs" full.out
 silent_of "no policy evicted" full.out
+refused "--budget: all keeps every token, so there is nothing to predict" "$kvlab" fidelity --model "$tiny" --text "$text" \
+  --policy window,sink,h2o --budget all --out other
+"$kvlab" eval --model "$tiny" --text "$text" --window 200 --policy h2o,sink --budget all --device cpu --out evalall \
+  >all.out 2>all.err
+prints "budget all holds all 200 tokens of the longest sequence, so nothing is evicted" all.err
+silent_of "Choice:" all.out
+"$kvlab" report evalall --out evalall.html >/dev/null || fail "an evaluation at budget all makes no page"
+"$kvlab" task passkey --model "$tiny" --policy h2o,sink --budget all --words 60 --depth 50% --draws 1 --device cpu >all.out
+silent_of "Choice:" all.out
 [ ! -e page.html ] && [ ! -e budgets.json ] || fail "what was refused left something"
 "$kvlab" replay --trace "$trace" --policy h2o --budget 64,100000 --out large >large.out 2>large.err
 prints "budget 100000 holds all 1012 tokens of the longest trace, so nothing is evicted" large.err

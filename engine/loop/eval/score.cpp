@@ -180,7 +180,7 @@ std::vector<std::string> Evaluation::budgets() const {
   std::vector<std::string> budgets;
   std::map<std::uint32_t, std::string> by_tokens;
   for (const EvalScore& score : scores)
-    if (score.config.evicts())
+    if (score.config.evicts() && !score.config.budget.all)  // at `all` policies do not differ
       by_tokens.try_emplace(score.budget_tokens, score.config.budget.text());
   for (const auto& [tokens, budget] : by_tokens) budgets.push_back(budget);
   return budgets;

@@ -180,6 +180,9 @@ void check_fidelity_grid(std::span<const CacheConfig> configs) {
       throw std::invalid_argument(
           fmt::format("--policy: {} never evicts, so there is nothing to predict; leave it out",
                       config.policy.text()));
+  if (std::ranges::any_of(configs, [](const CacheConfig& config) { return config.budget.all; }))
+    throw std::invalid_argument(
+        "--budget: all keeps every token, so there is nothing to predict; give tokens or a share");
   by_budget(configs);
 }
 

@@ -117,7 +117,7 @@ std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t
     const std::string budget = run.configs[c].budget_text();
     if (!run.configs[c].evicts())
       full_bytes = run.memory.empty() ? 0 : run.memory[mode][c].mean;
-    else if (std::ranges::find(budgets, budget) == budgets.end())
+    else if (!run.configs[c].budget.all && std::ranges::find(budgets, budget) == budgets.end())
       budgets.push_back(budget);
   }
   std::vector<Recommendation> made;
