@@ -37,6 +37,9 @@ constexpr bool is_head_size(int size) {
 
 inline constexpr int kFewestSlotsOfBlock = 16;  ///< kvlab_pages::page
 
+/// Slots of a KV head, at most: launches round them up, and count in 32 bits with a sign.
+inline constexpr int kMostSlots = 1 << 30;
+
 inline bool aligned16(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
 }

@@ -59,6 +59,9 @@ void want_page(Wants& wants, int page) {
              "page is {}; a power of two from {} to 2^20", page, kFewestSlotsOfBlock);
 }
 
+/// Kernels count rows and thread blocks in 32 bits with a sign, and round slots up.
+constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
+
 std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, std::int64_t slots,
                     const std::string& of) {
   Wants wants(of + "pages.");
@@ -141,6 +144,7 @@ std::string why_not_shape(const kvlab_cache& cache, const char* name) {
       .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.most_slots > 0,
             "sequences is {}, kv_heads {}, most_slots {}: each at least 1", cache.sequences,
             cache.kv_heads, cache.most_slots)
+      .that(cache.most_slots <= kMostSlots, "most_slots is {}; at most 2^30", cache.most_slots)
       .that(std::int64_t{cache.sequences} * cache.kv_heads <= 65535,
             "sequences times kv_heads is {}; at most 65535",
             std::int64_t{cache.sequences} * cache.kv_heads)
@@ -270,6 +274,9 @@ std::string why_not(const kvlab_prefill_args& args) {
   return wants
       .that(args.first >= 0 && args.first < kMost && args.queries >= 1 && args.queries < kMost,
             "first is {}, queries {}; from 0, from 1, and below 2^26", args.first, args.queries)
+      .that(std::int64_t{args.queries} * args.query_heads < kMostRows,
+            "queries is {}, query_heads {}: below 2^31 rows, so give fewer queries at once",
+            args.queries, args.query_heads)
       .that((args.sequences == 0) == (args.first_query == nullptr),
             "sequences is {}, and first_query {}: both are of a batch", args.sequences,
             args.first_query == nullptr ? "NULL" : "given")
@@ -311,6 +318,17 @@ std::string why_not_values(const DevicePolicy& policy) {
       std::string_view(policy.name));
 }
 
+namespace {
+
+/// Thread blocks that observe a prompt, at most: of so many keys, queries and KV heads.
+std::int64_t observing_blocks(const kvlab_observe_args& args) {
+  constexpr std::int64_t kLeastKeys = 32, kQueries = 1024;  // of one
+  return (args.keys_end + kLeastKeys - 1) / kLeastKeys *
+         ((args.prefill.queries + kQueries - 1) / kQueries) * args.prefill.kv_heads;
+}
+
+}  // namespace
+
 std::string why_not(const kvlab_observe_args& args) {
   Wants wants;
   const std::string prefill = why_not(args.prefill);
@@ -319,6 +337,10 @@ std::string why_not(const kvlab_observe_args& args) {
             "needs is {}; KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH", static_cast<int>(args.needs))
       .that(args.younger >= 0 && args.keys_end >= 1, "younger is {}, keys_end {}; from 0, from 1",
             args.younger, args.keys_end)
+      .that(!prefill.empty() || observing_blocks(args) < kMostRows,
+            "keys_end is {}, prefill.queries {}: too many for one launch, so give fewer queries at "
+            "once",
+            args.keys_end, args.prefill.queries)
       .pointers({{args.prefill.rows, "prefill.rows"}, {args.seen, "seen"}})
       .rows({{args.workspace, "workspace"}})
       .that(args.needs == KVLAB_MASS || args.threshold16,

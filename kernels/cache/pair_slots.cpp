@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "kernels/types.hpp"
+
 namespace kvlab::kernels {
 
 PairSlots::PairSlots(const SlotsConfig& config)
@@ -19,6 +21,8 @@ PairSlots::PairSlots(const SlotsConfig& config)
     total_ += slots;
     const bool shares = config.sequences[pair / kv_heads_].share != nullptr;
     const std::uint32_t most = shares ? slots_of(pair, own_[at].most_budget) : slots;
+    if (std::max(slots, most) > kMostSlots)
+      throw std::invalid_argument("a KV head keeps too many tokens; at most 2^30 are expected");
     most_ = std::max(most_, static_cast<int>(most));
   }
 }

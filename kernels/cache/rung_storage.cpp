@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <numeric>
+#include <stdexcept>
 
 #include "kernels/host/transfer.hpp"
+#include "kernels/types.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -25,6 +27,9 @@ RungPlan::RungPlan(const SlotsConfig& config, const PairSlots& slots) {
                           whole = (held + kRowsOfTile - 1) / kRowsOfTile * kRowsOfTile;
       const DeviceForm form = device_form(*rungs[r].form);
       const std::int64_t row = row_bytes(form, head_size, element);
+      if (std::uint64_t{first_row} + whole > kMostSlots)
+        throw std::invalid_argument(
+            "a KV head's tiers have too many tokens; at most 2^30 are expected");
       ladder.rung[ladder.rungs++] = {form, rungs[r].slots, whole, first_row, bytes};
       first_row += whole;
       most_row_bytes = std::max(most_row_bytes, static_cast<int>(row));

@@ -286,6 +286,42 @@ TEST_CASE("Each refused call leaves a reason of its own, and none of the call be
         "out does not begin at a multiple of 16 bytes");
 }
 
+TEST_CASE("Sizes that a launch cannot count in 32 bits are refused before it") {
+  const auto said = [](cudaError_t error) {
+    CHECK(error == cudaErrorInvalidValue);
+    return std::string(kvlab_last_error());
+  };
+  alignas(16) static char memory[32];
+  const std::int64_t first = 0;
+  kvlab_prefill_args prompt{.struct_size = sizeof(kvlab_prefill_args),
+                            .type = KVLAB_BF16,
+                            .query_heads = 64,
+                            .kv_heads = 8,
+                            .head_size = 64,
+                            .softmax_scale = 1,
+                            .queries = (1 << 26) - 1};
+  prompt.first_slot = &first;
+  prompt.q = prompt.keys = prompt.values = prompt.out = memory;
+  CHECK_THAT(said(kvlab_prefill_attention(&prompt, nullptr)),
+             ContainsSubstring("queries is 67108863, query_heads 64: below 2^31 rows"));
+  kvlab_observe_args observed{.struct_size = sizeof(kvlab_observe_args)};
+  observed.prefill = prompt;
+  observed.prefill.query_heads = observed.prefill.kv_heads = 8;
+  observed.prefill.queries = observed.keys_end = 1 << 24;
+  observed.needs = KVLAB_MASS;
+  CHECK_THAT(said(kvlab_observe(&observed, nullptr)),
+             ContainsSubstring("keys_end is 16777216, prefill.queries 16777216: too many"));
+  kvlab_cache cache{.type = KVLAB_BF16,
+                    .sequences = 1,
+                    .query_heads = 8,
+                    .kv_heads = 2,
+                    .head_size = 64,
+                    .most_slots = (1 << 30) + 1};
+  kvlab_memory bytes{.struct_size = sizeof(kvlab_memory)};
+  CHECK_THAT(said(kvlab_cache_memory(kvlab_find_policy("h2o"), &cache, 1, KVLAB_ORIGINAL, &bytes)),
+             ContainsSubstring("most_slots is 1073741825; at most 2^30"));
+}
+
 TEST_CASE("The library compiles a header, and says what is wrong at its own line") {
   const std::string h2o = read_bytes(KVLAB_SOURCE_DIR "/policies/mass/h2o.hpp");
   const Compiled whole = compiled(h2o);
