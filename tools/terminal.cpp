@@ -6,12 +6,10 @@
 #include <cerrno>
 #include <new>
 
-#include "traces/base/text.hpp"
+#include "traces/base/message.hpp"
 
 namespace kvlab {
 namespace {
-
-constexpr std::size_t kLongestLine = 1000;
 
 /// That there is: one for the process, as the streams are.
 Terminal* terminal = nullptr;
@@ -23,14 +21,9 @@ void keep_closed_streams() {
       const int same = ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
 }
 
-/// Of a long line, as of a long path, the reason is at the end.
 std::string line_of(std::string_view text) {
   if (text.ends_with('\n')) text.remove_suffix(1);
-  std::string line = printable(text);
-  if (line.size() > kLongestLine)
-    line = printable(line.substr(0, kLongestLine / 2) + " ... " +
-                     line.substr(line.size() - kLongestLine / 2));
-  return line + "\n";
+  return brief_line(text) + "\n";
 }
 
 std::FILE* through(cookie_write_function_t* write) {

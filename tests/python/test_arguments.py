@@ -238,3 +238,70 @@ def test_casts_that_nothing_checked_are_refused_too() -> None:
         words = dict.fromkeys(("policies", "budgets", "prefill", "positions", "layers"), [])
         rest = {"seed": 0, "threshold": 0.01, "span": "decode", "every_output_error": False, "plain": False}
         kvlab._kvlab.replay([], [], words | rest | {"progress": None, "threads": 1.5, "output": None, "device": "cpu"})
+
+
+_TINY, _TEXT = _ROOT / "engine/models/tiny", _ROOT / "tools/demo/prompt.txt"
+_COMMANDS: dict[str, Callable[..., Any]] = {
+    "evaluate": lambda policies="h2o", budgets=16, **words: kvlab.evaluate(_TINY, _TEXT, policies, budgets, **words),
+    "fidelity": lambda policies=("h2o", "lru", "sink"), budgets=16, **words: kvlab.fidelity(
+        _TINY, _TEXT, policies, budgets, "/nowhere/out", **words
+    ),
+    "tune": lambda policies="h2o", budgets=16, **words: kvlab.tune(_TINY, _TEXT, budgets, "/nowhere/out", policies, **words),
+    "task": lambda policies="h2o", budgets=16, **words: kvlab.task("passkey", _TINY, policies, budgets, **words),
+}
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_commands_check_their_arguments_by_name(name: str) -> None:
+    call = _COMMANDS[name]
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'threds'; did you mean threads\?"):
+        call(threds=1)
+    for option in ("json", "policy", "help"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+            call(**{option: "x"})
+    for value in (1.5, "5", True, [1], {}, object(), "\ud800", b"5", 2**64, numpy.float32(2), 1j):
+        refused(lambda: call(threads=value), "threads")
+        refused(lambda: call(seed=value), "seed")
+    for value in (1j, True, object(), b"x", "\ud800", "a\0b", ["\ud800"], [None], float("nan")):
+        refused(lambda: call(device=value), "device")
+    budget = "budget" if name == "tune" else "budgets"
+    for value in (-1, True, object(), [None], "\ud800", float("inf"), b"5", {1: object()} and [{}]):
+        refused(lambda: call(budgets=value), budget)
+    for value in (5, None, [5], b"h2o", object(), "\ud800"):
+        refused(lambda: call(policies=value), "policies")
+    refused(lambda: call(progress=5), "progress")
+
+
+def test_commands_take_numpys_numbers_and_paths() -> None:
+    words: dict[str, Any] = {"window": numpy.int64(256), "threads": numpy.uint8(1), "prefill": numpy.array(["dense"])}
+    few = kvlab.evaluate(str(_TINY), [_TEXT], "h2o", numpy.int64(32), progress=False, **words)
+    assert few == kvlab.evaluate(_TINY, _TEXT, ["h2o"], ["32"], progress=False, window=256, threads=1, prefill="dense")
+    refused(lambda: kvlab.evaluate(_TINY, _TEXT, "h2o", 16, device="--help"), "device")
+    with pytest.raises(ValueError, match="kind"):
+        kvlab.task("nothing", _TINY, "h2o", 16)  # type: ignore[arg-type]
+    for value in (5, None, b"x", ["x", 5j], "\ud800"):
+        refused(lambda: kvlab.evaluate(_TINY, value, "h2o", 16), "text")  # type: ignore[arg-type]
+
+
+def test_messages_are_short(trace: kvlab.Trace, run: kvlab.Run) -> None:
+    long = "x" * 5000
+    refused(lambda: kvlab.replay(trace, "h2o", long, progress=False), "budget")
+    refused(lambda: kvlab.replay(trace, f"h2o:{long}", 16, progress=False), "h2o")
+    refused(lambda: trace.column(long, 0, 0), "column")
+    refused(lambda: run.kept(0, 0, long), "kept")
+    refused(lambda: run.kept(0, 0, "h2o", long), "kept")
+    refused(lambda: run.kept(0, 0, "h2o", object()), "budget")  # type: ignore[arg-type]
+    refused(lambda: run.kept(0, 0, "h2o", 16, trace=long), "trace")
+    refused(lambda: run.ranking(16, long), "")
+    refused(lambda: kvlab.policy(columns=[long])(lambda state, seen, token, step: token), "")
+    refused(lambda: kvlab.policy(sinks=long)(lambda state, seen, token, step: token), "")
+    refused(lambda: kvlab.policy(name="x" * 101)(lambda state, seen, token, step: token), "at most 100 letters")
+    with pytest.raises(RuntimeError, match=r"/nowhere/x+ \.\.\. x+.*: ") as caught:
+        kvlab.load_run(f"/nowhere/{long}")
+    assert len(str(caught.value)) < 1100
+
+
+def test_answers_that_are_no_ranks(trace: kvlab.Trace) -> None:
+    for number, answer in enumerate((None, [1, 2], numpy.array(["x"]), 5)):
+        policy = kvlab.policy(name=f"no_ranks{number}")(lambda state, seen, token, step, answer=answer: answer)
+        refused(lambda: kvlab.replay(trace, policy, 16, progress=False), f"no_ranks{number}")

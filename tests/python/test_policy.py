@@ -166,7 +166,7 @@ def test_what_a_function_raises_comes_out(small: kvlab.Trace) -> None:
     [
         ({"name": "h2o"}, "the name h2o is taken by a policy of kvlab"),
         ({"name": "oracle_residual"}, "the name oracle_residual is taken"),
-        ({"name": "my policy"}, "'my policy' should be letters, digits and underscores"),
+        ({"name": "my policy"}, "policy 'my policy' should be at most 100 letters, digits and underscores"),
         ({"state": {"x": "f4"}}, "a policy that observes nothing keeps none"),
         ({"needs": "everything"}, "needs: 'everything' should be nothing, mass, requests or both"),
         ({"columns": list("abcde")}, "a policy has at most 4"),

@@ -19,8 +19,12 @@ def shown(value: Any) -> str:
         text = ascii(value)
     except Exception:  # an integer of thousands of digits, or an object whose own repr fails
         text = f"a value of type {type(value).__name__}"
-    text = " ".join(text.split())
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+    return brief(" ".join(text.split()))
+
+
+def brief(text: str, most: int = _MOST_SHOWN) -> str:
+    """A name or text of any length, in a message."""
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def refuse(name: str, value: Any, right: str) -> ValueError:
@@ -80,6 +84,13 @@ def path(name: str, value: Any) -> str:
     return text(name, found)
 
 
+def paths(name: str, value: Any) -> list[str]:
+    """A path, or several."""
+    if isinstance(value, (str, os.PathLike)):
+        return [path(name, value)]
+    return [path(name, one) for one in items(name, value, "a path, or a list of paths")]
+
+
 def one_of(name: str, value: Any, *known: str) -> str:
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}: {shown(value)} should be {', '.join(known[:-1])} or {known[-1]}")
@@ -110,6 +121,33 @@ def amount(name: str, value: Any) -> str:
     if isinstance(value, (float, numpy.floating)):
         return format(real(name, value), "g")
     return str(whole(name, value, 1, 2**31 - 1))
+
+
+def amounts(name: str, value: Any) -> list[str]:
+    """A budget, or several."""
+    one = isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
+    several = [value] if one else items(name, value, "a budget, or a list of them")
+    return [amount(name, budget) for budget in several]
+
+
+def words(name: str, value: Any) -> list[str]:
+    """Texts, paths or numbers, one or several, as the command line takes them."""
+    one = isinstance(value, (str, os.PathLike)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
+    return [_word(name, part) for part in ([value] if one else items(name, value, "a list"))]
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return path(name, value)
+    if isinstance(value, (bool, numpy.bool_, bytes)):
+        raise refuse(name, value, "a text, a number or a path")
+    try:
+        return str(operator.index(value))
+    except (TypeError, ValueError):
+        pass
+    if isinstance(value, (float, numpy.floating)):
+        return repr(real(name, value))
+    raise refuse(name, value, "a text, a number or a path")
 
 
 def numbers(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> list[float]:

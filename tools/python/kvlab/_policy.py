@@ -234,8 +234,9 @@ def policy(
         if not inspect.isfunction(function):
             raise _arguments.refuse("policy", function, "a function (state, seen, token, step)")
         own = _OwnFunction(function, name or function.__name__, tuple(columns), dtype)
-        if not own.name.isidentifier():
-            raise ValueError(f"{own.where}: '{own.name}' should be letters, digits and underscores")
+        if not own.name.isidentifier() or len(own.name) > _MOST_NAME:
+            right = f"at most {_MOST_NAME} letters, digits and underscores"
+            raise ValueError(f"{own.place}: policy {_arguments.shown(own.name)} should be {right}")
         if _kvlab.is_taken(own.name):
             raise ValueError(f"{own.where}: the name {own.name} is taken by a policy of kvlab; give another: name=…")
 
@@ -261,6 +262,7 @@ def policy(
     return make
 
 
+_MOST_NAME = 100  # characters of a policy's name
 _MOST_STATE = 4096  # bytes that a function keeps for each token: a cache has as many states as tokens
 
 
@@ -313,8 +315,12 @@ class _OwnFunction:
         return own
 
     @property
+    def place(self) -> str:
+        return f"{self.path}:{self.line}"
+
+    @property
     def where(self) -> str:
-        return f"{self.path}:{self.line}: policy {self.name}"
+        return f"{self.place}: policy {self.name}"
 
     def __call__(
         self,
@@ -351,7 +357,7 @@ class _OwnFunction:
         count = len(token)
         expected = f"one rank for each of {count} live tokens is expected ({self._cache(step)})"
         if not isinstance(answer, numpy.ndarray):
-            raise TypeError(f"{self.where}: returned a {type(answer).__name__}; {expected}")
+            raise ValueError(f"{self.where}: returned a {type(answer).__name__}; {expected}")
         if answer.shape != (count,):
             raise ValueError(f"{self.where}: returned an array of shape {answer.shape}; {expected}")
         if answer.dtype.kind in "ub":
@@ -361,7 +367,7 @@ class _OwnFunction:
                 raise ValueError(f"{self.where}: returned a rank below 0; whole ranks are at least 0, or give floats")
             return numpy.ascontiguousarray(answer, numpy.uint64)
         if answer.dtype.kind != "f" or answer.dtype.itemsize > 8:
-            raise TypeError(
+            raise ValueError(
                 f"{self.where}: returned an array of {answer.dtype}; numbers of at most 64 bits are expected"
             )
         bad = numpy.isnan(answer)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvlab import _arguments
+
 Progress = bool | Callable[[float], object]
 
 
@@ -25,6 +27,8 @@ def _bar() -> Any:
 @contextlib.contextmanager
 def shown(asked: Progress | None, label: str) -> Iterator[Callable[[float], object] | None]:
     """What takes the fraction done, or None where nothing is to be told. A bar appears after half a second."""
+    if not (asked is None or isinstance(asked, bool) or callable(asked)):
+        raise _arguments.refuse("progress", asked, "True, False or a function")
     bar_class = _bar() if asked is True else None
     if bar_class is None:
         yield asked if callable(asked) else None

@@ -211,21 +211,28 @@ class Run:
         layer = _arguments.whole("layer", layer, 0, 2**31 - 1)
         head = _arguments.whole("head", head, 0, 2**31 - 1)
         plain = _arguments.flag("plain", plain)
-        wanted = self._configuration(_arguments.text("policy", str(policy)), budget, prefill, positions)
+        if not isinstance(policy, Policy):
+            policy = _arguments.text("policy", policy)
+        wanted = self._configuration(
+            str(policy),
+            None if budget is None else _arguments.amount("budget", budget),
+            None if prefill is None else _arguments.text("prefill", prefill),
+            None if positions is None else _arguments.text("positions", positions),
+        )
         sequence = self._sequence(trace)
         queries, live = self._held.kept(
             self._trace(sequence), sequence, wanted, self._own, layer, head, plain, self._output
         )
         return Kept(queries, live)
 
-    def _configuration(self, policy: str, budget: str | int | None, prefill: str | None, positions: str | None) -> int:
+    def _configuration(self, policy: str, budget: str | None, prefill: str | None, positions: str | None) -> int:
         def fits(entry: Mapping[str, str]) -> bool:
             name, _, params = policy.partition(":")
             given = set(entry["params"].split(":"))
             return (
                 entry["policy"] == name
                 and (not params or set(params.split(":")) <= given)
-                and (budget is None or entry["budget"] in (str(budget), "all"))
+                and (budget is None or entry["budget"] in (budget, "all"))
                 and (prefill is None or entry["prefill"] == prefill)
                 and (positions is None or entry["positions"] == positions)
             )
@@ -238,10 +245,10 @@ class Run:
         # Of one and its variants with modifiers, the plain one.
         plain = [index for index, own in settings.items() if all(own <= other for other in settings.values())]
         found = plain or list(settings)
-        asked = f"{policy}" + ("" if budget is None else f" at budget {budget}")
+        asked = _arguments.brief(policy) + ("" if budget is None else f" at budget {_arguments.brief(budget)}")
         if not found:
             there = ", ".join(sorted({f"{entry['policy']} at {entry['budget']}" for entry in self.grid}))
-            raise ValueError(f"kept: the run has no {asked}; it has {there}")
+            raise ValueError(f"kept: the run has no {asked}; it has {_arguments.brief(there, 1000)}")
         if len(found) > 1:
             raise ValueError(f"kept: the run has {len(found)} configurations of {asked}; say more of it")
         return found[0]
@@ -251,7 +258,7 @@ class Run:
         if trace is None and len(names) == 1:
             return 0
         if trace not in names:
-            raise ValueError(f"kept: trace {trace}: should be one of {', '.join(names)}")
+            raise _arguments.refuse("trace", trace, f"one of {_arguments.brief(', '.join(names), 1000)}")
         return names.index(trace)
 
     def _trace(self, sequence: int) -> _kvlab.Trace:
@@ -268,11 +275,11 @@ class Run:
         stands beside the axes; the axis of errors that span a decade is logarithmic."""
         import matplotlib.pyplot
 
-        frame = self.frame()
+        metric, frame = _arguments.text("metric", metric), self.frame()
         rows = frame[(frame["metric"] == metric) & (frame["layer"] == "all") & (frame["head"] == "all")]
         if rows.empty:
             there = ", ".join(sorted(frame["metric"].unique()))
-            raise ValueError(f"plot: the run has no {metric}; it has {there}")
+            raise ValueError(f"plot: the run has no {_arguments.brief(metric)}; it has {there}")
         if ax is None:
             ax = matplotlib.pyplot.subplots()[1]
         settings: dict[str, list[set[str]]] = {}
@@ -373,7 +380,7 @@ def replay(
     texts, own = resolve([policies] if isinstance(policies, (str, Policy)) else policies)
     words: dict[str, Any] = {
         "policies": texts,
-        "budgets": _amounts(budgets),
+        "budgets": _arguments.amounts("budgets", budgets),
         "prefill": _arguments.texts("prefill", prefill),
         "positions": _arguments.texts("positions", positions),
         "seed": _arguments.whole("seed", seed, 0, 2**64 - 1),
@@ -392,12 +399,6 @@ def replay(
     for line in held.notices:
         warnings.warn(in_python(line, LISTS), stacklevel=2)
     return Run(held, traces, own, words["output"])
-
-
-def _amounts(budgets: Any) -> list[str]:
-    one = isinstance(budgets, str) or not isinstance(budgets, Iterable) or getattr(budgets, "ndim", 1) == 0
-    several = [budgets] if one else _arguments.items("budgets", budgets, "a budget, or a list of them")
-    return [_arguments.amount("budgets", budget) for budget in several]
 
 
 def _layers(layers: Any) -> list[int]:

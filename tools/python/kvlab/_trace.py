@@ -86,7 +86,7 @@ class Trace:
         try:
             _kvlab.add_column(self._held, name, layers)
         except ValueError as error:
-            raise ValueError(f"{self.path}: column {name}: {error}") from None
+            raise ValueError(f"{self.path}: column {_arguments.brief(name)}: {error}") from None
         self._held = _kvlab.Trace.open(self.path, False, None)
 
     def attention(self, layer: int, head: int, first: int = 0, count: int | None = None) -> Floats:

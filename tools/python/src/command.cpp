@@ -1,11 +1,13 @@
 // The commands of the closed loop, in this process, so that Python's functions may be among the
 // policies.
 #include <fmt/format.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "tools/command.hpp"
 #include "tools/embedding.hpp"
@@ -15,19 +17,41 @@
 namespace kvlab::python {
 namespace {
 
+Command command_called(const std::string& name) {
+  const auto commands = all_commands();
+  const auto command = std::ranges::find(commands, name, &Command::name);
+  if (command == commands.end())
+    throw std::invalid_argument(fmt::format("unknown command '{}'", name));
+  return *command;
+}
+
 /// What the command prints with --json.
 std::string run_in_process(const std::string& name, const std::vector<std::string>& words,
                            const std::vector<Policy>& own, const nb::object& progress) {
   return result_of_long([&, told = progress_to(progress)] {
-    const auto commands = all_commands();
-    const auto command = std::ranges::find(commands, name, &Command::name);
-    if (command == commands.end())
-      throw std::invalid_argument(fmt::format("unknown command '{}'", name));
     Embedding within(compiled_from(own), told);
-    if (run_command(*command, words) != 0)
+    if (run_command(command_called(name), words) != 0)
       throw std::runtime_error(fmt::format("kvlab {}: a check failed", name));
     return within.json;
   });
+}
+
+/// "switch", "whole", "number", "text" or "texts".
+std::string kind_of(const po::value_semantic& value) {
+  if (value.max_tokens() == 0) return "switch";
+  if (dynamic_cast<const po::typed_value<std::int64_t>*>(&value)) return "whole";
+  if (dynamic_cast<const po::typed_value<double>*>(&value)) return "number";
+  return dynamic_cast<const po::typed_value<std::vector<std::string>>*>(&value) ? "texts" : "text";
+}
+
+/// The command's options, each with the kind of its value.
+std::vector<std::pair<std::string, std::string>> options_of(const std::string& name) {
+  po::options_description options;
+  command_called(name).add_options(options);
+  std::vector<std::pair<std::string, std::string>> kinds;
+  for (const auto& option : options.options())
+    kinds.emplace_back(option->long_name(), kind_of(*option->semantic()));
+  return kinds;
 }
 
 /// The command itself, for the script that pip installs.
@@ -44,6 +68,8 @@ int main_in_process(std::vector<std::string> words) {
 void bind_command(nb::module_& module) {
   module.def("run_command", run_in_process, nb::arg("name"), nb::arg("words"), nb::arg("own"),
              nb::arg("progress").none(), "JSON: what a command prints.");
+  module.def("command_options", options_of, nb::arg("name"),
+             "Options of a command, each with switch, whole, number, text or texts.");
   module.def("main", main_in_process, nb::arg("words"), "The exit code of `kvlab WORDS...`.");
 }
 

@@ -1,26 +1,61 @@
+#include <fmt/format.h>
 #include <nanobind/nanobind.h>
 
 #include <exception>
+#include <filesystem>
+#include <new>
+#include <stdexcept>
 #include <typeinfo>
 
+#include "sim/source/policy_source.hpp"
 #include "tools/python/src/bindings.hpp"
+#include "traces/base/message.hpp"
+#include "traces/base/text.hpp"
 
 namespace {
 
-/// A value that no conversion takes is an argument that is no good: ValueError, like all others.
-/// The package checks arguments by name before they come here.
-void translate_casts(const std::exception_ptr& thrown, void*) {
+/// As the command says it: no control characters, and not too long. Python takes UTF-8 alone.
+void raise(PyObject* kind, std::string_view message) {
+  PyErr_SetString(kind, kvlab::brief_line(message).c_str());
+}
+
+/// A compiler's words are several lines.
+void raise_not_compiled(std::string_view message) {
+  std::string lines;
+  for (const std::string& line : kvlab::split_list(message, '\n'))
+    lines += (lines.empty() ? "" : "\n") + kvlab::brief_line(line);
+  PyErr_SetString(PyExc_ValueError, lines.c_str());
+}
+
+/// What the command says of an error, the package raises. A value that no conversion takes is an
+/// argument that is no good, like all others; the package checks arguments by name before they come
+/// here. What is not named is raised as nanobind raises it.
+void translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
+  } catch (const nanobind::builtin_exception&) {
+    throw;
   } catch (const std::bad_cast&) {
     PyErr_SetString(PyExc_ValueError, "an argument has a type that is not expected here");
+  } catch (const std::bad_alloc&) {
+    PyErr_SetString(PyExc_MemoryError,
+                    "out of memory; a shorter input or fewer configurations would fit");
+  } catch (const kvlab::DoesNotCompile& error) {
+    raise_not_compiled(error.what());
+  } catch (const std::filesystem::filesystem_error& error) {
+    raise(PyExc_RuntimeError,
+          fmt::format("{}: {}", error.path1().string(), error.code().message()));
+  } catch (const std::invalid_argument& error) {
+    raise(PyExc_ValueError, error.what());
+  } catch (const std::runtime_error& error) {
+    raise(PyExc_RuntimeError, error.what());
   }
 }
 
 }  // namespace
 
 NB_MODULE(_kvlab, module) {
-  nanobind::register_exception_translator(translate_casts);
+  nanobind::register_exception_translator(translate);
   module.doc() = "The compiled half of kvlab.";
   nanobind::set_leak_warnings(false);  // own policies live as long as the process
   module.attr("version") = KVLAB_RELEASE;
