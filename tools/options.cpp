@@ -10,6 +10,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 
 #include "sim/access/column_traces.hpp"
@@ -424,10 +425,11 @@ std::vector<std::string> text_names(const std::vector<std::string>& paths) {
   if (std::ranges::find(paths, kTaken) != paths.end())
     throw std::invalid_argument("--text: all is what figures over all texts go by; write ./all");
   std::vector<std::string> names;
+  std::set<std::string_view> seen;  // of `names`, which does not move
+  names.reserve(paths.size());
   for (const std::string& path : paths) {
-    std::string name = std::filesystem::path(path).stem().string();
-    if (name == kTaken || std::ranges::find(names, name) != names.end()) return paths;
-    names.push_back(std::move(name));
+    names.push_back(std::filesystem::path(path).stem().string());
+    if (names.back() == kTaken || !seen.insert(names.back()).second) return paths;
   }
   return names;
 }

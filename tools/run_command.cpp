@@ -100,6 +100,15 @@ std::vector<std::string> texts_of(const po::variable_value& value) {
   return {};
 }
 
+/// What is compared with all others of its list, as names are, stays cheap.
+void refuse_many(const po::variables_map& values) {
+  constexpr std::size_t kMost = 10'000;
+  for (const auto& [name, value] : values)
+    if (const std::size_t count = texts_of(value).size(); count > kMost)
+      throw std::invalid_argument(
+          fmt::format("--{}: {} values are given; at most {} are accepted", name, count, kMost));
+}
+
 /// An empty path or list is a slip of a script, and nothing that could be named in an error. Texts
 /// may be empty: what is wrong with that, their command says.
 void refuse_empty(const po::variables_map& values) {
@@ -152,6 +161,7 @@ int run_command(const Command& command, const std::vector<std::string>& words) {
     print_help(command, options);
     return 0;
   }
+  refuse_many(values);
   refuse_empty(values);
   refuse_overwriting(values);
   return command.run(values);

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "engine/tokenizer/text.hpp"
+#include "traces/base/cancel.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab::tokenizer {
@@ -108,11 +109,12 @@ std::optional<AddedTokenMatcher::Match> AddedTokenMatcher::longest_at(std::strin
 
 bool AddedTokenMatcher::split(std::string_view text,
                               const std::function<bool(const Segment&)>& sink) const {
+  constexpr std::size_t kBetweenChecks = 4096;  // bytes
   std::size_t done = 0;
   for (std::size_t at = 0; at < text.size();) {
     const auto match = longest_at(text, at);
     if (!match) {
-      ++at;
+      if (++at % kBetweenChecks == 0) throw_if_cancelled();
       continue;
     }
     const AddedToken& token = *match->token;

@@ -13,6 +13,7 @@
 #include "engine/tokenizer/detokenizer.hpp"
 #include "engine/tokenizer/pretokenizer.hpp"
 #include "engine/tokenizer/text.hpp"
+#include "traces/base/cancel.hpp"
 #include "traces/base/json.hpp"
 
 namespace kvlab {
@@ -44,6 +45,7 @@ class PieceEncoder {
 
   // False where there are enough ids now.
   bool append(std::string_view piece) {
+    throw_if_cancelled();
     if (const auto it = seen_.find(piece); it != seen_.end()) {
       const Range range = it->second;
       for (std::size_t i = range.begin; i < range.end; ++i) ids_.push_back(ids_[i]);
@@ -268,6 +270,8 @@ std::vector<std::int32_t> Tokenizer::encode(std::string_view text, bool add_spec
   std::vector<std::int32_t> ids;
   try {
     ids = impl_->encode(text, add_special, most);
+  } catch (const Cancelled&) {
+    throw;
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(fmt::format("{}: {}", place_, error.what()));
   }

@@ -127,6 +127,10 @@ rm tuned.json
 # Lists whose product no memory holds, and a plan of more tiers than a cache counts.
 many=$(seq -s, 2 20000)
 refused "up to 19999 configurations are asked for" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget "$many" --out lists
+refused "--trace: 10001 values are given; at most 10000" timeout 10 "$kvlab" replay --policy h2o --budget 16 --out lists \
+  --trace $(seq 10001)
+# A text of many that has no name of its own: names are compared once.
+refused "1: cannot open" timeout 10 "$kvlab" eval --model tiny --policy h2o --budget 16 --text $(seq 10000)
 tiers=$(head -c 1275 /dev/zero | sed 's/\x0/16:1t,/g')4:100%
 refused "a plan of 1276 tiers; at most 16" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget 16 --ladder "$tiers" --out lists
 
