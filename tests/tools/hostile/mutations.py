@@ -63,6 +63,7 @@ def raw(rng, data):
 
 
 def value(rng):
+    """One of its own: what the caller changes later must not change VALUES."""
     kind = rng.randrange(12)
     if kind == 0:
         return f"RAW({number(rng)})"  # see written()
@@ -72,9 +73,10 @@ def value(rng):
             nested = [nested] if rng.random() < 0.5 else {"a": nested}
         return nested
     if kind == 2:
-        return [rng.choice(VALUES)] * rng.choice((2, 17, 1000))
+        one = rng.choice(VALUES)
+        return [copy.deepcopy(one) for _ in range(rng.choice((2, 17, 1000)))]
     if kind == 3:
-        return {f"k{i}": rng.choice(VALUES) for i in range(rng.choice((2, 300)))}
+        return {f"k{i}": copy.deepcopy(rng.choice(VALUES)) for i in range(rng.choice((2, 300)))}
     return copy.deepcopy(rng.choice(VALUES))
 
 

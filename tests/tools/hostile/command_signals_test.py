@@ -1,0 +1,184 @@
+"""Each command that can run longer than a second ends within a second of its first SIGINT or SIGTERM, and leaves no half file.
+
+command_signals_test.py KVLAB SOURCE [--only COMMAND]
+
+"Within a second" is of a process that runs: on a busy machine one that hardly gets a processor has five seconds.
+
+The exit code is 128 and the signal's number, the last line says that it was called off, and no output stands under its own name,
+except what is documented: RUN.part of a replay or a task, a trace that `trace seal` saves. A step that lasts longer than a second ends with
+the process: then, and only then, a .part file and a scratch folder may be left, which the next command takes away.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+QUICK = 1.25  # seconds until the end: docs/security.md, and 0.25 until it is seen
+BUSY, LITTLE = 5.75, 0.5  # seconds until the end of a process that worked so little in them
+DELAY, SOON = 0.4, 0.1  # from when it listens
+LONG_STEP = "in the middle of a long step"
+# What is over in less than a second, on whatever it is given: no file of any length, no model.
+SHORT = {"manual"}
+# Needs a GPU, or is another command's run.
+ELSEWHERE = {"bench", "demo"}
+
+
+def limited():
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+
+
+def listens(pid, name):
+    """Whether the process has a handler of the signal: on a busy machine a start takes its time."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)
+    return caught is not None and int(caught.group(1), 16) >> (getattr(signal, name) - 1) & 1 == 1
+
+
+def work_of(pid):
+    """Seconds of the processor that it has used."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Inputs:
+    """Long ones, made once."""
+
+    def __init__(self, kvlab, source, folder):
+        self.kvlab, self.folder = kvlab, folder
+        self.tiny, self.story = source / "engine/models/tiny", source / "traces/samples/tiny-story"
+        self.header = source / "policies/recency/lru.hpp"
+        text = (source / "tools/texts/austen-emma.txt").read_bytes()
+        self.text, self.long_text = folder / "text", folder / "long-text"
+        self.text.write_bytes(text * 3)
+        with open(self.long_text, "wb") as file:
+            for _ in range(100_000_000 // len(text)):
+                file.write(text)
+        self.run, self.trace = folder / "run", folder / "trace"
+        self.made("replay", "--trace", self.story, "--policy", "h2o,lru", "--budget", "16,32,64", "--out", self.run)
+        self.made("capture", "--model", self.tiny, "--prompt-file", self.text, "--teacher-forced", "--prompt-tokens", "4000", "--max-tokens",
+                  "4400", "--beyond-context", "--out", self.trace)  # fmt: skip
+        self.long_run = folder / "long-run"
+        shutil.copytree(self.run, self.long_run)
+        lines = (self.run / "results.csv").read_text().splitlines(True)
+        with open(self.long_run / "results.csv", "w") as file:
+            file.writelines(lines[:1])
+            for _ in range(200_000_000 // sum(map(len, lines))):
+                file.writelines(lines[1:])
+        self.long_json = folder / "long-json"
+        shutil.copytree(self.run, self.long_json)
+        with open(self.long_json / "run.json", "w") as file:  # one step: nothing looks for a signal while it is parsed
+            file.write('{"x":[' + "0.1234567890123456," * 13_000_000 + "1]}")
+
+    def made(self, *words):
+        done = subprocess.run([self.kvlab, *map(str, words)], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{words}: {done.stderr}")
+
+
+def commands(at):
+    """Of each command a call that runs for seconds, and what may be left of it."""
+    model, text = ("--model", at.tiny), ("--text", at.text)
+    many = ("--policy", "h2o,lru,tova,sink", "--budget", "16,32,64,128")
+    long = ("--beyond-context",)
+    return [
+        ("capture", (*model, "--prompt-file", at.text, "--teacher-forced", "--prompt-tokens", "12000", *long, "--out", "out"), ["out"]),
+        ("trace", ("verify", at.trace, "--threads", "1"), []),
+        ("replay", ("--trace", at.trace, *many, "--threads", "1", "--out", "out"), ["out.part"]),
+        ("report", (at.long_run, "--out", "out"), []),
+        ("report", (at.long_json, "--out", "out"), []),
+        ("compare", (at.long_run, at.long_run, "--out", "out"), []),
+        ("deploy", (at.long_run, "--budget", "16", "--out", "out"), []),
+        ("deploy", (at.run, "--budget", "16", "--confirm", "2", *model, *text, "--out", "out"), []),
+        ("allocate", (at.long_run, "--budget", "16", "--policy", "h2o", "--out", "out"), []),
+        ("generate", (*model, "--prompt", "It was", "--policy", "sink", "--budget", "64", "--max-new-tokens", "1000000", *long), []),
+        ("generate", (*model, "--prompt-file", at.long_text, "--max-new-tokens", "2"), []),
+        ("eval", (*model, *text, *many, "--out", "out"), []),
+        ("fidelity", (*model, *text, *many, "--out", "out"), []),
+        ("tune", (*model, *text, "--policy", "h2o,lru", "--budget", "64", "--out", "out"), []),
+        ("task", ("passkey", *model, "--policy", "h2o,lru", "--budget", "64", "--draws", "50", "--out", "out"), ["out.part"]),
+        ("verify", (*model, "--prompt-file", at.text, "--policy", "h2o,lru", "--budget", "64", "--max-new-tokens", "900", *long), []),
+        ("policies", ("--policy-source", at.header), []),
+    ]
+
+
+class Checker:
+    def __init__(self, kvlab, at):
+        self.kvlab, self.at, self.longest, self.long_steps = kvlab, at, 0.0, 0
+
+    def faults(self, command, words, may_be_left, name):
+        """Of one command in the current folder, which gets the signal in mid-run."""
+        os.mkdir("scratch")
+        there = set(os.listdir())
+        env = dict(os.environ, TMPDIR=os.path.abspath("scratch"), XDG_CACHE_HOME=os.path.abspath("scratch/cache"))
+        with open("../said", "wb") as said:  # (What a shell puts in the background begins with SIGINT ignored.)
+            process = subprocess.Popen(["env", "--default-signal=INT,TERM", self.kvlab, command, *map(str, words)],
+                                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, env=env, preexec_fn=limited)  # fmt: skip
+        while process.poll() is None and not listens(process.pid, name):
+            time.sleep(0.01)
+        time.sleep(SOON if command == "trace" or self.at.long_json in words else DELAY)
+        if process.poll() is not None:
+            return [f"it was over before the signal: {pathlib.Path('../said').read_bytes()[-300:]!r}"]
+        before, began = work_of(process.pid), time.monotonic()
+        process.send_signal(getattr(signal, name))
+        _, status, used = os.wait4(process.pid, 0)
+        took, work = time.monotonic() - began, used.ru_utime + used.ru_stime - before
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said = pathlib.Path("../said").read_text(errors="backslashreplace")
+        self.longest = max(self.longest, took)
+        self.long_steps += LONG_STEP in said
+        found = [] if self.at.long_json not in words or LONG_STEP in said else ["no long step was ended"]
+        if took > QUICK and not (work < LITTLE and took < BUSY):
+            found.append(f"took {took:.2f} s, and {work:.2f} s of work")
+        if process.returncode != 128 + getattr(signal, name):
+            found.append(f"exit code {process.returncode}")
+        last = said.rstrip("\n").split("\n")[-1]
+        if f"called off by {name}" not in last:
+            found.append(f"said {last!r}")
+        if left := sorted(path for path in set(os.listdir()) - there - set(may_be_left) if not (LONG_STEP in last and path.endswith(".part"))):
+            found.append(f"left {left}")
+        scratch = [path for path in os.listdir("scratch") if path != "cache"]
+        if scratch and LONG_STEP not in last:
+            found.append(f"left in TMPDIR: {scratch}")
+        print(f"{command} {name}: {took:.2f} s, {work:.2f} s of work, {last[-110:]!r}", flush=True)
+        return found
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kvlab")
+    parser.add_argument("source")
+    parser.add_argument("--only", default="")
+    asked = parser.parse_args()
+    kvlab, faults = os.path.abspath(asked.kvlab), []
+    listed = subprocess.run([kvlab, "help"], capture_output=True, text=True, check=True).stdout
+    known = set(re.findall(r"^  ([a-z]+) {2,}", listed.split("Commands")[1], re.M))
+    with tempfile.TemporaryDirectory(prefix="kvlab-signals-") as whole:
+        root = pathlib.Path(whole)
+        at = Inputs(kvlab, pathlib.Path(asked.source).resolve(), root)
+        calls, checker = commands(at), Checker(kvlab, at)
+        if missing := known - {call[0] for call in calls} - SHORT - ELSEWHERE:
+            faults.append(f"no call here of: {', '.join(sorted(missing))}")
+        for command, words, may_be_left in calls:
+            if asked.only not in command:
+                continue
+            for name in ("SIGINT", "SIGTERM"):
+                (root / "here").mkdir()
+                os.chdir(root / "here")
+                found = checker.faults(command, words, may_be_left, name)
+                faults += [f"{command} {name}: {fault}: {' '.join(map(str, words))}" for fault in found]
+                os.chdir(root)
+                shutil.rmtree(root / "here")
+    print("\n".join(faults))
+    print(f"{len(calls)} commands, two signals each; the longest end took {checker.longest:.2f} s; {checker.long_steps} long steps")
+    sys.exit(f"{len(faults)} faults" if faults else 0)
+
+
+if __name__ == "__main__":
+    main()
