@@ -18,7 +18,7 @@ import kvlab
 
 LIBRARIES = re.compile(
     r"std::|nanobind|incompatible function|json\.exception|numpy\.|not supported between|unsupported operand|object is not|has no attribute"
-    r"|positional argument|invalid literal|could not convert|cannot reshape|setting an array"
+    r"|filesystem error|positional argument|invalid literal|could not convert|cannot reshape|setting an array"
 )
 TRACE = None
 
@@ -166,7 +166,7 @@ def fault_of(call, rng):
         if match := LIBRARIES.search(said):
             return f"{match.group()!r} in {said[:300]!a}"
     except RuntimeError as error:  # what is not there, or cannot be read: as the command's exit code 2
-        if not any(word in str(error) for word in ("/", "folder", "file", "trace")) or LIBRARIES.search(str(error)):
+        if not any(word in str(error) for word in ("/", "folder", "file", "File name", "trace")) or LIBRARIES.search(str(error)):
             return f"RuntimeError: {str(error)[:300]!a}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]!a}"
