@@ -1,4 +1,4 @@
-// A model on the device that was asked for, and decoders of it.
+// A model on the device that was requested, and decoders of it.
 #pragma once
 
 #include <filesystem>

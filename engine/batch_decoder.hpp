@@ -25,7 +25,7 @@ class BatchDecoder {
  public:
   virtual ~BatchDecoder() = default;
 
-  /// Admits a prompt of at least one token, the same one for `count` sequences from `first` on,
+  /// Appends a prompt of at least one token, the same one for `count` sequences from `first` on,
   /// behind what each was fed before. `logits`: where to put those of its last token [sequence,
   /// vocab], in the backend's LogitMemory, or null. Throws std::out_of_range for an id outside the
   /// vocabulary.

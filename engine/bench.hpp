@@ -1,4 +1,4 @@
-// How fast the CUDA decoder is, beside what the same card can do in the same run. Figures have
+// How fast the CUDA decoder is, beside what the same GPU can do in the same run. Metrics have
 // names with their units: times the device's clock took, bytes that had to move, rates, shares.
 #pragma once
 
@@ -34,7 +34,7 @@ struct PrefillBenchOptions {
   BenchModel model;
   std::uint32_t tokens = 4096;
   std::uint32_t chunk = 2048;  ///< tokens at once
-  ResolvedConfig cache;        ///< what the prompt is admitted to
+  ResolvedConfig cache;        ///< what the prompt is appended to
 };
 nlohmann::ordered_json bench_prefill(const PrefillBenchOptions& options);
 
@@ -60,7 +60,7 @@ struct EvictBenchOptions {
 nlohmann::ordered_json bench_evict(const EvictBenchOptions& options);
 
 /// Decode attention with and without observation and eviction: every combination, with 8 KV heads,
-/// bf16. Keys stay at their positions unless a policy asks for squeezed ones.
+/// bf16. Keys stay at their positions unless a policy requests cache positions.
 struct AttentionBenchOptions {
   std::vector<std::string> policies = {"window", "sink", "random", "lru", "h2o", "streaming_h2o"};
   std::vector<std::uint32_t> head_sizes = {128, 64}, groups = {1, 4, 8};

@@ -8,16 +8,16 @@
 namespace kvlab {
 
 /// Times of a GPU vary by a few percent, those of the limit too: a share up to this is accepted.
-constexpr double kMostOfLimit = 1.05;
+constexpr double kMaxOfLimit = 1.05;
 
-/// A figure that cannot be right.
+/// A metric that cannot be right.
 class LimitExceeded : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
 /// `rate` as a share of `limit`, both in `unit` (such as "bytes/s"). Throws LimitExceeded, which
-/// names both, where it is more than kMostOfLimit: then `what` did not do all its work, or one of
+/// names both, where it is more than kMaxOfLimit: then `what` did not do all its work, or one of
 /// the two was disturbed.
 double share_of_limit(const std::string& what, double rate, double limit, const char* unit);
 

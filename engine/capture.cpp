@@ -34,8 +34,8 @@ TraceHeader trace_header(const Model& model, nlohmann::json options) {
   return header;
 }
 
-void Capture::admission(std::span<const std::int32_t> ids, std::uint32_t, SegmentKind kind,
-                        bool new_segment) {
+void Capture::begin_append(std::span<const std::int32_t> ids, std::uint32_t, SegmentKind kind,
+                           bool new_segment) {
   writer_.begin(ids, kind, new_segment);
   tokens_ = ids.size();
 }
@@ -54,7 +54,7 @@ void Capture::residual(std::uint32_t layer, std::span<const float> x) {
   writer_.residual(layer, norm2);
 }
 
-void Capture::admitted() {
+void Capture::end_append() {
   writer_.end();
   if (progress_) progress_(writer_.tokens());
 }

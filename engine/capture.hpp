@@ -9,7 +9,7 @@
 #include <span>
 
 #include "engine/decoder.hpp"
-#include "policies/columns/output_projections.hpp"
+#include "policies/features/output_projections.hpp"
 #include "traces/extras.hpp"
 #include "traces/trace.hpp"
 
@@ -29,17 +29,17 @@ class Capture final : public DecoderObserver {
   explicit Capture(TraceWriter& writer, std::function<void(std::uint32_t)> progress = {})
       : writer_(writer), progress_(std::move(progress)) {}
 
-  void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
-                 bool new_segment) override;
+  void begin_append(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
+                    bool new_segment) override;
   void layer(std::uint32_t layer, std::span<const float> q, std::span<const float> k,
              std::span<const float> v, std::span<const float> out,
              std::span<const float> lse) override;
   void residual(std::uint32_t layer, std::span<const float> x) override;
-  void admitted() override;
+  void end_append() override;
 
  private:
   TraceWriter& writer_;
-  std::size_t tokens_ = 0;  // of the admission
+  std::size_t tokens_ = 0;  // of the append
   std::function<void(std::uint32_t)> progress_;
 };
 

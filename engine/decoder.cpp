@@ -16,29 +16,29 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFullAdmission = 512;  // tokens: bounds memory where chunks do not matter
-constexpr double kThreadedProducts = 1e6;      // fewer multiplications: threads cost more
+constexpr std::uint32_t kFullAppend = 512;  // tokens: bounds memory where chunks do not matter
+constexpr double kThreadedProducts = 1e6;   // fewer multiplications: threads cost more
 
 }  // namespace
 
 class Decoder::Impl {
  public:
   Impl(const Model& model, ResolvedConfig cache, unsigned threads)
-      : model_(model), config_(model.config()), asked_(std::move(cache)), threads_(threads) {
-    asked_.spans = config_.heads().spans;
-    check_held(kDecoder, asked_, config_.heads());
-    if (wants_projections(asked_.policy.columns)) output_ = model.output_projections();
+      : model_(model), config_(model.config()), requested_(std::move(cache)), threads_(threads) {
+    requested_.windows = config_.heads().windows;
+    check_held(kDecoder, requested_, config_.heads());
+    if (wants_projections(requested_.policy.features)) output_ = model.output_projections();
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
       const RowSpec& row = config_.rows[layer];
       const HeadShape shape{.head_size = config_.head_size,
                             .group = config_.query_heads / config_.kv_heads,
-                            .positions = asked_.positions_of(layer),
+                            .positions = requested_.positions_of(layer),
                             .softmax_scale = row.scale,
-                            .threshold16 = asked_.threshold16(),
-                            .span = row.span,
+                            .threshold16 = requested_.threshold16(),
+                            .window = row.window,
                             .softcap = row.softcap,
                             .sinks = row.sinks};
-      layers_.emplace_back(asked_, shape, config_.kv_heads, layer, output_.get());
+      layers_.emplace_back(requested_, shape, config_.kv_heads, layer, output_.get());
       ropes_.try_emplace(row.table, row.rope);
     }
   }
@@ -52,14 +52,14 @@ class Decoder::Impl {
           fmt::format("decoder: more than {} tokens in a sequence; begin another", most));
     if (all_logits) all_logits->resize(ids.size() * config_.vocab);
     logits_.resize(config_.vocab);
-    const std::size_t chunk = admission_tokens(kind, ids.size());
+    const std::size_t chunk = append_tokens(kind, ids.size());
     for (std::size_t start = 0; start < ids.size(); start += chunk) {
       const auto part = ids.subspan(start, std::min(chunk, ids.size() - start));
       if (observer_)
-        observer_->admission(part, tokens_, kind, kind == SegmentKind::prompt && start == 0);
+        observer_->begin_append(part, tokens_, kind, kind == SegmentKind::prompt && start == 0);
       Impl* const self = this;
       run_layers({&self, 1}, part, Rows::own);
-      if (observer_) observer_->admitted();
+      if (observer_) observer_->end_append();
       const float* const x = work_.x.data();
       if (all_logits)
         model_.logits(x, part.size(), all_logits->data() + start * config_.vocab, threads_);
@@ -93,15 +93,16 @@ class Decoder::Impl {
   static void prompt(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
                      float* logits) {
     const std::vector<Impl*> all = impls_of(decoders);
-    std::vector<Impl*> original, squeezed;
+    std::vector<Impl*> original, cache_positions;
     for (Impl* const one : all) {
-      const bool whole = one->any_chunk() || one->asked_.prefill.chunk == 0;
+      const bool whole = one->any_chunk() || one->requested_.prefill.chunk == 0;
       if (one->tokens_ > 0 || !whole || ids.empty())
         one->feed(ids, SegmentKind::prompt, nullptr);
       else
-        (one->asked_.positions == Positions::original ? original : squeezed).push_back(one);
+        (one->requested_.positions == Positions::original ? original : cache_positions)
+            .push_back(one);
     }
-    for (const auto& together : {original, squeezed}) {
+    for (const auto& together : {original, cache_positions}) {
       if (together.empty()) continue;
       run_layers(together, ids, Rows::shared);
       const Impl& first = *together.front();
@@ -115,7 +116,7 @@ class Decoder::Impl {
     std::uint64_t sum = 0;
     for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
       for (const HeadCache& head : layers_[layer].heads())
-        if (asked_.span_of(layer) == 0) sum += head.live().evictions();
+        if (requested_.window_of(layer) == 0) sum += head.live().evictions();
     return sum;
   }
 
@@ -161,15 +162,15 @@ class Decoder::Impl {
     for (LayerCache& layer : layers_) layer.end_prompt();
   }
 
-  /// Nobody leaves, nothing is observed or coded: chunks do not matter.
+  /// Nothing is evicted, nothing is observed or quantized: chunks do not matter.
   bool any_chunk() const {
-    return !asked_.evicts() && asked_.policy.entry->info.needs == Needs::nothing &&
-           !asked_.policy.ladder.is_coded();
+    return !requested_.evicts() && requested_.policy.entry->info.needs == Needs::nothing &&
+           !requested_.policy.tier_plan.is_quantized();
   }
-  std::size_t admission_tokens(SegmentKind kind, std::size_t count) const {
-    const std::uint32_t asked = kind == SegmentKind::decode ? 1 : asked_.prefill.chunk;
-    if (any_chunk() && (asked == 0 || kind == SegmentKind::decode)) return kFullAdmission;
-    return asked == 0 ? count : asked;
+  std::size_t append_tokens(SegmentKind kind, std::size_t count) const {
+    const std::uint32_t requested = kind == SegmentKind::decode ? 1 : requested_.prefill.chunk;
+    if (any_chunk() && (requested == 0 || kind == SegmentKind::decode)) return kFullAppend;
+    return requested == 0 ? count : requested;
   }
 
   static std::vector<Impl*> impls_of(std::span<Decoder* const> decoders) {
@@ -196,7 +197,7 @@ class Decoder::Impl {
       logits = std::copy(one->logits_.begin(), one->logits_.end(), logits);
   }
 
-  /// One admission of each decoder through all layers, in the first one's work; leaves the last
+  /// One append of each decoder through all layers, in the first one's work; leaves the last
   /// hidden states there [row, hidden].
   static void run_layers(std::span<Impl* const> decoders, std::span<const std::int32_t> ids,
                          Rows rows) {
@@ -235,15 +236,15 @@ class Decoder::Impl {
   }
 
   /// Steps 1 to 4 of the rule for all KV heads of a layer.
-  void attend(std::uint32_t layer, const Part& part, unsigned most_threads, bool wants_outputs) {
+  void attend(std::uint32_t layer, const Part& part, unsigned max_threads, bool wants_outputs) {
     LayerCache& cache = layers_[layer];
     for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {
-      const auto victims = cache.heads()[head].make_room(tokens_);
+      const auto victims = cache.heads()[head].evict_to_budget(tokens_);
       if (observer_) observer_->evicted(layer, head, tokens_, victims);
     }
     GrowingRope& rope = ropes_.at(config_.rows[layer].table);
     cache.attend(rows(part), rope.covering(tokens_ + part.tokens),
-                 std::min(most_threads, threads_for(layer, part.tokens)), wants_outputs);
+                 std::min(max_threads, threads_for(layer, part.tokens)), wants_outputs);
     for (std::uint32_t head = 0; head < config_.kv_heads; ++head) {
       const auto seen = cache.heads()[head].observe();
       if (observer_) show(layer, head, seen);
@@ -257,7 +258,7 @@ class Decoder::Impl {
       const auto bytes = live.state(age);
       states.insert(states.end(), bytes.begin(), bytes.end());
     }
-    observer_->observed(layer, head, {live.positions(), states, live.brought()}, seen);
+    observer_->observed(layer, head, {live.positions(), states, live.feature_values()}, seen);
   }
 
   LayerRows rows(const Part& part) const {
@@ -288,9 +289,9 @@ class Decoder::Impl {
 
   const Model& model_;
   const ModelConfig& config_;
-  ResolvedConfig asked_;
+  ResolvedConfig requested_;
   unsigned threads_;
-  std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
+  std::shared_ptr<const OutputProjections> output_;  // null where no feature takes it
   std::deque<LayerCache> layers_;
   std::map<std::uint32_t, GrowingRope> ropes_;  // by table
   DecoderObserver* observer_ = nullptr;

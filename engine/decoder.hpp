@@ -15,22 +15,23 @@ namespace kvlab {
 /// The live tokens of one KV head, by age.
 struct LiveTokens {
   std::span<const std::uint32_t> positions;
-  std::span<const std::byte> states;    ///< [token, slot_bytes]: the policy's
-  std::span<const float> columns = {};  ///< [token, columns of the policy]
+  std::span<const std::byte> states;     ///< [token, slot_bytes]: the policy's
+  std::span<const float> features = {};  ///< [token, features of the policy]
 
   std::uint32_t size() const { return static_cast<std::uint32_t>(positions.size()); }
 };
 
-/// Watches a decoder. Calls come from the thread that feeds, in a fixed order: admission; for each
-/// layer, evicted of every KV head, observed of every KV head, layer, residual; admitted. Pointers
-/// live during the call.
+/// Watches a decoder. Calls come from the thread that feeds, in a fixed order: begin_append; for
+/// each layer, evicted of every KV head, observed of every KV head, layer, residual; end_append.
+/// Pointers live during the call.
 class DecoderObserver {
  public:
   virtual ~DecoderObserver() = default;
-  /// Before the layers of an admission. `new_segment`: a prompt begins with it.
-  virtual void admission(std::span<const std::int32_t> /*ids*/, std::uint32_t /*first*/,
-                         SegmentKind /*kind*/, bool /*new_segment*/) {}
-  /// One KV head made room for the admission. Called also where nobody left; positions ascend.
+  /// Before the layers of an append. `new_segment`: a prompt begins with it.
+  virtual void begin_append(std::span<const std::int32_t> /*ids*/, std::uint32_t /*first*/,
+                            SegmentKind /*kind*/, bool /*new_segment*/) {}
+  /// One KV head evicted to the budget for the append. Called also where nothing was evicted;
+  /// positions ascend.
   virtual void evicted(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, std::uint32_t /*now*/,
                        std::span<const std::uint32_t> /*victim_positions*/) {}
   /// One KV head observed: what each live token by age received (empty if the policy needs
@@ -44,19 +45,19 @@ class DecoderObserver {
   /// The residual stream x [n, hidden] after the layer's attention output was added; not of models
   /// with a norm behind that, which an error before it does not reach as it is.
   virtual void residual(std::uint32_t /*layer*/, std::span<const float> /*x*/) {}
-  virtual void admitted() {}  ///< after the last layer
+  virtual void end_append() {}  ///< after the last layer
 };
 
 class Decoder : public SequenceDecoder {
  public:
-  /// `model` must outlive the decoder. Throws std::invalid_argument if the guards do not fit a
-  /// budget.
+  /// `model` must outlive the decoder. Throws std::invalid_argument if the protected tokens do not
+  /// fit a budget.
   Decoder(const Model& model, ResolvedConfig cache, unsigned threads);
   ~Decoder() override;
 
-  void watch(DecoderObserver* observer);  ///< null: nobody
+  void watch(DecoderObserver* observer);  ///< null: none
 
-  /// Feeds tokens: a prompt is admitted by its prefill, decoded tokens one by one (by `full`,
+  /// Feeds tokens: a prompt is appended by its prefill, decoded tokens one by one (by `full`,
   /// which makes no difference between them, hundreds at once). Returns the logits [vocab] of the
   /// last one, valid until the next call. `all_logits`: where to put those of every token [n,
   /// vocab]. Throws std::invalid_argument for no tokens, std::out_of_range for an id outside the
@@ -66,9 +67,9 @@ class Decoder : public SequenceDecoder {
   void extend(Sampler& sampler, std::uint32_t count,
               const std::function<bool(std::int32_t id)>& on_id) override;
 
-  /// Feeds decoders of one model that nobody watches, each as feed() would, bit for bit, with the
+  /// Feeds decoders of one model without an observer, each as feed() would, bit for bit, with the
   /// weights read once for all. step(): ids [decoder], decoded ones. prompt(): the same for all;
-  /// those decoders that are new and admit it whole have it computed once. `logits`: where to put
+  /// those decoders that are new and append it whole have it computed once. `logits`: where to put
   /// those of the last tokens [decoder, vocab], or null.
   static void step(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
                    float* logits);

@@ -52,7 +52,7 @@ Sampler::Sampler(SamplingOptions options) : options_(options) {
 }
 
 std::int32_t Sampler::pick(std::span<const float> logits) {
-  const std::uint64_t draw = counter_++;
+  const std::uint64_t index = counter_++;
   const std::int32_t best = most_likely(logits);
   const double largest = static_cast<double>(logits[static_cast<std::size_t>(best)]);
   if (!std::isfinite(largest))
@@ -74,7 +74,7 @@ std::int32_t Sampler::pick(std::span<const float> logits) {
     weights.resize(kept);
     total = sum;
   }
-  const double target = uniform(options_.seed, draw) * total;
+  const double target = uniform(options_.seed, index) * total;
   double sum = 0;
   for (std::size_t i = 0; i < weights.size(); ++i) {
     sum += weights[i];

@@ -12,7 +12,7 @@ struct SamplingOptions {
   std::uint64_t seed = 0;
 };
 
-/// Deterministic: the draw depends on (seed, counter) alone. Greedy ties: the lowest id.
+/// Deterministic: the sample depends on (seed, counter) alone. Greedy ties: the lowest id.
 class Sampler {
  public:
   /// Throws std::invalid_argument for a temperature below 0 or a top_p outside (0, 1].
@@ -21,9 +21,9 @@ class Sampler {
   std::int32_t pick(std::span<const float> logits);
 
   const SamplingOptions& options() const { return options_; }
-  std::uint64_t counter() const { return counter_; }  ///< draws so far
-  /// Draws that were made elsewhere, from (seed, counter) too.
-  void skip(std::uint64_t draws) { counter_ += draws; }
+  std::uint64_t counter() const { return counter_; }  ///< samples so far
+  /// Samples that were made elsewhere, from (seed, counter) too.
+  void skip(std::uint64_t samples) { counter_ += samples; }
 
  private:
   SamplingOptions options_;

@@ -35,7 +35,7 @@ class SequenceDecoder {
   /// std::invalid_argument if nothing was fed yet.
   virtual void extend(Sampler& sampler, std::uint32_t count,
                       const std::function<bool(std::int32_t id)>& on_id) = 0;
-  /// Waits until all that was computed is with whoever watches; throws what went wrong there.
+  /// Waits until all that was computed is with the observer; throws what went wrong there.
   virtual void flush() {}
 
   virtual std::uint32_t tokens() const = 0;  ///< fed so far

@@ -20,7 +20,7 @@ struct AttentionShape {
 
 /// One query for each sequence, over its first lengths[s] slots (the query's own is the last of
 /// them). Where a length exceeds `slots`, these are a ring that holds the newest tokens, token t at
-/// t % slots. Each KV head is split over the grid so that the card is full at any batch; the parts
+/// t % slots. Each KV head is split over the grid so that the GPU is full at any batch; the parts
 /// are merged in a fixed order: equal inputs give equal bits. (Where it is split depends on all
 /// lengths and on the device, so a sequence's bits may differ in another batch.) Pointers but
 /// lengths and lse, and strides: at 16-byte boundaries. At most 32768 sequences x KV heads.
@@ -51,14 +51,14 @@ struct PrefillLayer {
   std::int64_t head_stride =
       0;  ///< without first_slot: elements from a KV head's slots to the next
   const float* sinks = nullptr;  ///< as AttentionShape has them
-  int span = 0;                  ///< slots that a query sees at most; 0: all
+  int window = 0;                ///< slots that a query sees at most; 0: all
 };
 std::size_t prefill_workspace(const kvlab_prefill_args& args);
-/// Parts of keys want a layer without span and sinks.
+/// Parts of keys want a layer without a window and sinks.
 cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
                               cudaStream_t stream);
 /// Of slots that lie as `shape` says: the rest of `args`.
-cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int span,
+cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int window,
                               cudaStream_t stream);
 
 }  // namespace kvlab::kernels

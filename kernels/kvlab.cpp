@@ -17,21 +17,21 @@
 #include <vector>
 
 #include "kernels/decode/pair_attention.hpp"
-#include "kernels/evict/admission.hpp"
-#include "kernels/evict/columns.hpp"
+#include "kernels/evict/append.hpp"
+#include "kernels/evict/features.hpp"
 #include "kernels/launch_plans.hpp"
 #include "kernels/library_policy.hpp"
 #include "kernels/pointwise.hpp"
 #include "kernels/why_not.hpp"
-#include "policies/columns/built_in.hpp"
+#include "policies/features/built_in.hpp"
 
 using namespace kvlab;
 using namespace kvlab::kernels;
 
 namespace {
 
-static_assert(sizeof(kvlab_columns_args::columns) == kMaxColumns * sizeof(kvlab_column) &&
-              KVLAB_VALUE_OUT_NORM1 == static_cast<int>(BuiltInColumn::value_out_norm1));
+static_assert(sizeof(kvlab_columns_args::features) == kMaxFeatures * sizeof(kvlab_column) &&
+              KVLAB_VALUE_OUT_NORM1 == static_cast<int>(BuiltInFeature::value_out_norm1));
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
 static_assert(SIZE_MAX == kNoDevice);
 
@@ -64,18 +64,18 @@ constexpr const char* kNull = "an argument is NULL";
 thread_local std::string last_error;
 
 /// Whether there is a reason to refuse a call, which is kept.
-bool refused(const char* call, const std::string& why) {
-  return !why.empty() && told(call, cudaErrorInvalidValue, why) != cudaSuccess;
+bool is_refused(const char* call, const std::string& why) {
+  return !why.empty() && record_error(call, cudaErrorInvalidValue, why) != cudaSuccess;
 }
 template <class Args>
-bool refused(const char* call, const Args* args) {
-  if (args == nullptr) return refused(call, std::string(kNull));
-  return refused(call, why_not_size(*args)) || refused(call, why_not(*args));
+bool is_refused(const char* call, const Args* args) {
+  if (args == nullptr) return is_refused(call, std::string(kNull));
+  return is_refused(call, why_not_size(*args)) || is_refused(call, why_not(*args));
 }
 template <class Args>
-bool refused(const char* call, const kvlab_policy* policy, const Args* args) {
-  if (policy == nullptr || args == nullptr) return refused(call, std::string(kNull));
-  return refused(call, why_not_size(*args)) || refused(call, why_not(policy->kernels, *args));
+bool is_refused(const char* call, const kvlab_policy* policy, const Args* args) {
+  if (policy == nullptr || args == nullptr) return is_refused(call, std::string(kNull));
+  return is_refused(call, why_not_size(*args)) || is_refused(call, why_not(policy->kernels, *args));
 }
 
 /// `said`: what is wrong.
@@ -113,7 +113,7 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
 }
 
 /// name=NAME: where NAME is but the default.
-const char* column_name(const char* name) {
+const char* feature_name(const char* name) {
   const char* const given = std::strchr(name, '=');
   return given == nullptr ? name : given + 1;
 }
@@ -125,11 +125,11 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
                     pairs = sequences * static_cast<std::size_t>(c.kv_heads);
   const std::size_t page = static_cast<std::size_t>(c.pages.page);
   const std::size_t blocks =
-      page == 0 ? 0 : (static_cast<std::size_t>(c.most_slots) + page - 1) / page;
+      page == 0 ? 0 : (static_cast<std::size_t>(c.max_slots) + page - 1) / page;
   const std::size_t rows = (page == 0 ? slots : pairs * blocks * page) *
                            static_cast<std::size_t>(c.head_size) * bytes_of(c.type);
-  const bool unit = std::ranges::any_of(policy.columns, [](const char* column) {
-    return std::string_view(column_name(column)) == "key_cosine";
+  const bool unit = std::ranges::any_of(policy.features, [](const char* feature) {
+    return std::string_view(feature_name(feature)) == "key_cosine";
   });
   to = {.struct_size = sizeof to,
         .keys = rows,
@@ -137,13 +137,13 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
         .positions = slots * sizeof(std::uint32_t),
         .ages = numbering == KVLAB_SQUEEZED ? slots * sizeof(std::uint32_t) : 0,
         .states = slots * policy.slot_bytes,
-        .columns = slots * policy.columns.size() * sizeof(float),
+        .features = slots * policy.features.size() * sizeof(float),
         .seen = policy.needs == Needs::nothing ? 0 : slots * sizeof(kvlab_observation),
         .first_slot = pairs * sizeof(std::int64_t),
         .lengths = pairs * sizeof(std::int32_t),
         .next_slots = pairs * sizeof(std::int32_t),
         .rules = pairs * sizeof(kvlab_rule),
-        .room_at = pairs * sizeof(std::uint32_t),
+        .evict_at = pairs * sizeof(std::uint32_t),
         .unit_keys = unit ? pairs * static_cast<std::size_t>(c.head_size) * sizeof(float) : 0,
         .params = sequences * policy.params_bytes,
         .threshold16 = sequences * sizeof(std::uint32_t),
@@ -151,7 +151,7 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
         .sequence_ids = sequences * sizeof(std::uint32_t),
         .blocks = (c.pages.by_pair != 0 ? pairs : sequences) * blocks * sizeof(std::int32_t),
         .attention_workspace = policy.attention_workspace(c, false),
-        .shrink_workspace = shrink_workspace(c)};
+        .compact_workspace = compact_workspace(c)};
 }
 
 /// Why the current device cannot attend over such a cache; empty where it can, and where there is
@@ -163,30 +163,33 @@ std::string why_not_here(const kvlab_cache& cache, kvlab_positions numbering) {
   return is_without_code(error) ? why_not_device() : "";
 }
 /// The end of a call that attends.
-cudaError_t told_attention(const char* call, cudaError_t error,
-                           const kvlab_evicting_attention_args& args) {
+cudaError_t record_attention_error(const char* call, cudaError_t error,
+                                   const kvlab_evicting_attention_args& args) {
   const bool lacks = error == cudaErrorNotSupported;
-  return told(call, error, lacks ? why_not_here(args.cache, args.numbering) : "");
+  return record_error(call, error, lacks ? why_not_here(args.cache, args.numbering) : "");
 }
-cudaError_t told_prefill(const char* call, cudaError_t error, const kvlab_prefill_args& args) {
+cudaError_t record_prefill_error(const char* call, cudaError_t error,
+                                 const kvlab_prefill_args& args) {
   DeviceLimits limits;
   const bool lacks = error == cudaErrorNotSupported && device_limits(limits) == cudaSuccess;
-  return told(call, error, lacks ? why_not_prefill(args.type, args.head_size, limits) : "");
+  return record_error(call, error, lacks ? why_not_prefill(args.type, args.head_size, limits) : "");
 }
 
 /// cudaSuccess: it is not.
-cudaError_t refused_shrink(const char* call, const kvlab_policy* policy,
-                           const kvlab_shrink_args* args) {
+cudaError_t check_compact_args(const char* call, const kvlab_policy* policy,
+                               const kvlab_shrink_args* args) {
   if (policy != nullptr && args != nullptr && args->struct_size == sizeof *args &&
       policy->kernels.weighted && args->seen != nullptr && args->weighted == 0)
-    return told(call, cudaErrorNotSupported,
-                "weighted is 0, and the policy weighs a prompt's queries: kvlab_policy_weights");
-  return refused(call, policy, args) ? cudaErrorInvalidValue : cudaSuccess;
+    return record_error(
+        call, cudaErrorNotSupported,
+        "weighted is 0, and the policy weighs a prompt's queries: kvlab_policy_weights");
+  return is_refused(call, policy, args) ? cudaErrorInvalidValue : cudaSuccess;
 }
 
 }  // namespace
 
-cudaError_t kvlab::kernels::told(const char* call, cudaError_t error, const std::string& why) {
+cudaError_t kvlab::kernels::record_error(const char* call, cudaError_t error,
+                                         const std::string& why) {
   last_error.clear();
   if (error == cudaSuccess) return error;
   std::string said = why;
@@ -211,12 +214,12 @@ const kvlab_policy* kvlab_find_policy(const char* name) {
 cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, char* log,
                                  size_t log_bytes) {
   if (path == nullptr || policy == nullptr || (log == nullptr && log_bytes > 0))
-    return told(__func__, cudaErrorInvalidValue, kNull);
+    return record_error(__func__, cudaErrorInvalidValue, kNull);
   *policy = nullptr;
   std::string said;
   const cudaError_t error = compile_policy(path, policy, said);
   if (log_bytes > 0) log[said.copy(log, log_bytes - 1)] = '\0';
-  return told(__func__, error, said);
+  return record_error(__func__, error, said);
 }
 
 const char* kvlab_policy_name(int index) {
@@ -226,9 +229,9 @@ const char* kvlab_policy_name(int index) {
 
 const char* kvlab_policy_column(const kvlab_policy* policy, int index) {
   if (policy == nullptr || index < 0) return nullptr;
-  const auto columns = policy->kernels.columns;
-  if (static_cast<std::size_t>(index) >= columns.size()) return nullptr;
-  return column_name(columns[static_cast<std::size_t>(index)]);
+  const auto features = policy->kernels.features;
+  if (static_cast<std::size_t>(index) >= features.size()) return nullptr;
+  return feature_name(features[static_cast<std::size_t>(index)]);
 }
 
 kvlab_needs kvlab_policy_needs(const kvlab_policy* policy) {
@@ -251,20 +254,21 @@ const char* kvlab_policy_parameter(const kvlab_policy* policy, int index) {
 
 cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values, int count,
                                 void* to) {
-  if (refused(__func__, std::string(policy == nullptr ? kNull : ""))) return cudaErrorInvalidValue;
+  if (is_refused(__func__, std::string(policy == nullptr ? kNull : "")))
+    return cudaErrorInvalidValue;
   // Params are doubles, one for each parameter.
   const std::size_t wanted = policy->kernels.params_bytes / sizeof(double);
   const bool null = wanted > 0 && (values == nullptr || to == nullptr);
   const bool counts = count >= 0 && static_cast<std::size_t>(count) == wanted;
-  if (refused(__func__, why_not_params(policy->kernels, count, counts)) ||
-      refused(__func__, std::string(null ? kNull : "")))
+  if (is_refused(__func__, why_not_params(policy->kernels, count, counts)) ||
+      is_refused(__func__, std::string(null ? kNull : "")))
     return cudaErrorInvalidValue;
   const std::span all(values, wanted);
   auto* const bytes = static_cast<std::byte*>(to);
   const bool written = policy->header != nullptr ? policy->header->write_params(all, bytes)
                                                  : policy->kernels.params(all, bytes);
-  return written ? told(__func__, cudaSuccess)
-                 : told(__func__, cudaErrorInvalidValue, why_not_values(policy->kernels));
+  return written ? record_error(__func__, cudaSuccess)
+                 : record_error(__func__, cudaErrorInvalidValue, why_not_values(policy->kernels));
 }
 
 int kvlab_policy_weighted(const kvlab_policy* policy) {
@@ -275,41 +279,41 @@ cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params,
                                  float* to, uint32_t* tail) {
   if (policy == nullptr || to == nullptr || tail == nullptr ||
       (params == nullptr && policy->kernels.params_bytes > 0))
-    return told(__func__, cudaErrorInvalidValue, kNull);
+    return record_error(__func__, cudaErrorInvalidValue, kNull);
   if (policy->header != nullptr)
-    return told(__func__, policy->header->weigh(params, queries, to, tail));
+    return record_error(__func__, policy->header->weigh(params, queries, to, tail));
   *tail = policy->kernels.tail(params);
   for (uint32_t age = 0; age < queries; ++age)
     to[age] = age < *tail ? policy->kernels.weight(age, params) : 0.0f;
-  return told(__func__, cudaSuccess);
+  return record_error(__func__, cudaSuccess);
 }
 
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream) {
-  if (refused(__func__, args)) return cudaErrorInvalidValue;
-  return told(__func__, rope_write({*args}, stream));
+  if (is_refused(__func__, args)) return cudaErrorInvalidValue;
+  return record_error(__func__, rope_write({*args}, stream));
 }
 
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream) {
-  if (refused(__func__, args)) return cudaErrorInvalidValue;
-  return told(__func__, make_columns({*args}, stream));
+  if (is_refused(__func__, args)) return cudaErrorInvalidValue;
+  return record_error(__func__, make_features({*args}, stream));
 }
 
 cudaError_t kvlab_cache_memory(const kvlab_policy* policy, const kvlab_cache* cache, int64_t slots,
                                kvlab_positions numbering, kvlab_memory* bytes) {
   const bool null = policy == nullptr || cache == nullptr || bytes == nullptr;
-  if (refused(__func__, null ? kNull : why_not_size(*bytes)) ||
-      refused(__func__, why_not_shape(*cache, slots)))
+  if (is_refused(__func__, null ? kNull : why_not_size(*bytes)) ||
+      is_refused(__func__, why_not_shape(*cache, slots)))
     return cudaErrorInvalidValue;
   if (const std::string why = why_not_here(*cache, numbering); !why.empty())
-    return told(__func__, cudaErrorNotSupported, why);
+    return record_error(__func__, cudaErrorNotSupported, why);
   measure(policy->kernels, *cache, static_cast<std::size_t>(slots), numbering, *bytes);
-  return told(__func__, cudaSuccess);
+  return record_error(__func__, cudaSuccess);
 }
 
 cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream) {
-  if (refused(__func__, cache == nullptr ? kNull : why_not_shape(*cache)))
+  if (is_refused(__func__, cache == nullptr ? kNull : why_not_shape(*cache)))
     return cudaErrorInvalidValue;
-  return told(__func__, number_by_age(*cache, stream));
+  return record_error(__func__, fill_ages(*cache, stream));
 }
 
 size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvlab_cache* cache) {
@@ -319,34 +323,35 @@ size_t kvlab_evicting_attention_workspace(const kvlab_policy* policy, const kvla
 
 cudaError_t kvlab_attend(const kvlab_policy* policy, const kvlab_evicting_attention_args* args,
                          cudaStream_t stream) {
-  if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
-  return told_attention(__func__, policy->kernels.attend(policy->kernels, {*args}, stream), *args);
+  if (is_refused(__func__, policy, args)) return cudaErrorInvalidValue;
+  return record_attention_error(__func__, policy->kernels.attend(policy->kernels, {*args}, stream),
+                                *args);
 }
 
 cudaError_t kvlab_choose_victims(const kvlab_policy* policy,
                                  const kvlab_evicting_attention_args* layers, int count,
                                  cudaStream_t stream) {
-  if (refused(__func__, policy, layers) ||
-      refused(__func__, why_not(policy->kernels, layers, count)))
+  if (is_refused(__func__, policy, layers) ||
+      is_refused(__func__, why_not(policy->kernels, layers, count)))
     return cudaErrorInvalidValue;
-  std::array<EvictingAttentionArgs, kMostObservedLayers> converted{};
+  std::array<EvictingAttentionArgs, kMaxObservedLayers> converted{};
   for (int layer = 0; layer < count; ++layer)
     converted[static_cast<std::size_t>(layer)] = {layers[layer]};
   const std::span all(converted.data(), static_cast<std::size_t>(count));
-  return told(__func__, policy->kernels.observe(policy->kernels, all, false, stream));
+  return record_error(__func__, policy->kernels.observe(policy->kernels, all, false, stream));
 }
 
 cudaError_t kvlab_evicting_attention(const kvlab_policy* policy,
                                      const kvlab_evicting_attention_args* args,
                                      cudaStream_t stream) {
-  if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
-  return told_attention(__func__, policy->kernels.attention({*args}, stream), *args);
+  if (is_refused(__func__, policy, args)) return cudaErrorInvalidValue;
+  return record_attention_error(__func__, policy->kernels.attention({*args}, stream), *args);
 }
 
 cudaError_t kvlab_prefill_attention(const kvlab_prefill_args* args, cudaStream_t stream) {
-  if (refused(__func__, args) || refused(__func__, why_not_attended(*args)))
+  if (is_refused(__func__, args) || is_refused(__func__, why_not_attended(*args)))
     return cudaErrorInvalidValue;
-  return told_prefill(__func__, prefill_attention(*args, {}, stream), *args);
+  return record_prefill_error(__func__, prefill_attention(*args, {}, stream), *args);
 }
 
 size_t kvlab_prefill_workspace(const kvlab_prefill_args* args) {
@@ -358,40 +363,40 @@ size_t kvlab_observe_workspace(const kvlab_observe_args* args) {
 }
 
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream) {
-  if (refused(__func__, args)) return cudaErrorInvalidValue;
-  return told_prefill(__func__, observe_queries(*args, stream), args->prefill);
+  if (is_refused(__func__, args)) return cudaErrorInvalidValue;
+  return record_prefill_error(__func__, observe_queries(*args, stream), args->prefill);
 }
 
 cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,
                               cudaStream_t stream) {
-  if (refused(__func__, policy, args)) return cudaErrorInvalidValue;
+  if (is_refused(__func__, policy, args)) return cudaErrorInvalidValue;
   if (const std::string why = why_not_shared(policy->kernels); !why.empty())
-    return told(__func__, cudaErrorNotSupported, why);
-  return told(__func__, copy_prefix(policy->kernels, *args, stream));
+    return record_error(__func__, cudaErrorNotSupported, why);
+  return record_error(__func__, copy_prefix(policy->kernels, *args, stream));
 }
 
 size_t kvlab_shrink_workspace(const kvlab_cache* from) {
-  return from == nullptr ? 0 : shrink_workspace(*from);
+  return from == nullptr ? 0 : compact_workspace(*from);
 }
 
 cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* args,
                          cudaStream_t stream) {
-  if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
-  return told(__func__, shrink(policy->kernels, *args, stream));
+  if (const cudaError_t error = check_compact_args(__func__, policy, args)) return error;
+  return record_error(__func__, compact(policy->kernels, *args, stream));
 }
 
 cudaError_t kvlab_rank(const kvlab_policy* policy, const kvlab_shrink_args* args, uint64_t* ranks,
                        cudaStream_t stream) {
-  if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
-  if (refused(__func__, why_not_ranks(*args, ranks, 1))) return cudaErrorInvalidValue;
-  return told(__func__, rank_by_age(policy->kernels, *args, ranks, stream));
+  if (const cudaError_t error = check_compact_args(__func__, policy, args)) return error;
+  if (is_refused(__func__, why_not_ranks(*args, ranks, 1))) return cudaErrorInvalidValue;
+  return record_error(__func__, rank_by_age(policy->kernels, *args, ranks, stream));
 }
 
 cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args,
                        const uint64_t* ranks, int devices, cudaStream_t stream) {
-  if (const cudaError_t error = refused_shrink(__func__, policy, args)) return error;
-  if (refused(__func__, why_not_ranks(*args, ranks, devices))) return cudaErrorInvalidValue;
-  return told(__func__, keep_by_ranks(policy->kernels, *args, ranks, devices, stream));
+  if (const cudaError_t error = check_compact_args(__func__, policy, args)) return error;
+  if (is_refused(__func__, why_not_ranks(*args, ranks, devices))) return cudaErrorInvalidValue;
+  return record_error(__func__, keep_by_ranks(policy->kernels, *args, ranks, devices, stream));
 }
 
 }  // extern "C"

@@ -74,15 +74,15 @@ const char* kvlab_policy_parameter(const kvlab_policy* policy, int index);
 /** Whether it weighs a prompt's queries by how many of the prompt are younger. */
 int kvlab_policy_weighted(const kvlab_policy* policy);
 /** Those weights, for kvlab_observe: of the query that `age` others are younger than, to host
- * memory to[age], `queries` numbers, for the caller to copy; a chunk that is admitted by itself has
+ * memory to[age], `queries` numbers, for the caller to copy; a chunk that is appended by itself has
  * its own length. From `*tail` on they are 0. `params`: as kvlab_policy_params wrote them. Of a
  * compiled policy the device is asked, and waited for.
  */
 cudaError_t kvlab_policy_weights(const kvlab_policy* policy, const void* params, uint32_t queries,
                                  float* to, uint32_t* tail);
 
-/** The columns that it reads (docs/reference/configurations.md), from 0 on; NULL behind the last.
- * You bring them: kvlab_policy_state.columns. Of `column` any will do. */
+/** The features that it reads (docs/reference/configurations.md), from 0 on; NULL behind the last.
+ * You bring them: kvlab_policy_state.features. Of `feature` any will do. */
 const char* kvlab_policy_column(const kvlab_policy* policy, int index);
 
 /* --- One layer's cache ---------------------------------------------------------------------- */
@@ -95,9 +95,9 @@ const char* kvlab_policy_column(const kvlab_policy* policy, int index);
  *  where row is the sequence, or the pair. Only keys and values lie in blocks: what else is [slot]
  *  stays at first_slot[pair] + s. Blocks are read where the kernels run, as far as tokens live. */
 typedef struct {
-  const int32_t* blocks; /**< [row, most_blocks]; NULL: no blocks */
+  const int32_t* blocks; /**< [row, max_blocks]; NULL: no blocks */
   int page;              /**< slots of a block: a power of two from 16 to 2^20 */
-  int most_blocks;       /**< enough for the cache's most_slots */
+  int max_blocks;       /**< enough for the cache's max_slots */
   int by_pair;           /**< 1: a row of blocks for each pair, not for each sequence */
   /** In elements. Of 16 bytes or multiples of them; slots no nearer than head_size, and, unless
    *  by_pair, KV heads neither. */
@@ -112,7 +112,7 @@ typedef struct {
   kvlab_type type;
   int sequences, query_heads, kv_heads, head_size;
   float softmax_scale;
-  int most_slots;            /**< the largest number of slots of a pair */
+  int max_slots;            /**< the largest number of slots of a pair */
   const int64_t* first_slot; /**< [pair] */
   void* keys;                /**< [slot, head_size]; rotated (RoPE) at their positions, or plain
                                   where KVLAB_SQUEEZED */
@@ -126,8 +126,8 @@ typedef struct {
   kvlab_pages pages;         /**< where keys and values lie in blocks */
 } kvlab_cache;
 
-/** Squeezed: live tokens count as 0, 1, 2, ... by age. Keys and q come plain and are rotated here.
- *  Two frames: squeezed too, but keys and q come rotated at their positions, and reading them costs
+/** Cache positions: live tokens count as 0, 1, 2, ... by age. Keys and q come plain and are rotated here.
+ *  With rotated keys: at cache positions too, but keys and q come rotated at their positions, and reading them costs
  *  no more than where they are original. For `window` and `sink` alone, whose live tokens are the
  *  rule's sinks and a run of the newest; the token at position i < sinks must be in slot i. */
 typedef enum { KVLAB_ORIGINAL = 0, KVLAB_SQUEEZED = 1, KVLAB_TWO_FRAMES = 2 } kvlab_positions;
@@ -135,15 +135,15 @@ typedef enum { KVLAB_ORIGINAL = 0, KVLAB_SQUEEZED = 1, KVLAB_TWO_FRAMES = 2 } kv
 /** Bytes of one layer's arrays, each as long as its shape says; 0: there is none. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_memory), set by the caller */
-  size_t keys, values, positions, ages, states, columns; /**< [slot] */
+  size_t keys, values, positions, ages, states, features; /**< [slot] */
   size_t seen; /**< [slot], of a prompt alone; 0 where the policy needs nothing */
-  size_t first_slot, lengths, next_slots, rules, room_at; /**< [pair] */
+  size_t first_slot, lengths, next_slots, rules, evict_at; /**< [pair] */
   size_t unit_keys; /**< [pair, head_size]; 0 unless the policy reads key_cosine by default */
   size_t params, threshold16, seeds, sequence_ids; /**< [sequence] */
   size_t blocks; /**< the table, where pages.page > 0: then keys and values are those of whole
-                    blocks, as many as most_slots take */
+                    blocks, as many as max_slots take */
   size_t attention_workspace; /**< SIZE_MAX: there is no device to ask */
-  size_t shrink_workspace;
+  size_t compact_workspace;
 } kvlab_memory;
 /** What a cache takes under a policy, from its shape alone: no pointer is read. `slots`: of all
  * pairs together; a prompt's cache has one for each KV head and token. What is [sequence] and the
@@ -158,8 +158,8 @@ cudaError_t kvlab_number_by_age(const kvlab_cache* cache, cudaStream_t stream);
 /** The rule's numbers for one pair, in tokens. sinks + recent <= budget, sinks < budget. */
 typedef struct {
   uint32_t budget; /**< tokens that a query may span, itself included; UINT32_MAX: no eviction */
-  uint32_t sinks;  /**< positions below leave last */
-  uint32_t recent; /**< the last ones leave before sinks and after all others */
+  uint32_t sinks;  /**< positions below are evicted last */
+  uint32_t recent; /**< the last ones are evicted before sinks and after all others */
   uint32_t
       group_max; /**< 1: a query gives a token the largest of its group's masses, not the sum */
 } kvlab_rule;
@@ -183,13 +183,13 @@ typedef struct {
   const uint32_t* sequence_ids; /**< [sequence]: tell the caches of a random policy apart; 0, 1, …
                                    in a replay's traces */
   uint32_t layer;
-  uint32_t first_head;     /**< of the model's KV heads that of the first pair; draws are by it */
+  uint32_t first_head;     /**< of the model's KV heads that of the first pair; random samples are by it */
   kvlab_observation* seen; /**< [slot], out: what each token received; or NULL */
-  const float* columns;    /**< [slot, column]: what each token brought, kvlab_policy_column by
+  const float* features;    /**< [slot, feature]: what each token brought, kvlab_policy_column by
                                 kvlab_policy_column; those of new tokens are there as their keys are */
-  /** [pair]: room is made only when so many tokens are live; UINT32_MAX: never. NULL: at the
+  /** [pair]: tokens are evicted only when so many tokens are live; UINT32_MAX: never. NULL: at the
    * budget. For bursts (every=W): UINT32_MAX in decode steps, budget - 1 + W in kvlab_shrink. */
-  const uint32_t* room_at;
+  const uint32_t* evict_at;
 } kvlab_policy_state;
 
 /** The sequence sits out: a value of `now`. */
@@ -207,19 +207,19 @@ typedef struct {
   const kvlab_policy* policy;
   double params[KVLAB_MOST_PARAMS]; /**< as kvlab_policy_params takes them */
   int param_count;
-  char column[64];           /**< that `column` reads; else empty */
+  char feature[64];           /**< that `feature` reads; else empty */
   kvlab_positions numbering; /**< or KVLAB_TWO_FRAMES where this is KVLAB_SQUEEZED */
-  uint32_t prefill_chunk;    /**< tokens of a prompt that are admitted together; 0: all */
+  uint32_t prefill_chunk;    /**< tokens of a prompt that are appended together; 0: all */
   uint32_t threshold16;
   uint64_t seed;
-  uint32_t every; /**< 1: room is made in each step; else see room_at */
+  uint32_t every; /**< 1: tokens are evicted in each step; else see evict_at */
   int once;       /**< 1: after a prompt alone */
   int by_layer;   /**< as kvlab_shrink_args has these */
   uint32_t smooth;
   int pool_max;
 } kvlab_policy_file;
-/** Reads it. cudaErrorInvalidValue, and kvlab_last_error says why: it is no such file, or asks for
- *  what the library does not have: a ladder, `ada()`, bytes, a prompt that stays, a policy from a
+/** Reads it. cudaErrorInvalidValue, and kvlab_last_error says why: it is no such file, or requests
+ *  what the library does not have: a tier plan, `ada()`, bytes, a prompt that stays, a policy from a
  *  header (kvlab_compile_policy). `file` is as it was then, but for its rules. */
 cudaError_t kvlab_read_policy_file(const char* path, kvlab_policy_file* file);
 
@@ -246,7 +246,7 @@ typedef struct {
 } kvlab_write_args;
 cudaError_t kvlab_write(const kvlab_write_args* args, cudaStream_t stream);
 
-/** Columns that are computed from keys, values and output projections
+/** Features that are computed from keys, values and output projections
  * (docs/reference/configurations.md), by these names in lower case. */
 typedef enum {
   KVLAB_KEY_NORM = 0,
@@ -256,24 +256,24 @@ typedef enum {
   KVLAB_VALUE_OUT_NORM1 = 4
 } kvlab_column;
 
-/** Some columns of new tokens, whose values are in the cache already. */
+/** Some features of new tokens, whose values are in the cache already. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_columns_args) */
   kvlab_cache cache;
-  int count; /**< of columns */
-  kvlab_column columns[4];
+  int count; /**< of features */
+  kvlab_column features[4];
   const int32_t* slots; /**< [pair], from first_slot: of the first new token; others follow */
   int tokens;           /**< of each sequence */
   const uint32_t* now;  /**< [sequence]: KVLAB_IDLE sits out; or NULL */
   const void* keys;     /**< before RoPE: [sequence, token] rows of [kv_head, head_size] */
   int64_t key_row;      /**< elements from one token to the next */
   float* unit_keys;     /**< [pair, head_size], zeroed before a sequence begins; for key_cosine */
-  float* to;            /**< [slot, column] */
+  float* to;            /**< [slot, feature] */
   const void* output;   /**< W_o [hidden, query_head, head_size], of the cache's type; for
                              value_out_norm1 */
   int hidden;
   const uint32_t*
-      admitted; /**< [sequence]: only so many of its tokens, at most `tokens`; or NULL */
+      appended; /**< [sequence]: only so many of its tokens, at most `tokens`; or NULL */
 } kvlab_columns_args;
 cudaError_t kvlab_columns(const kvlab_columns_args* args, cudaStream_t stream);
 
@@ -289,9 +289,9 @@ typedef struct {
   const uint32_t* now; /**< [sequence]: position of the token, or KVLAB_IDLE: of that row nothing is
                             written, `out` neither */
   const void* q;       /**< [sequence, query_head, head_size] */
-  const float* inv_freq; /**< [rotated / 2], where squeezed */
-  int rotated;           /**< dimensions that RoPE rotates, where squeezed: all, head_size */
-  float rope_factor;     /**< on cos and sin, where squeezed; 1 but for YaRN */
+  const float* inv_freq; /**< [rotated / 2], where at cache positions */
+  int rotated;           /**< dimensions that RoPE rotates, where at cache positions: all, head_size */
+  float rope_factor;     /**< on cos and sin, where at cache positions; 1 but for YaRN */
   void* out;             /**< [sequence, query_head, head_size] */
   float* lse;            /**< [sequence, query_head], natural logarithm; or NULL */
   void* workspace;       /**< zeroed before its first use; not shared by calls at one time */
@@ -348,7 +348,7 @@ typedef struct {
   void* out;                 /**< [query, query_head, head_size] */
   float* lse;                /**< [query, query_head], natural logarithm; or NULL */
   kvlab_row_softmax* rows;   /**< [query, query_head], out; or NULL */
-  kvlab_pages pages; /**< of keys and values: [1, most_blocks], or by_pair [kv_head, most_blocks] */
+  kvlab_pages pages; /**< of keys and values: [1, max_blocks], or by_pair [kv_head, max_blocks] */
   int sequences;     /**< of a batch, at most 65535; 0: one sequence, and the next two are 0 too */
   int all_queries;   /**< that q has; no less than first_query[sequences] */
   const int32_t* first_query; /**< [sequences + 1]: those of sequence s are first_query[s] to
@@ -383,13 +383,13 @@ typedef struct {
   const int32_t* youngers;   /**< [sequence]; NULL: `younger` for all */
   /** [sequence]: only its first so many queries count, as if the others had not been; NULL: all.
    *  Of drafted tokens: those that were accepted, as kvlab_shrink_args has it. */
-  const uint32_t* admitted;
+  const uint32_t* appended;
 } kvlab_observe_args;
 size_t kvlab_observe_workspace(const kvlab_observe_args* args);
 cudaError_t kvlab_observe(const kvlab_observe_args* args, cudaStream_t stream);
 
 /** A prefix that prompts share: its keys and values were written, attended and observed once, and
- *  their blocks begin with its blocks. What its tokens received from each other, and their columns,
+ *  their blocks begin with its blocks. What its tokens received from each other, and their features,
  *  go to where those prompts count on, with `first` behind the prefix. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_prefix_args) */
@@ -399,21 +399,21 @@ typedef struct {
   const int64_t* to_first_slot;  /**< [pair]: of the prompts */
   const kvlab_observation* seen; /**< [slot]; where the policy needs something, as to_seen */
   kvlab_observation* to_seen;
-  const float* columns; /**< [slot, column]; where it reads columns, as to_columns */
-  float* to_columns;
+  const float* features; /**< [slot, feature]; where it reads features, as to_features */
+  float* to_features;
 } kvlab_prefix_args;
 /** cudaErrorNotSupported where what the prefix's tokens received or bring depends on what follows
  *  them: the policy weighs queries, or reads key_cosine. */
 cudaError_t kvlab_copy_prefix(const kvlab_policy* policy, const kvlab_prefix_args* args,
                               cudaStream_t stream);
 
-/** The end of a prompt: admits its tokens to the policy, shows it what they received, and keeps the
- *  budget - 1 tokens that leave last. Tokens lie in `from`: lengths[pair] older ones, then
- *  admitted[sequence] new ones, whose keys and values are written and whose positions are not.
+/** The end of a prompt: appends its tokens to the policy, shows it what they received, and keeps the
+ *  budget - 1 tokens that are evicted last. Tokens lie in `from`: lengths[pair] older ones, then
+ *  appended[sequence] new ones, whose keys and values are written and whose positions are not.
  * Those that stay go to `to`, which is disjoint from `from`, or the same memory (of caches in
- * blocks: the same blocks). With nothing admitted and `seen` NULL it makes room between decode
+ * blocks: the same blocks). With nothing appended and `seen` NULL it evicts to the budget between decode
  * steps, `now` being the next token's position. States and new positions of `from` are written, and
- * of `seen` how many queries: where there are older tokens it is called once for an admission.
+ * of `seen` how many queries: where there are older tokens it is called once for an append.
  * cudaErrorNotSupported where a policy weighs queries and `weighted` does not say
  * that they were.
  */
@@ -423,14 +423,14 @@ typedef struct {
   kvlab_policy_state policy; /**< states: of from */
   void* to_states;           /**< [slot of to, slot_bytes] */
   const uint32_t* now;       /**< [sequence]: position of the first new token, or KVLAB_IDLE */
-  const uint32_t* admitted;  /**< [sequence]; zeros: nothing */
+  const uint32_t* appended;  /**< [sequence]; zeros: nothing */
   kvlab_observation* seen;   /**< [slot of from], from kvlab_observe; NULL if it needs nothing */
   void* workspace;
-  float* to_columns; /**< [slot of to, column]; those of from are policy.columns */
+  float* to_features; /**< [slot of to, feature]; those of from are policy.features */
   /** What becomes of ranks before tokens are ordered. by_layer: a token's rank is the sum, as
    *  numbers in their order, over the sequence's KV heads, which hold the same tokens. Then each
    * rank becomes the mean, or with pool_max the largest, of those of the live tokens at most
-   * `smooth` places away by age. */
+   * `smooth` tokens away by age. */
   int by_layer;
   uint32_t smooth;
   int pool_max;
@@ -441,8 +441,8 @@ cudaError_t kvlab_shrink(const kvlab_policy* policy, const kvlab_shrink_args* ar
                          cudaStream_t stream);
 
 /** Its halves, for by_layer where several devices have a sequence's KV heads, equally many each.
- *  The first does all but choose: `ranks` [pair, most_slots of from], out: by age. The caller
- *  gathers those of all devices in the order of their heads: [device, pair, most_slots]. */
+ *  The first does all but choose: `ranks` [pair, max_slots of from], out: by age. The caller
+ *  gathers those of all devices in the order of their heads: [device, pair, max_slots]. */
 cudaError_t kvlab_rank(const kvlab_policy* policy, const kvlab_shrink_args* args, uint64_t* ranks,
                        cudaStream_t stream);
 /** The second adds them up, chooses and moves. `args`: the same, the workspace as it was left. */
@@ -457,7 +457,7 @@ cudaError_t kvlab_keep(const kvlab_policy* policy, const kvlab_shrink_args* args
  *  cudaErrorMemoryAllocation where there is no memory, and the call has then done nothing. */
 typedef struct kvlab_slots kvlab_slots;
 
-/** How a token's key and value are kept: of the cache's type, or as codes
+/** How a token's key and value are kept: of the cache's type, or quantized
  * (docs/guides/precision-tiers.md). */
 typedef enum {
   KVLAB_FORM_16 = 0,
@@ -467,9 +467,9 @@ typedef enum {
   KVLAB_FORM_K4V2 = 4,
   KVLAB_FORM_2 = 5
 } kvlab_form;
-/** A rung of a pair's ladder: a token that leaves it steps down to the next. */
+/** A tier of a pair's tier plan: a token that leaves it is demoted to the next. */
 typedef struct {
-  kvlab_form form;
+  kvlab_form format;
   uint32_t slots;
 } kvlab_rung;
 
@@ -481,7 +481,7 @@ typedef struct {
 } kvlab_rope;
 
 typedef struct {
-  uint32_t number; /**< as the model counts: draws are by it */
+  uint32_t number; /**< as the model counts: random samples are by it */
   float softmax_scale;
   int rope;           /**< which table */
   const void* output; /**< W_o, as kvlab_columns_args has it */
@@ -492,25 +492,25 @@ typedef struct {
   size_t struct_size; /**< sizeof(kvlab_slots_config) */
   kvlab_type type;
   int query_heads, kv_heads, head_size;
-  int sequences, layer_count, rope_count, rung_count, column_count;
+  int sequences, layer_count, rope_count, tier_count, feature_count;
   const kvlab_slots_layer* layers;
   const kvlab_rope* ropes;
   const kvlab_policy* policy;
   const kvlab_rule* rules; /**< [layer, sequence, kv_head]; group_max the same in all */
-  const kvlab_rung* rungs; /**< [pair as rules, rung], of rule.budget slots together, from the most
-                                exact down; without a budget the first holds all. Where rung_count
+  const kvlab_rung* tiers; /**< [pair as rules, tier], of rule.budget slots together, from the most
+                                exact down; without a budget the first holds all. Where tier_count
                                 is 0 all tokens stay in `type` */
   const void* params;      /**< as kvlab_policy_params writes them, for all sequences */
   const uint64_t* seeds;   /**< [sequence]; NULL: zeros */
-  const kvlab_column* columns; /**< the policy's, in its order */
+  const kvlab_column* features; /**< the policy's, in its order */
   int hidden;                  /**< of kvlab_slots_layer.output */
   kvlab_positions numbering;   /**< KVLAB_ORIGINAL or KVLAB_SQUEEZED */
   uint32_t threshold16;
   uint32_t tokens;  /**< that a sequence may have; 0: no limit, where rules have budgets */
   uint32_t part;    /**< tokens that go through a layer together, at most; 0: 2048 */
-  uint32_t longest; /**< of admissions, with the tokens that are live then; 0: their memory is taken
+  uint32_t longest; /**< of appends, with the tokens that are live then; 0: their memory is taken
                          when they come, or before the first step where steps make no room */
-  uint32_t every;   /**< 0 and 1: room is made in each step; modifiers, as kvlab_policy_file says */
+  uint32_t every;   /**< 0 and 1: tokens are evicted in each step; modifiers, as kvlab_policy_file says */
   uint32_t smooth;
   int once, by_layer, pool_max;
 } kvlab_slots_config;
@@ -526,10 +526,10 @@ void kvlab_slots_destroy(kvlab_slots* slots);
 /** Forgets all tokens, and waits. Memory stays where it is, so that a graph goes on serving. */
 cudaError_t kvlab_slots_clear(kvlab_slots* slots, cudaStream_t stream);
 
-/** Tokens of one sequence that go through one layer: of an admission of `tokens`, which comes
+/** Tokens of one sequence that go through one layer: of an append of `tokens`, which comes
  *  behind the `fed` that the layer has had, `count` from `first` on, in order. A chunk of a prompt
- *  that is admitted by itself is an admission. Each layer gets all of them, one layer or one
- *  admission after the other. */
+ *  that is appended by itself is an append. Each layer gets all of them, one layer or one
+ *  append after the other. */
 typedef struct {
   size_t struct_size; /**< sizeof(kvlab_slots_part) */
   int sequence, layer;

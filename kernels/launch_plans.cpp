@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
-#include "kernels/codes/rung_attention.hpp"
 #include "kernels/linear/linear.hpp"
+#include "kernels/quantized/tier_attention.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -43,10 +43,10 @@ std::string why_not_pair_attention(const PairAttention& args, const DeviceLimits
                      args.type);
 }
 
-std::string why_not_rung_attention(const PairAttention& args, int most_row_bytes,
+std::string why_not_tier_attention(const PairAttention& args, int max_row_bytes,
                                    const DeviceLimits& limits) {
   return why_no_plan(of_group(args, "decode attention over tiers"),
-                     rung_attention_plan(args, most_row_bytes, limits), limits);
+                     tier_attention_plan(args, max_row_bytes, limits), limits);
 }
 
 std::string why_not_prefill(Type type, int head_size, const DeviceLimits& limits) {

@@ -32,8 +32,8 @@ struct PairLaunch {
 };
 /// Decode attention of a supported shape.
 PairLaunch pair_attention_plan(const PairAttention& args, const DeviceLimits& limits);
-/// Decode attention over tiers: args.table.most_slots rows of at most `most_row_bytes`.
-LaunchPlan rung_attention_plan(const PairAttention& args, int most_row_bytes,
+/// Decode attention over tiers: args.table.max_slots rows of at most `max_row_bytes`.
+LaunchPlan tier_attention_plan(const PairAttention& args, int max_row_bytes,
                                const DeviceLimits& limits);
 /// Prefill attention and its second pass. What they need depends on the type and the head size.
 LaunchPlan prefill_plan(Type type, int head_size, const DeviceLimits& limits);
@@ -44,8 +44,8 @@ LaunchPlan linear_plan(Type type, Form form, int rows, int n, int k, const Devic
 LaunchPlan expert_product_plan(const Routes& routes, int n, const DeviceLimits& limits);
 
 /// Whether a walk's bits of live tokens fit a block's shared memory: shape.tokens of them for the
-/// cache and for each of its tiers, and what squeezed positions take.
-bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int rungs,
+/// cache and for each of its tiers, and what cache positions take.
+bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int tiers,
                const DeviceLimits& limits);
 /// As plan_walk() of kernels/replay/replay.hpp.
 cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
@@ -61,7 +61,7 @@ std::string why_not_pair_attention(const PairAttention& args, const DeviceLimits
 /// The same of a cache's decode attention; empty for a shape that is not supported anywhere.
 std::string why_not_attention(const kvlab_cache& cache, kvlab_positions numbering,
                               const DeviceLimits& limits);
-std::string why_not_rung_attention(const PairAttention& args, int most_row_bytes,
+std::string why_not_tier_attention(const PairAttention& args, int max_row_bytes,
                                    const DeviceLimits& limits);
 std::string why_not_prefill(Type type, int head_size, const DeviceLimits& limits);
 std::string why_not_linear(Type type, Form form, int k, const DeviceLimits& limits);

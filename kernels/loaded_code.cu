@@ -11,7 +11,7 @@ namespace {
 __global__ void compiled_as_all() {}
 
 /// SmallerGpu's; 0: there is none.
-thread_local int most_shared_bytes = 0;
+thread_local int max_shared_bytes = 0;
 
 cudaError_t ask(int device, DeviceLimits& limits) {
   cudaError_t error = cudaSuccess;
@@ -41,16 +41,16 @@ cudaError_t device_limits(DeviceLimits& limits) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
   if (device != known_device) {
-    DeviceLimits asked;
-    if (const cudaError_t error = ask(device, asked)) return error;
-    known = asked, known_device = device;
+    DeviceLimits requested;
+    if (const cudaError_t error = ask(device, requested)) return error;
+    known = requested, known_device = device;
   }
   limits = known;
-  if (most_shared_bytes > 0) limits.shared_bytes = std::min(known.shared_bytes, most_shared_bytes);
+  if (max_shared_bytes > 0) limits.shared_bytes = std::min(known.shared_bytes, max_shared_bytes);
   return cudaSuccess;
 }
 
-SmallerGpu::SmallerGpu(int shared_bytes) { most_shared_bytes = shared_bytes; }
-SmallerGpu::~SmallerGpu() { most_shared_bytes = 0; }
+SmallerGpu::SmallerGpu(int shared_bytes) { max_shared_bytes = shared_bytes; }
+SmallerGpu::~SmallerGpu() { max_shared_bytes = 0; }
 
 }  // namespace kvlab::kernels

@@ -13,7 +13,7 @@ __device__ inline std::int64_t paged_row(const kvlab_pages& pages, int pair, int
   const int shift = __ffs(pages.page) - 1;  // a power of two
   const int sequence = pair / kv_heads;     // in any case: loops then divide but once
   const std::int64_t row = pages.by_pair != 0 ? pair : sequence;
-  const std::int64_t block = pages.blocks[row * pages.most_blocks + (slot >> shift)];
+  const std::int64_t block = pages.blocks[row * pages.max_blocks + (slot >> shift)];
   return block * pages.block_stride + pair % kv_heads * pages.head_stride +
          std::int64_t{slot & (pages.page - 1)} * static_cast<std::int32_t>(pages.slot_stride);
 }

@@ -143,7 +143,7 @@ __global__ void gate_kernel(Activation activation, float clamp, const T* gate_up
   load_eight(row + at, gate);
   load_eight(row + width + at, up);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) gate[i] = gated(activation, clamp, gate[i], up[i]);
+  for (int i = 0; i < 8; ++i) gate[i] = apply_gate(activation, clamp, gate[i], up[i]);
   store_eight(gate, y + std::size_t{blockIdx.x} * width + at);
 }
 
@@ -322,10 +322,10 @@ cudaError_t gate(Type type, Activation activation, float clamp, const void* gate
 }
 
 bool valid(const RopeWriteArgs& args) {
-  constexpr int kMostHeadSize = 1024;
+  constexpr int kMaxHeadSize = 1024;
   const kvlab_cache& cache = args.cache;
   return args.tokens > 0 && cache.query_heads > 0 && cache.kv_heads > 0 && cache.head_size > 0 &&
-         cache.head_size <= kMostHeadSize && args.rotated >= 0 && args.rotated % 2 == 0 &&
+         cache.head_size <= kMaxHeadSize && args.rotated >= 0 && args.rotated % 2 == 0 &&
          args.rotated <= cache.head_size && args.qkv && args.sequences && cache.keys &&
          cache.values && args.q && (args.rotated == 0 || (args.rope && args.rope_rows)) &&
          (cache.first_slot ? cache.next_slots != nullptr : args.slots && !cache.pages.blocks);

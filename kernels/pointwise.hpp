@@ -51,9 +51,9 @@ cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 bool valid(const RopeWriteArgs& args);
 
 /// Chooses one id a row: temperature 0 is greedy (ties: the lowest id), else by inverse transform
-/// of the top-k/top-p tempered distribution with a counter-based draw from (seed[row],
-/// counter[row]): the draws of engine/sampler.hpp, but that probabilities are float32. -1 where the
-/// row's largest logit is not finite. A vocab has less than 2^18 ids.
+/// of the top-k/top-p tempered distribution with a counter-based sample from (seed[row],
+/// counter[row]): the samples of engine/sampler.hpp, but that probabilities are float32. -1 where
+/// the row's largest logit is not finite. A vocab has less than 2^18 ids.
 struct SampleArgs {
   int rows, vocab;
   const float* logits;               // [row, vocab]

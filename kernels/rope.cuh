@@ -7,8 +7,8 @@
 
 namespace kvlab::kernels {
 
-/// Rotates a point by the angle of this cosine and sine, to the bits of RopeTable::rotate(): codes
-/// are of those.
+/// Rotates a point by the angle of this cosine and sine, to the bits of RopeTable::rotate():
+/// quantized values are of those.
 __device__ inline float2 rotate(float2 point, float2 cos_sin) {
   return {point.x * cos_sin.x - point.y * cos_sin.y, point.y * cos_sin.x + point.x * cos_sin.y};
 }

@@ -1,4 +1,4 @@
-// Sampling on the device, the same draws as engine/sampler.hpp makes on the host: the logits come
+// Sampling on the device, the same samples as engine/sampler.hpp makes on the host: the logits come
 // in no order, and none is made. What lies where in the order "likeliest first, then lowest id" is
 // found by histograms over the bits of the distance from the largest logit, 11 bits a pass; weights
 // are integers, so that sums are exact and do not depend on the order of threads.
@@ -25,9 +25,9 @@ using u64 = unsigned long long;
 constexpr int kParts = 32;  ///< of a row, for the largest logit: a lane each
 constexpr int kPartThreads = 256;
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
-constexpr int kLimbBits = 14, kLimbs = 3;      ///< of a weight, so that 32-bit sums do not overflow
-constexpr float kMostWeight = 0x1.fffffep41f;  // the largest below 2^42, which fits the limbs
-constexpr int kMostVocab = 1 << (32 - kLimbBits);
+constexpr int kLimbBits = 14, kLimbs = 3;     ///< of a weight, so that 32-bit sums do not overflow
+constexpr float kMaxWeight = 0x1.fffffep41f;  // the largest below 2^42, which fits the limbs
+constexpr int kMaxVocab = 1 << (32 - kLimbBits);
 constexpr int kBucketBits = 11, kBuckets = 1 << kBucketBits;
 
 /// workspace[row, part] = the best candidate of a part.
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kPartThreads) best_of_parts(const SampleArgs a
 }
 
 /// SplitMix64's finaliser over the counter-th state from `seed`: 53 bits.
-__device__ inline u64 draw(u64 seed, u64 counter) {
+__device__ inline u64 uniform_at(u64 seed, u64 counter) {
   u64 x = seed + (counter + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -54,15 +54,15 @@ __device__ inline u64 draw(u64 seed, u64 counter) {
 }
 
 /// floor(total * bits / 2^53).
-__device__ inline u64 scaled(u64 total, u64 bits) {
+__device__ inline u64 scale_weight(u64 total, u64 bits) {
   return __umul64hi(total, bits) << 11 | total * bits >> 53;
 }
 
-/// Tempered probabilities, unnormalised: kMostWeight for the likeliest, 0 below about 3e-13 of it.
+/// Tempered probabilities, unnormalised: kMaxWeight for the likeliest, 0 below about 3e-13 of it.
 struct Weights {
   float largest, temperature;
   __device__ u64 operator()(float logit) const {
-    return __float2ull_rn(fminf(expf((logit - largest) / temperature) * 0x1p42f, kMostWeight));
+    return __float2ull_rn(fminf(expf((logit - largest) / temperature) * 0x1p42f, kMaxWeight));
   }
 };
 
@@ -108,9 +108,9 @@ class Row {
   __device__ Row(const float* logits, int vocab, u32 top_key, Weights weights, Shared& shared)
       : logits_(logits), vocab_(vocab), top_(top_key), weights_(weights), shared_(shared) {}
 
-  __device__ u64 weight(u32 distance) const { return weights_(from_ordered(top_ - distance)); }
+  __device__ u64 weight(u32 distance) const { return weights_(from_order_key(top_ - distance)); }
   __device__ u64 weight_of(int id) const { return weights_(logits_[id]); }
-  __device__ u32 distance_of(int id) const { return top_ - ordered(logits_[id]); }
+  __device__ u32 distance_of(int id) const { return top_ - order_key(logits_[id]); }
 
   /// The key at which the sums of `measure` in order first exceed `target`; keys after `last` are
   /// left out.
@@ -164,7 +164,7 @@ class Row {
 #pragma unroll 4
     for (int id = static_cast<int>(threadIdx.x); id < vocab_; id += kThreads) {
       const float logit = logits_[id];
-      const u32 distance = top_ - ordered(logit);
+      const u32 distance = top_ - order_key(logit);
       if (distance > last || (shift < 32 && distance >> shift != prefix >> shift)) continue;
       const u32 bucket = distance >> (shift - bits) & ((1u << bits) - 1);
       const u64 weight = weights_(logit);
@@ -237,11 +237,11 @@ __device__ Kept keep_share(Row& row, Kept all, double share) {
 __device__ int sample_row(Row& row, int vocab, int top_k, double top_p, u64 bits, u64 all_weight) {
   const bool cut = top_k > 0 && top_k < vocab;
   if (!cut && !(top_p < 1))
-    return row.find_id(scaled(all_weight, bits), [&](int id) { return row.weight_of(id); });
+    return row.find_id(scale_weight(all_weight, bits), [&](int id) { return row.weight_of(id); });
   Kept kept{0xffffffffu, all_weight};
   if (cut) kept = keep_likeliest(row, static_cast<u32>(top_k));
   if (top_p < 1) kept = keep_share(row, kept, top_p);
-  const u64 target = scaled(kept.weight, bits);
+  const u64 target = scale_weight(kept.weight, bits);
   const Cutoff cutoff = row.find(Measure::weight, target, kept.last);
   const u64 nth = (target - cutoff.before.weight) / row.weight(cutoff.distance);
   return row.find_id(nth, [&](int id) { return u64{row.distance_of(id) == cutoff.distance}; });
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads) choose(const SampleArgs args) {
   const u32 at = blockIdx.x;
   const u64 best =
       warp_max(static_cast<const u64*>(args.workspace)[at * kParts + threadIdx.x % kParts]);
-  const float largest = from_ordered(static_cast<u32>(best >> 32));
+  const float largest = from_order_key(static_cast<u32>(best >> 32));
   const float temperature = args.temperature[at];
   const u64 counter = args.counter[at];
   __syncthreads();  // all have read the counter
@@ -279,9 +279,9 @@ __global__ void __launch_bounds__(kThreads) choose(const SampleArgs args) {
     const float* const logits = args.logits + std::size_t{at} * args.vocab;
     const Weights weights{largest, temperature};
     Row row(logits, args.vocab, static_cast<u32>(best >> 32), weights, shared);
-    const int chosen =
-        sample_row(row, args.vocab, args.top_k[at], static_cast<double>(args.top_p[at]),
-                   draw(args.seed[at], counter), total_weight(logits, args.vocab, weights, shared));
+    const int chosen = sample_row(
+        row, args.vocab, args.top_k[at], static_cast<double>(args.top_p[at]),
+        uniform_at(args.seed[at], counter), total_weight(logits, args.vocab, weights, shared));
     if (chosen >= 0) id = chosen;
   }
   if (threadIdx.x != 0) return;
@@ -296,7 +296,7 @@ std::size_t sample_workspace(int rows, int vocab) {
 }
 
 cudaError_t sample(const SampleArgs& args, cudaStream_t stream) {
-  if (args.rows <= 0 || args.rows > 65535 || args.vocab <= 0 || args.vocab > kMostVocab ||
+  if (args.rows <= 0 || args.rows > 65535 || args.vocab <= 0 || args.vocab > kMaxVocab ||
       !args.logits || !args.temperature || !args.top_p || !args.top_k || !args.seed ||
       !args.counter || !args.ids || !args.workspace)
     return cudaErrorInvalidValue;

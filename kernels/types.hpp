@@ -35,10 +35,10 @@ constexpr bool is_head_size(int size) {
   return size == 64 || size == 96 || size == 128 || size == 256;
 }
 
-inline constexpr int kFewestSlotsOfBlock = 16;  ///< kvlab_pages::page
+inline constexpr int kMinSlotsOfBlock = 16;  ///< kvlab_pages::page
 
 /// Slots of a KV head, at most: launches round them up, and count in 32 bits with a sign.
-inline constexpr int kMostSlots = 1 << 30;
+inline constexpr int kMaxSlots = 1 << 30;
 
 inline bool aligned16(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;

@@ -54,13 +54,13 @@ void want_type(Wants& wants, kvlab_type type) {
 }
 
 void want_page(Wants& wants, int page) {
-  wants.that(page >= kFewestSlotsOfBlock && page <= 1 << 20 &&
+  wants.that(page >= kMinSlotsOfBlock && page <= 1 << 20 &&
                  std::has_single_bit(static_cast<unsigned>(page)),
-             "page is {}; a power of two from {} to 2^20", page, kFewestSlotsOfBlock);
+             "page is {}; a power of two from {} to 2^20", page, kMinSlotsOfBlock);
 }
 
 /// Kernels count rows and thread blocks in 32 bits with a sign, and round slots up.
-constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
+constexpr std::int64_t kMaxRows = std::int64_t{1} << 31;
 
 std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, std::int64_t slots,
                     const std::string& of) {
@@ -70,8 +70,8 @@ std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, st
         .missing();
   const std::int64_t in_16_bytes = 16 / static_cast<std::int64_t>(bytes_of(type));
   want_page(wants, pages.page);
-  wants.that(std::int64_t{pages.page} * pages.most_blocks >= slots,
-             "most_blocks is {} of {} slots: {} slots are wanted", pages.most_blocks, pages.page,
+  wants.that(std::int64_t{pages.page} * pages.max_blocks >= slots,
+             "max_blocks is {} of {} slots: {} slots are wanted", pages.max_blocks, pages.page,
              slots);
   for (const auto& [stride, name] : {std::pair{pages.block_stride, "block_stride"},
                                      {pages.slot_stride, "slot_stride"},
@@ -88,14 +88,14 @@ std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, st
 
 /// What every attention wants of a shape.
 void want_shape(Wants& wants, kvlab_type type, int query_heads, int kv_heads, int head_size,
-                int most_group = kMostPagedGroup) {
+                int max_group = kMaxPagedGroup) {
   want_type(wants, type);
   wants
       .that(kv_heads > 0 && query_heads > 0 && query_heads % kv_heads == 0,
             "query_heads is {}, kv_heads {}: each KV head has as many", query_heads, kv_heads)
-      .that(kv_heads < 1 || query_heads / kv_heads <= most_group,
+      .that(kv_heads < 1 || query_heads / kv_heads <= max_group,
             "query_heads is {}, kv_heads {}: at most {} for each KV head", query_heads, kv_heads,
-            most_group)
+            max_group)
       .that(is_head_size(head_size), "head_size is {}; 64, 96, 128 or 256", head_size);
 }
 
@@ -109,8 +109,8 @@ std::string why_not(const DevicePolicy& policy, const kvlab_policy_state& state)
             policy.slot_bytes)
       .that(policy.params_bytes == 0 || state.params, "params is NULL: {} has {} bytes a sequence",
             name, policy.params_bytes)
-      .that(policy.columns.empty() || state.columns, "columns is NULL: {} reads {} a slot", name,
-            policy.columns.size())
+      .that(policy.features.empty() || state.features, "features is NULL: {} reads {} a slot", name,
+            policy.features.size())
       .missing();
 }
 
@@ -141,35 +141,35 @@ std::string why_not_shape(const kvlab_cache& cache, const char* name) {
   Wants wants(of);
   want_type(wants, cache.type);
   return wants
-      .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.most_slots > 0,
-            "sequences is {}, kv_heads {}, most_slots {}: each at least 1", cache.sequences,
-            cache.kv_heads, cache.most_slots)
-      .that(cache.most_slots <= kMostSlots, "most_slots is {}; at most 2^30", cache.most_slots)
+      .that(cache.sequences > 0 && cache.kv_heads > 0 && cache.max_slots > 0,
+            "sequences is {}, kv_heads {}, max_slots {}: each at least 1", cache.sequences,
+            cache.kv_heads, cache.max_slots)
+      .that(cache.max_slots <= kMaxSlots, "max_slots is {}; at most 2^30", cache.max_slots)
       .that(std::int64_t{cache.sequences} * cache.kv_heads <= 65535,
             "sequences times kv_heads is {}; at most 65535",
             std::int64_t{cache.sequences} * cache.kv_heads)
       .also(is_type(cache.type)
-                ? why_not(cache.pages, cache.head_size, cache.type, cache.most_slots, of)
+                ? why_not(cache.pages, cache.head_size, cache.type, cache.max_slots, of)
                 : "")
       .missing();
 }
 
-std::string why_not_shape(const kvlab_cache& cache, const char* name, int most_group) {
+std::string why_not_shape(const kvlab_cache& cache, const char* name, int max_group) {
   Wants wants(std::string(name) + ".");
-  want_shape(wants, cache.type, cache.query_heads, cache.kv_heads, cache.head_size, most_group);
+  want_shape(wants, cache.type, cache.query_heads, cache.kv_heads, cache.head_size, max_group);
   return wants.also(why_not_shape(cache, name)).missing();
 }
 
 std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots) {
   kvlab_cache plain = cache;
   plain.pages = {};
-  const std::int64_t most = std::int64_t{cache.sequences} * cache.kv_heads * cache.most_slots;
+  const std::int64_t most = std::int64_t{cache.sequences} * cache.kv_heads * cache.max_slots;
   Wants wants, page("cache.pages.");
   if (cache.pages.page != 0) want_page(page, cache.pages.page);
-  return wants.also(why_not_shape(plain, "cache", kMostPagedGroup))
+  return wants.also(why_not_shape(plain, "cache", kMaxPagedGroup))
       .also(page.missing())
       .that(slots >= 1 && slots <= most,
-            "slots is {}; 1 to {}, sequences times kv_heads times most_slots", slots, most)
+            "slots is {}; 1 to {}, sequences times kv_heads times max_slots", slots, most)
       .missing();
 }
 
@@ -206,22 +206,22 @@ std::string why_not(const kvlab_columns_args& args) {
             "cache.sequences is {}, kv_heads {}, head_size {}: each at least 1, head_size at most "
             "1,024",
             cache.sequences, cache.kv_heads, cache.head_size)
-      .that(args.count >= 1 && args.count <= static_cast<int>(kMaxColumns), "count is {}; 1 to {}",
-            args.count, kMaxColumns);
+      .that(args.count >= 1 && args.count <= static_cast<int>(kMaxFeatures), "count is {}; 1 to {}",
+            args.count, kMaxFeatures);
   for (int at = 0; wants.missing().empty() && at < args.count; ++at) {
-    const kvlab_column column = args.columns[at];
+    const kvlab_column feature = args.features[at];
     wants
-        .that(column >= KVLAB_KEY_NORM && column <= KVLAB_VALUE_OUT_NORM1,
-              "columns[{}] is {}, no kvlab_column", at, static_cast<int>(column))
-        .that(column != KVLAB_KEY_COSINE || args.unit_keys,
+        .that(feature >= KVLAB_KEY_NORM && feature <= KVLAB_VALUE_OUT_NORM1,
+              "features[{}] is {}, no kvlab_column", at, static_cast<int>(feature))
+        .that(feature != KVLAB_KEY_COSINE || args.unit_keys,
               "unit_keys is NULL: KVLAB_KEY_COSINE has a mean to keep")
-        .that(column != KVLAB_VALUE_OUT_NORM1 || (args.output && args.hidden > 0),
+        .that(feature != KVLAB_VALUE_OUT_NORM1 || (args.output && args.hidden > 0),
               "output is NULL or hidden {}: KVLAB_VALUE_OUT_NORM1 reads W_o", args.hidden)
-        .that(column != KVLAB_VALUE_OUT_NORM1 ||
+        .that(feature != KVLAB_VALUE_OUT_NORM1 ||
                   (cache.query_heads > 0 && cache.query_heads % cache.kv_heads == 0 &&
-                   cache.query_heads <= kMostGroup * cache.kv_heads),
+                   cache.query_heads <= kMaxGroup * cache.kv_heads),
               "cache.query_heads is {}, kv_heads {}: KVLAB_VALUE_OUT_NORM1 takes {} for each",
-              cache.query_heads, cache.kv_heads, kMostGroup);
+              cache.query_heads, cache.kv_heads, kMaxGroup);
   }
   return wants.that(args.tokens > 0, "tokens is {}; at least 1", args.tokens)
       .pointers({{args.slots, "slots"}, {args.keys, "keys"}, {args.to, "to"}})
@@ -243,9 +243,10 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
       .pointers({{args.now, "now"}})
       .rows({{args.q, "q"}, {args.out, "out"}, {args.workspace, "workspace"}});
   if (args.numbering != KVLAB_ORIGINAL) {
-    rest.pointers({{args.inv_freq, "inv_freq, of squeezed positions,"}})
-        .that(args.rotated == args.cache.head_size, "rotated is {}; squeezed, all of head_size, {}",
-              args.rotated, args.cache.head_size)
+    rest.pointers({{args.inv_freq, "inv_freq, of cache positions,"}})
+        .that(args.rotated == args.cache.head_size,
+              "rotated is {}; at cache positions, all of head_size, {}", args.rotated,
+              args.cache.head_size)
         .that(args.numbering != KVLAB_SQUEEZED || args.cache.ages,
               "cache.ages is NULL, and numbering KVLAB_SQUEEZED")
         .that(args.numbering != KVLAB_TWO_FRAMES || policy.oldest_first,
@@ -258,8 +259,8 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
 std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args* layers,
                     int count) {
   Wants wants;
-  wants.that(count >= 1 && count <= kMostObservedLayers, "count is {}; 1 to {}", count,
-             kMostObservedLayers);
+  wants.that(count >= 1 && count <= kMaxObservedLayers, "count is {}; 1 to {}", count,
+             kMaxObservedLayers);
   for (int i = 0; wants.missing().empty() && i < count; ++i) {
     const std::string missing = why_not(policy, layers[i]);
     wants.also(missing.empty() ? "" : fmt::format("layers[{}]: {}", i, missing));
@@ -270,11 +271,11 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
 std::string why_not(const kvlab_prefill_args& args) {
   Wants wants;
   want_shape(wants, args.type, args.query_heads, args.kv_heads, args.head_size);
-  constexpr int kMost = 1 << 26;
+  constexpr int kMax = 1 << 26;
   return wants
-      .that(args.first >= 0 && args.first < kMost && args.queries >= 1 && args.queries < kMost,
+      .that(args.first >= 0 && args.first < kMax && args.queries >= 1 && args.queries < kMax,
             "first is {}, queries {}; from 0, from 1, and below 2^26", args.first, args.queries)
-      .that(std::int64_t{args.queries} * args.query_heads < kMostRows,
+      .that(std::int64_t{args.queries} * args.query_heads < kMaxRows,
             "queries is {}, query_heads {}: below 2^31 rows, so give fewer queries at once",
             args.queries, args.query_heads)
       .that((args.sequences == 0) == (args.first_query == nullptr),
@@ -283,7 +284,7 @@ std::string why_not(const kvlab_prefill_args& args) {
       .that(args.sequences >= 0 && args.sequences <= 65535, "sequences is {}; at most 65535",
             args.sequences)
       .that(args.sequences == 0 ? args.all_queries == 0
-                                : args.all_queries >= args.queries && args.all_queries < kMost,
+                                : args.all_queries >= args.queries && args.all_queries < kMax,
             "all_queries is {} of {} sequences; at least queries, {}, of a batch, and 0 of one "
             "sequence",
             args.all_queries, args.sequences, args.queries)
@@ -337,7 +338,7 @@ std::string why_not(const kvlab_observe_args& args) {
             "needs is {}; KVLAB_MASS, KVLAB_REQUESTS or KVLAB_BOTH", static_cast<int>(args.needs))
       .that(args.younger >= 0 && args.keys_end >= 1, "younger is {}, keys_end {}; from 0, from 1",
             args.younger, args.keys_end)
-      .that(!prefill.empty() || observing_blocks(args) < kMostRows,
+      .that(!prefill.empty() || observing_blocks(args) < kMaxRows,
             "keys_end is {}, prefill.queries {}: too many for one launch, so give fewer queries at "
             "once",
             args.keys_end, args.prefill.queries)
@@ -349,8 +350,8 @@ std::string why_not(const kvlab_observe_args& args) {
 }
 
 std::string why_not_shared(const DevicePolicy& policy) {
-  const bool unit = std::ranges::any_of(policy.columns, [](std::string_view column) {
-    return column.substr(column.find('=') + 1) == "key_cosine";
+  const bool unit = std::ranges::any_of(policy.features, [](std::string_view feature) {
+    return feature.substr(feature.find('=') + 1) == "key_cosine";
   });
   constexpr auto kDepends = "{} {}: of a prefix that depends on what follows it";
   return Wants()
@@ -361,7 +362,7 @@ std::string why_not_shared(const DevicePolicy& policy) {
 }
 
 std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args) {
-  const bool seen = policy.needs != Needs::nothing, columns = !policy.columns.empty();
+  const bool seen = policy.needs != Needs::nothing, features = !policy.features.empty();
   return Wants()
       .that(args.sequences > 0 && args.kv_heads > 0 && args.tokens > 0 &&
                 std::int64_t{args.sequences} * args.kv_heads <= 65535,
@@ -370,9 +371,9 @@ std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args) {
       .pointers({{args.first_slot, "first_slot"}, {args.to_first_slot, "to_first_slot"}})
       .that(!seen || (args.seen && args.to_seen), "seen or to_seen is NULL: {} needs what is seen",
             std::string_view(policy.name))
-      .that(!columns || (args.columns && args.to_columns),
-            "columns or to_columns is NULL: {} reads {} a slot", std::string_view(policy.name),
-            policy.columns.size())
+      .that(!features || (args.features && args.to_features),
+            "features or to_features is NULL: {} reads {} a slot", std::string_view(policy.name),
+            policy.features.size())
       .missing();
 }
 
@@ -388,9 +389,9 @@ std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args) {
             "from.head_size is {}; rows of multiples of 16 bytes", from.head_size)
       .also(why_not(policy, args.policy))
       .that(policy.slot_bytes == 0 || args.to_states, "to_states is NULL, and policy.states is not")
-      .that(policy.columns.empty() || args.to_columns,
-            "to_columns is NULL, and policy.columns is not")
-      .pointers({{args.workspace, "workspace"}, {args.now, "now"}, {args.admitted, "admitted"}})
+      .that(policy.features.empty() || args.to_features,
+            "to_features is NULL, and policy.features is not")
+      .pointers({{args.workspace, "workspace"}, {args.now, "now"}, {args.appended, "appended"}})
       .missing();
 }
 

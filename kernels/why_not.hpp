@@ -11,7 +11,7 @@
 namespace kvlab::kernels {
 
 /// The error of a call, whose reason is kept for kvlab_last_error.
-cudaError_t told(const char* call, cudaError_t error, const std::string& why = "");
+cudaError_t record_error(const char* call, cudaError_t error, const std::string& why = "");
 
 /// Why a caller's struct is not this header's; empty where it is.
 std::string why_not_size(std::size_t given, std::size_t wanted);
@@ -27,7 +27,7 @@ bool is_type(kvlab_type type);
 /// All of a cache but its arrays.
 std::string why_not_shape(const kvlab_cache& cache, const char* name = "cache");
 /// And what attention wants of it, with so many query heads for a KV head at most.
-std::string why_not_shape(const kvlab_cache& cache, const char* name, int most_group);
+std::string why_not_shape(const kvlab_cache& cache, const char* name, int max_group);
 /// Of a question for bytes, of so many slots: of its blocks, their size alone.
 std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots);
 std::string why_not(const kvlab_write_args& args);
@@ -47,7 +47,7 @@ std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args);
 /// Why prompts cannot share what a prefix's tokens received and bring.
 std::string why_not_shared(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args);
-/// Of the halves of a shrink.
+/// Of the halves of a compaction.
 std::string why_not_ranks(const kvlab_shrink_args& args, const std::uint64_t* ranks, int devices);
 
 }  // namespace kvlab::kernels

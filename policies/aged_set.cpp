@@ -9,22 +9,24 @@
 #include "policies/budgets/layer_budgets.hpp"
 
 namespace kvlab {
-AgedSet::AgedSet(const PolicySpec& spec, std::uint32_t budget, Guards guards, Identity identity)
+AgedSet::AgedSet(const PolicySpec& spec, std::uint32_t budget, ProtectedTokens protected_tokens,
+                 Identity identity)
     : AgedSet(*spec.entry, spec.packed_params(), spec.entry->info.evicts ? budget : kNoBudget,
-              guards, identity, spec.columns) {
+              protected_tokens, identity, spec.features) {
   modifiers_ = spec.modifiers;
 }
 
 AgedSet::AgedSet(const PolicyOps& ops, std::vector<std::byte> params, std::uint32_t budget,
-                 Guards guards, Identity identity, std::vector<std::string> columns)
+                 ProtectedTokens protected_tokens, Identity identity,
+                 std::vector<std::string> features)
     : ops_(ops),
       params_(std::move(params)),
       budget_(budget),
-      guards_(guards),
+      protected_tokens_(protected_tokens),
       identity_(identity),
-      columns_(std::move(columns)) {
+      features_(std::move(features)) {
   const PolicyInfo& info = ops_.info;
-  if (columns_.empty()) columns_.assign(info.columns, info.columns + info.column_count());
+  if (features_.empty()) features_.assign(info.features, info.features + info.feature_count());
 }
 
 Step AgedSet::step(std::uint32_t now, std::uint32_t queries) const {
@@ -61,44 +63,48 @@ Ranks AgedSet::modified_ranks(std::uint32_t now) const {
   if (modifiers_.scope == Modifiers::Scope::head) {
     all = ranks(now);
   } else {
-    if (!layer_) throw std::logic_error("scope=layer: a cache makes room without its layer");
+    if (!layer_)
+      throw std::logic_error("scope=layer: a cache evicts to the budget without its layer");
     all = layer_->at(now);
   }
   if (modifiers_.smooths(after_prompt_)) smooth_ranks(all, modifiers_.smooth, modifiers_.pool);
   return all;
 }
 
-void AgedSet::fill_keys(std::uint32_t now, std::vector<LeavingKey>& keys) const {
+void AgedSet::fill_keys(std::uint32_t now, std::vector<EvictionKey>& keys) const {
   const Ranks ranks = modified_ranks(now);
   keys.resize(size_);
   for (std::uint32_t i = 0; i < size_; ++i)
-    keys[i] = {guards_.guard(positions_[i], now), ranks.keys[i], positions_[i]};
+    keys[i] = {protected_tokens_.protection(positions_[i], now), ranks.keys[i], positions_[i]};
 }
 
-std::vector<LeavingKey> AgedSet::leaving_keys(std::uint32_t now) const {
-  std::vector<LeavingKey> keys;
+std::vector<EvictionKey> AgedSet::eviction_keys(std::uint32_t now) const {
+  std::vector<EvictionKey> keys;
   fill_keys(now, keys);
   return keys;
 }
 
 /// By age, the sinks come first and the recent last: where the tokens begin that are neither, and
 /// where they end.
-std::pair<std::size_t, std::size_t> AgedSet::unguarded(std::uint32_t now) const {
-  const auto guard_at = [&](std::size_t i) { return guards_.guard(positions_[i], now); };
-  std::size_t first = std::min(guards_.sinks, size_);
-  while (first > 0 && guard_at(first - 1) != 2) --first;  // where some sinks are not there
-  // The recent tokens are there, less those that come next, unless a guard had to give way.
-  std::size_t last = std::max<std::size_t>(first, size_ - std::min(guards_.recent, size_));
-  while (last < size_ && guard_at(last) == 0) ++last;
-  while (last > first && guard_at(last - 1) != 0) --last;
+std::pair<std::size_t, std::size_t> AgedSet::unprotected_range(std::uint32_t now) const {
+  const auto protection_at = [&](std::size_t i) {
+    return protected_tokens_.protection(positions_[i], now);
+  };
+  std::size_t first = std::min(protected_tokens_.sinks, size_);
+  while (first > 0 && protection_at(first - 1) != 2) --first;  // where some sinks are not there
+  // The recent tokens are there, less those that come next, unless a protection had to give way.
+  std::size_t last =
+      std::max<std::size_t>(first, size_ - std::min(protected_tokens_.recent, size_));
+  while (last < size_ && protection_at(last) == 0) ++last;
+  while (last > first && protection_at(last - 1) != 0) --last;
   return {first, last};
 }
 
 /// The first of equal ranks is the oldest.
 std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
-  auto [first, last] = unguarded(now);
+  auto [first, last] = unprotected_range(now);
   if (first == last && last < size_)
-    last = size_;  // a guard gives way: the recent first
+    last = size_;  // a protection gives way: the recent first
   else if (first == last)
     first = 0;
   victims_.assign(1, static_cast<std::uint32_t>(ops_.first_least(
@@ -108,97 +114,100 @@ std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
 
 std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   if (shares_slots_ && after_prompt_) {
-    if (!layer_budgets_) throw std::logic_error("ada(): a cache makes room without its layer");
+    if (!layer_budgets_)
+      throw std::logic_error("ada(): a cache evicts to the budget without its layer");
     budget_ = layer_budgets_->of(*this, now);
   }
-  const std::uint32_t leaving = surplus();
+  const std::uint32_t num_evicted = surplus();
   victims_.clear();
-  if (leaving == 0 && !steps_down()) return victims_;
-  if (ladder_.size() > 1 && deal_one(now, leaving > 0)) return victims_;
+  if (num_evicted == 0 && !needs_demotion()) return victims_;
+  if (tier_plan_.size() > 1 && assign_one(now, num_evicted > 0)) return victims_;
   fill_keys(now, keys_);
   victims_.resize(size_);
   std::iota(victims_.begin(), victims_.end(), 0u);
-  if (ladder_.size() > 1) {
-    deal(leaving > 0);
+  if (tier_plan_.size() > 1) {
+    assign_tiers(num_evicted > 0);
     return victims_;
   }
   const auto first = [&](std::uint32_t a, std::uint32_t b) { return keys_[a] < keys_[b]; };
-  if (leaving == 1)
+  if (num_evicted == 1)
     victims_[0] = *std::min_element(victims_.begin(), victims_.end(), first);
   else
-    std::nth_element(victims_.begin(), victims_.begin() + (leaving - 1), victims_.end(), first);
-  victims_.resize(leaving);
+    std::nth_element(victims_.begin(), victims_.begin() + (num_evicted - 1), victims_.end(), first);
+  victims_.resize(num_evicted);
   std::sort(victims_.begin(), victims_.end());
   return victims_;
 }
 
-/// To the rung below; below the last, nobody's.
-void AgedSet::step_down(std::uint32_t age) {
-  --on_rung_[rungs_[age]];
-  ++on_rung_[++rungs_[age]];
+/// To the tier below; below the last, nobody's.
+void AgedSet::demote(std::uint32_t age) {
+  --tier_counts_[tiers_[age]];
+  ++tier_counts_[++tiers_[age]];
 }
 
-bool AgedSet::steps_down() const {
-  return ladder_.size() > 1 &&
-         modifiers_.surplus(on_rung_[0], ladder_.front().slots, after_prompt_) > 0;
+bool AgedSet::needs_demotion() const {
+  return tier_plan_.size() > 1 &&
+         modifiers_.surplus(tier_counts_[0], tier_plan_.front().slots, after_prompt_) > 0;
 }
 
-/// The first to leave of each rung; nobody's age is the largest.
+/// The first victim of each tier; nobody's age is the largest.
 std::vector<AgedSet::First> AgedSet::firsts(std::uint32_t now) const {
-  std::vector<First> firsts(ladder_.size());
+  std::vector<First> firsts(tier_plan_.size());
   const Ranks ranks = modified_ranks(now);
-  const auto [begin, end] = unguarded(now);
+  const auto [begin, end] = unprotected_range(now);
   for (auto age = static_cast<std::uint32_t>(begin); age < end; ++age) {
-    First& own = firsts[rungs_[age]];
-    if (ranks.keys[age] < own.key.rank || own.age == kNobody)
+    First& own = firsts[tiers_[age]];
+    if (ranks.keys[age] < own.key.rank || own.age == kNoAge)
       own = {age, {0, ranks.keys[age], positions_[age]}};
   }
-  bool held = false;  // a rung by guarded tokens alone
-  for (std::size_t rung = 0; rung < firsts.size(); ++rung)
-    held |= firsts[rung].age == kNobody && on_rung_[rung] > 0;
+  bool held = false;  // a tier by protected tokens alone
+  for (std::size_t tier = 0; tier < firsts.size(); ++tier)
+    held |= firsts[tier].age == kNoAge && tier_counts_[tier] > 0;
   for (std::uint32_t age = 0; held && age < size_; ++age) {
-    First& own = firsts[rungs_[age]];
-    const LeavingKey key{guards_.guard(positions_[age], now), ranks.keys[age], positions_[age]};
+    First& own = firsts[tiers_[age]];
+    const EvictionKey key{protected_tokens_.protection(positions_[age], now), ranks.keys[age],
+                          positions_[age]};
     if (key < own.key) own = {age, key};
   }
   return firsts;
 }
 
-/// deal() where the first rung has one token too many and no other has any: at each rung the first
-/// to leave goes on, until one has room. Else false, and nothing is done.
-bool AgedSet::deal_one(std::uint32_t now, bool leaving) {
-  if (on_rung_[0] != ladder_.front().slots) return false;
-  std::vector<bool> has_room;
-  for (std::size_t rung = 0; rung < ladder_.size(); ++rung) {
-    const std::uint32_t count = on_rung_[rung];
-    has_room.push_back((!leaving && rung + 1 == ladder_.size()) || count < ladder_[rung].slots);
-    if (!has_room.back() && count > ladder_[rung].slots) return false;
+/// assign_tiers() where the first tier has one token too many and no other has any: at each tier
+/// the first to leave goes on, until one has room. Else false, and nothing is done.
+bool AgedSet::assign_one(std::uint32_t now, bool evicts) {
+  if (tier_counts_[0] != tier_plan_.front().slots) return false;
+  std::vector<bool> has_free_slot;
+  for (std::size_t tier = 0; tier < tier_plan_.size(); ++tier) {
+    const std::uint32_t count = tier_counts_[tier];
+    has_free_slot.push_back((!evicts && tier + 1 == tier_plan_.size()) ||
+                            count < tier_plan_[tier].slots);
+    if (!has_free_slot.back() && count > tier_plan_[tier].slots) return false;
   }
   const std::vector<First> first = firsts(now);
   First going = first.front();
-  for (std::size_t rung = 1; rung < ladder_.size(); ++rung) {
-    step_down(going.age);
-    if (has_room[rung]) return true;
-    if (first[rung].key < going.key) going = first[rung];
+  for (std::size_t tier = 1; tier < tier_plan_.size(); ++tier) {
+    demote(going.age);
+    if (has_free_slot[tier]) return true;
+    if (first[tier].key < going.key) going = first[tier];
   }
   victims_.assign(1, going.age);
   return true;
 }
 
-/// Deals the tokens of victims_, from the last to leave to the first, each to the first rung that
+/// Assigns the tokens of victims_, from the last victim to the first, each to the first tier that
 /// has room and is not above its own. Leaves in victims_ who finds none; where nobody is to leave
-/// yet, the first rung has room for those that wait for the burst.
-void AgedSet::deal(bool leaving) {
-  std::vector<std::uint32_t> room;
-  for (const RungSlots& rung : ladder_) room.push_back(rung.slots);
-  --room.front();  // the next token's
-  if (!leaving) room.front() += std::max(size_, budget_ - 1) - (budget_ - 1);
+/// yet, the first tier has room for those that wait for the burst.
+void AgedSet::assign_tiers(bool evicts) {
+  std::vector<std::uint32_t> free_slots;
+  for (const TierSlots& tier : tier_plan_) free_slots.push_back(tier.slots);
+  --free_slots.front();  // the next token's
+  if (!evicts) free_slots.front() += std::max(size_, budget_ - 1) - (budget_ - 1);
   std::ranges::sort(victims_,
                     [&](std::uint32_t a, std::uint32_t b) { return keys_[b] < keys_[a]; });
   std::erase_if(victims_, [&](std::uint32_t age) {
-    while (rungs_[age] < room.size() && room[rungs_[age]] == 0) step_down(age);
-    if (rungs_[age] == room.size()) return false;
-    --room[rungs_[age]];
+    while (tiers_[age] < free_slots.size() && free_slots[tiers_[age]] == 0) demote(age);
+    if (tiers_[age] == free_slots.size()) return false;
+    --free_slots[tiers_[age]];
     return true;
   });
   std::ranges::sort(victims_);
@@ -206,92 +215,93 @@ void AgedSet::deal(bool leaving) {
 
 void AgedSet::evict(std::span<const std::uint32_t> ages) {
   if (ages.empty()) return;
-  if (!rungs_.empty())
-    for (const std::uint32_t age : ages) --on_rung_[rungs_[age]];
+  if (!tiers_.empty())
+    for (const std::uint32_t age : ages) --tier_counts_[tiers_[age]];
   std::size_t kept = ages.front();
   for (std::size_t v = 0; v < ages.size(); ++v) {  // what lies between two victims moves up
     const std::size_t from = std::size_t{ages[v]} + 1,
                       count = (v + 1 < ages.size() ? ages[v + 1] : size_) - from;
     std::memmove(positions_.data() + kept, positions_.data() + from, count * sizeof(std::uint32_t));
     if (ops_.slot_bytes > 0) std::memmove(slot(kept), slot(from), count * ops_.slot_bytes);
-    if (!rungs_.empty()) std::memmove(rungs_.data() + kept, rungs_.data() + from, count);
-    if (const std::size_t width = columns_.size(); width > 0)
-      std::memmove(brought_.data() + kept * width, brought_.data() + from * width,
+    if (!tiers_.empty()) std::memmove(tiers_.data() + kept, tiers_.data() + from, count);
+    if (const std::size_t width = features_.size(); width > 0)
+      std::memmove(feature_values_.data() + kept * width, feature_values_.data() + from * width,
                    count * width * sizeof(float));
     kept += count;
   }
   size_ = static_cast<std::uint32_t>(kept);
   evictions_ += ages.size();
-  evicted_at_ = admitted_first_ + admitted_count_;
+  evicted_at_ = appended_first_ + appended_count_;
 }
 
 std::string AgedSet::crop_obstacle(std::uint32_t tokens) const {
   const std::string name = ops_.info.name;
-  if (tokens >= admitted_first_ + admitted_count_) return "";
+  if (tokens >= appended_first_ + appended_count_) return "";
   if (needs() != Needs::nothing)
     return "policy " + name + " has counted the attention of the tokens that would go";
-  if (!columns_.empty())
+  if (!features_.empty())
     return "policy " + name + " has computed features from the tokens that would go";
-  if (ladder_.size() > 1 || has_codes()) return "tokens have been quantized since";
+  if (tier_plan_.size() > 1 || is_quantized()) return "tokens have been quantized since";
   if (evicted_at_ > tokens) return "tokens have been evicted since";
   return "";
 }
 
 void AgedSet::drop_youngest(std::uint32_t count) {
   size_ -= count;
-  admitted_first_ = admitted_first_ + admitted_count_ - count;
-  admitted_count_ = 0;
+  appended_first_ = appended_first_ + appended_count_ - count;
+  appended_count_ = 0;
 }
 
 void AgedSet::reserve(std::size_t count) {
   if (count <= positions_.size()) return;
   positions_.resize(count + count / 4);
   states_.resize(positions_.size() * ops_.slot_bytes);
-  brought_.resize(positions_.size() * columns_.size());
-  if (ladder_.size() > 1) rungs_.resize(positions_.size());
+  feature_values_.resize(positions_.size() * features_.size());
+  if (tier_plan_.size() > 1) tiers_.resize(positions_.size());
 }
 
 void AgedSet::give_back() {
   positions_.resize(size_);
   states_.resize(size_ * ops_.slot_bytes);
-  brought_.resize(size_ * columns_.size());
+  feature_values_.resize(size_ * features_.size());
   positions_.shrink_to_fit();
   states_.shrink_to_fit();
-  brought_.shrink_to_fit();
-  if (!rungs_.empty()) rungs_.resize(size_);
+  feature_values_.shrink_to_fit();
+  if (!tiers_.empty()) tiers_.resize(size_);
   victims_ = std::vector<std::uint32_t>();
-  keys_ = std::vector<LeavingKey>();  // (braces alone would keep the memory)
+  keys_ = std::vector<EvictionKey>();  // (braces alone would keep the memory)
 }
 
-void AgedSet::admit(std::uint32_t first, std::uint32_t count, const float* brought) {
-  if (!columns_.empty() && !brought)
-    throw std::logic_error("a cache: tokens came without the columns of its policy");
+void AgedSet::append(std::uint32_t first, std::uint32_t count, const float* feature_values) {
+  if (!features_.empty() && !feature_values)
+    throw std::logic_error("a cache: tokens came without the features of its policy");
   reserve(std::size_t{size_} + count);
   const std::uint32_t old = size_;
   size_ += count;
   std::iota(positions_.begin() + old, positions_.begin() + size_, first);
-  if (!rungs_.empty()) {
-    std::fill_n(rungs_.begin() + old, count, std::uint8_t{0});
-    on_rung_[0] += count;
+  if (!tiers_.empty()) {
+    std::fill_n(tiers_.begin() + old, count, std::uint8_t{0});
+    tier_counts_[0] += count;
   }
-  if (!columns_.empty())
-    std::copy_n(brought, count * columns_.size(), brought_.data() + old * columns_.size());
-  ops_.admit(slot(old), tokens().from(old, columns_.size()), count, params_.data(),
-             step(first, count));
+  if (!features_.empty())
+    std::copy_n(feature_values, count * features_.size(),
+                feature_values_.data() + old * features_.size());
+  ops_.append(slot(old), tokens().from(old, features_.size()), count, params_.data(),
+              step(first, count));
   live_max_ = std::max(live_max_, size_);
-  admitted_first_ = first;
-  admitted_count_ = count;
+  appended_first_ = first;
+  appended_count_ = count;
   after_prompt_ = false;
 }
 
 void AgedSet::observe(const Seen& seen) {
   if (needs() == Needs::nothing) return;
-  ops_.observe(states_.data(), seen, size_, params_.data(), step(admitted_first_, admitted_count_));
+  ops_.observe(states_.data(), seen, size_, params_.data(), step(appended_first_, appended_count_));
 }
 
 void AgedSet::observe(std::span<const Observation> seen, std::span<const std::uint64_t> heads) {
   if (needs() == Needs::nothing) return;
-  const Step now = step(admitted_first_, admitted_count_);
+  const Step now = step(appended_first_, appended_count_);
   if (sees_heads())
     ops_.observe_heads(states_.data(), seen.data(), heads, size_, params_.data(), now);
   else
@@ -305,12 +315,13 @@ std::uint32_t tokens_before_gaps(std::span<const std::uint32_t> positions) {
 }
 
 LiveSet::LiveSet(const PolicySpec& spec, std::uint32_t budget, Identity identity)
-    : AgedSet(
-          spec, budget,
-          !spec.entry->info.evicts || budget == kNoBudget ? Guards{} : resolve_guards(spec, budget),
-          identity) {}
+    : AgedSet(spec, budget,
+              !spec.entry->info.evicts || budget == kNoBudget
+                  ? ProtectedTokens{}
+                  : resolve_protected_tokens(spec, budget),
+              identity) {}
 
-std::span<const std::uint32_t> LiveSet::make_room(std::uint32_t now) {
+std::span<const std::uint32_t> LiveSet::evict_to_budget(std::uint32_t now) {
   const auto victims = find_victims(now);
   if (victims.empty()) return victims;
   std::size_t kept = victims.front(), next = 0;
@@ -327,7 +338,7 @@ std::span<const std::uint32_t> LiveSet::make_room(std::uint32_t now) {
   return victims;
 }
 
-void LiveSet::admit(std::uint32_t first, std::uint32_t count, const float* brought) {
+void LiveSet::append(std::uint32_t first, std::uint32_t count, const float* feature_values) {
   for (std::uint32_t i = 0; i < count; ++i) {
     if (free_.empty()) {
       slots_.push_back(slot_count_++);
@@ -336,7 +347,7 @@ void LiveSet::admit(std::uint32_t first, std::uint32_t count, const float* broug
       free_.pop_back();
     }
   }
-  AgedSet::admit(first, count, brought);
+  AgedSet::append(first, count, feature_values);
 }
 
 void LiveSet::crop(std::uint32_t tokens) {

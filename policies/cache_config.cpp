@@ -19,7 +19,7 @@ HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length,
     throw std::invalid_argument(what + ": differs by head, which has to be that of a model");
   HeadBudgets heads = budget.heads;
   if (heads.empty()) {
-    const std::uint32_t least = config.policy.entry ? least_budget(config.policy) : 1;
+    const std::uint32_t least = config.policy.entry ? min_budget(config.policy) : 1;
     for (const std::uint32_t own :
          pyramid_budgets(budget.resolve(length, model.head_size), length, least, model.layers))
       heads.push_back({own});
@@ -29,11 +29,11 @@ HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length,
   return heads;
 }
 
-void check_guards(const ResolvedConfig& config) {
+void check_protected_tokens(const ResolvedConfig& config) {
   for (std::size_t l = 0; l < config.head_budgets.size(); ++l)
     for (const std::uint32_t own : config.head_budgets[l]) try {
         if (own == kNoBudget) continue;
-        resolve_guards(config.policy, own);
+        resolve_protected_tokens(config.policy, own);
       } catch (const BudgetTooSmall& error) {
         throw BudgetTooSmall(
             fmt::format("budget {}: layer {}: {}", config.budget.text(), l, error.what()),
@@ -53,39 +53,39 @@ void check_layers_even(const ResolvedConfig& config) {
       if (budget != config.head_budgets[layer].front())
         throw std::invalid_argument(
             fmt::format("policy {}: under scope=layer the KV heads of a layer keep one set, and in "
-                        "layer {} budgets of {} and {} tokens are asked for; one would be right",
+                        "layer {} budgets of {} and {} tokens are requested; one would be right",
                         config.policy.name, layer, config.head_budgets[layer].front(), budget));
 }
 
-/// Layers with a span have theirs among the budgets by head.
-void insert_spans(ResolvedConfig& config, const CacheShape& model) {
+/// Layers with a window have theirs among the budgets by head.
+void insert_windows(ResolvedConfig& config, const CacheShape& model) {
   HeadBudgets& heads = config.head_budgets;
-  for (std::size_t layer = 0; !heads.empty() && layer < model.spans.size(); ++layer)
-    if (model.spans[layer] > 0)
+  for (std::size_t layer = 0; !heads.empty() && layer < model.windows.size(); ++layer)
+    if (model.windows[layer] > 0)
       heads.insert(heads.begin() + static_cast<std::ptrdiff_t>(layer),
-                   std::vector(model.kv_heads, model.spans[layer]));
+                   std::vector(model.kv_heads, model.windows[layer]));
 }
 
-/// What a ladder refuses.
-void check_ladder(const CacheConfig& config) {
+/// What a tier plan refuses.
+void check_tier_plan(const CacheConfig& config) {
   const auto refuse = [&](const char* why) {
-    throw std::invalid_argument(fmt::format("policy {}: ladder {}: {}", config.policy.name,
-                                            config.policy.ladder.text(), why));
+    throw std::invalid_argument(fmt::format("policy {}: tiers {}: {}", config.policy.name,
+                                            config.policy.tier_plan.text(), why));
   };
   if (!config.policy.entry) refuse("a reference keeps all tokens in 16 bit");
-  if (config.positions == Positions::cache && config.policy.ladder.is_coded())
-    refuse("codes are of keys at original positions; --positions original is expected");
+  if (config.positions == Positions::cache && config.policy.tier_plan.is_quantized())
+    refuse("quantized keys need original positions; --positions original is expected");
   if (config.shares_slots()) refuse("ada() shares tokens of 16 bit; an even budget is expected");
-  if (config.evicts() && config.policy.ladder.is_kivi())
+  if (config.evicts() && config.policy.tier_plan.is_kivi())
     refuse("every token stays, which full says");
-  if (!config.evicts() && config.policy.ladder.rungs.size() > 1)
-    refuse("full keeps every token on one rung; one form is expected");
+  if (!config.evicts() && config.policy.tier_plan.tiers.size() > 1)
+    refuse("full keeps every token on one tier; one format is expected");
 }
 
 /// The tokens of a cache with such slots.
-std::uint32_t climb(ResolvedConfig& config, const std::vector<RungSlots>& slots) {
+std::uint32_t climb(ResolvedConfig& config, const std::vector<TierSlots>& slots) {
   const std::uint32_t budget = tokens_of(slots);
-  config.rungs.try_emplace(budget, slots);
+  config.tiers.try_emplace(budget, slots);
   return budget;
 }
 
@@ -96,28 +96,28 @@ void check_prompt(const CacheConfig& config) {
     throw std::invalid_argument(fmt::format("policy {}: prompt: {}", policy.name, why));
   };
   if (config.shares_slots()) refuse("every head keeps it, so ada() has nothing to share");
-  if (!policy.ladder.is_plain()) refuse("is kept in 16 bit; no ladder would be right");
+  if (!policy.tier_plan.is_plain()) refuse("is kept in 16 bit; no tier plan would be right");
   if (!policy.prompt_tokens) refuse("its length is not known here; sinks=N would be right");
 }
 
-/// Budgets in tokens of 16 bit become those that the ladder holds in as many bytes.
+/// Budgets in tokens of 16 bit become those that the tier plan holds in as many bytes.
 void climb(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size) {
-  if (config.policy.ladder.is_plain()) return;
-  check_ladder(config);
+  if (config.policy.tier_plan.is_plain()) return;
+  check_tier_plan(config);
   if (!config.evicts()) {
-    config.rungs[kNoBudget] = {{config.policy.ladder.rungs.front().form, kNoBudget / 2}};
+    config.tiers[kNoBudget] = {{config.policy.tier_plan.tiers.front().format, kNoBudget / 2}};
     return;
   }
   const bool of_bytes = config.budget.in_bytes && config.budget.is_even();
-  if (of_bytes) check_coded_heads(head_size);
-  const Ladder& ladder = config.policy.ladder;
+  if (of_bytes) check_quantized_heads(head_size);
+  const TierPlan& tier_plan = config.policy.tier_plan;
   config.budget_tokens = climb(
-      config, of_bytes
-                  ? ladder.slots(config.budget.bytes_of(length, head_size), head_size / kCodeBlock)
-                  : ladder.slots_of_tokens(config.budget_tokens));
+      config,
+      of_bytes ? tier_plan.slots(config.budget.bytes_of(length, head_size), head_size / kQuantBlock)
+               : tier_plan.slots_of_tokens(config.budget_tokens));
   for (auto& layer : config.head_budgets)
     for (std::uint32_t& own : layer)
-      if (own != kNoBudget) own = climb(config, ladder.slots_of_tokens(own));
+      if (own != kNoBudget) own = climb(config, tier_plan.slots_of_tokens(own));
 }
 
 }  // namespace
@@ -168,9 +168,9 @@ ResolvedConfig ResolvedConfig::of_head(std::uint32_t layer, std::uint32_t kv_hea
   if (exempts(layer)) {
     if (policy.entry) own.policy = parse_policy("full");
     own.positions = Positions::original;
-    own.guards = {};
+    own.protected_tokens = {};
   } else if (policy.entry) {
-    own.guards = resolve_guards(policy, own.budget_tokens);
+    own.protected_tokens = resolve_protected_tokens(policy, own.budget_tokens);
   }
   own.head_budgets.clear();
   return own;
@@ -180,11 +180,11 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
                        const CacheShape& model) {
   ResolvedConfig resolved{config};
   resolved.sequence = sequence;
-  const CacheShape acted_on = model.acted_on();
-  if (acted_on.layers < model.layers) resolved.spans = model.spans;
-  if (config.evicts() && model.layers > 0 && acted_on.layers == 0)
+  const CacheShape policy_layers = model.policy_layers();
+  if (policy_layers.layers < model.layers) resolved.windows = model.windows;
+  if (config.evicts() && model.layers > 0 && policy_layers.layers == 0)
     throw std::invalid_argument(
-        fmt::format("policy {}: every layer of the model has a span, so there is nothing that it "
+        fmt::format("policy {}: every layer of the model has a window, so there is nothing that it "
                     "acts on; full is expected",
                     config.policy.name));
   if (!config.evicts()) {
@@ -192,38 +192,38 @@ ResolvedConfig resolve(const CacheConfig& config, std::uint32_t length, std::uin
     return resolved;
   }
   check_prompt(config);
-  const std::uint32_t prompt = config.policy.held_prompt();
+  const std::uint32_t prompt = config.policy.protected_prompt_tokens();
   resolved.budget_tokens = config.budget_in_tokens(length, model.head_size) + prompt;
-  resolved.head_budgets = budgets_by_head(config, length, acted_on);
+  resolved.head_budgets = budgets_by_head(config, length, policy_layers);
   for (auto& layer : resolved.head_budgets)
     for (std::uint32_t& own : layer)
       if (own != kNoBudget) own += prompt;
-  resolved.asked_tokens =
+  resolved.requested_tokens =
       resolved.head_budgets.empty() ? resolved.budget_tokens : mean_budget(resolved.head_budgets);
   for (const auto& layer : resolved.head_budgets)
     if (layer.front() != kNoBudget)
       resolved.budget_tokens = std::max(resolved.budget_tokens, std::ranges::max(layer));
   climb(resolved, length, model.head_size);
   if (!config.policy.entry) return resolved;
-  resolved.guards = resolve_guards(config.policy, resolved.budget_tokens);
-  check_guards(resolved);
+  resolved.protected_tokens = resolve_protected_tokens(config.policy, resolved.budget_tokens);
+  check_protected_tokens(resolved);
   if (config.policy.modifiers.scope == Modifiers::Scope::layer) check_layers_even(resolved);
-  insert_spans(resolved, model);
+  insert_windows(resolved, model);
   return resolved;
 }
 
-void find_columns(ResolvedConfig& config, std::span<const std::int32_t> prompt,
-                  const CacheShape& model) {
+void find_features(ResolvedConfig& config, std::span<const std::int32_t> prompt,
+                   const CacheShape& model) {
   const PolicySpec& policy = config.policy;
-  std::vector<std::string> names = policy.columns;
-  std::erase_if(names, built_in_column);
-  if (names.empty() || !policy.column_source) return;
+  std::vector<std::string> names = policy.features;
+  std::erase_if(names, built_in_feature);
+  if (names.empty() || !policy.feature_source) return;
   if (!policy.modifiers.once)
     throw std::invalid_argument(
-        fmt::format("policy {}: column {}: decoded tokens bring none, so they have to stay; "
+        fmt::format("policy {}: feature {}: decoded tokens bring none, so they have to stay; "
                     "{}:once is expected",
                     policy.name, names.front(), policy.name));
-  config.brings = policy.column_source->of(prompt, std::move(names), model);
+  config.brings = policy.feature_source->of(prompt, std::move(names), model);
 }
 
 }  // namespace kvlab

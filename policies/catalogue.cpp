@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "policies/columns/columns.hpp"
+#include "policies/features/features.hpp"
 #include "policies/mass/presets.hpp"
 #include "policies/modifiers/text.hpp"
 
@@ -106,17 +106,17 @@ std::string hint(std::string_view word, std::span<const std::string> candidates)
   return fmt::format("; known: {}", fmt::join(candidates, ", "));
 }
 
-/// Where among a policy's columns the one is that a setting names, if any.
+/// Where among a policy's features the one is that a setting names, if any.
 constexpr std::string_view kNamed = "name=";
-std::optional<std::size_t> named_place(const PolicyInfo& info) {
-  for (std::size_t i = 0; i < info.column_count(); ++i)
-    if (std::string_view(info.columns[i]).starts_with(kNamed)) return i;
+std::optional<std::size_t> named_index(const PolicyInfo& info) {
+  for (std::size_t i = 0; i < info.feature_count(); ++i)
+    if (std::string_view(info.features[i]).starts_with(kNamed)) return i;
   return std::nullopt;
 }
 
-std::vector<std::string> standard_columns(const PolicyInfo& info) {
-  std::vector<std::string> names(info.columns, info.columns + info.column_count());
-  if (const auto place = named_place(info)) names[*place].erase(0, kNamed.size());
+std::vector<std::string> standard_features(const PolicyInfo& info) {
+  std::vector<std::string> names(info.features, info.features + info.feature_count());
+  if (const auto place = named_index(info)) names[*place].erase(0, kNamed.size());
   return names;
 }
 
@@ -134,12 +134,12 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
   const std::string_view value = setting.substr(equals + 1);
   if (key == "sinks") return void(spec.sinks = parse_extent(value, what, 0));
   if (key == "recent") return void(spec.recent = parse_extent(value, what, 0));
-  if (key == "ladder") return void(spec.ladder = parse_ladder(value));
-  if (key == "name" && named_place(spec.entry->info)) return spec.name_column(value);
+  if (key == "tiers") return void(spec.tier_plan = parse_tier_plan(value));
+  if (key == "name" && named_index(spec.entry->info)) return spec.name_feature(value);
   if (is_modifier(key)) return set_modifier(spec.modifiers, key, value, what);
 
   std::vector<std::string> known;
-  if (named_place(spec.entry->info)) known.emplace_back("name");
+  if (named_index(spec.entry->info)) known.emplace_back("name");
   for (std::size_t i = 0; i < spec.entry->params.size(); ++i) {
     const ParamInfo& param = spec.entry->params[i];
     known.emplace_back(param.name);
@@ -154,7 +154,7 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
   }
   known.insert(known.end(), {"sinks", "recent", "prompt"});
   known.insert(known.end(), modifier_names().begin(), modifier_names().end());
-  known.emplace_back("ladder");
+  known.emplace_back("tiers");
   throw std::invalid_argument(
       fmt::format("policy {}: unknown parameter '{}'{}", spec.name, key, hint(key, known)));
 }
@@ -229,30 +229,30 @@ std::vector<std::byte> PolicySpec::packed_params() const {
   return entry->factored ? product_params(*entry, packed) : packed;
 }
 
-std::string PolicySpec::named_column() const {
-  const auto place = entry ? named_place(entry->info) : std::nullopt;
-  return place ? columns[*place] : "";
+std::string PolicySpec::named_feature() const {
+  const auto place = entry ? named_index(entry->info) : std::nullopt;
+  return place ? features[*place] : "";
 }
 
-void PolicySpec::name_column(std::string_view column) {
-  const auto place = entry ? named_place(entry->info) : std::nullopt;
+void PolicySpec::name_feature(std::string_view feature) {
+  const auto place = entry ? named_index(entry->info) : std::nullopt;
   if (!place)
-    throw std::invalid_argument(fmt::format("policy {}: it asks for no column by name", name));
-  if (!is_column_name(column))
+    throw std::invalid_argument(fmt::format("policy {}: it requests no feature by name", name));
+  if (!is_feature_name(feature))
     throw std::invalid_argument(
-        fmt::format("policy {}: name: '{}' should be a column's name: up to 64 letters, digits, "
+        fmt::format("policy {}: name: '{}' should be a feature's name: up to 64 letters, digits, "
                     "'_', '-' and '.'",
-                    name, column));
-  columns[*place] = column;
+                    name, feature));
+  features[*place] = feature;
 }
 
 std::string PolicySpec::params_text() const {
   if (!entry) return "";
-  std::string own_ladder = ladder.is_plain() ? "" : ladder.setting();
-  if (!entry->info.evicts) return own_ladder;
+  std::string own_tiers = tier_plan.is_plain() ? "" : tier_plan.setting();
+  if (!entry->info.evicts) return own_tiers;
   std::vector<std::string> parts;
-  if (const std::string column = named_column(); !column.empty())
-    parts.push_back(fmt::format("{}{}", kNamed, column));
+  if (const std::string feature = named_feature(); !feature.empty())
+    parts.push_back(fmt::format("{}{}", kNamed, feature));
   for (std::size_t i = 0; i < params.size(); ++i)
     parts.push_back(fmt::format("{}={}", entry->params[i].name, params[i]));
   parts.push_back("sinks=" + text_of(sinks));
@@ -260,7 +260,7 @@ std::string PolicySpec::params_text() const {
   if (prompt) parts.emplace_back("prompt");
   for (std::string& text : modifier_texts(modifiers, entry->info.modifiers))
     parts.push_back(std::move(text));
-  if (!own_ladder.empty()) parts.push_back(own_ladder);
+  if (!own_tiers.empty()) parts.push_back(own_tiers);
   return fmt::format("{}", fmt::join(parts, ":"));
 }
 
@@ -273,12 +273,12 @@ std::string PolicySpec::brief() const {
   if (!entry) return text();
   PolicySpec plain = *this;
   for (std::size_t i = 0; i < params.size(); ++i) plain.params[i] = entry->params[i].standard;
-  plain.columns.assign(columns.size(), "");
+  plain.features.assign(features.size(), "");
   plain.sinks = entry->info.sinks;
   plain.recent = entry->info.recent;
   plain.prompt = false;
   plain.modifiers = entry->info.modifiers;
-  plain.ladder = {};
+  plain.tier_plan = {};
   const std::string own = params_text(), standard = plain.params_text();
   const auto defaults = split(standard, ':');
   std::string text = name;
@@ -296,10 +296,10 @@ std::string brief_policy(const std::string& text) {
   }
 }
 
-PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> references,
+PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> oracles,
                         const CompiledPolicies& compiled) {
-  const std::string asked = without_preset(text);
-  const auto parts = split(asked, ':');
+  const std::string requested = without_preset(text);
+  const auto parts = split(requested, ':');
   PolicySpec spec;
   spec.name = parts[0];
   const std::string ranked = spec.name.substr(0, spec.name.find('*'));
@@ -314,28 +314,28 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   if (auto own = compiled.find(ranked)) spec.entry = std::move(own);
   if (spec.entry && ranked.size() < spec.name.size())
     spec.entry = product_of(spec.entry, spec.name, spec.name.substr(ranked.size() + 1));
-  known.insert(known.end(), references.begin(), references.end());
+  known.insert(known.end(), oracles.begin(), oracles.end());
   if (!spec.entry) {
-    if (std::find(references.begin(), references.end(), spec.name) == references.end()) {
+    if (std::find(oracles.begin(), oracles.end(), spec.name) == oracles.end()) {
       const std::string paper = hint_of_paper(spec.name);
       throw std::invalid_argument(fmt::format("unknown policy '{}'{}", spec.name,
                                               paper.empty() ? hint(spec.name, known) : paper));
     }
     if (parts.size() > 1)
-      throw std::invalid_argument(
-          fmt::format("policy {} is a reference: it takes no parameters and no guards", spec.name));
+      throw std::invalid_argument(fmt::format(
+          "policy {} is an oracle: it takes no parameters and no protected tokens", spec.name));
     return spec;
   }
   for (const ParamInfo& param : spec.entry->params) spec.params.push_back(param.standard);
-  spec.columns = standard_columns(spec.entry->info);
-  spec.column_source = compiled.column_source;
+  spec.features = standard_features(spec.entry->info);
+  spec.feature_source = compiled.feature_source;
   spec.sinks = spec.entry->info.sinks;
   spec.recent = spec.entry->info.recent;
   spec.modifiers = spec.entry->info.modifiers;
-  const auto is_ladder = [](std::string_view part) { return part.starts_with("ladder="); };
-  if (!spec.entry->info.evicts && !std::all_of(parts.begin() + 1, parts.end(), is_ladder))
-    throw std::invalid_argument(
-        fmt::format("policy {} never evicts: it takes no parameters and no guards", spec.name));
+  const auto is_tiers_setting = [](std::string_view part) { return part.starts_with("tiers="); };
+  if (!spec.entry->info.evicts && !std::all_of(parts.begin() + 1, parts.end(), is_tiers_setting))
+    throw std::invalid_argument(fmt::format(
+        "policy {} never evicts: it takes no parameters and no protected tokens", spec.name));
   std::vector<std::string_view> given;
   for (std::size_t i = 1; i < parts.size(); ++i) {
     apply_setting(spec, parts[i]);
@@ -344,12 +344,12 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
       throw std::invalid_argument(fmt::format("policy {}: {} is given twice; once would be right",
                                               spec.name, given.back()));
   }
-  const bool asks_pool = std::ranges::find(given, "pool") != given.end();
-  if (spec.modifiers.smooth == 0 && !asks_pool) spec.modifiers.pool = Modifiers::Pool::mean;
+  const bool requests_pool = std::ranges::find(given, "pool") != given.end();
+  if (spec.modifiers.smooth == 0 && !requests_pool) spec.modifiers.pool = Modifiers::Pool::mean;
   check_modifiers(spec.modifiers, spec.entry->info);
   if (spec.prompt && spec.modifiers.once)
     throw std::invalid_argument(
-        fmt::format("policy {}: under once only a prompt's tokens leave, which prompt keeps; "
+        fmt::format("policy {}: under once only a prompt's tokens are evicted, which prompt keeps; "
                     "once=no would be right",
                     spec.name));
   return spec;
@@ -401,27 +401,28 @@ Budget parse_budget(std::string_view text) {
   return parse_even(text, "budget");
 }
 
-std::uint32_t least_budget(const PolicySpec& spec) {
-  const auto fixed = [](Extent guard) { return guard.is_share ? 0u : guard.tokens; };
+std::uint32_t min_budget(const PolicySpec& spec) {
+  const auto fixed = [](Extent protection) { return protection.is_share ? 0u : protection.tokens; };
   return std::max({1u, fixed(spec.sinks) + 1, fixed(spec.sinks) + fixed(spec.recent)});
 }
 
-Guards resolve_guards(const PolicySpec& spec, std::uint32_t budget) {
-  const std::uint32_t prompt = spec.held_prompt(), beside = budget - prompt;
-  const Guards guards{std::max(prompt, spec.sinks.resolve(beside)), spec.recent.resolve(beside)};
-  if (guards.sinks >= budget)
+ProtectedTokens resolve_protected_tokens(const PolicySpec& spec, std::uint32_t budget) {
+  const std::uint32_t prompt = spec.protected_prompt_tokens(), beside = budget - prompt;
+  const ProtectedTokens protected_tokens{std::max(prompt, spec.sinks.resolve(beside)),
+                                         spec.recent.resolve(beside)};
+  if (protected_tokens.sinks >= budget)
     throw BudgetTooSmall(fmt::format("policy {}: sinks={} should be below the budget of {} tokens",
-                                     spec.name, guards.sinks, budget),
+                                     spec.name, protected_tokens.sinks, budget),
                          beside > 1 && prompt == 0
                              ? fmt::format("{}:sinks={} would fit", spec.name, beside / 2)
                              : "");
-  if (guards.recent > budget - guards.sinks)
+  if (protected_tokens.recent > budget - protected_tokens.sinks)
     throw BudgetTooSmall(
         fmt::format("policy {}: sinks={} and recent={} tokens exceed the budget of {} tokens; "
                     "sinks + recent should be at most the budget",
-                    spec.name, guards.sinks, guards.recent, budget),
-        fmt::format("{}:recent={} would fit", spec.name, (budget - guards.sinks) / 2));
-  return guards;
+                    spec.name, protected_tokens.sinks, protected_tokens.recent, budget),
+        fmt::format("{}:recent={} would fit", spec.name, (budget - protected_tokens.sinks) / 2));
+  return protected_tokens;
 }
 
 Positions parse_positions(std::string_view text) {
@@ -444,7 +445,7 @@ Prefill parse_prefill(std::string_view text) {
   if (text == "stream") return {1};
   if (text.starts_with("chunk:")) return {parse_tokens(text.substr(6), "prefill: chunk", 1).tokens};
   throw std::invalid_argument(
-      fmt::format("prefill: '{}' should be dense, stream or chunk:N (tokens an admission)", text));
+      fmt::format("prefill: '{}' should be dense, stream or chunk:N (tokens an append)", text));
 }
 
 std::optional<std::string> nearest_name(std::string_view word,

@@ -15,11 +15,11 @@
 
 namespace kvlab {
 
-class ColumnSource;  // policies/columns/columns.hpp
+class FeatureSource;  // policies/features/features.hpp
 
 /// The header of a policy that was compiled at run time.
 struct PolicySource {
-  std::string path;  ///< as asked for
+  std::string path;  ///< as requested
   std::string text;
   std::string xxh3;  ///< of the text, 16 hex digits
   std::string type;  ///< qualified name of the struct: kvlab::Peak
@@ -50,7 +50,7 @@ struct PolicyEntry : PolicyOps {
   /// What hooks that are no text of ours call back: their `params` are a pointer to it. Null: they
   /// are a policy's own.
   std::shared_ptr<const void> host = nullptr;
-  /// The policy whose rank this one multiplies by its last column (policies/columns/product.hpp);
+  /// The policy whose rank this one multiplies by its last feature (policies/features/product.hpp);
   /// null: it is no product.
   std::shared_ptr<const PolicyEntry> factored = nullptr;
   /// Shown each layer of a prompt before a token of it is ranked; in a replay, instead, which trace
@@ -60,7 +60,7 @@ struct PolicyEntry : PolicyOps {
 };
 
 /// Policies beside the registry's: those of --policy-source, in its order. No two have one name.
-/// And what brings them, and the registry's, the columns that nobody computes.
+/// And what brings them, and the registry's, the features that no decoder computes.
 struct CompiledPolicies {
   CompiledPolicies() = default;
   CompiledPolicies(std::nullptr_t) {}
@@ -74,7 +74,7 @@ struct CompiledPolicies {
   }
 
   std::vector<std::shared_ptr<const PolicyEntry>> entries;
-  std::shared_ptr<const ColumnSource> column_source = nullptr;  ///< null: a replay's trace alone
+  std::shared_ptr<const FeatureSource> feature_source = nullptr;  ///< null: a replay's trace alone
 };
 
 }  // namespace kvlab

@@ -5,51 +5,52 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "policies/columns/columns.hpp"
+#include "policies/features/features.hpp"
 
 namespace kvlab {
 namespace {
 
-std::string refused_columns(const Executor& executor, const PolicySpec& policy) {
-  const std::string column = column_beyond(executor, policy);
-  if (column.empty()) return "";
-  if (is_computed(column, true))
-    return fmt::format("policy {}: {} does not know its column {}; {} does", policy.name,
-                       executor.name, column, executor.instead);
+std::string refused_features(const Executor& executor, const PolicySpec& policy) {
+  const std::string feature = feature_beyond(executor, policy);
+  if (feature.empty()) return "";
+  if (is_computed(feature, true))
+    return fmt::format("policy {}: {} does not know its feature {}; {} does", policy.name,
+                       executor.name, feature, executor.instead);
   return fmt::format(
-      "policy {}: column {}: a decoder computes {} and no other; a replay reads it from a trace, "
-      "the closed loop on the CPU by --columns",
-      policy.name, column, computed_column_names());
+      "policy {}: feature {}: a decoder computes {} and no other; a replay reads it from a trace, "
+      "the end-to-end evaluation on the CPU by --features",
+      policy.name, feature, computed_feature_names());
 }
 
 }  // namespace
 
-std::string column_beyond(const Executor& executor, const PolicySpec& policy) {
-  if (executor.columns == Columns::any) return "";
-  if (executor.columns == Columns::brought && policy.column_source) return "";
-  for (const std::string& name : policy.columns)
-    if (executor.columns == Columns::none ||
-        !(executor.columns == Columns::brought ? is_computed(name, true)
-                                               : built_in_column(name).has_value()))
+std::string feature_beyond(const Executor& executor, const PolicySpec& policy) {
+  if (executor.features == Features::any) return "";
+  if (executor.features == Features::supplied && policy.feature_source) return "";
+  for (const std::string& name : policy.features)
+    if (executor.features == Features::none ||
+        !(executor.features == Features::supplied ? is_computed(name, true)
+                                                  : built_in_feature(name).has_value()))
       return name;
   return "";
 }
 
 std::string refusal(const Executor& executor, const CacheConfig& config) {
   const PolicySpec& policy = config.policy;
-  if (!policy.ladder.is_plain() && !executor.ladders)
-    return fmt::format("policy {}: ladder {}: {} keeps tokens in 16 bit; {} knows ladders",
-                       policy.name, policy.ladder.text(), executor.name, executor.instead);
-  if (policy.ladder.is_kivi() && !executor.kivi)
+  if (!policy.tier_plan.is_plain() && !executor.supports_tiers)
+    return fmt::format("policy {}: tiers {}: {} keeps tokens in 16 bit; {} knows tier plans",
+                       policy.name, policy.tier_plan.text(), executor.name, executor.instead);
+  if (policy.tier_plan.is_kivi() && !executor.kivi)
     return fmt::format(
-        "policy {}: ladder {}: {} codes no channels; a replay and the closed loop on the CPU do",
-        policy.name, policy.ladder.text(), executor.name);
-  if (const std::size_t tiers = policy.ladder.rungs.size(); tiers > executor.most_tiers)
-    return fmt::format("policy {}: ladder {}: has {} tiers, and {} holds at most {}; {} holds {}",
-                       policy.name, policy.ladder.text(), tiers, executor.name, executor.most_tiers,
-                       executor.instead, kMaxTiers);
+        "policy {}: tiers {}: {} does not quantize by channel; a replay and the end-to-end "
+        "evaluation on the CPU do",
+        policy.name, policy.tier_plan.text(), executor.name);
+  if (const std::size_t tiers = policy.tier_plan.tiers.size(); tiers > executor.most_tiers)
+    return fmt::format("policy {}: tiers {}: has {} tiers, and {} holds at most {}; {} holds {}",
+                       policy.name, policy.tier_plan.text(), tiers, executor.name,
+                       executor.most_tiers, executor.instead, kMaxTiers);
   if (!policy.entry)
-    return fmt::format("policy {} is a reference of the replay; {} needs a policy", policy.name,
+    return fmt::format("policy {} is an oracle of the replay; {} needs a policy", policy.name,
                        executor.name);
   if (!config.evicts()) return "";
   if (policy.entry->see_rows && config.prefill.chunk != 0)
@@ -69,7 +70,7 @@ std::string refusal(const Executor& executor, const CacheConfig& config) {
     return of_policy + unknown("scope=layer");
   if (policy.modifiers.group == Modifiers::Group::max && !executor.group_max)
     return of_policy + unknown("group=max");
-  return refused_columns(executor, policy);
+  return refused_features(executor, policy);
 }
 
 std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks) {
@@ -79,7 +80,7 @@ std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks) {
 }
 
 bool side_by_side(const CacheConfig& one, const CacheConfig& other) {
-  return one.policy.entry == other.policy.entry && one.policy.columns == other.policy.columns &&
+  return one.policy.entry == other.policy.entry && one.policy.features == other.policy.features &&
          one.positions == other.positions;
 }
 

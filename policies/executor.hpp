@@ -13,11 +13,11 @@
 
 namespace kvlab {
 
-/// Which columns a policy may read: none, those that are built in, also those that are scored or
-/// that a ColumnSource brings, or those that lie beside a trace.
-enum class Columns { none, built_in, brought, any };
+/// Which features a policy may read: none, those that are built in, also those that are scored or
+/// that a FeatureSource brings, or those that lie beside a trace.
+enum class Features { none, built_in, supplied, any };
 
-/// Tiers of a plan that a CUDA device can hold: kernels::kMostRungs.
+/// Tiers of a plan that a CUDA device can hold: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
 /// What it knows is true here; an executor that learns something turns that to true in its line
@@ -30,12 +30,12 @@ struct Executor {
   bool shared_slots = false;   ///< ada()
   bool scope_layer = false;
   bool group_max = false;
-  bool ladders = false;
+  bool supports_tiers = false;
   std::size_t most_tiers = kMaxTiers;  ///< of one tier plan
   bool kivi = false;
-  bool products = false;   ///< of a policy's rank with a column
+  bool products = false;   ///< of a policy's rank with a feature
   bool bent_rows = false;  ///< layers with soft caps or sink logits
-  Columns columns = Columns::none;
+  Features features = Features::none;
 };
 
 /// The CPU's.
@@ -46,11 +46,11 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .shared_slots = true,
                                    .scope_layer = true,
                                    .group_max = true,
-                                   .ladders = true,
+                                   .supports_tiers = true,
                                    .products = true,
-                                   .columns = Columns::brought};
-/// The closed loop there.
-inline constexpr Executor kLoop = [] {
+                                   .features = Features::supplied};
+/// The end-to-end evaluation there.
+inline constexpr Executor kEvaluation = [] {
   Executor loop = kDecoder;
   loop.kivi = true;
   return loop;
@@ -61,37 +61,37 @@ inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .shared_slots = true,
                                        .scope_layer = true,
                                        .group_max = true,
-                                       .ladders = true,
+                                       .supports_tiers = true,
                                        .most_tiers = kMaxDeviceTiers,
-                                       .columns = Columns::built_in};
+                                       .features = Features::built_in};
 /// What kvlab.hf.evicting does with it.
 inline constexpr Executor kKernelLibrary{.name = "the kernel library",
                                          .instead = "a model on the CPU",
                                          .head_budgets = true,
                                          .scope_layer = true,
                                          .group_max = true,
-                                         .ladders = true,
+                                         .supports_tiers = true,
                                          .most_tiers = kMaxDeviceTiers,
-                                         .columns = Columns::built_in};
-inline constexpr Executor kCudaLoop{.name = "the closed loop on CUDA",
-                                    .instead = "--device cpu",
-                                    .head_budgets = true,
-                                    .scope_layer = true,
-                                    .group_max = true,
-                                    .ladders = true,
-                                    .most_tiers = kMaxDeviceTiers,
-                                    .columns = Columns::built_in};
+                                         .features = Features::built_in};
+inline constexpr Executor kCudaEvaluation{.name = "the end-to-end evaluation on CUDA",
+                                          .instead = "--device cpu",
+                                          .head_budgets = true,
+                                          .scope_layer = true,
+                                          .group_max = true,
+                                          .supports_tiers = true,
+                                          .most_tiers = kMaxDeviceTiers,
+                                          .features = Features::built_in};
 inline constexpr Executor kCudaReplay{.name = "the CUDA replay",
                                       .instead = "--device cpu",
                                       .head_budgets = true,
                                       .scope_layer = true,
                                       .group_max = true,
-                                      .ladders = true,
+                                      .supports_tiers = true,
                                       .most_tiers = kMaxDeviceTiers,
-                                      .columns = Columns::any};
+                                      .features = Features::any};
 
-/// The first column of the policy that the executor has not; empty: it has all.
-std::string column_beyond(const Executor& executor, const PolicySpec& policy);
+/// The first feature of the policy that the executor has not; empty: it has all.
+std::string feature_beyond(const Executor& executor, const PolicySpec& policy);
 
 /// Why the executor cannot run such a cache, in one line; empty: it can.
 std::string refusal(const Executor& executor, const CacheConfig& config);
@@ -103,7 +103,7 @@ void check_held(const Executor& executor, const CacheConfig& config);
 /// Likewise, also where budgets by head are of another shape than the model's.
 void check_held(const Executor& executor, const ResolvedConfig& config, const CacheShape& model);
 
-/// Whether a device holds both side by side: of one policy, one choice of columns, one kind of
+/// Whether a device holds both side by side: of one policy, one choice of features, one kind of
 /// positions.
 bool side_by_side(const CacheConfig& one, const CacheConfig& other);
 /// Indices of configurations that are alike, at most `most` together.

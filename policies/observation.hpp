@@ -23,7 +23,7 @@ constexpr std::uint32_t request_threshold16(double tau) {
 
 /// Whether a query head requests a token. Both masses are unweighted; `row_max` is the row's
 /// largest.
-constexpr bool requested(std::uint64_t mass, std::uint64_t row_max, std::uint32_t threshold16) {
+constexpr bool is_requested(std::uint64_t mass, std::uint64_t row_max, std::uint32_t threshold16) {
   return (mass << 16) >= threshold16 * row_max;
 }
 

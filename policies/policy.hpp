@@ -14,17 +14,17 @@
 //   struct Slot {...};  // one token's state; trivially copyable, may be empty
 //
 //   // Once, as the token comes in. Sets every member, because slots are reused.
-//   static constexpr void admit(Slot&, Token, const Params&, const Step&);
+//   static constexpr void append(Slot&, Token, const Params&, const Step&);
 //
-//   // After each admission, for every live token; where kInfo.needs asks for something.
+//   // After each append, for every live token; where kInfo.needs requests something.
 //   static constexpr void observe(Slot&, const Observation&, const Params&, const Step&);
 //
-//   // When room has to be made: the lowest leaves first, at equal rank the older. Whole numbers, or
+//   // When tokens have to be evicted: the lowest is evicted first, at equal rank the older. Whole numbers, or
 //   // double: the return type says which, and the rule adds and averages them as such.
 //   static constexpr std::uint64_t rank(const Slot&, Token, const Params&, const Step&);
 //
 //   // Where kInfo.weighted: what the probabilities of a query with `age` younger ones in its
-//   // admission are scaled by; 0 from `tail` on.
+//   // append are scaled by; 0 from `tail` on.
 //   static constexpr float weight(std::uint32_t age, const Params&);
 //   static constexpr std::uint32_t tail(const Params&);
 //
@@ -70,14 +70,14 @@ constexpr Extent percent(std::uint32_t share) {
   return {.share_ppm = share * 10'000u, .is_share = true};
 }
 
-/// How many columns a policy may have.
-inline constexpr std::uint32_t kMaxColumns = 4;
+/// How many features a policy may have.
+inline constexpr std::uint32_t kMaxFeatures = 4;
 
 /// A policy's description of itself. Written with designated initialisers, in this order, so that a
 /// misspelt field does not compile.
 struct PolicyInfo {
   const char* name;      ///< as written on the command line
-  const char* summary;   ///< one line: what leaves first
+  const char* summary;   ///< one line: what is evicted first
   const char* citation;  ///< paper, section, equation
   Needs needs = Needs::nothing;
   Order order = Order::feedback;
@@ -85,19 +85,19 @@ struct PolicyInfo {
                               ///< ask here
   bool weighted = false;      ///< has weight() and tail()
   bool evicts = true;         ///< false: takes no budget
-  /// Default guards, which a command line overrides: how many positions from 0 on leave last, and
-  /// how many of the youngest, the one to come included, leave before those alone. tokens(4), or
-  /// percent(50) of the budget, rounded down; {}: none.
+  /// Default protected tokens, which a command line overrides: how many positions from 0 on are
+  /// evicted last, and how many of the youngest, the one to come included, are evicted before those
+  /// alone. tokens(4), or percent(50) of the budget, rounded down; {}: none.
   Extent sinks = {}, recent = {};
   Modifiers modifiers = {};  ///< likewise
   Positions positions = Positions::original;
-  /// Numbers that a token brings at its admission and that never change: token.column[i] is the
-  /// i-th of these. `name=NAME`: the one that the setting `name` asks for, NAME by default.
-  const char* columns[kMaxColumns] = {};
+  /// Numbers that a token brings when it is appended and that never change: token.feature[i] is the
+  /// i-th of these. `name=NAME`: the one that the setting `name` requests, NAME by default.
+  const char* features[kMaxFeatures] = {};
 
-  constexpr std::uint32_t column_count() const {
+  constexpr std::uint32_t feature_count() const {
     std::uint32_t count = 0;
-    while (count < kMaxColumns && columns[count]) ++count;
+    while (count < kMaxFeatures && features[count]) ++count;
     return count;
   }
 };
@@ -118,20 +118,21 @@ constexpr bool in_range(double value, double least, double most) {
 }
 
 struct Token {
-  std::uint32_t position;          ///< counts tokens of the sequence from 0
-  float column[kMaxColumns] = {};  ///< what it brings, in the order of PolicyInfo::columns
+  std::uint32_t position;            ///< counts tokens of the sequence from 0
+  float feature[kMaxFeatures] = {};  ///< what it brings, in the order of PolicyInfo::features
 };
 
 struct Step {
-  std::uint32_t now;     ///< position of the first token of the admission (to come, in rank)
+  std::uint32_t now;     ///< position of the first token of the append (to come, in rank)
   std::uint32_t budget;  ///< tokens that a decoded query may span, itself included
-  std::uint32_t live;    ///< live tokens: before leaving (rank), with the admitted (admit, observe)
-  std::uint32_t queries;  ///< tokens admitted together; 0 in rank, which may not depend on it
+  std::uint32_t
+      live;  ///< live tokens: before the eviction (rank), with the appended (append, observe)
+  std::uint32_t queries;  ///< tokens appended together; 0 in rank, which may not depend on it
   std::uint64_t seed;
   std::uint32_t sequence, layer, kv_head;
 };
 
-/// What one token received from the queries of one admission.
+/// What one token received from the queries of one append.
 struct Observation {
   std::uint64_t mass = 0;      ///< Q32.32: sum over the group's heads and the queries of weight * p
   std::uint32_t requests = 0;  ///< queries in which some query head of the group requested it

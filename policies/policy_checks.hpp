@@ -26,9 +26,9 @@ concept HasTypes = requires {
   requires std::is_trivially_copyable_v<typename P::Slot>;
 };
 template <class P>
-concept HasAdmit = requires(typename P::Slot& slot, Token t, const typename P::Params& p,
-                            const Step& s) {
-  { P::admit(slot, t, p, s) } -> std::same_as<void>;
+concept HasAppend = requires(typename P::Slot& slot, Token t, const typename P::Params& p,
+                             const Step& s) {
+  { P::append(slot, t, p, s) } -> std::same_as<void>;
 };
 template <class P>
 concept HasObserve = requires(typename P::Slot& slot, const Observation& o,
@@ -59,7 +59,7 @@ concept HasParamList = std::is_empty_v<typename P::Params> || requires {
 /// there, and one that is not declared must not.
 template <class P>
 concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<P> &&
-                 hooks::HasAdmit<P> && hooks::HasRank<P> &&
+                 hooks::HasAppend<P> && hooks::HasRank<P> &&
                  (hooks::HasObserve<P> == (P::kInfo.needs != Needs::nothing)) &&
                  (hooks::HasWeight<P> == P::kInfo.weighted) &&
                  (hooks::HasTail<P> == P::kInfo.weighted);
@@ -79,13 +79,13 @@ constexpr typename P::Params standard_params() {
 }
 
 namespace hooks {
-/// Runs every hook once. Slots are reused, so admit() has to set all that the others read: a slot
+/// Runs every hook once. Slots are reused, so append() has to set all that the others read: a slot
 /// that starts without a value shows whether it does.
 template <class P>
 constexpr bool run_once(typename P::Slot& slot) {
   const typename P::Params params = standard_params<P>();
   const Step step{.now = 1, .budget = 2, .live = 1, .queries = 1};
-  P::admit(slot, Token{}, params, step);
+  P::append(slot, Token{}, params, step);
   if constexpr (P::kInfo.needs != Needs::nothing)
     P::observe(slot, Observation{.queries = 1}, params, step);
   if constexpr (P::kInfo.weighted) static_cast<void>(P::weight(P::tail(params), params));
@@ -94,10 +94,10 @@ constexpr bool run_once(typename P::Slot& slot) {
 }
 // Each hook by itself, on a slot of zeros, so that the one that is no constant is named.
 template <class P>
-constexpr bool run_admit() {
+constexpr bool run_append() {
   typename P::Slot slot{};
-  P::admit(slot, Token{}, standard_params<P>(),
-           Step{.now = 1, .budget = 2, .live = 1, .queries = 1});
+  P::append(slot, Token{}, standard_params<P>(),
+            Step{.now = 1, .budget = 2, .live = 1, .queries = 1});
   return true;
 }
 template <class P>
@@ -143,7 +143,7 @@ constexpr bool ranks_by_position() {
   const Step step{.now = 9, .budget = 4, .live = 3, .queries = 1};
   for (const std::uint32_t position : {0u, 1u, 8u}) {
     typename P::Slot slot{};
-    P::admit(slot, Token{position}, params, step);
+    P::append(slot, Token{position}, params, step);
     if constexpr (P::kInfo.needs != Needs::nothing)
       P::observe(slot, Observation{.mass = 5, .requests = 1, .last_request = 9, .queries = 1},
                  params, step);
@@ -152,8 +152,8 @@ constexpr bool ranks_by_position() {
   return true;
 }
 template <class P>
-concept IsAdmitConstexpr = requires {
-  typename std::bool_constant<run_admit<P>()>;
+concept IsAppendConstexpr = requires {
+  typename std::bool_constant<run_append<P>()>;
 };
 template <class P>
 concept IsObserveConstexpr = requires {
@@ -176,7 +176,7 @@ concept AreConstexpr = requires {
   typename std::bool_constant<run_on_zeros<P>()>;
 };
 template <class P>
-concept AdmitSetsSlot = requires {
+concept AppendSetsSlot = requires {
   typename std::bool_constant<run_on_nothing<P>()>;
 };
 }  // namespace hooks
@@ -187,14 +187,14 @@ consteval void check_hooks() {
   static_assert(hooks::HasParamList<P>,
                 "policy: a Params with members needs `static constexpr Param<Params> kParams[]`");
   static_assert(
-      hooks::HasAdmit<P>,
-      "policy: needs `static constexpr void admit(Slot&, Token, const Params&, const Step&)`");
+      hooks::HasAppend<P>,
+      "policy: needs `static constexpr void append(Slot&, Token, const Params&, const Step&)`");
   static_assert(
       hooks::HasRank<P>,
       "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, const Params&, "
       "const Step&)`, or the same with double");
   static_assert(P::kInfo.needs == Needs::nothing || hooks::HasObserve<P>,
-                "policy: kInfo.needs asks for observations, so it needs `static constexpr void "
+                "policy: kInfo.needs requests observations, so it needs `static constexpr void "
                 "observe(Slot&, const Observation&, const Params&, const Step&)`");
   static_assert(
       P::kInfo.needs != Needs::nothing || !hooks::HasObserve<P>,
@@ -207,8 +207,8 @@ consteval void check_hooks() {
   static_assert(P::kInfo.weighted || (!hooks::HasWeight<P> && !hooks::HasTail<P>),
                 "policy: has weight() or tail(), but kInfo.weighted is false");
   if constexpr (Policy<P>) {
-    static_assert(hooks::IsAdmitConstexpr<P>,
-                  "policy: admit() must be constexpr, and call constexpr functions alone, so that "
+    static_assert(hooks::IsAppendConstexpr<P>,
+                  "policy: append() must be constexpr, and call constexpr functions alone, so that "
                   "one text compiles for host and device");
     static_assert(hooks::IsObserveConstexpr<P>,
                   "policy: observe() must be constexpr, and call constexpr functions alone, so "
@@ -223,8 +223,8 @@ consteval void check_hooks() {
                   "policy: weight() must be constexpr, and call constexpr functions alone, so that "
                   "one text compiles for host and device");
     static_assert(
-        !hooks::AreConstexpr<P> || hooks::AdmitSetsSlot<P>,
-        "policy: admit() must set every member of Slot that observe() and rank() read, because "
+        !hooks::AreConstexpr<P> || hooks::AppendSetsSlot<P>,
+        "policy: append() must set every member of Slot that observe() and rank() read, because "
         "slots are reused");
     if constexpr (P::kInfo.oldest_first && hooks::AreConstexpr<P>)
       static_assert(hooks::ranks_by_position<P>(),

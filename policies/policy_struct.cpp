@@ -118,7 +118,7 @@ class Walk {
         break;
       default:
         if (is_info(at) && !scopes_.empty() && scopes_.back().kind == Scope::Kind::structure)
-          with_info.push_back(named(scopes_.back()));
+          with_info.push_back(struct_of(scopes_.back()));
         return;
     }
     head_ = at + 1;
@@ -126,7 +126,8 @@ class Walk {
   void open(Scope scope) {
     const bool in_namespace = scopes_.empty() || scopes_.back().kind == Scope::Kind::name_space;
     scopes_.push_back(std::move(scope));
-    if (in_namespace && scopes_.back().kind == Scope::Kind::structure) last = named(scopes_.back());
+    if (in_namespace && scopes_.back().kind == Scope::Kind::structure)
+      last = struct_of(scopes_.back());
   }
   bool is_info(std::size_t at) const {
     constexpr std::string_view kType = "PolicyInfo", kName = "kInfo";
@@ -138,7 +139,7 @@ class Walk {
            plain.substr(name, kName.size()) == kName &&
            (after >= plain.size() || !is_word(plain[after]));
   }
-  PolicyStruct named(const Scope& scope) const {
+  PolicyStruct struct_of(const Scope& scope) const {
     std::string name;
     for (const Scope& outer : scopes_) name += (name.empty() ? "" : "::") + outer.name;
     const auto begin = plain_.begin() + static_cast<std::ptrdiff_t>(scope.begin);

@@ -13,7 +13,7 @@ Tally::Tally(const AgedSet& live, std::uint32_t threshold16, std::uint32_t token
       threshold16_(threshold16),
       seen_(needs_ == Needs::nothing ? 0 : tokens),
       largest_(needs_mass(needs_) && live.modifiers().group == Modifiers::Group::max ? tokens : 0),
-      asked_(needs_requests(needs_) ? tokens : 0) {}
+      requested_(needs_requests(needs_) ? tokens : 0) {}
 
 void Tally::add_row(std::span<const float> p, std::uint32_t age) {
   if (needs_mass(needs_) && age < live_->tail()) {
@@ -32,7 +32,7 @@ void Tally::add_row(std::span<const float> p, std::uint32_t age) {
   if (needs_requests(needs_)) {
     const std::uint64_t row_max = fixed_mass(1.0f, *std::max_element(p.begin(), p.end()));
     for (std::size_t i = 0; i < p.size(); ++i)
-      asked_[i] |= requested(fixed_mass(1.0f, p[i]), row_max, threshold16_);
+      requested_[i] |= is_requested(fixed_mass(1.0f, p[i]), row_max, threshold16_);
   }
 }
 
@@ -44,11 +44,11 @@ std::uint64_t* Tally::masses_of(std::size_t head) {
 void Tally::end_query(std::uint32_t position) {
   head_ = 0;
   for (std::size_t i = 0; i < largest_.size(); ++i) seen_[i].mass += std::exchange(largest_[i], 0);
-  for (std::size_t i = 0; i < asked_.size(); ++i) {
-    if (!asked_[i]) continue;
+  for (std::size_t i = 0; i < requested_.size(); ++i) {
+    if (!requested_[i]) continue;
     ++seen_[i].requests;
     seen_[i].last_request = position;
-    asked_[i] = 0;
+    requested_[i] = 0;
   }
 }
 

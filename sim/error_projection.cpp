@@ -3,25 +3,29 @@
 #include <numeric>
 
 namespace kvlab {
-ProjectionColumns projection_columns(const TraceReader& trace, Span span) {
-  return {trace.has_residuals() ? kResidualColumns : 0, trace.draws(span)};
+ProjectionColumns projection_columns(const TraceReader& trace, Queries queries) {
+  return {trace.has_residuals() ? kResidualColumns : 0, trace.gradient_samples(queries)};
 }
 
 std::vector<float> gradients_of(const TraceReader& trace, std::uint32_t layer,
                                 std::uint32_t kv_head, std::span<const std::uint32_t> queries) {
   const std::size_t group = trace.shape().group(), dim = trace.shape().head_size,
-                    draws = trace.draws();
-  std::vector<float> gradients(queries.size() * draws * group * dim);
-  for (std::uint32_t draw = 0; draw < draws; ++draw)
+                    gradient_samples = trace.gradient_samples();
+  std::vector<float> gradients(queries.size() * gradient_samples * group * dim);
+  for (std::uint32_t gradient_sample = 0; gradient_sample < gradient_samples; ++gradient_sample)
     for (std::uint32_t head = 0; head < group; ++head)
-      trace.gradient(layer, kv_head * trace.shape().group() + head, draw, queries,
-                     gradients.data() + (draw * group + head) * dim, draws * group * dim);
+      trace.gradient(layer, kv_head * trace.shape().group() + head, gradient_sample, queries,
+                     gradients.data() + (gradient_sample * group + head) * dim,
+                     gradient_samples * group * dim);
   return gradients;
 }
 
 ErrorProjection::ErrorProjection(const TraceReader& trace, std::uint32_t layer,
-                                 std::uint32_t kv_head, Span span)
-    : trace_(trace), layer_(layer), kv_head_(kv_head), columns_(projection_columns(trace, span)) {
+                                 std::uint32_t kv_head, Queries queries)
+    : trace_(trace),
+      layer_(layer),
+      kv_head_(kv_head),
+      columns_(projection_columns(trace, queries)) {
   if (columns_.residual) sketch_ = trace.sketch(layer, kv_head, kResidualColumns);
 }
 

@@ -12,13 +12,13 @@
 
 namespace kvlab {
 
-/// What the units of a replay have in common.
+/// What the head tasks of a replay have in common.
 struct ReplayPlan {
   const TraceReader& trace;
   std::uint32_t sequence;
   const LayerRopes& ropes;
   std::span<const HeadArithmetic> arithmetics;  ///< by layer
-  const QuerySpan& span;
+  const MeasuredQueries& measured;
   unsigned threads;
   std::vector<const ResolvedConfig*> configs;
   const OutputProjections* output;  ///< of the model; null: not known
@@ -30,10 +30,10 @@ class HeadReplayer {
   virtual ~HeadReplayer() = default;
   /// Whether it can; what it cannot the CPU does. All layers of the trace are alike in this.
   virtual bool takes(const TraceReader& trace, const CacheConfig& config) const = 0;
-  /// The outcomes by unit, then by configuration of the plan. Throws std::runtime_error: the device
-  /// fails, or is too small for one unit.
+  /// The outcomes by head task, then by configuration of the plan. Throws std::runtime_error: the
+  /// device fails, or is too small for one head task.
   virtual std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,
-                                                    std::span<const ReplayUnit> units) = 0;
+                                                    std::span<const HeadTask> tasks) = 0;
   /// What run() has spent on reading traces and moving them to the device, so far.
   virtual double reading_seconds() const = 0;
 };

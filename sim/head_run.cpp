@@ -8,37 +8,37 @@
 #include "traces/row_spec.hpp"
 
 namespace kvlab {
-SqueezedKeys::SqueezedKeys(const HeadView& view, const RopeTable& rope,
-                           const HeadArithmetic& arithmetic)
+CachePositionKeys::CachePositionKeys(const HeadView& view, const RopeTable& rope,
+                                     const HeadArithmetic& arithmetic)
     : view_(view),
       rope_(rope),
       arithmetic_(arithmetic),
       keys_(0, view.head_size),
       queries_(std::size_t{view.group} * view.head_size) {}
 
-void SqueezedKeys::place(const LiveSet& live) {
+void CachePositionKeys::update(const LiveSet& live) {
   keys_.grow(live.slot_count());
-  placed_.resize(live.slot_count(), kNoBudget);
+  rotated_to_.resize(live.slot_count(), kNoBudget);
   tokens_.resize(live.slot_count(), kNoBudget);
   const auto positions = live.positions();
   const auto slots = live.slots();
   old_ = tokens_before_gaps(positions);
   std::vector<float> key(view_.head_size);
   for (std::uint32_t i = 0; i < live.size(); ++i) {
-    const std::uint32_t slot = slots[i], place = i < old_ ? i : positions[i];
-    if (tokens_[slot] == positions[i] && placed_[slot] == place) continue;
-    rope_.rotate(view_.key(positions[i]), view_.head_size, place, key.data());
+    const std::uint32_t slot = slots[i], position_in_cache = i < old_ ? i : positions[i];
+    if (tokens_[slot] == positions[i] && rotated_to_[slot] == position_in_cache) continue;
+    rope_.rotate(view_.key(positions[i]), view_.head_size, position_in_cache, key.data());
     keys_.set_row(slot, key.data());
     tokens_[slot] = positions[i];
-    placed_[slot] = place;
+    rotated_to_[slot] = position_in_cache;
   }
 }
 
-/// Products of the query's heads, rotated to `place`, with the keys of all slots.
-void SqueezedKeys::multiply_at(std::uint32_t query, std::uint32_t place,
-                               std::vector<float>& by_slot) {
+/// Products of the query's heads, rotated to `position_in_cache`, with the keys of all slots.
+void CachePositionKeys::multiply_at(std::uint32_t query, std::uint32_t position_in_cache,
+                                    std::vector<float>& by_slot) {
   for (std::uint32_t head = 0; head < view_.group; ++head)
-    rope_.rotate(view_.query(head, query), view_.head_size, place,
+    rope_.rotate(view_.query(head, query), view_.head_size, position_in_cache,
                  queries_.data() + head * view_.head_size);
   const std::size_t stride = keys_.panel_count() * 16;
   by_slot.resize(view_.group * stride);
@@ -46,7 +46,7 @@ void SqueezedKeys::multiply_at(std::uint32_t query, std::uint32_t place,
                  by_slot.data(), stride);
 }
 
-void SqueezedKeys::compute(std::uint32_t query, const LiveSet& live, std::uint32_t visible) {
+void CachePositionKeys::compute(std::uint32_t query, const LiveSet& live, std::uint32_t visible) {
   multiply_at(query, query, by_position_);
   if (old_ > 0) multiply_at(query, visible - 1, by_number_);
   const std::size_t stride = keys_.panel_count() * 16;
@@ -61,21 +61,22 @@ void SqueezedKeys::compute(std::uint32_t query, const LiveSet& live, std::uint32
   }
 }
 
-std::span<const float> SqueezedKeys::logits(std::uint32_t head) const {
+std::span<const float> CachePositionKeys::logits(std::uint32_t head) const {
   return {by_age_.data() + head * visible_, visible_};
 }
 
-HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Admission>& admissions,
+HeadRun::HeadRun(LiveSet live, Positions positions, const std::vector<Append>& appends,
                  const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
     : live_(std::move(live)),
-      admissions_(admissions),
+      appends_(appends),
       view_(view),
       arithmetic_(arithmetic),
-      columns_(live_.columns(), view, admissions),
+      features_(live_.features(), view, appends),
       measure_(nullptr, 1, view),
       out_(view.head_size) {
-  if (positions == Positions::cache) squeezed_.emplace(view, rope, arithmetic);
-  if (live_.has_codes()) coded_ = kept_rows(*live_.ladder().front().form, view, rope, arithmetic);
+  if (positions == Positions::cache) cache_positions_.emplace(view, rope, arithmetic);
+  if (live_.is_quantized())
+    quantized_ = kept_rows(*live_.tier_plan().front().format, view, rope, arithmetic);
 }
 
 bool HeadRun::observes(std::uint32_t query) const {
@@ -85,43 +86,44 @@ bool HeadRun::observes(std::uint32_t query) const {
 
 bool HeadRun::wants_row(std::uint32_t query) const {
   if (measure_.measures(query)) return true;
-  if (squeezed_) return false;
-  // The tail of an admission to come is not known yet: asking for a row too many is harmless.
+  if (cache_positions_) return false;
+  // The tail of an append to come is not known yet: asking for a row too many is harmless.
   return target_.out || live_.needs() != Needs::nothing;
 }
 
 void HeadRun::attend(std::uint32_t query, SharedRows& rows) {
-  if (query == admission().first) begin_admission();
+  if (query == current_append().first) begin_append();
   visible_ = live_.size() - age_of(query);
   sees_all_ = visible_ == query + 1;
 
   if (observes(query) || measure_.measures(query) || target_.out) {
-    if (squeezed_) squeezed_->compute(query, live_, visible_);
-    if (coded_) {
-      const bool staged = admission().tokens > 1;  // in 16 bit until their admission ends
-      coded_->place(live_, visible_, staged ? admission().first : kNoBudget);
-      exact_ = coded_->all_exact();
+    if (cache_positions_) cache_positions_->compute(query, live_, visible_);
+    if (quantized_) {
+      const bool staged = current_append().tokens > 1;  // in 16 bit until their append ends
+      quantized_->update(live_, visible_, staged ? current_append().first : kNoBudget);
+      exact_ = quantized_->all_exact();
     }
     if (measure_.measures(query)) measure_.begin_query(query);
     for (std::uint32_t head = 0; head < view_.group; ++head) attend_head(query, head, rows);
     seen_.end_query(query);
   }
   if (watcher_) watcher_(query, live_.positions().first(visible_));
-  if (query + 1 == admission().first + admission().tokens) finish_admission();
+  if (query + 1 == current_append().first + current_append().tokens) finish_append();
 }
 
-void HeadRun::begin_admission() {
-  if (admission_watcher_) admission_watcher_(admission().first, live_);
-  live_.make_room(admission().first);
-  live_.admit(admission().first, admission().tokens, columns_.from(admission().first));
-  if (squeezed_) squeezed_->place(live_);
+void HeadRun::begin_append() {
+  if (append_watcher_) append_watcher_(current_append().first, live_);
+  live_.evict_to_budget(current_append().first);
+  live_.append(current_append().first, current_append().tokens,
+               features_.from(current_append().first));
+  if (cache_positions_) cache_positions_->update(live_);
   seen_ = Tally(live_, arithmetic_.threshold16, live_.size());
 }
 
-void HeadRun::finish_admission() {
-  seen_.set_queries(admission().tokens);
-  live_.observe(seen_.seen(), seen_.heads());
-  if (admission().ends_prompt) live_.end_prompt();
+void HeadRun::finish_append() {
+  seen_.set_queries(current_append().tokens);
+  live_.observe(seen_.observations(), seen_.heads());
+  if (current_append().ends_prompt) live_.end_prompt();
   ++next_;
 }
 
@@ -144,16 +146,16 @@ void HeadRun::divide_scores(const float* scores, std::uint32_t head) {
 
 void HeadRun::take_probabilities(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
   p_.resize(visible_);
-  if (squeezed_ || !exact_) {
-    if (!exact_) coded_->logits(query, head, rows, p_.data());
-    return divide_scores(exact_ ? squeezed_->logits(head).data() : p_.data(), head);
+  if (cache_positions_ || !exact_) {
+    if (!exact_) quantized_->logits(query, head, rows, p_.data());
+    return divide_scores(exact_ ? cache_positions_->logits(head).data() : p_.data(), head);
   }
   const SharedRows::Row full = rows.row(query, head);
   if (sees_all_) return divide(full.e.data(), visible_, full.sum, p_.data());
   const auto live = live_.positions().first(visible_);
   for (std::uint32_t i = 0; i < visible_; ++i) p_[i] = full.e[live[i]];
-  // Of a layer with a span all that it sees is live.
-  if (arithmetic_.span > 0) return divide(p_.data(), visible_, full.sum, p_.data());
+  // Of a layer with a window all that it sees is live.
+  if (arithmetic_.window > 0) return divide(p_.data(), visible_, full.sum, p_.data());
   const float sum = lane_sum(p_.data(), visible_);
   if (sum < kSharedSumFloor) {
     rows.logits(query, head, live, p_.data());
@@ -179,8 +181,8 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
   measure_.add_wanted(head, wanted.count);
   measure_.add(0, head, recall, wanted.count - hits);
   const std::size_t begins[] = {0, visible_};
-  measure_.add_spans(head, full.e.data(), 1, full.sum, live.data(), begins);
-  if (!measure_.samples(query) && rows.draws() == 0) return;
+  measure_.add_passages(head, full.e.data(), 1, full.sum, live.data(), begins);
+  if (!measure_.samples(query) && rows.gradient_samples() == 0) return;
   const auto full_output = rows.output(query, head), own = output();
   measure_changes(query, head, full_output, own, rows);
   if (!measure_.samples(query)) return;
@@ -191,29 +193,31 @@ void HeadRun::measure_head(std::uint32_t query, std::uint32_t head, SharedRows& 
     size += x * x;
   }
   measure_.add_output(0, head, error, size, full_output.data(), own.data(), 1.0f);
-  if (!exact_ && measure_.wants_coding(query)) measure_coding(query, head, rows);
+  if (!exact_ && measure_.wants_quantization(query)) measure_quantization(query, head, rows);
 }
 
 /// The output of the same tokens in 16 bit, beside that of out_.
-void HeadRun::measure_coding(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
-  const std::vector<float> p = p_, coded = out_;
+void HeadRun::measure_quantization(std::uint32_t query, std::uint32_t head, SharedRows& rows) {
+  const std::vector<float> p = p_, quantized = out_;
   exact_ = true;
   take_probabilities(query, head, rows);
-  measure_.add_coding(0, head, output().data(), coded.data(), 1.0f);
+  measure_.add_quantization(0, head, output().data(), quantized.data(), 1.0f);
   exact_ = false;
   p_ = p;
 }
 
-/// Adds what the head's error changes of the log-likelihood of each draw.
+/// Adds what the head's error changes of the log-likelihood of each gradient sample.
 void HeadRun::measure_changes(std::uint32_t query, std::uint32_t head, std::span<const float> full,
                               std::span<const float> own, SharedRows& rows) {
-  for (std::uint32_t draw = 0; draw < rows.draws(); ++draw) {
-    const float* const gradient = rows.gradients(query) + (draw * view_.group + head) * full.size();
+  for (std::uint32_t gradient_sample = 0; gradient_sample < rows.gradient_samples();
+       ++gradient_sample) {
+    const float* const gradient =
+        rows.gradients(query) + (gradient_sample * view_.group + head) * full.size();
     double change = 0;
     for (std::size_t d = 0; d < full.size(); ++d)
       change += static_cast<double>(gradient[d]) *
                 (static_cast<double>(own[d]) - static_cast<double>(full[d]));
-    measure_.changes(0, rows.draws())[draw] += static_cast<float>(change);
+    measure_.changes(0, rows.gradient_samples())[gradient_sample] += static_cast<float>(change);
   }
 }
 
@@ -223,7 +227,7 @@ std::span<const float> HeadRun::output() {
     accumulate_rows(p_, live_.positions().first(visible_), view_.v, view_.kv_token_stride,
                     view_.head_size, out_.data());
   else
-    coded_->accumulate(p_, out_);
+    quantized_->accumulate(p_, out_);
   return out_;
 }
 
@@ -253,7 +257,7 @@ void run_head(QueryRange queries, SharedRows& rows,
 void run_layer(QueryRange queries, std::span<SharedRows> rows, std::span<const LayerRun> runs) {
   for (const LayerRun& run : runs) {
     std::vector<AgedSet*> caches;
-    for (const auto& head : run) caches.push_back(&head->aged());
+    for (const auto& head : run) caches.push_back(&head->aged_set());
     share_ranks(caches);
   }
   const std::uint32_t block = rows.front().block_queries();

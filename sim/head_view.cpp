@@ -9,43 +9,43 @@
 
 namespace kvlab {
 
-TokenColumns::TokenColumns(const std::vector<std::string>& names, const HeadView& view,
-                           const std::vector<Admission>& admissions, ScoreSettings settings)
+TokenFeatures::TokenFeatures(const std::vector<std::string>& names, const HeadView& view,
+                             const std::vector<Append>& appends, ScoreSettings settings)
     : width_(names.size()) {
   if (names.empty()) return;
-  ColumnMaker maker(names, view.head_size, view.output, settings);
-  for (const Admission& admission : admissions) {
-    KeyValueRows rows{view.key(admission.first), view.v + admission.first * view.kv_token_stride,
-                      view.kv_token_stride, admission.tokens};
+  FeatureMaker maker(names, view.head_size, view.output, settings);
+  for (const Append& append : appends) {
+    KeyValueRows rows{view.key(append.first), view.v + append.first * view.kv_token_stride,
+                      view.kv_token_stride, append.tokens};
     if (view.rope) {
-      rows.q = view.query(0, admission.first);
+      rows.q = view.query(0, append.first);
       rows.q_head_stride = view.q_head_stride, rows.q_stride = view.q_token_stride;
       rows.group = view.group;
       rows.inv_freq = view.rope->inv_freq, rows.rope_factor = view.rope->factor;
       rows.softmax_scale = view.softmax_scale;
     }
-    const float* const columns = maker.admit(rows, view.brought, admission.first);
-    values_.insert(values_.end(), columns, columns + admission.tokens * width_);
+    const float* const features = maker.append(rows, view.feature_values, append.first);
+    values_.insert(values_.end(), features, features + append.tokens * width_);
   }
 }
 
-void bring_columns(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
-                   const std::vector<std::string>& names, bool knows_projections,
-                   BroughtColumns& brought) {
+void bring_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
+                    const std::vector<std::string>& names, bool knows_projections,
+                    FeaturesByName& feature_values) {
   for (const std::string& name : names) {
-    if (brought.contains(name)) continue;
-    if (is_computed(name, knows_projections) && !(scored_column(name) && trace.has_column(name)))
+    if (feature_values.contains(name)) continue;
+    if (is_computed(name, knows_projections) && !(scored_feature(name) && trace.has_feature(name)))
       continue;
-    std::vector<float>& column = brought[name];
-    column.resize(trace.tokens());
-    trace.column(name, layer, kv_head, column.data());
+    std::vector<float>& feature = feature_values[name];
+    feature.resize(trace.tokens());
+    trace.feature(name, layer, kv_head, feature.data());
   }
 }
 
 void bring(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t kv_head,
-           std::uint32_t tokens, BroughtColumns& brought) {
-  config.bring(layer, kv_head, brought);
-  for (auto& [name, column] : brought) column.resize(tokens);
+           std::uint32_t tokens, FeaturesByName& feature_values) {
+  config.bring(layer, kv_head, feature_values);
+  for (auto& [name, feature] : feature_values) feature.resize(tokens);
 }
 
 void check_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head) {
@@ -98,7 +98,7 @@ HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, doub
                           : std::nullopt,
           .threshold16 = request_threshold16(threshold),
           .softcap = trace.row(layer).softcap,
-          .span = trace.row(layer).span};
+          .window = trace.row(layer).window};
 }
 
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
@@ -120,16 +120,16 @@ ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& se
 }
 
 void plan_appends(ResolvedConfig& resolved, const std::vector<Segment>& segments) {
-  resolved.admissions.clear();
+  resolved.appends.clear();
   for (const Segment& segment : segments) {
     const bool is_prompt = segment.kind == SegmentKind::prompt;
     const bool dense = is_prompt && resolved.prefill.chunk == 0;
     const std::uint32_t chunk = dense ? segment.tokens : is_prompt ? resolved.prefill.chunk : 1;
     for (std::uint32_t done = 0; done < segment.tokens; done += chunk)
-      resolved.admissions.push_back({.first = segment.start + done,
-                                     .tokens = std::min(chunk, segment.tokens - done),
-                                     .decodes = !is_prompt});
-    if (is_prompt && segment.tokens > 0) resolved.admissions.back().ends_prompt = true;
+      resolved.appends.push_back({.first = segment.start + done,
+                                  .tokens = std::min(chunk, segment.tokens - done),
+                                  .decodes = !is_prompt});
+    if (is_prompt && segment.tokens > 0) resolved.appends.back().ends_prompt = true;
     resolved.in_dense_prompt.resize(segment.start + segment.tokens, dense);
   }
 }

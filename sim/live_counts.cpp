@@ -6,53 +6,54 @@
 #include <map>
 
 #include "policies/aged_set.hpp"
-#include "policies/rungs/rung_counts.hpp"
+#include "policies/tiers/tier_counts.hpp"
 
 namespace kvlab {
 namespace {
 
-/// What the tokens on each rung of a ladder take.
-class RungBytes : public RungCounts {
+/// What the tokens on each tier of a tier plan take.
+class TierBytes : public TierCounts {
  public:
-  using RungCounts::RungCounts;
+  using TierCounts::TierCounts;
 
   /// While the last `attending` attend.
-  double held(std::uint32_t attending) const {
-    if (ladder()[0].form->kivi)
-      return static_cast<double>(kivi_bytes(attending, 2)) / kKvForms[0].block_bytes();
-    return in_16_bit([&](std::size_t rung) { return on(rung); });
+  double held_tokens(std::uint32_t attending) const {
+    if (tier_plan()[0].format->kivi)
+      return static_cast<double>(kivi_bytes(attending, 2)) / kKvFormats[0].block_bytes();
+    return in_16_bit([&](std::size_t tier) { return on(tier); });
   }
-  /// As LiveCounts::bytes_peak, with the youngest `staged` not coded yet.
+  /// As LiveCounts::bytes_peak, with the youngest `staged` not quantized yet.
   std::uint64_t bytes(std::uint32_t staged, std::uint64_t element_bytes) const {
-    if (ladder()[0].form->kivi) return kivi_bytes(std::max(staged, 1u), element_bytes);
-    const std::uint64_t exact = 2 * kCodeBlock * element_bytes;
+    if (tier_plan()[0].format->kivi) return kivi_bytes(std::max(staged, 1u), element_bytes);
+    const std::uint64_t exact = 2 * kQuantBlock * element_bytes;
     std::uint64_t bytes = staged * exact;
-    for (std::size_t r = 0; r < ladder().size(); ++r) {
-      const KvForm& form = *ladder()[r].form;
-      bytes += (on(r) - (r == 0 ? staged : 0)) * (form.exact() ? exact : form.block_bytes());
+    for (std::size_t r = 0; r < tier_plan().size(); ++r) {
+      const KvFormat& format = *tier_plan()[r].format;
+      bytes += (on(r) - (r == 0 ? staged : 0)) * (format.exact() ? exact : format.block_bytes());
     }
     return bytes;
   }
-  double room() const {
-    return in_16_bit([&](std::size_t rung) { return ladder()[rung].slots; });
+  double capacity() const {
+    return in_16_bit([&](std::size_t tier) { return tier_plan()[tier].slots; });
   }
 
  private:
-  /// Of a block of channels of all tokens, where the last few are not coded yet and an exact
+  /// Of a block of channels of all tokens, where the last few are not quantized yet and an exact
   /// element takes so many bytes.
   std::uint64_t kivi_bytes(std::uint32_t exact, std::uint64_t element_bytes) const {
-    const KvForm& form = *ladder()[0].form;
+    const KvFormat& format = *tier_plan()[0].format;
     const std::uint64_t keys = kivi_keys(on(0) - exact), values = kivi_values(on(0) - exact);
-    return keys * form.part_bytes(form.key_bits) + values * form.part_bytes(form.value_bits) +
-           (2 * std::uint64_t{on(0)} - keys - values) * kCodeBlock * element_bytes;
+    return keys * format.part_bytes(format.key_bits) +
+           values * format.part_bytes(format.value_bits) +
+           (2 * std::uint64_t{on(0)} - keys - values) * kQuantBlock * element_bytes;
   }
-  /// The bytes of count(rung) tokens on each rung, in tokens of 16 bit.
+  /// The bytes of count(tier) tokens on each tier, in tokens of 16 bit.
   template <class Count>
   double in_16_bit(Count count) const {
     double bytes = 0;
-    for (std::size_t r = 0; r < ladder().size(); ++r)
-      bytes += static_cast<double>(count(r)) * ladder()[r].form->block_bytes();
-    return bytes / kKvForms[0].block_bytes();
+    for (std::size_t r = 0; r < tier_plan().size(); ++r)
+      bytes += static_cast<double>(count(r)) * tier_plan()[r].format->block_bytes();
+    return bytes / kKvFormats[0].block_bytes();
   }
 };
 
@@ -60,39 +61,40 @@ class RungBytes : public RungCounts {
 
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget,
                        std::uint64_t element_bytes) {
-  const auto ladder = config.rungs.find(budget);
-  const std::vector<RungSlots> rungs =
-      ladder == config.rungs.end() ? std::vector{RungSlots{.slots = budget}} : ladder->second;
+  const auto tier_plan = config.tiers.find(budget);
+  const std::vector<TierSlots> tiers =
+      tier_plan == config.tiers.end() ? std::vector{TierSlots{.slots = budget}} : tier_plan->second;
   LiveCounts counts;
-  RungBytes on(rungs);
+  TierBytes on(tiers);
   std::uint64_t decoded = 0;
   double held = 0;
   bool after_prompt = false;
-  for (const Admission& admission : config.admissions) {
-    const std::uint32_t leaving = on.make_room(config.policy.modifiers, budget, after_prompt);
-    on.admit(admission.tokens);
-    counts.evictions += leaving;
-    counts.end += admission.tokens - leaving;
+  for (const Append& append : config.appends) {
+    const std::uint32_t num_evicted =
+        on.evict_to_budget(config.policy.modifiers, budget, after_prompt);
+    on.append(append.tokens);
+    counts.evictions += num_evicted;
+    counts.end += append.tokens - num_evicted;
     counts.most = std::max(counts.most, counts.end);
-    const std::uint32_t staged = admission.tokens > 1 ? admission.tokens : 0;
+    const std::uint32_t staged = append.tokens > 1 ? append.tokens : 0;
     counts.bytes_peak = std::max(counts.bytes_peak, on.bytes(staged, element_bytes));
-    after_prompt = admission.ends_prompt;
-    if (!admission.decodes) continue;
-    held += on.held(1), ++decoded;
-    counts.held_peak = std::max(counts.held_peak, on.held(1));
+    after_prompt = append.ends_prompt;
+    if (!append.decodes) continue;
+    held += on.held_tokens(1), ++decoded;
+    counts.held_peak = std::max(counts.held_peak, on.held_tokens(1));
   }
-  counts.held_end = on.held(0);
-  counts.held_budget = budget == kNoBudget ? counts.held_end : on.room();
+  counts.held_end = on.held_tokens(0);
+  counts.held_budget = budget == kNoBudget ? counts.held_end : on.capacity();
   if (decoded == 0) counts.held_peak = counts.held_end;
   counts.held_mean = decoded == 0 ? counts.held_end : held / static_cast<double>(decoded);
   return counts;
 }
 
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
-  std::map<std::uint32_t, double> heads, of_spans;  // by budget
+  std::map<std::uint32_t, double> heads, of_windows;  // by budget
   for (std::uint32_t layer = 0; layer < model.layers; ++layer)
     for (std::uint32_t head = 0; head < model.kv_heads; ++head)
-      (config.span_of(layer) > 0 ? of_spans : heads)[config.budget_of(layer, head)] += 1;
+      (config.window_of(layer) > 0 ? of_windows : heads)[config.budget_of(layer, head)] += 1;
   const auto bytes = static_cast<double>(kv_bytes_per_token(model.head_size)),
              state = static_cast<double>(state_bytes_per_token(config)),
              plain = static_cast<double>(state_bytes_per_token({}));
@@ -108,20 +110,20 @@ Memory memory_of(const ResolvedConfig& config, const CacheShape& model) {
     memory.budget += count * bytes * counts.held_budget;
   }
   ResolvedConfig window;
-  window.admissions = config.admissions;
-  for (const auto& [span, count] : of_spans) {
-    const LiveCounts counts = live_counts(window, span);
-    memory.span_mean += count * bytes * counts.held_mean;
-    memory.span_peak += count * bytes * counts.held_peak;
+  window.appends = config.appends;
+  for (const auto& [size, count] : of_windows) {
+    const LiveCounts counts = live_counts(window, size);
+    memory.window_mean += count * bytes * counts.held_mean;
+    memory.window_peak += count * bytes * counts.held_peak;
   }
   return memory;
 }
 
-std::string span_text(std::size_t layers, double mean_bytes, double peak_bytes) {
+std::string windows_text(std::size_t layers, double mean_bytes, double peak_bytes) {
   if (layers == 0) return "";
   constexpr double kMiB = 1 << 20;
   return fmt::format(
-      "{} layers with a span beside them keep {:.2f} MiB of keys and values, at most {:.2f}",
+      "{} layers with a window beside them keep {:.2f} MiB of keys and values, at most {:.2f}",
       layers, mean_bytes / kMiB, peak_bytes / kMiB);
 }
 

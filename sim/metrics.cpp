@@ -12,7 +12,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kLeastBlocks = 8;  // fewer say too little about the error
+constexpr std::size_t kMinBlocks = 8;  // fewer say too little about the error
 
 /// The plain mean of value(i), i < count, of those that are numbers.
 template <class Value>
@@ -28,11 +28,11 @@ double plain_mean(std::size_t count, Value value) {
   return there ? sum / static_cast<double>(there) : kNaN;
 }
 
-/// The mean of ratios with block `out` left out (none: kSpanBlocks).
+/// The mean of ratios with block `out` left out (none: kMaxQueryBlocks).
 double mean_without(std::span<const BlockedRatio> ratios, std::span<const double> above,
                     std::span<const double> below, std::size_t out) {
   return plain_mean(ratios.size(), [&](std::size_t r) {
-    const bool cut = out < kSpanBlocks;
+    const bool cut = out < kMaxQueryBlocks;
     const double denominator = below[r] - (cut ? ratios[r].below[out] : 0);
     return denominator > 0 ? (above[r] - (cut ? ratios[r].above[out] : 0)) / denominator : kNaN;
   });
@@ -75,7 +75,7 @@ struct Replicates {
     std::vector<double> pseudo;
     for (const double x : without) pseudo.push_back(n * mean - (n - 1) * x);
     const double sketched = columns.empty() ? 0 : jackknife(columns);
-    return {mean, filled.size() >= kLeastBlocks ? std::sqrt(jackknife(filled) + sketched) : kNaN,
+    return {mean, filled.size() >= kMinBlocks ? std::sqrt(jackknife(filled) + sketched) : kNaN,
             weight, std::move(pseudo)};
   }
 };
@@ -90,7 +90,7 @@ std::vector<double> means_without_columns(std::span<const BlockedRatio> ratios,
     for (std::size_t r = 0; r < left.size(); ++r)
       left[r] = (above[r] - ratios[r].columns[column]) * static_cast<double>(columns) /
                 static_cast<double>(columns - 1);
-    means.push_back(mean_without(ratios, left, below, kSpanBlocks));
+    means.push_back(mean_without(ratios, left, below, kMaxQueryBlocks));
   }
   return means;
 }
@@ -101,7 +101,7 @@ Replicates replicates_of(std::span<const BlockedRatio> ratios) {
     above.push_back(std::accumulate(ratio.above.begin(), ratio.above.end(), 0.0));
     below.push_back(ratio.weight());
   }
-  Replicates replicates{mean_without(ratios, above, below, kSpanBlocks),
+  Replicates replicates{mean_without(ratios, above, below, kMaxQueryBlocks),
                         std::accumulate(below.begin(), below.end(), 0.0),
                         {},
                         means_without_columns(ratios, above, below)};
@@ -115,34 +115,34 @@ Replicates replicates_of(std::span<const BlockedRatio> ratios) {
 
 }  // namespace
 
-QuerySpan::QuerySpan(const std::vector<Segment>& segments, Span span, std::uint32_t sample_every,
-                     std::vector<NamedSpan> named)
-    : span_(span), every_(sample_every), named_(std::move(named)) {
+MeasuredQueries::MeasuredQueries(const std::vector<Segment>& segments, Queries which,
+                                 std::uint32_t sample_every, std::vector<Passage> named)
+    : which_(which), every_(sample_every), named_(std::move(named)) {
   for (const Segment& segment : segments) {
     index_.resize(segment.start + segment.tokens, -1);
-    if (span == Span::decode && segment.kind != SegmentKind::decode) continue;
+    if (which == Queries::decode && segment.kind != SegmentKind::decode) continue;
     for (std::uint32_t i = 0; i < segment.tokens; ++i)
       index_[segment.start + i] = static_cast<std::int32_t>(size_++);
   }
 }
 
-std::uint32_t QuerySpan::queries_after(const NamedSpan& span) const {
-  const std::size_t first = std::min<std::size_t>(span.start + span.tokens, index_.size());
+std::uint32_t MeasuredQueries::queries_after(const Passage& passage) const {
+  const std::size_t first = std::min<std::size_t>(passage.start + passage.tokens, index_.size());
   return static_cast<std::uint32_t>(
       std::count_if(index_.begin() + static_cast<std::ptrdiff_t>(first), index_.end(),
                     [](std::int32_t index) { return index >= 0; }));
 }
 
-std::vector<std::uint32_t> QuerySpan::queries() const {
+std::vector<std::uint32_t> MeasuredQueries::queries() const {
   std::vector<std::uint32_t> queries;
   for (std::uint32_t query = 0; query < index_.size(); ++query)
     if (contains(query)) queries.push_back(query);
   return queries;
 }
 
-std::vector<std::uint32_t> QuerySpan::sampled_queries() const {
+std::vector<std::uint32_t> MeasuredQueries::sampled_queries() const {
   std::vector<std::uint32_t> queries = this->queries();
-  std::erase_if(queries, [&](std::uint32_t query) { return !sampled(query); });
+  std::erase_if(queries, [&](std::uint32_t query) { return !is_sampled(query); });
   return queries;
 }
 
@@ -161,21 +161,21 @@ Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const Blo
   return difference.estimate();
 }
 
-Quantile quantile_of(const QuerySpan& span, const float* values) {
+Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
   const auto rank = [](std::size_t count) { return (count - 1) / 10; };
   // Whichever block is left out, the value lies in [first, last) of all, by size.
-  const std::size_t size = span.size(), of_block = size / span.blocks() + 1,
+  const std::size_t size = measured.size(), of_block = size / measured.blocks() + 1,
                     first = size > of_block ? rank(size - of_block) : 0,
                     last = std::min(size, rank(size) + of_block + 1);
   // Of those within the bounds: a value's bits, which order as it does; its block.
   const std::unique_ptr<std::uint64_t[]> order(new std::uint64_t[size]);
-  std::array<std::size_t, kSpanBlocks> before;  // values that are less, by block
+  std::array<std::size_t, kMaxQueryBlocks> before;  // values that are less, by block
   std::size_t skipped = size, count = 0;
   for (auto [low, high] = bounds_of(values, size, first, last);
        skipped > first || skipped + count < last; low = 0, high = ~0u) {
     skipped = count = 0;
-    for (std::uint32_t block = 0, i = 0; block < span.blocks(); ++block) {
-      const std::uint32_t end = i + span.queries_in(block);
+    for (std::uint32_t block = 0, i = 0; block < measured.blocks(); ++block) {
+      const std::uint32_t end = i + measured.queries_in(block);
       before[block] = static_cast<std::size_t>(
           std::count_if(values + i, values + end,
                         [less = std::bit_cast<float>(low)](float x) { return x < less; }));
@@ -190,7 +190,7 @@ Quantile quantile_of(const QuerySpan& span, const float* values) {
   // Where the values of [first, sorted) lie; those beyond are seldom looked at.
   const auto at = [&](std::size_t i) { return order.get() + (i - skipped); };
   std::nth_element(at(skipped), at(first), at(skipped + count));
-  for (std::size_t i = skipped; i < first; ++i) ++before[*at(i) % kSpanBlocks];
+  for (std::size_t i = skipped; i < first; ++i) ++before[*at(i) % kMaxQueryBlocks];
   std::size_t sorted = first;
   const auto sort_to = [&](std::size_t end) {
     std::nth_element(at(sorted), at(end - 1), at(skipped + count));
@@ -203,12 +203,12 @@ Quantile quantile_of(const QuerySpan& span, const float* values) {
   };
   Quantile quantile{value(rank(size)), {}};
   quantile.without.fill(kNaN);
-  for (std::uint32_t block = 0; block < span.blocks(); ++block) {
-    if (span.queries_in(block) == size) continue;
+  for (std::uint32_t block = 0; block < measured.blocks(); ++block) {
+    if (measured.queries_in(block) == size) continue;
     std::size_t i = first;
-    for (auto left = rank(size - span.queries_in(block)) + before[block] - first;; ++i) {
+    for (auto left = rank(size - measured.queries_in(block)) + before[block] - first;; ++i) {
       if (i == sorted) sort_to(last);
-      if (*at(i) % kSpanBlocks != block && left-- == 0) break;
+      if (*at(i) % kMaxQueryBlocks != block && left-- == 0) break;
     }
     quantile.without[block] = value(i);
   }
@@ -225,31 +225,32 @@ Estimate mean_of(std::span<const Quantile> quantiles, std::size_t blocks, double
   return replicates.estimate();
 }
 
-void HeadStats::resize(const QuerySpan& span, std::uint32_t group,
+void HeadStats::resize(const MeasuredQueries& measured, std::uint32_t group,
                        const ProjectionColumns& columns) {
-  const SumsShape shape = span.sums(group);
+  const SumsShape shape = measured.sums(group);
   sums.resize(static_cast<std::size_t>(shape.size()));
   for (std::uint32_t head = 0; head < group; ++head)
-    for (std::uint32_t block = 0; block < span.blocks(); ++block)
-      sums[shape.at(Sum::queries, head, block)] = span.queries_in(block);
+    for (std::uint32_t block = 0; block < measured.blocks(); ++block)
+      sums[shape.at(Sum::queries, head, block)] = measured.queries_in(block);
   quantiles.resize(group);
-  errors.resize(std::size_t{span.samples()} * 2);
-  residual.resize(std::size_t{span.samples()} * columns.residual);
-  changes.resize(std::size_t{span.size()} * columns.draws);
+  errors.resize(std::size_t{measured.samples()} * 2);
+  residual.resize(std::size_t{measured.samples()} * columns.residual);
+  changes.resize(std::size_t{measured.size()} * columns.gradient_samples);
 }
 
-void HeadStats::take_recalls(const QuerySpan& span, const float* recalls) {
+void HeadStats::take_recalls(const MeasuredQueries& measured, const float* recalls) {
   for (std::size_t head = 0; head < quantiles.size(); ++head)
-    quantiles[head] = quantile_of(span, recalls + head * span.size());
+    quantiles[head] = quantile_of(measured, recalls + head * measured.size());
 }
 
-bool HeadStats::fits(const QuerySpan& span, std::uint32_t group,
+bool HeadStats::fits(const MeasuredQueries& measured, std::uint32_t group,
                      const ProjectionColumns& columns) const {
-  return sums.size() == span.sums(group).size() && quantiles.size() == group &&
-         errors.size() == std::size_t{span.samples()} * 2 &&
-         (residual.empty() || separates_codes(columns.residual) ||
-          residual.size() == std::size_t{span.samples()} * columns.residual) &&
-         (changes.empty() || changes.size() == std::size_t{span.size()} * columns.draws);
+  return sums.size() == measured.sums(group).size() && quantiles.size() == group &&
+         errors.size() == std::size_t{measured.samples()} * 2 &&
+         (residual.empty() || separates_quantization(columns.residual) ||
+          residual.size() == std::size_t{measured.samples()} * columns.residual) &&
+         (changes.empty() ||
+          changes.size() == std::size_t{measured.size()} * columns.gradient_samples);
 }
 
 }  // namespace kvlab

@@ -8,9 +8,9 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "sim/config_batches/head_config_batches.hpp"
 #include "sim/head_replayer.hpp"
 #include "sim/head_run.hpp"
-#include "sim/lanes/head_lanes.hpp"
 #include "sim/oracles/oracle.hpp"
 #include "sim/run/tabulate.hpp"
 #include "traces/base/parallel.hpp"
@@ -27,21 +27,21 @@ struct LayerOutcomes {
   std::vector<std::vector<HeadOutcome>> heads;
 };
 
-/// Throws unless each column of a policy is computed, or the trace brings it.
-void check_columns(const PolicySpec& policy, const TraceReader& trace, bool knows_projections) {
+/// Throws unless each feature of a policy is computed, or the trace brings it.
+void check_features(const PolicySpec& policy, const TraceReader& trace, bool knows_projections) {
   std::vector<std::string> there;
-  for (const TraceExtras::Column& column : trace.extras().columns) there.push_back(column.name);
-  for (const std::string& name : policy.columns) {
-    if (is_computed(name, knows_projections) || trace.has_column(name)) continue;
-    if (policy.column_source && !built_in_column(name)) continue;
-    const std::string what = fmt::format("policy {}: column {}: ", policy.name, name);
-    if (built_in_column(name))
+  for (const TraceExtras::Feature& feature : trace.extras().features) there.push_back(feature.name);
+  for (const std::string& name : policy.features) {
+    if (is_computed(name, knows_projections) || trace.has_feature(name)) continue;
+    if (policy.feature_source && !built_in_feature(name)) continue;
+    const std::string what = fmt::format("policy {}: feature {}: ", policy.name, name);
+    if (built_in_feature(name))
       throw std::invalid_argument(what + "takes the model's weights: give --model DIR");
     throw std::invalid_argument(fmt::format(
-        "{}the trace {} has {}; python -m kvlab.hf columns adds one, and {} are computed", what,
+        "{}the trace {} has {}; python -m kvlab.hf features adds one, and {} are computed", what,
         trace.directory().string(),
         there.empty() ? "none" : fmt::format("only {}", fmt::join(there, ", ")),
-        computed_column_names()));
+        computed_feature_names()));
   }
 }
 
@@ -56,15 +56,15 @@ void check_projections(const OutputProjections& output, const TraceReader& trace
         fmt::format("--model: the trace {} is not of this checkpoint", trace.directory().string()));
 }
 
-/// What policies act on of a trace: its layers without a span. A span keeps few tokens anyhow.
-TraceReader acted_on(const TraceReader& trace) {
-  if (trace.layers_with_span(true).empty()) return trace;
-  const std::vector<std::uint32_t> layers = trace.layers_with_span(false);
+/// What policies act on of a trace: its layers without a window. A window keeps few tokens anyhow.
+TraceReader policy_layers(const TraceReader& trace) {
+  if (trace.layers_with_window(true).empty()) return trace;
+  const std::vector<std::uint32_t> layers = trace.layers_with_window(false);
   if (layers.empty())
-    throw std::invalid_argument(
-        fmt::format("trace {}: every layer has a span, so there is nothing that policies act on; a "
-                    "trace with a layer that sees all tokens is expected",
-                    trace.directory().string()));
+    throw std::invalid_argument(fmt::format(
+        "trace {}: every layer has a window, so there is nothing that policies act on; a "
+        "trace with a layer that sees all tokens is expected",
+        trace.directory().string()));
   return trace.of_layers(layers);
 }
 
@@ -83,17 +83,17 @@ double threshold_of(std::span<const CacheConfig> configs) {
   return threshold;
 }
 
-/// One trace through the grid: what all units share.
+/// One trace through the sweep: what all head tasks share.
 class Replay {
  public:
   Replay(const TraceReader& trace, std::uint32_t sequence, std::span<const CacheConfig> configs,
          const ReplayOptions& options)
-      : trace_(acted_on(trace)),
+      : trace_(policy_layers(trace)),
         sequence_(sequence),
         options_(options),
         ropes_(trace_),
-        span_(trace.segments(), options.span, options.every_output_error ? 1 : kSampleEvery,
-              trace.header().spans),
+        measured_(trace.segments(), options.queries, options.every_output_error ? 1 : kSampleEvery,
+                  trace.header().passages),
         by_layer_(trace_.shape().layers) {
     for (std::uint32_t layer = 0; layer < shape().layers; ++layer)
       arithmetics_.push_back(arithmetic_of(trace_, layer, threshold_of(configs)));
@@ -103,10 +103,10 @@ class Replay {
 
   /// Of the layers that policies act on.
   const ModelShape& shape() const { return trace_.shape(); }
-  const QuerySpan& span() const { return span_; }
+  const MeasuredQueries& measured() const { return measured_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
   std::span<const ResolvedConfig> configs() const { return configs_; }
-  ProjectionColumns columns() const { return projection_columns(trace_, options_.span); }
+  ProjectionColumns columns() const { return projection_columns(trace_, options_.queries); }
   unsigned threads() const { return options_.threads; }
   LayerFacts facts(std::uint32_t layer) const { return {columns(), residual_norms(layer)}; }
   /// Squared norms of the residual stream at the sampled queries; empty where the trace has none.
@@ -114,41 +114,41 @@ class Replay {
     if (!trace_.has_residuals()) return {};
     std::vector<float> all(trace_.tokens()), sampled;
     trace_.residual_norm2(layer, all.data());
-    for (const std::uint32_t query : span_.sampled_queries()) sampled.push_back(all[query]);
+    for (const std::uint32_t query : measured_.sampled_queries()) sampled.push_back(all[query]);
     return sampled;
   }
-  /// In tokens, by configuration; the trace's length where nobody leaves.
+  /// In tokens, by configuration; the trace's length where nothing is evicted.
   std::vector<std::uint32_t> budgets() const {
     std::vector<std::uint32_t> tokens;
     for (const ResolvedConfig& config : configs_)
-      tokens.push_back(config.evicts() ? config.asked_tokens : trace_.tokens());
+      tokens.push_back(config.evicts() ? config.requested_tokens : trace_.tokens());
     return tokens;
   }
 
-  /// One unit of work: all configurations on one KV head.
-  std::vector<HeadOutcome> run_unit(ReplayUnit unit) const {
+  /// One head task: all configurations on one KV head.
+  std::vector<HeadOutcome> run_task(HeadTask task) const {
     std::vector<std::size_t> all(configs_.size());
     std::iota(all.begin(), all.end(), std::size_t{0});
     std::vector<HeadOutcome> outcomes(configs_.size());
-    run_here(all, unit, outcomes);
+    run_here(all, task, outcomes);
     return outcomes;
   }
 
-  /// Several units: elsewhere what is taken there, the rest here.
-  std::vector<std::vector<HeadOutcome>> run_units(std::span<const ReplayUnit> units) const {
+  /// Several head tasks: elsewhere what is taken there, the rest here.
+  std::vector<std::vector<HeadOutcome>> run_tasks(std::span<const HeadTask> tasks) const {
     std::vector<std::size_t> there, here;
     for (std::size_t c = 0; c < configs_.size(); ++c)
       (goes_elsewhere(c) ? there : here).push_back(c);
-    std::vector<std::vector<HeadOutcome>> outcomes(units.size());
-    for (auto& of_unit : outcomes) of_unit.resize(configs_.size());
+    std::vector<std::vector<HeadOutcome>> outcomes(tasks.size());
+    for (auto& of_task : outcomes) of_task.resize(configs_.size());
     if (!there.empty()) {
-      auto own = options_.elsewhere->run(plan_for(there), units);
-      for (std::size_t u = 0; u < units.size(); ++u)
+      auto own = options_.elsewhere->run(plan_for(there), tasks);
+      for (std::size_t u = 0; u < tasks.size(); ++u)
         for (std::size_t i = 0; i < there.size(); ++i) outcomes[u][there[i]] = std::move(own[u][i]);
     }
     if (!here.empty())
-      parallel_for(units.size(), options_.threads,
-                   [&](std::size_t u) { run_here(here, units[u], outcomes[u]); });
+      parallel_for(tasks.size(), options_.threads,
+                   [&](std::size_t u) { run_here(here, tasks[u], outcomes[u]); });
     return outcomes;
   }
 
@@ -159,8 +159,8 @@ class Replay {
   }
 
   ReplayPlan plan_for(std::span<const std::size_t> which) const {
-    ReplayPlan plan{trace_, sequence_,        ropes_, arithmetics_,
-                    span_,  options_.threads, {},     options_.output.get()};
+    ReplayPlan plan{trace_,    sequence_,        ropes_, arithmetics_,
+                    measured_, options_.threads, {},     options_.output.get()};
     for (const std::size_t c : which) plan.configs.push_back(&configs_[c]);
     return plan;
   }
@@ -168,13 +168,13 @@ class Replay {
   static bool evicts_by_layer(const ResolvedConfig& config, std::uint32_t layer) {
     return config.evicts_by_layer() && !config.exempts(layer);
   }
-  /// Without lanes: one live set at a time.
+  /// Without configuration batches: one live set at a time.
   bool runs_plainly(const CacheConfig& config, std::uint32_t layer) const {
     return options_.plain || config.policy.name == kOracleResidual ||
-           config.policy.ladder.is_kivi() || !trace_.row(layer).is_plain() ||
+           config.policy.tier_plan.is_kivi() || !trace_.row(layer).is_plain() ||
            (config.policy.entry && config.policy.entry->observe_heads);
   }
-  /// Random draws are by the number that the model gives the layer.
+  /// Random samples depend on the number that the model gives the layer.
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {0, sequence_, shape().number(layer), kv_head};
   }
@@ -182,57 +182,61 @@ class Replay {
   /// A KV head with all that the configurations look at.
   HeadTensors read(std::uint32_t layer, std::uint32_t kv_head) const {
     const OutputProjections* const output = options_.output.get();
-    auto brought = std::make_unique<BroughtColumns>();
+    auto feature_values = std::make_unique<FeaturesByName>();
     for (const ResolvedConfig& config : configs_) {
-      bring(config, layer, kv_head, trace_.tokens(), *brought);
-      bring_columns(trace_, layer, kv_head, config.policy.columns, output, *brought);
+      bring(config, layer, kv_head, trace_.tokens(), *feature_values);
+      bring_features(trace_, layer, kv_head, config.policy.features, output, *feature_values);
     }
     std::unique_ptr<const ErrorProjection> projection;
     if (columns().any())
-      projection = std::make_unique<const ErrorProjection>(trace_, layer, kv_head, options_.span);
+      projection =
+          std::make_unique<const ErrorProjection>(trace_, layer, kv_head, options_.queries);
     HeadTensors tensors = read_head(trace_, layer, kv_head);
-    tensors.brought = std::move(brought);
+    tensors.feature_values = std::move(feature_values);
     tensors.projection = std::move(projection);
     tensors.view.projection = tensors.projection.get();
     tensors.view.output = weights_of(output, layer, kv_head);
-    tensors.view.brought = tensors.brought.get();
+    tensors.view.feature_values = tensors.feature_values.get();
     return tensors;
   }
 
-  /// Some configurations of one unit, on this thread.
-  void run_here(std::span<const std::size_t> which, ReplayUnit unit,
+  /// Some configurations of one head task, on this thread.
+  void run_here(std::span<const std::size_t> which, HeadTask task,
                 std::vector<HeadOutcome>& outcomes) const {
-    const auto [layer, kv_head] = unit;
-    std::vector<std::size_t> by_layer[2], topk, plainly, in_lanes;  // the first: in lanes, plainly
+    const auto [layer, kv_head] = task;
+    std::vector<std::size_t> by_layer[2], topk, plainly,
+        in_config_batches;  // the first: in configuration batches, plainly
     for (const std::size_t c : which)
       (evicts_by_layer(configs_[c], layer)      ? by_layer[runs_plainly(configs_[c], layer)]
-       : !runs_plainly(configs_[c], layer)      ? in_lanes
+       : !runs_plainly(configs_[c], layer)      ? in_config_batches
        : configs_[c].policy.name == kOracleTopk ? topk
                                                 : plainly)
           .push_back(c);
     for (const auto& alike : by_layer)
-      if (!alike.empty()) take_from_layer(alike, unit, outcomes);
-    if (topk.empty() && plainly.empty() && in_lanes.empty()) return;
+      if (!alike.empty()) take_from_layer(alike, task, outcomes);
+    if (topk.empty() && plainly.empty() && in_config_batches.empty()) return;
     const HeadTensors tensors = read(layer, kv_head);
     for (const std::size_t c : topk)
       outcomes[c] = {
-          topk_stats(span_, tensors.view, {tensors.view, ropes_[layer], arithmetics_[layer]},
+          topk_stats(measured_, tensors.view, {tensors.view, ropes_[layer], arithmetics_[layer]},
                      configs_[c].budget_of(layer, kv_head), configs_[c].in_dense_prompt)};
     if (!plainly.empty()) {
-      auto own = run_plainly(plainly, {layer, kv_head}, {&tensors.view, 1}, &span_, 0, {});
+      auto own = run_plainly(plainly, {layer, kv_head}, {&tensors.view, 1}, &measured_, 0, {});
       for (std::size_t i = 0; i < plainly.size(); ++i)
         outcomes[plainly[i]] = std::move(own.front()[i]);
     }
-    if (!in_lanes.empty()) run_lanes(in_lanes, layer, kv_head, tensors.view, outcomes);
+    if (!in_config_batches.empty())
+      run_config_batches(in_config_batches, layer, kv_head, tensors.view, outcomes);
   }
 
-  /// One layer through configurations whose caches evict together, all by lanes or all plainly:
-  /// outcomes by KV head, then configuration. `span` may be null: nothing is measured. `keep`,
-  /// which may be empty, gets what the first configuration keeps for each query on `kept_head`.
+  /// One layer through configurations whose caches evict together, all by configuration batches or
+  /// all plainly: outcomes by KV head, then configuration. `measured` may be null: nothing is
+  /// measured. `keep`, which may be empty, gets what the first configuration keeps for each query
+  /// on `kept_head`.
   using KeepSet = std::function<void(std::uint32_t, std::span<const std::uint32_t>)>;
   std::vector<std::vector<HeadOutcome>> run_layer_together(std::span<const std::size_t> which,
                                                            std::uint32_t layer,
-                                                           const QuerySpan* span,
+                                                           const MeasuredQueries* measured,
                                                            std::uint32_t kept_head,
                                                            const KeepSet& keep) const {
     std::vector<HeadTensors> tensors;
@@ -242,23 +246,25 @@ class Replay {
       views.push_back(tensors.back().view);
     }
     if (runs_plainly(configs_[which.front()], layer))
-      return run_plainly(which, {layer, 0}, views, span, kept_head, keep);
+      return run_plainly(which, {layer, 0}, views, measured, kept_head, keep);
     const auto own = configs_of_head(which, layer, 0);  // the heads of a layer have one budget
-    LaneConfigs configs;
+    BatchedConfigs configs;
     for (const auto& config : own) configs.push_back(config.get());
-    LayerLanes lanes(configs, identity(layer, 0), views, ropes_[layer], arithmetics_[layer], span);
+    LayerConfigBatches config_batches(configs, identity(layer, 0), views, ropes_[layer],
+                                      arithmetics_[layer], measured);
     if (keep)
-      lanes.watch(kept_head,
-                  [&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
-    lanes.run();
-    return lanes.outcomes();
+      config_batches.watch(kept_head,
+                           [&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
+    config_batches.run();
+    return config_batches.outcomes();
   }
 
-  /// The same of the KV heads of `views`, of which `first` is the first, without lanes.
+  /// The same of the KV heads of `views`, of which `first` is the first, without configuration
+  /// batches.
   std::vector<std::vector<HeadOutcome>> run_plainly(std::span<const std::size_t> which,
-                                                    ReplayUnit first,
-                                                    std::span<const HeadView> views,
-                                                    const QuerySpan* span, std::uint32_t kept_head,
+                                                    HeadTask first, std::span<const HeadView> views,
+                                                    const MeasuredQueries* measured,
+                                                    std::uint32_t kept_head,
                                                     const KeepSet& keep) const {
     std::vector<SharedRows> rows;
     for (const HeadView& view : views)
@@ -267,7 +273,7 @@ class Replay {
     for (std::size_t i = 0; i < which.size(); ++i)
       for (std::uint32_t h = 0; h < views.size(); ++h) {
         runs[i].push_back(make_run(which[i], first.layer, first.kv_head + h, views[h]));
-        if (span) runs[i].back()->measure(span);
+        if (measured) runs[i].back()->measure(measured);
         if (keep && first.kv_head + h == kept_head) runs[i].back()->watch(keep);
       }
     run_layer({0, trace_.tokens()}, rows, runs);
@@ -278,13 +284,17 @@ class Replay {
   }
 
   /// `configs`: configs_of_head().
-  HeadLanes make_lanes(const std::vector<std::shared_ptr<const ResolvedConfig>>& configs,
-                       std::uint32_t layer, std::uint32_t kv_head, const HeadView& view,
-                       const QuerySpan* span) const {
-    LaneConfigs lanes;
-    for (const auto& config : configs) lanes.push_back(config.get());
-    return {std::move(lanes), identity(layer, kv_head), view,
-            ropes_[layer],    arithmetics_[layer],      span};
+  HeadConfigBatches make_config_batches(
+      const std::vector<std::shared_ptr<const ResolvedConfig>>& configs, std::uint32_t layer,
+      std::uint32_t kv_head, const HeadView& view, const MeasuredQueries* measured) const {
+    BatchedConfigs config_batches;
+    for (const auto& config : configs) config_batches.push_back(config.get());
+    return {std::move(config_batches),
+            identity(layer, kv_head),
+            view,
+            ropes_[layer],
+            arithmetics_[layer],
+            measured};
   }
 
   /// With the head's own budgets.
@@ -304,14 +314,14 @@ class Replay {
                                     const HeadView& view) const {
     const ResolvedConfig& config = configs_[c];
     const auto run = [&](LiveSet live) {
-      return std::make_unique<HeadRun>(std::move(live), config.positions_of(layer),
-                                       config.admissions, view, ropes_[layer], arithmetics_[layer]);
+      return std::make_unique<HeadRun>(std::move(live), config.positions_of(layer), config.appends,
+                                       view, ropes_[layer], arithmetics_[layer]);
     };
     if (config.policy.entry) return run(config.live_set(layer, kv_head));
     const std::shared_ptr<Oracle> oracle = make_oracle(config.policy.name, layer, kv_head, view);
     auto follower =
         run(LiveSet(oracle_ops(), oracle_params(*oracle), config.budget_of(layer, kv_head),
-                    Guards{}, config.identity(layer, kv_head)));
+                    ProtectedTokens{}, config.identity(layer, kv_head)));
     follower->keep(oracle);
     return follower;
   }
@@ -319,7 +329,7 @@ class Replay {
   std::shared_ptr<Oracle> make_oracle(std::string_view name, std::uint32_t layer,
                                       std::uint32_t kv_head, const HeadView& view) const {
     SharedRows rows(view, ropes_[layer], arithmetics_[layer]);
-    if (name == kOracleMass) return std::make_shared<MassOracle>(view, std::move(rows));
+    if (name == kOracleAttention) return std::make_shared<AttentionOracle>(view, std::move(rows));
     std::vector<float> norm2(trace_.tokens());
     trace_.residual_norm2(layer, norm2.data());
     return std::make_shared<ResidualOracle>(
@@ -332,36 +342,38 @@ class Replay {
     if (layer == shape().layers)
       throw std::invalid_argument(fmt::format("layer {}: the trace {} has layers {}{}", number,
                                               trace_.directory().string(), shape().numbers_text(),
-                                              shape().numbers.empty() ? "" : " without a span"));
+                                              shape().numbers.empty() ? "" : " without a window"));
     return layer;
   }
 
  private:
   /// Whoever asks first for a KV head runs its layer; the others find theirs.
-  void take_from_layer(std::span<const std::size_t> which, ReplayUnit unit,
+  void take_from_layer(std::span<const std::size_t> which, HeadTask task,
                        std::vector<HeadOutcome>& outcomes) const {
-    LayerOutcomes& layer = by_layer_[unit.layer][runs_plainly(configs_[which.front()], unit.layer)];
+    LayerOutcomes& layer = by_layer_[task.layer][runs_plainly(configs_[which.front()], task.layer)];
     const std::lock_guard lock(layer.mutex);
     layer.heads.resize(trace_.shape().kv_heads);
-    if (layer.heads[unit.kv_head].empty())
-      layer.heads = run_layer_together(which, unit.layer, &span_, 0, {});
-    auto own = std::exchange(layer.heads[unit.kv_head], {});
+    if (layer.heads[task.kv_head].empty())
+      layer.heads = run_layer_together(which, task.layer, &measured_, 0, {});
+    auto own = std::exchange(layer.heads[task.kv_head], {});
     for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
   }
 
-  void run_lanes(std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head,
-                 const HeadView& view, std::vector<HeadOutcome>& outcomes) const {
+  void run_config_batches(std::span<const std::size_t> which, std::uint32_t layer,
+                          std::uint32_t kv_head, const HeadView& view,
+                          std::vector<HeadOutcome>& outcomes) const {
     const auto configs = configs_of_head(which, layer, kv_head);
-    HeadLanes lanes = make_lanes(configs, layer, kv_head, view, &span_);
-    lanes.run();
-    std::vector<HeadOutcome> own = lanes.outcomes();
+    HeadConfigBatches config_batches =
+        make_config_batches(configs, layer, kv_head, view, &measured_);
+    config_batches.run();
+    std::vector<HeadOutcome> own = config_batches.outcomes();
     for (std::size_t i = 0; i < which.size(); ++i) outcomes[which[i]] = std::move(own[i]);
   }
 
   void check() {
-    if (span_.size() == 0)
+    if (measured_.size() == 0)
       throw std::invalid_argument(fmt::format(
-          "trace {}: span decode needs decoded tokens, and it has none; --span all takes "
+          "trace {}: queries decode needs decoded tokens, and it has none; --queries all takes "
           "every query",
           trace_.directory().string()));
     if (options_.output) check_projections(*options_.output, trace_);
@@ -380,35 +392,35 @@ class Replay {
       throw std::invalid_argument(fmt::format(
           "policy oracle_residual: the trace {} lacks the norms and the sketch of `kvlab capture`",
           trace_.directory().string()));
-    check_columns(config.policy, trace_, options_.output != nullptr);
+    check_features(config.policy, trace_, options_.output != nullptr);
     const CacheShape heads = heads_of(trace_);
     configs_.push_back(resolve(config, trace_.segments(), sequence_, heads));
     configs_.back().layer_numbers = shape().numbers;
-    find_columns(configs_.back(), std::span(trace_.ids()).first(trace_.prompt_tokens()), heads);
+    find_features(configs_.back(), std::span(trace_.ids()).first(trace_.prompt_tokens()), heads);
     if (config.policy.entry && config.policy.entry->see_trace)
       config.policy.entry->see_trace(sequence_, trace_.directory().string());
   }
 
-  const TraceReader trace_;  // its layers without a span
+  const TraceReader trace_;  // its layers without a window
   std::uint32_t sequence_;
   std::vector<ResolvedConfig> configs_;
   const ReplayOptions& options_;
   LayerRopes ropes_;
   std::vector<HeadArithmetic> arithmetics_;  // by layer
-  QuerySpan span_;
+  MeasuredQueries measured_;
   std::vector<std::uint32_t> layers_;
   mutable std::vector<std::array<LayerOutcomes, 2>> by_layer_;  // [layer][plainly]
 };
 
 }  // namespace
 
-std::span<const std::string_view> replay_references() {
-  static constexpr std::string_view kReferences[] = {kOracleMass, kOracleTopk, kOracleResidual};
-  return kReferences;
+std::span<const std::string_view> replay_oracles() {
+  static constexpr std::string_view kOracles[] = {kOracleAttention, kOracleTopk, kOracleResidual};
+  return kOracles;
 }
 
-bool is_reference(std::string_view policy) {
-  return std::ranges::find(replay_references(), policy) != replay_references().end();
+bool is_oracle(std::string_view policy) {
+  return std::ranges::find(replay_oracles(), policy) != replay_oracles().end();
 }
 
 struct ReplayJob::Impl {
@@ -424,22 +436,22 @@ ReplayJob::ReplayJob(const TraceReader& trace, std::uint32_t sequence,
 ReplayJob::ReplayJob(ReplayJob&&) noexcept = default;
 ReplayJob::~ReplayJob() = default;
 
-std::size_t ReplayJob::units() const { return impl_->replay.layers().size() * impl_->heads; }
+std::size_t ReplayJob::tasks() const { return impl_->replay.layers().size() * impl_->heads; }
 
-ReplayUnit ReplayJob::unit(std::size_t index) const {
+HeadTask ReplayJob::task(std::size_t index) const {
   return {impl_->replay.layers()[index / impl_->heads],
           static_cast<std::uint32_t>(index % impl_->heads)};
 }
 
 std::vector<HeadOutcome> ReplayJob::run(std::size_t index) const {
-  return impl_->replay.run_unit(unit(index));
+  return impl_->replay.run_task(task(index));
 }
 
 std::vector<std::vector<HeadOutcome>> ReplayJob::run_together(
     std::span<const std::size_t> indices) const {
-  std::vector<ReplayUnit> wanted;
-  for (const std::size_t index : indices) wanted.push_back(unit(index));
-  return impl_->replay.run_units(wanted);
+  std::vector<HeadTask> wanted;
+  for (const std::size_t index : indices) wanted.push_back(task(index));
+  return impl_->replay.run_tasks(wanted);
 }
 
 ReplayGathering::ReplayGathering(const ReplayJob& job)
@@ -454,7 +466,7 @@ ReplayGathering::~ReplayGathering() = default;
 
 void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) {
   const auto fits = [&](const HeadOutcome& outcome) {
-    return outcome.stats.fits(job_.replay.span(), job_.replay.shape().group(),
+    return outcome.stats.fits(job_.replay.measured(), job_.replay.shape().group(),
                               job_.replay.columns());
   };
   if (outcomes.size() != job_.configs || !std::all_of(outcomes.begin(), outcomes.end(), fits))
@@ -462,15 +474,16 @@ void ReplayGathering::put(std::size_t index, std::vector<HeadOutcome> outcomes) 
   const std::size_t l = index / job_.heads;
   layers_[l].heads[index % job_.heads] = std::move(outcomes);
   if (--left_[l] > 0) return;
-  reduce_layer(layers_[l], job_.replay.span(), job_.configs,
+  reduce_layer(layers_[l], job_.replay.measured(), job_.configs,
                job_.replay.facts(job_.replay.layers()[l]), job_.replay.threads());
   for (; joined_ < layers_.size() && left_[joined_] == 0; ++joined_) joint_->add(layers_[joined_]);
 }
 
 ReplayResult ReplayGathering::result() const {
-  const auto joint = joint_->squares(job_.replay.span(), job_.replay.columns().draws);
+  const auto joint =
+      joint_->squares(job_.replay.measured(), job_.replay.columns().gradient_samples);
   return {job_.replay.budgets(),
-          tabulate({job_.replay.shape(), job_.replay.span(), job_.replay.configs(),
+          tabulate({job_.replay.shape(), job_.replay.measured(), job_.replay.configs(),
                     job_.replay.layers(), layers_, joint})};
 }
 
@@ -479,26 +492,26 @@ ReplayResult replay(const TraceReader& trace, std::uint32_t sequence,
   const ReplayJob job(trace, sequence, configs, options);
   ReplayGathering gathering(job);
   if (options.elsewhere) {
-    std::vector<std::size_t> all(job.units());
+    std::vector<std::size_t> all(job.tasks());
     std::iota(all.begin(), all.end(), std::size_t{0});
     auto outcomes = job.run_together(all);
-    for (const std::size_t unit : all) gathering.put(unit, std::move(outcomes[unit]));
+    for (const std::size_t task : all) gathering.put(task, std::move(outcomes[task]));
     return gathering.result();
   }
   std::size_t done = 0;
   std::mutex mutex;
-  parallel_for(job.units(), options.threads, [&](std::size_t unit) {
-    auto outcomes = job.run(unit);
+  parallel_for(job.tasks(), options.threads, [&](std::size_t task) {
+    auto outcomes = job.run(task);
     const std::lock_guard lock(mutex);
-    gathering.put(unit, std::move(outcomes));
+    gathering.put(task, std::move(outcomes));
     if (options.progress)
-      options.progress(static_cast<double>(++done) / static_cast<double>(job.units()));
+      options.progress(static_cast<double>(++done) / static_cast<double>(job.tasks()));
   });
   return gathering.result();
 }
 
 std::uint32_t tokens_within(const CacheConfig& config, const TraceReader& trace) {
-  const TraceReader own = acted_on(trace);
+  const TraceReader own = policy_layers(trace);
   return resolve(config, own.segments(), 0, heads_of(own)).budget_tokens;
 }
 
@@ -527,9 +540,10 @@ std::vector<KeptSet> kept_sets(const TraceReader& trace, std::uint32_t sequence,
     return kept;
   }
   const auto own = job.configs_of_head(only, layer, kv_head);
-  HeadLanes lanes = job.make_lanes(own, layer, kv_head, tensors.view, nullptr);
-  lanes.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
-  lanes.run();
+  HeadConfigBatches config_batches =
+      job.make_config_batches(own, layer, kv_head, tensors.view, nullptr);
+  config_batches.watch([&](std::size_t, std::uint32_t query, auto live) { keep(query, live); });
+  config_batches.run();
   return kept;
 }
 

@@ -6,16 +6,16 @@
 
 namespace kvlab {
 
-RowMeasure::RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& view,
+RowMeasure::RowMeasure(const MeasuredQueries* measured, std::size_t sets, const HeadView& view,
                        std::uint32_t together)
-    : span_(span),
+    : measured_(measured),
       projection_(view.projection),
       group_(view.group),
       together_(together),
       stats_(sets) {
-  if (!span) return;
-  shape_ = span->sums(view.group);
-  for (HeadStats& stats : stats_) stats.resize(*span, view.group, view.projected());
+  if (!measured) return;
+  shape_ = measured->sums(view.group);
+  for (HeadStats& stats : stats_) stats.resize(*measured, view.group, view.projection_columns());
   recall_.resize(sets * group_);
   product_.resize(recall_.size(), 1.0);
   missed_.resize(recall_.size());
@@ -23,21 +23,21 @@ RowMeasure::RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& 
   width_ = std::min<std::size_t>(16, recall_.size());
   tiles_ = (recall_.size() + width_ - 1) / width_;
   rows_.resize(together * tiles_ * width_);
-  recalls_.reset(new float[tiles_ * span->size() * width_]);
+  recalls_.reset(new float[tiles_ * measured->size() * width_]);
 }
 
 void RowMeasure::begin_query(std::uint32_t query) {
-  const std::uint32_t block = span_->block(query);
+  const std::uint32_t block = measured_->block(query);
   if (block != block_ || pending_ == together_) flush();
   query_ = query;
   block_ = block;
   newest_ = rows_.data() + pending_++ * tiles_ * width_;
 }
 
-void RowMeasure::add_spans(std::uint32_t head, const float* e, std::size_t stride, double sum,
-                           const std::uint32_t* tokens, std::span<const std::size_t> begins) {
-  for (std::size_t s = 0; s < span_->named().size(); ++s) {
-    const NamedSpan& named = span_->named()[s];
+void RowMeasure::add_passages(std::uint32_t head, const float* e, std::size_t stride, double sum,
+                              const std::uint32_t* tokens, std::span<const std::size_t> begins) {
+  for (std::size_t s = 0; s < measured_->passages().size(); ++s) {
+    const Passage& named = measured_->passages()[s];
     const std::uint32_t end = named.start + named.tokens;
     if (end > query_) continue;
     double all = 0, kept = 0;
@@ -56,7 +56,7 @@ void RowMeasure::add_spans(std::uint32_t head, const float* e, std::size_t strid
 void RowMeasure::add_output(std::size_t set, std::uint32_t head, double error, double size,
                             const float* full, const float* kept, float factor) {
   HeadStats& stats = stats_[set];
-  const std::uint32_t sample = span_->sample(query_);
+  const std::uint32_t sample = measured_->sample(query_);
   stats.errors[2 * sample] += error;
   stats.errors[2 * sample + 1] += size;
   if (size > 0) sum(set, Sum::error, head) += std::sqrt(error / size);
@@ -75,19 +75,19 @@ void RowMeasure::flush() {
     sum(set, Sum::missed, head) += std::exchange(missed_[at], 0);
     sum(set, Sum::wanted, head) += wanted_[head];
   }
-  const std::size_t first = pending_ > 0 ? span_->index(query_) + 1 - pending_ : 0;
+  const std::size_t first = pending_ > 0 ? measured_->index(query_) + 1 - pending_ : 0;
   for (std::size_t tile = 0; tile < tiles_; ++tile)
     for (std::size_t i = 0; i < pending_; ++i)
       std::copy_n(rows_.data() + (i * tiles_ + tile) * width_, width_,
-                  recalls_.get() + (tile * span_->size() + first + i) * width_);
+                  recalls_.get() + (tile * measured_->size() + first + i) * width_);
   std::ranges::fill(wanted_, 0);
   pending_ = 0;
 }
 
 std::vector<HeadStats> RowMeasure::take() {
-  if (!span_) return std::move(stats_);
+  if (!measured_) return std::move(stats_);
   flush();
-  const std::size_t size = span_->size(), stride = size + width_;
+  const std::size_t size = measured_->size(), stride = size + width_;
   std::vector<float> turned(width_ * stride);
   for (std::size_t first = 0; first < recall_.size(); first += width_) {
     const float* const tile = recalls_.get() + first * size;
@@ -95,7 +95,7 @@ std::vector<HeadStats> RowMeasure::take() {
       for (std::size_t c = 0; c < width_; ++c) turned[c * stride + i] = tile[i * width_ + c];
     for (std::size_t at = first; at < std::min(first + width_, recall_.size()); ++at)
       stats_[at / group_].quantiles[at % group_] =
-          quantile_of(*span_, turned.data() + (at - first) * stride);
+          quantile_of(*measured_, turned.data() + (at - first) * stride);
   }
   return std::move(stats_);
 }

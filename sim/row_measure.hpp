@@ -1,5 +1,5 @@
-// What live sets on one KV head come to, query by query: the figures of the plain replay and of the
-// lanes alike.
+// What live sets on one KV head come to, query by query: the metrics of the plain replay and of the
+// configuration batches alike.
 #pragma once
 
 #include <algorithm>
@@ -20,22 +20,23 @@ class RowMeasure {
   static constexpr std::uint32_t kTogether = 32;
 
   RowMeasure() = default;
-  /// `span` may be null: nothing is measured. Both it and the view's projection must outlive this.
-  RowMeasure(const QuerySpan* span, std::size_t sets, const HeadView& view,
+  /// `measured` may be null: nothing is measured. Both it and the view's projection must outlive
+  /// this.
+  RowMeasure(const MeasuredQueries* measured, std::size_t sets, const HeadView& view,
              std::uint32_t together = kTogether);
 
-  /// Before the first query, of a ladder of codes: add_coding() will come.
-  void separate_codes() {
+  /// Before the first query, of quantized tiers: add_quantization() will come.
+  void separate_quantization() {
     for (HeadStats& stats : stats_) stats.residual.resize(2 * stats.residual.size());
   }
   /// Whether it is to come for a measured query.
-  bool wants_coding(std::uint32_t query) const {
+  bool wants_quantization(std::uint32_t query) const {
     return samples(query) && !stats_.front().residual.empty();
   }
 
-  bool measures(std::uint32_t query) const { return span_ && span_->contains(query); }
+  bool measures(std::uint32_t query) const { return measured_ && measured_->contains(query); }
   /// Whether errors are taken of a measured query.
-  bool samples(std::uint32_t query) const { return span_->sampled(query); }
+  bool samples(std::uint32_t query) const { return measured_->is_sampled(query); }
 
   // What follows is about the query of the last begin_query().
 
@@ -50,24 +51,25 @@ class RowMeasure {
     missed_[at] += missed;
     newest_[at] = static_cast<float>(recall);
   }
-  /// What sets hold of named spans, from a row's exponentials, `stride` apart, and their sum. Set l
+  /// What sets hold of passages, from a row's exponentials, `stride` apart, and their sum. Set l
   /// holds tokens[0] to tokens[begins[l + 1] - 1], of which those from begins[l] on ascend.
-  void add_spans(std::uint32_t head, const float* e, std::size_t stride, double sum,
-                 const std::uint32_t* tokens, std::span<const std::size_t> begins);
+  void add_passages(std::uint32_t head, const float* e, std::size_t stride, double sum,
+                    const std::uint32_t* tokens, std::span<const std::size_t> begins);
   /// Squared norms of an output's error and of the full cache's output; and both vectors, [dim],
   /// the kept one to be multiplied by `factor`, or null where they are the same.
   void add_output(std::size_t set, std::uint32_t head, double error, double size, const float* full,
                   const float* kept, float factor);
-  /// Outputs of the same tokens without codes, and with codes, to be multiplied by `factor`.
-  void add_coding(std::size_t set, std::uint32_t head, const float* exact, const float* coded,
-                  float factor) {
+  /// Outputs of the same tokens without quantization, and with quantization, to be multiplied by
+  /// `factor`.
+  void add_quantization(std::size_t set, std::uint32_t head, const float* exact,
+                        const float* quantized, float factor) {
     projection_->add_residual(
-        head, exact, coded, factor,
-        stats_[set].residual_of(span_->sample(query_)) + projection_->columns().residual);
+        head, exact, quantized, factor,
+        stats_[set].residual_of(measured_->sample(query_)) + projection_->columns().residual);
   }
-  /// Changes of log-likelihood, [draw], to be added to.
-  float* changes(std::size_t set, std::uint32_t draws) {
-    return stats_[set].changes_of(span_->index(query_), draws);
+  /// Changes of log-likelihood, [gradient sample], to be added to.
+  float* changes(std::size_t set, std::uint32_t gradient_samples) {
+    return stats_[set].changes_of(measured_->index(query_), gradient_samples);
   }
 
   /// After the last query: by set.
@@ -79,7 +81,7 @@ class RowMeasure {
   }
   void flush();
 
-  const QuerySpan* span_ = nullptr;
+  const MeasuredQueries* measured_ = nullptr;
   const ErrorProjection* projection_ = nullptr;
   SumsShape shape_ = {};
   std::size_t group_ = 0;
@@ -92,7 +94,7 @@ class RowMeasure {
   std::size_t width_ = 0, tiles_ = 0;
   std::vector<float> rows_;           // [query, tile, width]: [set, group]
   float* newest_ = nullptr;           // the last query's
-  std::unique_ptr<float[]> recalls_;  // [tile, query of the span, width]
+  std::unique_ptr<float[]> recalls_;  // [tile, measured query, width]
 };
 
 }  // namespace kvlab

@@ -60,7 +60,7 @@ void SharedRows::compute(std::uint32_t first, std::uint32_t count) {
   for (std::uint32_t query = first; query < first + count; ++query)
     for (std::uint32_t head = 0; head < view_.group; ++head) {
       float* row = e_.data() + index(query, head) * stride_;
-      const std::uint32_t unseen = first_seen(arithmetic_.span, query), seen = query + 1 - unseen;
+      const std::uint32_t unseen = first_seen(arithmetic_.window, query), seen = query + 1 - unseen;
       std::fill_n(row, unseen, 0.0f);
       make_scores(row + unseen, seen, arithmetic_.softmax_scale, arithmetic_.softcap);
       const RowSum sum = row_exponentials(row + unseen, seen, view_.sink(head), row + unseen);
@@ -86,7 +86,7 @@ SharedRows::Requests SharedRows::requests(std::uint32_t query, std::uint32_t hea
     std::uint32_t count = 0;
     for (std::uint32_t j = 0; j < query; ++j) {
       flags[j] =
-          requested(fixed_mass(1.0f, full.e[j] / full.sum), row_max, arithmetic_.threshold16);
+          is_requested(fixed_mass(1.0f, full.e[j] / full.sum), row_max, arithmetic_.threshold16);
       count += flags[j];
     }
     request_count_[i] = count;

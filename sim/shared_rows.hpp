@@ -23,7 +23,7 @@ class SharedRows {
   /// Computes the rows of queries [first, first + count), count <= block_queries().
   void compute(std::uint32_t first, std::uint32_t count);
 
-  /// One query head's row: exponentials of tokens 0 … query, 0 beyond the layer's span; and their
+  /// One query head's row: exponentials of tokens 0 … query, 0 beyond the layer's window; and their
   /// sum, the sink's own in it.
   struct Row {
     std::span<const float> e;  // [query + 1]
@@ -41,9 +41,9 @@ class SharedRows {
   /// The full cache's attention output, [dim].
   std::span<const float> output(std::uint32_t query, std::uint32_t head);
 
-  /// The gradients of a query, [draw, group, dim]; draws() of them.
+  /// The gradients of a query, [gradient sample, group, dim]; gradient samples() of them.
   const float* gradients(std::uint32_t query) { return gradients_.of(query); }
-  std::uint32_t draws() const { return gradients_.draws(); }
+  std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
 
   /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,

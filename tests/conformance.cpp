@@ -16,7 +16,7 @@ namespace kvlab::test {
 namespace {
 
 constexpr std::size_t kFactors = 6;
-/// Which of each list: policy, modifiers, ladder, budget, prefill, positions.
+/// Which of each list: policy, modifiers, tier plan, budget, prefill, positions.
 using Row = std::array<std::uint16_t, kFactors>;
 
 std::string spell(const std::string& policy, const std::string& modifiers) {
@@ -28,7 +28,7 @@ std::optional<CacheConfig> config_of(const Choices& from, const Row& row, std::u
                                      const CacheShape& model) {
   try {
     std::string policy = spell(from.policies[row[0]], from.modifiers[row[1]]);
-    if (!from.ladders[row[2]].empty()) policy += ":ladder=" + from.ladders[row[2]];
+    if (!from.tier_plans[row[2]].empty()) policy += ":tiers=" + from.tier_plans[row[2]];
     CacheConfig config{.policy = parse_policy(policy),
                        .budget = from.budgets[row[3]],
                        .prefill = from.prefills[row[4]],
@@ -42,14 +42,14 @@ std::optional<CacheConfig> config_of(const Choices& from, const Row& row, std::u
 }
 
 std::array<std::size_t, kFactors> sizes(const Choices& from) {
-  return {from.policies.size(), from.modifiers.size(), from.ladders.size(),
+  return {from.policies.size(), from.modifiers.size(), from.tier_plans.size(),
           from.budgets.size(),  from.prefills.size(),  from.positions.size()};
 }
 
 /// Fails where an entry of a list is in no row that can be, refused or not.
 void check_each_is_met(const Choices& from,
                        const std::array<std::set<std::uint16_t>, kFactors>& met) {
-  constexpr std::array kLists{"policies", "modifiers", "ladders",
+  constexpr std::array kLists{"policies", "modifiers", "tier_plans",
                               "budgets",  "prefills",  "positions"};
   const auto most = sizes(from);
   for (std::size_t f = 0; f < kFactors; ++f)

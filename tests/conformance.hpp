@@ -26,7 +26,7 @@ struct Choices {
                                         ":scope=layer:every=5:smooth=1",
                                         ":group=max",
                                         ":group=max:scope=layer"};
-  std::vector<std::string> ladders = {""};
+  std::vector<std::string> tier_plans = {""};
   std::vector<Budget> budgets = {};
   std::vector<Prefill> prefills = {Prefill{0}, Prefill{7}, Prefill{1}};
   std::vector<Positions> positions = {Positions::original, Positions::cache};

@@ -13,7 +13,7 @@
 #include <set>
 #include <stdexcept>
 
-#include "sim/access/column_traces.hpp"
+#include "sim/access/feature_traces.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tools/embedding.hpp"
@@ -28,7 +28,7 @@ template class boost::program_options::typed_value<std::string>;
 namespace kvlab {
 namespace {
 
-constexpr std::int64_t kMostThreads = 1024;
+constexpr std::int64_t kMaxThreads = 1024;
 // Work that will take longer is announced, when so much of it is done that its rate is known.
 constexpr double kAnnounceSeconds = 3, kLongSeconds = 15;
 
@@ -89,8 +89,8 @@ std::vector<std::string> list_from(const po::variables_map& options, const char*
 namespace {
 
 /// `--policy`, or else the policies of `--policy-source`, or else `full`.
-std::vector<std::string> policies_asked(const po::variables_map& options,
-                                        const CompiledPolicies& compiled) {
+std::vector<std::string> requested_policies(const po::variables_map& options,
+                                            const CompiledPolicies& compiled) {
   if (options.count("policy")) return list_from(options, "policy");
   if (compiled.entries.empty()) {
     refuse_lone_budget(options);
@@ -101,24 +101,24 @@ std::vector<std::string> policies_asked(const po::variables_map& options,
   return names;
 }
 
-/// Each policy with each of `--ladder`; references keep 16 bit.
-std::vector<std::string> with_ladders(const std::vector<std::string>& policies,
-                                      const po::variables_map& options,
-                                      std::span<const std::string_view> references) {
-  if (!options.count("ladder")) return policies;
-  const std::vector<Ladder> ladders = ladders_from(options);
+/// Each policy with each of `--tiers`; oracles keep 16 bit.
+std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
+                                         const po::variables_map& options,
+                                         std::span<const std::string_view> oracles) {
+  if (!options.count("tiers")) return policies;
+  const std::vector<TierPlan> tier_plans = tier_plans_from(options);
   std::vector<std::string> all;
   for (const std::string& policy : policies)
-    if (std::ranges::find(references, policy) != references.end())
+    if (std::ranges::find(oracles, policy) != oracles.end())
       all.push_back(policy);
     else
-      for (const Ladder& ladder : ladders)
-        all.push_back(ladder.is_plain() ? policy : policy + ":" + ladder.setting());
+      for (const TierPlan& tier_plan : tier_plans)
+        all.push_back(tier_plan.is_plain() ? policy : policy + ":" + tier_plan.setting());
   return all;
 }
 
 /// What a bar has drawn; again when another percent is done, ten times a second at most,
-/// and on a terminal each second. Where nobody looks, one line says how long it will take.
+/// and on a terminal each second. Where there is no observer, one line says how long it will take.
 class Bar {
  public:
   explicit Bar(std::string label) : label_(std::move(label)) {}
@@ -188,23 +188,24 @@ po::typed_value<std::int64_t>* number_option(const char* name, std::int64_t stan
   return number_option(name)->default_value(standard);
 }
 
-void add_ladder_option(po::options_description& options) {
+void add_tiers_option(po::options_description& options) {
   options.add_options()(
-      "ladder", po::value<std::vector<std::string>>()->composing()->value_name("RUNG:SHARE,..."),
-      "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: rungs of 16, fp8, 8, "
+      "tiers", po::value<std::vector<std::string>>()->composing()->value_name("FORMAT:SHARE,..."),
+      "how exactly tokens are kept, in the bytes of so many tokens of 16 bit: tiers of 16, fp8, 8, "
       "4, k4v2 or 2 bits, such as 4 or 16:16t,4:100%; may be given again; auto: several (default: "
       "16)");
 }
 
-std::vector<Ladder> ladders_from(const po::variables_map& options) {
-  if (!options.count("ladder")) return {Ladder{}};
-  std::vector<Ladder> ladders;
-  for (const std::string& text : options["ladder"].as<std::vector<std::string>>())
+std::vector<TierPlan> tier_plans_from(const po::variables_map& options) {
+  if (!options.count("tiers")) return {TierPlan{}};
+  std::vector<TierPlan> tier_plans;
+  for (const std::string& text : options["tiers"].as<std::vector<std::string>>())
     if (text == "auto")
-      for (const char* const standard : kStandardLadders) ladders.push_back(parse_ladder(standard));
+      for (const char* const standard : kStandardTierPlans)
+        tier_plans.push_back(parse_tier_plan(standard));
     else
-      ladders.push_back(parse_ladder(text));
-  return ladders;
+      tier_plans.push_back(parse_tier_plan(text));
+  return tier_plans;
 }
 
 void add_policy_options(po::options_description& options, bool needs_policy) {
@@ -212,7 +213,8 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
   const std::string without = needs_policy ? "may be left out beside --policy-source"
                                            : "default: full, or the policy of --policy-source";
   const std::string text =
-      "policies, each name:param=value:guard=value, such as h2o:recent=25%; `kvlab policies` lists "
+      "policies, each name:param=value:sinks=N:recent=N, such as h2o:recent=25%; `kvlab policies` "
+      "lists "
       "them (" +
       without + ")";
   add("policy", text_option("P,..."), text.c_str());
@@ -220,12 +222,12 @@ void add_policy_options(po::options_description& options, bool needs_policy) {
   add("budget", text_option("B,..."),
       "tokens that a decoded query may span, or a share of the length: 64,128,20%; bytes of a "
       "head: 64KiB,20%bytes; by head: @FILE, or a mean shared as in pyramid(20%)");
-  add_ladder_option(options);
+  add_tiers_option(options);
   add("prefill", text_option("MODE,...", "dense"),
-      "how a prompt is admitted: dense (at once), chunk:N or stream");
+      "how a prompt is appended: dense (at once), chunk:N or stream");
   add("positions", text_option("original|cache"),
       "true positions, or the live tokens numbered 0, 1, 2, ... (default: the policy's own)");
-  add("seed", number_option("N", 0), "of random draws");
+  add("seed", number_option("N", 0), "random seed");
 }
 
 void add_source_option(po::options_description& options) {
@@ -234,23 +236,24 @@ void add_source_option(po::options_description& options) {
       "a policy of your own, compiled now: one header like those of policies/; may be given again");
 }
 
-void add_columns_option(po::options_description& options) {
-  options.add_options()(
-      "columns", po::value<std::vector<std::string>>()->composing()->value_name("TRACE"),
-      "a trace that begins with the prompt's very tokens: its columns serve policies under `once`; "
-      "may be given again, one for each prompt");
+void add_features_option(po::options_description& options) {
+  options.add_options()("features",
+                        po::value<std::vector<std::string>>()->composing()->value_name("TRACE"),
+                        "a trace that begins with the prompt's very tokens: its features serve "
+                        "policies under `once`; "
+                        "may be given again, one for each prompt");
 }
 
 namespace {
 
 /// Null where none is given.
-std::shared_ptr<const ColumnSource> columns_from(const po::variables_map& options) {
-  const auto found = options.find("columns");
+std::shared_ptr<const FeatureSource> features_from(const po::variables_map& options) {
+  const auto found = options.find("features");
   if (found == options.end()) return nullptr;
   if (device_from(options) == Device::cuda)
-    throw std::invalid_argument("--columns: no CUDA device reads them; use --device cpu");
-  return std::make_shared<const ColumnTraces>(found->second.as<std::vector<std::string>>(),
-                                              threads_from(options));
+    throw std::invalid_argument("--features: no CUDA device reads them; use --device cpu");
+  return std::make_shared<const FeatureTraces>(found->second.as<std::vector<std::string>>(),
+                                               threads_from(options));
 }
 
 }  // namespace
@@ -312,27 +315,27 @@ CompiledPolicies policy_sources_from(const po::variables_map& options) {
   if (const Embedding* const within = Embedding::of_thread())
     all.entries.insert(all.entries.end(), within->policies().entries.begin(),
                        within->policies().entries.end());
-  all.column_source = columns_from(options);
+  all.feature_source = features_from(options);
   return all;
 }
 
-std::vector<CacheConfig> grid_from(const po::variables_map& options,
-                                   std::span<const std::string_view> references) {
-  return grid_from(options, references, policy_sources_from(options));
+std::vector<CacheConfig> sweep_from(const po::variables_map& options,
+                                    std::span<const std::string_view> oracles) {
+  return sweep_from(options, oracles, policy_sources_from(options));
 }
 
-std::vector<CacheConfig> grid_from(const po::variables_map& options,
-                                   std::span<const std::string_view> references,
-                                   const CompiledPolicies& compiled, const LeaveOut& leave_out) {
-  return make_grid(
-      {.policies = with_ladders(policies_asked(options, compiled), options, references),
+std::vector<CacheConfig> sweep_from(const po::variables_map& options,
+                                    std::span<const std::string_view> oracles,
+                                    const CompiledPolicies& compiled, const LeaveOut& leave_out) {
+  return make_sweep(
+      {.policies = with_tier_plans(requested_policies(options, compiled), options, oracles),
        .budgets = list_from(options, "budget"),
        .prefills = list_from(options, "prefill"),
        .positions = list_from(options, "positions"),
        .seed = seed_from(options),
        .threshold =
            options.count("request-threshold") ? threshold_from(options) : CacheConfig{}.threshold},
-      references, compiled, leave_out);
+      oracles, compiled, leave_out);
 }
 
 LeaveOut left_out_of(std::string command) {
@@ -347,17 +350,17 @@ CacheConfig only_config(const po::variables_map& options) {
     throw std::invalid_argument(fmt::format(
         "--budget: policy {} needs one; give tokens or a share: --budget 128", policies.front()));
   if (policies == std::vector<std::string>{"full"}) refuse_lone_budget(options);
-  const auto grid = grid_from(options);
-  if (grid.size() != 1)
+  const auto sweep = sweep_from(options);
+  if (sweep.size() != 1)
     throw std::invalid_argument(fmt::format(
-        "{} configurations asked for; give one policy, budget, prefill mode and position mode",
-        grid.size()));
-  return grid.front();
+        "{} configurations requested; give one policy, budget, prefill mode and position mode",
+        sweep.size()));
+  return sweep.front();
 }
 
 unsigned threads_from(const po::variables_map& options) {
   if (!options.count("threads")) return default_threads();
-  return static_cast<unsigned>(number_from(options, "threads", 1, kMostThreads));
+  return static_cast<unsigned>(number_from(options, "threads", 1, kMaxThreads));
 }
 
 Device device_from(const po::variables_map& options) {
@@ -421,9 +424,9 @@ void announce_traces(std::string_view command, const ModelShape& shape, std::uin
 }
 
 std::vector<std::string> text_names(const std::vector<std::string>& paths) {
-  constexpr std::string_view kTaken = "all";  // what figures over all texts go by
+  constexpr std::string_view kTaken = "all";  // what metrics over all texts go by
   if (std::ranges::find(paths, kTaken) != paths.end())
-    throw std::invalid_argument("--text: all is what figures over all texts go by; write ./all");
+    throw std::invalid_argument("--text: all is what metrics over all texts go by; write ./all");
   std::vector<std::string> names;
   std::set<std::string_view> seen;  // of `names`, which does not move
   names.reserve(paths.size());

@@ -41,9 +41,9 @@ void add_common_options(po::options_description& options);
 std::string required(const po::variables_map& options, const char* name, std::string_view example);
 /// The entries of the list `--name`, less the space around each; none where it was not given.
 std::vector<std::string> list_from(const po::variables_map& options, const char* name);
-void add_ladder_option(po::options_description& options);
-/// Those of `--ladder`, of which `auto` stands for several; one of 16 bit if none is given.
-std::vector<Ladder> ladders_from(const po::variables_map& options);
+void add_tiers_option(po::options_description& options);
+/// Those of `--tiers`, of which `auto` stands for several; one of 16 bit if none is given.
+std::vector<TierPlan> tier_plans_from(const po::variables_map& options);
 /// The number of `--name`, which is a value<std::int64_t> (Boost reads -1 as a large unsigned).
 /// Throws std::invalid_argument outside [least, most].
 std::int64_t number_from(const po::variables_map& options, const char* name, std::int64_t least,
@@ -54,29 +54,29 @@ std::uint32_t count_from(const po::variables_map& options, const char* name, std
 /// `--seed`.
 std::uint64_t seed_from(const po::variables_map& options);
 
-/// `--policy-source` alone, any number of times, for commands that take no grid.
+/// `--policy-source` alone, any number of times, for commands that take no sweep.
 void add_source_option(po::options_description& options);
-/// `--columns`, for commands that run prompts which are known beforehand.
-void add_columns_option(po::options_description& options);
-/// The policies of `--policy-source`, compiled, and the columns of `--columns`. Throws as
-/// compile_policy_sources and ColumnTraces do.
+/// `--features`, for commands that run prompts which are known beforehand.
+void add_features_option(po::options_description& options);
+/// The policies of `--policy-source`, compiled, and the features of `--features`. Throws as
+/// compile_policy_sources and FeatureTraces do.
 CompiledPolicies policy_sources_from(const po::variables_map& options);
 
-/// The grid that `--policy`, `--budget`, … ask for: every policy x budget (x prefill x positions),
+/// The sweep that `--policy`, `--budget`, … ask for: every policy x budget (x prefill x positions),
 /// each once. `compiled` is what policy_sources_from() gave. Without `--policy`: those, or else
 /// `full`. Positions default to each policy's own; `full` is one row
 /// with budget `all`, and a reference comes with original positions only. Throws
-/// std::invalid_argument: an unknown name, a policy that evicts without a budget, guards that do
-/// not fit a budget in tokens.
-std::vector<CacheConfig> grid_from(const po::variables_map& options,
-                                   std::span<const std::string_view> references,
-                                   const CompiledPolicies& compiled,
-                                   const LeaveOut& leave_out = nullptr);
+/// std::invalid_argument: an unknown name, a policy that evicts without a budget, protected tokens
+/// that do not fit a budget in tokens.
+std::vector<CacheConfig> sweep_from(const po::variables_map& options,
+                                    std::span<const std::string_view> oracles,
+                                    const CompiledPolicies& compiled,
+                                    const LeaveOut& leave_out = nullptr);
 /// Prints what is left out of a command's sweep to standard error.
 LeaveOut left_out_of(std::string command);
-/// The grid with the policies of `--policy-source`, if any.
-std::vector<CacheConfig> grid_from(const po::variables_map& options,
-                                   std::span<const std::string_view> references = {});
+/// The sweep with the policies of `--policy-source`, if any.
+std::vector<CacheConfig> sweep_from(const po::variables_map& options,
+                                    std::span<const std::string_view> oracles = {});
 /// The configuration where there can be only one: throws std::invalid_argument if a list was
 /// given.
 CacheConfig only_config(const po::variables_map& options);

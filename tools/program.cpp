@@ -183,16 +183,17 @@ int say_unprinted(Terminal& terminal, const std::vector<std::string>& words,
 
 /// A crash would say nothing.
 void refuse_small_stack() {
-  constexpr rlim_t kLeast = 256 << 10;
+  constexpr rlim_t kMin = 256 << 10;
   rlimit stack{};
-  if (::getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur >= kLeast) return;
+  if (::getrlimit(RLIMIT_STACK, &stack) != 0 || stack.rlim_cur >= kMin) return;
   throw std::runtime_error(
       fmt::format("the stack is limited to {} KiB; {} KiB are needed: ulimit -s {}",
-                  stack.rlim_cur >> 10, kLeast >> 10, kLeast >> 10));
+                  stack.rlim_cur >> 10, kMin >> 10, kMin >> 10));
 }
 
-/// A mapped file that shrinks while it is read raises SIGBUS, where nothing but this can be done.
-void say_that_a_file_shrank(int) {
+/// A mapped file that is truncated while it is read raises SIGBUS, where nothing but this can be
+/// done.
+void report_truncated_file(int) {
   say_as_it_is(
       "kvlab: a file became shorter while it was read; leave inputs as they are until it is "
       "done\n");
@@ -203,7 +204,7 @@ void say_that_a_file_shrank(int) {
 
 int kvlab_main(int argc, char** argv) {
   std::set_terminate(end_without_memory);
-  std::signal(SIGBUS, say_that_a_file_shrank);
+  std::signal(SIGBUS, report_truncated_file);
   std::signal(SIGXFSZ, SIG_IGN);  // the call that writes too much fails
   const bool ends_by_pipe = std::signal(SIGPIPE, SIG_IGN) != SIG_IGN;
   for (const auto& [signal, name] : kCallers) listen_to(signal);

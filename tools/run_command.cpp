@@ -102,11 +102,11 @@ std::vector<std::string> texts_of(const po::variable_value& value) {
 
 /// What is compared with all others of its list, as names are, stays cheap.
 void refuse_many(const po::variables_map& values) {
-  constexpr std::size_t kMost = 10'000;
+  constexpr std::size_t kMax = 10'000;
   for (const auto& [name, value] : values)
-    if (const std::size_t count = texts_of(value).size(); count > kMost)
+    if (const std::size_t count = texts_of(value).size(); count > kMax)
       throw std::invalid_argument(
-          fmt::format("--{}: {} values are given; at most {} are accepted", name, count, kMost));
+          fmt::format("--{}: {} values are given; at most {} are accepted", name, count, kMax));
 }
 
 /// An empty path or list is a slip of a script, and nothing that could be named in an error. Texts

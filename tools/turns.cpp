@@ -9,7 +9,7 @@
 #include <stdexcept>
 
 #include "engine/checkpoint/checkpoint.hpp"
-#include "engine/loop/conversation.hpp"
+#include "engine/evaluation/conversation.hpp"
 #include "engine/tokenizer/text.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
@@ -19,7 +19,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::int64_t kMostTokens = 1 << 30;
+constexpr std::int64_t kMaxTokens = 1 << 30;
 constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
 
 /// What `encode` makes of a text of this name.
@@ -94,11 +94,11 @@ std::string check_context(const po::variables_map& options, const ModelConfig& c
                           const std::vector<std::vector<std::int32_t>>& turns) {
   const auto longest = static_cast<std::uint32_t>(
       std::ranges::max_element(turns, {}, &std::vector<std::int32_t>::size)->size());
-  const std::string advice = squeezed_cache(config);
+  const std::string advice = cache_positions_advice(config);
   if (!options["beyond-context"].as<bool>())
-    refuse_beyond_context(config, longest_span(cache, longest, most_tokens(turns, 0)), advice);
-  const std::uint32_t length = most_tokens(turns, max_new_tokens_from(options));
-  return context_warning(config, longest_span(cache, longest, length), advice);
+    refuse_beyond_context(config, needed_positions(cache, longest, max_tokens(turns, 0)), advice);
+  const std::uint32_t length = max_tokens(turns, max_new_tokens_from(options));
+  return context_warning(config, needed_positions(cache, longest, length), advice);
 }
 
 std::string prompt_from(const po::variables_map& options) {
@@ -138,7 +138,7 @@ void add_turn_options(po::options_description& options) {
 
 SamplingOptions sampling_from(const po::variables_map& options) {
   const SamplingOptions sampling{.temperature = options["temperature"].as<double>(),
-                                 .top_k = count_from(options, "top-k", 0, kMostTokens),
+                                 .top_k = count_from(options, "top-k", 0, kMaxTokens),
                                  .top_p = options["top-p"].as<double>(),
                                  .seed = seed_from(options)};
   Sampler{sampling};  // refuses what is out of range, before a model is loaded
@@ -146,7 +146,7 @@ SamplingOptions sampling_from(const po::variables_map& options) {
 }
 
 std::uint32_t max_new_tokens_from(const po::variables_map& options) {
-  return count_from(options, "max-new-tokens", 0, kMostTokens);
+  return count_from(options, "max-new-tokens", 0, kMaxTokens);
 }
 
 std::vector<std::vector<std::int32_t>> turns_from(const po::variables_map& options,

@@ -37,12 +37,12 @@ void replace_manifest(const std::filesystem::path& directory, const Manifest& ma
 
 }  // namespace
 
-std::string_view name_of(Span span) { return span == Span::decode ? "decode" : "all"; }
+std::string_view name_of(Queries queries) { return queries == Queries::decode ? "decode" : "all"; }
 
-Span parse_span(std::string_view text) {
-  if (text == "decode") return Span::decode;
-  if (text == "all") return Span::all;
-  throw std::invalid_argument(fmt::format("span: '{}' should be decode or all", text));
+Queries parse_queries(std::string_view text) {
+  if (text == "decode") return Queries::decode;
+  if (text == "all") return Queries::all;
+  throw std::invalid_argument(fmt::format("queries: '{}' should be decode or all", text));
 }
 
 double sketch_normal(std::uint64_t seed, std::uint64_t index) {
@@ -88,15 +88,15 @@ std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape)
   return seed;
 }
 
-std::string column_file(std::string_view name) {
+std::string feature_file(std::string_view name) {
   return fmt::format("column-{}.safetensors", name);
 }
 
-std::string column_tensor(std::uint32_t layer, std::string_view name) {
+std::string feature_tensor(std::uint32_t layer, std::string_view name) {
   return layer_tensor(layer, fmt::format("column.{}", name));
 }
 
-bool is_trace_column_name(std::string_view name) {
+bool is_trace_feature_name(std::string_view name) {
   constexpr std::size_t kLongest = 64;
   constexpr std::string_view kLetters =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.";
@@ -104,19 +104,19 @@ bool is_trace_column_name(std::string_view name) {
          name.find_first_not_of(kLetters) == std::string_view::npos;
 }
 
-void check_column_tensors(const SafetensorsFile& file, const ModelShape& shape,
-                          std::uint32_t tokens, std::string_view name) {
+void check_feature_tensors(const SafetensorsFile& file, const ModelShape& shape,
+                           std::uint32_t tokens, std::string_view name) {
   const std::size_t wanted[] = {shape.kv_heads, tokens};
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
-    file.at(column_tensor(shape.number(layer), name), Dtype::f32, wanted);
+    file.at(feature_tensor(shape.number(layer), name), Dtype::f32, wanted);
   if (file.tensors().size() != shape.layers)
     throw std::runtime_error(fmt::format("{}: {} tensors; one for each of {} layers is expected",
                                          file.path().string(), file.tensors().size(),
                                          shape.layers));
 }
 
-void write_column(const std::filesystem::path& directory, const std::string& name,
-                  const std::function<float(std::uint32_t, std::uint32_t, std::uint32_t)>& value) {
+void write_feature(const std::filesystem::path& directory, const std::string& name,
+                   const std::function<float(std::uint32_t, std::uint32_t, std::uint32_t)>& value) {
   Manifest manifest = manifest_of(directory);
   const ModelShape& shape = manifest.header.shape;
   std::vector<std::vector<float>> layers(shape.layers);
@@ -128,15 +128,15 @@ void write_column(const std::filesystem::path& directory, const std::string& nam
     if (!std::ranges::all_of(layers[layer], [](float x) { return std::isfinite(x); }))
       throw std::runtime_error(
           fmt::format("layer {}: a value is not finite; nothing can be stored", layer));
-    tensors.push_back({column_tensor(shape.number(layer), name),
+    tensors.push_back({feature_tensor(shape.number(layer), name),
                        Dtype::f32,
                        {shape.kv_heads, manifest.tokens},
                        std::as_bytes(std::span(layers[layer]))});
   }
-  auto& columns = manifest.extras.columns;
-  if (std::erase_if(columns, [&](const TraceExtras::Column& c) { return c.name == name; }) > 0)
+  auto& features = manifest.extras.features;
+  if (std::erase_if(features, [&](const TraceExtras::Feature& c) { return c.name == name; }) > 0)
     replace_manifest(directory, manifest);  // its file is about to be replaced
-  columns.push_back({name, write_safetensors(directory / column_file(name), tensors, {})});
+  features.push_back({name, write_safetensors(directory / feature_file(name), tensors, {})});
   replace_manifest(directory, manifest);
 }
 
@@ -154,17 +154,18 @@ void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradie
                                           Dtype::f32,
                                           {1},
                                           std::as_bytes(std::span(&of_file, 1))}};
-      std::vector<float> values(std::size_t{gradients.draws} * shape.query_heads * shard.tokens *
-                                shape.head_size);
+      std::vector<float> values(std::size_t{gradients.gradient_samples} * shape.query_heads *
+                                shard.tokens * shape.head_size);
       std::vector<std::vector<std::byte>> layers(shape.layers);
       for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
         fill(shard, layer, values);
         layers[layer].resize(values.size() * bytes_of(shape.dtype));
         from_float(shape.dtype, values.data(), values.size(), layers[layer].data());
-        tensors.push_back({layer_tensor(shape.number(layer), kGradientTensor),
-                           shape.dtype,
-                           {gradients.draws, shape.query_heads, shard.tokens, shape.head_size},
-                           layers[layer]});
+        tensors.push_back(
+            {layer_tensor(shape.number(layer), kGradientTensor),
+             shape.dtype,
+             {gradients.gradient_samples, shape.query_heads, shard.tokens, shape.head_size},
+             layers[layer]});
       }
       const std::string name = gradient_name(index);
       gradients.files.push_back(
@@ -180,10 +181,10 @@ void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradie
   replace_manifest(directory, manifest);
 }
 
-void write_gradients(const std::filesystem::path& directory, std::uint32_t draws,
-                     const std::function<float()>& next, Span span) {
+void write_gradients(const std::filesystem::path& directory, std::uint32_t gradient_samples,
+                     const std::function<float()>& next, Queries queries) {
   write_gradients(
-      directory, {draws, 5, span, {}},
+      directory, {gradient_samples, 5, queries, {}},
       [](std::size_t file) { return 0.25f * static_cast<float>(file + 1); },
       [&](const ShardInfo&, std::uint32_t, std::span<float> values) {
         for (float& x : values) x = next();

@@ -19,7 +19,7 @@ struct ModelShape;
 
 inline constexpr std::string_view kSketchFile = "output.safetensors";
 inline constexpr std::uint32_t kSketchColumns = 64;
-inline constexpr std::uint32_t kMaxDraws = 64;  ///< of gradients
+inline constexpr std::uint32_t kMaxGradientSamples = 64;  ///< of gradients
 
 /// A file that holds some of a trace's tokens.
 struct ShardInfo {
@@ -29,16 +29,16 @@ struct ShardInfo {
 };
 
 /// Which queries count: those of decode segments, or all.
-enum class Span { decode, all };
-std::string_view name_of(Span span);
+enum class Queries { decode, all };
+std::string_view name_of(Queries queries);
 /// Throws std::invalid_argument unless decode or all.
-Span parse_span(std::string_view text);
+Queries parse_queries(std::string_view text);
 
-/// Some tokens of a trace under a name: `span_recall` is measured over them.
-struct NamedSpan {
+/// Some tokens of a trace under a name: `passage_recall` is measured over them.
+struct Passage {
   std::string name;
   std::uint32_t start, tokens;
-  bool operator==(const NamedSpan&) const = default;
+  bool operator==(const Passage&) const = default;
 };
 
 /// A sketch of a model's output projections: W_o^T R for each layer, R [hidden, 64] Gaussian of
@@ -62,29 +62,29 @@ struct TraceExtras {
   std::optional<Sketch> sketch;
   /// How the log-likelihood of tokens that the model itself drew depends on each head's output.
   struct Gradients {
-    std::uint32_t draws;
+    std::uint32_t gradient_samples;
     std::uint64_t seed;
-    Span span;                     ///< the queries whose tokens' log-likelihoods were summed
+    Queries queries;               ///< the queries whose tokens' log-likelihoods were summed
     std::vector<ShardInfo> files;  ///< beside the shards
   };
   std::optional<Gradients> gradients;
   /// Numbers that a program has given each token, for the policies that read them.
-  struct Column {
+  struct Feature {
     std::string name, xxh3;
   };
-  std::vector<Column> columns;  ///< in files of their own, column_file()
+  std::vector<Feature> features;  ///< in files of their own, feature_file()
 };
 
 /// column-NAME.safetensors
-std::string column_file(std::string_view name);
+std::string feature_file(std::string_view name);
 /// layers.3.column.NAME
-std::string column_tensor(std::uint32_t layer, std::string_view name);
-/// What a column may be called: up to 64 letters, digits, '_', '-' and '.'.
-bool is_trace_column_name(std::string_view name);
-/// Throws std::runtime_error unless the file holds a column of a trace of this shape, and nothing
+std::string feature_tensor(std::uint32_t layer, std::string_view name);
+/// What a feature may be called: up to 64 letters, digits, '_', '-' and '.'.
+bool is_trace_feature_name(std::string_view name);
+/// Throws std::runtime_error unless the file holds a feature of a trace of this shape, and nothing
 /// else.
-void check_column_tensors(const SafetensorsFile& file, const ModelShape& shape,
-                          std::uint32_t tokens, std::string_view name);
+void check_feature_tensors(const SafetensorsFile& file, const ModelShape& shape,
+                           std::uint32_t tokens, std::string_view name);
 
 /// Writes DIRECTORY/output.safetensors, in bf16.
 TraceExtras::Sketch write_sketch(const std::filesystem::path& directory, const ModelShape& shape,
@@ -94,13 +94,13 @@ std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape)
 
 // Extras that a finished trace is given.
 
-/// Adds a column whose values come from `value(layer, KV head, token)`, in that order; one of that
+/// Adds a feature whose values come from `value(layer, KV head, token)`, in that order; one of that
 /// name is replaced. Throws std::runtime_error where a value is not finite.
-void write_column(const std::filesystem::path& directory, const std::string& name,
-                  const std::function<float(std::uint32_t, std::uint32_t, std::uint32_t)>& value);
+void write_feature(const std::filesystem::path& directory, const std::string& name,
+                   const std::function<float(std::uint32_t, std::uint32_t, std::uint32_t)>& value);
 
-/// Puts what a layer's gradients of a shard are once they are divided by the file's scale: [draws,
-/// query_heads, tokens of the shard, head_size].
+/// Puts what a layer's gradients of a shard are once they are divided by the file's scale:
+/// [gradient samples, query_heads, tokens of the shard, head_size].
 using FillGradient = std::function<void(const ShardInfo&, std::uint32_t layer, std::span<float>)>;
 
 /// Adds `gradients`, whose files are written here; those that the trace has are replaced. `scale`
@@ -109,9 +109,9 @@ void write_gradients(const std::filesystem::path& directory, TraceExtras::Gradie
                      const std::function<float(std::size_t)>& scale, const FillGradient& fill);
 
 /// Adds `draws` synthetic gradients, whose elements come from `next`, in the order of the files,
-/// the layers and the tensors, as those of the queries of `span`. The scale of file i is (i + 1)
+/// the layers and the tensors, as those of the `queries`. The scale of file i is (i + 1)
 /// / 4.
-void write_gradients(const std::filesystem::path& directory, std::uint32_t draws,
-                     const std::function<float()>& next, Span span = Span::decode);
+void write_gradients(const std::filesystem::path& directory, std::uint32_t gradient_samples,
+                     const std::function<float()>& next, Queries queries = Queries::decode);
 
 }  // namespace kvlab

@@ -43,7 +43,7 @@ json rows_json(const TraceHeader& header) {
   json list = json::array();
   for (const RowSpec& row : header.rows)
     list.push_back({{"layer", shape.number(static_cast<std::uint32_t>(list.size()))},
-                    {"span", row.span},
+                    {"span", row.window},
                     {"softcap", row.softcap},
                     {"rope", row.table},
                     {"scale", row.scale},
@@ -88,7 +88,7 @@ void check_head_shape(const JsonFields& item, const ModelShape& shape) {
 
 /// One of each layer, in ascending order of its number.
 void parse_rows(const JsonFields& config, TraceHeader& header) {
-  constexpr double kMost = 1e30;
+  constexpr double kMax = 1e30;
   ModelShape& shape = header.shape;
   std::vector<bool> used(shape.layers);
   std::uint32_t tables = 0, next = 0;
@@ -103,10 +103,10 @@ void parse_rows(const JsonFields& config, TraceHeader& header) {
     shape.numbers.push_back(
         static_cast<std::uint32_t>(item.integer("layer", next, kMaxLayers - 1)));
     next = shape.numbers.back() + 1;
-    header.rows.push_back({.span = item.whole32("span", kMaxTraceTokens),
-                           .softcap = static_cast<float>(item.number("softcap", 0, kMost)),
+    header.rows.push_back({.window = item.whole32("span", kMaxTraceTokens),
+                           .softcap = static_cast<float>(item.number("softcap", 0, kMax)),
                            .table = item.whole32("rope", shape.layers - 1),
-                           .scale = static_cast<float>(item.number("scale", 0, kMost))});
+                           .scale = static_cast<float>(item.number("scale", 0, kMax))});
     used[header.rows.back().table] = true;
     tables = std::max(tables, header.rows.back().table + 1);
   }
@@ -140,10 +140,10 @@ void parse_config(const JsonFields& config, TraceHeader& header, bool has_rows) 
   if (has_rows) parse_rows(config, header);
 }
 
-json spans_json(const std::vector<NamedSpan>& spans) {
+json passages_json(const std::vector<Passage>& passages) {
   json list = json::array();
-  for (const NamedSpan& span : spans)
-    list.push_back({{"name", span.name}, {"start", span.start}, {"tokens", span.tokens}});
+  for (const Passage& passage : passages)
+    list.push_back({{"name", passage.name}, {"start", passage.start}, {"tokens", passage.tokens}});
   return list;
 }
 
@@ -155,18 +155,18 @@ void refuse_known_name(const JsonFields& item, const std::string& name,
 }
 
 /// Names that differ, each of at least one of the trace's first `tokens`.
-std::vector<NamedSpan> parse_spans(const JsonFields& fields, std::uint32_t tokens) {
-  std::vector<NamedSpan> spans;
+std::vector<Passage> parse_passages(const JsonFields& fields, std::uint32_t tokens) {
+  std::vector<Passage> passages;
   std::unordered_set<std::string> known;
   for (const JsonFields& item : fields.objects("spans")) {
     item.allow_only({"name", "start", "tokens"});
-    NamedSpan span{item.text("name"), item.whole32("start", tokens - 1), 0};
-    if (span.name.empty()) item.refuse("name", "one that is not empty is expected");
-    span.tokens = item.size("tokens", tokens - span.start);
-    refuse_known_name(item, span.name, known);
-    spans.push_back(std::move(span));
+    Passage passage{item.text("name"), item.whole32("start", tokens - 1), 0};
+    if (passage.name.empty()) item.refuse("name", "one that is not empty is expected");
+    passage.tokens = item.size("tokens", tokens - passage.start);
+    refuse_known_name(item, passage.name, known);
+    passages.push_back(std::move(passage));
   }
-  return spans;
+  return passages;
 }
 
 json shards_json(const std::vector<ShardInfo>& shards) {
@@ -212,29 +212,29 @@ json extras_json(const TraceExtras& extras) {
     object["sketch"] = {
         {"file", kSketchFile}, {"xxh3", extras.sketch->xxh3}, {"seed", extras.sketch->seed}};
   if (const auto& gradients = extras.gradients)
-    object["grad"] = {{"draws", gradients->draws},
+    object["grad"] = {{"draws", gradients->gradient_samples},
                       {"seed", gradients->seed},
-                      {"span", name_of(gradients->span)},
+                      {"span", name_of(gradients->queries)},
                       {"files", shards_json(gradients->files)}};
-  for (const TraceExtras::Column& column : extras.columns)
+  for (const TraceExtras::Feature& feature : extras.features)
     object["columns"].push_back(
-        {{"name", column.name}, {"file", column_file(column.name)}, {"xxh3", column.xxh3}});
+        {{"name", feature.name}, {"file", feature_file(feature.name)}, {"xxh3", feature.xxh3}});
   return object;
 }
 
 /// Names that differ, each with a file called by it.
-std::vector<TraceExtras::Column> parse_columns(const JsonFields& fields) {
-  std::vector<TraceExtras::Column> columns;
+std::vector<TraceExtras::Feature> parse_features(const JsonFields& fields) {
+  std::vector<TraceExtras::Feature> features;
   std::unordered_set<std::string> known;
   for (const JsonFields& item : fields.objects("columns")) {
     item.allow_only({"name", "file", "xxh3"});
-    columns.push_back({item.text("name"), parse_hash(item, "xxh3")});
-    if (!is_trace_column_name(columns.back().name))
+    features.push_back({item.text("name"), parse_hash(item, "xxh3")});
+    if (!is_trace_feature_name(features.back().name))
       item.refuse("name", "up to 64 letters, digits, '_', '-' and '.' are expected");
-    check_text(item, "file", column_file(columns.back().name));
-    refuse_known_name(item, columns.back().name, known);
+    check_text(item, "file", feature_file(features.back().name));
+    refuse_known_name(item, features.back().name, known);
   }
-  return columns;
+  return features;
 }
 
 TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
@@ -254,12 +254,13 @@ TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
     const JsonFields grad = fields.object("grad");
     grad.allow_only({"draws", "seed", "span", "files"});
     // `decode` where there is none: so it was before traces said it, unless asked otherwise.
-    const Span span =
-        grad.has("span") ? parse_name(grad, "span", Span::decode, Span::all) : Span::decode;
-    extras.gradients = {grad.size("draws", kMaxDraws), grad.whole("seed"), span,
+    const Queries queries = grad.has("span")
+                                ? parse_name(grad, "span", Queries::decode, Queries::all)
+                                : Queries::decode;
+    extras.gradients = {grad.size("draws", kMaxGradientSamples), grad.whole("seed"), queries,
                         parse_shards(grad, "files", gradient_name, tokens)};
   }
-  if (fields.has("columns")) extras.columns = parse_columns(fields);
+  if (fields.has("columns")) extras.features = parse_features(fields);
   return extras;
 }
 
@@ -333,7 +334,7 @@ std::string manifest_text(const Manifest& manifest) {
   object["shards"] = shards_json(manifest.shards);
   object["tokens_xxh3"] = manifest.tokens_xxh3;
   object["extras"] = extras_json(manifest.extras);
-  object["spans"] = spans_json(manifest.header.spans);
+  object["spans"] = passages_json(manifest.header.passages);
   return text_of(object, 1) + "\n";
 }
 
@@ -341,7 +342,7 @@ TraceHeader parse_header(std::string_view text) {
   const json object = parse_json(text, "trace header");
   const JsonFields fields(object, "trace header");
   TraceHeader header = parse_description(fields, 2);
-  header.spans = parse_spans(fields, kMaxTraceTokens);
+  header.passages = parse_passages(fields, kMaxTraceTokens);
   return header;
 }
 
@@ -363,7 +364,7 @@ Manifest parse_manifest(std::string_view text, std::string_view what) {
   manifest.tokens_xxh3 = parse_hash(fields, "tokens_xxh3");
   if (has_extras) {
     manifest.extras = parse_extras(fields.object("extras"), manifest.tokens);
-    manifest.header.spans = parse_spans(fields, manifest.tokens);
+    manifest.header.passages = parse_passages(fields, manifest.tokens);
   }
   return manifest;
 }
@@ -373,7 +374,7 @@ std::map<std::string, std::string> shard_metadata(const ShardMetadata& metadata)
   object["first"] = metadata.first;
   object["tokens"] = metadata.tokens;
   object["segments"] = segments_json(metadata.segments);
-  object["spans"] = spans_json(metadata.header.spans);
+  object["spans"] = passages_json(metadata.header.passages);
   std::map<std::string, std::string> texts;
   for (const auto& [key, value] : object.items())
     texts[key] = value.is_string() ? value.get<std::string>() : text_of(value);
@@ -397,7 +398,7 @@ ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
   if (format > 1) {
     // Of the whole trace, whose length a shard does not know.
     parse("spans");
-    metadata.header.spans = parse_spans(fields, kMaxTraceTokens);
+    metadata.header.passages = parse_passages(fields, kMaxTraceTokens);
   }
   return metadata;
 }
@@ -426,7 +427,7 @@ void TraceHeader::simplify() {
   for (std::uint32_t layer = 0; layer < shape.layers && shape.number(layer) == layer;)
     if (++layer == shape.layers) shape.numbers.clear();
   const auto like_first = [&](const RowSpec& row) {
-    return row.span == 0 && row.is_plain() && row.table == 0 && row.scale == rows.front().scale;
+    return row.window == 0 && row.is_plain() && row.table == 0 && row.scale == rows.front().scale;
   };
   if (shape.numbers.empty() && std::ranges::all_of(rows, like_first)) {
     if (rows.empty()) return;
@@ -465,7 +466,7 @@ namespace {
 constexpr float kLargestSink = 0x1p20f;
 
 void check_rope(const Rope& rope, const ModelShape& shape, std::string_view what) {
-  if (rope.rotated() > shape.head_size)
+  if (rope.rotated_dims() > shape.head_size)
     throw error(what,
                 fmt::format("inv_freq has {} elements; at most half the head size, {}, is right",
                             rope.inv_freq.size(), shape.head_size / 2));
@@ -503,9 +504,9 @@ void check_rope_and_scale(const TraceHeader& header, std::string_view what) {
   for (std::uint32_t layer = 0; layer < (header.rows.empty() ? 1 : header.shape.layers); ++layer) {
     const RowSpec row = header.row(layer);
     check_row(row, header.shape, layer, what);
-    width = layer == 0 ? row.rope.rotated() : width;
+    width = layer == 0 ? row.rope.rotated_dims() : width;
     if (!(tables.try_emplace(row.table, row.rope).first->second == row.rope) ||
-        row.rope.rotated() != width)
+        row.rope.rotated_dims() != width)
       throw error(what, fmt::format("rope {}: one table under each number, all of one length, is "
                                     "expected",
                                     row.table));
@@ -522,10 +523,11 @@ std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t
   return result;
 }
 
-std::vector<NamedSpan> clipped(const std::vector<NamedSpan>& spans, std::uint32_t tokens) {
-  std::vector<NamedSpan> result;
-  for (const NamedSpan& span : spans)
-    if (span.start < tokens && span.tokens <= tokens - span.start) result.push_back(span);
+std::vector<Passage> clipped(const std::vector<Passage>& passages, std::uint32_t tokens) {
+  std::vector<Passage> result;
+  for (const Passage& passage : passages)
+    if (passage.start < tokens && passage.tokens <= tokens - passage.start)
+      result.push_back(passage);
   return result;
 }
 

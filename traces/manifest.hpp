@@ -37,8 +37,8 @@ std::map<std::string, std::string> shard_metadata(const ShardMetadata& metadata)
 /// Throws std::runtime_error that names the file: a key that is missing or wrong.
 ShardMetadata parse_shard_metadata(const SafetensorsFile& file);
 
-/// Whether two traces could be one: same model, config, rounding and provenance. Spans may differ:
-/// a trace that was cut has fewer.
+/// Whether two traces could be one: same model, config, rounding and provenance. Passages may
+/// differ: a trace that was cut has fewer.
 bool same_description(const TraceHeader& a, const TraceHeader& b);
 
 /// Throws std::invalid_argument unless a reader would accept this header.
@@ -54,8 +54,8 @@ void check_row(const RowSpec& row, const ModelShape& shape, std::uint32_t layer,
 
 /// The segments of the first `tokens` tokens.
 std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t tokens);
-/// The spans that lie within the first `tokens` tokens.
-std::vector<NamedSpan> clipped(const std::vector<NamedSpan>& spans, std::uint32_t tokens);
+/// The passages that lie within the first `tokens` tokens.
+std::vector<Passage> clipped(const std::vector<Passage>& passages, std::uint32_t tokens);
 /// The tokens of all prompt segments.
 std::uint32_t prompt_tokens_of(const std::vector<Segment>& segments);
 

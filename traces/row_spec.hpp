@@ -10,7 +10,7 @@
 namespace kvlab {
 
 struct RowSpec {
-  std::uint32_t span = 0;         ///< tokens that a query sees, itself included; 0: all
+  std::uint32_t window = 0;       ///< tokens that a query sees, itself included; 0: all
   float softcap = 0;              ///< scores become softcap * tanh(score / softcap); 0: they stay
   std::uint32_t table = 0;        ///< which of the trace's rotation tables `rope` is
   float scale = 0;                ///< multiplies the products
@@ -26,8 +26,8 @@ struct RowSpec {
 };
 
 /// The oldest token that the query at `position` sees.
-constexpr std::uint32_t first_seen(std::uint32_t span, std::uint32_t position) {
-  return span == 0 || position < span ? 0 : position + 1 - span;
+constexpr std::uint32_t first_seen(std::uint32_t window, std::uint32_t position) {
+  return window == 0 || position < window ? 0 : position + 1 - window;
 }
 
 /// Products of a query with keys to scores: scaled, then capped.

@@ -23,7 +23,7 @@ std::vector<T> copied(const TensorView& tensor) {
   return values;
 }
 
-/// Notes which tensors a reader has asked for, so that any other can be refused.
+/// Notes which tensors a reader has requested, so that any other can be refused.
 class TensorChecker {
  public:
   explicit TensorChecker(const SafetensorsFile& file) : file_(file) {}
@@ -60,14 +60,14 @@ void check_rows(const TensorView& tensor, const ShardInfo& shard,
 }
 
 /// Of all layers together: more is no model's, and would fill memory.
-constexpr std::size_t kMostFrequencies = std::size_t{1} << 26;
+constexpr std::size_t kMaxFrequencies = std::size_t{1} << 26;
 
 /// Rotation tables and sinks, to the rows that the manifest describes.
 void read_rows(const SafetensorsFile& file, TensorChecker& checker, TraceHeader& header) {
   std::size_t tables = 1;
   for (const RowSpec& row : header.rows) tables = std::max<std::size_t>(tables, row.table + 1);
   const std::size_t width = file.at("inv_freq").elements() / tables;
-  if (width * header.shape.layers > kMostFrequencies)
+  if (width * header.shape.layers > kMaxFrequencies)
     throw std::runtime_error(fmt::format("{}: inv_freq is too large for {} layers",
                                          file.path().string(), header.shape.layers));
   const auto inv_freq = copied<float>(checker.expect("inv_freq", Dtype::f32, {tables, width}));
@@ -161,11 +161,11 @@ void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
 }
 
 float check_gradient_tensors(const SafetensorsFile& file, const ModelShape& shape,
-                             const ShardInfo& shard, std::uint32_t draws) {
+                             const ShardInfo& shard, std::uint32_t gradient_samples) {
   TensorChecker checker(file);
   for (std::uint32_t l = 0; l < shape.layers; ++l)
     checker.expect(layer_tensor(shape.number(l), kGradientTensor), shape.dtype,
-                   {draws, shape.query_heads, shard.tokens, shape.head_size});
+                   {gradient_samples, shape.query_heads, shard.tokens, shape.head_size});
   float scale = 0;
   to_float(Dtype::f32,
            checker.expect(std::string(kGradientScaleTensor), Dtype::f32, {1}).data.data(), 1,

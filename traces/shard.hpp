@@ -40,6 +40,6 @@ void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
 /// What the gradients of a file are to be multiplied with. Throws std::runtime_error unless its
 /// tensors are those of a trace of this shape.
 float check_gradient_tensors(const SafetensorsFile& file, const ModelShape& shape,
-                             const ShardInfo& shard, std::uint32_t draws);
+                             const ShardInfo& shard, std::uint32_t gradient_samples);
 
 }  // namespace kvlab

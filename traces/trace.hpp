@@ -18,7 +18,8 @@
 
 namespace kvlab {
 
-inline constexpr int kTraceFormat = 3;  ///< 1, without extras and spans, and 2, without rows, too
+inline constexpr int kTraceFormat =
+    3;  ///< 1, without extras and passages, and 2, without rows, too
 inline constexpr std::uint32_t kShardTokens = 1024;
 inline constexpr std::uint32_t kCheckRows = 16;
 
@@ -26,7 +27,7 @@ inline constexpr std::uint32_t kCheckRows = 16;
 struct ModelShape {
   std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
   Dtype dtype = Dtype::f32;  ///< of q, k and v in the trace
-  /// What the model calls its layers, ascending; empty: 0, 1, 2, … Names and figures have these.
+  /// What the model calls its layers, ascending; empty: 0, 1, 2, … Names and metrics have these.
   std::vector<std::uint32_t> numbers = {};
 
   std::uint32_t number(std::uint32_t layer) const {
@@ -34,7 +35,7 @@ struct ModelShape {
   }
   /// Which layer has this number; `layers`: none.
   std::uint32_t layer_of(std::uint32_t number) const;
-  /// 0 to 31, or 3, 7, 11: what may be asked for.
+  /// 0 to 31, or 3, 7, 11: what may be requested.
   std::string numbers_text() const;
 
   std::uint32_t group() const { return query_heads / kv_heads; }
@@ -64,7 +65,7 @@ struct TraceHeader {
   Rounding rounding = Rounding::none;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
   JsonValue capture;                         ///< {"engine", "version", "device", "options"}
-  std::vector<NamedSpan> spans;
+  std::vector<Passage> passages;
 
   RowSpec row(std::uint32_t layer) const;
   int format() const { return rows.empty() ? 2 : 3; }  ///< that a writer needs
@@ -97,8 +98,8 @@ class TraceReader {
   const ModelShape& shape() const { return header().shape; }
   /// The same trace as if it had these layers alone, ascending; they keep their numbers.
   TraceReader of_layers(std::span<const std::uint32_t> layers) const;
-  /// Layers with a span, or those without: policies act on the latter.
-  std::vector<std::uint32_t> layers_with_span(bool with) const;
+  /// Layers with a window, or those without: policies act on the latter.
+  std::vector<std::uint32_t> layers_with_window(bool with) const;
   /// How a layer's queries attend.
   const RowSpec& row(std::uint32_t layer) const {
     return header().rows.empty() ? plain_row_ : header().rows[layer];
@@ -132,21 +133,23 @@ class TraceReader {
                             std::uint32_t columns) const;
   /// What can be said of `residual_error`: both extras are there.
   bool has_residuals() const { return extras().residual_norm2 && extras().sketch; }
-  /// Draws of the gradients; 0: the trace has none.
-  std::uint32_t draws() const { return extras().gradients ? extras().gradients->draws : 0; }
-  /// Those that serve a replay over `span`; 0 also where the gradients are of other queries: from
-  /// the first query of `span` on, the spans of both have to be the same. (A gradient at a query
-  /// knows of no earlier ones. So those of all queries serve the one answer to a prompt.)
-  std::uint32_t draws(Span span) const;
-  /// One draw's gradient with respect to a query head's output before the output projection, at
-  /// `positions`: each [head_size], `stride` floats behind the one before. Throws std::logic_error
-  /// where the trace has none.
-  void gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t draw,
+  /// Gradient samples; 0: the trace has none.
+  std::uint32_t gradient_samples() const {
+    return extras().gradients ? extras().gradients->gradient_samples : 0;
+  }
+  /// Those that serve a replay over `queries`; 0 also where the gradients are of other queries:
+  /// from the first of `queries` on, both have to be the same. (A gradient at a query knows of no
+  /// earlier ones. So those of all queries serve the one answer to a prompt.)
+  std::uint32_t gradient_samples(Queries queries) const;
+  /// One gradient sample's gradient with respect to a query head's output before the output
+  /// projection, at `positions`: each [head_size], `stride` floats behind the one before. Throws
+  /// std::logic_error where the trace has none.
+  void gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t gradient_sample,
                 std::span<const std::uint32_t> positions, float* to, std::size_t stride) const;
-  bool has_column(std::string_view name) const;
-  /// A column of a KV head, to [tokens]. Throws std::logic_error where the trace has it not.
-  void column(std::string_view name, std::uint32_t layer, std::uint32_t kv_head, float* to) const;
-  std::span<const SafetensorsFile> column_files() const { return column_files_; }
+  bool has_feature(std::string_view name) const;
+  /// A feature of a KV head, to [tokens]. Throws std::logic_error where the trace has it not.
+  void feature(std::string_view name, std::uint32_t layer, std::uint32_t kv_head, float* to) const;
+  std::span<const SafetensorsFile> feature_files() const { return feature_files_; }
   std::span<const SafetensorsFile> gradient_files() const { return gradient_files_; }
   const SafetensorsFile* sketch_file() const { return sketch_file_ ? &*sketch_file_ : nullptr; }
   const SafetensorsFile& shard_file(std::size_t index) const { return files_[index]; }
@@ -154,7 +157,7 @@ class TraceReader {
   void release() const {
     for (const SafetensorsFile& file : files_) file.release();
     for (const SafetensorsFile& file : gradient_files_) file.release();
-    for (const SafetensorsFile& file : column_files_) file.release();
+    for (const SafetensorsFile& file : feature_files_) file.release();
   }
   const SafetensorsFile& tokens_file() const { return tokens_file_; }
   const std::string& tokens_xxh3() const { return manifest_.tokens_xxh3; }
@@ -178,7 +181,7 @@ class TraceReader {
   std::optional<SafetensorsFile> sketch_file_;
   std::vector<SafetensorsFile> gradient_files_;  // by shard, or none
   std::vector<float> gradient_scales_;           // likewise
-  std::vector<SafetensorsFile> column_files_;    // as extras().columns
+  std::vector<SafetensorsFile> feature_files_;   // as extras().features
   std::string hash_;
 };
 
@@ -215,7 +218,7 @@ class TraceWriter {
   ~TraceWriter();
   TraceWriter(TraceWriter&&) noexcept;
 
-  /// Announces the next tokens, all of one kind; contiguous decode admissions become one segment,
+  /// Announces the next tokens, all of one kind; contiguous decode appends become one segment,
   /// and so do the chunks of a prompt unless `new_segment` says that another turn begins.
   void begin(std::span<const std::int32_t> ids, SegmentKind kind, bool new_segment = false);
   /// What one layer computed for the tokens announced last, n of them, before RoPE:
@@ -225,9 +228,9 @@ class TraceWriter {
   void layer(std::uint32_t index, std::span<const float> q, std::span<const float> k,
              std::span<const float> v, std::span<const float> out, std::span<const float> lse);
   /// Squared norms [n] of the residual stream after that layer's attention output was added: for
-  /// every layer of every admission, or for none.
+  /// every layer of every append, or for none.
   void residual(std::uint32_t index, std::span<const float> norm2);
-  /// Before the first admission; of the model that is captured.
+  /// Before the first append; of the model that is captured.
   void sketch(const OutputSketch& sketch);
   /// All layers of the announced tokens have arrived: seals what is full. Throws std::runtime_error
   /// if a file cannot be written (a full disk, say); the writer is of no more use then.

@@ -46,14 +46,14 @@ SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, cons
 
 std::string_view name_of(Part part) { return part == Part::q ? "q" : part == Part::k ? "k" : "v"; }
 
-/// Whether the two spans have the same queries from the first of `span` on.
-bool agree_from_first(const std::vector<Segment>& segments, Span span, Span other) {
-  const auto in = [](Span which) {
-    return [=](const Segment& s) { return which == Span::all || s.kind == SegmentKind::decode; };
+/// Whether the two have the same queries from the first of `queries` on.
+bool agree_from_first(const std::vector<Segment>& segments, Queries queries, Queries other) {
+  const auto in = [](Queries which) {
+    return [=](const Segment& s) { return which == Queries::all || s.kind == SegmentKind::decode; };
   };
-  const auto first = std::ranges::find_if(segments, in(span));
+  const auto first = std::ranges::find_if(segments, in(queries));
   return std::all_of(first, segments.end(),
-                     [&](const Segment& s) { return in(span)(s) == in(other)(s); });
+                     [&](const Segment& s) { return in(queries)(s) == in(other)(s); });
 }
 
 }  // namespace
@@ -101,16 +101,18 @@ TraceReader TraceReader::of_layers(std::span<const std::uint32_t> layers) const 
   return some;
 }
 
-std::vector<std::uint32_t> TraceReader::layers_with_span(bool with) const {
+std::vector<std::uint32_t> TraceReader::layers_with_window(bool with) const {
   std::vector<std::uint32_t> layers;
   for (std::uint32_t layer = 0; layer < shape().layers; ++layer)
-    if ((row(layer).span > 0) == with) layers.push_back(layer);
+    if ((row(layer).window > 0) == with) layers.push_back(layer);
   return layers;
 }
 
-std::uint32_t TraceReader::draws(Span span) const {
+std::uint32_t TraceReader::gradient_samples(Queries queries) const {
   const auto& gradients = extras().gradients;
-  return gradients && agree_from_first(segments(), span, gradients->span) ? gradients->draws : 0;
+  return gradients && agree_from_first(segments(), queries, gradients->queries)
+             ? gradients->gradient_samples
+             : 0;
 }
 
 void TraceReader::open_extras() {
@@ -124,29 +126,29 @@ void TraceReader::open_extras() {
   if (const auto& gradients = extras().gradients)
     for (const ShardInfo& info : gradients->files) {
       gradient_files_.push_back(SafetensorsFile::open(directory_ / info.file));
-      gradient_scales_.push_back(
-          check_gradient_tensors(gradient_files_.back(), shape(), info, gradients->draws));
+      gradient_scales_.push_back(check_gradient_tensors(gradient_files_.back(), shape(), info,
+                                                        gradients->gradient_samples));
     }
-  for (const TraceExtras::Column& column : extras().columns) {
-    column_files_.push_back(SafetensorsFile::open(directory_ / column_file(column.name)));
-    check_column_tensors(column_files_.back(), shape(), tokens(), column.name);
+  for (const TraceExtras::Feature& feature : extras().features) {
+    feature_files_.push_back(SafetensorsFile::open(directory_ / feature_file(feature.name)));
+    check_feature_tensors(feature_files_.back(), shape(), tokens(), feature.name);
   }
 }
 
-bool TraceReader::has_column(std::string_view name) const {
+bool TraceReader::has_feature(std::string_view name) const {
   return std::ranges::any_of(
-      extras().columns, [&](const TraceExtras::Column& column) { return column.name == name; });
+      extras().features, [&](const TraceExtras::Feature& feature) { return feature.name == name; });
 }
 
-void TraceReader::column(std::string_view name, std::uint32_t layer, std::uint32_t kv_head,
-                         float* to) const {
-  for (std::size_t i = 0; i < column_files_.size(); ++i) {
-    if (extras().columns[i].name != name) continue;
-    const TensorView& tensor = column_files_[i].at(column_tensor(shape().number(layer), name));
+void TraceReader::feature(std::string_view name, std::uint32_t layer, std::uint32_t kv_head,
+                          float* to) const {
+  for (std::size_t i = 0; i < feature_files_.size(); ++i) {
+    if (extras().features[i].name != name) continue;
+    const TensorView& tensor = feature_files_[i].at(feature_tensor(shape().number(layer), name));
     const std::size_t bytes = std::size_t{tokens()} * sizeof(float);
     return to_float(Dtype::f32, tensor.data.data() + kv_head * bytes, tokens(), to);
   }
-  throw std::logic_error(fmt::format("trace: it has no column {}", name));
+  throw std::logic_error(fmt::format("trace: it has no feature {}", name));
 }
 
 void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::uint32_t first,
@@ -170,10 +172,11 @@ void TraceReader::read(Part part, std::uint32_t layer, std::uint32_t head, std::
   }
 }
 
-void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head, std::uint32_t draw,
-                           std::span<const std::uint32_t> positions, float* to,
-                           std::size_t stride) const {
-  if (draw >= draws()) throw std::logic_error("trace: it has no such gradient");
+void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head,
+                           std::uint32_t gradient_sample, std::span<const std::uint32_t> positions,
+                           float* to, std::size_t stride) const {
+  if (gradient_sample >= gradient_samples())
+    throw std::logic_error("trace: it has no such gradient");
   if (layer >= shape().layers || query_head >= shape().query_heads ||
       std::ranges::any_of(positions, [&](std::uint32_t p) { return p >= tokens(); }))
     throw std::out_of_range(
@@ -181,11 +184,11 @@ void TraceReader::gradient(std::uint32_t layer, std::uint32_t query_head, std::u
   const std::size_t size = shape().head_size, row_bytes = size * bytes_of(shape().dtype);
   const std::string name = layer_tensor(shape().number(layer), kGradientTensor);
   std::size_t shard = gradient_files_.size();
-  const std::byte* rows = nullptr;  // of the shard, the draw and the head
+  const std::byte* rows = nullptr;  // of the shard, the gradient sample and the head
   for (const std::uint32_t position : positions) {
     if (position / kShardTokens != shard) {
       shard = position / kShardTokens;
-      const std::size_t head = std::size_t{draw} * shape().query_heads + query_head;
+      const std::size_t head = std::size_t{gradient_sample} * shape().query_heads + query_head;
       rows =
           gradient_files_[shard].at(name).data.data() + head * shards()[shard].tokens * row_bytes;
     }

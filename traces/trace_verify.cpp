@@ -195,7 +195,7 @@ class HeadVerifier {
 
   void compare_row(float* scores, std::uint32_t position, const float* sink, const float* out,
                    const float* lse, Largest& worst_out, Largest& worst_lse) {
-    const std::size_t first = first_seen(row_.span, position), count = position + 1 - first;
+    const std::size_t first = first_seen(row_.window, position), count = position + 1 - first;
     scores += first;
     make_scores(scores, count, row_.scale, row_.softcap);
     const auto usable = [](float score) { return std::fabs(score) < kLargestScore; };  // no NaN
@@ -246,8 +246,8 @@ std::vector<std::string> damaged_files(const TraceReader& trace, unsigned thread
   if (trace.sketch_file()) files.emplace_back(trace.sketch_file(), trace.extras().sketch->xxh3);
   for (std::size_t i = 0; i < trace.gradient_files().size(); ++i)
     files.emplace_back(&trace.gradient_files()[i], trace.extras().gradients->files[i].xxh3);
-  for (std::size_t i = 0; i < trace.column_files().size(); ++i)
-    files.emplace_back(&trace.column_files()[i], trace.extras().columns[i].xxh3);
+  for (std::size_t i = 0; i < trace.feature_files().size(); ++i)
+    files.emplace_back(&trace.feature_files()[i], trace.extras().features[i].xxh3);
   std::vector<std::string> problems(files.size());
   parallel_for(files.size(), threads, [&](std::size_t i) {
     const auto& [file, wanted] = files[i];
@@ -278,29 +278,29 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
     }
     for (std::uint32_t head = 0; trace.sketch_file() && head < trace.shape().kv_heads; ++head) {
       const std::vector<float> sketch = trace.sketch(layer, head, kSketchColumns);
-      constexpr float kMost = 1e18f;  // products of two stay finite
-      const auto within = [](float x) { return std::abs(x) <= kMost; };
+      constexpr float kMax = 1e18f;  // products of two stay finite
+      const auto within = [](float x) { return std::abs(x) <= kMax; };
       if (std::all_of(sketch.begin(), sketch.end(), within)) continue;
       problems.push_back(
           fmt::format("{}: layer {}, KV head {}: a value is not finite, or beyond {:g}",
-                      kSketchFile, trace.shape().number(layer), head, kMost));
+                      kSketchFile, trace.shape().number(layer), head, kMax));
     }
   }
   return problems;
 }
 
-/// Columns that are not finite: the first place of each layer.
-std::vector<std::string> wrong_columns(const TraceReader& trace) {
+/// Features that are not finite: the first place of each layer.
+std::vector<std::string> wrong_features(const TraceReader& trace) {
   std::vector<std::string> problems;
-  for (std::size_t i = 0; i < trace.column_files().size(); ++i)
+  for (std::size_t i = 0; i < trace.feature_files().size(); ++i)
     for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
       const std::string name =
-          column_tensor(trace.shape().number(layer), trace.extras().columns[i].name);
-      const TensorView& tensor = trace.column_files()[i].at(name);
+          feature_tensor(trace.shape().number(layer), trace.extras().features[i].name);
+      const TensorView& tensor = trace.feature_files()[i].at(name);
       const std::size_t wrong = first_not_finite(Dtype::f32, tensor.data);
       if (wrong < tensor.elements())
         problems.push_back(fmt::format("{}: {}: KV head {}: the value of token {} is not finite",
-                                       trace.column_files()[i].path().filename().string(), name,
+                                       trace.feature_files()[i].path().filename().string(), name,
                                        wrong / trace.tokens(), wrong % trace.tokens()));
     }
   return problems;
@@ -318,7 +318,8 @@ std::vector<std::string> wrong_gradients(const TraceReader& trace, unsigned thre
     if (wrong == tensor.elements()) return;
     const std::size_t row = wrong / shape.head_size, tokens = tensor.shape[2];
     problems[i] = fmt::format(
-        "{}: layer {}, draw {}, query head {}: the gradient at token {} of the file is not finite",
+        "{}: layer {}, gradient sample {}, query head {}: the gradient at token {} of the file is "
+        "not finite",
         file.path().filename().string(), shape.number(layer), row / tokens / shape.query_heads,
         row / tokens % shape.query_heads, row % tokens);
   });
@@ -346,7 +347,7 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
   add_problems(check, damaged_files(trace, threads));
   if (check.ok) add_problems(check, wrong_extras(trace));
   if (check.ok) add_problems(check, wrong_gradients(trace, threads));
-  if (check.ok) add_problems(check, wrong_columns(trace));
+  if (check.ok) add_problems(check, wrong_features(trace));
   if (!check.ok) {  // rows of damaged files say nothing
     shorten(check.problems);
     return check;

@@ -285,8 +285,8 @@ class TraceWriter::Impl {
   }
 
   void begin(std::span<const std::int32_t> ids, SegmentKind kind, bool new_segment) {
-    require(state_ == State::ready, "begin() inside an admission, or after the end");
-    require(!ids.empty(), "an admission without tokens");
+    require(state_ == State::ready, "begin() inside an append, or after the end");
+    require(!ids.empty(), "an append without tokens");
     if (ids.size() > kMaxTraceTokens - tokens())
       throw std::runtime_error(
           fmt::format("{}: a trace holds at most {} tokens", directory_.string(), kMaxTraceTokens));
@@ -295,18 +295,18 @@ class TraceWriter::Impl {
     if (segments_.empty() || segments_.back().kind != kind || new_segment)
       segments_.push_back({tokens(), 0, kind});
     segments_.back().tokens += count;
-    admission_ = tokens();
+    append_ = tokens();
     ids_.insert(ids_.end(), ids.begin(), ids.end());
     arrived_.assign(header_.shape.layers, false);
     residuals_.assign(header_.shape.layers, false);
-    state_ = State::admitting;
+    state_ = State::appending;
     while (first_open() + buffers_.size() * std::size_t{kShardTokens} < ids_.size())
       buffers_.emplace_back(
           header_.shape, first_open() + static_cast<std::uint32_t>(buffers_.size()) * kShardTokens);
   }
 
   void layer(std::uint32_t index, const LayerRows& rows) {
-    require(state_ == State::admitting, "layer() outside an admission");
+    require(state_ == State::appending, "layer() outside an append");
     require(index < header_.shape.layers && !arrived_[index], "a layer that is not expected");
     check_sizes(rows);
     arrived_[index] = true;
@@ -316,9 +316,9 @@ class TraceWriter::Impl {
   }
 
   void residual(std::uint32_t index, std::span<const float> norm2) {
-    require(state_ == State::admitting, "residual() outside an admission");
+    require(state_ == State::appending, "residual() outside an append");
     require(index < header_.shape.layers && !residuals_[index], "residuals that are not expected");
-    require(norm2.size() == tokens() - admission_, "residuals of other tokens than were announced");
+    require(norm2.size() == tokens() - append_, "residuals of other tokens than were announced");
     residuals_[index] = true;
     by_shard([&](ShardBuffer& buffer, std::uint32_t row, std::uint32_t first, std::uint32_t count) {
       buffer.put_residual(index, row, norm2.subspan(first, count));
@@ -326,19 +326,19 @@ class TraceWriter::Impl {
   }
 
   void sketch(const OutputSketch& sketch) {
-    require(state_ == State::ready && ids_.empty(), "sketch() after the first admission");
+    require(state_ == State::ready && ids_.empty(), "sketch() after the first append");
     extras_.sketch = write_sketch(directory_, header_.shape, sketch);
   }
 
   void end() {
-    require(state_ == State::admitting, "end() outside an admission");
+    require(state_ == State::appending, "end() outside an append");
     require(std::find(arrived_.begin(), arrived_.end(), false) == arrived_.end(),
             "end() before every layer arrived");
     const auto residuals =
         static_cast<std::size_t>(std::count(residuals_.begin(), residuals_.end(), true));
     require(residuals == 0 || residuals == residuals_.size(),
             "residuals given for some layers only");
-    if (admission_ == 0) extras_.residual_norm2 = residuals > 0;
+    if (append_ == 0) extras_.residual_norm2 = residuals > 0;
     require(extras_.residual_norm2 == (residuals > 0), "residuals given for some tokens only");
     state_ = State::failed;  // unless all is sealed
     while (!buffers_.empty() && tokens() - first_open() >= kShardTokens) seal(kShardTokens);
@@ -347,7 +347,7 @@ class TraceWriter::Impl {
 
   void finish() {
     require(state_ == State::ready && !ids_.empty(),
-            "finish() inside an admission, or without tokens");
+            "finish() inside an append, or without tokens");
     state_ = State::failed;
     if (!buffers_.empty()) seal(tokens() - first_open());
     const Manifest manifest{header_,      tokens(), prompt_tokens_of(segments_), segments_, shards_,
@@ -359,7 +359,7 @@ class TraceWriter::Impl {
   std::uint32_t tokens() const { return static_cast<std::uint32_t>(ids_.size()); }
 
  private:
-  enum class State { ready, admitting, failed, finished };
+  enum class State { ready, appending, failed, finished };
 
   /// Position of the first token that is in no sealed shard.
   std::uint32_t first_open() const {
@@ -369,16 +369,16 @@ class TraceWriter::Impl {
   /// Calls put(buffer, row of it, first, count) for each part of the announced tokens.
   template <class Put>
   void by_shard(Put put) {
-    for (std::uint32_t position = admission_; position < tokens();) {
+    for (std::uint32_t position = append_; position < tokens();) {
       const std::uint32_t row = position % kShardTokens;
       const std::uint32_t count = std::min(kShardTokens - row, tokens() - position);
-      put(buffers_[(position - first_open()) / kShardTokens], row, position - admission_, count);
+      put(buffers_[(position - first_open()) / kShardTokens], row, position - append_, count);
       position += count;
     }
   }
 
   void check_sizes(const LayerRows& rows) {
-    const std::size_t n = tokens() - admission_, size = header_.shape.head_size;
+    const std::size_t n = tokens() - append_, size = header_.shape.head_size;
     const std::size_t queries = n * header_.shape.query_heads, keys = n * header_.shape.kv_heads;
     require(rows.q.size() == queries * size && rows.k.size() == keys * size &&
                 rows.v.size() == keys * size && rows.out.size() == queries * size &&
@@ -408,7 +408,7 @@ class TraceWriter::Impl {
   State state_ = State::ready;
   std::vector<std::int32_t> ids_;
   std::vector<Segment> segments_;
-  std::uint32_t admission_ = 0;            // position of the first token announced last
+  std::uint32_t append_ = 0;               // position of the first token announced last
   std::vector<bool> arrived_, residuals_;  // by layer
   bool lse_known_ = false, has_lse_ = false;
   std::deque<ShardBuffer> buffers_;  // the shards that are not sealed, oldest first
@@ -515,7 +515,7 @@ std::uint32_t seal_trace(const fs::path& directory) {
   manifest.segments = std::move(rescued.last.segments);
   manifest.prompt_tokens = prompt_tokens_of(manifest.segments);
   manifest.shards = std::move(rescued.shards);
-  manifest.header.spans = clipped(manifest.header.spans, tokens);
+  manifest.header.passages = clipped(manifest.header.passages, tokens);
   manifest.extras.residual_norm2 = rescued.has_residuals;
   if (fs::exists(directory / kSketchFile))
     manifest.extras.sketch = rescued_sketch(directory, manifest.header.shape);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "traces/base/numeric/code.hpp"
+#include "traces/base/numeric/quantize.hpp"
 #include "traces/base/numeric/softmax.hpp"
 #include "traces/row_spec.hpp"
 
@@ -15,44 +15,44 @@ constexpr std::uint32_t kFewRows = 64;  // not worth compacting
 }  // namespace
 
 HeadCache::HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output,
-                     BroughtColumns brought)
+                     FeaturesByName feature_values)
     : shape_(shape),
       live_(std::move(live)),
-      columns_(live_.columns(), shape.head_size, output),
-      brought_(std::move(brought)),
+      features_(live_.features(), shape.head_size, output),
+      feature_values_(std::move(feature_values)),
       keys_(0, shape.head_size) {
-  if (live_.has_codes()) check_coded_heads(shape.head_size);
+  if (live_.is_quantized()) check_quantized_heads(shape.head_size);
 }
 
 HeadCache::HeadCache(const HeadCache& other)
     : shape_(other.shape_),
       live_(other.live_),
-      columns_(other.columns_),
-      brought_(other.brought_),
+      features_(other.features_),
+      feature_values_(other.feature_values_),
       keys_(other.keys_),
       values_(other.values_),
       plain_keys_(other.plain_keys_),
       rotated_to_(other.rotated_to_),
-      rungs_(other.rungs_),
+      tiers_(other.tiers_),
       old_(other.old_) {
   // A vector's copy has no room to spare, and keys and values have the same.
   values_.reserve(other.values_.capacity());
   plain_keys_.reserve(other.plain_keys_.capacity());
 }
 
-std::span<const std::uint32_t> HeadCache::make_room(std::uint32_t now) {
+std::span<const std::uint32_t> HeadCache::evict_to_budget(std::uint32_t now) {
   const std::vector<std::uint32_t> before(live_.positions().begin(), live_.positions().end());
   std::vector<std::uint32_t> victims;
-  for (const std::uint32_t age : live_.make_room(now)) victims.push_back(before[age]);
+  for (const std::uint32_t age : live_.evict_to_budget(now)) victims.push_back(before[age]);
   victims_ = std::move(victims);
-  step_down(0, live_.size());
+  demote(0, live_.size());
   if (has_spare_rows()) compact();
   return victims_;
 }
 
-std::uint32_t HeadCache::first_visible(const HeadAdmission& admission, std::uint32_t token) const {
+std::uint32_t HeadCache::first_visible(const HeadAppend& append, std::uint32_t token) const {
   const auto live = live_.positions();
-  const std::uint32_t oldest = first_seen(shape_.span, admission.first + token);
+  const std::uint32_t oldest = first_seen(shape_.window, append.first + token);
   return static_cast<std::uint32_t>(std::ranges::lower_bound(live, oldest) - live.begin());
 }
 
@@ -70,7 +70,7 @@ void HeadCache::compact() {
   const Panels keys = std::exchange(keys_, Panels(0, dim));
   const auto values = std::exchange(values_, {}), plain_keys = std::exchange(plain_keys_, {});
   const auto rotated_to = std::exchange(rotated_to_, {});
-  const auto rungs = std::exchange(rungs_, {});
+  const auto tiers = std::exchange(tiers_, {});
   seen_ = {};
   grow_to(from.size() + 1);
   std::vector<float> key(dim);
@@ -78,7 +78,7 @@ void HeadCache::compact() {
     keys.get_row(from[row], key.data());
     keys_.set_row(row, key.data());
     std::copy_n(&values[from[row] * dim], dim, &values_[row * dim]);
-    if (live_.has_codes()) rungs_[row] = rungs[from[row]];
+    if (live_.is_quantized()) tiers_[row] = tiers[from[row]];
     if (shape_.positions != Positions::cache) continue;
     std::copy_n(&plain_keys[from[row] * dim], dim, &plain_keys_[row * dim]);
     rotated_to_[row] = rotated_to[from[row]];
@@ -90,94 +90,96 @@ void HeadCache::grow_to(std::size_t rows) {
   const std::size_t dim = shape_.head_size, had = values_.capacity() / dim;
   if (rows > had) {
     const std::uint64_t wanted = std::min<std::uint64_t>(had + had / 2, live_.capacity());
-    const std::size_t room = std::max<std::size_t>(rows, wanted);
-    keys_.reserve(room);
-    values_.reserve(room * dim);
-    if (shape_.positions == Positions::cache) plain_keys_.reserve(room * dim);
+    const std::size_t capacity = std::max<std::size_t>(rows, wanted);
+    keys_.reserve(capacity);
+    values_.reserve(capacity * dim);
+    if (shape_.positions == Positions::cache) plain_keys_.reserve(capacity * dim);
   }
   keys_.grow(rows);
   values_.resize(rows * dim);
-  if (live_.has_codes()) rungs_.resize(rows);
+  if (live_.is_quantized()) tiers_.resize(rows);
   if (shape_.positions != Positions::cache) return;
   plain_keys_.resize(rows * dim);
   rotated_to_.resize(rows);
 }
 
-void HeadCache::admit(const HeadAdmission& admission, const RopeTable& rope) {
-  KeyValueRows rows{admission.k, admission.v, admission.key_stride, admission.tokens};
-  rows.q = admission.q, rows.group = shape_.group;
-  rows.q_head_stride = shape_.head_size, rows.q_stride = admission.query_stride;
+void HeadCache::append(const HeadAppend& append, const RopeTable& rope) {
+  KeyValueRows rows{append.k, append.v, append.key_stride, append.tokens};
+  rows.q = append.q, rows.group = shape_.group;
+  rows.q_head_stride = shape_.head_size, rows.q_stride = append.query_stride;
   rows.inv_freq = rope.rope().inv_freq, rows.rope_factor = rope.rope().factor;
   rows.softmax_scale = shape_.softmax_scale;
-  const std::size_t end = std::size_t{admission.first} + admission.tokens;
-  for (auto& [name, column] : brought_) column.resize(std::max(column.size(), end));
-  live_.admit(admission.first, admission.tokens, columns_.admit(rows, &brought_, admission.first));
+  const std::size_t end = std::size_t{append.first} + append.tokens;
+  for (auto& [name, feature] : feature_values_) feature.resize(std::max(feature.size(), end));
+  live_.append(append.first, append.tokens, features_.append(rows, &feature_values_, append.first));
   grow_to(live_.slot_count());
-  store(admission, rope);
-  if (shape_.positions == Positions::cache) squeeze(rope);
-  if (admission.tokens == 1) step_down(live_.size() - 1, live_.size());
+  store(append, rope);
+  if (shape_.positions == Positions::cache) rotate_to_cache_positions(rope);
+  if (append.tokens == 1) demote(live_.size() - 1, live_.size());
   seen_ = Tally(live_, shape_.threshold16, live_.size());
-  seen_.set_queries(admission.tokens);
+  seen_.set_queries(append.tokens);
 }
 
-void HeadCache::store(const HeadAdmission& admission, const RopeTable& rope) {
+void HeadCache::store(const HeadAppend& append, const RopeTable& rope) {
   const std::size_t dim = shape_.head_size;
-  const std::span rows = live_.slots().last(admission.tokens);
+  const std::span rows = live_.slots().last(append.tokens);
   std::vector<float> rotated(dim);
-  for (std::uint32_t i = 0; i < admission.tokens; ++i) {
-    const float* key = admission.k + i * admission.key_stride;
-    const float* value = admission.v + i * admission.key_stride;
-    rope.rotate(key, dim, admission.first + i, rotated.data());
+  for (std::uint32_t i = 0; i < append.tokens; ++i) {
+    const float* key = append.k + i * append.key_stride;
+    const float* value = append.v + i * append.key_stride;
+    rope.rotate(key, dim, append.first + i, rotated.data());
     keys_.set_row(rows[i], rotated.data());
     std::copy_n(value, dim, &values_[rows[i] * dim]);
-    if (live_.has_codes()) rungs_[rows[i]] = -1;
+    if (live_.is_quantized()) tiers_[rows[i]] = -1;
     if (shape_.positions == Positions::cache) {
       std::copy_n(key, dim, &plain_keys_[rows[i] * dim]);
-      rotated_to_[rows[i]] = admission.first + i;
+      rotated_to_[rows[i]] = append.first + i;
     }
   }
 }
 
 /// Only differences of positions count. Tokens that have lost no younger one stay where they are;
-/// the older ones are numbered by age, and rotated again, from their plain selves, when one that is
-/// older yet has left.
-void HeadCache::squeeze(const RopeTable& rope) {
+/// the older ones are numbered by cache position, and rotated again, from their plain selves, when
+/// one that is older yet has left.
+void HeadCache::rotate_to_cache_positions(const RopeTable& rope) {
   const std::size_t dim = shape_.head_size;
   old_ = tokens_before_gaps(live_.positions());
   std::vector<float> rotated(dim);
   for (std::uint32_t age = 0; age < live_.size(); ++age) {
-    const std::uint32_t row = live_.slots()[age], place = age < old_ ? age : live_.positions()[age];
-    if (rotated_to_[row] == place) continue;
-    rotated_to_[row] = place;
-    rope.rotate(&plain_keys_[row * dim], dim, place, rotated.data());
+    const std::uint32_t row = live_.slots()[age],
+                        position_in_cache = age < old_ ? age : live_.positions()[age];
+    if (rotated_to_[row] == position_in_cache) continue;
+    rotated_to_[row] = position_in_cache;
+    rope.rotate(&plain_keys_[row * dim], dim, position_in_cache, rotated.data());
     keys_.set_row(row, rotated.data());
   }
 }
 
-void HeadCache::step_down(std::uint32_t first, std::uint32_t last) {
-  if (!live_.has_codes()) return;
+void HeadCache::demote(std::uint32_t first, std::uint32_t last) {
+  if (!live_.is_quantized()) return;
   const std::size_t dim = shape_.head_size;
   std::vector<float> key(dim);
   for (std::uint32_t age = first; age < last; ++age) {
     const std::uint32_t row = live_.slots()[age];
-    const auto forms = way_down(live_.ladder(), rungs_[row], static_cast<int>(live_.rung(age)));
-    const bool was_coded = is_coded(row);
-    rungs_[row] = static_cast<int>(live_.rung(age));
-    if (forms.empty()) continue;
+    const auto formats =
+        demotion_path(live_.tier_plan(), tiers_[row], static_cast<int>(live_.tier(age)));
+    const bool was_quantized = is_quantized(row);
+    tiers_[row] = static_cast<int>(live_.tier(age));
+    if (formats.empty()) continue;
     const std::span<float> value = std::span(values_).subspan(row * dim, dim);
     keys_.get_row(row, key.data());
-    if (!was_coded) butterflies(key), butterflies(value);
-    for (const KvForm* form : forms) {
-      code_row(key, form->key_bits, form->floating);
-      code_row(value, form->value_bits, form->floating);
+    if (!was_quantized) hadamard_rotate(key), hadamard_rotate(value);
+    for (const KvFormat* format : formats) {
+      quantize_row(key, format->key_bits, format->floating);
+      quantize_row(value, format->value_bits, format->floating);
     }
     keys_.set_row(row, key.data());
   }
 }
 
 /// Products of the queries with the keys of all rows: [query, head, row].
-void HeadCache::multiply_at(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
-                            Turned turned, std::size_t panels, const RopeTable& rope,
+void HeadCache::multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
+                            QueryRotation rotation, std::size_t panels, const RopeTable& rope,
                             std::vector<float>& by_row) const {
   const std::size_t dim = shape_.head_size, group = shape_.group;
   const std::size_t queries = (end - begin) * group, stride = panels * 16;
@@ -185,49 +187,52 @@ void HeadCache::multiply_at(const HeadAdmission& admission, std::uint32_t begin,
   for (std::size_t i = 0; i < queries; ++i) {
     const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
     rope.rotate(
-        admission.q + token * admission.query_stride + i % group * dim, dim,
-        turned == Turned::to_number ? visible(admission, token) - 1 : admission.first + token,
+        append.q + token * append.query_stride + i % group * dim, dim,
+        rotation == QueryRotation::to_number ? visible(append, token) - 1 : append.first + token,
         &rotated[i * dim]);
   }
-  if (turned == Turned::behind_butterflies) butterflies(rotated);
+  if (rotation == QueryRotation::hadamard_rotated) hadamard_rotate(rotated);
   by_row.resize(queries * stride);
   multiply_fused(rotated.data(), queries, dim, keys_, 0, panels, by_row.data(), stride);
 }
 
-void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
+void HeadCache::attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
                        const RopeTable& rope) {
   const std::size_t dim = shape_.head_size, group = shape_.group;
-  const std::span rows = live_.slots().first(visible(admission, end - 1));
+  const std::span rows = live_.slots().first(visible(append, end - 1));
   const std::size_t panels = *std::max_element(rows.begin(), rows.end()) / 16 + 1;
   const std::size_t queries = (end - begin) * group, stride = panels * 16;
-  std::vector<float> by_row, by_row_of_old, by_row_of_codes, by_age(rows.size());
-  multiply_at(admission, begin, end, Turned::to_position, panels, rope, by_row);
-  if (old_ > 0) multiply_at(admission, begin, end, Turned::to_number, panels, rope, by_row_of_old);
-  if (live_.has_codes())
-    multiply_at(admission, begin, end, Turned::behind_butterflies, panels, rope, by_row_of_codes);
+  std::vector<float> by_row, by_row_of_old, by_row_of_quantized, by_age(rows.size());
+  multiply_at(append, begin, end, QueryRotation::to_position, panels, rope, by_row);
+  if (old_ > 0)
+    multiply_at(append, begin, end, QueryRotation::to_number, panels, rope, by_row_of_old);
+  if (live_.is_quantized())
+    multiply_at(append, begin, end, QueryRotation::hadamard_rotated, panels, rope,
+                by_row_of_quantized);
 
   Tally received(live_, shape_.threshold16, static_cast<std::uint32_t>(rows.size()));
   for (std::size_t i = 0; i < queries; ++i) {
     const std::uint32_t token = begin + static_cast<std::uint32_t>(i / group);
-    const std::uint32_t first = first_visible(admission, token);
-    const std::size_t head = i % group, count = visible(admission, token) - first;
+    const std::uint32_t first = first_visible(append, token);
+    const std::size_t head = i % group, count = visible(append, token) - first;
     const std::span seen = rows.subspan(first, count);
     float* p = by_age.data();
     for (std::size_t age = 0; age < count; ++age)
       p[age] = (first + age < old_ ? by_row_of_old : by_row)[i * stride + seen[age]];
-    for (std::size_t age = 0; live_.has_codes() && age < count; ++age)
-      if (is_coded(seen[age])) p[age] = by_row_of_codes[i * stride + seen[age]] / kCodeBlock;
+    for (std::size_t age = 0; live_.is_quantized() && age < count; ++age)
+      if (is_quantized(seen[age]))
+        p[age] = by_row_of_quantized[i * stride + seen[age]] / kQuantBlock;
     make_scores(p, count, shape_.softmax_scale, shape_.softcap);
     const float* sink = shape_.sinks.empty() ? nullptr : &shape_.sinks[head];
     const RowSum all = row_exponentials(p, count, sink, p);
     divide(p, count, all.sum, p);
-    admission.lse[token * admission.lse_stride + head] =
+    append.lse[token * append.lse_stride + head] =
         static_cast<float>(log_sum_exp(all.shift, static_cast<double>(all.sum)));
-    float* out = admission.out + token * admission.query_stride + head * dim;
+    float* out = append.out + token * append.query_stride + head * dim;
     std::fill_n(out, dim, 0.0f);
     accumulate({p, count}, seen, out);
-    received.add_row({p, count}, admission.tokens - 1 - token);
-    if (head + 1 == group) received.end_query(admission.first + token);
+    received.add_row({p, count}, append.tokens - 1 - token);
+    if (head + 1 == group) received.end_query(append.first + token);
   }
   const std::lock_guard lock(seen_mutex_);
   seen_.merge(received);
@@ -236,24 +241,24 @@ void HeadCache::attend(const HeadAdmission& admission, std::uint32_t begin, std:
 void HeadCache::accumulate(std::span<const float> p, std::span<const std::uint32_t> rows,
                            float* out) const {
   const std::size_t dim = shape_.head_size;
-  const auto coded = [&](std::uint32_t row) { return is_coded(row); };
-  if (!live_.has_codes() || std::ranges::none_of(rows, coded))
+  const auto quantized = [&](std::uint32_t row) { return is_quantized(row); };
+  if (!live_.is_quantized() || std::ranges::none_of(rows, quantized))
     return accumulate_rows(p, rows, values_.data(), dim, dim, out);
-  std::vector<std::uint32_t> rows_of[2];  // exact, coded
+  std::vector<std::uint32_t> rows_of[2];  // exact, quantized
   std::vector<float> p_of[2], sum(dim);
   for (std::size_t age = 0; age < rows.size(); ++age) {
-    rows_of[coded(rows[age])].push_back(rows[age]);
-    p_of[coded(rows[age])].push_back(p[age]);
+    rows_of[quantized(rows[age])].push_back(rows[age]);
+    p_of[quantized(rows[age])].push_back(p[age]);
   }
   if (!rows_of[0].empty()) accumulate_rows(p_of[0], rows_of[0], values_.data(), dim, dim, out);
   accumulate_rows(p_of[1], rows_of[1], values_.data(), dim, dim, sum.data());
-  butterflies(sum);
-  for (std::size_t d = 0; d < dim; ++d) out[d] += sum[d] / kCodeBlock;
+  hadamard_rotate(sum);
+  for (std::size_t d = 0; d < dim; ++d) out[d] += sum[d] / kQuantBlock;
 }
 
 std::span<const Observation> HeadCache::observe() {
-  live_.observe(seen_.seen(), seen_.heads());
-  return seen_.seen();
+  live_.observe(seen_.observations(), seen_.heads());
+  return seen_.observations();
 }
 
 }  // namespace kvlab

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "policies/aged_set.hpp"
-#include "policies/columns/columns.hpp"
+#include "policies/features/features.hpp"
 #include "policies/tally.hpp"
 #include "traces/base/numeric/panels.hpp"
 #include "traces/base/numeric/rope.hpp"
@@ -25,14 +25,14 @@ struct HeadShape {
   Positions positions = Positions::original;
   float softmax_scale = 1.0f;
   std::uint32_t threshold16 = 0;  ///< of requests
-  std::uint32_t span = 0;         ///< tokens that a query sees, itself included; 0: all
+  std::uint32_t window = 0;       ///< tokens that a query sees, itself included; 0: all
   float softcap = 0;              ///< as RowSpec's, and so are
   std::vector<float> sinks = {};  // [query head]
 };
 
-/// What one KV head's tokens of an admission bring, before RoPE, and where their outputs go. Rows
+/// What one KV head's tokens of an append bring, before RoPE, and where their outputs go. Rows
 /// of tokens are `*_stride` floats apart.
-struct HeadAdmission {
+struct HeadAppend {
   std::uint32_t first, tokens;
   const float* q;  // [token, group, dim]
   float* out;      // [token, group, dim]
@@ -45,21 +45,21 @@ struct HeadAdmission {
 
 class HeadCache {
  public:
-  /// `live`: nobody yet; `output`: for columns that are computed from it; `brought`: those of the
+  /// `live`: nobody yet; `output`: for features that are computed from it; `brought`: those of the
   /// prompt's tokens that are not computed.
   HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output = {},
-            BroughtColumns brought = {});
+            FeaturesByName feature_values = {});
 
   /// What `other` holds after step 4. A copy joins no other heads until share_ranks().
   HeadCache(const HeadCache& other);
   HeadCache& operator=(const HeadCache&) = delete;
 
   /// Step 1. Returns the positions of those who left, ascending.
-  std::span<const std::uint32_t> make_room(std::uint32_t now);
-  /// Step 2. `rope` covers the admission's last position.
-  void admit(const HeadAdmission& admission, const RopeTable& rope);
-  /// Step 3 for tokens [begin, end) of the admission. Several threads may attend at once.
-  void attend(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
+  std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
+  /// Step 2. `rope` covers the append's last position.
+  void append(const HeadAppend& append, const RopeTable& rope);
+  /// Step 3 for tokens [begin, end) of the append. Several threads may attend at once.
+  void attend(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
               const RopeTable& rope);
   /// Step 4. Returns what each live token received, by age; empty if the policy needs nothing.
   std::span<const Observation> observe();
@@ -68,21 +68,21 @@ class HeadCache {
   /// That was the end of a prompt segment.
   void end_prompt() { live_.end_prompt(); }
   /// For share_ranks().
-  AgedSet& aged() { return live_; }
+  AgedSet& aged_set() { return live_; }
 
   const LiveSet& live() const { return live_; }
   /// Rows that are written to. After a prompt as many as the budget lets live; before its end at
   /// most twice the live tokens, or a few.
   std::uint32_t row_count() const { return live_.slot_count(); }
-  /// Of the live tokens: of their codes, or 4 an element.
+  /// Of the live tokens: of their quantized values, or 4 an element.
   std::uint64_t live_bytes() const {
     std::uint64_t bytes = 0;
-    if (!live_.has_codes())
+    if (!live_.is_quantized())
       return std::uint64_t{live_.size()} * 2 * shape_.head_size * sizeof(float);
     for (const std::uint32_t row : live_.slots())
-      bytes += is_coded(row)
-                   ? live_.ladder()[rungs_[row]].form->block_bytes() * shape_.head_size / kCodeBlock
-                   : 2 * shape_.head_size * sizeof(float);
+      bytes += is_quantized(row) ? live_.tier_plan()[tiers_[row]].format->block_bytes() *
+                                       shape_.head_size / kQuantBlock
+                                 : 2 * shape_.head_size * sizeof(float);
     return bytes;
   }
   /// That keys and values take up, rows to come among them; keys by sixteen.
@@ -91,41 +91,43 @@ class HeadCache {
   }
 
  private:
-  std::uint32_t visible(const HeadAdmission& admission, std::uint32_t token) const {
-    return live_.size() - admission.tokens + token + 1;
+  std::uint32_t visible(const HeadAppend& append, std::uint32_t token) const {
+    return live_.size() - append.tokens + token + 1;
   }
   /// The age of the oldest token that it sees.
-  std::uint32_t first_visible(const HeadAdmission& admission, std::uint32_t token) const;
+  std::uint32_t first_visible(const HeadAppend& append, std::uint32_t token) const;
   bool has_spare_rows() const;
   void compact();
   void grow_to(std::size_t rows);
-  void store(const HeadAdmission& admission, const RopeTable& rope);
-  void squeeze(const RopeTable& rope);
-  /// Codes the rows of the live tokens of ages [first, last) as their rungs keep them.
-  void step_down(std::uint32_t first, std::uint32_t last);
-  bool is_coded(std::uint32_t row) const {
-    return rungs_[row] >= 0 && !live_.ladder()[rungs_[row]].form->exact();
+  void store(const HeadAppend& append, const RopeTable& rope);
+  void rotate_to_cache_positions(const RopeTable& rope);
+  /// Quantizes the rows of the live tokens of ages [first, last) as their tiers keep them.
+  void demote(std::uint32_t first, std::uint32_t last);
+  bool is_quantized(std::uint32_t row) const {
+    return tiers_[row] >= 0 && !live_.tier_plan()[tiers_[row]].format->exact();
   }
   /// How queries are turned: to their positions, to their numbers, or to positions and behind the
-  /// butterflies of codes.
-  enum class Turned { to_position, to_number, behind_butterflies };
+  /// Hadamard rotation.
+  enum class QueryRotation { to_position, to_number, hadamard_rotated };
   void accumulate(std::span<const float> p, std::span<const std::uint32_t> rows, float* out) const;
-  void multiply_at(const HeadAdmission& admission, std::uint32_t begin, std::uint32_t end,
-                   Turned turned, std::size_t panels, const RopeTable& rope,
+  void multiply_at(const HeadAppend& append, std::uint32_t begin, std::uint32_t end,
+                   QueryRotation rotation, std::size_t panels, const RopeTable& rope,
                    std::vector<float>& by_row) const;
 
   HeadShape shape_;
   LiveSet live_;
-  ColumnMaker columns_;
-  BroughtColumns brought_;
+  FeatureMaker features_;
+  FeaturesByName feature_values_;
   std::vector<std::uint32_t> victims_;
   // A token's row is its slot.
-  Panels keys_;                    // [row, dim], rotated
-  std::vector<float> values_;      // [row, dim]
-  std::vector<float> plain_keys_;  // [row, dim], before RoPE; only where positions are squeezed
+  Panels keys_;                // [row, dim], rotated
+  std::vector<float> values_;  // [row, dim]
+  std::vector<float>
+      plain_keys_;  // [row, dim], before RoPE; only where positions are cache positions
   std::vector<std::uint32_t> rotated_to_;  // [row]: the position that a key is rotated to; likewise
-  std::vector<int> rungs_;  // [row]: whose form it has, or -1: as it was computed; only with codes
-  std::uint32_t old_ = 0;   // live tokens that are placed by number, the oldest; likewise
+  std::vector<int>
+      tiers_;  // [row]: whose format it has, or -1: as it was computed; only with quantization
+  std::uint32_t old_ = 0;  // live tokens that are placed by number, the oldest; likewise
 
   std::mutex seen_mutex_;
   Tally seen_;

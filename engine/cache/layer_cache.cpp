@@ -21,10 +21,10 @@ LayerCache::LayerCache(const ResolvedConfig& config, const HeadShape& shape, std
     if (!shape.sinks.empty())
       own.sinks.assign(&shape.sinks[head * shape.group],
                        &shape.sinks[head * shape.group] + shape.group);
-    BroughtColumns brought;
-    config.bring(layer, head, brought);
+    FeaturesByName feature_values;
+    config.bring(layer, head, feature_values);
     heads_.emplace_back(own, config.live_set(layer, head), weights_of(output, layer, head),
-                        std::move(brought));
+                        std::move(feature_values));
   }
   for (const HeadCache& head : heads_) observes_ |= head.live().needs() != Needs::nothing;
   share_ranks_of_heads();
@@ -43,7 +43,7 @@ LayerCache::LayerCache(const LayerCache& other)
 /// Under scope=layer the heads order their tokens by the same ranks.
 void LayerCache::share_ranks_of_heads() {
   std::vector<AgedSet*> together;
-  for (HeadCache& head : heads_) together.push_back(&head.aged());
+  for (HeadCache& head : heads_) together.push_back(&head.aged_set());
   share_ranks(together);
 }
 
@@ -53,13 +53,14 @@ void LayerCache::attend(const LayerRows& rows, const RopeTable& rope, unsigned t
   if (looker_ && rows.tokens > 1) show(rows, rope.rope());
   const std::size_t heads = heads_.size();
   const std::uint32_t n = rows.tokens;
-  parallel_for(heads, threads, [&](std::size_t h) { heads_[h].admit(admission(rows, h), rope); });
+  parallel_for(heads, threads,
+               [&](std::size_t h) { heads_[h].append(head_append(rows, h), rope); });
   if (!wants_outputs && !observes_) return;
   const std::uint32_t blocks = (n + kQueryBlock - 1) / kQueryBlock;
   parallel_for(heads * blocks, threads, [&](std::size_t item) {
     const std::size_t head = item % heads;
     const auto begin = static_cast<std::uint32_t>(item / heads) * kQueryBlock;
-    heads_[head].attend(admission(rows, head), begin, std::min(n, begin + kQueryBlock), rope);
+    heads_[head].attend(head_append(rows, head), begin, std::min(n, begin + kQueryBlock), rope);
   });
 }
 
@@ -74,10 +75,10 @@ void LayerCache::end_prompt() {
   for (HeadCache& head : heads_) head.end_prompt();
   // At once, so that who looks need not keep what it saw: that does not depend on who comes next.
   for (HeadCache& head : heads_)
-    if (looker_) head.make_room(tokens_);
+    if (looker_) head.evict_to_budget(tokens_);
 }
 
-HeadAdmission LayerCache::admission(const LayerRows& rows, std::size_t head) const {
+HeadAppend LayerCache::head_append(const LayerRows& rows, std::size_t head) const {
   const std::size_t heads = heads_.size(), group = shape_.group, dim = shape_.head_size;
   return {.first = rows.first,
           .tokens = rows.tokens,

@@ -1,5 +1,5 @@
 // The caches of one layer's KV heads. Whoever computes queries, keys and values takes the four
-// steps of the rule with it: make_room() of each head, attend(), observe() of each head.
+// steps of the rule with it: evict_to_budget() of each head, attend(), observe() of each head.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvlab {
 
-/// What the tokens of an admission bring, before RoPE, and where their outputs go.
+/// What the tokens of an append bring, before RoPE, and where their outputs go.
 struct LayerRows {
   std::uint32_t first, tokens;  ///< position of the first one, and how many
   const float* q;               // [token, kv_heads * group, dim]
@@ -21,7 +21,7 @@ struct LayerRows {
 
 class LayerCache {
  public:
-  /// `kv_heads` KV heads of layer `layer`, empty, under `config`. `output`: for columns that are
+  /// `kv_heads` KV heads of layer `layer`, empty, under `config`. `output`: for features that are
   /// computed from it, which outlive the cache; or null.
   LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
              std::uint32_t layer, const OutputProjections* output = nullptr);
@@ -42,14 +42,14 @@ class LayerCache {
 
  private:
   void share_ranks_of_heads();
-  HeadAdmission admission(const LayerRows& rows, std::size_t head) const;
+  HeadAppend head_append(const LayerRows& rows, std::size_t head) const;
   void show(const LayerRows& rows, const Rope& rope) const;
 
   HeadShape shape_;
   bool observes_ = false;
   std::uint32_t tokens_ = 0;  // so far
   LiveSet::Identity identity_;
-  std::shared_ptr<const PolicyEntry> looker_;  // null: nobody looks at rows
+  std::shared_ptr<const PolicyEntry> looker_;  // null: rows are not observed
   std::deque<HeadCache> heads_;
 };
 

@@ -64,8 +64,8 @@ class TensorReader {
                  std::span<const std::size_t> shape);
   /// Throws std::runtime_error that names the file and the tensor: a value is not finite.
   [[noreturn]] void refuse_not_finite(const std::string& name, std::string_view in = "") const;
-  /// Throws std::runtime_error that names a tensor that nobody took, but for what older files store
-  /// of RoPE.
+  /// Throws std::runtime_error that names a tensor that was not taken, but for what older files
+  /// store of RoPE.
   void refuse_rest() const;
 
  private:

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "policies/budgets/budget.hpp"
-#include "policies/columns/output_projections.hpp"
+#include "policies/features/output_projections.hpp"
 #include "traces/trace.hpp"
 
 namespace kvlab {
@@ -54,22 +54,22 @@ struct ModelConfig {
   std::int32_t bos = -1;          ///< as config.json says; the tokenizer has the say; -1: none
   std::vector<std::int32_t> eos;  ///< may be empty
   std::vector<RowSpec> rows;      ///< by layer: how its queries attend
-  JsonValue rope_config;          ///< of the layers without a span, for people
+  JsonValue rope_config;          ///< of the layers without a window, for people
   std::vector<std::string> unknown_keys;  ///< of config.json, which may change what is computed
 
   /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }
   CacheShape heads() const;
   bool has_experts(std::uint32_t layer) const { return experts.count > 0 && experts.layers[layer]; }
-  bool has_spans() const;                                             ///< some layer has one
+  bool has_windows() const;                                           ///< some layer has one
   bool norms_each_head() const { return qk_norm && !whole_qk_norm; }  ///< of q and k
-  /// Of the layers without a span, which attend alike; of the first, where all have one.
-  const RowSpec& unspanned() const;
-  const Rope& rope() const { return unspanned().rope; }
+  /// Of the layers without a window, which attend alike; of the first, where all have one.
+  const RowSpec& full_attention_row() const;
+  const Rope& rope() const { return full_attention_row().rope; }
   /// Rotation tables of the rows, numbered from 0.
   std::uint32_t rope_tables() const;
   const Rope& rope_of_table(std::uint32_t table) const;
-  float softmax_scale() const { return unspanned().scale; }
+  float softmax_scale() const { return full_attention_row().scale; }
 };
 
 /// The architectures that are supported, and each one's model_type.

@@ -246,37 +246,39 @@ std::vector<bool> read_types(const JsonFields& config, Windows windows, std::uin
 }
 
 /// Tokens that a query of each layer sees; 0: all.
-std::vector<std::uint32_t> read_spans(const JsonFields& config, const Architecture& architecture,
-                                      std::uint32_t layers) {
+std::vector<std::uint32_t> read_layer_windows(const JsonFields& config,
+                                              const Architecture& architecture,
+                                              std::uint32_t layers) {
   constexpr std::string_view key = "layer_types";
   const Windows windows = architecture.windows;
   std::vector<bool> windowed;
   if (config.has(key)) windowed = read_types(config, windows, layers);
   const std::uint32_t window = read_window(config, architecture);
-  std::vector<std::uint32_t> spans(layers);
+  std::vector<std::uint32_t> by_layer(layers);
   for (std::uint32_t layer = 0; layer < layers; ++layer) {
     const bool by_rule = window > 0 && is_windowed(config, architecture, layer);
     const bool own = windowed.empty() ? by_rule : windowed[layer];
     if ((own && window == 0) || (windows == Windows::all && own != by_rule))
       config.refuse(key, fmt::format("layer {} contradicts the windows that are in use", layer));
-    spans[layer] = own ? window : 0;
+    by_layer[layer] = own ? window : 0;
   }
-  return spans;
+  return by_layer;
 }
 
 void read_rows(const JsonFields& config, const Architecture& architecture, ModelConfig& model) {
   constexpr std::string_view scalar = "query_pre_attn_scalar";
-  const std::vector<std::uint32_t> spans = read_spans(config, architecture, model.layers);
+  const std::vector<std::uint32_t> by_layer =
+      read_layer_windows(config, architecture, model.layers);
   const ScaledRope rope = read_rope(config, model.head_size, architecture.rope);
   const ScaledRope of_windows =
       architecture.rope_of_windows
           ? read_rope(config, model.head_size, *architecture.rope_of_windows)
           : rope;
   const double size = config.has(scalar) ? config.number(scalar, 1e-6, 1e6) : model.head_size;
-  for (const std::uint32_t span : spans) {
-    model.rows.push_back({.span = span,
+  for (const std::uint32_t window : by_layer) {
+    model.rows.push_back({.window = window,
                           .scale = static_cast<float>(1.0 / std::sqrt(size)),
-                          .rope = (span > 0 ? of_windows : rope).rope});
+                          .rope = (window > 0 ? of_windows : rope).rope});
     model.rows.back().table = model.rows.back().rope == model.rows.front().rope ? 0 : 1;
   }
   model.rope_config = rope.config;
@@ -445,17 +447,17 @@ std::vector<std::pair<std::string, std::string>> supported_architectures() {
 
 CacheShape ModelConfig::heads() const {
   CacheShape shape{layers, kv_heads, head_size};
-  for (const RowSpec& row : rows) shape.spans.push_back(row.span);
+  for (const RowSpec& row : rows) shape.windows.push_back(row.window);
   return shape;
 }
 
-const RowSpec& ModelConfig::unspanned() const {
-  const auto row = std::ranges::find(rows, 0u, &RowSpec::span);
+const RowSpec& ModelConfig::full_attention_row() const {
+  const auto row = std::ranges::find(rows, 0u, &RowSpec::window);
   return row == rows.end() ? rows.front() : *row;
 }
 
-bool ModelConfig::has_spans() const {
-  return std::ranges::any_of(rows, [](const RowSpec& row) { return row.span > 0; });
+bool ModelConfig::has_windows() const {
+  return std::ranges::any_of(rows, [](const RowSpec& row) { return row.window > 0; });
 }
 
 std::uint32_t ModelConfig::rope_tables() const {

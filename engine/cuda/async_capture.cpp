@@ -8,10 +8,10 @@ namespace {
 constexpr int kChunkBuffers = 8;
 // Steps that wait while a shard is being sealed: as many as fit, between these.
 constexpr std::size_t kStepBytes = 192u << 20;
-constexpr std::size_t kFewestSteps = 16, kMostSteps = 512;
+constexpr std::size_t kMinSteps = 16, kMaxSteps = 512;
 
 int step_buffers(std::size_t step_bytes) {
-  return static_cast<int>(std::clamp(kStepBytes / step_bytes, kFewestSteps, kMostSteps));
+  return static_cast<int>(std::clamp(kStepBytes / step_bytes, kMinSteps, kMaxSteps));
 }
 
 }  // namespace

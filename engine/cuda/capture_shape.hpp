@@ -1,4 +1,4 @@
-// Where each layer of an admission puts what the next launches need, and what a capture keeps.
+// Where each layer of an append puts what the next launches need, and what a capture keeps.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvlab {
 
-/// What a captured admission left in device memory, layer by layer: `layers` of these after each
+/// What a captured append left in device memory, layer by layer: `layers` of these after each
 /// other, each `tokens` long.
 struct CaptureShape {
   Dtype dtype;

@@ -72,7 +72,7 @@ class CudaBackend final : public Backend, public BatchBackend {
 
   std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,
                                            std::uint32_t tokens) override {
-    if (!cache.evicts() && !cache.policy.ladder.is_coded())
+    if (!cache.evicts() && !cache.policy.tier_plan.is_quantized())
       return sequence({.tokens = tokens, .prefill_chunk = cache.prefill.chunk});
     return sequence({.tokens = tokens, .cache = cache});
   }
@@ -95,7 +95,7 @@ class CudaBackend final : public Backend, public BatchBackend {
                                .prefill_tokens = std::min(tokens, kBatchPromptTokens),
                                .longest_prompt = tokens};
     if (std::ranges::any_of(caches, [](const ResolvedConfig& cache) {
-          return cache.evicts() || cache.policy.ladder.is_coded();
+          return cache.evicts() || cache.policy.tier_plan.is_quantized();
         }))
       options.caches.assign(caches.begin(), caches.end());
     if (!CudaDecoder::fits(model_, options)) return nullptr;

@@ -36,7 +36,7 @@ CudaDecoder::CudaDecoder(const DeviceModel& model, CudaDecoderOptions options)
       prompt_(stream_.get()),
       logit_ring_(stream_.get()),
       fed_(static_cast<std::size_t>(options_.sequences)),
-      admitted_behind_(fed_.size()),
+      appended_behind_(fed_.size()),
       work_("hidden states and logits", config_, options_.rows(), options_.sequences) {
   make_cache();
   // A sequence that was given nothing is sampled, too, with the rest of its batch.
@@ -72,7 +72,7 @@ void CudaDecoder::check_ids(std::span<const std::int32_t> ids) const {
 
 void CudaDecoder::check_rows(int rows) const {
   if (rows < 1 || rows > options_.sequences)
-    throw std::invalid_argument(fmt::format("CUDA decoder: {} rows asked for, it has {} sequences",
+    throw std::invalid_argument(fmt::format("CUDA decoder: {} rows requested, it has {} sequences",
                                             rows, options_.sequences));
 }
 
@@ -94,12 +94,13 @@ void CudaDecoder::watch(int sequence, DecoderObserver* observer) {
   watch_->watch(sequence, observer);
 }
 
-bool CudaDecoder::can_forget() const { return !evicts() && !config_.has_spans(); }
+bool CudaDecoder::can_forget() const { return !evicts() && !config_.has_windows(); }
 
 void CudaDecoder::rewind(int sequence, std::uint32_t tokens) {
   std::uint32_t& fed = fed_.at(static_cast<std::size_t>(sequence));
   if (!can_forget() && tokens != fed && (evicts() || tokens > 0))
-    throw std::logic_error("CUDA decoder: where tokens leave, none that was fed can be forgotten");
+    throw std::logic_error(
+        "CUDA decoder: where tokens are evicted, none that was fed can be forgotten");
   if (tokens > fed)
     throw std::invalid_argument(
         fmt::format("CUDA decoder: {} tokens to go back to; {} were fed", tokens, fed));
@@ -129,7 +130,7 @@ void CudaDecoder::copy_logits(int sequence, float* to) const {
 
 // --- Prefill -------------------------------------------------------------------------------------
 
-/// Tokens that are fed to a sequence together: admitted at once, or decoded one by one.
+/// Tokens that are fed to a sequence together: appended at once, or decoded one by one.
 struct CudaDecoder::Piece {
   int sequence;
   SegmentKind kind;
@@ -165,7 +166,7 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
     if (alone)
       feed_alone(piece, logits);
     else
-      admit(piece, logits, on_chunk);
+      append(piece, logits, on_chunk);
     start += count;
   }
   if (kind == SegmentKind::prompt) cache_->end_prompt(sequence, tokens(sequence));
@@ -175,39 +176,39 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
 
 std::size_t CudaDecoder::tokens_at_once(int sequence, SegmentKind kind, std::size_t count) const {
   if (evicts() && kind == SegmentKind::decode) return 1;
-  const std::uint32_t asked = cache_->prefill_chunk(sequence);
-  return asked == 0 ? count : asked;
+  const std::uint32_t requested = cache_->prefill_chunk(sequence);
+  return requested == 0 ? count : requested;
 }
 
 /// The forward pass of many tokens, layer by layer, each in parts that fit the work buffers.
-void CudaDecoder::admit(const Piece& piece, float* logits, const OnChunk& on_chunk) {
+void CudaDecoder::append(const Piece& piece, float* logits, const OnChunk& on_chunk) {
   const std::size_t count = piece.ids.size();
   const std::uint32_t behind = tokens(piece.sequence);
-  float* const states = admission_states(count);
-  const auto x_of = [&](const PromptPart& part) {
+  float* const states = append_states(count);
+  const auto x_of = [&](const PromptChunk& part) {
     return states + std::size_t{part.first} * config_.hidden;
   };
-  std::vector<PromptPart> parts;
+  std::vector<PromptChunk> parts;
   for (std::size_t first = 0; first < count; first += options_.prefill_tokens)
     parts.push_back(
         {.first = static_cast<std::uint32_t>(first),
          .rows = static_cast<int>(std::min<std::size_t>(options_.prefill_tokens, count - first))});
 
-  for (const PromptPart& part : parts)
+  for (const PromptChunk& part : parts)
     layers_.embed(piece.device_ids + part.first, part.rows, x_of(part));
-  const auto admission = cache_->admit(piece.sequence, behind, static_cast<std::uint32_t>(count),
-                                       piece.kind == SegmentKind::prompt && piece.is_last);
+  const auto append = cache_->append(piece.sequence, behind, static_cast<std::uint32_t>(count),
+                                     piece.kind == SegmentKind::prompt && piece.is_last);
   const bool watched = watch_ && watch_->watches(piece.sequence);
   if (watched)
     watch_->begin(piece.sequence, piece.ids, behind, piece.kind,
                   piece.opens && piece.kind == SegmentKind::prompt);
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
-    for (const PromptPart& part : parts) {
+    for (const PromptChunk& part : parts) {
       float* const x = x_of(part);
       const auto rows = static_cast<std::size_t>(part.rows);
       const LayerOutputs to = outputs_.next_chunk(rows);
-      layers_.qkv(layer, part.rows, x, to, admission->write(layer, part));
-      admission->attend(layer, part, to);
+      layers_.qkv(layer, part.rows, x, to, append->write(layer, part));
+      append->attend(layer, part, to);
       if (watched) watch_->part(layer, part, to);
       layers_.output(layer, part.rows, x, to);
       if (on_chunk)
@@ -220,25 +221,25 @@ void CudaDecoder::admit(const Piece& piece, float* logits, const OnChunk& on_chu
       layers_.gated(layer, part.rows, x);
       layers_.down(layer, part.rows, x);
     }
-  admission->finish();
+  append->finish();
   if (watched) watch_->end();
   fed_[static_cast<std::size_t>(piece.sequence)] += static_cast<std::uint32_t>(count);
-  admitted_behind_[static_cast<std::size_t>(piece.sequence)] = behind;
+  appended_behind_[static_cast<std::size_t>(piece.sequence)] = behind;
   if (logits) copy_logits(states, count, logits);
   if (piece.is_last)
     layers_.head(states + (count - 1) * config_.hidden, 1, logits_row(piece.sequence));
 }
 
-/// Room for the hidden states of an admission: those of a step, or more.
-float* CudaDecoder::admission_states(std::size_t count) {
+/// Room for the hidden states of an append: those of a step, or more.
+float* CudaDecoder::append_states(std::size_t count) {
   if (count <= static_cast<std::size_t>(options_.rows())) return work_->x;
-  if (count * config_.hidden * sizeof(float) > admission_.memory().bytes()) {
+  if (count * config_.hidden * sizeof(float) > append_.memory().bytes()) {
     synchronize();
-    admission_ = {};  // first give back, then take
-    admission_ =
+    append_ = {};  // first give back, then take
+    append_ =
         cuda::Placed<DecoderWork>("a prompt's hidden states", config_, static_cast<int>(count), 0);
   }
-  return admission_->x;
+  return append_->x;
 }
 
 /// Tokens one by one, by steps in which the other sequences sit out.
@@ -269,7 +270,7 @@ void CudaDecoder::feed_alone(const Piece& piece, float* logits) {
 
 void CudaDecoder::note_fed(int row) {
   const auto at = static_cast<std::size_t>(row);
-  admitted_behind_[at] = fed_[at]++;
+  appended_behind_[at] = fed_[at]++;
 }
 
 /// Logits of every token of a chunk, to the host.

@@ -48,7 +48,7 @@ class CudaDecoder {
   using OnChunk = std::function<void(const Chunk&)>;
 
   /// Feeds tokens to one sequence, and leaves the last one's logits in its row. Where tokens may
-  /// leave, a prompt is admitted as its cache says, decoded tokens one by one. `all_logits`: waits,
+  /// leave, a prompt is appended as its cache says, decoded tokens one by one. `all_logits`: waits,
   /// and puts those of every token there [n, vocab]. Throws std::out_of_range for an id outside the
   /// vocabulary.
   void prefill(int sequence, std::span<const std::int32_t> ids,
@@ -69,8 +69,8 @@ class CudaDecoder {
   /// does.
   void force(int rows, std::span<const std::int32_t> ids, float* logits);
 
-  /// Shows what a sequence's cache does; null: nobody looks. Throws std::logic_error if the decoder
-  /// was not made to be watched.
+  /// Shows what a sequence's cache does; null: there is no observer. Throws std::logic_error if the
+  /// decoder was not made to be watched.
   void watch(int sequence, DecoderObserver* observer);
 
   void set_sampling(int sequence, const SamplingOptions& options, std::uint64_t counter = 0) {
@@ -78,9 +78,10 @@ class CudaDecoder {
   }
   /// The token that the next step feeds.
   void set_next(int sequence, std::int32_t id);
-  /// Whether tokens leave: then nothing that was fed can be forgotten.
+  /// Whether tokens are evicted: then nothing that was fed can be forgotten.
   bool evicts() const { return options_.evicts(); }
-  /// Whether tokens can be forgotten: where none leaves, and no layer's span has been left behind.
+  /// Whether tokens can be forgotten: where none leaves, and no layer's window has been left
+  /// behind.
   bool can_forget() const;
   /// Forgets all but the first `tokens`. Throws std::logic_error where it cannot; all can be
   /// forgotten where none leaves.
@@ -90,7 +91,7 @@ class CudaDecoder {
 
   /// How many times choose() or step() has sampled.
   std::uint64_t published() const { return batch_.published(); }
-  /// Waits for the ids that the index-th of them sampled, [rows]; the last kRing can be asked for.
+  /// Waits for the ids that the index-th of them sampled, [rows]; the last kRing can be requested.
   std::span<const std::int32_t> ids(std::uint64_t index) const { return batch_.ids(index); }
   static constexpr int kRing = BatchState::kRing;
   /// Waits; the logits of a sequence's last token [vocab].
@@ -109,7 +110,7 @@ class CudaDecoder {
     return cache_->live_bytes(sequence, tokens(sequence));
   }
   std::uint64_t evictions(int sequence) const {  ///< over all layers and KV heads
-    return cache_->evictions(sequence, admitted_behind_.at(static_cast<std::size_t>(sequence)));
+    return cache_->evictions(sequence, appended_behind_.at(static_cast<std::size_t>(sequence)));
   }
   cudaStream_t stream() const { return stream_.get(); }
   void synchronize() const { stream_.synchronize("decoding"); }
@@ -135,10 +136,10 @@ class CudaDecoder {
   void check_rows(int rows) const;
   void check_capacity(std::uint64_t tokens) const;
 
-  void admit(const Piece& piece, float* logits, const OnChunk& on_chunk);
+  void append(const Piece& piece, float* logits, const OnChunk& on_chunk);
   void feed_alone(const Piece& piece, float* logits);
   std::size_t tokens_at_once(int sequence, SegmentKind kind, std::size_t count) const;
-  float* admission_states(std::size_t count);
+  float* append_states(std::size_t count);
   void copy_logits(const float* x, std::size_t count, float* to);
   void keep_logits(std::size_t rows);
   void restore_logits(std::size_t rows);
@@ -165,12 +166,12 @@ class CudaDecoder {
   DeviceLayers layers_;
   PromptIds prompt_;
   LogitRing logit_ring_;
-  // [sequence]: tokens, and how many of them were there before the last admission.
-  std::vector<std::uint32_t> fed_, admitted_behind_;
+  // [sequence]: tokens, and how many of them were there before the last append.
+  std::vector<std::uint32_t> fed_, appended_behind_;
   cuda::Placed<DecoderWork> work_;
-  cuda::Placed<DecoderWork> admission_;  // hidden states of an admission that is longer
-  cuda::DeviceBuffer kept_logits_;       // of other sequences, while one is fed
-  cuda::DeviceBuffer logit_rows_;        // [kLogitRows, vocab], made when asked for
+  cuda::Placed<DecoderWork> append_;  // hidden states of an append that is longer
+  cuda::DeviceBuffer kept_logits_;    // of other sequences, while one is fed
+  cuda::DeviceBuffer logit_rows_;     // [kLogitRows, vocab], made when requested
   std::map<std::pair<int, Next>, cuda::Graph> graphs_;
 };
 

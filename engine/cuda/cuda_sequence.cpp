@@ -19,9 +19,10 @@ static_assert(kAhead < CudaDecoder::kRing);
 
 std::uint32_t prefill_tokens(const CudaSequence::Options& options) {
   const std::uint32_t most = options.writer ? kCapturedTokens : kPrefillTokens;
-  const std::uint32_t asked =
+  const std::uint32_t requested =
       options.prefill_chunk == 0 ? most : std::min(most, options.prefill_chunk);
-  return options.tokens == 0 ? asked : std::max<std::uint32_t>(1, std::min(asked, options.tokens));
+  return options.tokens == 0 ? requested
+                             : std::max<std::uint32_t>(1, std::min(requested, options.tokens));
 }
 
 }  // namespace
@@ -71,7 +72,7 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
   decoder_.set_sampling(0, sampler.options(), sampler.counter());
   decoder_.choose(1);
 
-  // What has left cannot come back: where tokens leave, no step runs that may be forgotten.
+  // What has left cannot come back: where tokens are evicted, no step runs that may be forgotten.
   const std::uint32_t ahead = decoder_.can_forget() ? kAhead : 0;
   std::deque<int> copies;        // of steps that are not kept yet,
   std::deque<std::int32_t> fed;  // and tokens; those that run ahead, or that wait for their step
@@ -93,7 +94,7 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
     if (more && capture_) fed.push_back(id);
   }
   for (const int copy : copies) capture_->drop(copy);
-  // Steps were under way when it was over; what they fed is forgotten, their draws too.
+  // Steps were under way when it was over; what they fed is forgotten, their samples too.
   decoder_.rewind(0, before + seen - 1);
   sampler.skip(seen);
 }

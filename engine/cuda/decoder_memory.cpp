@@ -52,13 +52,13 @@ void check_launches(const DeviceModel& model, const CudaDecoderOptions& options)
   cuda::check(kernels::device_limits(limits), "asking for the device's limits");
   const auto head_size = static_cast<int>(config.head_size);
   std::string why = kernels::why_not_prefill(model.type(), head_size, limits);
-  if (why.empty() && (!options.evicts() || config.has_spans())) {
+  if (why.empty() && (!options.evicts() || config.has_windows())) {
     const kvlab_cache cache{.type = model.type(),
                             .sequences = 1,
                             .query_heads = static_cast<int>(config.query_heads),
                             .kv_heads = static_cast<int>(config.kv_heads),
                             .head_size = head_size,
-                            .most_slots = 1};
+                            .max_slots = 1};
     why = kernels::why_not_attention(cache, KVLAB_ORIGINAL, limits);
   }
   if (!why.empty())

@@ -8,7 +8,7 @@
 
 #include "engine/decoder.hpp"
 #include "kernels/cache/slots_config.hpp"
-#include "policies/columns/columns.hpp"
+#include "policies/features/features.hpp"
 
 namespace kvlab {
 
@@ -33,15 +33,15 @@ struct CudaDecoderOptions {
   // Where it evicts:
   const std::shared_ptr<const PolicyEntry>& entry() const { return caches.front().policy.entry; }
   const PolicyInfo& policy() const { return entry()->info; }
-  /// Whether some cache keeps codes.
-  bool coded() const {
+  /// Whether some cache is quantized.
+  bool is_quantized() const {
     return std::ranges::any_of(
-        caches, [](const ResolvedConfig& cache) { return cache.policy.ladder.is_coded(); });
+        caches, [](const ResolvedConfig& cache) { return cache.policy.tier_plan.is_quantized(); });
   }
-  kvlab_columns_args columns(int hidden) const {
+  kvlab_columns_args features(int hidden) const {
     kvlab_columns_args list{.hidden = hidden};
-    for (const std::string& name : caches.front().policy.columns)
-      list.columns[list.count++] = static_cast<kvlab_column>(built_in_column(name).value());
+    for (const std::string& name : caches.front().policy.features)
+      list.features[list.count++] = static_cast<kvlab_column>(built_in_feature(name).value());
     return list;
   }
   kvlab_positions numbering() const {

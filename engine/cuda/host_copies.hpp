@@ -1,4 +1,4 @@
-// Copies between host and device that nobody waits for.
+// Copies between host and device that nothing waits for.
 #pragma once
 
 #include <array>

@@ -133,7 +133,7 @@ class Bpe::Word {
     if (found != nullptr) out.push_back({found->rank, found->id, left});
   }
 
-  // A neighbour may have changed since. The tokenizers library asks for the same result, not the
+  // A neighbour may have changed since. The tokenizers library requests the same result, not the
   // same rank, and so do we.
   bool still_holds(const Candidate& candidate) const {
     const Symbol& left = symbols_[candidate.left];

@@ -13,8 +13,8 @@ namespace kvlab::tokenizer {
 namespace {
 
 constexpr std::size_t kMaxPatternBytes = 16 * 1024;
-constexpr std::uint32_t kMaxSteps = 10'000'000;          // from one place of the text on
-constexpr std::size_t kPlaces = 16, kMostPlaces = 4096;  // where a match may begin, in one call
+constexpr std::uint32_t kMaxSteps = 10'000'000;         // from one place of the text on
+constexpr std::size_t kPlaces = 16, kMaxPlaces = 4096;  // where a match may begin, in one call
 constexpr double kSeconds = 1, kSecondsPerByte = 1e-5;
 constexpr std::size_t kJitStackStart = 32 * 1024;      // bytes
 constexpr std::size_t kJitStackMax = 8 * 1024 * 1024;  // bytes
@@ -85,7 +85,7 @@ class Matcher {
   // time, for one call cannot be stopped.
   bool find(std::string_view text, std::size_t from, const MatchTime& time, ByteRange& match) {
     for (std::size_t places = kPlaces; from < text.size();
-         places = std::min(2 * places, kMostPlaces)) {
+         places = std::min(2 * places, kMaxPlaces)) {
       time.check();
       const std::size_t next = start_of_char(text, std::min(from + places, text.size()));
       pcre2_set_offset_limit(context_.get(), next - 1);
@@ -292,7 +292,7 @@ Pattern Pattern::literal(std::string_view text) {
 
 MatchTime::MatchTime(std::size_t bytes)
     : bytes_(bytes),
-      most_(kSeconds + kSecondsPerByte * static_cast<double>(bytes)),
+      max_(kSeconds + kSecondsPerByte * static_cast<double>(bytes)),
       began_(of_thread()),
       at_(std::chrono::steady_clock::now()) {}
 
@@ -304,10 +304,10 @@ MatchTime::Seconds MatchTime::of_thread() {
 
 // The clock on the wall is quicker to ask, and never behind the thread's.
 void MatchTime::check() const {
-  if (std::chrono::steady_clock::now() - at_ < most_ || of_thread() - began_ < most_) return;
+  if (std::chrono::steady_clock::now() - at_ < max_ || of_thread() - began_ < max_) return;
   throw std::runtime_error(fmt::format(
       "the tokenizer's pattern cannot split this text: it takes more than {:.1f} s for {} bytes",
-      most_.count(), bytes_));
+      max_.count(), bytes_));
 }
 
 bool Pattern::cut(std::string_view text, const MatchTime& time,

@@ -38,7 +38,7 @@ class MatchTime {
   static Seconds of_thread();
 
   std::size_t bytes_;
-  Seconds most_, began_;
+  Seconds max_, began_;
   std::chrono::steady_clock::time_point at_;
 };
 

@@ -41,7 +41,7 @@ void require_no_loss(const Bpe& model, const PreTokenizer& pre_tokenizer) {
 class PieceEncoder {
  public:
   PieceEncoder(const Bpe& model, std::vector<std::int32_t>& ids, std::size_t most)
-      : model_(model), ids_(ids), most_(most) {}
+      : model_(model), ids_(ids), max_(most) {}
 
   // False where there are enough ids now.
   bool append(std::string_view piece) {
@@ -49,19 +49,19 @@ class PieceEncoder {
     if (const auto it = seen_.find(piece); it != seen_.end()) {
       const Range range = it->second;
       for (std::size_t i = range.begin; i < range.end; ++i) ids_.push_back(ids_[i]);
-      return ids_.size() < most_;
+      return ids_.size() < max_;
     }
     const std::size_t begin = ids_.size();
-    model_.encode(piece, ids_, most_ - std::min(most_, begin));
+    model_.encode(piece, ids_, max_ - std::min(max_, begin));
     if (piece.size() <= kMaxPieceBytes && seen_.size() < kMaxPieces) {
       seen_.emplace(piece, Range{begin, ids_.size()});
     }
-    return ids_.size() < most_;
+    return ids_.size() < max_;
   }
 
   bool append(std::int32_t id) {
     ids_.push_back(id);
-    return ids_.size() < most_;
+    return ids_.size() < max_;
   }
 
  private:
@@ -72,15 +72,15 @@ class PieceEncoder {
 
   const Bpe& model_;
   std::vector<std::int32_t>& ids_;
-  std::size_t most_;
+  std::size_t max_;
   tokenizer::StringMap<Range> seen_;
 };
 
-constexpr std::size_t kMostQuoted = 60;
+constexpr std::size_t kMaxQuoted = 60;
 
 std::string quoted(std::string_view text) {
-  return json_quoted(text.size() <= kMostQuoted ? std::string(text)
-                                                : std::string(text.substr(0, kMostQuoted)) + "...");
+  return json_quoted(text.size() <= kMaxQuoted ? std::string(text)
+                                               : std::string(text.substr(0, kMaxQuoted)) + "...");
 }
 
 /// Where in `whole` the text begins.

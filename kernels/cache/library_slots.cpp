@@ -17,7 +17,7 @@ using namespace kvlab::kernels;
 namespace {
 
 /// Of a sequence: positions are signed where RoPE is looked up.
-constexpr std::uint32_t kMostTokens = 0x7fff'ffff;
+constexpr std::uint32_t kMaxTokens = 0x7fff'ffff;
 
 /// Throws std::invalid_argument with what is said.
 template <class... Parts>
@@ -27,15 +27,15 @@ void want(bool holds, fmt::format_string<const Parts&...> said, const Parts&... 
 
 /// A call's end: what it threw, as an error that kvlab_last_error explains.
 template <class Call>
-cudaError_t answered(const char* name, Call call) try {
+cudaError_t record_call(const char* name, Call call) try {
   call();
-  return told(name, cudaSuccess);
+  return record_error(name, cudaSuccess);
 } catch (const std::invalid_argument& error) {
-  return told(name, cudaErrorInvalidValue, error.what());
+  return record_error(name, cudaErrorInvalidValue, error.what());
 } catch (const cuda::Error& error) {
-  return told(name, error.code, error.what());
+  return record_error(name, error.code, error.what());
 } catch (const std::exception& error) {
-  return told(name, cudaErrorUnknown, error.what());
+  return record_error(name, cudaErrorUnknown, error.what());
 }
 
 template <class Args>
@@ -51,8 +51,8 @@ void want_config(const kvlab_slots_config& c) {
                           .kv_heads = c.kv_heads,
                           .head_size = c.head_size,
                           .softmax_scale = 1,
-                          .most_slots = 1};
-  if (const std::string why = why_not_shape(shape, "config", kMostGroup); !why.empty())
+                          .max_slots = 1};
+  if (const std::string why = why_not_shape(shape, "config", kMaxGroup); !why.empty())
     throw std::invalid_argument(why);
   want(c.policy && c.layers && c.rules && c.ropes, "policy, layers, ropes or rules is NULL");
   want(c.layer_count > 0 && c.rope_count > 0, "layer_count is {}, rope_count {}: at least 1",
@@ -65,15 +65,15 @@ void want_config(const kvlab_slots_config& c) {
              c.ropes[rope].rotated % 2 == 0 && c.ropes[rope].inv_freq,
          "ropes[{}].rotated is {}: an even number of at most head_size, {}, with frequencies", rope,
          c.ropes[rope].rotated, c.head_size);
-  want(c.rung_count >= 0 && c.rung_count <= kMostRungs && (c.rung_count == 0 || c.rungs),
-       "rung_count is {}: at most {}, with rungs", c.rung_count, kMostRungs);
-  const auto columns = c.policy->kernels.columns.size();
-  want(static_cast<std::size_t>(c.column_count) == columns && (columns == 0 || c.columns),
-       "column_count is {}: the policy reads {}", c.column_count, columns);
-  for (int at = 0; at < c.column_count; ++at) {
-    want(c.columns[at] >= KVLAB_KEY_NORM && c.columns[at] <= KVLAB_VALUE_OUT_NORM1,
-         "columns[{}] is {}: no kvlab_column", at, static_cast<int>(c.columns[at]));
-    for (int layer = 0; layer < c.layer_count && c.columns[at] == KVLAB_VALUE_OUT_NORM1; ++layer)
+  want(c.tier_count >= 0 && c.tier_count <= kMaxDeviceTiers && (c.tier_count == 0 || c.tiers),
+       "tier_count is {}: at most {}, with tiers", c.tier_count, kMaxDeviceTiers);
+  const auto features = c.policy->kernels.features.size();
+  want(static_cast<std::size_t>(c.feature_count) == features && (features == 0 || c.features),
+       "feature_count is {}: the policy reads {}", c.feature_count, features);
+  for (int at = 0; at < c.feature_count; ++at) {
+    want(c.features[at] >= KVLAB_KEY_NORM && c.features[at] <= KVLAB_VALUE_OUT_NORM1,
+         "features[{}] is {}: no kvlab_column", at, static_cast<int>(c.features[at]));
+    for (int layer = 0; layer < c.layer_count && c.features[at] == KVLAB_VALUE_OUT_NORM1; ++layer)
       want(c.layers[layer].output && c.hidden > 0,
            "layers[{}].output is NULL, or hidden, {}, not above 0: value_out_norm1 reads them",
            layer, c.hidden);
@@ -82,8 +82,8 @@ void want_config(const kvlab_slots_config& c) {
   want(c.every <= 0x7fff'ffff && (c.numbering == KVLAB_ORIGINAL || c.numbering == KVLAB_SQUEEZED),
        "every is {}, numbering {}: KVLAB_ORIGINAL or KVLAB_SQUEEZED", c.every,
        static_cast<int>(c.numbering));
-  want(std::max({c.part, c.longest, c.tokens}) <= kMostTokens,
-       "tokens is {}, part {}, longest {}: at most {}", c.tokens, c.part, c.longest, kMostTokens);
+  want(std::max({c.part, c.longest, c.tokens}) <= kMaxTokens,
+       "tokens is {}, part {}, longest {}: at most {}", c.tokens, c.part, c.longest, kMaxTokens);
 }
 
 SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
@@ -96,21 +96,22 @@ SlotPair pair_of(const kvlab_slots_config& c, std::size_t at) {
   want(rule.group_max == c.rules[0].group_max,
        "rules[{}].group_max is {}, that of rules[0] {}; the same in all is expected", at,
        rule.group_max, c.rules[0].group_max);
-  SlotPair pair{.budget = rule.budget, .guards = {rule.sinks, rule.recent}};
+  SlotPair pair{.budget = rule.budget, .protected_tokens = {rule.sinks, rule.recent}};
   std::uint64_t slots = 0;
-  for (int r = 0; r < c.rung_count; ++r) {
-    const kvlab_rung& rung =
-        c.rungs[at * static_cast<std::size_t>(c.rung_count) + static_cast<std::size_t>(r)];
-    const int least = pair.rungs.empty() ? 0 : static_cast<int>(pair.rungs.back().form - kKvForms);
-    want(static_cast<int>(rung.form) >= least && rung.form <= KVLAB_FORM_2,
-         "rungs of pair {}: form {} under form {}; a kvlab_form no more exact is expected", at,
-         static_cast<int>(rung.form), least);
-    pair.rungs.push_back({&kKvForms[rung.form], rung.slots});
-    slots += rung.slots;
+  for (int r = 0; r < c.tier_count; ++r) {
+    const kvlab_rung& tier =
+        c.tiers[at * static_cast<std::size_t>(c.tier_count) + static_cast<std::size_t>(r)];
+    const int least =
+        pair.tiers.empty() ? 0 : static_cast<int>(pair.tiers.back().format - kKvFormats);
+    want(static_cast<int>(tier.format) >= least && tier.format <= KVLAB_FORM_2,
+         "tiers of pair {}: format {} under format {}; a kvlab_form no more exact is expected", at,
+         static_cast<int>(tier.format), least);
+    pair.tiers.push_back({&kKvFormats[tier.format], tier.slots});
+    slots += tier.slots;
   }
-  if (stays && !pair.rungs.empty()) pair.rungs = {{pair.rungs.front().form, kMostTokens}};
-  want(stays || c.rung_count == 0 || (slots == rule.budget && pair.rungs.front().slots > 0),
-       "rungs of pair {}: {} slots of a budget of {}, and one at least on the first", at, slots,
+  if (stays && !pair.tiers.empty()) pair.tiers = {{pair.tiers.front().format, kMaxTokens}};
+  want(stays || c.tier_count == 0 || (slots == rule.budget && pair.tiers.front().slots > 0),
+       "tiers of pair {}: {} slots of a budget of {}, and one at least on the first", at, slots,
        rule.budget);
   return pair;
 }
@@ -123,7 +124,7 @@ SlotsConfig config_of(const kvlab_slots_config& c) {
                      .query_heads = c.query_heads,
                      .kv_heads = c.kv_heads,
                      .head_size = c.head_size,
-                     .most_tokens = c.tokens,
+                     .max_tokens = c.tokens,
                      .kernels = policy.kernels};
   for (int layer = 0; layer < c.layer_count; ++layer)
     config.layers.push_back({.number = c.layers[layer].number,
@@ -150,17 +151,17 @@ SlotsConfig config_of(const kvlab_slots_config& c) {
                             static_cast<std::size_t>(c.sequences) *
                             static_cast<std::size_t>(c.kv_heads);
   for (std::size_t at = 0; at < pairs; ++at) config.pairs.push_back(pair_of(c, at));
-  want(c.numbering == KVLAB_ORIGINAL || !config.coded(),
-       "codes under KVLAB_SQUEEZED; they are of keys at original positions");
+  want(c.numbering == KVLAB_ORIGINAL || !config.is_quantized(),
+       "quantized tiers under KVLAB_SQUEEZED; they need keys at original positions");
   if (c.numbering == KVLAB_SQUEEZED)
     config.numbering = policy.kernels.oldest_first ? KVLAB_TWO_FRAMES : KVLAB_SQUEEZED;
-  config.columns = {.count = c.column_count, .hidden = c.hidden};
-  std::copy_n(c.columns, c.column_count, config.columns.columns);
+  config.features = {.count = c.feature_count, .hidden = c.hidden};
+  std::copy_n(c.features, c.feature_count, config.features.features);
   if (c.part > 0) config.part = c.part;
   want(config.is_fast() || !policy.header,
-       "codes of float32, or of more than {} query heads for a KV head, and RoPE "
+       "quantized tiers of float32, or of more than {} query heads for a KV head, and RoPE "
        "of half a head under KVLAB_SQUEEZED: a policy of the registry is expected",
-       kMostRungGroup);
+       kMaxTierGroup);
   config.kernels = kernels_for(config, policy.kernels,
                                policy.header ? PlainKernels::absent : PlainKernels::present);
   config.weigh = [&policy](std::span<const std::byte> of, std::span<float> to) {
@@ -191,7 +192,7 @@ struct kvlab_slots {
     Now() = default;
     std::uint32_t* of = nullptr;  // [sequence]
   };
-  /// The admission that goes on.
+  /// The append that goes on.
   struct Going {
     int sequence = -1;
     std::uint32_t fed = 0, tokens = 0;
@@ -216,17 +217,17 @@ struct kvlab_slots {
     want(layer >= 0 && static_cast<std::size_t>(layer) < layers, "layer is {} of {}", layer,
          layers);
   }
-  void want_room(std::uint64_t tokens) const {
-    const std::uint32_t most = std::min(caches.slots().most_tokens(), kMostTokens);
+  void check_capacity(std::uint64_t tokens) const {
+    const std::uint32_t most = std::min(caches.slots().max_tokens(), kMaxTokens);
     want(tokens <= most, "more than {} tokens, and caches that keep so many", most);
   }
-  void admit(const kvlab_slots_part& part);
-  void admit_alone(const kvlab_slots_part& part);
+  void append(const kvlab_slots_part& part);
+  void append_alone(const kvlab_slots_part& part);
   void attend(std::uint32_t layer, const StepRows& rows, const void* qkv, void* out,
               float* lse) const;
   void rotations(std::uint32_t first, int rows);
   void write(RopeWriteArgs args, const void* qkv, int rows) const;
-  AttendedRows attended(const void* qkv, void* out, float* lse) const;
+  AttendedRows attended_rows(const void* qkv, void* out, float* lse) const;
   void before_step(const unsigned char* decodes);
   void step(std::uint32_t layer, const void* qkv, void* out, float* lse) const;
   void clear();
@@ -235,7 +236,7 @@ struct kvlab_slots {
   std::size_t sequences, layers;
   cuda::Placed<Now> now;
   std::vector<std::uint32_t> fed;     // [layer, sequence]
-  std::vector<std::uint32_t> behind;  // [sequence]: before the last admission
+  std::vector<std::uint32_t> behind;  // [sequence]: before the last append
   Going going;
   int layer_going = -1;
   std::uint32_t next = 0;        ///< of its tokens
@@ -250,7 +251,7 @@ void kvlab_slots::write(RopeWriteArgs args, const void* qkv, int rows) const {
   cuda::check(rope_write(args, caches.stream()), "writing keys and values");
 }
 
-AttendedRows kvlab_slots::attended(const void* qkv, void* out, float* lse) const {
+AttendedRows kvlab_slots::attended_rows(const void* qkv, void* out, float* lse) const {
   const SlotsConfig& config = caches.config();
   const auto queries = static_cast<std::size_t>(config.query_heads);
   const auto all = static_cast<std::size_t>(config.query_heads + 2 * config.kv_heads);
@@ -264,7 +265,7 @@ void kvlab_slots::rotations(std::uint32_t first, int rows) {
   rope_first = first, rope_rows = rows;
 }
 
-void kvlab_slots::admit(const kvlab_slots_part& part) {
+void kvlab_slots::append(const kvlab_slots_part& part) {
   want_sequence(part.sequence);
   want_layer(part.layer);
   want(part.qkv && part.out && aligned16(part.qkv) && aligned16(part.out),
@@ -274,19 +275,19 @@ void kvlab_slots::admit(const kvlab_slots_part& part) {
   want(part.fed == fed_of(layer, sequence), "fed is {}: layer {} has had {} tokens", part.fed,
        layer, fed_of(layer, sequence));
   want(part.count > 0 && part.count <= part.tokens && part.first <= part.tokens - part.count,
-       "{} tokens from {} on, of an admission of {}", part.count, part.first, part.tokens);
-  want_room(std::uint64_t{part.fed} + part.tokens);
-  if (part.tokens == 1 && caches.coded()) return admit_alone(part);
-  const Going asked{part.sequence, part.fed, part.tokens, part.ends_prompt != 0};
+       "{} tokens from {} on, of an append of {}", part.count, part.first, part.tokens);
+  check_capacity(std::uint64_t{part.fed} + part.tokens);
+  if (part.tokens == 1 && caches.is_quantized()) return append_alone(part);
+  const Going requested{part.sequence, part.fed, part.tokens, part.ends_prompt != 0};
   if (part.first == 0) {
-    if (asked != going) {
+    if (requested != going) {
       going = {};     // until it has begun: it may find no memory
       rope_rows = 0;  // a step may have been launched since
-      caches.begin(part.sequence, part.fed, part.tokens, asked.ends_prompt);
+      caches.begin(part.sequence, part.fed, part.tokens, requested.ends_prompt);
     }
-    going = asked, layer_going = part.layer, next = 0;
+    going = requested, layer_going = part.layer, next = 0;
   }
-  want(asked == going && part.layer == layer_going && part.first == next,
+  want(requested == going && part.layer == layer_going && part.first == next,
        "first is {}: layer {} goes on with {}", part.first, layer_going, next);
 
   const SlotsConfig& config = caches.config();
@@ -294,15 +295,15 @@ void kvlab_slots::admit(const kvlab_slots_part& part) {
       static_cast<std::size_t>(config.query_heads + 2 * config.kv_heads) * config.key_bytes();
   const auto queries = static_cast<std::size_t>(config.query_heads);
   for (std::uint32_t at = 0; at < part.count; at += config.part) {
-    const AdmissionPart some{part.first + at,
-                             static_cast<int>(std::min(config.part, part.count - at))};
+    const AppendChunk some{part.first + at,
+                           static_cast<int>(std::min(config.part, part.count - at))};
     const std::byte* const qkv = static_cast<const std::byte*>(part.qkv) + at * row;
     rotations(part.fed + some.first, some.rows);
     write(caches.write(static_cast<std::uint32_t>(layer), some), qkv, some.rows);
     caches.attend(
         static_cast<std::uint32_t>(layer), some,
-        attended(qkv, static_cast<std::byte*>(part.out) + at * queries * config.key_bytes(),
-                 part.lse ? part.lse + at * queries : nullptr));
+        attended_rows(qkv, static_cast<std::byte*>(part.out) + at * queries * config.key_bytes(),
+                      part.lse ? part.lse + at * queries : nullptr));
   }
   next += part.count;
   if (next < part.tokens) return;
@@ -311,13 +312,13 @@ void kvlab_slots::admit(const kvlab_slots_part& part) {
   next = 0, layer_going = -1;
 }
 
-/// A token that comes alone is coded before it attends, as a step's is.
-void kvlab_slots::admit_alone(const kvlab_slots_part& part) {
+/// A token that comes alone is quantized before it attends, as a step's is.
+void kvlab_slots::append_alone(const kvlab_slots_part& part) {
   const auto layer = static_cast<std::uint32_t>(part.layer);
   const LayerRange own{layer, layer + 1};
   going = {};
   rope_rows = 0;
-  caches.reserve();  // as other admissions do
+  caches.reserve();  // as other appends do
   caches.before_token(part.sequence, part.fed, own);
   cuda::check(cudaMemcpyAsync(now->of + part.sequence, &part.fed, sizeof part.fed,
                               cudaMemcpyHostToDevice, caches.stream()),
@@ -339,7 +340,7 @@ void kvlab_slots::before_step(const unsigned char* decodes) {
            "layer {} has had {} tokens of sequence {}, the first {}", layer, fed_of(layer, s), s,
            fed_of(0, s));
     at[s] = fed_of(0, s);
-    want_room(std::uint64_t{at[s]} + 1);
+    check_capacity(std::uint64_t{at[s]} + 1);
   }
   going = {};  // its memory may be used now
   caches.reserve_for_steps();
@@ -365,13 +366,13 @@ void kvlab_slots::step(std::uint32_t layer, const void* qkv, void* out, float* l
 void kvlab_slots::attend(std::uint32_t layer, const StepRows& rows, const void* qkv, void* out,
                          float* lse) const {
   write(caches.write(layer, rows), qkv, rows.count);
-  caches.place(layer, rows);
-  const AttendedRows to = attended(qkv, out, lse);
+  caches.store_in_tiers(layer, rows);
+  const AttendedRows to = attended_rows(qkv, out, lse);
   EvictingAttentionArgs args = caches.step(layer, rows, to);
   args.workspace = caches.workspace(0);
   args.settled = false;  // a step may follow another at once
   const EvictionKernels& kernels = caches.config().kernels;
-  const bool brings = caches.config().columns.count > 0;
+  const bool brings = caches.config().features.count > 0;
   cuda::check(kernels.attend(kernels, args, caches.stream()), "evicting attention");
   if (brings) caches.bring(layer, rows, to);
   cuda::check(kernels.observe(kernels, {&args, 1}, !brings, caches.stream()),
@@ -390,7 +391,7 @@ void kvlab_slots::clear() {
 extern "C" {
 
 cudaError_t kvlab_slots_memory(const kvlab_slots_config* config, size_t* bytes) {
-  return answered(__func__, [&] {
+  return record_call(__func__, [&] {
     want_args(config);
     want(bytes != nullptr, "bytes is NULL");
     const SlotCaches::Bytes taken = SlotCaches::bytes(config_of(*config), config->longest);
@@ -401,7 +402,7 @@ cudaError_t kvlab_slots_memory(const kvlab_slots_config* config, size_t* bytes) 
 
 cudaError_t kvlab_slots_create(const kvlab_slots_config* config, cudaStream_t stream,
                                kvlab_slots** slots) {
-  return answered(__func__, [&] {
+  return record_call(__func__, [&] {
     want_args(config);
     want(slots != nullptr, "slots is NULL");
     auto made = std::make_unique<kvlab_slots>(config_of(*config), stream);
@@ -413,7 +414,7 @@ cudaError_t kvlab_slots_create(const kvlab_slots_config* config, cudaStream_t st
 void kvlab_slots_destroy(kvlab_slots* slots) { delete slots; }
 
 cudaError_t kvlab_slots_clear(kvlab_slots* slots, cudaStream_t stream) {
-  return answered(__func__, [&] {
+  return record_call(__func__, [&] {
     want(slots != nullptr, "an argument is NULL");
     slots->caches.enqueue_on(stream);
     slots->clear();
@@ -422,17 +423,17 @@ cudaError_t kvlab_slots_clear(kvlab_slots* slots, cudaStream_t stream) {
 
 cudaError_t kvlab_slots_admit(kvlab_slots* slots, const kvlab_slots_part* part,
                               cudaStream_t stream) {
-  return answered(__func__, [&] {
+  return record_call(__func__, [&] {
     want(slots != nullptr, "an argument is NULL");
     want_args(part);
     slots->caches.enqueue_on(stream);
-    slots->admit(*part);
+    slots->append(*part);
   });
 }
 
 cudaError_t kvlab_slots_before_step(kvlab_slots* slots, const unsigned char* decodes,
                                     cudaStream_t stream) {
-  return answered(__func__, [&] {
+  return record_call(__func__, [&] {
     want(slots != nullptr, "an argument is NULL");
     slots->caches.enqueue_on(stream);
     slots->before_step(decodes);
@@ -441,7 +442,7 @@ cudaError_t kvlab_slots_before_step(kvlab_slots* slots, const unsigned char* dec
 
 cudaError_t kvlab_slots_step(kvlab_slots* slots, int layer, const void* qkv, void* out, float* lse,
                              cudaStream_t stream) {
-  return answered(__func__, [&] {
+  return record_call(__func__, [&] {
     want(slots && aligned16(qkv) && aligned16(out) && qkv && out,
          "slots, qkv or out is NULL, or does not begin at a multiple of 16 bytes");
     slots->want_layer(layer);
@@ -451,7 +452,7 @@ cudaError_t kvlab_slots_step(kvlab_slots* slots, int layer, const void* qkv, voi
 }
 
 cudaError_t kvlab_slots_ask(const kvlab_slots* slots, int sequence, kvlab_slots_held* held) {
-  return answered(__func__, [&] {
+  return record_call(__func__, [&] {
     want(slots != nullptr, "an argument is NULL");
     want_args(held);
     slots->want_sequence(sequence);
@@ -466,15 +467,15 @@ cudaError_t kvlab_slots_ask(const kvlab_slots* slots, int sequence, kvlab_slots_
 cudaError_t kvlab_slots_kept(kvlab_slots* slots, int sequence, int layer, int kv_head,
                              uint32_t* positions, uint32_t most, uint32_t* count,
                              cudaStream_t stream) {
-  return answered(__func__, [&] {
+  return record_call(__func__, [&] {
     want(slots && positions && count, "an argument is NULL");
     slots->want_sequence(sequence);
     slots->want_layer(layer);
     want(kv_head >= 0 && kv_head < slots->caches.config().kv_heads, "kv_head is {} of {}", kv_head,
          slots->caches.config().kv_heads);
     slots->caches.enqueue_on(stream);
-    const auto kept = slots->caches.kept(sequence, static_cast<std::uint32_t>(layer),
-                                         static_cast<std::uint32_t>(kv_head));
+    const auto kept = slots->caches.kept_positions(sequence, static_cast<std::uint32_t>(layer),
+                                                   static_cast<std::uint32_t>(kv_head));
     want(kept.size() <= most, "most is {}: {} are kept", most, kept.size());
     std::ranges::copy(kept, positions);
     *count = static_cast<std::uint32_t>(kept.size());

@@ -10,7 +10,7 @@ namespace kvlab::kernels {
 PairSlots::PairSlots(const SlotsConfig& config)
     : kv_heads_(static_cast<std::size_t>(config.kv_heads)),
       own_(config.pairs),
-      most_tokens_(config.most_tokens > 0 ? config.most_tokens : kUnlimited) {
+      max_tokens_(config.max_tokens > 0 ? config.max_tokens : kUnlimited) {
   for (const SlotSequence& sequence : config.sequences) modifiers_.push_back(sequence.modifiers);
   for (std::size_t at = 0; at < own_.size(); ++at) {
     const std::size_t pair = at % pairs();
@@ -20,28 +20,28 @@ PairSlots::PairSlots(const SlotsConfig& config)
     first_slots_.push_back(total_);
     total_ += slots;
     const bool shares = config.sequences[pair / kv_heads_].share != nullptr;
-    const std::uint32_t most = shares ? slots_of(pair, own_[at].most_budget) : slots;
-    if (std::max(slots, most) > kMostSlots)
+    const std::uint32_t most = shares ? slots_of(pair, own_[at].max_budget) : slots;
+    if (std::max(slots, most) > kMaxSlots)
       throw std::invalid_argument("a KV head keeps too many tokens; at most 2^30 are expected");
-    most_ = std::max(most_, static_cast<int>(most));
+    max_slots_ = std::max(max_slots_, static_cast<int>(most));
   }
 }
 
 std::uint32_t PairSlots::slots_of(std::size_t pair, std::uint32_t budget) const {
   const Modifiers& own = modifiers(pair);
-  if (budget == kUnlimited || own.once) return most_tokens_;
-  return static_cast<std::uint32_t>(std::min<std::uint64_t>(own.capacity(budget, 1), most_tokens_));
+  if (budget == kUnlimited || own.once) return max_tokens_;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(own.capacity(budget, 1), max_tokens_));
 }
 
-std::vector<RungSlots> PairSlots::rungs(std::uint32_t layer, std::size_t pair) const {
+std::vector<TierSlots> PairSlots::tiers(std::uint32_t layer, std::size_t pair) const {
   const SlotPair& own = own_[layer * pairs() + pair];
-  return own.rungs.empty() ? std::vector{RungSlots{.slots = own.budget}} : own.rungs;
+  return own.tiers.empty() ? std::vector{TierSlots{.slots = own.budget}} : own.tiers;
 }
 
-/// On the first those that wait for room to be made, too.
-std::uint32_t PairSlots::rows(std::size_t pair, std::span<const RungSlots> rungs,
-                              std::size_t rung) const {
-  return rung == 0 ? slots_of(pair, rungs[0].slots) : std::min(rungs[rung].slots, most_tokens_);
+/// On the first those that wait for eviction, too.
+std::uint32_t PairSlots::rows(std::size_t pair, std::span<const TierSlots> tiers,
+                              std::size_t tier) const {
+  return tier == 0 ? slots_of(pair, tiers[0].slots) : std::min(tiers[tier].slots, max_tokens_);
 }
 
 /// As many slots as before, or fewer: budgets have the same sum, and no head has more than tokens.
@@ -56,12 +56,12 @@ void PairSlots::share(std::uint32_t layer, std::size_t sequence,
   }
 }
 
-std::uint32_t PairSlots::most_tokens() const {
+std::uint32_t PairSlots::max_tokens() const {
   for (std::size_t at = 0; at < own_.size(); ++at) {
     const Modifiers& own = modifiers(at % pairs());
     const std::uint32_t budget = own_[at].budget;
-    if (budget == kUnlimited || own.once || own.capacity(budget, 1) > most_tokens_)
-      return most_tokens_;
+    if (budget == kUnlimited || own.once || own.capacity(budget, 1) > max_tokens_)
+      return max_tokens_;
   }
   return kUnlimited;
 }

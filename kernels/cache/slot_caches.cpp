@@ -11,9 +11,10 @@ namespace {
 using cuda::check;
 using cuda::Placed;
 
-std::size_t aligned_workspace(const SlotsConfig& config, int most_slots) {
-  return cuda::Arena::aligned(config.kernels.attention_workspace(
-      config.slot_cache(static_cast<int>(config.sequences.size()), most_slots), config.coded()));
+std::size_t aligned_workspace(const SlotsConfig& config, int max_slots) {
+  return cuda::Arena::align_up(config.kernels.attention_workspace(
+      config.slot_cache(static_cast<int>(config.sequences.size()), max_slots),
+      config.is_quantized()));
 }
 
 }  // namespace
@@ -25,16 +26,16 @@ SlotCaches::Work::Work(cuda::Arena& arena, const SlotsConfig& config, const Pair
                             config.key_bytes());
   inv_freq = arena.take<float>(halves);
   rope = arena.take<float2>(row_count * halves);
-  plain_k = arena.take<std::byte>(config.norms_keys && config.columns.count > 0
+  plain_k = arena.take<std::byte>(config.norms_keys && config.features.count > 0
                                       ? row_count * static_cast<std::size_t>(config.kv_heads) *
                                             config.key_bytes()
                                       : 0);
   iota = arena.take<std::int32_t>(row_count);
   zeros = arena.take<std::int32_t>(row_count);
-  nothing = arena.take<Admitted>(1);
-  admitted = arena.take<Admitted>(1);
-  ended = arena.take<Admitted>(1);
-  workspaces = arena.take<std::byte>(aligned_workspace(config, slots.most()) *
+  nothing = arena.take<Appended>(1);
+  appended = arena.take<Appended>(1);
+  ended = arena.take<Appended>(1);
+  workspaces = arena.take<std::byte>(aligned_workspace(config, slots.max_slots()) *
                                      static_cast<std::size_t>(config.workspaces));
 }
 
@@ -45,24 +46,24 @@ SlotCaches::SlotCaches(SlotsConfig config, cudaStream_t stream)
       storage_("the cache's slots", config_, slots_),
       work_("attention", config_, slots_) {
   clear();
-  for (std::uint32_t layer = 0; coded() && layer < config_.layers.size(); ++layer)
+  for (std::uint32_t layer = 0; is_quantized() && layer < config_.layers.size(); ++layer)
     for (int sequence = 0; sequence < static_cast<int>(config_.sequences.size()); ++sequence)
-      coded_.push_back(storage_->rungs.coded(layer, sequence));
+      quantized_.push_back(storage_->tiers.quantized_cache(layer, sequence));
   for (std::size_t table = 0; table < config_.ropes.size(); ++table)
     cuda::write(work_->inv_freq + table * halves(), config_.ropes[table].inv_freq,
                 "RoPE's frequencies");
   check(fill_iota(work_->iota, config_.rows(), stream), "a prompt");
   clear(work_->zeros, static_cast<std::size_t>(config_.rows()));
   for (int at = 0; at < config_.workspaces; ++at)
-    clear(workspace(at), std::min(aligned_workspace(config_, slots_.most()), kSignalBytes));
+    clear(workspace(at), std::min(aligned_workspace(config_, slots_.max_slots()), kSignalBytes));
 }
 
-SlotCaches::Bytes SlotCaches::bytes(const SlotsConfig& config, std::uint32_t longest_admission) {
+SlotCaches::Bytes SlotCaches::bytes(const SlotsConfig& config, std::uint32_t longest_append) {
   const PairSlots slots(config);
   Bytes bytes{Placed<SlotStorage>::bytes(config, slots), Placed<Work>::bytes(config, slots)};
-  if (longest_admission > 0)
-    bytes.work += Placed<AdmissionMemory>::bytes(
-        config, std::max(longest_admission, static_cast<std::uint32_t>(slots.most())));
+  if (longest_append > 0)
+    bytes.work += Placed<AppendMemory>::bytes(
+        config, std::max(longest_append, static_cast<std::uint32_t>(slots.max_slots())));
   return bytes;
 }
 
@@ -72,30 +73,30 @@ void SlotCaches::clear() {
   storage_->clear(config_, slots_);
   counts_.assign(slots_.all(), {});
   shared_when_.assign(config_.sequences.size(), 0);
-  on_rungs_.clear();
-  for (std::size_t at = 0; config_.coded() && at < counts_.size(); ++at)
-    on_rungs_.emplace_back(
-        slots_.rungs(static_cast<std::uint32_t>(at / slots_.pairs()), at % slots_.pairs()));
+  tier_counts_.clear();
+  for (std::size_t at = 0; config_.is_quantized() && at < counts_.size(); ++at)
+    tier_counts_.emplace_back(
+        slots_.tiers(static_cast<std::uint32_t>(at / slots_.pairs()), at % slots_.pairs()));
 }
 
 std::byte* SlotCaches::workspace(int index) const {
   return work_->workspaces +
-         aligned_workspace(config_, slots_.most()) * static_cast<std::size_t>(index);
+         aligned_workspace(config_, slots_.max_slots()) * static_cast<std::size_t>(index);
 }
 
 void SlotCaches::fill_ropes(const std::int32_t* positions, std::uint32_t first, int rows) const {
   if (config_.numbering == KVLAB_SQUEEZED && !config_.other_ropes) return;
   for (std::uint32_t table = 0; table < config_.ropes.size(); ++table) {
     const SlotRope& rope = config_.ropes[table];
-    check(fill_rope_rows(inv_freq(table), rope.rotated() / 2, positions, first, rows, rope.factor,
-                         work_->rope + table * static_cast<std::size_t>(config_.rows()) * halves(),
-                         stream_),
+    check(fill_rope_rows(
+              inv_freq(table), rope.rotated_dims() / 2, positions, first, rows, rope.factor,
+              work_->rope + table * static_cast<std::size_t>(config_.rows()) * halves(), stream_),
           "RoPE");
   }
 }
 
 void SlotCaches::rotate(std::uint32_t table, RopeWriteArgs& args) const {
-  args.rotated = config_.ropes[table].rotated();
+  args.rotated = config_.ropes[table].rotated_dims();
   args.rope = &work_->rope[table * static_cast<std::size_t>(config_.rows()) * halves()].x;
   args.rope_rows = work_->iota;  // rows of the RoPE table, which has one for each token
 }
@@ -110,30 +111,31 @@ AttendedRows SlotCaches::with_keys(AttendedRows rows) const {
 // --- What is held --------------------------------------------------------------------------------
 
 std::uint64_t SlotCaches::live_bytes(int sequence, std::uint32_t fed) const {
-  std::uint64_t live = 0, on_rungs = 0;
+  std::uint64_t live = 0, tier_bytes = 0;
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
     const Counts& own = counts_of(layer, pair);
-    on_rungs += own.most_bytes;
+    tier_bytes += own.max_bytes;
     if (counts(sequence))
       live += own.most;
     else
       live += fed == 0 ? 0 : slots_.older(layer, pair, fed - 1) + 1;
   });
-  return coded() ? on_rungs : live * 2 * config_.key_bytes();
+  return is_quantized() ? tier_bytes : live * 2 * config_.key_bytes();
 }
 
 std::uint64_t SlotCaches::held_bytes(int sequence, std::uint32_t fed) const {
   std::uint64_t bytes = 0;
   each_head(sequence, [&](std::uint32_t layer, std::size_t pair) {
     const auto head = static_cast<std::uint32_t>(pair % static_cast<std::size_t>(config_.kv_heads));
-    bytes += coded() ? bytes_on_rungs(layer, pair)
-                     : std::uint64_t{live(sequence, layer, head, fed)} * 2 * config_.key_bytes();
+    bytes += is_quantized()
+                 ? bytes_on_tiers(layer, pair)
+                 : std::uint64_t{live(sequence, layer, head, fed)} * 2 * config_.key_bytes();
   });
   return bytes;
 }
 
 std::uint64_t SlotCaches::allocated_bytes() const {
-  if (coded()) return static_cast<std::uint64_t>(RungPlan(config_, slots_).bytes);
+  if (is_quantized()) return static_cast<std::uint64_t>(TierLayout(config_, slots_).bytes);
   return static_cast<std::uint64_t>(slots_.total()) * 2 * config_.key_bytes();
 }
 
@@ -145,8 +147,8 @@ std::uint32_t SlotCaches::live(int sequence, std::uint32_t layer, std::uint32_t 
   return fed > 0 ? slots_.older(layer, pair, fed - 1) + 1 : 0;
 }
 
-std::vector<std::uint32_t> SlotCaches::kept(int sequence, std::uint32_t layer,
-                                            std::uint32_t head) const {
+std::vector<std::uint32_t> SlotCaches::kept_positions(int sequence, std::uint32_t layer,
+                                                      std::uint32_t head) const {
   constexpr const char* kWhat = "who is kept";
   const std::size_t pair =
       static_cast<std::size_t>(sequence) * static_cast<std::size_t>(config_.kv_heads) + head;
@@ -173,26 +175,27 @@ void SlotCaches::pretend(int sequence, std::uint32_t tokens) {
     const auto first = static_cast<std::size_t>(slots_.first_slots()[at]);
     const std::uint32_t live = slots_.older(layer, pair, tokens);
     counts_of(layer, pair) = {.live = live, .behind = live, .most = live};
-    if (coded()) storage_->rungs.pretend(slots_, at, pair, live);
-    // The sinks and the youngest; with states of nothing seen, and columns of nothing brought.
-    const std::uint32_t sinks = slots_.guards(layer, pair).sinks;
+    if (is_quantized()) storage_->tiers.pretend(slots_, at, pair, live);
+    // The sinks and the youngest; with states of nothing seen, and features of nothing brought.
+    const std::uint32_t sinks = slots_.protected_tokens(layer, pair).sinks;
     std::vector<std::uint32_t> positions(live);
     for (std::uint32_t i = 0; i < live; ++i) positions[i] = i < sinks ? i : tokens - live + i;
     copy(storage_->positions + first, positions.data(), positions.size());
     if (const std::size_t bytes = config_.kernels.slot_bytes; bytes > 0)
       clear(storage_->states + first * bytes, live * bytes);
-    if (const auto count = static_cast<std::size_t>(config_.columns.count); count > 0)
-      clear(storage_->columns + first * count, live * count);
+    if (const auto count = static_cast<std::size_t>(config_.features.count); count > 0)
+      clear(storage_->features + first * count, live * count);
     copy(storage_->lengths + at, reinterpret_cast<const std::int32_t*>(&live), 1);
     copy(storage_->next_slots + at, reinterpret_cast<const std::int32_t*>(&live), 1);
   });
   for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer)
     number(storage_->cache_of(layer, sequence));
-  check(cudaStreamSynchronize(stream_), "drawing a cache");
+  check(cudaStreamSynchronize(stream_), "filling a cache with random values");
 }
 
 void SlotCaches::number(const kvlab_cache& cache) const {
-  if (config_.numbering == KVLAB_SQUEEZED) check(number_by_age(cache, stream_), "numbering by age");
+  if (config_.numbering == KVLAB_SQUEEZED)
+    check(fill_ages(cache, stream_), "numbering by cache position");
 }
 
 // --- Room ----------------------------------------------------------------------------------------
@@ -204,7 +207,7 @@ std::uint32_t SlotCaches::surplus(std::uint32_t layer, std::size_t pair, bool af
              : slots_.modifiers(pair).surplus(counts_of(layer, pair).live, budget, after_prompt);
 }
 
-/// Live tokens at most while more are admitted behind `fed`, without those.
+/// Live tokens at most while more are appended behind `fed`, without those.
 std::uint32_t SlotCaches::older(int sequence, std::uint32_t layer, std::size_t pair,
                                 std::uint32_t fed) const {
   return counts(sequence) ? counts_of(layer, pair).live : slots_.older(layer, pair, fed);
@@ -217,179 +220,183 @@ void SlotCaches::modify(kvlab_shrink_args& args, int sequence, bool after_prompt
   args.pool_max = own.pool == Modifiers::Pool::max;
 }
 
-/// Where it lies, if room has to be made before more is admitted behind `fed`.
-void SlotCaches::make_room(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers) {
+/// Where it lies, if tokens have to be evicted before more is appended behind `fed`.
+void SlotCaches::evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt,
+                                 LayerRange layers) {
   bool moves = false;
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     moves |= surplus(layer, pair, after_prompt) > 0 ||
-             (coded() &&
-              rungs_of(layer, pair)
-                  .makes_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt));
+             (is_quantized() && tiers_of(layer, pair)
+                                    .needs_eviction(slots_.modifiers(pair),
+                                                    slots_.budget(layer, pair), after_prompt));
   });
   if (!moves) return;
   reserve();  // which may fail: nothing is counted yet
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
-    count_room_of(layer, pair, after_prompt);
+    count_evictions_of(layer, pair, after_prompt);
   });
-  const Admitted nothing{fed, 0};
+  const Appended nothing{fed, 0};
   copy(work_->nothing, &nothing, 1);
   for (std::uint32_t layer = layers.first; layer < end_of(layers); ++layer) {
-    shrink_in_place(sequence, layer, after_prompt);
+    compact_in_place(sequence, layer, after_prompt);
     number(storage_->cache_of(layer, sequence));
   }
 }
 
-kvlab_shrink_args SlotCaches::to_slots(int sequence, std::uint32_t layer, const Admitted* admitted,
+kvlab_shrink_args SlotCaches::to_slots(int sequence, std::uint32_t layer, const Appended* appended,
                                        bool stays) const {
   kvlab_shrink_args args{.from = memory_->cache,
                          .to = storage_->cache_of(layer, sequence),
-                         .policy = storage_->policy_of_shrink(layer, sequence, stays),
+                         .policy = storage_->policy_of_compact(layer, sequence, stays),
                          .to_states = storage_->states,
-                         .now = &admitted->now,
-                         .admitted = &admitted->tokens,
-                         .workspace = memory_->shrink_workspace,
-                         .to_columns = storage_->columns};
+                         .now = &appended->now,
+                         .appended = &appended->tokens,
+                         .workspace = memory_->compact_workspace,
+                         .to_features = storage_->features};
   args.policy.states = memory_->states;
-  args.policy.columns = memory_->columns;
+  args.policy.features = memory_->features;
   return args;
 }
 
-/// On rungs by way of an admission's memory.
-void SlotCaches::shrink_in_place(int sequence, std::uint32_t layer, bool after_prompt) const {
+/// On tiers by way of an append's memory.
+void SlotCaches::compact_in_place(int sequence, std::uint32_t layer, bool after_prompt) const {
   kvlab_shrink_args args = to_slots(sequence, layer, work_->nothing, false);
-  if (coded()) {
+  if (is_quantized()) {
     take_live(sequence, layer, true);
   } else {
     args.from = args.to;
     args.policy.states = storage_->states;
-    args.policy.columns = storage_->columns;
+    args.policy.features = storage_->features;
   }
-  shrink(args, sequence, layer, after_prompt);
+  compact(args, sequence, layer, after_prompt);
 }
 
 void SlotCaches::take_live(int sequence, std::uint32_t layer, bool stays) const {
-  shrink({.from = storage_->cache_of(layer, sequence),
-          .to = memory_->cache,
-          .policy = storage_->policy_of_shrink(layer, sequence, stays),
-          .to_states = memory_->states,
-          .now = &work_->nothing->now,
-          .admitted = &work_->nothing->tokens,
-          .workspace = memory_->shrink_workspace,
-          .to_columns = memory_->columns},
-         sequence, layer, false);
+  compact({.from = storage_->cache_of(layer, sequence),
+           .to = memory_->cache,
+           .policy = storage_->policy_of_compact(layer, sequence, stays),
+           .to_states = memory_->states,
+           .now = &work_->nothing->now,
+           .appended = &work_->nothing->tokens,
+           .workspace = memory_->compact_workspace,
+           .to_features = memory_->features},
+          sequence, layer, false);
 }
 
-void SlotCaches::shrink(kvlab_shrink_args args, int sequence, std::uint32_t layer,
-                        bool after_prompt) const {
+void SlotCaches::compact(kvlab_shrink_args args, int sequence, std::uint32_t layer,
+                         bool after_prompt) const {
   modify(args, sequence, after_prompt);
-  if (!coded()) return check(kernels::shrink(config_.kernels, args, stream_), "a shrink");
-  const CodedCache coded = storage_->rungs.coded(layer, sequence);
-  const auto move = args.to.keys == memory_->cache.keys ? take_from_rungs : shrink_to_rungs;
-  check(move(config_.kernels, args, coded, memory_->staged, stream_), "tokens and their rungs");
+  if (!is_quantized())
+    return check(kernels::compact(config_.kernels, args, stream_), "a compaction");
+  const QuantizedCache quantized_cache = storage_->tiers.quantized_cache(layer, sequence);
+  const auto move = args.to.keys == memory_->cache.keys ? read_from_tiers : compact_to_tiers;
+  check(move(config_.kernels, args, quantized_cache, memory_->staged, stream_),
+        "tokens and their tiers");
 }
 
-std::uint64_t SlotCaches::bytes_on_rungs(std::uint32_t layer, std::size_t pair) const {
-  const RungCounts& rungs = on_rungs_[layer * slots_.pairs() + pair];
+std::uint64_t SlotCaches::bytes_on_tiers(std::uint32_t layer, std::size_t pair) const {
+  const TierCounts& tiers = tier_counts_[layer * slots_.pairs() + pair];
   std::uint64_t bytes = 0;
-  for (std::size_t r = 0; r < rungs.ladder().size(); ++r) {
-    const KvForm& form = *rungs.ladder()[r].form;
-    bytes += rungs.on(r) * (form.exact() ? 2 * config_.key_bytes()
-                                         : form.block_bytes() * halves() * 2 / kCodeBlock);
+  for (std::size_t r = 0; r < tiers.tier_plan().size(); ++r) {
+    const KvFormat& format = *tiers.tier_plan()[r].format;
+    bytes += tiers.on(r) * (format.exact() ? 2 * config_.key_bytes()
+                                           : format.block_bytes() * halves() * 2 / kQuantBlock);
   }
   return bytes;
 }
 
 /// With the tokens that have just come.
 void SlotCaches::count_bytes(std::uint32_t layer, std::size_t pair) {
-  if (!coded()) return;
-  std::uint64_t& most = counts_of(layer, pair).most_bytes;
-  most = std::max(most, bytes_on_rungs(layer, pair));
+  if (!is_quantized()) return;
+  std::uint64_t& most = counts_of(layer, pair).max_bytes;
+  most = std::max(most, bytes_on_tiers(layer, pair));
 }
 
-/// Tokens of an admission that makes room before it.
-void SlotCaches::count_admission(int sequence, std::uint32_t layer, std::uint32_t tokens) {
+/// Tokens of an append that evicts to the budget before it.
+void SlotCaches::count_append(int sequence, std::uint32_t layer, std::uint32_t tokens) {
   each_pair(sequence, [&](std::size_t pair) {
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);
     own.behind = own.live;
     own.live += tokens;
     own.most = std::max(own.most, own.live);
-    admit_to_rungs(layer, pair, tokens);
+    append_to_tiers(layer, pair, tokens);
   });
 }
 
-/// Room that is made behind an admission.
-void SlotCaches::count_room(int sequence, std::uint32_t layer, bool after_prompt) {
+/// Room that is made behind an append.
+void SlotCaches::count_evictions(int sequence, std::uint32_t layer, bool after_prompt) {
   each_pair(sequence, [&](std::size_t pair) {
-    count_room_of(layer, pair, after_prompt);
+    count_evictions_of(layer, pair, after_prompt);
     count_bytes(layer, pair);
   });
 }
 
-void SlotCaches::count_room_of(std::uint32_t layer, std::size_t pair, bool after_prompt) {
+void SlotCaches::count_evictions_of(std::uint32_t layer, std::size_t pair, bool after_prompt) {
   counts_of(layer, pair).live -= surplus(layer, pair, after_prompt);
-  if (coded())
-    rungs_of(layer, pair)
-        .make_room(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
+  if (is_quantized())
+    tiers_of(layer, pair)
+        .evict_to_budget(slots_.modifiers(pair), slots_.budget(layer, pair), after_prompt);
 }
 
-/// Room is made before them.
-void SlotCaches::admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint32_t tokens) {
-  if (!coded()) return;
-  RungCounts& rungs = rungs_of(layer, pair);
-  rungs.make_room(slots_.modifiers(pair), slots_.budget(layer, pair), false);
-  rungs.admit(tokens);
+/// Tokens are evicted before them.
+void SlotCaches::append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32_t tokens) {
+  if (!is_quantized()) return;
+  TierCounts& tiers = tiers_of(layer, pair);
+  tiers.evict_to_budget(slots_.modifiers(pair), slots_.budget(layer, pair), false);
+  tiers.append(tokens);
 }
 
 void SlotCaches::end_prompt(int sequence, std::uint32_t fed, LayerRange layers) {
   if (of(sequence).share) {
     if (shared_when_[static_cast<std::size_t>(sequence)] != fed) share_slots_of_live(sequence, fed);
   } else if (of(sequence).modifiers != Modifiers{}) {
-    make_room(sequence, fed, true, layers);
+    evict_to_budget(sequence, fed, true, layers);
   }
 }
 
 // --- Shared slots --------------------------------------------------------------------------------
 
 /// After a prompt: splits a layer's slots among its KV heads by their ranks, and takes the live
-/// tokens there, all of which the admission's memory holds. Waits. Returns how many those were,
+/// tokens there, all of which the append's memory holds. Waits. Returns how many those were,
 /// [kv_head].
 std::vector<std::int32_t> SlotCaches::share_slots(int sequence, std::uint32_t layer,
                                                   std::uint32_t fed) {
   constexpr const char* kWhat = "sharing slots";
-  const AdmissionMemory& memory = *memory_;
-  const Admitted ended{fed, 0};
+  const AppendMemory& memory = *memory_;
+  const Appended ended{fed, 0};
   copy(work_->ended, &ended, 1);
   kvlab_shrink_args args = to_slots(sequence, layer, work_->ended, false);
   modify(args, sequence, true);
   check(rank_tokens(config_.kernels, args, stream_), kWhat);
 
   const auto heads = static_cast<std::size_t>(config_.kv_heads),
-             row = static_cast<std::size_t>(memory.cache.most_slots);
+             row = static_cast<std::size_t>(memory.cache.max_slots);
   auto lengths = cuda::read(memory.cache.lengths, heads, stream_, kWhat);
   const auto positions = cuda::read(memory.cache.positions, heads * row, stream_, kWhat);
   const auto ranks = cuda::read(ranks_of(args), heads * row, stream_, kWhat);
   const std::size_t first = static_cast<std::size_t>(sequence) * heads;
-  std::vector<std::vector<LeavingKey>> keys(heads);
+  std::vector<std::vector<EvictionKey>> keys(heads);
   for (std::size_t head = 0; head < heads; ++head) {
-    const Guards guards = slots_.guards(layer, first + head);
+    const ProtectedTokens protected_tokens = slots_.protected_tokens(layer, first + head);
     const auto live = static_cast<std::size_t>(lengths[head]);
     for (std::size_t i = head * row; i < head * row + live; ++i)
-      keys[head].push_back({guards.guard(positions[i], fed), ranks[i], positions[i]});
+      keys[head].push_back(
+          {protected_tokens.protection(positions[i], fed), ranks[i], positions[i]});
   }
   slots_.share(layer, static_cast<std::size_t>(sequence), of(sequence).share(keys));
   storage_->write_pairs(slots_, layer * slots_.pairs() + first, heads);
-  check(kernels::shrink(config_.kernels, args, stream_), kWhat);
+  check(kernels::compact(config_.kernels, args, stream_), kWhat);
   number(args.to);
-  count_room(sequence, layer, true);
+  count_evictions(sequence, layer, true);
   shared_when_[static_cast<std::size_t>(sequence)] = fed;
   return lengths;
 }
 
-/// Where the prompt's last token came alone: by way of an admission's memory.
+/// Where the prompt's last token came alone: by way of an append's memory.
 void SlotCaches::share_slots_of_live(int sequence, std::uint32_t fed) {
   reserve();
-  const Admitted nothing{fed, 0};
+  const Appended nothing{fed, 0};
   copy(work_->nothing, &nothing, 1);
   for (std::uint32_t layer = 0; layer < config_.layers.size(); ++layer) {
     take_live(sequence, layer, true);
@@ -401,18 +408,18 @@ void SlotCaches::share_slots_of_live(int sequence, std::uint32_t fed) {
 
 void SlotCaches::reserve_for_steps() {
   for (const SlotSequence& sequence : config_.sequences)
-    if (!sequence.modifiers.steps_make_room()) reserve();
+    if (!sequence.modifiers.steps_evict()) reserve();
 }
 
 void SlotCaches::before_token(int sequence, std::uint32_t fed, LayerRange layers) {
   if (!counts(sequence)) return;
-  if (!of(sequence).modifiers.steps_make_room()) make_room(sequence, fed, false, layers);
+  if (!of(sequence).modifiers.steps_evict()) evict_to_budget(sequence, fed, false, layers);
   each_head(sequence, layers, [&](std::uint32_t layer, std::size_t pair) {
     Counts& own = counts_of(layer, pair);
     own.live -= surplus(layer, pair, false);  // by the step itself
     own.behind = own.live++;
     own.most = std::max(own.most, own.live);
-    admit_to_rungs(layer, pair, 1);
+    append_to_tiers(layer, pair, 1);
     count_bytes(layer, pair);
   });
 }
@@ -422,10 +429,10 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const
   args.cache = cache_of(layer, rows);
   args.sequences = work_->iota;
   args.now = rows.now;
-  if (coded()) {  // place() does the rest
-    const RungStorage& rungs = storage_->rungs;
-    args.cache.first_slot = rungs.newest + std::ptrdiff_t{rows.first} * config_.kv_heads;
-    args.cache.next_slots = rungs.nothing;
+  if (is_quantized()) {  // store_in_tiers() does the rest
+    const TierStorage& tiers = storage_->tiers;
+    args.cache.first_slot = tiers.newest + std::ptrdiff_t{rows.first} * config_.kv_heads;
+    args.cache.next_slots = tiers.nothing;
     args.cache.positions = nullptr;
   }
   args.q = work_->q;
@@ -434,9 +441,9 @@ RopeWriteArgs SlotCaches::write(std::uint32_t layer, const StepRows& rows) const
   return args;
 }
 
-void SlotCaches::place(std::uint32_t layer, const StepRows& rows) const {
-  if (coded())
-    check(place_newest(cache_of(layer, rows), coded_of(layer, rows), rows.now, stream_),
+void SlotCaches::store_in_tiers(std::uint32_t layer, const StepRows& rows) const {
+  if (is_quantized())
+    check(store_newest(cache_of(layer, rows), quantized_cache_of(layer, rows), rows.now, stream_),
           "the newest tokens");
 }
 
@@ -450,20 +457,20 @@ EvictingAttentionArgs SlotCaches::step(std::uint32_t layer, const StepRows& rows
                               .now = rows.now,
                               .q = work_->q,
                               .inv_freq = inv_freq(own.table),
-                              .rotated = rope.rotated(),
+                              .rotated = rope.rotated_dims(),
                               .rope_factor = rope.factor,
                               .out = to.out,
                               .lse = to.lse,
                               .settled = 1}};
-  if (coded()) args.coded = &coded_of(layer, rows);
+  if (is_quantized()) args.quantized_cache = &quantized_cache_of(layer, rows);
   args.sinks = own.sinks;
   return args;
 }
 
 void SlotCaches::bring(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const {
-  if (config_.columns.count == 0) return;
+  if (config_.features.count == 0) return;
   const AttendedRows keys = with_keys(to);
-  ColumnArgs args{config_.columns};
+  FeatureArgs args{config_.features};
   args.cache = cache_of(layer, rows);
   args.slots = args.cache.next_slots;
   args.tokens = 1;
@@ -471,10 +478,10 @@ void SlotCaches::bring(std::uint32_t layer, const StepRows& rows, const Attended
   args.keys = keys.plain_keys;
   args.key_row = static_cast<std::int64_t>(keys.key_row);
   args.unit_keys = storage_->unit_keys_of(layer, rows.first);
-  args.to = storage_->columns;
+  args.to = storage_->features;
   args.output = config_.layers[layer].output;
-  if (coded()) args.values = coded_of(layer, rows).newest_values;
-  check(make_columns(args, stream_), "columns");
+  if (is_quantized()) args.values = quantized_cache_of(layer, rows).newest_values;
+  check(make_features(args, stream_), "features");
 }
 
 }  // namespace kvlab::kernels

@@ -1,28 +1,28 @@
 // The caches of a batch of sequences, layer by layer: each KV head has as many slots as its budget,
-// and a policy decides who leaves. This is the protocol: room before an admission, attention in
-// memory of the admission's own, a shrink to slots or rungs, numbers by age, counts of what is
-// live; and steps, in which the victim's slot takes the next token. Everything is enqueued on one
-// stream.
+// and a policy decides which token is evicted. This is the protocol: room before an append,
+// attention in memory of the append's own, a compaction to slots or tiers, numbers by cache
+// position, counts of what is live; and steps, in which the victim's slot takes the next token.
+// Everything is enqueued on one stream.
 #pragma once
 
 #include <memory>
 
 #include "kernels/cache/slot_storage.hpp"
-#include "kernels/codes/codes.hpp"
-#include "kernels/evict/squeeze.hpp"
+#include "kernels/evict/cache_positions.hpp"
 #include "kernels/pointwise.hpp"
-#include "policies/rungs/rung_counts.hpp"
+#include "kernels/quantized/tiers.hpp"
+#include "policies/tiers/tier_counts.hpp"
 
 namespace kvlab::kernels {
 
-/// Tokens of one admission that go through a layer together.
-struct AdmissionPart {
-  std::uint32_t first;  ///< of the admission's tokens
+/// Tokens of one append that go through a layer together.
+struct AppendChunk {
+  std::uint32_t first;  ///< of the append's tokens
   int rows;
 };
 
 /// Where the attention of some rows goes, and their keys before RoPE, `key_row` elements from one
-/// to the next, of which columns are made; null: what write() has put aside.
+/// to the next, of which features are made; null: what write() has put aside.
 struct AttendedRows {
   void* out;   // [row, query_head, dim]
   float* lse;  // [row, query_head], or null
@@ -42,25 +42,26 @@ struct LayerRange {
   std::uint32_t first = 0, end = ~std::uint32_t{0};
 };
 
-/// One layer of one sequence while many tokens are admitted at once: the live tokens, the new ones
+/// One layer of one sequence while many tokens are appended at once: the live tokens, the new ones
 /// behind them, and what is counted of them. Used by one layer after the other.
-struct AdmissionMemory {
-  AdmissionMemory() = default;
+struct AppendMemory {
+  AppendMemory() = default;
   /// `slots`: for live and new tokens together.
-  AdmissionMemory(cuda::Arena& arena, const SlotsConfig& config, std::uint32_t slots);
+  AppendMemory(cuda::Arena& arena, const SlotsConfig& config, std::uint32_t slots);
 
   /// [kv_head, slot]; lengths are those of the tokens that were live already.
   kvlab_cache cache{};
-  std::byte* states = nullptr;          // [kv_head, slot, slot_bytes]
-  float* columns = nullptr;             // [kv_head, slot, column]; or null
-  std::byte* plain_keys = nullptr;      // [new token, kv_head, dim], before RoPE; or null
-  std::byte* squeezed_keys = nullptr;   // [kv_head, slot, dim], rotated by age; or null
+  std::byte* states = nullptr;      // [kv_head, slot, slot_bytes]
+  float* features = nullptr;        // [kv_head, slot, feature]; or null
+  std::byte* plain_keys = nullptr;  // [new token, kv_head, dim], before RoPE; or null
+  std::byte* cache_position_keys =
+      nullptr;                          // [kv_head, slot, dim], rotated to cache positions; or null
   std::int64_t* first_slots = nullptr;  // [kv_head]
   kvlab_observation* seen = nullptr;    // [kv_head, slot]; null where nothing is observed
   RowSoftmax* rows = nullptr;           // [part token, query_head]; likewise
   float* weights = nullptr;             // [age of a query]; null: all weigh 1
-  StagedCodes staged{};                 ///< where the live tokens lie on rungs
-  std::byte *observe_workspace = nullptr, *shrink_workspace = nullptr;
+  StagedTiers staged{};                 ///< where the live tokens lie on tiers
+  std::byte *observe_workspace = nullptr, *compact_workspace = nullptr;
 };
 
 class SlotCaches {
@@ -69,50 +70,51 @@ class SlotCaches {
   /// device's memory does not do.
   SlotCaches(SlotsConfig config, cudaStream_t stream);
   SlotCaches(const SlotCaches&) = delete;
-  /// What it allocates; where the longest admission is known, with what that adds.
+  /// What it allocates; where the longest append is known, with what that adds.
   struct Bytes {
     std::uint64_t storage, work;
   };
-  static Bytes bytes(const SlotsConfig& config, std::uint32_t longest_admission = 0);
+  static Bytes bytes(const SlotsConfig& config, std::uint32_t longest_append = 0);
 
   /// What follows is enqueued there.
   void enqueue_on(cudaStream_t stream) { stream_ = stream; }
   cudaStream_t stream() const { return stream_; }
   /// Nothing is live. The memory stays where it is, so that a graph goes on serving. Waits.
   void clear();
-  /// Memory for admissions with so many tokens, those that are live among them, and for whatever a
-  /// pair can hold: a shrink looks at every slot of the cache that it takes the live ones from.
+  /// Memory for appends with so many tokens, those that are live among them, and for whatever a
+  /// pair can hold: a compaction looks at every slot of the cache that it takes the live ones from.
   /// Waits, where it has to grow.
-  const AdmissionMemory& reserve(std::uint32_t slots = 0);
+  const AppendMemory& reserve(std::uint32_t slots = 0);
   /// What before_token() may need, so that it does not fail behind another's.
   void reserve_for_steps();
 
   // Many tokens on their way into the caches of one sequence, behind the `fed` ones that these have
   // had: one layer after the other, in parts; of each part first write(), then attend(). With a
-  // layer's last part its caches have admitted the tokens. One admission at a time.
+  // layer's last part its caches have appended the tokens. One append at a time.
 
   /// `ends_prompt`: a prompt segment ends with it.
   void begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt);
   /// Where q, k and v of a part are written, and how they are rotated, once its rows of RoPE are
   /// there: fill_ropes(). The rest of the arguments is the caller's.
-  RopeWriteArgs write(std::uint32_t layer, const AdmissionPart& part);
-  void attend(std::uint32_t layer, const AdmissionPart& part, const AttendedRows& to);
-  /// A prompt segment has ended with the last of `fed` tokens, which has not come by an admission
+  RopeWriteArgs write(std::uint32_t layer, const AppendChunk& part);
+  void attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to);
+  /// A prompt segment has ended with the last of `fed` tokens, which has not come by an append
   /// that says so.
   void end_prompt(int sequence, std::uint32_t fed, LayerRange layers = {});
 
   // Steps. The host counts; all else is nothing but launches, the same from step to step, so that a
-  // graph can hold them: of each layer write(), place(), attend with what step() says, bring().
+  // graph can hold them: of each layer write(), store_in_tiers(), attend with what step() says,
+  // bring().
 
   /// Before a step, of some layers, that feeds one token to the sequence behind `fed`.
   void before_token(int sequence, std::uint32_t fed, LayerRange layers = {});
   RopeWriteArgs write(std::uint32_t layer, const StepRows& rows) const;
-  /// Behind that write, where tokens lie on rungs.
-  void place(std::uint32_t layer, const StepRows& rows) const;
+  /// Behind that write, where tokens lie on tiers.
+  void store_in_tiers(std::uint32_t layer, const StepRows& rows) const;
   /// But for its workspace.
   EvictingAttentionArgs step(std::uint32_t layer, const StepRows& rows,
                              const AttendedRows& to) const;
-  /// The columns of the new tokens. Only what observes reads them.
+  /// The features of the new tokens. Only what observes reads them.
   void bring(std::uint32_t layer, const StepRows& rows, const AttendedRows& to) const;
 
   // Rows of RoPE and of queries.
@@ -136,8 +138,9 @@ class SlotCaches {
   std::uint32_t live(int sequence, std::uint32_t layer, std::uint32_t head,
                      std::uint32_t fed) const;
   /// Positions, ascending. Waits.
-  std::vector<std::uint32_t> kept(int sequence, std::uint32_t layer, std::uint32_t head) const;
-  /// How many have left for good, all layers and KV heads, when the last admission came behind so
+  std::vector<std::uint32_t> kept_positions(int sequence, std::uint32_t layer,
+                                            std::uint32_t head) const;
+  /// How many were evicted, all layers and KV heads, when the last append came behind so
   /// many tokens.
   std::uint64_t evictions(int sequence, std::uint32_t behind) const;
   /// Benchmarks: as if so many tokens had come, of whose keys and values nothing is said. Waits.
@@ -146,23 +149,23 @@ class SlotCaches {
   /// Of keys and values of all sequences, room for others among them.
   std::uint64_t allocated_bytes() const;
 
-  /// Whether tokens lie on rungs.
-  bool coded() const { return !on_rungs_.empty(); }
+  /// Whether tokens lie on tiers.
+  bool is_quantized() const { return !tier_counts_.empty(); }
   const SlotsConfig& config() const { return config_; }
   const PairSlots& slots() const { return slots_; }
   const SlotStorage& storage() const { return *storage_; }
-  /// As an admission left its last layer.
-  const AdmissionMemory& admission() const { return *memory_; }
+  /// As an append left its last layer.
+  const AppendMemory& append_memory() const { return *memory_; }
 
  private:
-  /// Of a pair under modifiers, shared slots or a ladder, what follows from all that was admitted:
-  /// live tokens now, before the last admission, and at most.
+  /// Of a pair under modifiers, shared slots or a tier plan, what follows from all that was
+  /// appended: live tokens now, before the last append, and at most.
   struct Counts {
     std::uint32_t live = 0, behind = 0, most = 0;
-    std::uint64_t most_bytes = 0;  ///< on rungs
+    std::uint64_t max_bytes = 0;  ///< on tiers
   };
-  /// As a shrink takes it.
-  struct Admitted {
+  /// As a compaction takes it.
+  struct Appended {
     std::uint32_t now, tokens;
   };
   struct Work {
@@ -172,16 +175,16 @@ class SlotCaches {
     float2* rope;                  // [table, row, dim / 2]
     std::byte* plain_k;            // [row, kv_head, dim], before RoPE, where norms hide it; or null
     std::int32_t *iota, *zeros;    // [row]
-    Admitted *nothing, *admitted;  // at the first new token's position: none; all
-    Admitted* ended;               // none, at the position behind a prompt
+    Appended *nothing, *appended;  // at the first new token's position: none; all
+    Appended* ended;               // none, at the position behind a prompt
     std::byte* workspaces;
   };
   /// The one that goes on.
-  struct Admission {
+  struct Append {
     int sequence = 0;
     std::uint32_t fed = 0, tokens = 0;
     bool ends_prompt = false;
-    bool squeezes = false;  ///< keys are read rotated by age
+    bool uses_cache_positions = false;  ///< keys are read rotated to cache positions
     std::uint32_t tail = kNoTail;
   };
 
@@ -223,15 +226,15 @@ class SlotCaches {
     cache.sequences = rows.count;
     return cache;
   }
-  const CodedCache& coded_of(std::uint32_t layer, const StepRows& rows) const {
-    return coded_[layer * config_.sequences.size() + static_cast<std::size_t>(rows.first)];
+  const QuantizedCache& quantized_cache_of(std::uint32_t layer, const StepRows& rows) const {
+    return quantized_[layer * config_.sequences.size() + static_cast<std::size_t>(rows.first)];
   }
 
   const SlotSequence& of(int sequence) const {
     return config_.sequences[static_cast<std::size_t>(sequence)];
   }
   bool counts(int sequence) const {
-    return of(sequence).modifiers != Modifiers{} || of(sequence).share || coded();
+    return of(sequence).modifiers != Modifiers{} || of(sequence).share || is_quantized();
   }
   Counts& counts_of(std::uint32_t layer, std::size_t pair) {
     return counts_[layer * slots_.pairs() + pair];
@@ -239,45 +242,45 @@ class SlotCaches {
   const Counts& counts_of(std::uint32_t layer, std::size_t pair) const {
     return counts_[layer * slots_.pairs() + pair];
   }
-  RungCounts& rungs_of(std::uint32_t layer, std::size_t pair) {
-    return on_rungs_[layer * slots_.pairs() + pair];
+  TierCounts& tiers_of(std::uint32_t layer, std::size_t pair) {
+    return tier_counts_[layer * slots_.pairs() + pair];
   }
   std::uint32_t surplus(std::uint32_t layer, std::size_t pair, bool after_prompt) const;
   std::uint32_t older(int sequence, std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
-  void make_room(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers);
-  void count_admission(int sequence, std::uint32_t layer, std::uint32_t tokens);
-  void count_room(int sequence, std::uint32_t layer, bool after_prompt);
-  void count_room_of(std::uint32_t layer, std::size_t pair, bool after_prompt);
+  void evict_to_budget(int sequence, std::uint32_t fed, bool after_prompt, LayerRange layers);
+  void count_append(int sequence, std::uint32_t layer, std::uint32_t tokens);
+  void count_evictions(int sequence, std::uint32_t layer, bool after_prompt);
+  void count_evictions_of(std::uint32_t layer, std::size_t pair, bool after_prompt);
   std::vector<std::int32_t> share_slots(int sequence, std::uint32_t layer, std::uint32_t fed);
   void share_slots_of_live(int sequence, std::uint32_t fed);
-  /// What takes tokens from an admission's memory to a sequence's slots in a layer.
-  kvlab_shrink_args to_slots(int sequence, std::uint32_t layer, const Admitted* admitted,
+  /// What takes tokens from an append's memory to a sequence's slots in a layer.
+  kvlab_shrink_args to_slots(int sequence, std::uint32_t layer, const Appended* appended,
                              bool stays) const;
-  /// Between a sequence's slots in a layer, which may have rungs, and an admission's memory.
-  void shrink(kvlab_shrink_args args, int sequence, std::uint32_t layer, bool after_prompt) const;
-  /// The live tokens of a layer, or those that stay, to an admission's memory.
+  /// Between a sequence's slots in a layer, which may have tiers, and an append's memory.
+  void compact(kvlab_shrink_args args, int sequence, std::uint32_t layer, bool after_prompt) const;
+  /// The live tokens of a layer, or those that stay, to an append's memory.
   void take_live(int sequence, std::uint32_t layer, bool stays) const;
-  void shrink_in_place(int sequence, std::uint32_t layer, bool after_prompt) const;
+  void compact_in_place(int sequence, std::uint32_t layer, bool after_prompt) const;
   void number(const kvlab_cache& cache) const;
-  void admit_to_rungs(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
-  std::uint64_t bytes_on_rungs(std::uint32_t layer, std::size_t pair) const;
+  void append_to_tiers(std::uint32_t layer, std::size_t pair, std::uint32_t tokens);
+  std::uint64_t bytes_on_tiers(std::uint32_t layer, std::size_t pair) const;
   void count_bytes(std::uint32_t layer, std::size_t pair);
-  /// What a shrink does to ranks.
+  /// What a compaction does to ranks.
   void modify(kvlab_shrink_args& args, int sequence, bool after_prompt) const;
 
-  // Of the admission that goes on.
+  // Of the append that goes on.
   void begin_layer(std::uint32_t layer);
   void observe(std::uint32_t layer, const kvlab_prefill_args& queries);
   void keep(std::uint32_t layer);
   void keep_by_shares(std::uint32_t layer, kvlab_shrink_args args);
-  void keep_plain_keys(const AdmissionPart& part, const AttendedRows& to);
-  void make_columns_of_new(std::uint32_t layer);
-  void squeeze_keys(const SqueezeArgs& shape, bool of_older);
-  SqueezeArgs squeeze_shape(std::uint32_t layer, const AdmissionPart& part) const;
+  void keep_plain_keys(const AppendChunk& part, const AttendedRows& to);
+  void make_features_of_new(std::uint32_t layer);
+  void rotate_keys_to_cache_positions(const CachePositionArgs& shape, bool of_older);
+  CachePositionArgs cache_position_args(std::uint32_t layer, const AppendChunk& part) const;
   const void* attended_keys() const {
-    return admission_.squeezes ? memory_->squeezed_keys : memory_->cache.keys;
+    return append_.uses_cache_positions ? memory_->cache_position_keys : memory_->cache.keys;
   }
-  std::uint32_t admitted_slots() const;
+  std::uint32_t appended_slots() const;
   void copy_weights();
 
   SlotsConfig config_;
@@ -285,11 +288,11 @@ class SlotCaches {
   PairSlots slots_;
   cuda::Placed<SlotStorage> storage_;
   cuda::Placed<Work> work_;
-  cuda::Placed<AdmissionMemory> memory_;
-  Admission admission_;
+  cuda::Placed<AppendMemory> memory_;
+  Append append_;
   std::vector<Counts> counts_;              // [layer, pair]
-  std::vector<RungCounts> on_rungs_;        // [layer, pair]; empty where nobody keeps codes
-  std::vector<CodedCache> coded_;           // [layer, sequence]: from it on; likewise
+  std::vector<TierCounts> tier_counts_;     // [layer, pair]; empty where nobody is quantized
+  std::vector<QuantizedCache> quantized_;   // [layer, sequence]: from it on; likewise
   std::vector<std::uint32_t> shared_when_;  // [sequence]: fed when slots were shared last
 };
 

@@ -10,22 +10,22 @@ constexpr const char* kTables = "the cache's tables";
 }  // namespace
 
 SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots)
-    : shape_(config.slot_cache(static_cast<int>(config.sequences.size()), slots.most())),
+    : shape_(config.slot_cache(static_cast<int>(config.sequences.size()), slots.max_slots())),
       layers_(config.layers.data()),
       pairs_(slots.pairs()),
       params_bytes_(config.kernels.params_bytes) {
   const auto total = static_cast<std::size_t>(slots.total());
   const std::size_t sequences = config.sequences.size(), pairs = slots.all();
-  rungs = RungStorage(arena, config, slots);
-  const bool coded = config.coded();
-  keys = arena.take<std::byte>(coded ? 0 : total * config.key_bytes());
-  values = arena.take<std::byte>(coded ? 0 : total * config.key_bytes());
-  if (coded) keys = rungs.newest_keys, values = rungs.newest_values;
+  tiers = TierStorage(arena, config, slots);
+  const bool quantized = config.is_quantized();
+  keys = arena.take<std::byte>(quantized ? 0 : total * config.key_bytes());
+  values = arena.take<std::byte>(quantized ? 0 : total * config.key_bytes());
+  if (quantized) keys = tiers.newest_keys, values = tiers.newest_values;
   positions = arena.take<std::uint32_t>(total);
   ages = arena.take<std::uint32_t>(config.numbering == KVLAB_SQUEEZED ? total : 0);
   states = arena.take<std::byte>(total * config.kernels.slot_bytes);
-  columns = arena.take<float>(total * static_cast<std::size_t>(config.columns.count));
-  unit_keys = arena.take<float>(has(config.columns, KVLAB_KEY_COSINE)
+  features = arena.take<float>(total * static_cast<std::size_t>(config.features.count));
+  unit_keys = arena.take<float>(has(config.features, KVLAB_KEY_COSINE)
                                     ? pairs * static_cast<std::size_t>(shape_.head_size)
                                     : 0);
   seen = arena.take<kvlab_observation>(config.watched && config.observes() ? total : 0);
@@ -33,10 +33,10 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
   lengths = arena.take<std::int32_t>(pairs);
   next_slots = arena.take<std::int32_t>(pairs);
   rules = arena.take<kvlab_rule>(pairs);
-  step_room_at = shrink_room_at = never = nullptr;
-  if (config.modified()) {
-    step_room_at = arena.take<std::uint32_t>(pairs);
-    shrink_room_at = arena.take<std::uint32_t>(pairs);
+  step_evict_at = compact_evict_at = never = nullptr;
+  if (config.has_modifiers()) {
+    step_evict_at = arena.take<std::uint32_t>(pairs);
+    compact_evict_at = arena.take<std::uint32_t>(pairs);
     never = arena.take<std::uint32_t>(pairs);
   }
   params = arena.take<std::byte>(sequences * params_bytes_);
@@ -47,31 +47,31 @@ SlotStorage::SlotStorage(cuda::Arena& arena, const SlotsConfig& config, const Pa
 
 void SlotStorage::write_pairs(const PairSlots& slots, std::size_t first, std::size_t count) const {
   std::vector<kvlab_rule> own_rules;
-  std::vector<std::uint32_t> of_steps, of_shrinks;
+  std::vector<std::uint32_t> of_steps, of_compactions;
   std::vector<std::int64_t> starts;
   for (std::size_t at = first; at < first + count; ++at) {
     const auto layer = static_cast<std::uint32_t>(at / pairs_);
     const std::size_t pair = at % pairs_;
-    const Guards guards = slots.guards(layer, pair);
+    const ProtectedTokens protected_tokens = slots.protected_tokens(layer, pair);
     const Modifiers& modifiers = slots.modifiers(pair);
     const std::uint32_t budget = slots.budget(layer, pair);
     own_rules.push_back({.budget = budget,
-                         .sinks = guards.sinks,
-                         .recent = guards.recent,
+                         .sinks = protected_tokens.sinks,
+                         .recent = protected_tokens.recent,
                          .group_max = modifiers.group == Modifiers::Group::max});
-    of_steps.push_back(modifiers.steps_make_room() ? budget : kUnlimited);
-    of_shrinks.push_back(modifiers.room_at(budget));
+    of_steps.push_back(modifiers.steps_evict() ? budget : kUnlimited);
+    of_compactions.push_back(modifiers.evict_at(budget));
     starts.push_back(slots.first_slots()[at]);
   }
   cuda::write(rules + first, own_rules, kTables);
   cuda::write(first_slots + first, starts, kTables);
-  if (!step_room_at) return;
-  cuda::write(step_room_at + first, of_steps, kTables);
-  cuda::write(shrink_room_at + first, of_shrinks, kTables);
+  if (!step_evict_at) return;
+  cuda::write(step_evict_at + first, of_steps, kTables);
+  cuda::write(compact_evict_at + first, of_compactions, kTables);
 }
 
 void SlotStorage::clear(const SlotsConfig& config, const PairSlots& slots) const {
-  if (rungs.in_use()) rungs.clear(config, slots);
+  if (tiers.in_use()) tiers.clear(config, slots);
   const std::size_t pairs = slots.all();
   write_pairs(slots, 0, pairs);
   if (never) cuda::write(never, std::vector<std::uint32_t>(pairs, kUnlimited), kTables);
@@ -119,8 +119,8 @@ kvlab_policy_state SlotStorage::policy(std::uint32_t layer) const {
           .sequence_ids = sequence_ids,
           .layer = layers_[layer].number,
           .seen = seen,
-          .columns = columns,
-          .room_at = step_room_at ? step_room_at + layer * pairs_ : nullptr};
+          .features = features,
+          .evict_at = step_evict_at ? step_evict_at + layer * pairs_ : nullptr};
 }
 
 kvlab_cache SlotStorage::cache_of(std::uint32_t layer, int sequence) const {
@@ -139,7 +139,7 @@ kvlab_policy_state SlotStorage::policy_of(std::uint32_t layer, int sequence) con
   one.threshold16 += sequence;
   one.seeds += sequence;
   one.sequence_ids += sequence;
-  if (one.room_at) one.room_at += std::ptrdiff_t{sequence} * shape_.kv_heads;
+  if (one.evict_at) one.evict_at += std::ptrdiff_t{sequence} * shape_.kv_heads;
   return one;
 }
 
@@ -149,12 +149,12 @@ float* SlotStorage::unit_keys_of(std::uint32_t layer, int sequence) const {
   return unit_keys + pair * static_cast<std::size_t>(shape_.head_size);
 }
 
-kvlab_policy_state SlotStorage::policy_of_shrink(std::uint32_t layer, int sequence,
-                                                 bool stays) const {
+kvlab_policy_state SlotStorage::policy_of_compact(std::uint32_t layer, int sequence,
+                                                  bool stays) const {
   kvlab_policy_state one = policy_of(layer, sequence);
-  if (one.room_at)
-    one.room_at = (stays ? never : shrink_room_at) + layer * pairs_ +
-                  std::ptrdiff_t{sequence} * shape_.kv_heads;
+  if (one.evict_at)
+    one.evict_at = (stays ? never : compact_evict_at) + layer * pairs_ +
+                   std::ptrdiff_t{sequence} * shape_.kv_heads;
   return one;
 }
 

@@ -2,7 +2,7 @@
 // as its budget.
 #pragma once
 
-#include "kernels/cache/rung_storage.hpp"
+#include "kernels/cache/tier_storage.hpp"
 #include "kernels/evict/eviction.hpp"
 
 namespace kvlab::kernels {
@@ -22,23 +22,25 @@ class SlotStorage {
   /// One layer of one sequence alone.
   kvlab_cache cache_of(std::uint32_t layer, int sequence) const;
   kvlab_policy_state policy_of(std::uint32_t layer, int sequence) const;
-  /// policy_of() for a shrink, which makes room where a step leaves that to it; unless `stays`.
-  kvlab_policy_state policy_of_shrink(std::uint32_t layer, int sequence, bool stays) const;
+  /// policy_of() for a compaction, which evicts to the budget where a step leaves that to it;
+  /// unless `stays`.
+  kvlab_policy_state policy_of_compact(std::uint32_t layer, int sequence, bool stays) const;
   /// Of one layer, from a sequence on; null without them.
   float* unit_keys_of(std::uint32_t layer, int sequence) const;
 
-  RungStorage rungs;                   ///< where some cache keeps codes, else:
-  std::byte *keys, *values;            // [slot, dim]
-  std::uint32_t *positions, *ages;     // [slot]; ages only where rotated by age, else null
-  std::byte* states;                   // [slot, slot_bytes]
-  float* columns;                      // [slot, column]: what each brought
-  float* unit_keys;                    // [layer, pair, dim]: see ColumnArgs; null without them
-  kvlab_observation* seen;             // [slot]: what each received; null unless watched
-  std::int64_t* first_slots;           // [layer, pair]
+  TierStorage tiers;                ///< where some cache is quantized, else:
+  std::byte *keys, *values;         // [slot, dim]
+  std::uint32_t *positions, *ages;  // [slot]; ages only where rotated to cache positions, else null
+  std::byte* states;                // [slot, slot_bytes]
+  float* features;                  // [slot, feature]: what each brought
+  float* unit_keys;                 // [layer, pair, dim]: see FeatureArgs; null without them
+  kvlab_observation* seen;          // [slot]: what each received; null unless watched
+  std::int64_t* first_slots;        // [layer, pair]
   std::int32_t *lengths, *next_slots;  // [layer, pair]
   kvlab_rule* rules;                   // [layer, pair]
-  /// [layer, pair], null without modifiers: live tokens at which a step and a shrink make room.
-  std::uint32_t *step_room_at, *shrink_room_at;
+  /// [layer, pair], null without modifiers: live tokens at which a step and a compaction evict to
+  /// the budget.
+  std::uint32_t *step_evict_at, *compact_evict_at;
   std::uint32_t* never;  // [layer, pair]: kUnlimited
   std::byte* params;     // [sequence, params_bytes], as the next three
   std::uint32_t *thresholds, *sequence_ids;

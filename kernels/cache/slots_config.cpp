@@ -11,11 +11,11 @@ namespace kvlab::kernels {
 namespace {
 
 /// The most bytes that a token takes on any tier.
-int most_row_bytes(const SlotsConfig& config) {
+int max_row_bytes(const SlotsConfig& config) {
   std::int64_t most = 0;
   for (const SlotPair& pair : config.pairs)
-    for (const RungSlots& rung : pair.rungs)
-      most = std::max(most, row_bytes(device_form(*rung.form), config.head_size,
+    for (const TierSlots& tier : pair.tiers)
+      most = std::max(most, row_bytes(device_format(*tier.format), config.head_size,
                                       static_cast<int>(bytes_of(config.type))));
   return static_cast<int>(most);
 }
@@ -23,21 +23,21 @@ int most_row_bytes(const SlotsConfig& config) {
 /// Why the fast attention does not fit a device; empty where it does.
 std::string why_not_fast(const SlotsConfig& config, const DeviceLimits& limits) {
   const kvlab_cache cache = config.slot_cache(1, 1);
-  if (!config.coded()) return why_not_attention(cache, config.numbering, limits);
+  if (!config.is_quantized()) return why_not_attention(cache, config.numbering, limits);
   PairAttention pairs{};
   pairs.type = config.type;
   pairs.group = config.query_heads / config.kv_heads;
   pairs.head_size = config.head_size;
   pairs.table.pairs = config.kv_heads;
-  pairs.table.most_slots = 1;
-  return why_not_rung_attention(pairs, most_row_bytes(config), limits);
+  pairs.table.max_slots = 1;
+  return why_not_tier_attention(pairs, max_row_bytes(config), limits);
 }
 
 }  // namespace
 
-DeviceForm device_form(const KvForm& form) {
-  return {static_cast<std::uint8_t>(form.key_bits), static_cast<std::uint8_t>(form.value_bits),
-          form.floating};
+DeviceFormat device_format(const KvFormat& format) {
+  return {static_cast<std::uint8_t>(format.key_bits), static_cast<std::uint8_t>(format.value_bits),
+          format.floating};
 }
 
 EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,

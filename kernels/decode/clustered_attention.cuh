@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
   state.start(static_cast<const typename Warp::Element*>(args.q) +
                   std::int64_t{slots.pair} * args.group * kDim,
               args.group);
-  if (args.sinks != nullptr && rank == 0 && warp == 0)  // nobody asks for the largest of the others
+  if (args.sinks != nullptr && rank == 0 && warp == 0)  // nobody requests the largest of the others
     state.count_sinks(args.sinks + slots.pair % args.table.kv_heads * args.group);
   TileUse use{};
   for (int i = 0; i < count; ++i) {

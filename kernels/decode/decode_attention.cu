@@ -9,7 +9,7 @@ namespace {
 /// Group 0, which is refused, where the heads do not fit each other.
 PairAttention pairs_of(const AttentionShape& shape, int sequences, int slots) {
   const bool divides = shape.kv_heads > 0 && shape.query_heads % shape.kv_heads == 0;
-  const bool counts = sequences > 0 && sequences <= kMostPairs;
+  const bool counts = sequences > 0 && sequences <= kMaxPairs;
   PairAttention pairs{};
   pairs.type = shape.type;
   pairs.group = divides ? shape.query_heads / shape.kv_heads : 0;
@@ -18,7 +18,7 @@ PairAttention pairs_of(const AttentionShape& shape, int sequences, int slots) {
   pairs.sinks = shape.sinks;
   pairs.table = {.pairs = divides && counts ? sequences * shape.kv_heads : 0,
                  .kv_heads = shape.kv_heads,
-                 .most_slots = slots,
+                 .max_slots = slots,
                  .sequence_stride = shape.sequence_stride,
                  .head_stride = shape.head_stride};
   return pairs;

@@ -2,7 +2,8 @@
 // the tensor cores (2-byte types) or by plain float32. Both keep the running softmax in registers.
 //
 // A tile is kKeys consecutive slots of one KV head, keys and values [slot, dim], in shared memory.
-// Where keys are rotated by age they are not rotated yet, and their ages lie beside them.
+// Where keys are rotated to cache positions they are not rotated yet, and their ages lie beside
+// them.
 #pragma once
 
 #include "kernels/decode/pair_attention.hpp"
@@ -13,7 +14,7 @@
 
 namespace kvlab::kernels {
 
-/// What is done about squeezed positions while a tile is read.
+/// What is done about cache positions while a tile is read.
 enum class Rotated {
   none,
   query,  ///< the query is rotated for the sinks; see EvictingAttentionArgs
@@ -44,7 +45,7 @@ struct TileUse {
   int valid;      ///< slots that count, from the first; at least 1
   float* logits;  ///< where to leave them, [slot, logits_stride], or null
   int logits_stride;
-  KeyAngles angles;  ///< squeezed positions; its newest counts from the tile's first slot
+  KeyAngles angles;  ///< cache positions; its newest counts from the tile's first slot
   int sinks;         ///< Rotated::query: slots, from the first, that the rotated query is for
   const void* rotated_query;  // RotatedQuery, in shared memory
 };
@@ -112,7 +113,7 @@ class TensorCoreWarp {
   /// multiprocessor, and as much is on its way as with two of head size 128.
   static constexpr int kStages = kDim > 128 ? 2 : 256 / kDim;
   /// 24 KB, where a launch is long or very short.
-  static constexpr int kMostStages = kDim > 128 ? 2 : 384 / kDim;
+  static constexpr int kMaxStages = kDim > 128 ? 2 : 384 / kDim;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<T, kDim, kKeys, kRotated>;
 
@@ -163,7 +164,7 @@ class TensorCoreWarp {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         weight[i] = i / 2 * 8 + row() < use.valid ? weight[i] * base2_scale : -INFINITY;
-      if (use.logits != nullptr) leave(weight, e, use);
+      if (use.logits != nullptr) store_logits(weight, e, use);
       raise_max(e, make_float2(fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -293,7 +294,7 @@ class TensorCoreWarp {
     add_up(sums, logit);
   }
 
-  __device__ void leave(const float (&logit)[4], int e, const TileUse& use) const {
+  __device__ void store_logits(const float (&logit)[4], int e, const TileUse& use) const {
     const int head = e * 8 + column();
     if (head >= group_) return;
 #pragma unroll
@@ -361,7 +362,7 @@ class PlainWarp {
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim, kHeads = kHeads_;
   static constexpr int kStages = kDim > 128 ? 1 : 2;  ///< two of head size 256 have no room
-  static constexpr int kMostStages = kStages;
+  static constexpr int kMaxStages = kStages;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<float, kDim, kKeys, kRotated>;
 

@@ -3,7 +3,7 @@
 // Instantiated: 3 types x 4 head sizes x 3 ways to number positions, each with tiles sent for one
 // by one (36 kernels); where keys are rotated already also with all at once, and in clusters on
 // sm_90 (12 + 12). Type and head size shape the registers, and the numbering the inner loop. The
-// group, the stages of the ring and what is left for whoever observes are read where the kernel
+// group, the stages of the ring and what is left for the observer are read where the kernel
 // runs.
 #include "kernels/decode/pair_attention.cuh"
 
@@ -12,15 +12,15 @@ namespace kvlab::kernels {
 bool is_pair_attention(const PairAttention& args, const kvlab_pages& paged) {
   const PairTable& table = args.table;
   if (!is_head_size(args.head_size)) return false;
-  if (args.group < 1 || args.group > kMostGroup) return false;
+  if (args.group < 1 || args.group > kMaxGroup) return false;
   const std::int64_t per_16_bytes = 16 / static_cast<std::int64_t>(bytes_of(args.type));
   if (table.head_stride % per_16_bytes != 0 || table.sequence_stride % per_16_bytes != 0)
     return false;
-  if (table.pairs < 1 || table.pairs > kMostPairs || table.kv_heads < 1 || table.most_slots < 1)
+  if (table.pairs < 1 || table.pairs > kMaxPairs || table.kv_heads < 1 || table.max_slots < 1)
     return false;
-  if (paged.blocks != nullptr && (table.next_slots == nullptr || args.group > kMostPagedGroup))
+  if (paged.blocks != nullptr && (table.next_slots == nullptr || args.group > kMaxPagedGroup))
     return false;
-  return table.pairs * row_slots(table.most_slots) / kSlotsPerTile < 1 << 30;
+  return table.pairs * row_slots(table.max_slots) / kSlotsPerTile < 1 << 30;
 }
 
 std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_pages& paged) {
@@ -28,12 +28,12 @@ std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_page
   if (!is_pair_attention(args, paged)) return 0;
   if (device_limits(limits) != cudaSuccess) return kNoDevice;
   const auto bytes = [&]<class Warp>() {
-    const int ctas = most_ctas<Warp>(limits, args);
+    const int ctas = max_ctas<Warp>(limits, args);
     if (ctas == 0) return std::size_t{0};
     return sizeof(Signals) +
            part_rows(args, ctas) * (Warp::kHeadSize * sizeof(float) + sizeof(float2));
   };
-  return args.group > kMostPagedGroup ? with_warp<16>(args, bytes) : with_warp<8>(args, bytes);
+  return args.group > kMaxPagedGroup ? with_warp<16>(args, bytes) : with_warp<8>(args, bytes);
 }
 
 cudaError_t pair_attention(const PairAttention& args, const kvlab_pages& paged,
@@ -48,7 +48,7 @@ cudaError_t pair_attention(const PairAttention& args, const kvlab_pages& paged,
       (args.rules != nullptr && args.table.now == nullptr))
     return cudaErrorInvalidValue;
   if (paged.blocks != nullptr) return paged_pair_attention(args, paged, stream);
-  if (args.group > kMostPagedGroup) return wide_pair_attention(args, stream);
+  if (args.group > kMaxPagedGroup) return wide_pair_attention(args, stream);
   return with_warp<8>(
       args, [&]<class Warp>() { return launch_attention<Warp, false>(args, paged, stream); });
 }

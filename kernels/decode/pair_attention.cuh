@@ -26,14 +26,14 @@ namespace kvlab::kernels {
 /// Four dimensions of one query head, merged.
 using State = SoftmaxState<4>;
 
-/// For whoever observes. `largest`: a token's logit; max_and_sum may have a sink in them.
-__device__ inline void leave_softmax(const PairPlan& plan, int pair, int head, float largest,
+/// For the observer. `largest`: a token's logit; max_and_sum may have a sink in them.
+__device__ inline void store_softmax(const PairPlan& plan, int pair, int head, float largest,
                                      float2 max_and_sum) {
   if (plan.args.rows.softmax != nullptr)
-    plan.args.rows.softmax[pair * kMostGroup + head] =
+    plan.args.rows.softmax[pair * kMaxGroup + head] =
         make_float2(largest, rescale(largest, max_and_sum.x) / max_and_sum.y);
 }
-__device__ inline void leave_gone(const PairPlan& plan, int pair, std::uint32_t gone) {
+__device__ inline void store_evicted_end(const PairPlan& plan, int pair, std::uint32_t gone) {
   if (threadIdx.x == 0 && plan.args.rows.gone != nullptr) plan.args.rows.gone[pair] = gone;
 }
 
@@ -60,7 +60,7 @@ __device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>
     const float2 max_and_sum = make_float2(state.max, state.sum);
     if (whole) {
       write_output<typename Warp::Element>(plan, pair * group + head, dim, out, max_and_sum);
-      if (dim == 0) leave_softmax(plan, pair, head, largest, max_and_sum);
+      if (dim == 0) store_softmax(plan, pair, head, largest, max_and_sum);
     } else {
       const int row = part * group + head;
       *reinterpret_cast<float4*>(&plan.part_out[row * kDim + dim]) = out;
@@ -84,18 +84,18 @@ struct PairParts {
 };
 
 /// What each part weighs; the sum is of all in a fixed order. A warp for each query head, which
-/// leaves its softmax for whoever observes.
+/// leaves its softmax for the observer.
 template <int kDim>
 __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
                             const Exchange<kDim>& exchange, int pair) {
-  constexpr int kMost = kMostCtas / 32;  // parts of a lane
+  constexpr int kMax = kMaxCtas / 32;  // parts of a lane
   const int lane = threadIdx.x % 32, count = parts.count(), group = plan.args.group;
   for (int head = threadIdx.x / 32; head < group; head += kWarps) {
-    float2 states[kMost];
+    float2 states[kMax];
     const float sink = sink_of(plan.args, pair, head);
     float max = -INFINITY, sum = 0;
 #pragma unroll
-    for (int k = 0; k < kMost; ++k) {
+    for (int k = 0; k < kMax; ++k) {
       const int i = lane + k * 32;
       states[k] = i < count ? __ldcg(&plan.part_state[parts.at(i) * group + head])
                             : make_float2(-INFINITY, 0);
@@ -104,7 +104,7 @@ __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
     const float largest = warp_max(max);
     max = fmaxf(largest, sink);
 #pragma unroll
-    for (int k = 0; k < kMost; ++k) {
+    for (int k = 0; k < kMax; ++k) {
       const int i = lane + k * 32;
       const float weight = rescale(states[k].x, max);
       if (i < count) exchange.weights()[i * group + head] = weight;
@@ -113,7 +113,7 @@ __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
     const float2 all = make_float2(max, warp_sum(sum) + rescale(sink, max));
     if (lane != 0) continue;
     exchange.rows()[head] = all;
-    leave_softmax(plan, pair, head, largest, all);
+    store_softmax(plan, pair, head, largest, all);
   }
 }
 
@@ -139,7 +139,7 @@ class OutputMerge {
   __device__ void write(int pair) {
     if (rows_ == 1) {
       for (; column_ < columns_; column_ += kThreads) {
-        write_column(pair, sum());
+        write_feature(pair, sum());
         if (column_ + kThreads < columns_) fetch(0, column_ + kThreads);
       }
       return;
@@ -153,7 +153,7 @@ class OutputMerge {
       const float4 other = outputs[r * columns_ + column_];
       all = make_float4(all.x + other.x, all.y + other.y, all.z + other.z, all.w + other.w);
     }
-    write_column(pair, all);
+    write_feature(pair, all);
   }
 
  private:
@@ -188,7 +188,7 @@ class OutputMerge {
     }
     return all;
   }
-  __device__ void write_column(int pair, float4 out) const {
+  __device__ void write_feature(int pair, float4 out) const {
     const int head = column_ / kChunks;
     write_output<typename Warp::Element>(plan_, pair * plan_.args.group + head,
                                          column_ % kChunks * 4, out, exchange_.rows()[head]);
@@ -214,7 +214,7 @@ __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
   OutputMerge<Warp> merge(plan, parts, exchange);
   weigh_parts(plan, parts, exchange, pair);
   __syncthreads();
-  leave_gone(plan, pair, gone);
+  store_evicted_end(plan, pair, gone);
   merge.write(pair);
 }
 
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
       if constexpr (Warp::kRotated == Rotated::query) use.sinks = sink_rotation.sinks() - slot;
       if (args.rows.logits != nullptr)
         use.logits = args.rows.logits +
-                     (slots.pair * row_slots(args.table.most_slots) + slot) * use.logits_stride;
+                     (slots.pair * row_slots(args.table.max_slots) + slot) * use.logits_stride;
       if (use.valid > 0) state.add(tile, use, plan.base2_scale);
     }
     if (!first) __syncthreads();  // the pair before has been read
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
     const bool whole = count == slots.tiles();
     write_pair<Warp>(plan, exchange, slots.pair, whole, blockIdx.x * 2 + (first ? 0 : 1));
     if (whole) {
-      leave_gone(plan, slots.pair, use.angles.gone);
+      store_evicted_end(plan, slots.pair, use.angles.gone);
     } else {
       arrive_and_merge<Warp>(plan, PairParts(share, at - cursor.tile, slots.tiles()), exchange,
                              slots.pair, use.angles.gone);

@@ -5,7 +5,7 @@ namespace kvlab::kernels {
 
 PairLaunch pair_attention_plan(const PairAttention& args, const DeviceLimits& limits) {
   const auto plan = [&]<class Warp>() { return plan_pairs<Warp>(limits, args); };
-  return args.group > kMostPagedGroup ? with_warp<16>(args, plan) : with_warp<8>(args, plan);
+  return args.group > kMaxPagedGroup ? with_warp<16>(args, plan) : with_warp<8>(args, plan);
 }
 
 }  // namespace kvlab::kernels

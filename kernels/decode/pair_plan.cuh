@@ -29,14 +29,14 @@ std::size_t shared_bytes(const PairAttention& args, int stages) {
 template <class Warp>
 int stages_that_fit(const DeviceLimits& limits, const PairAttention& args, int wanted) {
   const int least = kVariesStages<Warp> ? 1 : Warp::kStages;
-  const auto most_bytes = static_cast<std::size_t>(limits.shared_bytes);
-  while (wanted >= least && shared_bytes<Warp>(args, wanted) > most_bytes) --wanted;
+  const auto max_bytes = static_cast<std::size_t>(limits.shared_bytes);
+  while (wanted >= least && shared_bytes<Warp>(args, wanted) > max_bytes) --wanted;
   return wanted >= least ? wanted : 0;
 }
 
 /// Of the largest lengths.
-inline std::int64_t most_tiles(const PairAttention& args) {
-  return std::int64_t{args.table.pairs} * (row_slots(args.table.most_slots) / kSlotsPerTile);
+inline std::int64_t max_tiles(const PairAttention& args) {
+  return std::int64_t{args.table.pairs} * (row_slots(args.table.max_slots) / kSlotsPerTile);
 }
 
 inline constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
@@ -46,13 +46,13 @@ inline int shared_of_all(const DeviceLimits& limits) { return limits.shared_byte
 /// Two for each multiprocessor keep enough bytes on their way; but no more than there may be tiles.
 /// 0 if the device holds none.
 template <class Warp>
-int most_ctas(const DeviceLimits& limits, const PairAttention& args) {
+int max_ctas(const DeviceLimits& limits, const PairAttention& args) {
   const int stages = stages_that_fit<Warp>(limits, args, Warp::kStages);
   if (stages == 0) return 0;
   const int bytes = static_cast<int>(shared_bytes<Warp>(args, stages));
   const int on_one = shared_of_all(limits) / (bytes + kReserved);
   return static_cast<int>(std::min<std::int64_t>(
-      {most_tiles(args), std::min(on_one, 2) * limits.multiprocessors, kMostCtas}));
+      {max_tiles(args), std::min(on_one, 2) * limits.multiprocessors, kMaxCtas}));
 }
 
 struct PairGrid {
@@ -75,17 +75,16 @@ PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
   const auto fitting = [&](int wanted) { return stages_that_fit<Warp>(limits, args, wanted); };
   const int usual = fitting(Warp::kStages);
   PairGrid grid{
-      .ctas = most_ctas<Warp>(limits, args), .stages = usual, .all_ahead = usual != Warp::kStages};
+      .ctas = max_ctas<Warp>(limits, args), .stages = usual, .all_ahead = usual != Warp::kStages};
   if (!kVariesStages<Warp> || usual == 0) return grid;
-  if (most_tiles(args) <= kShort * limits.multiprocessors) {
+  if (max_tiles(args) <= kShort * limits.multiprocessors) {
     // One to a multiprocessor, and room for one of the kernel behind, which fetches meanwhile: all
     // of a share, or most of it, has been sent for when the query comes.
     grid.ctas = std::min(grid.ctas, limits.multiprocessors);
-    grid.stages =
-        most_tiles(args) <= 2 * limits.multiprocessors ? usual : fitting(Warp::kMostStages);
+    grid.stages = max_tiles(args) <= 2 * limits.multiprocessors ? usual : fitting(Warp::kMaxStages);
     grid.all_ahead = true;
-  } else if (Warp::kHeadSize == 64 && most_tiles(args) >= kLong * grid.ctas) {
-    grid.stages = fitting(Warp::kMostStages);  // at head size 128 this gains nothing
+  } else if (Warp::kHeadSize == 64 && max_tiles(args) >= kLong * grid.ctas) {
+    grid.stages = fitting(Warp::kMaxStages);  // at head size 128 this gains nothing
     grid.all_ahead = true;
   }
   return grid;
@@ -130,11 +129,11 @@ std::size_t clustered_bytes(const PairAttention& args, int stages) {
 /// 0. There is to be a multiprocessor for each CTA. Logits are left by the other kernel only.
 template <class Warp>
 int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
-  const std::int64_t tiles = row_slots(args.table.most_slots) / kSlotsPerTile;
+  const std::int64_t tiles = row_slots(args.table.max_slots) / kSlotsPerTile;
   const std::int64_t each = (tiles + kClusterCtas - 1) / kClusterCtas;
   const bool fits = limits.early_start && args.rows.logits == nullptr &&
                     args.table.pairs * kClusterCtas <= limits.multiprocessors &&
-                    each <= Warp::kMostStages &&
+                    each <= Warp::kMaxStages &&
                     clustered_bytes<Warp>(args, static_cast<int>(each)) <=
                         static_cast<std::size_t>(limits.shared_bytes);
   return fits ? static_cast<int>(each) : 0;

@@ -9,9 +9,9 @@ namespace kvlab::kernels {
 /// Slots of a pair that hold live tokens, the newest included; 0: it sits out.
 __device__ inline int live_slots(const PairTable& table, int pair) {
   const int sequence = pair / table.kv_heads;
-  if (table.next_slots == nullptr) return min(max(table.lengths[sequence], 0), table.most_slots);
+  if (table.next_slots == nullptr) return min(max(table.lengths[sequence], 0), table.max_slots);
   if (table.now != nullptr && table.now[sequence] == kIdle) return 0;
-  return min(max(table.lengths[pair], table.next_slots[pair] + 1), table.most_slots);
+  return min(max(table.lengths[pair], table.next_slots[pair] + 1), table.max_slots);
 }
 
 __device__ inline int tiles_of(int live) { return (live + kSlotsPerTile - 1) / kSlotsPerTile; }
@@ -27,7 +27,7 @@ struct SlotsOfPair {
       base = index / table.kv_heads * table.sequence_stride +
              index % table.kv_heads * table.head_stride;
       const int length = table.lengths[index / table.kv_heads];
-      newest = length > live ? (length - 1) % table.most_slots : live - 1;
+      newest = length > live ? (length - 1) % table.max_slots : live - 1;
     } else {
       base = table.first_slot[index] * head_size;
       newest = table.next_slots[index];

@@ -75,16 +75,16 @@ struct Exchange {
   __device__ float* weights() const { return memory; }
   // [thread]; where the group leaves threads for several rows
   __device__ float4* outputs() const {
-    return reinterpret_cast<float4*>(memory + kMostCtas * group);
+    return reinterpret_cast<float4*>(memory + kMaxCtas * group);
   }
   // [head of the group]: largest logit, sum
   __device__ float2* rows() const {
-    return reinterpret_cast<float2*>(memory + kMostCtas * group + kThreads * 4);
+    return reinterpret_cast<float2*>(memory + kMaxCtas * group + kThreads * 4);
   }
   static std::size_t bytes(int group) {
     const std::size_t parts = Exchange{group, nullptr}.parts_floats();
     const std::size_t merge =
-        static_cast<std::size_t>(kMostCtas + 2) * static_cast<std::size_t>(group) + kThreads * 4;
+        static_cast<std::size_t>(kMaxCtas + 2) * static_cast<std::size_t>(group) + kThreads * 4;
     return std::max(parts, merge) * sizeof(float);
   }
 };
@@ -159,7 +159,7 @@ class TileSource {
   }
   /// From the cursor's tile on.
   __device__ void look_up() {
-    static_assert(kFewestSlotsOfBlock % Warp::kKeys == 0);
+    static_assert(kMinSlotsOfBlock % Warp::kKeys == 0);
     const int slot = first_slot() + static_cast<int>(threadIdx.x % 32) * kSlotsPerTile;
     ahead_.first = cursor_.tile;
     if (slot < cursor_.slots.live)
@@ -239,7 +239,7 @@ class AllTilesAhead {
       __syncwarp();  // all have read it
       fetch();
     }
-    wait_copies<Warp::kMostStages - 1>(stages_ - 1);
+    wait_copies<Warp::kMaxStages - 1>(stages_ - 1);
     __syncwarp();
     read_ = read_ + 1 == stages_ ? 0 : read_ + 1;
     return ring_[read_];

@@ -6,21 +6,21 @@
 namespace kvlab::kernels {
 
 /// Orders as the logit does; not-a-number comes above all, and 0 and -0 are one.
-__device__ inline std::uint32_t ordered(float logit) {
+__device__ inline std::uint32_t order_key(float logit) {
   if (isnan(logit)) return 0xffffffffu;
   const std::uint32_t bits = __float_as_uint(logit + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
-__device__ inline float from_ordered(std::uint32_t key) {
+__device__ inline float from_order_key(std::uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
 /// Larger for a likelier id; at equal logits for the lower id.
 __device__ inline unsigned long long candidate(float logit, int id) {
-  return static_cast<unsigned long long>(ordered(logit)) << 32 | ~static_cast<std::uint32_t>(id);
+  return static_cast<unsigned long long>(order_key(logit)) << 32 | ~static_cast<std::uint32_t>(id);
 }
 __device__ inline float logit_of(unsigned long long best) {
-  return from_ordered(static_cast<std::uint32_t>(best >> 32));
+  return from_order_key(static_cast<std::uint32_t>(best >> 32));
 }
 __device__ inline std::int32_t id_of(unsigned long long best) {
   return static_cast<std::int32_t>(~static_cast<std::uint32_t>(best));

@@ -35,12 +35,12 @@ __device__ inline Observation& observation_at(kvlab_observation* seen, std::int6
   return reinterpret_cast<Observation*>(seen)[slot];
 }
 
-/// How many live tokens make room necessary; kUnlimited: none do.
-__device__ inline std::uint32_t room_at(const kvlab_policy_state& policy, int pair) {
-  return policy.room_at != nullptr ? policy.room_at[pair] : policy.rules[pair].budget;
+/// How many live tokens make eviction necessary; kUnlimited: none do.
+__device__ inline std::uint32_t evict_at(const kvlab_policy_state& policy, int pair) {
+  return policy.evict_at != nullptr ? policy.evict_at[pair] : policy.rules[pair].budget;
 }
 
-__device__ inline Guards guards_of(const kvlab_rule& rule) {
+__device__ inline ProtectedTokens protected_tokens_of(const kvlab_rule& rule) {
   return {.sinks = rule.sinks, .recent = rule.recent};
 }
 
@@ -68,10 +68,10 @@ __device__ typename P::Params params_of(const kvlab_policy_state& policy, const 
 template <class P>
 __device__ Token token_of(const kvlab_policy_state& policy, std::int64_t slot,
                           std::uint32_t position) {
-  constexpr int columns = static_cast<int>(P::kInfo.column_count());
+  constexpr int features = static_cast<int>(P::kInfo.feature_count());
   Token token{position};
 #pragma unroll
-  for (int c = 0; c < columns; ++c) token.column[c] = policy.columns[slot * columns + c];
+  for (int c = 0; c < features; ++c) token.feature[c] = policy.features[slot * features + c];
   return token;
 }
 

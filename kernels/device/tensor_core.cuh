@@ -96,7 +96,7 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, bool wante
 }
 /// What the L2 cache is to do with the lines of a copy.
 using CachePolicy = std::uint64_t;
-/// The policy under which lines that are `read_once` leave before all else.
+/// The policy under which lines that are `read_once` are evicted before all else.
 __device__ inline CachePolicy cache_policy(bool read_once) {
   CachePolicy first, normal;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
@@ -122,12 +122,12 @@ template <int kLeft>
 __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
-/// Waits until at most `left` groups, 0 to kMost, are on their way.
-template <int kMost>
+/// Waits until at most `left` groups, 0 to kMax, are on their way.
+template <int kMax>
 __device__ inline void wait_copies(int left) {
-  if constexpr (kMost > 0)
-    if (left < kMost) return wait_copies<kMost - 1>(left);
-  wait_copies<kMost>();
+  if constexpr (kMax > 0)
+    if (left < kMax) return wait_copies<kMax - 1>(left);
+  wait_copies<kMax>();
 }
 /// A line of 128 bytes to the L2 cache.
 __device__ inline void prefetch_line(const void* from) {

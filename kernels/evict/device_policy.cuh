@@ -2,11 +2,11 @@
 // when it is wanted.)
 #pragma once
 
+#include "kernels/evict/compact.cuh"
 #include "kernels/evict/device_policy.hpp"
 #include "kernels/evict/observing_attention.cuh"
 #include "kernels/evict/plain_eviction.cuh"
 #include "kernels/evict/policy_probe.cuh"
-#include "kernels/evict/shrink.cuh"
 #include "policies/bytes.hpp"
 
 namespace kvlab::kernels {
@@ -42,7 +42,7 @@ DevicePolicy device_policy_of(std::string_view header, std::string_view type) {
           .oldest_first = P::kInfo.oldest_first,
           .weighted = P::kInfo.weighted,
           .rank_type = kRankType<P>,
-          .columns = std::span(P::kInfo.columns).first(P::kInfo.column_count()),
+          .features = std::span(P::kInfo.features).first(P::kInfo.feature_count()),
           .slot_bytes = kSlotBytes<P>,
           .params_bytes = kParamsBytes<P>,
           .params = write_params<P>,

@@ -17,11 +17,11 @@ namespace kvlab::kernels {
 struct DevicePolicy {
   std::string_view name;
   Needs needs;
-  bool oldest_first;   ///< may be squeezed in two frames
+  bool oldest_first;   ///< may be at cache positions with rotated keys
   bool weighted;       ///< observe_queries takes its weights and tail
-  RankType rank_type;  ///< what a shrink adds and averages
+  RankType rank_type;  ///< what a compaction adds and averages
   std::span<const char* const>
-      columns;               ///< names of those that it reads: kvlab_policy_state::columns
+      features;              ///< names of those that it reads: kvlab_policy_state::features
   std::size_t slot_bytes;    ///< of a state, kvlab_policy_state::states; 0: none
   std::size_t params_bytes;  ///< of kvlab_policy_state::params, one sequence; 0: none
   /// Writes params_bytes: one value for each parameter, as in the catalogue. False: one is out of
@@ -39,7 +39,7 @@ struct DevicePolicy {
   // Kernels: a function's address, or a cudaKernel_t of code that was loaded.
   const void* observe_pairs;  ///< observing_attention.cuh
   const void* evict;          ///< plain_eviction.cuh
-  const void* settle_tokens;  ///< shrink.cuh
+  const void* settle_tokens;  ///< compact.cuh
   const void* run_states;     ///< policy_probe.cuh
 };
 

@@ -10,24 +10,25 @@
 
 namespace kvlab::kernels {
 
-struct CodedCache;  // kernels/codes/coded_cache.hpp
+struct QuantizedCache;  // kernels/quantized/quantized_cache.hpp
 
 /// Fills cache.ages from positions and lengths: where the cache was filled by other means than
 /// decoding. Compares every two tokens of a pair.
-cudaError_t number_by_age(const kvlab_cache& cache, cudaStream_t stream);
+cudaError_t fill_ages(const kvlab_cache& cache, cudaStream_t stream);
 
 inline constexpr std::uint32_t kUnlimited = 0xffff'ffffu;  ///< kvlab_rule::budget
 
-/// Squeezed in two frames no key is rotated: the run of the newest is as far from the query by
-/// number as by position; for the sinks the query is rotated back by as many places as tokens have
-/// left.
+/// At cache positions with rotated keys no key is rotated: the run of the newest is as far from the
+/// query by number as by position; for the sinks the query is rotated back by as many positions as
+/// tokens have left.
 struct EvictingAttentionArgs : kvlab_evicting_attention_args {
-  const CodedCache* coded = nullptr;  ///< host memory: keys and values lie on rungs; or null
-  const float* sinks = nullptr;       // [query_head]: as AttentionShape has them
+  const QuantizedCache* quantized_cache =
+      nullptr;                   ///< host memory: keys and values lie on tiers; or null
+  const float* sinks = nullptr;  // [query_head]: as AttentionShape has them
 };
 inline constexpr std::uint32_t kIdle = 0xffff'ffffu;
 
 /// Of one launch that observes.
-inline constexpr int kMostObservedLayers = 8;
+inline constexpr int kMaxObservedLayers = 8;
 
 }  // namespace kvlab::kernels

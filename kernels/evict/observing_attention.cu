@@ -1,13 +1,13 @@
 #include "kernels/evict/observing_attention.hpp"
 
-#include "kernels/codes/codes.hpp"
-#include "kernels/codes/rung_attention.hpp"
 #include "kernels/decode/pair_row.cuh"
+#include "kernels/device/eviction_order.cuh"
 #include "kernels/device/grid_dependency.cuh"
-#include "kernels/device/leaving.cuh"
 #include "kernels/evict/eviction_kernels.hpp"
 #include "kernels/launch.cuh"
 #include "kernels/launch_plans.hpp"
+#include "kernels/quantized/tier_attention.hpp"
+#include "kernels/quantized/tiers.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -19,8 +19,8 @@ int group_of(const kvlab_cache& cache) {
 
 /// All but the workspace, which pair_attention refuses if it is null.
 PairAttention pairs_of(const kvlab_cache& cache) {
-  const bool counts = cache.sequences > 0 && cache.sequences <= kMostPairs && cache.kv_heads > 0 &&
-                      cache.kv_heads <= kMostPairs / cache.sequences;
+  const bool counts = cache.sequences > 0 && cache.sequences <= kMaxPairs && cache.kv_heads > 0 &&
+                      cache.kv_heads <= kMaxPairs / cache.sequences;
   PairAttention pairs{};
   pairs.type = cache.type;
   pairs.group = group_of(cache);
@@ -28,7 +28,7 @@ PairAttention pairs_of(const kvlab_cache& cache) {
   pairs.softmax_scale = cache.softmax_scale;
   pairs.table.pairs = counts ? cache.sequences * cache.kv_heads : 0;
   pairs.table.kv_heads = cache.kv_heads;
-  pairs.table.most_slots = cache.most_slots;
+  pairs.table.max_slots = cache.max_slots;
   pairs.table.lengths = cache.lengths;
   pairs.table.next_slots = cache.next_slots;
   pairs.table.first_slot = cache.first_slot;
@@ -37,32 +37,33 @@ PairAttention pairs_of(const kvlab_cache& cache) {
   return pairs;
 }
 
-int chunks_of(int most_slots) {
+int chunks_of(int max_slots) {
   constexpr int slots = kObserveThreads * kObservedSlots;
-  return (most_slots + slots - 1) / slots;
+  return (max_slots + slots - 1) / slots;
 }
 
 /// Bytes behind the attention's own workspace.
 struct Layout {
-  std::size_t logits, softmax, gone, leaving, firsts, end;
+  std::size_t logits, softmax, gone, candidates, firsts, end;
 
-  Layout(const PairAttention& pairs, bool coded)
-      : logits(((coded ? rung_attention_workspace(pairs) : attention_bytes(pairs)) + 15) / 16 *
-               16) {
+  Layout(const PairAttention& pairs, bool quantized_cache)
+      : logits(((quantized_cache ? tier_attention_workspace(pairs) : attention_bytes(pairs)) + 15) /
+               16 * 16) {
     const auto count = static_cast<std::size_t>(pairs.table.pairs);
     softmax = logits +
               count * static_cast<std::size_t>(logits_stride(pairs.group)) *
-                  static_cast<std::size_t>(row_slots(pairs.table.most_slots)) * sizeof(float) +
+                  static_cast<std::size_t>(row_slots(pairs.table.max_slots)) * sizeof(float) +
               kL2Line;
-    leaving = softmax + count * kMostGroup * sizeof(float2);
-    firsts = leaving + count * static_cast<std::size_t>(chunks_of(pairs.table.most_slots)) *
-                           (coded ? kMostRungs : 1) * sizeof(Leaving);
-    gone = firsts + (coded ? count * kMostRungs * sizeof(Leaving) : 0);
+    candidates = softmax + count * kMaxGroup * sizeof(float2);
+    firsts = candidates + count * static_cast<std::size_t>(chunks_of(pairs.table.max_slots)) *
+                              (quantized_cache ? kMaxDeviceTiers : 1) * sizeof(EvictionCandidate);
+    gone = firsts + (quantized_cache ? count * kMaxDeviceTiers * sizeof(EvictionCandidate) : 0);
     end = gone + count * sizeof(std::uint32_t);
   }
 
  private:
-  /// Whether or not positions are squeezed: two frames take no more than no squeezing.
+  /// Whether or not positions are cache positions: with rotated keys take no more than original
+  /// positions.
   static std::size_t attention_bytes(PairAttention pairs) {
     const std::uint32_t any = 0;
     pairs.ages = nullptr;
@@ -92,23 +93,25 @@ float* logits_from(std::byte* begin) {
 
 /// Where the kernels find what, and what the attention is to leave.
 ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
-  const bool observes = policy.needs != Needs::nothing, by_age = args.numbering == KVLAB_SQUEEZED;
+  const bool observes = policy.needs != Needs::nothing,
+             cache_positions = args.numbering == KVLAB_SQUEEZED;
   const PairAttention pairs = pairs_of(args.cache);
-  const Layout at(pairs, args.coded != nullptr);
+  const Layout at(pairs, args.quantized_cache != nullptr);
   auto* const bytes = static_cast<std::byte*>(args.workspace);
   ObservePlan plan{
       .args = args,
       .table = pairs.table,
       .rows = {.logits = observes ? logits_from(bytes + at.logits) : nullptr,
                .softmax = observes ? reinterpret_cast<float2*>(bytes + at.softmax) : nullptr,
-               .gone = by_age ? reinterpret_cast<std::uint32_t*>(bytes + at.gone) : nullptr},
-      .row_slots = row_slots(args.cache.most_slots),
+               .gone =
+                   cache_positions ? reinterpret_cast<std::uint32_t*>(bytes + at.gone) : nullptr},
+      .row_slots = row_slots(args.cache.max_slots),
       .group = pairs.group,
-      .by_age = by_age,
-      .chunks = chunks_of(args.cache.most_slots),
-      .leaving = reinterpret_cast<Leaving*>(bytes + at.leaving),
+      .cache_positions = cache_positions,
+      .chunks = chunks_of(args.cache.max_slots),
+      .candidates = reinterpret_cast<EvictionCandidate*>(bytes + at.candidates),
       .observed = static_cast<Signals*>(args.workspace)->observed,
-      .choice = {args.coded, reinterpret_cast<Leaving*>(bytes + at.firsts)}};
+      .choice = {args.quantized_cache, reinterpret_cast<EvictionCandidate*>(bytes + at.firsts)}};
   plan.table.now = args.now;
   return plan;
 }
@@ -129,14 +132,14 @@ __global__ void __launch_bounds__(kNumberThreads) number_slots(kvlab_cache cache
   cache.ages[first + slot] = older;
 }
 
-bool supported(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
+bool is_supported(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   return args.workspace != nullptr && complete(policy, args) && complete(args) &&
          is_pair_attention(pairs_of(args.cache), args.cache.pages);
 }
 
 cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& args,
                    cudaStream_t stream) {
-  if (!supported(policy, args)) return cudaErrorInvalidValue;
+  if (!is_supported(policy, args)) return cudaErrorInvalidValue;
   PairAttention pairs = pairs_of(args.cache);
   pairs.table.now = args.now;
   pairs.q = args.q;
@@ -146,8 +149,8 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   pairs.sinks = args.sinks;
   pairs.rows = plan_of(policy, args).rows;
   pairs.workspace = args.workspace;
-  if (args.coded != nullptr)
-    return args.numbering == KVLAB_ORIGINAL ? rung_attention(pairs, *args.coded, stream)
+  if (args.quantized_cache != nullptr)
+    return args.numbering == KVLAB_ORIGINAL ? tier_attention(pairs, *args.quantized_cache, stream)
                                             : cudaErrorInvalidValue;
   if (args.numbering != KVLAB_ORIGINAL) {
     pairs.inv_freq = args.inv_freq;
@@ -168,10 +171,10 @@ bool go_together(const ObservePlan& one, const ObservePlan& other) {
 
 cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAttentionArgs> layers,
                     bool next, cudaStream_t stream) {
-  if (layers.empty() || layers.size() > kMostObservedLayers) return cudaErrorInvalidValue;
+  if (layers.empty() || layers.size() > kMaxObservedLayers) return cudaErrorInvalidValue;
   ObservePlans plans{};
   for (std::size_t i = 0; i < layers.size(); ++i) {
-    if (!supported(policy, layers[i])) return cudaErrorInvalidValue;
+    if (!is_supported(policy, layers[i])) return cudaErrorInvalidValue;
     plans.layers[i] = plan_of(policy, layers[i]);
     if (!go_together(plans.layers[0], plans.layers[i])) return cudaErrorInvalidValue;
   }
@@ -190,28 +193,28 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
       launch(limits, policy.observe_pairs, {blocks, kObserveThreads, 0, stream}, parameters);
   for (std::size_t i = 0; i < layers.size() && error == cudaSuccess; ++i)
     if (plans.layers[i].choice.in_use())
-      error = step_down_pairs(layers[i], plans.layers[i].choice.firsts, stream);
+      error = demote_pairs(layers[i], plans.layers[i].choice.firsts, stream);
   return error;
 }
 
-std::size_t observing_workspace(const kvlab_cache& cache, bool coded) {
+std::size_t observing_workspace(const kvlab_cache& cache, bool quantized_cache) {
   const PairAttention pairs = pairs_of(cache);
   if (!is_pair_attention(pairs, cache.pages)) return 0;
   const std::size_t attention = pair_attention_workspace(pairs, cache.pages);
-  if (attention == kNoDevice || (attention == 0 && !coded)) return attention;
-  return Layout(pairs, coded).end;
+  if (attention == kNoDevice || (attention == 0 && !quantized_cache)) return attention;
+  return Layout(pairs, quantized_cache).end;
 }
 
 }  // namespace
 
-cudaError_t number_by_age(const kvlab_cache& cache, cudaStream_t stream) {
+cudaError_t fill_ages(const kvlab_cache& cache, cudaStream_t stream) {
   const PairTable table = pairs_of(cache).table;
-  if (table.pairs < 1 || cache.most_slots < 1 || cache.ages == nullptr ||
+  if (table.pairs < 1 || cache.max_slots < 1 || cache.ages == nullptr ||
       cache.positions == nullptr || cache.lengths == nullptr || cache.first_slot == nullptr)
     return cudaErrorInvalidValue;
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
-  const dim3 blocks(static_cast<unsigned>((cache.most_slots + kNumberThreads - 1) / kNumberThreads),
+  const dim3 blocks(static_cast<unsigned>((cache.max_slots + kNumberThreads - 1) / kNumberThreads),
                     static_cast<unsigned>(table.pairs));
   return launch(limits, number_slots, {blocks, kNumberThreads, 0, stream}, cache);
 }

@@ -4,14 +4,14 @@
 // of the same layer, so that it may run beside whatever else the step does.
 //
 // Bytes beside keys and values, for each slot: the state read and written, the position read, and
-// where keys are rotated by age the age read and written: 20 for 8-byte states, 3.9% of keys and
-// values at head size 128. The logits, 4 bytes for each query head, are written and read in the L2
-// cache.
+// where keys are rotated to cache positions the age read and written: 20 for 8-byte states, 3.9% of
+// keys and values at head size 128. The logits, 4 bytes for each query head, are written and read
+// in the L2 cache.
 #pragma once
 
 #include "kernels/decode/pair_row.cuh"
+#include "kernels/device/eviction_order.cuh"
 #include "kernels/device/grid_dependency.cuh"
-#include "kernels/device/leaving.cuh"
 #include "kernels/device/mass_sum.hpp"
 #include "kernels/device/pair.cuh"
 #include "kernels/device/signal.cuh"
@@ -33,7 +33,7 @@ struct OwnSlot {
   int slot;
   bool live = false, newest = false;
   std::uint32_t position, age;
-  std::uint32_t place = 0;  ///< its row, where there are rungs
+  std::uint32_t row_index = 0;  ///< its row, where there are tiers
   typename P::Slot state;
 };
 
@@ -47,7 +47,7 @@ struct PairBlock {
   std::int64_t first;
   std::uint32_t now;
   kvlab_rule rule;
-  std::uint32_t full;  ///< live tokens of which one has to leave; kUnlimited: nobody does
+  std::uint32_t full;  ///< live tokens of which one has to be evicted; kUnlimited: nobody does
   typename P::Params params;
   Step attended;
 
@@ -58,9 +58,9 @@ struct PairBlock {
     newest = args.cache.next_slots[index];
     first = args.cache.first_slot[index];
     rule = args.policy.rules[index];
-    full = room_at(args.policy, index);
+    full = evict_at(args.policy, index);
     params = params_of<P>(args.policy, pair);
-    live = min(live_slots(args.cache, pair), args.cache.most_slots);
+    live = min(live_slots(args.cache, pair), args.cache.max_slots);
     attended = step_of(args.policy, pair, now, static_cast<std::uint32_t>(live), 1);
     if (now == kIdle) live = 0;
   }
@@ -82,36 +82,36 @@ struct PairBlock {
     own.live = slot < live;
     own.newest = slot == newest;
     if (own.live) own.position = args.cache.positions[first + slot];
-    if (own.live && plan.choice.in_use()) own.place = plan.choice.places[first + slot];
+    if (own.live && plan.choice.in_use()) own.row_index = plan.choice.row_of_slot[first + slot];
     if (!own.live || own.newest) return own;
-    if (plan.by_age) own.age = *age(slot);
+    if (plan.cache_positions) own.age = *age(slot);
     if constexpr (kHasState<P>) own.state = *state(slot);
     return own;
   }
   /// The newest token's state is made here.
-  __device__ void admit(OwnSlot<P>& own) const {
-    if (own.live && own.newest) P::admit(own.state, token(own), params, attended);
+  __device__ void append(OwnSlot<P>& own) const {
+    if (own.live && own.newest) P::append(own.state, token(own), params, attended);
   }
 
-  /// The newest token's place by age is the last; who was younger than the victim moves up.
+  /// The newest token's index by age is the last; who was younger than the victim moves up.
   __device__ void renumber(const OwnSlot<P>& own, std::uint32_t gone) const {
     *age(own.slot) =
         own.newest ? static_cast<std::uint32_t>(live - 1) : own.age - (own.age > gone ? 1 : 0);
   }
 
-  __device__ LeavingKey leaving_key(const OwnSlot<P>& own) const {
-    Step leaves = attended;
-    leaves.now = now + 1;
-    leaves.queries = 0;
-    return {guards_of(rule).guard(own.position, leaves.now),
-            rank_key(P::rank(own.state, token(own), params, leaves)), own.position};
+  __device__ EvictionKey eviction_key(const OwnSlot<P>& own) const {
+    Step ranking = attended;
+    ranking.now = now + 1;
+    ranking.queries = 0;
+    return {protected_tokens_of(rule).protection(own.position, ranking.now),
+            rank_key(P::rank(own.state, token(own), params, ranking)), own.position};
   }
 
-  /// Whether somebody leaves, or steps down.
+  /// Whether somebody leaves, or is demoted.
   __device__ bool chooses() const {
     return is_full() || (full != kUnlimited && plan.choice.is_full(pair.index));
   }
-  __device__ int rungs() const { return plan.choice.rungs(pair.index); }
+  __device__ int tiers() const { return plan.choice.tiers(pair.index); }
 
   /// Where the next token goes.
   __device__ void finish(int victim) const {
@@ -122,10 +122,10 @@ struct PairBlock {
 
 /// What the block's threads share.
 struct ObserveShared {
-  float2 softmax[kMostGroup];
-  float floors[kMostGroup];  ///< the least probability that is a request
-  Leaving of_warps[kMostRungs][kObserveThreads / kWarpSize];
-  Leaving firsts[kMostRungs];  ///< of the block's slots
+  float2 softmax[kMaxGroup];
+  float floors[kMaxGroup];  ///< the least probability that is a request
+  EvictionCandidate of_warps[kMaxDeviceTiers][kObserveThreads / kWarpSize];
+  EvictionCandidate firsts[kMaxDeviceTiers];  ///< of the block's slots
   bool is_last;
 };
 
@@ -134,7 +134,7 @@ template <Policy P>
 __device__ void load_softmax(const PairBlock<P>& block, ObserveShared& shared) {
   const int head = static_cast<int>(threadIdx.x);
   if (head < block.plan.group) {
-    const float2 row = __ldcg(&block.plan.rows.softmax[block.pair.index * kMostGroup + head]);
+    const float2 row = __ldcg(&block.plan.rows.softmax[block.pair.index * kMaxGroup + head]);
     shared.softmax[head] = row;
     if constexpr (needs_requests(P::kInfo.needs))
       shared.floors[head] = request_floor(fixed_mass(1.0f, row.y),
@@ -229,7 +229,7 @@ __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlot
   }
 }
 
-/// Gives up a warp's logits, which nobody reads again: else the L2 cache would write them to
+/// Gives up a warp's logits, which are not read again: else the L2 cache would write them to
 /// memory.
 template <Policy P>
 __device__ void discard_logits(const PairBlock<P>& block, int slot) {
@@ -271,38 +271,38 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
     for (const OwnSlot<P>& mine : own) discard_logits(block, mine.slot);
   }
   const std::uint32_t gone =
-      block.plan.by_age ? __ldcg(&block.plan.rows.gone[block.pair.index]) : 0;
+      block.plan.cache_positions ? __ldcg(&block.plan.rows.gone[block.pair.index]) : 0;
 #pragma unroll
   for (const OwnSlot<P>& mine : own) {
     if (!mine.live) continue;
     if constexpr (kHasState<P>) *block.state(mine.slot) = mine.state;
-    if (block.plan.by_age) block.renumber(mine, gone);
+    if (block.plan.cache_positions) block.renumber(mine, gone);
   }
 }
 
-/// Which of its slots leaves each rung first, to `to` [rung], by a warp for each rung.
+/// Which of its slots leaves each tier first, to `to` [tier], by a warp for each tier.
 template <Policy P, int kSlots>
 __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
-                            ObserveShared& shared, Leaving* to) {
+                            ObserveShared& shared, EvictionCandidate* to) {
   constexpr int kWarps = kObserveThreads / kWarpSize;
-  static_assert(kMostRungs <= kWarps);
+  static_assert(kMaxDeviceTiers <= kWarps);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
-            warp = static_cast<int>(threadIdx.x) / kWarpSize, rungs = block.rungs();
+            warp = static_cast<int>(threadIdx.x) / kWarpSize, tiers = block.tiers();
   const bool chooses = block.chooses();  // the same for all threads
-  for (int r = 0; chooses && r < rungs; ++r) {
-    const RungRows rows = block.plan.choice.rows(block.pair.index, r);
-    Leaving first = Leaving::none();
+  for (int r = 0; chooses && r < tiers; ++r) {
+    const TierRows rows = block.plan.choice.rows(block.pair.index, r);
+    EvictionCandidate first = EvictionCandidate::none();
 #pragma unroll
     for (const OwnSlot<P>& mine : own)
-      if (mine.live && rows.hold(mine.place))
-        first = first_to_leave(first, {block.leaving_key(mine), mine.slot});
-    first = warp_first_to_leave(first);
+      if (mine.live && rows.hold(mine.row_index))
+        first = first_victim(first, {block.eviction_key(mine), mine.slot});
+    first = warp_first_victim(first);
     if (lane == 0) shared.of_warps[r][warp] = first;
   }
   __syncthreads();
-  if (warp >= rungs) return;
-  const Leaving first =
-      warp_first_to_leave(chooses && lane < kWarps ? shared.of_warps[warp][lane] : Leaving::none());
+  if (warp >= tiers) return;
+  const EvictionCandidate first = warp_first_victim(
+      chooses && lane < kWarps ? shared.of_warps[warp][lane] : EvictionCandidate::none());
   if (lane == 0) to[warp] = first;
 }
 
@@ -323,27 +323,28 @@ __global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
     own[i] =
         block.load((chunk * kObservedSlots + i) * kObserveThreads + static_cast<int>(threadIdx.x));
 #pragma unroll
-  for (OwnSlot<P>& mine : own) block.admit(mine);
+  for (OwnSlot<P>& mine : own) block.append(mine);
   observe_slots(block, own, shared);
-  const int rungs = block.rungs();
-  Leaving* firsts = shared.firsts;  // [chunk, rung]
-  if (plan.chunks > 1) firsts = plan.leaving + pair * plan.chunks * plan.choice.most_rungs;
-  find_firsts(block, own, shared, firsts + chunk * rungs);
-  if (rungs > 1) __syncthreads();  // by more than the first warp
+  const int tiers = block.tiers();
+  EvictionCandidate* firsts = shared.firsts;  // [chunk, tier]
+  if (plan.chunks > 1) firsts = plan.candidates + pair * plan.chunks * plan.choice.max_tiers;
+  find_firsts(block, own, shared, firsts + chunk * tiers);
+  if (tiers > 1) __syncthreads();  // by more than the first warp
   if (plan.chunks > 1) {
     if (threadIdx.x == 0) shared.is_last = arrive(&plan.observed[pair]) == plan.chunks - 1;
     __syncthreads();
     if (!shared.is_last) return;
   }
   if (threadIdx.x >= kWarpSize) return;
-  Leaving victim = Leaving::none();
-  for (int r = 0; r < rungs; ++r) {
-    Leaving first = Leaving::none();
+  EvictionCandidate victim = EvictionCandidate::none();
+  for (int r = 0; r < tiers; ++r) {
+    EvictionCandidate first = EvictionCandidate::none();
     for (int i = static_cast<int>(threadIdx.x); i < plan.chunks; i += kWarpSize)
-      first = first_to_leave(first, firsts[i * rungs + r]);
-    first = warp_first_to_leave(first);
-    if (threadIdx.x == 0 && plan.choice.in_use()) plan.choice.firsts[pair * kMostRungs + r] = first;
-    victim = first_to_leave(victim, first);
+      first = first_victim(first, firsts[i * tiers + r]);
+    first = warp_first_victim(first);
+    if (threadIdx.x == 0 && plan.choice.in_use())
+      plan.choice.firsts[pair * kMaxDeviceTiers + r] = first;
+    victim = first_victim(victim, first);
   }
   if (threadIdx.x == 0) {
     block.finish(victim.slot);

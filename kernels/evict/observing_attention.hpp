@@ -4,7 +4,7 @@
 
 #include "kernels/decode/pair_attention.hpp"
 #include "kernels/evict/eviction.hpp"
-#include "kernels/evict/rung_choice.cuh"
+#include "kernels/evict/tier_choice.cuh"
 
 namespace kvlab::kernels {
 
@@ -19,16 +19,17 @@ struct ObservePlan {
   PairRows rows;
   std::int64_t row_slots;  ///< of PairRows::logits
   int group;
-  bool by_age;             ///< ages are kept
-  int chunks;              ///< blocks of a pair
-  Leaving* leaving;        // [pair, chunk, rung]: who leaves first of each block's slots
+  bool cache_positions;  ///< ages are kept
+  int chunks;            ///< blocks of a pair
+  EvictionCandidate*
+      candidates;  // [pair, chunk, tier]: which token is evicted first of each block's slots
   std::int32_t* observed;  // [pair], zero between launches
-  RungChoice choice;
+  TierChoice choice;
 };
 
 /// The layers of one launch, a kernel's parameter.
 struct ObservePlans {
-  ObservePlan layers[kMostObservedLayers];
+  ObservePlan layers[kMaxObservedLayers];
 };
 
 }  // namespace kvlab::kernels

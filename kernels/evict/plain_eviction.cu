@@ -3,12 +3,12 @@
 // query head for logits and probabilities, which go through the workspace.
 #include "kernels/evict/plain_eviction.cuh"
 
-#include "kernels/codes/code.cuh"
-#include "kernels/codes/codes.hpp"
 #include "kernels/device/pair.cuh"
 #include "kernels/device/reduce.cuh"
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/evict/eviction_kernels.hpp"
+#include "kernels/quantized/quantize.cuh"
+#include "kernels/quantized/tiers.hpp"
 
 namespace kvlab::kernels {
 namespace {
@@ -16,7 +16,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kSlotsPerBlock = 64;
-constexpr int kMostGroup = 16;
+constexpr int kMaxGroup = 16;
 
 /// Live tokens of the pair that are older than `position`. A warp together.
 __device__ int tokens_before(const std::uint32_t* positions, int live, std::uint32_t position) {
@@ -48,99 +48,103 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   const std::uint32_t* const positions = cache.positions + first;
   const T* const q = static_cast<const T*>(args.q) + std::int64_t{pair.index} * group * dim;
   const int half = args.rotated / 2;
-  const bool squeezed = args.numbering != KVLAB_ORIGINAL;
+  const bool cache_positions = args.numbering != KVLAB_ORIGINAL;
   const float factor = args.numbering == KVLAB_TWO_FRAMES ? 1 : args.rope_factor * args.rope_factor;
 
   for (int i = warp; i < kSlotsPerBlock; i += kWarps) {
     const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
     if (slot >= live) return;
     const T* const key = static_cast<const T*>(cache.keys) + (first + slot) * dim;
-    // The query stands at the youngest place. Where both are rotated at their positions already,
-    // the key lacks only the places of those that left between them.
-    int places = squeezed ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
+    // The query stands at the youngest cache position. Where both are rotated at their positions
+    // already, the key lacks only the positions of those that left between them.
+    int distance =
+        cache_positions ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
     if (args.numbering == KVLAB_TWO_FRAMES)
-      places += static_cast<int>(args.now[pair.sequence] - positions[slot]);
+      distance += static_cast<int>(args.now[pair.sequence] - positions[slot]);
     for (int head = 0; head < group; ++head) {
       const T* const query = q + head * dim;
       float plain = 0, rotated = 0;
       for (int d = lane; d < dim; d += kWarpSize) {
-        if (squeezed && d < args.rotated) {
+        if (cache_positions && d < args.rotated) {
           if (d >= half) continue;
           rotated +=
               rotated_part(to_float(query[d]), to_float(query[d + half]), to_float(key[d]),
                            to_float(key[d + half]),
-                           static_cast<double>(places) * static_cast<double>(args.inv_freq[d]));
+                           static_cast<double>(distance) * static_cast<double>(args.inv_freq[d]));
         } else {
           plain += to_float(query[d]) * to_float(key[d]);
         }
       }
       const float sum = warp_sum(plain) + warp_sum(rotated) * factor;
       if (lane == 0)
-        rows.p[(std::int64_t{pair.index} * group + head) * cache.most_slots + slot] =
+        rows.p[(std::int64_t{pair.index} * group + head) * cache.max_slots + slot] =
             sum * cache.softmax_scale;
     }
   }
 }
 
-/// As logits_kernel, over rungs: codes with the queries behind the butterflies.
+/// As logits_kernel, over tiers: quantized values with the queries after the Hadamard rotation.
 template <class T>
-__global__ void coded_logits_kernel(const EvictingAttentionArgs args, const CodedCache coded,
-                                    PlainRows rows) {
-  extern __shared__ float turned[];  // [head of the group, dim]
+__global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
+                                        const QuantizedCache quantized_cache, PlainRows rows) {
+  extern __shared__ float rotated[];  // [head of the group, dim]
   const kvlab_cache& cache = args.cache;
   const Pair pair = pair_of(static_cast<int>(blockIdx.y), cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
   const int live = live_slots(cache, pair), dim = cache.head_size, blocks = dim / kWarpSize;
   const int group = cache.query_heads / cache.kv_heads;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = code_lane();
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = lane_id();
   const std::int64_t first = cache.first_slot[pair.index];
-  const DeviceLadder& ladder = coded.ladders[pair.index];
+  const DeviceTierPlan& tier_plan = quantized_cache.tier_plans[pair.index];
   const T* const q = static_cast<const T*>(args.q) + std::int64_t{pair.index} * group * dim;
   for (int i = warp * kWarpSize; i < group * dim; i += kThreads)
-    turned[i + lane] = butterfly(to_float(q[i + lane]));
+    rotated[i + lane] = hadamard_rotate_block(to_float(q[i + lane]));
   __syncthreads();
   for (int i = warp; i < kSlotsPerBlock; i += kWarps) {
     const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
     if (slot >= live) return;
-    const std::uint32_t place = coded.places[first + slot];
-    const DeviceRung& rung = ladder.rung[rung_of(ladder, place)];
-    CodedRow key;
-    load_part<T>(key, part_of(coded.bytes, rung, place - rung.first_row, true, dim, sizeof(T)),
-                 rung.form, true, blocks);
-    const bool exact = rung.form.exact();
+    const std::uint32_t row_index = quantized_cache.row_of_slot[first + slot];
+    const DeviceTier& tier = tier_plan.tier[tier_of(tier_plan, row_index)];
+    QuantizedRow key;
+    load_part<T>(
+        key, part_of(quantized_cache.bytes, tier, row_index - tier.first_row, true, dim, sizeof(T)),
+        tier.format, true, blocks);
+    const bool exact = tier.format.exact();
     for (int head = 0; head < group; ++head) {
       float sum = 0;
       for (int b = 0; b < blocks; ++b) {
         const int at = head * dim + b * kWarpSize + lane;
-        sum += key.y[b] * (exact ? to_float(q[at]) : turned[at]);
+        sum += key.y[b] * (exact ? to_float(q[at]) : rotated[at]);
       }
       sum = warp_sum(sum) / static_cast<float>(exact ? 1 : kWarpSize);
       if (lane == 0)
-        rows.p[(std::int64_t{pair.index} * group + head) * cache.most_slots + slot] =
+        rows.p[(std::int64_t{pair.index} * group + head) * cache.max_slots + slot] =
             sum * cache.softmax_scale;
     }
   }
 }
 
-/// As weighted_values, over rungs.
+/// As weighted_values, over tiers.
 template <class T>
-__device__ void weighted_codes(const float* p, const CodedCache& coded, const DeviceLadder& ladder,
-                               const std::uint32_t* places, int live, int dim, float* shared,
-                               T* out) {
+__device__ void weighted_quantized(const float* p, const QuantizedCache& quantized_cache,
+                                   const DeviceTierPlan& tier_plan,
+                                   const std::uint32_t* row_of_slot, int live, int dim,
+                                   float* shared, T* out) {
   const int parts = kThreads / dim, part = static_cast<int>(threadIdx.x) / dim,
             d = static_cast<int>(threadIdx.x) % dim;
-  float sums[2] = {};  // exact, coded
+  float sums[2] = {};  // exact, quantized
   for (int slot = part; part < parts && slot < live; slot += parts) {
-    const DeviceRung& rung = ladder.rung[rung_of(ladder, places[slot])];
-    const DeviceForm form = rung.form;
-    const RowPart value =
-        part_of(coded.bytes, rung, places[slot] - rung.first_row, false, dim, sizeof(T));
-    if (form.exact())
-      sums[0] += p[slot] * to_float(reinterpret_cast<const T*>(value.codes)[d]);
+    const DeviceTier& tier = tier_plan.tier[tier_of(tier_plan, row_of_slot[slot])];
+    const DeviceFormat format = tier.format;
+    const RowPart value = part_of(quantized_cache.bytes, tier, row_of_slot[slot] - tier.first_row,
+                                  false, dim, sizeof(T));
+    if (format.exact())
+      sums[0] += p[slot] * to_float(reinterpret_cast<const T*>(value.data)[d]);
     else
-      sums[1] += p[slot] * decoded(form.floating,
-                                   load_code(value, false, form.value_bits, d, dim / kWarpSize),
-                                   load_metadata(value.metadata, form.floating, d / kWarpSize));
+      sums[1] +=
+          p[slot] * dequantize(format.floating,
+                               load_quantized(value, false, format.value_bits, d, dim / kWarpSize),
+                               load_metadata(value.metadata, format.floating, d / kWarpSize));
   }
   for (float& sum : sums) {
     shared[threadIdx.x] = sum;
@@ -148,7 +152,7 @@ __device__ void weighted_codes(const float* p, const CodedCache& coded, const De
     for (int other = 1; part == 0 && other < parts; ++other) sum += shared[other * dim + d];
     __syncthreads();
   }
-  if (part == 0) out[d] = from_float<T>(sums[0] + butterfly(sums[1]) / kWarpSize);
+  if (part == 0) out[d] = from_float<T>(sums[0] + hadamard_rotate_block(sums[1]) / kWarpSize);
 }
 
 /// The row's values, weighted and added up: out[dim]. The slots are shared by groups of `dim`
@@ -171,15 +175,15 @@ __device__ void weighted_values(const float* p, const T* values, int live, int d
 
 /// A block for each query head of each sequence.
 template <class T>
-__global__ void softmax_kernel(const EvictingAttentionArgs args, const CodedCache coded,
-                               PlainRows rows) {
+__global__ void softmax_kernel(const EvictingAttentionArgs args,
+                               const QuantizedCache quantized_cache, PlainRows rows) {
   __shared__ float of_warps[kWarps], of_sums[kWarps], of_threads[kThreads];
   const kvlab_cache& cache = args.cache;
   const int group = cache.query_heads / cache.kv_heads, row = static_cast<int>(blockIdx.x);
   const Pair pair = pair_of(row / group, cache.kv_heads);
   if (args.now[pair.sequence] == kIdle) return;
   const int live = live_slots(cache, pair), dim = cache.head_size;
-  float* const p = rows.p + std::int64_t{row} * cache.most_slots;
+  float* const p = rows.p + std::int64_t{row} * cache.max_slots;
 
   float largest = -INFINITY;
   for (int slot = static_cast<int>(threadIdx.x); slot < live; slot += kThreads)
@@ -195,9 +199,9 @@ __global__ void softmax_kernel(const EvictingAttentionArgs args, const CodedCach
   __syncthreads();
   const std::int64_t first = cache.first_slot[pair.index];
   T* const out = static_cast<T*>(args.out) + std::int64_t{row} * dim;
-  if (coded.ladders != nullptr)
-    weighted_codes(p, coded, coded.ladders[pair.index], coded.places + first, live, dim, of_threads,
-                   out);
+  if (quantized_cache.tier_plans != nullptr)
+    weighted_quantized(p, quantized_cache, quantized_cache.tier_plans[pair.index],
+                       quantized_cache.row_of_slot + first, live, dim, of_threads, out);
   else
     weighted_values(p, static_cast<const T*>(cache.values) + first * dim, live, dim, of_threads,
                     out);
@@ -208,16 +212,16 @@ __global__ void softmax_kernel(const EvictingAttentionArgs args, const CodedCach
 
 bool valid(const EvictingAttentionArgs& args) {
   const kvlab_cache& cache = args.cache;
-  const bool squeezed = args.numbering != KVLAB_ORIGINAL;
+  const bool cache_positions = args.numbering != KVLAB_ORIGINAL;
   return cache.sequences > 0 && cache.kv_heads > 0 && cache.query_heads > 0 &&
          cache.query_heads % cache.kv_heads == 0 &&
-         cache.query_heads / cache.kv_heads <= kMostGroup && is_head_size(cache.head_size) &&
-         cache.most_slots > 0 && cache.first_slot && cache.keys && cache.values &&
+         cache.query_heads / cache.kv_heads <= kMaxGroup && is_head_size(cache.head_size) &&
+         cache.max_slots > 0 && cache.first_slot && cache.keys && cache.values &&
          !cache.pages.blocks && cache.positions && cache.lengths && cache.next_slots &&
          args.policy.rules && args.now && args.q && args.out && args.workspace &&
-         !(squeezed && args.coded) &&
-         (!squeezed || (args.inv_freq && args.rotated > 0 && args.rotated % 2 == 0 &&
-                        args.rotated <= cache.head_size));
+         !(cache_positions && args.quantized_cache) &&
+         (!cache_positions || (args.inv_freq && args.rotated > 0 && args.rotated % 2 == 0 &&
+                               args.rotated <= cache.head_size));
 }
 
 std::size_t pairs_of(const kvlab_cache& cache) {
@@ -228,17 +232,17 @@ std::size_t rows_of(const kvlab_cache& cache) {
 }
 
 PlainRows plain_rows(const EvictingAttentionArgs& args) {
-  auto* const firsts = static_cast<Leaving*>(args.workspace);
-  auto* const p = reinterpret_cast<float*>(firsts + pairs_of(args.cache) * kMostRungs);
+  auto* const firsts = static_cast<EvictionCandidate*>(args.workspace);
+  auto* const p = reinterpret_cast<float*>(firsts + pairs_of(args.cache) * kMaxDeviceTiers);
   return {.p = p,
-          .largest = p + rows_of(args.cache) * static_cast<std::size_t>(args.cache.most_slots),
-          .choice = {args.coded, firsts}};
+          .largest = p + rows_of(args.cache) * static_cast<std::size_t>(args.cache.max_slots),
+          .choice = {args.quantized_cache, firsts}};
 }
 
-/// With room for who leaves each rung, whether or not there are rungs.
-std::size_t plain_workspace(const kvlab_cache& cache, bool /*coded*/) {
-  return pairs_of(cache) * kMostRungs * sizeof(Leaving) +
-         rows_of(cache) * (static_cast<std::size_t>(cache.most_slots) + 1) * sizeof(float);
+/// With room for who leaves each tier, whether or not there are tiers.
+std::size_t plain_workspace(const kvlab_cache& cache, bool /*quantized*/) {
+  return pairs_of(cache) * kMaxDeviceTiers * sizeof(EvictionCandidate) +
+         rows_of(cache) * (static_cast<std::size_t>(cache.max_slots) + 1) * sizeof(float);
 }
 
 /// Two launches: logits of every live slot, then each row's softmax and output.
@@ -247,20 +251,21 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   if (!complete(policy, args) || !valid(args)) return cudaErrorInvalidValue;
   const kvlab_cache& cache = args.cache;
   const PlainRows rows = plain_rows(args);
-  const dim3 tiles(static_cast<unsigned>((cache.most_slots + kSlotsPerBlock - 1) / kSlotsPerBlock),
+  const dim3 tiles(static_cast<unsigned>((cache.max_slots + kSlotsPerBlock - 1) / kSlotsPerBlock),
                    static_cast<unsigned>(cache.sequences * cache.kv_heads));
-  const CodedCache coded = args.coded ? *args.coded : CodedCache{};
+  const QuantizedCache quantized_cache =
+      args.quantized_cache ? *args.quantized_cache : QuantizedCache{};
   const std::size_t queries = static_cast<std::size_t>(cache.query_heads / cache.kv_heads) *
                               static_cast<std::size_t>(cache.head_size) * sizeof(float);
   return with_type(cache.type, [&]<class T>(T) {
-    if (args.coded)
-      coded_logits_kernel<T><<<tiles, kThreads, queries, stream>>>(args, coded, rows);
+    if (args.quantized_cache)
+      quantized_logits_kernel<T><<<tiles, kThreads, queries, stream>>>(args, quantized_cache, rows);
     else
       logits_kernel<T><<<tiles, kThreads, 0, stream>>>(args, rows);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     softmax_kernel<T>
         <<<static_cast<unsigned>(cache.sequences * cache.query_heads), kThreads, 0, stream>>>(
-            args, coded, rows);
+            args, quantized_cache, rows);
     return cudaGetLastError();
   });
 }
@@ -276,7 +281,7 @@ cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttenti
     void* parameters[] = {&args, &rows};
     error = cudaLaunchKernel(policy.evict, dim3(pairs), dim3(kEvictThreads), parameters, 0, stream);
     if (error == cudaSuccess && rows.choice.in_use())
-      error = step_down_pairs(args, rows.choice.firsts, stream);
+      error = demote_pairs(args, rows.choice.firsts, stream);
     if (error != cudaSuccess) return error;
   }
   return error;

@@ -11,16 +11,16 @@ namespace kvlab::kernels {
 
 /// As DevicePolicy has it.
 struct PolicyDescription {
-  static constexpr std::uint32_t kMostParams = 32, kMostNameBytes = 64;
+  static constexpr std::uint32_t kMaxParams = 32, kMaxNameBytes = 64;
 
   Needs needs;
   bool oldest_first, weighted;
   RankType rank_type;
-  std::uint32_t slot_bytes, column_count;
-  char columns[kMaxColumns][kMostNameBytes];
-  std::uint32_t param_count;                     ///< Params are so many doubles
-  std::uint32_t param_of[kMostParams];           ///< which line of kParams each of them is
-  double least[kMostParams], most[kMostParams];  ///< by line
+  std::uint32_t slot_bytes, feature_count;
+  char features[kMaxFeatures][kMaxNameBytes];
+  std::uint32_t param_count;                   ///< Params are so many doubles
+  std::uint32_t param_of[kMaxParams];          ///< which line of kParams each of them is
+  double least[kMaxParams], most[kMaxParams];  ///< by line
 
   constexpr bool operator==(const PolicyDescription&) const = default;
 };
@@ -32,13 +32,13 @@ constexpr PolicyDescription describe() {
                           .weighted = P::kInfo.weighted,
                           .rank_type = kRankType<P>,
                           .slot_bytes = kSlotBytes<P>,
-                          .column_count = P::kInfo.column_count()};
-  for (std::uint32_t c = 0; c < about.column_count; ++c)
-    for (std::uint32_t i = 0; i == 0 || about.columns[c][i - 1] != '\0'; ++i)
-      about.columns[c][i] = P::kInfo.columns[c][i];  // too long a name does not compile
+                          .feature_count = P::kInfo.feature_count()};
+  for (std::uint32_t c = 0; c < about.feature_count; ++c)
+    for (std::uint32_t i = 0; i == 0 || about.features[c][i - 1] != '\0'; ++i)
+      about.features[c][i] = P::kInfo.features[c][i];  // too long a name does not compile
   if constexpr (kParamsBytes < P >> 0) {
     constexpr std::uint32_t kCount = sizeof(P::kParams) / sizeof(P::kParams[0]);
-    static_assert(kCount <= PolicyDescription::kMostParams, "policy: has more than 32 parameters");
+    static_assert(kCount <= PolicyDescription::kMaxParams, "policy: has more than 32 parameters");
     static_assert(kCount * sizeof(double) == kParamsBytes<P>,
                   "policy: each double of Params needs a line of kParams");
     struct Doubles {

@@ -11,11 +11,11 @@ template <Policy P>
 __global__ void run_states(ProbeArgs args, typename P::Params params) {
   const std::uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= args.tokens) return;
-  constexpr int columns = static_cast<int>(P::kInfo.column_count());
+  constexpr int features = static_cast<int>(P::kInfo.feature_count());
   Token token{i};
-  for (int c = 0; c < columns; ++c) token.column[c] = args.columns[i * columns + c];
+  for (int c = 0; c < features; ++c) token.feature[c] = args.features[i * features + c];
   typename P::Slot slot;
-  P::admit(slot, token, params, args.step[0]);
+  P::append(slot, token, params, args.step[0]);
   for (std::uint32_t s = 0; s < args.steps; ++s) {
     const std::size_t at = std::size_t{s} * args.tokens + i;
     if constexpr (P::kInfo.needs != Needs::nothing)

@@ -13,16 +13,17 @@ inline constexpr unsigned kProbeThreads = 128;
 
 /// A fixed set of tokens through some steps. All pointers are device memory.
 struct ProbeArgs {
-  std::uint32_t tokens;        ///< token i is at position i, slot i; all are admitted in step 0
-  std::uint32_t steps;         ///< each observes, then ranks
-  const Step* step;            ///< [step]
-  const Observation* seen;     ///< [step, token]
-  const float* columns;        ///< [token, column]
-  Guards guards;               ///< in tokens
-  std::uint64_t* ranks;        ///< out, [step, token]
-  std::uint32_t* leave_after;  ///< out, [step, token]: how many tokens leave before this one
-  std::byte* slots;            ///< out, [token, slot_bytes]: the states after the last step
-  float* weights;              ///< out, [token]: weight of the query of that age; 1 if unweighted
+  std::uint32_t tokens;     ///< token i is at position i, slot i; all are appended in step 0
+  std::uint32_t steps;      ///< each observes, then ranks
+  const Step* step;         ///< [step]
+  const Observation* seen;  ///< [step, token]
+  const float* features;    ///< [token, feature]
+  ProtectedTokens protected_tokens;  ///< in tokens
+  std::uint64_t* ranks;              ///< out, [step, token]
+  std::uint32_t*
+      eviction_order;  ///< out, [step, token]: how many tokens are evicted before this one
+  std::byte* slots;    ///< out, [token, slot_bytes]: the states after the last step
+  float* weights;      ///< out, [token]: weight of the query of that age; 1 if unweighted
 };
 
 }  // namespace kvlab

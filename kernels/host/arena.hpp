@@ -22,14 +22,14 @@ class Arena {
   template <class T>
   T* take(std::size_t count) {
     T* const part = memory_ && count > 0 ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;
-    bytes_ += aligned(count * sizeof(T));
+    bytes_ += align_up(count * sizeof(T));
     return part;
   }
   /// Of all parts so far.
   std::size_t bytes() const { return bytes_; }
 
   /// What a part of so many bytes takes.
-  static constexpr std::size_t aligned(std::size_t bytes) {
+  static constexpr std::size_t align_up(std::size_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 
@@ -41,7 +41,7 @@ class Arena {
 
 /// What `layout(Arena&)` takes.
 template <class Layout>
-std::size_t measured(Layout&& layout) {
+std::size_t layout_bytes(Layout&& layout) {
   Arena arena;
   layout(arena);
   return arena.bytes();
@@ -49,8 +49,8 @@ std::size_t measured(Layout&& layout) {
 
 /// The memory that `layout(Arena&)` has been placed in. Throws as DeviceBuffer does.
 template <class Layout>
-DeviceBuffer placed(Layout&& layout, std::string_view what) {
-  DeviceBuffer memory(measured(layout), what);
+DeviceBuffer allocate_layout(Layout&& layout, std::string_view what) {
+  DeviceBuffer memory(layout_bytes(layout), what);
   Arena arena(memory.data());
   layout(arena);
   return memory;
@@ -70,7 +70,7 @@ class Placed {
   /// What Placed(what, args...) allocates.
   template <class... Args>
   static std::size_t bytes(const Args&... args) {
-    return measured([&](Arena& arena) { [[maybe_unused]] const Parts parts(arena, args...); });
+    return layout_bytes([&](Arena& arena) { [[maybe_unused]] const Parts parts(arena, args...); });
   }
 
   const Parts* operator->() const { return &parts_; }

@@ -9,7 +9,7 @@
 namespace kvlab::cuda {
 namespace {
 
-/// After these the process can use the device no more. A card that falls off the bus is reported as
+/// After these the process can use the device no more. A GPU that falls off the bus is reported as
 /// an unknown error.
 bool is_lost(cudaError_t error) {
   constexpr std::array lost{cudaErrorIllegalAddress,

@@ -84,7 +84,7 @@ std::vector<T> download(std::span<const T> part) {
   std::vector<T> values(part.size());
   if (part.empty()) return values;
   check(cudaMemcpy(values.data(), part.data(), part.size_bytes(), cudaMemcpyDeviceToHost),
-        "fetching figures");
+        "fetching metrics");
   return values;
 }
 

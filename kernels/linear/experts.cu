@@ -17,12 +17,12 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr int kRouteThreads = 256, kRouteWarps = kRouteThreads / kWarpSize;
-constexpr int kFewTokens = kMostExperts / kWarpSize;  ///< that the block that groups takes
-constexpr int kMostHidden = 8192;
+constexpr int kFewTokens = kMaxExperts / kWarpSize;  ///< that the block that groups takes
+constexpr int kMaxHidden = 8192;
 
 /// A logit and its expert as one number: the larger logit, and of equal ones the lower expert, is
 /// the larger number; what is not a number has a place, too.
-__device__ inline unsigned long long ranked(float logit, int expert) {
+__device__ inline unsigned long long order_key(float logit, int expert) {
   const auto bits = __float_as_uint(logit + 0.0f);
   const std::uint32_t order = bits >> 31 ? ~bits : bits | 0x80000000u;
   return (static_cast<unsigned long long>(order) << 32) |
@@ -39,7 +39,7 @@ __device__ void choose(const RouteArgs& args, int token) {
   for (int c = 0; c < to.chosen; ++c) {
     unsigned long long best = 0;
     for (int i = 0, e = lane; e < to.experts; ++i, e += kWarpSize)
-      if ((taken >> i & 1) == 0) best = max(best, ranked(logits[e], e));
+      if ((taken >> i & 1) == 0) best = max(best, order_key(logits[e], e));
     best = warp_max(best);
     const auto expert = static_cast<int>(0xffffffffu - static_cast<std::uint32_t>(best));
     if (expert % kWarpSize == lane) taken |= 1u << expert / kWarpSize;
@@ -105,10 +105,10 @@ __global__ void __launch_bounds__(kRouteThreads) choose_kernel(const RouteArgs a
 /// One block, which chooses first where tokens are few. Pairs of an expert stand in any order: it
 /// changes no result.
 template <bool kChooses>
-__global__ void __launch_bounds__(kMostExperts) group_kernel(const RouteArgs args) {
-  using Scan = cub::BlockScan<int, kMostExperts>;
+__global__ void __launch_bounds__(kMaxExperts) group_kernel(const RouteArgs args) {
+  using Scan = cub::BlockScan<int, kMaxExperts>;
   __shared__ typename Scan::TempStorage memory;
-  __shared__ int places[kMostExperts];
+  __shared__ int places[kMaxExperts];
   let_successor_start();
   wait_for_predecessor();
   const Routes& routes = args.routes;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kMostExperts) group_kernel(const RouteArgs arg
   places[own] = 0;
   if (kChooses && own / kWarpSize < routes.tokens) choose(args, own / kWarpSize);
   __syncthreads();
-  for (int pair = own; pair < pairs; pair += kMostExperts)
+  for (int pair = own; pair < pairs; pair += kMaxExperts)
     atomicAdd(&places[routes.expert[pair]], 1);
   __syncthreads();
   int start = places[own];
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kMostExperts) group_kernel(const RouteArgs arg
   if (own < routes.experts) routes.starts[own] = start;
   if (own == 0) routes.starts[routes.experts] = pairs;
   __syncthreads();
-  for (int pair = own; pair < pairs; pair += kMostExperts)
+  for (int pair = own; pair < pairs; pair += kMaxExperts)
     routes.order[atomicAdd(&places[routes.expert[pair]], 1)] = pair;
 }
 
@@ -335,15 +335,15 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 bool valid(const Routes& routes) {
-  constexpr int kMostPairs = 1 << 24;
+  constexpr int kMaxPairs = 1 << 24;
   return routes.tokens > 0 && routes.chosen > 0 && routes.chosen <= routes.experts &&
-         routes.experts <= kMostExperts && routes.chosen <= kMostChosen &&
-         routes.tokens <= kMostPairs / routes.chosen && routes.shares && routes.expert &&
+         routes.experts <= kMaxExperts && routes.chosen <= kMaxChosen &&
+         routes.tokens <= kMaxPairs / routes.chosen && routes.shares && routes.expert &&
          routes.order && routes.starts;
 }
 
 /// No more tiles than these: each expert leaves one that is not full.
-unsigned most_tiles(const Routes& routes, int pairs_of_tile) {
+unsigned max_tiles(const Routes& routes, int pairs_of_tile) {
   const int pairs = routes.pairs();
   return static_cast<unsigned>(std::min(pairs, pairs / pairs_of_tile + routes.experts));
 }
@@ -363,7 +363,7 @@ cudaError_t launch_tiles(const DeviceLimits& limits, const ExpertProductArgs& ar
   if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
   return launch(limits, kernel,
                 {.grid = dim3(static_cast<unsigned>((args.n + kColumns - 1) / kColumns),
-                              most_tiles(args.routes, kPairs)),
+                              max_tiles(args.routes, kPairs)),
                  .block = dim3(kThreads),
                  .shared_bytes = bytes_of_stages<kPairs>,
                  .stream = stream},
@@ -373,7 +373,7 @@ cudaError_t launch_tiles(const DeviceLimits& limits, const ExpertProductArgs& ar
 }  // namespace
 
 cudaError_t route(const RouteArgs& args, cudaStream_t stream) {
-  if (!valid(args.routes) || args.hidden < 8 || args.hidden % 8 != 0 || args.hidden > kMostHidden ||
+  if (!valid(args.routes) || args.hidden < 8 || args.hidden % 8 != 0 || args.hidden > kMaxHidden ||
       !args.x || !args.norm.gamma || !args.weight || !args.normed || !args.logits ||
       !aligned16(args.x) || !aligned16(args.norm.gamma) || !aligned16(args.weight) ||
       !aligned16(args.normed))
@@ -392,7 +392,7 @@ cudaError_t route(const RouteArgs& args, cudaStream_t stream) {
                      .stream = stream};
   cudaError_t error = with_type(
       args.type, [&]<class T>(T) { return launch(limits, logits_kernel<T>, where, args); });
-  const Launch one{dim3(1), dim3(kMostExperts), 0, stream};
+  const Launch one{dim3(1), dim3(kMaxExperts), 0, stream};
   if (error == cudaSuccess && few) return launch(limits, group_kernel<true>, one, args);
   if (error == cudaSuccess)
     error = launch(limits, choose_kernel,
@@ -404,7 +404,7 @@ LaunchPlan expert_product_plan(const Routes& routes, int n, const DeviceLimits& 
   const bool many = takes_many(routes, limits);
   const std::size_t bytes = many ? bytes_of_stages<64> : bytes_of_stages<16>;
   const auto blocks =
-      std::int64_t{(n + kColumns - 1) / kColumns} * most_tiles(routes, many ? 64 : 16);
+      std::int64_t{(n + kColumns - 1) / kColumns} * max_tiles(routes, many ? 64 : 16);
   return {.blocks = static_cast<int>(std::min<std::int64_t>(blocks, 0x7fff'ffff)),
           .stages = kStages,
           .shared_bytes = bytes};
@@ -420,7 +420,7 @@ cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {
   if (args.type == KVLAB_F32)
     return launch(limits, expert_plain,
                   {.grid = dim3(static_cast<unsigned>((args.n + kWarps - 1) / kWarps),
-                                most_tiles(args.routes, kPlainPairs)),
+                                max_tiles(args.routes, kPlainPairs)),
                    .block = dim3(kThreads),
                    .stream = stream},
                   args);

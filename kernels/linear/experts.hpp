@@ -5,7 +5,7 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kMostExperts = 1024, kMostChosen = 32;
+inline constexpr int kMaxExperts = 1024, kMaxChosen = 32;
 
 /// What a router has decided. A pair is a token with one of its experts: pair = token * chosen + i,
 /// from the most likely on.

@@ -7,7 +7,7 @@
 // and multiply by tensor cores: a tile of 8 weight rows is the right operand of m16n8k16, and the
 // left one has 16 rows, eight for the rows of x rounded to T and eight for what the rounding left:
 // so a normed x counts to about 16 bits, and eight rows cost what one does. Sums have one order
-// whatever the rows, tiles and card: equal inputs give equal bits, alone or in a batch.
+// whatever the rows, tiles and GPU: equal inputs give equal bits, alone or in a batch.
 //
 // Instantiated: 2 types x 4 forms (8 kernels); rows, n and k are read where the kernel runs.
 #include <algorithm>
@@ -171,7 +171,7 @@ class Finisher {
       if (n >= product_.n) return;
       write_output(product_, row_, n,
                    kForm == Form::gated
-                       ? activated(product_.activation, total(0, output_)) * total(1, output_)
+                       ? activate(product_.activation, total(0, output_)) * total(1, output_)
                        : total(output_ / kTileRows, output_ % kTileRows),
                    residual_);
     }
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
   multiply<T, kForm>(product, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
 }
 
-/// What a product asks for, of weights of two bytes.
+/// What a product requests, of weights of two bytes.
 struct RingLength {
   int least, most;  ///< stages; a block sends for no more in all
 };
@@ -313,9 +313,9 @@ bool lay_out(Form form, int rows, int k, const RingLength& ring, const DeviceLim
   layout.gamma = gamma_begin();
   layout.x = x_begin(form, k);
   const auto stages = [&](std::size_t x_bytes) {
-    const std::int64_t room = static_cast<std::int64_t>(limits.shared_bytes) - layout.x -
-                              static_cast<std::int64_t>(x_bytes);
-    return static_cast<int>(std::min<std::int64_t>(room / kStageBytes, kMostStages));
+    const std::int64_t free_bytes = static_cast<std::int64_t>(limits.shared_bytes) - layout.x -
+                                    static_cast<std::int64_t>(x_bytes);
+    return static_cast<int>(std::min<std::int64_t>(free_bytes / kStageBytes, kMaxStages));
   };
   std::size_t x_bytes =
       static_cast<std::size_t>(rows) * (has_norm(form) ? normed_row_bytes(k) : plain_row_bytes(k));
@@ -337,13 +337,13 @@ struct LinearLaunch {
 /// As many rows at a time as there is room for.
 LinearLaunch plan_product(Form form, int rows, int n, int k, const DeviceLimits& limits) {
   const int strips = strips_of(form, n), blocks = std::min(strips, limits.multiprocessors);
-  const int most_stages = (strips + blocks - 1) / blocks * kTiles * ((k + kStageK - 1) / kStageK);
+  const int max_stages = (strips + blocks - 1) / blocks * kTiles * ((k + kStageK - 1) / kStageK);
   // Beside a CTA of attention there is room for one small block, whose weights are on their way
   // while that one attends, but not for two: an early start would put two on some multiprocessors
   // and none on others.
   const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
-  for (const int least : {kLeastStages, kFewestStages}) {
-    const RingLength ring{least, most_stages};
+  for (const int least : {kPreferredStages, kMinStages}) {
+    const RingLength ring{least, max_stages};
     Layout layout{};
     int most = rows;
     while (most > 0 && !lay_out(form, most, k, ring, limits, layout)) --most;
@@ -357,7 +357,7 @@ LinearLaunch plan_product(Form form, int rows, int n, int k, const DeviceLimits&
             layout};
   }
   const std::size_t x_bytes = has_norm(form) ? normed_row_bytes(k) : 0;
-  return {{.shared_bytes = std::size_t{kFewestStages} * kStageBytes +
+  return {{.shared_bytes = std::size_t{kMinStages} * kStageBytes +
                            static_cast<std::size_t>(x_begin(form, k)) + x_bytes},
           {}};
 }
@@ -394,7 +394,7 @@ cudaError_t launch_linear(LinearProduct<T> product, cudaStream_t stream,
 }
 
 bool valid(int rows, int n, int k) {
-  return rows > 0 && rows <= kMostLinearRows && n > 0 && k > 0 && k % 8 == 0;
+  return rows > 0 && rows <= kMaxLinearRows && n > 0 && k > 0 && k % 8 == 0;
 }
 bool valid(const LinearArgs& args) {
   const int outputs = (args.y != nullptr) + (args.y_float != nullptr) + (args.residual != nullptr);

@@ -7,7 +7,7 @@
 namespace kvlab::kernels {
 
 /// Rows that `linear` takes; more are cuBLASLt's.
-inline constexpr int kMostLinearRows = 8;
+inline constexpr int kMaxLinearRows = 8;
 
 /// What a product computes, and which weight rows the two tiles of a strip are.
 enum class Form {
@@ -22,7 +22,7 @@ enum class Form {
 /// bias at once: that kernel must not write them.
 struct LinearArgs {
   Type type;           ///< of x, weight, gamma, bias, y; residual streams are float32
-  int rows, n, k;      ///< rows <= kMostLinearRows; k a multiple of 8
+  int rows, n, k;      ///< rows <= kMaxLinearRows; k a multiple of 8
   const void* weight;  // [n, k]
   const void* x;       // [rows, k] of `type`; with `gamma`: float32, the residual stream
   const void* gamma;   // [k] of `type`, or null: no norm

@@ -10,19 +10,19 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kSumsBytes = kMostLinearRows * kLinearWarps * sizeof(float);
+constexpr int kSumsBytes = kMaxLinearRows * kLinearWarps * sizeof(float);
 
 /// Products of one weight row with all rows of x, in every lane. `stride`: floats from row to row
 /// of x.
 __device__ void multiply_row(const float* weights, const float* x, std::size_t stride, int rows,
-                             int k, float (&sums)[kMostLinearRows]) {
+                             int k, float (&sums)[kMaxLinearRows]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
 #pragma unroll
   for (float& sum : sums) sum = 0;
   for (int at = lane * 4; at < k; at += kWarpSize * 4) {
     const float4 w = *reinterpret_cast<const float4*>(weights + at);
 #pragma unroll
-    for (int row = 0; row < kMostLinearRows; ++row) {
+    for (int row = 0; row < kMaxLinearRows; ++row) {
       if (row >= rows) break;
       const float4 v = *reinterpret_cast<const float4*>(x + row * stride + at);
       sums[row] = fmaf(w.x, v.x, fmaf(w.y, v.y, fmaf(w.z, v.z, fmaf(w.w, v.w, sums[row]))));
@@ -56,14 +56,14 @@ __global__ void __launch_bounds__(kLinearThreads)
   for (int n = static_cast<int>(blockIdx.x) * kLinearWarps + warp; n < product.n;
        n += static_cast<int>(gridDim.x) * kLinearWarps) {
     const std::size_t row_start = static_cast<std::size_t>(n) * product.k;
-    float sums[kMostLinearRows], ups[kMostLinearRows];
+    float sums[kMaxLinearRows], ups[kMaxLinearRows];
     multiply_row(product.weight + row_start, x, stride, product.rows, product.k, sums);
     if (product.up) multiply_row(product.up + row_start, x, stride, product.rows, product.k, ups);
 #pragma unroll
-    for (int row = 0; row < kMostLinearRows; ++row)
+    for (int row = 0; row < kMaxLinearRows; ++row)
       if (row < product.rows && lane == row)
         write_output(product, row, n,
-                     product.up ? activated(product.activation, sums[row]) * ups[row] : sums[row],
+                     product.up ? activate(product.activation, sums[row]) * ups[row] : sums[row],
                      residual_of(product, row, n));
   }
 }

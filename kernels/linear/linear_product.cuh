@@ -45,7 +45,8 @@ __device__ inline float residual_of(const LinearProduct<T>& product, int row, in
   return product.residual ? product.residual[static_cast<std::size_t>(row) * product.n + column]
                           : 0.0f;
 }
-/// Writes bias, product and whatever is asked for one output. Returns what is, or would be, in y.
+/// Writes bias, product and whatever is requested for one output. Returns what is, or would be, in
+/// y.
 template <class T>
 __device__ inline T write_output(const LinearProduct<T>& product, int row, int column, float value,
                                  float residual) {

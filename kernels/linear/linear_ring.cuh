@@ -22,8 +22,8 @@ inline constexpr int kWarpK = kLoads * kLoadK;
 inline constexpr int kStageK = kLinearWarps * kWarpK;  // k of a stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
 inline constexpr int kStageBytes = kLinearWarps * kLoads * kLoadBytes;
-inline constexpr int kLeastStages = 4, kMostStages = 12;
-inline constexpr int kFewestStages = 2;                  // where four do not fit
+inline constexpr int kPreferredStages = 4, kMaxStages = 12;
+inline constexpr int kMinStages = 2;                     // where four do not fit
 inline constexpr int kInFlight = 4, kFirstInFlight = 3;  // stages on their way
 
 __host__ __device__ constexpr bool has_norm(Form form) { return form != Form::plain; }
@@ -47,11 +47,11 @@ __device__ inline int first_row_of_tile(Form form, int strip, int tile, int head
 
 /// In shared memory.
 struct RingBarriers {
-  PhaseBarrier full[kMostStages], empty[kMostStages];
+  PhaseBarrier full[kMaxStages], empty[kMaxStages];
   /// By one thread; visible behind the block's next barrier. (By the sending warp, a barrier a
   /// lane, a launch took 0.3 us longer.)
   __device__ void init() {
-    for (int i = 0; i < kMostStages; ++i) {
+    for (int i = 0; i < kMaxStages; ++i) {
       full[i].init(kWarpSize);
       empty[i].init(kLinearWarps);
     }

@@ -34,7 +34,7 @@ struct Tiling {
 };
 
 /// Which tile of rows is a CTA's. The last rows see most keys and go first, of all KV heads: so the
-/// card stays full to the end.
+/// GPU stays full to the end.
 __device__ int tile_of_block(const Plan& plan) {
   return static_cast<int>((gridDim.x - 1 - blockIdx.x) / plan.args.kv_heads);
 }
@@ -57,7 +57,7 @@ struct alignas(16) Shared {
 constexpr int kSlotsOfSlice = 16;  ///< of one block
 template <int kDim>
 constexpr int kSlices = Tiling<kDim>::kKeys / kSlotsOfSlice;
-static_assert(kSlotsOfSlice <= kFewestSlotsOfBlock);
+static_assert(kSlotsOfSlice <= kMinSlotsOfBlock);
 
 /// Starts copying one of kSlices parts of a tile's rows [slot, dim]; zeros from row `valid` on. By
 /// the whole CTA. `from`: the tile's rows or, kPaged, the slice's, which are `stride` elements
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, 2) prefill_tiles(const __grid_consta
   const int keys_end = plan.keys_end<kParts>(rows.slot(last_row) + 1);
   const int tiles = (keys_end + kKeys - 1) / kKeys;
   const int first_tile = plan.first_key<kParts>(rows.first_seen(first_row)) / kKeys;
-  if (first_tile >= tiles) return;  // nobody sees the part
+  if (first_tile >= tiles) return;  // the part is not read
   // Tiles that all rows see whole.
   const int first_whole = (rows.first_seen(last_row) + kKeys - 1) / kKeys;
   const int unmasked = (rows.slot(first_row) + 1) / kKeys;
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(kThreads) prefill_plain(const __grid_constant_
   const int last_row = min(first_row + kPlainRows, rows.count()) - 1;
   const int keys_end = plan.keys_end<kParts>(rows.slot(last_row) + 1);
   const int first_key = plan.first_key<kParts>(rows.first_seen(first_row));
-  if (first_key >= keys_end) return;  // nobody sees the part
+  if (first_key >= keys_end) return;  // the part is not read
   load_plain_queries(query, rows, first_row, last_row);
   const std::int64_t begin = kPaged ? 0 : rows.begin();
   const float* all_keys = static_cast<const float*>(args.keys) + begin;
@@ -519,7 +519,7 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
                                            : launch<kDim, false>(plan, stream);
 }
 
-bool aligned(const void* pointer) { return pointer != nullptr && aligned16(pointer); }
+bool is_aligned(const void* pointer) { return pointer != nullptr && aligned16(pointer); }
 
 }  // namespace
 
@@ -542,14 +542,15 @@ std::size_t prefill_workspace(const kvlab_prefill_args& args) {
 
 cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
                               cudaStream_t stream) {
-  constexpr int kMostParts = 65535;  // of a grid's third dimension
+  constexpr int kMaxParts = 65535;  // of a grid's third dimension
   if (args.workspace != nullptr &&
-      (args.keys_end < 1 || parts_of(args) > kMostParts || layer.span != 0 ||
-       layer.sinks != nullptr || !aligned(args.workspace)))
+      (args.keys_end < 1 || parts_of(args) > kMaxParts || layer.window != 0 ||
+       layer.sinks != nullptr || !is_aligned(args.workspace)))
     return cudaErrorInvalidValue;
-  if (!can_prefill(args) || layer.span < 0 ||
+  if (!can_prefill(args) || layer.window < 0 ||
       layer.head_stride * static_cast<std::int64_t>(bytes_of(args.type)) % 16 != 0 ||
-      !aligned(args.q) || !aligned(args.keys) || !aligned(args.values) || !aligned(args.out))
+      !is_aligned(args.q) || !is_aligned(args.keys) || !is_aligned(args.values) ||
+      !is_aligned(args.out))
     return cudaErrorInvalidValue;
   const Plan plan{.args = args,
                   .layer = layer,
@@ -568,7 +569,7 @@ cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer
   }
 }
 
-cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int span,
+cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int window,
                               cudaStream_t stream) {
   args.type = shape.type;
   args.query_heads = shape.query_heads;
@@ -576,7 +577,7 @@ cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args ar
   args.head_size = shape.head_size;
   args.softmax_scale = shape.softmax_scale;
   return prefill_attention(
-      args, {.head_stride = shape.head_stride, .sinks = shape.sinks, .span = span}, stream);
+      args, {.head_stride = shape.head_stride, .sinks = shape.sinks, .window = window}, stream);
 }
 
 }  // namespace kvlab::kernels

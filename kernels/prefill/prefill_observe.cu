@@ -1,4 +1,4 @@
-// What the queries of an admission give to each key: a second pass over the products, which
+// What the queries of an append give to each key: a second pass over the products, which
 // attention's rows (largest product, log-sum-exp) turn into final probabilities at once.
 //
 // Key-stationary: a CTA keeps a block of keys and walks over the queries that see it, one query
@@ -316,7 +316,7 @@ cudaError_t is_hopper(bool& hopper) {
 template <Count kCount>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   const std::int64_t rows =
-      std::int64_t{round_up(plan.span, kQueries)} * plan.args.prefill.query_heads;
+      std::int64_t{round_up(plan.counted, kQueries)} * plan.args.prefill.query_heads;
   const dim3 grid(static_cast<unsigned>((rows + kThreads - 1) / kThreads),
                   static_cast<unsigned>(sequences_of(plan.args.prefill)));
   make_row_terms<<<grid, kThreads, 0, stream>>>(plan, kCount);
@@ -336,11 +336,14 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   }
 }
 
-bool supported(const kvlab_observe_args& args) {
+bool is_supported(const kvlab_observe_args& args) {
   const kvlab_prefill_args& prefill = args.prefill;
   if (!can_prefill(prefill) || args.younger < 0 || args.keys_end < 1) return false;
-  const auto aligned = [](const void* pointer) { return pointer != nullptr && aligned16(pointer); };
-  if (!aligned(prefill.q) || !aligned(prefill.keys) || !aligned(args.workspace)) return false;
+  const auto is_aligned = [](const void* pointer) {
+    return pointer != nullptr && aligned16(pointer);
+  };
+  if (!is_aligned(prefill.q) || !is_aligned(prefill.keys) || !is_aligned(args.workspace))
+    return false;
   if (!prefill.first_slot || !prefill.rows || !args.seen) return false;
   const auto needs = static_cast<Needs>(args.needs);
   return (needs_mass(needs) || needs_requests(needs)) &&
@@ -348,7 +351,7 @@ bool supported(const kvlab_observe_args& args) {
 }
 
 /// Terms of a head: each sequence's begin at a tile of their own.
-int padded(const kvlab_prefill_args& args) {
+int padded_queries(const kvlab_prefill_args& args) {
   return args.sequences == 0 ? round_up(args.queries, kQueries)
                              : (args.all_queries / kQueries + args.sequences) * kQueries;
 }
@@ -370,20 +373,20 @@ LaunchPlan observe_plan(Type type, int head_size, const DeviceLimits& limits) {
 
 std::size_t observe_workspace(const kvlab_prefill_args& args) {
   using namespace observe;
-  return std::size_t(args.query_heads) * padded(args) * sizeof(RowTerm);
+  return std::size_t(args.query_heads) * padded_queries(args) * sizeof(RowTerm);
 }
 
 cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream) {
   using namespace observe;
-  if (!supported(args)) return cudaErrorInvalidValue;
+  if (!is_supported(args)) return cudaErrorInvalidValue;
   const kvlab_prefill_args& prefill = args.prefill;
   const auto needs = static_cast<Needs>(args.needs);
   const std::uint32_t tail = args.tail == 0 ? kNoTail : args.tail;
   Plan plan{.args = args,
             .tail = kNoTail,
             .group = prefill.query_heads / prefill.kv_heads,
-            .span = prefill.queries,
-            .padded = padded(prefill),
+            .counted = prefill.queries,
+            .padded = padded_queries(prefill),
             .base2_scale = prefill.softmax_scale * kLog2E,
             .terms = static_cast<RowTerm*>(args.workspace)};
   if (needs_requests(needs)) {
@@ -394,7 +397,7 @@ cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream)
   // Only queries of age < tail weigh anything, and the others of their first tile.
   const std::int64_t weighing = std::int64_t{tail} - (args.youngers ? 0 : args.younger);
   if (weighing <= 0) return cudaSuccess;
-  plan.span = static_cast<int>(std::min<std::int64_t>(prefill.queries, weighing + kQueries - 1));
+  plan.counted = static_cast<int>(std::min<std::int64_t>(prefill.queries, weighing + kQueries - 1));
   if (args.group_max) return launch<Count::largest>(plan, stream);
   return args.weights == nullptr ? launch<Count::mass>(plan, stream)
                                  : launch<Count::weighted>(plan, stream);

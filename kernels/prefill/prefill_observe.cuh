@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/device/mass_sum.hpp"
-#include "kernels/evict/admission.hpp"
+#include "kernels/evict/append.hpp"
 #include "kernels/prefill/prefill_rows.cuh"
 
 namespace kvlab::kernels::observe {
@@ -24,7 +24,7 @@ struct Plan {
   kvlab_observe_args args;
   std::uint32_t tail;
   int group;
-  int span;           ///< queries of a sequence that count, at most
+  int counted;        ///< queries of a sequence that count, at most
   int padded;         ///< queries of all, those of each rounded up to kQueries
   float base2_scale;  ///< softmax scale, for base-2 logits
   RowTerm* terms;     // [query_head, padded]
@@ -48,7 +48,7 @@ class KeyCount {
     } else if constexpr (kCount == Count::largest) {
       largest_[bit] = fmaxf(largest_[bit], p);
     } else {
-      if (p >= term.bound) asked_ |= 1u << bit;
+      if (p >= term.bound) requested_ |= 1u << bit;
     }
   }
   /// All query heads of a tile's queries have been added; query_of(bit): which one of the tile it
@@ -63,10 +63,10 @@ class KeyCount {
       }
     }
     if constexpr (kCount == Count::requests) {
-      if (asked_ == 0) return;
-      requests_ += __popc(asked_);
-      last_ = max(last_, first_query + query_of(31 - __clz(static_cast<int>(asked_))));
-      asked_ = 0;
+      if (requested_ == 0) return;
+      requests_ += __popc(requested_);
+      last_ = max(last_, first_query + query_of(31 - __clz(static_cast<int>(requested_))));
+      requested_ = 0;
     }
   }
   /// Over the lanes that differ in the bits of `lanes` (a power of two less one), for all of them;
@@ -95,7 +95,7 @@ class KeyCount {
   unsigned long long mass_ = 0;
   static constexpr int kQueriesOfLane = kQueries / 4;
   float largest_[kCount == Count::largest ? kQueriesOfLane : 1] = {};  ///< of each, so far
-  std::uint32_t asked_ = 0, requests_ = 0;
+  std::uint32_t requested_ = 0, requests_ = 0;
   int last_ = 0;  ///< query
 };
 
@@ -111,18 +111,18 @@ struct Sequence : OwnQueries {
   int term;     ///< of its first query, among a head's
 
   __device__ Sequence(const kvlab_observe_args& args, std::uint32_t tail)
-      : OwnQueries(counted(args)),
+      : OwnQueries(counted_queries(args)),
         younger(args.youngers == nullptr ? args.younger : args.youngers[sequence]),
         silent(static_cast<int>(max(std::int64_t{younger} + count - tail, std::int64_t{0})) /
                kQueries * kQueries),
         term((begin / kQueries + sequence) * kQueries) {}
 
  private:
-  /// Those that have been admitted.
-  __device__ static OwnQueries counted(const kvlab_observe_args& args) {
+  /// Those that have been appended.
+  __device__ static OwnQueries counted_queries(const kvlab_observe_args& args) {
     OwnQueries own(args.prefill);
-    if (args.admitted != nullptr)
-      own.count = min(own.count, static_cast<int>(args.admitted[own.sequence]));
+    if (args.appended != nullptr)
+      own.count = min(own.count, static_cast<int>(args.appended[own.sequence]));
     return own;
   }
 };
@@ -172,7 +172,7 @@ struct Part {
 /// CTAs for all blocks of keys, KV heads and ranges of queries, for each sequence.
 inline dim3 grid(const Plan& plan, int keys_of_cta) {
   const int blocks = (plan.args.keys_end + keys_of_cta - 1) / keys_of_cta;
-  const int ranges = (plan.span + kRange - 1) / kRange;
+  const int ranges = (plan.counted + kRange - 1) / kRange;
   return dim3(static_cast<unsigned>(blocks) * ranges * plan.args.prefill.kv_heads,
               static_cast<unsigned>(sequences_of(plan.args.prefill)));
 }

@@ -1,4 +1,4 @@
-// Keys of prompt attention in parts, where few queries would leave most of the card idle: a CTA
+// Keys of prompt attention in parts, where few queries would leave most of the GPU idle: a CTA
 // takes kPartKeys of a row's keys, and what the parts come to is merged in their order. Where they
 // begin depends on slots alone, and so do a row's bits.
 //
@@ -25,7 +25,7 @@ struct RowPart {
   float max_product, max, sum, unused;
 };
 
-/// Writes what is asked for of a row: of its largest product, that times the scale, and the sum
+/// Writes what is requested of a row: of its largest product, that times the scale, and the sum
 /// relative to `max`.
 __device__ inline void write_row(const kvlab_prefill_args& args, std::int64_t row,
                                  float max_product, float max, float sum) {

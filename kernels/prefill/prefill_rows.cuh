@@ -18,19 +18,19 @@ inline int queries_of(const kvlab_prefill_args& args) {
 inline bool can_prefill(const kvlab_prefill_args& args) {
   if (args.kv_heads < 1 || args.query_heads < 1 || args.query_heads % args.kv_heads != 0)
     return false;
-  constexpr int kMostGroup = 16;
-  if (args.query_heads / args.kv_heads > kMostGroup || !is_head_size(args.head_size)) return false;
-  constexpr int kMostPosition = 1 << 26;  // so that sixteen times as many rows can be counted
-  if (args.first < 0 || args.first >= kMostPosition) return false;
-  if (args.queries < 1 || args.queries >= kMostPosition) return false;
-  constexpr int kMostSequences = 65535;  // of a grid's second dimension
+  constexpr int kMaxGroup = 16;
+  if (args.query_heads / args.kv_heads > kMaxGroup || !is_head_size(args.head_size)) return false;
+  constexpr int kMaxPosition = 1 << 26;  // so that sixteen times as many rows can be counted
+  if (args.first < 0 || args.first >= kMaxPosition) return false;
+  if (args.queries < 1 || args.queries >= kMaxPosition) return false;
+  constexpr int kMaxSequences = 65535;  // of a grid's second dimension
   if ((args.sequences == 0) != (args.first_query == nullptr)) return false;
   if (args.sequences != 0 &&
-      (args.sequences < 0 || args.sequences > kMostSequences || args.all_queries < args.queries ||
-       args.all_queries >= kMostPosition || args.first_slot == nullptr))
+      (args.sequences < 0 || args.sequences > kMaxSequences || args.all_queries < args.queries ||
+       args.all_queries >= kMaxPosition || args.first_slot == nullptr))
     return false;
-  constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
-  return std::int64_t{args.queries} * args.query_heads < kMostCtas;
+  constexpr std::int64_t kMaxCtas = (std::int64_t{1} << 31) - 1;
+  return std::int64_t{args.queries} * args.query_heads < kMaxCtas;
 }
 
 /// The queries of a CTA's sequence, which is blockIdx.y.
@@ -57,7 +57,7 @@ __device__ inline int first_query_slot(const kvlab_prefill_args& args, int pair)
 }
 
 /// Row r is query r / group of query head r % group of the KV head: the rows of a tile share their
-/// keys, and a tile spans few slots, whatever the group.
+/// keys, and a tile windows few slots, whatever the group.
 struct PrefillRows {
   const kvlab_prefill_args& args;
   const PrefillLayer& layer;
@@ -71,7 +71,7 @@ struct PrefillRows {
   __device__ int slot(int row) const { return first + row / group; }
   /// The first slot that a row sees.
   __device__ int first_seen(int row) const {
-    return layer.span == 0 ? 0 : max(slot(row) + 1 - layer.span, 0);
+    return layer.window == 0 ? 0 : max(slot(row) + 1 - layer.window, 0);
   }
   /// The element at which the pair's keys (and values) begin.
   __device__ std::int64_t begin() const {

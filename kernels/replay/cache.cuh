@@ -1,25 +1,25 @@
-// The slots of one cache: who is live, where, in what state; admission, eviction and rank by the
+// The slots of one cache: who is live, where, in what state; append, eviction and rank by the
 // policy's own text.
 #pragma once
 
+#include "kernels/replay/cache_positions.cuh"
 #include "kernels/replay/ranks.cuh"
-#include "kernels/replay/rungs.cuh"
-#include "kernels/replay/squeezed.cuh"
+#include "kernels/replay/tiers.cuh"
 #include "kernels/replay/victim.cuh"
 #include "policies/bytes.hpp"
 
 namespace kvlab::kernels {
 
 /// Threads have slots as CacheThread::for_slots() says. They lie in shared memory through the block
-/// of queries, where they fit. Tokens: ExactTokens, SqueezedTokens or LadderTokens.
+/// of queries, where they fit. Tokens: ExactTokens, CachePositionTokens or TieredTokens.
 template <class P, class Tokens>
 class ReplayCache {
  public:
   using Slot = typename P::Slot;
   static constexpr bool kInShared = Tokens::kInShared, kHasState = !std::is_empty_v<Slot>;
   static constexpr std::uint32_t kNoPosition = ~0u;
-  static constexpr int kStrip = replay_strip(Tokens::kSqueezed);
-  static constexpr std::uint32_t kColumns = P::kInfo.column_count();
+  static constexpr int kStrip = replay_strip(Tokens::kCachePositions);
+  static constexpr std::uint32_t kFeatures = P::kInfo.feature_count();
 
   /// `dynamic`: shared memory for bits of the live positions, what tokens have before the slots,
   /// and, where they fit, the slots.
@@ -27,7 +27,7 @@ class ReplayCache {
       : at_(at),
         shared_(shared),
         live_words_(reinterpret_cast<std::uint32_t*>(dynamic)),
-        guards_{.sinks = at.rule.rule.sinks, .recent = at.rule.rule.recent},
+        protected_tokens_{.sinks = at.rule.rule.sinks, .recent = at.rule.rule.recent},
         states_(kInShared ? states_in(at, dynamic) : stored_states(at)),
         positions_(kInShared ? positions_in(at, dynamic) : at.args.slots.positions + at.first_slot),
         tokens_(at, shared, dynamic + bytes_of_words(at.args.shape),
@@ -36,8 +36,8 @@ class ReplayCache {
     if constexpr (!std::is_empty_v<typename P::Params>)
       params_ = *reinterpret_cast<const typename P::Params*>(at.rule.params);
     progress_ = at.args.progress[at.cache()];
-    now_ = admission(progress_.admission);
-    next_ = admission(progress_.admission + 1);
+    now_ = append_at(progress_.append);
+    next_ = append_at(progress_.append + 1);
     move_in();
   }
 
@@ -46,7 +46,7 @@ class ReplayCache {
   __device__ const typename P::Params& params() const { return params_; }
   /// Bits of the live positions.
   __device__ const std::uint32_t* live_words() const { return live_words_; }
-  __device__ const ReplayAdmission& now() const { return now_; }
+  __device__ const ReplayAppend& now() const { return now_; }
   __device__ std::uint32_t live() const { return progress_.live; }
   __device__ const std::uint32_t* positions() const { return positions_; }
   __device__ std::uint32_t position(std::uint32_t i) const { return positions_[i]; }
@@ -78,63 +78,65 @@ class ReplayCache {
             .kv_head = rule.kv_head};
   }
 
-  /// Makes room for the current admission's tokens and admits them.
+  /// Evicts to the budget for the current append's tokens and appends them.
   __device__ void begin() {
-    const std::uint32_t leaving = surplus(progress_.admission);
+    const std::uint32_t num_evicted = surplus(progress_.append);
     std::uint32_t first = progress_.live;
-    if (leaving == 1 && now_.tokens == 1 && progress_.victim > 0) {
+    if (num_evicted == 1 && now_.tokens == 1 && progress_.victim > 0) {
       first = static_cast<std::uint32_t>(progress_.victim - 1);
       tokens_.lose(progress_.victim_position, progress_.live);
       if (at_.thread == 0)
         live_words_[progress_.victim_position / 32] &= ~(1u << progress_.victim_position % 32);
     } else {
-      if constexpr (Tokens::kLadder)
-        deal(leaving);
-      else if (leaving > 0)
-        evict_many(leaving);
+      if constexpr (Tokens::kTiered)
+        assign_tiers(num_evicted);
+      else if (num_evicted > 0)
+        evict_many(num_evicted);
       tokens_.move_all();
       first = progress_.live;
       progress_.live += now_.tokens;
     }
-    progress_.evictions += leaving;
-    progress_.most_live = max(progress_.most_live, progress_.live);
+    progress_.evictions += num_evicted;
+    progress_.max_live = max(progress_.max_live, progress_.live);
     progress_.victim = 0;
     if (now_.tokens == 1)
-      admit_one(first);
+      append_one(first);
     else
-      admit_many(first);
-    if constexpr (Tokens::kLadder) __syncthreads();
+      append_many(first);
+    if constexpr (Tokens::kTiered) __syncthreads();
   }
 
-  /// Ends the current admission.
+  /// Ends the current append.
   __device__ void end() {
-    ++progress_.admission;
+    ++progress_.append;
     now_ = next_;
-    if (next_.tokens > 0) next_ = admission(progress_.admission + 1);
+    if (next_.tokens > 0) next_ = append_at(progress_.append + 1);
   }
 
-  /// Whether one token leaves by its own rank, for one to enter, when the next admission begins.
+  /// Whether one token leaves by its own rank, for one to enter, when the next append begins.
   __device__ bool ranks_next() const {
-    const std::uint32_t next = progress_.admission + 1;
-    const bool leaves = next_.tokens == 1 && surplus(next) == 1;
-    if constexpr (Tokens::kLadder) {
-      if (next_.tokens != 1 || !makes_room(next) || !tokens_.one_goes(leaves)) return false;
-    } else if (!leaves) {
+    const std::uint32_t next = progress_.append + 1;
+    const bool evicts = next_.tokens == 1 && surplus(next) == 1;
+    if constexpr (Tokens::kTiered) {
+      if (next_.tokens != 1 || !needs_eviction(next) || !tokens_.demotes_at_most_one(evicts))
+        return false;
+    } else if (!evicts) {
       return false;
     }
     return !smooths(next) && !at_.args.layer_heads;
   }
-  /// How many positions from the sinks on are unguarded at `now`.
-  __device__ std::uint32_t unguarded(std::uint32_t now) const {
-    const std::uint32_t kept = guards_.sinks + (guards_.recent == 0 ? 0 : guards_.recent - 1);
+  /// How many positions from the sinks on are unprotected at `now`.
+  __device__ std::uint32_t num_unprotected(std::uint32_t now) const {
+    const std::uint32_t kept = protected_tokens_.sinks +
+                               (protected_tokens_.recent == 0 ? 0 : protected_tokens_.recent - 1);
     return now > kept ? now - kept : 0;
   }
-  /// A slot's token among those that may leave, of which there are as many positions.
-  __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own, const Step& leaves,
-                       std::uint32_t unguarded) const {
+  /// A slot's token among those that may be evicted, of which there are as many positions.
+  __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own, const Step& ranking,
+                       std::uint32_t unprotected) const {
     const std::uint32_t position = positions_[i];
-    if (position - guards_.sinks < unguarded)
-      first.take({rank_key(P::rank(own, token(position), params_, leaves)), position, i});
+    if (position - protected_tokens_.sinks < unprotected)
+      first.take({rank_key(P::rank(own, token(position), params_, ranking)), position, i});
   }
   /// The thread block's first is the next victim.
   __device__ void choose(const Candidate& mine) {
@@ -144,16 +146,17 @@ class ReplayCache {
     progress_.victim_position = first.position;
   }
 
-  /// Likewise of a ladder, on which each rung's first may go down.
-  __device__ void step_down(std::uint32_t now) {
-    const Step leaves = step_at(now, 0);
+  /// Likewise of a tier plan, on which each tier's first may are demoted.
+  __device__ void demote(std::uint32_t now) {
+    const Step ranking = step_at(now, 0);
     std::uint64_t* const ranks = at_.args.slots.ranks + at_.first_slot;
     at_.template for_slots<kStrip>(progress_.live, [&](std::uint32_t i) {
-      ranks[i] = rank_key(P::rank(state(i), token(positions_[i]), params_, leaves));
+      ranks[i] = rank_key(P::rank(state(i), token(positions_[i]), params_, ranking));
     });
-    const Leaving first = tokens_.template step_down<kStrip>(
-        {ranks, positions_, guards_, now}, progress_.live, surplus(progress_.admission + 1) > 0);
-    progress_.victim = first.slot + 1;  // 0: nobody's
+    const EvictionCandidate first =
+        tokens_.template demote<kStrip>({ranks, positions_, protected_tokens_, now}, progress_.live,
+                                        surplus(progress_.append + 1) > 0);
+    progress_.victim = first.slot + 1;  // 0: none
     progress_.victim_position = first.key.position;
   }
 
@@ -178,13 +181,13 @@ class ReplayCache {
         tokens_.move_out(i);
         if constexpr (kHasState) stored_states(at_)[i] = states_[i];
       }
-    progress_.gone = tokens_.gone();
+    progress_.gone = tokens_.evicted_end();
     if (at_.thread == 0) at_.args.progress[at_.cache()] = progress_;
   }
 
  private:
   __device__ static std::uint32_t shared_slots(const CacheThread& at) {
-    return whole_strips(at.args.most_slots, Tokens::kSqueezed);
+    return whole_strips(at.args.max_slots, Tokens::kCachePositions);
   }
   __device__ static Slot* states_in(const CacheThread& at, std::byte* dynamic) {
     return reinterpret_cast<Slot*>(
@@ -199,33 +202,31 @@ class ReplayCache {
     const ReplaySlots& slots = at.args.slots;
     return reinterpret_cast<Slot*>(slots.states + at.first_slot * slots.state_stride);
   }
-  /// Tokens of an admission of several are not coded before it has ended.
+  /// Tokens of an append of several are not quantized before it has ended.
   __device__ std::uint32_t exact_from() const { return now_.tokens > 1 ? now_.first : ~0u; }
   /// A token with what it brings; of the live ones.
   __device__ Token token(std::uint32_t position) const {
     Token token{position};
 #pragma unroll
-    for (std::uint32_t c = 0; c < kColumns; ++c)
-      token.column[c] = at_.rule.columns[std::int64_t{position} * kColumns + c];
+    for (std::uint32_t c = 0; c < kFeatures; ++c)
+      token.feature[c] = at_.rule.features[std::int64_t{position} * kFeatures + c];
     return token;
   }
-  __device__ ReplayAdmission admission(std::uint32_t index) const {
-    return at_.rule.admissions[index];
-  }
-  /// Whether the admission before that one ended a prompt segment; only where it matters.
+  __device__ ReplayAppend append_at(std::uint32_t index) const { return at_.rule.appends[index]; }
+  /// Whether the append before that one ended a prompt segment; only where it matters.
   __device__ bool is_after_prompt(std::uint32_t index) const {
-    return at_.rule.looks_back && index > 0 && admission(index - 1).ends_prompt;
+    return at_.rule.looks_back && index > 0 && append_at(index - 1).ends_prompt;
   }
-  /// How many tokens leave before an admission.
+  /// How many tokens are evicted before an append.
   __device__ std::uint32_t surplus(std::uint32_t index) const {
-    if (progress_.live < at_.rule.room_at) return 0;
+    if (progress_.live < at_.rule.evict_at) return 0;
     if (at_.rule.looks_back && at_.rule.modifiers.once && !is_after_prompt(index)) return 0;
     return progress_.live - (at_.rule.rule.budget - 1);
   }
-  /// Whether a ladder does before an admission.
-  __device__ bool makes_room(std::uint32_t index) const {
-    return surplus(index) > 0 ||
-           (at_.rule.room_at != ~0u && tokens_.is_full(at_.rule.modifiers, is_after_prompt(index)));
+  /// Whether a tier plan does before an append.
+  __device__ bool needs_eviction(std::uint32_t index) const {
+    return surplus(index) > 0 || (at_.rule.evict_at != ~0u &&
+                                  tokens_.is_full(at_.rule.modifiers, is_after_prompt(index)));
   }
   __device__ bool smooths(std::uint32_t index) const {
     return at_.rule.looks_back && at_.rule.modifiers.smooths(is_after_prompt(index));
@@ -259,93 +260,93 @@ class ReplayCache {
     tokens_.find(progress_.live);
   }
 
-  __device__ void admit_one(std::uint32_t slot) {
-    if (at_.has_slot<kStrip>(slot)) admit(slot, now_.first, step_at(now_.first, 1));
+  __device__ void append_one(std::uint32_t slot) {
+    if (at_.has_slot<kStrip>(slot)) append(slot, now_.first, step_at(now_.first, 1));
     if (at_.thread != 0) return;
     live_words_[now_.first / 32] |= 1u << now_.first % 32;
     tokens_.enter(now_.first);
   }
-  __device__ void admit_many(std::uint32_t first) {
-    const Step admits = step_at(now_.first, now_.tokens);
+  __device__ void append_many(std::uint32_t first) {
+    const Step appends = step_at(now_.first, now_.tokens);
     at_.template for_slots<kStrip>(progress_.live, [&](std::uint32_t i) {
       if (i >= first) {
         const std::uint32_t position = now_.first + (i - first);
-        admit(i, position, admits);
+        append(i, position, appends);
         atomicOr(live_words_ + position / 32, 1u << position % 32);
       }
       if (P::kInfo.needs != Needs::nothing) at_.args.slots.seen[at_.first_slot + i] = {};
     });
-    if constexpr (Tokens::kLadder) __syncthreads();
+    if constexpr (Tokens::kTiered) __syncthreads();
     tokens_.find(progress_.live);
   }
-  __device__ void admit(std::uint32_t i, std::uint32_t position, const Step& admits) {
+  __device__ void append(std::uint32_t i, std::uint32_t position, const Step& appends) {
     positions_[i] = position;
-    tokens_.admit(i, position);
+    tokens_.append(i, position);
     Slot state;
-    P::admit(state, token(position), params_, admits);
+    P::append(state, token(position), params_, appends);
     put(i, state);
   }
 
-  /// Of all tokens, were the current admission's to come next.
-  __device__ LeavingKeys leaving_keys() {
+  /// Of all tokens, were the current append's to come next.
+  __device__ EvictionKeys eviction_keys() {
     const std::uint32_t live = progress_.live;
-    const Step leaves = step_at(now_.first, 0);
+    const Step ranking = step_at(now_.first, 0);
     std::uint64_t* const ranks = at_.args.slots.ranks + at_.first_slot;
     __syncthreads();
     for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
-      ranks[i] = rank_key(P::rank(state(i), token(positions_[i]), params_, leaves));
+      ranks[i] = rank_key(P::rank(state(i), token(positions_[i]), params_, ranking));
     if (at_.thread == 0) shared_.moves = shared_.gone = 0;
     __syncthreads();
     if (at_.args.layer_heads)
-      sum_layer_ranks(at_.args, at_.unit, at_.rule.first_slot, progress_.live, kRankType<P>);
-    if (smooths(progress_.admission)) smooth(ranks);
-    return {ranks, positions_, guards_, now_.first};
+      sum_layer_ranks(at_.args, at_.task, at_.rule.first_slot, progress_.live, kRankType<P>);
+    if (smooths(progress_.append)) smooth(ranks);
+    return {ranks, positions_, protected_tokens_, now_.first};
   }
 
-  __device__ void evict_many(std::uint32_t leaving) {
-    const LeavingKeys keys = leaving_keys();
-    const bool all = leaving == progress_.live;
-    LeavingThreshold threshold{};
-    if (!all) threshold = select_leaving(shared_.selection, keys, progress_.live, leaving);
-    take_out(leaving, [&](std::uint32_t i) { return !all && !threshold.leaves(keys[i]); });
+  __device__ void evict_many(std::uint32_t num_evicted) {
+    const EvictionKeys keys = eviction_keys();
+    const bool all = num_evicted == progress_.live;
+    EvictionThreshold threshold{};
+    if (!all) threshold = select_victims(shared_.selection, keys, progress_.live, num_evicted);
+    take_out(num_evicted, [&](std::uint32_t i) { return !all && !threshold.evicts(keys[i]); });
   }
 
-  /// On a ladder, where it makes room: of each rung with more than it has room for the first to
-  /// leave go down.
-  __device__ void deal(std::uint32_t leaving) {
-    const bool makes = makes_room(progress_.admission);
+  /// On tiers, where it evicts to the budget: of each tier with more than it has room for the first
+  /// to leave are demoted.
+  __device__ void assign_tiers(std::uint32_t num_evicted) {
+    const bool makes = needs_eviction(progress_.append);
     __syncthreads();
     if (!makes) return;
-    const LeavingKeys keys = leaving_keys();
+    const EvictionKeys keys = eviction_keys();
     const std::uint32_t live = progress_.live, kept = at_.rule.rule.budget - 1;
     std::uint32_t over = 0;
     for (int r = 0; r < tokens_.count(); ++r) {
-      // Where nobody is to leave yet, some wait on the first for the burst.
+      // Where no token is to be evicted yet, some wait on the first for the burst.
       const std::uint32_t here = tokens_.on(r) + over,
-                          waiting = r > 0 || leaving > 0 || live < kept ? 0 : live - kept,
-                          room = tokens_.slots(r) + waiting - (r == 0 ? 1 : 0);
-      over = here > room ? here - room : 0;
+                          waiting = r > 0 || num_evicted > 0 || live < kept ? 0 : live - kept,
+                          capacity = tokens_.slots(r) + waiting - (r == 0 ? 1 : 0);
+      over = here > capacity ? here - capacity : 0;
       if (over == 0) continue;
-      const OneRungKeys own{keys, tokens_.of_slot(), r};
+      const OneTierKeys own{keys, tokens_.of_slot(), r};
       const bool all = over == here, last = r + 1 == tokens_.count();
-      LeavingThreshold threshold{};
-      if (!all) threshold = select_leaving(shared_.selection, own, live, over);
+      EvictionThreshold threshold{};
+      if (!all) threshold = select_victims(shared_.selection, own, live, over);
       const auto goes = [&](std::uint32_t i) {
-        return tokens_.of_slot()[i] == r && (all || threshold.leaves(own[i]));
+        return tokens_.of_slot()[i] == r && (all || threshold.evicts(own[i]));
       };
       if (last) return take_out(over, [&](std::uint32_t i) { return !goes(i); });
       for (std::uint32_t i = at_.thread; i < live; i += at_.threads)
         if (goes(i)) tokens_.of_slot()[i] = static_cast<std::uint8_t>(r + 1);
       __syncthreads();
     }
-    __syncthreads();  // find() empties the counts that the last rungs were compared by
+    __syncthreads();  // find() empties the counts that the last tiers were compared by
     tokens_.find(live);
   }
 
   /// By `stays`, of a slot.
   template <class Stays>
-  __device__ void take_out(std::uint32_t leaving, Stays stays) {
-    const std::uint32_t live = progress_.live, kept = live - leaving;
+  __device__ void take_out(std::uint32_t num_evicted, Stays stays) {
+    const std::uint32_t live = progress_.live, kept = live - num_evicted;
     const ReplaySlots& slots = at_.args.slots;
     std::uint32_t *const holes = slots.holes + at_.first_slot, *const fillers =
                                                                    slots.fillers + at_.first_slot;
@@ -355,7 +356,7 @@ class ReplayCache {
                    [&](std::uint32_t i, bool here, std::uint32_t before) {
                      if (i < kept && !here) holes[i - before] = i;
                    });
-    // As many stay beyond `kept` as leave before it.
+    // As many stay beyond `kept` as are evicted before it.
     number_stayers(shared_.selection, live, stays,
                    [&](std::uint32_t i, bool here, std::uint32_t before) {
                      if (i < kept || !here) return;
@@ -373,7 +374,7 @@ class ReplayCache {
     mark_live();
   }
 
-  /// What was seen is of no account between two admissions.
+  /// What was seen is of no account between two appends.
   __device__ void smooth(std::uint64_t* ranks) const {
     const ReplaySlots& slots = at_.args.slots;
     smooth_ranks({ranks, positions_, live_words_, progress_.live, slots.seen + at_.first_slot,
@@ -384,13 +385,13 @@ class ReplayCache {
   const CacheThread& at_;
   ReplayShared& shared_;
   std::uint32_t* const live_words_;
-  const Guards guards_;
+  const ProtectedTokens protected_tokens_;
   Slot* const states_;              // [slot]
   std::uint32_t* const positions_;  // [slot]
   Tokens tokens_;
   typename P::Params params_{};
   ReplayProgress progress_;
-  ReplayAdmission now_, next_;
+  ReplayAppend now_, next_;
   int parity_ = 0;
 };
 

@@ -1,8 +1,9 @@
-// What a kept set changes of the log-likelihood of drawn tokens, at every query: exponentials times
-// terms, masked by what each cache kept, by tensor cores.
+// What a kept set changes of the log-likelihood of sampled tokens, at every query: exponentials
+// times terms, masked by what each cache kept, by tensor cores.
 //
-// A product is 16 configurations by 16 columns (draw, query head of the group). A column's weighted
-// terms are the same for all configurations but for the mask. They go in two bf16 parts (16 bits).
+// A product is 16 configurations by 16 columns (gradient sample, query head of the group). A
+// column's weighted terms are the same for all configurations but for the mask. They go in two bf16
+// parts (16 bits).
 #include "kernels/device/half_parts.cuh"
 #include "kernels/replay/direct.cuh"
 
@@ -11,53 +12,56 @@ namespace {
 
 constexpr int kWarps = 8;     // of a block: each takes every eighth step
 constexpr int kTile = 16;     // configurations
-constexpr int kColumns = 16;  // at most: whole draws
+constexpr int kColumns = 16;  // at most: whole gradient samples
 constexpr int kTokens = 16;   // of a step
 constexpr int kThreads = kWarps * kWarpSize;
-static_assert(kThreads == kTile * kColumns && kColumns >= kMostReplayGroup);
+static_assert(kThreads == kTile * kColumns && kColumns >= kMaxReplayGroup);
 
-__host__ __device__ constexpr int draws_at_once(int group) { return kColumns / group; }
+__host__ __device__ constexpr int gradient_samples_at_once(int group) { return kColumns / group; }
 
 /// Partial sums of a warp.
 struct Sums {
   float of_config[kTile][kColumns], full[kColumns];
 };
 
-/// One query of one unit: some columns of it, under some configurations. kCoded: that have codes.
-template <bool kCoded>
+/// One query of one head task: some columns of it, under some configurations. kQuantized: that are
+/// quantized.
+template <bool kQuantized>
 class Changes {
  public:
   __device__ Changes(const ReplayChangesArgs& args, int index)
       : args_(args),
         i_(static_cast<int>(blockIdx.x)),
-        unit_(static_cast<int>(blockIdx.z)),
+        task_(static_cast<int>(blockIdx.z)),
         index_(index),
         lane_(static_cast<int>(threadIdx.x) % kWarpSize),
         warp_(static_cast<int>(threadIdx.x) / kWarpSize),
-        terms_(args.shape, args.terms, unit_, index) {
-    const int group = args.shape.group, at_once = draws_at_once(group),
-              chunks = (args.terms.draws + at_once - 1) / at_once;
+        terms_(args.shape, args.terms, task_, index) {
+    const int group = args.shape.group, at_once = gradient_samples_at_once(group),
+              chunks = (args.terms.gradient_samples + at_once - 1) / at_once;
     tile_ = static_cast<int>(blockIdx.y) / chunks;
-    first_draw_ = static_cast<int>(blockIdx.y) % chunks * at_once;
-    draws_ = min(at_once, args.terms.draws - first_draw_);
+    first_gradient_sample_ = static_cast<int>(blockIdx.y) % chunks * at_once;
+    gradient_samples_ = min(at_once, args.terms.gradient_samples - first_gradient_sample_);
     for (int n = 0; n < 2; ++n) {
       const int config = config_of(lane_ / 4 + 8 * n);
       if (config < 0) continue;
-      const ReplayRule& rule = args.grid.rules[args.grid.cache_of(unit_, config)];
-      kept_[n] = args.sets.kept_of(args.grid.cache_of(unit_, config), index);
+      const ReplayRule& rule = args.sweep.rules[args.sweep.cache_of(task_, config)];
+      kept_[n] = args.sets.kept_of(args.sweep.cache_of(task_, config), index);
       words_[n] = args.sets.shared + kept_[n] * args.shape.words();
-      kind_[n] = rule.squeezed && args.squeezed ? 1 : 0;
-      if (kCoded) copies_[n] = rule.copies;
+      kind_[n] = rule.cache_positions && args.cache_positions ? 1 : 0;
+      if (kQuantized) copies_[n] = rule.copies;
     }
-    const std::int64_t row = args.rows.row(unit_, i_) * args.shape.quads() * args.shape.tokens;
+    const std::int64_t row =
+        args.rows.row(task_, i_) * args.shape.head_groups() * args.shape.tokens;
     rows_[0] = reinterpret_cast<const float*>(args.rows.e + row);
-    rows_[1] = args.squeezed ? reinterpret_cast<const float*>(args.squeezed + row) : nullptr;
+    rows_[1] =
+        args.cache_positions ? reinterpret_cast<const float*>(args.cache_positions + row) : nullptr;
   }
 
   /// By a warp.
   __device__ void sum(Sums& to) {
     const int query = args_.rows.first + i_;
-    if constexpr (kCoded)
+    if constexpr (kQuantized)
       for (copy_ = 0; copy_ <= args_.copies.count; ++copy_) {
         const bool multiplies = take(copy_);
         for (int first = warp_ * kTokens; first <= query && (multiplies || copy_ == 0);
@@ -67,7 +71,7 @@ class Changes {
     bool has_kind[2];
     for (int kind = 0; kind < 2; ++kind)
       has_kind[kind] = __any_sync(~0u, kind_[0] == kind || kind_[1] == kind);
-    for (int first = warp_ * kTokens; !kCoded && first <= query; first += kWarps * kTokens) {
+    for (int first = warp_ * kTokens; !kQuantized && first <= query; first += kWarps * kTokens) {
       step(first, query, 0, has_kind[0]);
       if (has_kind[1]) step(first, query, 1, true);
     }
@@ -83,22 +87,22 @@ class Changes {
     }
   }
 
-  /// From all warps' sums to the figures, by the block: a thread for each configuration and column.
+  /// From all warps' sums to the metrics, by the block: a thread for each configuration and column.
   __device__ void put(Sums (&sums)[kWarps]) const {
     const int row = static_cast<int>(threadIdx.x) / kColumns,
               column = static_cast<int>(threadIdx.x) % kColumns, config = config_of(row);
     float change = 0;
-    if (config >= 0 && column < draws_ * args_.shape.group)
+    if (config >= 0 && column < gradient_samples_ * args_.shape.group)
       change = change_of(sums, row, column, config);
     __syncthreads();
     sums[0].of_config[row][column] = change;
     __syncthreads();
-    if (config < 0 || column >= draws_) return;
+    if (config < 0 || column >= gradient_samples_) return;
     float all = 0;
     for (int head = 0; head < args_.shape.group; ++head)
       all += sums[0].of_config[row][column * args_.shape.group + head];
-    const std::int64_t query = args_.grid.cache_of(unit_, config) * args_.span.size + index_;
-    args_.changes[query * args_.terms.draws + first_draw_ + column] = all;
+    const std::int64_t query = args_.sweep.cache_of(task_, config) * args_.measured.size + index_;
+    args_.changes[query * args_.terms.gradient_samples + first_gradient_sample_ + column] = all;
   }
 
  private:
@@ -108,8 +112,9 @@ class Changes {
     for (int n = 0; n < 2; ++n) {
       words_[n] = nullptr;
       if (!(copies_[n] >> copy & 1)) continue;
-      words_[n] = copy == 0 ? args_.sets.shared + kept_[n] * words
-                            : args_.sets.coded + (kept_[n] * args_.copies.count + copy - 1) * words;
+      words_[n] = copy == 0
+                      ? args_.sets.shared + kept_[n] * words
+                      : args_.sets.quantized + (kept_[n] * args_.copies.count + copy - 1) * words;
     }
     if (copy > 0) rows_[0] += 4 * args_.copies.rows;
     if (copy > 0) terms_ = terms_.of(args_.copies, 1);
@@ -154,35 +159,37 @@ class Changes {
   __device__ Bf16Parts couple(int token, int query, int column, int kind) const {
     const int group = args_.shape.group, head = column % group;
     float z[2] = {};
-    if (column < draws_ * group)
+    if (column < gradient_samples_ * group)
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         if (token + n <= query)
           z[n] = rows_[kind]
                       [(std::int64_t{head / 4} * args_.shape.tokens + token + n) * 4 + head % 4] *
-                 terms_.at(static_cast<std::uint32_t>(token + n), first_draw_ * group + column);
+                 terms_.at(static_cast<std::uint32_t>(token + n),
+                           first_gradient_sample_ * group + column);
     return Bf16Parts::of(z[0], z[1]);
   }
 
   __device__ float change_of(const Sums (&sums)[kWarps], int row, int column, int config) const {
-    const std::int64_t kept = args_.sets.kept_of(args_.grid.cache_of(unit_, config), index_);
+    const std::int64_t kept = args_.sets.kept_of(args_.sweep.cache_of(task_, config), index_);
     const ReplayKept& of = args_.sets.kept[kept];
     if (of.whole) return 0;
     float own = 0, full = 0;
     for (int warp = 0; warp < kWarps; ++warp)
       own += sums[warp].of_config[row][column], full += sums[warp].full[column];
     const int group = args_.shape.group, head = column % group;
-    if (of.direct) own += args_.sets.changes[kept * terms_.columns + first_draw_ * group + column];
-    const std::int64_t quads = args_.rows.row(unit_, i_) * args_.shape.quads();
-    const float sum = reinterpret_cast<const float*>(args_.rows.sums + quads)[head];
+    if (of.direct)
+      own += args_.sets.changes[kept * terms_.columns + first_gradient_sample_ * group + column];
+    const std::int64_t head_groups = args_.rows.row(task_, i_) * args_.shape.head_groups();
+    const float sum = reinterpret_cast<const float*>(args_.rows.sums + head_groups)[head];
     return (own / of.sums[head] - full / sum) *
-           args_.term_scales[std::int64_t{unit_} * args_.span.size + index_];
+           args_.term_scales[std::int64_t{task_} * args_.measured.size + index_];
   }
 
   const ReplayChangesArgs& args_;
-  const int i_, unit_, index_, lane_, warp_;
+  const int i_, task_, index_, lane_, warp_;
   QueryTerms terms_;
-  int tile_, first_draw_, draws_;
+  int tile_, first_gradient_sample_, gradient_samples_;
   int kind_[2] = {-1, -1};
   int copy_ = 0;
   std::uint32_t copies_[2] = {};
@@ -192,26 +199,26 @@ class Changes {
   float sums_[2][4] = {}, full_[2] = {};
 };
 
-/// A thread block for each query (x), tile and chunk of draws (y), unit (z).
-template <bool kCoded>
+/// A thread block for each query (x), tile and chunk of gradient samples (y), head task (z).
+template <bool kQuantized>
 __global__ void __launch_bounds__(kThreads)
     changes_kernel(const __grid_constant__ ReplayChangesArgs args) {
   __shared__ Sums sums[kWarps];
-  const int index = args.span.index[args.rows.first + static_cast<int>(blockIdx.x)];
+  const int index = args.measured.index[args.rows.first + static_cast<int>(blockIdx.x)];
   if (index < 0) return;
-  Changes<kCoded> changes(args, index);
+  Changes<kQuantized> changes(args, index);
   changes.sum(sums[threadIdx.x / kWarpSize]);
   __syncthreads();
   changes.put(sums);
 }
 
-template <bool kCoded>
+template <bool kQuantized>
 cudaError_t change(const ReplayChangesArgs& args, cudaStream_t stream) {
   const int tiles = (args.configs.tiles * kReplayTile + kTile - 1) / kTile,
-            at_once = draws_at_once(args.shape.group),
-            chunks = (args.terms.draws + at_once - 1) / at_once;
-  changes_kernel<kCoded>
-      <<<grid_of(args.rows.count, tiles * chunks, args.shape.units), kThreads, 0, stream>>>(args);
+            at_once = gradient_samples_at_once(args.shape.group),
+            chunks = (args.terms.gradient_samples + at_once - 1) / at_once;
+  changes_kernel<kQuantized>
+      <<<grid_of(args.rows.count, tiles * chunks, args.shape.tasks), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -219,15 +226,15 @@ cudaError_t change(const ReplayChangesArgs& args, cudaStream_t stream) {
 
 cudaError_t replay_changes(const ReplayChangesArgs& args, cudaStream_t stream) {
   const ReplaySets& configs = args.configs;
-  if (!args.rows.is_launchable() || configs.tiles + configs.coded_tiles < 1 ||
-      !args.shape.is_launchable() || args.terms.draws < 1 || args.terms.draws > kMostReplayDraws ||
-      args.sets.every != 1)
+  if (!args.rows.is_launchable() || configs.tiles + configs.quantized_tiles < 1 ||
+      !args.shape.is_launchable() || args.terms.gradient_samples < 1 ||
+      args.terms.gradient_samples > kMostReplayGradientSamples || args.sets.every != 1)
     return cudaErrorInvalidValue;
   cudaError_t error = configs.tiles > 0 ? change<false>(args, stream) : cudaSuccess;
-  if (error != cudaSuccess || configs.coded_tiles == 0) return error;
-  ReplayChangesArgs coded = args;
-  coded.configs = configs.with_codes();
-  return change<true>(coded, stream);
+  if (error != cudaSuccess || configs.quantized_tiles == 0) return error;
+  ReplayChangesArgs quantized = args;
+  quantized.configs = configs.quantized_only();
+  return change<true>(quantized, stream);
 }
 
 }  // namespace kvlab::kernels

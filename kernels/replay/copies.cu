@@ -1,7 +1,8 @@
-// Copies of tokens as ladders keep them: what is read of their codes, and rows of their keys.
-#include "kernels/codes/code.cuh"
+// Copies of tokens as tier plans keep them: what is read of their quantized values, and rows of
+// their keys.
 #include "kernels/device/load.cuh"
 #include "kernels/device/type_dispatch.cuh"
+#include "kernels/quantized/quantize.cuh"
 #include "kernels/replay/copies.hpp"
 
 namespace kvlab::kernels {
@@ -10,32 +11,32 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// A warp for each token (x), of a copy (y) and unit (z).
+/// A warp for each token (x), of a copy (y) and head task (z).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    codes_kernel(const __grid_constant__ ReplayCodesArgs args, T* to) {
+    quantize_kernel(const __grid_constant__ ReplayQuantizeArgs args, T* to) {
   const ReplayCopies& copies = args.copies;
   const int token =
                 static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarpSize,
-            copy = static_cast<int>(blockIdx.y), unit = static_cast<int>(blockIdx.z),
-            config = args.config_units ? unit / args.config_units : 0,
+            copy = static_cast<int>(blockIdx.y), task = static_cast<int>(blockIdx.z),
+            config = args.config_tasks ? task / args.config_tasks : 0,
             blocks = args.shape.head_size / kWarpSize;
-  const ReplayWay& way = args.ways[config * copies.count + copy];
-  if (token >= args.shape.tokens || way.forms == 0) return;
-  const std::int64_t first = args.shape.vector(unit, token) + code_lane();
-  CodedRow row;
+  const ReplayDemotionPath& path = args.paths[config * copies.count + copy];
+  if (token >= args.shape.tokens || path.formats == 0) return;
+  const std::int64_t first = args.shape.vector(task, token) + lane_id();
+  QuantizedRow row;
 #pragma unroll
-  for (int b = 0; b < kMostBlocks; ++b)
+  for (int b = 0; b < kMaxBlocks; ++b)
     if (b < blocks) row.y[b] = load1(args.exact, args.type, first + b * kWarpSize);
-  butterflies(row, blocks);
-  for (int f = 0; f < way.forms; ++f)
-    code_row(row, way.form[f].bits(args.keys), way.form[f].floating, blocks);
-  butterflies(row, blocks);
+  hadamard_rotate(row, blocks);
+  for (int f = 0; f < path.formats; ++f)
+    quantize_row(row, path.format[f].bits(args.keys), path.format[f].floating, blocks);
+  hadamard_rotate(row, blocks);
   to += copies.first_part(copy + 1, args.type) + first;
 #pragma unroll
-  for (int b = 0; b < kMostBlocks; ++b) {
+  for (int b = 0; b < kMaxBlocks; ++b) {
     if (b >= blocks) break;
-    float left = row.y[b] / kCodeBlock;
+    float left = row.y[b] / kQuantBlock;
     for (int part = 0; part < replay_parts(args.type); ++part) {
       const T kept = from_float<T>(left);
       to[part * copies.vectors + b * kWarpSize] = kept;
@@ -44,17 +45,18 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A thread block for each query (x), quad (y) and unit (z).
+/// A thread block for each query (x), head group (y) and head task (z).
 __global__ void __launch_bounds__(kThreads)
-    coded_rows_kernel(const __grid_constant__ ReplayRowsArgs args, float4* rows) {
+    quantized_rows_kernel(const __grid_constant__ ReplayRowsArgs args, float4* rows) {
   const ReplayShape& shape = args.shape;
-  const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y),
-            length = args.rows.first + i + 1, heads = shape.group - 4 * quad;
+  const int i = static_cast<int>(blockIdx.x), head_group = static_cast<int>(blockIdx.y),
+            length = args.rows.first + i + 1, heads = shape.group - 4 * head_group;
   const std::int64_t of_query = args.rows.row(blockIdx.z, i),
-                     of_quad = of_query * shape.quads() + quad;
-  const float* const products = args.products + (of_query * shape.group + 4 * quad) * shape.tokens;
-  const float4 most = args.exact_most[of_quad];
-  float4* const e = rows + of_quad * shape.tokens;
+                     head_group_row = of_query * shape.head_groups() + head_group;
+  const float* const products =
+      args.products + (of_query * shape.group + 4 * head_group) * shape.tokens;
+  const float4 most = args.exact_most[head_group_row];
+  float4* const e = rows + head_group_row * shape.tokens;
   const auto of_head = [&](int head, int t, float largest) {
     return head < heads
                ? expf(products[std::int64_t{head} * shape.tokens + t] * shape.softmax_scale -
@@ -68,26 +70,26 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t replay_codes(const ReplayCodesArgs& args, cudaStream_t stream) {
+cudaError_t replay_quantize(const ReplayQuantizeArgs& args, cudaStream_t stream) {
   const ReplayShape& shape = args.shape;
-  if (args.copies.count < 1 || args.copies.count > kMostReplayCopies || !shape.is_launchable() ||
-      shape.head_size % kWarpSize != 0 || shape.head_size > kMostBlocks * kWarpSize)
+  if (args.copies.count < 1 || args.copies.count > kMaxReplayCopies || !shape.is_launchable() ||
+      shape.head_size % kWarpSize != 0 || shape.head_size > kMaxBlocks * kWarpSize)
     return cudaErrorInvalidValue;
-  const dim3 grid = grid_of((shape.tokens + kWarps - 1) / kWarps, args.copies.count, shape.units);
+  const dim3 grid = grid_of((shape.tokens + kWarps - 1) / kWarps, args.copies.count, shape.tasks);
   return with_type(args.type, [&](auto zero) {
     using T = decltype(zero);
-    codes_kernel<<<grid, kThreads, 0, stream>>>(
+    quantize_kernel<<<grid, kThreads, 0, stream>>>(
         args, static_cast<T*>(args.keys ? args.copies.keys : args.copies.values));
     return cudaGetLastError();
   });
 }
 
-cudaError_t replay_coded_rows(const ReplayRowsArgs& args, const ReplayCopies& copies, int copy,
-                              cudaStream_t stream) {
+cudaError_t replay_quantized_rows(const ReplayRowsArgs& args, const ReplayCopies& copies, int copy,
+                                  cudaStream_t stream) {
   if (!args.rows.is_launchable() || !args.shape.is_launchable() || copy < 1 || copy > copies.count)
     return cudaErrorInvalidValue;
-  const dim3 grid = grid_of(args.rows.count, args.shape.quads(), args.shape.units);
-  coded_rows_kernel<<<grid, kThreads, 0, stream>>>(args, args.rows.e + copy * copies.rows);
+  const dim3 grid = grid_of(args.rows.count, args.shape.head_groups(), args.shape.tasks);
+  quantized_rows_kernel<<<grid, kThreads, 0, stream>>>(args, args.rows.e + copy * copies.rows);
   return cudaGetLastError();
 }
 

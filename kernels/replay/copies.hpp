@@ -1,17 +1,18 @@
-// Through which codes copies of tokens are made, as ladders keep them.
+// Through which quantized values copies of tokens are made, as tier plans keep them.
 #pragma once
 
-#include "kernels/codes/coded_cache.hpp"
+#include "kernels/quantized/quantized_cache.hpp"
 #include "kernels/replay/replay.hpp"
 
 namespace kvlab::kernels {
 
-static_assert(kMostReplayRungs == kMostRungs);
+static_assert(kMaxReplayTiers == kMaxDeviceTiers);
 
-/// The codes that a token comes down through to a copy of its own, as way_down() says.
-struct ReplayWay {
-  int forms;  ///< 0: there is no such copy
-  DeviceForm form[kMostRungs];
+/// The quantized values that a token comes down through to a copy of its own, as demotion_path()
+/// says.
+struct ReplayDemotionPath {
+  int formats;  ///< 0: there is no such copy
+  DeviceFormat format[kMaxDeviceTiers];
 };
 
 }  // namespace kvlab::kernels

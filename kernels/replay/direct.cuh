@@ -12,10 +12,11 @@ namespace kvlab::kernels {
 
 /// The slots of a cache and one query.
 struct DirectRow {
-  const std::uint32_t *positions, *places;  ///< places: null where positions are original
+  const std::uint32_t *positions,
+      *positions_in_cache;  ///< places: null where positions are original
   std::uint32_t visible, query;
-  std::int64_t unit;
-  float4* direct;  // [quad, slot], slots.of_unit apart
+  std::int64_t task;
+  float4* direct;  // [head group, slot], slots.of_task apart
 };
 
 /// Below this sum, exponentials taken with the maximum of a larger row have lost bits; above the
@@ -28,7 +29,7 @@ __device__ inline bool is_lost(float sum, const ReplayShape& shape) {
   return __any_sync(~0u, is_head && !(sum >= kLostSum && sum <= kVastSum));
 }
 
-__device__ inline float rounded(float x, Type type) {
+__device__ inline float round_to_type(float x, Type type) {
   if (type == KVLAB_BF16) return __bfloat162float(__float2bfloat16_rn(x));
   if (type == KVLAB_F16) return __half2float(__float2half_rn(x));
   return x;
@@ -36,15 +37,15 @@ __device__ inline float rounded(float x, Type type) {
 
 /// Of which copy a slot's token is, where all are exact.
 struct ExactCopies {
-  static constexpr bool kCoded = false;
+  static constexpr bool kQuantized = false;
   __device__ constexpr int operator()(std::uint32_t) const { return 0; }
   __device__ constexpr int row_of(std::uint32_t) const { return 0; }
 };
 
-/// Element `at` [unit, token, dim] of a copy's keys or values: the sum of its parts, the largest
-/// last.
-__device__ inline float copied(const ReplayCopies& copies, const void* data, Type type, int copy,
-                               std::int64_t at) {
+/// Element `at` [head task, token, dim] of a copy's keys or values: the sum of its parts, the
+/// largest last.
+__device__ inline float load_copy(const ReplayCopies& copies, const void* data, Type type, int copy,
+                                  std::int64_t at) {
   float sum = 0;
   at += copies.first_part(copy, type);
   for (int part = replay_parts(type) - 1; part >= 0; --part)
@@ -52,23 +53,23 @@ __device__ inline float copied(const ReplayCopies& copies, const void* data, Typ
   return sum;
 }
 
-/// A token that a query attends. The query keeps its true position, and a squeezed token stands at
-/// its place.
+/// A token that a query attends. The query keeps its true position, and a token at its cache
+/// position stands at its place.
 struct AttendedToken {
-  std::int64_t unit;
-  std::uint32_t query, position, place;
-  bool squeezed;
+  std::int64_t task;
+  std::uint32_t query, position, position_in_cache;
+  bool cache_positions;
 };
 
-/// cos and sin of pair d: exact where keys are rounded, else of the place's multiple of 64 and of
-/// the rest.
+/// cos and sin of pair d: exact where keys are rounded, else of the cache position's multiple of 64
+/// and of the rest.
 __device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors& tensors,
                                   const AttendedToken& token, int d) {
   const int half = shape.rotated / 2, pairs = shape.pairs();
-  if (!token.squeezed) return tensors.rope[std::int64_t{token.position} * half + d];
-  const std::uint32_t place = token.place;
-  const float2 a = tensors.coarse[std::int64_t{place >> 6} * pairs + d],
-               b = tensors.fine[(place & 63) * pairs + d];
+  if (!token.cache_positions) return tensors.rope[std::int64_t{token.position} * half + d];
+  const std::uint32_t position_in_cache = token.position_in_cache;
+  const float2 a = tensors.coarse[std::int64_t{position_in_cache >> 6} * pairs + d],
+               b = tensors.fine[(position_in_cache & 63) * pairs + d];
   return {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.x, b.y, a.y * b.x)};
 }
 
@@ -77,25 +78,26 @@ __device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors&
 template <class Element>
 __device__ float product_of(const ReplayShape& shape, const ReplayTensors& tensors,
                             const AttendedToken& token, int head, int rotated, Element element) {
-  const Type rounding = token.squeezed ? KVLAB_F32 : shape.rounding;
+  const Type rounding = token.cache_positions ? KVLAB_F32 : shape.rounding;
   const int half = rotated / 2, lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const float* const query = tensors.queries + shape.vector(token.unit, token.query) * shape.group +
+  const float* const query = tensors.queries + shape.vector(token.task, token.query) * shape.group +
                              head * shape.head_size;
   float sum = 0;
   for (int d = lane; d < half; d += kWarpSize) {
     const float2 angle = angle_of(shape, tensors, token, d);
     const float x = element(d), y = element(d + half);
-    sum = fmaf(rounded(query[d], rounding), rounded(x * angle.x - y * angle.y, rounding), sum);
-    sum =
-        fmaf(rounded(query[d + half], rounding), rounded(y * angle.x + x * angle.y, rounding), sum);
+    sum = fmaf(round_to_type(query[d], rounding),
+               round_to_type(x * angle.x - y * angle.y, rounding), sum);
+    sum = fmaf(round_to_type(query[d + half], rounding),
+               round_to_type(y * angle.x + x * angle.y, rounding), sum);
   }
   for (int d = rotated + lane; d < shape.head_size; d += kWarpSize)
-    sum = fmaf(rounded(query[d], rounding), element(d), sum);
+    sum = fmaf(round_to_type(query[d], rounding), element(d), sum);
   return warp_sum(sum);
 }
 __device__ inline float direct_product(const ReplayShape& shape, const ReplayTensors& tensors,
                                        const AttendedToken& token, int head) {
-  const std::int64_t key = shape.vector(token.unit, token.position);
+  const std::int64_t key = shape.vector(token.task, token.position);
   return product_of(shape, tensors, token, head, shape.rotated,
                     [&](int d) { return load1(tensors.keys, shape.type, key + d); });
 }
@@ -103,9 +105,9 @@ __device__ inline float direct_product(const ReplayShape& shape, const ReplayTen
 __device__ inline float copied_product(const ReplayShape& shape, const ReplayTensors& tensors,
                                        const ReplayCopies& copies, const AttendedToken& token,
                                        int head, int copy) {
-  const std::int64_t key = shape.vector(token.unit, token.position);
+  const std::int64_t key = shape.vector(token.task, token.position);
   return product_of(shape, tensors, token, head, 0, [&](int d) {
-    return copied(copies, copies.keys, shape.rounding, copy, key + d);
+    return load_copy(copies, copies.keys, shape.rounding, copy, key + d);
   });
 }
 
@@ -117,16 +119,17 @@ __device__ __noinline__ inline void take_direct_row(const ReplayWalkArgs& args, 
   const ReplayShape& shape = args.shape;
   const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
                       warps = blockDim.x / kWarpSize;
-  for (int head = 0; head < 4 * shape.quads(); ++head) {
+  for (int head = 0; head < 4 * shape.head_groups(); ++head) {
     float* const direct =
-        reinterpret_cast<float*>(row.direct + head / 4 * args.slots.of_unit) + head % 4;
+        reinterpret_cast<float*>(row.direct + head / 4 * args.slots.of_task) + head % 4;
     const bool is_head = head < shape.group;
     float most = -3.4e38f;
     for (std::uint32_t slot = warp; slot < row.visible; slot += warps) {
-      const AttendedToken token{row.unit, row.query, row.positions[slot],
-                                row.places ? row.places[slot] : 0, row.places != nullptr};
+      const AttendedToken token{row.task, row.query, row.positions[slot],
+                                row.positions_in_cache ? row.positions_in_cache[slot] : 0,
+                                row.positions_in_cache != nullptr};
       const auto product = [&] {
-        if constexpr (Copies::kCoded)
+        if constexpr (Copies::kQuantized)
           if (const int copy = copies(slot); copy > 0)
             return copied_product(shape, args.tensors, copies.all, token, head, copy);
         return direct_product(shape, args.tensors, token, head);
@@ -147,15 +150,15 @@ __device__ __noinline__ inline void take_direct_row(const ReplayWalkArgs& args, 
 
 /// A query's terms.
 struct QueryTerms {
-  const float* first;   // [token, draw, group]
+  const float* first;   // [token, gradient sample, group]
   std::int64_t stride;  ///< of tokens
-  int columns;          ///< draws times group
+  int columns;          ///< gradient samples times group
 
-  __device__ QueryTerms(const ReplayShape& shape, const ReplayTerms& terms, std::int64_t unit,
+  __device__ QueryTerms(const ReplayShape& shape, const ReplayTerms& terms, std::int64_t task,
                         int index)
-      : columns(terms.draws * shape.group) {
-    stride = std::int64_t{kMostReplayQueries} * columns;
-    first = terms.of + unit * shape.tokens * stride + std::int64_t{index - terms.first} * columns;
+      : columns(terms.gradient_samples * shape.group) {
+    stride = std::int64_t{kMaxReplayQueries} * columns;
+    first = terms.of + task * shape.tokens * stride + std::int64_t{index - terms.first} * columns;
   }
   __device__ float at(std::uint32_t token, int column) const {
     return first[token * stride + column];
@@ -173,11 +176,11 @@ struct QueryTerms {
 struct DirectValues {
   const std::uint32_t* positions;  ///< by slot
   std::uint32_t count, end;
-  std::int64_t unit;
-  const float4* direct;  // [quad, slot], slots.of_unit apart
+  std::int64_t task;
+  const float4* direct;  // [head group, slot], slots.of_task apart
 };
 
-/// Exponentials by terms instead, to `to` [draw, group], by the whole thread block.
+/// Exponentials by terms instead, to `to` [gradient sample, group], by the whole thread block.
 template <class Copies>
 __device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args, DirectValues of,
                                                      QueryTerms terms, const Copies copies,
@@ -186,9 +189,9 @@ __device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args,
   for (int column = static_cast<int>(threadIdx.x / kWarpSize); column < terms.columns;
        column += static_cast<int>(blockDim.x / kWarpSize)) {
     const int head = column % args.shape.group;
-    const float4* const direct = of.direct + head / 4 * args.slots.of_unit;
+    const float4* const direct = of.direct + head / 4 * args.slots.of_task;
     const auto term = [&](std::uint32_t slot, std::uint32_t position) {
-      if constexpr (Copies::kCoded)
+      if constexpr (Copies::kQuantized)
         return terms.of(copies.all, copies(slot)).at(position, column);
       else
         return terms.at(position, column);
@@ -209,25 +212,26 @@ template <class T>
 using FourBits = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
 /// Some tokens' values, four elements each, and exponentials.
-template <class Bits, int kTokens, int kQuads>
+template <class Bits, int kTokens, int kHeadGroups>
 struct DirectTokens {
   Bits value[kTokens];
-  float4 e[kTokens][kQuads];
+  float4 e[kTokens][kHeadGroups];
 };
 
 /// Exponentials by those values. To `to` [group, dim], not divided by the sum. By the whole thread
 /// block, apart from its caller, whose registers it would take. Bits: what four elements of a value
 /// take.
-template <int kQuads, class Bits>
+template <int kHeadGroups, class Bits>
 __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, DirectValues of,
                                                float (*scratch)[kReplayDims], float* to) {
-  constexpr int kHeads = 4 * kQuads, kAtOnce = 8 / kQuads, kSums = kReplayScratch / kHeads;
+  constexpr int kHeads = 4 * kHeadGroups, kAtOnce = 8 / kHeadGroups,
+                kSums = kReplayScratch / kHeads;
   const ReplayShape& shape = args.shape;
   const std::uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize,
                       warps = blockDim.x / kWarpSize;
   const Bits* const values =
-      static_cast<const Bits*>(args.tensors.values) + shape.vector(of.unit, 0) / 4;
-  using Tokens = DirectTokens<Bits, kAtOnce, kQuads>;
+      static_cast<const Bits*>(args.tensors.values) + shape.vector(of.task, 0) / 4;
+  using Tokens = DirectTokens<Bits, kAtOnce, kHeadGroups>;
   for (int first = 0; first < shape.head_size; first += kReplayDims) {
     const int d = first + 4 * static_cast<int>(lane);
     float4 sums[kHeads] = {};
@@ -241,8 +245,9 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, Direc
         const std::int64_t at = (std::int64_t{position} * shape.head_size + d) / 4;
         tokens.value[n] = is && d < shape.head_size ? __ldg(values + at) : Bits{};
 #pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad)
-          tokens.e[n][quad] = is ? of.direct[quad * args.slots.of_unit + slot] : float4{};
+        for (int head_group = 0; head_group < kHeadGroups; ++head_group)
+          tokens.e[n][head_group] =
+              is ? of.direct[head_group * args.slots.of_task + slot] : float4{};
       }
       return tokens;
     };

@@ -7,7 +7,7 @@
 namespace kvlab::kernels {
 
 /// The e from which on a head requests a token, of a row with this sum and this largest e.
-__device__ inline float least_requested(float sum, float most, std::uint32_t threshold16) {
+__device__ inline float min_requested(float sum, float most, std::uint32_t threshold16) {
   const float p = request_floor(fixed_mass(1.0f, most * (1 / sum)), threshold16);
   return p < 0 ? 0.0f : p * sum;
 }
@@ -16,7 +16,7 @@ __device__ inline float least_requested(float sum, float most, std::uint32_t thr
 ///
 /// As MassSum, but a product is not rounded to float32 before: adding 64 leaves a multiple of 2^-17
 /// in the low bits, and what it cut off one of 2^-32.
-__device__ inline std::uint64_t mass_of_quad(const float4& e, const float4& over) {
+__device__ inline std::uint64_t head_group_mass(const float4& e, const float4& over) {
   constexpr float kHigh = 64.0f, kLow = 1.5f / 512;
   const auto high = [](float a, float b) { return fmaf(a, b, kHigh); };
   const auto low = [](float a, float b, float upper) { return fmaf(a, b, (kHigh + kLow) - upper); };
@@ -34,43 +34,45 @@ __device__ inline std::uint64_t mass_of_quad(const float4& e, const float4& over
 
 /// How many tokens each head of the full row requests among those that a thread counts. Zeros stand
 /// for no token, so that a row which requests everything has to be told apart.
-template <int kQuads>
+template <int kHeadGroups>
 class ReplayHits {
  public:
   __device__ explicit ReplayHits(const float4* least) {
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) least_.quad[quad] = least[quad];
+    for (int head_group = 0; head_group < kHeadGroups; ++head_group)
+      least_.head_group[head_group] = least[head_group];
   }
-  __device__ void count(const Quads<kQuads>& e) {
+  __device__ void count(const HeadGroups<kHeadGroups>& e) {
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad)
-      count_from(hits_[quad], e.quad[quad], least_.quad[quad]);
+    for (int head_group = 0; head_group < kHeadGroups; ++head_group)
+      count_from(hits_[head_group], e.head_group[head_group], least_.head_group[head_group]);
   }
   /// Adds the warp's to `to`, by head.
   __device__ void add_to(std::uint32_t* to, std::uint32_t lane) const {
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      const uint4 hits = hits_[quad];
+    for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
+      const uint4 hits = hits_[head_group];
       const std::uint32_t low = __reduce_add_sync(~0u, hits.x | hits.y << 16),
                           high = __reduce_add_sync(~0u, hits.z | hits.w << 16);
       if (lane < 4)
-        atomicAdd(to + 4 * quad + lane, (lane < 2 ? low : high) >> (lane % 2 * 16) & 0xffff);
+        atomicAdd(to + 4 * head_group + lane, (lane < 2 ? low : high) >> (lane % 2 * 16) & 0xffff);
     }
   }
 
  private:
-  Quads<kQuads> least_;
-  uint4 hits_[kQuads] = {};
+  HeadGroups<kHeadGroups> least_;
+  uint4 hits_[kHeadGroups] = {};
 };
 
 /// One query's look at the live tokens. kLargest: a group gives a token what its largest head
 /// gives, not the sum.
-template <class P, int kQuads, bool kLargest>
+template <class P, int kHeadGroups, bool kLargest>
 struct QueryLook {
-  static constexpr bool kAsks = needs_requests(P::kInfo.needs);
+  static constexpr bool kNeedsRequests = needs_requests(P::kInfo.needs);
   static constexpr bool kSums = needs_mass(P::kInfo.needs);
-  Quads<kQuads> over;   ///< 1 / sum; 0 where there is no head
-  Quads<kQuads> least;  ///< e from which on a head requests a token; infinite where there is none
+  HeadGroups<kHeadGroups> over;  ///< 1 / sum; 0 where there is no head
+  HeadGroups<kHeadGroups>
+      least;  ///< e from which on a head requests a token; infinite where there is none
   float weight;
   std::uint32_t query;
 
@@ -80,18 +82,18 @@ struct QueryLook {
       : weight(of_age), query(of_query) {
     const ReplayShape& shape = at.args.shape;
     const bool is_head = at.lane < static_cast<unsigned>(shape.group);
-    if constexpr (kAsks) {
+    if constexpr (kNeedsRequests) {
       float bound = __int_as_float(0x7f800000);
-      if (is_head) bound = least_requested(sum, most, shape.threshold16);
-      least = quads_of_lanes<kQuads>(bound);
+      if (is_head) bound = min_requested(sum, most, shape.threshold16);
+      least = head_groups_of_lanes<kHeadGroups>(bound);
     }
-    if constexpr (kSums) over = quads_of_lanes<kQuads>(is_head ? 1 / sum : 0.0f);
+    if constexpr (kSums) over = head_groups_of_lanes<kHeadGroups>(is_head ? 1 / sum : 0.0f);
   }
 
-  __device__ Observation seen(const Quads<kQuads>& e) const {
+  __device__ Observation observation(const HeadGroups<kHeadGroups>& e) const {
     Observation seen{.queries = 1};
-    if constexpr (kAsks) {
-      seen.requests = asked(e) ? 1 : 0;
+    if constexpr (kNeedsRequests) {
+      seen.requests = has_request(e) ? 1 : 0;
       seen.last_request = query;
     }
     if constexpr (kSums) seen.mass = mass(e);
@@ -99,20 +101,20 @@ struct QueryLook {
   }
 
  private:
-  __device__ bool asked(const Quads<kQuads>& e) const {
+  __device__ bool has_request(const HeadGroups<kHeadGroups>& e) const {
     bool any = false;
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      const float4 x = e.quad[quad], bound = least.quad[quad];
+    for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
+      const float4 x = e.head_group[head_group], bound = least.head_group[head_group];
       any |= x.x >= bound.x || x.y >= bound.y || x.z >= bound.z || x.w >= bound.w;
     }
     return any;
   }
-  __device__ std::uint64_t mass(const Quads<kQuads>& e) const {
+  __device__ std::uint64_t mass(const HeadGroups<kHeadGroups>& e) const {
     std::uint64_t sum = 0;
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      const float4 x = e.quad[quad], y = over.quad[quad];
+    for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
+      const float4 x = e.head_group[head_group], y = over.head_group[head_group];
       const auto take = [&](float p) {
         const std::uint64_t own = fixed_mass(weight, p);
         sum = kLargest ? max(sum, own) : sum + own;
@@ -120,7 +122,7 @@ struct QueryLook {
       if constexpr (kLargest || P::kInfo.weighted)
         take(x.x * y.x), take(x.y * y.y), take(x.z * y.z), take(x.w * y.w);
       else
-        sum += mass_of_quad(x, y);
+        sum += head_group_mass(x, y);
     }
     return sum;
   }

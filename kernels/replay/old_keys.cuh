@@ -1,10 +1,10 @@
-// Exponentials of old keys: of squeezed tokens that have lost a younger one, whose distance to the
-// query is their cache's alone.
+// Exponentials of old keys: of tokens at cache positions that have lost a younger one, whose
+// distance to the query is their cache's alone.
 //
 // Only that distance counts: the query stays as it was before RoPE and the key rotates back by it.
-// As long as only younger tokens leave, the distance stays the same from query to query: so a key
-// is rotated once for an octet, and again only when an older token has left. What is to be rotated
-// is listed, and shared out evenly among the warps of a thread block.
+// As long as only younger tokens are evicted, the distance stays the same from query to query: so a
+// key is rotated once for a query group, and again only when an older token has left. What is to be
+// rotated is listed, and shared out evenly among the warps of a thread block.
 //
 // Products are float16 on tensor cores, of keys and queries in two parts each (22 bits), 16 keys at
 // a time. Bytes for 16 keys: themselves from the L2 cache, 2 elements a pair, and half of their
@@ -16,10 +16,10 @@
 
 namespace kvlab::kernels {
 
-/// An old token's key for some queries of an octet, to all of which it has the same distance.
+/// An old token's key for some queries of a query group, to all of which it has the same distance.
 struct OldItem {
   std::uint32_t slot;
-  std::uint32_t packed;  ///< distance, first query and end of the octet: 24, 4 and 4 bits
+  std::uint32_t packed;  ///< distance, first query and end of the query group: 24, 4 and 4 bits
 
   __device__ static OldItem of(std::uint32_t slot, std::uint32_t distance, std::uint32_t first,
                                std::uint32_t end) {
@@ -29,7 +29,7 @@ struct OldItem {
   __device__ int first() const { return static_cast<int>(packed >> 4 & 15); }
   __device__ int end() const { return static_cast<int>(packed & 15); }
 };
-inline constexpr int kMostOldDistance = 1 << 24;  ///< exclusive
+inline constexpr int kMaxOldDistance = 1 << 24;  ///< exclusive
 
 /// Old keys to be rotated, and where their slots' tokens are.
 struct OldList {
@@ -39,15 +39,15 @@ struct OldList {
 };
 
 /// What the old keys of a cache are multiplied with, in shared memory: [pairs / 8, tile, lane] of
-/// ReplaySqueezedRows::fragments for an octet, a float2 for each of its columns, the rope table of
-/// 0 to 63 places.
+/// ReplayCachePositionRows::fragments for a query group, a float2 for each of its columns, the rope
+/// table of 0 to 63 positions.
 struct OldKeyLayout {
   int fragments, columns, rope, rope_stride;  ///< in 16 bytes
 
-  /// Angles of 0 to 63 places lie apart such that neighbours' do not share banks.
+  /// Angles of 0 to 63 positions lie apart such that neighbours' do not share banks.
   constexpr explicit OldKeyLayout(const ReplayShape& shape)
-      : fragments(shape.pairs() / 8 * (kReplayAhead * shape.quads() / 2) * kWarpSize),
-        columns(kReplayAhead * shape.quads() * 2),
+      : fragments(shape.pairs() / 8 * (kReplayAhead * shape.head_groups() / 2) * kWarpSize),
+        columns(kReplayAhead * shape.head_groups() * 2),
         rope(64 * (shape.pairs() / 2 + 4)),
         rope_stride(shape.pairs() / 2 + 4) {}
   constexpr std::size_t bytes() const {
@@ -58,46 +58,49 @@ struct OldKeyLayout {
 class OldKeyStage {
  public:
   /// `stage`: an OldKeyLayout, for use after the next barrier.
-  __device__ OldKeyStage(const ReplaySqueezedArgs& args, int unit, std::byte* stage)
-      : args_(args), unit_(unit), stage_(reinterpret_cast<uint4*>(stage)) {
-    const int quads = args.shape.pairs() / 2;
+  __device__ OldKeyStage(const ReplayCachePositionArgs& args, int task, std::byte* stage)
+      : args_(args), task_(task), stage_(reinterpret_cast<uint4*>(stage)) {
+    const int head_groups = args.shape.pairs() / 2;
     const OldKeyLayout parts(args.shape);
     const auto* const from = reinterpret_cast<const uint4*>(args.tensors.fine);
     uint4* const to = stage_ + parts.fragments + parts.columns;
     // A row is two couples of pairs for each of four lanes, granule by granule: by couple here.
-    for (int n = static_cast<int>(threadIdx.x); n < 64 * quads; n += static_cast<int>(blockDim.x)) {
-      const int place = n / quads, at = n % quads;
-      to[place * parts.rope_stride + at / 8 * 8 + at % 2 * 4 + at % 8 / 2] = from[n];
+    for (int n = static_cast<int>(threadIdx.x); n < 64 * head_groups;
+         n += static_cast<int>(blockDim.x)) {
+      const int position_in_cache = n / head_groups, at = n % head_groups;
+      to[position_in_cache * parts.rope_stride + at / 8 * 8 + at % 2 * 4 + at % 8 / 2] = from[n];
     }
   }
 
-  /// Takes the queries of an octet of the block: by the whole thread block, between barriers.
-  __device__ void take(int octet) {
-    if (octet == octet_) return;
-    octet_ = octet;
+  /// Takes the queries of a query group of the block: by the whole thread block, between barriers.
+  __device__ void take(int query_group) {
+    if (query_group == query_group_) return;
+    query_group_ = query_group;
     const ReplayShape& shape = args_.shape;
     const OldKeyLayout parts(shape);
-    const int heads = 4 * shape.quads(), thread = static_cast<int>(threadIdx.x),
+    const int heads = 4 * shape.head_groups(), thread = static_cast<int>(threadIdx.x),
               threads = static_cast<int>(blockDim.x);
-    const std::int64_t octets = args_.rows.block / kReplayAhead, of_all = unit_ * octets + octet;
-    const uint4* const from = args_.squeezed.fragments + of_all * parts.fragments;
+    const std::int64_t query_groups = args_.rows.block / kReplayAhead,
+                       of_all = task_ * query_groups + query_group;
+    const uint4* const from = args_.cache_positions.fragments + of_all * parts.fragments;
     for (int n = thread; n < parts.fragments; n += threads) stage_[n] = from[n];
     const std::int64_t first_column = of_all * kReplayAhead * heads;
     const float* const scales =
-        reinterpret_cast<const float*>(args_.squeezed.scales) + first_column;
-    const float* const most = reinterpret_cast<const float*>(args_.squeezed.most) + first_column;
+        reinterpret_cast<const float*>(args_.cache_positions.scales) + first_column;
+    const float* const most =
+        reinterpret_cast<const float*>(args_.cache_positions.most) + first_column;
     // e^-inf where there is no head.
     for (int n = thread; n < kReplayAhead * heads; n += threads)
       reinterpret_cast<float2*>(stage_ + parts.fragments)[n] = {
           scales[n], n % heads < shape.group ? most[n] : __int_as_float(0x7f800000)};
   }
-  __device__ const uint4* shared() const { return stage_; }
+  __device__ const uint4* memory() const { return stage_; }
 
  private:
-  const ReplaySqueezedArgs& args_;
-  const int unit_;
+  const ReplayCachePositionArgs& args_;
+  const int task_;
   uint4* const stage_;
-  int octet_ = -1;
+  int query_group_ = -1;
 };
 
 /// Four pairs of a key before RoPE, as they lie in memory: conversion would wait for them.
@@ -125,46 +128,47 @@ struct FourPairs<float> {
 };
 
 /// Sixteen listed keys at a time, by a warp. T: of keys.
-template <int kQuads, class T>
+template <int kHeadGroups, class T>
 class OldKeys {
-  static constexpr int kHeads = 4 * kQuads;
-  static constexpr int kTiles = kReplayAhead * kHeads / 8;  ///< of an octet's columns: query, head
-  static constexpr int kAtOnce = 4;                         ///< tiles whose products interleave
-  static constexpr int kOfLane = sizeof(T) / 2;             ///< uint4 of four pairs
+  static constexpr int kHeads = 4 * kHeadGroups;
+  static constexpr int kTiles =
+      kReplayAhead * kHeads / 8;                 ///< of a query group's columns: query, head
+  static constexpr int kAtOnce = 4;              ///< tiles whose products interleave
+  static constexpr int kOfLane = sizeof(T) / 2;  ///< uint4 of four pairs
 
  public:
-  __device__ OldKeys(const ReplaySqueezedArgs& args, int unit, std::int64_t first_slot,
+  __device__ OldKeys(const ReplayCachePositionArgs& args, int task, std::int64_t first_slot,
                      const uint4* stage, const OldList& old)
       : old_(old),
         coarse_(reinterpret_cast<const float4*>(args.tensors.coarse)),
         lane_(static_cast<int>(threadIdx.x) % kWarpSize),
         granules_(args.shape.pairs() / kReplayGranule) {
     const OldKeyLayout parts(args.shape);
-    const std::int64_t slots = args.slots.of_unit;
+    const std::int64_t slots = args.slots.of_task;
     const int t = lane_ % 4;
     fragments_ = stage + lane_;
     columns_ = reinterpret_cast<const float4*>(stage + parts.fragments) + t;
     fine_ = reinterpret_cast<const float4*>(stage + parts.fragments + parts.columns) + t;
     fine_stride_ = parts.rope_stride;
     keys_ = static_cast<const uint4*>(args.paired_keys) +
-            std::int64_t{unit} * args.shape.tokens * key_stride() + kOfLane * t;
-    scales_ = args.key_scales + std::int64_t{unit} * args.shape.tokens;
+            std::int64_t{task} * args.shape.tokens * key_stride() + kOfLane * t;
+    scales_ = args.key_scales + std::int64_t{task} * args.shape.tokens;
     coarse_ += 2 * t;
-    direct_ =
-        reinterpret_cast<float2*>(args.slots.direct +
-                                  std::int64_t{unit} * kReplayAhead * kQuads * slots + first_slot) +
-        t % 2;
-    quad_stride_ = 2 * slots;
+    direct_ = reinterpret_cast<float2*>(args.slots.direct +
+                                        std::int64_t{task} * kReplayAhead * kHeadGroups * slots +
+                                        first_slot) +
+              t % 2;
+    head_group_stride_ = 2 * slots;
   }
 
   __device__ void take() {
     const std::uint32_t of_round = blockDim.x / kWarpSize * 16;
     std::uint32_t batch = threadIdx.x / kWarpSize * 16;
     if (batch >= old_.count) return;
-    Two keys = listed(batch);
+    Two keys = load_pair(batch);
     FourPairs<T> ahead[2] = {FourPairs<T>(keys.key[0]), FourPairs<T>(keys.key[1])};
     while (true) {
-      const Two next = listed(batch + of_round);
+      const Two next = load_pair(batch + of_round);
       Sums sums{};
       Granule at = first_granule(keys);
 #pragma unroll 1
@@ -210,7 +214,7 @@ class OldKeys {
   };
 
   /// Past the last one, it is no query's.
-  __device__ Two listed(std::uint32_t batch) const {
+  __device__ Two load_pair(std::uint32_t batch) const {
     Two two;
 #pragma unroll
     for (std::uint32_t n = 0; n < 2; ++n) {
@@ -290,8 +294,8 @@ class OldKeys {
     for (int tile = 0; tile < kTiles; ++tile) {
       const float4 column = columns_[4 * tile];
       const int query = (8 * tile + 2 * (lane_ % 4)) / kHeads,
-                quad = (8 * tile + 2 * (lane_ % 4)) % kHeads / 4;
-      float2* const to = direct_ + (query * kQuads + quad) * quad_stride_;
+                head_group = (8 * tile + 2 * (lane_ % 4)) % kHeads / 4;
+      float2* const to = direct_ + (query * kHeadGroups + head_group) * head_group_stride_;
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         if (keys.item[n].first() <= query && query < keys.item[n].end())
@@ -314,20 +318,20 @@ class OldKeys {
   const float4* fine_;      // [place % 64, fine_stride_]
   const uint4* fragments_;  // [pairs / 8, tile, lane]
   const float4* columns_;   // [tile, 4]
-  float2* direct_;          // [query of the octet, quad, slot, 2]
-  std::int64_t quad_stride_;
+  float2* direct_;          // [query of the query group, head group, slot, 2]
+  std::int64_t head_group_stride_;
   int fine_stride_, lane_, granules_;
 };
 
-/// The exponentials of the listed items for the stage's octet: by the whole thread block, between
-/// barriers. Writes for each item what it is for and nothing else, so that items of a slot may
-/// share out its queries. Fastest where items of like distance follow one another. Apart from its
-/// caller, whose registers it would take. T: of keys.
-template <int kQuads, class T>
-__device__ __noinline__ void take_old_keys(const ReplaySqueezedArgs& args, int unit,
+/// The exponentials of the listed items for the stage's query group: by the whole thread block,
+/// between barriers. Writes for each item what it is for and nothing else, so that items of a slot
+/// may share out its queries. Fastest where items of like distance follow one another. Apart from
+/// its caller, whose registers it would take. T: of keys.
+template <int kHeadGroups, class T>
+__device__ __noinline__ void take_old_keys(const ReplayCachePositionArgs& args, int task,
                                            std::int64_t first_slot, const uint4* stage,
                                            const OldList old) {
-  OldKeys<kQuads, T>(args, unit, first_slot, stage, old).take();
+  OldKeys<kHeadGroups, T>(args, task, first_slot, stage, old).take();
 }
 
 }  // namespace kvlab::kernels

@@ -1,5 +1,5 @@
-// The outputs of sampled queries in all caches of a unit: exponentials, masked by what each cache
-// kept, times values, by tensor cores; and their errors beside the full cache's.
+// The outputs of sampled queries in all caches of a head task: exponentials, masked by what each
+// cache kept, times values, by tensor cores; and their errors beside the full cache's.
 //
 // A tile is four query heads under four configurations: 16 rows of one product, whose exponentials
 // are the same for all four but for the mask. They go in two bf16 parts (16 bits), values of two
@@ -22,9 +22,9 @@ constexpr int kTilesAtOnce = 10;     // of a block
 constexpr int kHalves = 2;           // of a pass's dimensions: a warp of a tile each
 constexpr int kColumns = kDims / 8;  // products of 8 dimensions
 constexpr int kOwnColumns = kColumns / kHalves;
-constexpr int kMostStages = 3, kFewestStages = 2;  // as many as fit
+constexpr int kMaxStages = 3, kMinStages = 2;  // as many as fit
 constexpr int kThreads = kTilesAtOnce * kHalves * kWarpSize;
-constexpr int kLeastWarps = 4;  // to fetch weights: 2 kinds of rows, 2 quads, 32 couples
+constexpr int kMinWarps = 4;  // to fetch weights: 2 kinds of rows, 2 head groups, 32 couples
 using Swizzle = Swizzled<kDims * 2>;
 
 using Couple = Bf16Parts;  // two tokens' exponentials of a head
@@ -32,20 +32,20 @@ using Couple = Bf16Parts;  // two tokens' exponentials of a head
 template <int kPlanes>
 struct Stage {
   uint4 values[kPlanes][kTokens * kDims / 8];  // [token, dim] of bf16, swizzled
-  Couple weights[2][2][kTokens / 2][4];        // [kind of row, quad, couple, head]
+  Couple weights[2][2][kTokens / 2][4];        // [kind of row, head group, couple, head]
 };
 
-/// One sampled query of one unit.
+/// One sampled query of one head task.
 struct Sampled {
   const ReplayOutputsArgs& args;
-  int unit, i, index;
-  std::int64_t row;  ///< among all units' queries of the block
+  int task, i, index;
+  std::int64_t row;  ///< among all head tasks' queries of the block
   __device__ int query() const { return args.rows.first + i; }
   __device__ std::int64_t sample(int config) const {
-    return args.sets.sample_of(args.span, args.grid.cache_of(unit, config), index);
+    return args.sets.sample_of(args.measured, args.sweep.cache_of(task, config), index);
   }
-  __device__ std::int64_t kept(int config) const {
-    return args.sets.kept_of(args.grid.cache_of(unit, config), index);
+  __device__ std::int64_t kept_row(int config) const {
+    return args.sets.kept_of(args.sweep.cache_of(task, config), index);
   }
 };
 
@@ -59,7 +59,7 @@ __device__ void fill(Stage<kPlanes>& stage, const Sampled& at, int first, int di
        n += static_cast<int>(blockDim.x)) {
     const int token = n / kColumns, chunk = n % kColumns, d = dim + 8 * chunk;
     const bool wanted = first + token < tokens && d < shape.head_size;
-    const std::int64_t from = shape.vector(at.unit, first + token) + d;
+    const std::int64_t from = shape.vector(at.task, first + token) + d;
     const int to = Swizzle::offset(token, chunk) / 16;
     if constexpr (kPlanes == 1) {
       copy_async(shared_address(&stage.values[0][to]),
@@ -87,17 +87,17 @@ struct Weights {
 /// Zeros beyond the query.
 template <int kPlanes>
 __device__ Weights fetch_weights(Stage<kPlanes>& stage, const Sampled& at, int first) {
-  const int quads = at.args.shape.quads(), tokens = at.query() + 1,
-            kinds = at.args.squeezed ? 2 : 1, n = static_cast<int>(threadIdx.x);
+  const int head_groups = at.args.shape.head_groups(), tokens = at.query() + 1,
+            kinds = at.args.cache_positions ? 2 : 1, n = static_cast<int>(threadIdx.x);
   Weights weights{};
-  if (n >= kinds * quads * kTokens / 2) return weights;
-  const int couple = n % (kTokens / 2), quad = n / (kTokens / 2) % quads,
-            kind = n / (kTokens / 2) / quads, token = first + 2 * couple;
-  const float4* const e =
-      (kind ? at.args.squeezed : at.args.rows.e) + (at.row * quads + quad) * at.args.shape.tokens;
+  if (n >= kinds * head_groups * kTokens / 2) return weights;
+  const int couple = n % (kTokens / 2), head_group = n / (kTokens / 2) % head_groups,
+            kind = n / (kTokens / 2) / head_groups, token = first + 2 * couple;
+  const float4* const e = (kind ? at.args.cache_positions : at.args.rows.e) +
+                          (at.row * head_groups + head_group) * at.args.shape.tokens;
   if (token < tokens) weights.first = e[token];
   if (token + 1 < tokens) weights.second = e[token + 1];
-  weights.to = stage.weights[kind][quad][couple];
+  weights.to = stage.weights[kind][head_group][couple];
   return weights;
 }
 __device__ inline void store_weights(const Weights& of) {
@@ -131,20 +131,20 @@ class Tile {
     for (int n = 0; n < kOwnColumns / 2; ++n)
       offsets_[n] = static_cast<std::uint32_t>(
           Swizzle::offset(lane_ % 16, first_column_ + 2 * n + lane_ / 16));
-    const ReplayGrid& grid = at.args.grid;
-    const int units = grid.config_units, tiles = units ? 1 : at.args.configs.tiles,
-              quads = at.args.shape.quads();
-    if (tile >= tiles * quads) return;
-    quad_ = tile % quads;
-    const std::int32_t alone[kReplayTile] = {units ? at.unit / units : -1, -1, -1, -1};
+    const ReplaySweep& sweep = at.args.sweep;
+    const int tasks = sweep.config_tasks, tiles = tasks ? 1 : at.args.configs.tiles,
+              head_groups = at.args.shape.head_groups();
+    if (tile >= tiles * head_groups) return;
+    head_group_ = tile % head_groups;
+    const std::int32_t alone[kReplayTile] = {tasks ? at.task / tasks : -1, -1, -1, -1};
     const std::int32_t* const four =
-        units ? alone : at.args.configs.of + tile / quads * kReplayTile;
-    squeezed_ = grid.rules[grid.cache_of(at.unit, four[0])].squeezed ? 1 : 0;
+        tasks ? alone : at.args.configs.of + tile / head_groups * kReplayTile;
+    cache_positions_ = sweep.rules[sweep.cache_of(at.task, four[0])].cache_positions ? 1 : 0;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       config_[n] = four[lane_ / 16 + 2 * n];
       if (config_[n] >= 0)
-        words_[n] = at.args.sets.shared + at.kept(config_[n]) * at.args.shape.words();
+        words_[n] = at.args.sets.shared + at.kept_row(config_[n]) * at.args.shape.words();
     }
   }
 
@@ -168,15 +168,15 @@ class Tile {
 
   /// `dim`: of the pass.
   __device__ void multiply(const Stage<kPlanes>& stage, const StageBits& bits, int dim) {
-    if (quad_ < 0 || dim + 8 * first_column_ >= at_.args.shape.head_size) return;
+    if (head_group_ < 0 || dim + 8 * first_column_ >= at_.args.shape.head_size) return;
     const int t = lane_ % 4, head = lane_ / 4 % 4;
 #pragma unroll
     for (int part = 0; part < kTokens / 32; ++part) {
       if (!__any_sync(~0u, bits.of[0][part] | bits.of[1][part])) continue;
 #pragma unroll
       for (int step = 2 * part; step < 2 * part + 2; ++step) {
-        const Couple low = stage.weights[squeezed_][quad_][8 * step + t][head],
-                     high = stage.weights[squeezed_][quad_][8 * step + t + 4][head];
+        const Couple low = stage.weights[cache_positions_][head_group_][8 * step + t][head],
+                     high = stage.weights[cache_positions_][head_group_][8 * step + t + 4][head];
         std::uint32_t kept[4], left[4];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -193,10 +193,10 @@ class Tile {
   /// The rows' outputs, of the pass's dimensions.
   __device__ void put(int dim) const {
     const ReplayShape& shape = at_.args.shape;
-    const int units = at_.args.grid.config_units;
+    const int tasks = at_.args.sweep.config_tasks;
     for_outputs(dim, [&](int n, int head, int d, float*, const ReplayKept&, const float2& out) {
       const std::int64_t token = std::int64_t{config_[n]} * shape.tokens + at_.query(),
-                         to = (token * units + at_.unit % units) * shape.group + head;
+                         to = (token * tasks + at_.task % tasks) * shape.group + head;
       store2(at_.args.outputs, shape.type, to * shape.head_size + d, out);
     });
   }
@@ -213,7 +213,7 @@ class Tile {
         size_[n] += wanted * wanted;
         const double off = of.whole ? 0.0 : wanted - got;
         error_[n] += off * off;
-        if (at_.args.leaves_errors) to[c] = static_cast<float>(off);
+        if (at_.args.stores_errors) to[c] = static_cast<float>(off);
       }
     });
   }
@@ -227,8 +227,8 @@ class Tile {
         error_[n] += __shfl_xor_sync(~0u, error_[n], distance);
         size_[n] += __shfl_xor_sync(~0u, size_[n], distance);
       }
-    const bool writes = quad_ >= 0 && lane_ % 4 == 0;
-    const int row = lane_ / 4, head = 4 * quad_ + row % 4;
+    const bool writes = head_group_ >= 0 && lane_ % 4 == 0;
+    const int row = lane_ / 4, head = 4 * head_group_ + row % 4;
     if (writes && first_column_ > 0)
       for (int n = 0; n < 2; ++n) shared[row + 8 * n] = {error_[n], size_[n]};
     __syncthreads();
@@ -237,8 +237,8 @@ class Tile {
     for (int n = 0; n < 2; ++n) {
       if (config_[n] < 0) continue;
       const double2 other = shared[row + 8 * n];
-      at_.args.errors[at_.sample(config_[n]) * kMostReplayGroup + head] = {error_[n] + other.x,
-                                                                           size_[n] + other.y};
+      at_.args.errors[at_.sample(config_[n]) * kMaxReplayGroup + head] = {error_[n] + other.x,
+                                                                          size_[n] + other.y};
     }
   }
 
@@ -248,12 +248,12 @@ class Tile {
   template <class Each>
   __device__ void for_outputs(int dim, Each each) const {
     const ReplayShape& shape = at_.args.shape;
-    const int head = 4 * quad_ + lane_ / 4 % 4;
-    if (quad_ < 0 || head >= shape.group) return;
+    const int head = 4 * head_group_ + lane_ / 4 % 4;
+    if (head_group_ < 0 || head >= shape.group) return;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       if (config_[n] < 0) continue;
-      const ReplayKept& of = at_.args.sets.kept[at_.kept(config_[n])];
+      const ReplayKept& of = at_.args.sets.kept[at_.kept_row(config_[n])];
       float* const direct =
           at_.args.sets.values + (at_.sample(config_[n]) * shape.group + head) * shape.head_size;
       const float over = 1 / of.sums[head];
@@ -294,7 +294,7 @@ class Tile {
 
   const Sampled& at_;
   const int lane_, first_column_;
-  int quad_ = -1, squeezed_ = 0;
+  int head_group_ = -1, cache_positions_ = 0;
   std::int32_t config_[2] = {-1, -1};
   const std::uint32_t* words_[2] = {};
   std::uint32_t offsets_[kOwnColumns / 2];  ///< of matrices of a step's values
@@ -302,7 +302,8 @@ class Tile {
   double error_[2] = {}, size_[2] = {};
 };
 
-/// Two warps for each of up to kTilesAtOnce tiles (y), a block for each query (x) and unit (z).
+/// Two warps for each of up to kTilesAtOnce tiles (y), a block for each query (x) and head task
+/// (z).
 template <int kPlanes, int kStages>
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {
@@ -310,12 +311,12 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ TileErrors errors[kTilesAtOnce];
   auto* const stages = reinterpret_cast<Stage<kPlanes>*>(dynamic);
   const int i = static_cast<int>(blockIdx.x), query = args.rows.first + i,
-            index = args.span.index[query], unit = static_cast<int>(blockIdx.z),
+            index = args.measured.index[query], task = static_cast<int>(blockIdx.z),
             warp = static_cast<int>(threadIdx.x) / kWarpSize,
             tiles = static_cast<int>(blockDim.x) / (kWarpSize * kHalves);
-  if (!args.span.samples(index)) return;
-  if (args.grid.config_units && args.grid.is_coded(unit, 0)) return;
-  const Sampled at{args, unit, i, index, args.rows.row(unit, i)};
+  if (!args.measured.samples(index)) return;
+  if (args.sweep.config_tasks && args.sweep.is_quantized(task, 0)) return;
+  const Sampled at{args, task, i, index, args.rows.row(task, i)};
   Tile<kPlanes> tile(at, static_cast<int>(blockIdx.y) * tiles + warp / kHalves, warp % kHalves);
   for (int dim = 0; dim < args.shape.head_size; dim += kDims) {
     tile.clear();
@@ -355,10 +356,10 @@ cudaError_t multiply(const ReplayOutputsArgs& args, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const int tiles = (args.grid.config_units ? 1 : args.configs.tiles) * args.shape.quads(),
+  const int tiles = (args.sweep.config_tasks ? 1 : args.configs.tiles) * args.shape.head_groups(),
             groups = (tiles + kTilesAtOnce - 1) / kTilesAtOnce,
-            warps = std::max(kHalves * ((tiles + groups - 1) / groups), kLeastWarps);
-  kernel<<<grid_of(args.rows.count, groups, args.shape.units), warps * kWarpSize, kBytes, stream>>>(
+            warps = std::max(kHalves * ((tiles + groups - 1) / groups), kMinWarps);
+  kernel<<<grid_of(args.rows.count, groups, args.shape.tasks), warps * kWarpSize, kBytes, stream>>>(
       args);
   return cudaGetLastError();
 }
@@ -369,18 +370,17 @@ LaunchPlan replay_outputs_plan(Type type, const DeviceLimits& limits) {
   const std::size_t stage = type == KVLAB_BF16 ? sizeof(Stage<1>) : sizeof(Stage<2>),
                     beside = kTilesAtOnce * sizeof(TileErrors);
   const auto bytes = [&](int stages) { return static_cast<std::size_t>(stages) * stage + beside; };
-  int stages = kMostStages;
-  while (stages >= kFewestStages && bytes(stages) > static_cast<std::size_t>(limits.shared_bytes))
+  int stages = kMaxStages;
+  while (stages >= kMinStages && bytes(stages) > static_cast<std::size_t>(limits.shared_bytes))
     --stages;
-  const bool fits = stages >= kFewestStages;
-  return {.blocks = fits ? 1 : 0,
-          .stages = stages,
-          .shared_bytes = bytes(fits ? stages : kFewestStages)};
+  const bool fits = stages >= kMinStages;
+  return {
+      .blocks = fits ? 1 : 0, .stages = stages, .shared_bytes = bytes(fits ? stages : kMinStages)};
 }
 
 cudaError_t replay_outputs(const ReplayOutputsArgs& args, cudaStream_t stream) {
   const ReplaySets& configs = args.configs;
-  if (configs.tiles + configs.coded_tiles < 1 || !args.shape.is_launchable())
+  if (configs.tiles + configs.quantized_tiles < 1 || !args.shape.is_launchable())
     return cudaErrorInvalidValue;
   DeviceLimits limits;
   cudaError_t error = device_limits(limits);
@@ -388,13 +388,13 @@ cudaError_t replay_outputs(const ReplayOutputsArgs& args, cudaStream_t stream) {
   const LaunchPlan plan = replay_outputs_plan(args.shape.type, limits);
   if (!plan.fits()) return cudaErrorNotSupported;
   if (configs.tiles > 0)
-    error = args.shape.type == KVLAB_BF16 ? multiply<1, kMostStages>(args, stream)
-            : plan.stages == kMostStages  ? multiply<2, kMostStages>(args, stream)
-                                          : multiply<2, kFewestStages>(args, stream);
-  if (error != cudaSuccess || configs.coded_tiles == 0) return error;
-  ReplayOutputsArgs coded = args;
-  coded.configs = configs.with_codes();
-  return replay_coded_outputs(coded, stream);
+    error = args.shape.type == KVLAB_BF16 ? multiply<1, kMaxStages>(args, stream)
+            : plan.stages == kMaxStages   ? multiply<2, kMaxStages>(args, stream)
+                                          : multiply<2, kMinStages>(args, stream);
+  if (error != cudaSuccess || configs.quantized_tiles == 0) return error;
+  ReplayOutputsArgs quantized = args;
+  quantized.configs = configs.quantized_only();
+  return replay_quantized_outputs(quantized, stream);
 }
 
 }  // namespace kvlab::kernels

@@ -1,5 +1,5 @@
-// What modifiers make of a cache's ranks before many tokens leave: sums over a layer's KV heads,
-// for scope=layer, and smoothing by age.
+// What modifiers make of a cache's ranks before many tokens are evicted: sums over a layer's KV
+// heads, for scope=layer, and smoothing by age.
 #pragma once
 
 #include "kernels/device/cluster.cuh"
@@ -10,18 +10,18 @@ namespace kvlab::kernels {
 
 /// Every rank becomes the sum over the layer's KV heads: by the thread blocks of a cluster, one for
 /// each head. Their caches have the same tokens in the same slots, [first_slot, first_slot + live)
-/// of each unit's. What was seen is of no account between two admissions.
-__device__ __noinline__ inline void sum_layer_ranks(const ReplayWalkArgs& args, int unit,
+/// of each head task's. What was seen is of no account between two appends.
+__device__ __noinline__ inline void sum_layer_ranks(const ReplayWalkArgs& args, int task,
                                                     std::int64_t first_slot, std::uint32_t live,
                                                     RankType type) {
   const ReplaySlots& slots = args.slots;
-  const int first_unit = unit / args.layer_heads * args.layer_heads;
-  const std::int64_t own = unit * slots.of_unit + first_slot;
+  const int first_task = task / args.layer_heads * args.layer_heads;
+  const std::int64_t own = task * slots.of_task + first_slot;
   cluster_arrive();
   cluster_wait();
   for (std::uint32_t i = threadIdx.x; i < live; i += blockDim.x) {
     const auto rank_of = [&](int head) {
-      return slots.ranks[(first_unit + head) * slots.of_unit + first_slot + i];
+      return slots.ranks[(first_task + head) * slots.of_task + first_slot + i];
     };
     std::uint64_t sum = rank_of(0);
     for (int head = 1; head < args.layer_heads; ++head) sum = rank_sum(type, sum, rank_of(head));
@@ -51,7 +51,7 @@ __device__ inline std::uint32_t age_of(std::uint32_t position, const std::uint32
   return older;
 }
 
-/// Every rank becomes what the modifiers make of those at most so many places away by age: by the
+/// Every rank becomes what the modifiers make of those at most so many tokens away by age: by the
 /// whole block.
 __device__ __noinline__ void smooth_ranks(const RanksToSmooth of, const Modifiers modifiers,
                                           RankType type) {

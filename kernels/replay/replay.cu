@@ -4,40 +4,41 @@
 #include "kernels/launch.cuh"
 #include "kernels/launch_plans.hpp"
 #include "kernels/replay/old_keys.cuh"
-#include "kernels/replay/rungs.cuh"
+#include "kernels/replay/tiers.cuh"
 
 namespace kvlab::kernels {
 namespace {
 
-bool is_launchable(const ReplayWalkArgs& args, const ReplayMembers& members, int units) {
+bool is_launchable(const ReplayWalkArgs& args, const ReplayMembers& members, int tasks) {
   const ReplayShape& shape = args.shape;
   return shape.is_launchable() && shape.head_size >= 8 && shape.head_size % 8 == 0 &&
-         shape.rotated % 4 == 0 && args.rows.block <= kMostReplayQueries &&
-         args.span.blocks <= static_cast<int>(kSpanBlocks) && args.layer_heads <= kMostLayerHeads &&
-         (!args.layer_heads || units % args.layer_heads == 0) && members.count > 0 &&
-         (members.tokens != ReplayTokens::squeezed || shape.tokens <= kMostOldDistance) &&
-         members.most_rungs <= kMostReplayRungs &&
-         (members.most_rungs > 0) == (members.tokens == ReplayTokens::ladder);
+         shape.rotated % 4 == 0 && args.rows.block <= kMaxReplayQueries &&
+         args.measured.blocks <= static_cast<int>(kMaxQueryBlocks) &&
+         args.layer_heads <= kMaxLayerHeads &&
+         (!args.layer_heads || tasks % args.layer_heads == 0) && members.count > 0 &&
+         (members.tokens != ReplayTokens::cache_positions || shape.tokens <= kMaxOldDistance) &&
+         members.max_tiers <= kMaxReplayTiers &&
+         (members.max_tiers > 0) == (members.tokens == ReplayTokens::tiered);
 }
 
 constexpr std::size_t kReserved = 1024 + sizeof(ReplayShared);
 
 /// Of a block, without its slots.
-std::size_t bytes_of_tokens(const ReplayShape& shape, bool squeezed, int rungs) {
-  return bytes_of_words(shape) * static_cast<std::size_t>(1 + rungs) +
-         (squeezed ? OldKeyLayout(shape).bytes() : 0);
+std::size_t bytes_of_tokens(const ReplayShape& shape, bool cache_positions, int tiers) {
+  return bytes_of_words(shape) * static_cast<std::size_t>(1 + tiers) +
+         (cache_positions ? OldKeyLayout(shape).bytes() : 0);
 }
-std::size_t most_dynamic_bytes(bool ladder, const DeviceLimits& limits) {
+std::size_t max_dynamic_bytes(bool is_tiered, const DeviceLimits& limits) {
   return static_cast<std::size_t>(limits.shared_bytes) - kReserved -
-         (ladder ? sizeof(LadderShared) : 0);
+         (is_tiered ? sizeof(TierShared) : 0);
 }
 
 }  // namespace
 
-bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int rungs,
+bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int tiers,
                const DeviceLimits& limits) {
-  return bytes_of_tokens(shape, tokens == ReplayTokens::squeezed, rungs) <=
-         most_dynamic_bytes(tokens == ReplayTokens::ladder, limits);
+  return bytes_of_tokens(shape, tokens == ReplayTokens::cache_positions, tiers) <=
+         max_dynamic_bytes(tokens == ReplayTokens::tiered, limits);
 }
 
 cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
@@ -49,24 +50,25 @@ cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
 
 cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
                       const DeviceLimits& limits, ReplayWalkPlan& plan) {
-  const int units = args.grid.config_units ? args.grid.config_units : args.shape.units;
-  if (!is_launchable(args, members, units)) return cudaErrorInvalidValue;
-  const bool squeezed = members.tokens == ReplayTokens::squeezed,
-             ladder = members.tokens == ReplayTokens::ladder;
-  plan.grid = grid_of(members.count, units);
-  plan.threads = replay_threads(args.most_slots, squeezed);
+  const int tasks = args.sweep.config_tasks ? args.sweep.config_tasks : args.shape.tasks;
+  if (!is_launchable(args, members, tasks)) return cudaErrorInvalidValue;
+  const bool cache_positions = members.tokens == ReplayTokens::cache_positions,
+             is_tiered = members.tokens == ReplayTokens::tiered;
+  plan.grid = grid_of(members.count, tasks);
+  plan.threads = replay_threads(args.max_slots, cache_positions);
   plan.multiprocessors = limits.multiprocessors;
-  plan.most_shared_bytes = most_dynamic_bytes(ladder, limits);
-  plan.shared_bytes = bytes_of_tokens(args.shape, squeezed, members.most_rungs);
-  if (plan.shared_bytes > plan.most_shared_bytes) return cudaErrorNotSupported;
-  // States, positions, places, a list of slots, rungs; in whole strips.
+  plan.max_shared_bytes = max_dynamic_bytes(is_tiered, limits);
+  plan.shared_bytes = bytes_of_tokens(args.shape, cache_positions, members.max_tiers);
+  if (plan.shared_bytes > plan.max_shared_bytes) return cudaErrorNotSupported;
+  // States, positions, places, a list of slots, tiers; in whole strips.
   const std::size_t of_slot = members.slot_bytes + sizeof(std::uint32_t) +
-                              (squeezed ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +
-                              (ladder ? 1 : 0),
-                    slots = of_slot * whole_strips(args.most_slots, squeezed);
-  const bool in_shared = plan.shared_bytes + slots <= plan.most_shared_bytes;
+                              (cache_positions ? sizeof(std::uint32_t) + sizeof(OldItem) : 0) +
+                              (is_tiered ? 1 : 0),
+                    slots = of_slot * whole_strips(args.max_slots, cache_positions);
+  const bool in_shared = plan.shared_bytes + slots <= plan.max_shared_bytes;
   if (in_shared) plan.shared_bytes += slots;
-  plan.variant = {args.shape.quads(), members.tokens, in_shared, args.shape.type, members.largest};
+  plan.variant = {args.shape.head_groups(), members.tokens, in_shared, args.shape.type,
+                  members.largest};
   return cudaSuccess;
 }
 
@@ -75,7 +77,7 @@ cudaError_t replay_walk(const void* kernel, const ReplayWalkPlan& plan, const Re
   if (!args.rows.is_launchable()) return cudaErrorInvalidValue;
   if (const cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(plan.most_shared_bytes));
+                               static_cast<int>(plan.max_shared_bytes));
       error != cudaSuccess)
     return error;
   void* parameters[] = {const_cast<ReplayWalkArgs*>(&args)};

@@ -1,4 +1,4 @@
-// What all caches of a unit share: rotated vectors, a block's exponentials, the full cache's
+// What all caches of a head task share: rotated vectors, a block's exponentials, the full cache's
 // outputs.
 #include <algorithm>
 
@@ -50,12 +50,12 @@ __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from(d));
 }
 
-/// A thread for each element of a unit's queries [query, head, dim] (x), a unit (y).
-__global__ void query_parts_kernel(int elements, int head_size, std::int64_t unit_stride,
+/// A thread for each element of a head task's queries [query, head, dim] (x), a head task (y).
+__global__ void query_parts_kernel(int elements, int head_size, std::int64_t task_stride,
                                    std::int64_t to_stride, const float* from, float* to) {
   const int at = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (at >= elements) return;
-  const float value = from[blockIdx.y * unit_stride + at], kept = tf32_part(value, false);
+  const float value = from[blockIdx.y * task_stride + at], kept = tf32_part(value, false);
   float* const parts =
       to + blockIdx.y * to_stride + at / head_size * 3 * head_size + at % head_size;
   parts[0] = parts[head_size] = kept;
@@ -75,8 +75,8 @@ __device__ float4 block_fold4(const float4& value, float (*shared)[4], Fold fold
   return of_lanes(all, 0);
 }
 
-/// One quad's products of one query, by token.
-struct QuadRow {
+/// One head group's products of one query, by token.
+struct HeadGroupRow {
   const float* products;  // [head, token]
   int tokens, heads;
   float scale;
@@ -113,7 +113,7 @@ struct RowCache {
     return token < count ? values[token] : row[token];
   }
 };
-constexpr int kMostCached = 4096;   // three blocks of a multiprocessor fit
+constexpr int kMaxCached = 4096;    // three blocks of a multiprocessor fit
 constexpr int kStaticBytes = 1024;  ///< of shared memory, beside the cached tokens
 
 /// Exponentials of a row's first `length` products to `e` and the cache, the largest 1: by the
@@ -124,8 +124,8 @@ struct RowScratch {
 struct RowTotals {
   float4 most, sum;
 };
-__device__ RowTotals exponentiate(const QuadRow& row, int length, float4* e, const RowCache& cache,
-                                  RowScratch& scratch) {
+__device__ RowTotals exponentiate(const HeadGroupRow& row, int length, float4* e,
+                                  const RowCache& cache, RowScratch& scratch) {
   float4 most = row[0];
 #pragma unroll 4
   for (int t = static_cast<int>(threadIdx.x); t < length; t += kThreads) {
@@ -162,37 +162,40 @@ __device__ void count_wanted(const float4* e, int tokens, const float4& least,
   if (threadIdx.x == 0) to = {counts[0], counts[1], counts[2], counts[3]};
 }
 
-/// A thread block for each query (x), quad (y) and unit (z), with `cached` tokens of shared memory.
+/// A thread block for each query (x), head group (y) and head task (z), with `cached` tokens of
+/// shared memory.
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ ReplayRowsArgs args, int cached) {
   extern __shared__ float4 of_tokens[];
   __shared__ RowScratch scratch;
   __shared__ std::uint32_t counts[4];
   const ReplayShape& shape = args.shape;
-  const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y);
+  const int i = static_cast<int>(blockIdx.x), head_group = static_cast<int>(blockIdx.y);
   const int query = args.rows.first + i, length = query + 1;
   const std::int64_t of_query = args.rows.row(blockIdx.z, i);
-  const std::int64_t of_quad = of_query * shape.quads() + quad;
-  const std::int64_t first_product = (of_query * shape.group + 4 * quad) * shape.tokens;
-  const QuadRow row{args.products + first_product, shape.tokens, shape.group - 4 * quad,
-                    shape.softmax_scale};
-  float4* const e = args.rows.e + of_quad * shape.tokens;
+  const std::int64_t head_group_row = of_query * shape.head_groups() + head_group;
+  const std::int64_t first_product = (of_query * shape.group + 4 * head_group) * shape.tokens;
+  const HeadGroupRow row{args.products + first_product, shape.tokens, shape.group - 4 * head_group,
+                         shape.softmax_scale};
+  float4* const e = args.rows.e + head_group_row * shape.tokens;
   const RowCache cache{of_tokens, cached};
 
   if (threadIdx.x < 4) counts[threadIdx.x] = 0;
   RowTotals totals = exponentiate(row, length, e, cache, scratch);
   const float4 least = least_of(totals.sum, row.heads, shape.threshold16);
   if (threadIdx.x == 0) {
-    args.rows.sums[of_quad] = totals.sum;
-    args.rows.least[of_quad] = least;
-    if (args.exact_most) args.exact_most[of_quad] = totals.most;
+    args.rows.sums[head_group_row] = totals.sum;
+    args.rows.least[head_group_row] = least;
+    if (args.exact_most) args.exact_most[head_group_row] = totals.most;
   }
-  if (args.span.index[query] >= 0)
-    count_wanted(e, query, least, cache, counts, args.rows.wanted[of_quad]);
+  if (args.measured.index[query] >= 0)
+    count_wanted(e, query, least, cache, counts, args.rows.wanted[head_group_row]);
   if (args.unrounded)
-    totals = exponentiate({args.unrounded + first_product, shape.tokens, row.heads, row.scale},
-                          length, args.squeezed.e + of_quad * shape.tokens, cache, scratch);
-  if (args.squeezed.most && threadIdx.x == 0) args.squeezed.most[of_quad] = totals.most;
+    totals =
+        exponentiate({args.unrounded + first_product, shape.tokens, row.heads, row.scale}, length,
+                     args.cache_positions.e + head_group_row * shape.tokens, cache, scratch);
+  if (args.cache_positions.most && threadIdx.x == 0)
+    args.cache_positions.most[head_group_row] = totals.most;
 }
 
 /// The dimension of one half of a pair; -1 in padding.
@@ -210,18 +213,18 @@ __device__ inline float scale_to_half(float largest) {
   return __uint_as_float(static_cast<std::uint32_t>(min(max(264 - exponent, 1), 253)) << 23);
 }
 
-/// A query of an octet as squeezed.fragments have it: column `column` of its products.
+/// A query of a query group as cache_positions.fragments have it: column `column` of its products.
 struct QueryColumn {
   const ReplayShape& shape;
   const float* from;  ///< null: there is none
   float factor, scale = 1;
 
-  __device__ QueryColumn(const ReplayRowsArgs& args, int octet, int column, int unit)
+  __device__ QueryColumn(const ReplayRowsArgs& args, int query_group, int column, int task)
       : shape(args.shape), from(nullptr), factor(args.shape.rotated > 0 ? args.rope[0].x : 1.0f) {
-    const int heads = 4 * shape.quads(), i = octet * kReplayAhead + column / heads,
+    const int heads = 4 * shape.head_groups(), i = query_group * kReplayAhead + column / heads,
               head = column % heads;
     if (i >= args.rows.count || head >= shape.group) return;
-    const std::int64_t query = shape.vector(unit, args.rows.first + i);
+    const std::int64_t query = shape.vector(task, args.rows.first + i);
     from = args.plain_queries + query * shape.group + head * shape.head_size;
   }
   __device__ float at(int d) const {
@@ -229,20 +232,22 @@ struct QueryColumn {
   }
 };
 
-constexpr int kMostColumns = kReplayAhead * kMostReplayGroup;
+constexpr int kMostColumns = kReplayAhead * kMaxReplayGroup;
 
-/// A thread block for each octet (x) and unit (y). Zeros for queries past the block's last.
+/// A thread block for each query group (x) and head task (y). Zeros for queries past the block's
+/// last.
 __global__ void __launch_bounds__(kThreads)
     fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float scales[kMostColumns];
   const ReplayShape& shape = args.shape;
-  const int heads = 4 * shape.quads(), columns = kReplayAhead * heads,
-            octet = static_cast<int>(blockIdx.x), unit = static_cast<int>(blockIdx.y),
+  const int heads = 4 * shape.head_groups(), columns = kReplayAhead * heads,
+            query_group = static_cast<int>(blockIdx.x), task = static_cast<int>(blockIdx.y),
             lane = static_cast<int>(threadIdx.x) % kWarpSize;
   float* const to_scales = reinterpret_cast<float*>(
-      args.squeezed.scales + args.rows.row(unit, octet * kReplayAhead) * shape.quads());
+      args.cache_positions.scales +
+      args.rows.row(task, query_group * kReplayAhead) * shape.head_groups());
   for (int column = static_cast<int>(threadIdx.x) / kWarpSize; column < columns; column += kWarps) {
-    const QueryColumn query(args, octet, column, unit);
+    const QueryColumn query(args, query_group, column, task);
     float largest = 0;
     for (int d = lane; d < shape.head_size; d += kWarpSize)
       largest = fmaxf(largest, fabsf(query.at(d)));
@@ -251,14 +256,15 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0) to_scales[column] = shape.softmax_scale / scale;
   }
   __syncthreads();
-  const int of_octet = shape.pairs() / 8 * (columns / 8) * kWarpSize;
-  const std::int64_t octets = args.rows.block / kReplayAhead;
-  uint4* const to = args.squeezed.fragments + (unit * octets + octet) * of_octet;
-  for (int at = static_cast<int>(threadIdx.x); at < of_octet; at += kThreads) {
+  const int query_group_size = shape.pairs() / 8 * (columns / 8) * kWarpSize;
+  const std::int64_t query_groups = args.rows.block / kReplayAhead;
+  uint4* const to =
+      args.cache_positions.fragments + (task * query_groups + query_group) * query_group_size;
+  for (int at = static_cast<int>(threadIdx.x); at < query_group_size; at += kThreads) {
     const int in_step = at % (columns / 8 * kWarpSize), step = at / (columns / 8 * kWarpSize),
               column = in_step / kWarpSize * 8 + lane / 4,
               pair = step / 2 * kReplayGranule + 4 * (lane % 4) + step % 2 * 2;
-    QueryColumn query(args, octet, column, unit);
+    QueryColumn query(args, query_group, column, task);
     query.scale = scales[column];
     const auto two = [&](bool high) {
       return HalfParts::of(query.at(dimension_of(shape, pair, high)),
@@ -294,18 +300,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// The full cache's outputs of sampled queries: a block for each query (x), four dimensions to a
-/// thread of a warp (y: quad), unit (z).
+/// thread of a warp (y: head group), head task (z).
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float4 partial[kWarps][4][kWarpSize];
   const ReplayShape& shape = args.shape;
-  const int i = static_cast<int>(blockIdx.x), quad = static_cast<int>(blockIdx.y);
-  const int query = args.rows.first + i, index = args.span.index[query];
-  if (!args.span.samples(index)) return;
+  const int i = static_cast<int>(blockIdx.x), head_group = static_cast<int>(blockIdx.y);
+  const int query = args.rows.first + i, index = args.measured.index[query];
+  if (!args.measured.samples(index)) return;
   const std::int64_t of_query = args.rows.row(blockIdx.z, i);
-  const std::int64_t of_quad = of_query * shape.quads() + quad;
-  const float4* const e = args.rows.e + of_quad * shape.tokens;
-  const float4 of_sum = args.rows.sums[of_quad];
+  const std::int64_t head_group_row = of_query * shape.head_groups() + head_group;
+  const float4* const e = args.rows.e + head_group_row * shape.tokens;
+  const float4 of_sum = args.rows.sums[head_group_row];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
             warp = static_cast<int>(threadIdx.x) / kWarpSize;
   for (int first = 0; first < shape.head_size; first += 4 * kWarpSize) {
@@ -322,19 +328,19 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int head = 0; head < 4; ++head) partial[warp][head][lane] = sums[head];
     __syncthreads();
-    if (warp < 4 && 4 * quad + warp < shape.group && d < shape.head_size) {
+    if (warp < 4 && 4 * head_group + warp < shape.group && d < shape.head_size) {
       float4 all{};
       for (int w = 0; w < kWarps; ++w) add(all, partial[w][warp][lane]);
       const float over = 1 / component(of_sum, warp);
-      *reinterpret_cast<float4*>(args.outputs +
-                                 (of_query * shape.group + 4 * quad + warp) * shape.head_size +
-                                 d) = {all.x * over, all.y * over, all.z * over, all.w * over};
+      *reinterpret_cast<float4*>(
+          args.outputs + (of_query * shape.group + 4 * head_group + warp) * shape.head_size + d) = {
+          all.x * over, all.y * over, all.z * over, all.w * over};
     }
     __syncthreads();
   }
 }
 
-/// A thread block for each query and head (x) and unit (y).
+/// A thread block for each query and head (x) and head task (y).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     softmax_kernel(const __grid_constant__ ReplaySoftmaxArgs args, T* to) {
@@ -362,9 +368,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t replay_softmax(const ReplaySoftmaxArgs& args, cudaStream_t stream) {
-  if (args.count < 1 || args.count > args.block || args.shape.units > 65535)
+  if (args.count < 1 || args.count > args.block || args.shape.tasks > 65535)
     return cudaErrorInvalidValue;
-  const dim3 grid = grid_of(args.count * args.shape.group, args.shape.units);
+  const dim3 grid = grid_of(args.count * args.shape.group, args.shape.tasks);
   return with_type(args.type, [&](auto zero) {
     softmax_kernel<<<grid, kThreads, 0, stream>>>(args, static_cast<decltype(zero)*>(args.to));
     return cudaGetLastError();
@@ -382,30 +388,30 @@ cudaError_t replay_rotate(const ReplayRotateArgs& args, cudaStream_t stream) {
 
 int replay_cached_tokens(int tokens, const DeviceLimits& limits) {
   const int fit = (limits.shared_bytes - kStaticBytes) / static_cast<int>(sizeof(float4));
-  return std::min({tokens, kMostCached, fit});
+  return std::min({tokens, kMaxCached, fit});
 }
 
 cudaError_t replay_rows(const ReplayRowsArgs& args, cudaStream_t stream) {
   const ReplayShape& shape = args.shape;
   if (!shape.is_launchable() || !args.rows.is_launchable()) return cudaErrorInvalidValue;
-  const dim3 grid = grid_of(args.rows.count, shape.quads(), shape.units);
+  const dim3 grid = grid_of(args.rows.count, shape.head_groups(), shape.tasks);
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits); error != cudaSuccess) return error;
   const int cached = replay_cached_tokens(args.rows.first + args.rows.count, limits),
             bytes = cached * static_cast<int>(sizeof(float4));
   if (const cudaError_t error = cudaFuncSetAttribute(
           rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-          replay_cached_tokens(kMostCached, limits) * static_cast<int>(sizeof(float4)));
+          replay_cached_tokens(kMaxCached, limits) * static_cast<int>(sizeof(float4)));
       error != cudaSuccess)
     return error;
   rows_kernel<<<grid, kThreads, static_cast<unsigned>(bytes), stream>>>(args, cached);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   if (args.outputs) outputs_kernel<<<grid, kThreads, 0, stream>>>(args);
   if (const cudaError_t error = cudaGetLastError();
-      error != cudaSuccess || !args.squeezed.fragments)
+      error != cudaSuccess || !args.cache_positions.fragments)
     return error;
-  const int octets = (args.rows.count + kReplayAhead - 1) / kReplayAhead;
-  fragments_kernel<<<grid_of(octets, shape.units), kThreads, 0, stream>>>(args);
+  const int query_groups = (args.rows.count + kReplayAhead - 1) / kReplayAhead;
+  fragments_kernel<<<grid_of(query_groups, shape.tasks), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -414,7 +420,7 @@ cudaError_t replay_query_parts(const ReplayShape& shape, int first, int count, i
   if (first < 0 || count < 1 || count > block || !shape.is_launchable())
     return cudaErrorInvalidValue;
   const int of_query = shape.group * shape.head_size, elements = count * of_query;
-  query_parts_kernel<<<grid_of((elements + kThreads - 1) / kThreads, shape.units), kThreads, 0,
+  query_parts_kernel<<<grid_of((elements + kThreads - 1) / kThreads, shape.tasks), kThreads, 0,
                        stream>>>(elements, shape.head_size, std::int64_t{shape.tokens} * of_query,
                                  std::int64_t{block} * of_query * 3,
                                  queries + std::int64_t{first} * of_query, to);

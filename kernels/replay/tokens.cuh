@@ -1,6 +1,6 @@
 // What a cache and its walk ask of the way in which tokens are kept, and the plainest: at original
-// positions, all exact. Squeezed ones (squeezed.cuh) and those on ladders (rungs.cuh) hide what
-// they do otherwise.
+// positions, all exact. Cache positions (cache_positions.cuh) and those on tiers (tiers.cuh) hide
+// what they do otherwise.
 #pragma once
 
 #include "kernels/replay/direct.cuh"
@@ -14,7 +14,7 @@ class ExactTokens {
  public:
   using Args = ReplayWalkArgs;
   static constexpr bool kInShared = kShared;
-  static constexpr bool kSqueezed = false, kLadder = false;
+  static constexpr bool kCachePositions = false, kTiered = false;
 
   /// Bytes of shared memory before the slots, behind the bits of the live positions.
   __device__ static std::size_t bytes_before_slots(const Args&) { return 0; }
@@ -28,7 +28,7 @@ class ExactTokens {
 
   __device__ void move_in(std::uint32_t) {}
   __device__ void move_out(std::uint32_t) const {}
-  __device__ void admit(std::uint32_t, std::uint32_t) {}
+  __device__ void append(std::uint32_t, std::uint32_t) {}
   __device__ void move(std::uint32_t, std::uint32_t) {}
 
   // What is known of all tokens.
@@ -49,26 +49,26 @@ class ExactTokens {
   // What a query is given.
 
   /// The row for query i of the block.
-  template <int kQuads>
+  template <int kHeadGroups>
   __device__ const float4* row(int i) const {
-    return at_.args.rows.e + at_.row(i) * kQuads * at_.args.shape.tokens;
+    return at_.args.rows.e + at_.row(i) * kHeadGroups * at_.args.shape.tokens;
   }
   /// Makes the direct exponentials of [0, live) for query i of the block, and with `ahead` for
   /// those behind it that nobody enters with.
-  template <int kQuads>
+  template <int kHeadGroups>
   __device__ void attend(int, std::uint32_t, bool) {}
   /// Whether a token's exponentials are direct.
   __device__ bool is_direct(std::uint32_t) const { return false; }
   /// Exponentials of all tokens from this position on are a row's.
-  __device__ std::uint32_t gone() const { return 0; }
+  __device__ std::uint32_t evicted_end() const { return 0; }
   __device__ const std::uint32_t* places() const { return nullptr; }
   /// Of tokens before `exact_from`.
   __device__ ExactCopies copies(std::uint32_t) const { return {}; }
 
   /// Direct exponentials by values to `to` [group, dim].
-  template <int kQuads, class Copies>
+  template <int kHeadGroups, class Copies>
   __device__ void sum_values(const DirectValues& of, const Copies&, float* to) const {
-    sum_direct_values<kQuads, FourBits<T>>(at_.args, of, shared_.scratch, to);
+    sum_direct_values<kHeadGroups, FourBits<T>>(at_.args, of, shared_.scratch, to);
   }
 
  protected:

@@ -5,22 +5,22 @@
 
 namespace kvlab::kernels {
 
-/// What a step adds up, in parts of a quad's heads each: the cache's exponentials; those of the
-/// full row, where they are others (kOther); the largest, if the policy asks for requests.
-template <int kQuads, bool kOther, bool kAsks>
+/// What a step adds up, in parts of a head group's heads each: the cache's exponentials; those of
+/// the full row, where they are others (kOther); the largest, if the policy requests requests.
+template <int kHeadGroups, bool kOther, bool kNeedsRequests>
 struct ReplayTotals {
-  static constexpr int kHeads = 4 * kQuads;
-  static constexpr int kParts = 1 + (kOther ? 1 : 0) + (kAsks ? 1 : 0);
-  static constexpr int kFullPart = kOther ? 1 : 0, kMostPart = kParts - 1;
+  static constexpr int kHeads = 4 * kHeadGroups;
+  static constexpr int kParts = 1 + (kOther ? 1 : 0) + (kNeedsRequests ? 1 : 0);
+  static constexpr int kFullPart = kOther ? 1 : 0, kMaxPart = kParts - 1;
 
-  Quads<kQuads> part[kParts];
+  HeadGroups<kHeadGroups> part[kParts];
 
   /// A token's, to the cache's sums.
-  __device__ void add_own(const Quads<kQuads>& e) {
+  __device__ void add_own(const HeadGroups<kHeadGroups>& e) {
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      add(part[0].quad[quad], e.quad[quad]);
-      if (kAsks) raise(part[kMostPart].quad[quad], e.quad[quad]);
+    for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
+      add(part[0].head_group[head_group], e.head_group[head_group]);
+      if (kNeedsRequests) raise(part[kMaxPart].head_group[head_group], e.head_group[head_group]);
     }
   }
   /// Over the block: lane l of every warp gets component l of all parts. `of_warps`: free again
@@ -30,16 +30,16 @@ struct ReplayTotals {
 #pragma unroll
     for (int p = 0; p < kParts; ++p)
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        const float4& x = part[p].quad[quad];
+      for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
+        const float4& x = part[p].head_group[head_group];
         const float folded =
-            kAsks && p == kMostPart ? warp_fold4(x, Larger{}) : warp_fold4(x, Add{});
-        if (at.lane < 4) to[p * kHeads + 4 * quad + at.lane] = folded;
+            kNeedsRequests && p == kMaxPart ? warp_fold4(x, Larger{}) : warp_fold4(x, Add{});
+        if (at.lane < 4) to[p * kHeads + 4 * head_group + at.lane] = folded;
       }
     __syncthreads();
     float value = 0;
     if (at.lane < kParts * kHeads) {
-      const bool most = kAsks && at.lane >= kMostPart * kHeads;
+      const bool most = kNeedsRequests && at.lane >= kMaxPart * kHeads;
       for (std::uint32_t warp = 0; warp < at.warps; ++warp) {
         const float other = of_warps[warp][at.lane];
         value = most ? fmaxf(value, other) : value + other;

@@ -1,12 +1,12 @@
-// Which one token makes room for the next.
+// Which one token evicts to the budget for the next.
 #pragma once
 
 #include "kernels/replay/block.cuh"
 
 namespace kvlab::kernels {
 
-/// A token that may leave: by rank, then by position. Guarded tokens are no candidates: of a full
-/// cache at least one token is unguarded, as sinks and recent tokens fit its budget.
+/// A token that may be evicted: by rank, then by position. Protected tokens are no candidates: of a
+/// full cache at least one token is unprotected, as sinks and recent tokens fit its budget.
 struct Candidate {
   std::uint64_t rank = ~std::uint64_t{0};
   std::uint32_t position = ~0u;
@@ -24,14 +24,14 @@ struct Candidate {
 __device__ inline Candidate warp_first(const Candidate& mine) {
   const auto high = static_cast<std::uint32_t>(mine.rank >> 32),
              low = static_cast<std::uint32_t>(mine.rank);
-  const std::uint32_t least_high = __reduce_min_sync(~0u, high);
-  bool first = high == least_high;
-  const std::uint32_t least_low = __reduce_min_sync(~0u, first ? low : ~0u);
-  first &= low == least_low;
+  const std::uint32_t min_high = __reduce_min_sync(~0u, high);
+  bool first = high == min_high;
+  const std::uint32_t min_low = __reduce_min_sync(~0u, first ? low : ~0u);
+  first &= low == min_low;
   const std::uint32_t least = __reduce_min_sync(~0u, first ? mine.position : ~0u);
   first &= mine.position == least;
   const int lane = __ffs(static_cast<int>(__ballot_sync(~0u, first))) - 1;
-  return {std::uint64_t{least_high} << 32 | least_low, least, __shfl_sync(~0u, mine.slot, lane)};
+  return {std::uint64_t{min_high} << 32 | min_low, least, __shfl_sync(~0u, mine.slot, lane)};
 }
 
 /// The first among the block's, in every thread. `of_warps`: free again after the next barrier.

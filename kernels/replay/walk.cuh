@@ -1,33 +1,34 @@
-// One policy's caches through a block of queries: a thread block for each cache (unit and
+// One policy's caches through a block of queries: a thread block for each cache (head task and
 // configuration), which takes the queries in order.
 //
-// Bytes: for each live token and query 16 a quad, its exponentials (from the L2 cache: the caches
-// of a unit read the same rows). States stay in shared memory through the block, where they fit.
+// Bytes: for each live token and query 16 a head group, its exponentials (from the L2 cache: the
+// caches of a head task read the same rows). States stay in shared memory through the block, where
+// they fit.
 #pragma once
 
 #include "kernels/replay/cache.cuh"
-#include "kernels/replay/figures.cuh"
+#include "kernels/replay/metrics.cuh"
 #include "kernels/replay/observe.cuh"
 #include "kernels/replay/totals.cuh"
 
 namespace kvlab::kernels {
 
 /// kLargest: as QueryLook's. Tokens: as ReplayCache's.
-template <class P, int kQuads, bool kLargest, class Tokens>
+template <class P, int kHeadGroups, bool kLargest, class Tokens>
 class ReplayWalk {
   using Cache = ReplayCache<P, Tokens>;
-  using Exponentials = Quads<kQuads>;
-  using Look = QueryLook<P, kQuads, kLargest>;
+  using Exponentials = HeadGroups<kHeadGroups>;
+  using Look = QueryLook<P, kHeadGroups, kLargest>;
   static constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
-  static constexpr bool kAsks = needs_requests(P::kInfo.needs);
-  static constexpr bool kLadder = Tokens::kLadder;
-  static constexpr int kHeads = 4 * kQuads;
+  static constexpr bool kNeedsRequests = needs_requests(P::kInfo.needs);
+  static constexpr bool kTiered = Tokens::kTiered;
+  static constexpr int kHeads = 4 * kHeadGroups;
   static constexpr int kStrip = Cache::kStrip;
 
   /// A cache's exponentials are not the full row's.
-  static constexpr bool kOther = Tokens::kSqueezed || kLadder;
-  using Totals = ReplayTotals<kQuads, kOther, kAsks>;
-  static constexpr int kFullPart = Totals::kFullPart, kMostPart = Totals::kMostPart;
+  static constexpr bool kOther = Tokens::kCachePositions || kTiered;
+  using Totals = ReplayTotals<kHeadGroups, kOther, kNeedsRequests>;
+  static constexpr int kFullPart = Totals::kFullPart, kMaxPart = Totals::kMaxPart;
   struct Strip {
     Exponentials e[kStrip];
   };
@@ -35,7 +36,7 @@ class ReplayWalk {
  public:
   __device__ ReplayWalk(const CacheThread& at, ReplayShared& shared, std::byte* dynamic)
       : at_(at), shared_(shared), cache_(at, shared, dynamic) {
-    for (std::uint32_t n = at.thread; n < kMostReplayQueries * kMostReplayGroup; n += at.threads)
+    for (std::uint32_t n = at.thread; n < kMaxReplayQueries * kMaxReplayGroup; n += at.threads)
       (&shared.hits[0][0])[n] = 0;
     __syncthreads();
   }
@@ -43,7 +44,7 @@ class ReplayWalk {
   __device__ void walk() {
     for (int i = 0; i < at_.args.rows.count; ++i) step(i);
     __syncthreads();
-    if (at_.args.sums) leave_counts(at_, shared_);
+    if (at_.args.sums) store_counts(at_, shared_);
     cache_.move_out();
   }
 
@@ -51,17 +52,17 @@ class ReplayWalk {
   __device__ void step(int i) {
     const ReplayWalkArgs& args = at_.args;
     const std::uint32_t query = args.rows.first + i;
-    const ReplayAdmission now = cache_.now();
+    const ReplayAppend now = cache_.now();
     if (query == now.first) cache_.begin();
     const std::uint32_t age = now.first + now.tokens - 1 - query;
     visible_ = cache_.live() - age;
-    const int index = args.span.index[query];
-    const bool observes = kObserves && (kAsks || age < tail());
+    const int index = args.measured.index[query];
+    const bool observes = kObserves && (kNeedsRequests || age < tail());
     if (observes || index >= 0) look(i, query, age, index, observes);
     if (args.kept_bits) note_kept(query);
     if (age > 0) return;
     if (now.tokens > 1) observe_all(now);
-    if (kLadder || !kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
+    if (kTiered || !kObserves || now.tokens > 1 || !observes) rank_all(query + 1);
     cache_.end();
   }
 
@@ -87,25 +88,25 @@ class ReplayWalk {
   __device__ void look(int i, std::uint32_t query, std::uint32_t age, int index, bool observes) {
     const ReplayWalkArgs& args = at_.args;
     const bool measures = index >= 0 && args.sums,
-               leaves = index >= 0 && index % args.sets.every == 0,
-               attends = !kOther || observes || leaves;
+               stores = index >= 0 && index % args.sets.every == 0,
+               attends = !kOther || observes || stores;
     direct_ = nullptr;
     all_direct_ = false;
-    row_ = args.rows.e + at_.row(i) * kQuads * args.shape.tokens;
+    row_ = args.rows.e + at_.row(i) * kHeadGroups * args.shape.tokens;
     Totals totals{};
     if constexpr (kOther)
       if (measures) total_full(totals, i, query);
-    row_ = cache_.tokens().template row<kQuads>(i);
-    if (Tokens::kSqueezed && attends) {
+    row_ = cache_.tokens().template row<kHeadGroups>(i);
+    if (Tokens::kCachePositions && attends) {
       direct_ = at_.direct(i);
-      cache_.tokens().template attend<kQuads>(i, cache_.live(),
-                                              kObserves && cache_.now().tokens == 1);
+      cache_.tokens().template attend<kHeadGroups>(i, cache_.live(),
+                                                   kObserves && cache_.now().tokens == 1);
     }
     if (attends) total(totals, query, !kOther && measures ? i : -1);
     float folded = fold(totals);
     if (measures) measure(i, query, folded);
-    if (measures && args.span.named_count)
-      add_named_sums<kQuads>(args, at_.unit, at_.cache(), cache_.live_words(), i);
+    if (measures && args.measured.named_count)
+      add_named_sums<kHeadGroups>(args, at_.task, at_.cache(), cache_.live_words(), i);
     if (!attends) return;
     const bool lost = is_lost(folded, args.shape);
     if (lost) {
@@ -113,9 +114,9 @@ class ReplayWalk {
       folded = fold(totals);
     }
     if (observes) observe(folded, query, age);
-    if (leaves) leave_kept(i, index, query, folded, lost);
-    if constexpr (kLadder)
-      if (leaves && at_.rule.twin >= 0) leave_twin(totals, i, index, query, folded);
+    if (stores) store_kept(i, index, query, folded, lost);
+    if constexpr (kTiered)
+      if (stores && at_.rule.fp16_copy >= 0) store_fp16_copy(totals, i, index, query, folded);
   }
 
   /// Of a strip from this thread's slot `first` on: zeros where a slot has no token up to `query`.
@@ -130,11 +131,11 @@ class ReplayWalk {
       if (!cache_.holds(slot, query, visible_)) continue;
       const float4* const row = row_ + (kFull ? 0 : cache_.copies().row_of(slot));
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad)
-        strip.e[k].quad[quad] = row[quad * tokens + cache_.position(slot)];
+      for (int head_group = 0; head_group < kHeadGroups; ++head_group)
+        strip.e[k].head_group[head_group] = row[head_group * tokens + cache_.position(slot)];
     }
     if constexpr (!kFull)
-      if (Tokens::kSqueezed || all_direct_) add_direct(strip, first, query);
+      if (Tokens::kCachePositions || all_direct_) add_direct(strip, first, query);
   }
   /// What the row does not have.
   __device__ void add_direct(Strip& strip, std::uint32_t first, std::uint32_t query) const {
@@ -144,8 +145,8 @@ class ReplayWalk {
       if (!cache_.holds(slot, query, visible_) || !(cache_.tokens().is_direct(slot) || all_direct_))
         continue;
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad)
-        strip.e[k].quad[quad] = direct_[quad * at_.args.slots.of_unit + slot];
+      for (int head_group = 0; head_group < kHeadGroups; ++head_group)
+        strip.e[k].head_group[head_group] = direct_[head_group * at_.args.slots.of_task + slot];
     }
   }
   /// Calls each(strip, its first slot of this thread) for each of the warp's strips.
@@ -162,8 +163,8 @@ class ReplayWalk {
   /// Counts hits for query `i` of the block, if that is not -1.
   __device__ void total(Totals& totals, std::uint32_t query, int i) {
     totals.part[0] = {};
-    if (kAsks) totals.part[kMostPart] = {};
-    ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(max(i, 0)) * kQuads);
+    if (kNeedsRequests) totals.part[kMaxPart] = {};
+    ReplayHits<kHeadGroups> hits(at_.args.rows.least + at_.row(max(i, 0)) * kHeadGroups);
     for_strips(query, [&](const Strip& strip, std::uint32_t) {
 #pragma unroll
       for (int k = 0; k < kStrip; ++k) {
@@ -175,13 +176,13 @@ class ReplayWalk {
   }
   /// The full row's sum and hits, where the cache's own differ.
   __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
-    ReplayHits<kQuads> hits(at_.args.rows.least + at_.row(i) * kQuads);
+    ReplayHits<kHeadGroups> hits(at_.args.rows.least + at_.row(i) * kHeadGroups);
     for_strips<true>(query, [&](const Strip& strip, std::uint32_t) {
 #pragma unroll
       for (int k = 0; k < kStrip; ++k) {
 #pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad)
-          add(totals.part[kFullPart].quad[quad], strip.e[k].quad[quad]);
+        for (int head_group = 0; head_group < kHeadGroups; ++head_group)
+          add(totals.part[kFullPart].head_group[head_group], strip.e[k].head_group[head_group]);
         hits.count(strip.e[k]);
       }
     });
@@ -202,10 +203,10 @@ class ReplayWalk {
   template <class Copies>
   __device__ void take_direct(Totals& totals, int i, std::uint32_t query, const Copies& copies) {
     __syncthreads();
-    take_direct_row(
-        at_.args,
-        {cache_.positions(), cache_.tokens().places(), visible_, query, at_.unit, at_.direct(i)},
-        copies, &shared_.scratch[0][0]);
+    take_direct_row(at_.args,
+                    {cache_.positions(), cache_.tokens().positions_in_cache(), visible_, query,
+                     at_.task, at_.direct(i)},
+                    copies, &shared_.scratch[0][0]);
     direct_ = at_.direct(i);
     all_direct_ = true;
     total(totals, query, -1);
@@ -213,11 +214,11 @@ class ReplayWalk {
 
   // Observing and ranking.
 
-  /// What one query shows: to the states at once where it is alone in its admission, which is
+  /// What one query shows: to the states at once where it is alone in its append, which is
   /// ranked then too.
   __device__ void observe(float folded, std::uint32_t query, std::uint32_t age) {
     if constexpr (kObserves) {
-      const float most = __shfl_sync(~0u, folded, kMostPart * kHeads + at_.lane % kHeads);
+      const float most = __shfl_sync(~0u, folded, kMaxPart * kHeads + at_.lane % kHeads);
       const Look seen_by(folded, most, at_, weight(age), query);
       if (cache_.now().tokens > 1)
         note_seen(seen_by, query);
@@ -231,7 +232,7 @@ class ReplayWalk {
       for (int k = 0; k < kStrip; ++k) {
         const std::uint32_t slot = first + k * kWarpSize;
         if (!cache_.holds(slot, query, visible_)) continue;
-        const Observation seen = seen_by.seen(strip.e[k]);
+        const Observation seen = seen_by.observation(strip.e[k]);
         Observation& all = at_.args.slots.seen[at_.first_slot + slot];
         all.mass += seen.mass;
         all.requests += seen.requests;
@@ -239,12 +240,12 @@ class ReplayWalk {
       }
     });
   }
-  /// What happens in a slot without a token is of no account: admit() sets all of a state, and its
-  /// position is guarded.
+  /// What happens in a slot without a token is of no account: append() sets all of a state, and its
+  /// position is protected.
   __device__ void observe_alone(const Look& seen_by, std::uint32_t query) {
-    const Step attended = cache_.step_at(query, 1), leaves = cache_.step_at(query + 1, 0);
-    const bool ranks = !kLadder && cache_.ranks_next();
-    const std::uint32_t unguarded = ranks ? cache_.unguarded(query + 1) : 0;
+    const Step attended = cache_.step_at(query, 1), ranking = cache_.step_at(query + 1, 0);
+    const bool ranks = !kTiered && cache_.ranks_next();
+    const std::uint32_t unprotected = ranks ? cache_.num_unprotected(query + 1) : 0;
     Candidate candidate;
     for_strips(query, [&](const Strip& strip, std::uint32_t first) {
 #pragma unroll
@@ -252,16 +253,16 @@ class ReplayWalk {
         const std::uint32_t slot = first + k * kWarpSize;
         if (!Tokens::kInShared && !cache_.holds(slot, query, visible_)) continue;
         auto own = cache_.state(slot);
-        P::observe(own, seen_by.seen(strip.e[k]), cache_.params(), attended);
+        P::observe(own, seen_by.observation(strip.e[k]), cache_.params(), attended);
         cache_.put(slot, own);
-        cache_.rank(candidate, slot, own, leaves, unguarded);
+        cache_.rank(candidate, slot, own, ranking, unprotected);
       }
     });
     if (ranks) cache_.choose(candidate);
   }
 
-  /// After an admission of several queries.
-  __device__ void observe_all(const ReplayAdmission& now) {
+  /// After an append of several queries.
+  __device__ void observe_all(const ReplayAppend& now) {
     if constexpr (kObserves) {
       const Step attended = cache_.step_at(now.first, now.tokens);
       const std::uint32_t older = cache_.live() - now.tokens;
@@ -277,14 +278,14 @@ class ReplayWalk {
 
   __device__ void rank_all(std::uint32_t now) {
     if (!cache_.ranks_next()) return;
-    if constexpr (kLadder) {
-      cache_.step_down(now);
+    if constexpr (kTiered) {
+      cache_.demote(now);
     } else {
-      const Step leaves = cache_.step_at(now, 0);
-      const std::uint32_t unguarded = cache_.unguarded(now);
+      const Step ranking = cache_.step_at(now, 0);
+      const std::uint32_t unprotected = cache_.num_unprotected(now);
       Candidate first;
       at_.for_slots<kStrip>(cache_.live(), [&](std::uint32_t i) {
-        cache_.rank(first, i, cache_.state(i), leaves, unguarded);
+        cache_.rank(first, i, cache_.state(i), ranking, unprotected);
       });
       cache_.choose(first);
     }
@@ -292,35 +293,36 @@ class ReplayWalk {
 
   // What replay_outputs() and replay_changes() take the query's from.
 
-  __device__ void leave_kept(int i, int index, std::uint32_t query, float folded, bool lost) {
+  __device__ void store_kept(int i, int index, std::uint32_t query, float folded, bool lost) {
     const ReplayKeptSets& sets = at_.args.sets;
     const std::int64_t kept = sets.kept_of(at_.cache(), index);
-    const std::uint32_t direct = lost ? query + 1 : cache_.tokens().gone();
+    const std::uint32_t direct = lost ? query + 1 : cache_.tokens().evicted_end();
     __syncthreads();
-    if (!kLadder || direct > 0)
+    if (!kTiered || direct > 0)
       cache_.copy_live(sets.shared + kept * at_.args.shape.words(), query + 1, direct);
-    if constexpr (kLadder) leave_coded(kept, query + 1, direct);
+    if constexpr (kTiered) store_quantized_tokens(kept, query + 1, direct);
     const bool whole =
-        visible_ == query + 1 && !Tokens::kSqueezed && (!kLadder || at_.rule.copies <= 1);
-    leave_sums(kept, folded, whole, direct > 0);
-    if (direct > 0) leave_direct(at_.cache(), i, index, direct, cache_.copies());
+        visible_ == query + 1 && !Tokens::kCachePositions && (!kTiered || at_.rule.copies <= 1);
+    store_kept_sums(kept, folded, whole, direct > 0);
+    if (direct > 0) store_direct(at_.cache(), i, index, direct, cache_.copies());
     __syncthreads();
   }
-  __device__ void leave_sums(std::int64_t kept, float folded, bool whole, bool direct) const {
+  __device__ void store_kept_sums(std::int64_t kept, float folded, bool whole, bool direct) const {
     ReplayKept& to = at_.args.sets.kept[kept];
     if (at_.thread < kHeads) to.sums[at_.thread] = folded;
     if (at_.thread == 0) to.whole = whole, to.direct = direct;
   }
 
   /// The tokens of each copy, none where all are direct.
-  __device__ void leave_coded(std::int64_t kept, std::uint32_t tokens, std::uint32_t direct) const {
-    const ReplayLadderArgs& args = static_cast<const ReplayLadderArgs&>(at_.args);
+  __device__ void store_quantized_tokens(std::int64_t kept, std::uint32_t tokens,
+                                         std::uint32_t direct) const {
+    const ReplayTierArgs& args = static_cast<const ReplayTierArgs&>(at_.args);
     const ReplayKeptSets& sets = args.sets;
     const int words = args.shape.words();
     if (direct == 0) cache_.copy_words(0, sets.shared + kept * words, tokens);
     for (int copy = 1; copy <= args.copies.count; ++copy) {
       if (!(at_.rule.copies >> copy & 1)) continue;
-      std::uint32_t* const to = sets.coded + (kept * args.copies.count + copy - 1) * words;
+      std::uint32_t* const to = sets.quantized + (kept * args.copies.count + copy - 1) * words;
       if (direct == 0)
         cache_.copy_words(copy, to, tokens);
       else
@@ -328,9 +330,10 @@ class ReplayWalk {
     }
   }
   /// The same tokens in 16 bit.
-  __device__ void leave_twin(Totals& totals, int i, int index, std::uint32_t query, float folded) {
+  __device__ void store_fp16_copy(Totals& totals, int i, int index, std::uint32_t query,
+                                  float folded) {
     const ReplayKeptSets& sets = at_.args.sets;
-    const std::int64_t cache = at_.args.grid.cache_of(at_.unit, at_.rule.twin),
+    const std::int64_t cache = at_.args.sweep.cache_of(at_.task, at_.rule.fp16_copy),
                        kept = sets.kept_of(cache, index);
     float exact = __shfl_sync(~0u, folded, kFullPart * kHeads + at_.lane % kHeads);
     const bool lost = is_lost(exact, at_.args.shape);
@@ -340,28 +343,28 @@ class ReplayWalk {
     }
     const std::uint32_t direct = lost ? query + 1 : 0;
     cache_.copy_live(sets.shared + kept * at_.args.shape.words(), query + 1, direct);
-    leave_sums(kept, exact, visible_ == query + 1, lost);
-    if (lost) leave_direct(cache, i, index, direct, ExactCopies{});
+    store_kept_sums(kept, exact, visible_ == query + 1, lost);
+    if (lost) store_direct(cache, i, index, direct, ExactCopies{});
     __syncthreads();
   }
 
   /// The part of a query's outputs and changes that is the tokens' before position `end`.
   template <class Copies>
-  __device__ void leave_direct(std::int64_t cache, int i, int index, std::uint32_t end,
+  __device__ void store_direct(std::int64_t cache, int i, int index, std::uint32_t end,
                                const Copies& copies) {
     const ReplayWalkArgs& args = at_.args;
     const ReplayKeptSets& sets = args.sets;
-    const DirectValues of{cache_.positions(), visible_, end, at_.unit, at_.direct(i)};
-    if (args.terms.draws) {
-      const QueryTerms terms(args.shape, args.terms, at_.unit, index);
+    const DirectValues of{cache_.positions(), visible_, end, at_.task, at_.direct(i)};
+    if (args.terms.gradient_samples) {
+      const QueryTerms terms(args.shape, args.terms, at_.task, index);
       sum_direct_terms(args, of, terms, copies,
                        sets.changes + sets.kept_of(cache, index) * terms.columns);
     }
-    if (!args.span.samples(index)) return;
-    cache_.tokens().template sum_values<kQuads>(
+    if (!args.measured.samples(index)) return;
+    cache_.tokens().template sum_values<kHeadGroups>(
         of, copies,
         sets.values +
-            sets.sample_of(args.span, cache, index) * args.shape.group * args.shape.head_size);
+            sets.sample_of(args.measured, cache, index) * args.shape.group * args.shape.head_size);
   }
 
   const CacheThread& at_;
@@ -369,20 +372,20 @@ class ReplayWalk {
   Cache cache_;
   int parity_ = 0;
   std::uint32_t visible_ = 0;
-  const float4* row_ = nullptr;     // [quad, token]: of the query
-  const float4* direct_ = nullptr;  // [quad, slot]: where that is of no use
+  const float4* row_ = nullptr;     // [head group, token]: of the query
+  const float4* direct_ = nullptr;  // [head group, slot]: where that is of no use
   bool all_direct_ = false;
 };
 
-/// A thread block for each member (x) and unit of it (y).
-template <class P, int kQuads, bool kLargest, class Tokens>
-__global__ void __launch_bounds__(replay_most_threads(Tokens::kSqueezed),
-                                  replay_blocks(Tokens::kSqueezed))
+/// A thread block for each member (x) and head task of it (y).
+template <class P, int kHeadGroups, bool kLargest, class Tokens>
+__global__ void __launch_bounds__(replay_max_threads(Tokens::kCachePositions),
+                                  replay_blocks(Tokens::kCachePositions))
     walk_caches(const __grid_constant__ typename Tokens::Args args) {
   extern __shared__ __align__(16) std::byte dynamic[];
   __shared__ ReplayShared shared;
   const CacheThread at(args);
-  ReplayWalk<P, kQuads, kLargest, Tokens>(at, shared, dynamic).walk();
+  ReplayWalk<P, kHeadGroups, kLargest, Tokens>(at, shared, dynamic).walk();
 }
 
 }  // namespace kvlab::kernels

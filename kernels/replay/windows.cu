@@ -1,9 +1,9 @@
 // Caches that evict the oldest first: what a query attends is known without a walk. Before an
-// admission from position f on, a cache of budget B with S sinks keeps all, or, where f > B - 1,
+// append from position f on, a cache of budget B with S sinks keeps all, or, where f > B - 1,
 // its sinks and the last B - 1 - S tokens. A row's sums over chunks of tokens serve all
 // configurations.
 //
-// With squeezed positions the window's exponentials are a row's, as it has lost no younger token;
+// With cache positions the window's exponentials are a row's, as it has lost no younger token;
 // the sinks' are direct.
 #include "kernels/device/load.cuh"
 #include "kernels/replay/direct.cuh"
@@ -17,14 +17,14 @@ constexpr int kChunks = 64;                   // of a row, at most
 constexpr int kRanges = kChunks / kWarpSize;  // of chunks that a lane sums
 
 /// Sums over tokens: exponentials, those of unrounded vectors, requested tokens before the query.
-template <int kQuads>
+template <int kHeadGroups>
 struct RowSums {
-  float4 full[kQuads], squeezed[kQuads];
-  uint4 hits[kQuads];
+  float4 full[kHeadGroups], cache_positions[kHeadGroups];
+  uint4 hits[kHeadGroups];
 };
 /// Of a chunk, then of it and all later ones.
-template <int kQuads>
-using ChunkSums = RowSums<kQuads>[kChunks + 1];
+template <int kHeadGroups>
+using ChunkSums = RowSums<kHeadGroups>[kChunks + 1];
 
 /// What a query attends: tokens [0, sinks) and [first, query].
 struct Window {
@@ -33,48 +33,49 @@ struct Window {
   __device__ std::uint32_t live(std::uint32_t query) const { return sinks + query + 1 - first; }
 };
 
-/// The first position of the admission that a query is in.
-__device__ std::uint32_t admission_of(const ReplayAdmission* admissions, std::uint32_t count,
-                                      std::uint32_t tokens, std::uint32_t query) {
+/// The first position of the append that a query is in.
+__device__ std::uint32_t append_of(const ReplayAppend* appends, std::uint32_t count,
+                                   std::uint32_t tokens, std::uint32_t query) {
   const std::uint32_t behind = tokens - query;  // decoded one by one, as most are
-  if (behind <= count && admissions[count - behind].first == query) return query;
+  if (behind <= count && appends[count - behind].first == query) return query;
   std::uint32_t low = 0, high = count;
   while (high - low > 1) {
     const std::uint32_t middle = (low + high) / 2;
-    (admissions[middle].first <= query ? low : high) = middle;
+    (appends[middle].first <= query ? low : high) = middle;
   }
-  return admissions[low].first;
+  return appends[low].first;
 }
 
-/// One query of one unit.
-template <int kQuads>
+/// One query of one head task.
+template <int kHeadGroups>
 class WindowQuery {
-  using Sums = RowSums<kQuads>;
-  static constexpr int kHeads = 4 * kQuads;
+  using Sums = RowSums<kHeadGroups>;
+  static constexpr int kHeads = 4 * kHeadGroups;
 
  public:
-  __device__ WindowQuery(const ReplayWindowsArgs& args, ChunkSums<kQuads>& chunks)
+  __device__ WindowQuery(const ReplayWindowsArgs& args, ChunkSums<kHeadGroups>& chunks)
       : args_(args),
         chunks_(chunks),
         i_(static_cast<int>(blockIdx.x)),
-        first_member_(args.grid.config_units ? static_cast<int>(blockIdx.y) / args.grid.config_units
-                                             : 0),
-        unit_(args.grid.config_units
-                  ? args.grid.unit_of(args.members[first_member_],
-                                      static_cast<int>(blockIdx.y) % args.grid.config_units)
+        first_member_(
+            args.sweep.config_tasks ? static_cast<int>(blockIdx.y) / args.sweep.config_tasks : 0),
+        task_(args.sweep.config_tasks
+                  ? args.sweep.task_of(args.members[first_member_],
+                                       static_cast<int>(blockIdx.y) % args.sweep.config_tasks)
                   : static_cast<int>(blockIdx.y)),
         query_(static_cast<std::uint32_t>(args.rows.first + i_)),
-        index_(args.span.index[query_]),
-        row_(args.rows.row(unit_, i_)),
+        index_(args.measured.index[query_]),
+        row_(args.rows.row(task_, i_)),
         lane_(threadIdx.x % kWarpSize),
         warp_(threadIdx.x / kWarpSize),
         chunk_((query_ + kChunks) / kChunks + kWarpSize - 1) {
     chunk_ = chunk_ / kWarpSize * kWarpSize;
-    for (int quad = 0; quad < kQuads; ++quad) {
-      const std::int64_t at = row_ * kQuads + quad;
-      full_[quad] = args.rows.e + at * args.shape.tokens;
-      squeezed_[quad] = args.squeezed.e ? args.squeezed.e + at * args.shape.tokens : nullptr;
-      least_[quad] = args.rows.least[at];
+    for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
+      const std::int64_t at = row_ * kHeadGroups + head_group;
+      full_[head_group] = args.rows.e + at * args.shape.tokens;
+      cache_positions_[head_group] =
+          args.cache_positions.e ? args.cache_positions.e + at * args.shape.tokens : nullptr;
+      least_[head_group] = args.rows.least[at];
     }
   }
 
@@ -82,10 +83,10 @@ class WindowQuery {
     const bool measures = index_ >= 0;
     if (!measures && !args_.kept_bits) return;
     if (measures) sum_chunks();
-    const int end = args_.grid.config_units ? first_member_ + 1 : args_.member_count;
+    const int end = args_.sweep.config_tasks ? first_member_ + 1 : args_.member_count;
     for (int m = first_member_ + static_cast<int>(warp_); m < end; m += kWarps) {
-      const std::int64_t cache = args_.grid.cache_of(unit_, args_.members[m]);
-      const ReplayRule& rule = args_.grid.rules[cache];
+      const std::int64_t cache = args_.sweep.cache_of(task_, args_.members[m]);
+      const ReplayRule& rule = args_.sweep.rules[cache];
       const Window window = window_of(rule);
       if (args_.kept_bits)
         mark(args_.kept_bits + (cache * args_.shape.tokens + query_) * args_.shape.words(), window,
@@ -96,8 +97,8 @@ class WindowQuery {
 
  private:
   __device__ Window window_of(const ReplayRule& rule) const {
-    const std::uint32_t tokens = rule.admissions[rule.admission_count].first;
-    const std::uint32_t first = admission_of(rule.admissions, rule.admission_count, tokens, query_);
+    const std::uint32_t tokens = rule.appends[rule.num_appends].first;
+    const std::uint32_t first = append_of(rule.appends, rule.num_appends, tokens, query_);
     const std::uint32_t budget = rule.rule.budget, sinks = rule.rule.sinks;
     if (budget == kUnlimited || first <= budget - 1) return {0, 0};
     return {sinks, first - (budget - 1 - sinks)};
@@ -105,37 +106,41 @@ class WindowQuery {
 
   // Sums of the row.
 
-  /// Of [begin, end), a part of every lane. `own`: of squeezed rows too.
+  /// Of [begin, end), a part of every lane. `own`: of rows at cache positions too.
   __device__ Sums sum(std::uint32_t begin, std::uint32_t end) const {
     Sums sums{};
     for (std::uint32_t token = begin + lane_; token < end; token += kWarpSize)
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        const float4 x = full_[quad][token], bound = least_[quad];
-        add(sums.full[quad], x);
-        if (squeezed_[quad]) add(sums.squeezed[quad], squeezed_[quad][token]);
-        if (token < query_) count_from(sums.hits[quad], x, bound);
+      for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
+        const float4 x = full_[head_group][token], bound = least_[head_group];
+        add(sums.full[head_group], x);
+        if (cache_positions_[head_group])
+          add(sums.cache_positions[head_group], cache_positions_[head_group][token]);
+        if (token < query_) count_from(sums.hits[head_group], x, bound);
       }
     return sums;
   }
   /// Over the warp: in every lane.
-  __device__ static Sums folded(const Sums& sums) {
+  __device__ static Sums fold_lanes(const Sums& sums) {
     Sums all;
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      all.full[quad] = of_lanes(warp_fold4(sums.full[quad], Add{}), 0);
-      all.squeezed[quad] = of_lanes(warp_fold4(sums.squeezed[quad], Add{}), 0);
-      all.hits[quad] = warp_sum4(sums.hits[quad]);
+    for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
+      all.full[head_group] = of_lanes(warp_fold4(sums.full[head_group], Add{}), 0);
+      all.cache_positions[head_group] =
+          of_lanes(warp_fold4(sums.cache_positions[head_group], Add{}), 0);
+      all.hits[head_group] = warp_sum4(sums.hits[head_group]);
     }
     return all;
   }
   __device__ static void add_to(Sums& sums, const Sums& other) {
 #pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      add(sums.full[quad], other.full[quad]);
-      add(sums.squeezed[quad], other.squeezed[quad]);
-      sums.hits[quad].x += other.hits[quad].x, sums.hits[quad].y += other.hits[quad].y;
-      sums.hits[quad].z += other.hits[quad].z, sums.hits[quad].w += other.hits[quad].w;
+    for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
+      add(sums.full[head_group], other.full[head_group]);
+      add(sums.cache_positions[head_group], other.cache_positions[head_group]);
+      sums.hits[head_group].x += other.hits[head_group].x,
+          sums.hits[head_group].y += other.hits[head_group].y;
+      sums.hits[head_group].z += other.hits[head_group].z,
+          sums.hits[head_group].w += other.hits[head_group].w;
     }
   }
 
@@ -144,13 +149,13 @@ class WindowQuery {
     for (std::uint32_t c = warp_; c <= kChunks; c += kWarps) {
       const std::uint32_t begin = c * chunk_;
       Sums sums{};
-      if (begin <= query_) sums = folded(sum(begin, min(begin + chunk_, query_ + 1)));
+      if (begin <= query_) sums = fold_lanes(sum(begin, min(begin + chunk_, query_ + 1)));
       if (lane_ == 0) chunks_[c] = sums;
     }
     __syncthreads();
     constexpr std::uint32_t kWords = sizeof(Sums) / 4;
     for (std::uint32_t word = warp_; word < kWords; word += kWarps)
-      if (word < 8 * kQuads)
+      if (word < 8 * kHeadGroups)
         sum_from<float>(word);
       else
         sum_from<std::uint32_t>(word);
@@ -176,10 +181,10 @@ class WindowQuery {
 
   __device__ void measure(std::int64_t cache, const ReplayRule& rule, const Window& window) {
     const std::uint32_t chunk = window.first / chunk_;
-    Sums young = folded(sum(window.first, min((chunk + 1) * chunk_, query_ + 1)));
+    Sums young = fold_lanes(sum(window.first, min((chunk + 1) * chunk_, query_ + 1)));
     add_to(young, chunks_[chunk + 1]);
-    const Sums sinks = folded(sum(0, window.sinks));
-    const bool squeezed = rule.squeezed && !window.is_whole();
+    const Sums sinks = fold_lanes(sum(0, window.sinks));
+    const bool cache_positions = rule.cache_positions && !window.is_whole();
     Sums kept = young;
     add_to(kept, sinks);
     if (args_.counts.kept && lane_ < static_cast<unsigned>(args_.shape.group)) {
@@ -192,19 +197,22 @@ class WindowQuery {
     if (index_ % args_.sets.every != 0) return;
 
     // Of lane l for head l.
-    float total = head_of(squeezed ? young.squeezed : rule.squeezed ? kept.squeezed : kept.full);
+    float total = head_of(cache_positions        ? young.cache_positions
+                          : rule.cache_positions ? kept.cache_positions
+                                                 : kept.full);
     const Direct direct = direct_of(cache);
-    if (squeezed)
-      total +=
-          take_tokens(window, window.sinks, true,
-                      reinterpret_cast<const float*>(args_.squeezed.most + row_ * kQuads), direct);
+    if (cache_positions)
+      total += take_tokens(
+          window, window.sinks, true,
+          reinterpret_cast<const float*>(args_.cache_positions.most + row_ * kHeadGroups), direct);
     const bool lost = is_lost(total, args_.shape);
-    if (lost) total = take_tokens(window, window.live(query_), squeezed, nullptr, direct);
-    leave_kept(args_.sets.kept_of(cache, index_), window, total,
-               window.is_whole() && !rule.squeezed, squeezed, lost);
+    if (lost) total = take_tokens(window, window.live(query_), cache_positions, nullptr, direct);
+    store_kept(args_.sets.kept_of(cache, index_), window, total,
+               window.is_whole() && !rule.cache_positions, cache_positions, lost);
   }
-  __device__ float head_of(const float4 (&sums)[kQuads]) const {
-    return component(sums[kQuads == 1 ? 0 : lane_ / 4 % kQuads], static_cast<int>(lane_ % 4));
+  __device__ float head_of(const float4 (&sums)[kHeadGroups]) const {
+    return component(sums[kHeadGroups == 1 ? 0 : lane_ / 4 % kHeadGroups],
+                     static_cast<int>(lane_ % 4));
   }
 
   // Outputs.
@@ -216,18 +224,20 @@ class WindowQuery {
   __device__ Direct direct_of(std::int64_t cache) const {
     const ReplayKeptSets& sets = args_.sets;
     const std::int64_t group = args_.shape.group;
-    return {args_.span.samples(index_) ? sets.values + sets.sample_of(args_.span, cache, index_) *
-                                                           group * args_.shape.head_size
-                                       : nullptr,
-            args_.terms.draws
-                ? sets.changes + sets.kept_of(cache, index_) * args_.terms.draws * group
+    return {args_.measured.samples(index_)
+                ? sets.values +
+                      sets.sample_of(args_.measured, cache, index_) * group * args_.shape.head_size
+                : nullptr,
+            args_.terms.gradient_samples
+                ? sets.changes + sets.kept_of(cache, index_) * args_.terms.gradient_samples * group
                 : nullptr};
   }
   /// A token that is n-th of those attended.
-  __device__ AttendedToken attended(const Window& window, std::uint32_t n, bool squeezed) const {
+  __device__ AttendedToken attended_token(const Window& window, std::uint32_t n,
+                                          bool cache_positions) const {
     const std::uint32_t position = n < window.sinks ? n : window.first + (n - window.sinks),
-                        place = query_ + 1 - window.live(query_) + n;
-    return {unit_, query_, position, place, squeezed};
+                        position_in_cache = query_ + 1 - window.live(query_) + n;
+    return {task_, query_, position, position_in_cache, cache_positions};
   }
   __device__ float logit(const AttendedToken& token, int head) const {
     return direct_product(args_.shape, args_.tensors, token, head) * args_.shape.softmax_scale;
@@ -236,35 +246,36 @@ class WindowQuery {
   /// The exponentials of the first `count` tokens attended: their sum, of lane l for head l.
   /// `most`: of each head the maximum that they are taken with; null: their own.
   __device__ __noinline__ float take_tokens(const Window& window, std::uint32_t count,
-                                            bool squeezed, const float* most,
+                                            bool cache_positions, const float* most,
                                             const Direct& direct) const {
     float sum = 0;
     for (int head = 0; head < args_.shape.group; ++head) {
       float largest = most ? most[head] : -3.4e38f;
       for (std::uint32_t n = 0; !most && n < count; ++n)
-        largest = fmaxf(largest, logit(attended(window, n, squeezed), head));
-      const float of_head = take_values(window, count, squeezed, head, largest, direct);
+        largest = fmaxf(largest, logit(attended_token(window, n, cache_positions), head));
+      const float of_head = take_values(window, count, cache_positions, head, largest, direct);
       if (lane_ == static_cast<unsigned>(head)) sum = of_head;
     }
     return sum;
   }
   /// A head's exponentials of the first `count` tokens attended, to `direct`: their sum.
-  __device__ float take_values(const Window& window, std::uint32_t count, bool squeezed, int head,
-                               float most, const Direct& direct) const {
+  __device__ float take_values(const Window& window, std::uint32_t count, bool cache_positions,
+                               int head, float most, const Direct& direct) const {
     const ReplayShape& shape = args_.shape;
-    constexpr int kParts = kMostReplayHeadSize / kReplayDims;
-    constexpr int kDraws = kMostReplayDraws / kWarpSize;
-    const int draws = direct.changes ? args_.terms.draws : 0, lane = static_cast<int>(lane_);
-    const QueryTerms terms(shape, args_.terms, unit_, index_);
-    float sum = 0, changes[kDraws] = {};
+    constexpr int kParts = kMaxReplayHeadSize / kReplayDims;
+    constexpr int kGradientSamples = kMostReplayGradientSamples / kWarpSize;
+    const int gradient_samples = direct.changes ? args_.terms.gradient_samples : 0,
+              lane = static_cast<int>(lane_);
+    const QueryTerms terms(shape, args_.terms, task_, index_);
+    float sum = 0, changes[kGradientSamples] = {};
     float4 values[kParts] = {};
     for (std::uint32_t n = 0; n < count; ++n) {
-      const AttendedToken token = attended(window, n, squeezed);
+      const AttendedToken token = attended_token(window, n, cache_positions);
       const float e = expf(logit(token, head) - most);
       sum += e;
 #pragma unroll
-      for (int n = 0; n < kDraws; ++n)
-        if (n * kWarpSize + lane < draws)
+      for (int n = 0; n < kGradientSamples; ++n)
+        if (n * kWarpSize + lane < gradient_samples)
           changes[n] = fmaf(
               e, terms.at(token.position, (n * kWarpSize + lane) * shape.group + head), changes[n]);
 #pragma unroll
@@ -273,12 +284,12 @@ class WindowQuery {
         if (direct.values && d < shape.head_size)
           add_product(
               values[part], e,
-              load4(args_.tensors.values, shape.type, shape.vector(unit_, token.position) + d));
+              load4(args_.tensors.values, shape.type, shape.vector(task_, token.position) + d));
       }
     }
 #pragma unroll
-    for (int n = 0; n < kDraws; ++n)
-      if (n * kWarpSize + lane < draws)
+    for (int n = 0; n < kGradientSamples; ++n)
+      if (n * kWarpSize + lane < gradient_samples)
         direct.changes[(n * kWarpSize + lane) * shape.group + head] = changes[n];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -298,35 +309,35 @@ class WindowQuery {
       words[w] = attended & before(query_ + 1) & ~before(first);
     }
   }
-  __device__ void leave_kept(std::int64_t kept, const Window& window, float total, bool whole,
-                             bool squeezed, bool lost) const {
+  __device__ void store_kept(std::int64_t kept, const Window& window, float total, bool whole,
+                             bool cache_positions, bool lost) const {
     mark(args_.sets.shared + kept * args_.shape.words(), window,
-         lost       ? query_ + 1
-         : squeezed ? window.first
-                    : 0);
+         lost              ? query_ + 1
+         : cache_positions ? window.first
+                           : 0);
     ReplayKept& to = args_.sets.kept[kept];
     if (lane_ < kHeads) to.sums[lane_] = total;
-    if (lane_ == 0) to.whole = whole, to.direct = squeezed || lost;
+    if (lane_ == 0) to.whole = whole, to.direct = cache_positions || lost;
   }
 
   const ReplayWindowsArgs& args_;
-  ChunkSums<kQuads>& chunks_;
-  const int i_, first_member_, unit_;
+  ChunkSums<kHeadGroups>& chunks_;
+  const int i_, first_member_, task_;
   const std::uint32_t query_;
   const int index_;
   const std::int64_t row_;
   const std::uint32_t lane_, warp_;
   std::uint32_t chunk_;  ///< tokens of a chunk
-  const float4 *full_[kQuads], *squeezed_[kQuads];
-  float4 least_[kQuads];
+  const float4 *full_[kHeadGroups], *cache_positions_[kHeadGroups];
+  float4 least_[kHeadGroups];
 };
 
-/// A thread block for each query (x) and unit, or unit of a member (y).
-template <int kQuads>
+/// A thread block for each query (x) and head task, or head task of a member (y).
+template <int kHeadGroups>
 __global__ void __launch_bounds__(kThreads)
     windows_kernel(const __grid_constant__ ReplayWindowsArgs args) {
-  __shared__ ChunkSums<kQuads> chunks;
-  WindowQuery<kQuads>(args, chunks).take_members();
+  __shared__ ChunkSums<kHeadGroups> chunks;
+  WindowQuery<kHeadGroups>(args, chunks).take_members();
 }
 
 }  // namespace
@@ -334,10 +345,10 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t replay_windows(const ReplayWindowsArgs& args, cudaStream_t stream) {
   if (!args.shape.is_launchable() || !args.rows.is_launchable() || args.member_count < 1)
     return cudaErrorInvalidValue;
-  const int units = args.grid.config_units;
+  const int tasks = args.sweep.config_tasks;
   const dim3 queries =
-      grid_of(args.rows.count, units ? args.member_count * units : args.shape.units);
-  if (args.shape.quads() == 1)
+      grid_of(args.rows.count, tasks ? args.member_count * tasks : args.shape.tasks);
+  if (args.shape.head_groups() == 1)
     windows_kernel<1><<<queries, kThreads, 0, stream>>>(args);
   else
     windows_kernel<2><<<queries, kThreads, 0, stream>>>(args);

@@ -59,7 +59,7 @@ std::string hash_of(std::string_view bytes) {
 
 /// Lines: the mark, the key, a hash of all that follows; the number of symbols, then a kernel and
 /// its symbol each; the code's bytes.
-std::string packed(const std::string& key, const DeviceCode& code) {
+std::string pack(const std::string& key, const DeviceCode& code) {
   std::string body = fmt::format("{}\n", code.symbols.size());
   for (const auto& [kernel, symbol] : code.symbols) body += fmt::format("{}\n{}\n", kernel, symbol);
   body.append(code.image.data(), code.image.size());
@@ -73,7 +73,7 @@ std::string_view take_line(std::string_view& bytes) {
   return line;
 }
 
-std::optional<DeviceCode> unpacked(std::string_view bytes, const std::string& key) {
+std::optional<DeviceCode> unpack(std::string_view bytes, const std::string& key) {
   if (take_line(bytes) != kMark || take_line(bytes) != key) return {};
   const std::string_view hash = take_line(bytes);
   if (hash != hash_of(bytes)) return {};
@@ -110,7 +110,7 @@ DeviceCode CodeCache::code_of(const DeviceProgram& program) const {
 std::optional<DeviceCode> CodeCache::find(const std::string& key) const {
   if (!is_private(folder_)) return {};
   const File file(open(path_of(key).c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
-  return file.is_open() ? unpacked(file.read_own(), key) : std::nullopt;
+  return file.is_open() ? unpack(file.read_own(), key) : std::nullopt;
 }
 
 void CodeCache::keep(const std::string& key, const DeviceCode& code) const {
@@ -120,7 +120,7 @@ void CodeCache::keep(const std::string& key, const DeviceCode& code) const {
   {
     const File file(mkostemp(temporary.data(), O_CLOEXEC));
     if (!file.is_open()) return;
-    whole = file.write(packed(key, code));
+    whole = file.write(pack(key, code));
   }
   if (!whole || rename(temporary.c_str(), path_of(key).c_str()) != 0) unlink(temporary.c_str());
 }

@@ -50,7 +50,7 @@ class LoadedCode {
   LoadedCode(const LoadedCode&) = delete;
   LoadedCode& operator=(const LoadedCode&) = delete;
 
-  /// For cudaLaunchKernel. Throws std::runtime_error if it was not asked for.
+  /// For cudaLaunchKernel. Throws std::runtime_error if it was not requested.
   const void* kernel(const std::string& name) const;
   /// Copies a variable, extern "C". Throws std::runtime_error if there is none of that size.
   void read(const char* variable, void* to, std::size_t bytes) const;

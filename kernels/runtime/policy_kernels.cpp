@@ -28,7 +28,7 @@ constexpr const char *kProbe = "kvlab::run_states<kvlab::ThePolicy>",
                      *kDescription = "kvlab_policy_description";
 
 /// Null where the registry has no such policy.
-const DevicePolicy* registered(const PolicyEntry& entry) {
+const DevicePolicy* find_registered(const PolicyEntry& entry) {
   const auto& all = device_policies();
   const auto found = std::ranges::find(all, std::string_view(entry.info.name), &DevicePolicy::name);
   return found == all.end() ? nullptr : &*found;
@@ -44,7 +44,7 @@ std::vector<DeviceHeader> all_headers(const PolicySource* source) {
       if (name.starts_with(kStandard)) name.remove_prefix(kStandard.size());
       headers.push_back({std::string(name), std::string(header.text)});
     }
-  // The source's lines count as those of the file that was asked for.
+  // The source's lines count as those of the file that was requested.
   if (source)
     headers.push_back(
         {kSource, fmt::format("#line 1 {}\n{}", c_literal(source->path), source->text)});
@@ -55,7 +55,7 @@ std::vector<DeviceHeader> all_headers(const PolicySource* source) {
 DeviceProgram program_of(const PolicyEntry& entry, std::span<const char* const> own,
                          std::vector<std::string> kernels, int architecture) {
   const PolicySource* const source = entry.source.get();
-  const DevicePolicy* const known = source ? nullptr : registered(entry);
+  const DevicePolicy* const known = source ? nullptr : find_registered(entry);
   if (!source && !known)
     throw std::invalid_argument(
         fmt::format("policy {}: has no text for the device", entry.info.name));
@@ -70,22 +70,23 @@ DeviceProgram program_of(const PolicyEntry& entry, std::span<const char* const> 
 
 std::string walk_name(const WalkVariant& variant) {
   constexpr const char* kTypes[] = {"__nv_bfloat16", "__half", "float"};  // by Type
-  constexpr const char* kTokens[] = {"ExactTokens", "SqueezedTokens", "LadderTokens"};
+  constexpr const char* kTokens[] = {"ExactTokens", "CachePositionTokens", "TieredTokens"};
   return fmt::format(
       "kvlab::kernels::walk_caches<kvlab::ThePolicy, {}, {}, kvlab::kernels::{}<{}, {}>>",
-      variant.quads, variant.largest, kTokens[static_cast<int>(variant.tokens)], variant.in_shared,
-      kTypes[static_cast<int>(variant.type)]);
+      variant.head_groups, variant.largest, kTokens[static_cast<int>(variant.tokens)],
+      variant.in_shared, kTypes[static_cast<int>(variant.type)]);
 }
 
 }  // namespace
 
-bool has_text(const PolicyEntry& entry) { return entry.source || registered(entry); }
+bool has_text(const PolicyEntry& entry) { return entry.source || find_registered(entry); }
 
 DeviceProgram eviction_program(const PolicyEntry& entry, int architecture) {
-  return program_of(entry,
-                    std::array{"kernels/evict/policy_probe.cuh", "kernels/evict/plain_eviction.cuh",
-                               "kernels/evict/observing_attention.cuh", "kernels/evict/shrink.cuh"},
-                    {kProbe, kEvict, kObserve, kSettle}, architecture);
+  return program_of(
+      entry,
+      std::array{"kernels/evict/policy_probe.cuh", "kernels/evict/plain_eviction.cuh",
+                 "kernels/evict/observing_attention.cuh", "kernels/evict/compact.cuh"},
+      {kProbe, kEvict, kObserve, kSettle}, architecture);
 }
 
 DeviceProgram walk_program(const PolicyEntry& entry, const WalkVariant& variant, int architecture) {
@@ -110,7 +111,7 @@ PolicyKernels::PolicyKernels(std::shared_ptr<const PolicyEntry> entry)
               .oldest_first = entry_->info.oldest_first,
               .weighted = entry_->info.weighted,
               .rank_type = entry_->rank_type,
-              .columns = std::span(entry_->info.columns).first(entry_->info.column_count()),
+              .features = std::span(entry_->info.features).first(entry_->info.feature_count()),
               .slot_bytes = entry_->slot_bytes,
               .params_bytes = entry_->params_bytes,
               .params = entry_->write_params,
@@ -130,7 +131,7 @@ DeviceCode code_of_header(const std::string& path, const std::string& text, int 
       PolicySource{.path = path, .text = text, .xxh3 = {}, .type = found.name});
   DeviceProgram program = program_of(
       entry,
-      std::array{"kernels/evict/observing_attention.cuh", "kernels/evict/shrink.cuh",
+      std::array{"kernels/evict/observing_attention.cuh", "kernels/evict/compact.cuh",
                  "kernels/evict/policy_description.hpp", "kernels/evict/weigh_queries.cuh"},
       {kObserve, kSettle, kWeigh}, architecture);
   // What is no policy is so at the line of its struct.
@@ -145,12 +146,12 @@ DeviceCode code_of_header(const std::string& path, const std::string& text, int 
 
 HeaderPolicy::HeaderPolicy(const DeviceCode& code) : code_(code), weigh_(code_.kernel(kWeigh)) {
   code_.read(kDescription, &about_, sizeof about_);
-  std::ranges::transform(about_.columns, columns_.begin(), [](const auto& name) { return name; });
+  std::ranges::transform(about_.features, features_.begin(), [](const auto& name) { return name; });
   policy_ = {.needs = about_.needs,
              .oldest_first = about_.oldest_first,
              .weighted = about_.weighted,
              .rank_type = about_.rank_type,
-             .columns = std::span<const char* const>(columns_).first(about_.column_count),
+             .features = std::span<const char* const>(features_).first(about_.feature_count),
              .slot_bytes = about_.slot_bytes,
              .params_bytes = about_.param_count * sizeof(double),
              .observe_pairs = code_.kernel(kObserve),
@@ -168,7 +169,7 @@ bool HeaderPolicy::write_params(std::span<const double> values, std::byte* to) c
 cudaError_t HeaderPolicy::weigh(const void* params, std::uint32_t queries, float* to,
                                 std::uint32_t* tail) const {
   constexpr unsigned kThreads = 128;
-  double own[PolicyDescription::kMostParams] = {};
+  double own[PolicyDescription::kMaxParams] = {};
   if (policy_.params_bytes > 0) std::memcpy(own, params, policy_.params_bytes);
   std::uint32_t* made = nullptr;
   cudaError_t error = cudaMalloc(&made, (std::size_t{queries} + 1) * sizeof *made);

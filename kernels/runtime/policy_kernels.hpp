@@ -60,7 +60,7 @@ class HeaderPolicy {
   LoadedCode code_;
   const void* weigh_;  ///< a kernel
   PolicyDescription about_;
-  std::array<const char*, kMaxColumns> columns_;
+  std::array<const char*, kMaxFeatures> features_;
   DevicePolicy policy_;
 };
 

@@ -14,7 +14,7 @@ struct Full {
   struct Params {};
   struct Slot {};
 
-  static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
+  static constexpr void append(Slot&, Token, const Params&, const Step&) {}
   static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step&) {
     return token.position;
   }

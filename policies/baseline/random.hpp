@@ -1,8 +1,8 @@
-// random: a fresh draw at each step, the floor that any policy should clear.
+// random: a fresh sample at each step, the floor that any policy should clear.
 //
-// A counter-based hash of (seed, sequence, layer, KV head, position, now): no state, the same draw
-// on host and device. A static order (a hash of the position alone) would be no floor: recent
-// tokens would die at once.
+// A counter-based hash of (seed, sequence, layer, KV head, position, now): no state, the same
+// sample on host and device. A static order (a hash of the position alone) would be no floor:
+// recent tokens would die at once.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -12,19 +12,19 @@ namespace kvlab {
 struct Random {
   static constexpr PolicyInfo kInfo{
       .name = "random",
-      .summary = "any token leaves, drawn afresh at each step",
+      .summary = "any token leaves, sampled afresh at each step",
       .citation =
           "SplitMix64 finaliser: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)",
       .order = Order::nested};
   struct Params {};
   struct Slot {};
 
-  static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
+  static constexpr void append(Slot&, Token, const Params&, const Step&) {}
   static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step& step) {
-    return draw(token.position, step) >> kSpare;
+    return sample(token.position, step) >> kSpare;
   }
   /// 64 random bits for the token at `position` of the cache and the time of `step`.
-  static constexpr std::uint64_t draw(std::uint32_t position, const Step& step) {
+  static constexpr std::uint64_t sample(std::uint32_t position, const Step& step) {
     const std::uint64_t head = std::uint64_t{step.layer} << 32 | step.kv_head;
     const std::uint64_t when = std::uint64_t{position} << 32 | step.now;
     return mix(mix(mix(mix(step.seed) ^ step.sequence) ^ head) ^ when);

@@ -91,9 +91,10 @@ bool Budget::exempts() const {
   return std::ranges::any_of(heads, [](const auto& layer) { return layer.front() == kNoBudget; });
 }
 
-CacheShape CacheShape::acted_on() const {
-  const auto with_span = spans.size() - static_cast<std::size_t>(std::ranges::count(spans, 0u));
-  return {layers - static_cast<std::uint32_t>(with_span), kv_heads, head_size};
+CacheShape CacheShape::policy_layers() const {
+  const auto with_window =
+      windows.size() - static_cast<std::size_t>(std::ranges::count(windows, 0u));
+  return {layers - static_cast<std::uint32_t>(with_window), kv_heads, head_size};
 }
 
 std::uint32_t mean_budget(const HeadBudgets& heads) {

@@ -1,4 +1,4 @@
-// A budget as asked for, and what it comes to for each head of a model.
+// A budget as requested, and what it comes to for each head of a model.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ using HeadBudgets = std::vector<std::vector<std::uint32_t>>;
 struct CacheShape {
   std::uint32_t layers = 0, kv_heads = 0, head_size = 0;
   /// By layer, how many tokens a query sees; 0: all. Empty: all in every layer.
-  std::vector<std::uint32_t> spans = {};
+  std::vector<std::uint32_t> windows = {};
 
-  /// Policies act on layers without a span: as if the model had these alone.
-  CacheShape acted_on() const;
+  /// Policies act on layers without a window: as if the model had these alone.
+  CacheShape policy_layers() const;
 };
 
 /// Bytes of a token's key and value in 16 bit, which is what budgets count them as.
@@ -31,7 +31,7 @@ constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
   return std::uint64_t{4} * head_size;
 }
 
-/// A budget that is too small for a policy, its guards or its ladder.
+/// A budget that is too small for a policy, its protected tokens or its tier plan.
 class BudgetTooSmall : public std::invalid_argument {
  public:
   /// `remedy` is what would fit: "snapkv:recent=14 would fit".
@@ -57,7 +57,7 @@ struct Budget {
   bool of_prompt = false;  ///< `extent` is the share of the prompt that leaves, as kvpress counts
   Split split = Split::even;
   HeadBudgets heads = {};  ///< of a file; a layer of one number has it for all its heads
-  std::string file = {};   ///< its path, as asked for
+  std::string file = {};   ///< its path, as requested
 
   std::string text() const;
   /// In tokens of 16 bit, the mean where heads differ; a share is rounded down from `length`, at
@@ -68,7 +68,7 @@ struct Budget {
   /// `ratio(r)` of a prompt of so many tokens, in tokens: those that kvpress keeps, and the one to
   /// come. Any other is as it was.
   Budget at_prompt(std::uint32_t prompt) const;
-  /// A head's, where asked for in bytes.
+  /// A head's, where requested in bytes.
   std::uint64_t bytes_of(std::uint32_t length, std::uint32_t head_size) const;
   /// A share, or bytes, fixed at what they are of `length`; `extent` is in tokens then.
   Budget at_length(std::uint32_t length, std::uint32_t head_size,

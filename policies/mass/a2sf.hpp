@@ -1,5 +1,5 @@
-// a2sf: H2O with forgetting. The token with the least accumulated attention leaves first, and what
-// was accumulated shrinks by `keep` with every query.
+// a2sf: H2O with forgetting. The token with the least accumulated attention is evicted first, and
+// what was accumulated decays by `keep` with every query.
 //
 // Jo and Shin 2024, "A2SF: Accumulative Attention Scoring with Forgetting Factor", equation of
 // section 3: the mass of token k after query n is the sum over q of keep^(n - q) * p(q, k).
@@ -8,10 +8,10 @@
 //     (docs/reference/policies.md);
 //   - half of the budget is recent, one token leaves a step;
 //   - one kept set for each KV head: the query heads of a group are summed;
-//   - an admission of n queries shrinks what was there by keep^n at once: the factor is rounded to
+//   - an append of n queries scales what was there by keep^n at once: the factor is rounded to
 //     the nearest unit of 2^-32, and the mass that is left down to one, so that old masses end at 0.
 //     Integers, so that host and device agree;
-//   - ties: the older leaves.
+//   - ties: the older is evicted.
 #pragma once
 
 #include "policies/fixed_point.hpp"
@@ -22,7 +22,7 @@ namespace kvlab {
 struct A2sf {
   static constexpr PolicyInfo kInfo{
       .name = "a2sf",
-      .summary = "the least accumulated attention leaves first, and old attention is forgotten",
+      .summary = "the least accumulated attention is evicted first, and old attention is forgotten",
       .citation = "Jo and Shin 2024, A2SF, section 3 (arXiv:2407.20485)",
       .needs = Needs::mass,
       .weighted = true,
@@ -45,7 +45,7 @@ struct A2sf {
     return forgets > 1e-8 ? static_cast<std::uint32_t>(24 / forgets) + 1 : kNoTail;
   }
 
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
   static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
                                 const Step& step) {
     slot.mass = part_of(slot.mass, share32(power(params.keep, step.queries))) + seen.mass;

@@ -1,13 +1,13 @@
-// h2o: heavy hitters. The token with the least accumulated attention leaves first; half of the
+// h2o: heavy hitters. The token with the least accumulated attention is evicted first; half of the
 // budget is recent.
 //
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", algorithm 1 and section 4.1.
 // Deliberate differences from the paper and from the authors' five released versions:
 //   - probabilities are summed exactly (Q32.32), where theirs are summed in fp16 and freeze;
 //   - one kept set for each KV head: the query heads of a group are summed;
-//   - the admitted token is recent, hence never its own first victim (algorithm 1 lets it be);
-//   - a token that left stays away (their mask simulation lets it return after one step);
-//   - ties: the older leaves.
+//   - the appended token is recent, hence never its own first victim (algorithm 1 lets it be);
+//   - a token that was evicted stays away (their mask simulation lets it return after one step);
+//   - ties: the older is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -21,7 +21,7 @@ struct AccumulatedMass {
     std::uint64_t mass;  // Q32.32
   };
 
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
   static constexpr void observe(Slot& slot, const Observation& seen, const Params&, const Step&) {
     slot.mass += seen.mass;
   }
@@ -33,7 +33,7 @@ struct AccumulatedMass {
 struct H2O : AccumulatedMass {
   static constexpr PolicyInfo kInfo{
       .name = "h2o",
-      .summary = "the least accumulated attention leaves first",
+      .summary = "the least accumulated attention is evicted first",
       .citation = "Zhang et al. 2023, H2O, algorithm 1 (arXiv:2306.14048)",
       .needs = Needs::mass,
       .recent = percent(50)};

@@ -1,11 +1,11 @@
-// h2o_mean: the token with the least attention per query leaves first: accumulated attention,
+// h2o_mean: the token with the least attention per query is evicted first: accumulated attention,
 // divided by the number of queries that could see the token.
 //
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", appendix B.2, which tries this and finds it worse
 // than the sum; several public codes that say "H2O" do it (a sum favours old tokens). Deliberate
 // differences:
 //   - those of h2o: exact sums, groups summed, half of the budget recent, one leaves a step;
-//   - the mean is rounded down to units of 2^-48; ties: the older leaves.
+//   - the mean is rounded down to units of 2^-48; ties: the older is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -15,7 +15,7 @@ namespace kvlab {
 struct H2OMean {
   static constexpr PolicyInfo kInfo{
       .name = "h2o_mean",
-      .summary = "the least attention per query that saw the token leaves first",
+      .summary = "the least attention per query that saw the token is evicted first",
       .citation = "Zhang et al. 2023, H2O, appendix B.2 (arXiv:2306.14048)",
       .needs = Needs::mass,
       .recent = percent(50)};
@@ -25,7 +25,7 @@ struct H2OMean {
     std::uint32_t queries;
   };
 
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) {
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) {
     slot.mass = 0;
     slot.queries = 0;
   }

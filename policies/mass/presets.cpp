@@ -24,7 +24,7 @@ std::span<const Preset> h2o_presets() {
       {"kvpress", "h2o_mean:recent=0:once", "kvpress, ObservedAttentionPress",
        "nothing that changes an order: means instead of sums over the group"},
       {"cold_compress", "h2o_mean:sinks=1:recent=10", "cold-compress, KVCacheHeavyHitter",
-       "there a mean goes back 400 steps at most, if a history is asked for"},
+       "there a mean goes back 400 steps at most, if a history is requested"},
       {"keys_values", "h2o:recent=1", "awslabs/keys_values, h2o",
        "there new tokens have a grace period that is a parameter: recent=N here"},
       {"sparse_vllm", "h2o:every=128:scope=layer:group=max", "Sparse-vLLM, H2O",
@@ -33,7 +33,7 @@ std::span<const Preset> h2o_presets() {
       {"h2o_press", "", "minghui-liu/kvpress, H2OPress",
        "as it reads, a layer's sums begin with those of the layer before"},
       {"veloxquant", "", "VeloxQuant-MLX",
-       "without a grace period the newest token always leaves: the cache stays the prompt"},
+       "without a grace period the newest token is always evicted: the cache stays the prompt"},
       {"sinkvis", "", "SinkVis", "it looks at one matrix after the end, not at a cache"},
   };
   return kPresets;

@@ -1,5 +1,5 @@
 // roco: by the mean and the standard deviation of a token's attention. A token whose attention is
-// low on average and steady leaves first; one that is sometimes looked at hard stays.
+// low on average and steady is evicted first; one that is sometimes looked at hard stays.
 //
 // Ren and Zhu 2024, "On the Efficacy of Eviction Policy for Key-Value Constrained Generative
 // Language Model Inference", section 4 (RoCo: mean attention score, and an eviction scope that
@@ -9,9 +9,9 @@
 //     ours adds the two: mean^2 + spread * deviation^2, whose order with spread=1 is that of the
 //     root mean square, and with spread=0 that of the mean;
 //   - the rank is in units of 2^-44, rounded down;
-//   - of an admission of many queries only the sum is known: its queries count as equal ones;
-//   - a group's query heads are summed; the 10 youngest are guarded, as in their code; one kept set
-//     for each KV head; one leaves a step; ties: the older leaves.
+//   - of an append of many queries only the sum is known: its queries count as equal ones;
+//   - a group's query heads are summed; the 10 youngest are protected, as in their code; one kept set
+//     for each KV head; one leaves a step; ties: the older is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -21,7 +21,7 @@ namespace kvlab {
 struct Roco {
   static constexpr PolicyInfo kInfo{
       .name = "roco",
-      .summary = "the least mean attention leaves first, unless it varies much",
+      .summary = "the least mean attention is evicted first, unless it varies much",
       .citation = "Ren and Zhu 2024, RoCo, section 4 (arXiv:2402.06262)",
       .needs = Needs::mass,
       .recent = tokens(10)};
@@ -36,7 +36,7 @@ struct Roco {
     std::uint32_t queries;
   };
 
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) {
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) {
     slot.mass = 0;
     slot.squares = 0;
     slot.queries = 0;

@@ -1,4 +1,4 @@
-// streaming_h2o: heavy hitters with squeezed positions, so that a stream may outrun the trained
+// streaming_h2o: heavy hitters with cache positions, so that a stream may outrun the trained
 // context.
 //
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", section 5.3 (streaming); no public code defines it
@@ -14,7 +14,7 @@ namespace kvlab {
 struct StreamingH2O : AccumulatedMass {
   static constexpr PolicyInfo kInfo{
       .name = "streaming_h2o",
-      .summary = "as h2o, with the kept tokens' positions squeezed together",
+      .summary = "as h2o, with the kept tokens at cache positions",
       .citation = "Zhang et al. 2023, H2O, section 5.3 (arXiv:2306.14048)",
       .needs = Needs::mass,
       .recent = percent(50),

@@ -12,46 +12,46 @@ namespace {
 
 __extension__ using Wide = unsigned __int128;  // no sum of 2^32 ranks is larger
 
-void smooth_by_mean(std::vector<std::uint64_t>& ranks, std::size_t places) {
+void smooth_by_mean(std::vector<std::uint64_t>& ranks, std::size_t radius) {
   const std::size_t count = ranks.size();
   std::vector<Wide> sums(count + 1);  // of the first i
   for (std::size_t i = 0; i < count; ++i) sums[i + 1] = sums[i] + ranks[i];
   for (std::size_t i = 0; i < count; ++i) {
-    const std::size_t older = std::min(i, places), younger = std::min(count - 1 - i, places);
+    const std::size_t older = std::min(i, radius), younger = std::min(count - 1 - i, radius);
     const Wide sum = sums[i + 1 + younger] - sums[i - older];
     ranks[i] = static_cast<std::uint64_t>(sum / (older + 1 + younger));
   }
 }
 
-void smooth_doubles_by_mean(std::vector<std::uint64_t>& ranks, std::size_t places) {
+void smooth_doubles_by_mean(std::vector<std::uint64_t>& ranks, std::size_t radius) {
   const std::vector<std::uint64_t> before = ranks;
   for (std::size_t i = 0; i < before.size(); ++i) {
     PooledRank pooled(Modifiers::Pool::mean, RankType::real);
-    const std::size_t end = std::min(i + places + 1, before.size());
-    for (std::size_t j = i - std::min(i, places); j < end; ++j) pooled.take(before[j]);
+    const std::size_t end = std::min(i + radius + 1, before.size());
+    for (std::size_t j = i - std::min(i, radius); j < end; ++j) pooled.take(before[j]);
     ranks[i] = pooled.value();
   }
 }
 
-void smooth_by_max(std::vector<std::uint64_t>& ranks, std::size_t places) {
+void smooth_by_max(std::vector<std::uint64_t>& ranks, std::size_t radius) {
   const std::vector<std::uint64_t> before = ranks;
   const std::size_t count = ranks.size();
   std::vector<std::size_t> falling;  // ages of the window whose ranks no younger one reaches
   std::size_t first = 0, next = 0;
   for (std::size_t i = 0; i < count; ++i) {
-    for (; next < std::min(count, i + places + 1); ++next) {
+    for (; next < std::min(count, i + radius + 1); ++next) {
       while (falling.size() > first && before[falling.back()] <= before[next]) falling.pop_back();
       falling.push_back(next);
     }
-    while (falling[first] + places < i) ++first;
+    while (falling[first] + radius < i) ++first;
     ranks[i] = before[falling[first]];
   }
 }
 
 }  // namespace
 
-void smooth_ranks(Ranks& ranks, std::uint32_t places, Modifiers::Pool pool) {
-  const std::size_t reach = std::min<std::size_t>(places, ranks.keys.size());
+void smooth_ranks(Ranks& ranks, std::uint32_t radius, Modifiers::Pool pool) {
+  const std::size_t reach = std::min<std::size_t>(radius, ranks.keys.size());
   if (pool == Modifiers::Pool::max)
     smooth_by_max(ranks.keys, reach);
   else if (ranks.type == RankType::real)

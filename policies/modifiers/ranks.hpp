@@ -20,21 +20,21 @@ struct Ranks {
   RankType type = RankType::whole;
 };
 
-/// Every rank becomes the mean, or the maximum, of those at most `places` away: of whole numbers
+/// Every rank becomes the mean, or the maximum, of those at most `radius` away: of whole numbers
 /// rounded down; doubles are added from the oldest to the youngest, then divided by their number.
-void smooth_ranks(Ranks& ranks, std::uint32_t places, Modifiers::Pool pool);
+void smooth_ranks(Ranks& ranks, std::uint32_t radius, Modifiers::Pool pool);
 
 /// The ranks that the caches of one layer share under `scope=layer`: of each token their sum, from
-/// the first KV head to the last. The caches hold the same tokens, and make room one after another
-/// before any of them admits more.
+/// the first KV head to the last. The caches hold the same tokens, and evict to the budget one
+/// after another before any of them appends more.
 class LayerRanks {
  public:
   /// The caches of one sequence and layer, which stay where they are.
   explicit LayerRanks(std::vector<const AgedSet*> heads) : heads_(std::move(heads)) {}
 
-  /// By age, before the first of the heads has made room for `now`; the others are answered as it
-  /// was. Throws std::logic_error where the heads hold different tokens, and std::invalid_argument
-  /// where one ranks by whole numbers and another by doubles.
+  /// By age, before the first of the heads has evicted to the budget for `now`; the others are
+  /// answered as it was. Throws std::logic_error where the heads hold different tokens, and
+  /// std::invalid_argument where one ranks by whole numbers and another by doubles.
   const Ranks& at(std::uint32_t now);
 
  private:

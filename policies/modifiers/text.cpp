@@ -87,10 +87,11 @@ std::vector<std::string> modifier_texts(const Modifiers& modifiers, const Modifi
 
 void check_modifiers(const Modifiers& modifiers, const PolicyInfo& info) {
   if (modifiers.once && modifiers.every > 1)
-    throw std::invalid_argument(fmt::format(
-        "policy {}: under once room is made only after a prompt, so every={} does nothing; every=1 "
-        "or once=no would be right",
-        info.name, modifiers.every));
+    throw std::invalid_argument(
+        fmt::format("policy {}: under once tokens are evicted only after a prompt, so every={} "
+                    "does nothing; every=1 "
+                    "or once=no would be right",
+                    info.name, modifiers.every));
   if (modifiers.pool == Modifiers::Pool::max && modifiers.smooth == 0)
     throw std::invalid_argument(
         fmt::format("policy {}: pool=max does nothing without smooth; smooth=R, places on either "

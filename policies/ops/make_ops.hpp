@@ -32,13 +32,13 @@ struct OpsOf {
     return write_params<P>(values, to);
   }
 
-  [[gnu::flatten]] static void admit(void* slots, Tokens tokens, std::size_t count,
-                                     const void* params, const Step& step) {
+  [[gnu::flatten]] static void append(void* slots, Tokens tokens, std::size_t count,
+                                      const void* params, const Step& step) {
     const Slots slot{static_cast<Slot*>(slots)};
     const Params own = params_of(params);
     for (std::size_t i = 0; i < count; ++i) {
       auto&& one = slot[i];
-      P::admit(one, token_at(tokens, i), own, step);
+      P::append(one, token_at(tokens, i), own, step);
     }
   }
 
@@ -117,9 +117,9 @@ struct OpsOf {
 
  private:
   [[gnu::always_inline]] static Token token_at(const Tokens& tokens, std::size_t i) {
-    constexpr std::uint32_t kCount = P::kInfo.column_count();
+    constexpr std::uint32_t kCount = P::kInfo.feature_count();
     Token token{tokens.positions[i]};
-    for (std::uint32_t c = 0; c < kCount; ++c) token.column[c] = tokens.columns[i * kCount + c];
+    for (std::uint32_t c = 0; c < kCount; ++c) token.feature[c] = tokens.features[i * kCount + c];
     return token;
   }
 
@@ -130,7 +130,7 @@ struct OpsOf {
       return *static_cast<const Params*>(params);
   }
 
-  /// Tokens [begin, end) of `count`: those before the admission, or its own.
+  /// Tokens [begin, end) of `count`: those before the append, or its own.
   [[gnu::always_inline]] static void observe_part(void* slots, const Seen& seen, std::size_t begin,
                                                   std::size_t end, std::size_t count,
                                                   const void* params, const Step& step) {
@@ -187,7 +187,7 @@ constexpr PolicyOps make_ops() {
           .params_bytes = kParamsBytes<P>,
           .rank_type = kRankType<P>,
           .write_params = Ops::write,
-          .admit = Ops::admit,
+          .append = Ops::append,
           .observe = Ops::observe,
           .observe_each = Ops::observe_each,
           .rank = Ops::rank,

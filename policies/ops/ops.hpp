@@ -21,20 +21,20 @@ struct ParamInfo {
 /// Some tokens, by age, as their hooks see them.
 struct Tokens {
   const std::uint32_t* positions;
-  const float* columns;  ///< [token, column_count()]; null of a policy that has none
+  const float* features;  ///< [token, feature_count()]; null of a policy that has none
 
-  Tokens from(std::size_t age, std::size_t column_count) const {
-    return {positions + age, columns ? columns + age * column_count : nullptr};
+  Tokens from(std::size_t age, std::size_t feature_count) const {
+    return {positions + age, features ? features + age * feature_count : nullptr};
   }
 };
 
-/// What some tokens, by age, received in one admission: columns, for vector loops.
+/// What some tokens, by age, received in one append: arrays, for vector loops.
 struct Seen {
   const std::uint64_t* mass = nullptr;          ///< where the policy needs mass
   const std::uint32_t* requests = nullptr;      ///< where it needs requests
   const std::uint32_t* last_request = nullptr;  ///< null: `query` for all
-  std::uint32_t query = 0;                      ///< the admission's last
-  std::uint32_t queries = 1;  ///< of the admission; the last `queries` tokens are its own
+  std::uint32_t query = 0;                      ///< the append's last
+  std::uint32_t queries = 1;  ///< of the append; the last `queries` tokens are its own
 };
 
 /// What a policy says of itself, and its hooks as loops over tokens whose states lie one after
@@ -47,15 +47,15 @@ struct PolicyOps {
   std::size_t params_bytes;              ///< of Params; 0: none
   RankType rank_type = RankType::whole;  ///< of a policy that is a struct
 
-  /// Bytes that a live token costs beside its key and value: state and columns.
-  std::size_t token_bytes() const { return slot_bytes + info.column_count() * sizeof(float); }
+  /// Bytes that a live token costs beside its key and value: state and features.
+  std::size_t token_bytes() const { return slot_bytes + info.feature_count() * sizeof(float); }
 
   /// Writes params_bytes: one value for each parameter. False: one is out of its range.
   bool (*write_params)(std::span<const double> values, std::byte* to);
 
-  void (*admit)(void* slots, Tokens tokens, std::size_t count, const void* params,
-                const Step& step);
-  /// No-ops for a policy that needs nothing: of columns, and of one observation for each token.
+  void (*append)(void* slots, Tokens tokens, std::size_t count, const void* params,
+                 const Step& step);
+  /// No-ops for a policy that needs nothing: of arrays, and of one observation for each token.
   void (*observe)(void* slots, const Seen& seen, std::size_t count, const void* params,
                   const Step& step);
   void (*observe_each)(void* slots, const Observation* seen, std::size_t count, const void* params,

@@ -5,7 +5,7 @@
 // Deliberate differences from it:
 //   - theirs counts requests (probability over 1/t) in a window of 400 queries and drops half of
 //     the budget at once; ours keeps the last request and evicts one token a step;
-//   - theirs protects the last 10 tokens; ours takes guards on request (lru:sinks=4:recent=50%);
+//   - theirs protects the last 10 tokens; ours takes protected tokens on request (lru:sinks=4:recent=50%);
 //   - per KV head, every layer, the same budget.
 #pragma once
 
@@ -16,7 +16,7 @@ namespace kvlab {
 struct Lru {
   static constexpr PolicyInfo kInfo{
       .name = "lru",
-      .summary = "the least recently requested leaves first",
+      .summary = "the least recently requested is evicted first",
       .citation = "after Liu et al. 2023, Scissorhands, algorithm 2 (arXiv:2305.17118)",
       .needs = Needs::requests};
   struct Params {};
@@ -24,7 +24,7 @@ struct Lru {
     std::uint32_t last_request;
   };
 
-  static constexpr void admit(Slot& slot, Token token, const Params&, const Step&) {
+  static constexpr void append(Slot& slot, Token token, const Params&, const Step&) {
     slot.last_request = token.position;
   }
   static constexpr void observe(Slot& slot, const Observation& seen, const Params&, const Step&) {

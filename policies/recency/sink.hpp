@@ -4,7 +4,7 @@
 // Deliberate differences from the authors' code:
 //   - the budget counts the query itself (their cache of B tokens lets a query span B + 1);
 //   - one token leaves at each step, also between the turns of a conversation, where their chat
-//     demo makes room for a whole answer at once;
+//     demo evicts to the budget for a whole answer at once;
 //   - keys are never rotated again in place.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace kvlab {
 struct Sink {
   static constexpr PolicyInfo kInfo{
       .name = "sink",
-      .summary = "the oldest leaves first, but for the attention sinks (StreamingLLM)",
+      .summary = "the oldest is evicted first, but for the attention sinks (StreamingLLM)",
       .citation = "Xiao et al. 2023, StreamingLLM, section 3.2 (arXiv:2309.17453)",
       .order = Order::nested,
       .oldest_first = true,
@@ -24,7 +24,7 @@ struct Sink {
   struct Params {};
   struct Slot {};
 
-  static constexpr void admit(Slot&, Token, const Params&, const Step&) {}
+  static constexpr void append(Slot&, Token, const Params&, const Step&) {}
   static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step&) {
     return token.position;
   }

@@ -1,5 +1,5 @@
 // lazy_eviction: by the longest time between two requests. A token that has been silent for long,
-// measured by its own longest silence before, leaves first.
+// measured by its own longest silence before, is evicted first.
 //
 // Zhang et al. 2025, "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for
 // Efficient Long Reasoning", section 4: the time of the last request TS, the maximum recurrence
@@ -13,8 +13,8 @@
 //   - one leaves a step; theirs leave W at a time, and W, set for each task, are recent. Ours: a
 //     quarter of the budget;
 //   - a request is a probability of at least tau of the row's largest, not of at least 1e-4;
-//   - of an admission of many queries only the last request and the number are known: their mean
-//     interval, rounded up, stands for the longest; ties: the older leaves.
+//   - of an append of many queries only the last request and the number are known: their mean
+//     interval, rounded up, stands for the longest; ties: the older is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -24,16 +24,16 @@ namespace kvlab {
 struct LazyEviction {
   static constexpr PolicyInfo kInfo{
       .name = "lazy_eviction",
-      .summary = "the longest silent by its own longest silence leaves first",
+      .summary = "the longest silent by its own longest silence is evicted first",
       .citation = "Zhang et al. 2025, LazyEviction, section 4 (arXiv:2506.15969)",
       .needs = Needs::requests,
       .recent = percent(25)};
   struct Params {};
   struct Slot {
-    std::uint32_t last_request, interval;  // interval 0: none came after it was admitted
+    std::uint32_t last_request, interval;  // interval 0: none came after it was appended
   };
 
-  static constexpr void admit(Slot& slot, Token token, const Params&, const Step&) {
+  static constexpr void append(Slot& slot, Token token, const Params&, const Step&) {
     slot.last_request = token.position;
     slot.interval = 0;
   }

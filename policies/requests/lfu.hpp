@@ -1,5 +1,5 @@
-// lfu: least frequently requested. The token with the fewest requests so far leaves first; half of
-// the budget is recent, for a new token has no past.
+// lfu: least frequently requested. The token with the fewest requests so far is evicted first; half
+// of the budget is recent, for a new token has no past.
 //
 // The caches' classic, with new entries set apart as in Robinson and Devarakonda 1990, "Data cache
 // management using frequency-based replacement", section 2; for attention, the counts of
@@ -7,7 +7,7 @@
 // Deliberate differences from a cache of blocks:
 //   - a query requests many tokens at once: those it gives at least tau of its row's largest
 //     probability (docs/reference/policies.md);
-//   - counts are never aged, and requests of recent tokens count; ties: the older leaves.
+//   - counts are never aged, and requests of recent tokens count; ties: the older is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -16,7 +16,7 @@ namespace kvlab {
 
 struct Lfu {
   static constexpr PolicyInfo kInfo{.name = "lfu",
-                                    .summary = "the least often requested leaves first",
+                                    .summary = "the least often requested is evicted first",
                                     .citation =
                                         "after Robinson and Devarakonda 1990, frequency-based "
                                         "replacement (doi:10.1145/98457.98523)",
@@ -27,7 +27,7 @@ struct Lfu {
     std::uint32_t requests;
   };
 
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.requests = 0; }
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.requests = 0; }
   static constexpr void observe(Slot& slot, const Observation& seen, const Params&, const Step&) {
     slot.requests += seen.requests;
   }

@@ -7,12 +7,12 @@
 //   - the window moves by quarters: four counts of window/4 queries each, the newest of them not
 //     full, so it holds the last 301 to 400 queries. A window that slides by one would need 400
 //     bits a token;
-//   - what an admission of many queries gives counts as of its last query, and where these are more
+//   - what an append of many queries gives counts as of its last query, and where these are more
 //     than the window, in the window's proportion, rounded down;
 //   - a request is a probability of at least tau of the row's largest, not of more than 1/t, and a
 //     query counts once for a group of query heads;
 //   - one token leaves a step, not half of the budget at once;
-//   - every layer has the same budget; one kept set for each KV head; ties: the older leaves.
+//   - every layer has the same budget; one kept set for each KV head; ties: the older is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -22,7 +22,7 @@ namespace kvlab {
 struct Scissorhands {
   static constexpr PolicyInfo kInfo{
       .name = "scissorhands",
-      .summary = "the least often requested by the last queries leaves first",
+      .summary = "the least often requested by the last queries is evicted first",
       .citation = "Liu et al. 2023, Scissorhands, algorithm 2 (arXiv:2305.17118)",
       .needs = Needs::requests,
       .recent = tokens(10)};
@@ -35,7 +35,7 @@ struct Scissorhands {
     std::uint64_t counts;  // four of 16 bits, by quarters of the window; the newest is the lowest
   };
 
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.counts = 0; }
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.counts = 0; }
   static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
                                 const Step& step) {
     const auto window = static_cast<std::uint32_t>(params.window);

@@ -20,11 +20,11 @@ struct LastQueries {
   static constexpr float weight(std::uint32_t age, const Params& params) {
     return age < tail(params) ? 1.0f : 0.0f;
   }
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
 
-  /// An admission of W queries or more: what its last W gave, exactly. Of fewer, n: what was there
-  /// shrinks by (W - n) / W, rounded down to units of 2^-32, so that what remains weighs as much as
-  /// W queries would. One number a token cannot hold a window that slides.
+  /// An append of W queries or more: what its last W gave, exactly. Of fewer, n: what was there
+  /// is scaled by (W - n) / W, rounded down to units of 2^-32, so that what remains weighs as much
+  /// as W queries would. One number a token cannot hold a window that slides.
   static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
                                 const Step& step) {
     const std::uint32_t window = tail(params);

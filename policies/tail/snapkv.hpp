@@ -1,6 +1,6 @@
 // snapkv: the token that the prompt's last queries, the observation window, attend to least leaves
 // first; the window's own tokens stay, but for the oldest of them: `recent=32` counts the token
-// that is to come, so it guards 31 of the 32 (`recent=33` guards all).
+// that is to come, so it protected tokens 31 of the 32 (`recent=33` protected tokens all).
 //
 // Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation", section 4; window
 // and pooling of the authors' code: 32 queries, mean over 5 neighbours, chosen once, after the
@@ -11,7 +11,7 @@
 //     each query head;
 //   - a prompt in chunks of fewer queries, and decoding where it evicts, forget in the measure that
 //     they are observed (last_queries.hpp): the paper has only a prompt in one piece;
-//   - the budget counts the query itself; ties: the older leaves.
+//   - the budget counts the query itself; ties: the older is evicted.
 #pragma once
 
 #include "policies/tail/last_queries.hpp"
@@ -21,7 +21,7 @@ namespace kvlab {
 struct SnapKV : LastQueries {
   static constexpr PolicyInfo kInfo{
       .name = "snapkv",
-      .summary = "the least attended by the prompt's last queries leaves first",
+      .summary = "the least attended by the prompt's last queries is evicted first",
       .citation = "Li et al. 2024, SnapKV, section 4 (arXiv:2404.14469)",
       .needs = Needs::mass,
       .weighted = true,

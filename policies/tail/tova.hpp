@@ -1,11 +1,11 @@
-// tova: the token that the last query attends to least leaves first.
+// tova: the token that the last query attends to least is evicted first.
 //
 // Oren et al. 2024, "Transformers are Multi-State RNNs", section 3.2, the policy TOVA.
 // Deliberate differences from the authors' code:
 //   - one kept set for each KV head, by the sum over its group's query heads; theirs is one for a
 //     whole layer, by the mean over all of its heads;
-//   - room is made before a token is admitted, not after, so the query itself counts in the budget;
-//   - ties: the older leaves.
+//   - tokens are evicted before a token is appended, not after, so the query itself counts in the budget;
+//   - ties: the older is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -13,21 +13,22 @@
 namespace kvlab {
 
 struct Tova {
-  static constexpr PolicyInfo kInfo{.name = "tova",
-                                    .summary = "the least attended by the last query leaves first",
-                                    .citation = "Oren et al. 2024, TOVA (arXiv:2401.06104)",
-                                    .needs = Needs::mass,
-                                    .weighted = true};
+  static constexpr PolicyInfo kInfo{
+      .name = "tova",
+      .summary = "the least attended by the last query is evicted first",
+      .citation = "Oren et al. 2024, TOVA (arXiv:2401.06104)",
+      .needs = Needs::mass,
+      .weighted = true};
   struct Params {};
   struct Slot {
     std::uint64_t mass;  // Q32.32, from the last query alone
   };
 
-  // Of the queries of one admission only the youngest counts.
+  // Of the queries of one append only the youngest counts.
   static constexpr float weight(std::uint32_t age, const Params&) { return age == 0 ? 1.0f : 0.0f; }
   static constexpr std::uint32_t tail(const Params&) { return 1; }
 
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
   static constexpr void observe(Slot& slot, const Observation& seen, const Params&, const Step&) {
     slot.mass = seen.mass;
   }

@@ -46,27 +46,27 @@ std::vector<float> FullAttention::mean_row(std::uint32_t query) {
 FullAttention::Accesses FullAttention::accesses(AccessRule rule,
                                                 const std::vector<std::uint32_t>& queries) {
   Accesses found;
-  std::vector<std::uint8_t> asked;
+  std::vector<std::uint8_t> requested;
   for (const std::uint32_t query : queries) {
     throw_if_cancelled();
     rows_.compute(query, 1);
-    asked.assign(query + std::size_t{1}, 0);
+    requested.assign(query + std::size_t{1}, 0);
     if (rule.top_k)
-      mark_most_probable(query, *rule.top_k, asked);
+      mark_most_probable(query, *rule.top_k, requested);
     else
       for (std::uint32_t head = 0; head < tensors_.view.group; ++head) {
         const auto flags = rows_.requests(query, head).flags;
-        for (std::uint32_t j = 0; j < query; ++j) asked[j] |= flags[j];
+        for (std::uint32_t j = 0; j < query; ++j) requested[j] |= flags[j];
       }
     for (std::uint32_t j = 0; j < query; ++j)
-      if (asked[j]) found.queries.push_back(query), found.tokens.push_back(j);
+      if (requested[j]) found.queries.push_back(query), found.tokens.push_back(j);
   }
   return found;
 }
 
-/// At equal probability the older is asked for.
+/// At equal probability the older is requested.
 void FullAttention::mark_most_probable(std::uint32_t query, std::uint32_t top_k,
-                                       std::vector<std::uint8_t>& asked) {
+                                       std::vector<std::uint8_t>& requested) {
   std::vector<std::uint32_t> order(query + std::size_t{1});
   const auto most = static_cast<std::ptrdiff_t>(std::min<std::size_t>(top_k, order.size()));
   for (std::uint32_t head = 0; head < tensors_.view.group; ++head) {
@@ -76,7 +76,7 @@ void FullAttention::mark_most_probable(std::uint32_t query, std::uint32_t top_k,
                       [&](std::uint32_t a, std::uint32_t b) {
                         return row.e[a] != row.e[b] ? row.e[a] > row.e[b] : a < b;
                       });
-    std::for_each(order.begin(), order.begin() + most, [&](std::uint32_t j) { asked[j] = 1; });
+    std::for_each(order.begin(), order.begin() + most, [&](std::uint32_t j) { requested[j] = 1; });
   }
 }
 

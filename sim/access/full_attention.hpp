@@ -9,7 +9,7 @@
 
 namespace kvlab {
 
-/// Which tokens a query head asks for: its `top_k` most probable ones, or those that it requests.
+/// Which tokens a query head requests: its `top_k` most probable ones, or those that it requests.
 struct AccessRule {
   std::optional<std::uint32_t> top_k;
 };
@@ -28,7 +28,7 @@ class FullAttention {
   /// What the group's query heads give each token at `query`, their mean: [token, itself included].
   std::vector<float> mean_row(std::uint32_t query);
 
-  /// Earlier tokens that some query head of the group asks for, by query, then position.
+  /// Earlier tokens that some query head of the group requests, by query, then position.
   struct Accesses {
     std::vector<std::uint32_t> queries, tokens;
   };
@@ -36,7 +36,7 @@ class FullAttention {
 
  private:
   void mark_most_probable(std::uint32_t query, std::uint32_t top_k,
-                          std::vector<std::uint8_t>& asked);
+                          std::vector<std::uint8_t>& requested);
 
   HeadTensors tensors_;
   RopeTable rope_;  // of the layer

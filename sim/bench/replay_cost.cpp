@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "policies/catalogue.hpp"
-#include "policies/columns/columns.hpp"
+#include "policies/features/features.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/parallel.hpp"
 #include "traces/extras.hpp"
@@ -40,7 +40,7 @@ class Source {
   Source(std::uint32_t heads, std::uint32_t dim, bool keys, std::uint64_t seed)
       : heads_(heads), dim_(dim), keys_(keys), noise_(seed), topic_(heads * dim) {}
 
-  std::vector<float> draw(std::uint32_t first, std::uint32_t count) {
+  std::vector<float> sample(std::uint32_t first, std::uint32_t count) {
     std::vector<float> all(std::size_t{count} * heads_ * dim_);
     std::normal_distribution<float> normal;
     for (std::uint32_t t = 0; t < count; ++t) {
@@ -72,21 +72,21 @@ class Uniform {
   std::minstd_rand engine_;
 };
 
-OutputSketch sketch_of(const SyntheticShape& shape, Uniform& draw) {
+OutputSketch sketch_of(const SyntheticShape& shape, Uniform& sample) {
   OutputSketch sketch{1, {}};
   sketch.values.resize(std::size_t{shape.layers} * shape.query_heads * shape.head_size *
                        kSketchColumns);
-  for (float& x : sketch.values) x = (draw() - 0.5f) / 8;
+  for (float& x : sketch.values) x = (sample() - 0.5f) / 8;
   return sketch;
 }
 
-void add_columns(const std::filesystem::path& directory, Uniform& draw) {
+void add_features(const std::filesystem::path& directory, Uniform& sample) {
   std::set<std::string> names;
   for (const PolicyEntry& entry : policy_catalogue())
-    for (const std::string& name : parse_policy(entry.info.name).columns)
+    for (const std::string& name : parse_policy(entry.info.name).features)
       if (!is_computed(name, false)) names.insert(name);
   for (const std::string& name : names)
-    write_column(directory, name, [&](auto, auto, auto) { return draw(); });
+    write_feature(directory, name, [&](auto, auto, auto) { return sample(); });
 }
 
 constexpr int kBudgets = 8;
@@ -94,7 +94,7 @@ constexpr int kBudgets = 8;
 CacheConfig config_of(const std::string& policy, const std::string& budget,
                       std::optional<Positions> positions) {
   CacheConfig config;
-  config.policy = parse_policy(policy, replay_references());
+  config.policy = parse_policy(policy, replay_oracles());
   config.budget = parse_budget(budget);
   config.positions = positions             ? *positions
                      : config.policy.entry ? config.policy.entry->info.positions
@@ -103,30 +103,30 @@ CacheConfig config_of(const std::string& policy, const std::string& budget,
 }
 
 /// `count` shares of the trace from `least` to `most` percent, evenly.
-BenchGrid grid_of(std::string name, const std::vector<std::string>& policies, int count,
-                  double least, double most, std::optional<Positions> positions = std::nullopt) {
-  BenchGrid grid{std::move(name), {}};
+BenchSweep sweep_of(std::string name, const std::vector<std::string>& policies, int count,
+                    double least, double most, std::optional<Positions> positions = std::nullopt) {
+  BenchSweep sweep{std::move(name), {}};
   for (const std::string& policy : policies)
     for (int i = 0; i < count; ++i) {
-      grid.configs.push_back(config_of(
+      sweep.configs.push_back(config_of(
           policy, fmt::format("{:.4f}%", least + (most - least) * i / (count - 1)), positions));
-      if (!grid.configs.back().evicts()) break;  // takes no budget
+      if (!sweep.configs.back().evicts()) break;  // takes no budget
     }
-  return grid;
+  return sweep;
 }
 
-std::vector<BenchGrid> all_grids() {
+std::vector<BenchSweep> all_sweeps() {
   constexpr int kNested = 64;
-  std::vector<BenchGrid> grids{
-      grid_of("grid", {"lru", "window", "h2o", "sink", "streaming_h2o"}, kBudgets, 5, 60),
-      grid_of("unsqueezed", {"lru", "window", "h2o"}, kBudgets, 5, 60),
-      grid_of("feedback", {"h2o", "lru"}, 20, 2, 60, Positions::original)};
-  for (const char* policy : {"window", "sink", "random", "oracle_mass", "oracle_topk"})
-    grids.push_back(
-        grid_of(fmt::format("nested:{}", policy), {policy}, kNested, 1, 64, Positions::original));
+  std::vector<BenchSweep> sweeps{
+      sweep_of("sweep", {"lru", "window", "h2o", "sink", "streaming_h2o"}, kBudgets, 5, 60),
+      sweep_of("original_positions", {"lru", "window", "h2o"}, kBudgets, 5, 60),
+      sweep_of("feedback", {"h2o", "lru"}, 20, 2, 60, Positions::original)};
+  for (const char* policy : {"window", "sink", "random", "oracle_attention", "oracle_topk"})
+    sweeps.push_back(
+        sweep_of(fmt::format("nested:{}", policy), {policy}, kNested, 1, 64, Positions::original));
   for (const char* policy : {"lru", "window", "h2o", "sink", "streaming_h2o"})
-    grids.push_back(grid_of(policy, {policy}, kBudgets, 5, 60));
-  return grids;
+    sweeps.push_back(sweep_of(policy, {policy}, kBudgets, 5, 60));
+  return sweeps;
 }
 
 /// Live tokens attended by one KV head's cache.
@@ -144,13 +144,13 @@ void keep_least(WorkTime& least, const WorkTime& time, bool first) {
   least.cpu_seconds = first ? time.cpu_seconds : std::min(least.cpu_seconds, time.cpu_seconds);
 }
 
-/// One that is measured only where it is asked for.
-std::optional<BenchGrid> further_grid(const std::string& name) {
+/// One that is measured only where it is requested.
+std::optional<BenchSweep> further_sweep(const std::string& name) {
   std::vector<std::string> policies;
   for (const PolicyEntry& entry : policy_catalogue())
     if (name == "shelf" || name == entry.info.name) policies.push_back(entry.info.name);
   if (policies.empty()) return std::nullopt;
-  return grid_of(name, policies, kBudgets, 5, 60);
+  return sweep_of(name, policies, kBudgets, 5, 60);
 }
 
 }  // namespace
@@ -165,8 +165,8 @@ TraceReader write_synthetic_trace(const std::filesystem::path& directory,
     k.emplace_back(shape.kv_heads, shape.head_size, true, seed + 3 * layer + 1);
     v.emplace_back(shape.kv_heads, shape.head_size, true, seed + 3 * layer + 2);
   }
-  Uniform draw(seed + 1000);
-  if (shape.draws) writer.sketch(sketch_of(shape, draw));
+  Uniform sample(seed + 1000);
+  if (shape.gradient_samples) writer.sketch(sketch_of(shape, sample));
   const std::vector<float> norms(kAtOnce, 100.0f);
   for (std::uint32_t first = 0; first < shape.tokens;) {
     const bool prompt = first < shape.prompt_tokens;
@@ -175,48 +175,50 @@ TraceReader write_synthetic_trace(const std::filesystem::path& directory,
     writer.begin(std::vector<std::int32_t>(count, 1),
                  prompt ? SegmentKind::prompt : SegmentKind::decode);
     const std::vector<float> out(std::size_t{count} * shape.query_heads * shape.head_size);
-    std::vector<std::vector<float>> drawn(std::size_t{3} * shape.layers);
-    parallel_for(drawn.size(), std::max(1u, std::thread::hardware_concurrency()),
+    std::vector<std::vector<float>> tensors(std::size_t{3} * shape.layers);
+    parallel_for(tensors.size(), std::max(1u, std::thread::hardware_concurrency()),
                  [&](std::size_t i) {
                    Source& source = (i % 3 == 0 ? q : i % 3 == 1 ? k : v)[i / 3];
-                   drawn[i] = source.draw(first, count);
+                   tensors[i] = source.sample(first, count);
                  });
     for (std::uint32_t layer = 0; layer < shape.layers; ++layer) {
-      writer.layer(layer, drawn[3 * layer], drawn[3 * layer + 1], drawn[3 * layer + 2], out, {});
-      if (shape.draws) writer.residual(layer, std::span(norms).first(count));
+      writer.layer(layer, tensors[3 * layer], tensors[3 * layer + 1], tensors[3 * layer + 2], out,
+                   {});
+      if (shape.gradient_samples) writer.residual(layer, std::span(norms).first(count));
     }
     writer.end();
     first += count;
   }
   writer.finish();
-  add_columns(directory, draw);
-  if (shape.draws) write_gradients(directory, shape.draws, [&] { return draw() - 0.5f; });
+  add_features(directory, sample);
+  if (shape.gradient_samples)
+    write_gradients(directory, shape.gradient_samples, [&] { return sample() - 0.5f; });
   return TraceReader::open(directory);
 }
 
-std::vector<std::string> bench_grid_names() {
+std::vector<std::string> bench_sweep_names() {
   std::vector<std::string> names;
-  for (const BenchGrid& grid : all_grids()) names.push_back(grid.name);
+  for (const BenchSweep& sweep : all_sweeps()) names.push_back(sweep.name);
   return names;
 }
 
-std::vector<BenchGrid> bench_grids(const std::vector<std::string>& names) {
-  std::vector<BenchGrid> grids = all_grids(), wanted;
-  if (names.empty()) return grids;
+std::vector<BenchSweep> bench_sweeps(const std::vector<std::string>& names) {
+  std::vector<BenchSweep> sweeps = all_sweeps(), wanted;
+  if (names.empty()) return sweeps;
   for (const std::string& name : names) {
-    const auto found = std::find_if(grids.begin(), grids.end(),
-                                    [&](const BenchGrid& grid) { return grid.name == name; });
-    const auto further = found == grids.end() ? further_grid(name) : *found;
+    const auto found = std::find_if(sweeps.begin(), sweeps.end(),
+                                    [&](const BenchSweep& sweep) { return sweep.name == name; });
+    const auto further = found == sweeps.end() ? further_sweep(name) : *found;
     if (!further)
       throw std::invalid_argument(
-          fmt::format("--grid: '{}' should be a policy, shelf, or one of: {}", name,
-                      fmt::join(bench_grid_names(), ", ")));
+          fmt::format("--sweep: '{}' should be a policy, shelf, or one of: {}", name,
+                      fmt::join(bench_sweep_names(), ", ")));
     wanted.push_back(*further);
   }
   return wanted;
 }
 
-ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchGrid>& grids,
+ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchSweep>& sweeps,
                           ReplayOptions options, unsigned repeats, CudaReplayer* device) {
   options.elsewhere = device;
   const ModelShape& shape = trace.shape();
@@ -224,34 +226,34 @@ ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchGrid>
   bench.bytes_read = static_cast<double>(trace.tokens()) * shape.layers *
                      (shape.query_heads + 2 * shape.kv_heads) * shape.head_size *
                      static_cast<double>(bytes_of(shape.dtype));
-  for (const BenchGrid& grid : grids) {
-    bench.grids.push_back({.name = grid.name, .configs = grid.configs.size()});
-    for (const CacheConfig& config : grid.configs)
-      bench.grids.back().slot_steps += slot_steps(trace, config) * shape.layers * shape.kv_heads;
+  for (const BenchSweep& sweep : sweeps) {
+    bench.sweeps.push_back({.name = sweep.name, .configs = sweep.configs.size()});
+    for (const CacheConfig& config : sweep.configs)
+      bench.sweeps.back().slot_steps += slot_steps(trace, config) * shape.layers * shape.kv_heads;
   }
   if (device) {
     // Walks are compiled on demand, which is no part of a replay's time.
     ReplayOptions one_layer = options;
     one_layer.layers = {0};
-    for (const BenchGrid& grid : grids) replay(trace, 0, grid.configs, one_layer);
+    for (const BenchSweep& sweep : sweeps) replay(trace, 0, sweep.configs, one_layer);
   }
   for (unsigned repeat = 0; repeat < repeats; ++repeat)
-    for (std::size_t g = 0; g < grids.size(); ++g) {
+    for (std::size_t g = 0; g < sweeps.size(); ++g) {
       const ExactPass exact =
           device ? device->exact_pass(trace, options.threads) : exact_pass(trace, options.threads);
       keep_least(bench.exact.time, exact.time, repeat == 0 && g == 0);
       bench.exact.flops = exact.flops;
       const double reading = device ? device->reading_seconds() : 0;
-      WorkTime time = timed([&] { replay(trace, 0, grids[g].configs, options); });
+      WorkTime time = timed([&] { replay(trace, 0, sweeps[g].configs, options); });
       if (device) time.seconds -= device->reading_seconds() - reading;
-      keep_least(bench.grids[g].time, time, repeat == 0);
+      keep_least(bench.sweeps[g].time, time, repeat == 0);
       if (device)
-        bench.grids[g].step_microseconds =
-            1e6 * bench.grids[g].time.seconds / trace.tokens() / std::max(device->waves(), 1);
+        bench.sweeps[g].step_microseconds =
+            1e6 * bench.sweeps[g].time.seconds / trace.tokens() / std::max(device->waves(), 1);
     }
-  for (GridTime& grid : bench.grids) {
-    grid.ratio = grid.time.seconds / bench.exact.time.seconds;
-    grid.cpu_ratio = grid.time.cpu_seconds / bench.exact.time.cpu_seconds;
+  for (SweepTime& sweep : bench.sweeps) {
+    sweep.ratio = sweep.time.seconds / bench.exact.time.seconds;
+    sweep.cpu_ratio = sweep.time.cpu_seconds / bench.exact.time.cpu_seconds;
   }
   return bench;
 }

@@ -18,21 +18,22 @@ namespace kvlab {
 struct SyntheticShape {
   std::uint32_t layers = 4, query_heads = 32, kv_heads = 8, head_size = 128;
   std::uint32_t tokens = 4096, prompt_tokens = 512;
-  std::uint32_t draws = 0;  ///< of gradients; with any, all that the metrics beyond attention need
+  std::uint32_t gradient_samples =
+      0;  ///< of gradients; with any, all that the metrics beyond attention need
 };
 
-/// Writes a bf16 trace to `directory`, which must not exist, with every column that a registered
-/// policy reads and nobody computes. Its check rows are not computed: it does not verify.
+/// Writes a bf16 trace to `directory`, which must not exist, with every feature that a registered
+/// policy reads and no decoder computes. Its check rows are not computed: it does not verify.
 TraceReader write_synthetic_trace(const std::filesystem::path& directory,
                                   const SyntheticShape& shape, std::uint64_t seed);
 
 /// Configurations that are timed together.
-struct BenchGrid {
+struct BenchSweep {
   std::string name;
   std::vector<CacheConfig> configs;
 };
 
-struct GridTime {
+struct SweepTime {
   std::string name;
   std::size_t configs = 0;
   WorkTime time;          ///< each the least of the repeats
@@ -45,21 +46,22 @@ struct GridTime {
 
 struct ReplayCost {
   ExactPass exact;  ///< the least time of all repeats
-  std::vector<GridTime> grids;
+  std::vector<SweepTime> sweeps;
   double bytes_read = 0;  ///< of the trace, by one replay
 };
 
-/// The grids of the bars: `grid` ({lru, window, h2o, sink, streaming_h2o} x 8 budgets), its part
-/// without squeezed positions, each of its policies, `feedback` (h2o and lru, 20 budgets each) and
+/// The sweeps of the bars: `sweep` ({lru, window, h2o, sink, streaming_h2o} x 8 budgets), its part
+/// without cache positions, each of its policies, `feedback` (h2o and lru, 20 budgets each) and
 /// 64 budgets of each nested order. `names`: which; empty: all. Also, where they are named, `shelf`
 /// (every registered policy x 8 budgets) and any policy (x 8 budgets).
-std::vector<BenchGrid> bench_grids(const std::vector<std::string>& names);
+std::vector<BenchSweep> bench_sweeps(const std::vector<std::string>& names);
 /// The names of all of them.
-std::vector<std::string> bench_grid_names();
+std::vector<std::string> bench_sweep_names();
 
-/// Takes the exact pass and every grid `repeats` times, in turns, and keeps the least time of each.
-/// With a device both run there, and times are without reading the trace; else `device` is null.
-ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchGrid>& grids,
+/// Takes the exact pass and every sweep `repeats` times, in turns, and keeps the least time of
+/// each. With a device both run there, and times are without reading the trace; else `device` is
+/// null.
+ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchSweep>& sweeps,
                           ReplayOptions options, unsigned repeats, CudaReplayer* device);
 
 }  // namespace kvlab

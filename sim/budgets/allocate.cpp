@@ -11,7 +11,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kFewestBudgets = 3;
+constexpr std::size_t kMinBudgets = 3;
 constexpr std::string_view kAllocators[] = {"kl_estimate", "residual_error"};
 
 /// Error lost per token from `a` to `b`.
@@ -19,18 +19,19 @@ double fall(const CurvePoint& a, const CurvePoint& b) {
   return (a.error - b.error) / static_cast<double>(b.tokens - a.tokens);
 }
 
-std::vector<std::size_t> policies_of(const Figures& figures) {
+std::vector<std::size_t> policies_of(const MetricTable& metric_table) {
   std::vector<std::size_t> found;
-  for (std::size_t s = 0; s < figures.series().size(); ++s)
-    if (!figures.series()[s].is_reference() && !figures.series()[s].is_full()) found.push_back(s);
+  for (std::size_t s = 0; s < metric_table.series().size(); ++s)
+    if (!metric_table.series()[s].is_oracle() && !metric_table.series()[s].is_full())
+      found.push_back(s);
   return found;
 }
 
-std::size_t series_of(const Figures& figures, const std::string& policy) {
+std::size_t series_of(const MetricTable& metric_table, const std::string& policy) {
   std::vector<std::size_t> named;
   std::vector<std::string> known;
-  for (const std::size_t s : policies_of(figures)) {
-    const Series& series = figures.series()[s];
+  for (const std::size_t s : policies_of(metric_table)) {
+    const Series& series = metric_table.series()[s];
     known.push_back(series.label);
     if (series.label == policy) return s;
     if (policy.empty() || series.policy == policy) named.push_back(s);
@@ -43,23 +44,24 @@ std::size_t series_of(const Figures& figures, const std::string& policy) {
       fmt::join(known, ", ")));
 }
 
-std::string metric_of(const Figures& figures, std::size_t series, const std::string& asked) {
+std::string metric_of(const MetricTable& metric_table, std::size_t series,
+                      const std::string& requested) {
   const auto has = [&](std::string_view metric) {
-    return std::ranges::any_of(figures.budgets(), [&](const BudgetColumn& budget) {
-      return figures.average(series, budget.text, metric, {0, 0}).has_value() ||
-             figures.average(series, budget.text, metric).has_value();
+    return std::ranges::any_of(metric_table.budgets(), [&](const BudgetColumn& budget) {
+      return metric_table.average(series, budget.text, metric, {0, 0}).has_value() ||
+             metric_table.average(series, budget.text, metric).has_value();
     });
   };
-  if (!asked.empty() && std::ranges::find(kAllocators, asked) == std::end(kAllocators))
+  if (!requested.empty() && std::ranges::find(kAllocators, requested) == std::end(kAllocators))
     throw std::invalid_argument(
-        fmt::format("--metric: '{}' should be one of {}", asked, fmt::join(kAllocators, ", ")));
+        fmt::format("--metric: '{}' should be one of {}", requested, fmt::join(kAllocators, ", ")));
   for (const std::string_view metric : kAllocators)
-    if ((asked.empty() || asked == metric) && has(metric)) return std::string(metric);
+    if ((requested.empty() || requested == metric) && has(metric)) return std::string(metric);
   throw std::invalid_argument(fmt::format(
       "the run has no {}; it takes a trace with {}",
-      asked.empty() ? fmt::format("{}", fmt::join(kAllocators, " and no ")) : asked,
-      asked == kAllocators[0] ? "gradients (python -m kvlab.hf sensitivities)"
-                              : "residual norms and a sketch (format 2), as captures have"));
+      requested.empty() ? fmt::format("{}", fmt::join(kAllocators, " and no ")) : requested,
+      requested == kAllocators[0] ? "gradients (python -m kvlab.hf sensitivities)"
+                                  : "residual norms and a sketch (format 2), as captures have"));
 }
 
 /// The length that all traces have.
@@ -74,33 +76,33 @@ std::uint32_t common_length(const RunInfo& info) {
 }
 
 /// Those that are one number for all heads, and less than the whole.
-std::vector<BudgetColumn> even_budgets(const Figures& figures, std::size_t series,
+std::vector<BudgetColumn> even_budgets(const MetricTable& metric_table, std::size_t series,
                                        const std::string& metric, std::uint32_t length) {
   std::vector<BudgetColumn> budgets;
-  for (const BudgetColumn& column : figures.budgets()) {
+  for (const BudgetColumn& column : metric_table.budgets()) {
     const bool even = !column.text.starts_with('@') && parse_budget(column.text).is_even();
-    const bool again = !budgets.empty() && budgets.back().least_tokens == column.least_tokens;
-    if (even && !again && column.least_tokens < length &&
-        figures.average(series, column.text, metric))
+    const bool again = !budgets.empty() && budgets.back().min_tokens == column.min_tokens;
+    if (even && !again && column.min_tokens < length &&
+        metric_table.average(series, column.text, metric))
       budgets.push_back(column);
   }
-  if (budgets.size() < kFewestBudgets)
+  if (budgets.size() < kMinBudgets)
     throw std::invalid_argument(
         fmt::format("{} of {} at {} budgets below the trace's length; a curve takes at least {}: "
                     "kvlab replay --budget 5%,10%,20%,40%",
-                    metric, figures.series()[series].label, budgets.size(), kFewestBudgets));
+                    metric, metric_table.series()[series].label, budgets.size(), kMinBudgets));
   return budgets;
 }
 
-Curve curve_of(const Figures& figures, std::size_t series, const std::string& metric,
+Curve curve_of(const MetricTable& metric_table, std::size_t series, const std::string& metric,
                const std::vector<BudgetColumn>& budgets, std::uint32_t length, Scope head) {
   Curve curve;
   for (const BudgetColumn& budget : budgets) {
-    const auto average = figures.average(series, budget.text, metric, head);
+    const auto average = metric_table.average(series, budget.text, metric, head);
     if (!average)
       throw std::invalid_argument(
           fmt::format("the run has no {} of layer {}, KV head {}", metric, head.layer, head.head));
-    curve.push_back({budget.least_tokens, average->mean});
+    curve.push_back({budget.min_tokens, average->mean});
   }
   curve.push_back({length, 0});
   return curve;
@@ -158,23 +160,23 @@ std::vector<std::uint32_t> share_tokens(std::span<const Curve> hulls, std::uint6
 Allocation allocate_budgets(const Run& run, const AllocationRequest& request) {
   if (!run.info.layers.empty())
     throw std::invalid_argument("the run has some layers only; replay all of them");
-  const Figures figures(run.rows);
-  if (figures.budgets().empty()) throw std::invalid_argument(std::string(kNoBudgetInRun));
+  const MetricTable metric_table(run.rows);
+  if (metric_table.budgets().empty()) throw std::invalid_argument(std::string(kNoBudgetInRun));
   const RunTrace& trace = run.info.traces.front();
   const std::uint32_t length = common_length(run.info);
-  const std::size_t series = series_of(figures, request.policy);
-  Allocation result{.policy = figures.series()[series].label,
-                    .metric = metric_of(figures, series, request.metric),
+  const std::size_t series = series_of(metric_table, request.policy);
+  Allocation result{.policy = metric_table.series()[series].label,
+                    .metric = metric_of(metric_table, series, request.metric),
                     .mean_tokens = request.budget.resolve(length, 0)};
-  const auto budgets = even_budgets(figures, series, result.metric, length);
-  if (result.mean_tokens < budgets.front().least_tokens || result.mean_tokens > length)
-    throw std::invalid_argument(fmt::format(
-        "--budget: {} is {} tokens; should be from {}, the run's least budget, to {}",
-        request.budget.text(), result.mean_tokens, budgets.front().least_tokens, length));
+  const auto budgets = even_budgets(metric_table, series, result.metric, length);
+  if (result.mean_tokens < budgets.front().min_tokens || result.mean_tokens > length)
+    throw std::invalid_argument(
+        fmt::format("--budget: {} is {} tokens; should be from {}, the run's least budget, to {}",
+                    request.budget.text(), result.mean_tokens, budgets.front().min_tokens, length));
   std::vector<Curve> hulls;
   for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
     for (std::int32_t head = 0; head < static_cast<std::int32_t>(trace.kv_heads); ++head)
-      hulls.push_back(lower_hull(curve_of(figures, series, result.metric, budgets, length,
+      hulls.push_back(lower_hull(curve_of(metric_table, series, result.metric, budgets, length,
                                           {static_cast<std::int32_t>(trace.number(layer)), head})));
   const auto tokens = share_tokens(hulls, std::uint64_t{result.mean_tokens} * hulls.size());
   for (std::size_t i = 0; i < hulls.size(); ++i) {

@@ -42,7 +42,7 @@ struct Allocation {
          shared = 0;  ///< the metric, summed over heads by hull: at one budget, at `heads`
 };
 
-/// From the run's figures by head at the budgets that all heads had alike, and no error at the
+/// From the run's metrics by head at the budgets that all heads had alike, and no error at the
 /// trace's length. Throws std::invalid_argument: no such policy or several, a metric that the run
 /// does not have by head, fewer than three budgets, some layers only, a mean outside the measured
 /// ones.

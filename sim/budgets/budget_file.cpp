@@ -18,7 +18,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::size_t kMostBudgetBytes = std::size_t{16} << 20;
+constexpr std::size_t kMaxBudgetBytes = std::size_t{16} << 20;
 
 std::uint32_t tokens_from(const json& value, const std::string& where) {
   const std::uint32_t tokens = whole_number(value, where);
@@ -62,7 +62,7 @@ Budget read_budget(std::string_view text) {
   if (!text.starts_with('@')) return parse_budget(text);
   const std::string file(text.substr(1));
   if (file.empty()) throw std::invalid_argument("budget: '@' should be followed by a file's path");
-  return budget_from_json(parse_json(read_text_file(file, kMostBudgetBytes), file),
+  return budget_from_json(parse_json(read_text_file(file, kMaxBudgetBytes), file),
                           file + ": budgets", file);
 }
 
@@ -98,7 +98,7 @@ auto parse_list(const std::vector<std::string>& texts, Parse parse) {
   return values;
 }
 
-/// The lists of the grid, before they are multiplied.
+/// The lists of the sweep, before they are multiplied.
 struct Axes {
   std::vector<PolicySpec> policies;
   std::vector<Budget> budgets;
@@ -108,22 +108,22 @@ struct Axes {
   double threshold;
 };
 
-/// As parse_policy, but says of a reference that it cannot run here, not that nobody knows it.
-PolicySpec policy_from(const std::string& text, std::span<const std::string_view> references,
+/// As parse_policy, but says of an oracle that it cannot run here, not that is not known it.
+PolicySpec policy_from(const std::string& text, std::span<const std::string_view> oracles,
                        const CompiledPolicies& compiled) {
-  if (references.empty() && is_reference(text))
+  if (oracles.empty() && is_oracle(text))
     throw std::invalid_argument(fmt::format(
         "policy {}: is a reference of `kvlab replay`, which knows the future; name a policy",
         text));
-  return parse_policy(text, references, compiled);
+  return parse_policy(text, oracles, compiled);
 }
 
 /// Of a budget in tokens; others are not known before the length is.
-void check_guards(const CacheConfig& config) {
+void check_protected_tokens(const CacheConfig& config) {
   const Budget& budget = config.budget;
   if (config.evicts() && config.policy.entry && !budget.extent.is_share && !budget.in_bytes &&
       !budget.all)
-    resolve_guards(config.policy, budget.extent.tokens);
+    resolve_protected_tokens(config.policy, budget.extent.tokens);
 }
 
 /// Every configuration of one policy, in the order of the lists.
@@ -154,12 +154,12 @@ std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) 
 }
 
 /// Before any list is parsed: each entry costs memory, and their product the command's time.
-void refuse_many(const GridRequest& request) {
+void refuse_many(const SweepRequest& request) {
   std::size_t configs = std::max<std::size_t>(request.policies.size(), 1);
   const auto check = [&](std::size_t count) {
     if (count > kMaxConfigs)
       throw std::invalid_argument(
-          fmt::format("up to {} configurations are asked for; at most {} are allowed, so fewer "
+          fmt::format("up to {} configurations are requested; at most {} are allowed, so fewer "
                       "policies, budgets, tier plans or modes would be right",
                       count, kMaxConfigs));
   };
@@ -173,24 +173,24 @@ void refuse_many(const GridRequest& request) {
 
 }  // namespace
 
-std::vector<CacheConfig> make_grid(const GridRequest& request,
-                                   std::span<const std::string_view> references,
-                                   const CompiledPolicies& compiled, const LeaveOut& leave_out) {
+std::vector<CacheConfig> make_sweep(const SweepRequest& request,
+                                    std::span<const std::string_view> oracles,
+                                    const CompiledPolicies& compiled, const LeaveOut& leave_out) {
   refuse_many(request);
   Axes axes;
   axes.policies = parse_list(request.policies,
-                             [&](const auto& t) { return policy_from(t, references, compiled); });
+                             [&](const auto& t) { return policy_from(t, oracles, compiled); });
   axes.budgets = parse_list(request.budgets, [](const auto& t) { return read_budget(t); });
   axes.prefills = parse_list(request.prefills, [](const auto& t) { return parse_prefill(t); });
   axes.positions = parse_list(request.positions, [](const auto& t) { return parse_positions(t); });
   axes.seed = request.seed;
   axes.threshold = request.threshold;
-  std::vector<CacheConfig> grid;
+  std::vector<CacheConfig> sweep;
   std::unordered_set<std::string> known;
   for (const PolicySpec& policy : axes.policies)
     for (CacheConfig& config : configs_of(policy, axes))
-      if (known.insert(identity_of(config)).second) grid.push_back(std::move(config));
-  return configs_that_fit(std::move(grid), check_guards, leave_out);
+      if (known.insert(identity_of(config)).second) sweep.push_back(std::move(config));
+  return configs_that_fit(std::move(sweep), check_protected_tokens, leave_out);
 }
 
 }  // namespace kvlab

@@ -27,13 +27,13 @@ nlohmann::json budgets_json(const HeadBudgets& heads);
 /// Likewise, as JSON text.
 std::string budgets_text(const HeadBudgets& heads);
 
-// The grid of a replay, as people write it: policies x budgets x prefill and position modes.
+// The sweep of a replay, as people write it: policies x budgets x prefill and position modes.
 
 /// Of one command: each has caches of its own for every head.
 inline constexpr std::size_t kMaxConfigs = 10'000;
 
 /// The lists that are multiplied, each entry as on the command line.
-struct GridRequest {
+struct SweepRequest {
   std::vector<std::string> policies, budgets;
   std::vector<std::string> prefills{"dense"};
   std::vector<std::string> positions;  ///< empty: each policy's own
@@ -43,12 +43,12 @@ struct GridRequest {
 
 /// Every policy x budget x prefill x positions, each once. `full` is one row with budget `all`, and
 /// a reference comes with original positions only. Throws std::invalid_argument: lists whose
-/// product is above kMaxConfigs, an unknown name, a policy that evicts without a budget, guards
-/// that do not fit a budget in tokens; and as read_budget(). With `leave_out`, guards that do not
-/// fit some of the budgets leave these out.
-std::vector<CacheConfig> make_grid(const GridRequest& request,
-                                   std::span<const std::string_view> references,
-                                   const CompiledPolicies& compiled,
-                                   const LeaveOut& leave_out = nullptr);
+/// product is above kMaxConfigs, an unknown name, a policy that evicts without a budget, protected
+/// tokens that do not fit a budget in tokens; and as read_budget(). With `leave_out`, protected
+/// tokens that do not fit some of the budgets leave these out.
+std::vector<CacheConfig> make_sweep(const SweepRequest& request,
+                                    std::span<const std::string_view> oracles,
+                                    const CompiledPolicies& compiled,
+                                    const LeaveOut& leave_out = nullptr);
 
 }  // namespace kvlab

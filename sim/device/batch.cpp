@@ -15,34 +15,34 @@ using cuda::check;
 using cuda::DeviceBuffer;
 using kernels::Type;
 
-/// Some units at a time: the threads read, the device rotates.
+/// Some head tasks at a time: the threads read, the device rotates.
 void Batch::read() {
   const ModelShape& shape = plan_.trace.shape();
   const std::size_t tokens = plan_.trace.tokens(), head = tokens * shape.head_size,
                     heads = shape.group() + 2;
-  const std::size_t at_once = sizes_.land_at_once(units_.size(), plan_.threads);
+  const std::size_t at_once = sizes_.land_at_once(tasks_.size(), plan_.threads);
   const cuda::PinnedBuffer staging(at_once * sizes_.landing());
   const DeviceBuffer landing(staging.bytes(), "the replay");
-  for (std::size_t first = 0; first < units_.size(); first += at_once) {
-    const std::size_t count = std::min(at_once, units_.size() - first);
+  for (std::size_t first = 0; first < tasks_.size(); first += at_once) {
+    const std::size_t count = std::min(at_once, tasks_.size() - first);
     parallel_for(count * heads, plan_.threads, [&](std::size_t i) {
-      const ReplayUnit unit = units_[first + i / heads];
+      const HeadTask task = tasks_[first + i / heads];
       const auto h = static_cast<std::uint32_t>(i % heads), group = shape.group();
       const Part part = h < group ? Part::q : h == group ? Part::k : Part::v;
-      plan_.trace.read(part, unit.layer, part == Part::q ? unit.kv_head * group + h : unit.kv_head,
+      plan_.trace.read(part, task.layer, part == Part::q ? task.kv_head * group + h : task.kv_head,
                        0, plan_.trace.tokens(), staging.as<float>() + i * head);
     });
     check(cudaMemcpyAsync(landing.data(), staging.data(), count * heads * head * sizeof(float),
                           cudaMemcpyHostToDevice, on_device_.stream()),
           "sending a trace");
-    send_columns(first, count, staging.as<float>());
+    send_features(first, count, staging.as<float>());
     for (std::size_t i = 0; i < count * heads; ++i) {
       const kernels::ReplayVectors from{landing.as<float>() + i * head, KVLAB_F32, shape.head_size};
       const auto h = static_cast<std::uint32_t>(i % heads), group = shape.group();
-      const std::size_t unit = first + i / heads;
-      if (h < group) on_device_.take_queries(from, unit, h);
-      if (h >= group) on_device_.copy(from, unit, h == group ? Part::k : Part::v);
-      if (h == group) on_device_.take_keys(from, unit);
+      const std::size_t task = first + i / heads;
+      if (h < group) on_device_.take_queries(from, task, h);
+      if (h >= group) on_device_.copy(from, task, h == group ? Part::k : Part::v);
+      if (h == group) on_device_.take_keys(from, task);
     }
     check(cudaStreamSynchronize(on_device_.stream()), "reading a trace");
   }
@@ -50,15 +50,15 @@ void Batch::read() {
   read_projections();
 }
 
-void Batch::send_columns(std::size_t first, std::size_t count, const float* landed) const {
-  const std::size_t of_unit = sizes_.tokens * sizes_.token_columns,
+void Batch::send_features(std::size_t first, std::size_t count, const float* landed) const {
+  const std::size_t of_task = sizes_.tokens * sizes_.token_features,
                     head = plan_.trace.tokens() * sizes_.dim;
-  std::vector<float> all(count * of_unit);
-  parallel_for(of_unit ? count : 0, plan_.threads, [&](std::size_t i) {
-    const ReplayUnit unit = units_[first + i];
+  std::vector<float> all(count * of_task);
+  parallel_for(of_task ? count : 0, plan_.threads, [&](std::size_t i) {
+    const HeadTask task = tasks_[first + i];
     const float* const keys = landed + (i * (sizes_.group + 2) + sizes_.group) * head;
-    BroughtColumns brought;
-    const RowSpec& row = plan_.trace.row(unit.layer);
+    FeaturesByName feature_values;
+    const RowSpec& row = plan_.trace.row(task.layer);
     const HeadView view{.tokens = plan_.trace.tokens(),
                         .group = static_cast<std::uint32_t>(sizes_.group),
                         .head_size = static_cast<std::uint32_t>(sizes_.dim),
@@ -68,56 +68,56 @@ void Batch::send_columns(std::size_t first, std::size_t count, const float* land
                         .k = keys,
                         .v = keys + head,
                         .kv_token_stride = sizes_.dim,
-                        .output = weights_of(plan_.output, unit.layer, unit.kv_head),
-                        .brought = &brought,
+                        .output = weights_of(plan_.output, task.layer, task.kv_head),
+                        .feature_values = &feature_values,
                         .rope = &row.rope,
                         .softmax_scale = row.scale};
-    for (const Grid::Columns& of : grid_.columns) {
-      const auto& names = of.like->policy.columns;
-      bring_columns(plan_.trace, unit.layer, unit.kv_head, names, plan_.output, brought);
-      const TokenColumns own(names, view, of.like->admissions);
+    for (const DeviceSweep::Features& of : sweep_.features) {
+      const auto& names = of.like->policy.features;
+      bring_features(plan_.trace, task.layer, task.kv_head, names, plan_.output, feature_values);
+      const TokenFeatures own(names, view, of.like->appends);
       std::copy_n(own.from(0), view.tokens * names.size(),
-                  all.data() + i * of_unit + of.first * sizes_.tokens);
+                  all.data() + i * of_task + of.first * sizes_.tokens);
     }
   });
-  cuda::write(parts_.columns + first * of_unit, all, "sending a trace");
+  cuda::write(parts_.features + first * of_task, all, "sending a trace");
 }
 
 void Batch::read_projections() {
   const auto send = [&](auto read, auto put) {
-    std::vector<decltype(read(units_[0]))> some(std::max(1u, plan_.threads));
-    for (std::size_t first = 0; first < units_.size(); first += some.size()) {
-      some.resize(std::min(some.size(), units_.size() - first));
+    std::vector<decltype(read(tasks_[0]))> some(std::max(1u, plan_.threads));
+    for (std::size_t first = 0; first < tasks_.size(); first += some.size()) {
+      some.resize(std::min(some.size(), tasks_.size() - first));
       parallel_for(some.size(), plan_.threads,
-                   [&](std::size_t i) { some[i] = read(units_[first + i]); });
+                   [&](std::size_t i) { some[i] = read(tasks_[first + i]); });
       for (std::size_t i = 0; i < some.size(); ++i) put(first + i, some[i]);
     }
   };
-  const auto copy = [](auto* to, std::size_t unit, const auto& own) {
-    check(cudaMemcpy(to + unit * own.size(), own.data(), own.size() * sizeof(own[0]),
+  const auto copy = [](auto* to, std::size_t task, const auto& own) {
+    check(cudaMemcpy(to + task * own.size(), own.data(), own.size() * sizeof(own[0]),
                      cudaMemcpyHostToDevice),
           "sending a trace");
   };
   if (sizes_.columns.residual)
     send(
-        [&](const ReplayUnit& unit) {
-          return plan_.trace.sketch(unit.layer, unit.kv_head, kResidualColumns);
+        [&](const HeadTask& task) {
+          return plan_.trace.sketch(task.layer, task.kv_head, kResidualColumns);
         },
-        [&](std::size_t unit, const auto& own) { copy(parts_.sketches, unit, own); });
-  if (!sizes_.columns.draws) return;
-  const std::vector<std::uint32_t> queries = plan_.span.queries();
-  send([&](const ReplayUnit& unit) { return scaled_gradients(unit, queries); },
-       [&](std::size_t unit, const ScaledGradients& own) {
-         copy(parts_.gradients, unit, own.values);
-         copy(parts_.term_scales, unit, own.scales);
+        [&](std::size_t task, const auto& own) { copy(parts_.sketches, task, own); });
+  if (!sizes_.columns.gradient_samples) return;
+  const std::vector<std::uint32_t> queries = plan_.measured.queries();
+  send([&](const HeadTask& task) { return scaled_gradients(task, queries); },
+       [&](std::size_t task, const ScaledGradients& own) {
+         copy(parts_.gradients, task, own.values);
+         copy(parts_.term_scales, task, own.scales);
        });
 }
 
 /// A power of two brings a query's largest one to [2^7, 2^8), so that any type holds it.
-Batch::ScaledGradients Batch::scaled_gradients(const ReplayUnit& unit,
+Batch::ScaledGradients Batch::scaled_gradients(const HeadTask& task,
                                                std::span<const std::uint32_t> queries) const {
   constexpr int kExponent = 8;
-  std::vector<float> rows = gradients_of(plan_.trace, unit.layer, unit.kv_head, queries);
+  std::vector<float> rows = gradients_of(plan_.trace, task.layer, task.kv_head, queries);
   ScaledGradients scaled;
   const std::size_t of_query = sizes_.gradient();
   for (auto row = rows.begin(); row != rows.end(); row += static_cast<std::ptrdiff_t>(of_query)) {
@@ -138,13 +138,13 @@ void Batch::replay(const Walks& walks) {
   for (std::uint32_t first = 0; first < tokens; first += block) {
     on_device_.replay_block(walks, first, std::min(block, tokens - first));
     project_errors();
-    on_device_.sum_figures();
+    on_device_.sum_metrics();
   }
   check(cudaStreamSynchronize(on_device_.stream()), "replaying");
 }
 
 void Batch::project_errors() {
-  if (sizes_.columns.draws) on_device_.change();
+  if (sizes_.columns.gradient_samples) on_device_.change();
   if (!sizes_.columns.residual) return;
   static_assert(kernels::kReplayResiduals == kResidualColumns);
   const std::size_t width = sizes_.group * sizes_.dim, rows = sizes_.configs * sizes_.block_samples;
@@ -163,17 +163,17 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   const auto fetch = [](auto part) {
     return cuda::download(std::span<const typename decltype(part)::element_type>(part));
   };
-  const Figures figures{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.progress)};
-  std::vector<std::vector<HeadOutcome>> all(units_.size());
-  parallel_for(units_.size(), plan_.threads, [&](std::size_t unit) {
-    std::vector<HeadOutcome>& own = all[unit];
+  const BatchSums batch_sums{fetch(parts_.sums), fetch(parts_.errors), fetch(parts_.progress)};
+  std::vector<std::vector<HeadOutcome>> all(tasks_.size());
+  parallel_for(tasks_.size(), plan_.threads, [&](std::size_t task) {
+    std::vector<HeadOutcome>& own = all[task];
     for (std::size_t c = 0; c < sizes_.configs; ++c)
-      own.push_back(outcome(unit * sizes_.configs + c, figures));
-    // The largest parts by far: unit by unit they are copied, and their memory filled, by all
-    // threads.
+      own.push_back(outcome(task * sizes_.configs + c, batch_sums));
+    // The largest parts by far: head task by head task they are copied, and their memory filled, by
+    // all threads.
     const auto share = [&](std::span<const float> part, auto put) {
-      const std::size_t of_unit = part.size() / units_.size(), size = of_unit / sizes_.configs;
-      const auto fetched = fetch(part.subspan(unit * of_unit, of_unit));
+      const std::size_t of_task = part.size() / tasks_.size(), size = of_task / sizes_.configs;
+      const auto fetched = fetch(part.subspan(task * of_task, of_task));
       for (std::size_t c = 0; c < own.size(); ++c)
         put(own[c].stats, std::span(fetched).subspan(c * size, size));
     };
@@ -181,20 +181,21 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
       return [part](HeadStats& to, auto from) { (to.*part).assign(from.begin(), from.end()); };
     };
     share(parts_.residual, copy_to(&HeadStats::residual));
-    separate_codes(own);  // twins have no recalls
+    separate_quantization(own);  // fp16 copies have no recalls
     share(parts_.changes, copy_to(&HeadStats::changes));
     share(parts_.recalls,
-          [&](HeadStats& to, auto from) { to.take_recalls(plan_.span, from.data()); });
+          [&](HeadStats& to, auto from) { to.take_recalls(plan_.measured, from.data()); });
   });
   return all;
 }
 
-/// What coding changes is the errors less those of the twins, which go.
-void Batch::separate_codes(std::vector<HeadOutcome>& own) const {
-  const std::size_t configs = grid_.twin.size(), columns = sizes_.columns.residual;
+/// What quantization changes is the errors less those of the fp16 copies, which go.
+void Batch::separate_quantization(std::vector<HeadOutcome>& own) const {
+  const std::size_t configs = sweep_.fp16_copy.size(), columns = sizes_.columns.residual;
   for (std::size_t c = 0; c < configs; ++c) {
-    if (grid_.twin[c] < 0) continue;
-    const std::vector<float> without = own[static_cast<std::size_t>(grid_.twin[c])].stats.residual,
+    if (sweep_.fp16_copy[c] < 0) continue;
+    const std::vector<float> without =
+                                 own[static_cast<std::size_t>(sweep_.fp16_copy[c])].stats.residual,
                              with = std::exchange(own[c].stats.residual, {});
     for (std::size_t at = 0; at < with.size(); at += columns) {
       const auto from = with.begin() + static_cast<std::ptrdiff_t>(at);
@@ -208,28 +209,28 @@ void Batch::separate_codes(std::vector<HeadOutcome>& own) const {
 }
 
 LiveCounts Batch::counts_of(std::size_t cache, const kernels::ReplayProgress& walked) const {
-  const auto window = grid_.window_configs.find(static_cast<std::int32_t>(cache % sizes_.configs));
-  if (window == grid_.window_configs.end())
-    return {.evictions = walked.evictions, .most = walked.most_live, .end = walked.live};
-  const ReplayUnit unit = units_[cache / sizes_.configs];
-  return live_counts(*window->second, window->second->budget_of(unit.layer, unit.kv_head));
+  const auto window = sweep_.window_configs.find(static_cast<std::int32_t>(cache % sizes_.configs));
+  if (window == sweep_.window_configs.end())
+    return {.evictions = walked.evictions, .most = walked.max_live, .end = walked.live};
+  const HeadTask task = tasks_[cache / sizes_.configs];
+  return live_counts(*window->second, window->second->budget_of(task.layer, task.kv_head));
 }
 
-HeadOutcome Batch::outcome(std::size_t cache, const Figures& figures) const {
-  const LiveCounts counts = counts_of(cache, figures.progress[cache]);
+HeadOutcome Batch::outcome(std::size_t cache, const BatchSums& batch_sums) const {
+  const LiveCounts counts = counts_of(cache, batch_sums.progress[cache]);
   HeadOutcome outcome{{}, counts.evictions, counts.most, counts.end};
   HeadStats& stats = outcome.stats;
-  stats.resize(plan_.span, static_cast<std::uint32_t>(sizes_.group), sizes_.columns);
-  // But for what is counted by the span, which is 0 on the device.
+  stats.resize(plan_.measured, static_cast<std::uint32_t>(sizes_.group), sizes_.columns);
+  // But for what is counted by MeasuredQueries, which is 0 on the device.
   for (std::size_t i = 0; i < stats.sums.size(); ++i)
-    stats.sums[i] += figures.sums[cache * stats.sums.size() + i];
-  std::copy_n(figures.errors.data() + cache * stats.errors.size(), stats.errors.size(),
+    stats.sums[i] += batch_sums.sums[cache * stats.sums.size() + i];
+  std::copy_n(batch_sums.errors.data() + cache * stats.errors.size(), stats.errors.size(),
               stats.errors.data());
   return outcome;
 }
 
 double Batch::attend() {
-  const UnitSizes& s = sizes_;
+  const HeadTaskSizes& s = sizes_;
   const kernels::ReplayBlock& of = parts_.block;
   const std::size_t rows = s.block * s.group;
   const auto block = static_cast<std::uint32_t>(s.block);
@@ -251,30 +252,31 @@ double Batch::attend() {
                          .w = {parts_.values, s.dim, s.tokens * s.dim},
                          .y = {parts_.outputs, s.dim, rows * s.dim},
                          .w_by_k = true});
-    flops += 4.0 * of.shape.units * static_cast<double>(count * s.group * width * s.dim);
+    flops += 4.0 * of.shape.tasks * static_cast<double>(count * s.group * width * s.dim);
   }
   check(cudaStreamSynchronize(on_device_.stream()), "attention");
   return flops;
 }
 
 void Batch::keep_sets() {
-  kept_ = cuda::zeroes(units_.size() * sizes_.configs * sizes_.tokens * sizes_.words() * 4,
+  kept_ = cuda::zeroes(tasks_.size() * sizes_.configs * sizes_.tokens * sizes_.words() * 4,
                        "kept sets");
   on_device_.keep_bits(kept_.as<std::uint32_t>());
 }
 
-void Batch::show_sets(std::size_t first_unit, const KeptWatcher& watcher) const {
+void Batch::show_sets(std::size_t first_task, const KeptWatcher& watcher) const {
   const auto bits = cuda::download<std::uint32_t>(kept_);
   std::vector<std::uint32_t> live;
-  for (std::size_t cache = 0; cache < units_.size() * sizes_.configs; ++cache)
+  for (std::size_t cache = 0; cache < tasks_.size() * sizes_.configs; ++cache)
     for (std::uint32_t query = 0;
-         cache % sizes_.configs < grid_.twin.size() && query < plan_.trace.tokens(); ++query) {
+         cache % sizes_.configs < sweep_.fp16_copy.size() && query < plan_.trace.tokens();
+         ++query) {
       const std::uint32_t* const row =
           bits.data() + (cache * sizes_.tokens + query) * sizes_.words();
       live.clear();
       for (std::uint32_t position = 0; position <= query; ++position)
         if (row[position / 32] >> position % 32 & 1) live.push_back(position);
-      watcher(first_unit + cache / sizes_.configs, cache % sizes_.configs, query, live);
+      watcher(first_task + cache / sizes_.configs, cache % sizes_.configs, query, live);
     }
 }
 

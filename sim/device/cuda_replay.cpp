@@ -13,16 +13,16 @@
 namespace kvlab {
 namespace {
 
-/// `units`, and the other KV heads of their layers where some caches evict by layer.
-std::vector<ReplayUnit> whole_layers(const ReplayPlan& plan, std::span<const ReplayUnit> units) {
-  std::vector<ReplayUnit> all(units.begin(), units.end());
+/// `tasks`, and the other KV heads of their layers where some caches evict by layer.
+std::vector<HeadTask> whole_layers(const ReplayPlan& plan, std::span<const HeadTask> tasks) {
+  std::vector<HeadTask> all(tasks.begin(), tasks.end());
   if (std::ranges::none_of(plan.configs, &ResolvedConfig::evicts_by_layer)) return all;
   all.clear();
   std::set<std::uint32_t> layers;
-  for (const ReplayUnit& unit : units)
-    if (layers.insert(unit.layer).second)
+  for (const HeadTask& task : tasks)
+    if (layers.insert(task.layer).second)
       for (std::uint32_t head = 0; head < plan.trace.shape().kv_heads; ++head)
-        all.push_back({unit.layer, head});
+        all.push_back({task.layer, head});
   return all;
 }
 
@@ -35,19 +35,19 @@ bool knows_rows(const TraceReader& trace) {
   return true;
 }
 
-/// Units whose layers turn and scale alike, as one batch has them: by table and scale.
-using Alike = std::map<std::pair<std::uint32_t, float>, std::vector<ReplayUnit>>;
+/// Head tasks whose layers turn and scale alike, as one batch has them: by table and scale.
+using Alike = std::map<std::pair<std::uint32_t, float>, std::vector<HeadTask>>;
 
-Alike alike(const TraceReader& trace, std::span<const ReplayUnit> units) {
+Alike alike(const TraceReader& trace, std::span<const HeadTask> tasks) {
   Alike groups;
-  for (const ReplayUnit& unit : units)
-    groups[{trace.row(unit.layer).table, trace.row(unit.layer).scale}].push_back(unit);
+  for (const HeadTask& task : tasks)
+    groups[{trace.row(task.layer).table, trace.row(task.layer).scale}].push_back(task);
   return groups;
 }
 
-std::size_t index_of(const ReplayUnit& unit, const std::vector<ReplayUnit>& all) {
-  const auto same = [&](const ReplayUnit& other) {
-    return other.layer == unit.layer && other.kv_head == unit.kv_head;
+std::size_t index_of(const HeadTask& task, const std::vector<HeadTask>& all) {
+  const auto same = [&](const HeadTask& other) {
+    return other.layer == task.layer && other.kv_head == task.kv_head;
   };
   return static_cast<std::size_t>(std::ranges::find_if(all, same) - all.begin());
 }
@@ -60,10 +60,10 @@ class Replayer final : public CudaReplayer {
     const ModelShape& shape = trace.shape();
     const PolicyEntry* const entry = config.policy.entry.get();
     return refusal(kCudaReplay, config).empty() && kernels::has_text(*entry) &&
-           shape.group() <= kernels::kMostReplayGroup &&
-           shape.head_size <= kernels::kMostReplayHeadSize && shape.head_size % 8 == 0 &&
-           trace.row(0).rope.rotated() % 4 == 0 && knows_rows(trace) &&
-           (!config.policy.ladder.is_coded() || shape.head_size % kCodeBlock == 0) &&
+           shape.group() <= kernels::kMaxReplayGroup &&
+           shape.head_size <= kernels::kMaxReplayHeadSize && shape.head_size % 8 == 0 &&
+           trace.row(0).rope.rotated_dims() % 4 == 0 && knows_rows(trace) &&
+           (!config.policy.tier_plan.is_quantized() || shape.head_size % kQuantBlock == 0) &&
            (config.policy.modifiers.scope == Modifiers::Scope::head || walks_layers(shape)) &&
            fits(trace, config);
   }
@@ -71,12 +71,12 @@ class Replayer final : public CudaReplayer {
   double reading_seconds() const override { return reading_; }
 
   std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,
-                                            std::span<const ReplayUnit> units) override {
-    std::vector<std::vector<HeadOutcome>> all, asked;
-    const std::vector<ReplayUnit> wanted = whole_layers(plan, units);
-    std::vector<ReplayUnit> whole;
-    const auto watch = [&](std::size_t unit, std::size_t config, std::uint32_t query, auto live) {
-      watcher_(index_of(whole[unit], wanted), config, query, live);
+                                            std::span<const HeadTask> tasks) override {
+    std::vector<std::vector<HeadOutcome>> all, requested;
+    const std::vector<HeadTask> wanted = whole_layers(plan, tasks);
+    std::vector<HeadTask> whole;
+    const auto watch = [&](std::size_t task, std::size_t config, std::uint32_t query, auto live) {
+      watcher_(index_of(whole[task], wanted), config, query, live);
     };
     for (const auto& [key, group] : alike(plan.trace, wanted)) {
       const std::size_t before = whole.size();
@@ -85,12 +85,12 @@ class Replayer final : public CudaReplayer {
         if (watcher_) batch.keep_sets();
         batch.replay(walks_);
         if (watcher_) batch.show_sets(before + first, watch);
-        waves_ = batch.units().waves(walks_);
+        waves_ = batch.tasks().waves(walks_);
         for (auto& outcomes : batch.outcomes()) all.push_back(std::move(outcomes));
       });
     }
-    for (const ReplayUnit& unit : units) asked.push_back(std::move(all[index_of(unit, whole)]));
-    return asked;
+    for (const HeadTask& task : tasks) requested.push_back(std::move(all[index_of(task, whole)]));
+    return requested;
   }
 
   int waves() const override { return waves_; }
@@ -98,14 +98,14 @@ class Replayer final : public CudaReplayer {
   ExactPass exact_pass(const TraceReader& trace, unsigned threads) override {
     const LayerRopes ropes(trace);
     const std::vector<HeadArithmetic> arithmetics(trace.shape().layers, arithmetic_of(trace, 0, 0));
-    const QuerySpan span(trace.segments(), Span::all, 1);
-    const ReplayPlan plan{trace, 0, ropes, arithmetics, span, threads, {}, nullptr};
-    std::vector<ReplayUnit> units;
+    const MeasuredQueries measured(trace.segments(), Queries::all, 1);
+    const ReplayPlan plan{trace, 0, ropes, arithmetics, measured, threads, {}, nullptr};
+    std::vector<HeadTask> tasks;
     for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer)
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head)
-        units.push_back({layer, kv_head});
+        tasks.push_back({layer, kv_head});
     ExactPass pass;
-    in_batches(plan, units, [&](Batch& batch, std::size_t) {
+    in_batches(plan, tasks, [&](Batch& batch, std::size_t) {
       batch.attend();  // chooses algorithms
       const WorkTime time = timed([&] { pass.flops += batch.attend(); });
       pass.time.seconds += time.seconds;
@@ -121,39 +121,40 @@ class Replayer final : public CudaReplayer {
     const kernels::ReplayShape shape{.tokens = static_cast<int>(trace.tokens()),
                                      .group = static_cast<int>(trace.shape().group()),
                                      .head_size = static_cast<int>(trace.shape().head_size)};
-    const auto rungs = static_cast<int>(config.policy.ladder.rungs.size());
-    const bool squeezed = config.positions == Positions::cache;
+    const auto tiers = static_cast<int>(config.policy.tier_plan.tiers.size());
+    const bool cache_positions = config.positions == Positions::cache;
     kernels::DeviceLimits limits;
     cuda::check(kernels::device_limits(limits), "asking for the device's limits");
     return kernels::replay_outputs_plan(KVLAB_F32, limits).fits() &&
            kernels::walk_fits(shape,
-                              squeezed    ? ReplayTokens::squeezed
-                              : rungs > 0 ? ReplayTokens::ladder
-                                          : ReplayTokens::exact,
-                              rungs, limits);
+                              cache_positions ? ReplayTokens::cache_positions
+                              : tiers > 0     ? ReplayTokens::tiered
+                                              : ReplayTokens::exact,
+                              tiers, limits);
   }
-  /// Calls work(batch, index of its first unit) for as many units at a time as fit; of layers that
-  /// turn and scale alike.
+  /// Calls work(batch, index of its first head task) for as many head tasks at a time as fit; of
+  /// layers that turn and scale alike.
   template <class Work>
-  void in_batches(const ReplayPlan& plan, std::span<const ReplayUnit> units, Work work) {
-    const std::uint32_t layer = units.front().layer;
-    const UnitsPlan common{
+  void in_batches(const ReplayPlan& plan, std::span<const HeadTask> tasks, Work work) {
+    const std::uint32_t layer = tasks.front().layer;
+    const HeadTaskPlan common{
         plan.trace.shape(), plan.trace.row(layer).rope, plan.ropes[layer], plan.arithmetics[layer],
-        plan.span,          plan.trace.tokens(),        plan.sequence};
-    const ProjectionColumns columns = projection_columns(plan.trace, plan.span.span());
-    const Grid grid(plan.configs, common.tokens, !plan.span.named().empty(), columns.residual > 0);
+        plan.measured,      plan.trace.tokens(),        plan.sequence};
+    const ProjectionColumns columns = projection_columns(plan.trace, plan.measured.which());
+    const DeviceSweep sweep(plan.configs, common.tokens, !plan.measured.passages().empty(),
+                            columns.residual > 0);
     const Tables tables(common);
-    UnitSizes sizes = sizes_of(common, grid, grid.configs);
+    HeadTaskSizes sizes = sizes_of(common, sweep, sweep.configs);
     sizes.columns = columns;
-    const std::size_t landing = sizes.land_at_once(units.size(), plan.threads) * sizes.landing(),
+    const std::size_t landing = sizes.land_at_once(tasks.size(), plan.threads) * sizes.landing(),
                       at_once = std::min(
-                          units_at_once(sizes, landing, grid.by_layer ? common.shape.kv_heads : 1),
-                          units.size());
-    for (std::size_t first = 0; first < units.size(); first += at_once) {
-      Batch batch(plan, common, grid, sizes,
-                  units.subspan(first, std::min(at_once, units.size() - first)), tables, product_,
+                          tasks_at_once(sizes, landing, sweep.by_layer ? common.shape.kv_heads : 1),
+                          tasks.size());
+    for (std::size_t first = 0; first < tasks.size(); first += at_once) {
+      Batch batch(plan, common, sweep, sizes,
+                  tasks.subspan(first, std::min(at_once, tasks.size() - first)), tables, product_,
                   streams_);
-      walks_.load(batch.units().walks(), plan.threads);
+      walks_.load(batch.tasks().walks(), plan.threads);
       reading_ += timed([&] { batch.read(); }).seconds;
       work(batch, first);
     }

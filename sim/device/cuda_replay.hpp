@@ -9,9 +9,9 @@
 
 namespace kvlab {
 
-/// Called with the indices of a unit and a configuration of the plan, a query, and the live
+/// Called with the indices of a head task and a configuration of the plan, a query, and the live
 /// positions that it attended, ascending.
-using KeptWatcher = std::function<void(std::size_t unit, std::size_t config, std::uint32_t query,
+using KeptWatcher = std::function<void(std::size_t task, std::size_t config, std::uint32_t query,
                                        std::span<const std::uint32_t> live)>;
 
 /// Takes registered policies at any positions, for groups of at most 8 query heads of a size up to

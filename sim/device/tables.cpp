@@ -1,7 +1,7 @@
 #include <cmath>
 
 #include "kernels/host/transfer.hpp"
-#include "sim/device/units.hpp"
+#include "sim/device/head_tasks.hpp"
 
 namespace kvlab {
 namespace {
@@ -38,28 +38,29 @@ std::vector<float2> fine_rope_of(const Rope& rope, int pairs) {
   return angles;
 }
 
-std::vector<std::int32_t> span_of(const UnitsPlan& plan) {
+std::vector<std::int32_t> measured_of(const HeadTaskPlan& plan) {
   std::vector<std::int32_t> index;
   std::int32_t next = 0;
   for (std::uint32_t query = 0; query < plan.tokens; ++query)
-    index.push_back(plan.span.contains(query) ? next++ : -1);
+    index.push_back(plan.measured.contains(query) ? next++ : -1);
   return index;
 }
 
-std::vector<int2> named_of(const UnitsPlan& plan) {
+std::vector<int2> named_of(const HeadTaskPlan& plan) {
   std::vector<int2> ends;
-  for (const NamedSpan& span : plan.span.named())
-    ends.push_back({static_cast<int>(span.start), static_cast<int>(span.start + span.tokens)});
+  for (const Passage& passage : plan.measured.passages())
+    ends.push_back(
+        {static_cast<int>(passage.start), static_cast<int>(passage.start + passage.tokens)});
   return ends;
 }
 
 }  // namespace
 
-Tables::Tables(const UnitsPlan& plan)
+Tables::Tables(const HeadTaskPlan& plan)
     : rope(cuda::upload(rope_of(plan.angles), "the angles")),
       coarse(cuda::upload(coarse_rope_of(plan.angles, pairs_of(plan.shape)), "the angles")),
       fine(cuda::upload(fine_rope_of(plan.rope, pairs_of(plan.shape)), "the angles")),
-      span(cuda::upload(span_of(plan), "the span")),
-      named(cuda::upload(named_of(plan), "the span")) {}
+      measured(cuda::upload(measured_of(plan), "the measured queries")),
+      named(cuda::upload(named_of(plan), "the measured queries")) {}
 
 }  // namespace kvlab

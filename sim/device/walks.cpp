@@ -7,12 +7,12 @@
 namespace kvlab {
 
 bool walks_layers(const ModelShape& shape) {
-  return shape.kv_heads <= kernels::kMostLayerHeads && kernels::current_architecture() >= 90;
+  return shape.kv_heads <= kernels::kMaxLayerHeads && kernels::current_architecture() >= 90;
 }
 
 Walks::Key Walks::key_of(const Walk& walk) {
   const kernels::WalkVariant& v = walk.variant;
-  return {walk.policy, v.quads, v.tokens, v.in_shared, v.type, v.largest};
+  return {walk.policy, v.head_groups, v.tokens, v.in_shared, v.type, v.largest};
 }
 
 void Walks::load(std::span<const Walk> walks, unsigned threads) {

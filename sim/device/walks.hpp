@@ -18,7 +18,7 @@ struct Walk {
 };
 
 /// Whether the KV heads of a layer can be walked together: clusters of blocks (sm_90), of at most
-/// kernels::kMostLayerHeads.
+/// kernels::kMaxLayerHeads.
 bool walks_layers(const ModelShape& shape);
 
 /// Walks on the current device.

@@ -6,12 +6,12 @@
 
 namespace kvlab {
 
-inline constexpr std::uint32_t kSpanBlocks = 16;  ///< of a span's queries, at most
+inline constexpr std::uint32_t kMaxQueryBlocks = 16;  ///< of measured queries, at most
 
 enum class Sum : std::size_t {
 #define SUM(name) name,
 #include "sim/metrics/metrics.def"
-  kept_of_named,  ///< of the first named span; then all of it; then those of the next
+  kept_of_named,  ///< of the first passage; then all of it; then those of the next
 };
 constexpr Sum kept_of(std::size_t named) {
   return static_cast<Sum>(static_cast<std::size_t>(Sum::kept_of_named) + 2 * named);
@@ -20,13 +20,13 @@ constexpr Sum all_of(std::size_t named) {
   return static_cast<Sum>(static_cast<std::size_t>(kept_of(named)) + 1);
 }
 
-/// [Sum][query head, whole quads][block].
+/// [Sum][query head, whole head groups][block].
 struct SumsShape {
-  std::size_t quads, named;
+  std::size_t head_groups, named;
 
   constexpr std::size_t size() const { return at(kept_of(named), 0, 0); }
   constexpr std::size_t at(Sum sum, std::size_t head, std::size_t block) const {
-    return (static_cast<std::size_t>(sum) * 4 * quads + head) * kSpanBlocks + block;
+    return (static_cast<std::size_t>(sum) * 4 * head_groups + head) * kMaxQueryBlocks + block;
   }
 };
 

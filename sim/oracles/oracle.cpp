@@ -41,7 +41,7 @@ void for_rows(SharedRows& rows, std::uint32_t group, std::uint32_t first, std::u
 }
 
 constexpr std::uint32_t kColumns = ResidualOracle::kColumns;
-constexpr float kLeastSum = 1e-20f;  // of probabilities that are left
+constexpr float kMinSum = 1e-20f;  // of probabilities that are left
 
 }  // namespace
 
@@ -51,7 +51,7 @@ PolicyOps oracle_ops() {
           .slot_bytes = 0,
           .params_bytes = sizeof(Oracle*),
           .write_params = nullptr,
-          .admit = [](void*, Tokens, std::size_t, const void*, const Step&) {},
+          .append = [](void*, Tokens, std::size_t, const void*, const Step&) {},
           .observe = nullptr,
           .observe_each = nullptr,
           .rank = rank,
@@ -67,29 +67,30 @@ std::vector<std::byte> oracle_params(Oracle& oracle) {
   return {bytes.begin(), bytes.end()};
 }
 
-MassOracle::MassOracle(const HeadView& view, SharedRows rows)
+AttentionOracle::AttentionOracle(const HeadView& view, SharedRows rows)
     : group_(view.group), rows_(std::move(rows)), all_(view.tokens), given_(view.tokens) {
   add(0, view.tokens, all_);
 }
 
-void MassOracle::add(std::uint32_t first, std::uint32_t end, std::vector<std::uint64_t>& masses) {
+void AttentionOracle::add(std::uint32_t first, std::uint32_t end,
+                          std::vector<std::uint64_t>& masses) {
   for_rows(rows_, group_, first, end, [&](std::uint32_t query, std::uint32_t head) {
     const SharedRows::Row row = rows_.row(query, head);
     for (std::uint32_t j = 0; j <= query; ++j) masses[j] += fixed_mass(1.0f, row.e[j] / row.sum);
   });
 }
 
-void MassOracle::rank(const std::uint32_t* positions, std::size_t count, const Step& step,
-                      std::uint64_t* ranks) {
+void AttentionOracle::rank(const std::uint32_t* positions, std::size_t count, const Step& step,
+                           std::uint64_t* ranks) {
   add(std::exchange(spent_, step.now), step.now, given_);
   for (std::size_t i = 0; i < count; ++i) ranks[i] = all_[positions[i]] - given_[positions[i]];
 }
 
-HeadStats topk_stats(const QuerySpan& span, const HeadView& view, SharedRows rows,
+HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, SharedRows rows,
                      std::uint32_t budget, const std::vector<bool>& uncut) {
-  RowMeasure measure(&span, 1, {.group = view.group}, 1);
+  RowMeasure measure(&measured, 1, {.group = view.group}, 1);
   for_rows(rows, view.group, 0, view.tokens, [&](std::uint32_t query, std::uint32_t head) {
-    if (!span.contains(query)) return;
+    if (!measured.contains(query)) return;
     if (head == 0) measure.begin_query(query);
     const SharedRows::Row row = rows.row(query, head);
     const SharedRows::Requests wanted = rows.requests(query, head);
@@ -149,7 +150,7 @@ ResidualOracle::ResidualOracle(const HeadView& view, SharedRows& rows,
         Sums all;
         for (std::uint32_t j = 0; j <= query; ++j) {
           p[j] = row.e[j] / row.sum;
-          all.add(p[j], projected(head, j));
+          all.add(p[j], projected_value(head, j));
         }
         for (std::uint32_t c = 0; c < kColumns; ++c)
           full_[std::size_t{query} * kColumns + c] += all.values[c];
@@ -166,27 +167,27 @@ void ResidualOracle::rank(const std::uint32_t* positions, std::size_t count, con
       const float* const p = probabilities(query, head);
       Sums& own = sums.emplace_back(Sums{.p = sinks_[std::size_t{query} * group_ + head]});
       for (std::size_t i = 0; i < count; ++i)
-        own.add(p[positions[i]], projected(head, positions[i]));
+        own.add(p[positions[i]], projected_value(head, positions[i]));
       for (std::uint32_t later = step.now; later <= query; ++later)
-        own.add(p[later], projected(head, later));
+        own.add(p[later], projected_value(head, later));
     }
-  const std::size_t leaving = count + 1 - std::min<std::size_t>(step.budget, count + 1);
+  const std::size_t num_evicted = count + 1 - std::min<std::size_t>(step.budget, count + 1);
   for (std::size_t i = 0; i < count; ++i) ranks[i] = count + i;
-  for (std::size_t left = 0; left < leaving; ++left) {
+  for (std::size_t left = 0; left < num_evicted; ++left) {
     std::size_t least = count;
-    double least_change = std::numeric_limits<double>::infinity();
+    double min_change = std::numeric_limits<double>::infinity();
     for (std::size_t i = 0; i < count; ++i) {
       if (ranks[i] < count) continue;
       const double change = change_without(positions[i], sums, step.now);
-      if (least < count && !(change < least_change)) continue;
+      if (least < count && !(change < min_change)) continue;
       least = i;
-      least_change = change;
+      min_change = change;
     }
     ranks[least] = left;
     for (std::uint32_t query = step.now; query < last; ++query)
       for (std::uint32_t head = 0; head < group_; ++head)
         sums[(query - step.now) * group_ + head].add(-probabilities(query, head)[positions[least]],
-                                                     projected(head, positions[least]));
+                                                     projected_value(head, positions[least]));
   }
 }
 
@@ -201,8 +202,8 @@ double ResidualOracle::change_without(std::uint32_t token, const std::vector<Sum
     for (std::uint32_t head = 0; head < group_; ++head) {
       const Sums& own = sums[i + head];
       const float p = probabilities(query, head)[token];
-      const float* const value = projected(head, token);
-      const float factor = 1 / std::max(own.p - p, kLeastSum);
+      const float* const value = projected_value(head, token);
+      const float factor = 1 / std::max(own.p - p, kMinSum);
       for (std::uint32_t c = 0; c < kColumns; ++c)
         error[c] -= (own.values[c] - p * value[c]) * factor;
     }

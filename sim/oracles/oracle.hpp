@@ -1,4 +1,4 @@
-// The replay's own references: not policies, and never deployed.
+// The replay's oracles: not policies, and never deployed.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@ namespace kvlab {
 class Oracle {
  public:
   virtual ~Oracle() = default;
-  /// The order of leaving before `step.now` is admitted: who leaves has a rank below all others.
-  /// positions and ranks [count], by age.
+  /// The eviction order before `step.now` is appended: which token is evicted has a rank below all
+  /// others. positions and ranks [count], by age.
   virtual void rank(const std::uint32_t* positions, std::size_t count, const Step& step,
                     std::uint64_t* ranks) = 0;
 };
@@ -25,10 +25,10 @@ class Oracle {
 PolicyOps oracle_ops();
 std::vector<std::byte> oracle_params(Oracle& oracle);
 
-/// `oracle_mass`: ranks a token by the probability mass that the full cache will yet give it.
-class MassOracle final : public Oracle {
+/// `oracle_attention`: ranks a token by the probability mass that the full cache will yet give it.
+class AttentionOracle final : public Oracle {
  public:
-  MassOracle(const HeadView& view, SharedRows rows);
+  AttentionOracle(const HeadView& view, SharedRows rows);
   void rank(const std::uint32_t* positions, std::size_t count, const Step& step,
             std::uint64_t* ranks) override;
 
@@ -42,16 +42,17 @@ class MassOracle final : public Oracle {
 
 /// `oracle_topk`: each query and query head keeps its `budget` most probable tokens. Queries for
 /// which `uncut` is true keep all (the prompt of a dense prefill).
-HeadStats topk_stats(const QuerySpan& span, const HeadView& view, SharedRows rows,
+HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, SharedRows rows,
                      std::uint32_t budget, const std::vector<bool>& uncut);
 
 // `oracle_residual`: a greedy reference for `residual_error`.
 
-/// One KV head's future, from which it says who leaves: one token after another, each time the one
-/// without which the head's part of the residual stream would change least over the next kAhead
-/// queries, relative to the stream, if nobody else left. It assumes what a policy cannot know:
-/// those queries; and it looks at nothing beyond them, nor at other heads. Original positions; no
-/// guards. Memory: [token, group, token] floats, the half of it that is causal.
+/// One KV head's future, from which it says which token is evicted: one token after another, each
+/// time the one without which the head's part of the residual stream would change least over the
+/// next kAhead queries, relative to the stream, if nobody else left. It assumes what a policy
+/// cannot know: those queries; and it looks at nothing beyond them, nor at other heads. Original
+/// positions; no protected tokens. Memory: [token, group, token] floats, the half of it that is
+/// causal.
 class ResidualOracle final : public Oracle {
  public:
   static constexpr std::uint32_t kAhead = 32;    ///< queries
@@ -76,7 +77,7 @@ class ResidualOracle final : public Oracle {
   const float* probabilities(std::uint32_t query, std::uint32_t head) const {
     return p_.data() + row(query, head);
   }
-  const float* projected(std::uint32_t head, std::uint32_t token) const {
+  const float* projected_value(std::uint32_t head, std::uint32_t token) const {
     return projected_.data() + (std::size_t{head} * tokens_ + token) * kColumns;
   }
   double change_without(std::uint32_t token, const std::vector<Sums>& sums,

@@ -15,9 +15,9 @@ namespace {
 /// Whether a decoder computes all that the policy reads.
 bool decodes(const PolicyInfo& info) {
   PolicySpec spec;
-  for (const std::string& column : columns_of(info))
-    spec.columns.push_back(column.substr(column.find('=') + 1));
-  return column_beyond(kDecoder, spec).empty();
+  for (const std::string& feature : features_of(info))
+    spec.features.push_back(feature.substr(feature.find('=') + 1));
+  return feature_beyond(kDecoder, spec).empty();
 }
 
 }  // namespace
@@ -36,8 +36,8 @@ std::string_view name_of(Needs needs) {
   throw std::logic_error("a policy needs something unknown");
 }
 
-std::vector<std::string> columns_of(const PolicyInfo& info) {
-  return {info.columns, info.columns + info.column_count()};
+std::vector<std::string> features_of(const PolicyInfo& info) {
+  return {info.features, info.features + info.feature_count()};
 }
 
 std::string_view name_of(Order order) { return order == Order::nested ? "nested" : "feedback"; }
@@ -55,7 +55,7 @@ ordered_json describe_policy(const PolicyEntry& entry) {
           {"summary", info.summary},
           {"evicts", info.evicts},
           {"needs", name_of(info.needs)},
-          {"columns", columns_of(info)},
+          {"features", features_of(info)},
           {"decodes", decodes(info)},
           {"order", name_of(info.order)},
           {"weighted", info.weighted},

@@ -15,9 +15,9 @@ std::string_view name_of(Needs needs);
 /// "nested" or "feedback".
 std::string_view name_of(Order order);
 /// What a token brings, as the policy declares it.
-std::vector<std::string> columns_of(const PolicyInfo& info);
+std::vector<std::string> features_of(const PolicyInfo& info);
 
-/// The whole entry: name, needs, guards, modifiers, parameters, bytes, citation.
+/// The whole entry: name, needs, protected tokens, modifiers, parameters, bytes, citation.
 nlohmann::ordered_json describe_policy(const PolicyEntry& entry);
 
 }  // namespace kvlab

@@ -20,7 +20,7 @@ using nlohmann::ordered_json;
 constexpr double kWideSpan = 10;
 
 double tokens_of(const BudgetColumn& budget) {
-  return (static_cast<double>(budget.least_tokens) + budget.most_tokens) / 2;
+  return (static_cast<double>(budget.min_tokens) + budget.max_tokens) / 2;
 }
 
 bool spans_decades(const std::vector<FigureSeries>& series) {
@@ -41,13 +41,13 @@ FigurePoint point_of(double x, const Average& average) {
 
 /// The series of `drawn` that have points, each by `points_of(series)`.
 template <class PointsOf>
-std::vector<FigureSeries> series_with(const Figures& figures, const std::vector<std::size_t>& drawn,
-                                      PointsOf&& points_of) {
-  const auto styles = styles_of(figures.series());
+std::vector<FigureSeries> series_with(const MetricTable& metric_table,
+                                      const std::vector<std::size_t>& drawn, PointsOf&& points_of) {
+  const auto styles = styles_of(metric_table.series());
   std::vector<FigureSeries> series;
   for (const std::size_t s : drawn)
     if (auto points = points_of(s); !points.empty())
-      series.push_back({figures.series()[s].label, styles[s], std::move(points)});
+      series.push_back({metric_table.series()[s].label, styles[s], std::move(points)});
   return series;
 }
 
@@ -64,7 +64,7 @@ ordered_json point_json(const FigurePoint& point) {
 
 /// What a logarithmic axis of the figure's values can draw: values of 0, and bars that reach below,
 /// end at a floor under the smallest positive value, and the title says so.
-Figure floored(Figure figure) {
+Figure floor_axis(Figure figure) {
   if (!figure.y.logarithmic) return figure;
   double least = std::numeric_limits<double>::infinity();
   bool zeros = false;
@@ -258,17 +258,18 @@ bool by_command(const std::vector<std::string>& names, const fs::path& log) {
 
 }  // namespace
 
-Figure curve_figure(const Figures& figures, const std::vector<std::size_t>& drawn,
+Figure curve_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                     const MetricInfo& metric) {
   Figure figure{.name = std::string(metric.name),
                 .title = std::string(metric.label),
                 .x = {.title = "budget, tokens", .logarithmic = true},
                 .y = {.title = std::string(metric.label)}};
-  for (const BudgetColumn& budget : figures.budgets()) figure.x.ticks.push_back(tokens_of(budget));
-  figure.series = series_with(figures, drawn, [&](std::size_t s) {
+  for (const BudgetColumn& budget : metric_table.budgets())
+    figure.x.ticks.push_back(tokens_of(budget));
+  figure.series = series_with(metric_table, drawn, [&](std::size_t s) {
     std::vector<FigurePoint> points;
-    for (const BudgetColumn& budget : figures.budgets())
-      if (const auto average = figures.average(s, budget.text, metric.name))
+    for (const BudgetColumn& budget : metric_table.budgets())
+      if (const auto average = metric_table.average(s, budget.text, metric.name))
         points.push_back(point_of(tokens_of(budget), *average));
     return points;
   });
@@ -276,19 +277,19 @@ Figure curve_figure(const Figures& figures, const std::vector<std::size_t>& draw
   return figure;
 }
 
-Figure frontier_figure(const Figures& figures, const std::vector<std::size_t>& drawn,
+Figure frontier_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                        const MetricInfo& metric) {
   Figure figure{.name = "frontier",
                 .title = fmt::format("{} against memory", metric.label),
                 .x = {.title = "keys and values, KiB", .logarithmic = true, .base = 2},
                 .y = {.title = std::string(metric.label)}};
-  figure.series = series_with(figures, drawn, [&](std::size_t s) {
+  figure.series = series_with(metric_table, drawn, [&](std::size_t s) {
     std::vector<FigurePoint> points;
-    for (const BudgetColumn& budget : figures.budgets()) {
-      const auto score = figures.average(s, budget.text, metric.name);
-      auto held = figures.average(s, budget.text, "kv_bytes_mean");
-      const auto peak = figures.average(s, budget.text, "kv_bytes_peak");
-      if (!held) held = figures.average(s, budget.text, "kv_bytes");
+    for (const BudgetColumn& budget : metric_table.budgets()) {
+      const auto score = metric_table.average(s, budget.text, metric.name);
+      auto held = metric_table.average(s, budget.text, "kv_bytes_mean");
+      const auto peak = metric_table.average(s, budget.text, "kv_bytes_peak");
+      if (!held) held = metric_table.average(s, budget.text, "kv_bytes");
       if (!held) held = peak;
       if (!score || !held || !(held->mean > 0)) continue;
       points.push_back(point_of(held->mean / 1024, *score));
@@ -314,7 +315,7 @@ ordered_json page_json(const Figure& figure) {
 }
 
 ordered_json vega_lite(const Figure& given) {
-  const Figure figure = floored(given);
+  const Figure figure = floor_axis(given);
   ordered_json rows = ordered_json::array();
   for (std::size_t s = 0; s < figure.series.size(); ++s)
     for (const FigurePoint& point : figure.series[s].points) {
@@ -413,14 +414,14 @@ constexpr std::array kColours{
 
 const std::map<std::string_view, std::string_view>& shelf() {
   static const std::map<std::string_view, std::string_view> kShelf{
-      {"window", "blue"},        {"sink", "sky"},       {"lru", "green"},
-      {"h2o", "vermilion"},      {"random", "grey"},    {"streaming_h2o", "orange"},
-      {"a2sf", "wine"},          {"tova", "purple"},    {"lfu", "olive"},
-      {"h2o_mean", "brown"},     {"roco", "navy"},      {"scissorhands", "violet"},
-      {"lazy_eviction", "moss"}, {"snapkv", "rose"},    {"nacl", "lime"},
-      {"knorm", "slate"},        {"keydiff", "indigo"}, {"vatp", "rust"},
-      {"criticalkv", "plum"},    {"lagkv", "pink"},     {"expected_attention", "orchid"},
-      {"r_kv", "mauve"},         {"column", "magenta"}, {"full", "muted"}};
+      {"window", "blue"},        {"sink", "sky"},        {"lru", "green"},
+      {"h2o", "vermilion"},      {"random", "grey"},     {"streaming_h2o", "orange"},
+      {"a2sf", "wine"},          {"tova", "purple"},     {"lfu", "olive"},
+      {"h2o_mean", "brown"},     {"roco", "navy"},       {"scissorhands", "violet"},
+      {"lazy_eviction", "moss"}, {"snapkv", "rose"},     {"nacl", "lime"},
+      {"knorm", "slate"},        {"keydiff", "indigo"},  {"vatp", "rust"},
+      {"criticalkv", "plum"},    {"lagkv", "pink"},      {"expected_attention", "orchid"},
+      {"r_kv", "mauve"},         {"feature", "magenta"}, {"full", "muted"}};
   return kShelf;
 }
 
@@ -440,15 +441,15 @@ SeriesStyle look(std::string_view colour, std::size_t base, std::size_t nth) {
           nth / kShapes.size() % 2 == 0};
 }
 
-/// References have no markers, as long as dashes tell them apart.
-SeriesStyle reference_look(std::string_view policy, std::size_t nth) {
-  const std::size_t first = policy == kOracleMass ? 1 : policy == kOracleTopk ? 2 : 3;
+/// Oracles have no markers, as long as dashes tell them apart.
+SeriesStyle oracle_look(std::string_view policy, std::size_t nth) {
+  const std::size_t first = policy == kOracleAttention ? 1 : policy == kOracleTopk ? 2 : 3;
   SeriesStyle style = look("ink", 0, first + nth);
   if (nth < kDashes.size()) style.shape = "";
   return style;
 }
 
-/// Where a name that nobody knows beforehand begins to look for a colour.
+/// Where a name that is not known beforehand begins to look for a colour.
 std::size_t place_of(std::string_view name) {
   return std::accumulate(name.begin(), name.end(), std::size_t{0}, [](std::size_t sum, char c) {
     return 31 * sum + static_cast<unsigned char>(c);
@@ -500,8 +501,8 @@ std::vector<SeriesStyle> styles_of(std::span<const Series> series) {
   for (const Series& entry : series) {
     SeriesStyle style;
     for (std::size_t nth = 0; nth < kLooks; ++nth) {
-      style = entry.is_reference() ? reference_look(entry.policy, nth)
-                                   : look(colours.of(entry.policy), place_of(entry.policy), nth);
+      style = entry.is_oracle() ? oracle_look(entry.policy, nth)
+                                : look(colours.of(entry.policy), place_of(entry.policy), nth);
       if (std::ranges::find(styles, style) == styles.end()) break;
     }
     styles.push_back(std::move(style));

@@ -1,4 +1,4 @@
-// Figures of points and lines, and of heads: as pages draw them, and as Vega-Lite for files.
+// MetricTable of points and lines, and of heads: as pages draw them, and as Vega-Lite for files.
 #pragma once
 
 #include <limits>
@@ -78,12 +78,12 @@ struct HeadGrid {
 };
 
 /// `metric` against the budget, a line for each of `drawn` (indices); no series where none has it.
-Figure curve_figure(const Figures& figures, const std::vector<std::size_t>& drawn,
+Figure curve_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                     const MetricInfo& metric);
 /// `metric` against the bytes of keys and values, log-log, a line for each policy over its budgets:
 /// a point at the mean over decoded queries, a bar to the peak, where the figures have those; else
 /// at what was held in the end. No series where none has both.
-Figure frontier_figure(const Figures& figures, const std::vector<std::size_t>& drawn,
+Figure frontier_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                        const MetricInfo& metric);
 
 /// Of `figure` what the page's scripts draw (sim/report/page/points.js).

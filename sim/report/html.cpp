@@ -39,7 +39,7 @@ std::string escape(std::string_view text) {
   return safe;
 }
 
-std::string figure_text(double value) {
+std::string number_text(double value) {
   return with_separators(fmt::format("{:.{}f}", value, decimals_of(value)));
 }
 
@@ -48,8 +48,8 @@ std::string average_text(const Average& average) {
   const auto [low, high] = average.interval;
   if (std::abs(low + high - 2 * average.mean) > 1e-6)  // of a share
     return fmt::format("{:.3f} ({:.3f} to {:.3f})", average.mean, low, high);
-  if (!std::isfinite(error) || error == 0) return figure_text(average.mean);
-  // Columns line up where figures are small; an error keeps at least one digit.
+  if (!std::isfinite(error) || error == 0) return number_text(average.mean);
+  // Columns line up where numbers are small; an error keeps at least one digit.
   int decimals = size >= 100 ? 0 : size >= 10 ? 1 : 3;
   decimals = std::clamp(std::max(decimals, decimals_of(error) - 2), 0, 6);
   std::string mean = fmt::format("{:.{}f}", average.mean, decimals);
@@ -61,7 +61,7 @@ std::string bytes_text(double bytes) {
   constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   std::size_t unit = 0;
   while (bytes >= 1024 && unit + 1 < std::size(kUnits)) bytes /= 1024, ++unit;
-  return figure_text(bytes) + " " + kUnits[unit];
+  return number_text(bytes) + " " + kUnits[unit];
 }
 
 std::string join_names(const std::vector<std::string>& names) {
@@ -73,8 +73,8 @@ std::string join_names(const std::vector<std::string>& names) {
   return text;
 }
 
-Cell figure_cell(double value) {
-  return std::isnan(value) ? Cell("–") : Cell(figure_text(value), value);
+Cell number_cell(double value) {
+  return std::isnan(value) ? Cell("–") : Cell(number_text(value), value);
 }
 
 Cell average_cell(const Average& average) {

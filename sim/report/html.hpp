@@ -14,7 +14,7 @@ namespace kvlab {
 std::string escape(std::string_view text);
 
 /// About three significant digits, no exponent: 0.0123, 1.23, 12.3, 1,230.
-std::string figure_text(double value);
+std::string number_text(double value);
 /// `0.123 ± 0.004`, the error to the mean's digits; without error where there is none; of a share
 /// `0.900 (0.683 to 0.988)`.
 std::string average_text(const Average& average);
@@ -37,7 +37,7 @@ struct Cell {
   Cell(const char* text) : html(text) {}
   Cell(std::string text, double number) : html(std::move(text)), value(number) {}
 };
-Cell figure_cell(double value);  ///< a dash where it is NaN
+Cell number_cell(double value);  ///< a dash where it is NaN
 Cell average_cell(const Average& average);
 Cell bytes_cell(double bytes);
 

@@ -69,7 +69,7 @@ std::string style_sheet() {
     light += fmt::format("--{}:{};", colour.name, colour.light);
     dark += fmt::format("--{}:{};", colour.name, colour.dark);
   }
-  // What a reader chose comes before what the system asks for.
+  // What a reader chose comes before what the system requests.
   return fmt::format(
       ":root{{{0}}}\n@media (prefers-color-scheme: dark){{:root{{{1}}}}}\n"
       ":root[data-theme=\"light\"]{{{0}}}\n:root[data-theme=\"dark\"]{{{1}}}{2}",

@@ -10,7 +10,7 @@
 
 namespace kvlab {
 
-/// One HTML file that needs nothing else and asks for nothing. `title` is text, `body` HTML, `data`
+/// One HTML file that needs nothing else and requests nothing. `title` is text, `body` HTML, `data`
 /// what its scripts draw. Without Vega it has no scripts, and says so.
 std::string html_page(std::string_view title, const std::string& body,
                       const nlohmann::ordered_json& data);

@@ -17,7 +17,7 @@ namespace {
 using nlohmann::ordered_json;
 using Recommendations = std::span<const Recommendation>;
 
-constexpr std::size_t kMostNamed = 4;
+constexpr std::size_t kMaxNamed = 4;
 constexpr std::size_t kColumns = 80;  // of a terminal
 
 const std::string& name(const Recommendation& made, std::size_t c) {
@@ -27,9 +27,9 @@ const std::string& name(const Recommendation& made, std::size_t c) {
 /// "a, b, c, d and 3 more".
 std::string names_of(const Recommendation& made, const std::vector<std::size_t>& which) {
   std::vector<std::string> all;
-  for (std::size_t i = 0; i < std::min(which.size(), kMostNamed); ++i)
+  for (std::size_t i = 0; i < std::min(which.size(), kMaxNamed); ++i)
     all.push_back(name(made, which[i]));
-  if (which.size() > kMostNamed) all.push_back(fmt::format("{} more", which.size() - kMostNamed));
+  if (which.size() > kMaxNamed) all.push_back(fmt::format("{} more", which.size() - kMaxNamed));
   return join_names(all);
 }
 
@@ -37,11 +37,11 @@ bool is_known(const Difference& difference) { return std::isfinite(difference.in
 
 /// What is shown of a memory: 97.0 KiB.
 std::string memory_text(const Recommendation& made) {
-  const Memory& memory = made.chosen().memory;
+  const Memory& memory = made.chosen_candidate().memory;
   return memory.mean > 0 ? bytes_text(memory.mean) : "–";
 }
 std::string of_full_text(const Recommendation& made) {
-  const double mean = made.chosen().memory.mean;
+  const double mean = made.chosen_candidate().memory.mean;
   if (!(mean > 0) || !(made.scope.full_bytes > 0)) return "–";
   return fmt::format("{:.1f}%", 100 * mean / made.scope.full_bytes);
 }
@@ -51,7 +51,8 @@ std::string lowest(const Recommendation& made) {
 }
 
 double less_memory(const Recommendation& made) {
-  return 100 * (1 - made.chosen().memory.mean / made.candidates[*made.runner_up].memory.mean);
+  return 100 *
+         (1 - made.chosen_candidate().memory.mean / made.candidates[*made.runner_up].memory.mean);
 }
 
 /// Why another candidate of a lower mean was not chosen.
@@ -59,14 +60,14 @@ std::string memory_reason(const Recommendation& made) {
   return fmt::format(
       "{} has the {} mean ({}), but {} was chosen because it needs {:.1f}% less memory and the "
       "difference is not significant",
-      name(made, *made.runner_up), lowest(made), figure_text(made.mean(*made.runner_up)),
-      made.chosen().name, less_memory(made));
+      name(made, *made.runner_up), lowest(made), number_text(made.mean(*made.runner_up)),
+      made.chosen_candidate().name, less_memory(made));
 }
 
 /// "1 text, 399 scored tokens. Task accuracy was not measured."
-std::string measured_on(const ComparisonScope& scope) {
-  std::string text = scope.draws > 0
-                         ? fmt::format("{} samples", scope.draws)
+std::string describe_scope(const ComparisonScope& scope) {
+  std::string text = scope.samples > 0
+                         ? fmt::format("{} samples", scope.samples)
                          : fmt::format("{} {}", scope.texts, scope.texts == 1 ? "text" : "texts");
   if (scope.tokens > 0) text += fmt::format(", {} scored tokens", scope.tokens);
   return text + "." + (scope.note.empty() ? "" : " " + scope.note);
@@ -120,7 +121,7 @@ int decimals_of(const Difference& difference) {
   return static_cast<int>(std::clamp(1 - std::floor(std::log10(size)), 0.0, 8.0));
 }
 
-std::string number_text(double value, int decimals) {
+std::string decimal_text(double value, int decimals) {
   std::string text = fmt::format("{:.{}f}", value, decimals);
   if (text.starts_with('-') && text.find_first_not_of("-0.") == std::string::npos) text.erase(0, 1);
   return text;
@@ -133,14 +134,15 @@ std::string cut(const std::string& text, std::size_t most) {
 
 /// Equal means say nothing: the choice is the first by name.
 bool is_equal(const Recommendation& made) {
-  return made.runner_up && made.candidates[*made.runner_up].error == made.chosen().error;
+  return made.runner_up && made.candidates[*made.runner_up].error == made.chosen_candidate().error;
 }
 std::string equal_reason(const Recommendation& made) {
-  return fmt::format("{} and {} have equal means, and {} is the first by name", made.chosen().name,
-                     name(made, *made.runner_up), made.chosen().name);
+  return fmt::format("{} and {} have equal means, and {} is the first by name",
+                     made.chosen_candidate().name, name(made, *made.runner_up),
+                     made.chosen_candidate().name);
 }
 
-std::string wrapped(const std::string& text) {
+std::string wrap_text(const std::string& text) {
   std::string out, line;
   std::size_t at = 0;
   while (at < text.size()) {
@@ -166,8 +168,8 @@ std::vector<Row> rows_of(Recommendations all) {
     Row row{made.scope.budget,
             memory_text(made),
             of_full_text(made),
-            made.chosen().name,
-            figure_text(made.mean(made.choice)),
+            made.chosen_candidate().name,
+            number_text(made.mean(made.choice)),
             "–",
             ""};
     if (made.runner_up) {
@@ -215,37 +217,37 @@ std::string table_text(const std::vector<Row>& rows, const std::string& metric) 
 
 std::string difference_text(const Difference& difference, std::string_view to) {
   const int decimals = decimals_of(difference);
-  const std::string mean = number_text(difference.mean, decimals);
+  const std::string mean = decimal_text(difference.mean, decimals);
   if (!is_known(difference)) return mean;
-  return fmt::format("{} ({}{}{})", mean, number_text(difference.interval.low, decimals), to,
-                     number_text(difference.interval.high, decimals));
+  return fmt::format("{} ({}{}{})", mean, decimal_text(difference.interval.low, decimals), to,
+                     decimal_text(difference.interval.high, decimals));
 }
 
-std::string in_columns(const std::string& text) { return wrapped(text); }
+std::string in_columns(const std::string& text) { return wrap_text(text); }
 
 std::string recommendation_text(const Recommendation& made) {
-  const std::string& choice = made.chosen().name;
+  const std::string& choice = made.chosen_candidate().name;
   const std::string& metric = made.scope.metric;
   std::string text = "Budget " + made.scope.budget_text();
-  if (made.chosen().memory.mean > 0) text += " (" + memory_text(made) + ")";
+  if (made.chosen_candidate().memory.mean > 0) text += " (" + memory_text(made) + ")";
   text += ": ";
   if (made.none_eligible)
     text += fmt::format("no policy stays within the budget; {} peaks at {:.2g}x. ", choice,
                         times_budget(made, made.choice));
   const std::string own =
-      fmt::format("{} ({} {})", choice, metric, figure_text(made.mean(made.choice)));
+      fmt::format("{} ({} {})", choice, metric, number_text(made.mean(made.choice)));
   if (!made.runner_up) {
     text += own + " is the only policy.";
   } else {
     const std::size_t other = *made.runner_up;
     const Difference& difference = made.difference(other);
     const std::string both =
-        fmt::format("{} and {} ({})", own, name(made, other), figure_text(made.mean(other)));
+        fmt::format("{} and {} ({})", own, name(made, other), number_text(made.mean(other)));
     const std::string interval =
         fmt::format("the difference is {}, 95% CI", difference_text(difference));
     if (!is_known(difference))
       text += both + " have no confidence interval.";
-    else if (difference.told_apart())
+    else if (difference.significantly_different())
       text += fmt::format("{} differ significantly; {}.", both, interval);
     else
       text += fmt::format("{} do not differ significantly; {}.", both, interval);
@@ -254,7 +256,7 @@ std::string recommendation_text(const Recommendation& made) {
                              : fmt::format(" Chosen: {}, {} mean.", choice, lowest(made));
   }
   if (const std::string note = over_budget_note({&made, 1}); !note.empty()) text += " " + note;
-  return text + " " + measured_on(made.scope);
+  return text + " " + describe_scope(made.scope);
 }
 
 std::vector<std::string> recommendation_notes(Recommendations made) {
@@ -275,18 +277,19 @@ std::vector<std::string> recommendation_notes(Recommendations made) {
     if (one.for_memory) add(fmt::format("{}: {}.", one.scope.budget, memory_reason(one)));
     if (one.none_eligible)
       add(fmt::format("{}: no policy stays within the budget; {} peaks at {:.2g}x.",
-                      one.scope.budget, one.chosen().name, times_budget(one, one.choice)));
+                      one.scope.budget, one.chosen_candidate().name,
+                      times_budget(one, one.choice)));
   }
   add(over_budget_note(made));
   add((scope.full_bytes > 0 ? "Full cache: " + bytes_text(scope.full_bytes) + ". " : "") +
-      measured_on(scope));
+      describe_scope(scope));
   return notes;
 }
 
 std::string recommendations_text(Recommendations made) {
   if (made.empty()) return "";
   std::string text = table_text(rows_of(made), made.front().scope.metric);
-  for (const std::string& note : recommendation_notes(made)) text += wrapped(note);
+  for (const std::string& note : recommendation_notes(made)) text += wrap_text(note);
   return text;
 }
 
@@ -329,13 +332,13 @@ ordered_json difference_json(const Difference& difference) {
   return {{"mean", number_or_null(difference.mean)},
           {"low", number_or_null(difference.interval.low)},
           {"high", number_or_null(difference.interval.high)},
-          {"told_apart", difference.told_apart()}};
+          {"significantly_different", difference.significantly_different()}};
 }
 
-ordered_json standings_json(const Ranking& ranking, const Figures& figures) {
+ordered_json standings_json(const Ranking& ranking, const MetricTable& metric_table) {
   auto list = ordered_json::array();
   for (const Standing& standing : ranking.standings) {
-    const Series& series = figures.series()[standing.series];
+    const Series& series = metric_table.series()[standing.series];
     list.push_back({{"policy", series.policy},
                     {"params", series.params},
                     {"positions", series.positions},
@@ -344,8 +347,8 @@ ordered_json standings_json(const Ranking& ranking, const Figures& figures) {
                     {"stderr", number_or_null(standing.score.standard_error)},
                     {"behind_first", number_or_null(standing.behind.mean)},
                     {"behind", difference_json(standing.behind)},
-                    {"ties_with_first", standing.ties},
-                    {"holds_more", standing.holds_more},
+                    {"not_significantly_different", standing.is_similar},
+                    {"over_budget", standing.over_budget},
                     {"kv_bytes_mean", standing.memory.mean},
                     {"kv_bytes_peak", standing.memory.peak},
                     {"state_bytes", standing.memory.state}});
@@ -359,7 +362,7 @@ ordered_json significance_json(const Difference& difference) {
   return {{"mean", number_or_null(difference.mean)},
           {"low", number_or_null(difference.interval.low)},
           {"high", number_or_null(difference.interval.high)},
-          {"significant", difference.told_apart()}};
+          {"significant", difference.significantly_different()}};
 }
 
 ordered_json candidate_json(const Recommendation& made, std::size_t c) {
@@ -396,13 +399,13 @@ ordered_json recommendation_json(const Recommendation& made) {
   for (const std::size_t c : made.over_budget) over.push_back(candidate_json(made, c));
   for (const std::size_t c : made.frontier) frontier.push_back(candidate_json(made, c));
   return {{"budget", scope.budget},
-          {"choice", made.chosen().name},
+          {"choice", made.chosen_candidate().name},
           {"reason", reason_of(made)},
           {"metric", scope.metric},
           {"better", scope.higher_is_better ? "higher" : "lower"},
           {"mean", number_or_null(made.mean(made.choice))},
-          {"kv_bytes_mean", made.chosen().memory.mean},
-          {"kv_bytes_peak", made.chosen().memory.peak},
+          {"kv_bytes_mean", made.chosen_candidate().memory.mean},
+          {"kv_bytes_peak", made.chosen_candidate().memory.peak},
           {"budget_bytes", scope.budget_bytes},
           {"full_bytes", scope.full_bytes},
           {"runner_up",
@@ -416,7 +419,7 @@ ordered_json recommendation_json(const Recommendation& made) {
           {"frontier", frontier},
           {"texts", scope.texts},
           {"tokens", scope.tokens},
-          {"samples", scope.draws},
+          {"samples", scope.samples},
           {"note", scope.note},
           {"text", recommendation_text(made)},
           {"warnings", recommendation_warnings(made)}};
@@ -451,7 +454,7 @@ Recommendation recommendation_from(const JsonFields& fields) {
                                 .higher_is_better = fields.text("better") == "higher",
                                 .texts = fields.whole("texts"),
                                 .tokens = fields.whole("tokens"),
-                                .draws = fields.whole("samples"),
+                                .samples = fields.whole("samples"),
                                 .note = fields.text("note")}};
   made.none_eligible = fields.flag("none_eligible", false);
   const double sign = made.scope.higher_is_better ? -1 : 1;
@@ -487,36 +490,38 @@ Recommendation recommendation_in(const JsonFields& fields, std::string_view key)
   return recommendation_from(fields.object(key));
 }
 
-std::optional<std::size_t> counterpart(const Figures& figures, std::size_t series,
+std::optional<std::size_t> counterpart(const MetricTable& metric_table, std::size_t series,
                                        std::string_view policy) {
-  const Series& like = figures.series()[series];
+  const Series& like = metric_table.series()[series];
   std::optional<std::size_t> found;
-  for (std::size_t s = 0; s < figures.series().size(); ++s) {
-    const Series& other = figures.series()[s];
+  for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
+    const Series& other = metric_table.series()[s];
     if (other.policy != policy || other.prefill != like.prefill) continue;
-    if (!found ||
-        (figures.series()[*found].positions != like.positions && other.positions == like.positions))
+    if (!found || (metric_table.series()[*found].positions != like.positions &&
+                   other.positions == like.positions))
       found = s;
   }
   return found;
 }
 
-std::string oracle_sentence(const Figures& figures, const MetricInfo& metric) {
+std::string oracle_sentence(const MetricTable& metric_table, const MetricInfo& metric) {
   std::vector<std::string> budgets;
-  for (const BudgetColumn& budget : figures.budgets()) {
-    const Ranking ranking = rank_policies(figures, budget.text, metric, Frontier::skip);
+  for (const BudgetColumn& budget : metric_table.budgets()) {
+    const Ranking ranking = rank_policies(metric_table, budget.text, metric, Frontier::skip);
     if (ranking.empty()) continue;
     const std::size_t choice = ranking.standings[ranking.winner].series;
-    const auto oracle = counterpart(figures, choice, kOracleMass);
-    const auto own = figures.average(choice, budget.text, metric.name);
-    const auto bound = oracle ? figures.average(*oracle, budget.text, metric.name) : std::nullopt;
+    const auto oracle = counterpart(metric_table, choice, kOracleAttention);
+    const auto own = metric_table.average(choice, budget.text, metric.name);
+    const auto bound =
+        oracle ? metric_table.average(*oracle, budget.text, metric.name) : std::nullopt;
     if (own && bound &&
         (metric.higher_is_better ? own->mean > bound->mean : own->mean < bound->mean))
       budgets.push_back(budget.text);
   }
   if (budgets.empty()) return "";
   return fmt::format(
-      "At {} the choice is better than oracle_mass. oracle_mass is a heuristic that evicts the "
+      "At {} the choice is better than oracle_attention. oracle_attention is a heuristic that "
+      "evicts the "
       "token with the least future attention; it does not optimise {}, so it is not a bound.",
       join_names(budgets), metric.label);
 }
@@ -551,8 +556,8 @@ std::string similar_html(const Recommendation& made) {
 }
 
 std::string row_html(const Recommendation& made, const ColourOf& colour_of) {
-  const std::string& choice = made.chosen().name;
-  const double memory = made.chosen().memory.mean;
+  const std::string& choice = made.chosen_candidate().name;
+  const double memory = made.chosen_candidate().memory.mean;
   const std::string full = of_full_text(made);
   std::string html =
       "<tr>" + cell_html(escape(made.scope.budget)) +
@@ -560,7 +565,7 @@ std::string row_html(const Recommendation& made, const ColourOf& colour_of) {
                 memory) +
       cell_html(fmt::format("{}<strong>{}</strong>{}", dot_html(colour_of(choice)), escape(choice),
                             made.for_memory ? " (needs less memory)" : "")) +
-      cell_html(figure_text(made.mean(made.choice)), "", made.mean(made.choice));
+      cell_html(number_text(made.mean(made.choice)), "", made.mean(made.choice));
   if (!made.runner_up)
     return html + cell_html("–", "none") + cell_html("–", "none") + cell_html("–", "none") +
            "</tr>\n";
@@ -601,9 +606,9 @@ std::string recommendations_html(Recommendations made, std::string_view next,
   return html;
 }
 
-std::string series_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
+std::string series_html(const MetricTable& metric_table, const std::vector<SeriesStyle>& styles,
                         std::size_t series) {
-  return dot_html(std::string(styles[series].colour)) + escape(figures.series()[series].label);
+  return dot_html(std::string(styles[series].colour)) + escape(metric_table.series()[series].label);
 }
 
 }  // namespace kvlab

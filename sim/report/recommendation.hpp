@@ -43,19 +43,20 @@ nlohmann::ordered_json recommendations_json(std::span<const Recommendation> made
 std::vector<Recommendation> recommendations_from(const JsonFields& fields, std::string_view key);
 Recommendation recommendation_in(const JsonFields& fields, std::string_view key);
 /// Each standing: the metric, the difference from the lowest mean, memory.
-nlohmann::ordered_json standings_json(const Ranking& ranking, const Figures& figures);
+nlohmann::ordered_json standings_json(const Ranking& ranking, const MetricTable& metric_table);
 nlohmann::ordered_json difference_json(const Difference& difference);
 
 /// "0.0046 (0.0012 to 0.0080)", two digits of the interval; without an interval the mean alone.
 std::string difference_text(const Difference& difference, std::string_view to = " to ");
 
-/// The series of `policy` (window, oracle_mass) that compares with `series`: the same prefill, and
-/// the same positions if there is a choice. Nothing if the run has none.
-std::optional<std::size_t> counterpart(const Figures& figures, std::size_t series,
+/// The series of `policy` (window, oracle_attention) that compares with `series`: the same prefill,
+/// and the same positions if there is a choice. Nothing if the run has none.
+std::optional<std::size_t> counterpart(const MetricTable& metric_table, std::size_t series,
                                        std::string_view policy);
 
-/// A sentence where the choice has less error than oracle_mass at a budget; empty where it has not.
-std::string oracle_sentence(const Figures& figures, const MetricInfo& metric);
+/// A sentence where the choice has less error than oracle_attention at a budget; empty where it has
+/// not.
+std::string oracle_sentence(const MetricTable& metric_table, const MetricInfo& metric);
 
 /// The name of the page colour of a candidate; empty: none.
 using ColourOf = std::function<std::string(const std::string& name)>;
@@ -65,7 +66,7 @@ std::string recommendations_html(std::span<const Recommendation> made, std::stri
                                  const ColourOf& colour_of, std::string_view caption = {});
 
 /// A policy's label behind a dot of its colour.
-std::string series_html(const Figures& figures, const std::vector<SeriesStyle>& styles,
+std::string series_html(const MetricTable& metric_table, const std::vector<SeriesStyle>& styles,
                         std::size_t series);
 
 }  // namespace kvlab

@@ -76,7 +76,7 @@ ordered_json kept_dataset(const Kept& kept, const std::vector<std::string>& toke
           {"queries", kept.queries}, {"tokens", texts},       {"heads", heads}};
 }
 
-/// What a fidelity measurement on a real model said of a figure
+/// What a fidelity measurement on a real model said of a metric
 /// (docs/internals/measurements/fidelity.md).
 struct Evidence {
   std::string_view metric, least, most;
@@ -90,7 +90,7 @@ constexpr Evidence kEvidence[] = {{"kl_estimate_joint", "0.87", "0.98"},
 constexpr const char* kCurves =
     "Bars are one standard error. Lines without markers are oracles, which use future attention "
     "and "
-    "cannot be deployed. They are drawn for attention metrics alone. <code>oracle_mass</code> "
+    "cannot be deployed. They are drawn for attention metrics alone. <code>oracle_attention</code> "
     "evicts "
     "the token with the least future attention; it is a heuristic, not a bound. "
     "<code>oracle_topk</code> keeps each query’s most probable tokens and bounds recall. The full "
@@ -100,7 +100,7 @@ constexpr const char* kSeen =
     "pays, mean over the head’s query heads. Tokens that a policy has evicted are struck out; "
     "those "
     "evicted since the step before are framed; evicted tokens that the query attends to are red.";
-constexpr const char* kOpenLoop =
+constexpr const char* kOfflineReplay =
     "Offline replay: queries and keys come from the full-cache run, so the effect of eviction on "
     "later layers and tokens is not included. <code>kvlab eval</code> measures it.";
 constexpr const char* kMeanings =
@@ -115,7 +115,7 @@ constexpr const char* kMeanings =
     "stream, over the stream’s own, summed over layers</dd>\n"
     "<dt>most live tokens</dt><dd>that a head held at once: a dense prompt is whole while it is "
     "read, whatever the budget</dd>\n"
-    "<dt>oracle_mass</dt><dd>evicts by least future attention; strong, but no bound</dd>\n"
+    "<dt>oracle_attention</dt><dd>evicts by least future attention; strong, but no bound</dd>\n"
     "<dt>oracle_topk</dt><dd>each query’s most probable tokens; bounds recall and misses</dd>\n";
 
 /// Builds the page, section by section.
@@ -123,32 +123,32 @@ class Page {
  public:
   Page(const Run& run, const ReportOptions& options)
       : run_(run),
-        figures_(run.rows),
-        styles_(styles_of(figures_.series())),
+        metric_table_(run.rows),
+        styles_(styles_of(metric_table_.series())),
         options_(options),
         headline_(*find_metric(best_metric(run.rows))),
         by_head_(best_by_head()),
         budget_(chosen_budget()),
         groups_(groups_of(run)) {
-    const Ranking ranking = rank_policies(figures_, budget_.text, headline_, Frontier::skip);
+    const Ranking ranking = rank_policies(metric_table_, budget_.text, headline_, Frontier::skip);
     if (!ranking.empty()) winner_ = ranking.standings[ranking.winner].series;
   }
 
   std::string html() {
     DatasetOptions options{.headline = std::string(headline_.name), .budget = budget_.text};
-    for (const MetricInfo* metric : measured()) options.metrics.push_back(*metric);
-    for (const Series& series : figures_.series())
+    for (const MetricInfo* metric : measured_metrics()) options.metrics.push_back(*metric);
+    for (const Series& series : metric_table_.series())
       options.drawn.push_back(series.policy != kOracleTopk || bounds(series));
-    auto data = dataset_of(figures_, styles_, groups_, options);
+    auto data = dataset_of(metric_table_, styles_, groups_, options);
     data["winner"] = nullptr;
     if (winner_) data["winner"] = *winner_;
     data["by_head"] = by_head_.name;
     data["recommendations"] = ordered_json::array();
     for (const SequenceGroup& group : groups_)
       data["recommendations"].push_back(recommendations_json(recommendations(group)));
-    for (const MetricInfo* metric : measured())
+    for (const MetricInfo* metric : measured_metrics())
       if (groups_.size() == 1 && metric->ranks && attention_metric(*metric))
-        if (std::string text = oracle_sentence(figures_, *metric); !text.empty())
+        if (std::string text = oracle_sentence(metric_table_, *metric); !text.empty())
           data["oracle_notes"][std::string(metric->name)] = std::move(text);
     if (run_.kept) data["kept"] = kept_data();
     std::string body = header();
@@ -157,7 +157,7 @@ class Page {
     if (!layers_are_empty())
       body += html_open_section("heads", "Where it is lost", data["note"].get<std::string>());
     if (run_.kept) body += html_open_section("kept", "What was kept, seen", kSeen);
-    return html_page(title(), body + metrics() + provenance() + all_figures(), data);
+    return html_page(title(), body + metrics() + provenance() + all_metrics_section(), data);
   }
 
   /// Every metric against the budget, the frontier, and the deciding metric by head.
@@ -168,16 +168,17 @@ class Page {
           "the mean; replay them apart",
           groups_.size(), groups_[0].name, groups_[1].name));
     std::vector<Figure> drawn{frontier()};
-    for (const MetricInfo* metric : measured())
-      drawn.push_back(curve_figure(figures_, drawn_for(*metric), *metric));
+    for (const MetricInfo* metric : measured_metrics())
+      drawn.push_back(curve_figure(metric_table_, drawn_for(*metric), *metric));
     for (Figure& figure : drawn) figure.title += ", " + model();
     NamedFigures figures = vega_lites(drawn);
     if (winner_ && !layers_are_empty())
-      figures.emplace_back(std::string(by_head_.name) + "_by_head",
-                           vega_lite(grid_of(*winner_),
-                                     fmt::format("{} of {}, budget {}", by_head_.label,
-                                                 figures_.series()[*winner_].label, budget_.text),
-                                     by_head_.label));
+      figures.emplace_back(
+          std::string(by_head_.name) + "_by_head",
+          vega_lite(grid_of(*winner_),
+                    fmt::format("{} of {}, budget {}", by_head_.label,
+                                metric_table_.series()[*winner_].label, budget_.text),
+                    by_head_.label));
     return kvlab::write_figures(figures, folder);
   }
 
@@ -190,31 +191,33 @@ class Page {
         return *find_metric(name);
     return *find_metric("nll_recall");
   }
-  Figure frontier() const { return frontier_figure(figures_, drawn_for(headline_), headline_); }
+  Figure frontier() const {
+    return frontier_figure(metric_table_, drawn_for(headline_), headline_);
+  }
   const BudgetColumn& chosen_budget() const {
-    if (figures_.budgets().empty()) throw std::runtime_error(std::string(kNoBudgetInRun));
+    if (metric_table_.budgets().empty()) throw std::runtime_error(std::string(kNoBudgetInRun));
     if (!options_.budget.empty()) {
-      if (const BudgetColumn* column = figures_.find_budget(options_.budget)) return *column;
+      if (const BudgetColumn* column = metric_table_.find_budget(options_.budget)) return *column;
       std::vector<std::string> known;
-      for (const BudgetColumn& column : figures_.budgets()) known.push_back(column.text);
+      for (const BudgetColumn& column : metric_table_.budgets()) known.push_back(column.text);
       throw std::invalid_argument(fmt::format("--budget {}: not in this run, which has {}",
                                               options_.budget, fmt::join(known, ", ")));
     }
-    const auto made = recommendations_of(figures_, headline_, 0, "");
-    if (made.empty()) return figures_.budgets().front();
-    return *figures_.find_budget(made[decisive_budget(made)].scope.budget);
+    const auto made = recommendations_of(metric_table_, headline_, 0, "");
+    if (made.empty()) return metric_table_.budgets().front();
+    return *metric_table_.find_budget(made[decisive_budget(made)].scope.budget);
   }
 
   static bool attention_metric(const MetricInfo& metric) {
-    return informs({.policy = std::string(kOracleMass)}, metric.name);
+    return informs({.policy = std::string(kOracleAttention)}, metric.name);
   }
 
   std::vector<Recommendation> recommendations(const SequenceGroup& group) const {
-    return recommendations_of(Figures(group.rows), headline_, scored_tokens(run_.info, group.rows),
-                              std::string(kReplayNote));
+    return recommendations_of(MetricTable(group.rows), headline_,
+                              scored_tokens(run_.info, group.rows), std::string(kReplayNote));
   }
 
-  /// The rows of each model apart: figures of several models have no mean.
+  /// The rows of each model apart: metrics of several models have no mean.
   static std::vector<SequenceGroup> groups_of(const Run& run) {
     std::map<std::string, std::string> weights_of, models_of;
     for (const RunTrace& trace : run.info.traces) {
@@ -235,7 +238,7 @@ class Page {
   nlohmann::ordered_json kept_data() const {
     return kept_dataset(*run_.kept, options_.tokens, [&](const KeptSeries& kept) {
       const auto series = series_of(kept);
-      return KeptLook{series ? figures_.series()[*series].label : kept.policy,
+      return KeptLook{series ? metric_table_.series()[*series].label : kept.policy,
                       std::string(series ? styles_[*series].colour : "ink")};
     });
   }
@@ -254,7 +257,7 @@ class Page {
   }
 
   /// How well the metric that decides was shown to predict the end-to-end KL.
-  std::string decided_by() const {
+  std::string describe_evidence() const {
     for (const Evidence& evidence : kEvidence)
       if (evidence.metric == headline_.name)
         return fmt::format(
@@ -273,17 +276,17 @@ class Page {
   std::string policies_text() const {
     std::set<std::string_view> names;
     std::size_t variants = 0;
-    for (const Series& series : figures_.series()) {
-      if (series.is_reference() || series.is_full()) continue;
+    for (const Series& series : metric_table_.series()) {
+      if (series.is_oracle() || series.is_full()) continue;
       names.insert(series.policy);
       ++variants;
     }
-    std::string text = counted(names.size(), "policy", "policies");
+    std::string text = pluralize(names.size(), "policy", "policies");
     if (variants > names.size()) text += fmt::format(" in {} variants", variants);
     return text;
   }
 
-  static std::string counted(std::size_t count, const char* one, const char* many) {
+  static std::string pluralize(std::size_t count, const char* one, const char* many) {
     return fmt::format("{} {}", count, count == 1 ? one : many);
   }
 
@@ -292,13 +295,13 @@ class Page {
     for (const RunTrace& trace : run_.info.traces) tokens += trace.tokens;
     const std::string context =
         fmt::format("{} at {}, replayed over {} ({} tokens).", policies_text(),
-                    counted(figures_.budgets().size(), "budget", "budgets"),
-                    counted(run_.info.traces.size(), "captured text", "captured texts"),
-                    figure_text(static_cast<double>(tokens)));
+                    pluralize(metric_table_.budgets().size(), "budget", "budgets"),
+                    pluralize(run_.info.traces.size(), "captured text", "captured texts"),
+                    number_text(static_cast<double>(tokens)));
     std::string tables;
     for (const SequenceGroup& group : groups_) {
       const auto made = recommendations(group);
-      const Figures own(group.rows);
+      const MetricTable own(group.rows);
       const auto styles = styles_of(own.series());
       const auto colour = [&](const std::string& name) {
         const auto found = std::ranges::find(own.series(), name, &Series::label);
@@ -312,7 +315,7 @@ class Page {
     }
     return html_front(
         "kvlab report", fmt::format("Which tokens should the cache of {} keep?", escape(model())),
-        context, tables + fmt::format("<p class=\"quiet prose\">{}</p>\n", decided_by()));
+        context, tables + fmt::format("<p class=\"quiet prose\">{}</p>\n", describe_evidence()));
   }
 
   std::string next() const {
@@ -323,15 +326,15 @@ class Page {
   /// Whether oracle_topk bounds what this series' peers can reach: no query may span more than B.
   bool bounds(const Series& series) const {
     return series.prefill == "stream" ||
-           (run_.info.span == Span::decode && series.prefill == "dense");
+           (run_.info.queries == Queries::decode && series.prefill == "dense");
   }
 
   std::vector<std::size_t> drawn_for(const MetricInfo& metric) const {
     std::vector<std::size_t> drawn;
-    for (std::size_t s = 0; s < figures_.series().size(); ++s) {
-      const Series& series = figures_.series()[s];
+    for (std::size_t s = 0; s < metric_table_.series().size(); ++s) {
+      const Series& series = metric_table_.series()[s];
       if (series.is_full()) continue;
-      if (series.is_reference() && !informs(series, metric.name)) continue;
+      if (series.is_oracle() && !informs(series, metric.name)) continue;
       if (series.policy == kOracleTopk && !bounds(series)) continue;
       drawn.push_back(s);
     }
@@ -357,7 +360,7 @@ class Page {
     for (std::size_t l = 0; l < grid.layers.size(); ++l)
       for (std::size_t h = 0; h < grid.heads; ++h) {
         const Scope scope{grid.layers[l], static_cast<std::int32_t>(h)};
-        if (const auto value = figures_.average(series, budget_.text, by_head_.name, scope))
+        if (const auto value = metric_table_.average(series, budget_.text, by_head_.name, scope))
           grid.cells[l * grid.heads + h] = value->mean;
       }
     return grid;
@@ -365,8 +368,8 @@ class Page {
 
   /// The curve that belongs to what was kept, if the run has it.
   std::optional<std::size_t> series_of(const KeptSeries& kept) const {
-    for (std::size_t s = 0; s < figures_.series().size(); ++s) {
-      const Series& series = figures_.series()[s];
+    for (std::size_t s = 0; s < metric_table_.series().size(); ++s) {
+      const Series& series = metric_table_.series()[s];
       if (series.policy == kept.policy && series.params == kept.params &&
           series.positions == kept.positions && series.prefill == run_.kept->prefill)
         return s;
@@ -374,24 +377,25 @@ class Page {
     return std::nullopt;
   }
 
-  static Cell cell(const Figures& figures, std::size_t series, std::string_view budget,
+  static Cell cell(const MetricTable& metric_table, std::size_t series, std::string_view budget,
                    const MetricInfo& metric) {
-    const auto average = figures.average(series, budget, metric.name);
+    const auto average = metric_table.average(series, budget, metric.name);
     if (!average) return "–";
     return metric.name.find("_bytes") != std::string_view::npos ? bytes_cell(average->mean)
                                                                 : average_cell(*average);
   }
 
-  std::vector<Cell> figures_row(const Figures& figures, const std::vector<SeriesStyle>& styles,
-                                std::size_t series, std::string_view budget) const {
-    std::vector<Cell> row{series_html(figures, styles, series), escape(budget)};
-    for (const MetricInfo* metric : measured())
-      row.push_back(cell(figures, series, budget, *metric));
+  std::vector<Cell> metrics_row(const MetricTable& metric_table,
+                                const std::vector<SeriesStyle>& styles, std::size_t series,
+                                std::string_view budget) const {
+    std::vector<Cell> row{series_html(metric_table, styles, series), escape(budget)};
+    for (const MetricInfo* metric : measured_metrics())
+      row.push_back(cell(metric_table, series, budget, *metric));
     return row;
   }
 
   /// The metrics that the run has.
-  std::vector<const MetricInfo*> measured() const {
+  std::vector<const MetricInfo*> measured_metrics() const {
     std::vector<const MetricInfo*> metrics;
     for (const MetricInfo& metric : all_metrics())
       if (std::ranges::any_of(run_.rows, [&](const ResultRow& row) {
@@ -401,30 +405,30 @@ class Page {
     return metrics;
   }
 
-  std::string figures_table(const SequenceGroup& group) const {
-    const Figures figures(group.rows);
-    const auto styles = styles_of(figures.series());
+  std::string metrics_table_html(const SequenceGroup& group) const {
+    const MetricTable metric_table(group.rows);
+    const auto styles = styles_of(metric_table.series());
     std::vector<Column> columns{{"policy", false}, {"budget"}};
-    for (const MetricInfo* metric : measured()) columns.push_back({escape(metric->label)});
+    for (const MetricInfo* metric : measured_metrics()) columns.push_back({escape(metric->label)});
     std::vector<std::vector<Cell>> rows;
-    for (std::size_t s = 0; s < figures.series().size(); ++s) {
-      if (figures.series()[s].is_full()) {
-        rows.push_back(figures_row(figures, styles, s, "all"));
+    for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
+      if (metric_table.series()[s].is_full()) {
+        rows.push_back(metrics_row(metric_table, styles, s, "all"));
         continue;
       }
-      for (const BudgetColumn& budget : figures.budgets())
-        if (!figures.rows(s, budget.text, "recall").empty())
-          rows.push_back(figures_row(figures, styles, s, budget.text));
+      for (const BudgetColumn& budget : metric_table.budgets())
+        if (!metric_table.rows(s, budget.text, "recall").empty())
+          rows.push_back(metrics_row(metric_table, styles, s, budget.text));
     }
     return table(columns, rows, groups_.size() > 1 ? escape(group.name) : "");
   }
 
-  std::string all_figures() const {
+  std::string all_metrics_section() const {
     const char* averaged =
         run_.info.traces.size() > groups_.size() ? ", averaged over the sequences" : "";
     std::string tables;
-    for (const SequenceGroup& group : groups_) tables += figures_table(group);
-    return html_section("All figures",
+    for (const SequenceGroup& group : groups_) tables += metrics_table_html(group);
+    return html_section("All metrics",
                         fmt::format("Over all layers and heads{}. By layer and by head: "
                                     "<code>results.csv</code>.",
                                     averaged),
@@ -432,7 +436,7 @@ class Page {
   }
 
   static std::string metrics() {
-    return html_section("What the figures mean", "",
+    return html_section("What the metrics mean", "",
                         fmt::format("<dl class=\"prose\">{}</dl>\n", kMeanings), "");
   }
 
@@ -451,14 +455,14 @@ class Page {
         "{}<br>captured by {}",
         escape(trace.name), trace.tokens, trace.prompt_tokens, code(trace.hash),
         escape(trace.model), trace.layers, trace.query_heads, trace.kv_heads, trace.head_size,
-        escape(trace.dtype), (trace.span_layers > 0 ? "; " : "") + trace.span_text(),
+        escape(trace.dtype), (trace.window_layers > 0 ? "; " : "") + trace.windows_text(),
         code(trace.weights_xxh3), code(json_text(*trace.capture, -1)));
   }
 
   std::string provenance() const {
     std::string entries, policies;
     for (const RunTrace& trace : run_.info.traces) entries += entry("trace", trace_html(trace));
-    for (const Series& series : figures_.series())
+    for (const Series& series : metric_table_.series())
       policies +=
           fmt::format("{}<code>{}{}</code> ({} positions, {} prefill)",
                       policies.empty() ? "" : "<br>", escape(series.policy),
@@ -466,17 +470,17 @@ class Page {
                       escape(series.positions), escape(series.prefill));
     const RunInfo& info = run_.info;
     entries += entry("policies", policies);
-    entries += entry("queries", info.span == Span::decode ? "of decode segments" : "all");
+    entries += entry("queries", info.queries == Queries::decode ? "of decode segments" : "all");
     entries += entry("layers",
                      info.layers.empty() ? "all" : fmt::format("{}", fmt::join(info.layers, ", ")));
     entries += entry("request threshold", fmt::format("{}", info.threshold));
     entries += entry("run", code(run_.hash));
     entries += entry("kvlab", escape(info.version));
-    return html_section("Where this comes from", kOpenLoop, "<dl>" + entries + "</dl>\n", "");
+    return html_section("Where this comes from", kOfflineReplay, "<dl>" + entries + "</dl>\n", "");
   }
 
   const Run& run_;
-  Figures figures_;
+  MetricTable metric_table_;
   std::vector<SeriesStyle> styles_;
   const ReportOptions& options_;
   const MetricInfo& headline_;

@@ -10,13 +10,13 @@
 namespace kvlab {
 
 struct ReportOptions {
-  std::string budget;  ///< of heat maps and the table under the curves, as asked or in tokens;
+  std::string budget;  ///< of heat maps and the table under the curves, as requested or in tokens;
                        ///< empty: the smallest whose choice is significantly better
   std::string folder = "RUN";            ///< of the run, in the next command
   std::vector<std::string> tokens = {};  ///< text of the shown trace's tokens; empty: not known
 };
 
-/// Question, answer, curves, heat maps, what was kept, all figures, provenance. Throws
+/// Question, answer, curves, heat maps, what was kept, all metrics, provenance. Throws
 /// std::invalid_argument for a budget that is not in the run.
 std::string report_html(const Run& run, const ReportOptions& options = {});
 

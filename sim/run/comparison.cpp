@@ -13,7 +13,7 @@
 
 namespace kvlab {
 
-bool holds_no_more(const Memory& own, const Memory& other) {
+bool needs_no_more_memory(const Memory& own, const Memory& other) {
   return own.mean <= kSameMemory * other.mean && own.peak <= kSameMemory * other.peak;
 }
 
@@ -35,7 +35,7 @@ const Difference& Recommendation::difference(std::size_t candidate) const {
 std::vector<std::size_t> Recommendation::similar() const {
   std::vector<std::size_t> found;
   for (std::size_t i = 0; i < order.size(); ++i)
-    if (order[i] != choice && !from_choice[i].told_apart()) found.push_back(order[i]);
+    if (order[i] != choice && !from_choice[i].significantly_different()) found.push_back(order[i]);
   return found;
 }
 
@@ -61,7 +61,7 @@ std::size_t choice_of(const Recommendation& from) {
   std::size_t choice = lowest;
   for (std::size_t i = 1; i < from.order.size(); ++i) {
     const std::size_t c = from.order[i];
-    const bool alike = is_known(from.behind[i]) && !from.behind[i].told_apart();
+    const bool alike = is_known(from.behind[i]) && !from.behind[i].significantly_different();
     const bool less = memory(c) > 0 && memory(c) <= (1 - kLessMemory) * memory(lowest);
     if (alike && less && memory(c) < memory(choice)) choice = c;
   }
@@ -78,7 +78,7 @@ std::vector<std::size_t> frontier_of(const std::vector<Candidate>& candidates,
   for (const std::size_t c : by_error) {
     const bool dominated = std::ranges::any_of(by_error, [&](std::size_t other) {
       return candidates[other].error < candidates[c].error &&
-             holds_no_more(candidates[other].memory, candidates[c].memory) &&
+             needs_no_more_memory(candidates[other].memory, candidates[c].memory) &&
              difference(other, c).ahead();
     });
     if (!dominated) frontier.push_back(c);
@@ -125,20 +125,21 @@ std::size_t decisive_budget(std::span<const Recommendation> recommendations) {
   return 0;
 }
 
-bool guards_fill(std::string_view policy, std::string_view params, std::uint32_t budget_tokens) {
+bool protected_tokens_fill(std::string_view policy, std::string_view params,
+                           std::uint32_t budget_tokens) {
   if (policy == "window" || policy == "sink") return false;  // which is what they are
-  double guarded = 0;
+  double num_protected = 0;
   const std::vector<std::string> settings = split_list(params, ':');
   for (const std::string& setting : settings)
-    if (setting.starts_with("ladder="))  // which holds other numbers in the same bytes
-      budget_tokens = tokens_of(parse_ladder(setting.substr(7)).slots_of_tokens(budget_tokens));
+    if (setting.starts_with("tiers="))  // which holds other numbers in the same bytes
+      budget_tokens = tokens_of(parse_tier_plan(setting.substr(6)).slots_of_tokens(budget_tokens));
   for (const std::string& setting : settings) {
     const std::size_t equals = setting.find('=') + 1;
     if (!setting.starts_with("sinks=") && !setting.starts_with("recent=")) continue;
     const double number = std::strtod(setting.c_str() + equals, nullptr);
-    guarded += setting.ends_with('%') ? std::floor(number * budget_tokens / 100) : number;
+    num_protected += setting.ends_with('%') ? std::floor(number * budget_tokens / 100) : number;
   }
-  return guarded >= budget_tokens;
+  return num_protected >= budget_tokens;
 }
 
 }  // namespace kvlab

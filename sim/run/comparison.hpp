@@ -19,7 +19,7 @@ namespace kvlab {
 
 inline constexpr double kSameMemory = 1.02;
 /// Mean and peak are at most those of `other`, but for 2%.
-bool holds_no_more(const Memory& own, const Memory& other);
+bool needs_no_more_memory(const Memory& own, const Memory& other);
 
 /// A configuration that is compared at a budget.
 struct Candidate {
@@ -40,7 +40,7 @@ struct ComparisonScope {
   bool higher_is_better = false;  ///< then errors are negated means
   std::size_t texts = 0;          ///< different ones
   std::uint64_t tokens = 0;       ///< scored; 0: not known
-  std::uint64_t draws = 0;        ///< of a task, instead of texts
+  std::uint64_t samples = 0;      ///< of a task, instead of texts
   std::string note = {};          ///< a sentence about what was not measured
   std::vector<std::string> filled =
       {};  ///< whose protected tokens leave a policy nothing to decide
@@ -65,7 +65,7 @@ struct Recommendation {
   bool none_eligible = false;  ///< every candidate is over the budget
 
   bool empty() const { return candidates.empty(); }
-  const Candidate& chosen() const { return candidates[choice]; }
+  const Candidate& chosen_candidate() const { return candidates[choice]; }
   /// The metric's mean, as it is shown.
   double mean(std::size_t candidate) const;
   /// The candidate's error minus the choice's; of an eligible one.
@@ -90,6 +90,7 @@ std::size_t decisive_budget(std::span<const Recommendation> recommendations);
 
 /// Whether all that a policy may keep is protected, sinks and the most recent tokens, so that it is
 /// `window` with sinks whatever its name; `params` as results have them.
-bool guards_fill(std::string_view policy, std::string_view params, std::uint32_t budget_tokens);
+bool protected_tokens_fill(std::string_view policy, std::string_view params,
+                           std::uint32_t budget_tokens);
 
 }  // namespace kvlab

@@ -34,7 +34,7 @@ class Runs {
   }
 
   /// Scored tokens of a piece by the text that has them too.
-  std::map<std::size_t, std::size_t> shared(const TextPiece& piece) const {
+  std::map<std::size_t, std::size_t> count_shared(const TextPiece& piece) const {
     std::map<std::size_t, std::size_t> tokens;
     for (std::size_t i = piece.first_scored; i < piece.ids.size(); ++i)
       if (const auto found = text_of_.find(run_at(piece.ids, i)); found != text_of_.end())
@@ -79,7 +79,7 @@ Overlaps overlaps_of(std::span<const TextPiece> pieces) {
   for (const auto& text : texts) {
     for (const std::size_t p : text) {
       const TextPiece& piece = pieces[p];
-      const auto shared = runs.shared(piece);
+      const auto shared = runs.count_shared(piece);
       std::size_t tokens = 0;
       for (const auto& [other, count] : shared) tokens += count;
       if (2 * tokens <= piece.ids.size() - piece.first_scored) continue;

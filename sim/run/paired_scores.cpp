@@ -75,7 +75,7 @@ double error_of(const Values& values, const Values& weights) {
   return std::sqrt(n / (n - 1) * squares) / weight;
 }
 
-/// A mean of several configurations' figures, each by its factor.
+/// A mean of several configurations' metrics, each by its factor.
 struct Term {
   std::size_t configuration;
   double factor;
@@ -88,14 +88,14 @@ double sum_of(std::span<const Term> terms, const auto& value) {
 }
 
 /// Of one configuration, or of one less another.
-Difference of_answers(const PairedText& text, std::span<const Term> terms) {
+Difference accuracy_difference(const PairedText& text, std::span<const Term> terms) {
   const Values& own = text.blocks[terms.front().configuration];
   const Values& other = text.blocks[terms.back().configuration];
   std::uint64_t right = 0, gained = 0, lost = 0;
-  const std::size_t draws = std::min(own.size(), other.size());
-  for (std::size_t i = 0; i < draws; ++i)
+  const std::size_t samples = std::min(own.size(), other.size());
+  for (std::size_t i = 0; i < samples; ++i)
     right += own[i] == 1, gained += own[i] > other[i], lost += own[i] < other[i];
-  if (terms.size() == 2) return share_difference(gained, lost, draws);
+  if (terms.size() == 2) return share_difference(gained, lost, samples);
   const auto n = static_cast<double>(own.size());
   const double share = static_cast<double>(right) / n;
   return {share, std::sqrt(share * (1 - share) / n), share_interval(right, own.size()), 1};
@@ -111,7 +111,7 @@ Scatter scatter_of(const Values& values, const Values& weights) {
   return {error, student(values.size()) * error};
 }
 
-/// Of one text, by its blocks; unknown of fewer than kLeastBlocks.
+/// Of one text, by its blocks; unknown of fewer than kMinBlocks.
 Scatter scatter_of_blocks(const PairedText& text, std::span<const Term> terms) {
   if (text.blocks.empty()) return {};
   std::size_t blocks = std::numeric_limits<std::size_t>::max();
@@ -122,7 +122,7 @@ Scatter scatter_of_blocks(const PairedText& text, std::span<const Term> terms) {
     const double weight = text.block_weights.empty() ? 1 : text.block_weights[b];
     if (std::isfinite(value) && weight > 0) means.push_back(value), weights.push_back(weight);
   }
-  return means.size() < PairedScores::kLeastBlocks ? Scatter{} : scatter_of(means, weights);
+  return means.size() < PairedScores::kMinBlocks ? Scatter{} : scatter_of(means, weights);
 }
 
 /// The only text that is not short beside the longest; null where there are several.
@@ -146,8 +146,8 @@ Difference difference_of(std::span<const PairedText> all, std::span<const Term> 
   }
   Difference found{.mean = kNaN, .texts = texts.size()};
   if (texts.empty()) return found;
-  if (texts.size() == 1 && texts[0]->answers && !texts[0]->blocks.empty())
-    return of_answers(*texts[0], terms);
+  if (texts.size() == 1 && texts[0]->is_binary && !texts[0]->blocks.empty())
+    return accuracy_difference(*texts[0], terms);
   found.mean = std::accumulate(means.begin(), means.end(), 0.0) / static_cast<double>(means.size());
   Scatter scatter;
   if (const PairedText* alone = only_long_text(texts)) scatter = scatter_of_blocks(*alone, terms);

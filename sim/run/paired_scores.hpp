@@ -23,10 +23,10 @@ struct Difference {
   std::size_t texts = 0;
 
   /// Whether zero lies outside the interval. Without an interval no difference is significant.
-  bool told_apart() const { return interval.low > 0 || interval.high < 0; }
+  bool significantly_different() const { return interval.low > 0 || interval.high < 0; }
   bool ahead() const { return interval.high < 0; }  ///< the first is significantly lower
   bool behind() const { return interval.low > 0; }
-  Difference reversed() const {
+  Difference reverse() const {
     return {-mean, standard_error, {-interval.high, -interval.low}, texts};
   }
   /// The same with another standard error, and the interval in proportion.
@@ -40,7 +40,7 @@ struct PairedText {
   std::vector<double> means = {};                ///< [configuration]
   std::vector<std::vector<double>> blocks = {};  ///< [configuration][block]; or empty
   std::vector<double> block_weights = {};        ///< [block]; empty: alike
-  bool answers = false;                          ///< blocks are single answers, 1 right or 0 wrong
+  bool is_binary = false;                        ///< blocks are single answers, 1 right or 0 wrong
 };
 
 /// Paired scores of several configurations. Every text has weight 1, however long it is: the mean
@@ -50,11 +50,11 @@ struct PairedText {
 ///   all texts but one are short, it is at least as wide as that of the long text alone, so a short
 ///   text never makes it narrower;
 /// - of one text, Student's over its blocks, which says nothing of another text;
-/// - of one text of fewer than kLeastBlocks blocks, unknown;
+/// - of one text of fewer than kMinBlocks blocks, unknown;
 /// - of answers, share_interval() and share_difference().
 class PairedScores {
  public:
-  static constexpr std::size_t kLeastBlocks = 8;
+  static constexpr std::size_t kMinBlocks = 8;
   static constexpr std::size_t kBlockTokens = 64;  ///< neighbours depend on each other
   /// A text is short beside one that has more than this many times its tokens.
   static constexpr double kShortText = 16;
@@ -82,8 +82,8 @@ class PairedScores {
   std::vector<PairedText> texts_;
 };
 
-/// One share of right answers less another, over the same `count` draws: in `gained` of them the
-/// first alone is right, in `lost` the other. Exact, by the draws in which they differ.
+/// One share of right answers less another, over the same `count` samples: in `gained` of them the
+/// first alone is right, in `lost` the other. Exact, by the samples in which they differ.
 Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint64_t count);
 /// All shares from which `hits` of `count` is not too far (Clopper and Pearson, 95%).
 Interval share_interval(std::uint64_t hits, std::uint64_t count);

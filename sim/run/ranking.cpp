@@ -58,7 +58,7 @@ bool informs(const Series& oracle, std::string_view metric) {
   return metric.find("recall") != metric.npos || metric == "regret_mass" || metric == "miss_rate";
 }
 
-Figures::Figures(std::span<const ResultRow> rows) {
+MetricTable::MetricTable(std::span<const ResultRow> rows) {
   std::map<std::tuple<std::string, std::string, std::string, std::string, std::uint64_t>,
            std::size_t>
       known;
@@ -75,36 +75,37 @@ Figures::Figures(std::span<const ResultRow> rows) {
     const auto [budget, new_budget] = known_budgets.try_emplace(row.budget, budgets_.size());
     if (new_budget) budgets_.push_back({row.budget, row.budget_tokens, row.budget_tokens});
     BudgetColumn& column = budgets_[budget->second];
-    column.least_tokens = std::min(column.least_tokens, row.budget_tokens);
-    column.most_tokens = std::max(column.most_tokens, row.budget_tokens);
+    column.min_tokens = std::min(column.min_tokens, row.budget_tokens);
+    column.max_tokens = std::max(column.max_tokens, row.budget_tokens);
   }
   for (Series& series : series_) series.label = label_of(series, series_);
   std::stable_sort(
       budgets_.begin(), budgets_.end(), [](const BudgetColumn& a, const BudgetColumn& b) {
-        return std::tie(a.least_tokens, a.most_tokens) < std::tie(b.least_tokens, b.most_tokens);
+        return std::tie(a.min_tokens, a.max_tokens) < std::tie(b.min_tokens, b.max_tokens);
       });
 }
 
-const BudgetColumn* Figures::find_budget(std::string_view text) const {
+const BudgetColumn* MetricTable::find_budget(std::string_view text) const {
   for (const BudgetColumn& column : budgets_)
     if (column.text == text) return &column;
   std::uint32_t tokens = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), tokens);
   if (error != std::errc{} || end != text.data() + text.size()) return nullptr;
   for (const BudgetColumn& column : budgets_)
-    if (column.least_tokens == tokens && column.most_tokens == tokens) return &column;
+    if (column.min_tokens == tokens && column.max_tokens == tokens) return &column;
   return nullptr;
 }
 
-std::vector<const ResultRow*> Figures::rows(std::size_t series, std::string_view budget,
-                                            std::string_view metric, Scope scope) const {
+std::vector<const ResultRow*> MetricTable::rows(std::size_t series, std::string_view budget,
+                                                std::string_view metric, Scope scope) const {
   const auto found =
       index_.find({series, series_[series].is_full() ? kAll : budget, metric, scope});
   return found == index_.end() ? std::vector<const ResultRow*>{} : found->second;
 }
 
-PairedScores Figures::paired(std::span<const std::size_t> series, std::string_view budget,
-                             std::string_view metric, Scope scope) const {
+PairedScores MetricTable::paired_scores(std::span<const std::size_t> series,
+                                        std::string_view budget, std::string_view metric,
+                                        Scope scope) const {
   std::map<std::string_view, PairedText> texts;
   std::vector<std::string_view> order;
   for (std::size_t i = 0; i < series.size(); ++i)
@@ -120,7 +121,7 @@ PairedScores Figures::paired(std::span<const std::size_t> series, std::string_vi
         text.means.assign(series.size(), std::numeric_limits<double>::quiet_NaN());
         text.blocks.resize(series.size());
         text.block_weights = row->block_weights;
-        text.answers = metric == "exact_match";
+        text.is_binary = metric == "exact_match";
       }
       text.means[i] = row->value;
       text.blocks[i] = row->blocks;
@@ -130,11 +131,11 @@ PairedScores Figures::paired(std::span<const std::size_t> series, std::string_vi
   return scores;
 }
 
-std::optional<Average> Figures::average(std::size_t series, std::string_view budget,
-                                        std::string_view metric, Scope scope) const {
+std::optional<Average> MetricTable::average(std::size_t series, std::string_view budget,
+                                            std::string_view metric, Scope scope) const {
   const auto found = rows(series, budget, metric, scope);
   if (found.empty()) return std::nullopt;
-  Average average = paired(std::span(&series, 1), budget, metric, scope).average(0);
+  Average average = paired_scores(std::span(&series, 1), budget, metric, scope).average(0);
   if (average.texts == 0) return std::nullopt;
   const auto counted = std::ranges::find(found, true, &ResultRow::counts);
   const double own = counted == found.end() ? average.standard_error : (*counted)->standard_error;
@@ -142,16 +143,18 @@ std::optional<Average> Figures::average(std::size_t series, std::string_view bud
   return average;
 }
 
-std::optional<Difference> Figures::difference(std::size_t a, std::size_t b, std::string_view budget,
-                                              std::string_view metric) const {
+std::optional<Difference> MetricTable::difference(std::size_t a, std::size_t b,
+                                                  std::string_view budget,
+                                                  std::string_view metric) const {
   const std::size_t both[] = {a, b};
-  const Difference difference = paired(both, budget, metric, {}).difference(0, 1);
+  const Difference difference = paired_scores(both, budget, metric, {}).difference(0, 1);
   return difference.texts == 0 ? std::nullopt : std::optional(difference);
 }
 
-Figures::InCommon Figures::in_common(std::span<const std::size_t> series, std::string_view budget,
-                                     std::string_view metric) const {
-  const PairedScores common = paired(series, budget, metric, {}).in_common();
+MetricTable::InCommon MetricTable::in_common(std::span<const std::size_t> series,
+                                             std::string_view budget,
+                                             std::string_view metric) const {
+  const PairedScores common = paired_scores(series, budget, metric, {}).in_common();
   InCommon found;
   for (std::size_t i = 0; i < series.size(); ++i) {
     const auto own = average(series[i], budget, metric);
@@ -163,7 +166,7 @@ Figures::InCommon Figures::in_common(std::span<const std::size_t> series, std::s
   return found;
 }
 
-Memory Figures::memory(std::size_t series, std::string_view budget) const {
+Memory MetricTable::memory(std::size_t series, std::string_view budget) const {
   const auto bytes = [&](std::string_view metric) {
     const auto found = average(series, budget, metric);
     return found ? found->mean : 0;
@@ -174,71 +177,73 @@ Memory Figures::memory(std::size_t series, std::string_view budget) const {
 namespace {
 
 /// The standings of a recommendation.
-void place(Ranking& ranking, const Figures& figures, std::string_view budget,
+void place(Ranking& ranking, const MetricTable& metric_table, std::string_view budget,
            const MetricInfo& metric) {
   const Recommendation& made = ranking.recommendation;
   const auto add = [&](std::size_t c, const Difference& behind, bool ties, bool over) {
     const std::size_t series = ranking.series[c];
     if (c == made.choice) ranking.winner = ranking.standings.size();
-    ranking.standings.push_back({series, *figures.average(series, budget, metric.name), behind,
+    ranking.standings.push_back({series, *metric_table.average(series, budget, metric.name), behind,
                                  ties, over, made.candidates[c].memory});
   };
   for (std::size_t i = 0; i < made.order.size(); ++i)
-    add(made.order[i], made.behind[i], !made.from_choice[i].told_apart(), false);
+    add(made.order[i], made.behind[i], !made.from_choice[i].significantly_different(), false);
   for (const std::size_t c : made.over_budget)
     add(c, {.mean = std::numeric_limits<double>::quiet_NaN()}, false, true);
 }
 
 /// What the full cache holds over decoded queries; 0: not known.
-double full_bytes(const Figures& figures, std::string_view budget) {
-  for (std::size_t s = 0; s < figures.series().size(); ++s)
-    if (figures.series()[s].is_full()) return figures.memory(s, budget).mean;
+double full_bytes(const MetricTable& metric_table, std::string_view budget) {
+  for (std::size_t s = 0; s < metric_table.series().size(); ++s)
+    if (metric_table.series()[s].is_full()) return metric_table.memory(s, budget).mean;
   return 0;
 }
 
 }  // namespace
 
-Ranking rank_policies(const Figures& figures, std::string_view budget, const MetricInfo& metric,
-                      Frontier frontier) {
+Ranking rank_policies(const MetricTable& metric_table, std::string_view budget,
+                      const MetricInfo& metric, Frontier frontier) {
   Ranking ranking;
   const double sign = metric.higher_is_better ? -1 : 1;
   std::vector<Candidate> candidates;
   ComparisonScope scope{.budget = std::string(budget),
-                        .full_bytes = full_bytes(figures, budget),
+                        .full_bytes = full_bytes(metric_table, budget),
                         .metric = std::string(metric.label),
                         .higher_is_better = metric.higher_is_better};
-  for (std::size_t s = 0; s < figures.series().size(); ++s) {
-    const Series& series = figures.series()[s];
-    if (series.is_reference() || series.is_full()) continue;
-    const auto score = figures.average(s, budget, metric.name);
+  for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
+    const Series& series = metric_table.series()[s];
+    if (series.is_oracle() || series.is_full()) continue;
+    const auto score = metric_table.average(s, budget, metric.name);
     if (!score) continue;
-    if (const auto bytes = figures.average(s, budget, "budget_bytes"))
+    if (const auto bytes = metric_table.average(s, budget, "budget_bytes"))
       scope.budget_bytes = std::max(scope.budget_bytes, bytes->mean);
     ranking.series.push_back(s);
-    candidates.push_back(
-        {.name = series.label, .error = sign * score->mean, .memory = figures.memory(s, budget)});
-    const auto rows = figures.rows(s, budget, metric.name);
-    if (guards_fill(series.policy, series.params, rows.front()->budget_tokens))
+    candidates.push_back({.name = series.label,
+                          .error = sign * score->mean,
+                          .memory = metric_table.memory(s, budget)});
+    const auto rows = metric_table.rows(s, budget, metric.name);
+    if (protected_tokens_fill(series.policy, series.params, rows.front()->budget_tokens))
       scope.filled.push_back(series.label);
     scope.texts = std::max(scope.texts, score->texts);
   }
   if (candidates.empty()) return ranking;
   const auto difference = [&](std::size_t a, std::size_t b) {
     const auto found =
-        figures.difference(ranking.series[a], ranking.series[b], budget, metric.name);
+        metric_table.difference(ranking.series[a], ranking.series[b], budget, metric.name);
     // Absent only where the two share no trace: then nothing can be said, and nothing is claimed.
-    return !found ? Difference{} : sign < 0 ? found->reversed() : *found;
+    return !found ? Difference{} : sign < 0 ? found->reverse() : *found;
   };
   ranking.recommendation = recommend(std::move(candidates), std::move(scope), difference, frontier);
-  place(ranking, figures, budget, metric);
+  place(ranking, metric_table, budget, metric);
   return ranking;
 }
 
-std::vector<Recommendation> recommendations_of(const Figures& figures, const MetricInfo& metric,
-                                               std::uint64_t tokens, const std::string& note) {
+std::vector<Recommendation> recommendations_of(const MetricTable& metric_table,
+                                               const MetricInfo& metric, std::uint64_t tokens,
+                                               const std::string& note) {
   std::vector<Recommendation> found;
-  for (const BudgetColumn& budget : figures.budgets()) {
-    Ranking ranking = rank_policies(figures, budget.text, metric);
+  for (const BudgetColumn& budget : metric_table.budgets()) {
+    Ranking ranking = rank_policies(metric_table, budget.text, metric);
     if (ranking.empty()) continue;
     found.push_back(std::move(ranking.recommendation));
     found.back().scope.tokens = tokens;

@@ -1,4 +1,4 @@
-// The figures of a run, looked up by policy and budget, averaged over traces, and put in order.
+// The metrics of a run, looked up by policy and budget, averaged over traces, and put in order.
 #pragma once
 
 #include <cstdint>
@@ -22,18 +22,18 @@ struct Series {
   std::string
       label;  ///< the policy, and what sets this series apart from the others of that policy
 
-  bool is_reference() const { return kvlab::is_reference(policy); }
+  bool is_oracle() const { return kvlab::is_oracle(policy); }
   bool is_full() const { return policy == "full"; }
 };
 
-/// Whether an oracle says something of a metric: oracle_mass and oracle_topk of attention metrics,
-/// oracle_residual of residual errors. For other metrics it is neither a bound nor a goal.
+/// Whether an oracle says something of a metric: oracle_attention and oracle_topk of attention
+/// metrics, oracle_residual of residual errors. For other metrics it is neither a bound nor a goal.
 bool informs(const Series& oracle, std::string_view metric);
 
-/// A budget as asked for, and what it came to: the fewest and the most tokens over the traces.
+/// A budget as requested, and what it came to: the fewest and the most tokens over the traces.
 struct BudgetColumn {
   std::string text;
-  std::uint32_t least_tokens, most_tokens;
+  std::uint32_t min_tokens, max_tokens;
 };
 
 /// Why a run without any budget cannot answer a question about budgets.
@@ -51,17 +51,18 @@ struct Scope {
   }
 };
 
-class Figures {
+class MetricTable {
  public:
-  /// `rows` must outlive the figures.
-  explicit Figures(std::span<const ResultRow> rows);
+  /// `rows` must outlive the metrics.
+  explicit MetricTable(std::span<const ResultRow> rows);
 
   const std::vector<Series>& series() const { return series_; }
   /// By tokens; `all` (the budget of `full`) is not among them.
   const std::vector<BudgetColumn>& budgets() const { return budgets_; }
   const std::vector<std::string>& traces() const { return traces_; }
 
-  /// The column that `text` names: as asked, or a number of tokens that every trace resolved it to.
+  /// The column that `text` names: as requested, or a number of tokens that every trace resolved it
+  /// to.
   const BudgetColumn* find_budget(std::string_view text) const;
   /// The row of each trace that has one; `full` is found under any budget.
   std::vector<const ResultRow*> rows(std::size_t series, std::string_view budget,
@@ -83,8 +84,8 @@ class Figures {
   Memory memory(std::size_t series, std::string_view budget) const;
 
  private:
-  PairedScores paired(std::span<const std::size_t> series, std::string_view budget,
-                      std::string_view metric, Scope scope) const;
+  PairedScores paired_scores(std::span<const std::size_t> series, std::string_view budget,
+                             std::string_view metric, Scope scope) const;
 
   using Key = std::tuple<std::size_t, std::string_view, std::string_view, Scope>;
 
@@ -99,8 +100,8 @@ struct Standing {
   std::size_t series;
   Average score;
   Difference behind;  ///< its error minus that of the lowest mean; NaN where it is over the budget
-  bool ties;          ///< its difference from the choice is not significant; true for the choice
-  bool holds_more;    ///< over the budget: never chosen
+  bool is_similar;    ///< its difference from the choice is not significant; true for the choice
+  bool over_budget;   ///< over the budget: never chosen
   Memory memory;
 };
 
@@ -117,12 +118,13 @@ struct Ranking {
 };
 
 /// Empty if no policy has the metric at `budget`.
-Ranking rank_policies(const Figures& figures, std::string_view budget, const MetricInfo& metric,
-                      Frontier frontier = Frontier::compute);
+Ranking rank_policies(const MetricTable& metric_table, std::string_view budget,
+                      const MetricInfo& metric, Frontier frontier = Frontier::compute);
 
 /// The recommendation at each budget that has one, by tokens. `tokens`: scored; `note`: what was
 /// not measured.
-std::vector<Recommendation> recommendations_of(const Figures& figures, const MetricInfo& metric,
-                                               std::uint64_t tokens, const std::string& note);
+std::vector<Recommendation> recommendations_of(const MetricTable& metric_table,
+                                               const MetricInfo& metric, std::uint64_t tokens,
+                                               const std::string& note);
 
 }  // namespace kvlab

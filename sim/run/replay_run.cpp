@@ -31,41 +31,42 @@ namespace {
 // Choosing what to show of a run: two heads at one budget, and what each policy kept of them over
 // time.
 
-constexpr std::size_t kMostQueries = 512;
-constexpr std::size_t kMostSeries = 6;
-constexpr std::size_t kMostHeads = 2;
+constexpr std::size_t kMaxQueries = 512;
+constexpr std::size_t kMaxSeries = 6;
+constexpr std::size_t kMaxHeads = 2;
 
 /// The configurations to show: those at `budget` with the first one's prefill, each policy and
 /// parameters once. First the winner, then window and the one that the winner beats most narrowly,
 /// then as they rank; the oracle last.
-std::vector<const CacheConfig*> shown(std::span<const CacheConfig> grid, const Figures& figures,
-                                      std::string_view budget, const MetricInfo& metric) {
+std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
+                                             const MetricTable& metric_table,
+                                             std::string_view budget, const MetricInfo& metric) {
   std::vector<const CacheConfig*> configs;
   const CacheConfig* oracle = nullptr;
   const CacheConfig* first = nullptr;
-  for (const CacheConfig& config : grid) {
+  for (const CacheConfig& config : sweep) {
     if (config.budget.text() != budget || config.policy.name == kOracleTopk) continue;
     if (!first) first = &config;
     if (config.prefill.chunk != first->prefill.chunk) continue;
     const bool known = std::any_of(configs.begin(), configs.end(), [&](const CacheConfig* other) {
       return other->policy.text() == config.policy.text();
     });
-    if (config.policy.name == kOracleMass)
+    if (config.policy.name == kOracleAttention)
       oracle = &config;
     else if (!known)
       configs.push_back(&config);
   }
-  const auto standings = rank_policies(figures, budget, metric).standings;
+  const auto standings = rank_policies(metric_table, budget, metric).standings;
   const auto place = [&](const CacheConfig* config) {
     for (std::size_t i = 0; i < standings.size(); ++i) {
-      const Series& series = figures.series()[standings[i].series];
+      const Series& series = metric_table.series()[standings[i].series];
       if (series.policy == config->policy.name && series.params == config->policy.params_text())
         return i > 1 && series.policy == "window" ? std::size_t{2} : 2 * i + (i > 1);
     }
     return 2 * standings.size() + 1;
   };
   std::ranges::stable_sort(configs, {}, place);
-  if (configs.size() > kMostSeries) configs.resize(kMostSeries);
+  if (configs.size() > kMaxSeries) configs.resize(kMaxSeries);
   if (oracle) configs.push_back(oracle);
   return configs;
 }
@@ -79,13 +80,13 @@ std::vector<Scope> telling_heads(std::span<const ResultRow> rows, std::string_vi
   std::map<Scope, Spread> spreads;
   for (const ResultRow& row : rows) {
     if (row.head < 0 || row.budget != budget || row.metric != "recall") continue;
-    if (is_reference(row.policy)) continue;
+    if (is_oracle(row.policy)) continue;
     Spread& spread = spreads[{row.layer, row.head}];
     spread.least = std::min(spread.least, row.value);
     spread.most = std::max(spread.most, row.value);
   }
   std::vector<Scope> heads;
-  while (heads.size() < kMostHeads && !spreads.empty()) {
+  while (heads.size() < kMaxHeads && !spreads.empty()) {
     const auto widest =
         std::max_element(spreads.begin(), spreads.end(), [](const auto& a, const auto& b) {
           return a.second.most - a.second.least < b.second.most - b.second.least;
@@ -112,35 +113,36 @@ std::vector<Glance> glances_of(const std::vector<float>& attention) {
   return glances;
 }
 
-/// At most kMostQueries positions of the span, evenly.
-std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Span span) {
-  const auto all = QuerySpan(trace.segments(), span, 1).sampled_queries();
+/// At most kMaxQueries positions of measured queries, evenly.
+std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Queries which) {
+  const auto all = MeasuredQueries(trace.segments(), which, 1).sampled_queries();
   std::vector<std::uint32_t> queries;
-  const std::size_t count = std::min(all.size(), kMostQueries);
+  const std::size_t count = std::min(all.size(), kMaxQueries);
   for (std::size_t i = 0; i < count; ++i)
     queries.push_back(all[count < 2 ? 0 : i * (all.size() - 1) / (count - 1)]);
   return queries;
 }
 
-/// What the policies of `grid` kept of two heads of `trace` over the queries of the span, and what
+/// What the policies of `sweep` kept of two heads of `trace` over the measured queries, and what
 /// attention the full cache paid there: at the run's middle budget, on the heads whose recall
 /// differs most between policies (from `rows`, the trace's own). Nothing where there is no budget
 /// or no policy.
 std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t sequence,
-                                   std::string_view trace_name, std::span<const CacheConfig> grid,
+                                   std::string_view trace_name, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, std::span<const ResultRow> rows) {
-  const Figures figures(rows);
-  if (figures.budgets().empty()) return std::nullopt;
-  const BudgetColumn& budget = figures.budgets()[(figures.budgets().size() - 1) / 2];
+  const MetricTable metric_table(rows);
+  if (metric_table.budgets().empty()) return std::nullopt;
+  const BudgetColumn& budget = metric_table.budgets()[(metric_table.budgets().size() - 1) / 2];
   const auto heads = telling_heads(rows, budget.text);
-  const auto configs = shown(grid, figures, budget.text, *find_metric(best_metric(rows)));
+  const auto configs =
+      select_shown(sweep, metric_table, budget.text, *find_metric(best_metric(rows)));
   if (configs.empty() || heads.empty()) return std::nullopt;
 
   Kept kept{.trace = std::string(trace_name),
             .budget = budget.text,
             .prefill = configs.front()->prefill.text(),
-            .budget_tokens = budget.least_tokens,
-            .queries = shown_queries(trace, options.span),
+            .budget_tokens = budget.min_tokens,
+            .queries = shown_queries(trace, options.queries),
             .ids = trace.ids(),
             .heads = std::vector<KeptHead>(heads.size())};
   for (std::size_t h = 0; h < heads.size(); ++h)
@@ -196,10 +198,10 @@ HeadBudgets budgets_of(const Budget& budget) {
   return {{budget.extent.tokens}};
 }
 
-/// Where the first query of the span is.
-std::size_t first_measured(const TraceReader& trace, Span span) {
+/// Where the first measured query is.
+std::size_t first_measured(const TraceReader& trace, Queries queries) {
   const auto first = std::ranges::find(trace.segments(), SegmentKind::decode, &Segment::kind);
-  return span == Span::all || first == trace.segments().end() ? 0 : first->start;
+  return queries == Queries::all || first == trace.segments().end() ? 0 : first->start;
 }
 
 /// Marks traces whose text a longer trace of the same weights has too.
@@ -209,7 +211,7 @@ void find_overlaps(RunInfo& info, std::span<const TraceReader* const> traces) {
     pieces[info.traces[t].weights_xxh3].push_back(
         {.text = t,
          .ids = traces[t]->ids(),
-         .first_scored = first_measured(*traces[t], info.span)});
+         .first_scored = first_measured(*traces[t], info.queries)});
   for (const auto& [weights, own] : pieces)
     for (const Overlaps::Pair& pair : overlaps_of(own).pairs)
       info.traces[pair.text].same_text_as = info.traces[pair.other].name;
@@ -217,18 +219,18 @@ void find_overlaps(RunInfo& info, std::span<const TraceReader* const> traces) {
 
 RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* const> traces) {
   RunInfo info{.version = KVLAB_RELEASE,
-               .span = request.options.span,
+               .queries = request.options.queries,
                .every_output_error = request.options.every_output_error,
                .layers = request.options.layers};
   for (std::size_t i = 0; i < traces.size(); ++i)
     info.traces.push_back(describe(*traces[i], request.traces[i]));
-  for (const CacheConfig& config : request.grid)
-    info.grid.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
-                         config.prefill.text(), std::string(name_of(config.positions)), config.seed,
-                         budgets_of(config.budget)});
+  for (const CacheConfig& config : request.sweep)
+    info.sweep.push_back({config.policy.name, config.policy.params_text(), config.budget.text(),
+                          config.prefill.text(), std::string(name_of(config.positions)),
+                          config.seed, budgets_of(config.budget)});
   if (const auto& output = request.options.output) info.projections_xxh3 = output->weights_xxh3;
-  if (!request.grid.empty()) info.threshold = request.grid.front().threshold;
-  for (const CacheConfig& config : request.grid)
+  if (!request.sweep.empty()) info.threshold = request.sweep.front().threshold;
+  for (const CacheConfig& config : request.sweep)
     if (const PolicyEntry* entry = config.policy.entry.get(); entry && entry->source) {
       const RunSource source{config.policy.name, entry->source->path, entry->source->xxh3};
       if (std::ranges::find(info.sources, source) == info.sources.end())
@@ -240,7 +242,7 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
   return info;
 }
 
-/// XXH3-64 of the running program: another build may compute other figures.
+/// XXH3-64 of the running program: another build may compute other metrics.
 std::string build_hash() {
   const auto program = program_file();
   return program.empty() ? "" : xxh3_hex(MappedFile(program).bytes());
@@ -272,16 +274,16 @@ std::vector<const TraceReader*> pointers_to(const std::vector<TraceReader>& trac
 void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const TraceReader& trace,
                const ReplayResult& result) {
   const std::string& name = run.info.traces[t].name;
-  auto rows = result_rows(name, request.grid, request.options, result);
+  auto rows = result_rows(name, request.sweep, request.options, result);
   name_texts(rows, run.info);
-  if (t == 0) run.kept = kept_over_time(trace, 0, name, request.grid, request.options, rows);
+  if (t == 0) run.kept = kept_over_time(trace, 0, name, request.sweep, request.options, rows);
   run.rows.insert(run.rows.end(), rows.begin(), rows.end());
 }
 
-/// All units of a request, numbered through its traces. Equal in every process.
-class Sweep {
+/// All head tasks of a request, numbered through its traces. Equal in every process.
+class ReplaySweepJob {
  public:
-  Sweep(const ReplayRequest& request, const ProcessGroup& group)
+  ReplaySweepJob(const ReplayRequest& request, const ProcessGroup& group)
       : request_(request),
         traces_(open_traces(request, group)),
         info_(describe(request, pointers_to(traces_))),
@@ -290,41 +292,41 @@ class Sweep {
         jobs_(traces_.size()) {
     // What cannot be replayed is refused now, not after hours.
     for (std::size_t t = 0; t < traces_.size(); ++t)
-      for (std::size_t u = 0; u < job(t)->units(); ++u) ids_.push_back({job_hash_, t, u});
+      for (std::size_t u = 0; u < job(t)->tasks(); ++u) ids_.push_back({job_hash_, t, u});
   }
 
   const std::vector<TraceReader>& traces() const { return traces_; }
   const RunInfo& info() const { return info_; }
   const nlohmann::json& job_json() const { return job_json_; }
   std::string fingerprint() const { return fmt::format("{:016x}", job_hash_); }
-  const std::vector<UnitId>& units() const { return ids_; }
+  const std::vector<HeadTaskId>& tasks() const { return ids_; }
 
-  /// One unit's bytes. From any thread.
-  std::string compute(std::size_t unit) {
-    const UnitId& id = ids_[unit];
-    return pack_unit(id, job(id.trace)->run(id.unit));
+  /// One head task's bytes. From any thread.
+  std::string compute(std::size_t task) {
+    const HeadTaskId& id = ids_[task];
+    return pack_head_task(id, job(id.trace)->run(id.task));
   }
 
-  /// Some units, those of each trace together; each(unit, bytes) for all.
-  void compute_together(const std::vector<std::size_t>& units,
+  /// Some head tasks, those of each trace together; each(head task, bytes) for all.
+  void compute_together(const std::vector<std::size_t>& tasks,
                         const std::function<void(std::size_t, const std::string&)>& each) {
-    for (auto first = units.begin(); first != units.end();) {
+    for (auto first = tasks.begin(); first != tasks.end();) {
       const auto end = std::find_if(
-          first, units.end(), [&](std::size_t u) { return ids_[u].trace != ids_[*first].trace; });
+          first, tasks.end(), [&](std::size_t u) { return ids_[u].trace != ids_[*first].trace; });
       std::vector<std::size_t> indices;
-      for (auto u = first; u != end; ++u) indices.push_back(ids_[*u].unit);
+      for (auto u = first; u != end; ++u) indices.push_back(ids_[*u].task);
       const auto outcomes = job(ids_[*first].trace)->run_together(indices);
       for (auto u = first; u != end; ++u)
-        each(*u, pack_unit(ids_[*u], outcomes[static_cast<std::size_t>(u - first)]));
+        each(*u, pack_head_task(ids_[*u], outcomes[static_cast<std::size_t>(u - first)]));
       first = end;
     }
   }
 
-  /// Whether the folder holds the unit. One that is damaged is named, and not there.
-  bool is_finished(const RunFolder& folder, const UnitId& id) const {
+  /// Whether the folder holds the head task. One that is damaged is named, and not there.
+  bool is_finished(const RunFolder& folder, const HeadTaskId& id) const {
     try {
-      const auto bytes = folder.read_unit(id.trace, id.unit);
-      if (bytes) unpack_unit(id, *bytes, folder.unit_path(id.trace, id.unit).string());
+      const auto bytes = folder.read_unit(id.trace, id.task);
+      if (bytes) unpack_head_task(id, *bytes, folder.unit_path(id.trace, id.task).string());
       return bytes.has_value();
     } catch (const std::runtime_error& error) {
       request_.notice(fmt::format("{}; it is computed again", error.what()));
@@ -332,7 +334,7 @@ class Sweep {
     }
   }
 
-  /// The run of what the folder holds, which is every unit.
+  /// The run of what the folder holds, which is every head task.
   Run collect(const RunFolder& folder) {
     Run run{.info = info_};
     for (std::size_t t = 0; t < traces_.size(); ++t)
@@ -346,27 +348,27 @@ class Sweep {
     return std::stoull(xxh3_hex(text), nullptr, 16);
   }
 
-  /// A trace's job: made for its first unit, dropped with its last, because a job holds a table as
-  /// long as its trace.
+  /// A trace's job: made for its first head task, dropped with its last, because a job holds a
+  /// table as long as its trace.
   std::shared_ptr<const ReplayJob> job(std::size_t trace) {
     const std::lock_guard lock(mutex_);
     auto found = jobs_[trace].lock();
     if (!found) {
       found = std::make_shared<const ReplayJob>(traces_[trace], static_cast<std::uint32_t>(trace),
-                                                request_.grid, request_.options);
+                                                request_.sweep, request_.options);
       jobs_[trace] = latest_ = found;
     }
     return found;
   }
 
   ReplayResult gather(const RunFolder& folder, std::size_t trace) {
-    const auto units = job(trace);
-    ReplayGathering gathering(*units);
-    for (std::size_t u = 0; u < units->units(); ++u) {
+    const auto tasks = job(trace);
+    ReplayGathering gathering(*tasks);
+    for (std::size_t u = 0; u < tasks->tasks(); ++u) {
       const std::string file = folder.unit_path(trace, u).string();
       const auto bytes = folder.read_unit(trace, u);
       if (!bytes) throw std::runtime_error(file + ": has gone; run the same command again");
-      gathering.put(u, unpack_unit({job_hash_, trace, u}, *bytes, file));
+      gathering.put(u, unpack_head_task({job_hash_, trace, u}, *bytes, file));
     }
     return gathering.result();
   }
@@ -376,13 +378,13 @@ class Sweep {
   RunInfo info_;
   nlohmann::json job_json_;
   std::uint64_t job_hash_;
-  std::vector<UnitId> ids_;
+  std::vector<HeadTaskId> ids_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<const ReplayJob>> jobs_;  // by trace
   std::shared_ptr<const ReplayJob> latest_;
 };
 
-/// Counts finished units, and shows how many.
+/// Counts finished head tasks, and shows how many.
 class Progress {
  public:
   Progress(const ReplayRequest& request, std::size_t done, std::size_t all)
@@ -404,17 +406,17 @@ class Progress {
   std::size_t done_, all_;
 };
 
-/// The units that are yet to be computed.
-std::vector<std::size_t> missing_units(const ReplayRequest& request, const Sweep& sweep,
+/// The head tasks that are yet to be computed.
+std::vector<std::size_t> missing_tasks(const ReplayRequest& request, const ReplaySweepJob& job,
                                        const RunFolder& folder) {
-  const auto& units = sweep.units();
+  const auto& tasks = job.tasks();
   std::vector<std::size_t> missing;
-  for (std::size_t u = 0; u < units.size(); ++u)
-    if (!sweep.is_finished(folder, units[u])) missing.push_back(u);
-  if (missing.size() < units.size())
-    request.notice(fmt::format("going on with {}: {} of {} units are finished",
-                               folder.staging().string(), units.size() - missing.size(),
-                               units.size()));
+  for (std::size_t u = 0; u < tasks.size(); ++u)
+    if (!job.is_finished(folder, tasks[u])) missing.push_back(u);
+  if (missing.size() < tasks.size())
+    request.notice(fmt::format("going on with {}: {} of {} head tasks are finished",
+                               folder.staging().string(), tasks.size() - missing.size(),
+                               tasks.size()));
   return missing;
 }
 
@@ -432,34 +434,34 @@ void note_other_gradients(const ReplayRequest& request,
                           std::span<const TraceReader* const> traces) {
   std::string names;
   for (std::size_t t = 0; t < traces.size(); ++t)
-    if (traces[t]->draws() > traces[t]->draws(request.options.span))
+    if (traces[t]->gradient_samples() > traces[t]->gradient_samples(request.options.queries))
       names += (names.empty() ? "" : ", ") + request.traces[t];
   if (!names.empty())
     request.notice(
-        fmt::format("no kl_estimate of {}: the gradients are not of --span {}; "
+        fmt::format("no kl_estimate of {}: the gradients are not of --queries {}; "
                     "python -m kvlab.hf sensitivities with it and --replace makes them",
-                    names, name_of(request.options.span)));
+                    names, name_of(request.options.queries)));
 }
 
-Run lead(const ReplayRequest& request, const std::filesystem::path& out, Sweep& sweep,
+Run lead(const ReplayRequest& request, const std::filesystem::path& out, ReplaySweepJob& job,
          ProcessGroup& group) {
-  note_other_gradients(request, pointers_to(sweep.traces()));
-  note_overlaps(request, sweep.info());
-  RunFolder folder(out, sweep.job_json(), request.fresh);
-  const auto& units = sweep.units();
-  const auto missing = missing_units(request, sweep, folder);
-  Progress progress(request, units.size() - missing.size(), units.size());
+  note_other_gradients(request, pointers_to(job.traces()));
+  note_overlaps(request, job.info());
+  RunFolder folder(out, job.job_json(), request.fresh);
+  const auto& tasks = job.tasks();
+  const auto missing = missing_tasks(request, job, folder);
+  Progress progress(request, tasks.size() - missing.size(), tasks.size());
   const auto finished = [&](std::size_t u, const std::string& bytes) {
-    folder.write_unit(units[u].trace, units[u].unit, bytes);
+    folder.write_unit(tasks[u].trace, tasks[u].task, bytes);
     progress.add_one();
   };
-  const auto compute = [&](std::size_t u) { return sweep.compute(u); };
+  const auto compute = [&](std::size_t u) { return job.compute(u); };
   try {
     if (request.options.elsewhere)
-      sweep.compute_together(missing, finished);
+      job.compute_together(missing, finished);
     else
       share_work(group, missing, request.options.threads, compute, finished);
-    Run run = sweep.collect(folder);
+    Run run = job.collect(folder);
     folder.commit(run);
     return run;
   } catch (const Cancelled& error) {
@@ -488,7 +490,7 @@ void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> t
     if (config.evicts() && !config.budget.all && config.budget.is_even())
       evicts[config.budget.text()] = evicts[config.budget.text()] || any;
   };
-  request.grid = configs_that_fit(std::move(request.grid), check, request.notice);
+  request.sweep = configs_that_fit(std::move(request.sweep), check, request.notice);
   for (const auto& [budget, any] : evicts)
     if (!any)
       request.notice(
@@ -496,38 +498,38 @@ void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> t
                       budget, longest));
 }
 
-std::vector<CacheConfig> with_references(std::vector<CacheConfig> grid) {
+std::vector<CacheConfig> with_references(std::vector<CacheConfig> sweep) {
   std::set<std::tuple<std::string, std::string, std::uint32_t>> known;
-  for (const CacheConfig& config : grid)
+  for (const CacheConfig& config : sweep)
     known.insert({config.policy.name, config.budget.text(), config.prefill.chunk});
-  const std::vector<CacheConfig> asked = grid;
+  const std::vector<CacheConfig> requested = sweep;
   const auto add = [&](const CacheConfig& beside, std::string_view name, Budget budget) {
     CacheConfig config = beside;
-    config.policy = parse_policy(name, replay_references());
+    config.policy = parse_policy(name, replay_oracles());
     config.budget = budget;
     config.positions = Positions::original;
-    grid.push_back(std::move(config));
+    sweep.push_back(std::move(config));
   };
-  for (const std::string_view name : {kOracleMass, kOracleTopk})
-    for (const CacheConfig& config : asked)
+  for (const std::string_view name : {kOracleAttention, kOracleTopk})
+    for (const CacheConfig& config : requested)
       if (!config.budget.all &&
           known.insert({std::string(name), config.budget.text(), config.prefill.chunk}).second)
         add(config, name, config.budget);
   const auto is_full = [](const CacheConfig& config) { return config.policy.name == "full"; };
-  if (std::ranges::none_of(asked, is_full))
-    add(asked.empty() ? CacheConfig{} : asked.front(), "full", {.extent = {}, .all = true});
-  return grid;
+  if (std::ranges::none_of(requested, is_full))
+    add(requested.empty() ? CacheConfig{} : requested.front(), "full", {.extent = {}, .all = true});
+  return sweep;
 }
 
 std::optional<Run> replay_to(const ReplayRequest& request, const std::filesystem::path& out,
                              ProcessGroup& group) {
-  std::optional<Sweep> sweep;
-  if (!do_together(group, [&] { sweep.emplace(request, group); }) ||
-      !do_together(group, [&] { check_alike(group, sweep->fingerprint()); }))
+  std::optional<ReplaySweepJob> job;
+  if (!do_together(group, [&] { job.emplace(request, group); }) ||
+      !do_together(group, [&] { check_alike(group, job->fingerprint()); }))
     return std::nullopt;
   try {
-    if (group.leads()) return lead(request, out, *sweep, group);
-    share_work(group, {}, request.options.threads, [&](std::size_t u) { return sweep->compute(u); },
+    if (group.leads()) return lead(request, out, *job, group);
+    share_work(group, {}, request.options.threads, [&](std::size_t u) { return job->compute(u); },
                {});
     return std::nullopt;
   } catch (const std::exception& error) {
@@ -550,7 +552,7 @@ Run replay_in_memory(const ReplayRequest& request, std::span<const TraceReader* 
                                  static_cast<double>(traces.size()));
       };
     add_trace(run, request, t, *traces[t],
-              replay(*traces[t], static_cast<std::uint32_t>(t), request.grid, options));
+              replay(*traces[t], static_cast<std::uint32_t>(t), request.sweep, options));
   }
   return run;
 }

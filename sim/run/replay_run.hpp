@@ -17,24 +17,25 @@ namespace kvlab {
 
 struct ReplayRequest {
   std::vector<std::string> traces;  ///< directories
-  std::vector<CacheConfig> grid;
+  std::vector<CacheConfig> sweep;
   ReplayOptions options;
   std::shared_ptr<HeadReplayer> device;  ///< what options.elsewhere points to
   bool fresh = false;                    ///< throw away what an unfinished replay left
   std::function<void(const std::string&)> notice = [](const std::string&) {};  ///< one line each
 };
 
-/// Leaves out of the grid, with a notice, what has too small a budget for one of the traces; gives
+/// Leaves out of the sweep, with a notice, what has too small a budget for one of the traces; gives
 /// a notice of each budget under which no trace loses a token.
 void check_budgets(ReplayRequest& request, std::span<const TraceReader* const> traces);
 
-/// `grid` and the references beside it: `full`, and both oracles at every budget and prefill in it.
-std::vector<CacheConfig> with_references(std::vector<CacheConfig> grid);
+/// `sweep` and the references beside it: `full`, and both oracles at every budget and prefill in
+/// it.
+std::vector<CacheConfig> with_references(std::vector<CacheConfig> sweep);
 
 /// Verifies every trace, then replays them all into `out`, which must not exist and appears only
-/// when it is whole. Finished units of work wait in `out`.part, and a replay of the same goes on
+/// when it is whole. Finished head tasks wait in `out`.part, and a replay of the same goes on
 /// from them; the run has the same bytes however often it was killed and on however many threads
-/// and processes it ran. With `options.elsewhere` the units of a trace are finished
+/// and processes it ran. With `options.elsewhere` the head tasks of a trace are finished
 /// together, and there may be one process only. Every process of `group` calls it; the leader alone
 /// writes, calls back and returns the run. Throws std::runtime_error for a trace that does not
 /// verify and for what RunFolder refuses, std::invalid_argument for two traces of one name and for

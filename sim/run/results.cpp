@@ -18,10 +18,10 @@ namespace kvlab {
 namespace {
 
 constexpr std::string_view kHeader =
-    "trace,policy,params,budget,budget_tokens,prefill,positions,span,threshold,seed,"
-    "layer,head,metric,value,stderr,count,ladder,budget_bytes";
-/// Of runs that are older than ladders: without the last two.
-constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",ladder"));
+    "trace,policy,params,budget,budget_tokens,prefill,positions,queries,threshold,seed,"
+    "layer,head,metric,value,stderr,count,tiers,budget_bytes";
+/// Of runs that are older than tier plans: without the last two.
+constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",tiers"));
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 
@@ -40,9 +40,9 @@ void append_row(std::string& text, const ResultRow& row) {
   text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n",
                       csv_field(row.trace), csv_field(row.policy), csv_field(row.params),
                       csv_field(row.budget), row.budget_tokens, csv_field(row.prefill),
-                      csv_field(row.positions), csv_field(row.span), row.threshold, row.seed,
+                      csv_field(row.positions), csv_field(row.queries), row.threshold, row.seed,
                       scope_text(row.layer), scope_text(row.head), csv_field(row.metric), row.value,
-                      number_field(row.standard_error), row.count, csv_field(row.ladder),
+                      number_field(row.standard_error), row.count, csv_field(row.tier_plan),
                       number_field(row.budget_bytes));
 }
 
@@ -75,7 +75,7 @@ class RowParser {
       throw std::runtime_error("budget_tokens is 0; it should be at least 1");
     row.prefill = parse_prefill(text()).text();
     row.positions = name_of(parse_positions(text()));
-    row.span = name_of(parse_span(text()));
+    row.queries = name_of(parse_queries(text()));
     row.threshold = number<double>("threshold");
     row.seed = number<std::uint64_t>("seed");
     row.layer = scope("layer");
@@ -89,7 +89,7 @@ class RowParser {
     row.standard_error = amount("stderr");
     row.count = number<std::uint64_t>("count");
     if (next_ == fields_.size()) return row;
-    row.ladder = parse_ladder(text()).text();
+    row.tier_plan = parse_tier_plan(text()).text();
     row.budget_bytes = amount("budget_bytes");
     return row;
   }
@@ -97,12 +97,12 @@ class RowParser {
  private:
   /// Nothing that is measured is less than nothing, but for differences (and rounding).
   static void check_value(const ResultRow& row) {
-    constexpr double kMost = 1e100, kRounding = 1e-6;
-    const bool difference = row.metric.starts_with("regret_") || row.metric == "code_error";
-    const double least = difference ? -kMost : -kRounding;
-    if (row.value < least || row.value > kMost)
+    constexpr double kMax = 1e100, kRounding = 1e-6;
+    const bool difference = row.metric.starts_with("regret_") || row.metric == "quantization_error";
+    const double least = difference ? -kMax : -kRounding;
+    if (row.value < least || row.value > kMax)
       throw std::runtime_error(fmt::format("{} of {:g} should be between {:g} and {:g}", row.metric,
-                                           row.value, least, kMost));
+                                           row.value, least, kMax));
   }
 
   std::string text() {
@@ -145,7 +145,7 @@ class RowParser {
 
 auto identity(const ResultRow& row) {
   return std::tie(row.trace, row.policy, row.params, row.budget, row.prefill, row.positions,
-                  row.span, row.threshold, row.seed, row.layer, row.head, row.metric);
+                  row.queries, row.threshold, row.seed, row.layer, row.head, row.metric);
 }
 
 /// Throws if two rows say the same thing. `lines` holds each row's line.
@@ -167,9 +167,9 @@ void refuse_duplicates(const std::vector<ResultRow>& rows, const std::vector<std
 std::span<const MetricInfo> all_metrics() { return kMetrics; }
 
 const MetricInfo* find_metric(std::string_view name) {
-  const std::string_view all_spans = kSpanRecall.substr(0, kSpanRecall.size() - 1);
-  if (name == all_spans || name == kSpanRecall) return nullptr;
-  if (name.starts_with(kSpanRecall)) name = all_spans;
+  const std::string_view all_passages = kPassageRecall.substr(0, kPassageRecall.size() - 1);
+  if (name == all_passages || name == kPassageRecall) return nullptr;
+  if (name.starts_with(kPassageRecall)) name = all_passages;
   const auto found = std::ranges::find(kMetrics, name, &MetricInfo::name);
   return found == std::end(kMetrics) ? nullptr : &*found;
 }
@@ -184,16 +184,16 @@ const MetricInfo& deciding_metric(std::string_view name) {
   return *find_metric(name);
 }
 
-std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> grid,
+std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, const ReplayResult& result) {
   std::vector<ResultRow> rows;
   rows.reserve(result.measurements.size());
-  std::vector<double> bytes(grid.size(), kNaN);
+  std::vector<double> bytes(sweep.size(), kNaN);
   for (const Measurement& one : result.measurements)
     if (one.metric == "budget_bytes") bytes[one.config] = one.value;
   for (const Measurement& measurement : result.measurements) {
     if (std::isnan(measurement.value)) continue;
-    const CacheConfig& config = grid[measurement.config];
+    const CacheConfig& config = sweep[measurement.config];
     rows.push_back({.trace = std::string(trace),
                     .policy = config.policy.name,
                     .params = config.policy.params_text(),
@@ -201,7 +201,7 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
                     .budget_tokens = result.budget_tokens[measurement.config],
                     .prefill = config.prefill.text(),
                     .positions = std::string(name_of(config.positions)),
-                    .span = std::string(name_of(options.span)),
+                    .queries = std::string(name_of(options.queries)),
                     .threshold = config.threshold,
                     .seed = config.seed,
                     .layer = measurement.layer,
@@ -210,7 +210,7 @@ std::vector<ResultRow> result_rows(std::string_view trace, std::span<const Cache
                     .value = measurement.value,
                     .standard_error = measurement.standard_error,
                     .count = measurement.count,
-                    .ladder = config.policy.ladder.text(),
+                    .tier_plan = config.policy.tier_plan.text(),
                     .budget_bytes = bytes[measurement.config],
                     .blocks = measurement.blocks});
   }

@@ -1,4 +1,4 @@
-// The figures of a run: one row each, as results.csv holds them. Tidy: every row stands alone.
+// The metrics of a run: one row each, as results.csv holds them. Tidy: every row stands alone.
 #pragma once
 
 #include <fmt/format.h>
@@ -26,12 +26,12 @@ struct MetricInfo {
   std::string_view name;
   std::string_view label;  ///< as an axis is labelled
   bool higher_is_better;
-  bool ranks;  ///< false: a bookkeeping figure (bytes, evictions); deploy does not rank by it
+  bool ranks;  ///< false: a bookkeeping metric (bytes, evictions); deploy does not rank by it
 };
 
-/// Every metric that a results file may hold; `span_recall` stands for `span_recall:NAME`.
+/// Every metric that a results file may hold; `passage_recall` stands for `passage_recall:NAME`.
 std::span<const MetricInfo> all_metrics();
-/// Null if there is none of that name. All of `span_recall:NAME` have one description.
+/// Null if there is none of that name. All of `passage_recall:NAME` have one description.
 const MetricInfo* find_metric(std::string_view name);
 /// One that may decide. Throws std::invalid_argument, about --metric.
 const MetricInfo& deciding_metric(std::string_view name);
@@ -40,7 +40,7 @@ const MetricInfo& deciding_metric(std::string_view name);
 struct ResultRow {
   std::string trace, policy, params, budget;
   std::uint32_t budget_tokens = 0;
-  std::string prefill, positions, span;
+  std::string prefill, positions, queries;
   double threshold = 0;
   std::uint64_t seed = 0;
   std::int32_t layer = -1, head = -1;
@@ -48,10 +48,10 @@ struct ResultRow {
   double value = 0;
   double standard_error = 0;  ///< NaN where there is none
   std::uint64_t count = 0;    ///< queries x query heads
-  std::string ladder = "16";
+  std::string tier_plan = "16";
   double budget_bytes = std::numeric_limits<double>::quiet_NaN();  ///< of all layers; NaN: unknown
-  /// What it is paired by with other configurations: the figure by block of queries, of tokens, or
-  /// by draw, and how much each counts (empty: alike). NaN: nothing in that block.
+  /// What it is paired by with other configurations: the metric by block of queries, of tokens, or
+  /// by sample, and how much each counts (empty: alike). NaN: nothing in that block.
   std::vector<double> blocks = {}, block_weights = {};
   std::string text = {};  ///< the trace's hash: equal ones are one text; empty: by `trace`
   bool counts = true;     ///< false: another trace has the same text, and counts
@@ -59,11 +59,11 @@ struct ResultRow {
 
 /// The rows of one trace's replay, in the order of the measurements. A value that is not a number
 /// (a head without requests has no miss rate) has no row.
-std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> grid,
+std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, const ReplayResult& result);
 
-/// What deployment goes by: of the figures that order policies as the closed loop does, the best
-/// that every trace of the rows has (docs/guides/fidelity.md).
+/// What deployment goes by: of the metrics that order policies as the end-to-end evaluation does,
+/// the best that every trace of the rows has (docs/guides/fidelity.md).
 std::string_view best_metric(std::span<const ResultRow> rows);
 /// Why a better one that only some traces have does not decide, in a sentence; "" where none is.
 std::string best_metric_text(std::span<const ResultRow> rows);

@@ -40,10 +40,10 @@ json to_json(const RunTrace& trace) {
            {"capture", *trace.capture}};
   if (!trace.same_text_as.empty()) top["same_text_as"] = trace.same_text_as;
   if (!trace.numbers.empty()) top["layer_numbers"] = trace.numbers;
-  if (trace.span_layers > 0)
-    top["span_layers"] = {{"layers", trace.span_layers},
-                          {"kv_bytes_mean", trace.span_mean_bytes},
-                          {"kv_bytes_peak", trace.span_peak_bytes}};
+  if (trace.window_layers > 0)
+    top["window_layers"] = {{"layers", trace.window_layers},
+                            {"kv_bytes_mean", trace.window_mean_bytes},
+                            {"kv_bytes_peak", trace.window_peak_bytes}};
   return top;
 }
 
@@ -77,11 +77,11 @@ RunTrace trace_from(const JsonFields& fields) {
     if (trace.numbers.size() != trace.layers)
       fields.refuse("layer_numbers", "one for each layer is expected");
   }
-  if (fields.has("span_layers")) {
-    const JsonFields spans = fields.object("span_layers");
-    trace.span_layers = spans.whole32("layers", kMaxLayers);
-    trace.span_mean_bytes = spans.number("kv_bytes_mean", 0);
-    trace.span_peak_bytes = spans.number("kv_bytes_peak", 0);
+  if (fields.has("window_layers")) {
+    const JsonFields windows = fields.object("window_layers");
+    trace.window_layers = windows.whole32("layers", kMaxLayers);
+    trace.window_mean_bytes = windows.number("kv_bytes_mean", 0);
+    trace.window_peak_bytes = windows.number("kv_bytes_peak", 0);
   }
   return trace;
 }
@@ -124,16 +124,16 @@ auto list_of(const JsonFields& fields, std::string_view key, Read read) {
 }
 
 json to_json(const RunInfo& info) {
-  json traces = json::array(), grid = json::array();
+  json traces = json::array(), sweep = json::array();
   for (const RunTrace& trace : info.traces) traces.push_back(to_json(trace));
-  for (const RunConfig& config : info.grid) grid.push_back(to_json(config));
+  for (const RunConfig& config : info.sweep) sweep.push_back(to_json(config));
   json layers = "all";
   if (!info.layers.empty()) layers = info.layers;
   json top{{"format", kRunFormat},
            {"kvlab", info.version},
            {"traces", traces},
-           {"grid", grid},
-           {"span", name_of(info.span)},
+           {"sweep", sweep},
+           {"queries", name_of(info.queries)},
            {"request_threshold", info.threshold},
            {"output_error", info.every_output_error ? "all" : "sample"},
            {"layers", layers}};
@@ -153,8 +153,8 @@ nlohmann::ordered_json recommendations_json(const RunInfo& info, std::span<const
     if (trace.weights_xxh3 != info.traces.front().weights_xxh3)
       return nlohmann::ordered_json::array();
   return kvlab::recommendations_json(
-      recommendations_of(Figures(rows), *find_metric(best_metric(rows)), scored_tokens(info, rows),
-                         std::string(kReplayNote)));
+      recommendations_of(MetricTable(rows), *find_metric(best_metric(rows)),
+                         scored_tokens(info, rows), std::string(kReplayNote)));
 }
 
 std::string run_json(const RunInfo& info, std::span<const ResultRow> rows,
@@ -170,9 +170,9 @@ RunInfo info_from(const JsonFields& fields) {
   RunInfo info;
   info.version = fields.text("kvlab");
   info.traces = list_of(fields, "traces", trace_from);
-  info.grid = list_of(fields, "grid", config_from);
+  info.sweep = list_of(fields, "sweep", config_from);
   try {
-    info.span = parse_span(fields.text("span"));
+    info.queries = parse_queries(fields.text("queries"));
   } catch (const std::invalid_argument& error) {
     throw std::runtime_error(fmt::format("{}: {}", fields.where(), error.what()));
   }
@@ -261,7 +261,7 @@ std::string kept_json(const Kept& kept) {
   return json_text(top, -1) + "\n";
 }
 
-Kept kept_from(const JsonFields& fields) {
+Kept read_kept(const JsonFields& fields) {
   fields.check_format(fields.has("heads") ? kKeptFormat : kRunFormat);
   Kept kept;
   kept.trace = fields.text("trace");
@@ -333,22 +333,22 @@ RunTrace describe(const TraceReader& trace, const std::string& path) {
                      .weights_xxh3 = header.weights_xxh3,
                      .tokenizer_xxh3 = header.tokenizer_xxh3,
                      .capture = header.capture};
-  for (const std::uint32_t layer : trace.layers_with_span(false))
+  for (const std::uint32_t layer : trace.layers_with_window(false))
     described.numbers.push_back(shape.number(layer));
   described.layers = static_cast<std::uint32_t>(described.numbers.size());
   if (shape.numbers.empty() && described.layers == shape.layers) described.numbers.clear();
   CacheShape model{shape.layers, shape.kv_heads, shape.head_size};
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)
-    model.spans.push_back(trace.row(layer).span);
+    model.windows.push_back(trace.row(layer).window);
   const Memory memory = memory_of(resolve({}, trace.segments(), 0, model), model);
-  described.span_layers = shape.layers - described.layers;
-  described.span_mean_bytes = memory.span_mean;
-  described.span_peak_bytes = memory.span_peak;
+  described.window_layers = shape.layers - described.layers;
+  described.window_mean_bytes = memory.window_mean;
+  described.window_peak_bytes = memory.window_peak;
   return described;
 }
 
-std::string RunTrace::span_text() const {
-  return kvlab::span_text(span_layers, span_mean_bytes, span_peak_bytes);
+std::string RunTrace::windows_text() const {
+  return kvlab::windows_text(window_layers, window_mean_bytes, window_peak_bytes);
 }
 
 std::vector<Lifetime> lifetimes_of(std::span<const KeptSet> sets) {
@@ -440,7 +440,7 @@ Run load_run(const std::filesystem::path& directory) {
   const std::filesystem::path kept_path = directory / "kept.json";
   if (std::filesystem::exists(kept_path)) {
     const json kept = parse_json(read_text_file(kept_path, kMaxJsonBytes), kept_path.string());
-    run.kept = kept_from(JsonFields(kept, kept_path.string()));
+    run.kept = read_kept(JsonFields(kept, kept_path.string()));
   }
   return run;
 }

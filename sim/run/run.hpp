@@ -1,6 +1,6 @@
 // A run: what one `kvlab replay` leaves behind, and all that reports and deployment need.
-//   results.csv   the figures
-//   blocks.csv    the figures by block of queries, by which two are paired (absent in older runs)
+//   results.csv   the metrics
+//   blocks.csv    the metrics by block of queries, by which two are paired (absent in older runs)
 //   run.json      what was asked, of which traces, by which version
 //   kept.json     what some heads kept over time (absent where nothing could be shown)
 #pragma once
@@ -21,7 +21,7 @@ inline constexpr int kRunFormat = 1;
 
 /// A trace as a run remembers it.
 struct RunTrace {
-  std::string name, path;  ///< the directory's name; where it was, as asked
+  std::string name, path;  ///< the directory's name; where it was, as requested
   std::string hash;        ///< TraceReader::hash()
   std::uint32_t tokens = 0, prompt_tokens = 0;
   std::string model, dtype;
@@ -30,21 +30,21 @@ struct RunTrace {
   JsonValue capture;                         ///< engine, version, device, options
   std::string same_text_as = {};             ///< another trace, which counts; empty: this one does
   std::vector<std::uint32_t> numbers = {};   ///< of the layers; empty: 0, 1, 2, …
-  /// Beside `layers`: those with a span, which keep it as window does; and the bytes of their keys
-  /// and values over decoded queries, 16 bit.
-  std::uint32_t span_layers = 0;
-  double span_mean_bytes = 0, span_peak_bytes = 0;
+  /// Beside `layers`: those with a window, which keep it as window does; and the bytes of their
+  /// keys and values over decoded queries, 16 bit.
+  std::uint32_t window_layers = 0;
+  double window_mean_bytes = 0, window_peak_bytes = 0;
 
   std::uint32_t number(std::uint32_t layer) const {
     return numbers.empty() ? layer : numbers[layer];
   }
-  /// "15 layers with a span beside them keep 1.2 MiB of keys and values, at most 1.3 MiB", or "".
-  std::string span_text() const;
+  /// "15 layers with a window beside them keep 1.2 MiB of keys and values, at most 1.3 MiB", or "".
+  std::string windows_text() const;
   bool operator==(const RunTrace&) const = default;
 };
 RunTrace describe(const TraceReader& trace, const std::string& path);
 
-/// One configuration of the grid, as text.
+/// One configuration of the sweep, as text.
 struct RunConfig {
   std::string policy, params, budget, prefill, positions;
   std::uint64_t seed = 0;
@@ -53,7 +53,7 @@ struct RunConfig {
   bool operator==(const RunConfig&) const = default;
 };
 
-/// Where a policy of the grid came from that is not kvlab's own.
+/// Where a policy of the sweep came from that is not kvlab's own.
 struct RunSource {
   std::string policy, path;
   std::string xxh3;  ///< of the header's text
@@ -64,8 +64,8 @@ struct RunSource {
 struct RunInfo {
   std::string version;
   std::vector<RunTrace> traces;
-  std::vector<RunConfig> grid;
-  Span span = Span::decode;
+  std::vector<RunConfig> sweep;
+  Queries queries = Queries::decode;
   double threshold = 0.01;
   bool every_output_error = false;
   std::vector<std::uint32_t> layers;  ///< empty: all
@@ -130,7 +130,7 @@ void name_texts(std::span<ResultRow> rows, const RunInfo& info);
 /// What a replay does not measure.
 inline constexpr std::string_view kReplayNote = "Offline replay; task accuracy was not measured.";
 
-/// Queries of the span, over the different traces of the rows.
+/// Measured queries, over the different traces of the rows.
 std::uint64_t scored_tokens(const RunInfo& info, std::span<const ResultRow> rows);
 
 /// What a replay computes, as JSON: equal jobs give equal runs, wherever their traces lie. `build`

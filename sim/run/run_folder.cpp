@@ -70,16 +70,16 @@ class Unpacker {
   std::string_view rest_;
 };
 
-std::vector<HeadOutcome> unpack(const UnitId& id, std::string_view bytes) {
+std::vector<HeadOutcome> unpack(const HeadTaskId& id, std::string_view bytes) {
   if (!bytes.starts_with(kMagic) || bytes.size() < kMagic.size() + kHashDigits)
-    throw std::runtime_error("it is no unit of this version's, or cut short");
+    throw std::runtime_error("file is truncated or was written by another kvlab version");
   const std::string_view body = bytes.substr(0, bytes.size() - kHashDigits);
   if (bytes.substr(body.size()) != xxh3_hex(body))
     throw std::runtime_error("its checksum does not match");
   Unpacker unpacker(body.substr(kMagic.size()));
-  UnitId found;
-  for (auto* part : {&found.job, &found.trace, &found.unit}) unpacker(*part);
-  if (found != id) throw std::runtime_error("it is another unit, or of another replay");
+  HeadTaskId found;
+  for (auto* part : {&found.job, &found.trace, &found.task}) unpacker(*part);
+  if (found != id) throw std::runtime_error("it is another head task, or of another replay");
   std::vector<HeadOutcome> outcomes(unpacker.count(sizeof(std::uint64_t)));
   for (HeadOutcome& outcome : outcomes) for_fields(outcome, [&](auto& field) { unpacker(field); });
   if (!unpacker.empty()) throw std::runtime_error("something follows its end");
@@ -118,17 +118,17 @@ std::string differences(const json& a, const json& b) {
 
 }  // namespace
 
-std::string pack_unit(const UnitId& id, std::span<const HeadOutcome> outcomes) {
+std::string pack_head_task(const HeadTaskId& id, std::span<const HeadOutcome> outcomes) {
   std::string bytes(kMagic);
-  for (const std::uint64_t part : {id.job, id.trace, id.unit, std::uint64_t{outcomes.size()}})
+  for (const std::uint64_t part : {id.job, id.trace, id.task, std::uint64_t{outcomes.size()}})
     append(bytes, part);
   for (const HeadOutcome& outcome : outcomes)
     for_fields(outcome, [&](const auto& field) { append(bytes, field); });
   return bytes + xxh3_hex(bytes);
 }
 
-std::vector<HeadOutcome> unpack_unit(const UnitId& id, std::string_view bytes,
-                                     std::string_view file) {
+std::vector<HeadOutcome> unpack_head_task(const HeadTaskId& id, std::string_view bytes,
+                                          std::string_view file) {
   try {
     return unpack(id, bytes);
   } catch (const std::runtime_error& error) {
@@ -250,7 +250,7 @@ void RunFolder::commit(const std::function<void(const fs::path&)>& save) {
   fs::remove_all(staging_, ignored);
 }
 
-/// The staging folder is our business; a person asked for RUN.
+/// The staging folder is our business; a person requested RUN.
 std::runtime_error RunFolder::in_name_of_run(const std::exception& error) const {
   std::string text = error.what();
   for (const fs::path& inner : {staging_ / kRunSubfolder, staging_})

@@ -18,24 +18,24 @@
 
 namespace kvlab {
 
-// A finished unit of work as bytes: what lies on disk until a run is whole, and what processes send
+// A finished head task as bytes: what lies on disk until a run is whole, and what processes send
 // each other.
 
-/// Which unit of which replay.
-struct UnitId {
+/// Which head task of which replay.
+struct HeadTaskId {
   std::uint64_t job = 0;  ///< XXH3-64 of what is computed: RunFolder's
-  std::uint64_t trace = 0, unit = 0;
+  std::uint64_t trace = 0, task = 0;
 
-  bool operator==(const UnitId&) const = default;
+  bool operator==(const HeadTaskId&) const = default;
 };
 
 /// The outcomes by configuration, exactly; ends in an XXH3-64 of all that is before it.
-std::string pack_unit(const UnitId& id, std::span<const HeadOutcome> outcomes);
+std::string pack_head_task(const HeadTaskId& id, std::span<const HeadOutcome> outcomes);
 
-/// Reads what pack_unit wrote. Throws std::runtime_error that begins with `file`: cut, changed, or
-/// another unit than `id`.
-std::vector<HeadOutcome> unpack_unit(const UnitId& id, std::string_view bytes,
-                                     std::string_view file);
+/// Reads what pack_head_task wrote. Throws std::runtime_error that begins with `file`: cut,
+/// changed, or another head task than `id`.
+std::vector<HeadOutcome> unpack_head_task(const HeadTaskId& id, std::string_view bytes,
+                                          std::string_view file);
 
 class RunFolder {
  public:
@@ -54,7 +54,7 @@ class RunFolder {
   std::filesystem::path unit_path(std::size_t trace, std::size_t unit) const;
   /// A finished unit's bytes, or nothing.
   std::optional<std::string> read_unit(std::size_t trace, std::size_t unit) const;
-  /// What pack_unit made; from any thread. Throws std::runtime_error in the name of RUN.
+  /// What pack_head_task made; from any thread. Throws std::runtime_error in the name of RUN.
   void write_unit(std::size_t trace, std::size_t unit, const std::string& bytes) const;
   /// Has the run's files written into a folder, gives it RUN's name, removes RUN.part. Throws
   /// std::runtime_error in the name of RUN.

@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-void add_layer_error(LayerOutcome& layer, const QuerySpan& span, std::size_t c,
+void add_layer_error(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
                      std::uint32_t sample) {
   double error = 0, output = 0;
   for (const auto& head : layer.heads) {
@@ -21,7 +21,7 @@ void add_layer_error(LayerOutcome& layer, const QuerySpan& span, std::size_t c,
     output += head[c].stats.errors[2 * sample + 1];
   }
   if (output > 0)
-    layer.errors[LayerError::outputs].layer[c].add(span.block_of_sample(sample),
+    layer.errors[LayerError::outputs].layer[c].add(measured.block_of_sample(sample),
                                                    std::sqrt(error / output), 1);
 }
 
@@ -56,31 +56,34 @@ void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std
   add(to.layer[c], sum.data());
 }
 
-/// Of a sample: the squares behind W_o, and what they are more than without codes.
-void add_residual(LayerOutcome& layer, const QuerySpan& span, std::size_t c, std::uint32_t sample,
-                  std::uint32_t columns, double norm2) {
-  const std::uint32_t block = span.block_of_sample(sample);
+/// Of a sample: the squares behind W_o, and what they are more than without quantization.
+void add_residual(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
+                  std::uint32_t sample, std::uint32_t columns, double norm2) {
+  const std::uint32_t block = measured.block_of_sample(sample);
   const auto own = [&](HeadStats& stats) { return stats.residual_of(sample); };
   add_squares(LayerError::residual, layer, c, block, columns, norm2, own);
-  if (!layer.heads.front()[c].stats.separates_codes(columns)) return;
-  add_squares(LayerError::coding, layer, c, block, columns, norm2, own);
-  add_squares(LayerError::coding, layer, c, block, columns, -norm2, [&](HeadStats& stats) {
+  if (!layer.heads.front()[c].stats.separates_quantization(columns)) return;
+  add_squares(LayerError::quantization, layer, c, block, columns, norm2, own);
+  add_squares(LayerError::quantization, layer, c, block, columns, -norm2, [&](HeadStats& stats) {
     float* const without = stats.residual_of(sample);
     for (std::uint32_t i = 0; i < columns; ++i) without[i] -= without[columns + i];
     return without;
   });
 }
 
-/// Of every query of the span; and the changes, summed over the heads.
-void add_changes(LayerOutcome& layer, const QuerySpan& span, std::size_t c, std::uint32_t draws) {
+/// Of every measured query; and the changes, summed over the heads.
+void add_changes(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
+                 std::uint32_t gradient_samples) {
   std::vector<float>& changes = layer.changes[c];
-  changes.resize(std::size_t{span.size()} * draws);
-  for (std::uint32_t i = 0; i < span.size(); ++i)
-    add_squares(LayerError::kl, layer, c, span.block_of(i), draws, 2.0 * draws,
-                [&](HeadStats& stats) {
-                  const float* const own = stats.changes_of(i, draws);
-                  for (std::uint32_t draw = 0; draw < draws; ++draw)
-                    changes[std::size_t{i} * draws + draw] += own[draw];
+  changes.resize(std::size_t{measured.size()} * gradient_samples);
+  for (std::uint32_t i = 0; i < measured.size(); ++i)
+    add_squares(LayerError::kl, layer, c, measured.block_of(i), gradient_samples,
+                2.0 * gradient_samples, [&](HeadStats& stats) {
+                  const float* const own = stats.changes_of(i, gradient_samples);
+                  for (std::uint32_t gradient_sample = 0; gradient_sample < gradient_samples;
+                       ++gradient_sample)
+                    changes[std::size_t{i} * gradient_samples + gradient_sample] +=
+                        own[gradient_sample];
                   return own;
                 });
 }
@@ -91,12 +94,12 @@ using Ratios = std::vector<BlockedRatio>;
 class Tabulator {
  public:
   explicit Tabulator(const ReplayOutcome& of)
-      : of_(of), span_(of.span), sums_(of.span.sums(of.shape.group())) {}
+      : of_(of), measured_(of.measured), sums_(of.measured.sums(of.shape.group())) {}
 
   std::vector<Measurement> rows() {
     const std::size_t layers = of_.layers.size();
     for (c_ = 0; c_ < of_.configs.size(); ++c_) {
-      by_mass_ = oracle_beside(kOracleMass);
+      by_attention_ = oracle_beside(kOracleAttention);
       by_residual_ = oracle_beside(kOracleResidual);
       known_counts_.clear();
       for (std::size_t l = 0; l < layers; ++l) {
@@ -116,7 +119,7 @@ class Tabulator {
 
   /// An oracle beside the configuration: at the same budget and prefill.
   std::optional<std::size_t> oracle_beside(std::string_view name) const {
-    if (is_reference(config().policy.name) || !config().evicts()) return std::nullopt;
+    if (is_oracle(config().policy.name) || !config().evicts()) return std::nullopt;
     const auto found = std::ranges::find_if(of_.configs, [&](const ResolvedConfig& other) {
       return other.policy.name == name && other.budget.text() == config().budget.text() &&
              other.prefill.chunk == config().prefill.chunk;
@@ -144,14 +147,14 @@ class Tabulator {
           each(of_.layers[l].heads[h][c], of_.layer_indices[l], static_cast<std::uint32_t>(h));
   }
   std::span<const double> blocks(const HeadOutcome& of, Sum sum, std::size_t head) const {
-    return std::span(of.stats.sums).subspan(sums_.at(sum, head, 0), kSpanBlocks);
+    return std::span(of.stats.sums).subspan(sums_.at(sum, head, 0), kMaxQueryBlocks);
   }
   /// By query head.
   Ratios ratios(std::size_t c, Sum above, Sum below) const {
     Ratios all;
     for_heads(c, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
       for (std::size_t head = 0; head < of_.shape.group(); ++head) {
-        BlockedRatio& own = all.emplace_back(BlockedRatio{.blocks = span_.blocks()});
+        BlockedRatio& own = all.emplace_back(BlockedRatio{.blocks = measured_.blocks()});
         std::ranges::copy(blocks(of, above, head), own.above.begin());
         std::ranges::copy(blocks(of, below, head), own.below.begin());
       }
@@ -189,27 +192,27 @@ class Tabulator {
     const Estimate estimate = mean_of(all);
     add(estimate, 1,
         below == Sum::errors ? estimate.weight
-                             : static_cast<double>(filled) * queries.value_or(span_.size()));
+                             : static_cast<double>(filled) * queries.value_or(measured_.size()));
   }
   void recall_quantile() {
     std::vector<Quantile> all;
     for_heads(c_, [&](const HeadOutcome& of, std::uint32_t, std::uint32_t) {
       all.insert(all.end(), of.stats.quantiles.begin(), of.stats.quantiles.end());
     });
-    const double count = static_cast<double>(all.size()) * span_.size();
-    add(mean_of(all, span_.blocks(), count), 1, count);
+    const double count = static_cast<double>(all.size()) * measured_.size();
+    add(mean_of(all, measured_.blocks(), count), 1, count);
   }
-  /// What is lost beyond `oracle_mass`.
+  /// What is lost beyond `oracle_attention`.
   void regret(Sum above, Sum below) {
-    if (!by_mass_) return;
-    Estimate regret = difference_of(ratios(c_, above, below), ratios(*by_mass_, above, below));
+    if (!by_attention_) return;
+    Estimate regret = difference_of(ratios(c_, above, below), ratios(*by_attention_, above, below));
     regret.blocks.clear();
     add(regret, 1, regret.weight);
   }
-  void of_named_spans() {
-    for (std::size_t s = 0; s < span_.named().size(); ++s) {
-      metric_ = std::string(kSpanRecall) + span_.named()[s].name;
-      mean(kept_of(s), all_of(s), span_.queries_after(span_.named()[s]));
+  void of_passages() {
+    for (std::size_t s = 0; s < measured_.passages().size(); ++s) {
+      metric_ = std::string(kPassageRecall) + measured_.passages()[s].name;
+      mean(kept_of(s), all_of(s), measured_.queries_after(measured_.passages()[s]));
     }
   }
   /// Of one layer, or the sum or mean over them.
@@ -273,14 +276,14 @@ class Tabulator {
   double end_bytes() const { return end_held_ * held_bytes(); }
 
   const ReplayOutcome& of_;
-  const QuerySpan& span_;
+  const MeasuredQueries& measured_;
   SumsShape sums_;
   std::vector<Measurement> rows_;
   std::size_t c_ = 0, first_ = 0, last_ = 0;  // the configuration, and the layers of the part
   std::int32_t layer_ = 0, head_ = 0;         // as in its rows
   std::string metric_;
-  std::optional<std::size_t> by_mass_, by_residual_;  // oracles beside the configuration
-  std::map<std::uint32_t, LiveCounts> known_counts_;  // by budget
+  std::optional<std::size_t> by_attention_, by_residual_;  // oracles beside the configuration
+  std::map<std::uint32_t, LiveCounts> known_counts_;       // by budget
   std::uint64_t heads_ = 0;
   double evictions_ = 0, live_max_ = 0, zeros_ = 0;  // count()
   double mean_held_ = 0, peak_held_ = 0, end_held_ = 0, budget_ = 0, state_ = 0;
@@ -288,27 +291,27 @@ class Tabulator {
 
 }  // namespace
 
-void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
+void reduce_layer(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t configs,
                   const LayerFacts& facts, unsigned threads) {
   const ProjectionColumns& columns = facts.columns;
   layer.changes.resize(configs);
   for (LayerRatios& ratios : layer.errors) {
-    BlockedRatio none{.blocks = span.blocks()};
+    BlockedRatio none{.blocks = measured.blocks()};
     if (&ratios == &layer.errors[LayerError::residual] ||
-        &ratios == &layer.errors[LayerError::coding])
+        &ratios == &layer.errors[LayerError::quantization])
       none.columns.resize(columns.residual);
     ratios.layer.assign(configs, none);
     ratios.heads.assign(layer.heads.size(), ratios.layer);
   }
   parallel_for(configs, threads, [&](std::size_t c) {
     const bool residual = columns.residual && has_all(layer, c, &HeadStats::residual);
-    for (std::uint32_t sample = 0; sample < span.samples(); ++sample) {
-      add_layer_error(layer, span, c, sample);
+    for (std::uint32_t sample = 0; sample < measured.samples(); ++sample) {
+      add_layer_error(layer, measured, c, sample);
       if (residual && facts.norm2[sample] > 0)
-        add_residual(layer, span, c, sample, columns.residual, facts.norm2[sample]);
+        add_residual(layer, measured, c, sample, columns.residual, facts.norm2[sample]);
     }
-    if (columns.draws && has_all(layer, c, &HeadStats::changes))
-      add_changes(layer, span, c, columns.draws);
+    if (columns.gradient_samples && has_all(layer, c, &HeadStats::changes))
+      add_changes(layer, measured, c, columns.gradient_samples);
     for (auto& head : layer.heads) {
       head[c].stats.errors = {};
       head[c].stats.residual = {};
@@ -325,16 +328,17 @@ void JointChanges::add(LayerOutcome& layer) {
   layer.changes = {};
 }
 
-std::vector<BlockedRatio> JointChanges::squares(const QuerySpan& span, std::uint32_t draws) const {
+std::vector<BlockedRatio> JointChanges::squares(const MeasuredQueries& measured,
+                                                std::uint32_t gradient_samples) const {
   std::vector<BlockedRatio> ratios(sums_.size());
   for (std::size_t c = 0; c < sums_.size(); ++c) {
-    ratios[c].blocks = span.blocks();
-    for (std::size_t first = 0; first < sums_[c].size(); first += draws) {
+    ratios[c].blocks = measured.blocks();
+    for (std::size_t first = 0; first < sums_[c].size(); first += gradient_samples) {
       double squares = 0;
-      for (std::size_t i = first; i < first + draws; ++i)
+      for (std::size_t i = first; i < first + gradient_samples; ++i)
         squares += static_cast<double>(sums_[c][i]) * static_cast<double>(sums_[c][i]);
-      ratios[c].add(span.block_of(static_cast<std::uint32_t>(first / draws)),
-                    squares / (2.0 * draws), 1);
+      ratios[c].add(measured.block_of(static_cast<std::uint32_t>(first / gradient_samples)),
+                    squares / (2.0 * gradient_samples), 1);
     }
   }
   return ratios;

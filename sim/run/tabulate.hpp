@@ -1,4 +1,4 @@
-// From what each KV head left behind to rows of figures: by head, by layer, and for everything.
+// From what each KV head left behind to rows of metrics: by head, by layer, and for everything.
 #pragma once
 
 #include <array>
@@ -16,9 +16,9 @@ namespace kvlab {
 // or a square is taken.
 
 /// Errors of a layer: of the heads' outputs side by side; their squares behind W_o, by the residual
-/// stream's norm, and what of these coding adds; halves of squared changes of log-likelihood.
+/// stream's norm, and what of these quantization adds; halves of squared changes of log-likelihood.
 struct LayerError {
-  enum Kind : std::size_t { outputs, residual, coding, kl, count };
+  enum Kind : std::size_t { outputs, residual, quantization, kl, count };
 };
 
 /// One such error of all heads together and, but for outputs, of each KV head by itself. Without
@@ -32,7 +32,8 @@ struct LayerRatios {
 struct LayerOutcome {
   std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
   std::array<LayerRatios, LayerError::count> errors;
-  /// [configuration][query of the span, draw]: changes of log-likelihood, heads summed; or empty.
+  /// [configuration][measured query, gradient sample]: changes of log-likelihood, heads summed; or
+  /// empty.
   std::vector<std::vector<float>> changes;
 };
 
@@ -43,7 +44,7 @@ struct LayerFacts {
 };
 
 /// Sums a layer's errors over its heads, in order, then drops what was kept for each query.
-void reduce_layer(LayerOutcome& layer, const QuerySpan& span, std::size_t configs,
+void reduce_layer(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t configs,
                   const LayerFacts& facts, unsigned threads);
 
 /// The changes of log-likelihood of all layers together, whose squares are `kl_estimate_joint`.
@@ -54,23 +55,24 @@ class JointChanges {
   /// Layers come in order; takes their changes out.
   void add(LayerOutcome& layer);
   /// By configuration; without weight where no layer has changes.
-  std::vector<BlockedRatio> squares(const QuerySpan& span, std::uint32_t draws) const;
+  std::vector<BlockedRatio> squares(const MeasuredQueries& measured,
+                                    std::uint32_t gradient_samples) const;
 
  private:
-  std::vector<std::vector<float>> sums_;  // [configuration][query of the span, draw]
+  std::vector<std::vector<float>> sums_;  // [configuration][measured query, gradient sample]
 };
 
 /// All of a replay.
 struct ReplayOutcome {
   const ModelShape& shape;  ///< with the layers' numbers
-  const QuerySpan& span;
+  const MeasuredQueries& measured;
   std::span<const ResolvedConfig> configs;
   std::span<const std::uint32_t> layer_indices;
   const std::vector<LayerOutcome>& layers;
   std::span<const BlockedRatio> joint;  ///< JointChanges::squares()
 };
 
-/// One row a figure, ordered by configuration, layer, head (the aggregate last) and metric.
+/// One row a metric, ordered by configuration, layer, head (the aggregate last) and metric.
 std::vector<Measurement> tabulate(const ReplayOutcome& outcome);
 
 }  // namespace kvlab

@@ -34,7 +34,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kMostOfVersion = std::size_t{1} << 20;
+constexpr std::size_t kMaxOfVersion = std::size_t{1} << 20;
 
 /// Whether words[0] succeeds.
 bool succeeds(const std::vector<std::string>& words, const fs::path& log) {
@@ -56,8 +56,8 @@ std::vector<std::string> words_of(std::string_view text) {
 }
 
 std::vector<std::string> compiler_command() {
-  if (const char* asked = getenv("CXX"); asked && *asked)
-    if (auto words = words_of(asked); !words.empty()) return words;
+  if (const char* requested = getenv("CXX"); requested && *requested)
+    if (auto words = words_of(requested); !words.empty()) return words;
   if (access(KVLAB_CXX_COMPILER, X_OK) == 0) return {KVLAB_CXX_COMPILER};
   return {"c++"};
 }
@@ -96,7 +96,7 @@ class HostCompiler {
     words.push_back("--version");
     succeeds(words, folder / "version");
     return fmt::format("{}\n{}\n{}", fmt::join(command_, "\n"), fmt::join(flags_, "\n"),
-                       read_text_file(folder / "version", kMostOfVersion));
+                       read_text_file(folder / "version", kMaxOfVersion));
   }
   /// Compiles `source` with the headers of `folder` to the shared object `object`. What it says is
   /// left in `folder`/log, and the files that it read, but for the system's, in `folder`/reads.
@@ -144,7 +144,7 @@ void write_inputs(const fs::path& folder, const PolicySource& source, unsigned l
     fs::create_directories((folder / header.path).parent_path());
     write_file_atomically(folder / header.path, header.text);
   }
-  // The lines count as those of the file that was asked for.
+  // The lines count as those of the file that was requested.
   write_file_atomically(folder / "source.hpp",
                         fmt::format("#line 1 {}\n{}\n", c_literal(source.path), source.text));
   write_file_atomically(folder / "entry.cpp", unit_text(source, line));
@@ -176,9 +176,9 @@ bool reads_nothing_else(const fs::path& folder) {
 
 /// What the compiler said, or as much of it as somebody would read.
 std::string log_of(const fs::path& folder) {
-  constexpr std::size_t kMost = std::size_t{1} << 20;
+  constexpr std::size_t kMax = std::size_t{1} << 20;
   const MappedFile log(folder / "log");
-  const auto bytes = log.bytes().first(std::min(log.bytes().size(), kMost));
+  const auto bytes = log.bytes().first(std::min(log.bytes().size(), kMax));
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
@@ -227,9 +227,9 @@ void check_name(const PolicyOps& ops, const std::string& path) {
 }  // namespace
 
 bool is_taken(std::string_view name) {
-  return is_reference(name) ||
-         std::ranges::any_of(policy_catalogue(),
-                             [&](const PolicyEntry& other) { return other.info.name == name; });
+  return is_oracle(name) || std::ranges::any_of(policy_catalogue(), [&](const PolicyEntry& other) {
+           return other.info.name == name;
+         });
 }
 
 std::shared_ptr<const PolicyEntry> compile_policy_source(const fs::path& path) {
@@ -370,7 +370,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kMostBytes = std::size_t{64} << 20;
+constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
 constexpr std::string_view kMark = "kvlab-object ";  // then the sum, behind the object's own bytes
 
 std::string trailer_of(std::string_view object) { return std::string(kMark) + xxh3_hex(object); }
@@ -389,7 +389,7 @@ std::optional<fs::path> ObjectCache::find(std::string_view key) const {
   std::error_code error;
   if (folder_.empty() || !fs::is_regular_file(path_of(key), error)) return std::nullopt;
   try {
-    const std::string kept = read_text_file(path_of(key), kMostBytes);
+    const std::string kept = read_text_file(path_of(key), kMaxBytes);
     const std::size_t trailer = kMark.size() + 16;
     if (kept.size() < trailer) return std::nullopt;
     const std::string_view object = std::string_view(kept).substr(0, kept.size() - trailer);
@@ -404,7 +404,7 @@ void ObjectCache::keep(std::string_view key, const fs::path& object) const {
   if (folder_.empty()) return;
   const fs::path fresh = folder_ / fmt::format("{}.{}", key, getpid());  // of this process alone
   try {
-    const std::string bytes = read_text_file(object, kMostBytes);
+    const std::string bytes = read_text_file(object, kMaxBytes);
     write_file_atomically(fresh, bytes + trailer_of(bytes));
     fs::rename(fresh, path_of(key));
   } catch (const std::exception&) {  // a full disk, say: the next run compiles again

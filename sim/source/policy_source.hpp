@@ -49,7 +49,7 @@ std::string complaint(std::string log, const std::filesystem::path& folder,
 // Compiled policies, kept between runs.
 
 /// A folder of shared objects, each under a key that says all it was made of. Where the folder is
-/// of no use, nothing is found and nothing is kept, and nobody is told: whoever asks compiles.
+/// of no use, nothing is found and nothing is kept, and nobody is told: the caller compiles.
 ///
 /// What is found here is run. So the folder is made for this user alone, and is not used if it, or
 /// the one above, belongs to somebody else or may be written by others; and an object is not used

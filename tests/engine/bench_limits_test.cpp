@@ -1,4 +1,4 @@
-// No figure of a benchmark may exceed the limit that it measured.
+// No metric of a benchmark may exceed the limit that it measured.
 #include "engine/bench_limits.hpp"
 
 #include <limits>

@@ -75,7 +75,7 @@ TEST_CASE("A captured trace verifies, and holds what was fed") {
   CHECK(check.worst_lse < 1e-5);
 }
 
-TEST_CASE("How a prompt is admitted does not change its trace") {
+TEST_CASE("How a prompt is appended does not change its trace") {
   const Scratch scratch;
   const TraceReader dense = capture(scratch.at("dense"), {});
   const TraceReader chunked = capture(scratch.at("chunked"), {100});

@@ -88,33 +88,33 @@ Ids generate(SequenceDecoder& decoder, const Ids& prompt, std::uint32_t count,
 
 namespace {
 
-/// An admission that writes and attends to nothing.
-class Nothing final : public DeviceAdmission {
+/// An append that writes and attends to nothing.
+class Nothing final : public DeviceAppend {
  public:
-  using DeviceAdmission::DeviceAdmission;
+  using DeviceAppend::DeviceAppend;
 
  private:
-  kernels::RopeWriteArgs write_part(std::uint32_t, const PromptPart&) override { return {}; }
-  void attend_part(std::uint32_t, const PromptPart&, const LayerOutputs&) override {}
+  kernels::RopeWriteArgs write_part(std::uint32_t, const PromptChunk&) override { return {}; }
+  void attend_part(std::uint32_t, const PromptChunk&, const LayerOutputs&) override {}
 };
 
 }  // namespace
 
-TEST_CASE("An admission goes layer by layer, part by part; any other order is refused") {
-  const PromptPart first{.first = 0, .rows = 4}, last{.first = 4, .rows = 1};
-  Nothing admission(2, 5);
-  CHECK_THROWS_AS(admission.attend(0, first, {}), std::logic_error);
-  CHECK_THROWS_AS(admission.write(0, last), std::logic_error);
+TEST_CASE("An append goes layer by layer, part by part; any other order is refused") {
+  const PromptChunk first{.first = 0, .rows = 4}, last{.first = 4, .rows = 1};
+  Nothing append(2, 5);
+  CHECK_THROWS_AS(append.attend(0, first, {}), std::logic_error);
+  CHECK_THROWS_AS(append.write(0, last), std::logic_error);
   for (const std::uint32_t layer : {0u, 1u})
-    for (const PromptPart& part : {first, last}) {
-      CHECK_THROWS_AS(admission.finish(), std::logic_error);
-      CHECK_THROWS_AS(admission.write(1 - layer, part), std::logic_error);
-      CHECK_NOTHROW(admission.write(layer, part));
-      CHECK_THROWS_AS(admission.write(layer, part), std::logic_error);
-      CHECK_NOTHROW(admission.attend(layer, part, {}));
+    for (const PromptChunk& part : {first, last}) {
+      CHECK_THROWS_AS(append.finish(), std::logic_error);
+      CHECK_THROWS_AS(append.write(1 - layer, part), std::logic_error);
+      CHECK_NOTHROW(append.write(layer, part));
+      CHECK_THROWS_AS(append.write(layer, part), std::logic_error);
+      CHECK_NOTHROW(append.attend(layer, part, {}));
     }
-  CHECK_NOTHROW(admission.finish());
-  CHECK_THROWS_AS(admission.write(2, first), std::logic_error);
+  CHECK_NOTHROW(append.finish());
+  CHECK_THROWS_AS(append.write(2, first), std::logic_error);
 }
 
 TEST_CASE("What is measured of a layout is what it takes when it is placed") {
@@ -290,11 +290,11 @@ TEST_CASE("Every family's parts: biases, q/k norms, untied heads, head sizes and
       CAPTURE(json.dump(), chunk);
       CHECK(relative_error(logits, std::span(expected).subspan(60 * 301)) < kFloatTolerance);
     }
-    ResolvedConfig squeezed;
-    squeezed.policy = parse_policy("sink");
-    squeezed.budget_tokens = 30;
-    squeezed.positions = Positions::cache;
-    const auto squeezed_logits = [&](SequenceDecoder&& decoder) {
+    ResolvedConfig cache_positions;
+    cache_positions.policy = parse_policy("sink");
+    cache_positions.budget_tokens = 30;
+    cache_positions.positions = Positions::cache;
+    const auto cache_position_logits = [&](SequenceDecoder&& decoder) {
       std::vector<float> logits, of_turn;
       decoder.feed(std::span(ids).first(60), SegmentKind::prompt);
       decoder.feed(std::span(ids).subspan(60, 20), SegmentKind::decode, &logits);
@@ -303,8 +303,9 @@ TEST_CASE("Every family's parts: biases, q/k norms, untied heads, head sizes and
       return logits;
     };
     CAPTURE(json.dump());
-    CHECK(relative_error(squeezed_logits(CudaSequence(device, {.tokens = 90, .cache = squeezed})),
-                         squeezed_logits(Decoder(model, squeezed, 2))) < 1e-3);
+    CHECK(relative_error(
+              cache_position_logits(CudaSequence(device, {.tokens = 90, .cache = cache_positions})),
+              cache_position_logits(Decoder(model, cache_positions, 2))) < 1e-3);
   }
 }
 

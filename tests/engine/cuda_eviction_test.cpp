@@ -8,7 +8,7 @@
 #include "engine/cuda/cache/evicting_cache.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/decoder.hpp"
-#include "engine/loop/verify.hpp"
+#include "engine/evaluation/verify.hpp"
 #include "tests/catch.hpp"
 #include "tests/conformance.hpp"
 #include "tests/engine/cuda_fixture.hpp"
@@ -65,51 +65,51 @@ TEST_CASE("In float32 logits are the CPU decoder's, whatever is asked of the cac
   const CacheShape heads = cpu_tiny().config().heads();
   const test::Choices choices{
       .policies = {"window", "sink", "lru", "h2o", "snapkv", "random"},
-      .ladders = {"", "4", "8", "16@12t+4@100%", "fp8@50%+k4v2@50%", "16@9t+8@40%+4@1%+2@59%"},
+      .tier_plans = {"", "4", "8", "16@12t+4@100%", "fp8@50%+k4v2@50%", "16@9t+8@40%+4@1%+2@59%"},
       .budgets = test::budgets_about(48, heads),
       .prefills = {Prefill{0}, Prefill{32}, Prefill{1}, Prefill{89}}};
   std::vector<CacheConfig> configs = test::covering(choices, &kCudaDecoder, 220, heads);
-  configs.push_back({.policy = parse_policy("full:ladder=4"), .budget = {.extent = tokens(48)}});
+  configs.push_back({.policy = parse_policy("full:tiers=4"), .budget = {.extent = tokens(48)}});
   for (const CacheConfig& config : configs) {
     const ResolvedConfig options = resolve(config, 220, 0, heads);
     CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
     Decoder cpu(cpu_tiny(), options, 2);
     INFO(test::text_of(config));
     // A near-tie may part them: later rows then differ by what one token of 48 is worth. Likewise a
-    // key that differs in its last bit may have another code.
+    // key that differs in its last bit may have another quantized value.
     CHECK(relative_error(conversation(cuda), conversation(cpu)) <
-          (options.policy.ladder.is_coded() ? 1e-2 : 1e-3));
+          (options.policy.tier_plan.is_quantized() ? 1e-2 : 1e-3));
     CHECK(cuda.evictions() == cpu.evictions());
     CHECK(cuda.tokens() == 220);
   }
 }
 
-TEST_CASE("Rungs take the bytes that their ladder says, and beside them whole tiles", "[gpu]") {
+TEST_CASE("Tiers take the bytes that their tier plan says, and beside them whole tiles", "[gpu]") {
   if (no_device()) return;
   const DeviceModel& model = tiny(Dtype::bf16);
   const ModelConfig& config = model.config();
-  for (const char* policy : {"h2o:ladder=16@12t+4@100%", "lru:ladder=fp8@50%+k4v2@50%"}) {
+  for (const char* policy : {"h2o:tiers=16@12t+4@100%", "lru:tiers=fp8@50%+k4v2@50%"}) {
     const std::vector caches{cache(policy, 48, {}, Positions::original)};
     const kernels::SlotsConfig slots = slots_config(model, {.caches = caches});
-    const kernels::RungPlan plan(slots, kernels::PairSlots(slots));
+    const kernels::TierLayout plan(slots, kernels::PairSlots(slots));
     std::int64_t expected = 0;
-    for (const RungSlots& rung : caches[0].rungs.at(caches[0].budget_tokens))
-      expected += std::int64_t{rung.slots} * rung.form->block_bytes();
-    expected *= config.layers * config.kv_heads * (config.head_size / kCodeBlock);
+    for (const TierSlots& tier : caches[0].tiers.at(caches[0].budget_tokens))
+      expected += std::int64_t{tier.slots} * tier.format->block_bytes();
+    expected *= config.layers * config.kv_heads * (config.head_size / kQuantBlock);
     CHECK(plan.bytes - plan.padding == expected);
     CHECK(plan.rows % kernels::kRowsOfTile == 0);
   }
 }
 
-TEST_CASE("The CUDA decoder refuses a column that it cannot compute", "[gpu]") {
+TEST_CASE("The CUDA decoder refuses a feature that it cannot compute", "[gpu]") {
   if (no_device()) return;
   CHECK_THROWS_WITH(
       CudaSequence(tiny(Dtype::f32),
                    {.tokens = 220, .cache = cache("lagkv", 48, {}, Positions::original)}),
-      "policy lagkv: the CUDA decoder does not know its column lagkv; --device cpu does");
+      "policy lagkv: the CUDA decoder does not know its feature lagkv; --device cpu does");
 }
 
-TEST_CASE("Keys that are cached rotated cost squeezed positions no precision", "[gpu]") {
+TEST_CASE("Keys that are cached rotated cost cache positions no precision", "[gpu]") {
   if (no_device()) return;
   for (const char* policy : {"window", "sink"}) {
     const auto error = [&](Positions positions) {
@@ -118,9 +118,9 @@ TEST_CASE("Keys that are cached rotated cost squeezed positions no precision", "
       Decoder cpu(cpu_tiny(), options, 2);
       return relative_error(conversation(cuda), conversation(cpu));
     };
-    const double original = error(Positions::original), squeezed = error(Positions::cache);
-    CAPTURE(policy, original, squeezed);
-    CHECK(squeezed < 1.5 * original);
+    const double original = error(Positions::original), cache_positions = error(Positions::cache);
+    CAPTURE(policy, original, cache_positions);
+    CHECK(cache_positions < 1.5 * original);
   }
 }
 
@@ -134,31 +134,31 @@ struct ParityShape {
   VerifyOptions verify{.threads = 2};
 };
 
-/// Four unequal sequences: budgets by layer and head, with guards, of one token; all three kinds of
-/// prefill.
+/// Four unequal sequences: budgets by layer and head, with protected tokens, of one token; all
+/// three kinds of prefill.
 std::vector<ResolvedConfig> parity_caches(const PolicySpec& policy, Positions positions,
                                           const ModelConfig& model, const ParityShape& shape) {
   const std::uint32_t scale = shape.scale;
-  const auto guarded = [&](Extent sinks, Extent recent) {
+  const auto num_protected = [&](Extent sinks, Extent recent) {
     PolicySpec own = policy;
     own.sinks = sinks, own.recent = recent;
     return own;
   };
-  // A ladder holds more tokens, and no rung without one.
+  // A tier plan holds more tokens, and no tier without one.
   const auto bytes_of = [&](std::uint32_t tokens) {
-    return policy.ladder.is_coded() ? std::max(tokens / 2, 4u) : tokens;
+    return policy.tier_plan.is_quantized() ? std::max(tokens / 2, 4u) : tokens;
   };
   std::vector<ResolvedConfig> caches{
-      cache(guarded(policy.sinks, tokens(8)), bytes_of(24 * scale), Prefill{0}, positions),
-      cache(guarded(tokens(2), percent(25)), bytes_of(64 * scale), Prefill{16}, positions),
+      cache(num_protected(policy.sinks, tokens(8)), bytes_of(24 * scale), Prefill{0}, positions),
+      cache(num_protected(tokens(2), percent(25)), bytes_of(64 * scale), Prefill{16}, positions),
       cache(policy, bytes_of(40 * scale), Prefill{1}, positions),
-      cache(guarded(tokens(0), tokens(0)), bytes_of(1), Prefill{0}, positions)};
+      cache(num_protected(tokens(0), tokens(0)), bytes_of(1), Prefill{0}, positions)};
   for (std::uint32_t s = 0; s < caches.size(); ++s) {
     caches[s].sequence = s;
     caches[s].seed = 3 + s;
     if (shape.shares_slots) caches[s].budget.split = Budget::Split::ada;
   }
-  if (shape.shares_slots || !policy.ladder.is_plain()) return caches;
+  if (shape.shares_slots || !policy.tier_plan.is_plain()) return caches;
   for (std::uint32_t i = 0; i < model.layers * model.kv_heads; ++i) {
     if (i % model.kv_heads == 0) caches[0].head_budgets.emplace_back();
     const std::uint32_t kind = caches[0].evicts_by_layer() ? i / model.kv_heads : i;
@@ -325,9 +325,9 @@ struct BatchPart {
 void check_batches(const BatchPart& part) {
   if (no_device()) return;
   const test::Choices choices{
-      .beside = {"column:name=key_norm", "column:name=value_norm", "column:name=value_norm1",
-                 "column:name=key_cosine"},
-      .ladders = {"", "4", "16@12t+4@100%", "8@25%+4@50%+k4v2@25%", "fp8@30%+fp8@30%+2@40%"},
+      .beside = {"feature:name=key_norm", "feature:name=value_norm", "feature:name=value_norm1",
+                 "feature:name=key_cosine"},
+      .tier_plans = {"", "4", "16@12t+4@100%", "8@25%+4@50%+k4v2@25%", "fp8@30%+fp8@30%+2@40%"},
       .budgets = {parse_budget("64"), parse_budget("ada(64)")},
       .prefills = {Prefill{0}, Prefill{1}}};  // the latter: plain steps
   const CacheShape heads = cpu_tiny().config().heads();
@@ -340,8 +340,8 @@ void check_batches(const BatchPart& part) {
         (config.policy.name < "l") != part.early_names)
       continue;
     CAPTURE(config.policy.text(), config.budget.text(), plain, name_of(config.positions), bf16);
-    // All of a short prompt may fit a ladder.
-    const bool evicts = !(config.policy.ladder.is_coded() && config.policy.modifiers.once);
+    // All of a short prompt may fit a tier plan.
+    const bool evicts = !(config.policy.tier_plan.is_quantized() && config.policy.modifiers.once);
     check_parity(parity(tiny(part.dtype), config.policy, plain, config.positions,
                         {.shares_slots = config.shares_slots()}),
                  evicts);

@@ -68,9 +68,9 @@ inline void write_checkpoint(const std::filesystem::path& directory, const nlohm
                             : part.name.ends_with("sinks")       ? 2.0f
                             : part.name.ends_with("router.bias") ? 1.0f
                                                                  : 0.1f;
-    std::normal_distribution<float> draw(norm ? 1.0f : 0.0f, deviation);
+    std::normal_distribution<float> rng(norm ? 1.0f : 0.0f, deviation);
     values.emplace_back(part.elements());
-    for (float& value : values.back()) value = draw(generator);
+    for (float& value : values.back()) value = rng(generator);
   }
   for (std::size_t i = 0; i < values.size(); ++i)
     tensors.push_back(

@@ -62,8 +62,8 @@ std::vector<float> conversation_logits(const ResolvedConfig& options, unsigned t
 /// Writes down every call.
 class Recorder : public DecoderObserver {
  public:
-  void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
-                 bool new_segment) override {
+  void begin_append(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
+                    bool new_segment) override {
     log += fmt::format("a{}+{}{}{} ", first, ids.size(), kind == SegmentKind::prompt ? "p" : "d",
                        new_segment ? "!" : "");
   }
@@ -82,7 +82,7 @@ class Recorder : public DecoderObserver {
              std::span<const float>, std::span<const float>, std::span<const float>) override {
     calls += fmt::format("l{}", layer);
   }
-  void admitted() override { calls += "."; }
+  void end_append() override { calls += "."; }
 
   std::string log, calls;
   bool sizes_agree = true;
@@ -114,7 +114,7 @@ TEST_CASE("With a budget of the whole length every policy gives the bits of the 
   CHECK(conversation_logits(cache(policy, 60, prefill)) != full);
 }
 
-TEST_CASE("Neither threads nor the size of an admission change a full cache's bits", "[threads]") {
+TEST_CASE("Neither threads nor the size of an append change a full cache's bits", "[threads]") {
   const auto full = conversation_logits({});
   CHECK(conversation_logits({}, 3) == full);
   CHECK(conversation_logits(cache("full", kNoBudget, {1})) == full);
@@ -143,7 +143,7 @@ TEST_CASE("A sequence ends before a sum of attention or a count of requests is f
   CHECK(decoder.tokens() == 0);
 }
 
-TEST_CASE("A decoded query spans its budget, and a dense prompt all of itself") {
+TEST_CASE("A decoded query windows its budget, and a dense prompt all of itself") {
   Decoder decoder(tiny(), cache("h2o", 32), 1);
   const auto ids = some_ids(100);
   decoder.feed(std::span(ids).first(80), SegmentKind::prompt);
@@ -186,20 +186,20 @@ TEST_CASE("An observer hears of every step in order") {
   }();
   CHECK(without_victims == "a0+3p! a3+2p a5+1d a6+1d a7+1p! ");
   CHECK(std::count(recorder.log.begin(), recorder.log.end(), 'e') == 0 + 0 + 2 + 1 + 1);
-  std::string admission;
+  std::string append;
   for (const char layer : {'0', '1', '2', '3'})
     for (const char* call : {"e_0", "e_1", "o_0", "o_1", "l_"})
-      for (const char c : std::string(call)) admission += c == '_' ? layer : c;
-  admission += ".";
-  CHECK(recorder.calls == admission + admission + admission + admission + admission);
+      for (const char c : std::string(call)) append += c == '_' ? layer : c;
+  append += ".";
+  CHECK(recorder.calls == append + append + append + append + append);
   CHECK(recorder.sizes_agree);
 }
 
 TEST_CASE("A decoder refuses what it cannot run") {
   CHECK_THROWS_AS(Decoder(tiny(), cache("sink", 4), 1), std::invalid_argument);
-  const std::string_view references[] = {"oracle_mass"};
+  const std::string_view oracles[] = {"oracle_attention"};
   ResolvedConfig reference;
-  reference.policy = parse_policy("oracle_mass", references);
+  reference.policy = parse_policy("oracle_attention", oracles);
   CHECK_THROWS_AS(Decoder(tiny(), reference, 1), std::invalid_argument);
   Decoder decoder(tiny(), {}, 1);
   CHECK_THROWS_AS(decoder.feed({}, SegmentKind::prompt), std::invalid_argument);

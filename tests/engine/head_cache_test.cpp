@@ -57,14 +57,15 @@ struct Row {
 
 Row brute_row(const Tensors& all, std::uint32_t query, std::uint32_t head,
               std::span<const std::uint32_t> live, Positions positions, double softmax_scale) {
-  const auto place = [&](std::size_t age) {
+  const auto position_in_cache = [&](std::size_t age) {
     return positions == Positions::cache ? static_cast<std::uint32_t>(age) : live[age];
   };
-  const auto q = rotated(&all.q[(query * kGroup + head) * kDim], place(live.size() - 1));
+  const auto q =
+      rotated(&all.q[(query * kGroup + head) * kDim], position_in_cache(live.size() - 1));
   Row row{.p = {}, .out = std::vector<double>(kDim), .lse = 0};
   double sum = 0;
   for (std::size_t age = 0; age < live.size(); ++age) {
-    const auto k = rotated(&all.k[live[age] * kDim], place(age));
+    const auto k = rotated(&all.k[live[age] * kDim], position_in_cache(age));
     row.p.push_back(
         std::exp(softmax_scale * std::inner_product(q.begin(), q.end(), k.begin(), 0.0)));
     sum += row.p.back();
@@ -78,22 +79,22 @@ Row brute_row(const Tensors& all, std::uint32_t query, std::uint32_t head,
   return row;
 }
 
-/// What the live tokens should have received from an admission.
+/// What the live tokens should have received from an append.
 std::vector<Observation> brute_observations(const std::vector<std::vector<Row>>& rows, Needs needs,
                                             std::uint32_t first, std::size_t live) {
   std::vector<Observation> seen(needs == Needs::nothing ? 0 : live);
   for (std::uint32_t i = 0; i < rows.size() && !seen.empty(); ++i) {
-    std::vector<bool> asked(rows[i][0].p.size());
+    std::vector<bool> requested(rows[i][0].p.size());
     for (const Row& row : rows[i]) {
       const double largest = *std::max_element(row.p.begin(), row.p.end());
       for (std::size_t age = 0; age < row.p.size(); ++age) {
         if (needs_mass(needs)) seen[age].mass += fixed_mass(1, static_cast<float>(row.p[age]));
-        if (row.p[age] >= 655.0 / 65536 * largest) asked[age] = true;
+        if (row.p[age] >= 655.0 / 65536 * largest) requested[age] = true;
       }
     }
-    for (std::size_t age = 0; age < asked.size(); ++age) {
+    for (std::size_t age = 0; age < requested.size(); ++age) {
       ++seen[age].queries;
-      if (!needs_requests(needs) || !asked[age]) continue;
+      if (!needs_requests(needs) || !requested[age]) continue;
       ++seen[age].requests;
       seen[age].last_request = first + i;
     }
@@ -105,7 +106,7 @@ struct Outputs {
   std::vector<float> out, lse;
 };
 
-/// Runs a cache over `admissions`; blocks of `block` queries, the last block first if `backwards`.
+/// Runs a cache over `appends`; blocks of `block` queries, the last block first if `backwards`.
 class Runner {
  public:
   Runner(const Tensors& all, const std::string& policy, std::uint32_t budget, Positions positions)
@@ -121,24 +122,24 @@ class Runner {
         rope_(test_rope(), static_cast<std::uint32_t>(all.k.size() / kDim)),
         outputs_{std::vector<float>(all.q.size()), std::vector<float>(all.q.size() / kDim)} {}
 
-  void admit(std::uint32_t count, std::uint32_t block = 32, bool backwards = false) {
-    const HeadAdmission admission{.first = next_,
-                                  .tokens = count,
-                                  .q = &all_.q[next_ * kGroup * kDim],
-                                  .out = &outputs_.out[next_ * kGroup * kDim],
-                                  .query_stride = kGroup * kDim,
-                                  .k = &all_.k[next_ * kDim],
-                                  .v = &all_.v[next_ * kDim],
-                                  .key_stride = kDim,
-                                  .lse = &outputs_.lse[next_ * kGroup],
-                                  .lse_stride = kGroup};
-    cache_.make_room(next_);
-    cache_.admit(admission, rope_);
+  void append(std::uint32_t count, std::uint32_t block = 32, bool backwards = false) {
+    const HeadAppend append{.first = next_,
+                            .tokens = count,
+                            .q = &all_.q[next_ * kGroup * kDim],
+                            .out = &outputs_.out[next_ * kGroup * kDim],
+                            .query_stride = kGroup * kDim,
+                            .k = &all_.k[next_ * kDim],
+                            .v = &all_.v[next_ * kDim],
+                            .key_stride = kDim,
+                            .lse = &outputs_.lse[next_ * kGroup],
+                            .lse_stride = kGroup};
+    cache_.evict_to_budget(next_);
+    cache_.append(append, rope_);
     std::vector<std::uint32_t> begins;
     for (std::uint32_t begin = 0; begin < count; begin += block) begins.push_back(begin);
     if (backwards) std::reverse(begins.begin(), begins.end());
     for (const std::uint32_t begin : begins)
-      cache_.attend(admission, begin, std::min(count, begin + block), rope_);
+      cache_.attend(append, begin, std::min(count, begin + block), rope_);
     const auto seen = cache_.observe();
     seen_.assign(seen.begin(), seen.end());
     next_ += count;
@@ -199,10 +200,10 @@ TEST_CASE("A head's cache equals float64 attention over its live tokens, positio
   CAPTURE(policy, name_of(positions));
   Runner runner(all, policy, 24, positions);
   for (const std::uint32_t count : {40u, 1u, 1u, 1u, 7u, 1u, 50u, 1u, 1u}) {
-    runner.admit(count);
+    runner.append(count);
     runner.check_last(count);
   }
-  for (int i = 0; i < 40; ++i) runner.admit(1);
+  for (int i = 0; i < 40; ++i) runner.append(1);
   runner.check_last(1);
   const bool full = policy == "full";
   CHECK(runner.cache().live().size() == (full ? 143 : 24));
@@ -214,8 +215,8 @@ TEST_CASE("Blocks of queries give the same bits in any size and order") {
   const std::string policy = GENERATE("h2o", "lru");
   Runner whole(all, policy, 30, Positions::cache), split(all, policy, 30, Positions::cache);
   for (const std::uint32_t count : {90u, 1u, 39u}) {
-    whole.admit(count, count);
-    split.admit(count, 7, true);
+    whole.append(count, count);
+    split.append(count, 7, true);
     CHECK(whole.seen() == split.seen());
   }
   CHECK(whole.outputs().out == split.outputs().out);
@@ -226,9 +227,9 @@ TEST_CASE("After a long prompt a head's cache gives its memory back") {
   const Tensors all = random_tensors(700);
   const Positions positions = GENERATE(Positions::original, Positions::cache);
   Runner runner(all, "random", 40, positions);
-  runner.admit(600);
+  runner.append(600);
   CHECK(runner.cache().row_count() == 600);
-  for (int i = 0; i < 100; ++i) runner.admit(1);
+  for (int i = 0; i < 100; ++i) runner.append(1);
   runner.check_last(1);
   CHECK(runner.cache().row_count() <= 80);
 }
@@ -240,13 +241,13 @@ TEST_CASE("After a prompt's end a head's cache holds the budget's rows and no mo
   const std::uint32_t prompt = GENERATE(5u, 48u, 600u);
   const std::string policy = GENERATE("h2o", "random:every=16");
   Runner runner(all, policy, kBudget, positions);
-  runner.admit(prompt);
+  runner.append(prompt);
   runner.end_prompt();
   const std::uint32_t rows = policy == "h2o" ? kBudget : kBudget + 15;
   const std::size_t panels = (rows + 15) / 16 * 16,
                     others = rows * (positions == Positions::cache ? 2 : 1);
   for (int i = 0; i < 100; ++i) {
-    runner.admit(1);
+    runner.append(1);
     CHECK(runner.cache().row_count() <= rows);
     CHECK(runner.cache().bytes() <= (panels + others) * kDim * sizeof(float));
   }
@@ -254,7 +255,7 @@ TEST_CASE("After a prompt's end a head's cache holds the budget's rows and no mo
   CHECK(runner.cache().row_count() == rows);
 }
 
-TEST_CASE("A head's cache refuses guards that do not fit its budget") {
+TEST_CASE("A head's cache refuses protected tokens that do not fit its budget") {
   const HeadShape shape{.head_size = kDim, .group = kGroup};
   CHECK_THROWS_AS(HeadCache(shape, LiveSet(parse_policy("sink"), 4, {})), std::invalid_argument);
 }

@@ -259,22 +259,23 @@ json gemma3() {
                  {"rope_local_base_freq", 1e4}});
 }
 
-std::vector<std::uint32_t> spans(const json& config) { return read(config).heads().spans; }
+std::vector<std::uint32_t> windows(const json& config) { return read(config).heads().windows; }
 
 const json kFull = "full_attention", kSliding = "sliding_attention";
 
 TEST_CASE("each layer's window is the one that its family gives it") {
-  using Spans = std::vector<std::uint32_t>;
-  CHECK(spans(mistral()) == Spans{0, 0, 0});
-  CHECK(spans(with(mistral(), {{"sliding_window", 512}})) == Spans{512, 512, 512});
+  using Windows = std::vector<std::uint32_t>;
+  CHECK(windows(mistral()) == Windows{0, 0, 0});
+  CHECK(windows(with(mistral(), {{"sliding_window", 512}})) == Windows{512, 512, 512});
   const json late = with(qwen2(), {{"use_sliding_window", true}, {"sliding_window", 512}});
-  CHECK(spans(late) == Spans{0, 0, 0});
-  CHECK(spans(with(late, {{"max_window_layers", 1}})) == Spans{0, 512, 512});
-  CHECK(spans(with(late, {{"layer_types", {kSliding, kFull, kSliding}}})) == Spans{512, 0, 512});
-  CHECK(spans(with(late, {{"use_sliding_window", false}})) == Spans{0, 0, 0});
-  CHECK(spans(gemma3()) == Spans{12, 12, 12});
-  CHECK(spans(with(gemma3(), {{"sliding_window_pattern", 2}})) == Spans{12, 0, 12});
-  CHECK(spans(with(gemma3(), {{"layer_types", {kFull, kFull, kSliding}}})) == Spans{0, 0, 12});
+  CHECK(windows(late) == Windows{0, 0, 0});
+  CHECK(windows(with(late, {{"max_window_layers", 1}})) == Windows{0, 512, 512});
+  CHECK(windows(with(late, {{"layer_types", {kSliding, kFull, kSliding}}})) ==
+        Windows{512, 0, 512});
+  CHECK(windows(with(late, {{"use_sliding_window", false}})) == Windows{0, 0, 0});
+  CHECK(windows(gemma3()) == Windows{12, 12, 12});
+  CHECK(windows(with(gemma3(), {{"sliding_window_pattern", 2}})) == Windows{12, 0, 12});
+  CHECK(windows(with(gemma3(), {{"layer_types", {kFull, kFull, kSliding}}})) == Windows{0, 0, 12});
   CHECK_NOTHROW(read(with(qwen3(), {{"layer_types", {kFull, kFull, kFull}}})));
 }
 
@@ -296,7 +297,7 @@ TEST_CASE("Gemma 3 has its own scales, norms and two tables of RoPE, in either l
   CHECK((c.tied_head && c.qk_norm && c.gelu && c.norm_offset == 1 && c.unknown_keys.empty()));
   CHECK(c.embedding_scale == std::sqrt(96.0f));
   CHECK(c.norms.behind_mlp == "post_feedforward_layernorm");
-  CHECK(c.has_spans());
+  CHECK(c.has_windows());
   for (std::size_t layer = 0; layer < 3; ++layer) {
     const RowSpec& row = c.rows[layer];
     CHECK(row.scale == 0.125f);
@@ -319,7 +320,7 @@ TEST_CASE("OLMo 2 and 3 norm behind blocks alone, and all heads together") {
   const json olmo3 = family("Olmo3", "olmo3", {{"num_hidden_layers", 4}, {"sliding_window", 12}});
   const ModelConfig c = read(olmo3);
   CHECK((c.qk_norm && c.whole_qk_norm && c.norms.before_attention.empty() && !c.gelu));
-  CHECK(c.heads().spans == std::vector<std::uint32_t>{12, 12, 12, 0});
+  CHECK(c.heads().windows == std::vector<std::uint32_t>{12, 12, 12, 0});
   CHECK(c.rope().inv_freq[1] == Approx(std::pow(5e5, -2.0 / 16)).epsilon(1e-6));
   const ModelConfig olmo2 = read(with(olmo3, {{"architectures", {"Olmo2ForCausalLM"}},
                                               {"model_type", "olmo2"},
@@ -369,7 +370,7 @@ TEST_CASE("gpt-oss has windows in turns, sinks, biases and a clamp; MXFP4 is ref
                            {"num_experts_per_tok", 4},
                            {"swiglu_limit", 6.0}});
   const ModelConfig c = read(oss);
-  CHECK(c.heads().spans == std::vector<std::uint32_t>{12, 0, 12});
+  CHECK(c.heads().windows == std::vector<std::uint32_t>{12, 0, 12});
   CHECK((c.sinks && c.qkv_bias && c.output_bias && c.clamp == 6 && c.experts.among_chosen));
   CHECK((c.experts.mlp == 160 && c.rope().inv_freq[1] == Approx(std::pow(15e4, -2.0 / 32))));
   refused(with(oss, {{"swiglu_alpha", 1.5}}), "swiglu_alpha");
@@ -379,8 +380,8 @@ TEST_CASE("gpt-oss has windows in turns, sinks, biases and a clamp; MXFP4 is ref
 
 TEST_CASE("Phi-3's heads may turn in part; longrope is refused") {
   const json phi = family("Phi3", "phi3");
-  CHECK(read(phi).heads().spans == std::vector<std::uint32_t>{0, 0, 0});
-  CHECK(spans(with(phi, {{"sliding_window", 9}})) == std::vector<std::uint32_t>{9, 9, 9});
+  CHECK(read(phi).heads().windows == std::vector<std::uint32_t>{0, 0, 0});
+  CHECK(windows(with(phi, {{"sliding_window", 9}})) == std::vector<std::uint32_t>{9, 9, 9});
   const ModelConfig c = read(with(phi, {{"partial_rotary_factor", 0.75}}));
   CHECK((c.fused && c.rotated == 12 && c.rope().inv_freq.size() == 8));
   CHECK(c.rope().inv_freq[5] == Approx(std::pow(1e4, -10.0 / 12)).epsilon(1e-6));

@@ -22,7 +22,7 @@ inline std::vector<float> plain_attention(const ModelConfig& c, const RowSpec& r
     for (std::size_t h = 0; h < c.query_heads; ++h) {
       std::vector<double> p(t + 1), sum(dim);
       const float* query = q + (t * c.query_heads + h) * dim;
-      const std::size_t first = row.span > 0 && t >= row.span ? t + 1 - row.span : 0;
+      const std::size_t first = row.window > 0 && t >= row.window ? t + 1 - row.window : 0;
       for (std::size_t j = first; j <= t; ++j) {
         const float* key = k + (j * c.kv_heads + h / group) * dim;
         for (std::size_t d = 0; d < dim; ++d) p[j] += double{query[d]} * double{key[d]};

@@ -14,10 +14,10 @@ namespace {
 
 std::map<std::int32_t, double> frequencies(SamplingOptions options,
                                            const std::vector<float>& logits) {
-  constexpr int kDraws = 20000;
+  constexpr int kSamples = 20000;
   Sampler sampler(options);
   std::map<std::int32_t, double> shares;
-  for (int i = 0; i < kDraws; ++i) shares[sampler.pick(logits)] += 1.0 / kDraws;
+  for (int i = 0; i < kSamples; ++i) shares[sampler.pick(logits)] += 1.0 / kSamples;
   return shares;
 }
 
@@ -31,7 +31,7 @@ TEST_CASE("Greedy sampling takes the most likely token, the lowest id of equals"
   CHECK(sampler.pick(kLogits) == 1);
 }
 
-TEST_CASE("Draws follow the softmax at the temperature") {
+TEST_CASE("Samples follow the softmax at the temperature") {
   const double temperature = GENERATE(0.7, 1.0, 2.0);
   double total = 0;
   for (const float logit : kLogits) total += std::exp(double{logit} / temperature);
@@ -59,7 +59,7 @@ TEST_CASE("Top-p keeps the fewest of the likeliest tokens that reach the share")
   CHECK(both.at(1) == Approx(0.5).margin(0.012));
 }
 
-TEST_CASE("Draws depend on the seed and the counter alone") {
+TEST_CASE("Samples depend on the seed and the counter alone") {
   std::vector<std::int32_t> first, again, other;
   Sampler a({.temperature = 1, .seed = 5}), b({.temperature = 1, .seed = 5}),
       c({.temperature = 1, .seed = 6});

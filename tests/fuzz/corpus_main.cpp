@@ -17,7 +17,7 @@
 
 namespace {
 
-std::atomic<std::size_t> most_bytes{static_cast<std::size_t>(-1)};
+std::atomic<std::size_t> max_bytes{static_cast<std::size_t>(-1)};
 
 std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -28,7 +28,7 @@ std::string read_file(const std::filesystem::path& path) {
 
 #ifndef KVLAB_SANITIZED  // AddressSanitizer has its own, and pairs them
 void* operator new(std::size_t bytes) {
-  kvlab::fuzz::require(bytes <= most_bytes, "too large an allocation");
+  kvlab::fuzz::require(bytes <= max_bytes, "too large an allocation");
   if (void* const block = std::malloc(std::max<std::size_t>(bytes, 1))) return block;
   throw std::bad_alloc();
 }
@@ -47,9 +47,9 @@ int main(int argc, char** argv) {
       std::printf("%s\n", path.c_str());  // the last one, where the process ends
       std::fflush(stdout);
       ::alarm(5);
-      most_bytes = 4 * input.size() + (64u << 20);
+      max_bytes = 4 * input.size() + (64u << 20);
       LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(input.data()), input.size());
-      most_bytes = static_cast<std::size_t>(-1);
+      max_bytes = static_cast<std::size_t>(-1);
       ++inputs;
     }
   }

@@ -13,13 +13,13 @@
 namespace kvlab::fuzz {
 namespace {
 
-constexpr std::size_t kMostData = 1 << 20;  // of one safetensors file
+constexpr std::size_t kMaxData = 1 << 20;  // of one safetensors file
 
 /// A folder that goes with the process.
 struct ProcessFolder {
   ProcessFolder() {
-    const char* const asked = ::getenv("TMPDIR");
-    std::string name = std::string(asked ? asked : "/dev/shm") + "/kvlab-fuzz-XXXXXX";
+    const char* const requested = ::getenv("TMPDIR");
+    std::string name = std::string(requested ? requested : "/dev/shm") + "/kvlab-fuzz-XXXXXX";
     require(::mkdtemp(name.data()) != nullptr, "cannot make", name);
     path = name;
   }
@@ -50,7 +50,7 @@ std::size_t data_bytes(std::string_view header) {
     std::size_t end = 0;
     if (digit != std::string_view::npos)
       std::from_chars(header.data() + digit, header.data() + header.size(), end);
-    if (end <= kMostData) most = std::max(most, end);
+    if (end <= kMaxData) most = std::max(most, end);
   }
   return most;
 }

@@ -1,8 +1,8 @@
-// A model's folder: config.json, the index of its tensor files, all of them as the model asks for
+// A model's folder: config.json, the index of its tensor files, all of them as the model requests
 // them, its chat template.
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
-#include "engine/loop/task/draw.hpp"
+#include "engine/evaluation/task/sample.hpp"
 #include "tests/fuzz/fuzz.hpp"
 
 using namespace kvlab;

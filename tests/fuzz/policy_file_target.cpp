@@ -1,6 +1,6 @@
 // policy.json, budgets by head; a policy file that is accepted is written, and
 // read back the same.
-#include "engine/loop/policy_file.hpp"
+#include "engine/evaluation/policy_file.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "traces/base/files.hpp"

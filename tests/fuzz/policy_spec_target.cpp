@@ -1,4 +1,4 @@
-// What stands on a command line: a policy, a budget, prefill, positions and a ladder, each on a
+// What stands on a command line: a policy, a budget, prefill, positions and a tier plan, each on a
 // line. What is accepted parses back to itself, and resolves without harm at any length.
 #include "policies/cache_config.hpp"
 #include "policies/catalogue.hpp"
@@ -13,7 +13,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   lines.resize(5);
   CacheConfig config;
   const bool has_policy = fuzz::accepts([&] {
-    config.policy = parse_policy(lines[0], replay_references());
+    config.policy = parse_policy(lines[0], replay_oracles());
     const std::string text = config.policy.text();
     if (config.policy.entry)
       fuzz::require(parse_policy(text).text() == text, "a policy that reads otherwise:", text);
@@ -26,14 +26,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   fuzz::accepts([&] { config.prefill = parse_prefill(lines[2]); });
   fuzz::accepts([&] { config.positions = parse_positions(lines[3]); });
   fuzz::accepts([&] {
-    const Ladder ladder = parse_ladder(lines[4]);
-    fuzz::require(parse_ladder(ladder.text()) == ladder,
-                  "a ladder that reads otherwise:", lines[4]);
+    const TierPlan tier_plan = parse_tier_plan(lines[4]);
+    fuzz::require(parse_tier_plan(tier_plan.text()) == tier_plan,
+                  "a tier plan that reads otherwise:", lines[4]);
     for (const std::uint64_t bytes : {1ull, 4096ull, ~0ull}) {
       unsigned __int128 held = 0;
-      for (const RungSlots& rung : ladder.slots(bytes, 2))
-        held += static_cast<unsigned __int128>(rung.slots) * rung.form->block_bytes() * 2;
-      fuzz::require(held <= bytes, "a ladder that holds more than its bytes:", lines[4]);
+      for (const TierSlots& tier : tier_plan.slots(bytes, 2))
+        held += static_cast<unsigned __int128>(tier.slots) * tier.format->block_bytes() * 2;
+      fuzz::require(held <= bytes, "a tier plan that holds more than its bytes:", lines[4]);
     }
   });
   if (!has_policy || !has_budget || !config.policy.entry) return 0;

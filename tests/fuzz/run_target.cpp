@@ -1,6 +1,6 @@
 // A run's folder: read, ranked, put into the report's words, deployed at each of its budgets;
 // written again, and read back the same.
-#include "engine/loop/deploy/deploy.hpp"
+#include "engine/evaluation/deploy/deploy.hpp"
 #include "sim/report/recommendation.hpp"
 #include "tests/fuzz/fuzz.hpp"
 
@@ -8,17 +8,17 @@ using namespace kvlab;
 
 namespace {
 
-void say(const Run& run, const Figures& figures, const BudgetColumn& budget) {
+void say(const Run& run, const MetricTable& metric_table, const BudgetColumn& budget) {
   const std::string metric(best_metric(run.rows));
   if (const MetricInfo* const info = find_metric(metric)) {
-    const auto made = recommendations_of(figures, *info, 1, "");
+    const auto made = recommendations_of(metric_table, *info, 1, "");
     recommendations_text(made);
     recommendations_html(made, "", [](const std::string&) { return std::string(); });
     for (const Recommendation& one : made) recommendation_json(one);
   }
-  const Ballot ballot = rank_for_deployment(run, figures, budget.text, metric);
+  const Ballot ballot = rank_for_deployment(run, metric_table, budget.text, metric);
   const auto path = fuzz::Folder::path() / "policy.json";
-  const PolicyFile file = policy_file_of(run, figures, ballot);
+  const PolicyFile file = policy_file_of(run, metric_table, ballot);
   write_policy_file(path, file);
   read_policy_file(path);
   std::filesystem::remove(path);
@@ -45,8 +45,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (!fuzz::accepts([&] { run = load_run(folder.path()); }, folder.path().string())) return 0;
   rewrite(*run);
   fuzz::accepts([&] {
-    const Figures figures(run->rows);
-    for (const BudgetColumn& budget : figures.budgets()) say(*run, figures, budget);
+    const MetricTable metric_table(run->rows);
+    for (const BudgetColumn& budget : metric_table.budgets()) say(*run, metric_table, budget);
   });
   return 0;
 }

@@ -13,18 +13,18 @@ using namespace kvlab;
 
 namespace {
 
-constexpr std::uint32_t kMostTokens = 64, kMostHeads = 8;
+constexpr std::uint32_t kMaxTokens = 64, kMaxHeads = 8;
 
-/// `POLICY BUDGET PREFILL POSITIONS SPAN`, the rest being as by default.
+/// `POLICY BUDGET PREFILL POSITIONS QUERIES`, the rest being as by default.
 CacheConfig config_of(std::string_view ask, ReplayOptions& options) {
   std::vector<std::string> words = split_list(ask, ' ');
   words.resize(5);
   CacheConfig config;
-  config.policy = parse_policy(words[0].empty() ? "h2o" : words[0], replay_references());
+  config.policy = parse_policy(words[0].empty() ? "h2o" : words[0], replay_oracles());
   config.budget = parse_budget(words[1].empty() ? "2" : words[1]);
   if (!words[2].empty()) config.prefill = parse_prefill(words[2]);
   if (!words[3].empty()) config.positions = parse_positions(words[3]);
-  options.span = words[4] == "decode" ? Span::decode : Span::all;
+  options.queries = words[4] == "decode" ? Queries::decode : Queries::all;
   return config;
 }
 
@@ -56,7 +56,7 @@ void rewrite(const TraceReader& trace) {
 
 void replay_once(const TraceReader& trace, std::string_view ask) {
   const ModelShape& shape = trace.shape();
-  if (trace.tokens() > kMostTokens || shape.layers * shape.query_heads > kMostHeads) return;
+  if (trace.tokens() > kMaxTokens || shape.layers * shape.query_heads > kMaxHeads) return;
   ReplayOptions options;
   const CacheConfig config = config_of(ask, options);
   replay(trace, 0, {&config, 1}, options);

@@ -137,7 +137,7 @@ AttentionRow naive_row(Type type, std::span<const float> query, std::span<const 
   return row;
 }
 
-std::vector<float> draw_sinks(std::size_t heads, bool some) {
+std::vector<float> sample_sinks(std::size_t heads, bool some) {
   std::vector<float> sinks;
   for (std::size_t head = 0; some && head < heads; ++head)
     sinks.push_back(head % 5 == 3 ? 80 : head % 5 == 4 ? -80 : static_cast<float>(head % 7) - 2);

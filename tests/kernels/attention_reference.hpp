@@ -35,7 +35,7 @@ AttentionRow naive_row(Type type, std::span<const float> query, std::span<const 
 
 /// Sink logits of so many query heads: some far above all others, some far below; none unless
 /// `some`.
-std::vector<float> draw_sinks(std::size_t heads, bool some);
+std::vector<float> sample_sinks(std::size_t heads, bool some);
 
 /// Collects rows of a kernel beside exact and naive ones.
 class AttentionErrors {

@@ -47,7 +47,7 @@ class Batch {
     out_ = std::make_unique<DeviceArray<std::byte>>((heads() + kGuardRows) * row_bytes());
     lse_ = std::make_unique<DeviceArray<float>>(heads() + kGuardRows);
     workspace_ = std::make_unique<DeviceArray<std::byte>>(workspace_bytes());
-    sinks_ = draw_sinks(query_heads(), size_.sinks);
+    sinks_ = sample_sinks(query_heads(), size_.sinks);
     if (size_.sinks) device_sinks_ = std::make_unique<DeviceArray<float>>(sinks_);
     upload_cache(lengths_);
   }
@@ -286,7 +286,7 @@ void check_smaller_gpu(int shared_bytes, Type type, int min_shapes) {
   for (const int head_size : {64, 96, 128, 256})
     for (const int group : {1, 3, 8, 16}) {
       PairAttention pairs{.type = type, .group = group, .head_size = head_size};
-      pairs.table.pairs = 1, pairs.table.most_slots = 64;
+      pairs.table.pairs = 1, pairs.table.max_slots = 64;
       if (!pair_attention_plan(pairs, limits).plan.fits()) continue;
       Size size{
           .type = type, .head_size = head_size, .group = group, .sequences = 12, .slots = 300};

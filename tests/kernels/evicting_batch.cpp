@@ -8,7 +8,7 @@
 #include "policies/observation.hpp"
 #include "tests/catch.hpp"
 #include "tests/kernels/attention_reference.hpp"
-#include "tests/policies/draw.hpp"
+#include "tests/policies/sample.hpp"
 #include "tests/policies/unmodified.hpp"
 
 namespace kvlab::kernels {
@@ -61,8 +61,8 @@ std::vector<float> turned_back(std::span<const float> key, double behind,
 
 std::string EvictingSize::name() const {
   return policy + " " + name_of(type) + " head size " + std::to_string(head_size) + " group " +
-         std::to_string(group) + (numbering == Positions::cache ? " squeezed" : "") + " budget " +
-         std::to_string(budgets[0]);
+         std::to_string(group) + (numbering == Positions::cache ? " at cache positions" : "") +
+         " budget " + std::to_string(budgets[0]);
 }
 
 EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize& size)
@@ -80,13 +80,13 @@ EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize&
   for (int index = 0; index < pairs(); ++index) begin_pair(index);
   states_.assign(slots_ * kernels_.slot_bytes, std::byte{kPoison});
   host_positions_.assign(slots_, ~0u);
-  columns_.assign(slots_ * kernels_.columns.size(), kNaN);
+  features_.assign(slots_ * kernels_.features.size(), kNaN);
   keys_.assign(slots_ * dim(), kNaN);
   values_.assign(slots_ * dim(), kNaN);
   for (Pair& pair : all_) {
     std::vector<std::uint32_t> slots(pair.live->size());
     std::iota(slots.begin(), slots.end(), 0u);
-    const std::uint32_t sinks = two_frames() ? pair.sinks : 0;  // those have their places
+    const std::uint32_t sinks = keeps_rotated_keys() ? pair.sinks : 0;  // those have their places
     std::shuffle(slots.begin() + std::min<std::ptrdiff_t>(sinks, std::ssize(slots)), slots.end(),
                  random_);
     for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -104,16 +104,17 @@ EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize&
 
 void EvictingBatch::begin_pair(int index) {
   Pair& pair = all_[static_cast<std::size_t>(index)];
-  const std::uint32_t asked = size_.budgets[static_cast<std::size_t>(index) % size_.budgets.size()];
-  const bool bounded = asked != 0 && spec_.entry->info.evicts;
+  const std::uint32_t requested =
+      size_.budgets[static_cast<std::size_t>(index) % size_.budgets.size()];
+  const bool bounded = requested != 0 && spec_.entry->info.evicts;
   const LiveSet::Identity identity{.seed = kSeed + static_cast<unsigned>(index / size_.kv_heads),
                                    .sequence = 7u + static_cast<unsigned>(index / size_.kv_heads),
                                    .layer = kLayer,
                                    .kv_head = static_cast<unsigned>(index % size_.kv_heads)};
-  pair.live = std::make_unique<LiveSet>(spec_, bounded ? asked : kNoBudget, identity);
+  pair.live = std::make_unique<LiveSet>(spec_, bounded ? requested : kNoBudget, identity);
   if (size_.prompt > 0) {
-    pair.live->admit(0, size_.prompt,
-                     draw_columns(0, size_.prompt, kernels_.columns.size()).data());
+    pair.live->append(0, size_.prompt,
+                      sample_features(0, size_.prompt, kernels_.features.size()).data());
     std::vector<Observation> seen(size_.prompt);
     for (Observation& o : seen) {
       o.mass = random_() % 5 == 0 ? 77 : random_() * std::uint64_t{3};
@@ -122,13 +123,14 @@ void EvictingBatch::begin_pair(int index) {
       o.queries = 1;
     }
     pair.live->observe(seen);
-    pair.live->make_room(size_.prompt);
+    pair.live->evict_to_budget(size_.prompt);
   }
-  if (bounded) pair.sinks = resolve_guards(spec_, asked).sinks;
-  pair.capacity = bounded ? static_cast<int>(asked) : static_cast<int>(size_.prompt) + size_.steps;
+  if (bounded) pair.sinks = resolve_protected_tokens(spec_, requested).sinks;
+  pair.capacity =
+      bounded ? static_cast<int>(requested) : static_cast<int>(size_.prompt) + size_.steps;
   pair.first = static_cast<std::int64_t>(slots_);
   slots_ += static_cast<std::size_t>(pair.capacity + kGap);
-  most_slots_ = std::max(most_slots_, pair.capacity);
+  max_slots_ = std::max(max_slots_, pair.capacity);
 }
 
 /// Draws the token's key and value, and what it brings.
@@ -139,8 +141,8 @@ void EvictingBatch::put(Pair& pair, std::uint32_t position, std::uint32_t slot) 
   std::ranges::copy(key, keys_.begin() + static_cast<std::ptrdiff_t>(at * dim()));
   std::ranges::copy(random_values(size_.type, dim(), random_),
                     values_.begin() + static_cast<std::ptrdiff_t>(at * dim()));
-  std::ranges::copy(draw_columns(position, 1, kernels_.columns.size()),
-                    columns_.begin() + static_cast<std::ptrdiff_t>(at * kernels_.columns.size()));
+  std::ranges::copy(sample_features(position, 1, kernels_.features.size()),
+                    features_.begin() + static_cast<std::ptrdiff_t>(at * kernels_.features.size()));
   host_positions_[at] = position;
   if (pair.slot_of.size() <= position) pair.slot_of.resize(position + 1);
   pair.slot_of[position] = slot;
@@ -152,13 +154,15 @@ void EvictingBatch::upload() {
   std::vector<std::int32_t> lengths, next_slots;
   std::vector<kvlab_rule> rules;
   for (const Pair& pair : all_) {
-    const std::uint32_t asked = size_.budgets[first_slot.size() % size_.budgets.size()];
-    const bool bounded = asked != 0 && spec_.entry->info.evicts;
-    const Guards guards = bounded ? resolve_guards(spec_, asked) : Guards{};
+    const std::uint32_t requested = size_.budgets[first_slot.size() % size_.budgets.size()];
+    const bool bounded = requested != 0 && spec_.entry->info.evicts;
+    const ProtectedTokens protected_tokens =
+        bounded ? resolve_protected_tokens(spec_, requested) : ProtectedTokens{};
     first_slot.push_back(pair.first);
     lengths.push_back(static_cast<std::int32_t>(pair.live->size()));
     next_slots.push_back(pair.next);
-    rules.push_back({bounded ? asked : kUnlimited, guards.sinks, guards.recent});
+    rules.push_back(
+        {bounded ? requested : kUnlimited, protected_tokens.sinks, protected_tokens.recent});
   }
   std::vector<std::uint64_t> seeds;
   std::vector<std::uint32_t> ids, thresholds;
@@ -177,10 +181,10 @@ void EvictingBatch::upload() {
   out_ = std::make_unique<DeviceArray<std::byte>>(heads * dim() * bytes_of(size_.type));
   device_lse_ = std::make_unique<DeviceArray<float>>(heads);
   device_inv_freq_ = to_device(inv_freq_);
-  sinks_ = draw_sinks(static_cast<std::size_t>(size_.kv_heads) * group(), size_.sinks);
+  sinks_ = sample_sinks(static_cast<std::size_t>(size_.kv_heads) * group(), size_.sinks);
   if (size_.sinks) device_sinks_ = to_device(sinks_);
   device_states_ = to_device(states_);
-  device_columns_ = to_device(columns_);
+  device_features_ = to_device(features_);
   params_ = to_device(params);
   positions_ = to_device(host_positions_);
   ages_ = std::make_unique<DeviceArray<std::uint32_t>>(slots_);
@@ -196,7 +200,7 @@ void EvictingBatch::upload() {
   const std::size_t bytes = kernels_.attention_workspace(args().cache, false);
   REQUIRE(bytes > 0);
   workspace_ = std::make_unique<DeviceArray<std::byte>>(bytes);
-  check_cuda(number_by_age(args().cache, nullptr));
+  check_cuda(fill_ages(args().cache, nullptr));
   check_cuda(cudaDeviceSynchronize());
 }
 
@@ -207,7 +211,7 @@ EvictingAttentionArgs EvictingBatch::args() const {
                      .kv_heads = size_.kv_heads,
                      .head_size = size_.head_size,
                      .softmax_scale = size_.scale,
-                     .most_slots = most_slots_,
+                     .max_slots = max_slots_,
                      .first_slot = first_slot_->data(),
                      .keys = device_keys_->data(),
                      .values = device_values_->data(),
@@ -223,15 +227,15 @@ EvictingAttentionArgs EvictingBatch::args() const {
                       .sequence_ids = sequence_ids_->data(),
                       .layer = kLayer,
                       .seen = reinterpret_cast<kvlab_observation*>(device_seen_->data()),
-                      .columns = device_columns_->data()},
-           .numbering = two_frames()                          ? KVLAB_TWO_FRAMES
+                      .features = device_features_->data()},
+           .numbering = keeps_rotated_keys()                  ? KVLAB_TWO_FRAMES
                         : size_.numbering == Positions::cache ? KVLAB_SQUEEZED
                                                               : KVLAB_ORIGINAL,
            .now = device_now_->data(),
            .q = device_q_->data(),
            .inv_freq = device_inv_freq_->data(),
            .rotated = size_.head_size,
-           .rope_factor = two_frames() ? 1.5f : 1.0f,  // in keys and queries already
+           .rope_factor = keeps_rotated_keys() ? 1.5f : 1.0f,  // in keys and queries already
            .out = out_->data(),
            .lse = device_lse_->data(),
            .workspace = workspace_ ? workspace_->data() : nullptr,
@@ -244,13 +248,13 @@ cudaError_t EvictingBatch::enqueue(cudaStream_t stream) const {
   return kernels_.attention(args(), stream);
 }
 
-cudaError_t EvictingBatch::enqueue_in_two_frames() const {
-  EvictingAttentionArgs asked = args();
-  asked.numbering = KVLAB_TWO_FRAMES;
-  return kernels_.attention(asked, nullptr);
+cudaError_t EvictingBatch::enqueue_with_rotated_keys() const {
+  EvictingAttentionArgs requested = args();
+  requested.numbering = KVLAB_TWO_FRAMES;
+  return kernels_.attention(requested, nullptr);
 }
 
-void EvictingBatch::draw_tokens(const std::vector<bool>& idle) {
+void EvictingBatch::sample_tokens(const std::vector<bool>& idle) {
   q_ = random_values(size_.type, static_cast<std::size_t>(pairs()) * group() * dim(), random_);
   overwrite(*device_q_, encode(size_.type, q_));
   before_ = {lengths_->to_host(), next_slots_->to_host(), device_states_->to_host(),
@@ -262,13 +266,13 @@ void EvictingBatch::draw_tokens(const std::vector<bool>& idle) {
     Pair& pair = all_[static_cast<std::size_t>(index)];
     const std::uint32_t at = now_[static_cast<std::size_t>(index / size_.kv_heads)];
     if (at == kIdle) continue;
-    pair.live->admit(at, 1, draw_columns(at, 1, kernels_.columns.size()).data());
+    pair.live->append(at, 1, sample_features(at, 1, kernels_.features.size()).data());
     put(pair, at, static_cast<std::uint32_t>(pair.next));
   }
   overwrite(*device_now_, now_);
   overwrite(*device_keys_, encode(size_.type, keys_));
   overwrite(*device_values_, encode(size_.type, values_));
-  overwrite(*device_columns_, columns_);
+  overwrite(*device_features_, features_);
   overwrite(*positions_, host_positions_);
   poison();
 }
@@ -306,7 +310,7 @@ void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErr
     for (std::size_t i = 0; i < count; ++i) {
       const std::span key(&plain[i * dim()], dim());
       double behind = static_cast<double>(count - 1 - i);
-      if (two_frames()) behind -= now - pair.live->positions()[i];
+      if (keeps_rotated_keys()) behind -= now - pair.live->positions()[i];
       std::ranges::copy(turned_back(key, behind, inv_freq_),
                         keys.begin() + static_cast<std::ptrdiff_t>(i * dim()));
     }
@@ -379,7 +383,7 @@ void EvictingBatch::check_pair(int index) {
   CHECK(different == 0);
   const std::uint32_t next = now_[static_cast<std::size_t>(index / size_.kv_heads)] + 1;
   const auto before = std::vector(pair.live->positions().begin(), pair.live->positions().end());
-  const auto victims = pair.live->make_room(next);
+  const auto victims = pair.live->evict_to_budget(next);
   CHECK(victims.size() <= 1);
   pair.next = static_cast<int>(victims.empty() ? before.size() : pair.slot_of[before[victims[0]]]);
 }

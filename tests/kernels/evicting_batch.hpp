@@ -34,13 +34,13 @@ class EvictingBatch {
   EvictingBatch(const EvictionKernels& kernels, const EvictingSize& size);
 
   /// Draws each sequence's next token and puts it where it goes. `idle`: [sequence].
-  void draw_tokens(const std::vector<bool>& idle = {});
+  void sample_tokens(const std::vector<bool>& idle = {});
   /// Layers of a step have one workspace.
   void share_workspace(const EvictingBatch& other) { workspace_ = other.workspace_; }
   /// Enqueues the kernels; may be captured.
   cudaError_t enqueue(cudaStream_t stream) const;
   /// Though the policy may not allow it.
-  cudaError_t enqueue_in_two_frames() const;
+  cudaError_t enqueue_with_rotated_keys() const;
   /// Compares outputs and observations with float64, and states, victims and lengths with the
   /// host's rule fed with those observations. Then the host's next step may begin.
   void check();
@@ -61,8 +61,10 @@ class EvictingBatch {
   int pairs() const { return size_.kv_heads * size_.sequences; }
   std::size_t dim() const { return static_cast<std::size_t>(size_.head_size); }
   std::size_t group() const { return static_cast<std::size_t>(size_.group); }
-  /// Where positions are squeezed, policies that can have it.
-  bool two_frames() const { return size_.numbering == Positions::cache && kernels_.oldest_first; }
+  /// Where positions are cache positions, policies that can have it.
+  bool keeps_rotated_keys() const {
+    return size_.numbering == Positions::cache && kernels_.oldest_first;
+  }
   EvictingAttentionArgs args() const;
   void begin_pair(int index);
   void put(Pair& pair, std::uint32_t position, std::uint32_t slot);
@@ -86,18 +88,18 @@ class EvictingBatch {
   std::vector<Pair> all_;
   std::vector<std::uint32_t> tokens_;  ///< [sequence]: fed so far
   std::vector<std::uint32_t> now_, host_positions_;
-  std::vector<float> keys_, values_, q_, inv_freq_, columns_, sinks_;
+  std::vector<float> keys_, values_, q_, inv_freq_, features_, sinks_;
   std::vector<std::byte> states_, bytes_out_;
   std::vector<Observation> seen_;
   std::vector<float> lse_;
   Before before_;
   std::size_t slots_ = 0;
-  int most_slots_ = 1;
+  int max_slots_ = 1;
   template <class T>
   using Array = std::unique_ptr<DeviceArray<T>>;
   Array<std::byte> device_keys_, device_values_, device_q_, out_, device_states_, params_;
   std::shared_ptr<DeviceArray<std::byte>> workspace_;
-  Array<float> device_lse_, device_inv_freq_, device_columns_, device_sinks_;
+  Array<float> device_lse_, device_inv_freq_, device_features_, device_sinks_;
   Array<std::uint32_t> positions_, ages_, threshold16_, sequence_ids_, device_now_;
   Array<std::uint64_t> seeds_;
   Array<std::int64_t> first_slot_;

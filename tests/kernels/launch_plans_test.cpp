@@ -70,7 +70,7 @@ void check_plan(Wrong& wrong, const Gpu& gpu, const LaunchPlan& plan, const std:
                 const Parts&... of) {
   const auto limit = static_cast<std::size_t>(gpu.limits.shared_bytes);
   if (plan.fits()) {
-    wrong.note(plan.shared_bytes <= limit, gpu.name, of..., "asks for", plan.shared_bytes);
+    wrong.note(plan.shared_bytes <= limit, gpu.name, of..., "requests", plan.shared_bytes);
     wrong.note(why.empty(), gpu.name, of..., "is refused though it fits:", why);
     return;
   }
@@ -105,7 +105,7 @@ template <class Visit>
 void for_decodes(Visit visit) {
   for (const Type type : kTypes)
     for (const int head_size : kHeadSizes)
-      for (int group = 1; group <= kMostGroup; ++group)
+      for (int group = 1; group <= kMaxGroup; ++group)
         for (const kvlab_positions numbering : kPositions)
           for (const bool observes : {false, true}) {
             Decode decode(type, head_size, group, numbering, observes);
@@ -125,17 +125,17 @@ TEST_CASE("decode attention has a plan within each GPU's limits, or a refusal th
         for (const int batch : {1, 2, 7, 16, 64})
           for (const int kv_heads : {1, 8}) {
             args.table.pairs = batch * kv_heads;
-            args.table.most_slots = slots;
+            args.table.max_slots = slots;
             const PairLaunch launch = pair_attention_plan(args, gpu.limits);
             const LaunchPlan& plan = launch.plan;
-            // A refusal does not depend on the sizes: asked for once.
+            // A refusal does not depend on the sizes: requested once.
             const bool first = slots == kSlots[0] && batch == 1 && kv_heads == 1;
             const auto why = first || !plan.fits() ? why_not_pair_attention(args, gpu.limits) : "";
             check_plan(wrong, gpu, plan, why, "type", args.type, "head size", args.head_size,
                        "group", args.group, "pairs", args.table.pairs, "slots", slots);
             if (!plan.fits()) continue;
             const bool clusters = launch.kernel == PairKernel::clusters;
-            const int most = clusters ? gpu.limits.multiprocessors : kMostCtas;
+            const int most = clusters ? gpu.limits.multiprocessors : kMaxCtas;
             wrong.note(plan.blocks <= most && plan.stages >= 1, gpu.name, "blocks", plan.blocks,
                        "stages", plan.stages);
             wrong.note(!clusters || (gpu.limits.early_start && plan.cluster == 8), gpu.name,
@@ -153,7 +153,7 @@ TEST_CASE("16-bit types and groups of up to eight decode on every GPU of 99 KB a
     for_decodes([&](Decode& decode) {
       PairAttention& args = decode.args;
       args.table.pairs = 8;
-      args.table.most_slots = 4096;
+      args.table.max_slots = 4096;
       const bool original = args.ages == nullptr && args.rules == nullptr;
       const bool narrow = args.type != KVLAB_F32 && args.group <= 8;
       const bool small = args.head_size <= 128;
@@ -170,10 +170,10 @@ TEST_CASE("decode attention over tiers has a plan within each GPU's limits, or a
   Wrong wrong;
   for (const Gpu& gpu : kGpus)
     for (const int head_size : kHeadSizes)
-      for (int group = 1; group <= kMostRungGroup; ++group)
-        for (const DeviceForm form :
-             {DeviceForm{}, DeviceForm{8, 8, false}, DeviceForm{4, 2, false},
-              DeviceForm{2, 2, false}, DeviceForm{8, 8, true}})
+      for (int group = 1; group <= kMaxTierGroup; ++group)
+        for (const DeviceFormat form :
+             {DeviceFormat{}, DeviceFormat{8, 8, false}, DeviceFormat{4, 2, false},
+              DeviceFormat{2, 2, false}, DeviceFormat{8, 8, true}})
           for (const int rows : kSlots)
             for (const int pairs : {1, 8, 64, 512}) {
               PairAttention args{};
@@ -181,35 +181,35 @@ TEST_CASE("decode attention over tiers has a plan within each GPU's limits, or a
               args.head_size = head_size;
               args.group = group;
               args.table.pairs = pairs;
-              args.table.most_slots = rows;
+              args.table.max_slots = rows;
               const int bytes = static_cast<int>(row_bytes(form, head_size, 2));
-              check_plan(wrong, gpu, rung_attention_plan(args, bytes, gpu.limits),
-                         why_not_rung_attention(args, bytes, gpu.limits), "head size", head_size,
+              check_plan(wrong, gpu, tier_attention_plan(args, bytes, gpu.limits),
+                         why_not_tier_attention(args, bytes, gpu.limits), "head size", head_size,
                          "group", group, "row bytes", bytes);
             }
   CHECK(wrong.text() == "");
 }
 
 TEST_CASE("a cache of slots takes plain kernels where the fast ones do not fit, or is refused") {
-  const auto config_of = [](Type type, int head_size, bool coded) {
+  const auto config_of = [](Type type, int head_size, bool quantized) {
     SlotsConfig config{.type = type, .query_heads = 8, .kv_heads = 1, .head_size = head_size};
     config.layers = {{}};
     config.ropes = {{std::vector<float>(static_cast<std::size_t>(head_size / 2))}};
     config.pairs = {{.budget = 64}};
-    if (coded) config.pairs[0].rungs = {{&kKvForms[0], 32}, {&kKvForms[2], 32}};
+    if (quantized) config.pairs[0].tiers = {{&kKvFormats[0], 32}, {&kKvFormats[2], 32}};
     return config;
   };
-  const auto is_plain = [&](const Gpu& gpu, Type type, int head_size, bool coded) {
-    const SlotsConfig config = config_of(type, head_size, coded);
+  const auto is_plain = [&](const Gpu& gpu, Type type, int head_size, bool quantized) {
+    const SlotsConfig config = config_of(type, head_size, quantized);
     return kernels_for(config, {}, PlainKernels::present, gpu.limits).attend ==
            plain_kernels({}).attend;
   };
   const Gpu &a100 = kGpus[0], &rtx3090 = kGpus[1], &h100 = kGpus[3], &smallest = kGpus[6];
   for (const int head_size : kHeadSizes)
-    for (const bool coded : {false, true}) {
-      CHECK_FALSE(is_plain(h100, KVLAB_BF16, head_size, coded));
-      CHECK_FALSE(is_plain(a100, KVLAB_BF16, head_size, coded));
-      CHECK(is_plain(rtx3090, KVLAB_BF16, head_size, coded) == (coded && head_size == 256));
+    for (const bool quantized : {false, true}) {
+      CHECK_FALSE(is_plain(h100, KVLAB_BF16, head_size, quantized));
+      CHECK_FALSE(is_plain(a100, KVLAB_BF16, head_size, quantized));
+      CHECK(is_plain(rtx3090, KVLAB_BF16, head_size, quantized) == (quantized && head_size == 256));
       CHECK(is_plain(rtx3090, KVLAB_F32, head_size, false) == (head_size == 256));
     }
   const SlotsConfig large = config_of(KVLAB_F32, 256, false);
@@ -242,7 +242,7 @@ TEST_CASE("products of a decode step have a plan within each GPU's limits, or a 
       for (const Form form : {Form::plain, Form::normed, Form::gated, Form::rotated})
         for (const int k : {64, 576, 2048, 4096, 5120, 8192, 14'336, 28'672, 65'536})
           for (const int n : {16, 4096, 128'256})
-            for (int rows = 1; rows <= kMostLinearRows; ++rows) {
+            for (int rows = 1; rows <= kMaxLinearRows; ++rows) {
               const LaunchPlan plan = linear_plan(type, form, rows, n, k, gpu.limits);
               check_plan(wrong, gpu, plan, why_not_linear(type, form, k, gpu.limits), "type", type,
                          "form", static_cast<int>(form), "k", k, "n", n, "rows", rows);
@@ -274,31 +274,31 @@ constexpr std::size_t kStaticOfWalk = 24 << 10;
 /// Of one configuration of `slots` slots.
 void check_walk(Wrong& wrong, const Gpu& gpu, int tokens, std::uint32_t slots, ReplayTokens kind) {
   ReplayWalkArgs args{};
-  args.shape = {.units = 8,
+  args.shape = {.tasks = 8,
                 .tokens = tokens,
                 .group = 4,
                 .head_size = 128,
                 .rotated = 128,
                 .type = KVLAB_BF16};
-  args.rows.block = kMostReplayQueries;
-  args.most_slots = slots;
+  args.rows.block = kMaxReplayQueries;
+  args.max_slots = slots;
   const ReplayMembers members{.count = 1,
                               .tokens = kind,
                               .largest = false,
                               .slot_bytes = 8,
-                              .most_rungs = kind == ReplayTokens::ladder ? 4 : 0};
+                              .max_tiers = kind == ReplayTokens::tiered ? 4 : 0};
   ReplayWalkPlan plan{};
   const cudaError_t error = plan_walk(args, members, gpu.limits, plan);
-  const bool fits = walk_fits(args.shape, kind, members.most_rungs, gpu.limits);
+  const bool fits = walk_fits(args.shape, kind, members.max_tiers, gpu.limits);
   wrong.note((error == cudaSuccess) == fits, gpu.name, "tokens", tokens, "plan", error);
   if (!fits) {
     wrong.note(tokens > 32'768 || gpu.limits.shared_bytes < 100'000, gpu.name, "refuses", tokens);
     return;
   }
-  wrong.note(plan.shared_bytes <= plan.most_shared_bytes &&
-                 plan.most_shared_bytes < static_cast<std::size_t>(gpu.limits.shared_bytes),
-             gpu.name, "tokens", tokens, "slots", slots, "asks for", plan.shared_bytes, "of",
-             plan.most_shared_bytes);
+  wrong.note(plan.shared_bytes <= plan.max_shared_bytes &&
+                 plan.max_shared_bytes < static_cast<std::size_t>(gpu.limits.shared_bytes),
+             gpu.name, "tokens", tokens, "slots", slots, "requests", plan.shared_bytes, "of",
+             plan.max_shared_bytes);
   wrong.note(plan.threads >= 32 && plan.threads <= 1024, gpu.name, "threads", plan.threads);
 }
 
@@ -311,7 +311,7 @@ TEST_CASE("a replay's launches fit each GPU, or the text is too long and says so
     for (const int tokens : {64, 1024, 8192, 32'768, 131'072, 524'288})
       for (const std::uint32_t slots : {1u, 64u, 1024u, 16'384u, 131'072u})
         for (const ReplayTokens kind :
-             {ReplayTokens::exact, ReplayTokens::squeezed, ReplayTokens::ladder})
+             {ReplayTokens::exact, ReplayTokens::cache_positions, ReplayTokens::tiered})
           check_walk(wrong, gpu, tokens, slots, kind);
     for (const int tokens : {1, 1000, 131'072}) {
       const int cached = replay_cached_tokens(tokens, gpu.limits);
@@ -360,7 +360,7 @@ std::vector<std::string> planned_decode(const Recorded& row) {
   Decode decode(type, row.number(2), row.number(3),
                 kPositions.at(static_cast<std::size_t>(row.number(4))), row.number(7) != 0);
   decode.args.table.pairs = row.number(5);
-  decode.args.table.most_slots = row.number(6);
+  decode.args.table.max_slots = row.number(6);
   const auto [kernel, plan] = pair_attention_plan(decode.args, kH100);
   std::vector<std::string> found =
       texts({static_cast<std::size_t>(plan.blocks), static_cast<std::size_t>(plan.stages),
@@ -383,8 +383,8 @@ std::vector<std::string> planned_tiers(const Recorded& row) {
   args.head_size = row.number(1);
   args.group = row.number(2);
   args.table.pairs = row.number(3);
-  args.table.most_slots = row.number(4);
-  const LaunchPlan plan = rung_attention_plan(args, row.number(5), kH100);
+  args.table.max_slots = row.number(4);
+  const LaunchPlan plan = tier_attention_plan(args, row.number(5), kH100);
   return texts({static_cast<std::size_t>(plan.blocks), static_cast<std::size_t>(plan.stages),
                 plan.shared_bytes});
 }

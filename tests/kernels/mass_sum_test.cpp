@@ -35,16 +35,16 @@ TEST_CASE("the least requested probability splits the floats as the definition d
     const std::uint32_t threshold16 =
         again % 8 == 0 ? 65536 : static_cast<std::uint32_t>(random() % 65537);
     const float floor = request_floor(row_max, threshold16);
-    const auto is_requested = [&](float p) {
-      return requested(fixed_mass(1.0f, p), row_max, threshold16);
+    const auto is_request = [&](float p) {
+      return is_requested(fixed_mass(1.0f, p), row_max, threshold16);
     };
     if (floor < 0) {
-      REQUIRE(is_requested(0.0f));
+      REQUIRE(is_request(0.0f));
       continue;
     }
     ++checked;
-    REQUIRE(is_requested(floor));
-    REQUIRE(!is_requested(std::nextafter(floor, 0.0f)));
+    REQUIRE(is_request(floor));
+    REQUIRE(!is_request(std::nextafter(floor, 0.0f)));
   }
   CHECK(checked > 1000);
 }

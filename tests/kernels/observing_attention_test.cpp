@@ -20,7 +20,8 @@ EvictionKernels kernels_of(const std::string& spec,
   throw std::invalid_argument("no kernels of " + spec);
 }
 
-/// A policy under guards that the smallest budget holds: some keep a number of recent tokens.
+/// A policy under protected tokens that the smallest budget holds: some keep a number of recent
+/// tokens.
 std::string fitting(std::string_view name) {
   const Extent recent = parse_policy(name).recent;
   return std::string(name) + (recent.is_share || recent.tokens <= 5 ? "" : ":recent=5");
@@ -30,7 +31,7 @@ void run_steps(EvictingBatch& batch, int steps) {
   const Stream stream;
   for (int step = 0; step < steps; ++step) {
     INFO("step " << step);
-    batch.draw_tokens();
+    batch.sample_tokens();
     check_cuda(batch.enqueue(stream.get()));
     check_cuda(cudaDeviceSynchronize());
     batch.check();
@@ -45,8 +46,8 @@ void run(EvictingSize size, int steps,
   run_steps(batch, steps);
 }
 
-/// Squeezed, in two frames: by the fast kernels and by the plain ones.
-void run_in_two_frames(EvictingSize size, int steps) {
+/// At cache positions with rotated keys: by the fast kernels and by the plain ones.
+void run_with_rotated_keys(EvictingSize size, int steps) {
   size.numbering = Positions::cache;
   INFO(size.name());
   for (const auto launched : {observing_kernels, plain_kernels}) {
@@ -87,42 +88,43 @@ TEST_CASE("observing attention holds for every type, head size and group", "[gpu
               4);
 }
 
-TEST_CASE("two frames hold for every type, head size and group", "[gpu]") {
+TEST_CASE("with rotated keys hold for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 2, 3, 4, 7, 8, 13, 16})
-        run_in_two_frames({.policy = group % 2 ? "sink" : "sink:sinks=19",
-                           .type = type,
-                           .head_size = head_size,
-                           .group = group,
-                           .budgets = {63, 130},
-                           .prompt = 300},
-                          3);
+        run_with_rotated_keys({.policy = group % 2 ? "sink" : "sink:sinks=19",
+                               .type = type,
+                               .head_size = head_size,
+                               .group = group,
+                               .budgets = {63, 130},
+                               .prompt = 300},
+                              3);
 }
 
-TEST_CASE("two frames hold at the ends of budgets and sinks, and at any position", "[gpu]") {
+TEST_CASE("with rotated keys hold at the ends of budgets and sinks, and at any position", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::uint32_t budget : {1u, 2u, 3u})
-    run_in_two_frames(
+    run_with_rotated_keys(
         {.policy = "sink:sinks=" + std::to_string(budget - 1), .kv_heads = 1, .budgets = {budget}},
         12);
-  run_in_two_frames({.policy = "sink:sinks=64", .budgets = {65, 129}, .prompt = 200}, 5);
-  run_in_two_frames({.policy = "sink:sinks=100:recent=7", .budgets = {200}, .prompt = 90}, 130);
-  run_in_two_frames({.policy = "sink", .budgets = {400}, .prompt = 30}, 3);  // beyond the length
-  run_in_two_frames({.policy = "window", .budgets = {33}, .prompt = 60}, 5);
-  run_in_two_frames({.policy = "sink", .budgets = {100}, .prompt = 120, .scale = 30.0f / 8}, 5);
-  run_in_two_frames({.policy = "sink", .kv_heads = 1, .budgets = {70}, .prompt = 4'000'000}, 3);
+  run_with_rotated_keys({.policy = "sink:sinks=64", .budgets = {65, 129}, .prompt = 200}, 5);
+  run_with_rotated_keys({.policy = "sink:sinks=100:recent=7", .budgets = {200}, .prompt = 90}, 130);
+  run_with_rotated_keys({.policy = "sink", .budgets = {400}, .prompt = 30},
+                        3);  // beyond the length
+  run_with_rotated_keys({.policy = "window", .budgets = {33}, .prompt = 60}, 5);
+  run_with_rotated_keys({.policy = "sink", .budgets = {100}, .prompt = 120, .scale = 30.0f / 8}, 5);
+  run_with_rotated_keys({.policy = "sink", .kv_heads = 1, .budgets = {70}, .prompt = 4'000'000}, 3);
 }
 
-TEST_CASE("two frames hold where pairs are cut", "[gpu]") {
+TEST_CASE("with rotated keys hold where pairs are cut", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  run_in_two_frames({.policy = "sink",
-                     .head_size = 128,
-                     .sequences = 2,
-                     .budgets = {9000, 1024, 511, 4097},
-                     .prompt = 9100},
-                    3);
+  run_with_rotated_keys({.policy = "sink",
+                         .head_size = 128,
+                         .sequences = 2,
+                         .budgets = {9000, 1024, 511, 4097},
+                         .prompt = 9100},
+                        3);
 }
 
 TEST_CASE("observing attention holds where pairs are cut, and over many blocks", "[gpu]") {
@@ -139,7 +141,7 @@ TEST_CASE("observing attention holds where pairs are cut, and over many blocks",
           3);
 }
 
-TEST_CASE("observing attention holds at the ends of budgets and guards", "[gpu]") {
+TEST_CASE("observing attention holds at the ends of budgets and protected tokens", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy :
        {"h2o:recent=0", "h2o:recent=1", "lru", "window", "random", "lru:recent=1"})
@@ -179,8 +181,8 @@ TEST_CASE("observing attention sees what sink logits leave to the tokens, plainl
                .sinks = true},
               4, launched);
   run({.head_size = 128, .sequences = 2, .budgets = {9000, 511}, .prompt = 9100, .sinks = true}, 3);
-  run_in_two_frames({.policy = "sink", .group = 5, .budgets = {63}, .prompt = 90, .sinks = true},
-                    3);
+  run_with_rotated_keys(
+      {.policy = "sink", .group = 5, .budgets = {63}, .prompt = 90, .sinks = true}, 3);
 }
 
 TEST_CASE("observing attention agrees with the host over hundreds of steps", "[gpu]") {
@@ -197,7 +199,7 @@ TEST_CASE("an idle sequence is left as it is", "[gpu]") {
   EvictingBatch batch(kernels_of("h2o"), {.sequences = 3, .budgets = {16}, .prompt = 12});
   const Stream stream;
   for (int step = 0; step < 20; ++step) {
-    batch.draw_tokens({step % 2 == 0, false, step % 3 == 0});
+    batch.sample_tokens({step % 2 == 0, false, step % 3 == 0});
     check_cuda(batch.enqueue(stream.get()));
     check_cuda(cudaDeviceSynchronize());
     batch.check();
@@ -221,7 +223,7 @@ TEST_CASE("a captured graph of observing attention serves a growing sequence", "
       CapturedGraph graph([&](cudaStream_t stream) { return batch.enqueue(stream); });
       for (int step = 0; step < 100; ++step) {
         INFO("step " << step);
-        batch.draw_tokens();
+        batch.sample_tokens();
         graph.launch();
         check_cuda(cudaDeviceSynchronize());
         batch.check();
@@ -253,7 +255,7 @@ TEST_CASE("layers in a row observe their own logits alone", "[gpu]") {
       return error;
     });
     for (int step = 0; step < 3; ++step) {
-      for (const auto& layer : layers) layer->draw_tokens();
+      for (const auto& layer : layers) layer->sample_tokens();
       graph.launch();
       check_cuda(cudaDeviceSynchronize());
       for (const auto& layer : layers) layer->check();
@@ -272,7 +274,7 @@ TEST_CASE("observing attention gives equal bits 200 times", "[gpu]") {
                          .prompt = 3100,
                          .numbering = parse_policy(policy).entry->info.positions});
     const Stream stream;
-    batch.draw_tokens();
+    batch.sample_tokens();
     check_cuda(batch.enqueue(stream.get()));
     const auto bits = batch.bits();
     int different = 0;
@@ -294,8 +296,8 @@ TEST_CASE("observing attention refuses what it does not support before any launc
   }
 }
 
-TEST_CASE("two frames are refused where what stays has gaps", "[gpu]") {
+TEST_CASE("with rotated keys are refused where what stays has gaps", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   EvictingBatch batch(kernels_of("h2o"), {.prompt = 5, .numbering = Positions::cache});
-  CHECK(batch.enqueue_in_two_frames() == cudaErrorInvalidValue);
+  CHECK(batch.enqueue_with_rotated_keys() == cudaErrorInvalidValue);
 }

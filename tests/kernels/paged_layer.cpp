@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "policies/catalogue.hpp"
-#include "policies/columns/columns.hpp"
+#include "policies/features/features.hpp"
 #include "tests/kernels/attention_reference.hpp"
 
 namespace kvlab {
@@ -46,24 +46,24 @@ PagedCache::PagedCache(const LayerSize& size, const Paging& paging, const std::v
   for (const int capacity : capacity_) {
     first_.push_back(slots_);
     slots_ += capacity + kGap;
-    most_slots_ = std::max(most_slots_, capacity);
+    max_slots_ = std::max(max_slots_, capacity);
   }
   pool_bytes_ = static_cast<std::size_t>(slots_) * row_bytes() * 2;
   if (paging_.page > 0) {
     const int rows = static_cast<int>(capacity_.size()) / (paging_.by_pair ? 1 : size_.kv_heads);
-    most_blocks_ = (most_slots_ + paging_.page - 1) / paging_.page + 1;
-    pool_blocks_ = rows * (most_blocks_ - 1) + kSpareBlocks;
+    max_blocks_ = (max_slots_ + paging_.page - 1) / paging_.page + 1;
+    pool_blocks_ = rows * (max_blocks_ - 1) + kSpareBlocks;
     std::vector<std::int32_t> free(static_cast<std::size_t>(pool_blocks_));
     std::iota(free.begin(), free.end(), 0);
     std::mt19937 random(static_cast<unsigned>(paging_.page));
     std::shuffle(free.begin(), free.end(), random);
-    blocks_.assign(static_cast<std::size_t>(rows * most_blocks_), kNoBlock);
+    blocks_.assign(static_cast<std::size_t>(rows * max_blocks_), kNoBlock);
     for (std::size_t pair = 0; pair < capacity_.size(); ++pair) {
       const std::size_t row =
           paging_.by_pair ? pair : pair / static_cast<std::size_t>(size_.kv_heads);
       for (int block = 0; block * paging_.page < capacity_[pair]; ++block) {
         auto& entry =
-            blocks_[row * static_cast<std::size_t>(most_blocks_) + static_cast<std::size_t>(block)];
+            blocks_[row * static_cast<std::size_t>(max_blocks_) + static_cast<std::size_t>(block)];
         if (entry != kNoBlock) continue;  // another KV head of the sequence has more slots
         entry = free.back();
         free.pop_back();
@@ -96,7 +96,7 @@ kvlab_cache PagedCache::cache() const {
   cache.kv_heads = size_.kv_heads;
   cache.head_size = size_.head_size;
   cache.softmax_scale = 1 / std::sqrt(static_cast<float>(size_.head_size));
-  cache.most_slots = most_slots_;
+  cache.max_slots = max_slots_;
   cache.first_slot = first_slot_->data();
   cache.keys = pool_->data();
   cache.values = pool_->data() + values_at();
@@ -110,7 +110,7 @@ kvlab_cache PagedCache::cache() const {
   const bool by_head = paging_.order == PoolOrder::head_slot;
   cache.pages.blocks = device_blocks_->data();
   cache.pages.page = page;
-  cache.pages.most_blocks = most_blocks_;
+  cache.pages.max_blocks = max_blocks_;
   cache.pages.by_pair = paging_.by_pair ? 1 : 0;
   cache.pages.block_stride =
       std::int64_t{page} * heads * dim * (paging_.order == PoolOrder::keys_values ? 2 : 1);
@@ -126,15 +126,15 @@ kvlab_cache PagedCache::sequence(int index) const {
   one.first_slot += pair;
   one.lengths += pair;
   one.next_slots += pair;
-  if (paging_.page > 0) one.pages.blocks += (paging_.by_pair ? pair : index) * most_blocks_;
+  if (paging_.page > 0) one.pages.blocks += (paging_.by_pair ? pair : index) * max_blocks_;
   return one;
 }
 
 void PagedCache::share_blocks(int from, int to, int count) {
   const int rows = paging_.by_pair ? size_.kv_heads : 1;
   for (int row = 0; row < rows; ++row)
-    std::copy_n(blocks_.begin() + (from * rows + row) * most_blocks_, count,
-                blocks_.begin() + (to * rows + row) * most_blocks_);
+    std::copy_n(blocks_.begin() + (from * rows + row) * max_blocks_, count,
+                blocks_.begin() + (to * rows + row) * max_blocks_);
   device_blocks_->assign(blocks_);
 }
 
@@ -143,7 +143,7 @@ std::size_t PagedCache::row_at(int pair, int slot) const {
     return static_cast<std::size_t>(first_[static_cast<std::size_t>(pair)] + slot) * row_bytes();
   const int heads = paging_.by_pair ? 1 : size_.kv_heads, head = paging_.by_pair ? 0 : pair % heads;
   const int row = paging_.by_pair ? pair : pair / heads, page = paging_.page;
-  const std::int64_t block = blocks_[static_cast<std::size_t>(row * most_blocks_ + slot / page)];
+  const std::int64_t block = blocks_[static_cast<std::size_t>(row * max_blocks_ + slot / page)];
   const std::int64_t in_block = paging_.order == PoolOrder::head_slot ? head * page + slot % page
                                                                       : slot % page * heads + head;
   const std::int64_t rows_of_block =
@@ -212,29 +212,29 @@ class Run {
     return static_cast<std::size_t>((query_heads() + 2 * size_.kv_heads) * size_.head_size);
   }
   std::size_t element() const { return size_.type == KVLAB_F32 ? 4 : 2; }
-  std::vector<std::byte> draw_qkv(int tokens);
+  std::vector<std::byte> sample_qkv(int tokens);
   const PagedCache& resident() const { return size_.in_place ? *prompt_ : *resident_; }
   kvlab_policy_state state(const DeviceArray<std::byte>& states,
-                           const DeviceArray<float>& columns) const;
+                           const DeviceArray<float>& features) const;
   void write_prompts();
   void attend_prompt(int sequence, std::size_t first_token);
-  void make_columns(const kvlab_cache& cache, const std::byte* qkv, int tokens,
-                    const std::uint32_t* now, float* unit_keys, float* to, cudaStream_t stream);
-  void shrink_prompts();
+  void make_features(const kvlab_cache& cache, const std::byte* qkv, int tokens,
+                     const std::uint32_t* now, float* unit_keys, float* to, cudaStream_t stream);
+  void compact_prompts();
   void enqueue_step(cudaStream_t stream);
 
   LayerSize size_;
   const kvlab_policy* policy_;
-  std::vector<kvlab_column> column_ids_;
+  std::vector<kvlab_column> feature_ids_;
   std::mt19937 random_{5};
   std::unique_ptr<PagedCache> prompt_, resident_;
   template <class T>
   using Array = std::unique_ptr<DeviceArray<T>>;
   Array<std::byte> qkv_, q_, out_, output_, prompt_states_, states_, params_, workspace_,
-      shrink_workspace_;
-  Array<float> rope_, inv_freq_, lse_, unit_keys_, prompt_columns_, columns_;
+      compact_workspace_;
+  Array<float> rope_, inv_freq_, lse_, unit_keys_, prompt_features_, features_;
   Array<std::int32_t> rope_rows_, token_sequences_, token_slots_;
-  Array<std::uint32_t> now_, admitted_, threshold16_, ids_;
+  Array<std::uint32_t> now_, appended_, threshold16_, ids_;
   Array<std::uint64_t> seeds_;
   Array<kvlab_rule> rules_;
   Array<kvlab_observation> prompt_seen_, seen_;
@@ -243,7 +243,7 @@ class Run {
   Event attended_, chosen_;
 };
 
-constexpr int kMostPositions = 1 << 14, kHidden = 72;
+constexpr int kMaxPositions = 1 << 14, kHidden = 72;
 
 std::vector<int> prompt_slots(const LayerSize& size, const std::vector<int>& budgets) {
   std::vector<int> slots;
@@ -274,15 +274,15 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
     : size_(size), policy_(policy_of(size)) {
   if (policy_ == nullptr) throw std::invalid_argument("no policy " + size.policy);
   for (int i = 0; const char* name = kvlab_policy_column(policy_, i); ++i)
-    column_ids_.push_back(static_cast<kvlab_column>(built_in_column(name).value()));
+    feature_ids_.push_back(static_cast<kvlab_column>(built_in_feature(name).value()));
   const std::vector<int> budgets = budgets_of(size_);
   prompt_ = std::make_unique<PagedCache>(size_, prompt, prompt_slots(size_, budgets));
   resident_ = std::make_unique<PagedCache>(size_, resident, budgets);
-  const std::size_t slot_bytes = kvlab_policy_slot_bytes(policy_), columns = column_ids_.size();
+  const std::size_t slot_bytes = kvlab_policy_slot_bytes(policy_), features = feature_ids_.size();
   prompt_states_ = poisoned<std::byte>(prompt_->slots() * slot_bytes);
   states_ = poisoned<std::byte>(resident_->slots() * slot_bytes);
-  prompt_columns_ = poisoned<float>(prompt_->slots() * columns);
-  columns_ = poisoned<float>(resident_->slots() * columns);
+  prompt_features_ = poisoned<float>(prompt_->slots() * features);
+  features_ = poisoned<float>(resident_->slots() * features);
   prompt_seen_ = std::make_unique<DeviceArray<kvlab_observation>>(prompt_->slots());
   seen_ = poisoned<kvlab_observation>(this->resident().slots());
   unit_keys_ =
@@ -308,14 +308,14 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
   ids_ = to_device(ids);
   seeds_ = to_device(std::vector<std::uint64_t>(count, 42));
   now_ = std::make_unique<DeviceArray<std::uint32_t>>(count);
-  std::vector<std::uint32_t> admitted(size_.prompts.begin(), size_.prompts.end());
-  admitted_ = to_device(admitted);
+  std::vector<std::uint32_t> appended(size_.prompts.begin(), size_.prompts.end());
+  appended_ = to_device(appended);
 
   std::vector<float> rope, inv_freq;
   const int half = size_.head_size / 2;
   for (int i = 0; i < half; ++i)
     inv_freq.push_back(std::pow(10000.0f, -static_cast<float>(i) / static_cast<float>(half)));
-  for (int position = 0; position < kMostPositions; ++position)
+  for (int position = 0; position < kMaxPositions; ++position)
     for (const float frequency : inv_freq) {
       const double angle = position * double{frequency};
       rope.push_back(static_cast<float>(std::cos(angle)));
@@ -336,17 +336,17 @@ Run::Run(const LayerSize& size, const Paging& prompt, const Paging& resident)
   workspace_ =
       std::make_unique<DeviceArray<std::byte>>(kvlab_evicting_attention_workspace(policy_, &cache));
   const kvlab_cache from = prompt_->cache();
-  shrink_workspace_ = poisoned<std::byte>(kvlab_shrink_workspace(&from));
+  compact_workspace_ = poisoned<std::byte>(kvlab_shrink_workspace(&from));
 }
 
-std::vector<std::byte> Run::draw_qkv(int tokens) {
+std::vector<std::byte> Run::sample_qkv(int tokens) {
   return kernels::encode(
       size_.type, kernels::random_values(
                       size_.type, static_cast<std::size_t>(tokens) * row_elements(), random_));
 }
 
 kvlab_policy_state Run::state(const DeviceArray<std::byte>& states,
-                              const DeviceArray<float>& columns) const {
+                              const DeviceArray<float>& features) const {
   kvlab_policy_state state{};
   state.states = states.data();
   state.rules = rules_->data();
@@ -355,7 +355,7 @@ kvlab_policy_state Run::state(const DeviceArray<std::byte>& states,
   state.seeds = seeds_->data();
   state.sequence_ids = ids_->data();
   state.layer = 2;
-  state.columns = columns.data();
+  state.features = features.data();
   return state;
 }
 
@@ -364,15 +364,15 @@ void Run::run_prompts() {
   std::size_t first = 0;
   for (int s = 0; s < sequences(); ++s) {
     attend_prompt(s, first);
-    if (!column_ids_.empty()) {
+    if (!feature_ids_.empty()) {
       const auto pair = static_cast<std::size_t>(s * size_.kv_heads * size_.head_size);
-      make_columns(prompt_->sequence(s), qkv_->data() + first * row_elements() * element(),
-                   size_.prompts[static_cast<std::size_t>(s)], nullptr, unit_keys_->data() + pair,
-                   prompt_columns_->data(), nullptr);
+      make_features(prompt_->sequence(s), qkv_->data() + first * row_elements() * element(),
+                    size_.prompts[static_cast<std::size_t>(s)], nullptr, unit_keys_->data() + pair,
+                    prompt_features_->data(), nullptr);
     }
     first += static_cast<std::size_t>(size_.prompts[static_cast<std::size_t>(s)]);
   }
-  shrink_prompts();
+  compact_prompts();
   check_cuda(cudaDeviceSynchronize());
 }
 
@@ -385,7 +385,7 @@ void Run::write_prompts() {
       slot.push_back(token);
     }
   const int tokens = static_cast<int>(slot.size());
-  qkv_ = to_device(draw_qkv(tokens));
+  qkv_ = to_device(sample_qkv(tokens));
   q_ = poisoned<std::byte>(static_cast<std::size_t>(tokens * query_heads() * size_.head_size) *
                            element());
   token_sequences_ = to_device(sequence);
@@ -439,12 +439,13 @@ void Run::attend_prompt(int sequence, std::size_t first_token) {
   check_cuda(cudaDeviceSynchronize());
 }
 
-void Run::make_columns(const kvlab_cache& cache, const std::byte* qkv, int tokens,
-                       const std::uint32_t* now, float* unit_keys, float* to, cudaStream_t stream) {
+void Run::make_features(const kvlab_cache& cache, const std::byte* qkv, int tokens,
+                        const std::uint32_t* now, float* unit_keys, float* to,
+                        cudaStream_t stream) {
   kvlab_columns_args args{.struct_size = sizeof(kvlab_columns_args)};
   args.cache = cache;
-  args.count = static_cast<int>(column_ids_.size());
-  std::ranges::copy(column_ids_, args.columns);
+  args.count = static_cast<int>(feature_ids_.size());
+  std::ranges::copy(feature_ids_, args.features);
   args.slots = cache.next_slots;
   args.tokens = tokens;
   args.now = now;
@@ -457,17 +458,17 @@ void Run::make_columns(const kvlab_cache& cache, const std::byte* qkv, int token
   check_cuda(kvlab_columns(&args, stream));
 }
 
-void Run::shrink_prompts() {
+void Run::compact_prompts() {
   kvlab_shrink_args args{.struct_size = sizeof(kvlab_shrink_args)};
   args.from = prompt_->cache();
   args.to = resident().cache();
-  args.policy = state(*prompt_states_, *prompt_columns_);
+  args.policy = state(*prompt_states_, *prompt_features_);
   args.to_states = (size_.in_place ? prompt_states_ : states_)->data();
-  args.to_columns = (size_.in_place ? prompt_columns_ : columns_)->data();
+  args.to_features = (size_.in_place ? prompt_features_ : features_)->data();
   args.now = now_->data();
-  args.admitted = admitted_->data();
+  args.appended = appended_->data();
   args.seen = kvlab_policy_needs(policy_) == KVLAB_NOTHING ? nullptr : prompt_seen_->data();
-  args.workspace = shrink_workspace_->data();
+  args.workspace = compact_workspace_->data();
   args.weighted = 1;
   check_cuda(kvlab_shrink(policy_, &args, nullptr));
   const kvlab_cache cache = resident().cache();
@@ -487,12 +488,13 @@ void Run::enqueue_step(cudaStream_t stream) {
   write.now = now_->data();
   write.q = q_->data();
   check_cuda(kvlab_write(&write, stream));
-  const auto& columns = size_.in_place ? *prompt_columns_ : *columns_;
-  if (!column_ids_.empty())
-    make_columns(cache, qkv_->data(), 1, now_->data(), unit_keys_->data(), columns.data(), stream);
+  const auto& features = size_.in_place ? *prompt_features_ : *features_;
+  if (!feature_ids_.empty())
+    make_features(cache, qkv_->data(), 1, now_->data(), unit_keys_->data(), features.data(),
+                  stream);
   kvlab_evicting_attention_args args{.struct_size = sizeof(kvlab_evicting_attention_args)};
   args.cache = cache;
-  args.policy = state(size_.in_place ? *prompt_states_ : *states_, columns);
+  args.policy = state(size_.in_place ? *prompt_states_ : *states_, features);
   args.policy.seen = seen_->data();
   args.numbering = size_.numbering;
   args.now = now_->data();
@@ -516,7 +518,7 @@ void Run::decode(int steps) {
   std::iota(all.begin(), all.end(), 0);
   token_sequences_ = to_device(all);
   rope_rows_ = to_device(all);
-  qkv_ = to_device(draw_qkv(sequences()));
+  qkv_ = to_device(sample_qkv(sequences()));
   q_ = poisoned<std::byte>(static_cast<std::size_t>(sequences() * query_heads() * size_.head_size) *
                            element());
   std::vector<int> tokens = size_.prompts;
@@ -535,7 +537,7 @@ void Run::decode(int steps) {
       const bool idle = s == 1 && step % 3 == 2;
       now.push_back(idle ? KVLAB_IDLE : static_cast<std::uint32_t>(tokens[s]++));
     }
-    overwrite(*qkv_, draw_qkv(sequences()));
+    overwrite(*qkv_, sample_qkv(sequences()));
     overwrite(*now_, now);
     overwrite(*rope_rows_, rows);
     check_cuda(cudaDeviceSynchronize());
@@ -572,7 +574,7 @@ LayerLeft Run::left() const {
           .step_outputs = step_outputs_,
           .rows = resident().rows(),
           .states = (size_.in_place ? prompt_states_ : states_)->to_host(),
-          .columns = bytes_of(size_.in_place ? *prompt_columns_ : *columns_),
+          .features = bytes_of(size_.in_place ? *prompt_features_ : *features_),
           .seen = bytes_of(*seen_),
           .positions = copied(cache.positions, resident().slots()),
           .ages = copied(cache.ages, resident().slots()),

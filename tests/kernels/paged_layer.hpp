@@ -32,7 +32,7 @@ struct LayerSize {
   int head_size = 64, group = 4, kv_heads = 2;
   std::vector<int> prompts = {70, 5, 33};      ///< [sequence]: tokens
   std::vector<int> budgets = {17, 40, 65, 8};  ///< [pair], repeated
-  bool in_place = false;                       ///< prompts are shrunk where they lie
+  bool in_place = false;                       ///< prompts are compacted where they lie
   bool captured = false;                       ///< steps are launches of one graph
   bool settled = false;
   bool in_parts = false;     ///< prompts' keys are attended in parts
@@ -72,7 +72,7 @@ class PagedCache {
   std::vector<std::int64_t> first_;
   std::int64_t slots_ = 0;
   std::size_t pool_bytes_ = 0;
-  int most_slots_ = 1, most_blocks_ = 0, pool_blocks_ = 0;
+  int max_slots_ = 1, max_blocks_ = 0, pool_blocks_ = 0;
   std::vector<std::int32_t> blocks_;
   template <class T>
   using Array = std::unique_ptr<DeviceArray<T>>;
@@ -84,14 +84,14 @@ class PagedCache {
 
 /// What is left of a run, of which all must be equal whatever the blocks are.
 struct LayerLeft {
-  std::vector<std::byte> prompt_outputs, step_outputs, rows, states, columns, seen;
+  std::vector<std::byte> prompt_outputs, step_outputs, rows, states, features, seen;
   std::vector<std::uint32_t> positions, ages;
   std::vector<std::int32_t> lengths, next_slots;
   std::size_t strays = 0;
   bool operator==(const LayerLeft&) const = default;
 };
 
-/// Prompts, a shrink from `prompt` to `resident`, then `steps` decoded tokens of each sequence.
+/// Prompts, a compaction from `prompt` to `resident`, then `steps` decoded tokens of each sequence.
 LayerLeft run_layer(const LayerSize& size, const Paging& prompt, const Paging& resident, int steps);
 
 }  // namespace kvlab

@@ -24,7 +24,7 @@ void compare(const LayerLeft& contiguous, const LayerLeft& paged) {
   CHECK(paged.next_slots == contiguous.next_slots);
   CHECK(paged.rows == contiguous.rows);
   CHECK(paged.states == contiguous.states);
-  CHECK(paged.columns == contiguous.columns);
+  CHECK(paged.features == contiguous.features);
   CHECK(paged.ages == contiguous.ages);
   CHECK(paged.seen == contiguous.seen);
 }
@@ -53,14 +53,14 @@ kvlab_cache cache_of_nothing() {
   cache.kv_heads = 2;
   cache.head_size = 64;
   cache.softmax_scale = 1;
-  cache.most_slots = 100;
+  cache.max_slots = 100;
   cache.first_slot = static_cast<const std::int64_t*>(any);
   cache.keys = cache.values = any;
   cache.positions = static_cast<std::uint32_t*>(any);
   cache.lengths = cache.next_slots = static_cast<std::int32_t*>(any);
   cache.pages = {.blocks = static_cast<const std::int32_t*>(any),
                  .page = 16,
-                 .most_blocks = 7,
+                 .max_blocks = 7,
                  .by_pair = 0,
                  .block_stride = 16 * 128,
                  .slot_stride = 128,
@@ -68,20 +68,20 @@ kvlab_cache cache_of_nothing() {
   return cache;
 }
 
-kvlab_shrink_args shrink_args(const kvlab_cache& from, const kvlab_cache& to) {
+kvlab_shrink_args compact_args(const kvlab_cache& from, const kvlab_cache& to) {
   void* const any = from.keys;
   kvlab_shrink_args args{.struct_size = sizeof(kvlab_shrink_args)};
   args.from = from;
   args.to = to;
   args.policy.rules = static_cast<const kvlab_rule*>(any);
   args.policy.seeds = static_cast<const std::uint64_t*>(any);
-  args.policy.sequence_ids = args.now = args.admitted = static_cast<const std::uint32_t*>(any);
+  args.policy.sequence_ids = args.now = args.appended = static_cast<const std::uint32_t*>(any);
   args.workspace = any;
   return args;
 }
 
-cudaError_t shrink_between(const kvlab_cache& from, const kvlab_cache& to) {
-  const kvlab_shrink_args args = shrink_args(from, to);
+cudaError_t compact_between(const kvlab_cache& from, const kvlab_cache& to) {
+  const kvlab_shrink_args args = compact_args(from, to);
   return kvlab_shrink(kvlab_find_policy("window"), &args, nullptr);
 }
 
@@ -94,11 +94,11 @@ cudaError_t write_to(const kvlab_cache& cache) {
   return kvlab_write(&args, nullptr);
 }
 
-cudaError_t columns_of(const kvlab_cache& cache) {
+cudaError_t features_of(const kvlab_cache& cache) {
   kvlab_columns_args args{.struct_size = sizeof(kvlab_columns_args)};
   args.cache = cache;
   args.count = 1;
-  args.columns[0] = KVLAB_VALUE_NORM;
+  args.features[0] = KVLAB_VALUE_NORM;
   args.slots = cache.next_slots;
   args.tokens = 1;
   args.keys = cache.keys;
@@ -113,7 +113,7 @@ cudaError_t attend_prompt(const kvlab_cache& cache) {
   args.kv_heads = cache.kv_heads;
   args.head_size = cache.head_size;
   args.softmax_scale = 1;
-  args.queries = cache.most_slots;
+  args.queries = cache.max_slots;
   args.q = args.keys = args.values = cache.keys;
   args.out = cache.keys;
   args.first_slot = cache.first_slot;
@@ -128,10 +128,11 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
   const auto all_refuse = [](const kvlab_cache& cache) {
     kvlab_cache to = cache;
     to.pages = {};
-    return write_to(cache) == cudaErrorInvalidValue && columns_of(cache) == cudaErrorInvalidValue &&
+    return write_to(cache) == cudaErrorInvalidValue &&
+           features_of(cache) == cudaErrorInvalidValue &&
            attend_prompt(cache) == cudaErrorInvalidValue &&
-           shrink_between(cache, to) == cudaErrorInvalidValue &&
-           shrink_between(to, cache) == cudaErrorInvalidValue &&
+           compact_between(cache, to) == cudaErrorInvalidValue &&
+           compact_between(to, cache) == cudaErrorInvalidValue &&
            kvlab_evicting_attention_workspace(kvlab_find_policy("h2o"), &cache) == 0;
   };
   const auto refused = [&](auto change) {
@@ -139,9 +140,9 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
     change(cache.pages);
     return all_refuse(cache);
   };
-  CHECK(refused([](kvlab_pages& pages) { pages.page = 8, pages.most_blocks = 100; }));
+  CHECK(refused([](kvlab_pages& pages) { pages.page = 8, pages.max_blocks = 100; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = 24; }));
-  CHECK(refused([](kvlab_pages& pages) { pages.page = 1, pages.most_blocks = 100; }));  // of tokens
+  CHECK(refused([](kvlab_pages& pages) { pages.page = 1, pages.max_blocks = 100; }));  // of tokens
   CHECK(refused([](kvlab_pages& pages) { pages.page = 0; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = -16; }));
   CHECK(refused([](kvlab_pages& pages) { pages.blocks = nullptr; }));
@@ -160,15 +161,15 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
     CHECK(kvlab_choose_victims(h2o, layers, count, nullptr) == cudaErrorInvalidValue);
   if (has_device()) return;  // these would be launched
   CHECK(write_to(good) != cudaErrorInvalidValue);
-  CHECK(columns_of(good) != cudaErrorInvalidValue);
+  CHECK(features_of(good) != cudaErrorInvalidValue);
   CHECK(attend_prompt(good) != cudaErrorInvalidValue);
-  CHECK(shrink_between(good, good) != cudaErrorInvalidValue);
+  CHECK(compact_between(good, good) != cudaErrorInvalidValue);
 }
 
-TEST_CASE("Halves of a shrink are refused without what they are for") {
+TEST_CASE("Halves of a compaction are refused without what they are for") {
   const kvlab_policy* const window = kvlab_find_policy("window");
   const kvlab_cache cache = cache_of_nothing();
-  kvlab_shrink_args args = shrink_args(cache, cache);
+  kvlab_shrink_args args = compact_args(cache, cache);
   const auto said = [&](const std::uint64_t* ranks, int devices) {
     CHECK(kvlab_keep(window, &args, ranks, devices, nullptr) == cudaErrorInvalidValue);
     return std::string(kvlab_last_error());
@@ -202,15 +203,15 @@ TEST_CASE("A cache in blocks evicts as one without, by policies that need nothin
   check_layer({.policy = "knorm", .prompts = {900, 1300}, .budgets = {600, 1000, 63}}, 9);
 }
 
-// Their columns are made of values, which are read from their blocks.
-TEST_CASE("A cache in blocks evicts as one without, by a column of values", "[gpu]") {
+// Their features are made of values, which are read from their blocks.
+TEST_CASE("A cache in blocks evicts as one without, by a feature of values", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"vatp", "criticalkv"})
     for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32})
       check_layer({.policy = policy, .type = type, .head_size = 128}, 30);
 }
 
-TEST_CASE("A cache in blocks evicts as one without, where positions are squeezed", "[gpu]") {
+TEST_CASE("A cache in blocks evicts as one without, where positions are cache positions", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256}) {
@@ -251,7 +252,7 @@ TEST_CASE("A policy that the library compiles evicts as the registry's", "[gpu]"
                                        {"lazy_eviction", "requests/lazy_eviction.hpp"},
                                        {"window", "recency/window.hpp"},
                                        {"random", "baseline/random.hpp"},
-                                       {"keydiff", "columns/keydiff.hpp"}})
+                                       {"keydiff", "features/keydiff.hpp"}})
     for (const bool captured : {false, true}) {
       LayerSize size{.policy = policy, .head_size = 128, .captured = captured};
       INFO(size.name());
@@ -262,7 +263,7 @@ TEST_CASE("A policy that the library compiles evicts as the registry's", "[gpu]"
     }
 }
 
-TEST_CASE("A prompt in blocks is shrunk where it lies", "[gpu]") {
+TEST_CASE("A prompt in blocks is compacted where it lies", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o", "knorm", "window"})
     check_layer({.policy = policy, .prompts = {300, 20, 129}, .in_place = true}, 20);

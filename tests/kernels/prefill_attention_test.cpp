@@ -74,27 +74,27 @@ TEST_CASE("prefill attention agrees with float64 for every type, head size and g
             {.type = type, .head_size = head_size, .group = group, .first = 37, .queries = 67});
 }
 
-TEST_CASE("prefill attention shows a query just its span", "[gpu]") {
+TEST_CASE("prefill attention shows a query just its window", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 128, 256})
       for (const int group : {1, 3, 8})
-        for (const int span : {1, 5, 32, 63, 64, 65, 200, 1000})
+        for (const int window : {1, 5, 32, 63, 64, 65, 200, 1000})
           run_and_check({.type = type,
                          .head_size = head_size,
                          .group = group,
-                         .first = span % 2 == 0 ? 150 : 0,
+                         .first = window % 2 == 0 ? 150 : 0,
                          .queries = 131,
-                         .ragged = span == 64,
-                         .span = span});
+                         .ragged = window == 64,
+                         .window = window});
 }
 
-TEST_CASE("prefill attention counts sink logits, with a span and without", "[gpu]") {
+TEST_CASE("prefill attention counts sink logits, with a window and without", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
       for (const int group : {1, 5, 8, 16})
-        for (const int span : {0, 40})
+        for (const int window : {0, 40})
           for (const float scale : {0.0f, 30 / std::sqrt(static_cast<float>(head_size))})
             run_and_check({.type = type,
                            .head_size = head_size,
@@ -103,7 +103,7 @@ TEST_CASE("prefill attention counts sink logits, with a span and without", "[gpu
                            .queries = 131,
                            .scale = scale,
                            .ragged = group == 5,
-                           .span = span,
+                           .window = window,
                            .sinks = true});
 }
 
@@ -145,13 +145,13 @@ TEST_CASE("prefill attention holds for logits of 80 either way and for equal one
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {128, 256})
-      for (const int span : {0, 40}) {
+      for (const int window : {0, 40}) {
         PrefillSize size{.type = type,
                          .head_size = head_size,
                          .first = 70,
                          .queries = 130,
                          .equal_keys = true,
-                         .span = span};
+                         .window = window};
         run_and_check(size);
         size.equal_keys = false;
         // The largest of some hundreds lie beyond 80.
@@ -168,7 +168,7 @@ TEST_CASE("prefill attention gives equal bits 200 times, plain and in a captured
                         .head_size = wide ? 256 : 128,
                         .first = 100,
                         .queries = 300,
-                        .span = wide ? 130 : 0});
+                        .window = wide ? 130 : 0});
     const Stream stream;
     check_cuda(chunk.enqueue(stream.get()));
     const auto bits = chunk.bits();

@@ -18,15 +18,15 @@ struct Prompts {
   std::vector<std::int32_t> first;  ///< [sequence + 1], of queries
 };
 
-constexpr int kKvHeads = 2, kFirst = 5, kMostQueries = 513, kMostOlder = 90;
-constexpr int kLeading = 3, kTrailing = 9;  // queries that are nobody's
+constexpr int kKvHeads = 2, kFirst = 5, kMaxQueries = 513, kMaxOlder = 90;
+constexpr int kLeading = 3, kTrailing = 9;  // queries that are unused
 
 Prompts prompts_of(const std::vector<int>& queries) {
   Prompts prompts{queries, {}, {kLeading}};
   for (const int count : queries) {
     prompts.first.push_back(prompts.first.back() + count);
     for (int head = 0; head < kKvHeads; ++head)
-      prompts.older.push_back(static_cast<int>(prompts.older.size()) * 31 % kMostOlder);
+      prompts.older.push_back(static_cast<int>(prompts.older.size()) * 31 % kMaxOlder);
   }
   return prompts;
 }
@@ -60,7 +60,7 @@ class Batch {
   explicit Batch(const Case& given)
       : case_(given),
         cache_(given.size, given.paging,
-               std::vector<int>(kSequences * kKvHeads, kFirst + kMostOlder + kMostQueries)),
+               std::vector<int>(kSequences * kKvHeads, kFirst + kMaxOlder + kMaxQueries)),
         all_(kLeading + kTrailing + std::max(kLong.first.back(), kShort.first.back())),
         q_(all() * row_bytes()),
         out_(all() * row_bytes()),
@@ -70,7 +70,7 @@ class Batch {
         first_query_(std::size_t{kSequences + 1}),
         older_(std::size_t{kSequences * kKvHeads}) {
     std::vector<float> weights;
-    for (int age = 0; age < kMostQueries + 100; ++age)
+    for (int age = 0; age < kMaxQueries + 100; ++age)
       weights.push_back(1 / (1 + static_cast<float>(age) / 8));
     weights_ = std::make_unique<DeviceArray<float>>(std::span<const float>(weights));
     write_cache();
@@ -158,7 +158,7 @@ class Batch {
                     .head_size = case_.size.head_size,
                     .softmax_scale = cache.softmax_scale,
                     .first = kFirst,
-                    .queries = kMostQueries,
+                    .queries = kMaxQueries,
                     .q = q_.data(),
                     .keys = cache.keys,
                     .values = cache.values,
@@ -172,7 +172,7 @@ class Batch {
                     .all_queries = all_,
                     .first_query = first_query_.data()};
     args.needs = case_.needs;
-    args.keys_end = kFirst + kMostOlder + kMostQueries;
+    args.keys_end = kFirst + kMaxOlder + kMaxQueries;
     args.threshold16 = thresholds_.data();
     args.seen = seen_.data();
     args.group_max = case_.group_max ? 1 : 0;
@@ -200,11 +200,11 @@ class Batch {
     to.assign(from);
   }
 
-  /// Keys and values drawn at random, in every slot.
+  /// Keys and values sampled at random, in every slot.
   void write_cache() {
     std::vector<std::int32_t> sequences, slots;
     for (int s = 0; s < kSequences; ++s)
-      for (int slot = 0; slot < kFirst + kMostOlder + kMostQueries; ++slot) {
+      for (int slot = 0; slot < kFirst + kMaxOlder + kMaxQueries; ++slot) {
         sequences.push_back(s);
         slots.push_back(slot);
       }

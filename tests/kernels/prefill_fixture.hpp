@@ -1,4 +1,4 @@
-// Queries of an admission and the keys and values they see, on the host and on the device.
+// Queries of an append and the keys and values they see, on the host and on the device.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@ struct PrefillSize {
   float scale = 0;      ///< 0: 1 / sqrt(head_size)
   bool ragged = false;  ///< KV head h has 41 * h more older tokens, its slots begin anywhere
   bool equal_keys = false;
-  int span = 0;
+  int window = 0;
   bool sinks = false;
   bool parts = false;  ///< keys are cut into parts
 
@@ -33,7 +33,7 @@ struct PrefillSize {
     return std::string(types[static_cast<int>(type)]) + " head size " + std::to_string(head_size) +
            " group " + std::to_string(group) + " first " + std::to_string(first) + " queries " +
            std::to_string(queries) + (ragged ? " ragged" : "") +
-           (span > 0 ? " span " + std::to_string(span) : "") + (sinks ? " sinks" : "") +
+           (window > 0 ? " window " + std::to_string(window) : "") + (sinks ? " sinks" : "") +
            (parts ? " parts" : "");
   }
 };
@@ -61,7 +61,7 @@ class PrefillChunk {
     }
     device_older_ = std::make_unique<DeviceArray<std::int32_t>>(std::span(older_));
     device_first_slot_ = std::make_unique<DeviceArray<std::int64_t>>(std::span(first_slot_));
-    sinks_ = draw_sinks(query_heads(), size_.sinks);
+    sinks_ = sample_sinks(query_heads(), size_.sinks);
     if (size_.sinks) device_sinks_ = std::make_unique<DeviceArray<float>>(std::span(sinks_));
     device_q_ = upload(q_);
     device_keys_ = upload(keys_);
@@ -89,7 +89,7 @@ class PrefillChunk {
     return prefill_attention(args(),
                              {.head_stride = size_.ragged ? 0 : static_cast<std::int64_t>(stride),
                               .sinks = device_sinks_ ? device_sinks_->data() : nullptr,
-                              .span = size_.span},
+                              .window = size_.window},
                              stream);
   }
   kvlab_prefill_args args() const {
@@ -148,8 +148,8 @@ class PrefillChunk {
   static constexpr std::size_t kUnusedSlots = 5;
 
   std::span<const float> part(const std::vector<float>& all, std::size_t row) const {
-    const std::size_t end = seen_by(row), span = size_.span;
-    const std::size_t from = span > 0 && end > span ? end - span : 0;
+    const std::size_t end = seen_by(row), window = size_.window;
+    const std::size_t from = window > 0 && end > window ? end - window : 0;
     return {&all[(begin(kv_head(row)) + from) * dim()], (end - from) * dim()};
   }
   std::unique_ptr<DeviceArray<std::byte>> upload(const std::vector<float>& values) const {

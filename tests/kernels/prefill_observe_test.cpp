@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/evict/admission.hpp"
+#include "kernels/evict/append.hpp"
 #include "policies/observation.hpp"
 #include "tests/catch.hpp"
 #include "tests/kernels/prefill_fixture.hpp"
@@ -17,7 +17,7 @@ constexpr std::uint32_t kPosition = 1000;  // of the first query
 constexpr Observation kUntouched{
     .mass = 12345, .requests = 678, .last_request = 0xffff'ffff, .queries = 90};
 
-struct Asked {
+struct Request {
   Needs needs = Needs::mass;
   double tau = 0.01;
   bool weighted = false;  ///< 1 / (1 + age / 8), else null
@@ -33,9 +33,9 @@ struct Asked {
 /// The second pass over a chunk that attention has been over.
 class Observer {
  public:
-  Observer(const PrefillChunk& chunk, const Asked& asked)
+  Observer(const PrefillChunk& chunk, const Request& requested)
       : chunk_(chunk),
-        asked_(asked),
+        requested_(requested),
         weights_(std::span<const float>(weights())),
         threshold_(std::span<const std::uint32_t>(&kept_threshold_, 1)),
         workspace_(observe_workspace(chunk.args())) {
@@ -55,8 +55,8 @@ class Observer {
 
   cudaError_t enqueue(cudaStream_t stream) const {
     const int all = chunk_.size().queries;
-    for (int part = 0; part < asked_.parts; ++part) {
-      const int begin = all * part / asked_.parts, end = all * (part + 1) / asked_.parts;
+    for (int part = 0; part < requested_.parts; ++part) {
+      const int begin = all * part / requested_.parts, end = all * (part + 1) / requested_.parts;
       const std::size_t row = begin * chunk_.query_heads();
       kvlab_prefill_args queries = chunk_.args();
       queries.first += begin;
@@ -66,16 +66,16 @@ class Observer {
       queries.rows += row;
       const kvlab_observe_args args{
           .prefill = queries,
-          .needs = static_cast<kvlab_needs>(asked_.needs),
+          .needs = static_cast<kvlab_needs>(requested_.needs),
           .keys_end = static_cast<int>(chunk_.visible(chunk_.size().kv_heads - 1)) - all + end,
           .position = kPosition + begin,
           .threshold16 = threshold_.data(),
           .seen = reinterpret_cast<kvlab_observation*>(seen_.data()),
           .workspace = workspace_.data(),
-          .group_max = asked_.group_max,
-          .weights = asked_.weighted || asked_.ones ? weights_.data() : nullptr,
-          .tail = asked_.tail,
-          .younger = asked_.younger + all - end};
+          .group_max = requested_.group_max,
+          .weights = requested_.weighted || requested_.ones ? weights_.data() : nullptr,
+          .tail = requested_.tail,
+          .younger = requested_.younger + all - end};
       if (const cudaError_t error = observe_queries(args, stream); error != cudaSuccess)
         return error;
     }
@@ -87,14 +87,14 @@ class Observer {
  private:
   std::vector<float> weights() const {
     std::vector<float> all;
-    for (int age = 0; age < chunk_.size().queries + asked_.younger; ++age)
-      all.push_back(asked_.weight(age));
+    for (int age = 0; age < chunk_.size().queries + requested_.younger; ++age)
+      all.push_back(requested_.weight(age));
     return all;
   }
 
   const PrefillChunk& chunk_;
-  Asked asked_;
-  std::uint32_t kept_threshold_ = request_threshold16(asked_.tau);
+  Request requested_;
+  std::uint32_t kept_threshold_ = request_threshold16(requested_.tau);
   DeviceArray<float> weights_;
   DeviceArray<std::uint32_t> threshold_;
   DeviceArray<Observation> seen_{chunk_.all_slots()};
@@ -140,20 +140,21 @@ struct Expected {
   std::uint32_t last_surely = 0, last_perhaps = 0;
 };
 
-std::vector<Expected> expect(const PrefillChunk& chunk, const Asked& asked) {
+std::vector<Expected> expect(const PrefillChunk& chunk, const Request& requested) {
   constexpr double kNear = 1e-3;  // relative, of a probability at the threshold
   std::vector<Expected> all(chunk.all_slots());
   const int group = chunk.size().group, queries = chunk.size().queries;
-  const double tau = request_threshold16(asked.tau) / 65536.0;
+  const double tau = request_threshold16(requested.tau) / 65536.0;
   for (std::size_t first_row = 0; first_row < chunk.rows(); first_row += group) {
     const int query = static_cast<int>(first_row / chunk.query_heads());
-    const int age = asked.younger + queries - 1 - query;
-    const double weight = static_cast<std::uint32_t>(age) < asked.tail ? asked.weight(age) : 0.0f;
+    const int age = requested.younger + queries - 1 - query;
+    const double weight =
+        static_cast<std::uint32_t>(age) < requested.tail ? requested.weight(age) : 0.0f;
     const std::size_t begin = chunk.begin(chunk.kv_head(first_row));
     std::vector<int> asks(chunk.seen_by(first_row));  // 1: perhaps, 2: surely
     std::vector<double> mass(asks.size()), plain_mass(asks.size());
     const auto give = [&](double& sum, double p) {
-      sum = asked.group_max ? std::max(sum, p) : sum + p;
+      sum = requested.group_max ? std::max(sum, p) : sum + p;
     };
     for (std::size_t row = first_row; row < first_row + group; ++row) {
       const Row p(chunk, row);
@@ -207,7 +208,7 @@ void check_requests(const PrefillChunk& chunk, const std::vector<Observation>& s
   CHECK(bad == 0);
 }
 
-/// Whether what was not asked for is as it was.
+/// Whether what was not requested is as it was.
 bool has_only(const PrefillChunk& chunk, const std::vector<Observation>& seen, Needs needs) {
   bool only = true;
   for (int h = 0; h < chunk.size().kv_heads; ++h)
@@ -231,25 +232,25 @@ void check_rest_untouched(const PrefillChunk& chunk, const std::vector<Observati
   CHECK(untouched);
 }
 
-std::vector<Observation> run(const PrefillChunk& chunk, const Asked& asked) {
+std::vector<Observation> run(const PrefillChunk& chunk, const Request& requested) {
   const Stream stream;
-  const Observer observer(chunk, asked);
+  const Observer observer(chunk, requested);
   check_cuda(chunk.enqueue(stream.get()));
   check_cuda(observer.enqueue(stream.get()));
   return observer.seen();
 }
 
-void run_and_check(const PrefillSize& size, const Asked& asked) {
-  INFO(size.text() << (needs_mass(asked.needs) ? " mass" : "")
-                   << (needs_requests(asked.needs) ? " requests" : "") << " tau " << asked.tau
-                   << " tail " << asked.tail << " parts " << asked.parts
-                   << (asked.group_max ? " group max" : ""));
+void run_and_check(const PrefillSize& size, const Request& requested) {
+  INFO(size.text() << (needs_mass(requested.needs) ? " mass" : "")
+                   << (needs_requests(requested.needs) ? " requests" : "") << " tau "
+                   << requested.tau << " tail " << requested.tail << " parts " << requested.parts
+                   << (requested.group_max ? " group max" : ""));
   const PrefillChunk chunk(size);
-  const auto seen = run(chunk, asked);
-  const auto expected = expect(chunk, asked);
-  if (needs_mass(asked.needs)) check_mass(chunk, seen, expected);
-  if (needs_requests(asked.needs)) check_requests(chunk, seen, expected);
-  CHECK(has_only(chunk, seen, asked.needs));
+  const auto seen = run(chunk, requested);
+  const auto expected = expect(chunk, requested);
+  if (needs_mass(requested.needs)) check_mass(chunk, seen, expected);
+  if (needs_requests(requested.needs)) check_requests(chunk, seen, expected);
+  CHECK(has_only(chunk, seen, requested.needs));
   check_rest_untouched(chunk, seen);
 }
 
@@ -369,7 +370,7 @@ TEST_CASE("the second pass sees what sink logits leave to the keys", "[gpu]") {
                       {.needs = Needs::both, .group_max = group_max});
 }
 
-TEST_CASE("parts of an admission add up to the whole, to the bit", "[gpu]") {
+TEST_CASE("parts of an append add up to the whole, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {

@@ -87,34 +87,34 @@ std::vector<SamplingOptions> many_options() {
 
 }  // namespace
 
-TEST_CASE("the device draws what the host draws, whatever the options", "[gpu]") {
+TEST_CASE("the device samples what the host samples, whatever the options", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(1);
-  constexpr int kDraws = 20;
+  constexpr int kSamples = 20;
   const std::vector<SamplingOptions> options = many_options();
-  int different = 0, draws = 0;
+  int different = 0, samples = 0;
   for (const std::size_t vocab : {1, 2, 33, 1000, 32'003})
     for (const bool ties : {false, true}) {
       const std::vector<float> logits = random_logits(vocab * options.size(), ties, random);
       const Rows rows(logits, vocab, options);
       std::vector<Sampler> host(options.begin(), options.end());
-      for (int draw = 0; draw < kDraws; ++draw) {
+      for (int sample = 0; sample < kSamples; ++sample) {
         const auto ids = rows.pick();
         for (std::size_t row = 0; row < options.size(); ++row) {
           const std::int32_t expected =
               host[row].pick(std::span(logits).subspan(row * vocab, vocab));
           if (options[row].temperature == 0) REQUIRE(ids[row] == expected);
           different += ids[row] != expected;
-          ++draws;
+          ++samples;
         }
       }
-      CHECK((rows.counters() == std::vector<std::uint64_t>(options.size(), kDraws)));
+      CHECK((rows.counters() == std::vector<std::uint64_t>(options.size(), kSamples)));
     }
-  INFO(different << " of " << draws << " draws differ");
-  CHECK(different <= draws / 1000);  // probabilities are float32 on the device
+  INFO(different << " of " << samples << " samples differ");
+  CHECK(different <= samples / 1000);  // probabilities are float32 on the device
 }
 
-TEST_CASE("a graph of sample() draws anew at every replay, as the host does", "[gpu]") {
+TEST_CASE("a graph of sample() samples anew at every replay, as the host does", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(2);
   const std::size_t vocab = 128'256;
@@ -125,7 +125,7 @@ TEST_CASE("a graph of sample() draws anew at every replay, as the host does", "[
   CapturedGraph graph([&](cudaStream_t stream) { return rows.enqueue(stream); });
   std::vector<Sampler> host(options.begin(), options.end());
   int different = 0;
-  for (int draw = 0; draw < 10; ++draw) {
+  for (int sample = 0; sample < 10; ++sample) {
     graph.launch();
     const auto ids = rows.ids();
     for (std::size_t row = 0; row < options.size(); ++row)
@@ -154,7 +154,7 @@ TEST_CASE("greedy takes the lowest of equal ids, and -1 where the largest logit 
   }
 }
 
-TEST_CASE("draws follow the tempered distribution", "[gpu]") {
+TEST_CASE("samples follow the tempered distribution", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const std::vector<float> logits{0.0f, 1.0f, -1.0f, 2.0f};
   constexpr std::size_t kRows = 4096;

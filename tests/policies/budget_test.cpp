@@ -61,7 +61,8 @@ TEST_CASE("an allocator's mean is a budget like any other") {
 TEST_CASE(
     "PyramidKV's series falls evenly, from twice the mean less the last, and sums to the mean") {
   CHECK(pyramid_budgets(100, 10'000, 1, 5) == std::vector<std::uint32_t>{195, 148, 100, 52, 5});
-  // The first layer has no more than all tokens, the last one no less than its guards need.
+  // The first layer has no more than all tokens, the last one no less than its protected tokens
+  // need.
   CHECK(pyramid_budgets(100, 160, 1, 3) == std::vector<std::uint32_t>{160, 100, 40});
   CHECK(pyramid_budgets(100, 10'000, 20, 3) == std::vector<std::uint32_t>{180, 100, 20});
   CHECK(pyramid_budgets(100, 50, 1, 3) == std::vector<std::uint32_t>{100, 100, 100});
@@ -80,24 +81,24 @@ TEST_CASE(
       }
 }
 
-TEST_CASE("the guard prompt holds the first prompt, and every budget is beside it") {
-  const auto asked = [](const std::string& policy, const std::string& budget) {
+TEST_CASE("the setting prompt holds the first prompt, and every budget is beside it") {
+  const auto requested = [](const std::string& policy, const std::string& budget) {
     return CacheConfig{.policy = parse_policy(policy), .budget = parse_budget(budget)};
   };
-  const auto guards = [&](const std::string& policy) {
-    const ResolvedConfig config = resolve(asked(policy, "20").at_prompt(30), 1000);
+  const auto protected_tokens = [&](const std::string& policy) {
+    const ResolvedConfig config = resolve(requested(policy, "20").at_prompt(30), 1000);
     CHECK(config.budget_tokens == 50);
-    CHECK(config.asked_tokens == 50);
-    return std::pair(config.guards.sinks, config.guards.recent);
+    CHECK(config.requested_tokens == 50);
+    return std::pair(config.protected_tokens.sinks, config.protected_tokens.recent);
   };
-  CHECK(guards("h2o:prompt") == std::pair(30u, 10u));
-  CHECK(guards("lru:sinks=35:recent=10%:prompt") == std::pair(35u, 2u));
-  CHECK(resolve(asked("lru:prompt", "ratio(0.5)").at_prompt(30), 1000).budget_tokens == 46);
+  CHECK(protected_tokens("h2o:prompt") == std::pair(30u, 10u));
+  CHECK(protected_tokens("lru:sinks=35:recent=10%:prompt") == std::pair(35u, 2u));
+  CHECK(resolve(requested("lru:prompt", "ratio(0.5)").at_prompt(30), 1000).budget_tokens == 46);
   const ResolvedConfig own =
-      resolve(asked("lru:prompt", "pyramid(20)").at_prompt(30), 99, 0, {3, 2});
+      resolve(requested("lru:prompt", "pyramid(20)").at_prompt(30), 99, 0, {3, 2});
   CHECK(own.head_budgets == HeadBudgets{{69, 69}, {50, 50}, {31, 31}});
-  CHECK(own.of_head(2, 0).guards.sinks == 30);
-  CacheConfig exempt = asked("lru:prompt", "20");
+  CHECK(own.of_head(2, 0).protected_tokens.sinks == 30);
+  CacheConfig exempt = requested("lru:prompt", "20");
   exempt.budget = budget_of_heads({{kNoBudget, kNoBudget}, {20, 9}});
   CHECK(resolve(exempt.at_prompt(30), 99, 0, {2, 2}).head_budgets ==
         HeadBudgets{{kNoBudget, kNoBudget}, {50, 39}});
@@ -106,32 +107,33 @@ TEST_CASE("the guard prompt holds the first prompt, and every budget is beside i
   CHECK(parse_policy("h2o:prompt").brief() == "h2o:prompt");
   const auto refused = [&](const std::string& policy, const std::string& budget) {
     return error_of<std::invalid_argument>([&] {
-      resolve(asked(policy, budget).at_prompt(30), 99, 0, {2, 2, 64});
+      resolve(requested(policy, budget).at_prompt(30), 99, 0, {2, 2, 64});
     });
   };
   CHECK(refused("h2o:prompt", "ada(20)") ==
         "policy h2o: prompt: every head keeps it, so ada() has nothing to share");
-  CHECK(refused("h2o:prompt:ladder=4", "20") ==
-        "policy h2o: prompt: is kept in 16 bit; no ladder would be right");
+  CHECK(refused("h2o:prompt:tiers=4", "20") ==
+        "policy h2o: prompt: is kept in 16 bit; no tier plan would be right");
   CHECK(refused("snapkv:prompt", "20") ==
-        "policy snapkv: under once only a prompt's tokens leave, which prompt keeps; once=no would "
+        "policy snapkv: under once only a prompt's tokens are evicted, which prompt keeps; once=no "
+        "would "
         "be right");
-  CHECK(error_of<std::invalid_argument>([&] { resolve(asked("h2o:prompt", "20"), 99); }) ==
+  CHECK(error_of<std::invalid_argument>([&] { resolve(requested("h2o:prompt", "20"), 99); }) ==
         "policy h2o: prompt: its length is not known here; sinks=N would be right");
 }
 
-TEST_CASE("each head has its own budget and the guards that belong to it") {
+TEST_CASE("each head has its own budget and the protected tokens that belong to it") {
   CacheConfig config{.policy = parse_policy("h2o:sinks=2"),
                      .budget = budget_of_heads({{8, 40}, {20, 4}})};
   const ResolvedConfig resolved = resolve(config, 1000, 3, {2, 2});
   CHECK(resolved.budget_tokens == 40);
-  CHECK(resolved.guards.recent == 20);
+  CHECK(resolved.protected_tokens.recent == 20);
   CHECK(resolved.budget.resolve(1000, 0) == 18);
   CHECK(resolved.budget_of(1, 1) == 4);
   const ResolvedConfig own = resolved.of_head(1, 0);
   CHECK(own.budget_tokens == 20);
-  CHECK(own.guards.recent == 10);
-  CHECK(own.guards.sinks == 2);
+  CHECK(own.protected_tokens.recent == 10);
+  CHECK(own.protected_tokens.sinks == 2);
   CHECK(own.budget_of(1, 0) == 20);
   CHECK(own.sequence == 3);
 
@@ -155,7 +157,7 @@ TEST_CASE("budgets by head that do not fit are refused") {
   CHECK_THAT(refusal("h2o", budget_of_heads({{8}}, "b.json"), {}), ContainsSubstring("of a model"));
   CHECK_THAT(refusal("h2o", parse_budget("pyramid(8)"), {}), ContainsSubstring("of a model"));
   CHECK_THAT(refusal("h2o:scope=layer", budget_of_heads({{8, 8}, {8, 9}}), {2, 2}),
-             ContainsSubstring("in layer 1 budgets of 8 and 9 tokens are asked for"));
+             ContainsSubstring("in layer 1 budgets of 8 and 9 tokens are requested"));
   CHECK(refusal("h2o:scope=layer", budget_of_heads({{8, 8}, {9, 9}}), {2, 2}).empty());
   CHECK_THAT(refusal("h2o:scope=layer", parse_budget("ada(8)"), {2, 2}),
              ContainsSubstring("budget ada(8): shares a layer's slots"));
@@ -175,18 +177,18 @@ TEST_CASE("a budget in bytes holds a quantized token that is smaller than one of
                    {1, 1, kHead})
         .budget_tokens;
   };
-  CHECK(resolved("h2o:ladder=4", "80B") == 1);
-  CHECK(resolved("h2o:ladder=4", "100B") == 1);
-  CHECK(resolved("h2o:ladder=2", "200B") == 4);
-  CHECK(resolved("h2o:ladder=4", "1%bytes") == 3);
-  CHECK_THROWS_WITH(resolved("h2o:ladder=4", "79B"),
+  CHECK(resolved("h2o:tiers=4", "80B") == 1);
+  CHECK(resolved("h2o:tiers=4", "100B") == 1);
+  CHECK(resolved("h2o:tiers=2", "200B") == 4);
+  CHECK(resolved("h2o:tiers=4", "1%bytes") == 3);
+  CHECK_THROWS_WITH(resolved("h2o:tiers=4", "79B"),
                     "budget 79B: holds no token, because one takes 80 bytes on the cheapest tier "
                     "(256 in 16 bit); give at least 80B");
   CHECK_THROWS_WITH(resolved("h2o", "100B"),
                     "budget 100B: holds no token, because one takes 256 bytes; give at least 256B");
-  CHECK_THROWS_WITH(resolved("h2o:ladder=16@1t+4@100%", "100B"),
+  CHECK_THROWS_WITH(resolved("h2o:tiers=16@1t+4@100%", "100B"),
                     ContainsSubstring("100 bytes are too few for one token on its first tier"));
   // The budgets of heads that differ are in tokens of 16 bit.
-  CHECK_THROWS_WITH(resolved("h2o:ladder=4", "pyramid(100B)"),
+  CHECK_THROWS_WITH(resolved("h2o:tiers=4", "pyramid(100B)"),
                     ContainsSubstring("one takes 256 bytes"));
 }

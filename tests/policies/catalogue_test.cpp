@@ -14,21 +14,22 @@ using kvlab::test::error_of;
 
 namespace {
 
-constexpr std::string_view kReferences[] = {"oracle_mass", "oracle_topk"};
+constexpr std::string_view kOracles[] = {"oracle_attention", "oracle_topk"};
 
 std::string policy_refusal(std::string_view text) {
-  return error_of<std::invalid_argument>([&] { parse_policy(text, kReferences); });
+  return error_of<std::invalid_argument>([&] { parse_policy(text, kOracles); });
 }
 std::string budget_refusal(std::string_view text) {
   return error_of<std::invalid_argument>([&] { parse_budget(text); });
 }
-std::string guards_refusal(std::string_view text, std::uint32_t budget) {
-  return error_of<std::invalid_argument>([&] { resolve_guards(parse_policy(text), budget); });
+std::string protected_tokens_refusal(std::string_view text, std::uint32_t budget) {
+  return error_of<std::invalid_argument>(
+      [&] { resolve_protected_tokens(parse_policy(text), budget); });
 }
 
 }  // namespace
 
-TEST_CASE("the catalogue holds the design's policies that need no column") {
+TEST_CASE("the catalogue holds the design's policies that need no feature") {
   for (const std::string_view name :
        {"full", "window", "sink", "lru", "h2o", "streaming_h2o", "random", "tova", "snapkv", "nacl",
         "lfu", "scissorhands", "lazy_eviction", "a2sf", "h2o_mean", "roco"}) {
@@ -56,22 +57,22 @@ TEST_CASE("defaults are those of the design's table") {
   CHECK(text("a2sf") == "a2sf:keep=0.98:sinks=0:recent=50%");
   CHECK(text("h2o_mean") == "h2o_mean:sinks=0:recent=50%");
   CHECK(text("roco") == "roco:spread=1:sinks=0:recent=10");
-  const auto squeezed = [](std::string_view name) {
+  const auto cache_positions = [](std::string_view name) {
     return parse_policy(name).entry->info.positions == Positions::cache;
   };
-  CHECK(squeezed("sink"));
-  CHECK(squeezed("streaming_h2o"));
+  CHECK(cache_positions("sink"));
+  CHECK(cache_positions("streaming_h2o"));
   for (const std::string_view name : {"full", "window", "lru", "h2o", "random"})
-    CHECK_FALSE(squeezed(name));
+    CHECK_FALSE(cache_positions(name));
 }
 
 TEST_CASE("the text of a policy parses back to the same policy") {
-  for (const std::string_view asked :
+  for (const std::string_view requested :
        {"full", "window", "sink:sinks=8", "lru:recent=50%:sinks=4", "h2o:recent=33.3333%",
         "streaming_h2o:sinks=0.5%", "random:recent=100%", "h2o:recent=2147483647",
         "lru:sinks=0%"}) {
-    INFO(asked);
-    const PolicySpec spec = parse_policy(asked);
+    INFO(requested);
+    const PolicySpec spec = parse_policy(requested);
     const PolicySpec again = parse_policy(spec.text());
     CHECK(again.entry == spec.entry);
     CHECK(again.params == spec.params);
@@ -82,15 +83,15 @@ TEST_CASE("the text of a policy parses back to the same policy") {
   CHECK(parse_policy("lru:recent=50%:sinks=4").text() == "lru:sinks=4:recent=50%");
 }
 
-TEST_CASE("references are found by name and take nothing") {
-  const PolicySpec spec = parse_policy("oracle_topk", kReferences);
+TEST_CASE("oracles are found by name and take nothing") {
+  const PolicySpec spec = parse_policy("oracle_topk", kOracles);
   CHECK(spec.entry == nullptr);
   CHECK(spec.text() == "oracle_topk");
-  CHECK(policy_refusal("oracle_mass:sinks=4") ==
-        "policy oracle_mass is a reference: it takes no parameters and no guards");
+  CHECK(policy_refusal("oracle_attention:sinks=4") ==
+        "policy oracle_attention is an oracle: it takes no parameters and no protected tokens");
   CHECK(error_of<std::invalid_argument>([] {
-          parse_policy("oracle_mass");
-        }).starts_with("unknown policy 'oracle_mass'"));
+          parse_policy("oracle_attention");
+        }).starts_with("unknown policy 'oracle_attention'"));
 }
 
 TEST_CASE("an unknown policy is refused with the nearest name") {
@@ -98,7 +99,8 @@ TEST_CASE("an unknown policy is refused with the nearest name") {
   CHECK(policy_refusal("windw") == "unknown policy 'windw'; did you mean 'window'?");
   CHECK(policy_refusal("streaming_h20") ==
         "unknown policy 'streaming_h20'; did you mean 'streaming_h2o'?");
-  CHECK(policy_refusal("oracle_mas") == "unknown policy 'oracle_mas'; did you mean 'oracle_mass'?");
+  CHECK(policy_refusal("oracle_attentio") ==
+        "unknown policy 'oracle_attentio'; did you mean 'oracle_attention'?");
   CHECK(policy_refusal("quest").starts_with("unknown policy 'quest'; known: full, "));
   CHECK(policy_refusal("").starts_with("unknown policy ''; known: full"));
 }
@@ -108,7 +110,7 @@ TEST_CASE("an unknown or malformed parameter is refused with the nearest name") 
         "policy h2o: unknown parameter 'recnt'; did you mean 'recent'?");
   CHECK(policy_refusal("h2o:decay=0.5") ==
         "policy h2o: unknown parameter 'decay'; known: sinks, recent, prompt, every, once, "
-        "smooth, pool, scope, group, ladder");
+        "smooth, pool, scope, group, tiers");
   CHECK(policy_refusal("h2o:recent") == "policy h2o: 'recent' should read parameter=value");
   CHECK(policy_refusal("h2o:") == "policy h2o: '' should read parameter=value");
   CHECK(policy_refusal("h2o:recent=") ==
@@ -123,10 +125,10 @@ TEST_CASE("an unknown or malformed parameter is refused with the nearest name") 
   CHECK(policy_refusal("h2o:recent=4:recent=5") ==
         "policy h2o: recent is given twice; once would be right");
   CHECK(policy_refusal("full:sinks=4") ==
-        "policy full never evicts: it takes no parameters and no guards");
+        "policy full never evicts: it takes no parameters and no protected tokens");
 }
 
-TEST_CASE("guards are whole tokens or shares up to 100%") {
+TEST_CASE("protected tokens are whole tokens or shares up to 100%") {
   const std::string tokens =
       " should be a whole number of tokens, at least 0 and below 2^31, or a share such as 20%";
   CHECK(policy_refusal("h2o:recent=-1") == "policy h2o: recent: '-1'" + tokens);
@@ -208,16 +210,20 @@ TEST_CASE("a wrong budget in bytes is refused in a line") {
 }
 
 TEST_CASE("sinks and recent have to fit the budget") {
-  const Guards guards = resolve_guards(parse_policy("h2o:sinks=4"), 128);
-  CHECK(guards.sinks == 4);
-  CHECK(guards.recent == 64);
-  CHECK(resolve_guards(parse_policy("lru:sinks=1:recent=1"), 2).recent == 1);
-  CHECK(guards_refusal("lru:sinks=4:recent=61", 64) ==
+  const ProtectedTokens protected_tokens =
+      resolve_protected_tokens(parse_policy("h2o:sinks=4"), 128);
+  CHECK(protected_tokens.sinks == 4);
+  CHECK(protected_tokens.recent == 64);
+  CHECK(resolve_protected_tokens(parse_policy("lru:sinks=1:recent=1"), 2).recent == 1);
+  CHECK(protected_tokens_refusal("lru:sinks=4:recent=61", 64) ==
         "policy lru: sinks=4 and recent=61 tokens exceed the budget of 64 tokens; sinks + recent "
         "should be at most the budget");
-  CHECK(guards_refusal("lru:sinks=50%:recent=51%", 100).starts_with("policy lru: sinks=50 and"));
-  CHECK(guards_refusal("sink", 4) == "policy sink: sinks=4 should be below the budget of 4 tokens");
-  CHECK(guards_refusal("lru:recent=2147483647:sinks=3", 4).starts_with("policy lru: sinks=3 and"));
+  CHECK(protected_tokens_refusal("lru:sinks=50%:recent=51%", 100)
+            .starts_with("policy lru: sinks=50 and"));
+  CHECK(protected_tokens_refusal("sink", 4) ==
+        "policy sink: sinks=4 should be below the budget of 4 tokens");
+  CHECK(protected_tokens_refusal("lru:recent=2147483647:sinks=3", 4)
+            .starts_with("policy lru: sinks=3 and"));
 }
 
 TEST_CASE("prefill is dense, stream or chunk:N") {
@@ -235,14 +241,14 @@ TEST_CASE("prefill is dense, stream or chunk:N") {
   CHECK(refused("chunk:20%") ==
         "prefill: chunk: '20%' should be a whole number of tokens, at least 1 and below 2^31");
   CHECK(refused("chunks") ==
-        "prefill: 'chunks' should be dense, stream or chunk:N (tokens an admission)");
+        "prefill: 'chunks' should be dense, stream or chunk:N (tokens an append)");
 }
 
 TEST_CASE("positions are original or cache") {
   CHECK(parse_positions("original") == Positions::original);
   CHECK(name_of(parse_positions("cache")) == "cache");
-  CHECK(error_of<std::invalid_argument>([] { parse_positions("squeezed"); }) ==
-        "positions: 'squeezed' should be original or cache");
+  CHECK(error_of<std::invalid_argument>([] { parse_positions("here"); }) ==
+        "positions: 'here' should be original or cache");
 }
 
 TEST_CASE("a slip is near at two edits, or a third of the word") {
@@ -252,33 +258,35 @@ TEST_CASE("a slip is near at two edits, or a third of the word") {
   CHECK_FALSE(nearest_name("quest", names));
 }
 
-TEST_CASE("a policy's rank times a column is a policy, with the guards and settings of its own") {
+TEST_CASE(
+    "a policy's rank times a feature is a policy, with the protected tokens and settings of its "
+    "own") {
   const PolicySpec spec = parse_policy("a2sf*value_norm1:keep=0.9:sinks=4");
-  CHECK(spec.columns == std::vector<std::string>{"value_norm1"});
+  CHECK(spec.features == std::vector<std::string>{"value_norm1"});
   CHECK(spec.text() == "a2sf*value_norm1:keep=0.9:sinks=4:recent=50%");
   CHECK(parse_policy(spec.text()).text() == spec.text());
-  CHECK(parse_policy("column*x:name=y").columns == std::vector<std::string>{"y", "x"});
+  CHECK(parse_policy("feature*x:name=y").features == std::vector<std::string>{"y", "x"});
   const auto refused = [](const char* text) {
     return error_of<std::invalid_argument>([&] { parse_policy(text); });
   };
   CHECK(refused("full*value_norm") ==
         "policy full*value_norm: full never evicts, so it ranks nothing");
   CHECK(refused("h2o*") ==
-        "policy h2o*: a column's name should stand behind the *, such as h2o*value_norm");
-  CHECK(refused("h2o*a*b").starts_with("policy h2o*a*b: a column's name should stand"));
+        "policy h2o*: a feature's name should stand behind the *, such as h2o*value_norm");
+  CHECK(refused("h2o*a*b").starts_with("policy h2o*a*b: a feature's name should stand"));
   CHECK(refused("nobody*value_norm").starts_with("unknown policy 'nobody*value_norm'"));
 }
 
 TEST_CASE("a preset of h2o stands for what another project calls H2O") {
   for (const Preset& preset : h2o_presets()) {
-    const std::string asked = fmt::format("h2o:preset={}", preset.name);
-    INFO(asked);
+    const std::string requested = fmt::format("h2o:preset={}", preset.name);
+    INFO(requested);
     if (preset.policy.empty())
-      CHECK(error_of<std::invalid_argument>([&] { parse_policy(asked); }) ==
+      CHECK(error_of<std::invalid_argument>([&] { parse_policy(requested); }) ==
             fmt::format("policy h2o: the rule cannot hold preset {} ({}): {}", preset.name,
                         preset.code, preset.deviates));
     else
-      CHECK(parse_policy(asked).text() == parse_policy(preset.policy).text());
+      CHECK(parse_policy(requested).text() == parse_policy(preset.policy).text());
   }
   CHECK(parse_policy("h2o:preset=kvpress").name == "h2o_mean");
   CHECK(parse_policy("h2o:every=8:preset=sparse_vllm").text() ==

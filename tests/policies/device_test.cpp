@@ -84,7 +84,7 @@ TEST_CASE("masses and requests are the same on the device, to the bit", "[gpu]")
       for (std::uint32_t i = 0; i < kCount; ++i) {
         const std::uint64_t unweighted = fixed_mass(1.0f, probabilities[i]);
         if (device_masses[i] != fixed_mass(weights[i], probabilities[i]) ||
-            (device_requests[i] != 0) != requested(unweighted, run.row_max, run.threshold16))
+            (device_requests[i] != 0) != is_requested(unweighted, run.row_max, run.threshold16))
           ++different;
       }
       CHECK(different == 0);

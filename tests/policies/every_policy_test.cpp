@@ -5,22 +5,22 @@
 
 #include "policies/aged_set.hpp"
 #include "tests/catch.hpp"
-#include "tests/policies/draw.hpp"
+#include "tests/policies/sample.hpp"
 #include "tests/policies/unmodified.hpp"
 
 using namespace kvlab;
 
 namespace {
 
-struct Admitted {
+struct Appended {
   std::uint32_t first, count;
 };
 
 /// A prompt, decoding, a second turn, decoding.
-std::vector<Admitted> conversation(std::uint32_t chunk) {
-  std::vector<Admitted> result;
+std::vector<Appended> conversation(std::uint32_t chunk) {
+  std::vector<Appended> result;
   std::uint32_t next = 0;
-  const auto admit = [&](std::uint32_t total, std::uint32_t at_once) {
+  const auto append = [&](std::uint32_t total, std::uint32_t at_once) {
     for (std::uint32_t done = 0; done < total;) {
       const std::uint32_t count = std::min(at_once, total - done);
       result.push_back({next, count});
@@ -28,34 +28,34 @@ std::vector<Admitted> conversation(std::uint32_t chunk) {
       done += count;
     }
   };
-  admit(70, chunk);
-  admit(60, 1);
-  admit(25, chunk);
-  admit(30, 1);
+  append(70, chunk);
+  append(60, 1);
+  append(25, chunk);
+  append(30, 1);
   return result;
 }
 
 struct Replayed {
-  std::vector<std::vector<std::uint32_t>> kept;  ///< live while each admission attends
+  std::vector<std::vector<std::uint32_t>> kept;  ///< live while each append attends
   std::vector<std::vector<std::byte>> states;    ///< at the end, by age
 };
 
-std::vector<Observation> draw_all(const LiveSet& live, const Admitted& admission) {
+std::vector<Observation> sample_all(const LiveSet& live, const Appended& append) {
   std::vector<Observation> seen;
   for (const std::uint32_t position : live.positions())
-    seen.push_back(draw_observation(position, admission.first, admission.count));
+    seen.push_back(sample_observation(position, append.first, append.count));
   return seen;
 }
 
 Replayed replay(const PolicySpec& spec, std::uint32_t budget, std::uint32_t chunk) {
   LiveSet live(spec, budget, {.seed = 3, .sequence = 1, .layer = 2, .kv_head = 1});
   Replayed result;
-  for (const Admitted& admission : conversation(chunk)) {
-    live.make_room(admission.first);
-    live.admit(admission.first, admission.count,
-               draw_columns(admission.first, admission.count, live.columns().size()).data());
+  for (const Appended& append : conversation(chunk)) {
+    live.evict_to_budget(append.first);
+    live.append(append.first, append.count,
+                sample_features(append.first, append.count, live.features().size()).data());
     result.kept.emplace_back(live.positions().begin(), live.positions().end());
-    live.observe(draw_all(live, admission));
+    live.observe(sample_all(live, append));
   }
   for (std::size_t age = 0; age < live.size(); ++age) {
     const auto bytes = live.state(age);
@@ -64,22 +64,23 @@ Replayed replay(const PolicySpec& spec, std::uint32_t budget, std::uint32_t chun
   return result;
 }
 
-/// Whether the guards leave room at this budget.
+/// Whether the protected tokens leave room at this budget.
 bool fits(const PolicySpec& spec, std::uint32_t budget) {
   const std::uint32_t sinks = spec.sinks.resolve(budget), recent = spec.recent.resolve(budget);
   return sinks < budget && sinks + recent <= budget;
 }
 
-/// Calls `check(spec)` with each policy of the registry, by the plain rule, with its own guards and
-/// with others.
+/// Calls `check(spec)` with each policy of the registry, by the plain rule, with its own protected
+/// tokens and with others.
 template <class Check>
 void for_every_policy(Check check) {
   for (const PolicyEntry& entry : policy_catalogue()) {
-    std::vector<std::string> asked{test::unmodified(entry.info.name)};
+    std::vector<std::string> requested{test::unmodified(entry.info.name)};
     if (entry.info.evicts)
-      for (const std::string guards : {":sinks=0:recent=0", ":sinks=3:recent=25%", ":sinks=1"})
-        asked.push_back(asked.front() + guards);
-    for (const std::string& text : asked) DYNAMIC_SECTION(text) {
+      for (const std::string protected_tokens :
+           {":sinks=0:recent=0", ":sinks=3:recent=25%", ":sinks=1"})
+        requested.push_back(requested.front() + protected_tokens);
+    for (const std::string& text : requested) DYNAMIC_SECTION(text) {
         check(parse_policy(text));
       }
   }
@@ -88,7 +89,7 @@ void for_every_policy(Check check) {
 constexpr std::uint32_t kBudgets[] = {8, 9, 16, 64, 200};
 constexpr std::uint32_t kChunks[] = {1, 7, 70};
 
-/// Those that the guards leave room in.
+/// Those that the protected tokens leave room in.
 std::vector<std::uint32_t> budgets_for(const PolicySpec& spec) {
   std::vector<std::uint32_t> fitting;
   for (const std::uint32_t budget : kBudgets)
@@ -106,33 +107,36 @@ TEST_CASE("every policy keeps to its budget and evicts no more than it must") {
         const Replayed replayed = replay(spec, budget, chunk);
         std::uint32_t live = 0;
         std::size_t i = 0;
-        for (const Admitted& admission : conversation(chunk)) {
-          live = (spec.entry->info.evicts ? std::min(live, budget - 1) : live) + admission.count;
+        for (const Appended& append : conversation(chunk)) {
+          live = (spec.entry->info.evicts ? std::min(live, budget - 1) : live) + append.count;
           REQUIRE(replayed.kept[i].size() == live);
           REQUIRE(std::ranges::is_sorted(replayed.kept[i]));
           REQUIRE(std::ranges::adjacent_find(replayed.kept[i]) == replayed.kept[i].end());
-          REQUIRE(replayed.kept[i].back() == admission.first + admission.count - 1);
+          REQUIRE(replayed.kept[i].back() == append.first + append.count - 1);
           ++i;
         }
       }
   });
 }
 
-TEST_CASE("no policy evicts a guarded token") {
+TEST_CASE("no policy evicts a protected token") {
   for_every_policy([](const PolicySpec& spec) {
     for (const std::uint32_t budget : budgets_for(spec))
       for (const std::uint32_t chunk : kChunks) {
-        const Guards guards = spec.entry->info.evicts ? resolve_guards(spec, budget) : Guards{0, 0};
+        const ProtectedTokens protected_tokens = spec.entry->info.evicts
+                                                     ? resolve_protected_tokens(spec, budget)
+                                                     : ProtectedTokens{0, 0};
         const Replayed replayed = replay(spec, budget, chunk);
         std::size_t i = 0;
-        for (const Admitted& admission : conversation(chunk)) {
+        for (const Appended& append : conversation(chunk)) {
           const auto& kept = replayed.kept[i++];
           const auto is_live = [&](std::uint32_t p) { return std::ranges::binary_search(kept, p); };
           // sinks + recent <= budget, and now itself is one of the recent.
-          for (std::uint32_t p = 0; p < std::min(guards.sinks, admission.first); ++p)
+          for (std::uint32_t p = 0; p < std::min(protected_tokens.sinks, append.first); ++p)
             REQUIRE(is_live(p));
-          for (std::uint32_t back = 0; back < std::min(guards.recent, admission.first + 1); ++back)
-            REQUIRE(is_live(admission.first - back));
+          for (std::uint32_t back = 0; back < std::min(protected_tokens.recent, append.first + 1);
+               ++back)
+            REQUIRE(is_live(append.first - back));
         }
       }
   });
@@ -147,13 +151,14 @@ TEST_CASE("every policy does the same again, to the bit") {
 }
 
 TEST_CASE("a nested policy keeps at a budget what it keeps at a smaller one") {
-  // With guards in tokens: a share of the budget is another policy at each budget.
+  // With protected tokens in tokens: a share of the budget is another policy at each budget.
   for (const PolicyEntry& entry : policy_catalogue()) {
     if (entry.info.order != Order::nested || !entry.info.evicts) continue;
-    for (const std::string guards : {":sinks=0:recent=0", ":sinks=4:recent=4"})
+    for (const std::string protected_tokens : {":sinks=0:recent=0", ":sinks=4:recent=4"})
       for (const std::uint32_t chunk : kChunks)
-        DYNAMIC_SECTION(entry.info.name << guards << ", chunk " << chunk) {
-          const PolicySpec spec = parse_policy(test::unmodified(entry.info.name) + guards);
+        DYNAMIC_SECTION(entry.info.name << protected_tokens << ", chunk " << chunk) {
+          const PolicySpec spec =
+              parse_policy(test::unmodified(entry.info.name) + protected_tokens);
           for (std::size_t b = 1; b < std::size(kBudgets); ++b) {
             const Replayed small = replay(spec, kBudgets[b - 1], chunk);
             const Replayed large = replay(spec, kBudgets[b], chunk);
@@ -169,7 +174,7 @@ TEST_CASE("a policy that is oldest_first keeps the sinks and a run of the newest
     if (!spec.entry->info.oldest_first) return;
     for (const std::uint32_t budget : kBudgets)
       for (const std::uint32_t chunk : kChunks) {
-        const std::uint32_t sinks = resolve_guards(spec, budget).sinks;
+        const std::uint32_t sinks = resolve_protected_tokens(spec, budget).sinks;
         for (const auto& kept : replay(spec, budget, chunk).kept)
           for (std::size_t age = 0; age < kept.size(); ++age)
             REQUIRE((age < sinks ? kept[age] == age
@@ -209,7 +214,7 @@ TEST_CASE("a policy's loops give the same bits for every instruction set") {
   std::vector<std::uint64_t> mass;
   std::vector<std::uint32_t> requests, last;
   for (const std::uint32_t position : positions) {
-    const Observation seen = draw_observation(position, 300, 3);
+    const Observation seen = sample_observation(position, 300, 3);
     mass.push_back(seen.mass);
     requests.push_back(seen.requests);
     last.push_back(seen.last_request);
@@ -223,9 +228,9 @@ TEST_CASE("a policy's loops give the same bits for every instruction set") {
       const auto run = [&](const PolicyOps& ops) {
         const auto params = parse_policy(ops.info.name).packed_params();
         std::vector<std::byte> states(kMany * ops.slot_bytes);
-        const auto columns = draw_columns(0, kMany, ops.info.column_count());
-        const Tokens tokens{positions.data(), columns.data()};
-        ops.admit(states.data(), tokens, kMany, params.data(), step);
+        const auto features = sample_features(0, kMany, ops.info.feature_count());
+        const Tokens tokens{positions.data(), features.data()};
+        ops.append(states.data(), tokens, kMany, params.data(), step);
         ops.observe(states.data(), seen, kMany, params.data(), step);
         std::vector<std::uint64_t> ranks(kMany);
         ops.rank(states.data(), tokens, kMany, params.data(), step, ranks.data());

@@ -41,17 +41,17 @@ TEST_CASE("the documentation's peak weighs the last query alone") {
 
 TEST_CASE("the documentation's peak evicts what was never looked at hard") {
   LiveSet live(parse_policy("peak"), 4, {});
-  live.admit(0, 5);
+  live.append(0, 5);
   live.observe(masses({50, 10, 40, 30, 20}));
-  live.make_room(5);  // 10 and 20 leave
+  live.evict_to_budget(5);  // 10 and 20 leave
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 2, 3}));
-  live.admit(5, 1);
+  live.append(5, 1);
   live.observe(masses({5, 20, 60, 39}));  // now 50, 40, 60, 39: what came before counts
-  live.make_room(6);
+  live.evict_to_budget(6);
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 2, 3}));
-  live.admit(6, 1);
-  live.observe(masses({7, 7, 9, 40}));  // at equal peaks the older leaves
-  live.make_room(7);
+  live.append(6, 1);
+  live.observe(masses({7, 7, 9, 40}));  // at equal peaks the older is evicted
+  live.evict_to_budget(7);
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 3, 6}));
 }
 
@@ -69,7 +69,7 @@ TEST_CASE("parameters have defaults, a range, and a text that parses back") {
   CHECK(refusal("leaky:kep=1") == "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
   CHECK(refusal("leaky:half=1") ==
         "policy leaky: unknown parameter 'half'; known: keep, slope, span, sinks, recent, prompt, "
-        "every, once, smooth, pool, scope, group, ladder");
+        "every, once, smooth, pool, scope, group, tiers");
 }
 
 TEST_CASE("parameters reach the hooks") {
@@ -94,7 +94,7 @@ struct Padded {
     std::uint64_t mass;
     std::uint32_t seen;
   };
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) {
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) {
     slot.mass = 0;
     slot.seen = 0;
   }
@@ -111,7 +111,7 @@ struct Padded {
 
 TEST_CASE("states are told apart by what they hold, not by their padding") {
   LiveSet live(make_ops<Padded>(), {}, 4, {}, {});
-  live.admit(0, 1);
+  live.append(0, 1);
   const auto bytes = live.state(0);
   std::vector<std::byte> other(bytes.begin(), bytes.end());
   REQUIRE(other.size() == 16);

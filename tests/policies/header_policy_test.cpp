@@ -82,9 +82,9 @@ TEST_CASE("NVRTC makes of every registered header the description that the host 
         CHECK(about.weighted == known.weighted);
         CHECK(about.slot_bytes == known.slot_bytes);
         CHECK(about.param_count * sizeof(double) == known.params_bytes);
-        REQUIRE(about.column_count == known.columns.size());
-        for (std::size_t c = 0; c < known.columns.size(); ++c)
-          CHECK(std::string(about.columns[c]) == known.columns[c]);
+        REQUIRE(about.feature_count == known.features.size());
+        for (std::size_t c = 0; c < known.features.size(); ++c)
+          CHECK(std::string(about.features[c]) == known.features[c]);
       },
       Registry{});
   CHECK(holds(code_of("tests/policies/leaky.hpp", 80), describe<Leaky>()));
@@ -103,9 +103,9 @@ TEST_CASE("A header's policy is on the device what the registry's is", "[gpu]") 
         CHECK(own.rank_type == known.rank_type);
         CHECK(own.slot_bytes == known.slot_bytes);
         REQUIRE(own.params_bytes == known.params_bytes);
-        REQUIRE(own.columns.size() == known.columns.size());
-        for (std::size_t c = 0; c < known.columns.size(); ++c)
-          CHECK(std::string(own.columns[c]) == known.columns[c]);
+        REQUIRE(own.features.size() == known.features.size());
+        for (std::size_t c = 0; c < known.features.size(); ++c)
+          CHECK(std::string(own.features[c]) == known.features[c]);
 
         std::vector<double> values;
         for (std::uint32_t i = 0; i < about.param_count; ++i)

@@ -32,7 +32,7 @@ struct Leaky {
   static constexpr std::uint32_t tail(const Params& params) {
     return static_cast<std::uint32_t>(params.span);
   }
-  static constexpr void admit(Slot& slot, Token, const Params&, const Step&) { slot = {}; }
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot = {}; }
   static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
                                 const Step&) {
     slot.mass =

@@ -18,18 +18,18 @@ class NaiveCache {
       : budget_(budget), sinks_(sinks), recent_(recent) {}
 
   /// Returns the positions that left.
-  std::set<std::int64_t> make_room(std::int64_t now) {
+  std::set<std::int64_t> evict_to_budget(std::int64_t now) {
     std::set<std::int64_t> left;
     while (static_cast<std::int64_t>(mass_.size()) > budget_ - 1) {
       auto victim = mass_.begin();
       for (auto it = mass_.begin(); it != mass_.end(); ++it)
-        if (leaves_before(*it, *victim, now)) victim = it;
+        if (is_evicted_before(*it, *victim, now)) victim = it;
       left.insert(victim->first);
       mass_.erase(victim);
     }
     return left;
   }
-  void admit(std::int64_t first, std::int64_t count) {
+  void append(std::int64_t first, std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) mass_[first + i] = 0;
   }
   void observe(const std::vector<Observation>& seen) {
@@ -46,7 +46,7 @@ class NaiveCache {
  private:
   using Entry = std::pair<const std::int64_t, std::uint64_t>;  // position, mass
 
-  bool leaves_before(const Entry& a, const Entry& b, std::int64_t now) const {
+  bool is_evicted_before(const Entry& a, const Entry& b, std::int64_t now) const {
     const auto is_sink = [&](const Entry& e) { return e.first < sinks_; };
     const auto is_recent = [&](const Entry& e) { return e.first > now - recent_; };
     if (is_sink(a) != is_sink(b)) return is_sink(b);
@@ -60,7 +60,7 @@ class NaiveCache {
 };
 
 /// Few different masses, so that ties are common.
-std::vector<Observation> draw(std::size_t count, std::mt19937& random) {
+std::vector<Observation> sample(std::size_t count, std::mt19937& random) {
   std::vector<Observation> seen(count);
   for (Observation& o : seen) o = {.mass = random() % 4, .queries = 1};
   return seen;
@@ -91,10 +91,10 @@ LiveSet live_set(const Setting& s) {
   return LiveSet(spec, s.budget, {});
 }
 
-/// Random admissions of up to `most` tokens, compared with the naive cache after each.
+/// Random appends of up to `most` tokens, compared with the naive cache after each.
 void compare(const Setting& setting, std::uint32_t most, std::uint32_t seed) {
   INFO("budget " << setting.budget << ", sinks " << setting.sinks << ", recent " << setting.recent
-                 << ", admissions of up to " << most << ", seed " << seed);
+                 << ", appends of up to " << most << ", seed " << seed);
   std::mt19937 random(seed);
   LiveSet live = live_set(setting);
   NaiveCache naive(setting.budget, setting.sinks, setting.recent);
@@ -102,21 +102,21 @@ void compare(const Setting& setting, std::uint32_t most, std::uint32_t seed) {
   std::uint32_t live_max = 0;
   for (std::uint32_t now = 0; now < 120;) {
     const auto before = naive.positions();
-    const auto left = naive.make_room(now);
-    REQUIRE(positions_at(live.make_room(now), before) == left);
+    const auto left = naive.evict_to_budget(now);
+    REQUIRE(positions_at(live.evict_to_budget(now), before) == left);
     evictions += left.size();
-    REQUIRE(live.make_room(now).empty());  // there is room already
+    REQUIRE(live.evict_to_budget(now).empty());  // nothing is over budget
 
     const std::uint32_t count = 1 + random() % most;
-    live.admit(now, count);
-    naive.admit(now, count);
+    live.append(now, count);
+    naive.append(now, count);
     now += count;
     const auto expected = naive.positions();
     REQUIRE(std::ranges::equal(live.positions(), expected));
     check_slots(live, setting.budget - 1 + most);
     live_max = std::max(live_max, live.size());
 
-    const auto seen = draw(live.size(), random);
+    const auto seen = sample(live.size(), random);
     live.observe(seen);
     naive.observe(seen);
   }
@@ -126,7 +126,7 @@ void compare(const Setting& setting, std::uint32_t most, std::uint32_t seed) {
 
 }  // namespace
 
-TEST_CASE("the live set follows the rule of eviction through random admissions") {
+TEST_CASE("the live set follows the rule of eviction through random appends") {
   constexpr Setting settings[] = {{1, 0, 0},   {1, 0, 1},   {2, 0, 0},     {2, 1, 0}, {2, 1, 1},
                                   {2, 0, 2},   {8, 0, 0},   {8, 4, 0},     {8, 7, 0}, {8, 0, 3},
                                   {8, 0, 8},   {8, 3, 2},   {8, 4, 4},     {8, 7, 1}, {119, 4, 60},
@@ -138,99 +138,99 @@ TEST_CASE("the live set follows the rule of eviction through random admissions")
 
 TEST_CASE("a budget that is never reached evicts nothing") {
   LiveSet live = live_set({.budget = 10, .sinks = 0, .recent = 0});
-  live.admit(0, 9);
-  CHECK(live.make_room(9).empty());
-  live.admit(9, 1);
+  live.append(0, 9);
+  CHECK(live.evict_to_budget(9).empty());
+  live.append(9, 1);
   CHECK(live.size() == 10);
-  CHECK(live.make_room(10).size() == 1);
+  CHECK(live.evict_to_budget(10).size() == 1);
 }
 
 TEST_CASE("a budget of one keeps the query alone") {
   LiveSet live = live_set({.budget = 1, .sinks = 0, .recent = 0});
-  live.admit(0, 5);
-  CHECK(live.make_room(5).size() == 5);
-  live.admit(5, 1);
+  live.append(0, 5);
+  CHECK(live.evict_to_budget(5).size() == 5);
+  live.append(5, 1);
   CHECK(live.size() == 1);
   CHECK(live.positions()[0] == 5);
 }
 
-TEST_CASE("at equal rank the older tokens leave") {
+TEST_CASE("at equal rank the older tokens are evicted") {
   LiveSet live = live_set({.budget = 4, .sinks = 0, .recent = 0});
-  live.admit(0, 8);
+  live.append(0, 8);
   live.observe(std::vector<Observation>(8, {.mass = 7, .queries = 8}));
-  live.make_room(8);
+  live.evict_to_budget(8);
   CHECK(std::ranges::equal(live.positions(), std::vector{5, 6, 7}));
 }
 
 TEST_CASE("sinks and recent tokens stay, and may fill the budget") {
-  // The first token to be admitted is the second of the recent ones.
+  // The first token to be appended is the second of the recent ones.
   LiveSet live = live_set({.budget = 4, .sinks = 2, .recent = 2});
-  live.admit(0, 8);
-  live.make_room(8);
+  live.append(0, 8);
+  live.evict_to_budget(8);
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 1, 7}));
 }
 
-TEST_CASE("victims are given by age, as they were before leaving") {
+TEST_CASE("victims are given by age, as they were before the eviction") {
   LiveSet live = live_set({.budget = 4, .sinks = 1, .recent = 1});
-  live.admit(0, 6);
+  live.append(0, 6);
   std::vector<Observation> seen(6, {.mass = 9, .queries = 6});
   seen[2].mass = seen[4].mass = 1;
   seen[5].mass = 2;
   live.observe(seen);
-  CHECK(std::ranges::equal(live.make_room(6), std::vector{2, 4, 5}));
+  CHECK(std::ranges::equal(live.evict_to_budget(6), std::vector{2, 4, 5}));
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 1, 3}));
 }
 
 TEST_CASE("slots are numbered anew by age, and states stay with their tokens") {
   LiveSet live = live_set({.budget = 4, .sinks = 0, .recent = 0});
-  live.admit(0, 6);
+  live.append(0, 6);
   std::vector<Observation> seen(6, {.mass = 9, .queries = 6});
   seen[0].mass = seen[2].mass = seen[4].mass = 1;
   live.observe(seen);
-  live.make_room(6);  // 0, 2 and 4 leave
+  live.evict_to_budget(6);  // 0, 2 and 4 leave
   CHECK(std::ranges::equal(live.renumber(), std::vector{1, 3, 5}));
   CHECK(std::ranges::equal(live.slots(), std::vector{0, 1, 2}));
   CHECK(live.slot_count() == 3);
-  live.admit(6, 1);
+  live.append(6, 1);
   CHECK(std::ranges::equal(live.slots(), std::vector{0, 1, 2, 3}));
   live.observe(std::vector<Observation>{{.mass = 0}, {.mass = 5}, {.mass = 5}, {.mass = 99}});
-  CHECK(std::ranges::equal(live.make_room(7), std::vector{0}));  // of 9, 14, 14 and 99
+  CHECK(std::ranges::equal(live.evict_to_budget(7), std::vector{0}));  // of 9, 14, 14 and 99
   CHECK(std::ranges::equal(live.positions(), std::vector{3, 5, 6}));
 }
 
 TEST_CASE("a freed slot is used again, with a fresh state") {
   LiveSet live = live_set({.budget = 2, .sinks = 0, .recent = 0});
-  live.admit(0, 1);
+  live.append(0, 1);
   live.observe(std::vector<Observation>{{.mass = 5, .queries = 1}});
-  live.make_room(1);
-  live.admit(1, 1);
+  live.evict_to_budget(1);
+  live.append(1, 1);
   live.observe(std::vector<Observation>{{.mass = 1}, {.mass = 2}});
   CHECK(live.slot_count() == 2);
-  live.make_room(2);  // 6 against 2: position 1 leaves
+  live.evict_to_budget(2);  // 6 against 2: position 1 leaves
   CHECK(std::ranges::equal(live.positions(), std::vector{0}));
-  live.admit(2, 1);
+  live.append(2, 1);
   CHECK(live.slot_count() == 2);
   live.observe(std::vector<Observation>{{.mass = 0}, {.mass = 1}});
-  live.make_room(3);  // 6 against 1
+  live.evict_to_budget(3);  // 6 against 1
   CHECK(std::ranges::equal(live.positions(), std::vector{0}));
 }
 
 TEST_CASE("full keeps everything, whatever the budget") {
   LiveSet live(parse_policy("full"), 2, {});
-  live.admit(0, 100);
-  CHECK(live.make_room(100).empty());
+  live.append(0, 100);
+  CHECK(live.evict_to_budget(100).empty());
   CHECK(live.size() == 100);
   CHECK(live.evictions() == 0);
 }
 
-TEST_CASE("random differs by seed, sequence, layer and head, and is drawn afresh at each step") {
+TEST_CASE("random differs by seed, sequence, layer and head, and is sampled afresh at each step") {
   const PolicySpec spec = parse_policy("random");
   const auto kept = [&](LiveSet::Identity identity, std::uint32_t steps) {
     LiveSet live(spec, 32, identity);
-    live.admit(0, 64);
+    live.append(0, 64);
     for (std::uint32_t now = 64; now < 64 + steps; ++now) {
-      live.make_room(now);
-      live.admit(now, 1);
+      live.evict_to_budget(now);
+      live.append(now, 1);
     }
     return std::vector<std::uint32_t>(live.positions().begin(), live.positions().end());
   };
@@ -241,7 +241,7 @@ TEST_CASE("random differs by seed, sequence, layer and head, and is drawn afresh
   CHECK(kept({}, 1) != kept({.kv_head = 1}, 1));
   CHECK(kept({.layer = 1}, 1) != kept({.kv_head = 1}, 1));
   // A fixed draw by position would let the lowest rank leave at once: with a fresh one, the newest
-  // of 200 admitted tokens are more often live than the oldest.
+  // of 200 appended tokens are more often live than the oldest.
   const auto late = kept({}, 200);
   CHECK(std::ranges::count_if(late, [](std::uint32_t p) { return p >= 200; }) > 16);
 }

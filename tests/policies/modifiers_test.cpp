@@ -16,22 +16,22 @@ using Pool = Modifiers::Pool;
 
 namespace {
 
-constexpr std::uint64_t kMost = std::numeric_limits<std::uint64_t>::max();
+constexpr std::uint64_t kMax = std::numeric_limits<std::uint64_t>::max();
 
 std::string refusal(const std::string& text) {
   return error_of<std::invalid_argument>([&] { parse_policy(text); });
 }
 
-std::vector<std::uint64_t> smoothed(std::vector<std::uint64_t> keys, std::uint32_t places,
+std::vector<std::uint64_t> smoothed(std::vector<std::uint64_t> keys, std::uint32_t radius,
                                     Pool pool, RankType type = RankType::whole) {
   Ranks ranks{std::move(keys), type};
-  smooth_ranks(ranks, places, pool);
+  smooth_ranks(ranks, radius, pool);
   return ranks.keys;
 }
 
 }  // namespace
 
-TEST_CASE("modifiers are written like guards, and shown where they are there") {
+TEST_CASE("modifiers are written like protected tokens, and shown where they are there") {
   CHECK(parse_policy("h2o").text() == "h2o:sinks=0:recent=50%");
   CHECK(parse_policy("h2o:group=max:scope=layer:pool=max:smooth=3:every=64").text() ==
         "h2o:sinks=0:recent=50%:every=64:smooth=3:pool=max:scope=layer:group=max");
@@ -70,19 +70,19 @@ TEST_CASE("a modifier that is wrong, or would do nothing, is refused by name") {
   CHECK(refusal("h2o:group=mean") == "policy h2o: group: 'mean' should be sum or max");
   CHECK(refusal("h2o:evry=4") == "policy h2o: unknown parameter 'evry'; did you mean 'every'?");
   CHECK(refusal("h2o:once:once") == "policy h2o: once is given twice; once would be right");
-  CHECK(
-      refusal("h2o:once:every=64") ==
-      "policy h2o: under once room is made only after a prompt, so every=64 does nothing; every=1 "
-      "or once=no would be right");
+  CHECK(refusal("h2o:once:every=64") ==
+        "policy h2o: under once tokens are evicted only after a prompt, so every=64 does nothing; "
+        "every=1 "
+        "or once=no would be right");
   CHECK(refusal("h2o:pool=max") ==
-        "policy h2o: pool=max does nothing without smooth; smooth=R, places on either side, would "
+        "policy h2o: pool=max does nothing without smooth; smooth=R, tokens on either side, would "
         "be right");
   CHECK(refusal("lru:group=max") ==
         "policy lru: group=max is about mass, which lru does not observe; leave it out");
   CHECK(refusal("full:every=2").starts_with("policy full never evicts"));
 }
 
-TEST_CASE("room is made in bursts, or only after a prompt") {
+TEST_CASE("tokens are evicted in bursts, or only after a prompt") {
   CHECK(Modifiers{}.surplus(7, 8, false) == 0);
   CHECK(Modifiers{}.surplus(8, 8, false) == 1);
   CHECK(Modifiers{}.surplus(20, 8, true) == 13);
@@ -104,19 +104,19 @@ TEST_CASE("ranks are smoothed by age, rounded down, and do not overflow") {
   CHECK(smoothed({5, 0, 0, 9}, 1, Pool::max) == std::vector<std::uint64_t>{5, 5, 9, 9});
   CHECK(smoothed({3, 1, 2}, 900, Pool::mean) == std::vector<std::uint64_t>{2, 2, 2});
   CHECK(smoothed({3, 1, 2}, 0, Pool::mean) == std::vector<std::uint64_t>{3, 1, 2});
-  CHECK(smoothed({kMost, kMost, kMost - 3}, 2, Pool::mean) ==
-        std::vector<std::uint64_t>{kMost - 1, kMost - 1, kMost - 1});
+  CHECK(smoothed({kMax, kMax, kMax - 3}, 2, Pool::mean) ==
+        std::vector<std::uint64_t>{kMax - 1, kMax - 1, kMax - 1});
   CHECK(smoothed({}, 3, Pool::max).empty());
-  std::mt19937_64 draw(5);
-  for (const std::uint32_t places : {1u, 4u, 33u}) {
+  std::mt19937_64 rng(5);
+  for (const std::uint32_t radius : {1u, 4u, 33u}) {
     std::vector<std::uint64_t> ranks(80);
-    for (auto& rank : ranks) rank = draw() % 16;
-    const auto most = smoothed(ranks, places, Pool::max);
+    for (auto& rank : ranks) rank = rng() % 16;
+    const auto most = smoothed(ranks, radius, Pool::max);
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       const auto begin =
-          ranks.begin() + static_cast<std::ptrdiff_t>(i - std::min<std::size_t>(i, places));
+          ranks.begin() + static_cast<std::ptrdiff_t>(i - std::min<std::size_t>(i, radius));
       const auto end = ranks.begin() + static_cast<std::ptrdiff_t>(
-                                           std::min(ranks.size(), i + std::size_t{places} + 1));
+                                           std::min(ranks.size(), i + std::size_t{radius} + 1));
       REQUIRE(most[i] == *std::max_element(begin, end));
     }
   }
@@ -132,23 +132,23 @@ TEST_CASE("one set for a layer's KV heads has one budget") {
         resolve(config, 100, 0, {2, 2});
       }) ==
       "policy h2o: under scope=layer the KV heads of a layer keep one set, and in layer 1 budgets "
-      "of 9 and 7 tokens are asked for; one would be right");
+      "of 9 and 7 tokens are requested; one would be right");
 }
 
 TEST_CASE("one rank is smoothed on a device as all are on the host") {
-  std::mt19937_64 draw(6);
+  std::mt19937_64 rng(6);
   for (const RankType type : {RankType::whole, RankType::real})
     for (const Pool pool : {Pool::mean, Pool::max})
-      for (const std::uint32_t places : {1u, 3u, 900u}) {
+      for (const std::uint32_t radius : {1u, 3u, 900u}) {
         std::vector<std::uint64_t> ranks(40);
         for (auto& rank : ranks)
-          rank = type == RankType::real ? rank_key(static_cast<double>(draw() % 999) / 7 - 60)
-                                        : kMost - draw() % 5 * (draw() % 3) * (draw() >> 4);
-        const auto wanted = smoothed(ranks, places, pool, type);
+          rank = type == RankType::real ? rank_key(static_cast<double>(rng() % 999) / 7 - 60)
+                                        : kMax - rng() % 5 * (rng() % 3) * (rng() >> 4);
+        const auto wanted = smoothed(ranks, radius, pool, type);
         for (std::size_t i = 0; i < ranks.size(); ++i) {
           PooledRank pooled(pool, type);
-          for (std::size_t j = i - std::min<std::size_t>(i, places);
-               j < std::min(ranks.size(), i + places + 1); ++j)
+          for (std::size_t j = i - std::min<std::size_t>(i, radius);
+               j < std::min(ranks.size(), i + radius + 1); ++j)
             pooled.take(ranks[j]);
           REQUIRE(pooled.value() == wanted[i]);
         }
@@ -161,17 +161,17 @@ TEST_CASE("a layer's ranks are summed, and its caches keep one set") {
   for (std::uint32_t h = 0; h < 2; ++h) heads.emplace_back(spec, 3, AgedSet::Identity{0, 0, 0, h});
   CHECK(error_of<std::logic_error>([&] {
           LiveSet alone(spec, 2, {});
-          alone.admit(0, 4);
-          alone.make_room(4);
-        }) == "scope=layer: a cache makes room without its layer");
+          alone.append(0, 4);
+          alone.evict_to_budget(4);
+        }) == "scope=layer: a cache evicts to the budget without its layer");
   AgedSet* const both[] = {&heads[0], &heads[1]};
   share_ranks(both);
-  for (LiveSet& head : heads) head.admit(0, 4);
+  for (LiveSet& head : heads) head.append(0, 4);
   // By itself the first would keep 0 and 1, the second 2 and 3.
   heads[0].observe(std::vector<Observation>{{.mass = 9}, {.mass = 8}, {.mass = 1}, {.mass = 2}});
   heads[1].observe(std::vector<Observation>{{.mass = 1}, {.mass = 0}, {.mass = 5}, {.mass = 9}});
   for (LiveSet& head : heads) {
-    head.make_room(4);
+    head.evict_to_budget(4);
     CHECK(std::ranges::equal(head.positions(), std::vector<std::uint32_t>{0, 3}));
   }
 }

@@ -8,8 +8,8 @@
 #include "tests/policies/random_floats.hpp"
 
 using kvlab::fixed_mass;
+using kvlab::is_requested;
 using kvlab::request_threshold16;
-using kvlab::requested;
 
 namespace {
 
@@ -78,10 +78,10 @@ TEST_CASE("a token is requested at tau times the row's largest, and not just bel
   const std::uint32_t tau = request_threshold16(0.01);
   const std::uint64_t row_max = std::uint64_t{1} << 32;
   const std::uint64_t least = tau * row_max >> 16;  // exact: row_max is a multiple of 2^16
-  CHECK(requested(least, row_max, tau));
-  CHECK_FALSE(requested(least - 1, row_max, tau));
-  CHECK(requested(row_max, row_max, tau));
-  CHECK_FALSE(requested(0, 1, tau));
-  CHECK(requested(1, 1, request_threshold16(1.0)));
-  CHECK(requested(0, row_max, 0));
+  CHECK(is_requested(least, row_max, tau));
+  CHECK_FALSE(is_requested(least - 1, row_max, tau));
+  CHECK(is_requested(row_max, row_max, tau));
+  CHECK_FALSE(is_requested(0, 1, tau));
+  CHECK(is_requested(1, 1, request_threshold16(1.0)));
+  CHECK(is_requested(0, row_max, 0));
 }

@@ -11,20 +11,20 @@ __global__ void observe_all(ObservationArgs args) {
   if (i >= args.count) return;
   args.masses[i] = fixed_mass(args.weights[i], args.probabilities[i]);
   const std::uint64_t unweighted = fixed_mass(1.0f, args.probabilities[i]);
-  args.requests[i] = requested(unweighted, args.row_max, args.threshold16) ? 1 : 0;
+  args.requests[i] = is_requested(unweighted, args.row_max, args.threshold16) ? 1 : 0;
 }
 
-/// A thread for each token of a step (blockIdx.y): its place in the order of leaving.
+/// A thread for each token of a step (blockIdx.y): its place in the eviction order.
 __global__ void place_tokens(ProbeArgs args) {
   const std::uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= args.tokens) return;
   const std::uint64_t* ranks = args.ranks + std::size_t{blockIdx.y} * args.tokens;
   const std::uint32_t now = args.step[blockIdx.y].now;
-  const LeavingKey own{args.guards.guard(i, now), ranks[i], i};
+  const EvictionKey own{args.protected_tokens.protection(i, now), ranks[i], i};
   std::uint32_t before = 0;
   for (std::uint32_t j = 0; j < args.tokens; ++j)
-    if (LeavingKey{args.guards.guard(j, now), ranks[j], j} < own) ++before;
-  args.leave_after[std::size_t{blockIdx.y} * args.tokens + i] = before;
+    if (EvictionKey{args.protected_tokens.protection(j, now), ranks[j], j} < own) ++before;
+  args.eviction_order[std::size_t{blockIdx.y} * args.tokens + i] = before;
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 #include "policies/registry.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
-#include "tests/policies/draw.hpp"
+#include "tests/policies/sample.hpp"
 #include "tests/policies/unmodified.hpp"
 
 using namespace kvlab;
@@ -20,8 +20,8 @@ __extension__ using Wide = unsigned __int128;
 
 constexpr std::uint32_t kHeads = 3, kBudget = 16, kPrompt = 40, kRanked = 90, kSeed = 3;
 
-/// How the KV heads of a layer make room.
-struct Asked {
+/// How the KV heads of a layer evict to the budget.
+struct Request {
   bool by_layer = true;
   std::uint32_t every = 1, smooth = 0;
   bool largest = false;
@@ -36,8 +36,8 @@ struct Asked {
   }
 };
 
-std::vector<Asked> all_asked() {
-  std::vector<Asked> all{{}, {.every = 7}};
+std::vector<Request> all_requests() {
+  std::vector<Request> all{{}, {.every = 7}};
   for (const bool by_layer : {true, false})
     for (const bool largest : {true, false})
       for (const std::uint32_t smooth : {2u, 500u})
@@ -48,15 +48,15 @@ std::vector<Asked> all_asked() {
 Observation draw_for(std::uint32_t head, std::uint32_t position, std::uint32_t first,
                      std::uint32_t count) {
   const std::uint64_t bits = split_mix(std::uint64_t{position} << 40 | first << 4 | head);
-  Observation seen = draw_observation(position, first, count);
+  Observation seen = sample_observation(position, first, count);
   seen.mass = bits % 5 ? bits >> (28 + bits % 8) : bits % 3;
   if (bits % 2) seen.requests = 0;
   return seen;
 }
 
-std::vector<float> columns_for(std::uint32_t head, std::uint32_t first, std::uint32_t count,
-                               std::size_t columns) {
-  return draw_columns(first + 1000 * head, count, columns);
+std::vector<float> features_for(std::uint32_t head, std::uint32_t first, std::uint32_t count,
+                                std::size_t features) {
+  return sample_features(first + 1000 * head, count, features);
 }
 
 Step step_of(std::uint32_t head, std::uint32_t now, std::uint32_t live, std::uint32_t queries) {
@@ -76,7 +76,7 @@ class NaiveLayer {
   using Number =
       std::conditional_t<std::is_same_v<decltype(P::rank({}, {}, {}, {})), double>, double, Wide>;
 
-  explicit NaiveLayer(const Asked& asked) : asked_(asked) {}
+  explicit NaiveLayer(const Request& requested) : requested_(requested) {}
 
   std::vector<std::uint32_t> live(std::uint32_t head) const {
     std::vector<std::uint32_t> positions;
@@ -84,38 +84,39 @@ class NaiveLayer {
     return positions;
   }
 
-  void make_room(std::uint32_t now, bool after_prompt) {
+  void evict_to_budget(std::uint32_t now, bool after_prompt) {
     const auto size = static_cast<std::uint32_t>(heads_[0].size());
-    if (size < kBudget - 1 + asked_.every) return;
+    if (size < kBudget - 1 + requested_.every) return;
     std::array<std::vector<Number>, kHeads> ranks;
     for (std::uint32_t h = 0; h < kHeads; ++h)
       for (const One& one : heads_[h])
         ranks[h].push_back(P::rank(one.slot, one.token, params_, step_of(h, now, size, 0)));
-    if (asked_.by_layer) {
+    if (requested_.by_layer) {
       std::vector<Number> sums = ranks[0];
       for (std::uint32_t h = 1; h < kHeads; ++h)
         for (std::size_t i = 0; i < size; ++i) sums[i] += ranks[h][i];
       ranks.fill(sums);
     }
     for (std::uint32_t h = 0; h < kHeads; ++h)
-      leave(heads_[h],
-            asked_.smooth > 0 && (asked_.every > 1 || after_prompt) ? smoothed(ranks[h]) : ranks[h],
+      evict(heads_[h],
+            requested_.smooth > 0 && (requested_.every > 1 || after_prompt) ? smoothed(ranks[h])
+                                                                            : ranks[h],
             now);
   }
 
-  void admit(std::uint32_t first, std::uint32_t count) {
-    constexpr std::uint32_t kColumns = P::kInfo.column_count();
+  void append(std::uint32_t first, std::uint32_t count) {
+    constexpr std::uint32_t kFeatures = P::kInfo.feature_count();
     for (std::uint32_t h = 0; h < kHeads; ++h) {
       auto& own = heads_[h];
-      const auto columns = columns_for(h, first, count, kColumns);
+      const auto features = features_for(h, first, count, kFeatures);
       const auto size = static_cast<std::uint32_t>(own.size()) + count;
       const Step step = step_of(h, first, size, count);
       for (std::uint32_t i = 0; i < count; ++i) {
         One& one = own.emplace_back();
         one.token.position = first + i;
-        for (std::uint32_t c = 0; c < kColumns; ++c)
-          one.token.column[c] = columns[i * kColumns + c];
-        P::admit(one.slot, one.token, params_, step);
+        for (std::uint32_t c = 0; c < kFeatures; ++c)
+          one.token.feature[c] = features[i * kFeatures + c];
+        P::append(one.slot, one.token, params_, step);
       }
       if constexpr (P::kInfo.needs != Needs::nothing)
         for (One& one : own)
@@ -134,17 +135,17 @@ class NaiveLayer {
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       Number sum = 0, count = 0, most = ranks[i];
       for (std::size_t j = 0; j < ranks.size(); ++j) {
-        if ((i > j ? i - j : j - i) > asked_.smooth) continue;
+        if ((i > j ? i - j : j - i) > requested_.smooth) continue;
         sum += ranks[j];
         count += 1;
         most = std::max(most, ranks[j]);
       }
-      all.push_back(asked_.largest ? most : sum / count);
+      all.push_back(requested_.largest ? most : sum / count);
     }
     return all;
   }
 
-  static void leave(std::vector<One>& own, const std::vector<Number>& ranks, std::uint32_t now) {
+  static void evict(std::vector<One>& own, const std::vector<Number>& ranks, std::uint32_t now) {
     std::vector<std::tuple<int, Number, std::uint32_t>> order;
     for (std::size_t i = 0; i < own.size(); ++i) {
       const std::uint32_t position = own[i].token.position;
@@ -158,12 +159,12 @@ class NaiveLayer {
     });
   }
 
-  Asked asked_;
+  Request requested_;
   typename P::Params params_ = standard_params<P>();
   std::array<std::vector<One>, kHeads> heads_;
 };
 
-/// The same by live sets; calls each(heads) before every admission.
+/// The same by live sets; calls each(heads) before every append.
 template <class Each>
 void run_sets(const PolicySpec& spec, Each each) {
   std::vector<LiveSet> heads;
@@ -174,11 +175,11 @@ void run_sets(const PolicySpec& spec, Each each) {
   share_ranks(all);
   for (std::uint32_t first = 0; first < kRanked;) {
     const std::uint32_t count = first == 0 ? kPrompt : 1;
-    for (LiveSet& head : heads) head.make_room(first);
+    for (LiveSet& head : heads) head.evict_to_budget(first);
     each(heads, first, count);
     for (std::uint32_t h = 0; h < kHeads; ++h) {
-      const auto columns = columns_for(h, first, count, heads[h].columns().size());
-      heads[h].admit(first, count, columns.data());
+      const auto features = features_for(h, first, count, heads[h].features().size());
+      heads[h].append(first, count, features.data());
       std::vector<Observation> seen;
       for (const std::uint32_t position : heads[h].positions())
         seen.push_back(draw_for(h, position, first, count));
@@ -189,7 +190,7 @@ void run_sets(const PolicySpec& spec, Each each) {
   }
 }
 
-/// Positions that the first head keeps, admission by admission.
+/// Positions that the first head keeps, append by append.
 std::vector<std::vector<std::uint32_t>> kept_by(const PolicySpec& spec) {
   std::vector<std::vector<std::uint32_t>> kept;
   run_sets(spec, [&](const std::vector<LiveSet>& heads, std::uint32_t, std::uint32_t) {
@@ -201,14 +202,14 @@ std::vector<std::vector<std::uint32_t>> kept_by(const PolicySpec& spec) {
 template <class P>
 void compare_with_numbers() {
   if (!P::kInfo.evicts) return;
-  for (const Asked& asked : all_asked()) DYNAMIC_SECTION(asked.text(P::kInfo.name)) {
-      NaiveLayer<P> naive(asked);
-      run_sets(parse_policy(asked.text(P::kInfo.name)),
+  for (const Request& requested : all_requests()) DYNAMIC_SECTION(requested.text(P::kInfo.name)) {
+      NaiveLayer<P> naive(requested);
+      run_sets(parse_policy(requested.text(P::kInfo.name)),
                [&](const std::vector<LiveSet>& heads, std::uint32_t first, std::uint32_t count) {
-                 naive.make_room(first, first == kPrompt);
+                 naive.evict_to_budget(first, first == kPrompt);
                  for (std::uint32_t h = 0; h < kHeads; ++h)
                    REQUIRE(std::ranges::equal(heads[h].positions(), naive.live(h)));
-                 naive.admit(first, count);
+                 naive.append(first, count);
                });
     }
 }
@@ -224,12 +225,13 @@ TEST_CASE("every policy's ranks are added, averaged and compared as the numbers 
   compare_all(Registry{});
 }
 
-TEST_CASE("one set for a layer's KV heads is not the window's, unless the oldest leave first") {
-  const auto window = kept_by(parse_policy(Asked{}.text("window")));
+TEST_CASE(
+    "one set for a layer's KV heads is not the window's, unless the oldest are evicted first") {
+  const auto window = kept_by(parse_policy(Request{}.text("window")));
   for (const PolicyEntry& entry : policy_catalogue()) {
     if (!entry.info.evicts) continue;
     INFO(entry.info.name);
-    CHECK((kept_by(parse_policy(Asked{}.text(entry.info.name))) == window) ==
+    CHECK((kept_by(parse_policy(Request{}.text(entry.info.name))) == window) ==
           entry.info.oldest_first);
   }
 }
@@ -244,7 +246,7 @@ TEST_CASE("keys order as the numbers that they stand for, and give them back") {
     if (i > 0) CHECK(rank_key(ascending[i - 1]) < rank_key(ascending[i]));
   }
   CHECK(rank_key(-0.0) == rank_key(0.0));
-  // What differs between machines is a NaN's sign: it leaves last, whatever its bits.
+  // What differs between machines is a NaN's sign: it is evicted last, whatever its bits.
   CHECK(rank_key(inf - inf) == rank_key(-(inf - inf)));
   CHECK(rank_key(inf) < rank_key(inf - inf));
   CHECK(rank_sum(RankType::real, rank_key(inf), rank_key(-inf)) == rank_key(inf - inf));
@@ -262,7 +264,7 @@ TEST_CASE("no policy's whole ranks reach the largest number over 256 KV heads") 
   // Of all that 64 queries of 32 query heads give.
   for (const PolicyEntry& entry : policy_catalogue()) {
     LiveSet live(parse_policy(entry.info.name), kNoBudget, {});
-    live.admit(0, 64, columns_for(0, 0, 64, live.columns().size()).data());
+    live.append(0, 64, features_for(0, 0, 64, live.features().size()).data());
     live.observe(std::vector<Observation>(
         64, {.mass = std::uint64_t{1} << 43, .requests = 64, .last_request = 63, .queries = 64}));
     const Ranks ranks = live.ranks(64);

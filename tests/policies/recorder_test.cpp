@@ -13,7 +13,7 @@ namespace {
 
 std::vector<std::string>* log_of_this_test = nullptr;
 
-/// Writes each call down. The oldest token leaves first.
+/// Writes each call down. The oldest token is evicted first.
 struct Recorder {
   static constexpr PolicyInfo kInfo{.name = "recorder",
                                     .summary = "writes every call down",
@@ -24,9 +24,9 @@ struct Recorder {
     std::uint32_t position;
   };
 
-  static void admit(Slot& slot, Token token, const Params&, const Step& step) {
+  static void append(Slot& slot, Token token, const Params&, const Step& step) {
     slot.position = token.position;
-    write("admit", token.position, step);
+    write("append", token.position, step);
   }
   static void observe(Slot& slot, const Observation& seen, const Params&, const Step& step) {
     write(fmt::format("observe {}", seen.mass), slot.position, step);
@@ -58,10 +58,11 @@ class Recorded {
   Recorded& operator=(const Recorded&) = delete;
   ~Recorded() { log_of_this_test = nullptr; }
 
-  /// One admission: make room, admit, attend, observe. Each token sees 100 + its age's index.
-  void admit(std::uint32_t count) {
-    live_.make_room(next_);
-    live_.admit(next_, count);
+  /// One append: evict to the budget, append, attend, observe. Each token sees 100 + its age's
+  /// index.
+  void append(std::uint32_t count) {
+    live_.evict_to_budget(next_);
+    live_.append(next_, count);
     next_ += count;
     std::vector<Observation> seen(live_.size());
     for (std::size_t i = 0; i < seen.size(); ++i) seen[i].mass = 100 + i;
@@ -88,55 +89,56 @@ using Lines = std::vector<std::string>;
 
 }  // namespace
 
-TEST_CASE("a dense prompt is admitted and observed once, then shrinks before the first token") {
+TEST_CASE(
+    "a dense prompt is appended and observed once, then is compacted before the first token") {
   Recorded cache;
-  cache.admit(6);
-  CHECK(cache.written() == Lines{"admit @0: now 0 live 6 queries 6 budget 4",
-                                 "admit @1: now 0 live 6 queries 6 budget 4",
-                                 "admit @2: now 0 live 6 queries 6 budget 4",
-                                 "admit @3: now 0 live 6 queries 6 budget 4",
-                                 "admit @4: now 0 live 6 queries 6 budget 4",
-                                 "admit @5: now 0 live 6 queries 6 budget 4",
+  cache.append(6);
+  CHECK(cache.written() == Lines{"append @0: now 0 live 6 queries 6 budget 4",
+                                 "append @1: now 0 live 6 queries 6 budget 4",
+                                 "append @2: now 0 live 6 queries 6 budget 4",
+                                 "append @3: now 0 live 6 queries 6 budget 4",
+                                 "append @4: now 0 live 6 queries 6 budget 4",
+                                 "append @5: now 0 live 6 queries 6 budget 4",
                                  "observe 100 @0: now 0 live 6 queries 6 budget 4",
                                  "observe 101 @1: now 0 live 6 queries 6 budget 4",
                                  "observe 102 @2: now 0 live 6 queries 6 budget 4",
                                  "observe 103 @3: now 0 live 6 queries 6 budget 4",
                                  "observe 104 @4: now 0 live 6 queries 6 budget 4",
                                  "observe 105 @5: now 0 live 6 queries 6 budget 4"});
-  cache.admit(1);
+  cache.append(1);
   CHECK(
       cache.written() ==
       Lines{"rank @0: now 6 live 6 queries 0 budget 4", "rank @1: now 6 live 6 queries 0 budget 4",
             "rank @2: now 6 live 6 queries 0 budget 4", "rank @3: now 6 live 6 queries 0 budget 4",
             "rank @4: now 6 live 6 queries 0 budget 4", "rank @5: now 6 live 6 queries 0 budget 4",
-            "admit @6: now 6 live 4 queries 1 budget 4",
+            "append @6: now 6 live 4 queries 1 budget 4",
             "observe 100 @3: now 6 live 4 queries 1 budget 4",
             "observe 101 @4: now 6 live 4 queries 1 budget 4",
             "observe 102 @5: now 6 live 4 queries 1 budget 4",
             "observe 103 @6: now 6 live 4 queries 1 budget 4"});
 }
 
-TEST_CASE("a prompt in chunks makes room before each chunk") {
+TEST_CASE("a prompt in chunks evicts to the budget before each chunk") {
   Recorded cache;
-  cache.admit(2);
-  cache.admit(2);
-  CHECK(cache.written() == Lines{"admit @0: now 0 live 2 queries 2 budget 4",
-                                 "admit @1: now 0 live 2 queries 2 budget 4",
+  cache.append(2);
+  cache.append(2);
+  CHECK(cache.written() == Lines{"append @0: now 0 live 2 queries 2 budget 4",
+                                 "append @1: now 0 live 2 queries 2 budget 4",
                                  "observe 100 @0: now 0 live 2 queries 2 budget 4",
                                  "observe 101 @1: now 0 live 2 queries 2 budget 4",
-                                 "admit @2: now 2 live 4 queries 2 budget 4",
-                                 "admit @3: now 2 live 4 queries 2 budget 4",
+                                 "append @2: now 2 live 4 queries 2 budget 4",
+                                 "append @3: now 2 live 4 queries 2 budget 4",
                                  "observe 100 @0: now 2 live 4 queries 2 budget 4",
                                  "observe 101 @1: now 2 live 4 queries 2 budget 4",
                                  "observe 102 @2: now 2 live 4 queries 2 budget 4",
                                  "observe 103 @3: now 2 live 4 queries 2 budget 4"});
-  cache.admit(2);  // one has to leave; up to B - 1 + n = 5 are live
+  cache.append(2);  // one has to be evicted; up to B - 1 + n = 5 are live
   CHECK(cache.written() == Lines{"rank @0: now 4 live 4 queries 0 budget 4",
                                  "rank @1: now 4 live 4 queries 0 budget 4",
                                  "rank @2: now 4 live 4 queries 0 budget 4",
                                  "rank @3: now 4 live 4 queries 0 budget 4",
-                                 "admit @4: now 4 live 5 queries 2 budget 4",
-                                 "admit @5: now 4 live 5 queries 2 budget 4",
+                                 "append @4: now 4 live 5 queries 2 budget 4",
+                                 "append @5: now 4 live 5 queries 2 budget 4",
                                  "observe 100 @1: now 4 live 5 queries 2 budget 4",
                                  "observe 101 @2: now 4 live 5 queries 2 budget 4",
                                  "observe 102 @3: now 4 live 5 queries 2 budget 4",
@@ -146,49 +148,49 @@ TEST_CASE("a prompt in chunks makes room before each chunk") {
 
 TEST_CASE("a streamed prompt and decoding are the same: one token at a time, ranked when full") {
   Recorded cache;
-  cache.admit(1);
-  CHECK(cache.written() == Lines{"admit @0: now 0 live 1 queries 1 budget 4",
+  cache.append(1);
+  CHECK(cache.written() == Lines{"append @0: now 0 live 1 queries 1 budget 4",
                                  "observe 100 @0: now 0 live 1 queries 1 budget 4"});
-  cache.admit(1);
-  cache.admit(1);
-  cache.admit(1);
+  cache.append(1);
+  cache.append(1);
+  cache.append(1);
   // Nothing was ranked: four tokens fit.
   const Lines filled = cache.written();
   CHECK(filled.size() == 3 + 2 + 3 + 4);
   CHECK(std::ranges::none_of(filled, [](const auto& line) { return line.starts_with("rank"); }));
-  cache.admit(1);
+  cache.append(1);
   CHECK(cache.written() == Lines{"rank @0: now 4 live 4 queries 0 budget 4",
                                  "rank @1: now 4 live 4 queries 0 budget 4",
                                  "rank @2: now 4 live 4 queries 0 budget 4",
                                  "rank @3: now 4 live 4 queries 0 budget 4",
-                                 "admit @4: now 4 live 4 queries 1 budget 4",
+                                 "append @4: now 4 live 4 queries 1 budget 4",
                                  "observe 100 @1: now 4 live 4 queries 1 budget 4",
                                  "observe 101 @2: now 4 live 4 queries 1 budget 4",
                                  "observe 102 @3: now 4 live 4 queries 1 budget 4",
                                  "observe 103 @4: now 4 live 4 queries 1 budget 4"});
 }
 
-TEST_CASE("a second turn is an admission like any other") {
+TEST_CASE("a second turn is an append like any other") {
   Recorded cache;
-  cache.admit(4);
-  cache.admit(1);
+  cache.append(4);
+  cache.append(1);
   cache.written();
-  cache.admit(3);
+  cache.append(3);
   CHECK(cache.written() == Lines{"rank @1: now 5 live 4 queries 0 budget 4",
                                  "rank @2: now 5 live 4 queries 0 budget 4",
                                  "rank @3: now 5 live 4 queries 0 budget 4",
                                  "rank @4: now 5 live 4 queries 0 budget 4",
-                                 "admit @5: now 5 live 6 queries 3 budget 4",
-                                 "admit @6: now 5 live 6 queries 3 budget 4",
-                                 "admit @7: now 5 live 6 queries 3 budget 4",
+                                 "append @5: now 5 live 6 queries 3 budget 4",
+                                 "append @6: now 5 live 6 queries 3 budget 4",
+                                 "append @7: now 5 live 6 queries 3 budget 4",
                                  "observe 100 @2: now 5 live 6 queries 3 budget 4",
                                  "observe 101 @3: now 5 live 6 queries 3 budget 4",
                                  "observe 102 @4: now 5 live 6 queries 3 budget 4",
                                  "observe 103 @5: now 5 live 6 queries 3 budget 4",
                                  "observe 104 @6: now 5 live 6 queries 3 budget 4",
                                  "observe 105 @7: now 5 live 6 queries 3 budget 4"});
-  cache.admit(1);  // three leave at once
+  cache.append(1);  // three leave at once
   const Lines after = cache.written();
   CHECK(after.size() == 6 + 1 + 4);
-  CHECK(after[6] == "admit @8: now 8 live 4 queries 1 budget 4");
+  CHECK(after[6] == "append @8: now 8 live 4 queries 1 budget 4");
 }

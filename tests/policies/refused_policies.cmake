@@ -19,7 +19,7 @@ struct Example {
   };
   static constexpr float weight(std::uint32_t age, const Params&) { return age == 0 ? 1.0f : 0.0f; }
   static constexpr std::uint32_t tail(const Params&) { return 1; }
-  static constexpr void admit(Slot& slot, kvlab::Token, const Params&, const kvlab::Step&) {
+  static constexpr void append(Slot& slot, kvlab::Token, const Params&, const kvlab::Step&) {
     slot.mass = 0;
   }
   static constexpr void observe(Slot& slot, const kvlab::Observation& seen, const Params&,
@@ -67,17 +67,17 @@ policy_case("a Slot that is not trivially copyable is refused" "std::uint64_t ma
 policy_case("Params without kParams are refused" "kParams[]" "kParam[]"
             "policy: a Params with members needs `static constexpr Param<Params> kParams[]`")
 
-policy_case("a misspelt admit is refused" "void admit" "void admitt"
-            "policy: needs `static constexpr void admit(Slot&, Token, const Params&, const Step&)`")
-policy_case("an admit with wrong arguments is refused" "admit(Slot& slot, kvlab::Token, const Params&,"
-            "admit(Slot& slot, const Params&,"
-            "policy: needs `static constexpr void admit(Slot&, Token, const Params&, const Step&)`")
+policy_case("a misspelt append is refused" "void append" "void appendd"
+            "policy: needs `static constexpr void append(Slot&, Token, const Params&, const Step&)`")
+policy_case("an append with wrong arguments is refused" "append(Slot& slot, kvlab::Token, const Params&,"
+            "append(Slot& slot, const Params&,"
+            "policy: needs `static constexpr void append(Slot&, Token, const Params&, const Step&)`")
 policy_case("a misspelt rank is refused" "std::uint64_t rank" "std::uint64_t ranks"
             "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, ")
 policy_case("a rank of another type is refused" "std::uint64_t rank" "float rank"
             "policy: needs `static constexpr std::uint64_t rank(const Slot&, Token, ")
 policy_case("a misspelt observe is refused" "void observe" "void obsrve"
-            "policy: kInfo.needs asks for observations, so it needs `static constexpr void observe(")
+            "policy: kInfo.needs requests observations, so it needs `static constexpr void observe(")
 policy_case("an observe that needs nothing is refused" "Needs::mass" "Needs::nothing"
             "policy: has observe(), but kInfo.needs says nothing: say Needs::mass, Needs::requests or ")
 policy_case("a misspelt weight is refused" "float weight" "float wieght"
@@ -88,8 +88,8 @@ policy_case("an undeclared weight is refused" ".weighted = true" ".weighted = fa
             "policy: has weight() or tail(), but kInfo.weighted is false")
 policy_case("a hook that is not constexpr is refused" "constexpr std::uint64_t rank"
             "std::uint64_t rank" "policy: rank() must be constexpr")
-policy_case("an admit that leaves the slot as it was is refused" "slot.mass = 0;" ""
-            "policy: admit() must set every member of Slot that observe() and rank() read")
+policy_case("an append that leaves the slot as it was is refused" "slot.mass = 0;" ""
+            "policy: append() must set every member of Slot that observe() and rank() read")
 policy_case("a rank that is not the position, though it is said to be, is refused"
             ".order = kvlab::Order::feedback" ".oldest_first = true"
             "policy: kInfo.oldest_first says that rank() is the token's position")

@@ -5,50 +5,50 @@
 #include "policies/policy.hpp"
 #include "tests/catch.hpp"
 
+using kvlab::EvictionKey;
 using kvlab::Extent;
-using kvlab::Guards;
-using kvlab::LeavingKey;
+using kvlab::ProtectedTokens;
 
 namespace {
 constexpr std::uint32_t kLast = std::numeric_limits<std::uint32_t>::max();
 }
 
-TEST_CASE("sinks guard the positions below their number") {
-  constexpr Guards guards{.sinks = 4};
-  CHECK(guards.guard(0, 100) == 2);
-  CHECK(guards.guard(3, 100) == 2);
-  CHECK(guards.guard(4, 100) == 0);
-  CHECK(Guards{}.guard(0, 100) == 0);
+TEST_CASE("sinks protect the positions below their number") {
+  constexpr ProtectedTokens protected_tokens{.sinks = 4};
+  CHECK(protected_tokens.protection(0, 100) == 2);
+  CHECK(protected_tokens.protection(3, 100) == 2);
+  CHECK(protected_tokens.protection(4, 100) == 0);
+  CHECK(ProtectedTokens{}.protection(0, 100) == 0);
 }
 
-TEST_CASE("recent counts the first admitted token as one of its own") {
-  // now = 100 is to be admitted: with recent = 3 it is guarded together with 99 and 98.
-  constexpr Guards guards{.recent = 3};
-  CHECK(guards.guard(97, 100) == 0);
-  CHECK(guards.guard(98, 100) == 1);
-  CHECK(guards.guard(99, 100) == 1);
-  CHECK(Guards{.recent = 1}.guard(99, 100) == 0);
-  CHECK(Guards{}.guard(99, 100) == 0);
+TEST_CASE("recent counts the first appended token as one of its own") {
+  // now = 100 is to be appended: with recent = 3 it is protected together with 99 and 98.
+  constexpr ProtectedTokens protected_tokens{.recent = 3};
+  CHECK(protected_tokens.protection(97, 100) == 0);
+  CHECK(protected_tokens.protection(98, 100) == 1);
+  CHECK(protected_tokens.protection(99, 100) == 1);
+  CHECK(ProtectedTokens{.recent = 1}.protection(99, 100) == 0);
+  CHECK(ProtectedTokens{}.protection(99, 100) == 0);
 }
 
 TEST_CASE("a token that is both recent and a sink is a sink") {
-  CHECK(Guards{.sinks = 10, .recent = 10}.guard(5, 6) == 2);
+  CHECK(ProtectedTokens{.sinks = 10, .recent = 10}.protection(5, 6) == 2);
 }
 
-TEST_CASE("guards do not overflow at the largest positions") {
-  CHECK(Guards{.recent = kLast}.guard(kLast - 1, kLast) == 1);
-  CHECK(Guards{.recent = 2}.guard(kLast - 1, kLast) == 1);
-  CHECK(Guards{.recent = 1}.guard(kLast - 1, kLast) == 0);
+TEST_CASE("protected tokens do not overflow at the largest positions") {
+  CHECK(ProtectedTokens{.recent = kLast}.protection(kLast - 1, kLast) == 1);
+  CHECK(ProtectedTokens{.recent = 2}.protection(kLast - 1, kLast) == 1);
+  CHECK(ProtectedTokens{.recent = 1}.protection(kLast - 1, kLast) == 0);
 }
 
-TEST_CASE("tokens leave by guard, then by rank, then by position") {
+TEST_CASE("tokens are evicted by protection, then by rank, then by position") {
   constexpr std::uint64_t high = std::numeric_limits<std::uint64_t>::max();
-  CHECK(LeavingKey{0, high, kLast} < LeavingKey{1, 0, 0});
-  CHECK(LeavingKey{1, high, kLast} < LeavingKey{2, 0, 0});
-  CHECK(LeavingKey{1, 5, kLast} < LeavingKey{1, 6, 0});
-  CHECK(LeavingKey{1, 5, 7} < LeavingKey{1, 5, 8});
-  CHECK_FALSE(LeavingKey{1, 5, 8} < LeavingKey{1, 5, 7});
-  CHECK_FALSE(LeavingKey{1, 5, 7} < LeavingKey{1, 5, 7});
+  CHECK(EvictionKey{0, high, kLast} < EvictionKey{1, 0, 0});
+  CHECK(EvictionKey{1, high, kLast} < EvictionKey{2, 0, 0});
+  CHECK(EvictionKey{1, 5, kLast} < EvictionKey{1, 6, 0});
+  CHECK(EvictionKey{1, 5, 7} < EvictionKey{1, 5, 8});
+  CHECK_FALSE(EvictionKey{1, 5, 8} < EvictionKey{1, 5, 7});
+  CHECK_FALSE(EvictionKey{1, 5, 7} < EvictionKey{1, 5, 7});
 }
 
 TEST_CASE("a share is rounded down, and does not overflow") {

@@ -31,7 +31,7 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
     return lambda *words: subprocess.run([program, *map(str, words)], capture_output=True, text=True)
 
 
-def drawn(tokens: int = 80, dtype: str = "float32", seed: int = 1) -> dict[str, numpy.ndarray]:
+def random_arrays(tokens: int = 80, dtype: str = "float32", seed: int = 1) -> dict[str, numpy.ndarray]:
     """q, k, v and ids of 2 layers, 4 query heads on 2 KV heads of 16."""
     random = numpy.random.default_rng(seed)
 
@@ -43,4 +43,4 @@ def drawn(tokens: int = 80, dtype: str = "float32", seed: int = 1) -> dict[str, 
 
 @pytest.fixture(scope="session")
 def small() -> kvlab.Trace:
-    return kvlab.Trace.from_arrays(**drawn(), prompt_tokens=32)
+    return kvlab.Trace.from_arrays(**random_arrays(), prompt_tokens=32)

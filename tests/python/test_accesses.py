@@ -27,19 +27,19 @@ def test_the_bytes(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 5, None])
-@pytest.mark.parametrize("span", ["decode", "all"])
-def test_what_is_asked_for(small: kvlab.Trace, top_k: int | None, span: Any) -> None:
+@pytest.mark.parametrize("queries", ["decode", "all"])
+def test_what_is_requested(small: kvlab.Trace, top_k: int | None, queries: Any) -> None:
     p = numpy.stack([small.attention(0, head) for head in (2, 3)])  # KV head 1
-    records = small.accesses(layer=0, head=1, top_k=top_k, span=span, request_threshold=0.2)
+    records = small.accesses(layer=0, head=1, top_k=top_k, queries=queries, request_threshold=0.2)
     for query in range(small.tokens):
-        asked: set[int] = {query}
-        for row in p[:, query, : query + 1] if span == "all" or query >= small.prompt_tokens else ():
+        requested: set[int] = {query}
+        for row in p[:, query, : query + 1] if queries == "all" or query >= small.prompt_tokens else ():
             if top_k is None:
-                asked |= set(numpy.flatnonzero(row >= 0.2 * row.max()))
+                requested |= set(numpy.flatnonzero(row >= 0.2 * row.max()))
             else:
-                asked |= set(numpy.argsort(-row, kind="stable")[:top_k])
+                requested |= set(numpy.argsort(-row, kind="stable")[:top_k])
         found = records["object"][records["time"] == query]
-        assert found.tolist() == [1 << 32 | token for token in sorted(asked)]
+        assert found.tolist() == [1 << 32 | token for token in sorted(requested)]
 
 
 def test_attention_is_that_of_the_trace(small: kvlab.Trace) -> None:
@@ -72,8 +72,8 @@ def test_misses_are_those_of_the_replay(sample: kvlab.Trace) -> None:
     missed = []
     for of_head in p:
         wanted = [row[:t] >= 655 / 65536 * row.max() for t, row in enumerate(of_head)][sample.prompt_tokens :]
-        outside = sum(int((asked & ~kept[: len(asked)]).sum()) for asked, kept in zip(wanted, live, strict=True))
-        missed.append(outside / sum(int(asked.sum()) for asked in wanted))
+        outside = sum(int((requested & ~kept[: len(requested)]).sum()) for requested, kept in zip(wanted, live, strict=True))
+        missed.append(outside / sum(int(requested.sum()) for requested in wanted))
     frame = [row.split(",") for row in run.csv().splitlines()]
     named = {(row[10], row[11], row[12]): row[13] for row in frame}
     assert numpy.mean(missed) == pytest.approx(float(named["2", "1", "miss_rate"]), rel=1e-6)
@@ -85,7 +85,7 @@ def test_misses_are_those_of_the_replay(sample: kvlab.Trace) -> None:
         ({"layer": 2}, "layer 2, KV head 0: the trace .* has 2 layers of 2 KV heads"),
         ({"top_k": 0}, "top_k: 0 should be a whole number from 1 to 2147483647"),
         ({"request_threshold": 2.0}, "request_threshold: 2.0 should be a number from 0 to 1"),
-        ({"span": "prompt"}, "span: 'prompt' should be decode or all"),
+        ({"queries": "prompt"}, "queries: 'prompt' should be decode or all"),
     ],
 )
 def test_accesses_that_are_refused(small: kvlab.Trace, words: Any, message: str, tmp_path: pathlib.Path) -> None:
@@ -113,11 +113,11 @@ def table_of_the_page() -> dict[int, dict[str, float]]:
 def test_the_misses_of_lru_are_those_of_the_pages_table(sample: kvlab.Trace, budget: int) -> None:
     live = kvlab.replay(sample, "lru", budget, references=False).kept(1, 1, "lru", budget).live
     cache: dict[int, None] = {}
-    asked, left, refetched = 0, 0, 0
+    requested, left, refetched = 0, 0, 0
     for time, token in sample.accesses(layer=1, head=1)[["time", "object"]].tolist():
         position = token & 0xFFFFFFFF
         if position != time:
-            asked += 1
+            requested += 1
             left += not live[time - sample.prompt_tokens][position]
             refetched += token not in cache
         cache.pop(token, None)
@@ -125,7 +125,7 @@ def test_the_misses_of_lru_are_those_of_the_pages_table(sample: kvlab.Trace, bud
         if len(cache) > budget:
             del cache[next(iter(cache))]
     row = table_of_the_page()[budget]
-    assert (round(100 * left / asked, 1), round(100 * refetched / asked, 1)) == tuple(list(row.values())[:2])
+    assert (round(100 * left / requested, 1), round(100 * refetched / requested, 1)) == tuple(list(row.values())[:2])
 
 
 def test_the_page_runs_libcachesim(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_the_page_runs_libcachesim(tmp_path: pathlib.Path, monkeypatch: pytest.M
     }
 
 
-def test_a_file_is_written_under_a_name_that_nobody_foresaw(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
+def test_a_file_is_written_under_an_unpredictable_name(small: kvlab.Trace, tmp_path: pathlib.Path) -> None:
     (tmp_path / "mine").write_text("untouched")
     (tmp_path / "accesses.bin.part").symlink_to(tmp_path / "mine")
     small.accesses(tmp_path / "accesses.bin", layer=0, head=0, top_k=1)

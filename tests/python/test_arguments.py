@@ -89,7 +89,7 @@ def test_no_whole_numbers(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> Non
     refused(lambda: kvlab.Trace.from_arrays(q, q, q, segments=value or 5), "segments")
     refused(lambda: trace.read("k", value, 0), "layer")
     refused(lambda: trace.read("k", 0, value), "head")
-    refused(lambda: trace.column("x", value, 0), "layer")
+    refused(lambda: trace.feature("x", value, 0), "layer")
     refused(lambda: trace.attention(0, value), "head")
     refused(lambda: trace.attention(0, 0, value), "first")
     refused(lambda: run.kept(value, 0, "h2o"), "layer")
@@ -108,11 +108,11 @@ def test_no_whole_numbers(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> Non
 @pytest.mark.parametrize("value", _NO_TEXTS, ids=kind)
 def test_no_texts(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> None:
     refused(lambda: trace.read(value, 0, 0), "part")
-    refused(lambda: trace.column(value, 0, 0), "name")
-    refused(lambda: trace.accesses(span=value), "span")
+    refused(lambda: trace.feature(value, 0, 0), "name")
+    refused(lambda: trace.accesses(queries=value), "queries")
     refused(lambda: trace.to_dict(value), "framework")
     refused(lambda: kvlab.replay(trace, value, 16, progress=False), "")
-    refused(lambda: kvlab.replay(trace, "h2o", 16, span=value, progress=False), "span")
+    refused(lambda: kvlab.replay(trace, "h2o", 16, queries=value, progress=False), "queries")
     refused(lambda: kvlab.replay(trace, "h2o", 16, device=value, progress=False), "device")
     refused(lambda: kvlab.replay(trace, "h2o", 16, output_error=value, progress=False), "output_error")
     refused(lambda: kvlab.replay(trace, "h2o", 16, prefill=[value], progress=False), "prefill")
@@ -123,7 +123,7 @@ def test_no_texts(trace: kvlab.Trace, run: kvlab.Run, value: Any) -> None:
         refused(lambda: kvlab.policy(value), "needs")
         refused(lambda: kvlab.policy(name=value), "name")
     refused(lambda: kvlab.policy(positions=value), "positions")
-    refused(lambda: kvlab.policy(columns=[value]), "columns")
+    refused(lambda: kvlab.policy(features=[value]), "features")
     refused(lambda: kvlab.policy(summary=value), "summary")
 
 
@@ -236,7 +236,7 @@ def test_numpys_numbers_are_numbers(trace: kvlab.Trace) -> None:
 def test_casts_that_nothing_checked_are_refused_too() -> None:
     with pytest.raises(ValueError, match="threads: has a type that is not expected"):
         words = dict.fromkeys(("policies", "budgets", "prefill", "positions", "layers"), [])
-        rest = {"seed": 0, "threshold": 0.01, "span": "decode", "every_output_error": False, "plain": False}
+        rest = {"seed": 0, "threshold": 0.01, "queries": "decode", "every_output_error": False, "plain": False}
         kvlab._kvlab.replay([], [], words | rest | {"progress": None, "threads": 1.5, "output": None, "device": "cpu"})
 
 
@@ -287,13 +287,13 @@ def test_messages_are_short(trace: kvlab.Trace, run: kvlab.Run) -> None:
     long = "x" * 5000
     refused(lambda: kvlab.replay(trace, "h2o", long, progress=False), "budget")
     refused(lambda: kvlab.replay(trace, f"h2o:{long}", 16, progress=False), "h2o")
-    refused(lambda: trace.column(long, 0, 0), "column")
+    refused(lambda: trace.feature(long, 0, 0), "feature")
     refused(lambda: run.kept(0, 0, long), "kept")
     refused(lambda: run.kept(0, 0, "h2o", long), "kept")
     refused(lambda: run.kept(0, 0, "h2o", object()), "budget")  # type: ignore[arg-type]
     refused(lambda: run.kept(0, 0, "h2o", 16, trace=long), "trace")
     refused(lambda: run.ranking(16, long), "")
-    refused(lambda: kvlab.policy(columns=[long])(lambda state, seen, token, step: token), "")
+    refused(lambda: kvlab.policy(features=[long])(lambda state, seen, token, step: token), "")
     refused(lambda: kvlab.policy(sinks=long)(lambda state, seen, token, step: token), "")
     refused(lambda: kvlab.policy(name="x" * 101)(lambda state, seen, token, step: token), "at most 100 letters")
     with pytest.raises(RuntimeError, match=r"/nowhere/x+ \.\.\. x+.*: ") as caught:

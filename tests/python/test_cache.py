@@ -65,7 +65,7 @@ def cache_of(model: Any, policy: str = "h2o", budget: int | None = BUDGET, **wor
         pytest.skip(str(refused))
 
 
-def acted_on(cache: Any) -> list[int]:
+def policy_layers(cache: Any) -> list[int]:
     """The layers that policies act on: all but those with a window of the model's own."""
     return list(cache._conversation.attended.places)
 
@@ -325,7 +325,7 @@ def test_what_is_recorded_is_replayed_to_the_same_tokens(
     kept: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
     for ids in (*ids_of(0, sum(calls)).split(calls, 1), *ids_of(1, decoded).split(1, 1)):
         call(model, ids, cache)
-        for layer in acted_on(cache):
+        for layer in policy_layers(cache):
             for head in range(cache._conversation.attended.shape.kv_heads):
                 kept[layer, head].append(cache.kept(layer, head).tolist())
     trace = copy.deepcopy(cache).trace()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy
 import pytest
-from conftest import drawn
+from conftest import random_arrays
 
 import kvlab
 from kvlab import _kvlab
@@ -20,13 +20,13 @@ def output(inputs: int = 64) -> _kvlab.OutputProjections:
 
 
 def caches_of(policy: str) -> Any:
-    asked = _kvlab.CacheRequest(policy, [], "24", "dense", "", 0, 0.01, 80, 2, 2)
-    return _kvlab.Caches(asked, 4, 16, INV_FREQ, 1.0, [{"scale": 0.25}] * 2, output)
+    requested = _kvlab.CacheRequest(policy, [], "24", "dense", "", 0, 0.01, 80, 2, 2)
+    return _kvlab.Caches(requested, 4, 16, INV_FREQ, 1.0, [{"scale": 0.25}] * 2, output)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "sink", "criticalkv", "lru:scope=layer"])
 def test_caches_keep_what_a_replay_keeps(policy: str) -> None:
-    arrays, caches = drawn(), caches_of(policy)
+    arrays, caches = random_arrays(), caches_of(policy)
     config = {"inv_freq": INV_FREQ, "rope_factor": 1.0, "softmax_scale": 0.25}
     trace = kvlab.Trace.from_arrays(**arrays, prompt_tokens=32, config=config)
     run = kvlab.replay(trace, policy, 24, references=False, model=output())

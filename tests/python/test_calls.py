@@ -54,7 +54,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
         ("qwen3", {"head_dim": 16}),
     ],
 )
-def test_with_room_for_all_the_text_is_the_plain_models(family: str, words: dict[str, Any]) -> None:
+def test_with_a_budget_for_all_the_text_is_the_plain_models(family: str, words: dict[str, Any]) -> None:
     if family == "qwen3" and not hasattr(transformers, "Qwen3Config"):
         pytest.skip(f"transformers {transformers.__version__} has no qwen3")
     model, ids = sharp(model_of(family, **words)), ids_of(30)

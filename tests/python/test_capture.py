@@ -69,8 +69,8 @@ class CaptureTest(ModelTest):
         found = []
         for trace in (ours, theirs):
             run = self.at / f"run-{trace.name}"
-            grid = ["--policy", "window,h2o,sink", "--budget", "64,25%"]
-            done = kvlab("replay", "--trace", trace, *grid, "--out", run)
+            sweep = ["--policy", "window,h2o,sink", "--budget", "64,25%"]
+            done = kvlab("replay", "--trace", trace, *sweep, "--out", run)
             self.assertEqual(done.returncode, 0, done.stderr)
             rows = csv.DictReader(io.StringIO((run / "results.csv").read_text()))
             found.append([row | {"trace": ""} for row in rows if row["metric"] == "residual_error"])
@@ -91,9 +91,9 @@ class CaptureTest(ModelTest):
         self.assertEqual(a.keys(), b.keys())
         self.assertEqual(a["sketch"]["seed"], b["sketch"]["seed"])
 
-    def test_columns_of_a_function(self):
+    def test_features_of_a_function(self):
         """A function that sums as kvlab's own key_norm does evicts as that does, and mistakes are named."""
-        (self.at / "own_columns.py").write_text(
+        (self.at / "own_features.py").write_text(
             "def norm(q, k, v, layer):\n"
             "    assert q.shape[1:] == k.shape[1:] == v.shape[1:]\n"
             "    return sum((k[..., d] * k[..., d]) for d in range(k.shape[-1])).sqrt()\n"
@@ -106,32 +106,32 @@ class CaptureTest(ModelTest):
         self.addCleanup(sys.path.remove, str(self.at))
         few = ["--model", self.tiny32, "--prompt-file", self.text, "--teacher-forced"]
         few += ["--prompt-tokens", 100, "--max-tokens", 180]
-        trace = self.captured("columns", *few, "--column", "mine=own_columns:norm")
+        trace = self.captured("features", *few, "--feature", "mine=own_features:norm")
         self.assertEqual(kvlab("trace", "verify", trace).returncode, 0)
-        run = self.at / "run-columns"
-        both = "column:name=mine:keep=-1,column:name=key_norm:keep=-1"
+        run = self.at / "run-features"
+        both = "feature:name=mine:keep=-1,feature:name=key_norm:keep=-1"
         done = kvlab("replay", "--trace", trace, "--policy", both, "--budget", 40, "--no-references", "--out", run)
         self.assertEqual(done.returncode, 0, done.stderr)
-        figures = {}
+        metrics = {}
         for row in csv.DictReader(io.StringIO((run / "results.csv").read_text())):
-            figures.setdefault(row["params"], []).append((row["layer"], row["head"], row["metric"], row["value"]))
-        self.assertEqual(len(figures), 2)
-        self.assertEqual(*figures.values())
-        for words, column in (  # when all is captured, which stays
-            ("--column mine: layer 0 is [2, 179]; [2, 180] is expected", "mine=own_columns:short"),
-            ("--column mine: ZeroDivisionError", "mine=own_columns:broken"),
+            metrics.setdefault(row["params"], []).append((row["layer"], row["head"], row["metric"], row["value"]))
+        self.assertEqual(len(metrics), 2)
+        self.assertEqual(*metrics.values())
+        for words, feature in (  # when all is captured, which stays
+            ("--feature mine: layer 0 is [2, 179]; [2, 180] is expected", "mine=own_features:short"),
+            ("--feature mine: ZeroDivisionError", "mine=own_features:broken"),
         ):
-            self.check_refused(words, "refused", *few, "--column", column)
+            self.check_refused(words, "refused", *few, "--feature", feature)
             self.check_verifies(self.at / "refused")
             self.assertEqual(manifest_of(self.at / "refused")["tokens"], 180)
             shutil.rmtree(self.at / "refused")
-        for words, column in (
-            ("no attribute", "mine=own_columns:other"),
+        for words, feature in (
+            ("no attribute", "mine=own_features:other"),
             ("No module", "mine=no_such_module:norm"),
             ("should read NAME=module:function", "mine"),
-            ("is computed by kvlab", "key_norm=own_columns:norm"),
+            ("is computed by kvlab", "key_norm=own_features:norm"),
         ):
-            self.check_refused(words, "refused", *few, "--column", column)
+            self.check_refused(words, "refused", *few, "--feature", feature)
             self.assertFalse((self.at / "refused").exists())
 
     def test_a_float32_capture_agrees_with_kvlabs(self):
@@ -186,7 +186,7 @@ class CaptureTest(ModelTest):
         self.assertEqual([key for key, value in parts.items() if value > 0], [(2, "k")])
         self.assertAlmostEqual(parts[2, "k"], 0.01, 5)
 
-    def test_spans_are_the_tokens_that_cover_a_text(self):
+    def test_passages_are_the_tokens_that_cover_a_text(self):
         prompt = "It was dark \u2014 and \U0001f600\u7684 in caf\u00e9s\u0301. The\npass\tkey is 52417; say it."
         texts = [
             "pass\tkey is 52417",
@@ -201,33 +201,33 @@ class CaptureTest(ModelTest):
             " 5",
             "s\u0301. ",
         ]
-        spans = [word for text in texts for word in ("--span-of", text)]
-        arguments = ["--model", self.tiny32, "--prompt", prompt, "--max-new-tokens", 2, *spans]
-        ours = self.captured("spans", *arguments)
+        passages = [word for text in texts for word in ("--passage", text)]
+        arguments = ["--model", self.tiny32, "--prompt", prompt, "--max-new-tokens", 2, *passages]
+        ours = self.captured("passages", *arguments)
         found = manifest_of(ours)["spans"]
         plain = [text.replace("\n", " ").replace("\t", " ") for text in texts]
-        self.assertEqual([span["name"] for span in found], plain)
-        self.assertEqual(found, manifest_of(self.captured_by_kvlab("spans-kvlab", *arguments))["spans"])
+        self.assertEqual([passage["name"] for passage in found], plain)
+        self.assertEqual(found, manifest_of(self.captured_by_kvlab("passages-kvlab", *arguments))["spans"])
         self.check_verifies(ours)
 
         tokenizer = tokenizers.Tokenizer.from_file(str(self.tiny32 / "tokenizer.json"))
         ids = ids_of(ours)
-        for span, text in zip(found, texts):
+        for passage, text in zip(found, texts):
             for fewer, covers in ((0, True), (1, False)):
                 for begin, end in ((fewer, 0), (0, fewer)):
-                    part = ids[span["start"] + begin : span["start"] + span["tokens"] - end]
+                    part = ids[passage["start"] + begin : passage["start"] + passage["tokens"] - end]
                     spelled = tokenizer.decode(part, skip_special_tokens=False)
-                    self.assertEqual(text in spelled, covers, (span, spelled))
+                    self.assertEqual(text in spelled, covers, (passage, spelled))
 
         model = ["--model", self.tiny32, "--prompt", prompt]
         cut = ["--teacher-forced", "--prompt-tokens", 2, "--max-tokens", 5]
         for words, *more in (
-            ('"dog" is not in the prompt', "--span-of", "dog"),
-            ("--span-of: is empty", "--span-of", ""),
-            ('"a" is there more than once', "--span-of", "a"),
-            ('"dark" is given twice', "--span-of", "dark", "--span-of", "dark"),
-            ('"The pass" is given twice', "--span-of", "The\npass", "--span-of", "The pass"),
-            ('"say" is not in the prompt', "--span-of", "say", *cut),
+            ('"dog" is not in the prompt', "--passage", "dog"),
+            ("--passage: is empty", "--passage", ""),
+            ('"a" is there more than once', "--passage", "a"),
+            ('"dark" is given twice', "--passage", "dark", "--passage", "dark"),
+            ('"The pass" is given twice', "--passage", "The\npass", "--passage", "The pass"),
+            ('"say" is not in the prompt', "--passage", "say", *cut),
         ):
             self.check_refused(words, "refused", *model, *more)
             done = kvlab("capture", "--device", "cpu", *model, *more, "--out", self.at / "refused")
@@ -265,9 +265,9 @@ class CaptureTest(ModelTest):
         vocabulary = {f"w{id}": id for id in range(67)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w2"))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        draw = random.Random(1)
+        rng = random.Random(1)
         text = self.at / "words.txt"
-        text.write_text(" ".join(draw.choices(list(vocabulary), k=TOKENS)))
+        text.write_text(" ".join(rng.choices(list(vocabulary), k=TOKENS)))
         for name in ("llama3", "llama_biases", "mistral", "qwen2", "qwen3"):
             model = self.at / name
             shutil.copytree(ROOT / "tests" / "data" / "models" / name, model)

@@ -47,7 +47,7 @@ def test_fidelity_and_tune_leave_their_files(tmp_path: pathlib.Path) -> None:
 
 
 def test_task() -> None:
-    answers = kvlab.task("passkey", TINY, "sink", 64, words=[100], depth=["50%"], draws=2, query_aware=True)
+    answers = kvlab.task("passkey", TINY, "sink", 64, words=[100], depth=["50%"], samples=2, query_aware=True)
     assert answers
 
 
@@ -70,67 +70,67 @@ def short_keys(state: Any, seen: Any, token: Any, step: Any) -> Any:
 
 
 @pytest.mark.parametrize(("mine", "header"), [(summed, "h2o"), (summed_by_head, "h2o"), (short_keys, "knorm:once")])
-def test_a_function_in_the_closed_loop_does_what_the_header_does(mine: Any, header: str, tmp_path: Any) -> None:
-    def figures(found: Any) -> Any:
+def test_a_function_in_an_evaluation_does_what_the_header_does(mine: Any, header: str, tmp_path: Any) -> None:
+    def metrics(found: Any) -> Any:
         return [entry | {"policy": "", "params": ""} for entry in found if "bytes" not in entry["metric"]]
 
     loop = kvlab.evaluate(TINY, TEXT, [mine, header], [64, "ratio(0.5)"], window=256)["configurations"]
     for a, b in zip(loop[1:3], loop[3:5]):
         assert a["policy"] == mine.name and a["kl"] == pytest.approx(b["kl"], rel=1e-4) and a["kl"] > 0
-    words: dict[str, Any] = {"words": [100], "depth": ["50%"], "draws": 3}
-    mine_says, theirs = (kvlab.task("passkey", TINY, policy, 64, **words)["figures"] for policy in (mine, header))
-    assert figures(mine_says) == figures(theirs)
+    words: dict[str, Any] = {"words": [100], "depth": ["50%"], "samples": 3}
+    mine_says, theirs = (kvlab.task("passkey", TINY, policy, 64, **words)["metrics"] for policy in (mine, header))
+    assert metrics(mine_says) == metrics(theirs)
     kvlab.tune(TINY, TEXT, 64, tmp_path / "policy.json", [mine, "sink:once", header], **SHORT)
     assert (tmp_path / "policy.json").exists()
 
 
-@kvlab.policy(columns=["value_norm1"], modifiers=["once"])
+@kvlab.policy(features=["value_norm1"], modifiers=["once"])
 def small_values(state: Any, seen: Any, token: Any, step: Any) -> Any:
     return -token.value_norm1
 
 
-HEADER = """#include "policies/columns/by_column.hpp"
+HEADER = """#include "policies/features/by_feature.hpp"
 namespace kvlab {
-struct Small : HighestLeaves {
-  static constexpr PolicyInfo kInfo{.name = "small", .summary = "large values leave first", .citation = "none",
-                                    .order = Order::nested, .modifiers = {.once = true}, .columns = {"value_norm1"}};
+struct Small : HighestEvictedFirst {
+  static constexpr PolicyInfo kInfo{.name = "small", .summary = "large values are evicted first", .citation = "none",
+                                    .order = Order::nested, .modifiers = {.once = true}, .features = {"value_norm1"}};
 };
 }  // namespace kvlab
 """
 
 
-def test_a_function_a_columns_file_and_a_header_of_one_rule_agree(command: Any, tmp_path: pathlib.Path) -> None:
+def test_a_function_a_features_file_and_a_header_of_one_rule_agree(command: Any, tmp_path: pathlib.Path) -> None:
     (tmp_path / "small.hpp").write_text(HEADER)
     text = ("--model", TINY, "--prompt-file", TEXT, "--teacher-forced", "--prompt-tokens", 128, "--max-tokens", 200)
     command("capture", *text, "--out", tmp_path / "text")
-    words: dict[str, Any] = {"words": [100], "depth": ["50%"], "draws": 2, "query_aware": True}
+    words: dict[str, Any] = {"words": [100], "depth": ["50%"], "samples": 2, "query_aware": True}
     kvlab.task("passkey", TINY, (), (), capture=tmp_path / "task", **words)
     paths = [tmp_path / "text", *(tmp_path / "task").iterdir()]
     for path in paths:
         trace = kvlab.Trace(path)
         v = numpy.stack([[trace.read("v", layer, head) for head in range(2)] for layer in range(4)])
-        trace.add_column("mine", numpy.abs(v).cumsum(axis=-1, dtype="f4")[..., -1])  # summed from the first on
-    rules = [small_values, kvlab.policy_source(tmp_path / "small.hpp"), "column:name=mine:keep=-1:once"]
+        trace.add_feature("mine", numpy.abs(v).cumsum(axis=-1, dtype="f4")[..., -1])  # summed from the first on
+    rules = [small_values, kvlab.policy_source(tmp_path / "small.hpp"), "feature:name=mine:keep=-1:once"]
     opened = kvlab.Trace(tmp_path / "text")
     live = [kvlab.replay(opened, [rule], [32]).kept(1, 1, rule, 32).live for rule in rules]
     assert (live[0] == live[1]).all() and (live[0] == live[2]).all()
-    scores = [kvlab.evaluate(TINY, TEXT, rule, 32, window=256, max_tokens=255, columns=paths) for rule in rules]
+    scores = [kvlab.evaluate(TINY, TEXT, rule, 32, window=256, max_tokens=255, features=paths) for rule in rules]
     kl = [score["configurations"][1]["kl"] for score in scores]
     assert kl[0] > 0 and kl == [kl[0]] * 3
 
     def said(rule: Any) -> Any:
-        figures = kvlab.task("passkey", TINY, rule, 32, columns=paths, **words)["figures"]
-        return [row["value"] for row in figures if "bytes" not in row["metric"]]
+        metrics = kvlab.task("passkey", TINY, rule, 32, features=paths, **words)["metrics"]
+        return [row["value"] for row in metrics if "bytes" not in row["metric"]]
 
     says = [said(rule) for rule in rules]
     assert says == [says[0]] * 3 and said("sink:once") != says[0]
     out = tmp_path / "policy.json"
-    tuned = kvlab.tune(TINY, TEXT, 32, out, [rules[2], "column:name=mine:once"], columns=paths, **SHORT)
-    assert tuned["evidence"]["truths"]["why"] == "task accuracy was not measured"
+    tuned = kvlab.tune(TINY, TEXT, 32, out, [rules[2], "feature:name=mine:once"], features=paths, **SHORT)
+    assert tuned["evidence"]["criteria"]["why"] == "task accuracy was not measured"
     generated = ("generate", "--model", TINY, "--prompt", "It was", "--policy-file", out)
-    assert command(*generated, "--columns", paths[0]).stderr.startswith("kvlab generate: --columns: of 1 traces")
-    with pytest.raises(ValueError, match="columns: of 1 traces none begins with the prompt of 128 tokens"):
-        kvlab.evaluate(TINY, TEXT, rules[2], 32, window=256, columns=paths[1:2])
+    assert command(*generated, "--features", paths[0]).stderr.startswith("kvlab generate: --features: of 1 traces")
+    with pytest.raises(ValueError, match="features: of 1 traces none begins with the prompt of 128 tokens"):
+        kvlab.evaluate(TINY, TEXT, rules[2], 32, window=256, features=paths[1:2])
 
 
 def test_a_function_that_looks_wants_a_dense_prompt() -> None:
@@ -147,7 +147,7 @@ def test_progress_is_told() -> None:
         raise LookupError("from the callback")
 
     with pytest.raises(LookupError, match="from the callback"):
-        kvlab.task("passkey", TINY, "sink", 64, words=[100], draws=2, query_aware=True, progress=broken)
+        kvlab.task("passkey", TINY, "sink", 64, words=[100], samples=2, query_aware=True, progress=broken)
 
 
 def test_errors_are_the_commands_own() -> None:
@@ -162,7 +162,7 @@ def test_the_command_comes_along() -> None:
     if not program.exists():
         pytest.skip("kvlab was not installed by pip")
     words: list[Any] = ["task", "passkey", "--model", kvlab.share / "engine/models/tiny", "--policy", "h2o", "--budget", 32]
-    few = ["--words", "100", "--depth", "50%", "--draws", 1, "--query-aware"]
+    few = ["--words", "100", "--depth", "50%", "--samples", 1, "--query-aware"]
     done = subprocess.run([program, *map(str, words + few)], capture_output=True, text=True)
     assert done.returncode == 0 and "passkey, query-aware" in done.stdout, done.stderr
     done = subprocess.run([program, "eval", "--modle", "x"], capture_output=True, text=True)

@@ -69,14 +69,14 @@ def test_modes_keep_what_the_replay_keeps(policy: str, words: dict[str, Any], fa
     check_against_replay(model_of(family), ids_of(40), 40, policy, 24, **words)
 
 
-@pytest.mark.parametrize("ladder", ["4", "16@8t+8@40%+k4v2@60%"])
+@pytest.mark.parametrize("tiers", ["4", "16@8t+8@40%+k4v2@60%"])
 @pytest.mark.parametrize("words", [{}, {"prefill": "chunk:7"}])
-def test_ladders_keep_what_the_replay_keeps_in_the_bytes_of_the_budget(ladder: str, words: dict[str, Any]) -> None:
-    model, policy = model_of(hidden_size=128), f"a2sf:recent=4:ladder={ladder}"
+def test_tier_plans_keep_what_the_replay_keeps_in_the_bytes_of_the_budget(tiers: str, words: dict[str, Any]) -> None:
+    model, policy = model_of(hidden_size=128), f"a2sf:recent=4:tiers={tiers}"
     check_against_replay(model, ids_of(90), 30, policy, 24, **words)
     with kvlab.hf.evicting(model, policy, 24) as caches:
         decode(model, ids_of(90), 1, caches)
-    if ladder == "4":
+    if tiers == "4":
         tokens = 24 * 128 // 40  # of 40 bytes, by layer and KV head
         assert caches.kv_bytes == 4 * 40 * tokens
 
@@ -90,8 +90,8 @@ def test_exempt_layers(tmp_path: pathlib.Path) -> None:
 
 def test_a_deployed_file_brings_policy_budget_and_positions(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "policy.json"
-    guards = {"sinks": 4, "recent": "25%"}
-    said = {"format": 1, "policy": "h2o", "params": {}, "guards": guards, "budget": [[20, 12], [16, 24]]}
+    protected_tokens = {"sinks": 4, "recent": "25%"}
+    said = {"format": 1, "policy": "h2o", "params": {}, "protected": protected_tokens, "budget": [[20, 12], [16, 24]]}
     said["model"] = {"name": "none", "weights_xxh3": ""}
     file.write_text(json.dumps(said | {"positions": "cache", "prefill": "chunk:7", "threshold": 0.01}))
     (tmp_path / "budgets.json").write_text(json.dumps(said["budget"]))
@@ -182,7 +182,7 @@ def test_what_is_allocated_is_what_the_budget_says(policy: str, rows: int, promp
     assert held[-1] >= caches.kv_bytes >= 63 * row
 
 
-def test_with_room_for_all_the_text_is_transformers_own() -> None:
+def test_with_a_budget_for_all_the_text_is_transformers_own() -> None:
     model, ids = model_of(), ids_of(30)
     words = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
@@ -224,8 +224,8 @@ def test_the_real_model() -> None:
     ("use", "message"),
     [
         (lambda m: kvlab.hf.evicting(m, "h2o"), "budget: policy h2o needs one"),
-        (lambda m: kvlab.hf.evicting(m, "column:name=mine", 16), "column mine: a decoder"),
-        (lambda m: kvlab.hf.evicting(m, "oracle_mass", 16), "knows the future"),
+        (lambda m: kvlab.hf.evicting(m, "feature:name=mine", 16), "feature mine: a decoder"),
+        (lambda m: kvlab.hf.evicting(m, "oracle_attention", 16), "knows the future"),
         (lambda m: kvlab.hf.evicting(m, "h2o", 16).trace(), "nothing was recorded"),
         (lambda m: _call(m, input_ids=ids_of(3), attention_mask=torch.tensor([[1, 0, 1]])), "leaves tokens out"),
     ],

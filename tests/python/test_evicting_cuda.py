@@ -27,7 +27,7 @@ from test_evicting import decode  # noqa: E402
 from kvlab.hf.calls import cache_word  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BROUGHT = ("lagkv", "expected_attention", "r_kv")  # whose columns the CPU alone computes
+BROUGHT = ("lagkv", "expected_attention", "r_kv")  # whose features the CPU alone computes
 
 
 def model_of(family: str = "llama", dtype: Any = torch.float32, layers: int = 2, **words: Any) -> Any:
@@ -104,8 +104,8 @@ def test_every_policy_keeps_what_the_replay_keeps(policy: str) -> None:
         ("random", 40, {"seed": 2**63 + 7}),
         ("lru:sinks=4:recent=50%", "50%", {}),
         ("h2o", "pyramid(40)", {}),
-        ("h2o:ladder=16@8t+4@100%", 24, {}),
-        ("lru:every=4:ladder=8@50%+k4v2@50%", 24, {"prefill": "chunk:17"}),
+        ("h2o:tiers=16@8t+4@100%", 24, {}),
+        ("lru:every=4:tiers=8@50%+k4v2@50%", 24, {"prefill": "chunk:17"}),
     ],
 )
 def test_modes_keep_what_the_replay_keeps(policy: str, budget: int | str, words: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ WORDS = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_to
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_with_room_for_all_the_text_is_transformers_own(graph: bool) -> None:
+def test_with_a_budget_for_all_the_text_is_transformers_own(graph: bool) -> None:
     model, ids = model_of(), ids_of(30)
     with torch.no_grad():
         plain = model.generate(ids, **WORDS)
@@ -138,7 +138,7 @@ def test_with_room_for_all_the_text_is_transformers_own(graph: bool) -> None:
         assert torch.equal(model.generate(ids, **WORDS), plain)  # the model is as it was
 
 
-@pytest.mark.parametrize("policy", ["h2o", "knorm", "criticalkv", "h2o:every=8", "streaming_h2o", "lru:ladder=4"])
+@pytest.mark.parametrize("policy", ["h2o", "knorm", "criticalkv", "h2o:every=8", "streaming_h2o", "lru:tiers=4"])
 def test_a_graph_keeps_what_steps_keep(policy: str) -> None:
     model, kept = model_of(), []
     for graph in (False, True):
@@ -240,7 +240,7 @@ def test_a_batch_is_its_rows_one_by_one() -> None:
         assert caches.kept(1, 1, row).tolist() == own.kept(1, 1).tolist()
 
 
-@pytest.mark.parametrize("policy", ["knorm", "sink", "window:once", "knorm:ladder=16@8t+4@100%"])
+@pytest.mark.parametrize("policy", ["knorm", "sink", "window:once", "knorm:tiers=16@8t+4@100%"])
 def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
     """A prompt, an answer, another prompt: by what near ties in the model's own figures do not change."""
     model, kept = model_of(), []
@@ -274,9 +274,9 @@ def test_memory_is_what_the_budget_says() -> None:
 
 
 @pytest.mark.parametrize("budget", [64, "25%bytes"])
-def test_a_ladder_holds_more_in_the_bytes_of_the_budget(budget: int | str) -> None:
+def test_a_tier_plan_holds_more_in_the_bytes_of_the_budget(budget: int | str) -> None:
     model = model_of(dtype=torch.bfloat16)
-    with torch.no_grad(), kvlab.hf.evicting(model, "h2o", budget, ladder="16:16t,4:100%", length=256) as caches:
+    with torch.no_grad(), kvlab.hf.evicting(model, "h2o", budget, tiers="16:16t,4:100%", length=256) as caches:
         model.generate(ids_of(200), **(WORDS | {"max_new_tokens": 50}))
     most = 2 * 2 * 64 * 2 * 64 * 2
     assert 0.95 * most < caches.kv_bytes <= most and len(caches.kept(1, 1)) == 16 + 48 * 256 // 80
@@ -337,15 +337,15 @@ def slots_of() -> Any:
     import kvlab.ops
     from kvlab import _kvlab
 
-    asked = _kvlab.CacheRequest("h2o", [], "8", "dense", "", 0, 0.01, 100, 1, 2, 64)
+    requested = _kvlab.CacheRequest("h2o", [], "8", "dense", "", 0, 0.01, 100, 1, 2, 64)
     layers = [kvlab.ops.SlotLayer(0, 0.125, torch.zeros(32))]
-    return kvlab.ops.Slots(_kvlab.slot_plan(asked), layers, 4, 64, torch.float32, torch.device("cuda", 0))
+    return kvlab.ops.Slots(_kvlab.slot_plan(requested), layers, 4, 64, torch.float32, torch.device("cuda", 0))
 
 
 def test_an_operator_says_what_is_wrong() -> None:
     slots = slots_of()
     with pytest.raises(ValueError, match="fed is 3: layer 0 has had 0 tokens"):
-        slots.admit(0, torch.zeros(2, 8, 64, device="cuda"), 3)
+        slots.append(0, torch.zeros(2, 8, 64, device="cuda"), 3)
     with pytest.raises(ValueError, match="layer is 1 of 1"):
         slots.step(1, torch.zeros(1, 8, 64, device="cuda"))
 

@@ -77,15 +77,15 @@ def check_kept(model: Any) -> None:
     past: dict[str, Any] = {}
     with kvlab.hf.evicting(model, "h2o", BUDGET, record=True, length=TOKENS) as caches, torch.no_grad():
         kept: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
-        acted = list(caches._attended.places)
+        acted = list(caches._attended.layer_indices)
         for ids in (IDS[:, :PROMPT], *IDS[:, PROMPT:TOKENS].split(1, 1)):
             past = {cache_word(model): cache_among(model(ids, **past, use_cache=True).values())}
             assert next(iter(past.values())).get_seq_length() == caches.tokens
             for layer, head in ((layer, head) for layer in acted for head in range(caches._attended.shape.kv_heads)):
                 kept[layer, head].append(caches.kept(layer, head))
         for layer in set(caches._attended.layers) - set(acted):
-            span = caches._attended.layers[layer].span
-            numpy.testing.assert_array_equal(caches.kept(layer, 0), numpy.arange(max(0, TOKENS - span), TOKENS))
+            window = caches._attended.layers[layer].window
+            numpy.testing.assert_array_equal(caches.kept(layer, 0), numpy.arange(max(0, TOKENS - window), TOKENS))
     assert caches.evictions == len(kept) * (TOKENS - BUDGET)
     replayed = [(caches.trace(), acted)]
     with contextlib.suppress(kvlab.hf.Refused):  # of windows with other heads, which a trace cannot say

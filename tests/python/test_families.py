@@ -68,9 +68,9 @@ def rotated(x: Any, inv_freq: Any, factor: float) -> Any:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def said_attention(trace: kvlab.Trace, place: int, head: int) -> Any:
+def said_attention(trace: kvlab.Trace, index: int, head: int) -> Any:
     """[tokens, size] of a query head, from the trace alone."""
-    layer, row, kv_head = trace.layer_numbers[place], trace.rows[place], head * trace.kv_heads // trace.query_heads
+    layer, row, kv_head = trace.layer_numbers[index], trace.rows[index], head * trace.kv_heads // trace.query_heads
     table = numpy.atleast_2d(trace.inv_freq)[row["rope"]]
     parts = (trace.read("q", layer, head), trace.read("k", layer, kv_head))
     q, k = (rotated(x, table, trace.model["rope_factor"]) for x in parts)
@@ -89,8 +89,8 @@ def said_attention(trace: kvlab.Trace, place: int, head: int) -> Any:
 def check_says(trace: kvlab.Trace, model: Any) -> None:
     plain = plain_attention(model)
     assert sorted(plain) == trace.layer_numbers
-    for place, layer in enumerate(trace.layer_numbers):
-        said = torch.stack([said_attention(trace, place, head) for head in range(trace.query_heads)], 1)
+    for index, layer in enumerate(trace.layer_numbers):
+        said = torch.stack([said_attention(trace, index, head) for head in range(trace.query_heads)], 1)
         assert float((said - plain[layer]).norm() / plain[layer].norm()) <= 1e-5, layer
 
 

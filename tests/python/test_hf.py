@@ -74,7 +74,7 @@ def test_what_is_fed_goes_on_with_the_likeliest(tmp_path: pathlib.Path) -> None:
     assert kvlab.Trace(tmp_path / "trace").prompt_tokens == 20
 
 
-def test_columns_and_spans() -> None:
+def test_features_and_passages() -> None:
     def first(q: Any, k: Any, v: Any, layer: int) -> Any:
         return k[:, :, 0] + layer
 
@@ -82,13 +82,13 @@ def test_columns_and_spans() -> None:
         model_of(),
         ids_of(40),
         prompt_tokens=30,
-        columns={"first": first},
-        spans=[{"name": "middle", "start": 4, "tokens": 3}],
+        features={"first": first},
+        passages=[{"name": "middle", "start": 4, "tokens": 3}],
     )
     expected = trace.read("k", 1, 1)[:, 0] + 1
-    numpy.testing.assert_array_equal(trace.column("first", 1, 1), expected)
-    run = kvlab.replay(trace, "column:name=first", 16)
-    assert "span_recall:middle" in run.csv()
+    numpy.testing.assert_array_equal(trace.feature("first", 1, 1), expected)
+    run = kvlab.replay(trace, "feature:name=first", 16)
+    assert "passage_recall:middle" in run.csv()
 
 
 # U+200E, U+202E and so on: the marks that turn the direction of text.
@@ -98,11 +98,11 @@ CONTROLS = "\n\x00\x1f\x7f\x80\x85\x9f\u200e\u200f\u202a\u202e\u2066\u2069"
 def test_names_have_a_space_for_each_control_character() -> None:
     model = model_of()
     model.config._name_or_path = f"a{CONTROLS}model"
-    span = {"name": f"the{CONTROLS}pass\u2065key", "start": 4, "tokens": 3}
-    trace = kvlab.hf.capture(model, ids_of(40), prompt_tokens=30, spans=[span])
+    passage = {"name": f"the{CONTROLS}pass\u2065key", "start": 4, "tokens": 3}
+    trace = kvlab.hf.capture(model, ids_of(40), prompt_tokens=30, passages=[passage])
     assert trace.model["model"] == "a" + " " * len(CONTROLS) + "model"
     run = kvlab.replay(trace, "window", 16)
-    assert "span_recall:the" + " " * len(CONTROLS) + "pass\u2065key" in run.csv()
+    assert "passage_recall:the" + " " * len(CONTROLS) + "pass\u2065key" in run.csv()
 
 
 def test_an_adapter_of_peft_is_captured_with_its_model() -> None:
@@ -233,7 +233,7 @@ def test_adapters_that_bring_keys_are_refused() -> None:
         ({"input_ids": [[1, 2], [3]]}, "input_ids: a list; one sequence of whole numbers"),
         ({"input_ids": [97]}, "input_ids: from 97 to 97; the model's vocabulary is 97"),
         ({"prompt_tokens": 41}, "prompt_tokens: 41 should be between 1 and 40"),
-        ({"columns": {"odd": lambda q, k, v, layer: k}}, r"column odd: layer 0 is \[2, 40, 8\]; \[2, 40\]"),
+        ({"features": {"odd": lambda q, k, v, layer: k}}, r"feature odd: layer 0 is \[2, 40, 8\]; \[2, 40\]"),
         ({"model": "bloom"}, "attention of BloomModel does not go through transformers' AttentionInterface"),
     ],
 )
@@ -245,7 +245,7 @@ def test_what_is_refused_leaves_nothing(change: dict[str, Any], message: str, tm
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
     with pytest.raises(ValueError, match=message):
         kvlab.hf.capture(model, **words)
-    assert (tmp_path / "trace").exists() == ("columns" in change)  # which are made of the shards
+    assert (tmp_path / "trace").exists() == ("features" in change)  # which are made of the shards
     assert hooks == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 

@@ -65,7 +65,7 @@ def test_structs_are_the_headers(name: str) -> None:
     theirs, ours = members_of(body), STRUCTS[name]._fields_
     assert [member for member, _ in theirs] == [field[0] for field in ours]
     for (member, kind), field in zip(theirs, ours, strict=True):
-        assert kind is field[1] or (ctypes.sizeof(kind) == ctypes.sizeof(field[1]) and member == "columns"), member
+        assert kind is field[1] or (ctypes.sizeof(kind) == ctypes.sizeof(field[1]) and member == "features"), member
 
 
 def layouts() -> str:
@@ -119,7 +119,7 @@ def test_operators_say_what_they_write_and_trace() -> None:
     import kvlab.ops
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    for operator in (torch.ops.kvlab.slots_admit, torch.ops.kvlab.slots_step):
+    for operator in (torch.ops.kvlab.slots_append, torch.ops.kvlab.slots_step):
         arguments = operator.default._schema.arguments
         assert {argument.name for argument in arguments if argument.is_write} == {"out"} and len(arguments) <= 12
     with FakeTensorMode():
@@ -136,15 +136,15 @@ def plan_of(policy: str, budget: str, own: Any = ()) -> Any:
 
 def test_a_plan_has_rules_for_the_budget() -> None:
     plan = plan_of("h2o:sinks=4:every=8", "10%")
-    assert plan["rules"].tolist() == [[[100, 4, 50, 0]] * 3] * 2 and plan["rungs"].shape == (2, 3, 0, 2)
+    assert plan["rules"].tolist() == [[[100, 4, 50, 0]] * 3] * 2 and plan["tiers"].shape == (2, 3, 0, 2)
     assert (plan["every"], plan["once"], plan["tokens"], plan["chunk"]) == (8, False, 1000, 0)
     assert plan_of("h2o", "pyramid(40)")["rules"][..., 0].mean() == 40
     # A row of 16 bit has 256 bytes, one of 4 bit 80.
-    plan = plan_of("h2o:ladder=16@8t+4@100%", "40")
-    assert plan["rungs"].tolist() == [[[[0, 8], [3, 32 * 256 // 80]]] * 3] * 2
+    plan = plan_of("h2o:tiers=16@8t+4@100%", "40")
+    assert plan["tiers"].tolist() == [[[[0, 8], [3, 32 * 256 // 80]]] * 3] * 2
     assert plan["rules"][0, 0, 0] == 8 + 32 * 256 // 80
-    # Where nobody leaves, all are on one rung.
-    assert plan_of("full:ladder=4", "")["rungs"].tolist() == [[[[3, 2**31 - 1]]] * 3] * 2
+    # Where nothing is evicted, all are on one tier.
+    assert plan_of("full:tiers=4", "")["tiers"].tolist() == [[[[3, 2**31 - 1]]] * 3] * 2
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_a_plan_has_rules_for_the_budget() -> None:
         ("h2o", "ada(40)", "ada.*the kernel library does not know it; a model on the CPU does"),
         ("lagkv", "40", "lagkv"),
         ("h2o", "", "needs one"),
-        ("oracle_mass", "40", "knows the future"),
-        ("full:ladder=kivi4", "", "codes no channels"),
+        ("oracle_attention", "40", "knows the future"),
+        ("full:tiers=kivi4", "", "does not quantize by channel"),
     ],
 )
 def test_what_the_library_does_not_hold_is_refused_by_name(policy: str, budget: str, message: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
-from conftest import drawn
+from conftest import random_arrays
 
 import kvlab
 from kvlab._trace import mapped_tensors
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%")
 def my_h2o(state: Any, seen: Any, token: Any, step: Any) -> Any:
-    """The least accumulated attention leaves first."""
+    """The least accumulated attention is evicted first."""
     state["mass"] += seen.mass
     return state["mass"]
 
@@ -29,7 +29,7 @@ def my_lru(state: Any, seen: Any, token: Any, step: Any) -> Any:
     return state["last"]
 
 
-@kvlab.policy(needs="mass", columns=["value_norm1"], state={"mass": "u8"}, recent="50%")
+@kvlab.policy(needs="mass", features=["value_norm1"], state={"mass": "u8"}, recent="50%")
 def my_vatp(state: Any, seen: Any, token: Any, step: Any) -> Any:
     state["mass"] += seen.mass
     return state["mass"].astype("f8") * token.value_norm1.astype("f8")
@@ -41,7 +41,7 @@ def my_window(state: Any, seen: Any, token: Any, step: Any) -> Any:
     return token.position
 
 
-@kvlab.policy(columns=["key_norm"])
+@kvlab.policy(features=["key_norm"])
 def my_knorm(state: Any, seen: Any, token: Any, step: Any) -> Any:
     return -token.key_norm
 
@@ -77,7 +77,7 @@ def sets(trace: kvlab.Trace, policy: Any, words: dict[str, Any], plain: bool) ->
     ]
 
 
-@pytest.mark.parametrize("words", [{}, {"prefill": "chunk:7"}, {"positions": "cache"}, {"span": "all"}], ids=str)
+@pytest.mark.parametrize("words", [{}, {"prefill": "chunk:7"}, {"positions": "cache"}, {"queries": "all"}], ids=str)
 @pytest.mark.parametrize(("mine", "header", "more"), PAIRS, ids=lambda x: str(x))
 def test_kept_sets_are_those_of_the_header(
     small: kvlab.Trace, mine: kvlab.Policy, header: str, more: str, words: dict[str, Any]
@@ -88,7 +88,7 @@ def test_kept_sets_are_those_of_the_header(
             numpy.testing.assert_array_equal(one, other)
 
 
-def test_figures_are_those_of_the_header(sample: kvlab.Trace) -> None:
+def test_metrics_are_those_of_the_header(sample: kvlab.Trace) -> None:
     mine = kvlab.replay(sample, [my_h2o, "ada(20%)"][:1], ["20%", "ada(20%)"], references=False, threads=2)
     header = kvlab.replay(sample, "h2o", ["20%", "ada(20%)"], references=False, threads=2)
     same = [row for row in header.csv().replace(",h2o,", ",my_h2o,").splitlines() if "state_bytes" not in row]
@@ -155,7 +155,7 @@ def test_what_a_function_raises_comes_out(small: kvlab.Trace) -> None:
     def broken(state: Any, seen: Any, token: Any, step: Any) -> Any:
         return token.value_norm
 
-    with pytest.raises(AttributeError, match="token has no column value_norm; there are position") as caught:
+    with pytest.raises(AttributeError, match="token has no feature value_norm; there are position") as caught:
         kvlab.replay(small, broken, 16, threads=2)
     notes = getattr(caught.value, "__notes__", ["policy broken"])
     assert any("policy broken" in note for note in notes)
@@ -169,11 +169,11 @@ def test_what_a_function_raises_comes_out(small: kvlab.Trace) -> None:
         ({"name": "my policy"}, "policy 'my policy' should be at most 100 letters, digits and underscores"),
         ({"state": {"x": "f4"}}, "a policy that observes nothing keeps none"),
         ({"needs": "everything"}, "needs: 'everything' should be nothing, mass, requests or both"),
-        ({"columns": list("abcde")}, "a policy has at most 4"),
-        ({"needs": "requests", "by_head": True}, 'by_head: mass has to be asked for; give needs="mass" or "both"'),
+        ({"features": list("abcde")}, "a policy has at most 4"),
+        ({"needs": "requests", "by_head": True}, 'by_head: mass has to be requested; give needs="mass" or "both"'),
         ({"needs": "mass", "state": {"x": "O"}}, "numbers of a fixed size"),
         ({"sinks": "many"}, "sinks"),
-        ({"positions": "squeezed"}, "squeezed"),
+        ({"positions": "here"}, "here"),
     ],
 )
 def test_policies_that_are_refused(words: dict[str, Any], message: str) -> None:
@@ -302,7 +302,7 @@ def test_a_function_may_look_at_tokens_keys_and_values(small: kvlab.Trace, tmp_p
         assert numpy.allclose(numpy.linalg.norm(turned, axis=2), numpy.linalg.norm(rows.k, axis=2), rtol=1e-5)
         return -numpy.linalg.norm(token.keys, axis=1)
 
-    other = kvlab.Trace.from_arrays(**drawn(seed=2), prompt_tokens=32, out=tmp_path / "other")
+    other = kvlab.Trace.from_arrays(**random_arrays(seed=2), prompt_tokens=32, out=tmp_path / "other")
     run = kvlab.replay([small, other], [looking, "knorm"], 20)
     for trace in ("trace", "other"):
         live = [run.kept(1, 1, policy, 20, trace=trace).live for policy in ("looking", "knorm")]
@@ -363,17 +363,17 @@ def test_queries_may_be_weighed(small: kvlab.Trace) -> None:
         kvlab.policy(weights=[2.0])
 
 
-def test_a_column_may_be_added(tmp_path: pathlib.Path) -> None:
-    trace = kvlab.Trace.from_arrays(**drawn(), prompt_tokens=32, out=tmp_path / "trace")
+def test_a_feature_may_be_added(tmp_path: pathlib.Path) -> None:
+    trace = kvlab.Trace.from_arrays(**random_arrays(), prompt_tokens=32, out=tmp_path / "trace")
     values = numpy.random.default_rng(0).random((2, 2, trace.tokens), dtype="float32")
-    trace.add_column("mine", values)
-    assert numpy.array_equal(trace.column("mine", 1, 0), values[1, 0])
+    trace.add_feature("mine", values)
+    assert numpy.array_equal(trace.feature("mine", 1, 0), values[1, 0])
 
-    @kvlab.policy(columns=["mine"])
+    @kvlab.policy(features=["mine"])
     def by_mine(state: Any, seen: Any, token: Any, step: Any) -> Any:
         return token.mine
 
-    run = kvlab.replay(trace, [by_mine, "column:name=mine"], 20)
-    assert numpy.array_equal(run.kept(1, 0, "by_mine", 20).live, run.kept(1, 0, "column", 20).live)
-    with pytest.raises(ValueError, match=r"column more: layer 0 is \[1, 80\]; \[2, 80\] is expected"):
-        trace.add_column("more", values[:, :1])
+    run = kvlab.replay(trace, [by_mine, "feature:name=mine"], 20)
+    assert numpy.array_equal(run.kept(1, 0, "by_mine", 20).live, run.kept(1, 0, "feature", 20).live)
+    with pytest.raises(ValueError, match=r"feature more: layer 0 is \[1, 80\]; \[2, 80\] is expected"):
+        trace.add_feature("more", values[:, :1])

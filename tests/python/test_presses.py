@@ -1,4 +1,4 @@
-"""Tests `python -m kvlab.hf columns` against kvpress, by tests/fixtures/make_press_fixtures.py."""
+"""Tests `python -m kvlab.hf features` against kvpress, by tests/fixtures/make_press_fixtures.py."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from hf_fixture import ROOT, CommandTest
 
 from kvlab import Trace
-from kvlab.hf.columns import output_projection, part
+from kvlab.hf.features import output_projection, part
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -16,8 +16,8 @@ SETTINGS = FIXTURE["settings"]
 
 
 def random_tensors(prompt):
-    drawn = {name: numpy.array(prompt[name]) / prompt["unit"] for name in ("q", "k", "v", "o_proj")}
-    return drawn | {"inv_freq": numpy.array(prompt["inv_freq"])}
+    sampled = {name: numpy.array(prompt[name]) / prompt["unit"] for name in ("q", "k", "v", "o_proj")}
+    return sampled | {"inv_freq": numpy.array(prompt["inv_freq"])}
 
 
 def captured_tensors(prompt):
@@ -42,28 +42,28 @@ class PressesTest(CommandTest):
         weights = {"model.layers.0.self_attn.o_proj.weight": tensors["o_proj"]}
         safetensors.save_file(weights, self.at / "model" / "model.safetensors")
 
-    def column(self, name, *arguments):
-        self.assertEqual(self.run_main("columns", self.path, "--column", name, *arguments), (0, ""))
+    def feature(self, name, *arguments):
+        self.assertEqual(self.run_main("features", self.path, "--feature", name, *arguments), (0, ""))
         trace = Trace(self.path)
-        return numpy.stack([trace.column(name, 0, head) for head in range(trace.kv_heads)])
+        return numpy.stack([trace.feature(name, 0, head) for head in range(trace.kv_heads)])
 
     def compare(self, ours, name, first=0):
-        theirs = numpy.array(self.prompt["columns"][name])
+        theirs = numpy.array(self.prompt["features"][name])
         self.assertEqual(ours.shape, theirs.shape)
         worst = numpy.abs(ours / theirs - 1)[:, first:].max()
         self.assertLess(worst, 1e-5)
 
     def test_lagkv(self):
-        ours = self.column("lagkv", "--lag", SETTINGS["lag"], "--sinks", SETTINGS["sinks"])
-        self.assertTrue(numpy.array_equal(ours, numpy.array(self.prompt["columns"]["lagkv"], dtype=numpy.float32)))
+        ours = self.feature("lagkv", "--lag", SETTINGS["lag"], "--sinks", SETTINGS["sinks"])
+        self.assertTrue(numpy.array_equal(ours, numpy.array(self.prompt["features"]["lagkv"], dtype=numpy.float32)))
 
     def test_expected_attention(self):
         arguments = ["--future", SETTINGS["future"], "--sinks", SETTINGS["sinks"]]
-        # The first tokens: kvpress gives them a number that none exceeds, here the guard holds them.
-        self.compare(self.column("expected_attention", *arguments), "expected_attention", SETTINGS["sinks"])
+        # The first tokens: kvpress gives them a number that none exceeds, here the protection holds them.
+        self.compare(self.feature("expected_attention", *arguments), "expected_attention", SETTINGS["sinks"])
 
     def test_value_out_norm1(self):
-        ours = self.column("value_out_norm1", "--model", self.at / "model")
+        ours = self.feature("value_out_norm1", "--model", self.at / "model")
         self.compare(ours / self.group, "value_out_norm1")  # kvpress: the group's mean, here its sum
 
 

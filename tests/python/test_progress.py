@@ -50,7 +50,7 @@ def test_others_get_nothing(without: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
-def test_what_is_asked_for() -> None:
+def test_what_is_requested() -> None:
     def told(fraction: float) -> None:
         pass
 

@@ -18,19 +18,19 @@ from conftest import SAMPLE, TINY
 
 import kvlab
 
-GRID = ["h2o", "sink", "lru:sinks=4", "h2o:every=16:scope=layer", "knorm"]
+SWEEP = ["h2o", "sink", "lru:sinks=4", "h2o:every=16:scope=layer", "knorm"]
 
 
 @pytest.fixture(scope="module")
 def run(sample: kvlab.Trace) -> kvlab.Run:
-    return kvlab.replay(sample, GRID, ["10%", 128], threads=2)
+    return kvlab.replay(sample, SWEEP, ["10%", 128], threads=2)
 
 
 def test_results_are_the_bytes_of_the_command(
     run: kvlab.Run, command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: pathlib.Path
 ) -> None:
     done = command(
-        "replay", "--trace", SAMPLE, "--policy", ",".join(GRID), "--budget", "10%,128", "--out", tmp_path / "run"
+        "replay", "--trace", SAMPLE, "--policy", ",".join(SWEEP), "--budget", "10%,128", "--out", tmp_path / "run"
     )
     assert done.returncode == 0, done.stderr
     run.save(tmp_path / "mine")
@@ -98,7 +98,7 @@ def test_plot(run: kvlab.Run) -> None:
     assert legend is not None and legend.get_bbox_to_anchor() != axes.bbox, "the legend covers curves"
     assert all("sinks=0" not in text.get_text() for text in legend.get_texts())
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
-    assert {"sink", "knorm", "oracle_mass"} <= labels
+    assert {"sink", "knorm", "oracle_attention"} <= labels
     assert any(label.startswith("h2o:") for label in labels)  # two of that name
     with pytest.raises(ValueError, match="plot: the run has no nothing; it has .*recall"):
         run.plot("nothing")
@@ -140,10 +140,10 @@ def test_kept_sets_that_are_refused(run: kvlab.Run, words: dict, message: str) -
         ({"policies": ["h2o"], "budgets": ["200%"]}, "200%"),
         ({"policies": "h2o", "budgets": 64, "layers": [7]}, "layer 7: the trace .* has layers 0 to 3"),
         ({"policies": "h2o", "budgets": 64, "prefill": "whole"}, "whole"),
-        ({"policies": "h2o", "budgets": 64, "span": "prompt"}, "decode or all"),
+        ({"policies": "h2o", "budgets": 64, "queries": "prompt"}, "decode or all"),
         ({"policies": "h2o", "budgets": 64, "output_error": "none"}, "sample or all"),
         ({"policies": "h2o", "budgets": 64, "request_threshold": 2.0}, "threshold 2"),
-        ({"policies": "column:name=score", "budgets": 64}, "column score: the trace"),
+        ({"policies": "feature:name=score", "budgets": 64}, "feature score: the trace"),
         ({"policies": "h2o", "budgets": 64, "device": "tpu"}, "device: 'tpu' should be cpu or cuda"),
         ({"policies": "criticalkv", "budgets": 64}, "value_out_norm1: takes the model's weights"),
         ({"policies": "h2o", "budgets": 64, "model": 7}, "model: a int; a folder or a model of transformers"),
@@ -157,12 +157,12 @@ def test_replays_that_are_refused(sample: kvlab.Trace, words: dict, message: str
 
 def test_the_replay_on_cuda_agrees(run: kvlab.Run, sample: kvlab.Trace) -> None:
     try:
-        there = kvlab.replay(sample, GRID, ["10%", 128], device="cuda")
+        there = kvlab.replay(sample, SWEEP, ["10%", 128], device="cuda")
     except (ValueError, RuntimeError) as error:
         pytest.skip(f"no CUDA: {error}")
     for mine, theirs in zip(run.csv().splitlines()[1:], there.csv().splitlines()[1:], strict=True):
-        *place, value, _, count, ladder, held = mine.split(",")
-        assert theirs.split(",")[: len(place)] == place and theirs.split(",")[-3:] == [count, ladder, held]
+        *place, value, _, count, tier_plan, held = mine.split(",")
+        assert theirs.split(",")[: len(place)] == place and theirs.split(",")[-3:] == [count, tier_plan, held]
         assert float(theirs.split(",")[-5]) == pytest.approx(float(value), rel=1e-3, abs=1e-5)
 
 
@@ -185,7 +185,7 @@ def test_several_traces(sample: kvlab.Trace, tmp_path: pathlib.Path) -> None:
 
 def test_pickling(run: kvlab.Run) -> None:
     again = pickle.loads(pickle.dumps(run))
-    assert again.csv() == run.csv() and again.grid == run.grid
+    assert again.csv() == run.csv() and again.sweep == run.sweep
     numpy.testing.assert_array_equal(again.kept(0, 0, "sink", 128).live, run.kept(0, 0, "sink", 128).live)
 
 
@@ -193,7 +193,7 @@ def test_two_replays_at_once(run: kvlab.Run, sample: kvlab.Trace) -> None:
     texts: list[str] = []
 
     def work() -> None:
-        texts.append(kvlab.replay(sample, GRID, ["10%", 128], threads=2).csv())
+        texts.append(kvlab.replay(sample, SWEEP, ["10%", 128], threads=2).csv())
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -227,7 +227,7 @@ def test_other_threads_go_on(sample: kvlab.Trace) -> None:
 
     thread = threading.Thread(target=count)
     thread.start()
-    kvlab.replay(sample, "h2o", 64, threads=1, span="all", output_error="all")
+    kvlab.replay(sample, "h2o", 64, threads=1, queries="all", output_error="all")
     stop.set()
     thread.join()
     assert counted > 5
@@ -239,7 +239,7 @@ LONG = """
     trace = kvlab.Trace(sys.argv[1])
     print("ready", flush=True)
     while True:
-        kvlab.replay(trace, ["h2o", "lru", "sink"], [16, 32, 64, 128, 256], span="all", output_error="all", plain=True)
+        kvlab.replay(trace, ["h2o", "lru", "sink"], [16, 32, 64, 128, 256], queries="all", output_error="all", plain=True)
 """
 
 
@@ -262,7 +262,7 @@ def test_a_forked_child_replays(run: kvlab.Run, sample: kvlab.Trace) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        same = kvlab.replay(sample, GRID, ["10%", 128], threads=2).csv() == run.csv()
+        same = kvlab.replay(sample, SWEEP, ["10%", 128], threads=2).csv() == run.csv()
         os.write(write, b"same" if same else b"other")
         os._exit(0)
     os.close(write)
@@ -274,7 +274,7 @@ def test_a_forked_child_replays(run: kvlab.Run, sample: kvlab.Trace) -> None:
 def test_a_policy_over_the_budget_is_not_ranked(sample: kvlab.Trace) -> None:
     run = kvlab.replay(sample, ["snapkv", "h2o", "lru:sinks=4:recent=28"], [32], threads=2)
     ranking = run.ranking(32)
-    assert ranking["standings"][-1]["policy"] == "snapkv" and ranking["standings"][-1]["holds_more"]
+    assert ranking["standings"][-1]["policy"] == "snapkv" and ranking["standings"][-1]["over_budget"]
     verdict = ranking["verdict"]
     assert verdict["holds_more"] == ["snapkv"] and verdict["winner"] != "snapkv"
     made = run.recommendation(32)
@@ -291,10 +291,10 @@ def test_a_policy_over_the_budget_is_not_ranked(sample: kvlab.Trace) -> None:
 def test_differences_are_paired() -> None:
     texts = [0.3, 1.2, 2.5, 0.9]
     apart = kvlab.difference([text + 0.1 for text in texts], texts)
-    assert apart.told_apart and apart.texts == 4
+    assert apart.significantly_different and apart.texts == 4
     assert apart.mean == pytest.approx(0.1)
-    assert not kvlab.difference([[1.0] * 7], [[0.0] * 7]).told_apart  # one text of seven blocks
+    assert not kvlab.difference([[1.0] * 7], [[0.0] * 7]).significantly_different  # one text of seven blocks
     same = kvlab.difference(texts, texts)
-    assert (same.mean, same.standard_error) == (0, 0) and not same.told_apart
+    assert (same.mean, same.standard_error) == (0, 0) and not same.significantly_different
     with pytest.raises(ValueError, match="same texts"):
         kvlab.difference(texts, texts[:2])

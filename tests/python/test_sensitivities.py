@@ -18,7 +18,7 @@ from kvlab.hf import sensitivities
 
 
 def gradient_of(trace, layer):
-    """[draws, heads, tokens, head_size] over the files, as the format says."""
+    """[samples, heads, tokens, head_size] over the files, as the format says."""
     parts = []
     for entry in manifest_of(trace)["extras"]["grad"]["files"]:
         file = safetensors.torch.load_file(trace / entry["file"])
@@ -71,7 +71,7 @@ class SensitivitiesTest(ModelTest):
         self.assertEqual(contents(trace), before)
 
     def likelihood(self, ids, tokens, queries, layer, push):
-        """sum of log p(tokens) of each draw in float64, `push` added to the input of a layer's o_proj."""
+        """sum of log p(tokens) of each sample in float64, `push` added to the input of a layer's o_proj."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.tiny32, attn_implementation="eager").double()
         o_proj = model.model.layers[layer].self_attn.o_proj
         o_proj.register_forward_pre_hook(lambda _, given: (given[0] + push,))
@@ -90,32 +90,32 @@ class SensitivitiesTest(ModelTest):
         return log_p.gather(1, tokens.T).sum(0)
 
     def test_the_gradient_is_that_of_finite_differences(self):
-        drawn = []
+        sampled_tokens = []
         kept = sensitivities.sensitivities
         self.addCleanup(setattr, sensitivities, "sensitivities", kept)
-        sensitivities.sensitivities = lambda *given: drawn.append((given[3], kept(*given)))
-        for span, first in (("decode", 40), ("all", 0)):
-            trace = self.added(self.short, f"differences-{span}", "--draws", 3, "--span", span)
-            queries, tokens = drawn.pop()
-            self.assertEqual(manifest_of(trace)["extras"]["grad"]["span"], span)
+        sensitivities.sensitivities = lambda *given: sampled_tokens.append((given[3], kept(*given)))
+        for queries, first in (("decode", 40), ("all", 0)):
+            trace = self.added(self.short, f"differences-{queries}", "--samples", 3, "--queries", queries)
+            queries, tokens = sampled_tokens.pop()
+            self.assertEqual(manifest_of(trace)["extras"]["grad"]["span"], queries)
             self.assertEqual(queries.tolist(), list(range(first, 70)))
             self.assertEqual(len(tokens.unique(dim=0)), 3)
             ids = torch.tensor(ids_of(trace))
-            draw = torch.Generator().manual_seed(5)
+            rng = torch.Generator().manual_seed(5)
             for layer in range(4):
-                gradient = gradient_of(trace, layer).double()  # [draws, heads, n, D]
+                gradient = gradient_of(trace, layer).double()  # [samples, heads, n, D]
                 # Of the whole, and of one head at one position of the prompt and of what is decoded.
                 for head, position in ((None, None), (1, 3), (2, 55), (3, 69)):
                     direction = torch.zeros(4, 70, 64, dtype=torch.float64)
                     at = direction[head, position] if head is not None else direction
-                    at.copy_(torch.randn(at.shape, generator=draw, dtype=torch.float64))
+                    at.copy_(torch.randn(at.shape, generator=rng, dtype=torch.float64))
                     push = 1e-4 * direction.transpose(0, 1).reshape(70, 256)
                     up, down = (self.likelihood(ids, tokens, queries, layer, sign * push) for sign in (1, -1))
                     found = (gradient * direction).sum(dim=(1, 2, 3))
                     torch.testing.assert_close(found, (up - down) / 2e-4, rtol=1e-4, atol=1e-5)
 
     def test_the_files_are_parallel_to_the_shards(self):
-        trace = self.added(self.long, "parallel", "--draws", 2, "--seed", 9)
+        trace = self.added(self.long, "parallel", "--samples", 2, "--seed", 9)
         manifest, before = manifest_of(trace), manifest_of(self.long)
         grad = manifest["extras"].pop("grad")
         self.assertEqual(manifest, before)
@@ -136,17 +136,17 @@ class SensitivitiesTest(ModelTest):
         touched = gradient_of(trace, 3).abs().sum(dim=(1, 3)) != 0
         self.assertEqual(touched.tolist(), [[position >= 512 for position in range(TOKENS)]] * 2)
         self.check_verifies(trace)
-        again = self.added(self.long, "again", "--draws", 2, "--seed", 9)
+        again = self.added(self.long, "again", "--samples", 2, "--seed", 9)
         self.assertEqual(contents(trace), contents(again))
-        other = self.added(self.long, "other", "--draws", 2, "--seed", 8)
+        other = self.added(self.long, "other", "--samples", 2, "--seed", 8)
         self.assertFalse(torch.equal(gradient_of(trace, 3), gradient_of(other, 3)))
 
     def test_narrow_dtypes_hold_the_same_gradient(self):
-        wide = self.added(self.long, "wide", "--draws", 2)
+        wide = self.added(self.long, "wide", "--samples", 2)
         for dtype, most in ((torch.float16, 1e-3), (torch.bfloat16, 5e-3)):
             name = str(dtype).removeprefix("torch.")
             config = json.dumps(manifest_of(wide)["config"] | {"dtype": name})
-            narrow = self.added(self.rewritten(self.long, f"of-{name}", dtype, config=config), name, "--draws", 2)
+            narrow = self.added(self.rewritten(self.long, f"of-{name}", dtype, config=config), name, "--samples", 2)
             self.check_verifies(narrow)
             scales = set()
             for entry in manifest_of(narrow)["extras"]["grad"]["files"]:
@@ -159,18 +159,18 @@ class SensitivitiesTest(ModelTest):
                 self.assertLess(float((x - y).norm() / y.norm()), most, (dtype, layer))
 
     def test_the_parts_that_bound_memory_change_nothing(self):
-        whole = self.added(self.short, "whole", "--span", "all")
+        whole = self.added(self.short, "whole", "--queries", "all")
         logits = sensitivities.LOGITS
         self.addCleanup(setattr, sensitivities, "LOGITS", logits)
         sensitivities.LOGITS = 1 << 13
-        parts = self.added(self.short, "parts", "--span", "all")
+        parts = self.added(self.short, "parts", "--queries", "all")
         for layer in range(4):
             torch.testing.assert_close(gradient_of(whole, layer), gradient_of(parts, layer), rtol=1e-4, atol=1e-4)
 
-    def test_draws_follow_the_models_distribution(self):
+    def test_samples_follow_the_models_distribution(self):
         log_p = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(3, 4)
         uniforms = torch.tensor([[0.0, 0.49, 0.51], [0.79, 0.81, 1.0]], dtype=torch.float64)
-        self.assertEqual(sensitivities.drawn(log_p, uniforms).tolist(), [[0, 0, 2], [2, 3, 3]])
+        self.assertEqual(sensitivities.sampled_tokens(log_p, uniforms).tolist(), [[0, 0, 2], [2, 3, 3]])
 
     def test_what_fails_leaves_the_trace_as_it_was(self):
         trace = self.copy(self.long, "fails")
@@ -194,9 +194,9 @@ class SensitivitiesTest(ModelTest):
         self.check_one_line("no-such-trace", *self.add(self.at / "no-such-trace", *model))
         self.check_refused("was captured from weights", self.short, "--model", TINY)
         self.check_refused("no-such-model", self.short, "--model", self.at / "no-such-model")
-        draw = numpy.random.default_rng(1)
+        rng = numpy.random.default_rng(1)
         nameless = self.at / "nameless"
-        Trace.from_arrays(*(draw.normal(size=(1, 1, 9, 4)).astype("f4") for _ in "qkv"), prompt_tokens=5, out=nameless)
+        Trace.from_arrays(*(rng.normal(size=(1, 1, 9, 4)).astype("f4") for _ in "qkv"), prompt_tokens=5, out=nameless)
         self.check_refused("no weights_xxh3", nameless, *model)
         wider = self.at / "wider"
         shutil.copytree(self.tiny32, wider)
@@ -225,19 +225,19 @@ class SensitivitiesTest(ModelTest):
         self.check_refused("no manifest.json", trace, *model)
 
     def test_gradients_are_replaced_only_if_asked(self):
-        trace = self.added(self.short, "twice", "--draws", 2)
+        trace = self.added(self.short, "twice", "--samples", 2)
         self.check_refused("--replace", trace, "--model", self.tiny32)
-        code, errors = self.add(trace, "--model", self.tiny32, "--replace", "--draws", 3)
+        code, errors = self.add(trace, "--model", self.tiny32, "--replace", "--samples", 3)
         self.assertEqual((code, errors), (0, ""))
         self.assertEqual(gradient_of(trace, 0).shape[0], 3)
 
     def test_bad_options_are_refused(self):
         for words, *arguments in (
-            ("--model", "--draws", 2),
-            ("--draws", "--model", self.tiny32, "--draws", 0),
-            ("from 1 to 64", "--model", self.tiny32, "--draws", 65),
+            ("--model", "--samples", 2),
+            ("--samples", "--model", self.tiny32, "--samples", 0),
+            ("from 1 to 64", "--model", self.tiny32, "--samples", 65),
             ("--seed", "--model", self.tiny32, "--seed", -1),
-            ("--span", "--model", self.tiny32, "--span", "prompt"),
+            ("--queries", "--model", self.tiny32, "--queries", "prompt"),
         ):
             self.check_refused(words, self.short, *arguments)
 

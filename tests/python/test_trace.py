@@ -7,7 +7,7 @@ import shutil
 
 import numpy
 import pytest
-from conftest import SAMPLE, drawn
+from conftest import SAMPLE, random_arrays
 
 import kvlab
 from kvlab import _kvlab
@@ -24,7 +24,7 @@ def test_what_a_trace_says_of_itself(sample: kvlab.Trace) -> None:
 
 
 def test_arrays_come_back_as_they_went_in() -> None:
-    arrays = drawn()
+    arrays = random_arrays()
     trace = kvlab.Trace.from_arrays(**arrays, prompt_tokens=32, config={"name": "drawn", "rope_theta": 500.0})
     assert trace.model["model"] == "drawn"
     assert trace.segments == [(0, 32, "prompt"), (32, 48, "decode")]
@@ -36,7 +36,7 @@ def test_arrays_come_back_as_they_went_in() -> None:
 
 
 def test_shards_follow_one_another(tmp_path: pathlib.Path) -> None:
-    arrays = drawn(tokens=2500)
+    arrays = random_arrays(tokens=2500)
     trace = kvlab.Trace.from_arrays(**arrays, prompt_tokens=1500, out=tmp_path / "trace")
     parts = trace.to_dict()["layers.1.q"]
     assert [part.shape[1] for part in parts] == [1024, 1024, 452]
@@ -44,7 +44,7 @@ def test_shards_follow_one_another(tmp_path: pathlib.Path) -> None:
 
 
 def test_to_dict_copies_nothing_and_changes_no_file(tmp_path: pathlib.Path) -> None:
-    trace = kvlab.Trace.from_arrays(**drawn(), prompt_tokens=32, out=tmp_path / "trace")
+    trace = kvlab.Trace.from_arrays(**random_arrays(), prompt_tokens=32, out=tmp_path / "trace")
     array = trace.to_dict()["layers.0.k"][0]
     base = array
     while base.base is not None and not isinstance(base, numpy.memmap):
@@ -70,14 +70,14 @@ def test_to_dict_for_torch(sample: kvlab.Trace) -> None:
 
 
 def test_arrays_of_other_layouts_and_dtypes() -> None:
-    arrays = drawn()
+    arrays = random_arrays()
     whole = kvlab.Trace.from_arrays(**arrays, prompt_tokens=32)
     odd = dict(arrays)
     for part in ("q", "k", "v"):  # neither the last axis nor any other lies as it should
         odd[part] = numpy.asfortranarray(arrays[part])
     trace = kvlab.Trace.from_arrays(**odd, prompt_tokens=32)
     numpy.testing.assert_array_equal(trace.read("v", 1, 1), whole.read("v", 1, 1))
-    half = kvlab.Trace.from_arrays(**drawn(dtype="float16"), prompt_tokens=32)
+    half = kvlab.Trace.from_arrays(**random_arrays(dtype="float16"), prompt_tokens=32)
     assert half.dtype == "float16"
     fixed = {name: array.copy() for name, array in arrays.items()}
     for array in fixed.values():
@@ -101,7 +101,7 @@ def test_arrays_of_other_layouts_and_dtypes() -> None:
     ],
 )
 def test_arrays_that_are_refused(change: dict, message: str) -> None:
-    arrays = drawn()
+    arrays = random_arrays()
     for name, function in change.items():
         arrays[name] = function(arrays[name])
     with pytest.raises(ValueError, match=message):
@@ -109,7 +109,7 @@ def test_arrays_that_are_refused(change: dict, message: str) -> None:
 
 
 def test_heads_and_prompts_that_are_refused() -> None:
-    arrays = drawn()
+    arrays = random_arrays()
     for tokens in (0, 81):
         with pytest.raises(ValueError, match=f"prompt_tokens: {tokens} should be a whole number from 1 to 80"):
             kvlab.Trace.from_arrays(**arrays, prompt_tokens=tokens)
@@ -138,7 +138,7 @@ def test_errors_are_those_of_the_command(tmp_path: pathlib.Path, sample: kvlab.T
 
 
 def test_a_trace_that_is_deleted_under_a_handle(tmp_path: pathlib.Path) -> None:
-    trace = kvlab.Trace.from_arrays(**drawn(), prompt_tokens=32, out=tmp_path / "trace")
+    trace = kvlab.Trace.from_arrays(**random_arrays(), prompt_tokens=32, out=tmp_path / "trace")
     before = trace.read("q", 0, 0)
     views = trace.to_dict()
     shutil.rmtree(tmp_path / "trace")
@@ -172,7 +172,7 @@ def test_opening_copies_nothing(tmp_path: pathlib.Path) -> None:
 
 
 def write_rows(folder: pathlib.Path, **changed: object) -> None:
-    """Layers 2 and 5: one with a span, one with a cap and sinks, each with a table of its own."""
+    """Layers 2 and 5: one with a window, one with a cap and sinks, each with a table of its own."""
     header = {
         "model": "rows",
         "config": {"layers": 2, "query_heads": 4, "kv_heads": 2, "head_size": 16, "dtype": "float32"}
@@ -190,7 +190,7 @@ def write_rows(folder: pathlib.Path, **changed: object) -> None:
     tables = [[1.0, 0.1], [0.0, 0.0]]
     given = {"rows": rows, "layer_numbers": [2, 5], "inv_freq": tables, "rope_factor": [1.0, 1.0]} | changed
     writer = _kvlab.TraceWriter(str(folder), json.dumps(header), softmax_scale=0.25, **given)
-    arrays = {name: array.swapaxes(1, 2) for name, array in drawn().items() if name != "ids"}
+    arrays = {name: array.swapaxes(1, 2) for name, array in random_arrays().items() if name != "ids"}
     writer.begin([7] * 80, True)
     for layer in range(2):
         parts = {name: numpy.ascontiguousarray(array[layer]) for name, array in arrays.items()}
@@ -228,7 +228,7 @@ def test_rows_are_written_verified_and_read(tmp_path: pathlib.Path) -> None:
     assert trace.rows[0] == {"span": 5, "softcap": 0.0, "rope": 1, "scale": 0.25, "sink": None}
     assert trace.rows[1] == {"span": 0, "softcap": 3.0, "rope": 0, "scale": 0.5, "sink": [1.0, 0.0, -1.0, 2.0]}
     numpy.testing.assert_array_equal(trace.inv_freq, numpy.float32([[1.0, 0.1], [0.0, 0.0]]))
-    numpy.testing.assert_array_equal(trace.read("k", 5, 1), drawn()["k"][1, 1])
+    numpy.testing.assert_array_equal(trace.read("k", 5, 1), random_arrays()["k"][1, 1])
     assert set(trace.to_dict()) >= {"layers.2.q", "layers.5.v"}
     with pytest.raises(ValueError, match="layer 0, head 0: the trace .* has 2 layers"):
         trace.read("k", 0, 0)

@@ -19,7 +19,7 @@ from kvlab._words import LISTS, in_python
         ),
         ("--prompt-tokens: 9 should be between 1 and 8", "prompt_tokens: 9 should be between 1 and 8"),
         ("--text: missing; give one or more files: --text FILE", "text: missing; give one or more files: text=FILE"),
-        ("x is no trace; --span all takes every query", "x is no trace; span all takes every query"),
+        ("x is no trace; --queries all takes every query", "x is no trace; queries all takes every query"),
         (
             "no kl_estimate; python -m kvlab.hf sensitivities with --replace makes them",
             "no kl_estimate; python -m kvlab.hf sensitivities with --replace makes them",

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
-MOST_OF_THEIR_ERROR = 2
-MOST_RECALL_DIFFERENCE = 0.002
+MAX_OF_THEIR_ERROR = 2
+MAX_RECALL_DIFFERENCE = 0.002
 
 
 class Refused(Exception):
@@ -88,16 +88,16 @@ def recall_of(arguments, trace, policies):
     """{(policy, parameters, budget): recall}, references included."""
     kvlab = arguments.replay
     with tempfile.TemporaryDirectory() as folder:
-        grid = ["--policy", policies, "--budget", arguments.budget, "--device", "cpu", "--json"]
-        grid += ["--model", arguments.model] if arguments.model else []
-        result = run_kvlab(kvlab, "replay", "--trace", trace.path, *grid, "--out", pathlib.Path(folder) / "run")
+        sweep = ["--policy", policies, "--budget", arguments.budget, "--device", "cpu", "--json"]
+        sweep += ["--model", arguments.model] if arguments.model else []
+        result = run_kvlab(kvlab, "replay", "--trace", trace.path, *sweep, "--out", pathlib.Path(folder) / "run")
     rows = [row for row in result["results"] if row["metric"] == "recall"]
     return {(row["policy"], row["params"], row["budget"]): row["value"] for row in rows}
 
 
 def replays_alone(policy, model):
-    """Whether it reads no column that a trace would have to bring, nor one that is made of a model's weights."""
-    return policy["decodes"] and (model or "value_out_norm1" not in policy["columns"])
+    """Whether it reads no feature that a trace would have to bring, nor one that is made of a model's weights."""
+    return policy["decodes"] and (model or "value_out_norm1" not in policy["features"])
 
 
 def compare_recall(arguments, ours, theirs):
@@ -137,16 +137,16 @@ def print_recall(rows):
             f"  {row['params']}"
         )
     most = max(abs(row["ours"] - row["theirs"]) for row in rows)
-    print(f"largest difference in recall: {most:.5f} (less than {MOST_RECALL_DIFFERENCE} asked)")
+    print(f"largest difference in recall: {most:.5f} (less than {MAX_RECALL_DIFFERENCE} asked)")
 
 
 def holds(result):
     near = all(
-        row["our_error"] <= MOST_OF_THEIR_ERROR * row["their_error"]
+        row["our_error"] <= MAX_OF_THEIR_ERROR * row["their_error"]
         for row in result["parts"]
         if "our_error" in row
     )
-    same = all(abs(row["ours"] - row["theirs"]) < MOST_RECALL_DIFFERENCE for row in result.get("recall", []))
+    same = all(abs(row["ours"] - row["theirs"]) < MAX_RECALL_DIFFERENCE for row in result.get("recall", []))
     return near and same
 
 

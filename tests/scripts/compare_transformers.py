@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""kvlab's CUDA decoder against transformers, on the same card with the same weights.
+"""kvlab's CUDA decoder against transformers, on the same GPU with the same weights.
 
     python3 tests/scripts/compare_transformers.py text --model DIR --prompt-file FILE [--prompt TEXT …] [--json]
     python3 tests/scripts/compare_transformers.py speed --model DIR | --config CONFIG.json [--json]
@@ -149,7 +149,7 @@ def run_text(arguments):
 
 
 def random_model(config_file, to):
-    """Of that shape, drawn on the card; saved, so that kvlab loads the same weights."""
+    """Of that shape, drawn on the GPU; saved, so that kvlab loads the same weights."""
     settings = json.loads(pathlib.Path(config_file).read_text())
     config = transformers.AutoConfig.for_model(**settings)
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The grid of 40 configurations by one replay on a CUDA device, beside the same engine decoding them token by token.
+"""The sweep of 40 configurations by one replay on a CUDA device, beside the same engine decoding them token by token.
 
 Both are run by `kvlab bench`, one after the other on the same device, at the shape of Llama-3.1-8B. The replay is timed
 whole, without reading its trace. Of the decoding each configuration's step is timed while its cache is full (64 steps by
@@ -13,7 +13,7 @@ import json
 import subprocess
 
 POLICIES = ("lru", "window", "h2o", "sink", "streaming_h2o")
-BUDGETS, LEAST, MOST = 8, 5.0, 60.0  # shares of the trace in percent, as the replay's grid has them
+BUDGETS, MIN, MAX = 8, 5.0, 60.0  # shares of the trace in percent, as the replay's sweep has them
 
 
 def run(command):
@@ -37,14 +37,14 @@ def main():
         "--synthetic-head-size": config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]),
     }
     replay = run(
-        [options.kvlab, "bench", "replay", "--device", "cuda", "--json", "--grid", "grid"]
+        [options.kvlab, "bench", "replay", "--device", "cuda", "--json", "--sweep", "sweep"]
         + ["--tokens", str(options.tokens), "--repeats", str(options.repeats)]
         + [str(part) for pair in shape.items() for part in pair]
     )
-    seconds = replay["grids"][0]["seconds"]
-    print(f"replay of {replay['grids'][0]['configurations']} configurations, {options.tokens} tokens: {seconds:.3f} s")
+    seconds = replay["sweeps"][0]["seconds"]
+    print(f"replay of {replay['sweeps'][0]['configurations']} configurations, {options.tokens} tokens: {seconds:.3f} s")
 
-    budgets = [int(options.tokens * (LEAST + (MOST - LEAST) * i / (BUDGETS - 1)) / 100) for i in range(BUDGETS)]
+    budgets = [int(options.tokens * (MIN + (MAX - MIN) * i / (BUDGETS - 1)) / 100) for i in range(BUDGETS)]
     steps = []  # milliseconds
     for policy in POLICIES:
         bench = run(

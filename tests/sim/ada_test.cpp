@@ -11,7 +11,7 @@
 namespace kvlab {
 namespace {
 
-using Heads = std::vector<std::vector<LeavingKey>>;
+using Heads = std::vector<std::vector<EvictionKey>>;
 
 /// The least of all leaves, of heads that hold more than a fifth, until the layer holds no more
 /// than it may.
@@ -38,14 +38,14 @@ std::vector<std::uint32_t> one_by_one(Heads heads, std::uint32_t mean) {
 }
 
 TEST_CASE("a layer's heads share its slots by their ranks, and each keeps a fifth") {
-  std::mt19937 draw(7);
+  std::mt19937 rng(7);
   for (int round = 0; round < 300; ++round) {
-    Heads heads(1 + draw() % 4);
-    const std::uint32_t mean = 1 + draw() % 14;
+    Heads heads(1 + rng() % 4);
+    const std::uint32_t mean = 1 + rng() % 14;
     for (auto& head : heads) {
-      const std::uint32_t tokens = draw() % 25, scale = 1 + draw() % 3;
+      const std::uint32_t tokens = rng() % 25, scale = 1 + rng() % 3;
       for (std::uint32_t t = 0; t < tokens; ++t)
-        head.push_back({t + 3 > tokens ? 1u : t < 1 ? 2u : 0u, scale * (draw() % 40), t});
+        head.push_back({t + 3 > tokens ? 1u : t < 1 ? 2u : 0u, scale * (rng() % 40), t});
     }
     const auto budgets = ada_budgets(heads, mean);
     CHECK(budgets == one_by_one(heads, mean));
@@ -101,9 +101,9 @@ TEST_CASE("a replay under ada() keeps what each head keeps alone with its share"
   CHECK(differ);
 
   // The whole layer together has the bytes of the mean.
-  const std::vector<CacheConfig> grid{
+  const std::vector<CacheConfig> sweep{
       config, {.policy = config.policy, .budget = {.extent = tokens(kMean)}}};
-  const ReplayResult result = replay(trace, 0, grid, {.threads = 2});
+  const ReplayResult result = replay(trace, 0, sweep, {.threads = 2});
   CHECK(result.budget_tokens == std::vector<std::uint32_t>{kMean, kMean});
   std::vector<double> bytes(2);
   for (const Measurement& m : result.measurements)

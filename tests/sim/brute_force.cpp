@@ -136,7 +136,7 @@ Config standard(const std::string& policy, std::uint32_t budget) {
   Config c{.policy = policy, .budget = budget};
   if (policy == "sink") c.sinks = 4;
   if (policy == "h2o" || policy == "streaming_h2o") c.recent = budget / 2;
-  c.squeezed = policy == "sink" || policy == "streaming_h2o";
+  c.cache_positions = policy == "sink" || policy == "streaming_h2o";
   return c;
 }
 
@@ -180,7 +180,7 @@ Simulator::Full Simulator::attend_in_full(std::uint32_t layer, std::uint32_t que
     Vector logits, out(s_.head_size);
     const RowSpec row = s_.row(layer);
     for (std::uint32_t j = 0; j <= t; ++j)
-      logits.push_back(row.span == 0 || t - j < row.span
+      logits.push_back(row.window == 0 || t - j < row.window
                            ? s_.score(layer, dot(turned_q, turned_k[j]))
                            : -std::numeric_limits<double>::infinity());
     Vector p = softmax(logits, sink_of(row, query_head));
@@ -227,7 +227,7 @@ class Simulator::HeadRun {
     return all;
   }
 
-  void admission(std::uint32_t first, std::uint32_t count) {
+  void append(std::uint32_t first, std::uint32_t count) {
     const std::size_t before = live_.size();
     for (std::uint32_t t = first; t < first + count; ++t) {
       live_.push_back(t);
@@ -245,30 +245,30 @@ class Simulator::HeadRun {
   }
 
   /// Takes away whoever comes first, until one less than the budget are left.
-  void leave(const Ranks& ranks, std::uint32_t now) {
-    std::vector<Leaving> order;
+  void evict(const Ranks& ranks, std::uint32_t now) {
+    std::vector<EvictionCandidate> order;
     for (std::size_t i = 0; i < live_.size(); ++i) {
-      int guard = 0;
-      if (std::uint64_t{live_[i]} + config_.recent > now) guard = 1;
-      if (live_[i] < config_.sinks) guard = 2;
-      order.push_back({guard, ranks[i], live_[i]});
+      int protection = 0;
+      if (std::uint64_t{live_[i]} + config_.recent > now) protection = 1;
+      if (live_[i] < config_.sinks) protection = 2;
+      order.push_back({protection, ranks[i], live_[i]});
     }
     std::sort(order.begin(), order.end());
-    const std::size_t leaving = live_.size() - (config_.budget - 1);
-    if (leaving < order.size()) note_gap(order[leaving - 1], order[leaving]);
-    cache_.evictions += leaving;
+    const std::size_t num_evicted = live_.size() - (config_.budget - 1);
+    if (num_evicted < order.size()) note_gap(order[num_evicted - 1], order[num_evicted]);
+    cache_.evictions += num_evicted;
     live_.clear();
-    for (std::size_t i = leaving; i < order.size(); ++i) live_.push_back(order[i].position);
+    for (std::size_t i = num_evicted; i < order.size(); ++i) live_.push_back(order[i].position);
     std::sort(live_.begin(), live_.end());
   }
 
  private:
-  struct Leaving {
-    int guard;
+  struct EvictionCandidate {
+    int protection;
     std::uint64_t rank;
     std::uint32_t position;
-    bool operator<(const Leaving& o) const {
-      return std::tie(guard, rank, position) < std::tie(o.guard, o.rank, o.position);
+    bool operator<(const EvictionCandidate& o) const {
+      return std::tie(protection, rank, position) < std::tie(o.protection, o.rank, o.position);
     }
   };
 
@@ -277,7 +277,7 @@ class Simulator::HeadRun {
     if (policy == "window" || policy == "sink") return position;
     if (policy == "lru") return last_request_[position];
     if (policy == "h2o" || policy == "streaming_h2o") return cache_.mass[position];
-    if (policy == "oracle_mass") return sim_.future_mass(layer_, kv_head_, position, now);
+    if (policy == "oracle_attention") return sim_.future_mass(layer_, kv_head_, position, now);
     if (policy == "random") {
       const std::uint64_t cache = split_mix(split_mix(config_.seed) ^ config_.sequence);
       const std::uint64_t head = (std::uint64_t{layer_} << 32) + kv_head_;
@@ -288,11 +288,12 @@ class Simulator::HeadRun {
 
   bool ranks_by_sums() const {
     return config_.policy == "h2o" || config_.policy == "streaming_h2o" ||
-           config_.policy == "oracle_mass";
+           config_.policy == "oracle_attention";
   }
 
-  void note_gap(const Leaving& last_out, const Leaving& first_in) {
-    if (!ranks_by_sums() || last_out.guard != first_in.guard || first_in.rank == 0) return;
+  void note_gap(const EvictionCandidate& last_out, const EvictionCandidate& first_in) {
+    if (!ranks_by_sums() || last_out.protection != first_in.protection || first_in.rank == 0)
+      return;
     const double gap =
         static_cast<double>(first_in.rank - last_out.rank) / static_cast<double>(first_in.rank);
     // Equal integers are equal small ones, or equal by symmetry: float32 agrees on both.
@@ -304,17 +305,18 @@ class Simulator::HeadRun {
               std::vector<std::int64_t>& request) {
     const std::uint32_t t = live_[index];
     cache_.kept[t].assign(live_.begin(), live_.begin() + static_cast<std::ptrdiff_t>(index + 1));
-    const Matrix squeezed_keys = config_.squeezed ? keys_by_age(index) : Matrix{};
+    const Matrix cache_position_keys =
+        config_.cache_positions ? keys_at_cache_positions(index) : Matrix{};
     std::vector<std::uint64_t> given(index + 1);
     for (std::uint32_t g = 0; g < s_.group(); ++g) {
       const std::uint32_t h = kv_head_ * s_.group() + g;
       Vector logits;
-      const Vector q = config_.squeezed ? rotate(sim_.angles_[layer_], s_.q[layer_][h][t],
-                                                 static_cast<std::uint32_t>(index))
-                                        : Vector{};
+      const Vector q = config_.cache_positions ? rotate(sim_.angles_[layer_], s_.q[layer_][h][t],
+                                                        static_cast<std::uint32_t>(index))
+                                               : Vector{};
       for (std::size_t i = 0; i <= index; ++i)
-        logits.push_back(config_.squeezed ? s_.score(layer_, dot(q, squeezed_keys[i]))
-                                          : sim_.full_[layer_][h].logits[t][live_[i]]);
+        logits.push_back(config_.cache_positions ? s_.score(layer_, dot(q, cache_position_keys[i]))
+                                                 : sim_.full_[layer_][h].logits[t][live_[i]]);
       Vector p = softmax(logits, sink_of(s_.row(layer_), h));
       p.pop_back();
       double* narrowest = config_.policy == "lru" ? &narrowest_ : nullptr;
@@ -329,7 +331,7 @@ class Simulator::HeadRun {
     for (std::size_t i = 0; i <= index; ++i) mass[i] += given[i];
   }
 
-  Matrix keys_by_age(std::size_t index) const {
+  Matrix keys_at_cache_positions(std::size_t index) const {
     Matrix keys;
     for (std::size_t i = 0; i <= index; ++i)
       keys.push_back(rotate(sim_.angles_[layer_], s_.k[layer_][kv_head_][live_[i]],
@@ -355,14 +357,14 @@ class Simulator::HeadRun {
         ++at.requested;
         if (!live[j]) ++at.missed;
       }
-    for (const NamedSpan& span : s_.spans) {
+    for (const Passage& passage : s_.passages) {
       std::pair<double, double> mass{0, 0};
-      for (std::uint32_t j = span.start; j < span.start + span.tokens; ++j) {
-        if (span.start + span.tokens > t) continue;
+      for (std::uint32_t j = passage.start; j < passage.start + passage.tokens; ++j) {
+        if (passage.start + passage.tokens > t) continue;
         mass.second += full.p[t][j];
         if (live[j]) mass.first += full.p[t][j];
       }
-      at.spans.push_back(mass);
+      at.passages.push_back(mass);
     }
     at.out2 = norm2(full.out[t]);
     at.off = difference(full.out[t], out);
@@ -382,8 +384,8 @@ class Simulator::HeadRun {
 };
 
 /// A layer's KV heads may evict together.
-void Simulator::make_room(const Config& config, std::vector<HeadRun>& heads, std::uint32_t now,
-                          bool after_prompt) {
+void Simulator::evict_to_budget(const Config& config, std::vector<HeadRun>& heads,
+                                std::uint32_t now, bool after_prompt) {
   if (config.policy == "full" || (config.once && !after_prompt)) return;
   if (heads.front().live() < config.budget - 1 + config.every) return;
   std::vector<Ranks> ranks;
@@ -395,7 +397,7 @@ void Simulator::make_room(const Config& config, std::vector<HeadRun>& heads, std
   }
   const bool smooth = config.smooth > 0 && (config.every > 1 || config.once || after_prompt);
   for (std::size_t h = 0; h < heads.size(); ++h)
-    heads[h].leave(smooth ? smoothed(config, ranks[h]) : ranks[h], now);
+    heads[h].evict(smooth ? smoothed(config, ranks[h]) : ranks[h], now);
 }
 
 /// The rule, step by step.
@@ -405,9 +407,9 @@ void Simulator::run_layer(const Config& config, std::vector<HeadRun>& heads) con
     const bool prompt = segment.kind == SegmentKind::prompt;
     const std::uint32_t step = !prompt ? 1 : config.chunk ? config.chunk : segment.tokens;
     for (std::uint32_t done = 0; done < segment.tokens; done += step) {
-      make_room(config, heads, segment.start + done, after_prompt);
+      evict_to_budget(config, heads, segment.start + done, after_prompt);
       for (HeadRun& head : heads)
-        head.admission(segment.start + done, std::min(step, segment.tokens - done));
+        head.append(segment.start + done, std::min(step, segment.tokens - done));
       after_prompt = prompt && done + step >= segment.tokens;
     }
   }

@@ -26,14 +26,14 @@ struct Sequence {
   float rope_factor = 1;        ///< on cos and sin
   std::vector<RowSpec> rows;    ///< by layer; empty: all by the three above
   std::vector<Segment> segments;
-  std::vector<NamedSpan> spans;
+  std::vector<Passage> passages;
   std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE
   std::vector<std::vector<Matrix>> k, v;  ///< [layer][KV head][token, dim]
   // Of format 2, or empty: the residual stream's squared norms, and 32 directions of W_o.
   Matrix norm2;                             ///< [layer, token]
   std::vector<std::vector<Matrix>> sketch;  ///< [layer][query head][dim, direction]
   std::vector<std::vector<std::vector<Matrix>>>
-      gradient;  ///< [layer][query head][draw][token, dim]
+      gradient;  ///< [layer][query head][gradient sample][token, dim]
 
   std::uint32_t group() const { return query_heads / kv_heads; }
   RowSpec row(std::uint32_t layer) const;
@@ -71,29 +71,30 @@ inline double sink_of(const RowSpec& row, std::uint32_t query_head) {
   return row.sinks.empty() ? kNoSink : double{row.sinks[query_head]};
 }
 
-/// One configuration. Guards are in tokens.
+/// One configuration. Protected tokens are in tokens.
 struct Config {
   std::string policy;  ///< one of the seven names, or a reference
   std::uint32_t budget = 0;
   std::uint32_t sinks = 0, recent = 0;
-  std::uint32_t chunk = 0;              ///< tokens an admission of a prompt; 0: dense
-  bool squeezed = false;                ///< positions = cache
+  std::uint32_t chunk = 0;              ///< tokens an append of a prompt; 0: dense
+  bool cache_positions = false;         ///< positions = cache
   std::uint32_t every = 1, smooth = 0;  ///< modifiers: all by the rule's names
   bool once = false, max_pool = false, by_layer = false, max_group = false;
   std::uint64_t seed = 0;
   std::uint32_t sequence = 0;
 };
-/// With the guards that the page gives `policy` at `budget`.
+/// With the protected tokens that the page gives `policy` at `budget`.
 Config standard(const std::string& policy, std::uint32_t budget);
 
 /// What happened at one query of one query head.
 struct AtQuery {
   double recall = 0;
-  std::uint32_t requested = 0, missed = 0;       ///< |N_t| and |N_t \ S_t|
-  double error2 = 0, out2 = 0;                   ///< squared norms of o - ô and of o
-  Vector off;                                    ///< o - ô
-  std::vector<std::pair<double, double>> spans;  ///< by span before the query: kept mass, all of it
-  double oracle_recall = 0;                      ///< where the outcome has a mass_oracle
+  std::uint32_t requested = 0, missed = 0;  ///< |N_t| and |N_t \ S_t|
+  double error2 = 0, out2 = 0;              ///< squared norms of o - ô and of o
+  Vector off;                               ///< o - ô
+  std::vector<std::pair<double, double>>
+      passages;              ///< by passage before the query: kept mass, all of it
+  double oracle_recall = 0;  ///< where the outcome has a attention_oracle
 };
 
 /// What happened to one KV head's cache.
@@ -111,17 +112,17 @@ struct Outcome {
   /// The closest call: the smallest relative gap between a victim and the next in line, or between
   /// a probability and the request threshold. Under about 1e-6, float32 may decide otherwise.
   double narrowest = 1;
-  /// oracle_mass beside it, for regrets, which has to outlive this; null: there is none.
-  const Outcome* mass_oracle = nullptr;
+  /// oracle_attention beside it, for regrets, which has to outlive this; null: there is none.
+  const Outcome* attention_oracle = nullptr;
 };
 
-/// One figure. `standard_error` is NaN where there is none.
-struct Figure {
+/// One metric. `standard_error` is NaN where there is none.
+struct MetricValue {
   double value = 0, standard_error = 0;
   std::uint64_t count = 0;
 };
 /// By (layer, KV head, metric); -1 for the aggregates.
-using Figures = std::map<std::tuple<int, int, std::string>, Figure>;
+using MetricValues = std::map<std::tuple<int, int, std::string>, MetricValue>;
 
 enum class Queries { decode, all };
 
@@ -131,8 +132,9 @@ class Simulator {
 
   const Sequence& sequence() const { return s_; }
   Outcome run(const Config& config) const;
-  /// `error_stride`: the errors are taken on every so-manieth query of the span.
-  Figures measure(const Outcome& outcome, Queries span, std::uint32_t error_stride = 8) const;
+  /// `error_stride`: the errors are taken on every so-manieth measured query.
+  MetricValues measure(const Outcome& outcome, Queries queries,
+                       std::uint32_t error_stride = 8) const;
 
   /// Attention under the full cache, [query, key] and [query, dim].
   const Matrix& probabilities(std::uint32_t layer, std::uint32_t query_head) const {
@@ -158,8 +160,8 @@ class Simulator {
   Full attend_in_full(std::uint32_t layer, std::uint32_t query_head) const;
   std::uint64_t future_mass(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t token,
                             std::uint32_t now) const;
-  static void make_room(const Config& config, std::vector<HeadRun>& heads, std::uint32_t now,
-                        bool after_prompt);
+  static void evict_to_budget(const Config& config, std::vector<HeadRun>& heads, std::uint32_t now,
+                              bool after_prompt);
   void run_layer(const Config& config, std::vector<HeadRun>& heads) const;
   void run_topk(const Config& config, std::uint32_t layer, std::uint32_t query_head,
                 std::vector<AtQuery>& queries) const;

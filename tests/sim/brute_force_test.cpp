@@ -36,11 +36,12 @@ Config streamed(const char* policy, std::uint32_t budget) {
   return {.policy = policy, .budget = budget, .chunk = 1};
 }
 
-double value(const Figures& figures, const char* metric) {
-  return figures.at({-1, -1, metric}).value;
+double value(const MetricValues& metric_values, const char* metric) {
+  return metric_values.at({-1, -1, metric}).value;
 }
 
-TEST_CASE("h2o by hand: without guards the token with the least accumulated mass leaves") {
+TEST_CASE(
+    "h2o by hand: without protected tokens the token with the least accumulated mass leaves") {
   const Simulator sim(weighted(kWeights, 1));
   // Masses before token 3: 1 + 4/5 + 4/7, 1/5 + 1/7, 2/7; before token 4: + 4/6, + 1/6, token 3:
   // 1/6.
@@ -50,15 +51,16 @@ TEST_CASE("h2o by hand: without guards the token with the least accumulated mass
   REQUIRE(outcome.caches[0][0].live_max == 3);
   REQUIRE(outcome.caches[0][0].live_end == 3);
   REQUIRE(static_cast<double>(outcome.caches[0][0].mass[2]) == Approx(std::ldexp(2.0 / 7, 32)));
-  const Figures figures = sim.measure(outcome, Queries::decode);
-  REQUIRE(value(figures, "recall") == Approx((1 + 1 + 6.0 / 8 + 13.0 / 16) / 4));
-  REQUIRE(value(figures, "nll_recall") == Approx((-std::log(6.0 / 8) - std::log(13.0 / 16)) / 4));
+  const MetricValues metric_values = sim.measure(outcome, Queries::decode);
+  REQUIRE(value(metric_values, "recall") == Approx((1 + 1 + 6.0 / 8 + 13.0 / 16) / 4));
+  REQUIRE(value(metric_values, "nll_recall") ==
+          Approx((-std::log(6.0 / 8) - std::log(13.0 / 16)) / 4));
   // Requested: every earlier token, each having at least 1/8 of the row's largest: 1 + 2 + 3 + 4.
-  REQUIRE(value(figures, "miss_rate") == Approx((0 + 0 + 1 + 2) / 10.0));
+  REQUIRE(value(metric_values, "miss_rate") == Approx((0 + 0 + 1 + 2) / 10.0));
   // Only the first of the four queries is sampled, and it misses nothing.
-  REQUIRE(value(figures, "output_error") == Approx(0).margin(1e-12));
+  REQUIRE(value(metric_values, "output_error") == Approx(0).margin(1e-12));
   // At token 3, o = (4 + 2 + 6 + 4) / 8 and ô = (4 + 2 + 4) / 6; at 4, o = 56 / 16, ô = 46 / 13.
-  const Figures each = sim.measure(outcome, Queries::decode, 1);
+  const MetricValues each = sim.measure(outcome, Queries::decode, 1);
   const double third = std::abs(2.0 - 10.0 / 6) / 2.0, fourth = std::abs(3.5 - 46.0 / 13) / 3.5;
   REQUIRE(value(each, "output_error") == Approx((third + fourth) / 4));
   REQUIRE(value(each, "layer_error") == Approx((third + fourth) / 4));
@@ -68,10 +70,10 @@ TEST_CASE("h2o by hand: without guards the token with the least accumulated mass
   REQUIRE(each.at({-1, -1, "recall"}).count == 4);
 }
 
-TEST_CASE("guards by hand: the recent and the sinks leave last") {
+TEST_CASE("protected tokens by hand: the recent and the sinks are evicted last") {
   const Simulator sim(weighted(kWeights, 1));
   Config config = streamed("h2o", 3);
-  config.recent = 2;  // the token to be admitted and the one before it
+  config.recent = 2;  // the token to be appended and the one before it
   REQUIRE(sim.run(config).caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {0, 2, 3}, {0, 3, 4}});
   config.recent = 3;  // the whole budget: a window
   REQUIRE(sim.run(config).caches[0][0].kept[3] == std::vector<std::uint32_t>{1, 2, 3});
@@ -80,7 +82,7 @@ TEST_CASE("guards by hand: the recent and the sinks leave last") {
   REQUIRE(sim.run(sink).caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {0, 2, 3}, {0, 3, 4}});
 }
 
-TEST_CASE("a dense prompt is attended in full, and shrinks before the first decoded token") {
+TEST_CASE("a dense prompt is attended in full, and is compacted before the first decoded token") {
   const Simulator sim(weighted({4, 1, 2, 1, 8, 1}, 5));
   Config config = standard("h2o", 3);
   config.recent = 0;
@@ -113,7 +115,7 @@ TEST_CASE("lru by hand: the threshold is a share of the row's largest entry, ove
 
 TEST_CASE("oracles by hand: the least future mass leaves; the most probable are kept") {
   const Simulator sim(weighted({1, 4, 2, 8, 1}, 1));
-  REQUIRE(sim.run(streamed("oracle_mass", 3)).caches[0][0].kept ==
+  REQUIRE(sim.run(streamed("oracle_attention", 3)).caches[0][0].kept ==
           Kept{{0}, {0, 1}, {0, 1, 2}, {1, 2, 3}, {1, 3, 4}});
   const Outcome top = sim.run(streamed("oracle_topk", 2));
   REQUIRE(top.queries[0][0][2].recall == Approx(6.0 / 7));
@@ -130,7 +132,7 @@ Sequence turning(std::uint32_t tokens) {
   return s;
 }
 
-TEST_CASE("rotation by hand: logits depend on distances, and squeezing shortens them") {
+TEST_CASE("rotation by hand: logits depend on distances, and cache positions shorten them") {
   const Sequence s = turning(6);
   const Vector y = rotate(exact_angles(s), {1, 0}, 2);
   REQUIRE(y[0] == Approx(std::cos(2.0)));
@@ -141,7 +143,7 @@ TEST_CASE("rotation by hand: logits depend on distances, and squeezing shortens 
 
   Config config = streamed("sink", 3);
   config.sinks = 1;
-  config.squeezed = true;
+  config.cache_positions = true;
   const AtQuery at = sim.run(config).queries[0][0][5];  // live 0, 4, 5 at 0, 1, 2
   const double a = std::exp(std::cos(2.0)), b = std::exp(std::cos(1.0)), c = std::exp(1.0);
   const double out = (1 * a + 5 * b + 6 * c) / (a + b + c);
@@ -173,7 +175,7 @@ TEST_CASE("a jackknife of a mean is the standard error of the blocks' means") {
   std::vector<double> weights(17, 1);
   const Simulator sim(weighted(weights, 1));
   const Outcome outcome = sim.run(streamed("window", 4));
-  const Figure recall = sim.measure(outcome, Queries::decode).at({-1, -1, "recall"});
+  const MetricValue recall = sim.measure(outcome, Queries::decode).at({-1, -1, "recall"});
   Vector r;  // sixteen decoded queries, one a block
   for (std::uint32_t t = 1; t < 17; ++t) r.push_back(std::min(1.0, 4.0 / (t + 1)));
   double mean = 0, variance = 0;

@@ -1,4 +1,4 @@
-// The brute force's figures: plain sums over what happened at each query.
+// The brute force's metrics: plain sums over what happened at each query.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -16,18 +16,18 @@ std::uint32_t slot_bytes(const std::string& policy) {
   return policy == "h2o" || policy == "streaming_h2o" || policy.starts_with("oracle_") ? 8 : 0;
 }
 
-/// The figures of one outcome over one span.
+/// The metrics of one outcome over some queries.
 class Measures {
  public:
-  Measures(const Sequence& s, const Outcome& outcome, Queries span, std::uint32_t stride)
+  Measures(const Sequence& s, const Outcome& outcome, Queries queries, std::uint32_t stride)
       : s_(s), outcome_(outcome), stride_(stride) {
     for (const Segment& segment : s.segments)
       for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t)
-        if (span == Queries::all || segment.kind == SegmentKind::decode) span_.push_back(t);
-    if (span_.empty()) throw std::invalid_argument("a span without queries");
+        if (queries == Queries::all || segment.kind == SegmentKind::decode) queries_.push_back(t);
+    if (queries_.empty()) throw std::invalid_argument("no queries");
   }
 
-  Figures all() {
+  MetricValues all() {
     std::vector<Head> everything;
     for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer) {
       std::vector<Head> of_layer;
@@ -45,10 +45,10 @@ class Measures {
     if (has_outputs() && !s_.norm2.empty()) residual_errors();
     if (has_outputs() && !s_.gradient.empty()) kl_estimates();
     if (!outcome_.caches[0].empty()) counters(), held();
-    std::erase_if(figures_, [](const auto& row) {
+    std::erase_if(metric_values_, [](const auto& row) {
       return std::get<2>(row.first) == "zero_outputs" && row.second.value == 0;
     });
-    return std::move(figures_);
+    return std::move(metric_values_);
   }
 
  private:
@@ -58,8 +58,8 @@ class Measures {
   static constexpr std::size_t kDirections = 32;  ///< of the residual stream
 
   bool has_outputs() const { return outcome_.config.policy != "oracle_topk"; }
-  std::size_t blocks() const { return std::min<std::size_t>(16, span_.size()); }
-  std::size_t block_of(std::size_t i) const { return i * blocks() / span_.size(); }
+  std::size_t blocks() const { return std::min<std::size_t>(16, queries_.size()); }
+  std::size_t block_of(std::size_t i) const { return i * blocks() / queries_.size(); }
 
   /// Jackknife. `statistic(b)` leaves block b out; `there[b]`: block b has something in it.
   template <class Statistic>
@@ -84,9 +84,9 @@ class Measures {
       double sum = 0, used = 0;
       for (Head h : heads) {
         double above = 0, below = 0;
-        for (std::size_t i = 0; i < span_.size(); i += stride) {
+        for (std::size_t i = 0; i < queries_.size(); i += stride) {
           if (block_of(i) == block) continue;
-          const auto [a, b] = term((*h)[span_[i]]);
+          const auto [a, b] = term((*h)[queries_[i]]);
           above += a;
           below += b;
         }
@@ -100,16 +100,17 @@ class Measures {
     std::uint64_t terms = 0, used = 0;
     for (Head h : heads) {
       const std::uint64_t before = terms;
-      for (std::size_t i = 0; i < span_.size(); i += stride)
-        if (term((*h)[span_[i]]).second > 0) {
+      for (std::size_t i = 0; i < queries_.size(); i += stride)
+        if (term((*h)[queries_[i]]).second > 0) {
           filled[block_of(i)] = true;
           ++terms;
         }
       used += terms > before ? 1 : 0;
     }
     if (used == 0) return;
-    figures_[{layer, head, metric}] = {mean_without(kNoBlock), jackknife(filled, mean_without),
-                                       counted == Counted::queries ? used * span_.size() : terms};
+    metric_values_[{layer, head, metric}] = {
+        mean_without(kNoBlock), jackknife(filled, mean_without),
+        counted == Counted::queries ? used * queries_.size() : terms};
   }
 
   /// The mean over heads of each one's 10% quantile of recall: the least value that at least a
@@ -118,15 +119,16 @@ class Measures {
     const auto p10 = [&](std::size_t block, double sum = 0) {
       for (Head h : heads) {
         Vector values;
-        for (std::size_t i = 0; i < span_.size(); ++i)
-          if (block_of(i) != block) values.push_back((*h)[span_[i]].recall);
+        for (std::size_t i = 0; i < queries_.size(); ++i)
+          if (block_of(i) != block) values.push_back((*h)[queries_[i]].recall);
         std::sort(values.begin(), values.end());
         sum += values.empty() ? std::nan("") : values[(values.size() - 1) / 10];
       }
       return sum / static_cast<double>(heads.size());
     };
     const double error = jackknife(std::vector<bool>(blocks(), true), p10);
-    figures_[{layer, head, "recall_p10"}] = {p10(kNoBlock), error, heads.size() * span_.size()};
+    metric_values_[{layer, head, "recall_p10"}] = {p10(kNoBlock), error,
+                                                   heads.size() * queries_.size()};
   }
 
   void rows(int layer, int head, const std::vector<Head>& heads) {
@@ -142,7 +144,7 @@ class Measures {
     add_ratio(layer, head, "recall", heads, 1, Counted::queries, recall);
     add_recall_p10(layer, head, heads);
     add_ratio(layer, head, "nll_recall", heads, 1, Counted::queries, nll);
-    if (outcome_.mass_oracle)
+    if (outcome_.attention_oracle)
       add_ratio(layer, head, "regret_mass", heads, 1, Counted::queries, [](const AtQuery& at) {
         return Pair{
             std::log(std::max(at.oracle_recall, 1e-9)) - std::log(std::max(at.recall, 1e-9)), 1};
@@ -150,9 +152,9 @@ class Measures {
     add_ratio(layer, head, "miss_rate", heads, 1, Counted::queries, misses);
     if (!has_outputs()) return;
     add_ratio(layer, head, "output_error", heads, stride_, Counted::terms, error);
-    for (std::size_t s = 0; s < s_.spans.size(); ++s)
-      add_ratio(layer, head, "span_recall:" + s_.spans[s].name, heads, 1, Counted::terms,
-                [s](const AtQuery& at) { return at.spans[s]; });
+    for (std::size_t s = 0; s < s_.passages.size(); ++s)
+      add_ratio(layer, head, "passage_recall:" + s_.passages[s].name, heads, 1, Counted::terms,
+                [s](const AtQuery& at) { return at.passages[s]; });
   }
 
   /// √(Σ_h ‖o − ô‖² / Σ_h ‖o‖²) of a layer at one query; negative: all o are zero.
@@ -168,8 +170,8 @@ class Measures {
   void layer_errors() {
     const auto mean_of = [&](std::size_t layer, std::size_t without) {
       double sum = 0, n = 0;
-      for (std::size_t i = 0; i < span_.size(); i += stride_) {
-        const double error = layer_error(layer, span_[i]);
+      for (std::size_t i = 0; i < queries_.size(); i += stride_) {
+        const double error = layer_error(layer, queries_[i]);
         if (error < 0 || block_of(i) == without) continue;
         sum += error;
         n += 1;
@@ -181,13 +183,13 @@ class Measures {
     for (std::size_t layer = 0; layer < s_.layers; ++layer) {
       std::vector<bool> there(blocks());
       std::uint64_t count = 0;
-      for (std::size_t i = 0; i < span_.size(); i += stride_)
-        if (layer_error(layer, span_[i]) >= 0) {
+      for (std::size_t i = 0; i < queries_.size(); i += stride_)
+        if (layer_error(layer, queries_[i]) >= 0) {
           there[block_of(i)] = there_any[block_of(i)] = true;
           ++count;
         }
       count_all += count;
-      figures_[{static_cast<int>(layer), -1, "layer_error"}] = {
+      metric_values_[{static_cast<int>(layer), -1, "layer_error"}] = {
           mean_of(layer, kNoBlock),
           jackknife(there, [&](std::size_t b) { return mean_of(layer, b); }),
           count * s_.query_heads};
@@ -197,7 +199,7 @@ class Measures {
       for (std::size_t layer = 0; layer < s_.layers; ++layer) sum += mean_of(layer, without);
       return sum / s_.layers;
     };
-    figures_[{-1, -1, "layer_error"}] = {
+    metric_values_[{-1, -1, "layer_error"}] = {
         mean_of_layers(kNoBlock), jackknife(there_any, mean_of_layers), count_all * s_.query_heads};
   }
 
@@ -212,15 +214,16 @@ class Measures {
     return kDirections * sum * sum / s_.norm2[layer][t];
   }
 
-  /// The mean over directions, which are draws of chance: so their standard error counts too.
+  /// The mean over directions, which are gradient samples of chance: so their standard error counts
+  /// too.
   void residual_errors() {
-    std::vector<Figures> by_direction;
+    std::vector<MetricValues> by_direction;
     for (std::size_t direction = 0; direction < kDirections; ++direction) {
       sums_of_layers("residual_error", stride_,
                      [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
                        return residual_error(layer, first, count, t, direction);
                      });
-      by_direction.push_back(figures_);
+      by_direction.push_back(metric_values_);
     }
     sums_of_layers("residual_error", stride_,
                    [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
@@ -229,62 +232,67 @@ class Measures {
                        sum += residual_error(layer, first, count, t, i) / kDirections;
                      return sum;
                    });
-    for (auto& [row, figure] : figures_) {
+    for (auto& [row, metric_value] : metric_values_) {
       if (std::get<2>(row) != "residual_error") continue;
       double variance = 0;
-      for (const Figures& own : by_direction)
-        variance += std::pow(own.at(row).value - figure.value, 2) / kDirections / (kDirections - 1);
-      figure.standard_error = std::hypot(figure.standard_error, std::sqrt(variance));
+      for (const MetricValues& own : by_direction)
+        variance +=
+            std::pow(own.at(row).value - metric_value.value, 2) / kDirections / (kDirections - 1);
+      metric_value.standard_error = std::hypot(metric_value.standard_error, std::sqrt(variance));
     }
   }
 
   /// Σ_h g (ô - o) of some query heads of a layer at one query.
-  double change(std::size_t layer, std::size_t first, std::size_t count, std::size_t draw,
-                std::uint32_t t) const {
+  double change(std::size_t layer, std::size_t first, std::size_t count,
+                std::size_t gradient_sample, std::uint32_t t) const {
     double sum = 0;
     for (std::size_t h = first; h < first + count; ++h)
-      sum -= dot(s_.gradient[layer][h][draw][t], outcome_.queries[layer][h][t].off);
+      sum -= dot(s_.gradient[layer][h][gradient_sample][t], outcome_.queries[layer][h][t].off);
     return sum;
   }
 
   void kl_estimates() {
-    const std::size_t draws = s_.gradient[0][0].size();
+    const std::size_t gradient_samples = s_.gradient[0][0].size();
     const auto half_square = [&](auto change_of) {
       double sum = 0;
-      for (std::size_t draw = 0; draw < draws; ++draw)
-        sum += 0.5 * change_of(draw) * change_of(draw) / static_cast<double>(draws);
+      for (std::size_t gradient_sample = 0; gradient_sample < gradient_samples; ++gradient_sample)
+        sum += 0.5 * change_of(gradient_sample) * change_of(gradient_sample) /
+               static_cast<double>(gradient_samples);
       return sum;
     };
     sums_of_layers("kl_estimate", 1,
                    [&](std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t) {
-                     return half_square(
-                         [&](std::size_t draw) { return change(layer, first, count, draw, t); });
+                     return half_square([&](std::size_t gradient_sample) {
+                       return change(layer, first, count, gradient_sample, t);
+                     });
                    });
     const auto joint = [&](std::size_t without) {
       return mean_of_queries(1, without, [&](std::uint32_t t) {
-        return half_square([&](std::size_t draw) {
+        return half_square([&](std::size_t gradient_sample) {
           double sum = 0;
-          for (std::size_t l = 0; l < s_.layers; ++l) sum += change(l, 0, s_.query_heads, draw, t);
+          for (std::size_t l = 0; l < s_.layers; ++l)
+            sum += change(l, 0, s_.query_heads, gradient_sample, t);
           return sum;
         });
       });
     };
-    figures_[{-1, -1, "kl_estimate_joint"}] = {joint(kNoBlock), jackknife(filled_blocks(1), joint),
-                                               span_.size() * s_.query_heads * s_.layers};
+    metric_values_[{-1, -1, "kl_estimate_joint"}] = {joint(kNoBlock),
+                                                     jackknife(filled_blocks(1), joint),
+                                                     queries_.size() * s_.query_heads * s_.layers};
   }
 
-  // Of every `stride`-th query of the span.
+  // Of every `stride`-th measured query.
   std::vector<bool> filled_blocks(std::uint32_t stride) const {
     std::vector<bool> there(blocks());
-    for (std::size_t i = 0; i < span_.size(); i += stride) there[block_of(i)] = true;
+    for (std::size_t i = 0; i < queries_.size(); i += stride) there[block_of(i)] = true;
     return there;
   }
   template <class AtQuery>
   double mean_of_queries(std::uint32_t stride, std::size_t without, AtQuery at) const {
     double sum = 0, n = 0;
-    for (std::size_t i = 0; i < span_.size(); i += stride) {
+    for (std::size_t i = 0; i < queries_.size(); i += stride) {
       if (block_of(i) == without) continue;
-      sum += at(span_[i]);
+      sum += at(queries_[i]);
       n += 1;
     }
     return sum / n;
@@ -295,14 +303,15 @@ class Measures {
   template <class At>
   void sums_of_layers(const char* metric, std::uint32_t stride, At at) {
     const std::vector<bool> there = filled_blocks(stride);
-    const std::uint64_t samples = (span_.size() + stride - 1) / stride;
+    const std::uint64_t samples = (queries_.size() + stride - 1) / stride;
     const auto mean_of = [&](std::size_t layer, std::size_t first, std::size_t count,
                              std::size_t without) {
       return mean_of_queries(stride, without,
                              [&](std::uint32_t t) { return at(layer, first, count, t); });
     };
     const auto put = [&](int layer, int head, std::uint64_t count, auto statistic) {
-      figures_[{layer, head, metric}] = {statistic(kNoBlock), jackknife(there, statistic), count};
+      metric_values_[{layer, head, metric}] = {statistic(kNoBlock), jackknife(there, statistic),
+                                               count};
     };
     const std::uint32_t group = s_.group();
     for (std::size_t layer = 0; layer < s_.layers; ++layer) {
@@ -324,7 +333,7 @@ class Measures {
 
   void counters() {
     const std::uint32_t state =
-        slot_bytes(outcome_.config.policy) + 4 + (outcome_.config.squeezed ? 4 : 0);
+        slot_bytes(outcome_.config.policy) + 4 + (outcome_.config.cache_positions ? 4 : 0);
     for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer)
       for (int g = 0; g < static_cast<int>(s_.kv_heads); ++g) {
         const Cache& cache =
@@ -333,7 +342,7 @@ class Measures {
           add(l, h, "evictions", static_cast<double>(cache.evictions));
           add(l, h, "kv_bytes", 4.0 * cache.live_end * s_.head_size);
           add(l, h, "state_bytes", static_cast<double>(cache.live_end) * state);
-          Figure& most = add(l, h, "live_max", 0);
+          MetricValue& most = add(l, h, "live_max", 0);
           most.value = std::max(most.value, static_cast<double>(cache.live_max));
           add(l, h, "zero_outputs", zero_outputs(layer, g));
         }
@@ -372,8 +381,8 @@ class Measures {
   double zero_outputs(int layer, int kv_head) const {
     double zeros = 0;
     for (std::uint32_t i = 0; i < s_.group(); ++i)
-      for (std::size_t t = 0; t < span_.size(); t += stride_)
-        zeros += head_at(layer, kv_head, i)[span_[t]].out2 > 0 ? 0 : 1;
+      for (std::size_t t = 0; t < queries_.size(); t += stride_)
+        zeros += head_at(layer, kv_head, i)[queries_[t]].out2 > 0 ? 0 : 1;
     return zeros;
   }
 
@@ -382,25 +391,26 @@ class Measures {
                            [static_cast<std::size_t>(kv_head) * s_.group() + of_group];
   }
 
-  Figure& add(int layer, int head, const char* metric, double value) {
-    Figure& figure = figures_[{layer, head, metric}];
-    figure.value += value;
-    figure.standard_error = std::numeric_limits<double>::quiet_NaN();
-    ++figure.count;
-    return figure;
+  MetricValue& add(int layer, int head, const char* metric, double value) {
+    MetricValue& metric_value = metric_values_[{layer, head, metric}];
+    metric_value.value += value;
+    metric_value.standard_error = std::numeric_limits<double>::quiet_NaN();
+    ++metric_value.count;
+    return metric_value;
   }
 
   const Sequence& s_;
   const Outcome& outcome_;
   std::uint32_t stride_;
-  std::vector<std::uint32_t> span_;  // positions of the queries
-  Figures figures_;
+  std::vector<std::uint32_t> queries_;  // positions of the queries
+  MetricValues metric_values_;
 };
 
 }  // namespace
 
-Figures Simulator::measure(const Outcome& outcome, Queries span, std::uint32_t error_stride) const {
-  return Measures(s_, outcome, span, error_stride).all();
+MetricValues Simulator::measure(const Outcome& outcome, Queries queries,
+                                std::uint32_t error_stride) const {
+  return Measures(s_, outcome, queries, error_stride).all();
 }
 
 }  // namespace kvlab::brute

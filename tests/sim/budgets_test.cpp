@@ -30,7 +30,7 @@ std::string refusal(const std::string& text) {
 }
 
 /// Every way to share `total`, the least error of all.
-double least_error(std::span<const Curve> hulls, std::uint64_t total) {
+double min_error(std::span<const Curve> hulls, std::uint64_t total) {
   const std::function<double(std::size_t, std::uint64_t)> best = [&](std::size_t c,
                                                                      std::uint64_t left) {
     const Curve& hull = hulls[c];
@@ -47,11 +47,11 @@ double least_error(std::span<const Curve> hulls, std::uint64_t total) {
   return best(0, total);
 }
 
-Curve random_curve(std::mt19937& draw) {
+Curve random_curve(std::mt19937& rng) {
   Curve curve;
-  std::uint32_t tokens = 1 + draw() % 3;
-  for (int i = 0; i < 4; ++i, tokens += 1 + draw() % 5)
-    curve.push_back({tokens, static_cast<double>(draw() % 1000) / 64});
+  std::uint32_t tokens = 1 + rng() % 3;
+  for (int i = 0; i < 4; ++i, tokens += 1 + rng() % 5)
+    curve.push_back({tokens, static_cast<double>(rng() % 1000) / 64});
   curve.push_back({tokens, 0});
   return curve;
 }
@@ -127,12 +127,12 @@ TEST_CASE("what a budget file cannot be is refused by file and place, on one lin
 }
 
 TEST_CASE("The configurations of one command are counted before any is made") {
-  GridRequest request{.policies = {"h2o"}, .budgets = {}};
+  SweepRequest request{.policies = {"h2o"}, .budgets = {}};
   for (std::size_t i = 1; i <= kMaxConfigs; ++i) request.budgets.push_back(std::to_string(i + 1));
-  CHECK(make_grid(request, {}, {}).size() == kMaxConfigs);  // in seconds where each is compared
+  CHECK(make_sweep(request, {}, {}).size() == kMaxConfigs);  // in seconds where each is compared
   request.budgets.push_back("1");
   const auto refusal = [&] {
-    return error_of<std::invalid_argument>([&] { make_grid(request, {}, {}); });
+    return error_of<std::invalid_argument>([&] { make_sweep(request, {}, {}); });
   };
   CHECK_THAT(refusal(), ContainsSubstring("up to 10001 configurations"));
   request = {.policies = std::vector<std::string>(2'000'000, "no such policy"), .budgets = {}};
@@ -142,9 +142,9 @@ TEST_CASE("The configurations of one command are counted before any is made") {
 }
 
 TEST_CASE("a lower hull lies below its curve, falls ever more slowly, and touches it at its ends") {
-  std::mt19937 draw(3);
+  std::mt19937 rng(3);
   for (int i = 0; i < 200; ++i) {
-    const Curve curve = random_curve(draw), hull = lower_hull(curve);
+    const Curve curve = random_curve(rng), hull = lower_hull(curve);
     CHECK(hull.front().tokens == curve.front().tokens);
     CHECK(hull.back().tokens == curve.back().tokens);
     for (const CurvePoint& point : curve)
@@ -156,12 +156,12 @@ TEST_CASE("a lower hull lies below its curve, falls ever more slowly, and touche
 }
 
 TEST_CASE("no way to share tokens over hulls has less error") {
-  std::mt19937 draw(5);
+  std::mt19937 rng(5);
   for (int i = 0; i < 60; ++i) {
     std::vector<Curve> hulls;
     std::uint64_t least = 0, most = 0;
-    for (std::uint32_t c = 0; c < 2 + draw() % 3; ++c) {
-      hulls.push_back(lower_hull(random_curve(draw)));
+    for (std::uint32_t c = 0; c < 2 + rng() % 3; ++c) {
+      hulls.push_back(lower_hull(random_curve(rng)));
       least += hulls.back().front().tokens;
       most += hulls.back().back().tokens;
     }
@@ -172,7 +172,7 @@ TEST_CASE("no way to share tokens over hulls has less error") {
       for (std::size_t c = 0; c < hulls.size(); ++c)
         sum += tokens[c], error += error_at(hulls[c], tokens[c]);
       CHECK(sum == total);
-      CHECK(std::abs(error - least_error(hulls, total)) <= 1e-9);
+      CHECK(std::abs(error - min_error(hulls, total)) <= 1e-9);
     }
     CHECK_THROWS_AS(share_tokens(hulls, least - 1), std::invalid_argument);
     CHECK_THROWS_AS(share_tokens(hulls, most + 1), std::invalid_argument);
@@ -196,7 +196,7 @@ TEST_CASE("heads that gain more from a token get more, at equal bytes") {
   }
 }
 
-TEST_CASE("gradients decide where the run has them, unless another metric is asked for") {
+TEST_CASE("gradients decide where the run has them, unless another metric is requested") {
   Run run = run_of_curves("residual_error", {"8", "64", "512"});
   const Run other = run_of_curves("kl_estimate", {"8", "64", "512"});
   for (const ResultRow& row : other.rows)

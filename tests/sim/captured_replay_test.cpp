@@ -83,25 +83,25 @@ TEST_CASE("replay agrees with the brute force on a captured trace") {
   const Captured captured;
   std::vector<Case> cases;
   for (const char* policy : {"full", "window", "sink", "lru", "h2o", "streaming_h2o", "random",
-                             "oracle_mass", "oracle_topk"})
+                             "oracle_attention", "oracle_topk"})
     for (const std::uint32_t budget : {24u, 96u})
       for (const std::uint32_t chunk : {0u, 1u, 7u, budget - 1})
-        for (const bool squeezed : {false, true})
-          if (!squeezed || std::string(policy).find("oracle") != 0)
-            cases.push_back(make_case(policy, budget, chunk, squeezed));
+        for (const bool cache_positions : {false, true})
+          if (!cache_positions || std::string(policy).find("oracle") != 0)
+            cases.push_back(make_case(policy, budget, chunk, cache_positions));
   check_agreement(captured.trace, cases, {.threads = 2}, 1e-3);
 }
 
 TEST_CASE("the size of prefill chunks hardly moves the recall of heavy hitters") {
   const Captured captured;
   for (const char* policy : {"h2o", "streaming_h2o"})
-    for (const bool squeezed : {false, true})
+    for (const bool cache_positions : {false, true})
       for (const std::uint32_t budget : {16u, 32u, 64u, 128u}) {
-        const Case stream = make_case(policy, budget, 1, squeezed);
+        const Case stream = make_case(policy, budget, 1, cache_positions);
         const double streamed = recall(captured.trace, stream);
         INFO(stream.text << ": " << streamed);
         for (const std::uint32_t chunk : {7u, budget / 2, budget - 1})
-          CHECK(std::abs(recall(captured.trace, make_case(policy, budget, chunk, squeezed)) -
+          CHECK(std::abs(recall(captured.trace, make_case(policy, budget, chunk, cache_positions)) -
                          streamed) < 0.02);
       }
 }

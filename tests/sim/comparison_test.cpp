@@ -34,7 +34,7 @@ Candidate candidate(const std::string& name, double error, double mean = 98, dou
 }
 
 std::string choice(const std::vector<Candidate>& candidates, bool significant = false) {
-  return recommended(candidates, significant).chosen().name;
+  return recommended(candidates, significant).chosen_candidate().name;
 }
 
 using Indices = std::vector<std::size_t>;
@@ -47,7 +47,7 @@ TEST_CASE("a candidate over the budget is never chosen, and stands on the fronti
   const Recommendation made = recommended(candidates, true);
   CHECK(made.order == Indices{0, 3});
   CHECK(made.over_budget == Indices{1, 2});
-  CHECK(made.chosen().name == "a");
+  CHECK(made.chosen_candidate().name == "a");
   CHECK(made.runner_up == std::size_t{3});
   CHECK(made.frontier == Indices{0, 2, 1});  // b is dominated
   CHECK_THAT(recommendation_text(made),
@@ -95,7 +95,7 @@ TEST_CASE("at least 2% less memory is preferred where the difference is not sign
   const auto unknown = [](std::size_t, std::size_t) { return Difference{.mean = 0.1}; };
   CHECK(
       recommend({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, {.budget_bytes = 100}, unknown)
-          .chosen()
+          .chosen_candidate()
           .name == "a");
 }
 
@@ -154,12 +154,12 @@ TEST_CASE("the decisive budget is the smallest whose choice is significantly bet
 }
 
 TEST_CASE("protected tokens that fill the budget are named") {
-  CHECK(guards_fill("h2o", "sinks=4:recent=60", 64));
-  CHECK(guards_fill("h2o", "sinks=32:recent=50%", 64));
-  CHECK_FALSE(guards_fill("h2o", "sinks=4:recent=50%", 64));
-  CHECK_FALSE(guards_fill("window", "sinks=0:recent=64", 64));
-  CHECK(guards_fill("h2o", "sinks=4:recent=60:ladder=16@50%+16@50%", 64));
-  CHECK_FALSE(guards_fill("h2o", "sinks=4:recent=60:ladder=4", 64));
+  CHECK(protected_tokens_fill("h2o", "sinks=4:recent=60", 64));
+  CHECK(protected_tokens_fill("h2o", "sinks=32:recent=50%", 64));
+  CHECK_FALSE(protected_tokens_fill("h2o", "sinks=4:recent=50%", 64));
+  CHECK_FALSE(protected_tokens_fill("window", "sinks=0:recent=64", 64));
+  CHECK(protected_tokens_fill("h2o", "sinks=4:recent=60:tiers=16@50%+16@50%", 64));
+  CHECK_FALSE(protected_tokens_fill("h2o", "sinks=4:recent=60:tiers=4", 64));
   Recommendation made = recommended({candidate("h2o", 0.1)}, true);
   made.scope.tokens = 0;
   made.scope.filled = {"h2o"};

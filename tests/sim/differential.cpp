@@ -7,7 +7,7 @@
 #include <random>
 #include <set>
 
-#include "policies/columns/columns.hpp"
+#include "policies/features/features.hpp"
 #include "tests/catch.hpp"
 #include "tests/traces/extra_files.hpp"
 
@@ -17,7 +17,7 @@ namespace {
 const std::vector<std::string> kPolicies{"full", "window",        "sink",  "lru",
                                          "h2o",  "streaming_h2o", "random"};
 
-bool is_reference(const std::string& policy) { return policy.starts_with("oracle_"); }
+bool is_oracle(const std::string& policy) { return policy.starts_with("oracle_"); }
 
 bool is_exact(const std::string& metric) {
   static const std::set<std::string> kExact{"evictions", "live_max", "kv_bytes_peak",
@@ -25,15 +25,15 @@ bool is_exact(const std::string& metric) {
   return kExact.contains(metric) || metric.ends_with("_bytes");
 }
 
-brute::Figures figures_of(const ReplayResult& result, std::size_t config) {
-  brute::Figures figures;
+brute::MetricValues metric_values_of(const ReplayResult& result, std::size_t config) {
+  brute::MetricValues metric_values;
   for (const Measurement& m : result.measurements)
-    if (m.config == config && m.metric != "budget_bytes")  // what was asked for
-      figures[{m.layer, m.head, m.metric}] = {m.value, m.standard_error, m.count};
-  return figures;
+    if (m.config == config && m.metric != "budget_bytes")  // what was requested
+      metric_values[{m.layer, m.head, m.metric}] = {m.value, m.standard_error, m.count};
+  return metric_values;
 }
 
-std::string row_name(const brute::Figures::key_type& key) {
+std::string row_name(const brute::MetricValues::key_type& key) {
   const auto& [layer, head, metric] = key;
   return fmt::format("layer {} head {} {}", layer, head, metric);
 }
@@ -44,23 +44,24 @@ bool near(double a, double b, double tolerance) {
 }
 
 /// What differs, a line each.
-std::string differences(const brute::Figures& got, const brute::Figures& wanted, double tolerance) {
+std::string differences(const brute::MetricValues& got, const brute::MetricValues& wanted,
+                        double tolerance) {
   std::string text;
-  for (const auto& [key, figure] : got)
+  for (const auto& [key, metric_value] : got)
     if (!wanted.contains(key)) text += row_name(key) + ": should not be there\n";
-  for (const auto& [key, figure] : wanted) {
+  for (const auto& [key, metric_value] : wanted) {
     const auto row = got.find(key);
     if (row == got.end()) {
       text += row_name(key) + ": missing\n";
       continue;
     }
-    const brute::Figure& value = row->second;
+    const brute::MetricValue& value = row->second;
     const double allowed = is_exact(std::get<2>(key)) ? 0 : tolerance;
-    if (!near(value.value, figure.value, allowed) || value.count != figure.count ||
-        !near(value.standard_error, figure.standard_error, tolerance))
+    if (!near(value.value, metric_value.value, allowed) || value.count != metric_value.count ||
+        !near(value.standard_error, metric_value.standard_error, tolerance))
       text += fmt::format("{}: {} ± {} of {}, should be {} ± {} of {}\n", row_name(key),
-                          value.value, value.standard_error, value.count, figure.value,
-                          figure.standard_error, figure.count);
+                          value.value, value.standard_error, value.count, metric_value.value,
+                          metric_value.standard_error, metric_value.count);
   }
   return text;
 }
@@ -83,7 +84,7 @@ brute::Outcome run_by_head(const brute::Simulator& exact, const Case& c) {
     for (std::uint32_t head = 0; head < c.heads[layer].size(); ++head) {
       brute::Config own = brute::standard(c.brute.policy, c.heads[layer][head]);
       own.chunk = c.brute.chunk;
-      own.squeezed = c.brute.squeezed;
+      own.cache_positions = c.brute.cache_positions;
       own.seed = c.brute.seed;
       own.sequence = c.brute.sequence;
       brute::Outcome alone = exact.run(own);
@@ -98,30 +99,31 @@ brute::Outcome run_by_head(const brute::Simulator& exact, const Case& c) {
 
 }  // namespace
 
-Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t chunk, bool squeezed,
-               std::optional<std::uint32_t> sinks, std::optional<std::uint32_t> recent) {
+Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t chunk,
+               bool cache_positions, std::optional<std::uint32_t> sinks,
+               std::optional<std::uint32_t> recent) {
   Case c;
   c.brute = brute::standard(policy, budget);
   c.brute.chunk = chunk;
-  c.brute.squeezed = squeezed;
+  c.brute.cache_positions = cache_positions;
   c.brute.seed = 11;
   c.brute.sequence = kSequence;
   std::string text = policy;
   if (sinks) text += fmt::format(":sinks={}", c.brute.sinks = *sinks);
   if (recent) text += fmt::format(":recent={}", c.brute.recent = *recent);
-  c.replay.policy = parse_policy(text, replay_references());
+  c.replay.policy = parse_policy(text, replay_oracles());
   c.replay.budget = {.extent = tokens(budget)};
   c.replay.prefill = {chunk};
-  c.replay.positions = squeezed ? Positions::cache : Positions::original;
+  c.replay.positions = cache_positions ? Positions::cache : Positions::original;
   c.replay.seed = c.brute.seed;
   c.text = fmt::format("{} budget {} prefill {} positions {}", text, budget,
                        c.replay.prefill.text(), name_of(c.replay.positions));
   return c;
 }
 
-std::vector<Case> whole_grid(std::uint32_t tokens) {
+std::vector<Case> whole_sweep(std::uint32_t tokens) {
   std::vector<std::string> names = kPolicies;
-  names.insert(names.end(), {"oracle_mass", "oracle_topk"});
+  names.insert(names.end(), {"oracle_attention", "oracle_topk"});
   std::vector<Case> cases;
   for (const std::string& name : names)
     for (const std::uint32_t budget : {name == "sink" ? 5u : 1u, 2u, 19u, tokens + 5}) {
@@ -130,9 +132,9 @@ std::vector<Case> whole_grid(std::uint32_t tokens) {
       std::set<std::uint32_t> chunks{0, 1, 7};
       if (budget > 1) chunks.insert(budget - 1);
       for (const std::uint32_t chunk : chunks)
-        for (const bool squeezed : {false, true})
-          if (!squeezed || !is_reference(name))
-            cases.push_back(make_case(name, budget, chunk, squeezed,
+        for (const bool cache_positions : {false, true})
+          if (!cache_positions || !is_oracle(name))
+            cases.push_back(make_case(name, budget, chunk, cache_positions,
                                       one_sink ? std::optional(1u) : std::nullopt));
     }
   for (const std::uint32_t chunk : {0u, 7u}) {
@@ -146,8 +148,8 @@ std::vector<Case> whole_grid(std::uint32_t tokens) {
 }
 
 Case make_case_by_head(const std::string& policy, const HeadBudgets& heads, std::uint32_t chunk,
-                       bool squeezed) {
-  Case c = make_case(policy, heads.front().front(), chunk, squeezed);
+                       bool cache_positions) {
+  Case c = make_case(policy, heads.front().front(), chunk, cache_positions);
   c.heads = heads;
   c.replay.budget = budget_of_heads(heads);
   c.text =
@@ -156,34 +158,34 @@ Case make_case_by_head(const std::string& policy, const HeadBudgets& heads, std:
   return c;
 }
 
-std::vector<Case> by_head_grid(const ModelShape& shape, std::uint32_t tokens) {
+std::vector<Case> by_head_sweep(const ModelShape& shape, std::uint32_t tokens) {
   HeadBudgets heads(shape.layers, std::vector<std::uint32_t>(shape.kv_heads));
   const std::uint32_t budgets[] = {12, 5, tokens + 3, 31, 8, 19};
   std::uint32_t next = 0;
   for (auto& layer : heads)
     for (std::uint32_t& own : layer) own = budgets[next++ % std::size(budgets)];
   std::vector<std::string> names = kPolicies;
-  names.insert(names.end(), {"oracle_mass", "oracle_topk"});
+  names.insert(names.end(), {"oracle_attention", "oracle_topk"});
   std::vector<Case> cases;
   for (const std::string& name : names)
     for (const std::uint32_t chunk : {0u, 1u, 7u})
-      for (const bool squeezed : {false, true})
-        if (!squeezed || !is_reference(name))
-          cases.push_back(make_case_by_head(name, heads, chunk, squeezed));
+      for (const bool cache_positions : {false, true})
+        if (!cache_positions || !is_oracle(name))
+          cases.push_back(make_case_by_head(name, heads, chunk, cache_positions));
   return cases;
 }
 
-TraceReader write_with_columns(const std::filesystem::path& directory, const RandomTrace& wanted) {
+TraceReader write_with_features(const std::filesystem::path& directory, const RandomTrace& wanted) {
   write_random_trace(directory, wanted);
-  std::mt19937 draw(wanted.seed);
+  std::mt19937 rng(wanted.seed);
   std::set<std::string> names{"drawn"};
   for (const PolicyEntry& entry : policy_catalogue())
-    for (std::uint32_t c = 0; c < entry.info.column_count(); ++c)
-      names.insert(entry.info.columns[c]);
+    for (std::uint32_t c = 0; c < entry.info.feature_count(); ++c)
+      names.insert(entry.info.features[c]);
   for (const std::string& name : names)
     if (!is_computed(name, false) && !name.starts_with("name="))
-      test::write_column(directory, name, [&](auto, auto, auto) {
-        return static_cast<float>(draw() % 4096) / 4096;
+      test::write_feature(directory, name, [&](auto, auto, auto) {
+        return static_cast<float>(rng() % 4096) / 4096;
       });
   return TraceReader::open(directory);
 }
@@ -205,21 +207,22 @@ std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases) {
 
 namespace {
 
-/// The outcomes of the references of a grid, each run once.
-class References {
+/// The outcomes of the oracles of a sweep, each run once.
+class Oracles {
  public:
-  References(const brute::Simulator& exact, const std::vector<Case>& cases)
+  Oracles(const brute::Simulator& exact, const std::vector<Case>& cases)
       : exact_(exact), cases_(cases) {}
 
   /// Gives `outcome`, of `c`, those that are beside it.
   void put_beside(const Case& c, brute::Outcome& outcome) {
-    if (is_reference(c.brute.policy) || c.brute.policy == "full") return;
-    outcome.mass_oracle = find("oracle_mass", c);
-    if (!outcome.mass_oracle) return;
+    if (is_oracle(c.brute.policy) || c.brute.policy == "full") return;
+    outcome.attention_oracle = find("oracle_attention", c);
+    if (!outcome.attention_oracle) return;
     for (std::size_t l = 0; l < outcome.queries.size(); ++l)
       for (std::size_t h = 0; h < outcome.queries[l].size(); ++h)
         for (std::size_t t = 0; t < outcome.queries[l][h].size(); ++t)
-          outcome.queries[l][h][t].oracle_recall = outcome.mass_oracle->queries[l][h][t].recall;
+          outcome.queries[l][h][t].oracle_recall =
+              outcome.attention_oracle->queries[l][h][t].recall;
   }
 
  private:
@@ -262,17 +265,18 @@ void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
                      ReplayOptions options, double tolerance) {
   const brute::Simulator exact(brute::load(trace), cases.front().replay.threshold);
   const ReplayResult result = replay(trace, kSequence, replay_configs(cases), options);
-  const auto span = options.span == Span::decode ? brute::Queries::decode : brute::Queries::all;
+  const auto queries =
+      options.queries == Queries::decode ? brute::Queries::decode : brute::Queries::all;
   const std::uint32_t stride = options.every_output_error ? 1 : 8;
-  References references(exact, cases);
+  Oracles oracles(exact, cases);
   for (std::size_t c = 0; c < cases.size(); ++c) {
     brute::Outcome outcome = run_by_head(exact, cases[c]);
-    references.put_beside(cases[c], outcome);
+    oracles.put_beside(cases[c], outcome);
     INFO(cases[c].text << "; the closest call was by " << outcome.narrowest
                        << " (under 1e-6 it may go either way: change the data, not the test)");
     if (cases[c].brute.policy != "oracle_topk") check_kept(trace, cases[c], outcome, options);
-    CHECK(differences(figures_of(result, c), exact.measure(outcome, span, stride), tolerance) ==
-          "");
+    CHECK(differences(metric_values_of(result, c), exact.measure(outcome, queries, stride),
+                      tolerance) == "");
   }
 }
 

@@ -1,4 +1,4 @@
-// One grid of configurations through the replay and through the brute force.
+// One sweep of configurations through the replay and through the brute force.
 #pragma once
 
 #include <functional>
@@ -23,25 +23,27 @@ struct Case {
   HeadBudgets heads = {};  ///< of the brute force too: each head by itself; empty: brute.budget
 };
 
-/// The guards are the page's for `policy`, unless `sinks` and `recent` give them, in tokens.
-Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t chunk, bool squeezed,
-               std::optional<std::uint32_t> sinks = {}, std::optional<std::uint32_t> recent = {});
+/// The protected tokens are the page's for `policy`, unless `sinks` and `recent` give them, in
+/// tokens.
+Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t chunk,
+               bool cache_positions, std::optional<std::uint32_t> sinks = {},
+               std::optional<std::uint32_t> recent = {});
 
 /// Every policy and reference, prefill mode, position mode and budget that fits: the least, 2, a
 /// small one and one above `tokens`.
-std::vector<Case> whole_grid(std::uint32_t tokens);
+std::vector<Case> whole_sweep(std::uint32_t tokens);
 
-/// With the guards that are the page's at each head's budget.
+/// With the protected tokens that are the page's at each head's budget.
 Case make_case_by_head(const std::string& policy, const HeadBudgets& heads, std::uint32_t chunk,
-                       bool squeezed);
+                       bool cache_positions);
 
 /// Every policy and reference under budgets that differ from head to head and from layer to layer,
 /// in every prefill and position mode.
-std::vector<Case> by_head_grid(const ModelShape& shape, std::uint32_t tokens);
+std::vector<Case> by_head_sweep(const ModelShape& shape, std::uint32_t tokens);
 
-/// With every column that a registered policy reads and nobody computes, and one named "drawn": all
-/// drawn.
-TraceReader write_with_columns(const std::filesystem::path& directory, const RandomTrace& wanted);
+/// With every feature that a registered policy reads and no decoder computes, and one named
+/// "drawn": all drawn.
+TraceReader write_with_features(const std::filesystem::path& directory, const RandomTrace& wanted);
 
 /// test::covering over the trace's heads, with budgets about so many tokens.
 std::vector<CacheConfig> configs_of(const test::Choices& choices, const Executor* executor,
@@ -49,12 +51,12 @@ std::vector<CacheConfig> configs_of(const test::Choices& choices, const Executor
 
 std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
 
-/// Fails unless all figures agree to `tolerance` (relative above 1; counts, bytes and tokens
+/// Fails unless all metrics agree to `tolerance` (relative above 1; counts, bytes and tokens
 /// exactly); `name` is a configuration's.
 void check_measured(const ReplayResult& got, const ReplayResult& wanted, double tolerance,
                     const std::function<std::string(std::size_t)>& name);
 
-/// Fails, naming the case, unless all figures agree to `tolerance` (relative above 1; counts, bytes
+/// Fails, naming the case, unless all metrics agree to `tolerance` (relative above 1; counts, bytes
 /// and tokens exactly) and the kept sets are identical at every query.
 void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
                      ReplayOptions options, double tolerance);

@@ -38,23 +38,23 @@ void read_residuals(const TraceReader& trace, std::uint32_t layer, Sequence& s) 
   }
 }
 
-/// As the files have them, [draw, query head, token, dim], times their scales.
+/// As the files have them, [gradient sample, query head, token, dim], times their scales.
 void read_gradients(const TraceReader& trace, std::uint32_t layer, Sequence& s) {
-  const std::uint32_t draws = trace.draws();
-  s.gradient.emplace_back(s.query_heads, std::vector<Matrix>(draws));
+  const std::uint32_t gradient_samples = trace.gradient_samples();
+  s.gradient.emplace_back(s.query_heads, std::vector<Matrix>(gradient_samples));
   for (std::size_t i = 0; i < trace.gradient_files().size(); ++i) {
     const SafetensorsFile& file = trace.gradient_files()[i];
     const std::size_t tokens = trace.shards()[i].tokens;
     float scale = 0;
     to_float(Dtype::f32, file.at("grad_scale").data.data(), 1, &scale);
-    std::vector<float> all(std::size_t{draws} * s.query_heads * tokens * s.head_size);
+    std::vector<float> all(std::size_t{gradient_samples} * s.query_heads * tokens * s.head_size);
     to_float(trace.shape().dtype, file.at("layers." + std::to_string(layer) + ".grad").data.data(),
              all.size(), all.data());
     auto next = all.begin();
-    for (std::uint32_t draw = 0; draw < draws; ++draw)
+    for (std::uint32_t gradient_sample = 0; gradient_sample < gradient_samples; ++gradient_sample)
       for (std::uint32_t h = 0; h < s.query_heads; ++h)
         for (std::size_t t = 0; t < tokens; ++t) {
-          Vector& row = s.gradient[layer][h][draw].emplace_back();
+          Vector& row = s.gradient[layer][h][gradient_sample].emplace_back();
           for (std::uint32_t d = 0; d < s.head_size; ++d)
             row.push_back(static_cast<double>(*next++) * static_cast<double>(scale));
         }
@@ -77,7 +77,7 @@ Sequence load(const TraceReader& trace) {
   s.rope_factor = trace.row(0).rope.factor;
   s.rows = trace.header().rows;
   s.segments = trace.segments();
-  s.spans = trace.header().spans;
+  s.passages = trace.header().passages;
   s.q.resize(s.layers), s.k.resize(s.layers), s.v.resize(s.layers);
   for (std::uint32_t layer = 0; layer < s.layers; ++layer) {
     for (std::uint32_t h = 0; h < s.query_heads; ++h)
@@ -87,7 +87,7 @@ Sequence load(const TraceReader& trace) {
       s.v[layer].push_back(read_all(trace, Part::v, layer, h));
     }
     if (trace.has_residuals()) read_residuals(trace, layer, s);
-    if (trace.draws()) read_gradients(trace, layer, s);
+    if (trace.gradient_samples()) read_gradients(trace, layer, s);
   }
   return s;
 }

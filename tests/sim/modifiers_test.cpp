@@ -15,17 +15,17 @@ constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
 constexpr std::uint32_t kFirst = 30;  // tokens of the first prompt
 
 /// Of `two_turns()`, with the first segment's prompt kept beside the budget, or not.
-Case case_of(brute::Config asked, bool keeps_prompt) {
-  const std::string text =
-      fmt::format("{}:sinks={}:recent={}:every={}:smooth={}{}{}{}{}{}", asked.policy, asked.sinks,
-                  asked.recent, asked.every, asked.smooth, asked.once ? ":once" : "",
-                  asked.max_pool ? ":pool=max" : "", asked.by_layer ? ":scope=layer" : "",
-                  asked.max_group ? ":group=max" : "", keeps_prompt ? ":prompt" : "");
+Case case_of(brute::Config requested, bool keeps_prompt) {
+  const std::string text = fmt::format(
+      "{}:sinks={}:recent={}:every={}:smooth={}{}{}{}{}{}", requested.policy, requested.sinks,
+      requested.recent, requested.every, requested.smooth, requested.once ? ":once" : "",
+      requested.max_pool ? ":pool=max" : "", requested.by_layer ? ":scope=layer" : "",
+      requested.max_group ? ":group=max" : "", keeps_prompt ? ":prompt" : "");
   const CacheConfig config{.policy = parse_policy(text),
-                           .budget = {.extent = tokens(asked.budget)},
-                           .prefill = {asked.chunk}};
-  if (keeps_prompt) asked.budget += kFirst, asked.sinks = kFirst;
-  return {fmt::format("{} chunk {}", text, asked.chunk), config, asked};
+                           .budget = {.extent = tokens(requested.budget)},
+                           .prefill = {requested.chunk}};
+  if (keeps_prompt) requested.budget += kFirst, requested.sinks = kFirst;
+  return {fmt::format("{} chunk {}", text, requested.chunk), config, requested};
 }
 
 std::vector<Case> cases() {
@@ -47,11 +47,11 @@ std::vector<Case> cases() {
   for (std::size_t m = 0; m < modifiers.size(); ++m)
     for (const std::string policy : {"h2o", "lru", "window"})
       for (const std::uint32_t chunk : {0u, 7u, 1u}) {
-        brute::Config asked = modifiers[m];
-        asked.policy = policy, asked.budget = 12, asked.chunk = chunk;
-        all.push_back(case_of(asked, m >= 10));
-        asked.sinks = 3, asked.recent = 4;
-        if (policy != "window") all.push_back(case_of(asked, m >= 10));
+        brute::Config requested = modifiers[m];
+        requested.policy = policy, requested.budget = 12, requested.chunk = chunk;
+        all.push_back(case_of(requested, m >= 10));
+        requested.sinks = 3, requested.recent = 4;
+        if (policy != "window") all.push_back(case_of(requested, m >= 10));
       }
   for (const std::uint32_t every : {1u, 9u})
     for (const bool by_layer : {false, true})
@@ -74,11 +74,11 @@ RandomTrace two_turns() {
       .kv_heads = 2,
       .segments = {{0, kFirst, kPrompt}, {30, 45, kDecode}, {75, 13, kPrompt}, {88, 20, kDecode}},
       .residuals = false,
-      .draws = 0,
+      .gradient_samples = 0,
       .seed = 21};
 }
 
-TEST_CASE("kept sets and figures under every modifier are those of a second writing of the rule") {
+TEST_CASE("kept sets and metrics under every modifier are those of a second writing of the rule") {
   const Traced traced(two_turns());
   for (const bool plain : {true, false})
     check_agreement(traced.trace, cases(), {.plain = plain, .threads = 2}, 1e-5);

@@ -49,7 +49,7 @@ class Texts {
   Texts(double between, bool skewed, unsigned seed)
       : between_(std::sqrt(between)), skewed_(skewed), random_(seed) {}
 
-  std::vector<PairedText> draw(const std::vector<std::size_t>& blocks) {
+  std::vector<PairedText> sample(const std::vector<std::size_t>& blocks) {
     std::vector<PairedText> texts;
     for (const std::size_t count : blocks) {
       const double mean = between_ * value();
@@ -97,11 +97,11 @@ TEST_CASE("A small difference shows in pairs, whatever the tokens have in common
   CHECK(difference.behind());
   CHECK(paired.difference(0, 1).ahead());
   CHECK(paired.difference(0, 1).interval.high == Approx(-difference.interval.low));
-  CHECK_FALSE(paired.difference(2, 0).told_apart());
+  CHECK_FALSE(paired.difference(2, 0).significantly_different());
   const Difference itself = paired.difference(0, 0);
   CHECK(itself.mean == 0);
   CHECK(itself.standard_error == 0);
-  CHECK_FALSE(itself.told_apart());
+  CHECK_FALSE(itself.significantly_different());
 }
 
 TEST_CASE("Texts count before their blocks, and one that comes twice counts once") {
@@ -110,7 +110,7 @@ TEST_CASE("Texts count before their blocks, and one that comes twice counts once
   CHECK(paired.difference(1, 0).mean == Approx(7 / 6.0));
   CHECK(paired.difference(1, 0).interval.high ==
         Approx(7 / 6.0 + 4.302653 * std::sqrt((1 + 9 + 0.25 - 49 / 12.0) / 2 / 3)));
-  CHECK_FALSE(paired.difference(1, 0).told_apart());
+  CHECK_FALSE(paired.difference(1, 0).significantly_different());
   PairedScores twice = texts({{1, 2}});
   twice.add({.text = "0", .means = {1, 2}});
   CHECK(twice.texts() == 1);
@@ -125,20 +125,20 @@ TEST_CASE("Fewer than eight blocks of a text say nothing of an error") {
   };
   CHECK(of_tokens(7 * 64).mean == Approx(1 + 0.5 / (7 * 64)));
   CHECK(std::isnan(of_tokens(7 * 64).interval.low));
-  CHECK_FALSE(of_tokens(7 * 64).told_apart());
-  CHECK(of_tokens(7 * 64 + 1).told_apart());
+  CHECK_FALSE(of_tokens(7 * 64).significantly_different());
+  CHECK(of_tokens(7 * 64 + 1).significantly_different());
   // The last block is shorter, and counts by its tokens.
   Values values(65, 1.0);
   values.back() = 66;
   CHECK(one_text({values}).mean(0) == Approx(2));
 }
 
-TEST_CASE("Shares of right answers are compared by the draws in which they differ") {
-  CHECK_FALSE(share_difference(2, 0, 4).told_apart());  // 4 of 4 against 2 of 4
-  CHECK_FALSE(share_difference(5, 0, 40).told_apart());
-  CHECK(share_difference(6, 0, 40).told_apart());
+TEST_CASE("Shares of right answers are compared by the samples in which they differ") {
+  CHECK_FALSE(share_difference(2, 0, 4).significantly_different());  // 4 of 4 against 2 of 4
+  CHECK_FALSE(share_difference(5, 0, 40).significantly_different());
+  CHECK(share_difference(6, 0, 40).significantly_different());
   CHECK(share_difference(6, 0, 40).mean == Approx(0.15));
-  CHECK_FALSE(share_difference(0, 0, 40).told_apart());
+  CHECK_FALSE(share_difference(0, 0, 40).significantly_different());
   CHECK(share_difference(0, 0, 40).interval.high == 0);
   // Clopper and Pearson's own table: 4 of 10, 0 of 10.
   CHECK(share_interval(4, 10).low == Approx(0.1216).margin(1e-4));
@@ -148,8 +148,8 @@ TEST_CASE("Shares of right answers are compared by the draws in which they diffe
   answers.add({.text = "draws",
                .means = {1, 0.5},
                .blocks = {{1, 1, 1, 1}, {1, 0, 1, 0}},
-               .answers = true});
-  CHECK_FALSE(answers.difference(0, 1).told_apart());
+               .is_binary = true});
+  CHECK_FALSE(answers.difference(0, 1).significantly_different());
   CHECK(answers.average(0).interval.high == 1);
   CHECK(answers.average(0).interval.low == Approx(0.3976).margin(1e-4));
 }
@@ -157,8 +157,9 @@ TEST_CASE("Shares of right answers are compared by the draws in which they diffe
 TEST_CASE("Intervals of one text cover its mean in 95% of cases") {
   int covered = 0;
   for (unsigned trial = 0; trial < 400; ++trial)  // noise in runs that are as long as the blocks
-    covered +=
-        !one_text({scores(640, 64, 100 + trial), Values(640, 0.0)}).difference(0, 1).told_apart();
+    covered += !one_text({scores(640, 64, 100 + trial), Values(640, 0.0)})
+                    .difference(0, 1)
+                    .significantly_different();
   CHECK(covered >= 367);  // 380 expected
   CHECK(covered <= 393);
 }
@@ -176,7 +177,7 @@ TEST_CASE("Intervals over texts cover 90 to 97% for any mixture of lengths") {
         Texts texts(between, skewed, 1);
         int covered = 0;
         for (int trial = 0; trial < kTrials; ++trial)
-          covered += !average(texts.draw(blocks)).told_apart();
+          covered += !average(texts.sample(blocks)).significantly_different();
         CAPTURE(blocks, between, skewed);
         CHECK(covered >= 0.9 * kTrials);
         CHECK(covered <= 0.975 * kTrials);
@@ -191,7 +192,7 @@ TEST_CASE("Beside one long text a short one never makes the interval narrower") 
     const std::size_t longest = 17 + random() % 200, shorts = 1 + random() % 6;
     std::vector<std::size_t> blocks{longest};
     for (std::size_t i = 0; i < shorts; ++i) blocks.push_back(1 + random() % ((longest - 1) / 16));
-    const std::vector<PairedText> all = texts.draw(blocks);
+    const std::vector<PairedText> all = texts.sample(blocks);
     const double alone = half(average({all.front()})), together = half(average(all));
     CHECK(together >= alone * (1 - 1e-12));
     narrower_by_texts += together < alone * (1 + 1e-12);

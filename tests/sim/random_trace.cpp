@@ -28,7 +28,7 @@ TraceHeader header_of(const RandomTrace& wanted) {
   header.softmax_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(wanted.head_size)));
   header.rounding = wanted.rounding;
   header.weights_xxh3 = "0123456789abcdef";
-  header.spans = wanted.spans;
+  header.passages = wanted.passages;
   header.capture = nlohmann::json{{"engine", "random"},
                                   {"version", "1"},
                                   {"device", "cpu"},
@@ -41,10 +41,10 @@ int bits_of(Dtype dtype) {
   return dtype == Dtype::f16 ? 11 : 24;
 }
 
-/// Draws from a normal distribution by a portable recipe (the library's differ).
-class Draws {
+/// Samples from a normal distribution by a portable recipe (the library's differ).
+class NormalSampler {
  public:
-  explicit Draws(std::uint64_t seed) : engine_(seed) {}
+  explicit NormalSampler(std::uint64_t seed) : engine_(seed) {}
   double uniform() { return (static_cast<double>(engine_() >> 11) + 0.5) * 0x1p-53; }
   double normal() {
     return std::sqrt(-2 * std::log(uniform())) * std::cos(6.283185307179586 * uniform());
@@ -56,7 +56,7 @@ class Draws {
 
 /// The tensors of a random sequence. A common direction, along the dimensions that turn slowest,
 /// lets every query pull at the heavy tokens: the first and about one in twelve.
-brute::Sequence draw(const RandomTrace& wanted, const TraceHeader& header) {
+brute::Sequence sample_sequence(const RandomTrace& wanted, const TraceHeader& header) {
   brute::Sequence s;
   s.layers = wanted.layers, s.query_heads = wanted.query_heads, s.kv_heads = wanted.kv_heads;
   s.head_size = wanted.head_size;
@@ -69,7 +69,7 @@ brute::Sequence draw(const RandomTrace& wanted, const TraceHeader& header) {
   if (wanted.rounding == Rounding::model_dtype && wanted.dtype != Dtype::f32)
     s.rounding_bits = bits_of(wanted.dtype);
 
-  Draws draws(wanted.seed);
+  NormalSampler sampler(wanted.seed);
   const int bits = bits_of(wanted.dtype);
   const std::uint32_t slowest = wanted.head_size / 2 - 1;
   const double size = std::sqrt(wanted.spread),
@@ -78,14 +78,15 @@ brute::Sequence draw(const RandomTrace& wanted, const TraceHeader& header) {
     brute::Matrix m;
     for (std::uint32_t t = 0; t < s.tokens; ++t) {
       brute::Vector& row = m.emplace_back();
-      for (std::uint32_t d = 0; d < s.head_size; ++d) row.push_back(scale * draws.normal());
+      for (std::uint32_t d = 0; d < s.head_size; ++d) row.push_back(scale * sampler.normal());
       row[slowest] += along(t);
       for (double& x : row) x = brute::round_to_bits(x, bits);
     }
     return m;
   };
   const auto heavy = [&](std::uint32_t t) {
-    return t == 0 || draws.uniform() < 1.0 / 12 ? wanted.pull * (0.75 + 0.5 * draws.uniform()) : 0;
+    return t == 0 || sampler.uniform() < 1.0 / 12 ? wanted.pull * (0.75 + 0.5 * sampler.uniform())
+                                                  : 0;
   };
   for (std::uint32_t layer = 0; layer < s.layers; ++layer) {
     s.q.emplace_back(), s.k.emplace_back(), s.v.emplace_back();
@@ -111,23 +112,23 @@ std::vector<float> interleave(const std::vector<brute::Matrix>& heads, const Seg
 
 }  // namespace
 
-void add_random_gradients(const std::filesystem::path& directory, std::uint32_t draws,
-                          std::uint64_t seed, Span span) {
-  Draws normals(seed);
+void add_random_gradients(const std::filesystem::path& directory, std::uint32_t gradient_samples,
+                          std::uint64_t seed, Queries queries) {
+  NormalSampler normals(seed);
   test::write_gradients(
-      directory, draws, [&] { return static_cast<float>(normals.normal()); }, span);
+      directory, gradient_samples, [&] { return static_cast<float>(normals.normal()); }, queries);
 }
 
 TraceReader write_random_trace(const std::filesystem::path& directory, const RandomTrace& wanted) {
   const TraceHeader header = header_of(wanted);
-  const brute::Sequence drawn = draw(wanted, header);
+  const brute::Sequence drawn = sample_sequence(wanted, header);
   const brute::Simulator exact(drawn);
   TraceWriter writer(directory, header);
-  Draws draws(wanted.seed + 1000);
+  NormalSampler sampler(wanted.seed + 1000);
   OutputSketch sketch{wanted.seed, {}};
   for (std::size_t i = 0;
        i < std::size_t{wanted.layers} * wanted.query_heads * wanted.head_size * kSketchColumns; ++i)
-    sketch.values.push_back(static_cast<float>(draws.normal() / 8));
+    sketch.values.push_back(static_cast<float>(sampler.normal() / 8));
   if (wanted.residuals) writer.sketch(sketch);
   for (const Segment& segment : wanted.segments) {
     writer.begin(std::vector<std::int32_t>(segment.tokens, 7), segment.kind, true);
@@ -143,14 +144,15 @@ TraceReader write_random_trace(const std::filesystem::path& directory, const Ran
                    interleave(drawn.v[layer], segment), interleave(out, segment),
                    interleave(lse, segment));
       std::vector<float> norms(segment.tokens);
-      for (float& x : norms) x = static_cast<float>(10 + 10 * draws.uniform());
+      for (float& x : norms) x = static_cast<float>(10 + 10 * sampler.uniform());
       if (wanted.residuals) writer.residual(layer, norms);
     }
     writer.end();
   }
   writer.finish();
-  if (wanted.draws)
-    add_random_gradients(directory, wanted.draws, wanted.seed + 2000, wanted.gradients_of);
+  if (wanted.gradient_samples)
+    add_random_gradients(directory, wanted.gradient_samples, wanted.seed + 2000,
+                         wanted.gradients_of);
   return TraceReader::open(directory);
 }
 
@@ -170,8 +172,8 @@ std::vector<RandomTrace> group_shapes() {
        .dtype = Dtype::bf16,
        .rounding = Rounding::model_dtype,
        .segments = {{0, 33, kPrompt}, {33, 95, kDecode}, {128, 17, kPrompt}, {145, 50, kDecode}},
-       .draws = 5,
-       .spans = {{"early", 20, 5}, {"across", 130, 30}},
+       .gradient_samples = 5,
+       .passages = {{"early", 20, 5}, {"across", 130, 30}},
        .seed = 5},
       {.layers = 1,
        .query_heads = 7,
@@ -183,7 +185,7 @@ std::vector<RandomTrace> group_shapes() {
        .segments = {{0, 48, kPrompt}, {48, 16, kDecode}},
        .silent_first = true,
        .seed = 6},
-      // Heavy tokens that leave take all of the row's exponentials with them.
+      // Heavy tokens that are evicted take all of the row's exponentials with them.
       {.layers = 1,
        .query_heads = 4,
        .kv_heads = 1,

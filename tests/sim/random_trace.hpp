@@ -20,17 +20,17 @@ struct RandomTrace {
   double pull = 4;            ///< logits of heavy tokens lie higher by this, roughly; 0: none
   bool silent_first = false;  ///< the first value is zero, and so is the first output
   bool residuals = true;      ///< with what residual_error needs
-  std::uint32_t draws = 3;    ///< of gradients
-  Span gradients_of = Span::decode;
-  std::vector<NamedSpan> spans;
+  std::uint32_t gradient_samples = 3;  ///< of gradients
+  Queries gradients_of = Queries::decode;
+  std::vector<Passage> passages;
   std::vector<RowSpec> rows;  ///< by layer; empty: alike
   std::vector<std::uint32_t> numbers;
   std::uint64_t seed = 1;
 };
 
 /// Adds random gradients to a finished trace.
-void add_random_gradients(const std::filesystem::path& directory, std::uint32_t draws,
-                          std::uint64_t seed, Span span = Span::decode);
+void add_random_gradients(const std::filesystem::path& directory, std::uint32_t gradient_samples,
+                          std::uint64_t seed, Queries queries = Queries::decode);
 
 /// Writes the trace to `directory`, which must not exist, and opens it. Its check rows are computed
 /// in float64.
@@ -44,7 +44,7 @@ struct Traced {
   TraceReader trace;
 };
 
-/// Groups of 1, 3, 7 and 4 about a quad, lengths about a block of queries, two turns, every
+/// Groups of 1, 3, 7 and 4 about a head group, lengths about a block of queries, two turns, every
 /// rounding.
 std::vector<RandomTrace> group_shapes();
 

@@ -10,10 +10,10 @@ namespace {
 
 const MetricInfo& nll() { return *find_metric("nll_recall"); }
 
-std::string order(const Figures& figures, const Ranking& ranking) {
+std::string order(const MetricTable& metric_table, const Ranking& ranking) {
   std::string text;
   for (const Standing& standing : ranking.standings)
-    text += figures.series()[standing.series].label + (standing.ties ? "= " : " ");
+    text += metric_table.series()[standing.series].label + (standing.is_similar ? "= " : " ");
   return text;
 }
 
@@ -23,72 +23,72 @@ TEST_CASE("policies stand in order, references and full do not stand") {
   const Run run = made_up_run({{"window", "", 0.8, 0.01},
                                {"h2o", "", 0.3, 0.01},
                                {"lru", "", 0.31, 0.01},
-                               {"oracle_mass", "", 0.1, 0.01},
+                               {"oracle_attention", "", 0.1, 0.01},
                                {"oracle_topk", "", 0.05, 0.01},
                                {"full", "", 0, 0}});
-  const Figures figures(run.rows);
-  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= lru= window ");
-  CHECK(order(figures, rank_policies(figures, "64", *find_metric("recall"))) ==
+  const MetricTable metric_table(run.rows);
+  CHECK(order(metric_table, rank_policies(metric_table, "64", nll())) == "h2o= lru= window ");
+  CHECK(order(metric_table, rank_policies(metric_table, "64", *find_metric("recall"))) ==
         "h2o= lru= window ");
-  CHECK(rank_policies(figures, "96", nll()).empty());
-  CHECK(figures.average(5, "64", "recall")->mean == 1);  // full, under any budget
+  CHECK(rank_policies(metric_table, "96", nll()).empty());
+  CHECK(metric_table.average(5, "64", "recall")->mean == 1);  // full, under any budget
 }
 
 TEST_CASE("a difference whose interval over blocks of queries includes zero is not significant") {
   // The error of a difference of two is 0.01 * sqrt(2): 2.131 of them are 0.0301.
   const Run run =
       made_up_run({{"h2o", "", 0.3, 0.01}, {"sink", "", 0.330, 0.01}, {"lru", "", 0.331, 0.01}});
-  const Figures figures(run.rows);
-  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink= lru ");
-  CHECK(figures.difference(0, 0, "64", "nll_recall")->standard_error == 0);
+  const MetricTable metric_table(run.rows);
+  CHECK(order(metric_table, rank_policies(metric_table, "64", nll())) == "h2o= sink= lru ");
+  CHECK(metric_table.difference(0, 0, "64", "nll_recall")->standard_error == 0);
 }
 
 TEST_CASE("without intervals nothing is significantly different") {
   const Run run =
       made_up_run({{"lru", "", 0.5, NAN}, {"h2o", "", 0.3, NAN}, {"sink", "", 0.3, NAN}});
-  const Figures figures(run.rows);
-  const Ranking ranking = rank_policies(figures, "64", nll());
-  CHECK(order(figures, ranking) == "h2o= sink= lru= ");
+  const MetricTable metric_table(run.rows);
+  const Ranking ranking = rank_policies(metric_table, "64", nll());
+  CHECK(order(metric_table, ranking) == "h2o= sink= lru= ");
   CHECK(ranking.winner == 0);  // the lowest mean, the first by name
 }
 
 TEST_CASE("over several traces their scatter is the error, paired by trace") {
   const Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
-  const Figures figures(run.rows);
-  const Average average = *figures.average(0, "64", "nll_recall");
+  const MetricTable metric_table(run.rows);
+  const Average average = *metric_table.average(0, "64", "nll_recall");
   CHECK(average.mean == Approx(0.4));
   CHECK(average.standard_error == Approx(0.1 / std::sqrt(3)));
   CHECK(average.texts == 3);
   // Every trace says the same of the two.
-  const Difference difference = *figures.difference(1, 0, "64", "nll_recall");
+  const Difference difference = *metric_table.difference(1, 0, "64", "nll_recall");
   CHECK(difference.mean == Approx(0.1));
   CHECK(difference.standard_error < 1e-12);
-  CHECK(order(figures, rank_policies(figures, "64", nll())) == "h2o= sink ");
+  CHECK(order(metric_table, rank_policies(metric_table, "64", nll())) == "h2o= sink ");
 }
 
 TEST_CASE("a trace that is there twice under two names counts once") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 2);
   for (ResultRow& row : run.rows) row.text = "the same";
-  const Figures figures(run.rows);
-  CHECK(figures.average(0, "64", "nll_recall")->texts == 1);
-  CHECK(figures.difference(1, 0, "64", "nll_recall")->texts == 1);
+  const MetricTable metric_table(run.rows);
+  CHECK(metric_table.average(0, "64", "nll_recall")->texts == 1);
+  CHECK(metric_table.difference(1, 0, "64", "nll_recall")->texts == 1);
 }
 
 TEST_CASE("a trace whose text a longer one has too does not count") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
   for (ResultRow& row : run.rows) row.counts = row.trace != "trace1";
-  const Figures figures(run.rows);
-  CHECK(figures.average(0, "64", "nll_recall")->texts == 2);
-  CHECK(figures.average(0, "64", "nll_recall")->mean == Approx(0.4));  // of 0.3, 0.4 and 0.5
+  const MetricTable metric_table(run.rows);
+  CHECK(metric_table.average(0, "64", "nll_recall")->texts == 2);
+  CHECK(metric_table.average(0, "64", "nll_recall")->mean == Approx(0.4));  // of 0.3, 0.4 and 0.5
   for (ResultRow& row : run.rows) row.counts = false;
-  CHECK(!Figures(run.rows).average(0, "64", "nll_recall"));
+  CHECK(!MetricTable(run.rows).average(0, "64", "nll_recall"));
 }
 
 TEST_CASE("of one trace the standard error is that of its row, and the interval goes with it") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.01}});
-  const Average plain = *Figures(run.rows).average(0, "64", "nll_recall");
+  const Average plain = *MetricTable(run.rows).average(0, "64", "nll_recall");
   for (ResultRow& row : run.rows) row.standard_error *= 2;  // a sketch's variance is in it
-  const Average average = *Figures(run.rows).average(0, "64", "nll_recall");
+  const Average average = *MetricTable(run.rows).average(0, "64", "nll_recall");
   CHECK(average.standard_error == Approx(2 * plain.standard_error));
   CHECK(average.interval.high - average.mean == Approx(2 * (plain.interval.high - plain.mean)));
 }
@@ -98,15 +98,15 @@ TEST_CASE("several series are averaged over the traces that all of them have") {
   std::erase_if(run.rows, [](const ResultRow& row) {
     return row.policy == "sink" ? row.trace == "trace0" : row.trace == "trace2";
   });
-  const Figures figures(run.rows);
+  const MetricTable metric_table(run.rows);
   const std::size_t both[] = {0, 1};
-  const auto common = figures.in_common(both, "64", "nll_recall");
+  const auto common = metric_table.in_common(both, "64", "nll_recall");
   CHECK(common.averages[0].mean == Approx(0.4));  // of trace1 alone
   CHECK(common.averages[1].mean == Approx(0.5));
   CHECK(common.difference->mean == Approx(0.1));
   CHECK(common.difference->texts == 1);
   std::erase_if(run.rows, [](const ResultRow& row) { return row.trace == "trace1"; });
-  const auto none = Figures(run.rows).in_common(both, "64", "nll_recall");
+  const auto none = MetricTable(run.rows).in_common(both, "64", "nll_recall");
   CHECK(none.averages[0].mean == Approx(0.3));
   CHECK(!none.difference);
 }
@@ -120,10 +120,10 @@ TEST_CASE("a policy over the budget is not ranked, whatever it scores") {
       run.rows.push_back(made_up_row({policy, params, 0, NAN}, "trace0", "64", metric,
                                      metric == std::string("budget_bytes") ? 1e3 : bytes));
   for (ResultRow& row : run.rows) row.text.clear();
-  const Figures figures(run.rows);
-  const Ranking ranking = rank_policies(figures, "64", nll());
-  CHECK(order(figures, ranking) == "h2o= snapkv ");
-  CHECK(ranking.standings[1].holds_more);
+  const MetricTable metric_table(run.rows);
+  const Ranking ranking = rank_policies(metric_table, "64", nll());
+  CHECK(order(metric_table, ranking) == "h2o= snapkv ");
+  CHECK(ranking.standings[1].over_budget);
   CHECK(ranking.recommendation.frontier.size() == 2);
 }
 
@@ -136,23 +136,23 @@ TEST_CASE("a series is labelled by what sets it apart") {
     row.positions = "cache";
     run.rows.push_back(row);
   }
-  const Figures figures(run.rows);
+  const MetricTable metric_table(run.rows);
   std::string labels;
-  for (const Series& series : figures.series()) labels += series.label + "; ";
+  for (const Series& series : metric_table.series()) labels += series.label + "; ";
   CHECK(labels == "h2o; h2o:recent=25%; sink (original positions); sink (cache positions); ");
 }
 
-TEST_CASE("a budget is found as asked, or in tokens where all traces agree") {
+TEST_CASE("a budget is found as requested, or in tokens where all traces agree") {
   Run run = made_up_run({{"h2o", "", 0.3, 0}}, 2);
   for (ResultRow& row : run.rows)
     if (row.budget == "128") row.budget = "20%";
-  Figures figures(run.rows);
-  CHECK(figures.find_budget("20%") != nullptr);
-  CHECK(figures.find_budget("128") == figures.find_budget("20%"));
-  CHECK(figures.find_budget("96") == nullptr);
+  MetricTable metric_table(run.rows);
+  CHECK(metric_table.find_budget("20%") != nullptr);
+  CHECK(metric_table.find_budget("128") == metric_table.find_budget("20%"));
+  CHECK(metric_table.find_budget("96") == nullptr);
   for (ResultRow& row : run.rows)
     if (row.budget == "20%" && row.trace == "trace1") row.budget_tokens = 130;
-  const Figures uneven(run.rows);
-  CHECK(uneven.find_budget("20%")->most_tokens == 130);
+  const MetricTable uneven(run.rows);
+  CHECK(uneven.find_budget("20%")->max_tokens == 130);
   CHECK(uneven.find_budget("128") == nullptr);
 }

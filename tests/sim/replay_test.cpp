@@ -29,7 +29,7 @@ RandomTrace single_heads() {
           .kv_heads = 3,
           .head_size = 8,
           .segments = {{0, 37, kPrompt}, {37, 70, kDecode}},
-          .spans = {{"first", 0, 3}, {"late", 60, 11}, {"at the end", 100, 7}}};
+          .passages = {{"first", 0, 3}, {"late", 60, 11}, {"at the end", 100, 7}}};
 }
 
 RandomTrace two_turns_in_bf16() {
@@ -37,7 +37,7 @@ RandomTrace two_turns_in_bf16() {
           .dtype = Dtype::bf16,
           .rounding = Rounding::model_dtype,
           .segments = {{0, 30, kPrompt}, {30, 27, kDecode}, {57, 23, kPrompt}, {80, 31, kDecode}},
-          .spans = {{"across", 25, 40}},
+          .passages = {{"across", 25, 40}},
           .seed = 2};
 }
 
@@ -63,24 +63,24 @@ RandomTrace half_precision_not_rounded() {
 }
 
 RandomTrace with_gradients_of_all(RandomTrace wanted) {
-  wanted.gradients_of = Span::all;
+  wanted.gradients_of = Queries::all;
   return wanted;
 }
 
 ReplayResult replay_all(const TraceReader& trace, const std::vector<Case>& cases,
-                        Span span = Span::decode, unsigned threads = 2) {
-  return replay(trace, kSequence, replay_configs(cases), {.span = span, .threads = threads});
+                        Queries queries = Queries::decode, unsigned threads = 2) {
+  return replay(trace, kSequence, replay_configs(cases), {.queries = queries, .threads = threads});
 }
 
-/// The figure of one configuration over all layers and heads.
+/// The metric of one configuration over all layers and heads.
 double overall(const ReplayResult& result, std::size_t config, const std::string& metric) {
   for (const Measurement& m : result.measurements)
     if (m.config == config && m.layer == -1 && m.metric == metric) return m.value;
-  throw std::runtime_error("no such figure: " + metric);
+  throw std::runtime_error("no such metric: " + metric);
 }
 
 Sets kept_of(const TraceReader& trace, const Case& c, std::uint32_t layer, std::uint32_t head) {
-  return every_set(trace, kSequence, c.replay, {.span = Span::all}, layer, head);
+  return every_set(trace, kSequence, c.replay, {.queries = Queries::all}, layer, head);
 }
 
 TEST_CASE("random traces verify") {
@@ -95,11 +95,11 @@ TEST_CASE("random traces verify") {
   }
 }
 
-TEST_CASE("replay agrees with the brute force on the decoded span: heads, turns and roundings") {
+TEST_CASE("replay agrees with the brute force on the decoded queries: heads, turns and roundings") {
   for (const RandomTrace& wanted :
        {single_heads(), two_turns_in_bf16(), half_precision_not_rounded()}) {
     const Traced traced(wanted);
-    check_agreement(traced.trace, whole_grid(traced.trace.tokens()), {.threads = 2}, kTolerance);
+    check_agreement(traced.trace, whole_sweep(traced.trace.tokens()), {.threads = 2}, kTolerance);
   }
 }
 
@@ -107,18 +107,18 @@ TEST_CASE("replay agrees with the brute force on all queries, of a prompt withou
   for (const RandomTrace& wanted :
        {single_heads(), two_turns_in_bf16(), prompt_only_in_groups_of_four()}) {
     const Traced traced(with_gradients_of_all(wanted));
-    check_agreement(traced.trace, whole_grid(traced.trace.tokens()),
-                    {.span = Span::all, .threads = 2}, kTolerance);
+    check_agreement(traced.trace, whole_sweep(traced.trace.tokens()),
+                    {.queries = Queries::all, .threads = 2}, kTolerance);
   }
 }
 
 TEST_CASE("replay agrees with the brute force on errors at every query, one with a zero output") {
   const Traced traced(with_gradients_of_all(half_precision_not_rounded()));
-  const ReplayOptions options{.span = Span::all, .every_output_error = true, .threads = 2};
-  std::vector<Case> cases = whole_grid(traced.trace.tokens());
+  const ReplayOptions options{.queries = Queries::all, .every_output_error = true, .threads = 2};
+  std::vector<Case> cases = whole_sweep(traced.trace.tokens());
   for (Case& c : cases) c.replay.threshold = 0.1;
   check_agreement(traced.trace, cases, options, kTolerance);
-  CHECK(overall(replay_all(traced.trace, {make_case("h2o", 8, 0, false)}, Span::all), 0,
+  CHECK(overall(replay_all(traced.trace, {make_case("h2o", 8, 0, false)}, Queries::all), 0,
                 "zero_outputs") == 4);
 }
 
@@ -134,7 +134,7 @@ TEST_CASE("replay agrees with the brute force where logits reach 80") {
     for (std::uint32_t t = 0; t < traced.trace.tokens(); ++t)
       largest = std::max(largest, exact.log_sum(0, head, t));
   CHECK(largest > 80);
-  const auto cases = whole_grid(traced.trace.tokens());
+  const auto cases = whole_sweep(traced.trace.tokens());
   for (const Measurement& m : replay_all(traced.trace, cases).measurements)
     if (std::isnan(m.value)) FAIL(cases[m.config].text << " " << m.metric << " is NaN");
   check_agreement(traced.trace, cases, {.threads = 2}, kTolerance);
@@ -142,11 +142,11 @@ TEST_CASE("replay agrees with the brute force where logits reach 80") {
 
 TEST_CASE("replay agrees with the brute force of each head alone under budgets by head") {
   for (RandomTrace wanted : {single_heads(), two_turns_in_bf16()}) {
-    wanted.gradients_of = Span::all;
+    wanted.gradients_of = Queries::all;
     const Traced traced(wanted);
-    const auto cases = by_head_grid(traced.trace.shape(), traced.trace.tokens());
+    const auto cases = by_head_sweep(traced.trace.shape(), traced.trace.tokens());
     for (const bool plain : {true, false})
-      check_agreement(traced.trace, cases, {.span = Span::all, .plain = plain, .threads = 2},
+      check_agreement(traced.trace, cases, {.queries = Queries::all, .plain = plain, .threads = 2},
                       kTolerance);
   }
 }
@@ -185,10 +185,10 @@ TEST_CASE("estimates of KL are taken on every query, errors of outputs on every 
 
 TEST_CASE("gradients of other queries than the replay's are left out") {
   const std::vector<Case> cases{make_case("h2o", 16, 0, false)};
-  const auto has_estimates = [&](RandomTrace wanted, Span of, Span span) {
+  const auto has_estimates = [&](RandomTrace wanted, Queries of, Queries queries) {
     wanted.gradients_of = of;
     std::size_t estimates = 0, residual = 0;
-    for (const Measurement& m : replay_all(Traced(wanted).trace, cases, span).measurements) {
+    for (const Measurement& m : replay_all(Traced(wanted).trace, cases, queries).measurements) {
       estimates += m.metric.starts_with("kl_estimate");
       residual += m.metric == "residual_error";
     }
@@ -196,13 +196,13 @@ TEST_CASE("gradients of other queries than the replay's are left out") {
     return estimates > 0;
   };
   for (const RandomTrace& wanted : {single_heads(), two_turns_in_bf16()}) {
-    CHECK(has_estimates(wanted, Span::decode, Span::decode));
-    CHECK(has_estimates(wanted, Span::all, Span::all));
-    CHECK_FALSE(has_estimates(wanted, Span::decode, Span::all));
+    CHECK(has_estimates(wanted, Queries::decode, Queries::decode));
+    CHECK(has_estimates(wanted, Queries::all, Queries::all));
+    CHECK_FALSE(has_estimates(wanted, Queries::decode, Queries::all));
   }
   // What is decoded last of all knows of no other queries.
-  CHECK(has_estimates(single_heads(), Span::all, Span::decode));
-  CHECK_FALSE(has_estimates(two_turns_in_bf16(), Span::all, Span::decode));
+  CHECK(has_estimates(single_heads(), Queries::all, Queries::decode));
+  CHECK_FALSE(has_estimates(two_turns_in_bf16(), Queries::all, Queries::decode));
 }
 
 TEST_CASE("the full cache has recall 1, no errors, no misses and no evictions, exactly") {
@@ -215,7 +215,7 @@ TEST_CASE("the full cache has recall 1, no errors, no misses and no evictions, e
       for (const char* policy : {"window", "lru", "h2o", "random"})
         cases.push_back(make_case(policy, traced.trace.tokens(), chunk, false));
     }
-    const ReplayResult result = replay_all(traced.trace, cases, Span::all);
+    const ReplayResult result = replay_all(traced.trace, cases, Queries::all);
     for (const Measurement& m : result.measurements) {
       INFO(cases[m.config].text << " " << m.metric << " layer " << m.layer << " head " << m.head);
       if (m.metric == "recall") CHECK(m.value == 1);
@@ -235,10 +235,10 @@ TEST_CASE("oracle_topk bounds every policy's recall and misses, row by row") {
       for (const std::uint32_t budget : {5u, 12u, 30u}) {
         std::vector<Case> cases{make_case("oracle_topk", budget, chunk, false)};
         for (const char* policy :
-             {"window", "sink", "lru", "h2o", "streaming_h2o", "random", "oracle_mass"})
-          for (const bool squeezed : {false, true})
-            if (!squeezed || std::string(policy) != "oracle_mass")
-              cases.push_back(make_case(policy, budget, chunk, squeezed));
+             {"window", "sink", "lru", "h2o", "streaming_h2o", "random", "oracle_attention"})
+          for (const bool cache_positions : {false, true})
+            if (!cache_positions || std::string(policy) != "oracle_attention")
+              cases.push_back(make_case(policy, budget, chunk, cache_positions));
         std::map<std::tuple<int, int, std::string>, double> bound;
         for (const Measurement& m : replay_all(traced.trace, cases).measurements) {
           INFO(cases[m.config].text << " " << m.metric << " layer " << m.layer << " head "
@@ -257,10 +257,10 @@ TEST_CASE("oracle_topk bounds every policy's recall and misses, row by row") {
 
 TEST_CASE("measurements are the same bytes for any number of threads", "[threads]") {
   const Traced traced(two_turns_in_bf16());
-  const auto cases = whole_grid(traced.trace.tokens());
-  const auto once = replay_all(traced.trace, cases, Span::decode, 1).measurements;
+  const auto cases = whole_sweep(traced.trace.tokens());
+  const auto once = replay_all(traced.trace, cases, Queries::decode, 1).measurements;
   for (const unsigned threads : {2u, 5u}) {
-    const auto again = replay_all(traced.trace, cases, Span::decode, threads).measurements;
+    const auto again = replay_all(traced.trace, cases, Queries::decode, threads).measurements;
     REQUIRE(again.size() == once.size());
     for (std::size_t i = 0; i < once.size(); ++i) {
       const Measurement &a = once[i], &b = again[i];
@@ -275,9 +275,9 @@ TEST_CASE("measurements are the same bytes for any number of threads", "[threads
   }
 }
 
-TEST_CASE("a configuration's figures do not depend on the others of the grid") {
+TEST_CASE("a configuration's metrics do not depend on the others of the sweep") {
   const Traced traced(single_heads());
-  const auto cases = whole_grid(traced.trace.tokens());
+  const auto cases = whole_sweep(traced.trace.tokens());
   const auto together = replay_all(traced.trace, cases);
   for (std::size_t c = 0; c < cases.size(); c += 29) {
     const auto alone = replay_all(traced.trace, {cases[c]});
@@ -325,7 +325,7 @@ std::string broken_promise(const TraceReader& trace, const brute::Config& config
     const std::uint32_t prompt_step = config.chunk ? config.chunk : segment.tokens;
     const std::uint32_t step = segment.kind == kDecode ? 1 : prompt_step;
     for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t) {
-      const std::uint32_t now = t - (t - segment.start) % step;  // first of its admission
+      const std::uint32_t now = t - (t - segment.start) % step;  // first of its append
       const std::string at = " at query " + std::to_string(t);
       std::vector<bool> live(t + 1);
       for (const std::uint32_t position : kept[t]) live.at(position) = true;
@@ -343,9 +343,11 @@ std::string broken_promise(const TraceReader& trace, const brute::Config& config
   return "";
 }
 
-TEST_CASE("kept sets: the newest is live, guards hold, the budget is used, and no token returns") {
+TEST_CASE(
+    "kept sets: the newest is live, protected tokens hold, the budget is used, and no token "
+    "returns") {
   const Traced traced(two_turns_in_bf16());
-  for (const Case& c : whole_grid(traced.trace.tokens())) {
+  for (const Case& c : whole_sweep(traced.trace.tokens())) {
     if (c.brute.policy == "oracle_topk" || c.brute.policy == "full") continue;
     INFO(c.text);
     CHECK(broken_promise(traced.trace, c.brute, kept_of(traced.trace, c, 0, 1)) == "");
@@ -354,8 +356,8 @@ TEST_CASE("kept sets: the newest is live, guards hold, the budget is used, and n
 
 TEST_CASE("recall is at most 1") {
   const Traced traced(prompt_only_in_groups_of_four());
-  const auto cases = whole_grid(traced.trace.tokens());
-  for (const Measurement& m : replay_all(traced.trace, cases, Span::all).measurements) {
+  const auto cases = whole_sweep(traced.trace.tokens());
+  for (const Measurement& m : replay_all(traced.trace, cases, Queries::all).measurements) {
     if (m.metric == "recall") CHECK(m.value <= 1);
     if (m.metric == "nll_recall") CHECK(m.value >= 0);
   }
@@ -401,11 +403,11 @@ TEST_CASE("what cannot be replayed is refused by name") {
   const Case window = make_case("window", 8, 0, false);
 
   const Traced prompt(prompt_only_in_groups_of_four());
-  CHECK(mentions(refusal(prompt.trace, window), {"span", "all"}));
+  CHECK(mentions(refusal(prompt.trace, window), {"queries", "all"}));
   CHECK(mentions(refusal(traced.trace, make_case("h2o", 8, 0, false, 5, 4)),
                  {"sinks", "recent", "budget"}));
   CHECK(mentions(refusal(traced.trace, make_case("sink", 4, 0, false)), {"sinks"}));
-  for (const char* reference : {"oracle_topk", "oracle_mass"})
+  for (const char* reference : {"oracle_topk", "oracle_attention"})
     CHECK(mentions(refusal(traced.trace, make_case(reference, 8, 0, true)), {"original"}));
   ReplayOptions options;
   options.layers = {0, 2};

@@ -1,4 +1,4 @@
-// The page: says what the figures say, lets nothing in that is not its own.
+// The page: says what the metrics say, lets nothing in that is not its own.
 #include "sim/report/report.hpp"
 
 #include <fmt/format.h>
@@ -35,7 +35,7 @@ std::size_t count_of(const std::string& text, const std::string& part) {
 Run whole_run() {
   Run run = made_up_run({{"window", "", 0.8, 0.01},
                          {"h2o", "", 0.3, 0.01},
-                         {"oracle_mass", "", 0.1, 0.01},
+                         {"oracle_attention", "", 0.1, 0.01},
                          {"oracle_topk", "", 0.05, 0.01},
                          {"full", "", 0, 0}});
   run.kept = Kept{.trace = "trace0",
@@ -87,22 +87,22 @@ TEST_CASE("policies that do not differ significantly are named, many of them in 
 
 TEST_CASE("an oracle is drawn for attention metrics alone, and is no bound") {
   if (!vega_script()) return skip(kNoVegaHere);
-  const Run run = made_up_run({{"h2o", "", 0.3, 0.01}, {"oracle_mass", "", 0.4, 0.01}});
+  const Run run = made_up_run({{"h2o", "", 0.3, 0.01}, {"oracle_attention", "", 0.4, 0.01}});
   const auto data = data_of(report_html(run));
   for (const auto& metric : data["metrics"])
     CHECK(metric["oracles"].empty() ==
           !(metric["name"] == "miss_rate" ||
             metric["name"].get<std::string>().find("recall") != std::string::npos));
   CHECK_THAT(data["oracle_notes"]["nll_recall"].get<std::string>(),
-             ContainsSubstring("At 64 and 128 the choice is better than oracle_mass.") &&
+             ContainsSubstring("At 64 and 128 the choice is better than oracle_attention.") &&
                  ContainsSubstring("it is not a bound"));
 }
 
-TEST_CASE("figures are written with few digits and their errors beside them") {
-  CHECK(figure_text(0.012345) == "0.0123");
-  CHECK(figure_text(1234567) == "1,234,567");
-  CHECK(figure_text(-1234) == "-1,234");
-  CHECK(figure_text(0) == "0");
+TEST_CASE("numbers are written with few digits and their errors beside them") {
+  CHECK(number_text(0.012345) == "0.0123");
+  CHECK(number_text(1234567) == "1,234,567");
+  CHECK(number_text(-1234) == "-1,234");
+  CHECK(number_text(0) == "0");
   CHECK(average_text({0.12345, 0.00678}) == "0.123 ± 0.007");
   CHECK(average_text({0.12345, 0.000067}) == "0.12345 ± 0.00007");
   CHECK(average_text({35.126, 1.72}) == "35.1 ± 1.7");
@@ -120,7 +120,7 @@ TEST_CASE("text is escaped") {
 }
 
 TEST_CASE("no two series look alike, and a policy has one colour on every page") {
-  std::vector<Series> shelf{{.policy = "oracle_mass"}, {.policy = "oracle_topk"}};
+  std::vector<Series> shelf{{.policy = "oracle_attention"}, {.policy = "oracle_topk"}};
   for (const PolicyEntry& entry : policy_catalogue())
     shelf.push_back({.policy = std::string(entry.info.name)});
   shelf.push_back({.policy = "mine"});
@@ -132,8 +132,8 @@ TEST_CASE("no two series look alike, and a policy has one colour on every page")
   for (std::size_t a = 0; a < styles.size(); ++a)
     for (std::size_t b = a + 1; b < styles.size(); ++b) {
       CHECK_FALSE(styles[a] == styles[b]);
-      const bool references = shelf[a].is_reference() && shelf[b].is_reference();
-      if (b < plain && !references) CHECK(styles[a].colour != styles[b].colour);
+      const bool oracles = shelf[a].is_oracle() && shelf[b].is_oracle();
+      if (b < plain && !oracles) CHECK(styles[a].colour != styles[b].colour);
     }
   CHECK(styles.back().colour == "vermilion");
   std::vector<Series> reversed(shelf.rbegin(), shelf.rend());
@@ -145,9 +145,9 @@ TEST_CASE("no two series look alike, and a policy has one colour on every page")
 
 TEST_CASE("a figure as Vega-Lite says what it is of, and shows dash and marker") {
   const Run run = whole_run();
-  const Figures figures(run.rows);
+  const MetricTable metric_table(run.rows);
   const MetricInfo& metric = *find_metric("nll_recall");
-  const auto spec = vega_lite(curve_figure(figures, {0, 1, 2}, metric));
+  const auto spec = vega_lite(curve_figure(metric_table, {0, 1, 2}, metric));
   CHECK(spec["title"]["text"] == "−ln recall");
   const auto& plot = spec["hconcat"][0];
   CHECK(plot["data"]["values"].size() == 6);
@@ -156,7 +156,7 @@ TEST_CASE("a figure as Vega-Lite says what it is of, and shows dash and marker")
   CHECK(plot["layer"][2]["encoding"]["y"]["scale"]["type"] == "log");  // .05 to .8
   CHECK(plot["layer"][2]["encoding"]["strokeDash"]["scale"]["range"].size() == 3);
   CHECK(spec["hconcat"][1]["data"]["values"][1]["label"] == "h2o");
-  const auto recall = curve_figure(figures, {0, 1, 2}, *find_metric("recall"));
+  const auto recall = curve_figure(metric_table, {0, 1, 2}, *find_metric("recall"));
   CHECK_FALSE(recall.y.logarithmic);
 }
 
@@ -166,8 +166,8 @@ TEST_CASE("a frontier stands at the mean of bytes held, with a bar to the peak")
     for (const auto& [name, bytes] :
          {std::pair{"kv_bytes_mean", 2048.0}, {"kv_bytes_peak", 8192.0}})
       run.rows.push_back(made_up_row({"h2o", "", 0, NAN}, "trace0", budget, name, bytes));
-  const Figures figures(run.rows);
-  const Figure figure = frontier_figure(figures, {0}, *find_metric("nll_recall"));
+  const MetricTable metric_table(run.rows);
+  const Figure figure = frontier_figure(metric_table, {0}, *find_metric("nll_recall"));
   REQUIRE(figure.series.size() == 1);
   const FigurePoint& point = figure.series[0].points.at(0);
   CHECK(point.x == 2);  // KiB
@@ -181,8 +181,8 @@ TEST_CASE("a frontier stands at the mean of bytes held, with a bar to the peak")
 TEST_CASE("one value of 0 leaves an axis of errors logarithmic, and is drawn at its bottom") {
   const Run run =
       made_up_run({{"window", "", 0.8, 0.01}, {"h2o", "", 0.05, 0.1}, {"lru", "", 0, 0}});
-  const Figures figures(run.rows);
-  const Figure figure = curve_figure(figures, {0, 1, 2}, *find_metric("nll_recall"));
+  const MetricTable metric_table(run.rows);
+  const Figure figure = curve_figure(metric_table, {0, 1, 2}, *find_metric("nll_recall"));
   CHECK(figure.y.logarithmic);
   const auto spec = vega_lite(figure);
   double least = 1;
@@ -198,7 +198,7 @@ TEST_CASE("one value of 0 leaves an axis of errors logarithmic, and is drawn at 
 TEST_CASE("the page holds every section and needs nothing else") {
   const std::string html = report_html(whole_run());
   for (const char* part :
-       {"What each budget buys", "Where it is lost", "What was kept, seen", "All figures",
+       {"What each budget buys", "Where it is lost", "What was kept, seen", "All metrics",
         "Where this comes from", "queries and keys come from the full-cache run",
         "0123456789abcdef", "fedcba9876543210", "prefers-color-scheme: dark"})
     CHECK_THAT(html, ContainsSubstring(part));
@@ -217,7 +217,7 @@ TEST_CASE("oracle_topk is drawn only where it is a bound") {
   for (ResultRow& row : run.rows) row.prefill = "chunk:32";
   CHECK_FALSE(drawn(run));
   for (ResultRow& row : run.rows) row.prefill = "stream";
-  run.info.span = Span::all;
+  run.info.queries = Queries::all;
   CHECK(drawn(run));
   for (ResultRow& row : run.rows) row.prefill = "dense";
   CHECK_FALSE(drawn(run));

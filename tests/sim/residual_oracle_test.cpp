@@ -26,7 +26,7 @@ class GreedyByHand {
     Sets kept;
     std::set<std::uint32_t> live;
     for (std::uint32_t now = 0; now < s_.tokens;) {
-      while (live.size() > budget - 1) live.erase(first_to_leave(live, now));
+      while (live.size() > budget - 1) live.erase(first_victim(live, now));
       const std::uint32_t end = now < prompt ? prompt : now + 1;
       for (; now < end; ++now) {
         live.insert(now);
@@ -37,7 +37,7 @@ class GreedyByHand {
   }
 
  private:
-  std::uint32_t first_to_leave(const std::set<std::uint32_t>& live, std::uint32_t now) const {
+  std::uint32_t first_victim(const std::set<std::uint32_t>& live, std::uint32_t now) const {
     std::uint32_t first = 0;
     double least = std::numeric_limits<double>::infinity();
     for (const std::uint32_t candidate : live) {
@@ -78,7 +78,7 @@ class GreedyByHand {
 
 CacheConfig oracle(std::uint32_t budget, std::uint32_t chunk) {
   CacheConfig config;
-  config.policy = parse_policy(kOracleResidual, replay_references());
+  config.policy = parse_policy(kOracleResidual, replay_oracles());
   config.budget = parse_budget(std::to_string(budget));
   config.prefill = {chunk};
   return config;
@@ -104,8 +104,8 @@ TEST_CASE("oracle_residual brings a regret, and needs what the error needs") {
   const TraceReader trace = write_random_trace(folder / "trace", {});
   CacheConfig window = oracle(16, 0);
   window.policy = parse_policy("window");
-  const std::vector<CacheConfig> grid{window, oracle(16, 0)};
-  const ReplayResult result = replay(trace, 0, grid, {.layers = {}, .progress = {}});
+  const std::vector<CacheConfig> sweep{window, oracle(16, 0)};
+  const ReplayResult result = replay(trace, 0, sweep, {.layers = {}, .progress = {}});
   const auto value = [&](std::size_t config, const std::string& metric) {
     const auto row = std::ranges::find_if(result.measurements, [&](const Measurement& m) {
       return m.config == config && m.layer == -1 && m.metric == metric;
@@ -118,7 +118,7 @@ TEST_CASE("oracle_residual brings a regret, and needs what the error needs") {
   CHECK(regret > 0);
   const TraceReader plain = write_random_trace(folder / "plain", {.residuals = false});
   using Catch::Matchers::ContainsSubstring;
-  CHECK_THROWS_WITH(replay(plain, 0, grid, {.layers = {}, .progress = {}}),
+  CHECK_THROWS_WITH(replay(plain, 0, sweep, {.layers = {}, .progress = {}}),
                     ContainsSubstring("oracle_residual: the trace"));
 }
 

@@ -21,7 +21,7 @@ ResultRow row() {
           .budget_tokens = 204,
           .prefill = "chunk:7",
           .positions = "cache",
-          .span = "decode",
+          .queries = "decode",
           .threshold = 0.01,
           .seed = 18446744073709551615u,
           .layer = 3,
@@ -30,7 +30,7 @@ ResultRow row() {
           .value = 0.1 + 0.2,
           .standard_error = 1e-17,
           .count = 12345678901234,
-          .ladder = "16:5t,4:100%",
+          .tier_plan = "16:5t,4:100%",
           .budget_bytes = 1536};
 }
 
@@ -77,8 +77,9 @@ TEST_CASE("results read back to the same bytes and values") {
 
 TEST_CASE("results have the columns that are promised") {
   CHECK(kHeader ==
-        "trace,policy,params,budget,budget_tokens,prefill,positions,span,threshold,seed,layer,head,"
-        "metric,value,stderr,count,ladder,budget_bytes\n");
+        "trace,policy,params,budget,budget_tokens,prefill,positions,queries,threshold,seed,layer,"
+        "head,"
+        "metric,value,stderr,count,tiers,budget_bytes\n");
   const std::vector<ResultRow> rows{row()};
   CHECK(
       results_csv(rows) ==
@@ -87,14 +88,14 @@ TEST_CASE("results have the columns that are promised") {
           "nll_recall,0.30000000000000004,1e-17,12345678901234,\"16:5t,4:100%\",1536\n");
 }
 
-TEST_CASE("results of runs that are older than ladders are read") {
+TEST_CASE("results of runs that are older than tier plans are read") {
   std::string older = with_column(0, "book");
-  for (const std::string part : {",ladder,budget_bytes", ",16,1024"})
+  for (const std::string part : {",tiers,budget_bytes", ",16,1024"})
     older.erase(older.find(part), part.size());
   const auto read = parse_results_csv(older, "results.csv");
   REQUIRE(read.size() == 1);
   CHECK(read[0].count == 100);
-  CHECK(read[0].ladder == "16");
+  CHECK(read[0].tier_plan == "16");
   CHECK(std::isnan(read[0].budget_bytes));
 }
 
@@ -114,16 +115,16 @@ TEST_CASE("a metric that some traces lack does not decide, and the reason is sai
 }
 
 TEST_CASE("a value that is no number has no row") {
-  const std::vector<CacheConfig> grid{{.policy = parse_policy("full"), .budget = {.all = true}}};
+  const std::vector<CacheConfig> sweep{{.policy = parse_policy("full"), .budget = {.all = true}}};
   ReplayResult result{.budget_tokens = {100}};
   result.measurements.push_back({0, 0, 0, "recall", 1, NAN, 5});
   result.measurements.push_back({0, 0, 0, "miss_rate", NAN, NAN, 0});
-  const auto rows = result_rows("book", grid, {}, result);
+  const auto rows = result_rows("book", sweep, {}, result);
   REQUIRE(rows.size() == 1);
   CHECK(rows[0].metric == "recall");
   CHECK(rows[0].budget == "all");
   CHECK(rows[0].params.empty());
-  CHECK(rows[0].ladder == "16");
+  CHECK(rows[0].tier_plan == "16");
   CHECK(std::isnan(rows[0].budget_bytes));
 }
 
@@ -137,14 +138,14 @@ TEST_CASE("a bad row is refused by its line") {
   const Bad bad = GENERATE(
       Bad{0, "", "trace is empty"}, Bad{0, "a\tb", "control character"}, Bad{4, "0", "at least 1"},
       Bad{4, "4294967296", "budget_tokens '4294967296'"}, Bad{4, "64.5", "whole number"},
-      Bad{5, "later", "prefill"}, Bad{6, "mine", "positions"}, Bad{7, "some", "span"},
+      Bad{5, "later", "prefill"}, Bad{6, "mine", "positions"}, Bad{7, "some", "queries"},
       Bad{8, "nan", "threshold 'nan'"}, Bad{9, "-1", "seed '-1'"}, Bad{10, "-1", "layer"},
       Bad{11, "0", "a head without a layer"}, Bad{12, "speed", "unknown metric 'speed'"},
       Bad{13, "nan", "finite number"}, Bad{13, "inf", "finite number"},
       Bad{13, "", "finite number"}, Bad{13, "1e400", "finite number"},
       Bad{13, "0x10", "finite number"}, Bad{13, "-1", "should be between"},
       Bad{13, "1e101", "should be between"}, Bad{14, "-0.5", "stderr is negative"},
-      Bad{15, "1.5", "whole number"}, Bad{16, "3", "'3' is no rung"},
+      Bad{15, "1.5", "whole number"}, Bad{16, "3", "'3' is not a format"},
       Bad{17, "-1", "budget_bytes is negative"});
   const std::string message = refusal(with_column(bad.column, bad.value));
   CAPTURE(bad.value);
@@ -174,7 +175,7 @@ TEST_CASE("every cut of a results file is read or refused, never more") {
     const std::string cut = text.substr(0, length);
     const bool read = refusal(cut).empty();
     // Only a header alone, the older one too, or a last number cut short or off makes sense.
-    CHECK(read == (length == kHeader.find(",ladder") || length + 1 == kHeader.size() ||
+    CHECK(read == (length == kHeader.find(",tiers") || length + 1 == kHeader.size() ||
                    length == kHeader.size() || text.rfind(',') < length));
   }
 }

@@ -1,4 +1,4 @@
-// A small made-up run: two traces, two heads, policies whose figures are easy to reckon with.
+// A small made-up run: two traces, two heads, policies whose metrics are easy to reckon with.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,7 @@ inline ResultRow made_up_row(const MadeUp& policy, const std::string& trace,
           .budget_tokens = all ? 1000 : static_cast<std::uint32_t>(std::stoul(budget)),
           .prefill = "dense",
           .positions = "original",
-          .span = "decode",
+          .queries = "decode",
           .threshold = 0.01,
           .layer = layer,
           .head = head,

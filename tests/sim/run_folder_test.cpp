@@ -18,14 +18,13 @@ using kvlab::test::TemporaryFolder;
 
 namespace {
 
-const nlohmann::json kJob{{"grid", "a"}, {"span", "decode"}};
+const nlohmann::json kJob{{"sweep", "a"}, {"queries", "decode"}};
 
 Run small_run() { return made_up_run({{"window", "", 0.8, 0.01}, {"full", "", 0, 0}}); }
 
-std::vector<CacheConfig> grid() {
-  return {
-      {.policy = parse_policy("h2o"), .budget = parse_budget("16")},
-      {.policy = parse_policy("oracle_topk", replay_references()), .budget = parse_budget("16")}};
+std::vector<CacheConfig> sweep() {
+  return {{.policy = parse_policy("h2o"), .budget = parse_budget("16")},
+          {.policy = parse_policy("oracle_topk", replay_oracles()), .budget = parse_budget("16")}};
 }
 
 /// Everything but the rows' order is in the text.
@@ -36,22 +35,23 @@ std::string text_of(const ReplayResult& result, const std::vector<CacheConfig>& 
 
 }  // namespace
 
-TEST_CASE("units that were packed and come in any order make the figures of a replay in memory") {
+TEST_CASE(
+    "head tasks that were packed and come in any order make the metrics of a replay in memory") {
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", {});
-  const auto configs = grid();
+  const auto configs = sweep();
   const ReplayOptions options;
   const ReplayJob job(trace, 0, configs, options);
-  REQUIRE(job.units() == 4);
+  REQUIRE(job.tasks() == 4);
   ReplayGathering gathering(job);
-  for (std::size_t u = job.units(); u-- > 0;) {
-    const UnitId id{7, 0, u};
-    gathering.put(u, unpack_unit(id, pack_unit(id, job.run(u)), "unit"));
+  for (std::size_t u = job.tasks(); u-- > 0;) {
+    const HeadTaskId id{7, 0, u};
+    gathering.put(u, unpack_head_task(id, pack_head_task(id, job.run(u)), "unit"));
   }
   CHECK(text_of(gathering.result(), configs, options) ==
         text_of(replay(trace, 0, configs, options), configs, options));
-  CHECK(job.unit(3).layer == 1);
-  CHECK(job.unit(3).kv_head == 1);
+  CHECK(job.task(3).layer == 1);
+  CHECK(job.task(3).kv_head == 1);
   std::vector<HeadOutcome> odd = job.run(0);
   odd[1].stats.errors.pop_back();
   ReplayGathering again(job);
@@ -63,21 +63,21 @@ TEST_CASE("a replay over other queries than the gradients' says that it leaves t
   write_random_trace(folder / "trace", {});
   std::string said;
   ProcessGroup alone;
-  for (const Span span : {Span::decode, Span::all}) {
-    const std::string out = fmt::format("run-{}", name_of(span));
+  for (const Queries queries : {Queries::decode, Queries::all}) {
+    const std::string out = fmt::format("run-{}", name_of(queries));
     ReplayRequest request{.traces = {(folder / "trace").string()},
-                          .grid = grid(),
-                          .options = {.span = span},
+                          .sweep = sweep(),
+                          .options = {.queries = queries},
                           .notice = [&](const std::string& line) { said += line; }};
     replay_to(request, folder / out, alone);
-    CHECK(said.starts_with("no kl_estimate of ") == (span == Span::all));
+    CHECK(said.starts_with("no kl_estimate of ") == (queries == Queries::all));
   }
 }
 
 TEST_CASE("a replay in memory comes to the run that a replay to a folder leaves") {
   const TemporaryFolder folder;
   std::vector<TraceReader> traces;
-  ReplayRequest request{.grid = with_references(grid()), .options = {.threads = 2}};
+  ReplayRequest request{.sweep = with_references(sweep()), .options = {.threads = 2}};
   for (const char* name : {"one", "two"}) {
     traces.push_back(write_random_trace(folder / name, {}));
     request.traces.push_back((folder / name).string());
@@ -94,16 +94,16 @@ TEST_CASE("a replay in memory comes to the run that a replay to a folder leaves"
     CHECK(test::read_bytes(folder / "memory" / file) == test::read_bytes(folder / "run" / file));
 }
 
-TEST_CASE("a unit that was cut, changed or is another's is refused by the file's name") {
-  const UnitId id{7, 1, 2};
+TEST_CASE("a head task that was cut, changed or is another's is refused by the file's name") {
+  const HeadTaskId id{7, 1, 2};
   HeadOutcome outcome{.evictions = 3};
   outcome.stats.quantiles = {{.value = 0.25, .without = {0.5}}};
   outcome.stats.errors = {1, 2, 3};
-  const std::string bytes = pack_unit(id, std::span(&outcome, 1));
-  const auto refusal = [&](const UnitId& wanted, const std::string& given) {
-    return error_of([&] { unpack_unit(wanted, given, "a.unit"); });
+  const std::string bytes = pack_head_task(id, std::span(&outcome, 1));
+  const auto refusal = [&](const HeadTaskId& wanted, const std::string& given) {
+    return error_of([&] { unpack_head_task(wanted, given, "a.unit"); });
   };
-  const auto back = unpack_unit(id, bytes, "a.unit");
+  const auto back = unpack_head_task(id, bytes, "a.unit");
   REQUIRE(back.size() == 1);
   CHECK(back[0].evictions == 3);
   CHECK(back[0].stats.quantiles.at(0).without[0] == 0.5);
@@ -115,7 +115,7 @@ TEST_CASE("a unit that was cut, changed or is another's is refused by the file's
     changed[at] = static_cast<char>(changed[at] ^ 1);
     CHECK_THAT(refusal(id, changed), ContainsSubstring("a.unit: "));
   }
-  for (const UnitId& other : {UnitId{8, 1, 2}, UnitId{7, 0, 2}, UnitId{7, 1, 3}})
+  for (const HeadTaskId& other : {HeadTaskId{8, 1, 2}, HeadTaskId{7, 0, 2}, HeadTaskId{7, 1, 3}})
     CHECK_THAT(refusal(other, bytes), ContainsSubstring("another"));
 }
 
@@ -148,10 +148,10 @@ TEST_CASE("a run's folder is continued by the same job alone, one process at a t
   CHECK(RunFolder(out, kJob, false).read_unit(0, 1) == "unit");
   CHECK_FALSE(RunFolder(out, kJob, false).read_unit(1, 0));
   CHECK_THAT(error_of([&] {
-               RunFolder(out, {{"grid", "b"}, {"span", "decode"}}, false);
+               RunFolder(out, {{"sweep", "b"}, {"queries", "decode"}}, false);
              }),
-             ContainsSubstring("differs in: grid)") && ContainsSubstring("--fresh"));
-  CHECK_FALSE(RunFolder(out, {{"grid", "b"}}, true).read_unit(0, 1));
+             ContainsSubstring("differs in: sweep)") && ContainsSubstring("--fresh"));
+  CHECK_FALSE(RunFolder(out, {{"sweep", "b"}}, true).read_unit(0, 1));
   CHECK_FALSE(std::filesystem::exists(folder / "run.part"));
 
   std::filesystem::create_directory(folder / "run.part");

@@ -17,9 +17,9 @@ namespace {
 
 Run small_run() {
   Run run = made_up_run({{"window", "sinks=0:recent=0", 0.8, 0.01}, {"full", "", 0, 0}});
-  run.info.grid = {{"window", "sinks=0:recent=0", "64", "dense", "original", 5}};
+  run.info.sweep = {{"window", "sinks=0:recent=0", "64", "dense", "original", 5}};
   run.info.layers = {0, 2};
-  run.info.span = Span::all;
+  run.info.queries = Queries::all;
   run.info.every_output_error = true;
   run.kept = Kept{.trace = "trace0",
                   .budget = "64",
@@ -93,8 +93,9 @@ TEST_CASE("a run that was changed or broken is refused by file and key") {
                ContainsSubstring("run.json") && ContainsSubstring("format 2"));
   }
   SECTION("a missing key") {
-    replace(info, "\"span\"", "\"spam\"");
-    CHECK_THAT(refusal(folder.path()), ContainsSubstring("run.json") && ContainsSubstring("span"));
+    replace(info, "\"queries\"", "\"spam\"");
+    CHECK_THAT(refusal(folder.path()),
+               ContainsSubstring("run.json") && ContainsSubstring("queries"));
   }
   SECTION("broken JSON") {
     write(info, "{");

@@ -24,8 +24,8 @@ constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
 constexpr double kTolerance = 1e-4;
 
 /// On all cores: most of the time goes into compiling walks, two to three seconds each.
-ReplayOptions options_for(Span span) {
-  return {.span = span, .plain = true, .threads = default_threads()};
+ReplayOptions options_for(Queries queries) {
+  return {.queries = queries, .plain = true, .threads = default_threads()};
 }
 
 /// And one of several hundred tokens, two turns.
@@ -41,12 +41,13 @@ std::vector<RandomTrace> shapes() {
   return all;
 }
 
-using KeptSets = std::map<std::pair<std::size_t, std::size_t>, Sets>;  ///< by unit, configuration
+using KeptSets =
+    std::map<std::pair<std::size_t, std::size_t>, Sets>;  ///< by head task, configuration
 /// A device that says what it keeps.
 auto keeping(KeptSets& kept, const TraceReader& trace) {
   return cuda_replayer(
-      [&kept, tokens = trace.tokens()](auto unit, auto config, auto query, auto live) {
-        Sets& sets = kept[{unit, config}];
+      [&kept, tokens = trace.tokens()](auto task, auto config, auto query, auto live) {
+        Sets& sets = kept[{task, config}];
         sets.resize(tokens);
         sets[query] = {live.begin(), live.end()};
       });
@@ -54,18 +55,18 @@ auto keeping(KeptSets& kept, const TraceReader& trace) {
 
 /// What a device measures and keeps, of queries of either kind.
 void check_measures(const RandomTrace& wanted) {
-  for (const Span span : {Span::decode, Span::all}) {
+  for (const Queries queries : {Queries::decode, Queries::all}) {
     const test::TemporaryFolder folder;
     RandomTrace own = wanted;
-    own.gradients_of = span;
+    own.gradients_of = queries;
     const TraceReader trace = write_random_trace(folder / "trace", own);
     std::vector<Case> cases;
-    for (Case& c : whole_grid(trace.tokens())) cases.push_back(std::move(c));
+    for (Case& c : whole_sweep(trace.tokens())) cases.push_back(std::move(c));
     const auto configs = replay_configs(cases);
     KeptSets kept;
     const auto device = keeping(kept, trace);
-    ReplayOptions options = options_for(span);
-    options.every_output_error = span == Span::all;
+    ReplayOptions options = options_for(queries);
+    options.every_output_error = queries == Queries::all;
     const ReplayResult here = replay(trace, kSequence, configs, options);
     options.elsewhere = device.get();
     const ReplayResult there = replay(trace, kSequence, configs, options);
@@ -108,50 +109,50 @@ TEST_CASE("a device measures and keeps what the plain replay does: further shape
 TEST_CASE("a device replays layers that turn and scale differently, each by its number", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;
-  RandomTrace wanted{.layers = 4, .draws = 0, .numbers = {1, 4, 6, 9}};
+  RandomTrace wanted{.layers = 4, .gradient_samples = 0, .numbers = {1, 4, 6, 9}};
   for (std::uint32_t l = 0; l < 4; ++l) {
-    wanted.rows.push_back({.span = l == 2 ? 9u : 0, .table = l % 2, .scale = 0.2f + 0.05f * l});
+    wanted.rows.push_back({.window = l == 2 ? 9u : 0, .table = l % 2, .scale = 0.2f + 0.05f * l});
     for (int i = 0; i < 8; ++i)
       wanted.rows[l].rope.inv_freq.push_back(l % 2 ? 0 : 1 / static_cast<float>(i + 1));
   }
   const TraceReader trace = write_random_trace(folder / "trace", wanted);
-  std::vector<CacheConfig> grid;
+  std::vector<CacheConfig> sweep;
   for (const char* policy : {"h2o", "random", "window", "h2o:scope=layer"})
     for (const Positions positions : {Positions::original, Positions::cache})
-      grid.push_back({.policy = parse_policy(policy),
-                      .budget = {.extent = tokens(11)},
-                      .positions = positions});
-  grid.push_back(grid[2]);
-  grid.back().budget = budget_of_heads({{5, 9}, {20, 3}, {7, 7}});
+      sweep.push_back({.policy = parse_policy(policy),
+                       .budget = {.extent = tokens(11)},
+                       .positions = positions});
+  sweep.push_back(sweep[2]);
+  sweep.back().budget = budget_of_heads({{5, 9}, {20, 3}, {7, 7}});
   const auto device = cuda_replayer();
-  const TraceReader acted = trace.of_layers(trace.layers_with_span(false));
-  for (const CacheConfig& config : grid) REQUIRE(device->takes(acted, config));
-  ReplayOptions options = options_for(ReplayOptions{}.span);
-  const ReplayResult here = replay(trace, kSequence, grid, options);
+  const TraceReader acted = trace.of_layers(trace.layers_with_window(false));
+  for (const CacheConfig& config : sweep) REQUIRE(device->takes(acted, config));
+  ReplayOptions options = options_for(ReplayOptions{}.queries);
+  const ReplayResult here = replay(trace, kSequence, sweep, options);
   options.elsewhere = device.get();
-  check_measured(replay(trace, kSequence, grid, options), here, kTolerance,
-                 [&](std::size_t c) { return grid[c].policy.text(); });
+  check_measured(replay(trace, kSequence, sweep, options), here, kTolerance,
+                 [&](std::size_t c) { return sweep[c].policy.text(); });
   wanted.rows[3].softcap = 3;
-  CHECK(!device->takes(write_random_trace(folder / "capped", wanted), grid[0]));
+  CHECK(!device->takes(write_random_trace(folder / "capped", wanted), sweep[0]));
 }
 
-/// Figures and, at every query, the kept sets: of all units.
-void check_same(const TraceReader& trace, const std::vector<CacheConfig>& grid) {
+/// Metrics and, at every query, the kept sets: of all head tasks.
+void check_same(const TraceReader& trace, const std::vector<CacheConfig>& sweep) {
   KeptSets kept;
   const auto device = keeping(kept, trace);
-  const auto text = [&](std::size_t c) { return test::text_of(grid[c]); };
-  for (const CacheConfig& config : grid) REQUIRE(device->takes(trace, config));
-  ReplayOptions options = options_for(Span::all);
-  const ReplayResult here = replay(trace, kSequence, grid, options);
+  const auto text = [&](std::size_t c) { return test::text_of(sweep[c]); };
+  for (const CacheConfig& config : sweep) REQUIRE(device->takes(trace, config));
+  ReplayOptions options = options_for(Queries::all);
+  const ReplayResult here = replay(trace, kSequence, sweep, options);
   options.elsewhere = device.get();
-  check_measured(replay(trace, kSequence, grid, options), here, kTolerance, text);
+  check_measured(replay(trace, kSequence, sweep, options), here, kTolerance, text);
   options.elsewhere = nullptr;
   const ModelShape& shape = trace.shape();
-  for (std::size_t c = 0; c < grid.size(); ++c)
-    for (std::uint32_t unit = 0; unit < shape.layers * shape.kv_heads; ++unit) {
-      INFO(text(c) << " unit " << unit);
-      check_sets(kept[{unit, c}], every_set(trace, kSequence, grid[c], options,
-                                            unit / shape.kv_heads, unit % shape.kv_heads));
+  for (std::size_t c = 0; c < sweep.size(); ++c)
+    for (std::uint32_t task = 0; task < shape.layers * shape.kv_heads; ++task) {
+      INFO(text(c) << " head task " << task);
+      check_sets(kept[{task, c}], every_set(trace, kSequence, sweep[c], options,
+                                            task / shape.kv_heads, task % shape.kv_heads));
     }
 }
 
@@ -160,8 +161,8 @@ void check_same(const TraceReader& trace, const std::vector<CacheConfig>& grid) 
 /// a policy's hooks are the same code in the walks of each shape.
 void check_policies(const RandomTrace& wanted, std::size_t shape) {
   constexpr std::size_t shapes = 3;
-  std::vector<std::string> policies{"column:name=drawn",
-                                    "column:name=key_cosine:keep=-1",
+  std::vector<std::string> policies{"feature:name=drawn",
+                                    "feature:name=key_cosine:keep=-1",
                                     "keydiff:sinks=2:recent=5",
                                     "lru:sinks=2",
                                     "vatp:every=7",
@@ -174,42 +175,42 @@ void check_policies(const RandomTrace& wanted, std::size_t shape) {
     if (entry.info.evicts && (number++ % shapes == shape || std::getenv("KVLAB_EVERY")))
       policies.push_back(entry.info.name);
   const test::TemporaryFolder folder;
-  const TraceReader trace = write_with_columns(folder / "trace", wanted);
+  const TraceReader trace = write_with_features(folder / "trace", wanted);
   check_same(trace, configs_of({.policies = policies}, &kCudaReplay, trace, 37));
 }
 
-TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for: groups of heads",
+TEST_CASE("a device keeps the sets of the plain replay, whatever is requested: groups of heads",
           "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   check_policies(shapes()[1], 0);
 }
 
-TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for: one KV head",
+TEST_CASE("a device keeps the sets of the plain replay, whatever is requested: one KV head",
           "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   check_policies(shapes()[2], 1);
 }
 
-TEST_CASE("a device keeps the sets of the plain replay, whatever is asked for: two turns",
+TEST_CASE("a device keeps the sets of the plain replay, whatever is requested: two turns",
           "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   check_policies({.layers = 3,
                   .segments = {{0, 40, kPrompt}, {40, 80, kDecode}, {120, 20, kPrompt}},
-                  .spans = {{"early", 10, 9}},
+                  .passages = {{"early", 10, 9}},
                   .seed = 12},
                  2);
 }
 
 /// Heads of whole blocks of channels: groups of 1, 3, 7 and 4, every rounding, two turns; heavy
 /// tokens that take all of a row's exponentials with them.
-std::vector<RandomTrace> coded_shapes() {
+std::vector<RandomTrace> quantized_shapes() {
   return {
       {.query_heads = 2,
        .kv_heads = 2,
        .head_size = 64,
        .segments = {{0, 40, kPrompt}, {40, 60, kDecode}, {100, 17, kPrompt}, {117, 30, kDecode}},
-       .gradients_of = Span::all,
-       .spans = {{"early", 20, 5}},
+       .gradients_of = Queries::all,
+       .passages = {{"early", 20, 5}},
        .seed = 21},
       {.layers = 3,
        .query_heads = 6,
@@ -217,8 +218,8 @@ std::vector<RandomTrace> coded_shapes() {
        .head_size = 32,
        .dtype = Dtype::bf16,
        .rounding = Rounding::model_dtype,
-       .draws = 5,
-       .gradients_of = Span::all,
+       .gradient_samples = 5,
+       .gradients_of = Queries::all,
        .seed = 22},
       {.layers = 1,
        .query_heads = 7,
@@ -226,78 +227,79 @@ std::vector<RandomTrace> coded_shapes() {
        .head_size = 160,
        .dtype = Dtype::f16,
        .rounding = Rounding::model_dtype,
-       .gradients_of = Span::all,
+       .gradients_of = Queries::all,
        .seed = 23},
       {.layers = 1,
        .kv_heads = 1,
        .head_size = 32,
        .pull = 90,
-       .gradients_of = Span::all,
+       .gradients_of = Queries::all,
        .seed = 24}};
 }
 
 void check_tiers(const RandomTrace& wanted) {
   const test::TemporaryFolder folder;
-  const TraceReader trace = write_with_columns(folder / "trace", wanted);
-  auto grid = configs_of({.policies = {"h2o", "lru:sinks=2", "window", "a2sf:sinks=1:recent=3",
-                                       "snapkv:recent=4", "vatp", "random"},
-                          .ladders = {"", "4", "fp8", "16@50%+16@50%", "16@5t+4@100%",
-                                      "8@25%+4@50%+k4v2@25%", "16@2t+8@30%+8@30%+2@40%"},
-                          .positions = {Positions::original}},
-                         &kCudaReplay, trace, 37);
-  for (const char* policy : {"full:ladder=8", "h2o:every=500:ladder=4"})
-    grid.push_back({.policy = parse_policy(policy), .budget = parse_budget("30")});
-  check_same(trace, grid);
+  const TraceReader trace = write_with_features(folder / "trace", wanted);
+  auto sweep = configs_of({.policies = {"h2o", "lru:sinks=2", "window", "a2sf:sinks=1:recent=3",
+                                        "snapkv:recent=4", "vatp", "random"},
+                           .tier_plans = {"", "4", "fp8", "16@50%+16@50%", "16@5t+4@100%",
+                                          "8@25%+4@50%+k4v2@25%", "16@2t+8@30%+8@30%+2@40%"},
+                           .positions = {Positions::original}},
+                          &kCudaReplay, trace, 37);
+  for (const char* policy : {"full:tiers=8", "h2o:every=500:tiers=4"})
+    sweep.push_back({.policy = parse_policy(policy), .budget = parse_budget("30")});
+  check_same(trace, sweep);
 }
 
 TEST_CASE("a device keeps tokens on tiers as the plain replay does: single query heads", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  check_tiers(coded_shapes()[0]);
+  check_tiers(quantized_shapes()[0]);
 }
 
 TEST_CASE("a device keeps tokens on tiers as the plain replay does: bf16", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  check_tiers(coded_shapes()[1]);
+  check_tiers(quantized_shapes()[1]);
 }
 
 TEST_CASE("a device keeps tokens on tiers as the plain replay does: fp16, large heads", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  check_tiers(coded_shapes()[2]);
+  check_tiers(quantized_shapes()[2]);
 }
 
 TEST_CASE("a device keeps tokens on tiers as the plain replay does: heavy tokens", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  check_tiers(coded_shapes()[3]);
+  check_tiers(quantized_shapes()[3]);
 }
 
-TEST_CASE("on a device equal rungs are one rung", "[gpu]") {
+TEST_CASE("on a device equal tiers are one tier", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  {  // -1.5 in memory that is not written: recalls that a twin does not have were sorted for ever
+  {  // -1.5 in memory that is not written: recalls that an fp16 copy does not have were sorted for
+     // ever
     const cuda::DeviceBuffer garbage(std::size_t{1} << 30, "the test");
     cuda::check(cudaMemset(garbage.data(), 0xbf, garbage.bytes()), "the test");
   }
   const test::TemporaryFolder folder;
-  const TraceReader trace = write_random_trace(folder / "trace", coded_shapes()[1]);
-  std::vector<CacheConfig> grid;
+  const TraceReader trace = write_random_trace(folder / "trace", quantized_shapes()[1]);
+  std::vector<CacheConfig> sweep;
   for (const char* policy : {"h2o", "lru:sinks=2", "random:every=6", "a2sf:smooth=1:scope=layer"})
-    for (const char* ladder : {"16", "16@3t+16@30%+16@70%", "4", "4@50%+4@50%"})
+    for (const char* tier_plan : {"16", "16@3t+16@30%+16@70%", "4", "4@50%+4@50%"})
       for (const char* budget : {"9", "17"})
-        grid.push_back({.policy = parse_policy(std::string(policy) + ":ladder=" + ladder),
-                        .budget = parse_budget(budget)});
+        sweep.push_back({.policy = parse_policy(std::string(policy) + ":tiers=" + tier_plan),
+                         .budget = parse_budget(budget)});
   KeptSets kept;
   const auto device = keeping(kept, trace);
   const ReplayResult result =
-      replay(trace, 0, grid, {.elsewhere = device.get(), .threads = default_threads()});
-  std::map<std::tuple<std::size_t, std::int32_t, std::int32_t, std::string>, double> figures;
+      replay(trace, 0, sweep, {.elsewhere = device.get(), .threads = default_threads()});
+  std::map<std::tuple<std::size_t, std::int32_t, std::int32_t, std::string>, double> metrics;
   for (const Measurement& m : result.measurements)
-    figures[{m.config, m.layer, m.head, m.metric}] = m.value;
-  for (const auto& [at, value] : figures) {
+    metrics[{m.config, m.layer, m.head, m.metric}] = m.value;
+  for (const auto& [at, value] : metrics) {
     const auto& [config, layer, head, metric] = at;
-    if (config % 4 < 2 || metric == "code_error") continue;  // one rung
-    INFO(grid[config].policy.text() << " " << metric);
-    CHECK(value == figures.at({config - 2, layer, head, metric}));
+    if (config % 4 < 2 || metric == "quantization_error") continue;  // one tier
+    INFO(sweep[config].policy.text() << " " << metric);
+    CHECK(value == metrics.at({config - 2, layer, head, metric}));
   }
-  for (std::size_t c = 0; c < grid.size(); ++c)
+  for (std::size_t c = 0; c < sweep.size(); ++c)
     if (c % 4 >= 2) check_sets(kept[{0, c}], kept[{0, c - 2}]);
 }
 
@@ -313,11 +315,11 @@ TEST_CASE("a device takes one KV head of a layer whose caches evict together", "
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", {});
-  const std::vector<CacheConfig> grid{
+  const std::vector<CacheConfig> sweep{
       {.policy = parse_policy("h2o:scope=layer"), .budget = {.extent = tokens(12)}}};
   const auto device = cuda_replayer();
   const ReplayOptions options{.elsewhere = device.get()};
-  const ReplayJob job(trace, kSequence, grid, options);
+  const ReplayJob job(trace, kSequence, sweep, options);
   const std::size_t last[] = {3}, all[] = {0, 1, 2, 3};
   const auto alone = job.run_together(last), together = job.run_together(all);
   REQUIRE(alone.size() == 1);
@@ -328,22 +330,22 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const auto trace =
       TraceReader::open(std::string(KVLAB_SOURCE_DIR) + "/traces/samples/tiny-story");
-  std::vector<CacheConfig> grid;
+  std::vector<CacheConfig> sweep;
   for (const char* policy : {"lru", "window", "h2o", "sink", "streaming_h2o", "random", "full",
                              "lru:sinks=4:recent=50%"})
     for (const char* budget : {"5%", "20%", "60%", "pyramid(20%)", "ada(20%)"}) {
       CacheConfig config{.policy = parse_policy(policy), .budget = parse_budget(budget)};
       config.positions = config.policy.entry->info.positions;
-      grid.push_back(config);
+      sweep.push_back(config);
     }
   const auto device = cuda_replayer();
-  ReplayOptions options{.span = Span::all, .threads = default_threads()};
-  const ReplayResult here = replay(trace, 0, grid, options);
+  ReplayOptions options{.queries = Queries::all, .threads = default_threads()};
+  const ReplayResult here = replay(trace, 0, sweep, options);
   options.elsewhere = device.get();
   const auto text = [&](std::size_t c) {
-    return grid[c].policy.text() + " " + grid[c].budget.text();
+    return sweep[c].policy.text() + " " + sweep[c].budget.text();
   };
-  check_measured(replay(trace, 0, grid, options), here, kTolerance, text);
+  check_measured(replay(trace, 0, sweep, options), here, kTolerance, text);
 }
 
 /// Of a trace in float32, whose outputs are then made by a ring of two stages.
@@ -352,20 +354,20 @@ TEST_CASE("a device of 99 KB of shared memory replays as the CPU does", "[gpu]")
   const kernels::SmallerGpu small(101'376);
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", shapes().back());
-  std::vector<CacheConfig> grid;
+  std::vector<CacheConfig> sweep;
   for (const char* policy : {"lru", "h2o", "streaming_h2o"})
     for (const char* budget : {"20", "60%"}) {
       CacheConfig config{.policy = parse_policy(policy), .budget = parse_budget(budget)};
       config.positions = config.policy.entry->info.positions;
-      grid.push_back(config);
+      sweep.push_back(config);
     }
   const auto device = cuda_replayer();
-  for (const CacheConfig& config : grid) REQUIRE(device->takes(trace, config));
-  ReplayOptions options{.span = Span::all, .threads = default_threads()};
-  const ReplayResult here = replay(trace, kSequence, grid, options);
+  for (const CacheConfig& config : sweep) REQUIRE(device->takes(trace, config));
+  ReplayOptions options{.queries = Queries::all, .threads = default_threads()};
+  const ReplayResult here = replay(trace, kSequence, sweep, options);
   options.elsewhere = device.get();
-  check_measured(replay(trace, kSequence, grid, options), here, kTolerance,
-                 [&](std::size_t c) { return grid[c].policy.text(); });
+  check_measured(replay(trace, kSequence, sweep, options), here, kTolerance,
+                 [&](std::size_t c) { return sweep[c].policy.text(); });
 }
 
 TEST_CASE("a device replays policies from sources as the CPU does, beside the registry's",
@@ -377,23 +379,23 @@ TEST_CASE("a device replays policies from sources as the CPU does, beside the re
   std::string own = test::read_bytes(root + "/policies/mass/h2o.hpp");
   own.replace(own.find("\"h2o\""), 5, "\"own_h2o\"");
   test::write_bytes(folder / "own_h2o.hpp", own);
-  std::vector<CacheConfig> grid;
+  std::vector<CacheConfig> sweep;
   const auto add = [&](const PolicySpec& policy) {
     for (const char* budget : {"5%", "40%"})
       for (const Positions positions : {Positions::original, Positions::cache})
-        grid.push_back({.policy = policy, .budget = parse_budget(budget), .positions = positions});
+        sweep.push_back({.policy = policy, .budget = parse_budget(budget), .positions = positions});
   };
   const auto leaky = compile_policy_source(root + "/tests/policies/leaky.hpp");
   add(parse_policy("h2o"));
   add(parse_policy("own_h2o", {}, compile_policy_source(folder / "own_h2o.hpp")));
   add(parse_policy(leaky->info.name, {}, leaky));
   const auto device = cuda_replayer();
-  for (const CacheConfig& config : grid) CHECK(device->takes(trace, config));
-  ReplayOptions options{.span = Span::all, .threads = default_threads()};
-  const ReplayResult here = replay(trace, 0, grid, options);
+  for (const CacheConfig& config : sweep) CHECK(device->takes(trace, config));
+  ReplayOptions options{.queries = Queries::all, .threads = default_threads()};
+  const ReplayResult here = replay(trace, 0, sweep, options);
   options.elsewhere = device.get();
-  check_measured(replay(trace, 0, grid, options), here, kTolerance, [&](std::size_t c) {
-    return grid[c].policy.text() + " " + grid[c].budget.text();
+  check_measured(replay(trace, 0, sweep, options), here, kTolerance, [&](std::size_t c) {
+    return sweep[c].policy.text() + " " + sweep[c].budget.text();
   });
 }
 

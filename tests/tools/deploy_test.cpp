@@ -1,5 +1,5 @@
-// Who is deployed, with which evidence.
-#include "engine/loop/deploy/deploy.hpp"
+// What is deployed, with which evidence.
+#include "engine/evaluation/deploy/deploy.hpp"
 
 #include "tests/catch.hpp"
 #include "tests/sim/run_fixture.hpp"
@@ -12,8 +12,8 @@ namespace {
 
 PolicyFile deployed(const Run& run, const std::string& budget = "64",
                     const std::string& metric = "nll_recall") {
-  const Figures figures(run.rows);
-  return policy_file_of(run, figures, rank_for_deployment(run, figures, budget, metric));
+  const MetricTable metric_table(run.rows);
+  return policy_file_of(run, metric_table, rank_for_deployment(run, metric_table, budget, metric));
 }
 
 }  // namespace
@@ -22,7 +22,7 @@ TEST_CASE("the best policy at the budget is deployed, with its settings and evid
   Run run = made_up_run({{"window", "sinks=0:recent=0", 0.8, 0.01},
                          {"h2o", "sinks=2:recent=25%", 0.3, 0.01},
                          {"lru", "sinks=0:recent=0", 0.31, 0.01},
-                         {"oracle_mass", "", 0.1, 0.01},
+                         {"oracle_attention", "", 0.1, 0.01},
                          {"full", "", 0, 0}});
   run.hash = "00112233445566aa";
   for (ResultRow& row : run.rows)
@@ -39,19 +39,19 @@ TEST_CASE("the best policy at the budget is deployed, with its settings and evid
   CHECK(file.run["layers"] == "all");
   run.info.traces.front().numbers = {5, 11};
   CHECK(deployed(run).run["layers"] == nlohmann::json::array({5, 11}));
-  CHECK(file.run["ties"] == nlohmann::json::array({"lru"}));
+  CHECK(file.run["not_significantly_different"] == nlohmann::json::array({"lru"}));
   CHECK(file.run["recommendation"]["choice"] == "h2o");
   CHECK(file.run["recommendation"]["not_significantly_different"] ==
         nlohmann::json::array({"lru"}));
   REQUIRE(file.run["ranking"].size() == 3);
   CHECK(file.run["ranking"][2]["policy"] == "window");
-  CHECK(file.run["ranking"][2]["ties_with_first"] == false);
-  CHECK(file.run["references"]["oracle_mass"] == Approx(0.1));
+  CHECK(file.run["ranking"][2]["not_significantly_different"] == false);
+  CHECK(file.run["references"]["oracle_attention"] == Approx(0.1));
   CHECK(file.run["references"]["full"] == 0.0);
 }
 
 TEST_CASE("the higher recall wins, and the lower error") {
-  // recall and -ln recall of the fixture agree, so swap the figures to tell the two apart.
+  // recall and -ln recall of the fixture agree, so swap the metrics to tell the two apart.
   Run run = made_up_run(
       {{"window", "sinks=0:recent=0", 0.8, 0.01}, {"lru", "sinks=0:recent=0", 0.3, 0.01}});
   CHECK(deployed(run, "64", "recall").cache.policy.name == "lru");
@@ -93,7 +93,7 @@ TEST_CASE(
   const PolicyFile more = deployed(hold(3e6, 1e6));  // h2o is over the budget
   CHECK(more.cache.policy.name == "lru");
   CHECK(more.run["recommendation"]["over_budget"][0]["policy"] == "h2o");
-  CHECK(more.run["ranking"][2]["holds_more"] == true);
+  CHECK(more.run["ranking"][2]["over_budget"] == true);
   CHECK(more.run["ranking"][2]["kv_bytes_peak"] == 3e6);
   for (ResultRow& row : run.rows)
     if (row.policy == "lru" && row.metric == "nll_recall")
@@ -102,24 +102,24 @@ TEST_CASE(
 }
 
 TEST_CASE("a difference over the same queries is significant, however far they scatter") {
-  // Each figure's own error is as large as their difference; in every block it is the same.
+  // Each metric's own error is as large as their difference; in every block it is the same.
   Run run =
       made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0.1}, {"lru", "sinks=0:recent=0", 0.4, 0.1}});
   for (ResultRow& row : run.rows)
     if (!row.blocks.empty()) row.blocks = made_up_blocks(row.value, 0.1, 3);
   for (ResultRow& row : run.rows)
     if (row.policy == "lru" && !row.blocks.empty()) row.blocks[0] += 1e-3;
-  CHECK(deployed(run).run["ties"].empty());
+  CHECK(deployed(run).run["not_significantly_different"].empty());
   for (ResultRow& row : run.rows) row.blocks.clear();  // an older run
-  CHECK(deployed(run).run["ties"].size() == 1);
+  CHECK(deployed(run).run["not_significantly_different"].size() == 1);
 }
 
 TEST_CASE("confirmation orders by KL, and says what is not significantly different") {
   const Run run = made_up_run({{"window", "sinks=0:recent=0", 0.2, 0.01},
                                {"lru", "sinks=0:recent=0", 0.3, 0.01},
                                {"h2o", "sinks=0:recent=50%", 0.4, 0.01}});
-  const Figures figures(run.rows);
-  Ballot ballot = rank_for_deployment(run, figures, "64", "nll_recall");
+  const MetricTable metric_table(run.rows);
+  Ballot ballot = rank_for_deployment(run, metric_table, "64", "nll_recall");
   REQUIRE(ballot.winner == 0);
   // h2o has the least KL and the greatest perplexity; lru is behind it within the interval, window
   // behind it outside.
@@ -146,18 +146,18 @@ TEST_CASE("confirmation orders by KL, and says what is not significantly differe
   CHECK(ballot.winner == 2);  // the lowest KL
   CHECK(confirmed[0].standing == 2);
   CHECK(confirmed[1].standing == 1);
-  CHECK(confirmed[1].ties());
+  CHECK(confirmed[1].is_similar());
   CHECK(confirmed[1].behind.mean == Approx(0.01));
-  CHECK_FALSE(confirmed[2].ties());
-  const auto json = confirmed_json(confirmed, figures, ballot);
+  CHECK_FALSE(confirmed[2].is_similar());
+  const auto json = confirmed_json(confirmed, metric_table, ballot);
   CHECK(json[1]["policy"] == "lru");
-  CHECK(json[1]["ties_with_first"] == true);
-  CHECK(json[2]["behind"]["told_apart"] == true);
+  CHECK(json[1]["not_significantly_different"] == true);
+  CHECK(json[2]["behind"]["significantly_different"] == true);
 
   const auto more = confirm(evaluation_of({300, 300, 0, 100}), ballot);
   CHECK(ballot.winner == 1);
   CHECK(more[2].standing == 2);  // the least KL, holding three times the budget
-  CHECK(more[2].holds_more);
+  CHECK(more[2].over_budget);
 }
 
 TEST_CASE("what cannot be deployed is refused by name") {
@@ -166,7 +166,7 @@ TEST_CASE("what cannot be deployed is refused by name") {
   CHECK_THROWS_WITH(deployed(run, "96"), ContainsSubstring("96") && ContainsSubstring("64, 128"));
   CHECK_THROWS_WITH(deployed(run, "64", "speed"), ContainsSubstring("--metric: 'speed'"));
   CHECK_THROWS_WITH(deployed(run, "64", "kv_bytes"), ContainsSubstring("--metric"));
-  CHECK_THROWS_WITH(deployed(made_up_run({{"full", "", 0, 0}, {"oracle_mass", "", 0.1, 0}})),
+  CHECK_THROWS_WITH(deployed(made_up_run({{"full", "", 0, 0}, {"oracle_attention", "", 0.1, 0}})),
                     ContainsSubstring("not deployed"));
   CHECK_THROWS_WITH(deployed(made_up_run({{"mine", "", 0.1, 0}})),
                     ContainsSubstring("unknown policy 'mine'"));

@@ -1,12 +1,12 @@
 // How `kvlab eval` cuts texts into sequences.
-#include "engine/loop/eval.hpp"
+#include "engine/evaluation/eval.hpp"
 
 #include <algorithm>
 #include <cmath>
 
-#include "engine/loop/eval/score.hpp"
-#include "engine/loop/pages/pages.hpp"
-#include "engine/loop/pages/scores.hpp"
+#include "engine/evaluation/eval/score.hpp"
+#include "engine/evaluation/pages/pages.hpp"
+#include "engine/evaluation/pages/scores.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -23,8 +23,8 @@ std::uint64_t scored(std::size_t length, EvalOptions options) {
   options.window = 64;
   options.before = {0};
   options.threads = 2;
-  return evaluate(model.config(), sweep_by_layers(model), {std::vector<std::int32_t>(length, 300)},
-                  {}, options)
+  return evaluate(model.config(), layer_sweep_runner(model),
+                  {std::vector<std::int32_t>(length, 300)}, {}, options)
       .scores.front()
       .tokens;
 }
@@ -32,7 +32,7 @@ std::uint64_t scored(std::size_t length, EvalOptions options) {
 TEST_CASE("Half of each window is scored, but for its last token, which has no successor") {
   CHECK(scored(63, {}) == 31);
   CHECK(scored(126, {}) == 62);
-  CHECK(scored(126, {.span = Span::all}) == 126);
+  CHECK(scored(126, {.queries = Queries::all}) == 126);
 }
 
 TEST_CASE("A remainder shorter than half a window is left out") {
@@ -44,7 +44,7 @@ TEST_CASE("A remainder that is all prompt is left out") {
   CHECK(scored(63 + 40, {.prompt_tokens = 41}) == 22);
   CHECK(scored(63 + 41, {.prompt_tokens = 41}) == 22);
   CHECK(scored(63 + 42, {.prompt_tokens = 41}) == 22 + 1);
-  CHECK(scored(63 + 40, {.prompt_tokens = 41, .span = Span::all}) == 63 + 40);
+  CHECK(scored(63 + 40, {.prompt_tokens = 41, .queries = Queries::all}) == 63 + 40);
 }
 
 TEST_CASE("A stream is one sequence, whatever the window") {
@@ -60,12 +60,12 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
   EvalOptions options{.before = {0},
                       .stream = true,
                       .prompt_tokens = 120,
-                      .span = Span::all,
+                      .queries = Queries::all,
                       .against_full = false,
                       .block_tokens = 64,
                       .threads = 2};
   const auto by_layers =
-      evaluate(model.config(), sweep_by_layers(model), {ids}, {window}, options).scores;
+      evaluate(model.config(), layer_sweep_runner(model), {ids}, {window}, options).scores;
   REQUIRE(by_layers.size() == 1);
   CHECK(std::isnan(by_layers[0].kl));
   CHECK(std::isnan(by_layers[0].same_first));
@@ -79,20 +79,21 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
   // By tokens, where the prompt is fed in parts: the same.
   const auto backend = load_backend(Device::cpu, KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   const auto by_tokens =
-      evaluate(model.config(), sweep_by_tokens(*backend), {ids}, {window}, options).scores;
+      evaluate(model.config(), token_sweep_runner(*backend), {ids}, {window}, options).scores;
   REQUIRE(by_tokens.size() == 1);
   CHECK(std::fabs(by_tokens[0].nll - by_layers[0].nll) < 1e-4);
   CHECK(by_tokens[0].blocks[4].milliseconds_per_token > 0);
 }
 
 /// A sweep that makes scores up: `kl` of each token by configuration and place.
-Sweep invented(const std::function<double(std::size_t configuration, std::size_t token)>& kl) {
+SweepRunner invented(
+    const std::function<double(std::size_t configuration, std::size_t token)>& kl) {
   return [kl](const std::vector<std::vector<std::int32_t>>& sequences,
               std::span<const CacheConfig> configs, const EvalOptions&) {
-    std::vector<std::vector<LoopScores>> scores(sequences.size());
+    std::vector<std::vector<EvalScores>> scores(sequences.size());
     for (std::size_t s = 0; s < sequences.size(); ++s)
       for (std::size_t c = 0; c < configs.size(); ++c) {
-        LoopScores& one = scores[s].emplace_back();
+        EvalScores& one = scores[s].emplace_back();
         for (std::size_t i = 0; i < sequences[s].size(); ++i) {
           one.kl.push_back(kl(c, i) * static_cast<double>(s + 1));
           one.nll.push_back(3 + one.kl.back());
@@ -139,13 +140,13 @@ TEST_CASE("Configurations are compared in pairs") {
   CHECK(made.similar() == std::vector<std::size_t>{other});
   CHECK(judged.scores[made.order[2]] == 1);
   const Difference& last = made.behind[2];
-  CHECK(last.told_apart());
+  CHECK(last.significantly_different());
   CHECK(last.mean == Approx(0.2).epsilon(0.02));
   CHECK(made.scope.texts == 1);
   // Of two texts whose differences are 0.2 and 0.4 nothing is known of a third.
   const auto two = invented_evaluation(2).judged("8");
   CHECK(two.recommendation.behind[2].mean == Approx(0.3).epsilon(0.02));
-  CHECK_FALSE(two.recommendation.behind[2].told_apart());
+  CHECK_FALSE(two.recommendation.behind[2].significantly_different());
 }
 
 TEST_CASE("A text that is given twice counts once") {
@@ -246,14 +247,14 @@ TEST_CASE("Percentiles are those of single tokens, and texts have a spread") {
 
 TEST_CASE("Each window has what the tokenizer puts before a text once, or nothing") {
   std::vector<std::vector<std::int32_t>> seen;
-  const Sweep sweep = [&](const auto& sequences, std::span<const CacheConfig> configs,
-                          const EvalOptions& options) {
+  const SweepRunner run_sweep = [&](const auto& sequences, std::span<const CacheConfig> configs,
+                                    const EvalOptions& options) {
     seen = sequences;
     return invented([](std::size_t, std::size_t) { return 0.0; })(sequences, configs, options);
   };
   const auto windows = [&](std::vector<std::int32_t> text, std::vector<std::int32_t> before) {
-    evaluate(ModelConfig{.trained_context = 4, .bos = 9}, sweep, {text}, {},
-             {.before = before, .span = Span::all});
+    evaluate(ModelConfig{.trained_context = 4, .bos = 9}, run_sweep, {text}, {},
+             {.before = before, .queries = Queries::all});
     return seen;
   };
   using Windows = std::vector<std::vector<std::int32_t>>;
@@ -282,15 +283,15 @@ TEST_CASE("Few scored tokens are warned of") {
 
 TEST_CASE("A text of which nothing would be scored is refused by name before any runs") {
   bool ran = false;
-  const Sweep sweep = [&](const auto& sequences, std::span<const CacheConfig> configs,
-                          const EvalOptions& options) {
+  const SweepRunner run_sweep = [&](const auto& sequences, std::span<const CacheConfig> configs,
+                                    const EvalOptions& options) {
     ran = true;
     return invented([](std::size_t, std::size_t) { return 0.0; })(sequences, configs, options);
   };
   const auto refusal = [&](std::size_t length, EvalOptions options) {
     return test::error_of<std::invalid_argument>([&] {
       options.before = {1};
-      evaluate(ModelConfig{.trained_context = 1024}, sweep,
+      evaluate(ModelConfig{.trained_context = 1024}, run_sweep,
                {std::vector<std::int32_t>(100, 2), std::vector<std::int32_t>(length, 2)},
                three_at_two_budgets(), options);
     });
@@ -303,8 +304,8 @@ TEST_CASE("A text of which nothing would be scored is refused by name before any
   CHECK(refusal(1, {}).starts_with("text 2: a sequence of 2 tokens with a prompt of 1 "));
   CHECK_FALSE(ran);
   CHECK(refusal(21, {.prompt_tokens = 20}).empty());
-  CHECK(refusal(20, {.prompt_tokens = 20, .span = Span::all}).empty());
-  CHECK(refusal(1, {.span = Span::all}).empty());
+  CHECK(refusal(20, {.prompt_tokens = 20, .queries = Queries::all}).empty());
+  CHECK(refusal(1, {.queries = Queries::all}).empty());
 }
 
 TEST_CASE("An evaluation's folder is read back for its page, and damage is named") {
@@ -312,7 +313,7 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   const std::vector<std::string> texts{"one", "two, too"};
   const test::TemporaryFolder folder;
   nlohmann::ordered_json json{
-      {"model", "m<1>"}, {"weights_xxh3", "0"}, {"kvlab", "1"}, {"span", "decode"}};
+      {"model", "m<1>"}, {"weights_xxh3", "0"}, {"kvlab", "1"}, {"queries", "decode"}};
   json.update(eval_json(evaluation, texts));
   CHECK(json["configurations"][1]["kl_p90"] > json["configurations"][1]["kl_p50"]);
   CHECK(json["pairs"].size() == 12);
@@ -330,8 +331,8 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   write_file_atomically(folder / kEvalBlocksCsv, eval_blocks_csv(evaluation, texts));
   // Read back, two configurations have the difference that the evaluation found.
   const ScoreSet set = load_scores(folder.path());
-  const Figures figures(set.groups.front().rows);
-  const Difference read = *figures.difference(1, 2, "8", "kl"),
+  const MetricTable metric_table(set.groups.front().rows);
+  const Difference read = *metric_table.difference(1, 2, "8", "kl"),
                    found = evaluation.kl.difference(1, 2);
   CHECK(read.mean == Approx(found.mean));
   CHECK(read.interval.high == Approx(found.interval.high));

@@ -12,7 +12,7 @@ PATH=$folder/bin:$PATH
 for command in capture trace replay report compare deploy generate eval task verify policies manual bench demo; do
   example=$(kvlab "$command" --help | sed -n 's/^Example: //p')
   echo "$example"
-  # (OpenBLAS is loaded where it is: a bench alone asks for it.)
+  # (OpenBLAS is loaded where it is: a bench alone requests it.)
   if ! said=$(sh -c "$example" 2>&1 >/dev/null); then
     case $said in
       *"OpenBLAS"*"cannot be loaded"*) echo "left out: $said" ;;

@@ -18,9 +18,9 @@ class FaultyObserver final : public DecoderObserver {
  public:
   FaultyObserver(DecoderObserver& to, Fault fault) : to_(to), fault_(std::move(fault)) {}
 
-  void admission(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
-                 bool new_segment) override {
-    to_.admission(ids, first, kind, new_segment);
+  void begin_append(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
+                    bool new_segment) override {
+    to_.begin_append(ids, first, kind, new_segment);
   }
   void evicted(std::uint32_t layer, std::uint32_t kv_head, std::uint32_t now,
                std::span<const std::uint32_t> victims) override {
@@ -38,7 +38,7 @@ class FaultyObserver final : public DecoderObserver {
     to_.layer(layer, q, k, v, changed, lse);
   }
   void residual(std::uint32_t layer, std::span<const float> x) override { to_.residual(layer, x); }
-  void admitted() override { to_.admitted(); }
+  void end_append() override { to_.end_append(); }
 
  private:
   DecoderObserver& to_;

@@ -1,9 +1,9 @@
-// Which figure orders policies as the closed loop does.
-#include "engine/loop/fidelity/fidelity.hpp"
+// Which metric orders policies as the end-to-end evaluation does.
+#include "engine/evaluation/fidelity/fidelity.hpp"
 
 #include "engine/backend.hpp"
 #include "engine/capture.hpp"
-#include "engine/loop/pages/pages.hpp"
+#include "engine/evaluation/pages/pages.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
@@ -14,8 +14,8 @@
 namespace kvlab {
 namespace {
 
-std::vector<CacheConfig> grid(const std::vector<std::string>& policies,
-                              const std::vector<std::string>& budgets) {
+std::vector<CacheConfig> sweep(const std::vector<std::string>& policies,
+                               const std::vector<std::string>& budgets) {
   std::vector<CacheConfig> configs;
   for (const std::string& budget : budgets)
     for (const std::string& policy : policies)
@@ -23,17 +23,20 @@ std::vector<CacheConfig> grid(const std::vector<std::string>& policies,
   return configs;
 }
 
-/// A text whose tokens all have a configuration's mean, and one figure or two.
+/// A text whose tokens all have a configuration's mean, and one metric or two.
 FidelityText text_of(const std::string& name, const std::vector<double>& kl,
-                     OpenLoopFigures figures) {
-  FidelityText text{
-      .name = name, .tokens = 64, .prompt_tokens = 32, .kl = kl, .figures = std::move(figures)};
+                     ReplayMetrics replay_metrics) {
+  FidelityText text{.name = name,
+                    .tokens = 64,
+                    .prompt_tokens = 32,
+                    .kl = kl,
+                    .replay_metrics = std::move(replay_metrics)};
   for (const double mean : kl) text.kl_tokens.emplace_back(64, mean);
   return text;
 }
 
-TEST_CASE("A figure is judged within a budget, and by what its choice costs") {
-  const auto configs = grid({"window", "sink", "h2o"}, {"8", "16"});
+TEST_CASE("A metric is judged within a budget, and by what its choice costs") {
+  const auto configs = sweep({"window", "sink", "h2o"}, {"8", "16"});
   const FidelityText one = text_of(
       "one", {3, 2, 1, .3, .2, .1},
       {{"nll_recall", {30, 20, 10, 1, 2, 3}}, {"recall", {1, 2, 3, 4, 5, 6}}, {"layer_error", {}}});
@@ -59,18 +62,18 @@ TEST_CASE("A figure is judged within a budget, and by what its choice costs") {
   CHECK(found.ceiling[1] == Approx(1));
   // At 8 the two texts differ in every pair too much to tell one apart. At 16 none does, and all
   // three are misordered.
-  CHECK(nll.within[0].told_apart == 0);
+  CHECK(nll.within[0].significantly_different == 0);
   CHECK(nll.within[0].misordered.empty());
-  CHECK(nll.within[1].told_apart == 3);
+  CHECK(nll.within[1].significantly_different == 3);
   REQUIRE(nll.within[1].misordered.size() == 3);
   CHECK(nll.within[1].misordered[0].ratio == Approx(3));
   CHECK(nll.within[1].misordered[0].preferred == 3);
   CHECK(nll.within[1].misordered[0].better == 5);
-  CHECK_THROWS_AS(assess_fidelity(grid({"window", "sink"}, {"8"}), texts), std::invalid_argument);
+  CHECK_THROWS_AS(assess_fidelity(sweep({"window", "sink"}, {"8"}), texts), std::invalid_argument);
 }
 
-TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a figure was") {
-  const auto configs = grid({"window", "sink", "h2o"}, {"8", "16"});
+TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a metric was") {
+  const auto configs = sweep({"window", "sink", "h2o"}, {"8", "16"});
   const std::vector<FidelityText> texts{
       text_of("one", {3, 2, 1, .3, .2, .1},
               {{"nll_recall", {30, 20, 10, 1, 2, 3}},
@@ -121,7 +124,7 @@ TEST_CASE("A share of texts that differ in length is no evidence at a budget in 
   const test::TemporaryFolder folder;
   const auto file = folder / kFidelityJson;
   const auto evidence_at = [&](const std::string& budget, std::uint32_t second_tokens) {
-    const auto configs = grid({"window", "sink", "h2o"}, {budget});
+    const auto configs = sweep({"window", "sink", "h2o"}, {budget});
     std::vector<FidelityText> texts{text_of("one", {3, 2, 1}, {{"nll_recall", {30, 20, 10}}}),
                                     text_of("two", {3, 1, 2}, {{"nll_recall", {30, 20, 10}}})};
     texts[1].tokens = second_tokens;
@@ -152,7 +155,7 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   const Model loaded = Model::load(model, 2);
   const auto backend = cpu_backend(loaded, 2);
   const Tokenizer tokenizer = Tokenizer::load(model / "tokenizer.json");
-  LoopText text{.name = "prompt",
+  EvalText text{.name = "prompt",
                 .ids = tokenizer.encode(
                     read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20), false),
                 .prompt_tokens = 64,
@@ -160,27 +163,27 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   text.ids.resize(200);
   const OutputSketch sketch = output_sketch(model, kSketchSeed, 2);
   const test::TemporaryFolder folder;
-  const auto configs = grid({"window", "sink", "h2o"}, {"16", "200"});
-  const Sweep sweep = sweep_by_layers(loaded);
-  const OpenLoopOptions options{.sketch = sketch, .capture = folder / "prompt", .threads = 2};
+  const auto configs = sweep({"window", "sink", "h2o"}, {"16", "200"});
+  const SweepRunner run_sweep = layer_sweep_runner(loaded);
+  const OfflineReplayOptions options{.sketch = sketch, .capture = folder / "prompt", .threads = 2};
   const FidelityText measured =
-      fidelity_text(text, kl_of(closed_loop_scores(sweep, text, configs, 2, {})),
-                    run_open_loop(*backend, text, configs, options));
+      fidelity_text(text, kl_of(end_to_end_scores(run_sweep, text, configs, 2, {})),
+                    run_offline_replay(*backend, text, configs, options));
   CHECK(open_verified_trace(folder / "prompt", 2).has_residuals());
-  const auto& residual = measured.figures.at("residual_error");
+  const auto& residual = measured.replay_metrics.at("residual_error");
   for (std::size_t c = 0; c < 3; ++c) {
     CHECK(residual[c] > 0);
     CHECK(measured.kl[c] > 0);
-    CHECK(residual[c + 3] == 0);  // a budget for every token; squeezed positions differ by rounding
+    CHECK(residual[c + 3] == 0);  // a budget for every token; cache positions differ by rounding
   }
   CHECK(measured.kl[3] == 0);
 
   // The trace that was left is the text, as good as the text itself.
-  const LoopText again = text_of_trace(folder / "prompt", backend->weights_xxh3(), 2);
+  const EvalText again = text_of_trace(folder / "prompt", backend->weights_xxh3(), 2);
   CHECK(again.name == "prompt");
   CHECK(again.ids == text.ids);
   CHECK(again.prompt_tokens == 64);
-  CHECK(run_open_loop(*backend, again, configs, options) == measured.figures);
+  CHECK(run_offline_replay(*backend, again, configs, options) == measured.replay_metrics);
   CHECK(test::error_of([&] {
           text_of_trace(folder / "prompt", "0123456789abcdef", 2);
         }).find("other weights") != std::string::npos);

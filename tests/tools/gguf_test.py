@@ -104,7 +104,7 @@ def write_gguf(path, fields, tensors, architecture="llama", raw={}):
     writer.close()
 
 
-def least_limits():
+def min_limits():
     """So that what a file only announces cannot be had."""
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
@@ -166,7 +166,7 @@ class GgufTest(unittest.TestCase):
 
     def convert(self):
         command = [sys.executable, SCRIPT, self.source, self.out]
-        return subprocess.run(command, capture_output=True, text=True, preexec_fn=least_limits)
+        return subprocess.run(command, capture_output=True, text=True, preexec_fn=min_limits)
 
     def check_refused(self, words):
         done = self.convert()

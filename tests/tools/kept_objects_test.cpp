@@ -45,7 +45,7 @@ std::string shop_text(const std::string& name, int more = 0) {
          "\", .summary = \"one's own\", .citation = \"none\", .needs = kvlab::Needs::mass};\n"
          "  struct Params {};\n"
          "  struct Slot { std::uint64_t mass; };\n"
-         "  static constexpr void admit(Slot& slot, kvlab::Token, const Params&,\n"
+         "  static constexpr void append(Slot& slot, kvlab::Token, const Params&,\n"
          "                              const kvlab::Step&) { slot.mass = 0; }\n"
          "  static constexpr void observe(Slot& slot, const kvlab::Observation& seen,\n"
          "                                const Params&, const kvlab::Step&) { slot.mass = "
@@ -178,7 +178,7 @@ TEST_CASE("several policies from headers, but not two of one name") {
             "; give one of them another kInfo.name");
 }
 
-TEST_CASE("one run takes several headers, and names each; a deployed one asks for its own") {
+TEST_CASE("one run takes several headers, and names each; a deployed one requests its own") {
   const Workshop shop;
   const std::string a = (shop.folder() / "a.hpp").string(), b = (shop.folder() / "b.hpp").string(),
                     run = (shop.folder() / "run").string(),

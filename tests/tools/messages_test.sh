@@ -10,11 +10,11 @@ prints() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
 silent_of() { ! grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is said"; }; }
 
 # Quantized tiers of the full cache lose something, and the exact full cache loses nothing.
-"$kvlab" replay --trace "$trace" --policy full --ladder 4 --out full4 >full4.out
+"$kvlab" replay --trace "$trace" --policy full --tiers 4 --out full4 >full4.out
 silent_of "loses nothing" full4.out
-prints "full:ladder=4 evicts nothing; its quantization costs layer error 0." full4.out
-"$kvlab" replay --trace "$trace" --policy full,h2o --ladder 4 --budget 64 --out both >both.out
-prints "full:ladder=4 evicts nothing; its quantization costs layer error 0." both.out
+prints "full:tiers=4 evicts nothing; its quantization costs layer error 0." full4.out
+"$kvlab" replay --trace "$trace" --policy full,h2o --tiers 4 --budget 64 --out both >both.out
+prints "full:tiers=4 evicts nothing; its quantization costs layer error 0." both.out
 "$kvlab" replay --trace "$trace" --policy full --out full >full.out
 prints "only the full cache was replayed, which loses nothing" full.out
 
@@ -38,7 +38,7 @@ refused "--budget: all keeps every token, so there is nothing to predict" "$kvla
 prints "budget all holds all 200 tokens of the longest sequence, so nothing is evicted" all.err
 silent_of "Choice:" all.out
 "$kvlab" report evalall --out evalall.html >/dev/null || fail "an evaluation at budget all makes no page"
-"$kvlab" task passkey --model "$tiny" --policy h2o,sink --budget all --words 60 --depth 50% --draws 1 --device cpu >all.out
+"$kvlab" task passkey --model "$tiny" --policy h2o,sink --budget all --words 60 --depth 50% --samples 1 --device cpu >all.out
 silent_of "Choice:" all.out
 [ ! -e page.html ] && [ ! -e budgets.json ] || fail "what was refused left something"
 "$kvlab" replay --trace "$trace" --policy h2o --budget 64,100000 --out large >large.out 2>large.err
@@ -51,7 +51,7 @@ prints "budget 5000 holds all 200 tokens of the longest sequence, so nothing is 
   >/dev/null 2>bytes.err
 grep -qE 'KV 128\.0 of [0-9.]+ KiB in 16 bit \(256\.0 KiB in float32, which the CPU computes in\)' bytes.err ||
   { cat bytes.err; fail "generate says bytes of another unit"; }
-"$kvlab" generate --model "$tiny" --prompt-file "$text" --max-new-tokens 20 --policy h2o --ladder 4 --budget 64 \
+"$kvlab" generate --model "$tiny" --prompt-file "$text" --max-new-tokens 20 --policy h2o --tiers 4 --budget 64 \
   --device cpu >/dev/null 2>bytes.err
 grep -qE 'KV 12[0-9]\.[0-9] of [0-9.]+ KiB in 16 bit' bytes.err || { cat bytes.err; fail "4 bits take more than 16"; }
 
@@ -76,7 +76,7 @@ for budget in 20 5%; do # known before the prompt is, and not
   prints "left out at budget $budget: policy snapkv" pairs.err
   prints "h2o" pairs.out
   silent_of "snapkv" pairs.out
-  "$kvlab" task passkey --model "$tiny" --policy h2o,snapkv --budget $budget --words 100 --depth 50% --draws 1 --device cpu \
+  "$kvlab" task passkey --model "$tiny" --policy h2o,snapkv --budget $budget --words 100 --depth 50% --samples 1 --device cpu \
     --out task$budget >pairs.out 2>pairs.err || { cat pairs.err; fail "task refuses all for one pair"; }
   prints "left out at budget $budget: policy snapkv" pairs.err
   prints "h2o" pairs.out
@@ -96,8 +96,8 @@ refused "exceed the budget of 20 tokens" "$kvlab" fidelity --model "$tiny" --tex
 prints "mean: layer error" deploy.out
 
 # A refusal of a tier plan names the policy.
-refused "policy sink: ladder 16:4t,4:100%: codes are of keys at original positions" \
-  "$kvlab" replay --trace "$trace" --policy window,h2o,sink --ladder 16:4t,4:100% --budget 64 --out other
+refused "policy sink: tiers 16:4t,4:100%: quantized keys need original positions" \
+  "$kvlab" replay --trace "$trace" --policy window,h2o,sink --tiers 16:4t,4:100% --budget 64 --out other
 
 # Beyond the trained context.
 cat "$source/tools/texts/carroll-alice.txt" | head -c 9000 >long.txt
@@ -114,9 +114,9 @@ refused "--prompt-tokens: 512 should be between 1 and 198" "$kvlab" fidelity --m
 
 # Short texts.
 printf 'a' >one.txt
-"$kvlab" eval --model "$tiny" --text one.txt --span all --device cpu >/dev/null 2>one.err
+"$kvlab" eval --model "$tiny" --text one.txt --queries all --device cpu >/dev/null 2>one.err
 prints "only 1 token was scored, so confidence intervals are wide; use at least 1000 (a longer text, or several)" one.err
-"$kvlab" eval --model "$tiny" --text one.txt --span all --policy h2o --budget 4 --device cpu >/dev/null 2>one.err
+"$kvlab" eval --model "$tiny" --text one.txt --queries all --policy h2o --budget 4 --device cpu >/dev/null 2>one.err
 [ "$(grep -c "was scored" one.err)" -eq 1 ] || { cat one.err; fail "a warning is not said once"; }
 refused "a sequence of 2 tokens with a prompt of 1 leaves none to score" \
   "$kvlab" eval --model "$tiny" --text one.txt --device cpu

@@ -29,57 +29,58 @@ po::variables_map parse(const std::string& line) {
   return values;
 }
 
-/// The grid as text: one "policy budget prefill positions" a line.
-std::string grid(const std::string& words, std::span<const std::string_view> references = {}) {
+/// The sweep as text: one "policy budget prefill positions" a line.
+std::string sweep(const std::string& words, std::span<const std::string_view> oracles = {}) {
   std::string text;
-  for (const CacheConfig& c : grid_from(parse(words), references))
+  for (const CacheConfig& c : sweep_from(parse(words), oracles))
     text += fmt::format("{} {} {} {}\n", c.policy.text(), c.budget.text(), c.prefill.text(),
                         name_of(c.positions));
   return text;
 }
 
 std::string message_of(const std::string& words) {
-  return error_of<std::invalid_argument>([&] { grid_from(parse(words)); });
+  return error_of<std::invalid_argument>([&] { sweep_from(parse(words)); });
 }
 
 }  // namespace
 
-TEST_CASE("The grid is every policy at every budget, with the policy's own positions") {
-  CHECK(grid("--policy window,sink --budget 64,20%") ==
+TEST_CASE("The sweep is every policy at every budget, with the policy's own positions") {
+  CHECK(sweep("--policy window,sink --budget 64,20%") ==
         "window:sinks=0:recent=0 64 dense original\n"
         "window:sinks=0:recent=0 20% dense original\n"
         "sink:sinks=4:recent=0 64 dense cache\n"
         "sink:sinks=4:recent=0 20% dense cache\n");
-  CHECK(grid("") == "full all dense original\n");
+  CHECK(sweep("") == "full all dense original\n");
 }
 
-TEST_CASE("The grid takes lists of prefill and position modes") {
-  CHECK(grid("--policy h2o:recent=8 --budget 64 --prefill stream,chunk:63 --positions "
-             "original,cache") ==
+TEST_CASE("The sweep takes lists of prefill and position modes") {
+  CHECK(sweep("--policy h2o:recent=8 --budget 64 --prefill stream,chunk:63 --positions "
+              "original,cache") ==
         "h2o:sinks=0:recent=8 64 stream original\n"
         "h2o:sinks=0:recent=8 64 stream cache\n"
         "h2o:sinks=0:recent=8 64 chunk:63 original\n"
         "h2o:sinks=0:recent=8 64 chunk:63 cache\n");
 }
 
-TEST_CASE("The full cache is one row of the grid, and duplicates are one row") {
-  CHECK(grid("--policy full,sink,sink:sinks=4,full --budget 64,64,96 --prefill dense,stream,stream "
-             "--positions cache") ==
-        "full all dense original\n"
-        "sink:sinks=4:recent=0 64 dense cache\n"
-        "sink:sinks=4:recent=0 64 stream cache\n"
-        "sink:sinks=4:recent=0 96 dense cache\n"
-        "sink:sinks=4:recent=0 96 stream cache\n");
+TEST_CASE("The full cache is one row of the sweep, and duplicates are one row") {
+  CHECK(
+      sweep("--policy full,sink,sink:sinks=4,full --budget 64,64,96 --prefill dense,stream,stream "
+            "--positions cache") ==
+      "full all dense original\n"
+      "sink:sinks=4:recent=0 64 dense cache\n"
+      "sink:sinks=4:recent=0 64 stream cache\n"
+      "sink:sinks=4:recent=0 96 dense cache\n"
+      "sink:sinks=4:recent=0 96 stream cache\n");
 }
 
-TEST_CASE("References come at original positions only") {
-  const std::string_view references[] = {"oracle_topk"};
-  CHECK(grid("--policy oracle_topk --budget 64 --positions cache", references) ==
+TEST_CASE("Oracles come at original positions only") {
+  const std::string_view oracles[] = {"oracle_topk"};
+  CHECK(sweep("--policy oracle_topk --budget 64 --positions cache", oracles) ==
         "oracle_topk 64 dense original\n");
-  CHECK_THROWS_AS(grid_from(parse("--policy oracle_topk --budget 64")), std::invalid_argument);
+  CHECK_THROWS_AS(sweep_from(parse("--policy oracle_topk --budget 64")), std::invalid_argument);
 }
 
-TEST_CASE("Bad grids are refused by name") {
+TEST_CASE("Bad sweeps are refused by name") {
   using Catch::Matchers::ContainsSubstring;
   CHECK_THAT(message_of("--policy sink"), ContainsSubstring("--budget: policy sink needs one"));
   CHECK_THAT(message_of("--policy snik --budget 8"), ContainsSubstring("did you mean 'sink'"));
@@ -233,6 +234,6 @@ TEST_CASE("Texts go by their files' names, or by their paths where those would n
   const std::vector<std::string> all{"a/all.txt", "b/two.txt"};
   CHECK(text_names(all) == all);
   CHECK(error_of<std::invalid_argument>([] { text_names({"all"}); }) ==
-        "--text: all is what figures over all texts go by; write ./all");
+        "--text: all is what metrics over all texts go by; write ./all");
   CHECK(text_names({"./all"}) == std::vector<std::string>{"./all"});
 }

@@ -2,7 +2,7 @@
 // compiled one gives.
 #include <fmt/format.h>
 
-#include "kernels/evict/admission.hpp"
+#include "kernels/evict/append.hpp"
 #include "kernels/runtime/policy_kernels.hpp"
 #include "sim/source/policy_source.hpp"
 #include "tests/kernels/evicting_batch.hpp"
@@ -40,16 +40,16 @@ bool has_nvrtc() {
   return true;
 }
 
-/// A prompt of kPrompt tokens at the end of its admission: what a shrink to kBudget leaves.
-struct Shrunk {
+/// A prompt of kPrompt tokens at the end of its append: what a compaction to kBudget leaves.
+struct CompactedPrompt {
   std::vector<std::int32_t> lengths, next_slots;
   std::vector<std::uint32_t> positions;
   std::vector<std::byte> states;
 
-  bool operator==(const Shrunk&) const = default;
+  bool operator==(const CompactedPrompt&) const = default;
 };
 
-Shrunk shrunk(const kernels::DevicePolicy& policy) {
+CompactedPrompt compact_prompt(const kernels::DevicePolicy& policy) {
   constexpr int kPrompt = 200, kBudget = 32, kHeadSize = 64;
   const std::vector<kvlab_rule> two_rules(2, {kBudget, 2, 8});
   std::vector<Observation> seen(2 * kPrompt);
@@ -69,7 +69,7 @@ Shrunk shrunk(const kernels::DevicePolicy& policy) {
   const auto lengths = array(std::int32_t{0}), next = array(std::int32_t{0}),
              to_lengths = array(std::int32_t{0}), to_next = array(std::int32_t{0});
   const auto now = array(std::uint32_t{0}), ids = array(std::uint32_t{0}),
-             admitted = array(std::uint32_t{kPrompt});
+             appended = array(std::uint32_t{kPrompt});
   const auto seeds = array(std::uint64_t{0});
   const DeviceArray<kvlab_rule> rules(two_rules);
   const DeviceArray<Observation> device_seen(seen);
@@ -81,7 +81,7 @@ Shrunk shrunk(const kernels::DevicePolicy& policy) {
                    .kv_heads = 2,
                    .head_size = kHeadSize,
                    .softmax_scale = 1,
-                   .most_slots = kPrompt,
+                   .max_slots = kPrompt,
                    .first_slot = from_slots.data(),
                    .keys = from_keys.data(),
                    .values = from_values.data(),
@@ -89,31 +89,31 @@ Shrunk shrunk(const kernels::DevicePolicy& policy) {
                    .lengths = lengths.data(),
                    .next_slots = next.data()};
   kvlab_cache to = from;
-  to.most_slots = kBudget;
+  to.max_slots = kBudget;
   to.first_slot = to_slots.data();
   to.keys = to_keys.data();
   to.values = to_values.data();
   to.positions = to_positions.data();
   to.lengths = to_lengths.data();
   to.next_slots = to_next.data();
-  const DeviceArray<std::byte> workspace(kernels::shrink_workspace(from));
-  check_cuda(kernels::shrink(policy,
-                             {.from = from,
-                              .to = to,
-                              .policy = {.states = states.data(),
-                                         .rules = rules.data(),
-                                         .params = nullptr,
-                                         .threshold16 = nullptr,
-                                         .seeds = seeds.data(),
-                                         .sequence_ids = ids.data(),
-                                         .layer = 0,
-                                         .seen = nullptr},
-                              .to_states = to_states.data(),
-                              .now = now.data(),
-                              .admitted = admitted.data(),
-                              .seen = reinterpret_cast<kvlab_observation*>(device_seen.data()),
-                              .workspace = workspace.data()},
-                             nullptr));
+  const DeviceArray<std::byte> workspace(kernels::compact_workspace(from));
+  check_cuda(kernels::compact(policy,
+                              {.from = from,
+                               .to = to,
+                               .policy = {.states = states.data(),
+                                          .rules = rules.data(),
+                                          .params = nullptr,
+                                          .threshold16 = nullptr,
+                                          .seeds = seeds.data(),
+                                          .sequence_ids = ids.data(),
+                                          .layer = 0,
+                                          .seen = nullptr},
+                               .to_states = to_states.data(),
+                               .now = now.data(),
+                               .appended = appended.data(),
+                               .seen = reinterpret_cast<kvlab_observation*>(device_seen.data()),
+                               .workspace = workspace.data()},
+                              nullptr));
   return {to_lengths.to_host(), to_next.to_host(), to_positions.to_host(), to_states.to_host()};
 }
 
@@ -142,15 +142,18 @@ TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, with
   };
   CHECK(kernels::has_text(*h2o));
   CHECK(kernels::has_text(*leaky));
-  CHECK(compiles(*h2o, {1, Tokens::squeezed, true, KVLAB_BF16}, 90));
+  CHECK(compiles(*h2o, {1, Tokens::cache_positions, true, KVLAB_BF16}, 90));
   CHECK(compiles(*h2o, {2, Tokens::exact, true, KVLAB_F16}, 80));
-  CHECK(compiles(
-      *h2o,
-      {.quads = 1, .tokens = Tokens::exact, .in_shared = true, .type = KVLAB_BF16, .largest = true},
-      90));
+  CHECK(compiles(*h2o,
+                 {.head_groups = 1,
+                  .tokens = Tokens::exact,
+                  .in_shared = true,
+                  .type = KVLAB_BF16,
+                  .largest = true},
+                 90));
   CHECK(compiles(*parse_policy("criticalkv").entry, {1, Tokens::exact, true, KVLAB_BF16}, 90));
-  CHECK(compiles(*h2o, {2, Tokens::ladder, true, KVLAB_F16}, 80));
-  CHECK(compiles(*leaky, {2, Tokens::squeezed, false, KVLAB_F32}, 80));
+  CHECK(compiles(*h2o, {2, Tokens::tiered, true, KVLAB_F16}, 80));
+  CHECK(compiles(*leaky, {2, Tokens::cache_positions, false, KVLAB_F32}, 80));
   CHECK(compiles(*leaky, {1, Tokens::exact, false, KVLAB_BF16}, 90));
 }
 
@@ -199,7 +202,7 @@ TEST_CASE("a policy source evicts on the device as on the host, fast and plainly
                                      {.policy = policy, .sequences = 2, .prompt = 20, .steps = 60});
         const Stream stream;
         for (int step = 0; step < 60; ++step) {
-          batch.draw_tokens();
+          batch.sample_tokens();
           check_cuda(batch.enqueue(stream.get()));
           check_cuda(cudaDeviceSynchronize());
           batch.check();
@@ -208,13 +211,13 @@ TEST_CASE("a policy source evicts on the device as on the host, fast and plainly
     }
 }
 
-TEST_CASE("a policy source shrinks a prompt as the compiled one does, to the bit", "[gpu]") {
+TEST_CASE("a policy source compacts a prompt as the compiled one does, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto& [header, policy] : std::span(kHeaders).first(3)) DYNAMIC_SECTION(policy) {
       const kernels::PolicyKernels compiled(source_of(header, policy));
-      const Shrunk own = shrunk(compiled.policy());
+      const CompactedPrompt own = compact_prompt(compiled.policy());
       CHECK(own.lengths == std::vector<std::int32_t>{31, 31});
       for (const kernels::DevicePolicy& other : kernels::device_policies())
-        if (other.name == policy) CHECK((own == shrunk(other)));
+        if (other.name == policy) CHECK((own == compact_prompt(other)));
     }
 }

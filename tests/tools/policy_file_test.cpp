@@ -1,5 +1,5 @@
 // policy.json: reads back, and refuses what would not run.
-#include "engine/loop/policy_file.hpp"
+#include "engine/evaluation/policy_file.hpp"
 
 #include <array>
 
@@ -25,7 +25,8 @@ PolicyFile h2o_file() {
                     .threshold = 0.02},
           .model = "tiny",
           .weights_xxh3 = "fedcba9876543210",
-          .run = {{"hash", "0123456789abcdef"}, {"ties", json::array({"sink"})}}};
+          .run = {{"hash", "0123456789abcdef"},
+                  {"not_significantly_different", json::array({"sink"})}}};
 }
 
 const CacheShape kShape{.layers = 2, .kv_heads = 2, .head_size = 64};
@@ -94,10 +95,10 @@ TEST_CASE("every policy that evicts can be deployed with its defaults") {
   }
 }
 
-TEST_CASE("a policy file names the column that its policy reads") {
+TEST_CASE("a policy file names the feature that its policy reads") {
   const TemporaryFolder folder;
   PolicyFile file = h2o_file();
-  file.cache.policy = parse_policy("column:name=key_norm:keep=-1:recent=9:prompt");
+  file.cache.policy = parse_policy("feature:name=key_norm:keep=-1:recent=9:prompt");
   write_policy_file(folder / "policy.json", file);
   CHECK(read_policy_file(folder / "policy.json").cache.policy.text() == file.cache.policy.text());
 }
@@ -125,18 +126,18 @@ TEST_CASE("a budget in bytes reads back as it was written") {
   CHECK(resolve(read.cache, 1000, 0, {2, 2, 64}).budget_tokens == 256);
 }
 
-TEST_CASE("a ladder reads back as it was written, and those who decode run it") {
+TEST_CASE("a tier plan reads back as it was written, and those who decode run it") {
   const TemporaryFolder folder;
   PolicyFile file = h2o_file();
-  file.cache.policy = parse_policy("h2o:ladder=16@16t+4@100%");
+  file.cache.policy = parse_policy("h2o:tiers=16@16t+4@100%");
   file.cache.positions = Positions::original;
   write_policy_file(folder / "policy.json", file);
-  CHECK(json::parse(read_bytes(folder / "policy.json"))["ladder"] == "16:16t,4:100%");
+  CHECK(json::parse(read_bytes(folder / "policy.json"))["tiers"] == "16:16t,4:100%");
   const CacheConfig cache = read_policy_file(folder / "policy.json").cache;
   CHECK(cache.policy.text() == file.cache.policy.text());
   CHECK(kvlab::refusal(kDecoder, cache).empty());
   CHECK(resolve(cache, 1000, 0, {2, 2, 64}).budget_tokens > 128);
-  for (const Executor& executor : {kCudaDecoder, kCudaReplay, kCudaLoop, kKernelLibrary})
+  for (const Executor& executor : {kCudaDecoder, kCudaReplay, kCudaEvaluation, kKernelLibrary})
     CHECK(kvlab::refusal(executor, cache).empty());
 }
 
@@ -170,17 +171,17 @@ TEST_CASE("a policy file that would not run is refused by file and key") {
       {"/format", 2, "format 2"},
       {"/policy", "h20", "did you mean 'h2o'"},
       {"/policy", "full", "evicts"},
-      {"/policy", "oracle_mass", "unknown policy"},
+      {"/policy", "oracle_attention", "unknown policy"},
       {"/policy", "h2o:sinks=1", "name of a policy"},
       {"/policy", 3, "policy"},
       {"/params/decay", 0.5, "params"},
-      {"/guards/sinks", -1, "sinks"},
-      {"/guards/sinks", "1:recent=2", "sinks"},
-      {"/guards/sinks", 128, "below the budget"},
-      {"/guards/recent", "120%", "recent"},
-      {"/guards/prompt", 1, "prompt should be true"},
-      {"/guards/recent", 125, "exceed the budget"},
-      {"/guards/newest", 1, "guards"},
+      {"/protected/sinks", -1, "sinks"},
+      {"/protected/sinks", "1:recent=2", "sinks"},
+      {"/protected/sinks", 128, "below the budget"},
+      {"/protected/recent", "120%", "recent"},
+      {"/protected/prompt", 1, "prompt should be true"},
+      {"/protected/recent", 125, "exceed the budget"},
+      {"/protected/newest", 1, "protected"},
       {"/budget", 0, "at least 1"},
       {"/budget", -5, "budget"},
       {"/budget", "128", "budget"},
@@ -208,8 +209,8 @@ TEST_CASE("a policy file that would not run is refused by file and key") {
 }
 
 TEST_CASE("every key of a policy file but the record is needed") {
-  for (const char* key : {"format", "policy", "params", "guards", "budget", "positions", "prefill",
-                          "threshold", "model"})
+  for (const char* key : {"format", "policy", "params", "protected", "budget", "positions",
+                          "prefill", "threshold", "model"})
     CHECK_THAT(refusal([&](json& file) { file.erase(key); }), ContainsSubstring(key));
   CHECK(refusal([](json& file) { file.erase("run"); }).empty());
 }

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <random>
 
-#include "engine/loop/deploy/deploy.hpp"
-#include "engine/loop/policy_file.hpp"
+#include "engine/evaluation/deploy/deploy.hpp"
+#include "engine/evaluation/policy_file.hpp"
 #include "policies/aged_set.hpp"
 #include "policies/policy_struct.hpp"
 #include "tests/catch.hpp"
@@ -66,8 +66,8 @@ std::vector<std::vector<std::uint32_t>> kept(const PolicySpec& spec) {
   LiveSet live(spec, 24, {.seed = 3, .sequence = 1, .layer = 2, .kv_head = 0});
   std::vector<std::vector<std::uint32_t>> sets;
   for (std::uint32_t now = 0; now < 400; ++now) {
-    live.make_room(now);
-    live.admit(now, 1);
+    live.evict_to_budget(now);
+    live.append(now, 1);
     std::vector<Observation> seen(live.size());
     for (Observation& one : seen) one = {.mass = random() % 100, .queries = 1};
     live.observe(seen);
@@ -162,7 +162,7 @@ TEST_CASE("a header's ranks are whole numbers or doubles, as its return type say
   const auto entry = compiled(replaced(real, "return slot.most;", "return -1.0 * slot.most;"));
   CHECK(entry->rank_type == RankType::real);
   LiveSet live(parse_policy("peak", {}, entry), kNoBudget, {});
-  live.admit(0, 2);
+  live.append(0, 2);
   live.observe(std::vector<Observation>{{.mass = 3, .queries = 2}, {.mass = 8, .queries = 1}});
   CHECK(live.ranks(2).keys == std::vector{rank_key(-3.0), rank_key(-8.0)});
 }
@@ -179,7 +179,7 @@ TEST_CASE("what check_policy says comes through, at the struct's line") {
   CHECK(
       compile_error(replaced(peak_text(), "void observe", "void obsrve")) ==
       "my.hpp: does not compile\n"
-      "my.hpp:15: error: policy: kInfo.needs asks for observations, so it needs `static constexpr "
+      "my.hpp:15: error: policy: kInfo.needs requests observations, so it needs `static constexpr "
       "void observe(Slot&, const Observation&, const Params&, const Step&)`");
   CHECK(compile_error(replaced(peak_text(), "PolicyInfo kInfo", "PolicyInfo info")) ==
         "my.hpp: does not compile\n"
@@ -227,7 +227,7 @@ TEST_CASE("functions of the mathematical library are refused by name") {
 TEST_CASE("names of kvlab's own are taken") {
   CHECK(compile_error(replaced(peak_text(), "\"peak\"", "\"h2o\"")) ==
         "my.hpp: kInfo.name 'h2o' is taken by a policy of kvlab; give another");
-  CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"oracle_mass\"")),
+  CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"oracle_attention\"")),
              ContainsSubstring("is taken"));
   CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"pe:ak\"")),
              ContainsSubstring("should be letters, digits and underscores"));

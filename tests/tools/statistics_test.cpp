@@ -1,5 +1,5 @@
 // Ranks, quantiles, and the bootstrap.
-#include "engine/loop/statistics.hpp"
+#include "engine/evaluation/statistics.hpp"
 
 #include <cmath>
 #include <numeric>

@@ -7,14 +7,14 @@ kvlab=$1 source=$2 part=$3
 enter_scratch
 for name in first second; do ln -s "$source/traces/samples/tiny-story" $name; done
 
-grid="--policy h2o,lru,streaming_h2o --budget 16,32,64,128"
+sweep="--policy h2o,lru,streaming_h2o --budget 16,32,64,128"
 units=16 # 2 traces, 4 layers, 2 KV heads
 children() { cat /proc/$1/task/$1/children; }
 # start RUN OPTION...: what this script replays, over both traces, in the place of the shell ($! is kvlab).
 start() {
   run=$1
   shift
-  exec "$kvlab" replay --trace first second $grid --out "$run" "$@"
+  exec "$kvlab" replay --trace first second $sweep --out "$run" "$@"
 }
 replay() { (start "$@"); }
 same() {
@@ -58,7 +58,7 @@ killed_at_several_moments() {
     before=$(finished run$threads)
     replay run$threads --threads $threads >/dev/null 2>err.txt
     for file in "$1" "$2" "$3"; do grep -qF "$file: " err.txt || fail "$file was not named"; done
-    grep -qF "$((before - 3)) of $units units are finished" err.txt || fail "it began again: $(cat err.txt)"
+    grep -qF "$((before - 3)) of $units head tasks are finished" err.txt || fail "it began again: $(cat err.txt)"
     same run$threads
   done
 }
@@ -72,10 +72,10 @@ refused_or_afresh() {
   refused "another kvlab replay is at work" replay run
   kill_at run 1 $pid
   cp -r run.part kept.part
-  refused "differs in: grid" replay run --seed 3
-  refused "differs in: span" replay run --span all
-  refused "differs in: traces" "$kvlab" replay --trace first $grid --out run
-  refused "differs in: build" sh -c "cp '$kvlab' . && printf x >>kvlab && exec ./kvlab replay --trace first second $grid --out run"
+  refused "differs in: sweep" replay run --seed 3
+  refused "differs in: queries" replay run --queries all
+  refused "differs in: traces" "$kvlab" replay --trace first $sweep --out run
+  refused "differs in: build" sh -c "cp '$kvlab' . && printf x >>kvlab && exec ./kvlab replay --trace first second $sweep --out run"
   diff -r run.part kept.part >/dev/null || fail "a refused replay changed what was kept"
   "$kvlab" replay --trace first --policy window --budget 16 --out run --fresh >/dev/null
   [ -e run/results.csv ] && [ ! -e run.part ] || fail "--fresh did not start again"
@@ -108,7 +108,7 @@ several_processes() {
     processes=$1 run=$2
     shift 2
     exec timeout -k 5 120 mpirun --oversubscribe --bind-to none -np "$processes" \
-      "$kvlab" replay --trace first second $grid --out "$run" "$@"
+      "$kvlab" replay --trace first second $sweep --out "$run" "$@"
   }
   spread() { (start_spread "$@"); }
   for processes in 1 2 4; do
@@ -129,7 +129,7 @@ several_processes() {
   [ $code -ne 0 ] && [ ! -e dead ] || fail "a process died, and nobody noticed"
   [ "$(finished dead)" -ge 2 ] || fail "finished units were lost"
   replay dead >/dev/null 2>err.txt
-  grep -qF "units are finished" err.txt || fail "it began again"
+  grep -qF "head tasks are finished" err.txt || fail "it began again"
   same dead
   # The leader fails in its work (something is where a unit should go): its error, once, and an end.
   start blocked --threads 1 >/dev/null 2>&1 &
@@ -144,8 +144,8 @@ several_processes() {
   refused "--layers: 'x'" spread 3 bad --layers x
   [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
   refused "process 1 of 2: has other traces" timeout -k 5 120 mpirun --oversubscribe \
-    -np 1 "$kvlab" replay --trace first second $grid --out odd : \
-    -np 1 "$kvlab" replay --trace first $grid --out odd
+    -np 1 "$kvlab" replay --trace first second $sweep --out odd : \
+    -np 1 "$kvlab" replay --trace first $sweep --out odd
   [ ! -e odd ] && [ ! -e odd.part ] || fail "something was left behind"
 }
 

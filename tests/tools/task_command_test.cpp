@@ -17,16 +17,17 @@ using test::kTiny;
 using test::refusal;
 
 const std::string kTask =
-    "task passkey --device cpu --words 20 --depth 0% --draws 1 "
+    "task passkey --device cpu --words 20 --depth 0% --samples 1 "
     "--max-new-tokens 2 --query-aware ";
 const std::string kQuestion = kTask + "--model " + kTiny;
 
-TEST_CASE("A run leaves a figure a row, an answer a row, and what was asked") {
+TEST_CASE("A run leaves a metric a row, an answer a row, and what was asked") {
   const test::TemporaryFolder folder;
   const std::string out = (folder / "run").string();
-  CHECK(call("task needle --kind multi-key --policy window,sink --budget 24,32 --words 20,30 "
-             "--depth 0%,100% --draws 2 --max-new-tokens 4 --query-agnostic --device cpu --model " +
-             kTiny + " --out " + out) == 0);
+  CHECK(
+      call("task needle --kind multi-key --policy window,sink --budget 24,32 --words 20,30 "
+           "--depth 0%,100% --samples 2 --max-new-tokens 4 --query-agnostic --device cpu --model " +
+           kTiny + " --out " + out) == 0);
   const std::string answers = read_text_file(out + "/answers.csv", 1 << 20);
   CsvReader reader(answers);
   std::size_t rows = 0;
@@ -37,11 +38,11 @@ TEST_CASE("A run leaves a figure a row, an answer a row, and what was asked") {
     CHECK((*fields)[7] == "query-agnostic");
   }
   CHECK(rows == 1 + 5 * 2 * 2 * 2);  // configurations, lengths, depths, draws
-  const std::string figures = read_text_file(out + "/task.csv", 1 << 20);
-  CHECK(figures.find("window,sinks=0:recent=0,24,dense,original,0,query-agnostic,20,100%,"
+  const std::string metrics = read_text_file(out + "/task.csv", 1 << 20);
+  CHECK(metrics.find("window,sinks=0:recent=0,24,dense,original,0,query-agnostic,20,100%,"
                      "exact_match,") != std::string::npos);
   const auto about = parse_json(read_text_file(out + "/task.json", 1 << 20), "task.json");
-  CHECK(about.at("draws") == 2);
+  CHECK(about.at("samples") == 2);
   CHECK(about.at("chat") == "none");
   CHECK_THROWS_AS(call("task recall --model " + kTiny + " --out " + out), std::runtime_error);
 }
@@ -74,7 +75,7 @@ TEST_CASE("A folder that something else fills is left alone, and refused for ans
     CHECK(std::filesystem::exists(path + ".part/trace"));
 }
 
-TEST_CASE("What a task of something else has left is named, and thrown away if that is asked for") {
+TEST_CASE("What a task of something else has left is named, and thrown away if that is requested") {
   const test::TemporaryFolder folder;
   const std::string out = (folder / "run").string();
   std::filesystem::create_directory(out + ".part");
@@ -108,7 +109,7 @@ TEST_CASE("What is wrong is named, with what would be right") {
            {"passkey --depth 50",
             "--depth: \"50\" should be a list such as 0%,50%,100%, each between 0% and 100%"},
            {"passkey --depth 101%", "--depth: \"101%\" should be"},
-           {"passkey --draws 0", "--draws: 0 should be between 1 and 100000"},
+           {"passkey --samples 0", "--samples: 0 should be between 1 and 100000"},
            {"passkey --keys 2", "--keys: is for kvlab task needle; leave it out"},
            {"needle --reassigned", "--reassigned: is for kvlab task recall; leave it out"},
            {"needle --kind many", "--kind: \"many\" should be single, multi-key or multi-value"},

@@ -1,4 +1,4 @@
-#include "engine/loop/conversation.hpp"
+#include "engine/evaluation/conversation.hpp"
 
 #include <malloc.h>
 #include <utf8proc.h>

@@ -1,12 +1,12 @@
-// The grid, the race, and the whole of `kvlab tune`.
-#include "engine/loop/tune/tune.hpp"
+// The sweep, successive halving, and the whole of `kvlab tune`.
+#include "engine/evaluation/tune/tune.hpp"
 
 #include <algorithm>
 #include <cmath>
 
 #include "engine/backend.hpp"
 #include "engine/capture.hpp"
-#include "engine/loop/pages/pages.hpp"
+#include "engine/evaluation/pages/pages.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -22,8 +22,8 @@ TEST_CASE("A bare name stands for its variants, and settings for themselves") {
   CHECK(texts.size() == 8);
   CHECK(std::ranges::find(texts, "h2o:sinks=4:recent=90%") != texts.end());
   CHECK(std::ranges::find(texts, "h2o:sinks=0:recent=50%") != texts.end());
-  CHECK(policy_variants("lru", 64, {}).size() == 10);    // its default guards nothing recent
-  CHECK(policy_variants("window", 64, {}).size() == 2);  // the oldest leave first anyway
+  CHECK(policy_variants("lru", 64, {}).size() == 10);    // its default protects nothing recent
+  CHECK(policy_variants("window", 64, {}).size() == 2);  // the oldest are evicted first anyway
   REQUIRE(policy_variants("h2o:recent=10%", 64, {}).size() == 1);
   CHECK(policy_variants("h2o:recent=10%", 64, {})[0].text() == "h2o:sinks=0:recent=10%");
   CHECK(policy_variants("h2o", 4, {}).size() == 4);  // four sinks do not fit
@@ -32,7 +32,7 @@ TEST_CASE("A bare name stands for its variants, and settings for themselves") {
   const auto names = tunable_policies({});
   CHECK(std::ranges::find(names, "random") == names.end());
   CHECK(std::ranges::find(names, "h2o") != names.end());
-  // The policy's own guards, beside those that all policies are tried with.
+  // The policy's own protected tokens, beside those that all policies are tried with.
   texts.clear();
   for (const PolicySpec& spec : policy_variants("nacl", 200, {})) texts.push_back(spec.text());
   CHECK(std::ranges::find(texts, parse_policy("nacl").text()) != texts.end());
@@ -40,11 +40,11 @@ TEST_CASE("A bare name stands for its variants, and settings for themselves") {
   CHECK(std::ranges::find(texts, parse_policy("roco:sinks=4").text()) != texts.end());
 }
 
-TEST_CASE("The standard ladders hold 16 bit, and each can be read") {
+TEST_CASE("The standard tier plans hold 16 bit, and each can be read") {
   std::vector<std::string> texts;
-  for (const char* const text : kStandardLadders) texts.push_back(parse_ladder(text).text());
-  CHECK(parse_ladder(kStandardLadders[0]).is_plain());
-  CHECK(std::ranges::equal(texts, kStandardLadders));
+  for (const char* const text : kStandardTierPlans) texts.push_back(parse_tier_plan(text).text());
+  CHECK(parse_tier_plan(kStandardTierPlans[0]).is_plain());
+  CHECK(std::ranges::equal(texts, kStandardTierPlans));
 }
 
 TEST_CASE("Parameters are tried around their defaults, within their range") {
@@ -63,112 +63,113 @@ TEST_CASE("Parameters are tried around their defaults, within their range") {
 
 TEST_CASE("Rounds take a quarter of the texts, as many again, then the rest") {
   using Rounds = std::vector<std::vector<std::size_t>>;
-  CHECK(race_texts(1) == Rounds{{0}});
-  CHECK(race_texts(3) == Rounds{{0}, {1}, {2}});
-  CHECK(race_texts(8) == Rounds{{0, 1}, {2, 3}, {4, 5, 6, 7}});
+  CHECK(halving_texts(1) == Rounds{{0}});
+  CHECK(halving_texts(3) == Rounds{{0}, {1}, {2}});
+  CHECK(halving_texts(8) == Rounds{{0, 1}, {2, 3}, {4, 5, 6, 7}});
 }
 
-/// KL by token of contenders whose means are given, with noise that all of them share, and noise of
-/// their own.
-RaceRun invented(const std::vector<double>& means, double own = 0.05) {
-  return [means, own](std::size_t text, std::span<const std::size_t> contenders) {
+/// KL by token of configurations whose means are given, with noise that all of them share, and
+/// noise of their own.
+HalvingRunner invented(const std::vector<double>& means, double own = 0.05) {
+  return [means, own](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
-    for (const std::size_t contender : contenders) {
+    for (const std::size_t configuration : configurations) {
       auto& tokens = scores.emplace_back();
       for (std::size_t i = 0; i < 1024; ++i) {
         const auto place = static_cast<double>(i + 1024 * text);
-        tokens.push_back(means[contender] + std::sin(place) +
-                         own * std::sin(place * static_cast<double>(contender + 2) * 0.7));
+        tokens.push_back(means[configuration] + std::sin(place) +
+                         own * std::sin(place * static_cast<double>(configuration + 2) * 0.7));
       }
     }
     return scores;
   };
 }
 
-TEST_CASE("A race ends with the best ahead, at a quarter of the work") {
+TEST_CASE("Successive halving ends with the best ahead, at a quarter of the work") {
   std::vector<double> means(40);
   for (std::size_t i = 0; i < means.size(); ++i)
-    means[i] = 1 + 0.05 * std::fabs(static_cast<double>(i) - 5);  // the open loop's sixth
-  const Race race =
-      run_race({.contenders = 40, .lengths = std::vector<std::uint64_t>(8, 1024)}, invented(means));
-  CHECK(race.first == std::vector<std::size_t>{5});
-  CHECK(race.exhaustive == 41 * 8 * 1024);
-  CHECK(race.work <= race.exhaustive / 4);
+    means[i] = 1 + 0.05 * std::fabs(static_cast<double>(i) - 5);  // the offline replay's sixth
+  const Halving halving = successive_halving(
+      {.configurations = 40, .lengths = std::vector<std::uint64_t>(8, 1024)}, invented(means));
+  CHECK(halving.first == std::vector<std::size_t>{5});
+  CHECK(halving.exhaustive == 41 * 8 * 1024);
+  CHECK(halving.work <= halving.exhaustive / 4);
   std::uint64_t work = 0;
-  for (const RaceRound& round : race.rounds)
+  for (const HalvingRound& round : halving.rounds)
     work += round.texts.size() * 1024 * (round.entries.size() + 1);
-  CHECK(race.work == work);
-  CHECK(race.rounds.front().entries.front().contender == 5);
+  CHECK(halving.work == work);
+  CHECK(halving.rounds.front().entries.front().configuration == 5);
 }
 
-TEST_CASE("A race stops where more text would not tell those that are left apart") {
+TEST_CASE("Successive halving stops where more text would not tell those that are left apart") {
   const std::vector<double> means{1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
-  const Race race = run_race({.contenders = 16, .lengths = std::vector<std::uint64_t>(4, 1024)},
-                             invented(means, 0.5));
-  std::vector<std::size_t> first = race.first;
+  const Halving halving = successive_halving(
+      {.configurations = 16, .lengths = std::vector<std::uint64_t>(4, 1024)}, invented(means, 0.5));
+  std::vector<std::size_t> first = halving.first;
   std::ranges::sort(first);
   CHECK(first.size() >= 2);
-  CHECK(std::ranges::all_of(first, [](std::size_t contender) { return contender < 3; }));
-  CHECK(race.end == RaceEnd::alike);
-  CHECK(race.rounds.size() == 1);
+  CHECK(std::ranges::all_of(first, [](std::size_t configuration) { return configuration < 3; }));
+  CHECK(halving.end == HalvingEnd::alike);
+  CHECK(halving.rounds.size() == 1);
 }
 
-TEST_CASE("A race goes on where more text may tell those that are left apart") {
+TEST_CASE("Successive halving goes on where more text may tell those that are left apart") {
   // A lead within its interval after two texts, but not within what the interval would be after
   // all.
   const std::vector<double> means{1, 1.03, 3, 3, 3, 3, 3, 3};
-  const RaceRun run = [&](std::size_t text, std::span<const std::size_t> contenders) {
+  const HalvingRunner run = [&](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
-    for (const std::size_t contender : contenders) {
-      const double own = contender == 1 ? text % 2 == 0 ? 0.003 : -0.003 : 0;
-      scores.emplace_back(1024, means[contender] + own);
+    for (const std::size_t configuration : configurations) {
+      const double own = configuration == 1 ? text % 2 == 0 ? 0.003 : -0.003 : 0;
+      scores.emplace_back(1024, means[configuration] + own);
     }
     return scores;
   };
-  const RaceField field{.contenders = 8, .lengths = std::vector<std::uint64_t>(8, 1024)};
-  const Race race = run_race(field, run);
-  CHECK_FALSE(race.rounds.front().entries[1].behind.told_apart());
-  CHECK(race.rounds.size() > 1);
-  CHECK(race.end != RaceEnd::alike);
+  const HalvingInput field{.configurations = 8, .lengths = std::vector<std::uint64_t>(8, 1024)};
+  const Halving halving = successive_halving(field, run);
+  CHECK_FALSE(halving.rounds.front().entries[1].behind.significantly_different());
+  CHECK(halving.rounds.size() > 1);
+  CHECK(halving.end != HalvingEnd::alike);
 
   // Too few tokens of one text say nothing at all; two texts that are equal say that others may be.
-  const Race brief = run_race({.contenders = 3, .lengths = {2, 2, 2}},
-                              [](std::size_t, std::span<const std::size_t> contenders) {
-                                return std::vector(contenders.size(), std::vector<double>(2, 1.0));
-                              });
+  const Halving brief =
+      successive_halving({.configurations = 3, .lengths = {2, 2, 2}},
+                         [](std::size_t, std::span<const std::size_t> configurations) {
+                           return std::vector(configurations.size(), std::vector<double>(2, 1.0));
+                         });
   CHECK(brief.rounds.size() == 2);
-  CHECK(brief.end == RaceEnd::alike);
+  CHECK(brief.end == HalvingEnd::alike);
 }
 
 TEST_CASE("A small lead on the first text decides nothing") {
-  const RaceRun run = [](std::size_t text, std::span<const std::size_t> contenders) {
+  const HalvingRunner run = [](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
-    for (const std::size_t contender : contenders) {
+    for (const std::size_t configuration : configurations) {
       // The first is 2% better on two texts and 10% worse on the others; all others are far behind.
-      const double mean = contender > 1 ? 3 : contender == 1 ? 1.02 : text < 2 ? 1.0 : 1.12;
+      const double mean = configuration > 1 ? 3 : configuration == 1 ? 1.02 : text < 2 ? 1.0 : 1.12;
       scores.emplace_back(1024, mean);
     }
     return scores;
   };
-  const Race race =
-      run_race({.contenders = 16, .lengths = std::vector<std::uint64_t>(8, 1024)}, run);
-  CHECK(race.rounds.front().entries.front().contender == 0);
-  CHECK(race.first == std::vector<std::size_t>{1});
+  const Halving halving = successive_halving(
+      {.configurations = 16, .lengths = std::vector<std::uint64_t>(8, 1024)}, run);
+  CHECK(halving.rounds.front().entries.front().configuration == 0);
+  CHECK(halving.first == std::vector<std::size_t>{1});
 }
 
 TEST_CASE("Configurations that the work limit dropped are not called significantly worse") {
   std::vector<double> means;  // behind by too little to leave, and by enough to go on
   for (std::size_t i = 0; i < 24; ++i) means.push_back(1 + 0.02 * static_cast<double>(i % 3));
-  const Race race =
-      run_race({.contenders = 24, .lengths = std::vector<std::uint64_t>(4, 1024)}, invented(means));
-  CHECK(race.limited);
+  const Halving halving = successive_halving(
+      {.configurations = 24, .lengths = std::vector<std::uint64_t>(4, 1024)}, invented(means));
+  CHECK(halving.limited);
   std::size_t spared = 0, next = 0;
-  for (const RaceEntry& entry : race.rounds[0].entries) {
-    spared += entry.fate == RaceFate::spared;
-    next += entry.fate == RaceFate::stays;
+  for (const HalvingEntry& entry : halving.rounds[0].entries) {
+    spared += entry.fate == HalvingFate::dropped;
+    next += entry.fate == HalvingFate::stays;
   }
   CHECK(spared > 0);
-  CHECK(next == race.rounds[1].entries.size());
+  CHECK(next == halving.rounds[1].entries.size());
 }
 
 TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
@@ -185,40 +186,40 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   }
   for (const char* policy : {"window", "lru", "h2o", "sink"})
     for (PolicySpec& spec : policy_variants(policy, 32, {}))
-      request.grid.push_back(
+      request.sweep.push_back(
           {.policy = spec, .budget = parse_budget("32"), .positions = spec.entry->info.positions});
   request.threads = 2;
-  request.answers = {.tasks = {{{.kind = TaskKind::passkey}, 20}}, .draws = 1};
+  request.task_accuracy = {.tasks = {{{.kind = TaskKind::passkey}, 20}}, .samples = 1};
   double done = 0;
   request.progress = [&](double share) { done = share; };
   const OutputSketch sketch = output_sketch(directory, kSketchSeed, 2);
-  const Tuning tuning = tune(*backend, sweep_by_layers(model), sketch, tokenizer, request);
+  const Tuning tuning = tune(*backend, layer_sweep_runner(model), sketch, tokenizer, request);
   CHECK(tuning.metric == "residual_error");
-  CHECK(tuning.race.work <= tuning.race.exhaustive / 4);
+  CHECK(tuning.halving.work <= tuning.halving.exhaustive / 4);
   CHECK(done == 1);
   CHECK(tuning.finalists.front() == tuning.judged_configs[tuning.recommendation.choice]);
-  REQUIRE(tuning.asked.size() == 1);
-  CHECK(tuning.asked[0].draws() == 5);
+  REQUIRE(tuning.evaluated.size() == 1);
+  CHECK(tuning.evaluated[0].samples() == 5);
   // Of every policy somebody answers, and all that are near in KL.
   for (const char* policy : {"window", "lru", "h2o", "sink"})
     CHECK(std::ranges::any_of(tuning.finalists, [&](std::size_t config) {
-      return request.grid[config].policy.name == policy;
+      return request.sweep[config].policy.name == policy;
     }));
 
   const PolicyFile file = policy_file_of(tuning, request, *backend);
   const test::TemporaryFolder folder;
   write_policy_file(folder / "policy.json", file);
   const PolicyFile read = read_policy_file(folder / "policy.json");
-  CHECK(read.cache.policy.text() == request.grid[tuning.winner].policy.text());
+  CHECK(read.cache.policy.text() == request.sweep[tuning.winner].policy.text());
   CHECK(read.cache.budget.extent.tokens == 32);
-  CHECK((*JsonValue(read.run)).at("rounds").size() == tuning.race.rounds.size());
-  CHECK(read.run["truths"]["deployed"] == read.cache.policy.text());
+  CHECK((*JsonValue(read.run)).at("rounds").size() == tuning.halving.rounds.size());
+  CHECK(read.run["criteria"]["deployed"] == read.cache.policy.text());
   CHECK(read.run["layers"] == "all");
-  const std::string page = race_page(folder / "policy.json");
+  const std::string page = halving_page(folder / "policy.json");
   for (const char* said : {"Best by KL: ", "so confidence intervals are wide", "Task accuracy",
                            "Beside the full cache", "Recommendation by KL"})
     CHECK(page.find(said) != std::string::npos);
-  CHECK(read.run["truths"]["policies"].size() == tuning.finalists.size());
+  CHECK(read.run["criteria"]["policies"].size() == tuning.finalists.size());
   CHECK(read.run["scores"][0]["policy"] == "full");
   CHECK(read.run["scores"][0]["kl"] == 0);
   CHECK(read.run["scores"][1]["perplexity"] > read.run["scores"][0]["perplexity"]);
@@ -226,32 +227,32 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(read.run["recommendation"]["warnings"].dump().find("tokens were scored") !=
         std::string::npos);
 
-  // By what the race says: the winner's KL beats or ties every other of the last round.
-  const auto& entries = tuning.race.rounds.back().entries;
-  for (const RaceEntry& entry : entries) CHECK(entry.kl >= entries.front().kl);
+  // By what successive halving says: the winner's KL beats or ties every other of the last round.
+  const auto& entries = tuning.halving.rounds.back().entries;
+  for (const HalvingEntry& entry : entries) CHECK(entry.kl >= entries.front().kl);
 
-  // Those that keep what they decode hold more than the budget: they do not race.
+  // Those that keep what they decode are over budget: they do not take part.
   TuneRequest alike = request;
-  alike.answers.tasks.clear();
-  alike.grid.clear();
+  alike.task_accuracy.tasks.clear();
+  alike.sweep.clear();
   for (const char* policy : {"window:once:recent=31", "window:once", "sink", "window"})
-    alike.grid.push_back({.policy = parse_policy(policy), .budget = parse_budget("32")});
-  const Tuning kept = tune(*backend, sweep_by_layers(model), sketch, tokenizer, alike);
+    alike.sweep.push_back({.policy = parse_policy(policy), .budget = parse_budget("32")});
+  const Tuning kept = tune(*backend, layer_sweep_runner(model), sketch, tokenizer, alike);
   CHECK(kept.memory[0].peak == kept.memory[1].peak);
   CHECK(kept.memory[0].peak > 5 * kept.memory[2].peak);
-  CHECK(kept.more.size() == 2);
+  CHECK(kept.over_budget.size() == 2);
   CHECK(kept.winner >= 2);
   const auto evidence = policy_file_of(kept, alike, *backend).run;
-  CHECK(evidence["holds_more"].size() == 2);
+  CHECK(evidence["over_budget"].size() == 2);
   CHECK(evidence["recommendation"]["note"] == "Task accuracy was not measured.");
-  CHECK(evidence["truths"]["why"] == "task accuracy was not measured");
-  // Where all do, they race.
-  alike.grid.resize(2);
-  CHECK(tune(*backend, sweep_by_layers(model), sketch, tokenizer, alike).more.empty());
+  CHECK(evidence["criteria"]["why"] == "task accuracy was not measured");
+  // Where all do, they take part.
+  alike.sweep.resize(2);
+  CHECK(tune(*backend, layer_sweep_runner(model), sketch, tokenizer, alike).over_budget.empty());
 
   request.metric = "nothing";
   CHECK(test::error_of<std::invalid_argument>([&] {
-          tune(*backend, sweep_by_layers(model), sketch, tokenizer, request);
+          tune(*backend, layer_sweep_runner(model), sketch, tokenizer, request);
         }).find("nothing") != std::string::npos);
 }
 

@@ -1,5 +1,5 @@
 // The decoder's evictions against the simulator's, on the bundled model.
-#include "engine/loop/verify.hpp"
+#include "engine/evaluation/verify.hpp"
 
 #include <cmath>
 #include <fstream>
@@ -72,14 +72,14 @@ void check(Backend& backend, const ResolvedConfig& options, const std::vector<Ve
   if (options.policy.entry->info.needs != Needs::nothing) CHECK(report.observations > 0);
 }
 
-TEST_CASE("The engine and the simulator evict the same tokens, whatever is asked for") {
+TEST_CASE("The engine and the simulator evict the same tokens, whatever is requested") {
   const auto backend = cpu_backend(model(), 2);
   const CacheShape heads = backend->config().heads();
   test::Choices choices{
-      .beside = {"column:name=key_norm", "column:name=value_norm", "column:name=value_norm1",
-                 "column:name=key_cosine", "column:name=value_out_norm1", "lru:prompt",
+      .beside = {"feature:name=key_norm", "feature:name=value_norm", "feature:name=value_norm1",
+                 "feature:name=key_cosine", "feature:name=value_out_norm1", "lru:prompt",
                  "vatp*key_norm"},
-      .ladders = {"", "16@12t+8@30%+4@70%", "4", "fp8@50%+k4v2@50%", "8@25%+4@50%+2@25%"},
+      .tier_plans = {"", "16@12t+8@30%+4@70%", "4", "fp8@50%+k4v2@50%", "8@25%+4@50%+2@25%"},
       .budgets = test::budgets_about(36, heads)};
   choices.budgets.push_back(parse_budget("10%bytes"));
   const auto turns = two_turns(60);
@@ -88,16 +88,16 @@ TEST_CASE("The engine and the simulator evict the same tokens, whatever is asked
     check(*backend, resolve(config.at_prompt(81), 300, 0, heads), turns);
 }
 
-TEST_CASE("A decoder refuses a column that it cannot compute") {
+TEST_CASE("A decoder refuses a feature that it cannot compute") {
   const auto backend = cpu_backend(model(), 2);
   const ResolvedConfig options =
-      resolve({.policy = parse_policy("column:name=mine"), .budget = {.extent = tokens(32)}}, 32);
-  CHECK_THROWS_WITH(
-      verify_decoder(*backend, options, two_turns(4), {}, {}),
-      "policy column: column mine: a decoder computes key_norm, value_norm, "
-      "value_norm1, key_cosine, value_out_norm1, lagkv, expected_attention, "
-      "redundancy and no other; a replay reads it from a trace, the closed loop on the CPU by "
-      "--columns");
+      resolve({.policy = parse_policy("feature:name=mine"), .budget = {.extent = tokens(32)}}, 32);
+  CHECK_THROWS_WITH(verify_decoder(*backend, options, two_turns(4), {}, {}),
+                    "policy feature: feature mine: a decoder computes key_norm, value_norm, "
+                    "value_norm1, key_cosine, value_out_norm1, lagkv, expected_attention, "
+                    "redundancy and no other; a replay reads it from a trace, the end-to-end "
+                    "evaluation on the CPU by "
+                    "--features");
 }
 
 TEST_CASE("A policy that needs mass and requests is verified by both") {
@@ -239,8 +239,8 @@ TEST_CASE("verify holds on a device, on every tier and in every mode", "[gpu]") 
   const auto backend = load_backend(Device::cuda, kModel, 2);
   const auto turns = two_turns(40);
   for (const char* policy :
-       {"full", "full:ladder=4", "window", "sink", "random", "h2o", "tova:scope=layer",
-        "h2o:ladder=fp8", "h2o:ladder=4", "window:ladder=16@12t+8@30%+2@70%"})
+       {"full", "full:tiers=4", "window", "sink", "random", "h2o", "tova:scope=layer",
+        "h2o:tiers=fp8", "h2o:tiers=4", "window:tiers=16@12t+8@30%+2@70%"})
     for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}}) {
       ResolvedConfig config = fault_config(policy);
       config.prefill = prefill;

@@ -5,7 +5,7 @@
 
 namespace kvlab::test {
 
-using kvlab::write_column;
+using kvlab::write_feature;
 using kvlab::write_gradients;
 
 /// Makes a trace of format 1 one of format 2, without extras.

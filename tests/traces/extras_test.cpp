@@ -32,8 +32,8 @@ OutputSketch sketch_of(const ModelShape& shape) {
 }
 
 /// The norm of token t is t + layer.
-void admit_with_residuals(TraceWriter& writer, std::uint32_t first, std::uint32_t count,
-                          float worst = 0) {
+void append_with_residuals(TraceWriter& writer, std::uint32_t first, std::uint32_t count,
+                           float worst = 0) {
   const Sample& s = two_shards();
   const auto rows = [&](const std::vector<float>& all) {
     const std::size_t width = all.size() / s.tokens();
@@ -53,19 +53,19 @@ void admit_with_residuals(TraceWriter& writer, std::uint32_t first, std::uint32_
 
 std::filesystem::path write_whole(const TemporaryFolder& folder, float worst = 0) {
   TraceHeader header = two_shards().header;
-  header.spans = {{"early", 3, 5}, {"late", 1090, 10}};
+  header.passages = {{"early", 3, 5}, {"late", 1090, 10}};
   TraceWriter writer(folder / "t", header);
   writer.sketch(sketch_of(header.shape));
-  admit_with_residuals(writer, 0, kTokens, worst);
+  append_with_residuals(writer, 0, kTokens, worst);
   writer.finish();
   return folder / "t";
 }
 
-TEST_CASE("Residual norms, the sketch and spans are read as they were written") {
+TEST_CASE("Residual norms, the sketch and passages are read as they were written") {
   const TemporaryFolder folder;
   const TraceReader trace = open_verified_trace(write_whole(folder), 1);
   REQUIRE(trace.has_residuals());
-  CHECK(trace.header().spans == std::vector<NamedSpan>{{"early", 3, 5}, {"late", 1090, 10}});
+  CHECK(trace.header().passages == std::vector<Passage>{{"early", 3, 5}, {"late", 1090, 10}});
   std::vector<float> norms(kTokens);
   trace.residual_norm2(1, norms.data());
   for (std::uint32_t t = 0; t < kTokens; ++t) REQUIRE(norms[t] == static_cast<float>(t + 1));
@@ -120,7 +120,7 @@ TEST_CASE("Damaged extras are refused by name") {
     return error_of([&] { TraceReader::open(path); });
   };
   CHECK_THAT(error_with([](json& m) { m["spans"][0]["tokens"] = 2000; }),
-             ContainsSubstring("spans[0]") && ContainsSubstring("tokens"));
+             ContainsSubstring("passages[0]") && ContainsSubstring("tokens"));
   CHECK_THAT(error_with([](json& m) { m["spans"][1]["name"] = "early"; }),
              ContainsSubstring("the name \"early\" is there twice"));
   CHECK_THAT(error_with([](json& m) { m["spans"][1]["name"] = "a\nb"; }),
@@ -156,19 +156,20 @@ TEST_CASE("A residual norm that no decoder computed does not verify") {
 }
 
 /// Element i of a layer is i, counted through the layers and files.
-std::filesystem::path write_with_gradients(const TemporaryFolder& folder, std::uint32_t draws) {
+std::filesystem::path write_with_gradients(const TemporaryFolder& folder,
+                                           std::uint32_t gradient_samples) {
   const auto path = write_whole(folder);
   float next = 0;
-  write_gradients(path, draws, [&] { return next++; });
+  write_gradients(path, gradient_samples, [&] { return next++; });
   return path;
 }
 
 TEST_CASE("Gradients are read as they were written, times their scale") {
   const TemporaryFolder folder;
   const TraceReader trace = open_verified_trace(write_with_gradients(folder, 3), 2);
-  REQUIRE(trace.draws() == 3);
-  CHECK(trace.draws(Span::decode) == 3);
-  CHECK(trace.draws(Span::all) == 0);
+  REQUIRE(trace.gradient_samples() == 3);
+  CHECK(trace.gradient_samples(Queries::decode) == 3);
+  CHECK(trace.gradient_samples(Queries::all) == 0);
   const ModelShape& shape = trace.shape();
   const std::size_t size = shape.head_size, heads = shape.query_heads;
   const std::vector<std::uint32_t> positions{3, 1022, 1023, 1024, 1026};  // of both files
@@ -192,7 +193,7 @@ TEST_CASE("Gradients are read as they were written, times their scale") {
   CHECK_THROWS(trace.gradient(0, 0, 0, std::vector<std::uint32_t>{kTokens}, rows.data(), stride));
 }
 
-TEST_CASE("Gradients of before their span was recorded are those of decoded queries") {
+TEST_CASE("Gradients of before their queries were recorded are those of decoded queries") {
   const TemporaryFolder folder;
   const auto path = write_with_gradients(folder, 2);
   json manifest = json::parse(read_bytes(path / "manifest.json"));
@@ -200,8 +201,8 @@ TEST_CASE("Gradients of before their span was recorded are those of decoded quer
   manifest["extras"]["grad"].erase("span");
   write_bytes(path / "manifest.json", manifest.dump());
   const TraceReader trace = open_verified_trace(path, 2);
-  CHECK(trace.draws(Span::decode) == 2);
-  CHECK(trace.draws(Span::all) == 0);
+  CHECK(trace.gradient_samples(Queries::decode) == 2);
+  CHECK(trace.gradient_samples(Queries::all) == 0);
 }
 
 TEST_CASE("Damaged gradients are refused by name") {
@@ -249,7 +250,7 @@ TEST_CASE("A gradient that is not finite does not verify") {
   const TemporaryFolder folder;
   const auto path = write_whole(folder);
   const ModelShape& shape = two_shards().header.shape;
-  // Of the first file, layer 1, draw 1, query head 2, token 17.
+  // Of the first file, layer 1, gradient sample 1, query head 2, token 17.
   const std::size_t size = shape.head_size,
                     wrong = (((std::size_t{2} + 1) * shape.query_heads + 2) * 1024 + 17) * size + 1;
   std::size_t next = 0;
@@ -258,9 +259,10 @@ TEST_CASE("A gradient that is not finite does not verify") {
   const TraceCheck check = verify_trace(TraceReader::open(path), 2);
   CHECK_FALSE(check.ok);
   REQUIRE(check.problems.size() == 1);
-  CHECK_THAT(check.problems.front(),
-             ContainsSubstring("grad-00000.safetensors: layer 1, draw 1, query head 2") &&
-                 ContainsSubstring("token 17"));
+  CHECK_THAT(
+      check.problems.front(),
+      ContainsSubstring("grad-00000.safetensors: layer 1, gradient sample 1, query head 2") &&
+          ContainsSubstring("token 17"));
 }
 
 /// What opening says once the first file's gradients, in `dtype`, are to be multiplied with
@@ -309,38 +311,38 @@ TEST_CASE("A trace that is sealed again has no gradients: they are of the whole"
   std::filesystem::remove(path / "manifest.json");
   write_bytes(path / "grad-00002.safetensors.part", "x");
   CHECK(seal_trace(path) == kTokens);
-  CHECK(open_verified_trace(path, 1).draws() == 0);
+  CHECK(open_verified_trace(path, 1).gradient_samples() == 0);
   CHECK_FALSE(std::filesystem::exists(path / "grad-00002.safetensors.part"));
 }
 
-// --- columns
+// --- features
 // ---------------------------------------------------------------------------------------
 
-std::filesystem::path write_with_columns(const TemporaryFolder& folder) {
+std::filesystem::path write_with_features(const TemporaryFolder& folder) {
   write_trace(folder / "t", two_shards(), kTokens);
-  write_column(folder / "t", "score", [](auto layer, auto head, auto token) {
+  write_feature(folder / "t", "score", [](auto layer, auto head, auto token) {
     return static_cast<float>(1000 * (10 * layer + head)) - 0.5f * static_cast<float>(token);
   });
-  write_column(folder / "t", "zero", [](auto, auto, auto) { return 0.0f; });
+  write_feature(folder / "t", "zero", [](auto, auto, auto) { return 0.0f; });
   return folder / "t";
 }
 
-TEST_CASE("Columns are read as they were written, by layer, KV head and token") {
+TEST_CASE("Features are read as they were written, by layer, KV head and token") {
   const TemporaryFolder folder;
-  const TraceReader trace = open_verified_trace(write_with_columns(folder), 1);
-  CHECK(trace.has_column("score"));
-  CHECK(trace.has_column("zero"));
-  CHECK_FALSE(trace.has_column("scor"));
+  const TraceReader trace = open_verified_trace(write_with_features(folder), 1);
+  CHECK(trace.has_feature("score"));
+  CHECK(trace.has_feature("zero"));
+  CHECK_FALSE(trace.has_feature("scor"));
   std::vector<float> values(kTokens);
-  trace.column("score", 1, 1, values.data());
+  trace.feature("score", 1, 1, values.data());
   for (std::uint32_t t = 0; t < kTokens; ++t)
     REQUIRE(values[t] == 11000 - 0.5f * static_cast<float>(t));
-  CHECK_THROWS_AS(trace.column("other", 0, 0, values.data()), std::logic_error);
+  CHECK_THROWS_AS(trace.feature("other", 0, 0, values.data()), std::logic_error);
 }
 
-TEST_CASE("A column of another shape, with a value that is not finite, or not there is named") {
+TEST_CASE("A feature of another shape, with a value that is not finite, or not there is named") {
   const TemporaryFolder folder;
-  const auto path = write_with_columns(folder);
+  const auto path = write_with_features(folder);
   const std::string manifest = read_bytes(path / "manifest.json");
   const auto error_with = [&](auto change) {
     json changed = json::parse(manifest);
@@ -377,23 +379,23 @@ TEST_CASE("A column of another shape, with a value that is not finite, or not th
   const TemporaryFolder other;
   const Sample shorter = make_sample(kTokens - 1, Dtype::f32, Rounding::none);
   write_trace(other / "t", shorter, kTokens - 1);
-  write_column(other / "t", "score", [](auto, auto, auto) { return 1.0f; });
+  write_feature(other / "t", "score", [](auto, auto, auto) { return 1.0f; });
   std::filesystem::copy(other / "t" / "column-score.safetensors", file);
   CHECK_THAT(error_of([&] { TraceReader::open(path); }),
              ContainsSubstring("layers.0.column.score") && ContainsSubstring("1099"));
 }
 
-TEST_CASE("A trace that is sealed again has no columns: they are of the whole") {
+TEST_CASE("A trace that is sealed again has no features: they are of the whole") {
   const TemporaryFolder folder;
-  const auto path = write_with_columns(folder);
+  const auto path = write_with_features(folder);
   std::filesystem::remove(path / "manifest.json");
   write_bytes(path / "column-more.safetensors.part", "x");
   CHECK(seal_trace(path) == kTokens);
-  CHECK(open_verified_trace(path, 1).extras().columns.empty());
+  CHECK(open_verified_trace(path, 1).extras().features.empty());
   CHECK_FALSE(std::filesystem::exists(path / "column-more.safetensors.part"));
 }
 
-TEST_CASE("A sealed trace keeps its extras, and the spans that lie within it") {
+TEST_CASE("A sealed trace keeps its extras, and the passages that lie within it") {
   const TemporaryFolder folder;
   const auto path = write_whole(folder);
   std::filesystem::remove(path / "manifest.json");
@@ -401,7 +403,7 @@ TEST_CASE("A sealed trace keeps its extras, and the spans that lie within it") {
   CHECK(seal_trace(path) == 1024);
   const TraceReader trace = open_verified_trace(path, 1);
   CHECK(trace.has_residuals());
-  CHECK(trace.header().spans == std::vector<NamedSpan>{{"early", 3, 5}});
+  CHECK(trace.header().passages == std::vector<Passage>{{"early", 3, 5}});
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ using Catch::Matchers::ContainsSubstring;
 using test::read_bytes;
 using test::TemporaryFolder;
 
-TEST_CASE("What is being written has a name that was not there and that nobody can foresee") {
+TEST_CASE("What is being written has a name that was not there and that cannot be predicted") {
   const TemporaryFolder folder;
   write_file_atomically(folder / "theirs", "theirs");
   std::filesystem::create_symlink("theirs", folder / "t.part");  // as names were once made

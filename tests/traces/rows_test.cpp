@@ -1,4 +1,4 @@
-// Traces whose layers attend differently: spans, caps, sinks, rotation tables, layers by number.
+// Traces whose layers attend differently: windows, caps, sinks, rotation tables, layers by number.
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
@@ -13,7 +13,7 @@ namespace {
 
 using Catch::Matchers::ContainsSubstring;
 using nlohmann::json;
-using test::admit;
+using test::append;
 using test::error_of;
 using test::make_sample;
 using test::Mistake;
@@ -43,7 +43,7 @@ TEST_CASE("Rows and layer numbers are read back as they were written") {
   CHECK(trace.shape().layer_of(1) == 2);
   for (std::uint32_t layer = 0; layer < 2; ++layer) {
     const RowSpec &read = trace.row(layer), &written = sample.header.rows[layer];
-    CHECK(read.span == written.span);
+    CHECK(read.window == written.window);
     CHECK(read.softcap == written.softcap);
     CHECK(read.table == written.table);
     CHECK(read.scale == written.scale);
@@ -60,7 +60,7 @@ TEST_CASE("Rows and layer numbers are read back as they were written") {
 }
 
 TEST_CASE(
-    "Attention with spans, caps, sinks and two tables verifies; without any one of them not") {
+    "Attention with windows, caps, sinks and two tables verifies; without any one of them not") {
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
     const TemporaryFolder folder;
     const Sample sample = row_sample(300, dtype, Rounding::model_dtype);
@@ -79,8 +79,8 @@ TEST_CASE(
       INFO(count);
       CHECK(!verify_trace(TraceReader::open(path), 2).ok);
     };
-    fails([](auto& rows) { rows[0].span = 0; });
-    fails([](auto& rows) { rows[0].span = 21; });
+    fails([](auto& rows) { rows[0].window = 0; });
+    fails([](auto& rows) { rows[0].window = 21; });
     fails([](auto& rows) { rows[1].softcap = 0; });
     fails([](auto& rows) { rows[1].sinks.clear(); });
     fails([](auto& rows) { rows[1].sinks[4] += 0.5f; });
@@ -127,7 +127,7 @@ TEST_CASE("A killed capture with rows is sealed, its sinks and tables kept") {
   CHECK(seal_trace(whole) == 1024);
   const auto sealed = open_verified_trace(whole, 2);
   CHECK(sealed.row(1).sinks == sample.header.rows[1].sinks);
-  CHECK(sealed.row(0).span == 20);
+  CHECK(sealed.row(0).window == 20);
   CHECK(sealed.row(0).rope == sample.header.rows[0].rope);
   CHECK(sealed.shape().numbers == sample.header.shape.numbers);
 }

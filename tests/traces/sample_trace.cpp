@@ -73,8 +73,8 @@ class Attention {
         mistake_ == Mistake::heads_in_turn ? head % kKvHeads : head / (kQueryHeads / kKvHeads);
     const double scale = spec_.scale * (mistake_ == Mistake::scale ? 1.1 : 1.0);
     std::uint32_t first = mistake_ == Mistake::no_first_key && t > 0 ? 1 : 0;
-    if (spec_.span > 0)
-      while (t - first >= spec_.span) ++first;
+    if (spec_.window > 0)
+      while (t - first >= spec_.window) ++first;
     const std::uint32_t last =
         mistake_ == Mistake::not_causal ? std::min(t + 1, sample_.tokens() - 1) : t;
     const auto score = [&](std::uint32_t j) {
@@ -116,7 +116,7 @@ class Attention {
 
 std::vector<RowSpec> sample_rows() {
   const Rope near{{1.0f, 0.1f, 0.01f}, 1.25f}, far{{0.5f, 0.0f, 0.002f}, 1.0f};
-  return {{.span = 20, .table = 1, .scale = 0.6f, .rope = near},
+  return {{.window = 20, .table = 1, .scale = 0.6f, .rope = near},
           {.softcap = 1.5f,
            .table = 0,
            .scale = 0.9f,
@@ -152,8 +152,8 @@ const Sample& two_shards() {
   return kSample;
 }
 
-void admit(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,
-           SegmentKind kind, bool new_segment) {
+void append(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,
+            SegmentKind kind, bool new_segment) {
   const auto rows = [&](const std::vector<float>& all) {
     const std::size_t width = all.size() / sample.tokens();
     return std::span(all).subspan(first * width, count * width);
@@ -168,9 +168,9 @@ void admit(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::
 void write_trace(const std::filesystem::path& directory, const Sample& sample,
                  std::uint32_t prompt) {
   TraceWriter writer(directory, sample.header);
-  if (prompt > 0) admit(writer, sample, 0, prompt, SegmentKind::prompt);
+  if (prompt > 0) append(writer, sample, 0, prompt, SegmentKind::prompt);
   for (std::uint32_t t = prompt; t < sample.tokens(); ++t)
-    admit(writer, sample, t, 1, SegmentKind::decode);
+    append(writer, sample, t, 1, SegmentKind::decode);
   writer.finish();
 }
 

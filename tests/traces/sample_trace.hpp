@@ -41,12 +41,12 @@ Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding,
                    std::vector<RowSpec> rows = {});
 /// Of 1,100 tokens, two shards, in float32.
 const Sample& two_shards();
-/// Two rows that differ in everything: span, cap, table, scale, sinks.
+/// Two rows that differ in everything: window, cap, table, scale, sinks.
 std::vector<RowSpec> sample_rows();
 
-/// Feeds tokens [first, first + count) as one admission.
-void admit(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,
-           SegmentKind kind, bool new_segment = false);
+/// Feeds tokens [first, first + count) as one append.
+void append(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,
+            SegmentKind kind, bool new_segment = false);
 
 /// A trace of `prompt` tokens at once and the rest one by one.
 void write_trace(const std::filesystem::path& directory, const Sample& sample,

@@ -20,7 +20,7 @@ namespace {
 
 using Catch::Matchers::ContainsSubstring;
 using nlohmann::json;
-using test::admit;
+using test::append;
 using test::error_of;
 using test::make_sample;
 using test::read_bytes;
@@ -273,8 +273,8 @@ TEST_CASE("A killed capture leaves whole shards, says that it is unfinished, and
   const Sample& s = two_shards();
   run_and_kill([&] {
     TraceWriter writer(path, s.header);
-    admit(writer, s, 0, 900, SegmentKind::prompt);
-    for (std::uint32_t t = 900; t < 1100; ++t) admit(writer, s, t, 1, SegmentKind::decode);
+    append(writer, s, 0, 900, SegmentKind::prompt);
+    for (std::uint32_t t = 900; t < 1100; ++t) append(writer, s, t, 1, SegmentKind::decode);
     writer.begin(std::vector<std::int32_t>{5}, SegmentKind::decode);
   });
   CHECK(names_in(path) == std::set<std::string>{"shard-00000.safetensors", "tokens.safetensors"});
@@ -362,7 +362,7 @@ TEST_CASE("A seal that is refused has written nothing") {
   CHECK(TraceReader::open(trace.path()).ids() == two_shards().ids);
 }
 
-TEST_CASE("A manifest of very many spans is parsed in linear time") {
+TEST_CASE("A manifest of very many passages is parsed in linear time") {
   const BrokenTrace trace;
   const auto seconds = [&](std::size_t count) {
     const auto began = std::chrono::steady_clock::now();
@@ -374,7 +374,7 @@ TEST_CASE("A manifest of very many spans is parsed in linear time") {
               .empty());
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   };
-  // Four times the spans took sixteen times as long when each name was compared with all.
+  // Four times the passages took sixteen times as long when each name was compared with all.
   CHECK(seconds(120'000) < 10 * seconds(30'000) + 0.5);
   CHECK_THAT(trace.error_with_manifest([](json& m) {
     for (int i = 0; i < 2; ++i)
@@ -409,7 +409,7 @@ TEST_CASE("A full disk at the first shard is named, and nothing is left") {
   {
     const FileSizeLimit limit(100'000);
     TraceWriter writer(folder / "t", two_shards().header);
-    CHECK_THAT(error_of([&] { admit(writer, two_shards(), 0, 1100, SegmentKind::prompt); }),
+    CHECK_THAT(error_of([&] { append(writer, two_shards(), 0, 1100, SegmentKind::prompt); }),
                ContainsSubstring("shard-00000.safetensors: cannot write: File too large"));
     CHECK(names_in(folder / "t") == std::set<std::string>{"tokens.safetensors"});
     CHECK_THROWS_AS(writer.finish(), std::logic_error);
@@ -421,7 +421,7 @@ TEST_CASE("A full disk later leaves the sealed shards, which make a trace") {
   const TemporaryFolder folder;
   {
     TraceWriter writer(folder / "t", two_shards().header);
-    admit(writer, two_shards(), 0, 1100, SegmentKind::prompt);
+    append(writer, two_shards(), 0, 1100, SegmentKind::prompt);
     const FileSizeLimit limit(2'000);
     CHECK_THAT(error_of([&] { writer.finish(); }),
                ContainsSubstring("tokens.safetensors: cannot write: File too large"));

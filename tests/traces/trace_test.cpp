@@ -14,7 +14,7 @@ namespace kvlab {
 namespace {
 
 using Catch::Matchers::ContainsSubstring;
-using test::admit;
+using test::append;
 using test::error_of;
 using test::make_sample;
 using test::read_bytes;
@@ -109,7 +109,7 @@ TEST_CASE(
     }
 }
 
-TEST_CASE("The files do not depend on how a prompt was cut into admissions") {
+TEST_CASE("The files do not depend on how a prompt was cut into appends") {
   const TemporaryFolder folder;
   for (const std::uint32_t tokens : {1u, 2u, 17u, 1023u, 1024u, 1025u, 2100u}) {
     INFO(tokens);
@@ -120,7 +120,7 @@ TEST_CASE("The files do not depend on how a prompt was cut into admissions") {
       const auto path = folder / (name + "-" + std::to_string(chunk));
       TraceWriter writer(path, sample.header);
       for (std::uint32_t t = 0; t < tokens; t += chunk)
-        admit(writer, sample, t, std::min(chunk, tokens - t), SegmentKind::prompt);
+        append(writer, sample, t, std::min(chunk, tokens - t), SegmentKind::prompt);
       CHECK(writer.tokens() == tokens);
       writer.finish();
       CHECK(TraceReader::open(path).segments().size() == 1);
@@ -135,12 +135,12 @@ TEST_CASE("Turns of a conversation are segments of their own") {
   const TemporaryFolder folder;
   const Sample sample = make_sample(40, Dtype::f32, Rounding::none);
   TraceWriter writer(folder / "t", sample.header);
-  admit(writer, sample, 0, 10, SegmentKind::prompt);
-  admit(writer, sample, 10, 5, SegmentKind::prompt, true);
-  admit(writer, sample, 15, 5, SegmentKind::prompt);
-  admit(writer, sample, 20, 1, SegmentKind::decode);
-  admit(writer, sample, 21, 1, SegmentKind::decode);
-  admit(writer, sample, 22, 18, SegmentKind::prompt);
+  append(writer, sample, 0, 10, SegmentKind::prompt);
+  append(writer, sample, 10, 5, SegmentKind::prompt, true);
+  append(writer, sample, 15, 5, SegmentKind::prompt);
+  append(writer, sample, 20, 1, SegmentKind::decode);
+  append(writer, sample, 21, 1, SegmentKind::decode);
+  append(writer, sample, 22, 18, SegmentKind::prompt);
   writer.finish();
   const auto trace = TraceReader::open(folder / "t");
   CHECK(trace.segments() == std::vector<Segment>{{0, 10, SegmentKind::prompt},
@@ -254,7 +254,7 @@ TEST_CASE("A capture that ends before its first whole shard leaves nothing") {
   const Sample sample = make_sample(100, Dtype::f32, Rounding::none);
   {
     TraceWriter writer(folder / "t", sample.header);
-    admit(writer, sample, 0, 100, SegmentKind::prompt);
+    append(writer, sample, 0, 100, SegmentKind::prompt);
   }
   CHECK(std::filesystem::is_empty(folder.path()));
 }

@@ -10,7 +10,7 @@
 
 #include "engine/bench.hpp"
 #include "engine/bench_limits.hpp"
-#include "engine/loop/device/layered_loop.hpp"
+#include "engine/evaluation/device/layered_evaluation.hpp"
 #include "sim/bench/replay_cost.hpp"
 #include "tools/command.hpp"
 #include "tools/options.hpp"
@@ -78,9 +78,9 @@ class Table {
 /// One JSON object as lines on standard output. Lists of objects are tables, and so are objects in
 /// a row that have the same members; of a list within a table's row, each object is a column under
 /// its first member, which shows its last.
-void print_figures(const ordered_json& figures) {
+void print_metrics(const ordered_json& metrics) {
   Table rows;
-  for (const auto& [name, value] : figures.items()) {
+  for (const auto& [name, value] : metrics.items()) {
     if (value.is_object()) {
       rows.add(value, name);
       continue;
@@ -101,7 +101,7 @@ void print_figures(const ordered_json& figures) {
 
 using nlohmann::ordered_json;
 
-constexpr std::int64_t kMostReplayTokens = 1 << 20, kMostHeads = 1024, kMostRepeats = 1000;
+constexpr std::int64_t kMaxReplayTokens = 1 << 20, kMaxHeads = 1024, kMaxRepeats = 1000;
 
 /// A synthetic trace for as long as it is measured.
 class TemporaryTrace {
@@ -117,13 +117,14 @@ class TemporaryTrace {
 
 SyntheticShape shape_from(const po::variables_map& options) {
   SyntheticShape shape;
-  shape.layers = count_from(options, "synthetic-layers", 1, kMostHeads);
-  shape.query_heads = count_from(options, "synthetic-query-heads", 1, kMostHeads);
-  shape.kv_heads = count_from(options, "synthetic-kv-heads", 1, kMostHeads);
-  shape.head_size = count_from(options, "synthetic-head-size", 1, kMostHeads);
-  shape.tokens = count_from(options, "tokens", 1, kMostReplayTokens);
+  shape.layers = count_from(options, "synthetic-layers", 1, kMaxHeads);
+  shape.query_heads = count_from(options, "synthetic-query-heads", 1, kMaxHeads);
+  shape.kv_heads = count_from(options, "synthetic-kv-heads", 1, kMaxHeads);
+  shape.head_size = count_from(options, "synthetic-head-size", 1, kMaxHeads);
+  shape.tokens = count_from(options, "tokens", 1, kMaxReplayTokens);
   shape.prompt_tokens = std::max(1u, shape.tokens / 8);
-  shape.draws = count_from(options, "synthetic-draws", 0, kMaxDraws);
+  shape.gradient_samples =
+      count_from(options, "synthetic-gradient-samples", 0, kMaxGradientSamples);
   if (shape.query_heads % shape.kv_heads != 0 || shape.head_size % 2 != 0 || shape.tokens < 2)
     throw std::invalid_argument(
         "--synthetic-query-heads should be a multiple of --synthetic-kv-heads, "
@@ -134,7 +135,7 @@ SyntheticShape shape_from(const po::variables_map& options) {
 ordered_json to_json(const ReplayCost& bench, const TraceReader& trace, unsigned threads,
                      bool on_device) {
   const ModelShape& shape = trace.shape();
-  ordered_json grids = ordered_json::array();
+  ordered_json sweeps = ordered_json::array();
   ordered_json json{{"bench", "replay"},
                     {"tokens", trace.tokens()},
                     {"layers", shape.layers},
@@ -147,32 +148,32 @@ ordered_json to_json(const ReplayCost& bench, const TraceReader& trace, unsigned
                     {"exact_seconds", bench.exact.time.seconds},
                     {"exact_cpu_seconds", bench.exact.time.cpu_seconds},
                     {"exact_flops_per_second", bench.exact.flops / bench.exact.time.seconds}};
-  for (const GridTime& grid : bench.grids) {
-    grids.push_back({{"name", grid.name},
-                     {"configurations", grid.configs},
-                     {"seconds", grid.time.seconds},
-                     {"cpu_seconds", grid.time.cpu_seconds},
-                     {"ratio", grid.ratio},
-                     {"cpu_ratio", grid.cpu_ratio},
-                     {"slots_per_second", grid.slot_steps_per_second()}});
-    if (grid.step_microseconds > 0)
-      grids.back()["microseconds_per_step_and_wave"] = grid.step_microseconds;
-    if (grid.name == "grid") {
-      json["ratio_to_attention"] = grid.ratio;
-      json["cpu_ratio_to_attention"] = grid.cpu_ratio;
+  for (const SweepTime& sweep : bench.sweeps) {
+    sweeps.push_back({{"name", sweep.name},
+                      {"configurations", sweep.configs},
+                      {"seconds", sweep.time.seconds},
+                      {"cpu_seconds", sweep.time.cpu_seconds},
+                      {"ratio", sweep.ratio},
+                      {"cpu_ratio", sweep.cpu_ratio},
+                      {"slots_per_second", sweep.slot_steps_per_second()}});
+    if (sweep.step_microseconds > 0)
+      sweeps.back()["microseconds_per_step_and_wave"] = sweep.step_microseconds;
+    if (sweep.name == "sweep") {
+      json["ratio_to_attention"] = sweep.ratio;
+      json["cpu_ratio_to_attention"] = sweep.cpu_ratio;
     }
   }
-  json["grids"] = std::move(grids);
+  json["sweeps"] = std::move(sweeps);
   return json;
 }
 
-/// `--trace`, `--grid`, `--repeats`, `--synthetic-…`.
+/// `--trace`, `--sweep`, `--repeats`, `--synthetic-…`.
 void add_bench_replay_options(po::options_description& options) {
   auto add = options.add_options();
   add("trace", text_option("TRACE"),
       "replay: of this trace; default: a synthetic one of the shape of Llama-3.1-8B");
-  add("grid", text_option("NAMES"),
-      "replay: which of the grids that it prints (default: all); also `shelf`, every policy, and "
+  add("sweep", text_option("NAMES"),
+      "replay: which of the sweeps that it prints (default: all); also `shelf`, every policy, and "
       "any policy's name");
   add("repeats", number_option("N", 3),
       "replay: how often, in turns with the exact pass; the least times count");
@@ -181,16 +182,16 @@ void add_bench_replay_options(po::options_description& options) {
   add("synthetic-query-heads", number_option("N", 32), "replay: its query heads");
   add("synthetic-kv-heads", number_option("N", 8), "replay: its KV heads");
   add("synthetic-head-size", number_option("N", 128), "replay: its head size");
-  add("synthetic-draws", number_option("N", 0),
-      "replay: its draws of gradients; with any, it has residual norms and a sketch too");
+  add("synthetic-gradient-samples", number_option("N", 0),
+      "replay: its gradient samples; with any, it has residual norms and a sketch too");
 }
 
 /// What was measured. Throws as commands do.
 ordered_json bench_replay(const po::variables_map& options) {
   const auto device =
       options.count("device") && device_from(options) == Device::cuda ? cuda_replayer() : nullptr;
-  const auto grids = bench_grids(list_from(options, "grid"));
-  const auto repeats = count_from(options, "repeats", 1, kMostRepeats);
+  const auto sweeps = bench_sweeps(list_from(options, "sweep"));
+  const auto repeats = count_from(options, "repeats", 1, kMaxRepeats);
   ReplayOptions how;
   how.threads = threads_from(options);
   std::optional<TemporaryTrace> synthetic;
@@ -200,11 +201,11 @@ ordered_json bench_replay(const po::variables_map& options) {
   else
     synthetic.emplace(shape_from(options));
   const TraceReader& trace = given ? *given : synthetic->trace();
-  const ReplayCost bench = measure_replay(trace, grids, how, repeats, device.get());
+  const ReplayCost bench = measure_replay(trace, sweeps, how, repeats, device.get());
   return to_json(bench, trace, how.threads, device != nullptr);
 }
 
-constexpr std::int64_t kMostTokens = 1 << 28, kMostRows = 1 << 16, kMostSlots = 1 << 20;
+constexpr std::int64_t kMaxTokens = 1 << 28, kMaxRows = 1 << 16, kMaxSlots = 1 << 20;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
@@ -214,7 +215,7 @@ void add_options(po::options_description& options) {
       "what to measure");
   add("model", text_option("DIR"), "a checkpoint");
   add("random-weights", text_option("CONFIG.json"),
-      "or the shape of one, with weights drawn on the device: engine/models/configs/*.json");
+      "or the shape of one, with random weights made on the device: engine/models/configs/*.json");
   add("batch", number_option("N", 1), "decode, evict: sequences");
   add("context", number_option("N", 1024), "decode: tokens in each sequence at the start");
   add("steps", number_option("N", 64), "decode: steps that are timed");
@@ -246,9 +247,9 @@ BenchModel model_from(const po::variables_map& options) {
 
 ordered_json decode(const po::variables_map& options) {
   DecodeBenchOptions how{.model = model_from(options),
-                         .batch = static_cast<int>(count_from(options, "batch", 1, kMostRows)),
-                         .context = count_from(options, "context", 1, kMostTokens),
-                         .steps = count_from(options, "steps", 1, kMostTokens)};
+                         .batch = static_cast<int>(count_from(options, "batch", 1, kMaxRows)),
+                         .context = count_from(options, "context", 1, kMaxTokens),
+                         .steps = count_from(options, "steps", 1, kMaxTokens)};
   if (options.count("capture")) {
     how.capture = options["capture"].as<std::string>();
     refuse_existing(how.capture, "--capture");
@@ -257,28 +258,28 @@ ordered_json decode(const po::variables_map& options) {
 }
 
 ordered_json prefill(const po::variables_map& options) {
-  const std::uint32_t tokens = count_from(options, "tokens", 1, kMostTokens);
+  const std::uint32_t tokens = count_from(options, "tokens", 1, kMaxTokens);
   return bench_prefill({.model = model_from(options),
                         .tokens = tokens,
-                        .chunk = count_from(options, "chunk", 1, kMostTokens),
+                        .chunk = count_from(options, "chunk", 1, kMaxTokens),
                         .cache = resolve(only_config(options), tokens)});
 }
 
 /// `--policy` and `--budget`: one policy that evicts, at one budget or more.
 std::vector<CacheConfig> evicting_from(const po::variables_map& options) {
-  std::vector<CacheConfig> grid = grid_from(options);
-  for (const CacheConfig& config : grid)
-    if (!config.evicts() || config.policy.text() != grid.front().policy.text())
+  std::vector<CacheConfig> sweep = sweep_from(options);
+  for (const CacheConfig& config : sweep)
+    if (!config.evicts() || config.policy.text() != sweep.front().policy.text())
       throw std::invalid_argument("--policy: give one policy that evicts, and its --budget");
-  return grid;
+  return sweep;
 }
 
 ordered_json stream(const po::variables_map& options) {
-  const std::vector<CacheConfig> grid = evicting_from(options);
+  const std::vector<CacheConfig> sweep = evicting_from(options);
   StreamBenchOptions how{.model = model_from(options),
-                         .cache = grid.front(),
-                         .steps = count_from(options, "steps", 1, kMostTokens)};
-  for (const CacheConfig& config : grid) {
+                         .cache = sweep.front(),
+                         .steps = count_from(options, "steps", 1, kMaxTokens)};
+  for (const CacheConfig& config : sweep) {
     if (config.budget.extent.is_share || config.budget.in_bytes || !config.budget.is_even() ||
         config.budget.all)
       throw std::invalid_argument(
@@ -288,24 +289,24 @@ ordered_json stream(const po::variables_map& options) {
   return bench_stream(how);
 }
 
-ordered_json loop(const po::variables_map& options) {
-  LoopBenchOptions how{.model = model_from(options),
-                       .configs = grid_from(options),
-                       .tokens = count_from(options, "tokens", 4, kMostTokens),
+ordered_json eval(const po::variables_map& options) {
+  EvalBenchOptions how{.model = model_from(options),
+                       .configs = sweep_from(options),
+                       .tokens = count_from(options, "tokens", 4, kMaxTokens),
                        .threads = threads_from(options)};
   how.prompt_tokens = count_from(options, "prompt-tokens", 1, how.tokens - 2);
   how.configs.insert(how.configs.begin(), CacheConfig{});
-  return bench_loop(how);
+  return bench_eval(how);
 }
 
 ordered_json evict(const po::variables_map& options) {
-  const std::vector<CacheConfig> grid = evicting_from(options);
-  if (grid.size() != 1) throw std::invalid_argument("--budget: give one");
+  const std::vector<CacheConfig> sweep = evicting_from(options);
+  if (sweep.size() != 1) throw std::invalid_argument("--budget: give one");
   EvictBenchOptions how{.model = model_from(options),
-                        .batch = static_cast<int>(count_from(options, "batch", 1, kMostRows)),
-                        .prompt = count_from(options, "prompt-tokens", 1, kMostTokens),
-                        .decoded = count_from(options, "max-new-tokens", 1, kMostTokens)};
-  how.cache = resolve(grid.front(), how.prompt + how.decoded);
+                        .batch = static_cast<int>(count_from(options, "batch", 1, kMaxRows)),
+                        .prompt = count_from(options, "prompt-tokens", 1, kMaxTokens),
+                        .decoded = count_from(options, "max-new-tokens", 1, kMaxTokens)};
+  how.cache = resolve(sweep.front(), how.prompt + how.decoded);
   return bench_evict(how);
 }
 
@@ -325,13 +326,13 @@ void read_numbers(const po::variables_map& options, const char* name, std::uint3
 }
 
 ordered_json attention(const po::variables_map& options) {
-  AttentionBenchOptions how{.slots = count_from(options, "slots", 4, kMostSlots)};
+  AttentionBenchOptions how{.slots = count_from(options, "slots", 4, kMaxSlots)};
   if (options.count("policy")) how.policies = list_from(options, "policy");
-  if (options.count("ladder")) {  // in as many bytes
+  if (options.count("tiers")) {  // in as many bytes
     const std::vector<std::string> policies = std::exchange(how.policies, {});
-    for (const Ladder& ladder : ladders_from(options))
+    for (const TierPlan& tier_plan : tier_plans_from(options))
       for (const std::string& policy : policies)
-        how.policies.push_back(policy + (ladder.is_plain() ? "" : ":" + ladder.setting()));
+        how.policies.push_back(policy + (tier_plan.is_plain() ? "" : ":" + tier_plan.setting()));
   }
   read_numbers(options, "head-size", 256, how.head_sizes);
   read_numbers(options, "group", 8, how.groups);
@@ -344,23 +345,23 @@ int run(const po::variables_map& options) {
                                            : std::vector<std::string>{};
   const std::map<std::string, ordered_json (*)(const po::variables_map&)> benches{
       {"decode", decode},       {"prefill", prefill},     {"stream", stream}, {"evict", evict},
-      {"attention", attention}, {"replay", bench_replay}, {"loop", loop}};
+      {"attention", attention}, {"replay", bench_replay}, {"eval", eval}};
   if (words.size() != 1 || !benches.contains(words[0]))
     throw std::invalid_argument(
         "what to measure? give one of: decode, prefill, stream, evict, loop, attention, replay");
   if (words[0] != "replay" && options.count("device") && device_from(options) == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
-  ordered_json figures;
+  ordered_json metrics;
   try {
-    figures = benches.at(words[0])(options);
+    metrics = benches.at(words[0])(options);
   } catch (const LimitExceeded& error) {
     fmt::print(stderr, "kvlab bench: {}\n", error.what());
     return 1;
   }
   if (options["json"].as<bool>())
-    print_json(figures);
+    print_json(metrics);
   else
-    print_figures(figures);
+    print_metrics(metrics);
   return 0;
 }
 

@@ -7,9 +7,9 @@
 
 #include "engine/backend.hpp"
 #include "engine/capture.hpp"
-#include "engine/loop/conversation.hpp"
+#include "engine/evaluation/conversation.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
-#include "sim/access/key_codes.hpp"
+#include "sim/access/key_quantization.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/json.hpp"
@@ -21,7 +21,7 @@ namespace {
 using nlohmann::ordered_json;
 using Ids = std::vector<std::int32_t>;
 
-constexpr std::int64_t kMostTokens = 1 << 30;
+constexpr std::int64_t kMaxTokens = 1 << 30;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
@@ -34,11 +34,12 @@ void add_options(po::options_description& options) {
       "teacher-forced: so many of the text's tokens are the prompt, the others are decoded");
   add("max-tokens", number_option("T"),
       "teacher-forced: use the first T tokens of the text (default: all)");
-  add("span-of", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
-      "a part of the prompt that is there once: the trace gets its tokens as a span; repeatable");
+  add("passage", po::value<std::vector<std::string>>()->composing()->value_name("TEXT"),
+      "a part of the prompt that is there once: the trace gets its tokens as a passage; "
+      "repeatable");
   add("prefill", text_option("MODE", "dense"),
-      "how a prompt is admitted: dense, chunk:N or stream; the trace is the same");
-  add("seed", number_option("N", 0), "of random draws");
+      "how a prompt is appended: dense, chunk:N or stream; the trace is the same");
+  add("seed", number_option("N", 0), "random seed");
   add_context_option(options);
   add_common_options(options);
 }
@@ -70,9 +71,9 @@ void check_modes(const po::variables_map& options) {
 }
 
 /// How many tokens of the text are used at most.
-std::size_t most_from(const po::variables_map& options) {
+std::size_t max_tokens_from(const po::variables_map& options) {
   if (!options.count("max-tokens")) return kAllTokens;
-  return static_cast<std::size_t>(number_from(options, "max-tokens", 1, kMostTokens));
+  return static_cast<std::size_t>(number_from(options, "max-tokens", 1, kMaxTokens));
 }
 
 Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids text) {
@@ -92,28 +93,28 @@ Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids
 /// Of all turns.
 std::uint32_t prompt_tokens(const Plan& plan) {
   if (plan.teacher_forced) return static_cast<std::uint32_t>(plan.prompt_tokens);
-  return most_tokens(plan.turns, 0);
+  return max_tokens(plan.turns, 0);
 }
 
-/// What `--span-of` names in the prompt, each text being the span's name.
-std::vector<NamedSpan> spans_from(const po::variables_map& options, const Tokenizer& tokenizer,
-                                  const Ids& prompt) {
-  std::vector<NamedSpan> spans;
-  if (!options.count("span-of")) return spans;
-  for (const std::string& text : options["span-of"].as<std::vector<std::string>>()) {
+/// What `--passage` names in the prompt, each text being the passage's name.
+std::vector<Passage> passages_from(const po::variables_map& options, const Tokenizer& tokenizer,
+                                   const Ids& prompt) {
+  std::vector<Passage> passages;
+  if (!options.count("passage")) return passages;
+  for (const std::string& text : options["passage"].as<std::vector<std::string>>()) {
     const auto refuse = [](std::string_view why) {
-      throw std::invalid_argument(fmt::format("--span-of: {}", why));
+      throw std::invalid_argument(fmt::format("--passage: {}", why));
     };
-    if (std::ranges::find(spans, without_controls(text), &NamedSpan::name) != spans.end())
+    if (std::ranges::find(passages, without_controls(text), &Passage::name) != passages.end())
       refuse(json_quoted(text) + " is given twice; once is enough");
     try {
       const TokenRange range = covering_tokens(tokenizer, prompt, text);
-      spans.push_back({without_controls(text), range.start, range.tokens});
+      passages.push_back({without_controls(text), range.start, range.tokens});
     } catch (const std::invalid_argument& error) {
       refuse(error.what());
     }
   }
-  return spans;
+  return passages;
 }
 
 nlohmann::json record(const po::variables_map& options, const Plan& plan) {
@@ -170,10 +171,11 @@ int run(const po::variables_map& options) {
   const auto backend = load_backend(device, directory, threads);
   const ModelConfig& config = backend->config();
   const Tokenizer tokenizer = tokenizer_of(directory, config);
-  const Plan plan = plan_from(
-      options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer, most_from(options)));
+  const Plan plan =
+      plan_from(options, tokenizer,
+                first_ids(prompt_name(options), prompt, tokenizer, max_tokens_from(options)));
 
-  const std::uint32_t most = most_tokens(plan.turns, plan.max_new_tokens);
+  const std::uint32_t most = max_tokens(plan.turns, plan.max_new_tokens);
   if (!options["beyond-context"].as<bool>()) refuse_beyond_context(config, prompt_tokens(plan));
 
   say_of_model(config, tokenizer, prompt);
@@ -184,7 +186,7 @@ int run(const po::variables_map& options) {
   how["first_token"] = first_token(tokenizer, prompt);
   TraceHeader header = backend->trace_header(how);
   announce_traces("capture", header.shape, most, "into " + out);
-  header.spans = spans_from(options, tokenizer, plan.turns.front());
+  header.passages = passages_from(options, tokenizer, plan.turns.front());
   TraceWriter writer(out, std::move(header));
   writer.sketch(output_sketch(directory, kSketchSeed, threads));
   const auto bar = progress_bar("capture");
@@ -200,7 +202,8 @@ int run(const po::variables_map& options) {
     throw std::runtime_error(error.what() + unfinished(out));
   }
   bar(1.0);
-  if (const std::string warning = key_code_warning(TraceReader::open(out)); !warning.empty())
+  if (const std::string warning = key_quantization_warning(TraceReader::open(out));
+      !warning.empty())
     fmt::print(stderr, "kvlab capture: {}\n", warning);
 
   if (options["json"].as<bool>()) {

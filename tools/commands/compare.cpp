@@ -1,4 +1,4 @@
-#include "engine/loop/pages/compare.hpp"
+#include "engine/evaluation/pages/compare.hpp"
 
 #include <fmt/format.h>
 
@@ -23,7 +23,7 @@ void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("run", po::value<std::vector<std::string>>()->value_name("RUN"), "");
   add("out", text_option("FILE"), "a page of it; an older one is replaced");
-  add("metric", text_option("M"), "the figure to compare by (default: the one that decides)");
+  add("metric", text_option("M"), "the metric to compare by (default: the one that decides)");
   add("json", po::bool_switch(), "print one JSON object");
 }
 
@@ -48,7 +48,8 @@ void print_as_json(const Comparison& comparison) {
          {"interval", row.difference ? difference_json(*row.difference) : ordered_json(nullptr)},
          {"stderr",
           row.difference ? number_or_null(row.difference->standard_error) : ordered_json(nullptr)},
-         {"ties", row.difference && !row.difference->told_apart()}});
+         {"not_significantly_different",
+          row.difference && !row.difference->significantly_different()}});
   }
   print_json({{"metric", comparison.metric},
               {"runs", comparison.names},

@@ -8,7 +8,7 @@
 #include <system_error>
 
 #include "engine/backend.hpp"
-#include "engine/loop/policy_file.hpp"
+#include "engine/evaluation/policy_file.hpp"
 #include "tools/options.hpp"
 #include "traces/base/cancel.hpp"
 #include "traces/base/process.hpp"
@@ -29,7 +29,7 @@ void add_options(po::options_description& options) {
   add("model", text_option("DIR"),
       "another checkpoint (default: $KVLAB_MODEL, or the bundled one)");
   add("real", po::bool_switch(),
-      "on a real model, tuned and asked for a pass key (default model: SmolLM2, which `./dev model "
+      "on a real model, tuned and requested a pass key (default model: SmolLM2, which `./dev model "
       "smollm2` fetches); minutes on a CPU");
 }
 
@@ -149,42 +149,43 @@ void tune_tiny(Tour& tour, const std::string& model, const std::string& out) {
       "Tune",
       "The same question asked of other texts and settled by what really happens: variants of "
       "every\n"
-      "policy in the order of a replay, then a race in the closed loop, where evictions change "
+      "policy in the order of a replay, then successive halving in the end-to-end evaluation, "
+      "where evictions change "
       "what\n"
-      "later layers see. Who cannot be told apart is said to be so.");
+      "later layers see. Who do not differ significantly is said to be so.");
   Words words = tuned(model, {"tools/texts/carroll-alice.txt", "tools/texts/austen-emma.txt"});
   words.insert(words.end(), {"--prompt-tokens", "128", "--max-tokens", "512", "--budget",
                              kDeployedBudget, "--out", out + "/tuned.json"});
   tour.run(tune_command(), words);
 }
 
-/// A real model: tuned on four texts, then asked for a pass key.
+/// A real model: tuned on four texts, then requested a pass key.
 void real_tour(Tour& tour, const std::string& model, const std::string& out) {
   const std::string policy = out + "/policy.json";
-  tour.step(
-      "Tune",
-      "Four texts by four authors, a quarter of the memory: variants of every policy in the "
-      "order of a\n"
-      "replay, then a race in the closed loop. Among those that KL cannot tell apart, the one "
-      "that still\n"
-      "finds a pass key in a long text wins.");
+  tour.step("Tune",
+            "Four texts by four authors, a quarter of the memory: variants of every policy in the "
+            "order of a\n"
+            "replay, then successive halving in the end-to-end evaluation. Among those that do not "
+            "differ significantly in KL, the one "
+            "that still\n"
+            "finds a pass key in a long text wins.");
   Words words =
       tuned(model, {"tools/texts/austen-emma.txt", "tools/texts/carroll-alice.txt",
                     "tools/texts/melville-moby-dick.txt", "tools/texts/milton-paradise-lost.txt"});
   words.insert(words.end(),
                {"--prompt-tokens", "256", "--max-tokens", "768", "--budget", "25%", "--policy",
-                "window,sink,lru,h2o", "--task", "passkey", "--draws", "1", "--out", policy});
+                "window,sink,lru,h2o", "--task", "passkey", "--samples", "1", "--out", policy});
   tour.run(tune_command(), words);
 
   const std::string winner = read_policy_file(policy).cache.policy.text();
   tour.step(
       "Ask",
-      "Other draws of the same task: the full cache, the winner with a quarter of the memory, "
+      "Other samples of the same task: the full cache, the winner with a quarter of the memory, "
       "and `window`,\n"
       "which keeps the youngest tokens and no more.");
   tour.run(task_command(), {"passkey", "--model", model, "--policy", winner + ",window", "--budget",
-                            "25%", "--words", "250", "--depth", "10%,50%", "--draws", "3", "--seed",
-                            "1", "--query-aware"});
+                            "25%", "--words", "250", "--depth", "10%,50%", "--samples", "3",
+                            "--seed", "1", "--query-aware"});
 
   tour.step("Generate", "And it speaks, with that policy.");
   tour.run(generate_command(), {"--model", model, "--prompt", "The capital of France is",
@@ -195,7 +196,7 @@ void generate_twice(Tour& tour, const Paths& paths) {
   tour.step("Generate",
             "The same story with the full cache, then with the deployed policy: a fraction of the "
             "memory.\n"
-            "The draws are the same; the texts part where the caches begin to matter.");
+            "The samples are the same; the texts part where the caches begin to matter.");
   Words generate{"--model", paths.model,     "--prompt-file", paths.prompt, "--max-new-tokens",
                  "80",      "--temperature", "0.8",           "--seed",     "7"};
   // Both from the decoder that evicts, so that only the cache differs.
@@ -220,7 +221,7 @@ void take_tour(const po::variables_map& options, const Paths& paths, const std::
   fmt::print(
       "\nAll of it took {:.1f} s. Open {} in a browser.\n"
       "Next: kvlab policies          what each policy does\n"
-      "      kvlab eval --help       the same question in the closed loop: perplexity\n"
+      "      kvlab eval --help       the same question in the end-to-end evaluation: perplexity\n"
       "      kvlab capture --help    a trace of your own model and text\n",
       tour.seconds(), paths.page);
 }

@@ -4,13 +4,13 @@
 #include <optional>
 #include <stdexcept>
 
-#include "engine/loop/deploy/deploy.hpp"
-#include "engine/loop/eval.hpp"
-#include "engine/loop/eval/score.hpp"
-#include "engine/loop/fidelity/fidelity.hpp"
+#include "engine/evaluation/deploy/deploy.hpp"
+#include "engine/evaluation/eval.hpp"
+#include "engine/evaluation/eval/score.hpp"
+#include "engine/evaluation/fidelity/fidelity.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/recommendation.hpp"
-#include "tools/loop_model.hpp"
+#include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/files.hpp"
@@ -30,16 +30,17 @@ void add_options(po::options_description& options) {
       "a fidelity.json of `kvlab fidelity`: how well what decides predicted this model");
   add("out", text_option("FILE"), "the policy file; an older one is replaced");
   add("confirm", number_option("K", 0),
-      "settle the first K by KL in the closed loop, paired over the same tokens (needs --model and "
+      "settle the first K by KL in the end-to-end evaluation, paired over the same tokens (needs "
+      "--model and "
       "--text)");
   add("model", text_option("DIR"), "--confirm: the model");
   add("text", po::value<std::vector<std::string>>()->value_name("FILE...")->multitoken(),
       "--confirm: texts to score");
   add("max-tokens", number_option("T", 0),
       "--confirm: use the first T tokens of each text; 0: all");
-  add_answer_options(options);
+  add_task_accuracy_options(options);
   add_source_option(options);
-  add_columns_option(options);
+  add_features_option(options);
   add_common_options(options);
 }
 
@@ -47,48 +48,48 @@ void add_options(po::options_description& options) {
 std::size_t confirms(const po::variables_map& options) {
   return static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
 }
-std::optional<LoopModel> model_from(const po::variables_map& options, const Run& run) {
+std::optional<EvalModel> model_from(const po::variables_map& options, const Run& run) {
   if (confirms(options) == 0) return std::nullopt;
   required(options, "model", "--model DIR, which --confirm runs");
   if (!options.count("text"))
     throw std::invalid_argument("--text: missing; give --text FILE..., which --confirm scores");
-  LoopModel model = load_loop_model(options);
+  EvalModel model = load_eval_model(options);
   if (model.backend->weights_xxh3() != run.info.traces.front().weights_xxh3)
     throw std::invalid_argument(fmt::format("--model: {} has other weights than the run's model {}",
                                             model.directory, run.info.traces.front().model));
   return model;
 }
 
-/// The full cache and the first standings in the closed loop.
-Evaluation evaluate_first(const po::variables_map& options, const LoopModel& model, const Run& run,
-                          const Figures& figures, const Ballot& ballot,
+/// The full cache and the first standings in the end-to-end evaluation.
+Evaluation evaluate_first(const po::variables_map& options, const EvalModel& model, const Run& run,
+                          const MetricTable& metric_table, const Ballot& ballot,
                           const CompiledPolicies& compiled) {
   const auto& paths = options["text"].as<std::vector<std::string>>();
   EvalOptions how{.max_tokens = count_from(options, "max-tokens", 0, 1 << 30),
                   .threads = threads_from(options),
                   .names = text_names(paths),
-                  .progress = progress_bar("deploy: closed loop")};
+                  .progress = progress_bar("deploy: end-to-end evaluation")};
   std::vector<CacheConfig> configs{CacheConfig{}};  // the full cache
   for (std::size_t i = 0; i < std::min(confirms(options), ballot.standings().size()); ++i)
-    configs.push_back(config_of(run, ballot, figures, i, compiled));
+    configs.push_back(config_of(run, ballot, metric_table, i, compiled));
   how.before = model.tokenizer.before();
-  const std::size_t most_tokens = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
+  const std::size_t max_tokens = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
   texts.reserve(paths.size());
   for (const std::string& path : paths)
-    texts.push_back(ids_of_file(path, model.tokenizer, most_tokens));
+    texts.push_back(ids_of_file(path, model.tokenizer, max_tokens));
   say_of_model(model.backend->config(), model.tokenizer);
   Evaluation evaluation =
-      evaluate(model.backend->config(), model.sweep, texts, std::move(configs), how);
+      evaluate(model.backend->config(), model.run_sweep, texts, std::move(configs), how);
   for (const std::string& warning : eval_warnings(evaluation))
     fmt::print(stderr, "kvlab deploy: {}\n", warning);
   return evaluation;
 }
 
-/// Those that were confirmed answer too, and the ballot's winner becomes the one of both truths.
-nlohmann::json decide_by_both(const po::variables_map& options, const LoopModel& model,
-                              const std::vector<Confirmed>& confirmed, Ballot& ballot) {
-  AnswerPlan plan = answer_plan_from(options);
+/// Those that were confirmed answer too, and the ballot's winner becomes the one of both criteria.
+nlohmann::json decide_by_both_criteria(const po::variables_map& options, const EvalModel& model,
+                                       const std::vector<Confirmed>& confirmed, Ballot& ballot) {
+  TaskAccuracyPlan plan = task_accuracy_plan_from(options);
   if (!plan.tasks.empty()) plan.chat = read_chat_frame(model.directory);
   find_lengths(*model.backend, model.tokenizer, plan);
   std::vector<Confirmed> order = confirmed;  // the winner in KL first
@@ -96,16 +97,16 @@ nlohmann::json decide_by_both(const po::variables_map& options, const LoopModel&
       order, [&](const Confirmed& entry) { return entry.standing == ballot.winner; });
   std::vector<Finalist> finalists;
   std::erase_if(order, [&](const Confirmed& entry) {
-    return entry.holds_more && entry.standing != ballot.winner;
+    return entry.over_budget && entry.standing != ballot.winner;
   });
   for (const Confirmed& entry : order) finalists.push_back({entry.score.config, entry.score.kl});
-  std::vector<TaskAsked> asked;
+  std::vector<TaskAccuracy> evaluated;
   if (!plan.tasks.empty())
-    asked = ask_finalists(*model.backend, model.tokenizer, finalists, plan,
-                          progress_bar("deploy: answers"));
-  const Choice choice = choose_by_both(finalists, asked);
+    evaluated = evaluate_finalists(*model.backend, model.tokenizer, finalists, plan,
+                                   progress_bar("deploy: task accuracy"));
+  const Choice choice = choose_by_both_criteria(finalists, evaluated);
   ballot.winner = order[choice.deployed].standing;
-  return truths_json(finalists, asked, choice);
+  return criteria_json(finalists, evaluated, choice);
 }
 
 void print_recommended(const Recommendation& made) {
@@ -122,7 +123,7 @@ void print_candidates(const Recommendation& made) {
   const auto line = [&](std::size_t c, const std::string& note) {
     const Candidate& own = made.candidates[c];
     fmt::print("{} {:<28} {:>8} {:>9} {:>9}  {}\n", c == made.choice ? '>' : ' ', own.name,
-               figure_text(made.mean(c)), bytes_text(own.memory.mean), bytes_text(own.memory.peak),
+               number_text(made.mean(c)), bytes_text(own.memory.mean), bytes_text(own.memory.peak),
                note);
   };
   for (const std::size_t c : made.order)
@@ -132,7 +133,7 @@ void print_candidates(const Recommendation& made) {
 
 int run(const po::variables_map& options) {
   refuse_without(options, "confirm",
-                 {"model", "text", "max-tokens", "device", "task", "words", "draws", "columns"});
+                 {"model", "text", "max-tokens", "device", "task", "words", "samples", "features"});
   const std::string directory =
       required(options, "run", "kvlab deploy RUN, a directory of `kvlab replay`");
   const std::string budget = required(options, "budget", "--budget B, one of the run");
@@ -140,9 +141,9 @@ int run(const po::variables_map& options) {
   refuse_unwritable(out, "--out");
   const OutputClaim claim(out);
   const Run loaded = load_run(directory);
-  const Figures figures(loaded.rows);
+  const MetricTable metric_table(loaded.rows);
   Ballot ballot =
-      rank_for_deployment(loaded, figures, budget,
+      rank_for_deployment(loaded, metric_table, budget,
                           options.count("metric") ? options["metric"].as<std::string>()
                                                   : std::string(best_metric(loaded.rows)));
   if (const std::string why = best_metric_text(loaded.rows);
@@ -153,22 +154,22 @@ int run(const po::variables_map& options) {
   if (options.count("fidelity"))
     evidence =
         fidelity_evidence(options["fidelity"].as<std::string>(), std::string(ballot.metric->name),
-                          ballot.budget.least_tokens, loaded.info.traces.front().weights_xxh3);
-  const std::optional<LoopModel> model = model_from(options, loaded);
+                          ballot.budget.min_tokens, loaded.info.traces.front().weights_xxh3);
+  const std::optional<EvalModel> model = model_from(options, loaded);
   std::vector<Confirmed> confirmed;
-  nlohmann::json truths{
+  nlohmann::json criteria{
       {"answers", nullptr},
       {"why", "Task accuracy was not evaluated; --confirm K evaluates the best K"}};
   Evaluation evaluation;
   if (model) {
-    evaluation = evaluate_first(options, *model, loaded, figures, ballot, compiled);
+    evaluation = evaluate_first(options, *model, loaded, metric_table, ballot, compiled);
     confirmed = confirm(evaluation, ballot);
-    truths = decide_by_both(options, *model, confirmed, ballot);
+    criteria = decide_by_both_criteria(options, *model, confirmed, ballot);
   }
-  PolicyFile file = policy_file_of(loaded, figures, ballot, compiled);
+  PolicyFile file = policy_file_of(loaded, metric_table, ballot, compiled);
   file.run["fidelity"] = evidence;
-  if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(confirmed, figures, ballot);
-  file.run["truths"] = truths;
+  if (!confirmed.empty()) file.run["confirmed"] = confirmed_json(confirmed, metric_table, ballot);
+  file.run["criteria"] = criteria;
   write_policy_file(out, file);
 
   if (options["json"].as<bool>()) {
@@ -188,7 +189,8 @@ int run(const po::variables_map& options) {
     print_recommended(judged.recommendation);
     print_candidates(judged.recommendation);
   }
-  fmt::print("\n{}", model ? truths_text(truths) : truths.at("why").get<std::string>() + "\n");
+  fmt::print("\n{}",
+             model ? criteria_text(criteria) : criteria.at("why").get<std::string>() + "\n");
   fmt::print("\n{}\n", evidence.is_object()
                            ? evidence_text(evidence)
                            : fmt::format("How well {} predicts this model's end-to-end KL is not "

@@ -3,12 +3,12 @@
 #include <cmath>
 #include <optional>
 
-#include "engine/loop/eval.hpp"
-#include "engine/loop/eval/score.hpp"
-#include "engine/loop/policy_file.hpp"
+#include "engine/evaluation/eval.hpp"
+#include "engine/evaluation/eval/score.hpp"
+#include "engine/evaluation/policy_file.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/recommendation.hpp"
-#include "tools/loop_model.hpp"
+#include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
 #include "traces/base/files.hpp"
@@ -17,7 +17,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
@@ -30,7 +30,7 @@ void add_options(po::options_description& options) {
   add("prompt-tokens", number_option("P", 0),
       "tokens of each sequence that are its prompt; 0: half of it");
   add("max-tokens", number_option("T", 0), "use the first T tokens of each text; 0: all");
-  add("span", text_option("decode|all", "decode"),
+  add("queries", text_option("decode|all", "decode"),
       "whose predictions are scored: those of decoded tokens, or all");
   add("by-tokens", po::bool_switch(),
       "on a CUDA device, decode token by token, which is also the check on the way by layers; so "
@@ -45,7 +45,7 @@ void add_options(po::options_description& options) {
       "it");
   add("policy-file", text_option("FILE"), "a deployed policy, beside those of --policy");
   add_policy_options(options);
-  add_columns_option(options);
+  add_features_option(options);
   add_common_options(options);
 }
 
@@ -94,8 +94,8 @@ void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) 
     if (const Memory& own = score.memory; own.exempt_peak > 0)
       fmt::print("{}: {}\n", score.label(), exempt_text(own.peak, own.exempt_peak));
   const Memory& memory = scores.front().memory;
-  if (const std::size_t spans = model.layers - model.acted_on().layers; spans > 0)
-    fmt::print("{}\n", span_text(spans, memory.span_mean, memory.span_peak));
+  if (const std::size_t windows = model.layers - model.policy_layers().layers; windows > 0)
+    fmt::print("{}\n", windows_text(windows, memory.window_mean, memory.window_peak));
 }
 
 /// How far a configuration's texts differ.
@@ -119,12 +119,12 @@ void print_recommendations(const Evaluation& evaluation, const std::string& out)
   fmt::print("\n{}", recommendations_text(made));
   const Recommendation& decisive = made[decisive_budget(made)];
   fmt::print("Next: kvlab generate --model DIR --prompt TEXT --policy {} --budget {}\n",
-             decisive.chosen().name, decisive.scope.budget);
+             decisive.chosen_candidate().name, decisive.scope.budget);
   if (!out.empty()) fmt::print("Next: kvlab report {} --out eval.html\n", out);
 }
 
 std::uint32_t tokens_from(const po::variables_map& options, const char* name) {
-  return count_from(options, name, 0, kMostTokens);
+  return count_from(options, name, 0, kMaxTokens);
 }
 
 EvalOptions eval_options(const po::variables_map& options) {
@@ -132,7 +132,7 @@ EvalOptions eval_options(const po::variables_map& options) {
           .stream = options["stream"].as<bool>(),
           .prompt_tokens = tokens_from(options, "prompt-tokens"),
           .max_tokens = tokens_from(options, "max-tokens"),
-          .span = parse_span(options["span"].as<std::string>()),
+          .queries = parse_queries(options["queries"].as<std::string>()),
           .against_full = !options["no-full"].as<bool>(),
           .block_tokens = tokens_from(options, "block-tokens"),
           .threads = threads_from(options),
@@ -140,9 +140,9 @@ EvalOptions eval_options(const po::variables_map& options) {
           .leave_out = left_out_of("eval")};
 }
 
-LoopWay way_from(const po::variables_map& options) {
-  return options["by-tokens"].as<bool>() || options["stream"].as<bool>() ? LoopWay::tokens
-                                                                         : LoopWay::layers;
+EvalMethod way_from(const po::variables_map& options) {
+  return options["by-tokens"].as<bool>() || options["stream"].as<bool>() ? EvalMethod::tokens
+                                                                         : EvalMethod::layers;
 }
 
 int run(const po::variables_map& options) {
@@ -157,7 +157,7 @@ int run(const po::variables_map& options) {
   if (options["stream"].as<bool>())
     refuse_given(options, {"window"}, "--stream takes each text as one sequence");
   if (options.count("policy") || (!compiled.entries.empty() && !options.count("policy-file"))) {
-    configs = grid_from(options, {}, compiled, how.leave_out);
+    configs = sweep_from(options, {}, compiled, how.leave_out);
   } else if (options.count("policy-file")) {
     refuse_beside_policy_file(options);
   } else {
@@ -169,7 +169,7 @@ int run(const po::variables_map& options) {
     refuse_existing(options["out"].as<std::string>(), "--out");
     folder.emplace(options["out"].as<std::string>());
   }
-  const LoopModel model = load_loop_model(options, way_from(options));
+  const EvalModel model = load_eval_model(options, way_from(options));
   const ModelConfig& config = model.backend->config();
   const std::string weights_xxh3 = model.backend->weights_xxh3();
   if (options.count("policy-file"))
@@ -182,7 +182,7 @@ int run(const po::variables_map& options) {
   std::vector<std::vector<std::int32_t>> texts;
   for (const std::string& path : paths) texts.push_back(ids_of_file(path, model.tokenizer, most));
   say_of_model(model.backend->config(), model.tokenizer);
-  const Evaluation evaluation = evaluate(config, model.sweep, texts, std::move(configs), how);
+  const Evaluation evaluation = evaluate(config, model.run_sweep, texts, std::move(configs), how);
   for (const std::string& warning : eval_warnings(evaluation))
     fmt::print(stderr, "kvlab eval: {}\n", warning);
   nlohmann::ordered_json json{
@@ -191,7 +191,7 @@ int run(const po::variables_map& options) {
       {"kvlab", KVLAB_RELEASE},
       {"engine_dtype", torch_name(model.backend->rounding().value_or(Dtype::f32))},
       {"first_token", first_token(model.tokenizer)},
-      {"span", options["span"].as<std::string>()}};
+      {"queries", options["queries"].as<std::string>()}};
   json.update(eval_json(evaluation, how.names));
   if (folder) {
     write_file_atomically(*folder / kEvalCsv, eval_csv(evaluation, how.names));
@@ -212,14 +212,15 @@ int run(const po::variables_map& options) {
 }  // namespace
 
 Command eval_command() {
-  return {.name = "eval",
-          .summary = "closed loop: perplexity of many policies and budgets, teacher-forced",
-          .usage = "--model DIR --text FILE... [--policy LIST --budget LIST] [options]",
-          .example =
-              "kvlab eval --model engine/models/tiny --text tools/demo/prompt.txt "
-              "--policy window,sink,h2o --budget 64,128 --prefill stream",
-          .add_options = add_options,
-          .run = run};
+  return {
+      .name = "eval",
+      .summary = "end-to-end evaluation: perplexity of many policies and budgets, teacher-forced",
+      .usage = "--model DIR --text FILE... [--policy LIST --budget LIST] [options]",
+      .example =
+          "kvlab eval --model engine/models/tiny --text tools/demo/prompt.txt "
+          "--policy window,sink,h2o --budget 64,128 --prefill stream",
+      .add_options = add_options,
+      .run = run};
 }
 
 }  // namespace kvlab

@@ -4,10 +4,10 @@
 #include <filesystem>
 #include <optional>
 
-#include "engine/loop/fidelity/fidelity.hpp"
-#include "engine/loop/pages/pages.hpp"
+#include "engine/evaluation/fidelity/fidelity.hpp"
+#include "engine/evaluation/pages/pages.hpp"
 #include "sim/report/interactive/dataset.hpp"
-#include "tools/loop_model.hpp"
+#include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -19,7 +19,7 @@ namespace {
 using nlohmann::ordered_json;
 
 void add_options(po::options_description& options) {
-  add_loop_options(options);
+  add_eval_model_options(options);
   auto add = options.add_options();
   add("out", text_option("OUT"),
       "a directory to be made: fidelity.csv, fidelity.json, and a trace of each text");
@@ -29,7 +29,8 @@ void add_options(po::options_description& options) {
 }
 
 void print_table(const Fidelity& fidelity) {
-  fmt::print("Spearman's rho with the closed loop's KL, within a budget (regret)\n\n{:<16}", "");
+  fmt::print(
+      "Spearman's rho with the end-to-end evaluation's KL, within a budget (regret)\n\n{:<16}", "");
   for (const FidelityBudget& budget : fidelity.metrics.front().within)
     fmt::print(" {:>14}", budget.budget);
   fmt::print(" {:>9}\n", "pooled");
@@ -44,71 +45,75 @@ void print_table(const Fidelity& fidelity) {
     fmt::print(" {:>14}", std::isnan(rho) ? "-" : fmt::format("{:.2f}", rho));
   fmt::print("\n");
   if (const FidelityMetric* const standard = fidelity.find(fidelity.standard)) {
-    fmt::print("\n{} decides in `kvlab deploy`; wrong pairs of those that KL tells apart:",
-               standard->metric);
+    fmt::print(
+        "\n{} decides in `kvlab deploy`; wrong pairs of those that differ significantly in KL:",
+        standard->metric);
     for (const FidelityBudget& budget : standard->within)
-      fmt::print(" {} of {} at {}", budget.misordered.size(), budget.told_apart, budget.budget);
+      fmt::print(" {} of {} at {}", budget.misordered.size(), budget.significantly_different,
+                 budget.budget);
     fmt::print("\n");
   }
 }
 
 /// Those whose budget fits every text; enough of them at each budget.
 std::vector<CacheConfig> fitting(std::vector<CacheConfig> configs,
-                                 const std::vector<LoopText>& texts, const CacheShape& model,
+                                 const std::vector<EvalText>& texts, const CacheShape& model,
                                  const LeaveOut& leave_out) {
   configs = configs_that_fit(
       std::move(configs),
       [&](const CacheConfig& config) {
-        for (const LoopText& text : texts)
+        for (const EvalText& text : texts)
           resolve(config.at_prompt(text.prompt_tokens), static_cast<std::uint32_t>(text.ids.size()),
                   0, model);
       },
       leave_out);
-  check_fidelity_grid(configs);
+  check_fidelity_sweep(configs);
   return configs;
 }
 
 /// Each text in both loops; traces of texts go into `traces`.
-std::vector<FidelityText> measure(const po::variables_map& options, const LoopModel& model,
-                                  const std::vector<LoopText>& texts,
+std::vector<FidelityText> measure(const po::variables_map& options, const EvalModel& model,
+                                  const std::vector<EvalText>& texts,
                                   std::span<const CacheConfig> configs,
                                   const std::filesystem::path& traces) {
   const unsigned threads = threads_from(options);
   const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, threads);
-  const auto replayer = loop_replayer(options);
+  const auto replayer = eval_replayer(options);
   std::uint64_t captured = 0;
-  for (const LoopText& text : texts) captured += text.trace ? 0 : text.ids.size();
+  for (const EvalText& text : texts) captured += text.trace ? 0 : text.ids.size();
   announce_traces("fidelity", model.backend->trace_header({}).shape, captured,
                   "into " + traces.string());
-  enum Kind { kCapture, kReplay, kLoop };
+  enum Kind { kCapture, kReplay, kEvaluation };
   std::vector<WorkPhase> phases;
-  for (const LoopText& text : texts) {
+  for (const EvalText& text : texts) {
     const auto tokens = static_cast<double>(text.ids.size());
     phases.push_back({kCapture, text.trace ? 0 : tokens});
     phases.push_back({kReplay, tokens});
-    phases.push_back({kLoop, tokens * static_cast<double>(configs.size() + 1)});
+    phases.push_back({kEvaluation, tokens * static_cast<double>(configs.size() + 1)});
   }
-  const double rate = closed_loop_rate(model.sweep, texts.front(), threads);
+  const double rate = end_to_end_rate(model.run_sweep, texts.front(), threads);
   WorkPlan plan(progress_bar("fidelity"), std::move(phases), {rate, 0, rate});
   std::vector<FidelityText> measured;
   for (std::size_t t = 0; t < texts.size(); ++t) {
-    OpenLoopFigures figures = run_open_loop(*model.backend, texts[t], configs,
-                                            {.sketch = sketch,
-                                             .capture = traces / texts[t].name,
-                                             .every_output_error = every_output_error_from(options),
-                                             .threads = threads,
-                                             .device = replayer.get(),
-                                             .capturing = plan.phase(3 * t + kCapture),
-                                             .progress = plan.phase(3 * t + kReplay)});
-    auto scores =
-        closed_loop_scores(model.sweep, texts[t], configs, threads, plan.phase(3 * t + kLoop));
-    measured.push_back(fidelity_text(texts[t], kl_of(std::move(scores)), std::move(figures)));
+    ReplayMetrics replay_metrics =
+        run_offline_replay(*model.backend, texts[t], configs,
+                           {.sketch = sketch,
+                            .capture = traces / texts[t].name,
+                            .every_output_error = every_output_error_from(options),
+                            .threads = threads,
+                            .device = replayer.get(),
+                            .capturing = plan.phase(3 * t + kCapture),
+                            .progress = plan.phase(3 * t + kReplay)});
+    auto scores = end_to_end_scores(model.run_sweep, texts[t], configs, threads,
+                                    plan.phase(3 * t + kEvaluation));
+    measured.push_back(
+        fidelity_text(texts[t], kl_of(std::move(scores)), std::move(replay_metrics)));
   }
   return measured;
 }
 
 int run(const po::variables_map& options) {
-  check_loop_options(options);
+  check_eval_model_options(options);
   const std::string out = required(options, "out", "--out OUT, a directory to be made");
   refuse_existing(out, "--out");
   std::optional<OutputClaim> claim;
@@ -118,11 +123,11 @@ int run(const po::variables_map& options) {
   }
   const LeaveOut leave_out = left_out_of("fidelity");
   std::vector<CacheConfig> configs =
-      grid_from(options, {}, policy_sources_from(options), leave_out);
-  check_fidelity_grid(configs);
+      sweep_from(options, {}, policy_sources_from(options), leave_out);
+  check_fidelity_sweep(configs);
   AtomicFolder folder(out);
-  const LoopModel model = load_loop_model(options);
-  const std::vector<LoopText> texts = loop_texts_from(options, model);
+  const EvalModel model = load_eval_model(options);
+  const std::vector<EvalText> texts = eval_texts_from(options, model);
   configs = fitting(std::move(configs), texts, model.backend->config().heads(), leave_out);
   const std::filesystem::path traces = folder / "traces";
   if (options.count("text")) std::filesystem::create_directory(traces);
@@ -153,7 +158,7 @@ int run(const po::variables_map& options) {
 
 Command fidelity_command() {
   return {.name = "fidelity",
-          .summary = "which figure of a replay predicts the closed loop of this model",
+          .summary = "which metric of a replay predicts the end-to-end evaluation of this model",
           .usage =
               "--model DIR [--text FILE...] [--trace TRACE...] --policy LIST --budget LIST --out "
               "OUT [options]",

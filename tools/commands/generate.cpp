@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <optional>
 
-#include "engine/loop/conversation.hpp"
-#include "engine/loop/policy_file.hpp"
+#include "engine/evaluation/conversation.hpp"
+#include "engine/evaluation/policy_file.hpp"
 #include "sim/head_view.hpp"
 #include "sim/live_counts.hpp"
 #include "tools/options.hpp"
@@ -24,17 +24,17 @@ void add_options(po::options_description& options) {
   add_context_option(options);
   add("policy-file", text_option("FILE"), "the cache that `kvlab deploy` chose");
   add_policy_options(options);
-  add_columns_option(options);
+  add_features_option(options);
   add_common_options(options);
 }
 
 /// The cache that `--policy-file` or the other options ask for; with the file, if it was one.
-struct Asked {
+struct Request {
   CacheConfig cache;
   std::optional<PolicyFile> file;
 };
 
-Asked asked_from(const po::variables_map& options) {
+Request request_from(const po::variables_map& options) {
   if (!options.count("policy-file")) return {.cache = only_config(options)};
   refuse_beside_policy_file(options);
   const PolicyFile file =
@@ -57,7 +57,7 @@ std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cach
   std::uint32_t least = ~0u, most = 0;
   const auto kept = decoder.kept();
   const auto acts = [&](std::uint32_t layer) {
-    return cache.span_of(layer) == 0 && !cache.exempts(layer);
+    return cache.window_of(layer) == 0 && !cache.exempts(layer);
   };
   for (std::uint32_t layer = 0; layer < kept.size(); ++layer)
     for (std::size_t head = 0; acts(layer) && head < kept[layer].size(); ++head) {
@@ -96,7 +96,7 @@ std::vector<Segment> segments_fed(const std::vector<std::vector<std::int32_t>>& 
 std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model,
                          std::size_t number_bytes, const ResolvedConfig& cache,
                          const std::vector<Segment>& fed) {
-  const CacheShape shape = model.acted_on();
+  const CacheShape shape = model.policy_layers();
   const double heads = static_cast<double>(shape.layers) * shape.kv_heads;
   const std::uint64_t evictions = decoder.evictions();
   if (evictions == 0)
@@ -110,9 +110,9 @@ std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model
   std::string text =
       fmt::format("evicted {:.0f} tokens of each KV head; KV {:.1f} of {:.1f} KiB in 16 bit", gone,
                   held, decoder.tokens() * token);
-  if (number_bytes > 2 && cache.policy.ladder.is_plain())
+  if (number_bytes > 2 && cache.policy.tier_plan.is_plain())
     text += fmt::format(" ({:.1f} KiB in float32, which the CPU computes in)", 2 * held);
-  if (!cache.spans.empty()) text += ", of the layers without a window";
+  if (!cache.windows.empty()) text += ", of the layers without a window";
   if (cache.prefill.chunk == 0)
     text +=
         "; a dense prompt is whole while it is read (--prefill stream keeps it within the budget)";
@@ -120,12 +120,12 @@ std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model
 }
 
 /// Of the keys and values that layers with a window hold at the end.
-std::size_t span_bytes(const SequenceDecoder& decoder, const ResolvedConfig& cache,
-                       std::size_t token_bytes) {
+std::size_t window_bytes(const SequenceDecoder& decoder, const ResolvedConfig& cache,
+                         std::size_t token_bytes) {
   std::size_t tokens = 0;
   const auto kept = decoder.kept();
   for (std::uint32_t layer = 0; layer < kept.size(); ++layer)
-    for (const std::uint32_t own : kept[layer]) tokens += cache.span_of(layer) > 0 ? own : 0;
+    for (const std::uint32_t own : kept[layer]) tokens += cache.window_of(layer) > 0 ? own : 0;
   return tokens * token_bytes;
 }
 
@@ -142,21 +142,21 @@ ordered_json to_json(const std::vector<Answer>& answers, const ResolvedConfig& c
                      {"ids", answer.ids},
                      {"stopped", answer.ended ? "end of text" : "length"}});
   }
-  ordered_json json{
-      {"text", text},
-      {"ids", ids},
-      {"turns", turns},
-      {"policy", cache.policy.name},
-      {"params", cache.policy.params_text()},
-      {"budget_tokens", cache.evicts() ? ordered_json(cache.asked_tokens) : ordered_json("all")},
-      {"positions", name_of(cache.positions)},
-      {"prefill", cache.prefill.text()},
-      {"prompt_tokens", conversation.prompt_pace().tokens},
-      {"prompt_tokens_per_second", conversation.prompt_pace().tokens_per_second()},
-      {"tokens_per_second", conversation.decode_pace().tokens_per_second()},
-      {"evictions", decoder.evictions()},
-      {"kv_bytes_measured", decoder.kv_bytes_peak()},
-      {"engine_dtype", torch_name(engine_dtype)}};
+  ordered_json json{{"text", text},
+                    {"ids", ids},
+                    {"turns", turns},
+                    {"policy", cache.policy.name},
+                    {"params", cache.policy.params_text()},
+                    {"budget_tokens",
+                     cache.evicts() ? ordered_json(cache.requested_tokens) : ordered_json("all")},
+                    {"positions", name_of(cache.positions)},
+                    {"prefill", cache.prefill.text()},
+                    {"prompt_tokens", conversation.prompt_pace().tokens},
+                    {"prompt_tokens_per_second", conversation.prompt_pace().tokens_per_second()},
+                    {"tokens_per_second", conversation.decode_pace().tokens_per_second()},
+                    {"evictions", decoder.evictions()},
+                    {"kv_bytes_measured", decoder.kv_bytes_peak()},
+                    {"engine_dtype", torch_name(engine_dtype)}};
   if (differs_by_head(cache) && !decoder.kept().empty()) json["kept_tokens"] = decoder.kept();
   return json;
 }
@@ -167,23 +167,23 @@ int run(const po::variables_map& options) {
   const SamplingOptions sampling = sampling_from(options);
   const std::uint32_t max_new_tokens = max_new_tokens_from(options);
   const std::string prompt = prompt_from(options);
-  const Asked asked = asked_from(options);
+  const Request requested = request_from(options);
 
   const auto backend = load_backend(device_from(options), directory, threads);
   const ModelConfig& config = backend->config();
   const Tokenizer tokenizer = tokenizer_of(directory, config);
   const auto turns =
       turns_from(options, tokenizer, first_ids(prompt_name(options), prompt, tokenizer));
-  const std::uint32_t length = most_tokens(turns, max_new_tokens);
-  if (asked.file) check_shape(*asked.file, config.heads());
+  const std::uint32_t length = max_tokens(turns, max_new_tokens);
+  if (requested.file) check_shape(*requested.file, config.heads());
   ResolvedConfig cache =
-      resolve(asked.cache.at_prompt(static_cast<std::uint32_t>(turns.front().size())), length, 0,
-              config.heads());
+      resolve(requested.cache.at_prompt(static_cast<std::uint32_t>(turns.front().size())), length,
+              0, config.heads());
   if (turns.size() > 1)
-    refuse_given(options, {"columns"}, "they are the first prompt's, and more turns are to come");
-  find_columns(cache, turns.front(), config.heads());
+    refuse_given(options, {"features"}, "they are the first prompt's, and more turns are to come");
+  find_features(cache, turns.front(), config.heads());
   const std::string too_long = check_context(options, config, cache, turns);
-  if (asked.file) warn(model_mismatch(*asked.file, config.name, backend->weights_xxh3()));
+  if (requested.file) warn(model_mismatch(*requested.file, config.name, backend->weights_xxh3()));
   warn(too_long);
 
   say_of_model(config, tokenizer, prompt);
@@ -204,9 +204,9 @@ int run(const po::variables_map& options) {
     ordered_json result =
         to_json(answers, cache, *decoder, conversation, backend->rounding().value_or(Dtype::f32));
     result["first_token"] = first_token(tokenizer, prompt);
-    if (!cache.spans.empty() && !decoder->kept().empty())
-      result["span_bytes_end"] =
-          span_bytes(*decoder, cache, 2 * config.head_size * value_bytes(*backend));
+    if (!cache.windows.empty() && !decoder->kept().empty())
+      result["window_bytes_end"] =
+          window_bytes(*decoder, cache, 2 * config.head_size * value_bytes(*backend));
     print_json(result);
   }
   if (!json && cache.evicts())

@@ -149,7 +149,7 @@ std::string man_page() {
       ".SH SYNOPSIS\n.B kvlab\n.I COMMAND\n[\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n"
       "Attention traces are captured from a model, replayed through many policies and budgets, and "
       "the winner is deployed.\n"
-      "A policy is written name:parameter=value:guard=value; lists are comma\\-separated.\n"
+      "A policy is written name:parameter=value:sinks=N:recent=N; lists are comma\\-separated.\n"
       ".SH COMMANDS\n",
       KVLAB_RELEASE);
   for (const Command& command : all_commands()) {

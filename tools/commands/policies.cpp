@@ -13,11 +13,11 @@ namespace {
 
 using nlohmann::ordered_json;
 
-struct Reference {
+struct OracleInfo {
   std::string_view name, summary, bounds;
 };
-constexpr Reference kReferences[] = {
-    {kOracleMass, "evicts by least future mass under the full cache, summed over the group",
+constexpr OracleInfo kOracles[] = {
+    {kOracleAttention, "evicts by least future mass under the full cache, summed over the group",
      "nothing: a strong rule for recall, not a bound"},
     {kOracleTopk, "keeps for each query and query head its most probable tokens",
      "recall and misses; says nothing about output error"},
@@ -27,16 +27,17 @@ constexpr Reference kReferences[] = {
      "next 32 queries; slow, and run only where it is named",
      "nothing: a greedy choice that knows those queries, but no other head"}};
 
-/// "mass, the column value_norm1".
+/// "mass, the feature value_norm1".
 std::string needs_of(const PolicyInfo& info) {
   std::string needs(name_of(info.needs));
-  if (info.column_count() == 0) return needs;
-  const std::string columns = fmt::format("column {}", fmt::join(columns_of(info), ", "));
-  return info.needs == Needs::nothing ? columns : needs + ", " + columns;
+  if (info.feature_count() == 0) return needs;
+  const std::string features = fmt::format("feature {}", fmt::join(features_of(info), ", "));
+  return info.needs == Needs::nothing ? features : needs + ", " + features;
 }
 
-/// The default guards that guard anything, and modifiers: "sinks=4 recent=50% once", or "".
-std::string guards_of(const PolicyInfo& info) {
+/// The default protected tokens that protect anything, and modifiers: "sinks=4 recent=50% once", or
+/// "".
+std::string protected_tokens_of(const PolicyInfo& info) {
   std::vector<std::string> parts;
   if (info.sinks != Extent{}) parts.push_back("sinks=" + text_of(info.sinks));
   if (info.recent != Extent{}) parts.push_back("recent=" + text_of(info.recent));
@@ -60,15 +61,16 @@ std::vector<PolicyEntry> all_entries(const CompiledPolicies& compiled) {
 
 void print_text(const std::vector<PolicyEntry>& entries) {
   fmt::print(
-      "Written name:param=value:guard=value, as in h2o:sinks=4:recent=25%.\n"
-      "Any policy that evicts takes the guards sinks and recent: tokens, or a share of the "
+      "Written name:param=value:sinks=N:recent=N, as in h2o:sinks=4:recent=25%.\n"
+      "Any policy that evicts takes the protected tokens sinks and recent: tokens, or a share of "
+      "the "
       "budget;\n"
       "and the modifiers every=W, once, smooth=R, pool=mean|max, scope=head|layer, "
       "group=sum|max.\n");
   for (const PolicyEntry& entry : entries) {
     const PolicyInfo& info = entry.info;
     fmt::print("\n{}\n  {}\n", info.name, info.summary);
-    if (info.evicts) fmt::print("  guards     {}\n", or_none(guards_of(info)));
+    if (info.evicts) fmt::print("  protected  {}\n", or_none(protected_tokens_of(info)));
     for (const ParamInfo& param : entry.params) fmt::print("  parameter  {}\n", describe(param));
     fmt::print("  needs      {}; {} bytes of state a slot\n", needs_of(info), entry.token_bytes());
     fmt::print("  order      {}\n  positions  {}\n  source     {}\n", name_of(info.order),
@@ -80,10 +82,10 @@ void print_text(const std::vector<PolicyEntry>& entries) {
   for (const Preset& preset : h2o_presets())
     fmt::print("  {:15}  {:35}  {}\n", preset.name,
                preset.policy.empty() ? "the rule cannot hold it" : preset.policy, preset.code);
-  fmt::print("\nReferences, for comparison only (never deployed, no parameters, no guards):\n");
-  for (const Reference& reference : kReferences)
-    fmt::print("\n{}\n  {}\n  bounds     {}\n", reference.name, reference.summary,
-               reference.bounds);
+  fmt::print(
+      "\nReferences, for comparison only (never deployed, no parameters, no protected tokens):\n");
+  for (const OracleInfo& oracle : kOracles)
+    fmt::print("\n{}\n  {}\n  bounds     {}\n", oracle.name, oracle.summary, oracle.bounds);
 }
 
 std::string code_or_blank(const std::string& text) {
@@ -93,7 +95,8 @@ std::string code_or_blank(const std::string& text) {
 /// Two tables, as docs/reference/policies.md holds them.
 void print_markdown(const std::vector<PolicyEntry>& entries) {
   fmt::print(
-      "| policy | what it does | needs | order | guards | parameters | positions | bytes a slot | "
+      "| policy | what it does | needs | order | protected tokens | parameters | positions | bytes "
+      "a slot | "
       "source |\n"
       "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n");
   for (const PolicyEntry& entry : entries) {
@@ -101,28 +104,28 @@ void print_markdown(const std::vector<PolicyEntry>& entries) {
     std::vector<std::string> params;
     for (const ParamInfo& param : entry.params) params.push_back(describe(param));
     fmt::print("| `{}` | {} | {} | {} | {} | {} | {} | {} | {} |\n", info.name, info.summary,
-               needs_of(info), name_of(info.order), code_or_blank(guards_of(info)),
+               needs_of(info), name_of(info.order), code_or_blank(protected_tokens_of(info)),
                fmt::join(params, "; "), name_of(info.positions), entry.token_bytes(),
                info.citation);
   }
   fmt::print("\n| reference | what it does | bounds |\n| --- | --- | --- |\n");
-  for (const Reference& reference : kReferences)
-    fmt::print("| `{}` | {} | {} |\n", reference.name, reference.summary, reference.bounds);
+  for (const OracleInfo& oracle : kOracles)
+    fmt::print("| `{}` | {} | {} |\n", oracle.name, oracle.summary, oracle.bounds);
 }
 
 ordered_json to_json(const std::vector<PolicyEntry>& entries) {
-  ordered_json policies = ordered_json::array(), references = ordered_json::array(),
+  ordered_json policies = ordered_json::array(), oracles = ordered_json::array(),
                presets = ordered_json::array();
   for (const PolicyEntry& entry : entries) policies.push_back(describe_policy(entry));
-  for (const Reference& reference : kReferences)
-    references.push_back(
-        {{"name", reference.name}, {"summary", reference.summary}, {"bounds", reference.bounds}});
+  for (const OracleInfo& oracle : kOracles)
+    oracles.push_back(
+        {{"name", oracle.name}, {"summary", oracle.summary}, {"bounds", oracle.bounds}});
   for (const Preset& preset : h2o_presets())
     presets.push_back({{"name", preset.name},
                        {"policy", preset.policy},
                        {"code", preset.code},
                        {"deviates", preset.deviates}});
-  return {{"policies", policies}, {"references", references}, {"h2o_presets", presets}};
+  return {{"policies", policies}, {"oracles", oracles}, {"h2o_presets", presets}};
 }
 
 void add_options(po::options_description& options) {
@@ -149,7 +152,7 @@ int run(const po::variables_map& options) {
 
 Command policies_command() {
   return {.name = "policies",
-          .summary = "every policy: parameters, guards, bytes per slot, source",
+          .summary = "every policy: parameters, protected tokens, bytes per slot, source",
           .usage = "[--json | --markdown] [--policy-source FILE.hpp]...",
           .example = "kvlab policies",
           .add_options = add_options,

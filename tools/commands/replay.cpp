@@ -27,7 +27,7 @@ void add_options(po::options_description& options) {
       po::value<std::vector<std::string>>()->value_name("TRACE")->multitoken()->composing(),
       "captured traces; may be given several times");
   add("out", text_option("RUN"), "the run's directory, which is made");
-  add("span", text_option("decode|all", "decode"),
+  add("queries", text_option("decode|all", "decode"),
       "the queries to measure: those of decoded tokens, or all");
   add_threshold_option(options);
   add("output-error", text_option("sample|all", "sample"),
@@ -36,8 +36,8 @@ void add_options(po::options_description& options) {
       "the traces' checkpoint: for columns that take its weights (value_out_norm1)");
   add("layers", text_option("LIST"), "only these layers: 0,1,5 (default: all)");
   add("show", text_option("LIST"),
-      "print these figures too, as results.csv names them, or all (default: the one that decides)");
-  add("no-references", po::bool_switch(), "leave out full, oracle_mass and oracle_topk");
+      "print these metrics too, as results.csv names them, or all (default: the one that decides)");
+  add("no-references", po::bool_switch(), "leave out full, oracle_attention and oracle_topk");
   add("fresh", po::bool_switch(),
       "start anew: delete what an unfinished replay left in RUN.part (default: continue it)");
   add_policy_options(options, true);
@@ -71,7 +71,7 @@ ReplayOptions replay_options(const po::variables_map& options, const ProcessGrou
   if (options.count("model"))
     output = std::make_shared<const OutputProjections>(
         read_output_projections(options["model"].as<std::string>()));
-  return {.span = parse_span(options["span"].as<std::string>()),
+  return {.queries = parse_queries(options["queries"].as<std::string>()),
           .every_output_error = every_output_error_from(options),
           .output = output,
           .threads = threads_in(group, options),
@@ -80,18 +80,18 @@ ReplayOptions replay_options(const po::variables_map& options, const ProcessGrou
 }
 
 /// One metric, policies by budgets, averaged over the traces.
-void print_metric(const Figures& figures, const MetricInfo& metric, std::size_t width) {
+void print_metric(const MetricTable& metric_table, const MetricInfo& metric, std::size_t width) {
   fmt::print("{:<{}}", metric.label, width + 2);
-  for (const BudgetColumn& budget : figures.budgets()) fmt::print(" {:>7}", budget.text);
+  for (const BudgetColumn& budget : metric_table.budgets()) fmt::print(" {:>7}", budget.text);
   fmt::print("\n");
-  for (std::size_t s = 0; s < figures.series().size(); ++s) {
-    const Series& series = figures.series()[s];
+  for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
+    const Series& series = metric_table.series()[s];
     std::string cells;
-    for (const BudgetColumn& budget : figures.budgets()) {
-      const auto average = figures.average(s, budget.text, metric.name);
+    for (const BudgetColumn& budget : metric_table.budgets()) {
+      const auto average = metric_table.average(s, budget.text, metric.name);
       cells += average ? fmt::format(" {:>7.3f}", average->mean) : fmt::format(" {:>7}", "");
     }
-    const bool says = !series.is_reference() || informs(series, metric.name);
+    const bool says = !series.is_oracle() || informs(series, metric.name);
     if (says && cells.find_first_not_of(' ') != std::string::npos && !series.is_full())
       fmt::print("  {:<{}}{}\n", series.label, width, cells);
   }
@@ -100,14 +100,14 @@ void print_metric(const Figures& figures, const MetricInfo& metric, std::size_t 
 
 /// What the KV heads of a series kept at the end of a model's traces, of which `trace` is one, on
 /// average: "24.5, 8 to 40".
-std::string kept_text(const RunTrace& trace, const Figures& figures, std::size_t series,
+std::string kept_text(const RunTrace& trace, const MetricTable& metric_table, std::size_t series,
                       const std::string& budget) {
   std::vector<double> kept;
   for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
     for (std::uint32_t head = 0; head < trace.kv_heads; ++head) {
       const Scope scope{static_cast<std::int32_t>(trace.number(layer)),
                         static_cast<std::int32_t>(head)};
-      if (const auto own = figures.average(series, budget, "kv_bytes", scope))
+      if (const auto own = metric_table.average(series, budget, "kv_bytes", scope))
         kept.push_back(own->mean / static_cast<double>(kv_bytes_per_token(trace.head_size)));
     }
   if (kept.empty()) return "";
@@ -118,28 +118,28 @@ std::string kept_text(const RunTrace& trace, const Figures& figures, std::size_t
 }
 
 /// Where budgets differ by head.
-void print_kept(const RunTrace& trace, const Figures& figures, std::size_t width) {
-  for (const BudgetColumn& budget : figures.budgets()) {
+void print_kept(const RunTrace& trace, const MetricTable& metric_table, std::size_t width) {
+  for (const BudgetColumn& budget : metric_table.budgets()) {
     const bool in_file = budget.text.starts_with('@');
     if (!in_file && parse_budget(budget.text).is_even()) continue;
     fmt::print("tokens that a KV head kept of {}: mean, least to most\n", budget.text);
-    for (std::size_t s = 0; s < figures.series().size(); ++s)
-      if (!figures.series()[s].is_reference() && !figures.series()[s].is_full())
-        fmt::print("  {:<{}} {}\n", figures.series()[s].label, width,
-                   kept_text(trace, figures, s, budget.text));
+    for (std::size_t s = 0; s < metric_table.series().size(); ++s)
+      if (!metric_table.series()[s].is_oracle() && !metric_table.series()[s].is_full())
+        fmt::print("  {:<{}} {}\n", metric_table.series()[s].label, width,
+                   kept_text(trace, metric_table, s, budget.text));
     fmt::print("\n");
   }
 }
 
 /// What the full caches of a run lose by the tiers that they keep their tokens on; "" if nothing.
-std::string full_losses_text(const Figures& figures, const MetricInfo& metric) {
+std::string full_losses_text(const MetricTable& metric_table, const MetricInfo& metric) {
   std::string text;
-  for (std::size_t s = 0; s < figures.series().size(); ++s) {
-    const Series& series = figures.series()[s];
-    const auto lost = figures.average(s, "all", metric.name);
+  for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
+    const Series& series = metric_table.series()[s];
+    const auto lost = metric_table.average(s, "all", metric.name);
     if (!series.is_full() || series.params.empty() || !lost) continue;
     text += fmt::format("{}:{} evicts nothing; its quantization costs {} {}\n", series.policy,
-                        series.params, metric.label, figure_text(lost->mean));
+                        series.params, metric.label, number_text(lost->mean));
   }
   return text;
 }
@@ -148,27 +148,28 @@ std::string full_losses_text(const Figures& figures, const MetricInfo& metric) {
 /// --show, then the recommendations. Returns the decisive budget. `tokens`: scored.
 std::string print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
                           const std::vector<std::string>& show, std::uint64_t tokens) {
-  const Figures figures(rows);
+  const MetricTable metric_table(rows);
   std::size_t width = 16;
-  for (const Series& series : figures.series()) width = std::max(width, series.label.size());
+  for (const Series& series : metric_table.series()) width = std::max(width, series.label.size());
   const std::string_view best = best_metric(rows);
   if (const std::string why = best_metric_text(rows); !why.empty()) fmt::print("{}\n\n", why);
   std::set<std::string> there;
   for (const ResultRow& row : rows)
     if (row.layer < 0) there.insert(row.metric);
-  print_metric(figures, *find_metric(best), width);
+  print_metric(metric_table, *find_metric(best), width);
   const bool all = std::ranges::find(show, "all") != show.end();
   for (const std::string& name : there)
     if (name != best && (all || std::ranges::find(show, name) != show.end())) {
       MetricInfo metric = *find_metric(name);
-      if (name.starts_with(kSpanRecall)) metric.label = name;
-      print_metric(figures, metric, width);
+      if (name.starts_with(kPassageRecall)) metric.label = name;
+      print_metric(metric_table, metric, width);
     }
-  if (const std::string losses = full_losses_text(figures, *find_metric(best)); !losses.empty())
+  if (const std::string losses = full_losses_text(metric_table, *find_metric(best));
+      !losses.empty())
     fmt::print("{}\n", losses);
-  print_kept(trace, figures, width);
+  print_kept(trace, metric_table, width);
   const auto made =
-      recommendations_of(figures, *find_metric(best), tokens, std::string(kReplayNote));
+      recommendations_of(metric_table, *find_metric(best), tokens, std::string(kReplayNote));
   fmt::print("{}", recommendations_text(made));
   for (const std::string& warning : recommendation_warnings(made))
     fmt::print("{}", in_columns("Note: " + warning + "."));
@@ -177,7 +178,7 @@ std::string print_metrics(const RunTrace& trace, const std::vector<ResultRow>& r
 
 /// Where a budget exempts layers of a trace: what those hold, and the others.
 void print_exempt(const Run& run, const RunTrace& trace) {
-  for (const RunConfig& config : run.info.grid) {
+  for (const RunConfig& config : run.info.sweep) {
     if (!Budget{.heads = config.budgets}.exempts()) continue;
     double peak = 0, exempt = 0;
     for (std::uint32_t layer = 0; layer < trace.layers; ++layer)
@@ -193,8 +194,8 @@ void print_exempt(const Run& run, const RunTrace& trace) {
   }
 }
 
-/// As --show names them. Throws std::invalid_argument for what is no figure.
-std::vector<std::string> figures_from(const po::variables_map& options) {
+/// As --show names them. Throws std::invalid_argument for what is no metric.
+std::vector<std::string> metrics_from(const po::variables_map& options) {
   std::vector<std::string> names = list_from(options, "show");
   for (const std::string& name : names)
     if (name != "all" && !find_metric(name))
@@ -205,17 +206,16 @@ std::vector<std::string> figures_from(const po::variables_map& options) {
 
 /// Of a run where every token stays.
 std::string text_without_eviction(const Run& run) {
-  const bool only_full = std::ranges::all_of(run.rows, [](const ResultRow& row) {
-    return row.policy == "full" || is_reference(row.policy);
-  });
+  const bool only_full = std::ranges::all_of(
+      run.rows, [](const ResultRow& row) { return row.policy == "full" || is_oracle(row.policy); });
   std::string text = only_full ? "" : std::string(kBudgetKeepsAll) + "\n";
-  const Figures figures(run.rows);
-  const std::string losses = full_losses_text(figures, *find_metric(best_metric(run.rows)));
+  const MetricTable metric_table(run.rows);
+  const std::string losses = full_losses_text(metric_table, *find_metric(best_metric(run.rows)));
   if (only_full && losses.empty()) text = "only the full cache was replayed, which loses nothing\n";
   return text + losses;
 }
 
-/// Each model by itself: figures of several have no mean.
+/// Each model by itself: metrics of several have no mean.
 void print_table(const Run& run, const std::string& out, const std::vector<std::string>& show) {
   std::map<std::string, std::string> model_of;
   std::vector<std::pair<std::string, const RunTrace*>> models;  // each with its first trace
@@ -226,7 +226,7 @@ void print_table(const Run& run, const std::string& out, const std::vector<std::
       models.emplace_back(model, &trace);
   }
   const bool evicts = std::ranges::any_of(run.rows, [](const ResultRow& row) {
-    return row.policy != "full" && !is_reference(row.policy) && row.budget != "all";
+    return row.policy != "full" && !is_oracle(row.policy) && row.budget != "all";
   });
   if (!evicts) fmt::print("{}", text_without_eviction(run));
   if (!evicts) models.clear();
@@ -238,7 +238,8 @@ void print_table(const Run& run, const std::string& out, const std::vector<std::
     if (models.size() > 1) fmt::print("== {} ==\n", model);
     budget = print_metrics(*trace, rows, show, scored_tokens(run.info, rows));
     print_exempt(run, *trace);
-    if (const std::string spans = trace->span_text(); !spans.empty()) fmt::print("{}\n", spans);
+    if (const std::string windows = trace->windows_text(); !windows.empty())
+      fmt::print("{}\n", windows);
   }
   const auto bounds = [](const ResultRow& row) { return row.policy == kOracleTopk; };
   if (evicts && !show.empty() && std::ranges::any_of(run.rows, bounds))
@@ -276,7 +277,7 @@ void print_json(const Run& run, const std::string& out) {
   };
   if (std::ranges::all_of(run.info.traces, one_model))
     recommendations = recommendations_json(
-        recommendations_of(Figures(run.rows), *find_metric(best_metric(run.rows)),
+        recommendations_of(MetricTable(run.rows), *find_metric(best_metric(run.rows)),
                            scored_tokens(run.info, run.rows), std::string(kReplayNote)));
   kvlab::print_json({{"run", out},
                      {"hash", run.hash},
@@ -306,15 +307,16 @@ ReplayRequest request_from(const po::variables_map& options, const ProcessGroup&
   if (!options.count("trace")) required(options, "trace", "--trace TRACE, a captured trace");
   ReplayRequest request{
       .traces = options["trace"].as<std::vector<std::string>>(),
-      .grid = {},
+      .sweep = {},
       .options = replay_options(options, group),
       .fresh = options["fresh"].as<bool>(),
       .notice = group.leads() ? left_out_of("replay") : [](const std::string&) {}};
-  request.grid =
-      grid_from(options, replay_references(), policy_sources_from(options), request.notice);
-  figures_from(options);  // a mistake is better said before the work
+  request.sweep =
+      sweep_from(options, replay_oracles(), policy_sources_from(options), request.notice);
+  metrics_from(options);  // a mistake is better said before the work
   check_budgets(request);
-  if (!options["no-references"].as<bool>()) request.grid = with_references(std::move(request.grid));
+  if (!options["no-references"].as<bool>())
+    request.sweep = with_references(std::move(request.sweep));
   if (on_device) request.device = cuda_replayer();
   request.options.elsewhere = request.device.get();
   return request;
@@ -331,7 +333,7 @@ int run(const po::variables_map& options) {
   if (options["json"].as<bool>())
     print_json(*result, out);
   else
-    print_table(*result, out, figures_from(options));
+    print_table(*result, out, metrics_from(options));
   return 0;
 }
 

@@ -6,10 +6,10 @@
 #include <span>
 
 #include "engine/checkpoint/checkpoint.hpp"
-#include "engine/loop/eval/score.hpp"
-#include "engine/loop/fidelity/fidelity.hpp"
-#include "engine/loop/pages/pages.hpp"
-#include "engine/loop/pages/scores.hpp"
+#include "engine/evaluation/eval/score.hpp"
+#include "engine/evaluation/fidelity/fidelity.hpp"
+#include "engine/evaluation/pages/pages.hpp"
+#include "engine/evaluation/pages/scores.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "sim/report/interactive/dataset.hpp"
 #include "sim/report/report.hpp"
@@ -57,7 +57,7 @@ void say(const std::string& line) {
   if (!line.empty()) fmt::print(stderr, "kvlab report: {}\n", line);
 }
 
-/// The figures that are asked for go into `figures`, here and below; null: none are.
+/// The figures that are requested go into `figures`, here and below; null: none are.
 std::string page_of_run(const std::filesystem::path& folder, const po::variables_map& options,
                         const AtomicFolder* figures) {
   const Run run = load_run(folder);
@@ -88,8 +88,9 @@ std::string page_of(const std::filesystem::path& folder, const po::variables_map
     return fidelity_page(folder);
   }
   if (std::filesystem::is_regular_file(folder)) {
-    refuse_given(options, {"figures"}, "a race's page has its one figure to take away");
-    return race_page(folder);
+    refuse_given(options, {"figures"},
+                 "a page of successive halving has its one figure to take away");
+    return halving_page(folder);
   }
   throw std::runtime_error(
       fmt::format("{}: holds no run.json, eval.json, fidelity.json or task.json; it should be a "

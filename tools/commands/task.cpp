@@ -6,8 +6,8 @@
 #include <filesystem>
 #include <optional>
 
-#include "engine/loop/task/answers.hpp"
-#include "engine/loop/task/run.hpp"
+#include "engine/evaluation/task/answers.hpp"
+#include "engine/evaluation/task/run.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/report/recommendation.hpp"
 #include "tools/options.hpp"
@@ -21,7 +21,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr std::int64_t kMostWords = 1'000'000, kMostDraws = 100'000, kMostNeedles = 64;
+constexpr std::int64_t kMaxWords = 1'000'000, kMostSamples = 100'000, kMaxNeedles = 64;
 constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches side by side
 
 void add_options(po::options_description& options) {
@@ -36,7 +36,7 @@ void add_options(po::options_description& options) {
       "one by one)");
   add("words", text_option("LIST", "250,500"), "words of the context");
   add("depth", text_option("LIST", "0%,25%,50%,75%,100%"), "where in the context the answer is");
-  add("draws", number_option("N", 4),
+  add("samples", number_option("N", 4),
       "questions at each length and depth, the same for every policy and budget");
   add("kind", text_option("single|multi-key|multi-value"),
       "needle: one number; 4 keys, one is asked; 4 numbers of a key (default: single)");
@@ -55,7 +55,7 @@ void add_options(po::options_description& options) {
   add("capture", text_option("DIR"),
       "a directory to be made, for a trace of every question with the right answer behind it");
   add_policy_options(options);
-  add_columns_option(options);
+  add_features_option(options);
   add_common_options(options);
 }
 
@@ -79,7 +79,7 @@ std::vector<double> numbers_from(const po::variables_map& options, const char* n
 
 std::vector<std::uint32_t> words_from(const po::variables_map& options) {
   std::vector<std::uint32_t> words;
-  for (const double count : numbers_from(options, "words", kMostWords, "", "250,500,1000")) {
+  for (const double count : numbers_from(options, "words", kMaxWords, "", "250,500,1000")) {
     if (count < 1 || count != std::floor(count))
       throw std::invalid_argument(
           fmt::format("--words: {} should be a whole number, at least 1", count));
@@ -115,8 +115,8 @@ TaskSpec spec_from(const po::variables_map& options) {
         fmt::format("--kind: {} should be single, multi-key or multi-value", json_quoted(kind)));
   if (kind == "multi-key") spec.keys = 4;
   if (kind == "multi-value") spec.values = 4;
-  if (options.count("keys")) spec.keys = count_from(options, "keys", 1, kMostNeedles);
-  if (options.count("values")) spec.values = count_from(options, "values", 1, kMostNeedles);
+  if (options.count("keys")) spec.keys = count_from(options, "keys", 1, kMaxNeedles);
+  if (options.count("values")) spec.values = count_from(options, "values", 1, kMaxNeedles);
   return spec;
 }
 
@@ -133,17 +133,17 @@ TaskRequest request_from(const po::variables_map& options) {
   TaskRequest request{.spec = spec_from(options),
                       .words = words_from(options),
                       .depths = numbers_from(options, "depth", 100, "%", "0%,50%,100%"),
-                      .draws = count_from(options, "draws", 1, kMostDraws),
+                      .samples = count_from(options, "samples", 1, kMostSamples),
                       .seed = seed_from(options),
                       .modes = modes_from(options),
                       .beyond_context = options["beyond-context"].as<bool>(),
                       .leave_out = left_out_of("task")};
   for (double& depth : request.depths) depth /= 100;
   request.answers = {.max_new_tokens = count_from(options, "max-new-tokens", 1, 1 << 20),
-                     .most_rows = kCpuRows,
+                     .max_rows = kCpuRows,
                      .progress = progress_bar("task")};
   if (options.count("policy") || options.count("policy-source"))
-    request.configs = grid_from(options, {}, policy_sources_from(options), request.leave_out);
+    request.configs = sweep_from(options, {}, policy_sources_from(options), request.leave_out);
   else
     refuse_lone_budget(options);
   return request;
@@ -151,30 +151,30 @@ TaskRequest request_from(const po::variables_map& options) {
 
 // --- What is shown -------------------------------------------------------------------------------
 
-const TaskFigure* find_figure(std::span<const TaskFigure> figures, std::size_t config,
-                              QueryMode mode, std::optional<std::uint32_t> words,
-                              std::string_view metric) {
-  const auto found = std::ranges::find_if(figures, [&](const TaskFigure& figure) {
-    return figure.config == config && figure.mode == mode && figure.words == words &&
-           !figure.depth && figure.metric == metric;
+const TaskMetric* find_task_metric(std::span<const TaskMetric> metrics, std::size_t config,
+                                   QueryMode mode, std::optional<std::uint32_t> words,
+                                   std::string_view metric) {
+  const auto found = std::ranges::find_if(metrics, [&](const TaskMetric& entry) {
+    return entry.config == config && entry.mode == mode && entry.words == words && !entry.depth &&
+           entry.metric == metric;
   });
-  return found == figures.end() ? nullptr : &*found;
+  return found == metrics.end() ? nullptr : &*found;
 }
 
-std::string share_cell(const TaskFigure* figure) {
-  if (!figure) return "-";
+std::string share_cell(const TaskMetric* entry) {
+  if (!entry) return "-";
   const auto percent = [](double share) { return std::lround(100 * share); };
-  return fmt::format("{} ({}-{})", percent(figure->value), percent(figure->interval.low),
-                     percent(figure->interval.high));
+  return fmt::format("{} ({}-{})", percent(entry->value), percent(entry->interval.low),
+                     percent(entry->interval.high));
 }
 
-std::string mean_cell(const TaskFigure& figure) {
-  const double half = figure.interval.high - figure.value;
-  return std::isnan(half) ? fmt::format("{:.2f}", figure.value)
-                          : fmt::format("{:.2f} ± {:.2f}", figure.value, half);
+std::string mean_cell(const TaskMetric& entry) {
+  const double half = entry.interval.high - entry.value;
+  return std::isnan(half) ? fmt::format("{:.2f}", entry.value)
+                          : fmt::format("{:.2f} ± {:.2f}", entry.value, half);
 }
 
-void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMode mode,
+void print_mode(const TaskRun& run, std::span<const TaskMetric> metrics, QueryMode mode,
                 const std::vector<std::uint32_t>& words) {
   fmt::print("{}, {}: right answers in %\n{:<36} {:>6}", run.task, name_of(mode), "policy",
              "budget");
@@ -183,7 +183,7 @@ void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMo
   for (std::size_t c = 0; c < run.configs.size(); ++c) {
     const CacheConfig& config = run.configs[c];
     const auto find = [&](std::optional<std::uint32_t> count, std::string_view metric) {
-      return find_figure(figures, c, mode, count, metric);
+      return find_task_metric(metrics, c, mode, count, metric);
     };
     fmt::print("{:<36} {:>6}", config.policy.brief(), config.budget_text());
     for (const std::uint32_t count : words)
@@ -199,15 +199,16 @@ void print_mode(const TaskRun& run, std::span<const TaskFigure> figures, QueryMo
   fmt::print("\n");
 }
 
-void print_table(const TaskRun& run, std::span<const TaskFigure> figures,
+void print_table(const TaskRun& run, std::span<const TaskMetric> metrics,
                  const TaskRequest& request) {
-  for (const QueryMode mode : run.modes) print_mode(run, figures, mode, request.words);
+  for (const QueryMode mode : run.modes) print_mode(run, metrics, mode, request.words);
   fmt::print(
-      "{} draws at each of {} depths; (low-high): 95%, Wilson; log p: of the right answer, nats;\n"
-      "change: from the first line's, over the same draws; ±: 95%, of 8 draws or more\n",
-      request.draws, request.depths.size());
+      "{} samples at each of {} depths; (low-high): 95%, Wilson; log p: of the right answer, "
+      "nats;\n"
+      "change: from the first line's, over the same samples; ±: 95%, of 8 samples or more\n",
+      request.samples, request.depths.size());
   const bool any = std::ranges::any_of(run.modes, [&](QueryMode mode) {
-    const TaskFigure* const full = find_figure(figures, 0, mode, {}, "exact_match");
+    const TaskMetric* const full = find_task_metric(metrics, 0, mode, {}, "exact_match");
     return full && full->value > 0;
   });
   if (!any)
@@ -215,22 +216,22 @@ void print_table(const TaskRun& run, std::span<const TaskFigure> figures,
         "the full cache answers none right: too hard for this model; log p alone compares\n");
 }
 
-ordered_json to_json(const TaskRun& run, const TaskFigure& figure) {
-  const CacheConfig& config = run.configs[figure.config];
+ordered_json to_json(const TaskRun& run, const TaskMetric& entry) {
+  const CacheConfig& config = run.configs[entry.config];
   return {{"policy", config.policy.name},
           {"params", config.policy.params_text()},
           {"budget", config.budget_text()},
           {"prefill", config.prefill.text()},
           {"positions", name_of(config.positions)},
           {"seed", config.seed},
-          {"mode", name_of(figure.mode)},
-          {"words", figure.words ? ordered_json(*figure.words) : ordered_json("all")},
-          {"depth", figure.depth ? ordered_json(depth_text(*figure.depth)) : ordered_json("all")},
-          {"metric", figure.metric},
-          {"value", figure.value},
-          {"low", number_or_null(figure.interval.low)},
-          {"high", number_or_null(figure.interval.high)},
-          {"count", figure.count}};
+          {"mode", name_of(entry.mode)},
+          {"words", entry.words ? ordered_json(*entry.words) : ordered_json("all")},
+          {"depth", entry.depth ? ordered_json(depth_text(*entry.depth)) : ordered_json("all")},
+          {"metric", entry.metric},
+          {"value", entry.value},
+          {"low", number_or_null(entry.interval.low)},
+          {"high", number_or_null(entry.interval.high)},
+          {"count", entry.count}};
 }
 
 /// What was asked, and of which model.
@@ -247,11 +248,11 @@ ordered_json about(const TaskRequest& request, const Backend& backend) {
           {"modes", std::move(modes)},
           {"words", request.words},
           {"depths", std::move(depths)},
-          {"draws", request.draws},
+          {"samples", request.samples},
           {"seed", request.seed},
           {"max_new_tokens", request.answers.max_new_tokens},
           {"interval",
-           "95%: shares by Clopper and Pearson, means of 8 draws or more by Student's factor"}};
+           "95%: shares by Clopper and Pearson, means of 8 samples or more by Student's factor"}};
 }
 
 /// All on which answers depend, and how they are kept.
@@ -264,8 +265,8 @@ ordered_json job_of(const TaskRequest& request, const ordered_json& about, Devic
                        config.threshold});
   }
   job["policies"] = std::move(configs);
-  if (const auto& columns = request.configs.back().policy.column_source)
-    job["columns"] = columns->xxh3();
+  if (const auto& features = request.configs.back().policy.feature_source)
+    job["features"] = features->xxh3();
   job["device"] = device == Device::cuda ? "cuda" : "cpu";
   return job;
 }
@@ -296,7 +297,7 @@ void check_folders(const po::variables_map& options) {
   }
 }
 
-/// Where answers are kept as they come; none where no tables were asked for.
+/// Where answers are kept as they come; none where no tables were requested.
 std::optional<RunFolder> folder_of(const po::variables_map& options, const ordered_json& job) {
   if (!options.count("out")) return std::nullopt;
   const std::filesystem::path path = options["out"].as<std::string>();
@@ -304,11 +305,11 @@ std::optional<RunFolder> folder_of(const po::variables_map& options, const order
   return std::optional<RunFolder>(std::in_place, path, job, options["fresh"].as<bool>(), "task");
 }
 
-void write_run(RunFolder& folder, const TaskRun& run, std::span<const TaskFigure> figures,
+void write_run(RunFolder& folder, const TaskRun& run, std::span<const TaskMetric> metrics,
                const ordered_json& about) {
   folder.commit([&](const std::filesystem::path& made) {
     write_file_atomically(made / "answers.csv", task_answers_csv(run));
-    write_file_atomically(made / "task.csv", task_figures_csv(run, figures));
+    write_file_atomically(made / "task.csv", task_metrics_csv(run, metrics));
     write_file_atomically(made / "task.json", json_text(about) + "\n");
   });
 }
@@ -338,7 +339,7 @@ int run(const po::variables_map& options) {
   }
   if (!options["no-chat"].as<bool>()) request.chat = read_chat_frame(directory);
   const Device device = device_from(options);
-  if (device == Device::cuda) request.answers.most_rows = kCudaRows;
+  if (device == Device::cuda) request.answers.max_rows = kCudaRows;
   const auto backend = load_backend(device, directory, threads_from(options));
   const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
   say_of_model(backend->config(), tokenizer, "", request.chat.has_value());
@@ -347,13 +348,13 @@ int run(const po::variables_map& options) {
   ordered_json json = about(request, *backend);
   std::optional<RunFolder> out = folder_of(options, job_of(request, json, device));
   const TaskRun run = answered(*backend, tokenizer, request, out);
-  std::vector<TaskFigure> figures = task_figures(run.answers, run.places, run.modes);
-  const std::vector<TaskFigure> held = memory_figures(run);
-  figures.insert(figures.end(), held.begin(), held.end());
+  std::vector<TaskMetric> metrics = task_metrics(run.answers, run.points, run.modes);
+  const std::vector<TaskMetric> held = memory_metrics(run);
+  metrics.insert(metrics.end(), held.begin(), held.end());
   for (std::size_t m = 0; m < run.modes.size(); ++m)
     json["recommendations"][std::string(name_of(run.modes[m]))] =
         recommendations_json(task_recommendations(run, m));
-  if (out) write_run(*out, run, figures, json);
+  if (out) write_run(*out, run, metrics, json);
   if (capture) {
     std::uint64_t tokens = 0;
     for (const TaskPrompt& prompt : run.prompts)
@@ -365,12 +366,12 @@ int run(const po::variables_map& options) {
     capture->commit();
   }
   if (!options["json"].as<bool>()) {
-    print_table(run, figures, request);
+    print_table(run, metrics, request);
     return 0;
   }
   ordered_json rows = ordered_json::array();
-  for (const TaskFigure& figure : figures) rows.push_back(to_json(run, figure));
-  json["figures"] = std::move(rows);
+  for (const TaskMetric& entry : metrics) rows.push_back(to_json(run, entry));
+  json["metrics"] = std::move(rows);
   print_json(json);
   return 0;
 }
@@ -383,7 +384,7 @@ Command task_command() {
           .usage = "passkey|needle|recall --model DIR [--policy LIST --budget LIST] [options]",
           .example =
               "kvlab task passkey --model engine/models/tiny --policy sink,h2o --budget 64 "
-              "--words 100 --depth 50% --draws 2",
+              "--words 100 --depth 50% --samples 2",
           .add_options = add_options,
           .positional = "task",
           .run = run};

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "sim/access/key_codes.hpp"
+#include "sim/access/key_quantization.hpp"
 #include "tools/options.hpp"
 #include "traces/base/json.hpp"
 #include "traces/trace.hpp"
@@ -32,7 +32,7 @@ std::uint64_t file_bytes(const TraceReader& trace) {
   for (std::size_t i = 0; i < trace.shards().size(); ++i)
     bytes += trace.shard_file(i).bytes().size();
   for (const SafetensorsFile& file : trace.gradient_files()) bytes += file.bytes().size();
-  for (const SafetensorsFile& file : trace.column_files()) bytes += file.bytes().size();
+  for (const SafetensorsFile& file : trace.feature_files()) bytes += file.bytes().size();
   if (trace.sketch_file()) bytes += trace.sketch_file()->bytes().size();
   return bytes;
 }
@@ -43,9 +43,10 @@ Json extras_json(const TraceReader& trace) {
   if (trace.extras().residual_norm2) extras["residual_norm2"] = Json::object();
   if (const auto& sketch = trace.extras().sketch) extras["sketch"] = {{"seed", sketch->seed}};
   if (const auto& gradients = trace.extras().gradients)
-    extras["grad"] = {
-        {"draws", gradients->draws}, {"seed", gradients->seed}, {"span", name_of(gradients->span)}};
-  for (const auto& column : trace.extras().columns) extras["columns"].push_back(column.name);
+    extras["grad"] = {{"draws", gradients->gradient_samples},
+                      {"seed", gradients->seed},
+                      {"queries", name_of(gradients->queries)}};
+  for (const auto& feature : trace.extras().features) extras["features"].push_back(feature.name);
   return extras;
 }
 
@@ -54,16 +55,16 @@ std::string extras_text(const TraceReader& trace) {
   if (trace.extras().residual_norm2) parts.emplace_back("residual norms");
   if (trace.sketch_file()) parts.emplace_back("sketch of the output projections");
   if (const auto& gradients = trace.extras().gradients)
-    parts.push_back(fmt::format("gradients of {} draws over {} queries", gradients->draws,
-                                name_of(gradients->span)));
-  for (const auto& column : trace.extras().columns) parts.push_back("column " + column.name);
+    parts.push_back(fmt::format("gradients of {} gradient samples over {} queries",
+                                gradients->gradient_samples, name_of(gradients->queries)));
+  for (const auto& feature : trace.extras().features) parts.push_back("feature " + feature.name);
   return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
 }
 
-std::string spans_text(const TraceReader& trace) {
+std::string passages_text(const TraceReader& trace) {
   std::vector<std::string> parts;
-  for (const NamedSpan& span : trace.header().spans)
-    parts.push_back(fmt::format("{} ({} from {} on)", span.name, span.tokens, span.start));
+  for (const Passage& passage : trace.header().passages)
+    parts.push_back(fmt::format("{} ({} from {} on)", passage.name, passage.tokens, passage.start));
   return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
 }
 
@@ -72,7 +73,7 @@ Json rows_json(const TraceReader& trace) {
   Json rows = Json::array();
   for (const RowSpec& row : trace.header().rows)
     rows.push_back({{"layer", trace.shape().number(static_cast<std::uint32_t>(rows.size()))},
-                    {"span", row.span},
+                    {"window", row.window},
                     {"softcap", row.softcap},
                     {"rope", row.table},
                     {"scale", row.scale},
@@ -83,8 +84,8 @@ Json rows_json(const TraceReader& trace) {
 /// Of how many layers what is so.
 std::string rows_text(const std::vector<RowSpec>& rows) {
   const auto count = [&](auto is) { return std::ranges::count_if(rows, is); };
-  return fmt::format("{} of {} layers with a span, {} capped, {} with sinks",
-                     count([](const RowSpec& r) { return r.span > 0; }), rows.size(),
+  return fmt::format("{} of {} layers with a window, {} capped, {} with sinks",
+                     count([](const RowSpec& r) { return r.window > 0; }), rows.size(),
                      count([](const RowSpec& r) { return r.softcap > 0; }),
                      count([](const RowSpec& r) { return !r.sinks.empty(); }));
 }
@@ -96,9 +97,10 @@ Json info_json(const TraceReader& trace) {
   for (const Segment& segment : trace.segments())
     segments.push_back(
         {{"start", segment.start}, {"tokens", segment.tokens}, {"kind", name_of(segment.kind)}});
-  Json spans = Json::array();
-  for (const NamedSpan& span : header.spans)
-    spans.push_back({{"name", span.name}, {"start", span.start}, {"tokens", span.tokens}});
+  Json passages = Json::array();
+  for (const Passage& passage : header.passages)
+    passages.push_back(
+        {{"name", passage.name}, {"start", passage.start}, {"tokens", passage.tokens}});
   return {{"trace", trace.directory().string()},
           {"format", header.format()},
           {"hash", trace.hash()},
@@ -118,8 +120,8 @@ Json info_json(const TraceReader& trace) {
           {"shards", trace.shards().size()},
           {"bytes", file_bytes(trace)},
           {"extras", extras_json(trace)},
-          {"key_code_errors", key_code_errors(trace)},
-          {"spans", std::move(spans)},
+          {"key_quantization_errors", key_quantization_errors(trace)},
+          {"passages", std::move(passages)},
           {"weights_xxh3", header.weights_xxh3},
           {"tokenizer_xxh3", header.tokenizer_xxh3},
           {"capture", Json(*header.capture)}};
@@ -144,16 +146,18 @@ void print_info(const TraceReader& trace) {
   print("layers",
         fmt::format("{}, {} query and {} KV heads of {}, {}", shape.layers, shape.query_heads,
                     shape.kv_heads, shape.head_size, torch_name(shape.dtype)));
-  print("rope", fmt::format("{}, {} of {} dimensions turn; q and k rounded after it: {}",
-                            header.rope_config->value("rope_type", ""), trace.row(0).rope.rotated(),
-                            shape.head_size, name_of(header.rounding)));
+  print("rope",
+        fmt::format("{}, {} of {} dimensions turn; q and k rounded after it: {}",
+                    header.rope_config->value("rope_type", ""), trace.row(0).rope.rotated_dims(),
+                    shape.head_size, name_of(header.rounding)));
   if (!header.rows.empty()) print("rows", rows_text(header.rows));
   print("tokens", fmt::format("{}: {}", trace.tokens(), segments_text(trace.segments())));
   print("files", fmt::format("{}, {:.1f} MiB", shards_text(trace),
                              static_cast<double>(file_bytes(trace)) / (1 << 20)));
   print("extras", extras_text(trace));
-  if (const std::string warning = key_code_warning(trace); !warning.empty()) print("keys", warning);
-  print("spans", spans_text(trace));
+  if (const std::string warning = key_quantization_warning(trace); !warning.empty())
+    print("keys", warning);
+  print("passages", passages_text(trace));
   print("capture", json_text(*header.capture, -1));
 }
 

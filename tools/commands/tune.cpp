@@ -4,13 +4,13 @@
 #include <cmath>
 #include <exception>
 
-#include "engine/loop/tune/tune.hpp"
+#include "engine/evaluation/tune/tune.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "sim/report/html.hpp"
 #include "sim/report/recommendation.hpp"
 #include "sim/run/results.hpp"
-#include "tools/loop_model.hpp"
+#include "tools/eval_model.hpp"
 #include "tools/options.hpp"
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
@@ -18,61 +18,63 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kMostShown = 8;  // of each round
+constexpr std::size_t kMaxShown = 8;  // of each round
 
 void add_options(po::options_description& options) {
-  add_loop_options(options);
+  add_eval_model_options(options);
   auto add = options.add_options();
   add("budget", text_option("B"), "tokens that a decoded query may span, or a share: 256, 10%");
   add("policy", text_option("P,..."),
-      "policies: a bare name stands for its variants (guards and parameters), h2o:recent=25% for "
-      "itself (default: all but random, and what needs columns or once)");
+      "policies: a bare name stands for its variants (protected tokens and parameters), "
+      "h2o:recent=25% for "
+      "itself (default: all but random, and what needs features or once)");
   add_source_option(options);
-  add_columns_option(options);
-  add_ladder_option(options);
+  add_features_option(options);
+  add_tiers_option(options);
   add("metric", text_option("METRIC"),
-      "what puts the grid in order before the race (default: what deploy goes by)");
-  add("work", number_option("PERCENT", 25), "of what the closed loop of the whole grid would cost");
-  add_answer_options(options);
-  add("seed", number_option("N", 0), "of random draws");
+      "what puts the sweep in order before successive halving (default: what deploy goes by)");
+  add("work", number_option("PERCENT", 25),
+      "of what the end-to-end evaluation of the whole sweep would cost");
+  add_task_accuracy_options(options);
+  add("seed", number_option("N", 0), "random seed");
   add("out", text_option("FILE"), "the policy file; an older one is replaced");
   add_common_options(options);
 }
 
-/// All variants at the budget on each ladder, each once.
-std::vector<CacheConfig> grid_of(const po::variables_map& options, const Budget& budget,
-                                 std::uint32_t tokens, const CompiledPolicies& compiled,
-                                 const LeaveOut& leave_out) {
+/// All variants at the budget on each tier plan, each once.
+std::vector<CacheConfig> sweep_of(const po::variables_map& options, const Budget& budget,
+                                  std::uint32_t tokens, const CompiledPolicies& compiled,
+                                  const LeaveOut& leave_out) {
   std::vector<std::string> names = tunable_policies(compiled);
   if (options.count("policy")) names = list_from(options, "policy");
-  std::vector<CacheConfig> grid;
-  const auto add_variants = [&](const std::string& name, const Ladder& ladder) {
+  std::vector<CacheConfig> sweep;
+  const auto add_variants = [&](const std::string& name, const TierPlan& tier_plan) {
     for (PolicySpec& spec : policy_variants(name, tokens, compiled)) {
-      if (!ladder.is_plain()) spec.ladder = ladder;
+      if (!tier_plan.is_plain()) spec.tier_plan = tier_plan;
       const Positions positions =
-          spec.ladder.is_coded() ? Positions::original : spec.entry->info.positions;
+          spec.tier_plan.is_quantized() ? Positions::original : spec.entry->info.positions;
       const auto same = [&](const CacheConfig& other) {
         return other.policy.text() == spec.text();
       };
-      if (std::ranges::none_of(grid, same))
-        grid.push_back({.policy = std::move(spec),
-                        .budget = budget,
-                        .positions = positions,
-                        .seed = seed_from(options)});
+      if (std::ranges::none_of(sweep, same))
+        sweep.push_back({.policy = std::move(spec),
+                         .budget = budget,
+                         .positions = positions,
+                         .seed = seed_from(options)});
     }
   };
   std::exception_ptr first;
-  for (const Ladder& ladder : ladders_from(options))
+  for (const TierPlan& tier_plan : tier_plans_from(options))
     for (const std::string& name : names) try {
-        add_variants(name, ladder);
+        add_variants(name, tier_plan);
       } catch (const BudgetTooSmall& error) {
         if (!first && leave_out)
           leave_out(fmt::format("left out at budget {}: {}; {}", budget.text(), error.what(),
                                 error.remedy()));
         if (!first) first = std::current_exception();
       }
-  if (grid.empty() && first) std::rethrow_exception(first);
-  return grid;
+  if (sweep.empty() && first) std::rethrow_exception(first);
+  return sweep;
 }
 
 /// How far one is behind the leader, and the interval where there is one.
@@ -83,21 +85,21 @@ std::string behind_text(const Difference& behind) {
 }
 
 void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t index) {
-  const RaceRound& round = tuning.race.rounds[index];
+  const HalvingRound& round = tuning.halving.rounds[index];
   std::vector<std::string> texts;
   for (const std::size_t text : round.texts) texts.push_back(request.texts[text].name);
-  fmt::print("\nround {}: {} in the closed loop, {} added\n", index + 1, round.entries.size(),
-             fmt::join(texts, ", "));
-  for (std::size_t i = 0; i < std::min(round.entries.size(), kMostShown); ++i) {
-    const RaceEntry& entry = round.entries[i];
-    const std::size_t config = tuning.order[entry.contender];
-    const std::string note(entry.fate == RaceFate::stays ? "" : name_of(entry.fate));
-    fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.grid[config].policy.brief(), entry.kl,
-               bytes_text(tuning.memory[config].peak),
+  fmt::print("\nround {}: {} in the end-to-end evaluation, {} added\n", index + 1,
+             round.entries.size(), fmt::join(texts, ", "));
+  for (std::size_t i = 0; i < std::min(round.entries.size(), kMaxShown); ++i) {
+    const HalvingEntry& entry = round.entries[i];
+    const std::size_t config = tuning.order[entry.configuration];
+    const std::string note(entry.fate == HalvingFate::stays ? "" : name_of(entry.fate));
+    fmt::print("  {:<44} KL {:.4f} {:>10}   {} {}\n", request.sweep[config].policy.brief(),
+               entry.kl, bytes_text(tuning.memory[config].peak),
                i == 0 ? std::string("leads") : behind_text(entry.behind), note);
   }
-  if (round.entries.size() > kMostShown)
-    fmt::print("  and {} more\n", round.entries.size() - kMostShown);
+  if (round.entries.size() > kMaxShown)
+    fmt::print("  and {} more\n", round.entries.size() - kMaxShown);
 }
 
 /// Perplexity and top-1 beside the full cache's, and how far texts differ.
@@ -120,12 +122,12 @@ void print_recommendation(const Tuning& tuning, const TuneRequest& request,
   fmt::print("\n{}", recommendations_text({&tuning.recommendation, 1}));
   for (const std::string& warning : recommendation_warnings(tuning.recommendation))
     fmt::print(stderr, "kvlab tune: {}\n", warning);
-  if (!tuning.more.empty())
+  if (!tuning.over_budget.empty())
     fmt::print("{} configurations are over budget and were not evaluated; {} names them\n",
-               tuning.more.size(), out);
-  if (tuning.race.end == RaceEnd::alike) {
+               tuning.over_budget.size(), out);
+  if (tuning.halving.end == HalvingEnd::alike) {
     std::size_t texts = 0;
-    for (const RaceRound& round : tuning.race.rounds) texts += round.texts.size();
+    for (const HalvingRound& round : tuning.halving.rounds) texts += round.texts.size();
     fmt::print(
         "stopped after {} of {} texts, because the others would not make the differences "
         "significant\n",
@@ -133,23 +135,24 @@ void print_recommendation(const Tuning& tuning, const TuneRequest& request,
   }
   fmt::print(
       "end-to-end evaluation: {} configuration-tokens, {:.0f}% of the {} of the whole sweep\n",
-      tuning.race.work,
-      100 * static_cast<double>(tuning.race.work) / static_cast<double>(tuning.race.exhaustive),
-      tuning.race.exhaustive);
+      tuning.halving.work,
+      100 * static_cast<double>(tuning.halving.work) /
+          static_cast<double>(tuning.halving.exhaustive),
+      tuning.halving.exhaustive);
 }
 
-/// In tokens of 16 bit; refused where no ladder that is tried holds a token.
+/// In tokens of 16 bit; refused where no tier plan that is tried holds a token.
 std::uint32_t budget_in_tokens(const po::variables_map& options, const Budget& budget,
-                               std::uint32_t length, const LoopModel& model) {
+                               std::uint32_t length, const EvalModel& model) {
   const std::uint32_t head_size = model.backend->config().head_size;
   std::uint64_t least = kv_bytes_per_token(head_size);
-  for (const Ladder& ladder : ladders_from(options))
-    least = std::min(least, ladder.least_token_bytes(head_size));
+  for (const TierPlan& tier_plan : tier_plans_from(options))
+    least = std::min(least, tier_plan.min_token_bytes(head_size));
   return budget.resolve(length, head_size, budget.is_even() ? least : 0);
 }
 
 int run(const po::variables_map& options) {
-  check_loop_options(options);
+  check_eval_model_options(options);
   const std::string out = required(options, "out", "--out policy.json");
   refuse_unwritable(out, "--out");
   const OutputClaim claim(out);
@@ -161,39 +164,40 @@ int run(const po::variables_map& options) {
                       .share = static_cast<double>(number_from(options, "work", 1, 100)) / 100,
                       .every_output_error = every_output_error_from(options),
                       .threads = threads_from(options),
-                      .answers = answer_plan_from(options),
+                      .task_accuracy = task_accuracy_plan_from(options),
                       .progress = progress_bar("tune")};
   const auto compiled = policy_sources_from(options);
   // Whatever is wrong is refused before a model is loaded, where no model has to be known.
   if (!budget.extent.is_share && !budget.in_bytes)
-    grid_of(options, budget, budget.extent.tokens, compiled, nullptr);
-  const LoopModel model = load_loop_model(options);
-  request.texts = loop_texts_from(options, model);
-  const auto replayer = loop_replayer(options);
+    sweep_of(options, budget, budget.extent.tokens, compiled, nullptr);
+  const EvalModel model = load_eval_model(options);
+  request.texts = eval_texts_from(options, model);
+  const auto replayer = eval_replayer(options);
   request.device = replayer.get();
   const auto length = static_cast<std::uint32_t>(request.texts.front().ids.size());
   const LeaveOut leave_out = left_out_of("tune");
-  request.grid = configs_that_fit(
-      grid_of(options, budget, budget_in_tokens(options, budget, length, model), compiled,
-              leave_out),
+  request.sweep = configs_that_fit(
+      sweep_of(options, budget, budget_in_tokens(options, budget, length, model), compiled,
+               leave_out),
       [&](const CacheConfig& config) {
-        for (const LoopText& text : request.texts)
+        for (const EvalText& text : request.texts)
           resolve(config.at_prompt(text.prompt_tokens), static_cast<std::uint32_t>(text.ids.size()),
                   0, model.backend->config().heads());
       },
       leave_out);
-  request.answers.seed = seed_from(options);
-  if (!request.answers.tasks.empty()) request.answers.chat = read_chat_frame(model.directory);
-  find_lengths(*model.backend, model.tokenizer, request.answers);
-  if (device_from(options) == Device::cuda) request.by_tokens = sweep_by_tokens(*model.backend);
+  request.task_accuracy.seed = seed_from(options);
+  if (!request.task_accuracy.tasks.empty())
+    request.task_accuracy.chat = read_chat_frame(model.directory);
+  find_lengths(*model.backend, model.tokenizer, request.task_accuracy);
+  if (device_from(options) == Device::cuda) request.by_tokens = token_sweep_runner(*model.backend);
 
   std::size_t longest = 0;
-  for (const LoopText& text : request.texts)
+  for (const EvalText& text : request.texts)
     if (!text.trace) longest = std::max(longest, text.ids.size());
   announce_traces("tune", model.backend->trace_header({}).shape, longest,
                   "into TMPDIR, one text at a time");
   const OutputSketch sketch = output_sketch(model.directory, kSketchSeed, request.threads);
-  const Tuning tuning = tune(*model.backend, model.sweep, sketch, model.tokenizer, request);
+  const Tuning tuning = tune(*model.backend, model.run_sweep, sketch, model.tokenizer, request);
   const PolicyFile file = policy_file_of(tuning, request, *model.backend);
   write_policy_file(out, file);
   if (options["json"].as<bool>()) {
@@ -201,16 +205,16 @@ int run(const po::variables_map& options) {
                 {"policy", file.cache.policy.name},
                 {"params", file.cache.policy.params_text()},
                 {"budget_tokens", file.cache.budget.extent.tokens},
-                {"grid", request.grid.size()},
+                {"sweep", request.sweep.size()},
                 {"evidence", file.run}});
     return 0;
   }
-  fmt::print("{} configurations in the order of {}, over {} texts\n", request.grid.size(),
+  fmt::print("{} configurations in the order of {}, over {} texts\n", request.sweep.size(),
              tuning.metric, request.texts.size());
-  for (std::size_t r = 0; r < tuning.race.rounds.size(); ++r) print_round(tuning, request, r);
+  for (std::size_t r = 0; r < tuning.halving.rounds.size(); ++r) print_round(tuning, request, r);
   print_recommendation(tuning, request, out);
   print_scores(file.run.at("scores"));
-  fmt::print("\n{}", truths_text(file.run.at("truths")));
+  fmt::print("\n{}", criteria_text(file.run.at("truths")));
   if (const auto& step = file.run.at("step"); step.is_object())
     fmt::print("a step: {:.3f} ms, the full cache {:.3f} ms\n",
                step.at("milliseconds").at("deployed").get<double>(),
@@ -226,7 +230,8 @@ int run(const po::variables_map& options) {
 Command tune_command() {
   return {
       .name = "tune",
-      .summary = "from texts to a policy file: a grid in the open loop, a race in the closed one",
+      .summary =
+          "from texts to a policy file: a sweep in the offline replay, a halving in the closed one",
       .usage = "--model DIR [--text FILE...] [--trace TRACE...] --budget B --out FILE [options]",
       .example =
           "kvlab tune --model engine/models/tiny --text tools/texts/carroll-alice.txt "

@@ -2,9 +2,9 @@
 
 #include <optional>
 
-#include "engine/loop/conversation.hpp"
-#include "engine/loop/policy_file.hpp"
-#include "engine/loop/verify.hpp"
+#include "engine/evaluation/conversation.hpp"
+#include "engine/evaluation/policy_file.hpp"
+#include "engine/evaluation/verify.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tools/options.hpp"
 #include "tools/turns.hpp"
@@ -18,7 +18,7 @@ void add_options(po::options_description& options) {
   add("model", text_option("DIR"), "checkpoint: config.json, safetensors files, tokenizer.json");
   add_threshold_option(options);
   add("check-every", number_option("N", 1),
-      "check (b) and (d) at every N-th admission only; the others are always checked");
+      "check (b) and (d) at every N-th append only; the others are always checked");
   add("skip-logits", po::bool_switch(),
       "leave out (e), which runs the model on the CPU too, in float32");
   add_prompt_options(options);
@@ -52,8 +52,8 @@ void print_logits(const LogitCheck& check, std::string_view dtype) {
 void print_report(const CacheConfig& config, const VerifyReport& report, std::string_view dtype) {
   fmt::print("{} budget {} prefill {} positions {}\n", config.policy.text(), config.budget.text(),
              config.prefill.text(), name_of(config.positions));
-  fmt::print("  (a) states and victims   {}: {} admissions, {} evictions\n",
-             report.identical ? "bit-identical" : "DIFFERENT", report.admissions, report.evictions);
+  fmt::print("  (a) states and victims   {}: {} appends, {} evictions\n",
+             report.identical ? "bit-identical" : "DIFFERENT", report.appends, report.evictions);
   if (!report.identical) fmt::print("      {}\n", report.first_difference);
   if (report.observations == 0)
     fmt::print("  (b) observations         none needed\n");
@@ -91,7 +91,7 @@ nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& re
           {"states",
            {{"identical", report.identical},
             {"first_difference", report.first_difference},
-            {"admissions", report.admissions},
+            {"appends", report.appends},
             {"evictions", report.evictions}}},
           {"observations",
            {{"right", report.right()},
@@ -121,18 +121,19 @@ struct Dialogue {
   std::vector<ResolvedConfig> caches;
 };
 
-Dialogue dialogue_from(const po::variables_map& options, std::vector<CacheConfig> asked,
+Dialogue dialogue_from(const po::variables_map& options, std::vector<CacheConfig> requested,
                        const ModelConfig& config, const Tokenizer& tokenizer) {
   auto first = first_ids(prompt_name(options), prompt_from(options), tokenizer);
   auto prompts = turns_from(options, tokenizer, std::move(first));
   const std::uint32_t decode_tokens = max_new_tokens_from(options);
   const auto resolved = [&](const CacheConfig& cache) {
     return resolve(cache.at_prompt(static_cast<std::uint32_t>(prompts.front().size())),
-                   most_tokens(prompts, decode_tokens), 0, config.heads());
+                   max_tokens(prompts, decode_tokens), 0, config.heads());
   };
-  Dialogue dialogue{.turns = {},
-                    .configs = configs_that_fit(std::move(asked), resolved, left_out_of("verify")),
-                    .caches = {}};
+  Dialogue dialogue{
+      .turns = {},
+      .configs = configs_that_fit(std::move(requested), resolved, left_out_of("verify")),
+      .caches = {}};
   std::string warning;
   for (const CacheConfig& cache : dialogue.configs) {
     dialogue.caches.push_back(resolved(cache));
@@ -152,8 +153,8 @@ std::optional<PolicyFile> policy_file_from(const po::variables_map& options) {
 int run(const po::variables_map& options) {
   const unsigned threads = threads_from(options);
   const std::optional<PolicyFile> file = policy_file_from(options);
-  auto grid = file ? std::vector{file->cache}
-                   : grid_from(options, {}, policy_sources_from(options), left_out_of("verify"));
+  auto sweep = file ? std::vector{file->cache}
+                    : sweep_from(options, {}, policy_sources_from(options), left_out_of("verify"));
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const Device device = device_from(options);
   // The CPU's model: what runs, or what a device's logits are compared with.
@@ -164,7 +165,7 @@ int run(const po::variables_map& options) {
                                              : load_backend(device, directory, threads);
   if (file) check_shape(*file, backend->config().heads());
   const Tokenizer tokenizer = tokenizer_of(directory, backend->config());
-  const Dialogue dialogue = dialogue_from(options, std::move(grid), backend->config(), tokenizer);
+  const Dialogue dialogue = dialogue_from(options, std::move(sweep), backend->config(), tokenizer);
   say_of_model(backend->config(), tokenizer);
 
   const std::string_view dtype = torch_name(backend->rounding().value_or(Dtype::f32));

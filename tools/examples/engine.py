@@ -35,7 +35,7 @@ class Request:
     swapped: dict | None = None
 
     def chunk(self, most):
-        """The next tokens of its prompt to admit together: a prefix by itself, then at most so many."""
+        """The next tokens of its prompt to append together: a prefix by itself, then at most so many."""
         if self.fed < len(self.prefix):
             return self.prefix
         begun = self.fed - len(self.prefix)
@@ -112,7 +112,7 @@ class Engine:
         self.zeros = zeros(self.most)
         size = self.library.kvlab_evicting_attention_workspace(self.policy.handle, self.cache(0, 0, rows))
         self.workspace = zeros(size, dtype=torch.uint8)
-        self.shrink_workspace = zeros(self.library.kvlab_shrink_workspace(self.cache(0, 0, 1)), dtype=torch.uint8)
+        self.compact_workspace = zeros(self.library.kvlab_shrink_workspace(self.cache(0, 0, 1)), dtype=torch.uint8)
         self.swaps = self.hits = self.steps = 0
         self.graph = self.capture()
 
@@ -200,7 +200,7 @@ class Engine:
 
     # --- A chunk of a prompt ----------------------------------------------------------------------
 
-    def admit(self, request, tokens, shared):
+    def append(self, request, tokens, shared):
         """Chunk by chunk: attention over what stays and the chunk, what each token received, and room."""
         row, fed, count = (self.rows if shared else request.row), request.fed, len(tokens)
         self.of_chunk.copy_(torch.tensor([fed, count], dtype=torch.int32))
@@ -210,7 +210,7 @@ class Engine:
                                        lambda layer, qkv: self.attend_chunk(layer, qkv, row, fed))  # fmt: skip
             request.said = [int(logits[-1].float().argmax())]
         for layer in range(self.model.layers):
-            self.shrink(layer, row, request.row)
+            self.compact(layer, row, request.row)
         request.fed += count
 
     def attend_chunk(self, layer, qkv, row, fed):
@@ -228,11 +228,11 @@ class Engine:
             self.call("kvlab_observe", observe)
         return out
 
-    def shrink(self, layer, row, to):
+    def compact(self, layer, row, to):
         """What stays of a row, there or, where a prefix stays as it is for others, in another's blocks."""
-        args = kvlab.ShrinkArgs(self.cache(layer, row, 1), self.cache(layer, to, 1), self.state(layer, to),
+        args = kvlab.CompactArgs(self.cache(layer, row, 1), self.cache(layer, to, 1), self.state(layer, to),
                                 at(self.states[layer]), at(self.of_chunk), at(self.of_chunk[1:]),
-                                at(self.seen[layer]) if self.policy.needs else None, at(self.shrink_workspace))  # fmt: skip
+                                at(self.seen[layer]) if self.policy.needs else None, at(self.compact_workspace))  # fmt: skip
         self.call("kvlab_shrink", self.policy.handle, args)
 
     # --- Requests ---------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Engine:
         tokens = request.chunk(self.chunk)
         shared = share and request.fed == 0 and bool(request.prefix)
         stays = min(request.fed, self.budget - 1)
-        if shared:  # nothing is older there, and shrinking leaves it so
+        if shared:  # nothing is older there, and compacting leaves it so
             self.lengths[:, self.rows] = 0
             self.next_slots[:, self.rows] = 0
         if shared and self.prefix != tokens:
@@ -262,7 +262,7 @@ class Engine:
         if not self.hold(request.row, self.budget if shared else max(stays + len(tokens), self.budget)):
             return False
         self.hits += shared and self.prefix == tokens
-        self.admit(request, tokens, shared)
+        self.append(request, tokens, shared)
         self.prefix = tokens if shared else self.prefix
         return self.hold(request.row, self.budget)
 
@@ -328,7 +328,7 @@ def main():
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--rows", type=int, default=6, help="requests that decode together")
     parser.add_argument("--budget", type=int, default=256, help="tokens of each KV head")
-    parser.add_argument("--policy", default="h2o", help="one without parameters and columns")
+    parser.add_argument("--policy", default="h2o", help="one without parameters and features")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

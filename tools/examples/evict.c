@@ -1,9 +1,9 @@
 /* A decode loop that keeps at most BUDGET tokens, in plain C: one layer, one sequence, keys, values
- * and queries drawn at random, all of the cache behind one handle. By H2O, which looks at attention;
- * by knorm, which reads a column; and by H2O in the bytes of as many tokens, most of them in 4 bits.
- * Prints what is kept; exits with 1 if an output is not what attention over the kept tokens gives,
- * or knorm evicts another token than the one with the longest key among those that are old enough
- * to leave. */
+ * and queries drawn at random, all of the cache behind one handle. By H2O, which looks at
+ * attention; by knorm, which reads a feature; and by H2O in the bytes of as many tokens, most of
+ * them in 4 bits. Prints what is kept; exits with 1 if an output is not what attention over the
+ * kept tokens gives, or knorm evicts another token than the one with the longest key among those
+ * that are old enough to leave. */
 #include <kvlab.h>
 #include <math.h>
 #include <string.h>
@@ -16,7 +16,9 @@ enum { GROUP = QUERY_HEADS / KV_HEADS, ROW = (QUERY_HEADS + 2 * KV_HEADS) * DIM 
 
 /* Of each token its query, key and value heads. */
 static float rows[STEPS][ROW];
-static const float* key(uint32_t token, int head) { return rows[token] + (QUERY_HEADS + head) * DIM; }
+static const float* key(uint32_t token, int head) {
+  return rows[token] + (QUERY_HEADS + head) * DIM;
+}
 static const float* value(uint32_t token, int head) { return key(token, head) + KV_HEADS * DIM; }
 
 static double product(const float* a, const float* b) {
@@ -30,7 +32,8 @@ static double error_of(uint32_t token, int head, const uint32_t* kept, uint32_t 
                        const float* out) {
   double worst = 0, sum = 0, exact[DIM] = {0};
   for (uint32_t i = 0; i < count; ++i) {
-    const double weight = exp(SCALE * product(rows[token] + head * DIM, key(kept[i], head / GROUP)));
+    const double weight =
+        exp(SCALE * product(rows[token] + head * DIM, key(kept[i], head / GROUP)));
     sum += weight;
     for (int d = 0; d < DIM; ++d) exact[d] += weight * value(kept[i], head / GROUP)[d];
   }
@@ -38,7 +41,7 @@ static double error_of(uint32_t token, int head, const uint32_t* kept, uint32_t 
   return worst;
 }
 
-/* Of those that may leave before the token `next` comes, the one with the longest key. */
+/* Of those that may be evicted before the token `next` comes, the one with the longest key. */
 static uint32_t longest_of(const uint32_t* kept, uint32_t count, uint32_t next, int head) {
   uint32_t longest = kept[0];
   for (uint32_t i = 0; i < count && kept[i] + RECENT <= next; ++i)
@@ -48,12 +51,12 @@ static uint32_t longest_of(const uint32_t* kept, uint32_t count, uint32_t next, 
   return longest;
 }
 
-/* Caches of BUDGET tokens, or of a ladder's rungs. */
-static kvlab_slots* make(const kvlab_policy* policy, const kvlab_rung* ladder, int rungs) {
+/* Caches of BUDGET tokens, or of the tiers of a plan. */
+static kvlab_slots* make(const kvlab_policy* policy, const kvlab_rung* tier_plan, int tiers) {
   static const float still[DIM / 2]; /* RoPE that turns nothing */
   const kvlab_rope rope = {still, DIM, 1};
   const kvlab_slots_layer layer = {0, 0.125f, 0, NULL};
-  const uint32_t tokens = rungs ? ladder[0].slots + ladder[1].slots : BUDGET;
+  const uint32_t tokens = tiers ? tier_plan[0].slots + tier_plan[1].slots : BUDGET;
   const kvlab_rule rules[KV_HEADS] = {{tokens, 0, RECENT, 0}, {tokens, 0, RECENT, 0}};
   const kvlab_column norm = KVLAB_KEY_NORM;
   kvlab_slots_config config;
@@ -68,19 +71,19 @@ static kvlab_slots* make(const kvlab_policy* policy, const kvlab_rung* ladder, i
   config.ropes = &rope;
   config.policy = policy;
   config.rules = rules;
-  config.rung_count = rungs;
-  config.rungs = ladder;
-  config.column_count = kvlab_policy_column(policy, 0) != NULL;
-  config.columns = &norm;
+  config.tier_count = tiers;
+  config.tiers = tier_plan;
+  config.feature_count = kvlab_policy_column(policy, 0) != NULL;
+  config.features = &norm;
   config.threshold16 = 655;
   kvlab_slots* slots = NULL;
   done(kvlab_slots_create(&config, NULL, &slots));
   return slots;
 }
 
-/* Whether all went as it should. `ladder`: of each KV head; `most`: of errors. */
-static int decode(const char* name, const kvlab_rung* ladder, int rungs, double most) {
-  kvlab_slots* const slots = make(kvlab_find_policy(name), ladder, rungs);
+/* Whether all went as it should. `tier_plan`: of each KV head; `most`: of errors. */
+static int decode(const char* name, const kvlab_rung* tier_plan, int tiers, double most) {
+  kvlab_slots* const slots = make(kvlab_find_policy(name), tier_plan, tiers);
   float* const qkv = on_device(NULL, sizeof rows[0]);
   float* const device_out = on_device(NULL, QUERY_HEADS * DIM * sizeof(float));
   float out[QUERY_HEADS * DIM];
@@ -103,7 +106,8 @@ static int decode(const char* name, const kvlab_rung* ladder, int rungs, double 
         wrong_victims += kept[head][i] == victims[head];
     }
     for (int head = 0; head < QUERY_HEADS; ++head)
-      worst = fmax(worst, error_of(t, head, kept[head / GROUP], count[head / GROUP], out + head * DIM));
+      worst =
+          fmax(worst, error_of(t, head, kept[head / GROUP], count[head / GROUP], out + head * DIM));
   }
   for (int head = 0; head < KV_HEADS; ++head) {
     printf("%s: KV head %d keeps %u of %d tokens:", name, head, count[head], STEPS);
@@ -126,7 +130,8 @@ int main(void) {
     return 0;
   }
   /* Of 16 bit and 4: rows of 256 and 80 bytes. */
-  const kvlab_rung ladder[] = {{KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}, {KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}};
-  const int by_mass = decode("h2o", NULL, 0, 1e-5), by_column = decode("knorm", NULL, 0, 1e-5);
-  return by_mass && by_column && decode("h2o", ladder, 2, 0.5) ? 0 : 1;
+  const kvlab_rung tier_plan[] = {
+      {KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}, {KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}};
+  const int by_mass = decode("h2o", NULL, 0, 1e-5), by_feature = decode("knorm", NULL, 0, 1e-5);
+  return by_mass && by_feature && decode("h2o", tier_plan, 2, 0.5) ? 0 : 1;
 }

@@ -16,7 +16,7 @@ class Pages(ctypes.Structure):  # kvlab_pages
     _fields_ = [
         ("blocks", P),
         ("page", I32),
-        ("most_blocks", I32),
+        ("max_blocks", I32),
         ("by_pair", I32),
         ("block_stride", I64),
         ("slot_stride", I64),
@@ -32,7 +32,7 @@ class Cache(ctypes.Structure):  # kvlab_cache
         ("kv_heads", I32),
         ("head_size", I32),
         ("softmax_scale", F32),
-        ("most_slots", I32),
+        ("max_slots", I32),
         ("first_slot", P),
         ("keys", P),
         ("values", P),
@@ -55,8 +55,8 @@ class PolicyState(ctypes.Structure):  # kvlab_policy_state
         ("layer", U32),
         ("first_head", U32),
         ("seen", P),
-        ("columns", P),
-        ("room_at", P),
+        ("features", P),
+        ("evict_at", P),
     ]
 
 
@@ -137,11 +137,11 @@ class ObserveArgs(Args):  # kvlab_observe_args
         ("younger", I32),
         ("positions", P),
         ("youngers", P),
-        ("admitted", P),
+        ("appended", P),
     ]
 
 
-class ShrinkArgs(Args):  # kvlab_shrink_args
+class CompactArgs(Args):  # kvlab_shrink_args
     _fields_ = [
         ("struct_size", SIZE),
         ("from", Cache),
@@ -149,10 +149,10 @@ class ShrinkArgs(Args):  # kvlab_shrink_args
         ("policy", PolicyState),
         ("to_states", P),
         ("now", P),
-        ("admitted", P),
+        ("appended", P),
         ("seen", P),
         ("workspace", P),
-        ("to_columns", P),
+        ("to_features", P),
         ("by_layer", I32),
         ("smooth", U32),
         ("pool_max", I32),
@@ -168,7 +168,7 @@ STRUCTS = {
     "kvlab_evicting_attention_args": EvictingAttentionArgs,
     "kvlab_prefill_args": PrefillArgs,
     "kvlab_observe_args": ObserveArgs,
-    "kvlab_shrink_args": ShrinkArgs,
+    "kvlab_shrink_args": CompactArgs,
 }
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -181,7 +181,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_observe_workspace": (SIZE, [ctypes.POINTER(ObserveArgs)]),
     "kvlab_observe": (I32, [ctypes.POINTER(ObserveArgs), P]),
     "kvlab_shrink_workspace": (SIZE, [ctypes.POINTER(Cache)]),
-    "kvlab_shrink": (I32, [P, ctypes.POINTER(ShrinkArgs), P]),
+    "kvlab_shrink": (I32, [P, ctypes.POINTER(CompactArgs), P]),
 }
 
 

@@ -1,8 +1,8 @@
 /* A paged cache, as vLLM has it, that keeps BUDGET tokens of each KV head by H2O: one layer, two
  * sequences, keys, values and queries drawn at random. Each prompt takes blocks of one pool, is
- * attended and shrunk where it lies, and gives back the blocks that it has left; the second prompt
- * finds room only for that. Then both decode. Exits with 1 if an output is not what attention over
- * the kept tokens gives. */
+ * attended and compacted where it lies, and gives back the blocks that it has left; the second
+ * prompt finds room only for that. Then both decode. Exits with 1 if an output is not what
+ * attention over the kept tokens gives. */
 #include <kvlab.h>
 #include <math.h>
 #include <stdio.h>
@@ -12,8 +12,8 @@
 #include "device.h"
 
 enum { SEQUENCES = 2, KV_HEADS = 2, GROUP = 4, QUERY_HEADS = KV_HEADS * GROUP, DIM = 64 };
-enum { PAGE = 16, BUDGET = 44, STEPS = 100, MOST_SLOTS = 208, MOST_BLOCKS = MOST_SLOTS / PAGE };
-enum { POOL_BLOCKS = 16, PAIRS = SEQUENCES * KV_HEADS, SLOTS = PAIRS * MOST_SLOTS };
+enum { PAGE = 16, BUDGET = 44, STEPS = 100, MAX_SLOTS = 208, MAX_BLOCKS = MAX_SLOTS / PAGE };
+enum { POOL_BLOCKS = 16, PAIRS = SEQUENCES * KV_HEADS, SLOTS = PAIRS * MAX_SLOTS };
 enum { BLOCK = PAGE * KV_HEADS * DIM, POOL = POOL_BLOCKS * BLOCK }; /* elements */
 enum { QKV = (QUERY_HEADS + 2 * KV_HEADS) * DIM, Q = QUERY_HEADS * DIM };
 static const int prompts[SEQUENCES] = {200, 90};
@@ -24,7 +24,7 @@ static void to_device(const void* to, const void* from, size_t bytes) {
 
 /* --- The engine's pool ----------------------------------------------------------------------- */
 
-static int32_t tables[SEQUENCES][MOST_BLOCKS];
+static int32_t tables[SEQUENCES][MAX_BLOCKS];
 static int held[SEQUENCES], unused[POOL_BLOCKS], unused_count;
 
 /* Gives a sequence the blocks that so many slots take, no more. */
@@ -59,7 +59,7 @@ static Layer make_layer(void) {
   int64_t first_slot[PAIRS];
   kvlab_rule rules[PAIRS];
   for (int pair = 0; pair < PAIRS; ++pair) {
-    first_slot[pair] = pair * MOST_SLOTS;
+    first_slot[pair] = pair * MAX_SLOTS;
     rules[pair] = (kvlab_rule){BUDGET, 0, BUDGET / 2, 0};
   }
   kvlab_cache* cache = &layer.cache;
@@ -69,7 +69,7 @@ static Layer make_layer(void) {
   cache->kv_heads = KV_HEADS;
   cache->head_size = DIM;
   cache->softmax_scale = 1.0f / sqrtf(DIM);
-  cache->most_slots = MOST_SLOTS;
+  cache->max_slots = MAX_SLOTS;
   cache->first_slot = on_device(first_slot, sizeof first_slot);
   cache->keys = on_device(NULL, POOL * sizeof(float));
   cache->values = on_device(NULL, POOL * sizeof(float));
@@ -79,7 +79,7 @@ static Layer make_layer(void) {
   /* The pool is [block, slot, kv_head, dim]; one table serves all KV heads of a sequence. */
   cache->pages.blocks = on_device(NULL, sizeof tables);
   cache->pages.page = PAGE;
-  cache->pages.most_blocks = MOST_BLOCKS;
+  cache->pages.max_blocks = MAX_BLOCKS;
   cache->pages.block_stride = BLOCK;
   cache->pages.slot_stride = KV_HEADS * DIM;
   cache->pages.head_stride = DIM;
@@ -87,17 +87,17 @@ static Layer make_layer(void) {
   layer.state.rules = on_device(rules, sizeof rules);
   layer.state.seeds = on_device(NULL, SEQUENCES * sizeof(uint64_t));
   layer.state.sequence_ids = on_device(NULL, SEQUENCES * sizeof(uint32_t));
-  layer.qkv = on_device(NULL, MOST_SLOTS * QKV * sizeof(float));
-  layer.q = on_device(NULL, MOST_SLOTS * Q * sizeof(float));
+  layer.qkv = on_device(NULL, MAX_SLOTS * QKV * sizeof(float));
+  layer.q = on_device(NULL, MAX_SLOTS * Q * sizeof(float));
   layer.now = on_device(NULL, SEQUENCES * sizeof(uint32_t));
-  layer.sequences = on_device(NULL, MOST_SLOTS * sizeof(int32_t));
-  layer.slots = on_device(NULL, MOST_SLOTS * sizeof(int32_t));
+  layer.sequences = on_device(NULL, MAX_SLOTS * sizeof(int32_t));
+  layer.slots = on_device(NULL, MAX_SLOTS * sizeof(int32_t));
   return layer;
 }
 
 /* What the products of a layer would have left in qkv. */
-static void draw_tokens(const Layer* layer, int tokens) {
-  static float values[MOST_SLOTS * QKV];
+static void sample_tokens(const Layer* layer, int tokens) {
+  static float values[MAX_SLOTS * QKV];
   for (int i = 0; i < tokens * QKV; ++i) values[i] = 4.0f * (float)rand() / (float)RAND_MAX - 2.0f;
   to_device(layer->qkv, values, (size_t)(tokens * QKV) * sizeof(float));
 }
@@ -125,7 +125,7 @@ static kvlab_cache sequence_of(const Layer* layer, int sequence) {
   one.first_slot += sequence * KV_HEADS;
   one.lengths += sequence * KV_HEADS;
   one.next_slots += sequence * KV_HEADS;
-  one.pages.blocks += sequence * MOST_BLOCKS;
+  one.pages.blocks += sequence * MAX_BLOCKS;
   return one;
 }
 
@@ -135,11 +135,11 @@ static void run_prompt(const Layer* layer, int sequence) {
   const kvlab_cache one = sequence_of(layer, sequence);
   hold(sequence, tokens);
   to_device(layer->cache.pages.blocks, tables, sizeof tables);
-  int32_t slots[MOST_SLOTS];
+  int32_t slots[MAX_SLOTS];
   for (int t = 0; t < tokens; ++t) slots[t] = t;
   to_device(layer->slots, slots, (size_t)tokens * sizeof(int32_t));
-  check(cudaMemset(layer->sequences, 0, MOST_SLOTS * sizeof(int32_t)), "cudaMemset");
-  draw_tokens(layer, tokens);
+  check(cudaMemset(layer->sequences, 0, MAX_SLOTS * sizeof(int32_t)), "cudaMemset");
+  sample_tokens(layer, tokens);
   write_tokens(layer, one, tokens, NULL, layer->slots);
 
   kvlab_observe_args observe;
@@ -167,19 +167,19 @@ static void run_prompt(const Layer* layer, int sequence) {
   observe.workspace = on_device(NULL, kvlab_observe_workspace(&observe));
   done(kvlab_observe(&observe, NULL));
 
-  const uint32_t admitted = (uint32_t)tokens;
-  kvlab_shrink_args shrink;
-  memset(&shrink, 0, sizeof shrink);
-  shrink.struct_size = sizeof shrink;
-  shrink.from = shrink.to = one;
-  shrink.policy = layer->state;
-  shrink.policy.rules += sequence * KV_HEADS;
-  shrink.to_states = layer->state.states;
-  shrink.now = on_device(NULL, sizeof(uint32_t));
-  shrink.admitted = on_device(&admitted, sizeof admitted);
-  shrink.seen = observe.seen;
-  shrink.workspace = on_device(NULL, kvlab_shrink_workspace(&one));
-  done(kvlab_shrink(layer->policy, &shrink, NULL));
+  const uint32_t appended = (uint32_t)tokens;
+  kvlab_shrink_args compact;
+  memset(&compact, 0, sizeof compact);
+  compact.struct_size = sizeof compact;
+  compact.from = compact.to = one;
+  compact.policy = layer->state;
+  compact.policy.rules += sequence * KV_HEADS;
+  compact.to_states = layer->state.states;
+  compact.now = on_device(NULL, sizeof(uint32_t));
+  compact.appended = on_device(&appended, sizeof appended);
+  compact.seen = observe.seen;
+  compact.workspace = on_device(NULL, kvlab_shrink_workspace(&one));
+  done(kvlab_shrink(layer->policy, &compact, NULL));
   hold(sequence, BUDGET); /* the first BUDGET slots are all that decoding takes */
   printf("sequence %d: %d tokens in, %d blocks held, %d unused\n", sequence, tokens, held[sequence],
          unused_count);
@@ -232,7 +232,7 @@ static double decode(const Layer* layer) {
   for (int t = 0; t < STEPS; ++t) {
     const uint32_t now[SEQUENCES] = {(uint32_t)(prompts[0] + t), (uint32_t)(prompts[1] + t)};
     to_device(layer->now, now, sizeof now);
-    draw_tokens(layer, SEQUENCES);
+    sample_tokens(layer, SEQUENCES);
     write_tokens(layer, layer->cache, SEQUENCES, layer->now, NULL);
     done(kvlab_evicting_attention(layer->policy, &step, NULL));
     to_host(q, layer->q, sizeof q);

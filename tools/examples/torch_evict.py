@@ -18,19 +18,19 @@ p, u32, i32, f32 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_floa
 
 
 class Pages(ctypes.Structure):  # kvlab_pages: none
-    _fields_ = [("blocks", p), ("page", i32), ("most_blocks", i32), ("by_pair", i32), ("block_stride", ctypes.c_int64),
+    _fields_ = [("blocks", p), ("page", i32), ("max_blocks", i32), ("by_pair", i32), ("block_stride", ctypes.c_int64),
                 ("slot_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 
 
 class Cache(ctypes.Structure):  # kvlab_cache
     _fields_ = [("type", i32), ("sequences", i32), ("query_heads", i32), ("kv_heads", i32), ("head_size", i32),
-                ("softmax_scale", f32), ("most_slots", i32), ("first_slot", p), ("keys", p), ("values", p),
+                ("softmax_scale", f32), ("max_slots", i32), ("first_slot", p), ("keys", p), ("values", p),
                 ("positions", p), ("lengths", p), ("next_slots", p), ("ages", p), ("pages", Pages)]
 
 
 class PolicyState(ctypes.Structure):  # kvlab_policy_state
     _fields_ = [("states", p), ("rules", p), ("params", p), ("threshold16", p), ("seeds", p), ("sequence_ids", p),
-                ("layer", u32), ("first_head", u32), ("seen", p), ("columns", p), ("room_at", p)]
+                ("layer", u32), ("first_head", u32), ("seen", p), ("features", p), ("evict_at", p)]
 
 
 class Step(ctypes.Structure):  # kvlab_evicting_attention_args

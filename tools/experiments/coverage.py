@@ -16,7 +16,7 @@ from experiment import Experiment, Refused, main, table
 
 POLICIES = ["window", "sink", "lru", "h2o", "a2sf", "tova"]
 QUESTION = """
-An interval from a few texts should hold for other texts. Here texts of several lengths are drawn, again and again, and
+An interval from a few texts should hold for other texts. Here texts of several lengths are sampled, again and again, and
 two configurations are compared on them by kvlab's estimator (docs/reference/recommendations.md). The interval should contain the true
 difference in 90 to 97% of the cases, for any mixture of lengths. `random` under two seeds should differ significantly in
 at most 8%.
@@ -32,7 +32,7 @@ def name_of(mixture):
     return ":".join(map(str, mixture))
 
 
-def drawn(generator, skewed, size):
+def sampled(generator, skewed, size):
     """Mean 0 and variance 1; skewed: a gamma distribution of shape 4, whose skewness is 1."""
     return (generator.gamma(4, 1, size) - 4) / 2 if skewed else generator.standard_normal(size)
 
@@ -44,8 +44,8 @@ def simulated(mixture, between, skewed, trials):
     for _ in range(trials):
         texts = []
         for units in mixture:
-            mean = between**0.5 * drawn(generator, skewed, 1)
-            texts.append(mean + drawn(generator, skewed, UNIT * units))
+            mean = between**0.5 * sampled(generator, skewed, 1)
+            texts.append(mean + sampled(generator, skewed, UNIT * units))
         said = kvlab.difference(texts, [numpy.zeros(len(text)) for text in texts])
         held += said.low <= 0 <= said.high
     return held / trials
@@ -61,7 +61,7 @@ def simulate(experiment):
         lines.append(cells)
     header = ["lengths"] + [f"{kind}, {between:g}" for kind in ("normal", "skewed") for between in BETWEEN]
     experiment.section(
-        f"## Simulated\n\nIntervals that contain the true difference, in % of {trials} draws. A unit of length is {UNIT} "
+        f"## Simulated\n\nIntervals that contain the true difference, in % of {trials} samples. A unit of length is {UNIT} "
         f"blocks. The second number of a column is the variance between texts over that of a block; {1 / UNIT:g} is the "
         "variance of the mean of a text of one unit. Skewed: skewness 1, between and within texts.\n\n"
         + table(header, lines)
@@ -100,10 +100,10 @@ def blocks_by_text(experiment, files, policies, budget, seed, tokens):
     return {policy: list(texts.values()) for policy, texts in found.items()}
 
 
-def samples_of(texts, mixture, draws):
+def samples_of(texts, mixture, resamples):
     """Lists of (text, first block, blocks): different texts, the places within them at random."""
     chosen = random.Random(1)
-    for _ in range(draws):
+    for _ in range(resamples):
         places = []
         for text, units in zip(chosen.sample(range(len(texts)), len(mixture)), mixture):
             blocks = min(units, len(texts[text]))
@@ -115,13 +115,13 @@ def said_of(a, b, places):
     return kvlab.difference(*([of[text][first : first + blocks] for text, first, blocks in places] for of in (a, b)))
 
 
-def covered(found, mixture, draws):
+def covered(found, mixture, resamples):
     """(share of intervals that contain the mean difference over all other texts, cases)."""
     held = cases = 0
     for first, second in itertools.combinations(found, 2):
         a, b = found[first], found[second]
         differences = [statistics.fmean(x) - statistics.fmean(y) for x, y in zip(a, b)]
-        for places in samples_of(a, mixture, draws):
+        for places in samples_of(a, mixture, resamples):
             own = {text for text, *_ in places}
             rest = statistics.fmean(d for text, d in enumerate(differences) if text not in own)
             said = said_of(a, b, places)
@@ -130,8 +130,8 @@ def covered(found, mixture, draws):
     return held / cases, cases
 
 
-def significant(a, b, mixture, draws):
-    said = [said_of(a, b, places) for places in samples_of(a, mixture, draws)]
+def significant(a, b, mixture, resamples):
+    said = [said_of(a, b, places) for places in samples_of(a, mixture, resamples)]
     return sum(one.low > 0 or one.high < 0 for one in said) / len(said)
 
 
@@ -158,21 +158,21 @@ def measure(experiment):
     other = blocks_by_text(experiment, files, ["random"], budget, 1, tokens)["random"]
     one = found.pop("random")
     most = min(map(len, one))
-    draws = experiment.quick(300, 3000)
+    resamples = experiment.quick(300, 3000)
     lines = []
     for mixture in MIXTURES:
         units = mixture if max(mixture) > 1 else (UNIT * 2,) * len(mixture)
         if max(units) > most:
             lines.append([name_of(mixture), "texts are too short", "", ""])
             continue
-        share, cases = covered(found, units, draws)
-        apart = significant(one, other, units, 10 * draws)
+        share, cases = covered(found, units, resamples)
+        apart = significant(one, other, units, 10 * resamples)
         lines.append([name_of(mixture), " ".join(map(str, units)), f"{100 * share:.1f}", f"{100 * apart:.1f}"])
     ratio, skew = between_of(found)
     pairs = len(found) * (len(found) - 1) // 2
     experiment.section(
-        f"## On real texts\n\n{len(files)} texts of {most} blocks or more, budget {budget}, {draws} draws for each of {pairs} "
-        f"pairs of {', '.join(found)}. The truth is the mean difference over all texts that were not drawn. Median of the "
+        f"## On real texts\n\n{len(files)} texts of {most} blocks or more, budget {budget}, {samples} samples for each of {pairs} "
+        f"pairs of {', '.join(found)}. The truth is the mean difference over all texts that were not sampled. Median of the "
         f"pairs: the variance between texts is {ratio:.3f} of that of a block; the skewness of texts is {skew:.2f}.\n\n"
         + table(["lengths", "blocks", "contain the truth, %", "`random` under two seeds differs significantly, %"], lines)
     )

@@ -85,15 +85,15 @@ class Experiment:
             "--prompt-tokens", prompt or tokens // 4, "--max-tokens", tokens,
         )  # fmt: skip
 
-    def add_column(self, trace, name):
-        """Adds a column to a finished trace by the Python package."""
-        command = ["-m", "kvlab.hf", "columns", trace, "--column", name, "--model", self.model]
+    def add_feature(self, trace, name):
+        """Adds a feature to a finished trace by the Python package."""
+        command = ["-m", "kvlab.hf", "features", trace, "--feature", name, "--model", self.model]
         done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            raise Refused(f"column {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+            raise Refused(f"feature {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
 
     def eval(self, policies, budgets, *options, tokens=None, prompt=None, device=None):
-        """The closed loop over every text: rows of eval.csv, of all texts together."""
+        """The end-to-end evaluation over every text: rows of eval.csv, of all texts together."""
         tokens = tokens or self.tokens
         rows = self.kvlab(
             ["eval"], "--model", self.model, "--text", *self.arguments.text, "--window", tokens,
@@ -102,10 +102,10 @@ class Experiment:
         )  # fmt: skip
         return [row for row in rows if row["text"] == "all"]
 
-    def pass_keys(self, policies, budgets, words, draws, *options, device=None):
+    def pass_keys(self, policies, budgets, words, samples, *options, device=None):
         """The share of right answers of all depths together, asked after the prompt is cut: as values()."""
         rows = self.kvlab(
-            ["task", "passkey"], "--model", self.model, "--words", words, *options, "--draws", draws, "--policy",
+            ["task", "passkey"], "--model", self.model, "--words", words, *options, "--samples", samples, "--policy",
             ",".join(policies), "--budget", ",".join(map(str, budgets)), "--query-agnostic", table="task.csv", device=device,
         )  # fmt: skip
         rows = [row | {"stderr": ""} for row in rows if row["words"] == row["depth"] == "all"]
@@ -142,7 +142,7 @@ class Experiment:
         texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
         limits = f"{self.tokens} tokens of each at most{', quick' * self.arguments.quick}"
         made = [
-            f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no figure is typed. Model: {models}.",
+            f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no metric is typed. Model: {models}.",
             f"Texts: {texts}, {limits}.\n{version}, on {self.arguments.device or 'the default device'}.",
         ]
         page = [f"# {title}", question.strip(), "\n".join(made), *self.sections]
@@ -164,7 +164,7 @@ def values(rows, metric, by=("policy", "params", "budget")):
     }
 
 
-def figure(pair, digits=3):
+def number_with_error(pair, digits=3):
     """A value, rounded to `digits`, with its standard error at the same place."""
     value, error = pair
     places = max(0, digits - 1 - (math.floor(math.log10(abs(value))) if value else 0))
@@ -191,7 +191,7 @@ def ranking(found, budgets, best=min):
         first = best(value for value, _ in column)
         shared = sum(value == first for value, _ in column) * 2 > len(column)
         for line, cell in zip(lines, column):
-            line.append(f"**{figure(cell)}**" if cell[0] == first and not shared else figure(cell))
+            line.append(f"**{number_with_error(cell)}**" if cell[0] == first and not shared else number_with_error(cell))
     return table(["policy", *budgets], lines)
 
 

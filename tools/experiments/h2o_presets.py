@@ -3,7 +3,7 @@
 
 import json
 
-from experiment import Experiment, figure, main, table, values
+from experiment import Experiment, number_with_error, main, table, values
 
 QUESTION = """
 The authors of H2O released five versions of it, and eleven other public codes say "H2O" too. They keep different
@@ -14,7 +14,7 @@ the two heads on which the policies of one replay differ most.
 """
 
 
-DRAWN = 6  # the most policies whose tokens a replay draws
+PLOTTED = 6  # the most policies whose tokens a replay draws
 
 
 def overlaps(kept):
@@ -42,23 +42,23 @@ def h2o_presets():
     trace = experiment.capture(experiment.tokens, prompt=experiment.tokens // 2)
     overlap, error = {}, {}
     others = [policy for policy in policies if policy != "h2o"]
-    for i in range(0, len(others), DRAWN - 1):
-        together = ",".join(["h2o", *others[i : i + DRAWN - 1]])
+    for i in range(0, len(others), PLOTTED - 1):
+        together = ",".join(["h2o", *others[i : i + PLOTTED - 1]])
         run = experiment.kvlab(["replay"], "--trace", trace, "--policy", together, "--budget", budget)
         overlap |= overlaps(json.loads((run / "kept.json").read_text()))
         rows = [row for row in experiment.rows(run / "results.csv") if row["layer"] == "all"]
         error |= values(rows, "residual_error")
     kl = values(experiment.eval(policies, [budget], prompt=experiment.tokens // 2), "kl")
-    words, draws = experiment.quick(150, 250), experiment.quick(1, 4)
-    answers = experiment.pass_keys(policies, [budget // 2], words, draws, "--depth", "10%,50%,90%")
+    words, samples = experiment.quick(150, 250), experiment.quick(1, 4)
+    answers = experiment.pass_keys(policies, [budget // 2], words, samples, "--depth", "10%,50%,90%")
 
     names = list(dict.fromkeys(key[:2] for key in kl if key[2] != "all"))  # in the order of `policies`
     lines = []
-    for name, asked in zip(names, policies, strict=True):
-        presets_of = [f"`{preset['name']}`" for preset in held if preset["policy"] == asked]
+    for name, requested in zip(names, policies, strict=True):
+        presets_of = [f"`{preset['name']}`" for preset in held if preset["policy"] == requested]
         at, half = (*name, str(budget)), (*name, str(budget // 2))
-        figures = [f"{overlap[name]:.2f}", figure(error[at]), figure(kl[at]), figure(answers[half], 2)]
-        lines.append([", ".join(presets_of), f"`{asked}`", *figures])
+        numbers = [f"{overlap[name]:.2f}", number_with_error(error[at]), number_with_error(kl[at]), number_with_error(answers[half], 2)]
+        lines.append([", ".join(presets_of), f"`{asked}`", *numbers])
     header = ["preset", "policy", "overlap", "`residual_error`", "KL, nats", "pass key"]
     experiment.section(
         f"## Side by side\n\nBudget {budget}; the pass key, asked later, under a budget of {budget // 2}: the share of "

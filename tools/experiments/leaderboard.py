@@ -16,7 +16,7 @@ the same policy without. Budgets are of the layers that see everything: a layer 
 the policy.
 """
 LENGTHS = (100, 200, 300, 400)  # words of a pass key's text
-FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"  # for which figure predicts
+FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"  # for which metric predicts
 
 
 def is_once(name):
@@ -44,13 +44,13 @@ class Board:
         experiment.model, self.experiment = directory, experiment
         self.name = name_of_model(directory)
         self.budgets = experiment.quick([64, 256], [64, 128, 256, 512, 1024])
-        self.asked = experiment.quick([64, 128], [64, 128, 256])
+        self.requested = experiment.quick([64, 128], [64, 128, 256])
         self.groups = roster(experiment)
         rows = [row for device, names in self.groups.items() for row in experiment.eval(names, self.budgets, device=device)]
         self.kl = values(rows, "kl")
         self.by_kl()
         self.by_pass_key()
-        streamed = ["--prefill", "stream", "--span", "all", "--positions", "cache"]
+        streamed = ["--prefill", "stream", "--queries", "all", "--positions", "cache"]
         sinks = experiment.eval([f"sink:sinks={count}" for count in (0, 1, 4)], [256], *streamed, tokens=min(1024, experiment.tokens))
         self.sinks = {key[1].split(":")[0]: value for key, (value, _) in values(sinks, "kl").items() if key[0] == "sink"}
         self.fidelity = self.predict()
@@ -85,20 +85,20 @@ class Board:
     def by_pass_key(self):
         """At the shortest length where the full cache is right in 80% or more, or the longest."""
         for words in LENGTHS:
-            share = self.right(words, {None: ["full"]}, self.asked[:1])["full", "", "all"][0]
+            share = self.right(words, {None: ["full"]}, self.requested[:1])["full", "", "all"][0]
             if share >= 0.8:
                 break
-        self.answers = self.right(words, self.groups, self.asked) if share > 0 else {}
+        self.answers = self.right(words, self.groups, self.requested) if share > 0 else {}
         self.experiment.section(
             f"## {self.name}: pass key\n\nThe share of right answers in texts of {words} words; the full cache has "
-            f"{share:.2f}.\n\n" + (ranking(self.answers, self.asked, best=max) if self.answers else "")
+            f"{share:.2f}.\n\n" + (ranking(self.answers, self.requested, best=max) if self.answers else "")
         )
 
     def right(self, words, groups, budgets):
-        asked = (budgets, words, self.experiment.quick(4, 8), "--depth", "10%,50%,90%")
+        requested = (budgets, words, self.experiment.quick(4, 8), "--depth", "10%,50%,90%")
         found = {}
         for device, policies in groups.items():
-            found |= self.experiment.pass_keys(policies, *asked, device=device)
+            found |= self.experiment.pass_keys(policies, *requested, device=device)
         return found
 
     def predict(self):
@@ -145,7 +145,7 @@ def findings(boards):
     for budget in boards[0].budgets:
         lines.append([f"least KL at {budget}", *(best(own.kl, budget, True) for own in boards),
                       agreement(boards, lambda own: own.kl, budget)])  # fmt: skip
-    for budget in boards[0].asked if all(own.answers for own in boards) else []:
+    for budget in boards[0].requested if all(own.answers for own in boards) else []:
         lines.append([f"most pass keys at {budget}", *(best(own.answers, budget, False) for own in boards),
                       agreement(boards, lambda own: own.answers, budget)])  # fmt: skip
     for count, what in ((0, "no sink"), (1, "one sink")):
@@ -153,13 +153,13 @@ def findings(boards):
         same = "yes" if min(times) > 1.1 or max(times) < 1.1 else "no"
         lines.append([f"KL of `sink` with {what}, times that with 4", *(f"{one:.2f}" for one in times), same])
     predict = [max(own.fidelity, key=lambda name: sum(own.fidelity[name])) for own in boards]
-    lines.append(["figure of a replay that orders best", *(f"`{name}`" for name in predict),
+    lines.append(["metric of a replay that orders best", *(f"`{name}`" for name in predict),
                   "yes" if len(set(predict)) == 1 else "no"])  # fmt: skip
     return table(["question", *(own.name for own in boards), "the same?"], lines)
 
 
 def predictors(boards):
-    """A figure that a model has not is `-`: no residual error where a norm is behind attention."""
+    """A metric that a model has not is `-`: no residual error where a norm is behind attention."""
     names = list(dict.fromkeys(name for own in boards for name in own.fidelity))
     header = ["figure", *(f"{own.name} {budget}" for own in boards for budget in (64, 256))]
     rows = [
@@ -175,7 +175,7 @@ def leaderboard():
     if len(boards) > 1:
         experiment.section("## What holds on each\n\n" + findings(boards))
     experiment.section(
-        "## Which figure of a replay predicts\n\nSpearman's ρ between a figure and the closed loop's KL, over ten policies at "
+        "## Which metric of a replay predicts\n\nSpearman's ρ between a metric and the end-to-end evaluation's KL, over ten policies at "
         "a budget.\n\n" + predictors(boards)
     )
     experiment.write("Leaderboard", QUESTION)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""LESS: does a low-rank state of the tokens that left pay for its bytes? Trained and asked from traces alone."""
+"""LESS: does a low-rank state of the tokens that were evicted pay for its bytes? Trained and asked from traces alone."""
 
 import json
 import pathlib
@@ -7,16 +7,16 @@ import sys
 
 import numpy
 import torch
-from codes import coded, rotated
+from quantize import quantize, rotated
 from experiment import Experiment, main, table
 
 import kvlab
 
 QUESTION = """
-LESS (arXiv:2402.09398, section 3; its formulas and sizes as the authors' code has them) keeps of the tokens that left
+LESS (arXiv:2402.09398, section 3; its formulas and sizes as the authors' code has them) keeps of the tokens that were evicted
 one state of rank 8 for each KV head, and two small nets for each layer, trained for one policy and budget. Here a net
 has φ for each query head and ψ for each KV head, and learns from traces: the squared error behind W_o of the queries
-past the prompt, relative to the output's size, on the first half of the texts. The figure is that error on the other
+past the prompt, relative to the output's size, on the first half of the texts. The metric is that error on the other
 half, its root taken for each query, as a mean over queries.
 """
 RANK, WIDTH, PROMPT = 8, 512, 64
@@ -54,7 +54,7 @@ class Nets(torch.nn.Module):
 class Sequence:
     """One layer of one trace under one rule: rotated queries, keys, values and who is live at each query."""
 
-    def __init__(self, trace, layer, run, policy, budget, is_coded):
+    def __init__(self, trace, layer, run, policy, budget, is_quantized):
         inv_freq = trace.inv_freq.reshape(-1)
 
         def read(part, heads, *changes):
@@ -64,11 +64,11 @@ class Sequence:
             return torch.from_numpy(numpy.stack(rows)).to(DEVICE)
 
         turn = lambda rows: rotated(rows, inv_freq)  # noqa: E731
-        code = [lambda rows: coded(rows, 4, 32, True)] if is_coded else []
+        quantizers = [lambda rows: quantize(rows, 4, 32, True)] if is_quantized else []
         self.group = trace.query_heads // trace.kv_heads
         self.query, self.key = read("q", trace.query_heads, turn), read("k", trace.kv_heads, turn)
         self.value = read("v", trace.kv_heads)
-        self.kept = [read("k", trace.kv_heads, turn, *code), read("v", trace.kv_heads, *code)]
+        self.kept = [read("k", trace.kv_heads, turn, *quantizers), read("v", trace.kv_heads, *quantizers)]
         kept = [run.kept(layer, head, policy, budget, trace=trace.name) for head in range(trace.kv_heads)]
         self.queries = torch.from_numpy(kept[0].queries.astype(numpy.int64)).to(DEVICE)
         self.live = torch.from_numpy(numpy.stack([own.live for own in kept])).to(DEVICE)  # [kv_head, query, token]
@@ -147,18 +147,18 @@ class Study:
         weight = weight.float().to(DEVICE)
         return weight.T.reshape(trace.query_heads, trace.head_size, -1)
 
-    def sequences(self, traces, layer, budget, is_coded):
+    def sequences(self, traces, layer, budget, is_quantized):
         options = {"layers": [layer], "output_error": "sample"}
         runs = [kvlab.replay(trace, policies=[self.policy], budgets=[budget], **options) for trace in traces]
-        return [Sequence(trace, layer, run, self.policy.split(":")[0], budget, is_coded)
+        return [Sequence(trace, layer, run, self.policy.split(":")[0], budget, is_quantized)
                 for trace, run in zip(traces, runs, strict=True)]  # fmt: skip
 
     def note(self, found, key, error):
         found.setdefault(key, []).append(error)
         print(self.layers[len(found[key]) - 1], *key, f"{error:.4f}", file=sys.stderr)
 
-    def run(self, training, asked):
-        learning, unseen = self.traces(training, max(self.amounts)), self.traces(asked, 4)
+    def run(self, training, requested):
+        learning, unseen = self.traces(training, max(self.amounts)), self.traces(requested, 4)
         trace = unseen[0]
         nets = Nets(trace.query_heads, trace.kv_heads, trace.head_size)
         token = 4 * trace.head_size  # bytes of a key and a value in 16 bit

@@ -4,12 +4,12 @@
 Xiao et al. 2023 (arXiv:2309.17453), table 2, table 6 and section 3.2, on a model and texts of ours.
 """
 
-from experiment import Experiment, figure, main, table, values
+from experiment import Experiment, number_with_error, main, table, values
 
 QUESTION = """
 The last tokens alone are not enough: without its first tokens a model loses its way, because heads that have nothing to
 say look at them (Xiao et al. 2023). How many of them are needed? Does it matter whether the kept tokens keep their
-positions (`original`) or are numbered anew (`cache`)? Nothing is admitted densely here: every token is decoded.
+positions (`original`) or are numbered anew (`cache`)? Nothing is appended densely here: every token is decoded.
 """
 
 
@@ -18,7 +18,7 @@ def sinks():
     budgets = experiment.quick([64, 256], [64, 128, 256, 512, 1024])
     counts = [0, 1, 2, 4, 8]
     policies = [f"sink:sinks={count}" for count in counts]
-    streamed = ["--prefill", "stream", "--span", "all"]
+    streamed = ["--prefill", "stream", "--queries", "all"]
     by_mode = {
         mode: experiment.eval(policies, budgets, *streamed, "--positions", mode) for mode in ("cache", "original")
     }
@@ -26,11 +26,11 @@ def sinks():
         for metric, name in (("perplexity", "Perplexity"), ("kl", "KL to the full cache, nats")):
             found = values(rows, metric)
             lines = [
-                [count, *(figure(found["sink", f"sinks={count}:recent=0", str(budget)]) for budget in budgets)]
+                [count, *(number_with_error(found["sink", f"sinks={count}:recent=0", str(budget)]) for budget in budgets)]
                 for count in counts
             ]
             if metric == "perplexity":
-                lines.append(["full cache", figure(found["full", "", "all"]), *[""] * (len(budgets) - 1)])
+                lines.append(["full cache", number_with_error(found["full", "", "all"]), *[""] * (len(budgets) - 1)])
             experiment.section(f"## {name}, positions `{mode}`\n\n" + table(["sinks", *map(str, budgets)], lines))
     experiment.write("Sinks: how many, and at which positions", QUESTION)
 

@@ -17,7 +17,7 @@ def streaming():
     experiment = Experiment(__doc__)
     sizes = experiment.quick([32, 128], [32, 64, 128, 256, 512, 1024])
     policies = ["sink", "streaming_h2o", "streaming_h2o:sinks=4", "h2o", "window"]
-    rows = experiment.eval(policies, sizes, "--prefill", "stream", "--span", "all", "--positions", "cache")
+    rows = experiment.eval(policies, sizes, "--prefill", "stream", "--queries", "all", "--positions", "cache")
     for metric, name in (("perplexity", "Perplexity"), ("kl", "KL to the full cache, nats")):
         experiment.section(f"## {name}\n\n" + ranking(values(rows, metric), sizes))
     experiment.write("StreamingH2O and StreamingLLM, by cache size", QUESTION)

@@ -50,12 +50,12 @@ def dynamic(library: pathlib.Path) -> tuple[list[str], list[str]]:
 def faults_of_libraries(files: list[str], folder: pathlib.Path, is_cuda: bool) -> list[str]:
     """Of every shared library of a wheel for manylinux, unpacked in `folder`."""
     libraries = [name for name in files if re.search(r"\.so(\.|$)", name)]
-    brought = {pathlib.PurePath(name).name for name in libraries}
+    feature_values = {pathlib.PurePath(name).name for name in libraries}
     faults = []
     for name in libraries:
         needed, folders = dynamic(folder / name)
         for library in needed:
-            if library in brought or SYSTEM.fullmatch(library) or (is_cuda and CUDA_SYSTEM.fullmatch(library)):
+            if library in feature_values or SYSTEM.fullmatch(library) or (is_cuda and CUDA_SYSTEM.fullmatch(library)):
                 continue
             faults.append(f"{name} needs {library}, which the wheel does not have")
         faults += [f"{name} looks for libraries in {path}" for path in folders if not path.startswith("$ORIGIN")]

@@ -41,7 +41,7 @@ PRE_TOKENIZERS = {
     },
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # kinds of tokens
-MOST_CHARACTERS = 1024  # of one of SentencePiece's tokens, which is tried cut at each
+MAX_CHARACTERS = 1024  # of one of SentencePiece's tokens, which is tried cut at each
 SPACE = "\u2581"  # how SentencePiece writes a space
 # Keys of an architecture that change what is computed.
 UNSUPPORTED = ("rope.scaling", "expert", "attention.scale", "attn_logit_softcapping", "final_logit_softcapping")
@@ -83,7 +83,7 @@ class Reader(gguf.GGUFReader):
 
 
 class Metadata:
-    """The file's keys, each asked for with the type that it must have."""
+    """The file's keys, each requested with the type that it must have."""
 
     def __init__(self, reader):
         self.fields = reader.fields
@@ -270,8 +270,8 @@ def sentencepiece(meta, tokens, kinds):
     scores = meta.get("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens) or not all(isinstance(score, float) and score == score for score in scores):
         raise Refused("tokenizer.ggml.scores should be a number for each token")
-    if max(map(len, tokens)) > MOST_CHARACTERS:
-        raise Refused(f"tokenizer.ggml.tokens has one of more than {MOST_CHARACTERS} characters")
+    if max(map(len, tokens)) > MAX_CHARACTERS:
+        raise Refused(f"tokenizer.ggml.tokens has one of more than {MAX_CHARACTERS} characters")
     for number, kind in enumerate(kinds):
         if kind == USER_DEFINED:  # which alone are written with spaces
             tokens[number] = tokens[number].replace(" ", SPACE)

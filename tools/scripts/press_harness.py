@@ -23,16 +23,16 @@ TASKS = {"niah_single": (1, 1), "niah_multikey": (8, 1), "niah_multivalue": (1, 
 
 
 def items(contexts: int, words: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Of each task: a text that gives numbers of towns, and is asked for the first's."""
-    draw, text = random.Random(seed), TEXT.read_text().split()
+    """Of each task: a text that gives numbers of towns, and is requested the first's."""
+    rng, text = random.Random(seed), TEXT.read_text().split()
     rows = []
     for task, (towns, values) in TASKS.items():
         for _ in range(contexts):
-            first, names = draw.randrange(len(text) - words), draw.sample(TOWNS, towns)
+            first, names = rng.randrange(len(text) - words), rng.sample(TOWNS, towns)
             hay = text[first : first + words]
-            numbers = {name: [str(draw.randrange(100000, 1000000)) for _ in range(values)] for name in names}
+            numbers = {name: [str(rng.randrange(100000, 1000000)) for _ in range(values)] for name in names}
             for name, number in [(name, number) for name in names for number in numbers[name]]:
-                hay.insert(draw.randrange(len(hay)), f"\nA secret number of {name} is {number}.\n")
+                hay.insert(rng.randrange(len(hay)), f"\nA secret number of {name} is {number}.\n")
             row = {"task": task, "context": "Remember the secret numbers of towns in this text.\n" + " ".join(hay) + "\n"}
             row["question"] = f"\nWhich secret numbers of {names[0]} were in the text?\n"
             row["answer_prefix"] = f"The secret number{'s' if values > 1 else ''} of {names[0]} {'are' if values > 1 else 'is'}"
@@ -48,20 +48,20 @@ def main() -> None:
     parser.add_argument("--ratio", nargs="+", type=float, default=[0.5, 0.75])
     parser.add_argument("--contexts", type=int, default=8, help="of each task")
     parser.add_argument("--words", type=int, default=500, help="of a context")
-    asked = parser.parse_args()
-    sys.path.insert(0, str(asked.kvpress / "evaluation"))
+    requested = parser.parse_args()
+    sys.path.insert(0, str(requested.kvpress / "evaluation"))
     import evaluate
     import kvlab
 
     with tempfile.TemporaryDirectory() as scratch:
-        lines = [json.dumps(row) + "\n" for row in items(asked.contexts, asked.words)]
+        lines = [json.dumps(row) + "\n" for row in items(requested.contexts, requested.words)]
         (pathlib.Path(scratch) / "test.jsonl").write_text("".join(lines))
         evaluate.DATASET_REGISTRY["ruler"] = scratch
-        for name in asked.press:
+        for name in requested.press:
             evaluate.PRESS_REGISTRY.setdefault(name, kvlab.KvlabPress(name.removeprefix("kvlab:")))
         print("| press | ratio |", " | ".join(TASKS), "|\n| --- | --- |", " --- |" * len(TASKS))
-        for name, ratio in [("no_press", 0.0), *((name, ratio) for name in asked.press for ratio in asked.ratio)]:
-            words = {"model": asked.model, "press_name": name, "compression_ratio": ratio, "log_level": "WARNING"}
+        for name, ratio in [("no_press", 0.0), *((name, ratio) for name in requested.press for ratio in requested.ratio)]:
+            words = {"model": requested.model, "press_name": name, "compression_ratio": ratio, "log_level": "WARNING"}
             runner = evaluate.EvaluationRunner(evaluate.EvaluationConfig(**words, output_dir=scratch + "/results"))
             runner.run_evaluation()
             (made,) = pathlib.Path(scratch).glob(f"results/*__{name}__{ratio:.2f}/metrics.json")

@@ -23,7 +23,7 @@ TITLES = {
     "_run": "Replays",
     "_policy": "Policies",
     "_rows": "What a policy may look at",
-    "_commands": "The closed loop",
+    "_commands": "The end-to-end evaluation",
 }
 HEAD = """# Python, name by name
 

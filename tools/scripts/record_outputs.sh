@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# record_outputs.sh KVLAB OUT [cpu|cuda]: runs a fixed list of captures, replays, closed loops, generations and verifies,
+# record_outputs.sh KVLAB OUT [cpu|cuda]: runs a fixed list of captures, replays, end-to-end evaluations, generations and verifies,
 # and keeps what they print and write in OUT, without times and versions. A change that should change nothing is shown
 # so: record before it, record after it, `diff -r BEFORE AFTER`.
 set -euo pipefail
@@ -41,9 +41,9 @@ for trace in "$work/trace" $sample; do
     keep_run "replay-$name-$positions" "$work/run-$name-$positions"
   done
 done
-keep replay-span replay --trace "$work/trace" --policy $all --budget 5%,10%,33%,128 --span all --request-threshold 0.05 \
-  --seed 7 --layers 0,2 --threads 1 --out "$work/run-span" --device "$device"
-keep_run replay-span "$work/run-span"
+keep replay-queries replay --trace "$work/trace" --policy $all --budget 5%,10%,33%,128 --queries all --request-threshold 0.05 \
+  --seed 7 --layers 0,2 --threads 1 --out "$work/run-queries" --device "$device"
+keep_run replay-queries "$work/run-queries"
 sed -n '/^```cpp$/,/^```$/p' docs/guides/write-a-policy.md | awk '/^```/ {n++; next} n == 1' >"$work/peak.hpp"
 keep replay-source replay --trace "$work/trace" --policy-source "$work/peak.hpp" --policy peak,h2o --budget 48,20% \
   --prefill dense,stream --out "$work/run-source" --device "$device"

@@ -4,7 +4,7 @@
 #   tools/scripts/sanitize.sh BUILD TOOL [AT_ONCE] [SECONDS] [PROGRAMS]
 #
 # BUILD holds tests/. TOOL is memcheck, racecheck, initcheck or synccheck. Each program mirrors its device memory, so
-# more than four at once (the default) fill a card. A case that takes longer than SECONDS (300) is cut short. Cases that
+# more than four at once (the default) fill a GPU. A case that takes longer than SECONDS (300) is cut short. Cases that
 # only repeat ("200 times") are left out. PROGRAMS: a pattern of their names. Prints a line for each case that is not
 # clean, then how many were; logs stay in BUILD/sanitize/TOOL. Exits 1 unless all are clean.
 #
@@ -40,7 +40,7 @@ check() {
   else
     case $? in
       137) why="cut short" ;;
-      77) why=$(grep -m1 -o -E '(Race reported|Uninitialized|Invalid|Barrier error|Internal Sanitizer Error).{0,60}' "$log" || echo "named") ;;
+      77) why=$(grep -m1 -o -E '(Halving reported|Uninitialized|Invalid|Barrier error|Internal Sanitizer Error).{0,60}' "$log" || echo "named") ;;
       *) why="the test itself failed" ;;
     esac
     echo "$(basename "$program"): $name: $why ($log)"

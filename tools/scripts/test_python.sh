@@ -71,14 +71,14 @@ if "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" --no-deps 
 else
   echo "transformers 4.54.1 could not be installed: the tests of kvlab.hf by it are skipped" >&2
 fi
-# Columns without transformers, on the PyTorch that ./dev test --optional has made a Python of.
+# Features without transformers, on the PyTorch that ./dev test --optional has made a Python of.
 old=${KVLAB_HF_PYTHON:-$PWD/build-python/bin/python} package=$PWD/build-python/package
 mkdir -p "$package"
 ln -sfn "$("$folder/bin/python" -c 'import pathlib, kvlab; print(pathlib.Path(kvlab.__file__).parent)')" "$package/kvlab"
 if PYTHONPATH=$package "$old" -c 'import pytest, torch, kvlab' 2>/dev/null; then
-  PYTHONPATH=$package "$old" -m pytest -q -p no:cacheprovider tests/python/test_{columns,presses}.py
+  PYTHONPATH=$package "$old" -m pytest -q -p no:cacheprovider tests/python/test_{features,presses}.py
 else
-  echo "$old cannot import pytest, torch and kvlab: the tests of columns by it are skipped" >&2
+  echo "$old cannot import pytest, torch and kvlab: the tests of features by it are skipped" >&2
 fi
 presses=$PWD/build-python/kvpress  # which wants an older transformers
 if "$folder/bin/uv" venv --quiet --clear --python "$python" "$presses" &&

@@ -71,8 +71,8 @@ def milliseconds_a_token(generate: Callable[[int], Any], new_tokens: int, repeat
 def main() -> None:
     options = arguments()
     model = model_of(options.model)
-    draw = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, model.config.vocab_size, (1, options.context), generator=draw).cuda()
+    rng = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, model.config.vocab_size, (1, options.context), generator=rng).cuda()
     words = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"{model.num_parameters() / 1e6:.0f} M parameters, {options.context} tokens, bfloat16, batch 1", flush=True)

@@ -33,7 +33,7 @@ verify() {
 import json, sys
 for c in json.load(open(sys.argv[1]))["configurations"]:
     s, o = c["states"], c["observations"]
-    print(c["policy"], c["params"], c["budget"].split("/")[-1], c["prefill"], c["positions"], s["admissions"], s["evictions"],
+    print(c["policy"], c["params"], c["budget"].split("/")[-1], c["prefill"], c["positions"], s["appends"], s["evictions"],
           o["worst_error"], o["tolerance"], o["wrong_requests"], len(c["free_running"]["partings"]))' "$one" >>"$out/table"
   else
     echo "not whole: $positions $budget $policies" >>"$out/failed"

@@ -39,10 +39,10 @@ constexpr std::string_view kPart = ".part";
 constexpr std::size_t kDraw = 1 + 8;  // a dot, and digits that cannot be foreseen
 
 std::string part_ending() {
-  std::uint32_t draw = 0;
-  if (::getrandom(&draw, sizeof draw, 0) != sizeof draw)
+  std::uint32_t gradient_sample = 0;
+  if (::getrandom(&gradient_sample, sizeof gradient_sample, 0) != sizeof gradient_sample)
     throw std::runtime_error("the system gives no random numbers: a file cannot be made safely");
-  return fmt::format(".{:08x}{}", draw, kPart);
+  return fmt::format(".{:08x}{}", gradient_sample, kPart);
 }
 
 }  // namespace

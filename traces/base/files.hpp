@@ -25,7 +25,7 @@ class Descriptor {
   int value_;
 };
 
-/// A file being written as PATH.XXXXXXXX.part, a name that nobody can foresee and that was not
+/// A file being written as PATH.XXXXXXXX.part, a name that cannot be predicted and that was not
 /// there. commit() syncs it, renames it to PATH and syncs the folder; without commit() it is
 /// removed. Every failure throws std::runtime_error naming the file.
 class AtomicFile {
@@ -103,7 +103,7 @@ class AtomicFolder {
   std::optional<FileLock> lock_;                // of part_
 };
 
-/// The bytes of a file, mapped for reading. The file must not shrink while it is mapped.
+/// The bytes of a file, mapped for reading. The file must not be truncated while it is mapped.
 class MappedFile {
  public:
   /// Throws std::runtime_error if `path` is no regular file or cannot be read.

@@ -22,7 +22,7 @@
 
 namespace kvlab {
 namespace {
-constexpr rlim_t kMostBytes = rlim_t{64} << 20;
+constexpr rlim_t kMaxBytes = rlim_t{64} << 20;
 }
 
 namespace {
@@ -31,10 +31,10 @@ constexpr std::string_view kScratch = "kvlab-scratch-", kTemplate = "XXXXXX";
 
 /// Where scratch folders are made. An empty TMPDIR is none, as it is for most programs.
 std::filesystem::path folder_of_scratch() {
-  const char* const asked = ::getenv("TMPDIR");
-  if (!asked || !*asked) return "/tmp";
+  const char* const requested = ::getenv("TMPDIR");
+  if (!requested || !*requested) return "/tmp";
   std::error_code error;
-  std::filesystem::path parent = asked;
+  std::filesystem::path parent = requested;
   if (!std::filesystem::is_directory(parent, error) || error)
     throw std::runtime_error(
         "TMPDIR: it should name a folder that can be written to, or nothing for /tmp");
@@ -152,7 +152,7 @@ std::optional<std::filesystem::path> installed_file(const std::filesystem::path&
 int run_program(std::vector<std::string> words, const std::filesystem::path& log) {
   const pid_t process = start(words, log);
   // A file that grows beyond this ends it: what it says could fill a disk.
-  const rlimit limit{kMostBytes, kMostBytes};
+  const rlimit limit{kMaxBytes, kMaxBytes};
   ::prlimit(process, RLIMIT_FSIZE, &limit, nullptr);
   int status = 0;
   try {

@@ -23,8 +23,8 @@ struct Front {
       if ((c & 0xc0) != 0x80) return;
       code = code << 6 | (c & 0x3f);
     }
-    constexpr char32_t kLeast[] = {0x80, 0x800, 0x10000};  // fewer bytes would do below
-    if (code < kLeast[size - 2] || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) return;
+    constexpr char32_t kMin[] = {0x80, 0x800, 0x10000};  // fewer bytes would do below
+    if (code < kMin[size - 2] || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) return;
     bytes = size;
     character = code;
   }
@@ -41,7 +41,7 @@ struct Front {
 enum class Runs { as_they_are, once };
 
 /// `text` with `shown_as(character)` for each control, U+FFFD for what is not UTF-8; a run of what
-/// is shown alike once, if asked for.
+/// is shown alike once, if requested.
 template <class ShownAs>
 std::string with_controls(std::string_view text, Runs runs, ShownAs&& shown_as) {
   std::string shown, before, as;

@@ -14,7 +14,7 @@ using nlohmann::ordered_json;
 
 constexpr std::uint32_t kKvHeads = 8;
 constexpr std::uint64_t kPool = std::uint64_t{8} << 30;  // bytes of keys and values, at most
-constexpr std::uint64_t kMostLayers = 32;
+constexpr std::uint64_t kMaxLayers = 32;
 constexpr int kRepeats = 9;
 
 struct Shape {
@@ -31,7 +31,7 @@ DeviceModel model_of(const Shape& shape) {
   constexpr std::uint32_t little = 64;
   ModelConfig config{.name = "attention", .layers = 0, .hidden = little, .mlp = little};
   config.layers = static_cast<std::uint32_t>(
-      std::min(std::max<std::uint64_t>(kPool / shape.bytes(), 2), kMostLayers));
+      std::min(std::max<std::uint64_t>(kPool / shape.bytes(), 2), kMaxLayers));
   config.query_heads = kKvHeads * shape.group;
   config.kv_heads = kKvHeads;
   config.head_size = shape.head_size;
@@ -67,12 +67,12 @@ double microseconds(const DeviceModel& model, const Shape& shape,
 
 /// Of keys and values that such caches hold, one layer's.
 std::uint64_t bytes_held(const Shape& shape, const ResolvedConfig& cache) {
-  const auto rungs = cache.rungs.find(cache.budget_tokens);
-  if (rungs == cache.rungs.end()) return shape.bytes();
+  const auto tiers = cache.tiers.find(cache.budget_tokens);
+  if (tiers == cache.tiers.end()) return shape.bytes();
   std::uint64_t bytes = 0;
-  for (const RungSlots& rung : rungs->second)
-    bytes += std::uint64_t{rung.slots} * rung.form->block_bytes();
-  return bytes * (shape.head_size / kCodeBlock) * shape.batch * kKvHeads;
+  for (const TierSlots& tier : tiers->second)
+    bytes += std::uint64_t{tier.slots} * tier.format->block_bytes();
+  return bytes * (shape.head_size / kQuantBlock) * shape.batch * kKvHeads;
 }
 
 /// Of all layers, after each other, `bytes` each.

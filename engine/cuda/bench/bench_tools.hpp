@@ -1,4 +1,4 @@
-// What the benchmarks share: a model, ids, what the card can do at most, times by its clock.
+// What the benchmarks share: a model, ids, what the GPU can do at most, times by its clock.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace kvlab {
 
 /// Throws std::runtime_error.
 void refuse_without_device();
-/// A checkpoint's weights, or drawn ones; throws without a device, too.
+/// A checkpoint's weights, or random ones; throws without a device, too.
 DeviceModel bench_model(const BenchModel& model);
 /// What stands first: the bench's name, what it is of, and where.
 nlohmann::ordered_json bench_of(const char* name, const DeviceModel& model);

@@ -78,8 +78,8 @@ double attention_flops(const ModelConfig& config, const PrefillBenchOptions& opt
   const bool evicts = options.cache.evicts();
   double pairs = 0;
   for (const RowSpec& row : config.rows)
-    pairs += attended_pairs(options.tokens, row.span, evicts ? options.cache.prefill.chunk : 0,
-                            evicts && row.span == 0 ? options.cache.budget_tokens : 0);
+    pairs += attended_pairs(options.tokens, row.window, evicts ? options.cache.prefill.chunk : 0,
+                            evicts && row.window == 0 ? options.cache.budget_tokens : 0);
   return 4.0 * config.query_heads * config.head_size * pairs;
 }
 
@@ -108,8 +108,8 @@ ordered_json bench_decode(const DecodeBenchOptions& options) {
   const std::uint64_t step_bytes = model.step_bytes() + static_cast<std::uint64_t>(options.batch) *
                                                             model.cache_bytes((first + last) / 2);
   const std::string logits = hash_of_logits(decoder, options.batch);
-  ordered_json figures = bench_of("decode", model);
-  figures.update({{"batch", options.batch},
+  ordered_json metrics = bench_of("decode", model);
+  metrics.update({{"batch", options.batch},
                   {"context", options.context},
                   {"steps", options.steps},
                   {"tokens_per_second", options.batch / (step * 1e-3)},
@@ -121,8 +121,8 @@ ordered_json bench_decode(const DecodeBenchOptions& options) {
                   {"share_of_read", limits.share("decode, a step", step_bytes, step)},
                   {"parts", time_parts(decoder, options.batch, limits)},
                   {"logits_xxh3", logits}});
-  if (!capture.is_null()) figures["capture"] = std::move(capture);
-  return figures;
+  if (!capture.is_null()) metrics["capture"] = std::move(capture);
+  return metrics;
 }
 
 ordered_json bench_prefill(const PrefillBenchOptions& options) {
@@ -152,8 +152,8 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
   const double flops = config.layers * 2.0 * weights * tokens + attention_flops(config, options) +
                        2.0 * config.vocab * config.hidden;
   const double flops_rate = flops / (milliseconds * 1e-3);
-  ordered_json figures = bench_of("prefill", model);
-  figures.update({{"policy", options.cache.policy.text()},
+  ordered_json metrics = bench_of("prefill", model);
+  metrics.update({{"policy", options.cache.policy.text()},
                   {"tokens", options.tokens},
                   {"chunk", options.chunk},
                   {"milliseconds", milliseconds},
@@ -163,7 +163,7 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
                   {"matrix_flops_per_second", matrix_rate},
                   {"share_of_matrix", share_of_limit("prefill", flops_rate, matrix_rate, "FLOP/s")},
                   {"logits_xxh3", hash_of_logits(decoder, 1)}});
-  return figures;
+  return metrics;
 }
 
 }  // namespace kvlab

@@ -77,17 +77,17 @@ int largest_batch(const DeviceModel& model, const EvictBenchOptions& options, bo
 ordered_json bench_stream(const StreamBenchOptions& options) {
   const cuda::MemoryInfo before = cuda::memory_info();
   const DeviceModel model = bench_model(options.model);
-  ordered_json figures = bench_of("stream", model);
-  figures.update({{"policy", options.cache.policy.text()},
+  ordered_json metrics = bench_of("stream", model);
+  metrics.update({{"policy", options.cache.policy.text()},
                   {"positions", name_of(options.cache.positions)},
                   {"weight_bytes", device_bytes(before)},
                   {"points", ordered_json::array()}});
   for (const std::uint32_t budget : options.budgets) {
     double step = 0;
     std::uint64_t taken = 0;  // from the driver, weights included
-    CacheConfig asked = options.cache;
-    asked.budget = {.extent = tokens(budget)};
-    const ResolvedConfig cache = resolve(asked, budget);
+    CacheConfig requested = options.cache;
+    requested.budget = {.extent = tokens(budget)};
+    const ResolvedConfig cache = resolve(requested, budget);
     {
       CudaDecoder decoder(model, {.sequences = 1, .prefill_tokens = 256, .caches = {cache}});
       step = step_milliseconds(decoder, 1, 2 * budget, options.steps);
@@ -102,14 +102,14 @@ ordered_json bench_stream(const StreamBenchOptions& options) {
       window.prefill(0, ids);
       window.choose(1);
     });
-    figures["points"].push_back({{"budget", budget},
+    metrics["points"].push_back({{"budget", budget},
                                  {"step_milliseconds", step},
                                  {"tokens_per_second", 1e3 / step},
                                  {"recompute_milliseconds", recompute},
                                  {"ratio", recompute / step},
                                  {"device_bytes", taken}});
   }
-  return figures;
+  return metrics;
 }
 
 ordered_json bench_evict(const EvictBenchOptions& options) {
@@ -118,11 +118,11 @@ ordered_json bench_evict(const EvictBenchOptions& options) {
   const ordered_json evicting = run(model, options, options.batch, true);
   const ordered_json most_full = run(model, options, largest_batch(model, options, false), false);
   const ordered_json most = run(model, options, largest_batch(model, options, true), true);
-  const auto ratio = [](const ordered_json& a, const ordered_json& b, const char* figure) {
-    return a[figure].get<double>() / b[figure].get<double>();
+  const auto ratio = [](const ordered_json& a, const ordered_json& b, const char* metric) {
+    return a[metric].get<double>() / b[metric].get<double>();
   };
-  ordered_json figures = bench_of("evict", model);
-  figures.update({{"policy", options.cache.policy.text()},
+  ordered_json metrics = bench_of("evict", model);
+  metrics.update({{"policy", options.cache.policy.text()},
                   {"budget_tokens", options.cache.budget_tokens},
                   {"prompt_tokens", options.prompt},
                   {"decoded_tokens", options.decoded},
@@ -132,7 +132,7 @@ ordered_json bench_evict(const EvictBenchOptions& options) {
                   {"largest_full", most_full},
                   {"largest_evicting", most},
                   {"throughput_ratio", ratio(most, most_full, "tokens_per_second")}});
-  return figures;
+  return metrics;
 }
 
 }  // namespace kvlab

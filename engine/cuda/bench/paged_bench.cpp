@@ -15,7 +15,7 @@ namespace kvlab {
 namespace {
 
 constexpr kernels::Type kType = KVLAB_BF16;
-constexpr std::uint32_t kMostPagedLayers = 32;
+constexpr std::uint32_t kMaxPagedLayers = 32;
 constexpr std::uint32_t kLargestPage = 64;
 constexpr int kPagedRepeats = 9;
 constexpr const char* kMeasuringBlocks = "measuring attention over blocks";
@@ -53,8 +53,8 @@ class PagedLayers {
 
 PagedLayers::PagedLayers(const PagedBenchShape& shape) : shape_(shape) {
   const std::uint64_t bytes = 2 * elements() * kernels::bytes_of(kType);
-  layers_ = static_cast<std::uint32_t>(
-      std::clamp<std::uint64_t>(shape.pool / bytes, 2, kMostPagedLayers));
+  layers_ =
+      static_cast<std::uint32_t>(std::clamp<std::uint64_t>(shape.pool / bytes, 2, kMaxPagedLayers));
   pool_ = {layers_ * bytes, kMeasuringBlocks};
   const std::uint64_t queries = pairs() * shape.group * shape.head_size;
   q_ = {queries * kernels::bytes_of(kType), kMeasuringBlocks};
@@ -85,7 +85,7 @@ kvlab_cache PagedLayers::cache(std::uint32_t layer) const {
   cache.kv_heads = static_cast<int>(shape_.kv_heads);
   cache.head_size = static_cast<int>(shape_.head_size);
   cache.softmax_scale = 1 / std::sqrt(static_cast<float>(shape_.head_size));
-  cache.most_slots = static_cast<int>(shape_.slots);
+  cache.max_slots = static_cast<int>(shape_.slots);
   cache.first_slot = first_slot_.as<std::int64_t>();
   cache.keys = pool_.data() + 2 * layer * bytes;
   cache.values = pool_.data() + (2 * layer + 1) * bytes;
@@ -108,7 +108,7 @@ kvlab_pages PagedLayers::paged(std::uint32_t page, bool by_head,
   const std::uint32_t slot = shape_.kv_heads * shape_.head_size;
   return {.blocks = blocks.as<std::int32_t>(),
           .page = static_cast<int>(page),
-          .most_blocks = static_cast<int>(slots() / page),
+          .max_blocks = static_cast<int>(slots() / page),
           .block_stride = std::int64_t{page} * slot,
           .slot_stride = by_head ? shape_.head_size : slot,
           .head_stride = std::int64_t{by_head ? page : 1} * shape_.head_size};

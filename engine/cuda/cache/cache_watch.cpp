@@ -58,19 +58,19 @@ CacheWatch::Head CacheWatch::Slots::head(std::size_t first, std::size_t count) c
       own.insert(own.end(), from, from + static_cast<std::ptrdiff_t>(each));
     };
     append_to(head.states, states);
-    append_to(head.columns, columns);
+    append_to(head.features, features);
     append_to(head.seen, seen);
   }
   return head;
 }
 
 CacheWatch::Slots CacheWatch::read(const kvlab_cache& cache, const std::byte* states,
-                                   const float* columns, const kvlab_observation* seen,
+                                   const float* features, const kvlab_observation* seen,
                                    std::size_t count) const {
   return {.positions = to_host(cache.positions, count, stream_),
           .states = to_host(states, count * config_of().kernels.slot_bytes, stream_),
-          .columns = to_host(columns, count * static_cast<std::size_t>(config_of().columns.count),
-                             stream_),
+          .features = to_host(
+              features, count * static_cast<std::size_t>(config_of().features.count), stream_),
           .seen = to_host(reinterpret_cast<const Observation*>(seen), count, stream_)};
 }
 
@@ -78,12 +78,12 @@ void CacheWatch::begin(int sequence, std::span<const std::int32_t> ids, std::uin
                        SegmentKind kind, bool new_segment) {
   sequence_ = sequence;
   first_ = first;
-  admitted_ = static_cast<std::uint32_t>(ids.size());
+  appended_ = static_cast<std::uint32_t>(ids.size());
   captured_ = {};
-  observers_.at(sequence)->admission(ids, first, kind, new_segment);
+  observers_.at(sequence)->begin_append(ids, first, kind, new_segment);
 }
 
-void CacheWatch::part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& outputs) {
+void CacheWatch::part(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& outputs) {
   const auto tokens = static_cast<std::size_t>(part.rows);
   const auto data = to_host(outputs.qkv, shape_.offsets(tokens).end, stream_);
   CapturedLayer more;
@@ -93,38 +93,38 @@ void CacheWatch::part(std::uint32_t layer, const PromptPart& part, const LayerOu
   append(captured_.v, more.v);
   append(captured_.out, more.out);
   append(captured_.lse, more.lse);
-  if (part.first + tokens == admitted_) show_admission(layer);
+  if (part.first + tokens == appended_) show_append(layer);
 }
 
 /// A ring holds no positions: they follow from its length. Its policy is none of the cache's.
 std::vector<CacheWatch::Head> CacheWatch::ring(std::uint32_t layer, std::uint32_t first,
-                                               std::uint32_t admitted) const {
-  const std::uint32_t older = std::min(first, config_.rows[layer].span - 1);
+                                               std::uint32_t appended) const {
+  const std::uint32_t older = std::min(first, config_.rows[layer].window - 1);
   Head head;
-  head.positions.resize(older + admitted);
+  head.positions.resize(older + appended);
   std::iota(head.positions.begin(), head.positions.end(), first - older);
   return std::vector(config_.kv_heads, head);
 }
 
-void CacheWatch::show_admission(std::uint32_t layer) {
+void CacheWatch::show_append(std::uint32_t layer) {
   if (cache_.rings().has(layer)) {
-    show_layer(sequence_, layer, first_, admitted_, ring(layer, first_, admitted_), captured_);
+    show_layer(sequence_, layer, first_, appended_, ring(layer, first_, appended_), captured_);
     captured_ = {};
     return;
   }
-  const kernels::AdmissionMemory& memory = cache_.slots().admission();
-  const auto slots = static_cast<std::size_t>(memory.cache.most_slots);
+  const kernels::AppendMemory& memory = cache_.slots().append_memory();
+  const auto slots = static_cast<std::size_t>(memory.cache.max_slots);
   const auto older = to_host(memory.cache.lengths, config_.kv_heads, stream_);
   const Slots all =
-      read(memory.cache, memory.states, memory.columns, memory.seen, slots * config_.kv_heads);
+      read(memory.cache, memory.states, memory.features, memory.seen, slots * config_.kv_heads);
   std::vector<Head> heads;
   for (std::size_t h = 0; h < config_.kv_heads; ++h)
-    heads.push_back(all.head(h * slots, static_cast<std::size_t>(older[h]) + admitted_));
-  show_layer(sequence_, layer, first_, admitted_, heads, captured_);
+    heads.push_back(all.head(h * slots, static_cast<std::size_t>(older[h]) + appended_));
+  show_layer(sequence_, layer, first_, appended_, heads, captured_);
   captured_ = {};
 }
 
-void CacheWatch::end() { observers_.at(sequence_)->admitted(); }
+void CacheWatch::end() { observers_.at(sequence_)->end_append(); }
 
 void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
   const std::size_t layer_bytes = shape_.offsets(sequences_).end;
@@ -132,12 +132,13 @@ void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
   const kernels::SlotStorage& storage = cache_.slots().storage();
   const kvlab_cache cache = storage.cache(0, static_cast<int>(sequences_));
   const kernels::PairSlots& slots = cache_.slots().slots();
-  const Slots all = read(cache, storage.states, storage.columns, storage.seen,
+  const Slots all = read(cache, storage.states, storage.features, storage.seen,
                          static_cast<std::size_t>(slots.total()));
   const auto lengths = to_host(cache.lengths, slots.all(), stream_);
 
   for (const Fed& one : fed)
-    observers_.at(one.sequence)->admission({&one.id, 1}, one.position, one.kind, one.new_segment);
+    observers_.at(one.sequence)
+        ->begin_append({&one.id, 1}, one.position, one.kind, one.new_segment);
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer) {
     CapturedLayer captured;
     captured.read(shape_, data.data() + layer * layer_bytes, sequences_);
@@ -147,31 +148,31 @@ void CacheWatch::stepped(std::span<const Fed> fed, const std::byte* outputs) {
       const bool is_ring = cache_.rings().has(layer);
       if (is_ring) heads = ring(layer, one.position, 1);
       for (std::size_t h = 0; !is_ring && h < config_.kv_heads; ++h) {
-        const std::size_t at = cache_.place(layer) * slots.pairs() + row * config_.kv_heads + h;
+        const std::size_t at = cache_.index_of(layer) * slots.pairs() + row * config_.kv_heads + h;
         heads.push_back(all.head(static_cast<std::size_t>(slots.first_slots()[at]),
                                  static_cast<std::size_t>(lengths[at])));
       }
       show_layer(one.sequence, layer, one.position, 1, heads, row_of(captured, row, sequences_));
     }
   }
-  for (const Fed& one : fed) observers_.at(one.sequence)->admitted();
+  for (const Fed& one : fed) observers_.at(one.sequence)->end_append();
 }
 
 void CacheWatch::show_layer(int sequence, std::uint32_t layer, std::uint32_t first,
-                            std::uint32_t admitted, const std::vector<Head>& heads,
+                            std::uint32_t appended, const std::vector<Head>& heads,
                             const CapturedLayer& captured) {
   DecoderObserver& observer = *observers_.at(sequence);
   for (std::uint32_t h = 0; h < heads.size(); ++h) {
     const std::vector<std::uint32_t>& now = heads[h].positions;
     std::vector<std::uint32_t>& before = live_[{sequence, layer, h}];
     std::vector<std::uint32_t> victims;
-    std::ranges::set_difference(before, std::span(now).first(now.size() - admitted),
+    std::ranges::set_difference(before, std::span(now).first(now.size() - appended),
                                 std::back_inserter(victims));
     observer.evicted(layer, h, first, victims);
     before = now;
   }
   for (std::uint32_t h = 0; h < heads.size(); ++h)
-    observer.observed(layer, h, {heads[h].positions, heads[h].states, heads[h].columns},
+    observer.observed(layer, h, {heads[h].positions, heads[h].states, heads[h].features},
                       heads[h].seen);
   observer.layer(layer, captured.q, captured.k, captured.v, captured.out, captured.lse);
 }

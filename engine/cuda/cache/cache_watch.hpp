@@ -1,5 +1,5 @@
 // Shows observers what an evicting cache does: who was live, what each received, the policy's
-// states, q, k and v. It copies everything to the host after each admission and waits, so it is for
+// states, q, k and v. It copies everything to the host after each append and waits, so it is for
 // verification, not for speed.
 #pragma once
 
@@ -19,11 +19,11 @@ class CacheWatch {
   bool watches(int sequence) const { return observers_.contains(sequence); }
   bool watches_any() const { return !observers_.empty(); }
 
-  // An admission of many tokens of a watched sequence.
+  // An append of many tokens of a watched sequence.
   void begin(int sequence, std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
              bool new_segment);
   /// Behind its attention.
-  void part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& outputs);
+  void part(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& outputs);
   void end();
 
   /// A step that fed one token to each of these. `outputs`: LayerOutputMemory::step_data.
@@ -41,24 +41,24 @@ class CacheWatch {
   struct Head {
     std::vector<std::uint32_t> positions;
     std::vector<std::byte> states;
-    std::vector<float> columns;
+    std::vector<float> features;
     std::vector<Observation> seen;
   };
   /// Arrays of slots, on the host.
   struct Slots {
     std::vector<std::uint32_t> positions;
     std::vector<std::byte> states;
-    std::vector<float> columns;
+    std::vector<float> features;
     std::vector<Observation> seen;
     Head head(std::size_t first, std::size_t count) const;
   };
 
   const kernels::SlotsConfig& config_of() const { return cache_.slots().config(); }
-  Slots read(const kvlab_cache& cache, const std::byte* states, const float* columns,
+  Slots read(const kvlab_cache& cache, const std::byte* states, const float* features,
              const kvlab_observation* seen, std::size_t count) const;
-  void show_admission(std::uint32_t layer);
-  std::vector<Head> ring(std::uint32_t layer, std::uint32_t first, std::uint32_t admitted) const;
-  void show_layer(int sequence, std::uint32_t layer, std::uint32_t first, std::uint32_t admitted,
+  void show_append(std::uint32_t layer);
+  std::vector<Head> ring(std::uint32_t layer, std::uint32_t first, std::uint32_t appended) const;
+  void show_layer(int sequence, std::uint32_t layer, std::uint32_t first, std::uint32_t appended,
                   const std::vector<Head>& heads, const CapturedLayer& captured);
 
   const EvictingCache& cache_;
@@ -68,8 +68,8 @@ class CacheWatch {
   cudaStream_t stream_;
   std::map<int, DecoderObserver*> observers_;
   std::map<std::tuple<int, std::uint32_t, std::uint32_t>, std::vector<std::uint32_t>> live_;
-  int sequence_ = 0;  // of the admission
-  std::uint32_t first_ = 0, admitted_ = 0;
+  int sequence_ = 0;  // of the append
+  std::uint32_t first_ = 0, appended_ = 0;
   CapturedLayer captured_;
 };
 

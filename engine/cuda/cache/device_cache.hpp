@@ -11,20 +11,20 @@
 
 namespace kvlab {
 
-using PromptPart = kernels::AdmissionPart;
+using PromptChunk = kernels::AppendChunk;
 
 /// Many tokens on their way into the cache of one sequence: through each layer in order, in parts;
 /// of each part first write(), then attend(). Throws std::logic_error for any other order.
-class DeviceAdmission {
+class DeviceAppend {
  public:
-  DeviceAdmission(std::uint32_t layers, std::uint32_t tokens) : layers_(layers), tokens_(tokens) {}
-  virtual ~DeviceAdmission() = default;
+  DeviceAppend(std::uint32_t layers, std::uint32_t tokens) : layers_(layers), tokens_(tokens) {}
+  virtual ~DeviceAppend() = default;
 
   /// Where the part's q, k and v are written, and how they are rotated; the rest of the arguments
   /// (qkv, norms, capture) is the caller's.
-  kernels::RopeWriteArgs write(std::uint32_t layer, const PromptPart& part);
-  /// Behind that write. With the layer's last part the layer's cache has admitted the tokens.
-  void attend(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to);
+  kernels::RopeWriteArgs write(std::uint32_t layer, const PromptChunk& part);
+  /// Behind that write. With the layer's last part the layer's cache has appended the tokens.
+  void attend(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& to);
   /// Behind the last layer.
   void finish() const;
 
@@ -32,8 +32,9 @@ class DeviceAdmission {
   std::uint32_t tokens() const { return tokens_; }
 
  private:
-  virtual kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) = 0;
-  virtual void attend_part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) = 0;
+  virtual kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptChunk& part) = 0;
+  virtual void attend_part(std::uint32_t layer, const PromptChunk& part,
+                           const LayerOutputs& to) = 0;
   void expect(std::uint32_t layer, std::uint32_t first, bool written) const;
 
   std::uint32_t layers_, tokens_;
@@ -48,10 +49,10 @@ class CacheStep {
  public:
   virtual ~CacheStep() = default;
   virtual void begin() const {}
-  /// As DeviceAdmission::write().
+  /// As DeviceAppend::write().
   virtual kernels::RopeWriteArgs write(std::uint32_t layer) const = 0;
   virtual void attend(std::uint32_t layer) const = 0;
-  /// What nobody waits for before the end, beside the launches that follow: so behind the first
+  /// What nothing waits for before the end, beside the launches that follow: so behind the first
   /// that most needs to come soon.
   virtual void observe(std::uint32_t /*layer*/) const {}
   /// Waits for all that, before anything that the next step changes.
@@ -64,14 +65,14 @@ class DeviceCache {
 
   /// What a row that has been fed so many tokens carries from step to step; 0: it is idle.
   virtual BatchState::Row row(std::uint32_t fed) const = 0;
-  /// A prompt is admitted so many tokens at a time; 0: as many as it has.
+  /// A prompt is appended so many tokens at a time; 0: as many as it has.
   virtual std::uint32_t prefill_chunk(int sequence) const = 0;
 
-  /// Begins to admit `tokens` behind those fed. One admission at a time; it must not outlive the
+  /// Begins to append `tokens` behind those fed. One append at a time; it must not outlive the
   /// cache.
   /// `ends_prompt`: a prompt segment ends with it.
-  virtual std::unique_ptr<DeviceAdmission> admit(int sequence, std::uint32_t fed,
-                                                 std::uint32_t tokens, bool ends_prompt) = 0;
+  virtual std::unique_ptr<DeviceAppend> append(int sequence, std::uint32_t fed,
+                                               std::uint32_t tokens, bool ends_prompt) = 0;
   /// Before a step that feeds one token to the sequence behind `fed`.
   virtual void before_token(int /*sequence*/, std::uint32_t /*fed*/) {}
   /// A prompt segment has ended with the last of `fed` tokens.
@@ -83,9 +84,9 @@ class DeviceCache {
 
   /// Keys and values of a sequence that has been fed so many tokens.
   virtual std::uint64_t live_bytes(int sequence, std::uint32_t fed) const = 0;
-  /// Tokens live after `fed`, [layer][KV head]; empty where nobody leaves.
+  /// Tokens live after `fed`, [layer][KV head]; empty where nothing is evicted.
   virtual std::vector<std::vector<std::uint32_t>> kept(int, std::uint32_t) const { return {}; }
-  /// How many have left for good, all layers and KV heads, when the last admission came behind so
+  /// How many were evicted, all layers and KV heads, when the last append came behind so
   /// many tokens.
   virtual std::uint64_t evictions(int /*sequence*/, std::uint32_t /*behind*/) const { return 0; }
   /// Benchmarks: random keys and values instead of a prompt of so many tokens.

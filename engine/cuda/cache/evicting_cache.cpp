@@ -8,14 +8,14 @@ using cuda::check;
 
 namespace {
 
-std::vector<std::uint32_t> places(const ModelConfig& config) {
-  std::vector<std::uint32_t> places;
+std::vector<std::uint32_t> layer_indices(const ModelConfig& config) {
+  std::vector<std::uint32_t> layer_indices;
   std::uint32_t before = 0;
   for (const RowSpec& row : config.rows) {
-    places.push_back(before);
-    before += row.span > 0 ? 0 : 1;
+    layer_indices.push_back(before);
+    before += row.window > 0 ? 0 : 1;
   }
-  return places;
+  return layer_indices;
 }
 
 /// Null for a policy of the registry.
@@ -43,7 +43,7 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
       batch_(batch),
       options_(std::move(options)),
       stream_(stream),
-      places_(places(config_)),
+      layer_indices_(layer_indices(config_)),
       compiled_(compiled(options_)),
       slots_(complete(model, options_, compiled_.get()), stream),
       rings_(model, batch, options_, stream) {}
@@ -51,7 +51,7 @@ EvictingCache::EvictingCache(const DeviceModel& model, const BatchState& batch,
 CacheBytes EvictingCache::bytes(const DeviceModel& model, const CudaDecoderOptions& options) {
   const auto slots =
       kernels::SlotCaches::bytes(slots_config(model, options), options.longest_prompt);
-  const CacheBytes rings = SpanRings::bytes(model, options);
+  const CacheBytes rings = WindowRings::bytes(model, options);
   return {slots.storage + rings.storage, slots.work + rings.work};
 }
 
@@ -70,15 +70,16 @@ std::vector<std::vector<std::uint32_t>> EvictingCache::kept(int sequence, std::u
   std::vector<std::vector<std::uint32_t>> kept(config_.layers);
   for (std::uint32_t layer = 0; layer < config_.layers; ++layer)
     for (std::uint32_t head = 0; head < config_.kv_heads; ++head)
-      kept[layer].push_back(rings_.has(layer) ? rings_.kept(layer, fed)
-                                              : slots_.live(sequence, places_[layer], head, fed));
+      kept[layer].push_back(rings_.has(layer)
+                                ? rings_.kept(layer, fed)
+                                : slots_.live(sequence, layer_indices_[layer], head, fed));
   return kept;
 }
 
 void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
   rings_.pretend(sequence);
   slots_.pretend(sequence, tokens);
-  if (options_.coded()) return;
+  if (options_.is_quantized()) return;
   const kernels::SlotStorage& storage = slots_.storage();
   const kernels::PairSlots& pairs = slots_.slots();
   const std::size_t first_pair = static_cast<std::size_t>(sequence) * config_.kv_heads;
@@ -92,9 +93,9 @@ void EvictingCache::pretend(int sequence, std::uint32_t tokens) {
                                 (key ? storage.keys : storage.values) + first * model_.key_bytes(),
                                 std::size_t{pairs.older(layer, pair, tokens)} * config_.head_size,
                                 1.0f, first * 2 + (key ? 1 : 0), stream_),
-              "drawing a cache");
+              "filling a cache with random values");
     }
-  check(cudaStreamSynchronize(stream_), "drawing a cache");
+  check(cudaStreamSynchronize(stream_), "filling a cache with random values");
 }
 
 kernels::AttendedRows EvictingCache::attended(const LayerOutputs& to) const {
@@ -119,31 +120,28 @@ kernels::RopeWriteArgs EvictingCache::rotated(std::uint32_t layer,
 
 // --- Prompts -------------------------------------------------------------------------------------
 
-class EvictingCache::Prompt final : public DeviceAdmission {
+class EvictingCache::Prompt final : public DeviceAppend {
  public:
   Prompt(EvictingCache& cache, int sequence, std::uint32_t fed, std::uint32_t tokens,
          bool ends_prompt)
-      : DeviceAdmission(cache.config_.layers, tokens),
-        cache_(cache),
-        sequence_(sequence),
-        fed_(fed) {
+      : DeviceAppend(cache.config_.layers, tokens), cache_(cache), sequence_(sequence), fed_(fed) {
     cache.slots_.begin(sequence, fed, tokens, ends_prompt);
   }
 
  private:
-  kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) override {
+  kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptChunk& part) override {
     const bool is_all = part.rows == static_cast<int>(tokens());
     if (layer == 0 || !is_all) cache_.slots_.fill_ropes(nullptr, fed_ + part.first, part.rows);
     if (cache_.rings_.has(layer))
       return cache_.rotated(layer, cache_.rings_.write(layer, sequence_, fed_ + part.first));
-    return cache_.slots_.write(cache_.place(layer), part);
+    return cache_.slots_.write(cache_.index_of(layer), part);
   }
 
-  void attend_part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) override {
+  void attend_part(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& to) override {
     if (cache_.rings_.has(layer))
       cache_.rings_.attend(layer, sequence_, fed_ + part.first, part.rows, cache_.slots_.q(), to);
     else
-      cache_.slots_.attend(cache_.place(layer), part, cache_.attended(to));
+      cache_.slots_.attend(cache_.index_of(layer), part, cache_.attended(to));
   }
 
   EvictingCache& cache_;
@@ -151,8 +149,8 @@ class EvictingCache::Prompt final : public DeviceAdmission {
   std::uint32_t fed_;
 };
 
-std::unique_ptr<DeviceAdmission> EvictingCache::admit(int sequence, std::uint32_t fed,
-                                                      std::uint32_t tokens, bool ends_prompt) {
+std::unique_ptr<DeviceAppend> EvictingCache::append(int sequence, std::uint32_t fed,
+                                                    std::uint32_t tokens, bool ends_prompt) {
   return std::make_unique<Prompt>(*this, sequence, fed, tokens, ends_prompt);
 }
 
@@ -172,21 +170,21 @@ class EvictingCache::Step final : public CacheStep {
 
   kernels::RopeWriteArgs write(std::uint32_t layer) const override {
     if (cache_.rings_.has(layer)) return cache_.rotated(layer, cache_.rings_.write(layer));
-    return cache_.slots_.write(cache_.place(layer), rows_);
+    return cache_.slots_.write(cache_.index_of(layer), rows_);
   }
 
   void attend(std::uint32_t layer) const override {
     const LayerOutputs to = outputs_.step(layer);
     if (cache_.rings_.has(layer))
       return cache_.rings_.attend(layer, rows_.count, cache_.slots_.q(), to);
-    const std::uint32_t place = cache_.place(layer);
-    cache_.slots_.place(place, rows_);
-    attention_.attend(place);
+    const std::uint32_t index = cache_.index_of(layer);
+    cache_.slots_.store_in_tiers(index, rows_);
+    attention_.attend(index);
     // The keys must be there still.
-    cache_.slots_.bring(place, rows_, cache_.attended(to));
+    cache_.slots_.bring(index, rows_, cache_.attended(to));
   }
   void observe(std::uint32_t layer) const override {
-    if (!cache_.rings_.has(layer)) attention_.observe(cache_.place(layer));
+    if (!cache_.rings_.has(layer)) attention_.observe(cache_.index_of(layer));
   }
   void end() const override { attention_.join(); }
 
@@ -195,10 +193,10 @@ class EvictingCache::Step final : public CacheStep {
     std::vector<kernels::EvictingAttentionArgs> layers;
     for (std::uint32_t layer = 0; layer < cache_.config_.layers; ++layer) {
       if (cache_.rings_.has(layer)) continue;
-      const auto place = static_cast<std::uint32_t>(layers.size());
-      layers.push_back(cache_.slots_.step(place, rows_, cache_.attended(outputs_.step(layer))));
+      const auto index = static_cast<std::uint32_t>(layers.size());
+      layers.push_back(cache_.slots_.step(index, rows_, cache_.attended(outputs_.step(layer))));
       layers.back().workspace =
-          cache_.slots_.workspace(static_cast<int>(place) % (2 * ObserverBranch::kHalf));
+          cache_.slots_.workspace(static_cast<int>(index) % (2 * ObserverBranch::kHalf));
     }
     return layers;
   }

@@ -1,10 +1,10 @@
 // A cache that evicts, of the engine's decoder: caches of slots for the layers that the policy acts
-// on, rings for those with a span. In decoding everything is in the step's graph.
+// on, rings for those with a window. In decoding everything is in the step's graph.
 #pragma once
 
 #include "engine/cuda/cache/device_cache.hpp"
 #include "engine/cuda/cache/observed_attention.hpp"
-#include "engine/cuda/cache/span_rings.hpp"
+#include "engine/cuda/cache/window_rings.hpp"
 #include "kernels/cache/slot_caches.hpp"
 #include "kernels/runtime/policy_kernels.hpp"
 
@@ -20,13 +20,13 @@ class EvictingCache final : public DeviceCache {
   /// `batch` must outlive it. Throws as slots_config() does.
   EvictingCache(const DeviceModel& model, const BatchState& batch, CudaDecoderOptions options,
                 cudaStream_t stream);
-  /// What it allocates; where the longest admission is known, with what that adds.
+  /// What it allocates; where the longest append is known, with what that adds.
   static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
 
   BatchState::Row row(std::uint32_t fed) const override;
   std::uint32_t prefill_chunk(int sequence) const override;
-  std::unique_ptr<DeviceAdmission> admit(int sequence, std::uint32_t fed, std::uint32_t tokens,
-                                         bool ends_prompt) override;
+  std::unique_ptr<DeviceAppend> append(int sequence, std::uint32_t fed, std::uint32_t tokens,
+                                       bool ends_prompt) override;
   void before_token(int sequence, std::uint32_t fed) override {
     slots_.before_token(sequence, fed);
   }
@@ -42,10 +42,10 @@ class EvictingCache final : public DeviceCache {
   void pretend(int sequence, std::uint32_t tokens) override;
 
   // For those who watch.
-  const SpanRings& rings() const { return rings_; }
+  const WindowRings& rings() const { return rings_; }
   const kernels::SlotCaches& slots() const { return slots_; }
   /// Which of the slots' layers.
-  std::uint32_t place(std::uint32_t layer) const { return places_[layer]; }
+  std::uint32_t index_of(std::uint32_t layer) const { return layer_indices_[layer]; }
 
  private:
   class Prompt;
@@ -59,10 +59,10 @@ class EvictingCache final : public DeviceCache {
   const BatchState& batch_;
   CudaDecoderOptions options_;
   cudaStream_t stream_;
-  std::vector<std::uint32_t> places_;                 // [layer]
+  std::vector<std::uint32_t> layer_indices_;          // [layer]
   std::unique_ptr<kernels::PolicyKernels> compiled_;  // or null: the policy is in the registry
   kernels::SlotCaches slots_;
-  SpanRings rings_;
+  WindowRings rings_;
   ObserverBranch branch_;
 };
 

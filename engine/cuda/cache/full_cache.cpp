@@ -25,7 +25,8 @@ FullCache::Storage::Storage(cuda::Arena& arena, const DeviceModel& model,
                             const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   const std::size_t half = static_cast<std::size_t>(options.sequences) * capacity(options) *
-                           config.heads().acted_on().layers * config.kv_heads * model.key_bytes();
+                           config.heads().policy_layers().layers * config.kv_heads *
+                           model.key_bytes();
   keys = arena.take<std::byte>(half);
   values = arena.take<std::byte>(half);
 }
@@ -54,7 +55,7 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, CudaDeco
       work_("attention", model, options),
       rings_(model, batch, options_, stream) {
   for (std::uint32_t layer = 0, before = 0; layer < config_.layers; ++layer) {
-    place_.push_back(before);
+    layer_indices_.push_back(before);
     before += rings_.has(layer) ? 0 : 1;
   }
   // Slots that nothing was written to are never read; the sanitizer is to see it if they are.
@@ -77,7 +78,7 @@ FullCache::FullCache(const DeviceModel& model, const BatchState& batch, CudaDeco
 }
 
 CacheBytes FullCache::bytes(const DeviceModel& model, const CudaDecoderOptions& options) {
-  const CacheBytes rings = SpanRings::bytes(model, options);
+  const CacheBytes rings = WindowRings::bytes(model, options);
   return {Placed<Storage>::bytes(model, options) + rings.storage,
           Placed<Work>::bytes(model, options) + rings.work};
 }
@@ -100,7 +101,7 @@ std::uint64_t FullCache::live_bytes(int /*sequence*/, std::uint32_t fed) const {
 
 /// Bytes from the cache's begin to a layer's sequence.
 std::size_t FullCache::offset(std::uint32_t layer, int sequence) const {
-  const std::size_t at = place_[layer] * static_cast<std::size_t>(options_.sequences) +
+  const std::size_t at = layer_indices_[layer] * static_cast<std::size_t>(options_.sequences) +
                          static_cast<std::size_t>(sequence);
   return at * static_cast<std::size_t>(shape(layer).sequence_stride) * bytes_of(model_.dtype());
 }
@@ -116,7 +117,7 @@ kernels::RopeWriteArgs FullCache::write(std::uint32_t layer, int sequence) const
 
 void FullCache::rotate(std::uint32_t layer, kernels::RopeWriteArgs& args) const {
   const RowSpec& row = config_.rows[layer];
-  args.rotated = static_cast<int>(row.rope.rotated());
+  args.rotated = static_cast<int>(row.rope.rotated_dims());
   args.rope = &work_->rope[row.table * rope_stride(config_, options_)].x;
   args.q = work_->q;
 }
@@ -125,16 +126,13 @@ kernels::AttentionShape FullCache::shape(std::uint32_t layer) const {
   return model_.attention_shape(static_cast<int>(capacity(options_)), layer);
 }
 
-class FullCache::Prompt final : public DeviceAdmission {
+class FullCache::Prompt final : public DeviceAppend {
  public:
   Prompt(const FullCache& cache, int sequence, std::uint32_t fed, std::uint32_t tokens)
-      : DeviceAdmission(cache.config_.layers, tokens),
-        cache_(cache),
-        sequence_(sequence),
-        fed_(fed) {}
+      : DeviceAppend(cache.config_.layers, tokens), cache_(cache), sequence_(sequence), fed_(fed) {}
 
  private:
-  kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptPart& part) override {
+  kernels::RopeWriteArgs write_part(std::uint32_t layer, const PromptChunk& part) override {
     const std::uint32_t position = fed_ + part.first;
     const bool ring = cache_.rings_.has(layer);
     kernels::RopeWriteArgs args =
@@ -147,7 +145,7 @@ class FullCache::Prompt final : public DeviceAdmission {
     return args;
   }
 
-  void attend_part(std::uint32_t layer, const PromptPart& part, const LayerOutputs& to) override {
+  void attend_part(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& to) override {
     if (cache_.rings_.has(layer))
       return cache_.rings_.attend(layer, sequence_, fed_ + part.first, part.rows, cache_.work_->q,
                                   to);
@@ -210,8 +208,8 @@ class FullCache::Step final : public CacheStep {
   const LayerOutputMemory& outputs_;
 };
 
-std::unique_ptr<DeviceAdmission> FullCache::admit(int sequence, std::uint32_t fed,
-                                                  std::uint32_t tokens, bool /*ends_prompt*/) {
+std::unique_ptr<DeviceAppend> FullCache::append(int sequence, std::uint32_t fed,
+                                                std::uint32_t tokens, bool /*ends_prompt*/) {
   return std::make_unique<Prompt>(*this, sequence, fed, tokens);
 }
 
@@ -231,7 +229,7 @@ void FullCache::pretend(int sequence, std::uint32_t tokens) {
         check(cuda::fill_normal(model_.type(), (key ? storage_->keys : storage_->values) + at,
                                 std::size_t{tokens} * config_.head_size, 1.0f, at + (key ? 1 : 0),
                                 stream_),
-              "drawing a cache");
+              "filling a cache with random values");
       }
   }
 }

@@ -1,8 +1,8 @@
-// Every token of every sequence that is ever seen: where a layer has no span, a token's slot is its
-// position.
+// Every token of every sequence that is ever seen: where a layer has no window, a token's slot is
+// its position.
 #pragma once
 
-#include "engine/cuda/cache/span_rings.hpp"
+#include "engine/cuda/cache/window_rings.hpp"
 #include "kernels/attention.hpp"
 
 namespace kvlab {
@@ -17,8 +17,8 @@ class FullCache final : public DeviceCache {
 
   BatchState::Row row(std::uint32_t fed) const override;
   std::uint32_t prefill_chunk(int sequence) const override;
-  std::unique_ptr<DeviceAdmission> admit(int sequence, std::uint32_t fed, std::uint32_t tokens,
-                                         bool ends_prompt) override;
+  std::unique_ptr<DeviceAppend> append(int sequence, std::uint32_t fed, std::uint32_t tokens,
+                                       bool ends_prompt) override;
   std::unique_ptr<const CacheStep> step(int rows, const LayerOutputMemory& outputs) const override;
   std::uint64_t live_bytes(int sequence, std::uint32_t fed) const override;
   void pretend(int sequence, std::uint32_t tokens) override;
@@ -28,7 +28,8 @@ class FullCache final : public DeviceCache {
   class Step;
   struct Storage {
     Storage(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
-    std::byte *keys, *values;  // [layer without a span, sequence, kv_head, slot, dim], keys rotated
+    std::byte *keys,
+        *values;  // [layer without a window, sequence, kv_head, slot, dim], keys rotated
   };
   struct Work {
     Work(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
@@ -49,10 +50,10 @@ class FullCache final : public DeviceCache {
   const BatchState& batch_;
   CudaDecoderOptions options_;
   cudaStream_t stream_;
-  std::vector<std::size_t> place_;  // [layer]: layers without a span before it
+  std::vector<std::size_t> layer_indices_;  // [layer]: layers without a window before it
   cuda::Placed<Storage> storage_;
   cuda::Placed<Work> work_;
-  SpanRings rings_;
+  WindowRings rings_;
 };
 
 }  // namespace kvlab

@@ -12,7 +12,7 @@ constexpr std::size_t kHalf = ObserverBranch::kHalf;
 /// Layers with few slots are observed several at once: a branch takes a microsecond.
 std::size_t layers_at_once(const kvlab_cache& cache) {
   constexpr std::int64_t kSlots = 1 << 17;
-  const std::int64_t slots = std::int64_t{cache.sequences} * cache.kv_heads * cache.most_slots;
+  const std::int64_t slots = std::int64_t{cache.sequences} * cache.kv_heads * cache.max_slots;
   std::size_t layers = kHalf;
   while (layers > 1 && static_cast<std::int64_t>(layers) * slots > kSlots) layers /= 2;
   return layers;
@@ -21,7 +21,7 @@ std::size_t layers_at_once(const kvlab_cache& cache) {
 /// Products of many rows leave no room on a multiprocessor. The next layer's attention does; but by
 /// then the logits have left the L2 cache, so that there must be few of them.
 bool goes_beside_attention(const kvlab_cache& cache) {
-  return cache.sequences > kernels::kMostLinearRows && cache.query_heads <= 2 * cache.kv_heads;
+  return cache.sequences > kernels::kMaxLinearRows && cache.query_heads <= 2 * cache.kv_heads;
 }
 
 }  // namespace

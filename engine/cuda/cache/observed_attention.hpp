@@ -1,5 +1,5 @@
 // A step's attentions, layer by layer on one stream, and on a branch of it what shows the policy
-// what was attended: nobody waits for that before the step's end.
+// what was attended: nothing waits for that before the step's end.
 #pragma once
 
 #include <algorithm>

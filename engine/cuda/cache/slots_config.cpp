@@ -4,14 +4,14 @@
 #include <stdexcept>
 
 #include "engine/cuda/cache/evicting_cache.hpp"
-#include "kernels/codes/coded_cache.hpp"
+#include "kernels/quantized/quantized_cache.hpp"
 #include "policies/budgets/layer_budgets.hpp"
 #include "policies/executor.hpp"
 
 namespace kvlab {
 namespace {
 
-static_assert(kMaxDeviceTiers == kernels::kMostRungs);
+static_assert(kMaxDeviceTiers == kernels::kMaxDeviceTiers);
 
 /// Refuses caches that one launch cannot serve.
 void check_caches(const ModelConfig& config, const std::vector<ResolvedConfig>& caches) {
@@ -20,7 +20,7 @@ void check_caches(const ModelConfig& config, const std::vector<ResolvedConfig>& 
     check_held(kCudaDecoder, cache, config.heads());
     if (!side_by_side(cache, first))
       throw std::invalid_argument(
-          "CUDA decoder: the sequences of a batch share one policy, its columns, and one kind of "
+          "CUDA decoder: the sequences of a batch share one policy, its features, and one kind of "
           "positions");
   }
 }
@@ -48,7 +48,7 @@ kernels::SlotSequence sequence_of(const ResolvedConfig& cache) {
                                  .id = cache.sequence};
   entry.write_params(cache.policy.params, sequence.params.data());
   if (cache.shares_slots())
-    sequence.share = [mean = cache.budget_tokens](std::span<const std::vector<LeavingKey>> heads) {
+    sequence.share = [mean = cache.budget_tokens](std::span<const std::vector<EvictionKey>> heads) {
       return ada_budgets(heads, mean);
     };
   return sequence;
@@ -57,11 +57,11 @@ kernels::SlotSequence sequence_of(const ResolvedConfig& cache) {
 kernels::SlotPair pair_of(const ResolvedConfig& cache, std::uint32_t layer, std::uint32_t head,
                           std::uint32_t heads) {
   kernels::SlotPair pair{.budget = cache.budget_of(layer, head)};
-  if (const auto own = cache.rungs.find(pair.budget); own != cache.rungs.end())
-    pair.rungs = own->second;
+  if (const auto own = cache.tiers.find(pair.budget); own != cache.tiers.end())
+    pair.tiers = own->second;
   if (pair.budget == kNoBudget) return pair;
-  pair.guards = resolve_guards(cache.policy, pair.budget);
-  if (cache.shares_slots()) pair.most_budget = most_of_ada(pair.budget, heads);
+  pair.protected_tokens = resolve_protected_tokens(cache.policy, pair.budget);
+  if (cache.shares_slots()) pair.max_budget = max_of_ada(pair.budget, heads);
   return pair;
 }
 
@@ -74,10 +74,10 @@ kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOpt
                              .query_heads = static_cast<int>(config.query_heads),
                              .kv_heads = static_cast<int>(config.kv_heads),
                              .head_size = static_cast<int>(config.head_size),
-                             .other_ropes = config.has_spans(),
-                             .most_tokens = options.slots,
+                             .other_ropes = config.has_windows(),
+                             .max_tokens = options.slots,
                              .numbering = options.numbering(),
-                             .columns = options.columns(static_cast<int>(config.hidden)),
+                             .features = options.features(static_cast<int>(config.hidden)),
                              .norms_keys = config.norms_each_head(),
                              .part = options.prefill_tokens,
                              .watched = options.watched};
@@ -93,7 +93,7 @@ kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOpt
   for (const ResolvedConfig& cache : options.caches) slots.sequences.push_back(sequence_of(cache));
   for (std::uint32_t layer = 0; layer < config.layers; ++layer) {
     const RowSpec& row = config.rows[layer];
-    if (row.span > 0) continue;
+    if (row.window > 0) continue;
     slots.layers.push_back({.number = layer,
                             .softmax_scale = row.scale,
                             .table = row.table,

@@ -46,7 +46,7 @@ DeviceLayers::DeviceLayers(const DeviceModel& model, int rows, cudaStream_t stre
     : model_(model),
       config_(model.config()),
       stream_(stream),
-      few_(has_few(model) ? kernels::kMostLinearRows : 0),
+      few_(has_few(model) ? kernels::kMaxLinearRows : 0),
       work_("the layers", model, rows) {}
 
 bool DeviceLayers::is_few(int rows) const { return rows <= few_; }

@@ -26,18 +26,18 @@ void refuse_unsupported(const ModelConfig& config) {
     throw std::runtime_error(
         fmt::format("{}: {}; --device cpu runs this model", config.name, what));
   };
-  constexpr std::uint32_t most_in_group = 16;
+  constexpr std::uint32_t max_group = 16;
   if (!kernels::is_head_size(static_cast<int>(config.head_size)))
     refuse(
         fmt::format("head size {}: the CUDA kernels take 64, 96, 128 and 256", config.head_size));
   const std::uint32_t group = config.query_heads / config.kv_heads;
-  if (group > most_in_group)
+  if (group > max_group)
     refuse(fmt::format("{} query heads for a KV head: the CUDA kernels take at most {}", group,
-                       most_in_group));
+                       max_group));
   const Experts& experts = config.experts;
-  if (experts.count > kernels::kMostExperts || experts.chosen > kernels::kMostChosen)
+  if (experts.count > kernels::kMaxExperts || experts.chosen > kernels::kMaxChosen)
     refuse(fmt::format("{} experts of {}: the CUDA kernels take at most {} of {}", experts.chosen,
-                       experts.count, kernels::kMostChosen, kernels::kMostExperts));
+                       experts.count, kernels::kMaxChosen, kernels::kMaxExperts));
   for (const std::uint32_t width : {config.hidden, config.mlp, experts.mlp})
     if (width % 8 != 0)
       refuse(fmt::format("a width of {}: the CUDA kernels take multiples of 8", width));
@@ -174,9 +174,9 @@ DeviceModel DeviceModel::random(ModelConfig config, std::uint64_t seed) {
                                 nullptr)
             : cuda::fill_value(model.type(), to, count, part.initial == Initial::ones ? 1.0f : 0.0f,
                                nullptr);
-    cuda::check(error, "drawing " + part.name);
+    cuda::check(error, "sampling " + part.name);
   }
-  cuda::check(cudaDeviceSynchronize(), "drawing the weights");
+  cuda::check(cudaDeviceSynchronize(), "sampling the weights");
   model.read_sinks();
   return model;
 }
@@ -204,7 +204,7 @@ const float* DeviceShape::sinks(std::uint32_t layer) const {
 std::uint64_t DeviceShape::cache_bytes(std::uint64_t tokens) const {
   std::uint64_t kept = 0;
   for (const RowSpec& row : config_.rows)
-    kept += row.span > 0 ? std::min<std::uint64_t>(tokens, row.span) : tokens;
+    kept += row.window > 0 ? std::min<std::uint64_t>(tokens, row.window) : tokens;
   return kept * 2 * config_.kv_heads * key_bytes();
 }
 

@@ -53,7 +53,7 @@ class DeviceShape {
   kernels::Type type() const { return kernel_type(dtype_); }
   /// Bytes of one token's key in one head, or of its value.
   std::size_t key_bytes() const { return config_.head_size * bytes_of(dtype_); }
-  /// Bytes of keys and values of so many tokens, all layers and KV heads; spans hold no more.
+  /// Bytes of keys and values of so many tokens, all layers and KV heads; windows hold no more.
   std::uint64_t cache_bytes(std::uint64_t tokens) const;
   /// A layer's attention over a cache [sequence, kv_head, slot, dim] of `slots` for each head.
   kernels::AttentionShape attention_shape(int slots, std::uint32_t layer = 0) const;
@@ -74,7 +74,7 @@ class DeviceModel : public DeviceShape {
   /// std::runtime_error: what Model::load throws, a shape that the kernels do not take, too little
   /// device memory (with what would fit).
   static DeviceModel load(const std::filesystem::path& directory, std::optional<Dtype> dtype = {});
-  /// Weights drawn on the device, as a model is initialised: for benchmarks at real shapes.
+  /// Weights sampled on the device, as a model is initialised: for benchmarks at real shapes.
   static DeviceModel random(ModelConfig config, std::uint64_t seed = 0);
 
   /// Weights of the output projections, read back at the first call. From one thread.

@@ -42,7 +42,7 @@ std::string base64(const std::vector<std::uint8_t>& bytes) {
 }
 
 /// Little-endian float32, or its upper `width` bytes, rounded.
-ordered_json packed(const std::vector<double>& values, unsigned width) {
+ordered_json pack(const std::vector<double>& values, unsigned width) {
   std::vector<std::uint8_t> bytes;
   bytes.reserve(values.size() * width);
   for (const double value : values) {
@@ -54,7 +54,7 @@ ordered_json packed(const std::vector<double>& values, unsigned width) {
   return {{"bytes", width}, {"base64", base64(bytes)}};
 }
 
-/// How much of the figures by layer and head the page holds.
+/// How many of the metrics by layer and head the page holds.
 struct Detail {
   unsigned layer_width = 4, head_width = 4;
   bool head_errors = true, heads = true, only_ranking_heads = false;
@@ -68,9 +68,9 @@ struct Level {
 
 class Dataset {
  public:
-  Dataset(const Figures& figures, std::span<const SequenceGroup> groups,
+  Dataset(const MetricTable& metric_table, std::span<const SequenceGroup> groups,
           const DatasetOptions& options)
-      : figures_(figures), options_(options), groups_(groups) {
+      : metric_table_(metric_table), options_(options), groups_(groups) {
     std::set<std::int32_t> layers;
     for (const SequenceGroup& group : groups)
       for (const ResultRow& row : group.rows) {
@@ -91,7 +91,7 @@ class Dataset {
     ordered_json groups = ordered_json::array(), values = ordered_json::array(),
                  ranking = ordered_json::array();
     for (const SequenceGroup& group : groups_) {
-      const Figures own(group.rows);
+      const MetricTable own(group.rows);
       groups.push_back({{"name", group.name}, {"sequences", own.traces().size()}});
       values.push_back(values_of(own));
       ranking.push_back(ranking_of(own));
@@ -112,8 +112,8 @@ class Dataset {
  private:
   /// Bytes of base64 that the page would hold.
   double size(const Detail& detail) const {
-    const auto cells =
-        static_cast<double>(figures_.series().size() * figures_.budgets().size() * groups_.size());
+    const auto cells = static_cast<double>(metric_table_.series().size() *
+                                           metric_table_.budgets().size() * groups_.size());
     double bytes = 0;
     for (const MetricInfo& metric : options_.metrics) {
       const bool heads = detail.heads && (metric.ranks || !detail.only_ranking_heads);
@@ -130,28 +130,28 @@ class Dataset {
         {}, {4, 3, true, true, true}, {3, 3, false, true, true}, {3, 3, false, false, true}};
     for (const Detail& choice : choices) {
       detail_ = choice;
-      if (size(choice) <= static_cast<double>(options_.room)) return;
+      if (size(choice) <= static_cast<double>(options_.byte_limit)) return;
     }
   }
 
   std::string note() const {
     if (!detail_.heads)
-      return "By head: results.csv alone has the figures; the page would be too large.";
+      return "By head: results.csv alone has the metrics; the page would be too large.";
     if (!detail_.head_errors)
       return "By head: four digits, no errors, so that the page stays small; results.csv has all.";
     return "";
   }
 
   std::size_t budget_index() const {
-    for (std::size_t b = 0; b < figures_.budgets().size(); ++b)
-      if (figures_.budgets()[b].text == options_.budget) return b;
+    for (std::size_t b = 0; b < metric_table_.budgets().size(); ++b)
+      if (metric_table_.budgets()[b].text == options_.budget) return b;
     return 0;
   }
 
   ordered_json series(const std::vector<SeriesStyle>& styles) const {
     ordered_json list = ordered_json::array();
-    for (std::size_t s = 0; s < figures_.series().size(); ++s) {
-      const Series& one = figures_.series()[s];
+    for (std::size_t s = 0; s < metric_table_.series().size(); ++s) {
+      const Series& one = metric_table_.series()[s];
       list.push_back(style_json(styles[s]));
       list.back().update({{"label", one.label},
                           {"policy", one.policy},
@@ -159,7 +159,7 @@ class Dataset {
                           {"prefill", one.prefill},
                           {"positions", one.positions},
                           {"seed", one.seed}});
-      if (one.is_reference()) list.back()["reference"] = true;
+      if (one.is_oracle()) list.back()["oracle"] = true;
       if (one.is_full()) list.back()["full"] = true;
       if (!options_.drawn.empty() && !options_.drawn[s]) list.back()["bound"] = false;
     }
@@ -168,10 +168,10 @@ class Dataset {
 
   ordered_json budgets() const {
     ordered_json list = ordered_json::array();
-    for (const BudgetColumn& budget : figures_.budgets())
+    for (const BudgetColumn& budget : metric_table_.budgets())
       list.push_back(
           {{"text", budget.text},
-           {"tokens", (static_cast<double>(budget.least_tokens) + budget.most_tokens) / 2}});
+           {"tokens", (static_cast<double>(budget.min_tokens) + budget.max_tokens) / 2}});
     return list;
   }
 
@@ -188,24 +188,24 @@ class Dataset {
   /// The oracles that say something of a metric: the others are not drawn.
   std::vector<std::string> oracles_of(const MetricInfo& metric) const {
     std::vector<std::string> names;
-    for (const Series& one : figures_.series())
-      if (one.is_reference() && informs(one, metric.name)) names.push_back(one.policy);
+    for (const Series& one : metric_table_.series())
+      if (one.is_oracle() && informs(one, metric.name)) names.push_back(one.policy);
     return names;
   }
 
   /// [metric][budget]: the table's rows in their order, and the choice.
-  ordered_json ranking_of(const Figures& own) const {
-    const std::vector<std::size_t> places = places_in(figures_, own);
+  ordered_json ranking_of(const MetricTable& own) const {
+    const std::vector<std::size_t> places = places_in(metric_table_, own);
     ordered_json ranking = ordered_json::object();
     for (const MetricInfo& metric : options_.metrics) {
       auto& tables = ranking[std::string(metric.name)] = ordered_json::array();
-      for (const BudgetColumn& budget : figures_.budgets())
+      for (const BudgetColumn& budget : metric_table_.budgets())
         tables.push_back(table_json(table_of(own, places, metric, budget.text)));
     }
     return ranking;
   }
 
-  RankedTable table_of(const Figures& own, const std::vector<std::size_t>& places,
+  RankedTable table_of(const MetricTable& own, const std::vector<std::size_t>& places,
                        const MetricInfo& metric, const std::string& budget) const {
     if (const auto decided = options_.decided.find(budget); decided != options_.decided.end()) {
       RankedTable table = decided->second;
@@ -213,19 +213,19 @@ class Dataset {
         for (RankedRow& row : table.rows) row.behind = {.mean = kNone};
       return table;
     }
-    RankedTable table{.choice = figures_.series().size()};
-    const auto all = [&](std::size_t series) {  // of figures_
+    RankedTable table{.choice = metric_table_.series().size()};
+    const auto all = [&](std::size_t series) {  // of metric_table_
       return static_cast<std::size_t>(std::ranges::find(places, series) - places.begin());
     };
     if (metric.ranks) {
       const Ranking ranking = rank_policies(own, budget, metric, Frontier::skip);
       for (const Standing& one : ranking.standings)
-        table.rows.push_back({all(one.series), one.behind, one.holds_more});
+        table.rows.push_back({all(one.series), one.behind, one.over_budget});
       if (!ranking.empty()) table.choice = all(ranking.standings[ranking.winner].series);
       return table;
     }
-    for (std::size_t s = 0; s < figures_.series().size(); ++s)  // in the order of the run
-      if (!figures_.series()[s].is_reference() && !figures_.series()[s].is_full())
+    for (std::size_t s = 0; s < metric_table_.series().size(); ++s)  // in the order of the run
+      if (!metric_table_.series()[s].is_oracle() && !metric_table_.series()[s].is_full())
         table.rows.push_back({s, {.mean = kNone}});
     return table;
   }
@@ -243,7 +243,7 @@ class Dataset {
     return {{"choice", table.choice}, {"rows", rows}};
   }
 
-  ordered_json values_of(const Figures& own) const {
+  ordered_json values_of(const MetricTable& own) const {
     ordered_json values = ordered_json::object();
     for (const MetricInfo& metric : options_.metrics) {
       ordered_json table = ordered_json::object();
@@ -260,7 +260,7 @@ class Dataset {
   }
 
   /// The series of `own` that is this one of all; the groups may lack some.
-  static std::vector<std::size_t> places_in(const Figures& all, const Figures& own) {
+  static std::vector<std::size_t> places_in(const MetricTable& all, const MetricTable& own) {
     std::vector<std::size_t> places;
     for (const Series& one : all.series()) {
       std::size_t at = own.series().size();
@@ -278,12 +278,12 @@ class Dataset {
 
   /// Calls `visit` for each series and budget, with the series' index in `own`.
   template <class Visit>
-  void for_cells(const Figures& own, Visit&& visit) const {
-    for (const std::size_t s : places_in(figures_, own))
-      for (const BudgetColumn& budget : figures_.budgets()) visit(s, budget.text);
+  void for_cells(const MetricTable& own, Visit&& visit) const {
+    for (const std::size_t s : places_in(metric_table_, own))
+      for (const BudgetColumn& budget : metric_table_.budgets()) visit(s, budget.text);
   }
 
-  ordered_json level_of(const Figures& own, const MetricInfo& metric, const Level& level,
+  ordered_json level_of(const MetricTable& own, const MetricInfo& metric, const Level& level,
                         bool heads) const {
     std::vector<double> values, errors;
     std::vector<std::uint64_t> counts;
@@ -305,10 +305,10 @@ class Dataset {
     const unsigned width = heads                     ? detail_.head_width
                            : level.places.size() > 1 ? detail_.layer_width
                                                      : 4;
-    ordered_json table{{"value", packed(values, width)}};
+    ordered_json table{{"value", pack(values, width)}};
     const bool any_error =
         std::ranges::any_of(errors, [](double error) { return !std::isnan(error); });
-    if (any_error && (!heads || detail_.head_errors)) table["error"] = packed(errors, width);
+    if (any_error && (!heads || detail_.head_errors)) table["error"] = pack(errors, width);
     if (distinct.size() == 1)
       table["count"] = *distinct.begin();
     else
@@ -316,7 +316,7 @@ class Dataset {
     return table;
   }
 
-  ordered_json sequences_of(const Figures& own, const MetricInfo& metric) const {
+  ordered_json sequences_of(const MetricTable& own, const MetricInfo& metric) const {
     std::vector<double> values;
     for_cells(own, [&](std::size_t s, const std::string& budget) {
       const auto rows = s < own.series().size() ? own.rows(s, budget, metric.name)
@@ -324,10 +324,10 @@ class Dataset {
       for (std::size_t t = 0; t < own.traces().size(); ++t)
         values.push_back(t < rows.size() ? rows[t]->value : kNone);
     });
-    return {{"places", own.traces().size()}, {"value", packed(values, 4)}};
+    return {{"places", own.traces().size()}, {"value", pack(values, 4)}};
   }
 
-  const Figures& figures_;
+  const MetricTable& metric_table_;
   const DatasetOptions& options_;
   std::span<const SequenceGroup> groups_;
   std::vector<std::int32_t> layers_;
@@ -338,17 +338,17 @@ class Dataset {
 
 }  // namespace
 
-ordered_json dataset_of(const Figures& figures, const std::vector<SeriesStyle>& styles,
+ordered_json dataset_of(const MetricTable& metric_table, const std::vector<SeriesStyle>& styles,
                         std::span<const SequenceGroup> groups, const DatasetOptions& options) {
-  return Dataset(figures, groups, options).json(styles);
+  return Dataset(metric_table, groups, options).json(styles);
 }
 
 namespace {
 
 constexpr const char* kDebian = "/usr/share/javascript/vega";
-constexpr std::size_t kMostBytes = std::size_t{1} << 20;
+constexpr std::size_t kMaxBytes = std::size_t{1} << 20;
 
-/// Each behind those that it asks for.
+/// Each behind those that it requests.
 constexpr std::array<std::string_view, 20> kModules{
     "util",           "canvas",    "time",      "format",     "loader",
     "statistics",     "dataflow",  "scale",     "scenegraph", "expression",
@@ -357,16 +357,16 @@ constexpr std::array<std::string_view, 20> kModules{
 
 /// The folder that the user names, or else the one that a wheel brings, or else Debian's.
 std::filesystem::path vega_folder() {
-  const char* const asked = std::getenv("KVLAB_VEGA");
-  if (asked && *asked) return asked;
+  const char* const requested = std::getenv("KVLAB_VEGA");
+  if (requested && *requested) return requested;
   return installed_file("javascript/vega").value_or(kDebian);
 }
 
 /// The module's text without the line that names its source map.
 std::string module_script(const std::filesystem::path& file, std::string_view name) {
-  std::string text = read_text_file(file.string(), kMostBytes);
+  std::string text = read_text_file(file.string(), kMaxBytes);
   text.resize(std::min(text.find("//# sourceMappingURL="), text.size()));
-  // vega-functions asks for vega-selection by another name.
+  // vega-functions requests vega-selection by another name.
   return fmt::format("vegaModule('vega-{}', function (exports, module, require) {{\n{}\n}});\n",
                      name == "selection" ? "selections" : name, text);
 }

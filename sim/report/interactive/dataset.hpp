@@ -1,4 +1,4 @@
-// The figures of a run as the interactive page reads them (sim/report/page/data.js).
+// The metrics of a run as the interactive page reads them (sim/report/page/data.js).
 #pragma once
 
 #include <map>
@@ -36,17 +36,18 @@ using RankedTables = std::map<std::string, RankedTable>;
 struct DatasetOptions {
   std::string headline;             ///< the metric to begin with
   RankedTables decided = {};        ///< by the headline metric; empty: by rank_policies()
-  std::string budget;               ///< the budget to begin with, as asked
+  std::string budget;               ///< the budget to begin with, as requested
   std::vector<MetricInfo> metrics;  ///< those that are shown, in their order
   /// Whether a series may be drawn as a line: oracle_topk only where it is a bound.
   std::vector<bool> drawn;  ///< by series; empty: all
-  std::size_t room =
+  std::size_t byte_limit =
       2'300'000;  ///< bytes for the numbers; beyond, heads lose digits and errors first
 };
 
 /// What the page chooses from and draws. `groups` must hold the same series and budgets as
 /// `figures`, which is of all their rows.
-nlohmann::ordered_json dataset_of(const Figures& figures, const std::vector<SeriesStyle>& styles,
+nlohmann::ordered_json dataset_of(const MetricTable& metric_table,
+                                  const std::vector<SeriesStyle>& styles,
                                   std::span<const SequenceGroup> groups,
                                   const DatasetOptions& options);
 

@@ -10,7 +10,7 @@ function settingsOf(params) {
 function sweepsOf(series) {
   const found = new Map();
   series.forEach((one, index) => {
-    if (one.reference || one.full) return;
+    if (one.oracle || one.full) return;
     const settings = settingsOf(one.params);
     for (const [name, text] of settings) {
       const number = Number(text.replace(/%$/, ''));
@@ -27,14 +27,14 @@ function sweepsOf(series) {
 
 /** A dot of the figure: what a reader sees, and what the tests read back. */
 function dot(page, series, budget, x) {
-  const {state, figures, data} = page;
-  const at = figures.at(state.group, state.metric, series, budget, state.layer, state.head);
+  const {state, metricTable, data} = page;
+  const at = metricTable.at(state.group, state.metric, series, budget, state.layer, state.head);
   if (!at) return null;
-  const spread = state.layer < 0 ? figures.spread(state.group, state.metric, series, budget) : null;
+  const spread = state.layer < 0 ? metricTable.spread(state.group, state.metric, series, budget) : null;
   const error = Number.isNaN(at.error) ? 0 : at.error;
   return {series, budget, x, y: at.value, low: at.value - error, high: at.value + error, error: at.error,
     count: at.count, least: spread ? Math.min(...spread) : null, most: spread ? Math.max(...spread) : null,
-    label: data.series[series].label, asked: data.budgets[budget].text};
+    label: data.series[series].label, requested: data.budgets[budget].text};
 }
 
 function budgetDots(page) {

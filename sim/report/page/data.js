@@ -13,8 +13,8 @@ function numbersOf(packed) {
   return new Float32Array(wide.buffer);
 }
 
-/** Figures looks a figure up by sequence group, metric, series, budget and place. */
-class Figures {
+/** MetricTable looks a value up by sequence group, metric, series, budget and place. */
+class MetricTable {
   constructor(data) {
     this.data = data;
     this.unpacked = new Map();
@@ -62,7 +62,7 @@ class Figures {
 }
 
 /** About three significant digits, no exponent: 0.0123, 1.23, 1,230. */
-function figureText(value) {
+function numberText(value) {
   if (value === 0) return '0';
   const decimals = Math.min(8, Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value)))));
   return value.toLocaleString('en-US', {minimumFractionDigits: decimals, maximumFractionDigits: decimals});
@@ -70,7 +70,7 @@ function figureText(value) {
 
 /** A difference and its 95% interval, to two digits of the interval: 0.0046 (0.0012 to 0.0080). */
 function differenceText(mean, low, high) {
-  if (low === null) return figureText(mean);
+  if (low === null) return numberText(mean);
   const size = high > low ? (high - low) / 2 : Math.abs(mean);
   const decimals = size > 0 ? Math.min(8, Math.max(0, 1 - Math.floor(Math.log10(size)))) : 0;
   const [m, l, h] = [mean, low, high].map((value) => value.toFixed(decimals).replace(/^-(0(\.0*)?)$/, '$1'));

@@ -1,10 +1,10 @@
 // A metric by layer and KV head: of one policy, or of one minus another.
 function cells(page) {
-  const {state, figures, data} = page, metric = page.headMetric().name, made = [];
+  const {state, metricTable, data} = page, metric = page.headMetric().name, made = [];
   for (let l = 0; l < data.layers.length; ++l)
     for (let h = 0; h < data.heads; ++h) {
-      const own = figures.at(state.group, metric, state.shown, state.budget, l, h);
-      const base = state.base < 0 ? null : figures.at(state.group, metric, state.base, state.budget, l, h);
+      const own = metricTable.at(state.group, metric, state.shown, state.budget, l, h);
+      const base = state.base < 0 ? null : metricTable.at(state.group, metric, state.base, state.budget, l, h);
       if (!own || (state.base >= 0 && !base)) continue;
       made.push({layer: data.layers[l], head: h, value: own.value - (base?.value ?? 0), own: own.value,
         base: base?.value ?? null, error: own.error, count: own.count});

@@ -32,13 +32,13 @@ class KeptText {
     let kept = 0, left = 0, held = 0, paid = 0;
     this.spans.forEach((span, position) => {
       const is = position <= query && live(position, query), share = (attention.get(position) ?? 0) ** 2;
-      const leaves = before !== undefined && position <= before && !is && live(position, before);
+      const evicted = before !== undefined && position <= before && !is && live(position, before);
       span.hidden = position > query;
       kept += is;
-      left += leaves;
+      left += evicted;
       paid += share;
       if (is) held += share;
-      span.className = position > query ? '' : (is ? 'kept' : 'gone') + (leaves ? ' left' : '') +
+      span.className = position > query ? '' : (is ? 'kept' : 'gone') + (evicted ? ' left' : '') +
         (!is && share > 0 ? ' missed' : '') + (position === query ? ' query' : '');
       span.style.setProperty('--a', String(Math.round(90 * (attention.get(position) ?? 0))));
     });

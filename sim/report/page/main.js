@@ -2,7 +2,7 @@
 class Page {
   constructor(data) {
     this.data = data;
-    this.figures = new Figures(data);
+    this.metricTable = new MetricTable(data);
     this.sweeps = sweepsOf(data.series);
     this.state = {group: 0, metric: data.headline, budget: data.budget, layer: -1, head: -1, over: 'budget',
       hidden: new Set(), spread: true, log: null, unfolded: false, shown: data.winner ?? 0, base: -1};
@@ -18,14 +18,14 @@ class Page {
     const best = this.data.ranking[group][metric][budget].rows.slice(0, 10).map(([s]) => s);
     if (this.data.series.length > 14)
       this.data.series.forEach((one, s) => {
-        if (!best.includes(s) && !one.reference && one.policy !== 'window') this.state.hidden.add(s);
+        if (!best.includes(s) && !one.oracle && one.policy !== 'window') this.state.hidden.add(s);
       });
   }
 
   /** Whether a line of the series says something: an oracle only of some metrics, the full cache of none. */
   isDrawn(s) {
     const one = this.data.series[s];
-    return !one.full && one.bound !== false && (!one.reference || this.metric().oracles.includes(one.policy));
+    return !one.full && one.bound !== false && (!one.oracle || this.metric().oracles.includes(one.policy));
   }
   /** Whether the page shows all layers together, which is what recommendations are about. */
   isOverall() {
@@ -36,11 +36,11 @@ class Page {
   }
   /** The same, or the nearest to it that exists by head. */
   headMetric() {
-    const own = this.figures.has(this.state.group, this.state.metric, 'head');
+    const own = this.metricTable.has(this.state.group, this.state.metric, 'head');
     return own ? this.metric() : this.data.metrics.find((metric) => metric.name === this.data.by_head) ?? this.metric();
   }
   valueText(value) {
-    return figureText(value);
+    return numberText(value);
   }
   place() {
     const {layer, head} = this.state;
@@ -93,13 +93,13 @@ class Page {
     const {data, state} = this;
     const index = (value) => Number(value);
     const all = ['controls', 'switches', 'curves', 'heads', 'ranking'];
-    const levels = (level) => this.figures.has(state.group, state.metric, level);
+    const levels = (level) => this.metricTable.has(state.group, state.metric, level);
     holder.replaceChildren(
       chooser('group', 'of', data.groups.map((group, g) => [g, group.name]), state.group,
         (value) => this.set('group', index(value), ...all)),
       chooser('metric', 'metric', data.metrics.map((metric) => [metric.name, metric.label]), state.metric, (value) => {
-        if (!this.figures.has(state.group, value, 'head')) state.head = -1;
-        if (!this.figures.has(state.group, value, 'layer')) state.layer = -1;
+        if (!this.metricTable.has(state.group, value, 'head')) state.head = -1;
+        if (!this.metricTable.has(state.group, value, 'layer')) state.layer = -1;
         state.log = null;
         this.set('metric', value, ...all);
       }),
@@ -153,7 +153,7 @@ class Page {
     controls.append(chooser('shown', 'policy', names, state.shown, (value) => this.set('shown', Number(value), 'heads')),
       chooser('base', 'minus', [[-1, 'nothing'], ...names], state.base, (value) => this.set('base', Number(value), 'heads')));
     this.parts.heads = () => {
-      const there = this.figures.has(state.group, this.headMetric().name, 'head');
+      const there = this.metricTable.has(state.group, this.headMetric().name, 'head');
       note.textContent = there ? this.headTitle() + (state.base < 0 ? '. Darker: higher.'
         : '. Blue: lower than the other; orange: higher.') : 'This metric does not exist by head, or the page leaves it out.';
       figure.hidden = !there;

@@ -6,7 +6,7 @@ function vegaModule(name, body) {
   vegaModules[name] = module.exports;
 }
 function joinedVega() {
-  // (Debian's vega-functions asks for vega-selection by the name "vega-selections".)
+  // (Debian's vega-functions requests vega-selection by the name "vega-selections".)
   Object.assign(vegaModules['vega-dataflow'].transforms, vegaModules['vega-encode'],
     vegaModules['vega-transforms'], vegaModules['vega-view-transforms']);
   return {

@@ -107,8 +107,8 @@ class BroughtFigure {
   }
 
   text(dot) {
-    const {x, y} = this.figure, bar = (low, high) => (low < high ? ` (${figureText(low)} to ${figureText(high)})` : '');
-    const part = (axis, value, low, high) => `${axis.title} ${figureText(value)}${bar(low, high)}`;
+    const {x, y} = this.figure, bar = (low, high) => (low < high ? ` (${numberText(low)} to ${numberText(high)})` : '');
+    const part = (axis, value, low, high) => `${axis.title} ${numberText(value)}${bar(low, high)}`;
     return `${shown(dot.label)}${dot.note ? ', ' + shown(dot.note) : ''}: ${part(x, dot.x, dot.x_low, dot.x_high)}` +
       (y.names.length ? '' : `; ${part(y, dot.y, dot.low, dot.high)}`);
   }

@@ -57,8 +57,8 @@ function rankingNote(series, table, place, difference) {
 
 /** A row: policy, value and error at the present place; the difference is over all layers. */
 function rankingRow(page, table, [s, ...difference], place) {
-  const {state, data, figures} = page, one = data.series[s];
-  const at = figures.at(state.group, state.metric, s, state.budget, state.layer, state.head);
+  const {state, data, metricTable} = page, one = data.series[s];
+  const at = metricTable.at(state.group, state.metric, s, state.budget, state.layer, state.head);
   if (!at) return null;
   const number = (value) => (value === null || Number.isNaN(value) ? element('td', {class: 'n'}, '–')
     : element('td', {class: 'n', 'data-value': String(value)}, page.valueText(value)));
@@ -70,14 +70,14 @@ function rankingRow(page, table, [s, ...difference], place) {
     cells.push(known ? element('td', {class: 'n', 'data-value': String(mean)}, differenceText(mean, low, high))
       : element('td', {class: 'n'}, '–'), element('td', {}, note));
   }
-  return element('tr', {'data-series': String(s), ...(note === 'not significant' ? {class: 'tied'} : {})}, ...cells);
+  return element('tr', {'data-series': String(s), ...(note === 'not significant' ? {class: 'similar'} : {})}, ...cells);
 }
 
 /** The policies at the present budget and metric, in the order of the page's data. */
 function rankingTable(page) {
   const {state, data} = page, table = data.ranking[state.group][state.metric][state.budget];
   const rows = table.rows.map((row, place) => rankingRow(page, table, row, place)).filter(Boolean);
-  const tied = rows.filter((row) => row.className === 'tied').length, folds = page.isOverall() && tied > 6;
+  const similar = rows.filter((row) => row.className === 'similar').length, folds = page.isOverall() && similar > 6;
   const heads = ['policy', page.metric().label, 'standard error', 'count',
     ...(page.isOverall() ? [`minus the ${page.metric().higher ? 'highest' : 'lowest'} (95% CI)`, ''] : [])];
   const made = element('table', {class: folds && !state.unfolded ? 'folded' : ''},
@@ -86,7 +86,7 @@ function rankingTable(page) {
   const parts = [element('div', {class: 'scroll'}, made)];
   if (folds)
     parts.push(button(state.unfolded ? 'hide those that are not significantly different'
-      : `show ${tied} that are not significantly different`, () => {
+      : `show ${similar} that are not significantly different`, () => {
       state.unfolded = !state.unfolded;
       page.draw('ranking');
     }));

@@ -1,10 +1,10 @@
 // Answers under a policy, against decoders that are fed one by one.
-#include "engine/loop/task/answers.hpp"
+#include "engine/evaluation/task/answers.hpp"
 
 #include <cmath>
 
 #include "engine/backend.hpp"
-#include "engine/loop/task/run.hpp"
+#include "engine/evaluation/task/run.hpp"
 #include "engine/sampler.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/tiny.hpp"
@@ -35,7 +35,7 @@ std::vector<TaskPrompt> some_prompts(TaskSpec spec = {}) {
   std::vector<TaskPrompt> prompts;
   for (const std::uint32_t words : {25u, 45u})
     prompts.push_back(encode_task(
-        tokenizer(), {}, draw_task(spec, Haystack(bundled_haystack()), {words, 0.5}, 3, 0)));
+        tokenizer(), {}, sample_task(spec, Haystack(bundled_haystack()), {words, 0.5}, 3, 0)));
   return prompts;
 }
 
@@ -43,7 +43,7 @@ std::vector<TaskPrompt> some_prompts(TaskSpec spec = {}) {
 TaskAnswer plain_answer(const TaskPrompt& prompt, QueryMode mode, const CacheConfig& config,
                         std::uint32_t sequence, std::uint32_t max_new_tokens) {
   const ResolvedConfig cache = resolve(config, prompt.tokens(), sequence);
-  const auto asked = [&] {
+  const auto requested = [&] {
     auto decoder = tiny().decoder(cache, 4096);
     for (const auto& segment : prompt.segments(mode)) decoder->feed(segment, SegmentKind::prompt);
     return decoder;
@@ -63,7 +63,7 @@ TaskAnswer plain_answer(const TaskPrompt& prompt, QueryMode mode, const CacheCon
   std::vector<std::int32_t> ids;
   Sampler greedy(SamplingOptions{});
   const auto& eos = tiny().config().eos;
-  asked()->extend(greedy, max_new_tokens, [&](std::int32_t id) {
+  requested()->extend(greedy, max_new_tokens, [&](std::int32_t id) {
     if (std::count(eos.begin(), eos.end(), id)) return false;
     ids.push_back(id);
     return true;
@@ -80,11 +80,11 @@ TEST_CASE("Every answer is that of decoders which are fed by themselves, bit for
                                          config("h2o", 24),           config("h2o", 40, Prefill{7}),
                                          config("streaming_h2o", 30), config("lru", 24, Prefill{1}),
                                          config("random", 40)};
-  constexpr std::uint32_t kMost = 14;
+  constexpr std::uint32_t kMax = 14;
   // Pass keys, of which the model says nothing for long; and lists, of which it says some number.
   std::vector<TaskPrompt> prompts = some_prompts();
   for (TaskPrompt prompt : some_prompts({.kind = TaskKind::recall})) {
-    const std::string said = plain_answer(prompt, QueryMode::aware, configs[0], 0, kMost).said;
+    const std::string said = plain_answer(prompt, QueryMode::aware, configs[0], 0, kMax).said;
     const std::size_t first = said.find_first_of("0123456789");
     REQUIRE(first != std::string::npos);
     const std::size_t end = said.find_first_not_of("0123456789", first);
@@ -96,14 +96,14 @@ TEST_CASE("Every answer is that of decoders which are fed by themselves, bit for
   for (std::size_t p = 0; p < prompts.size(); ++p)
     for (const QueryMode mode : kModes)
       for (const CacheConfig& one : configs)
-        wanted.push_back(plain_answer(prompts[p], mode, one, static_cast<std::uint32_t>(p), kMost));
+        wanted.push_back(plain_answer(prompts[p], mode, one, static_cast<std::uint32_t>(p), kMax));
   const auto right = std::ranges::count_if(wanted, &TaskAnswer::right);
   CHECK(right >= 4);
   CHECK(right < static_cast<std::ptrdiff_t>(wanted.size() / 2));
 
   for (const std::uint32_t rows : {3u, 64u}) {
     const auto answers = answer_tasks(tiny().batches(), tokenizer(), prompts, kModes, configs,
-                                      {.max_new_tokens = kMost, .most_rows = rows, .progress = {}});
+                                      {.max_new_tokens = kMax, .max_rows = rows, .progress = {}});
     std::size_t i = 0;
     for (const auto& of_prompt : answers)
       for (const auto& of_mode : of_prompt)
@@ -128,7 +128,7 @@ TEST_CASE("A budget of the whole sequence answers as the full cache does, bit fo
     for (const auto& of_mode : of_prompt)
       for (std::size_t c = 1; c < 4; ++c) {
         if (c < 3) CHECK(of_mode[c].log_likelihood == of_mode[0].log_likelihood);
-        // Squeezed positions round elsewhere.
+        // Cache positions round elsewhere.
         CHECK(std::abs(of_mode[c].log_likelihood - of_mode[0].log_likelihood) < 1e-3);
         CHECK(of_mode[c].said == of_mode[0].said);
         CHECK(of_mode[4].log_likelihood != of_mode[0].log_likelihood);
@@ -141,7 +141,7 @@ TEST_CASE("A budget of the whole sequence answers as the full cache does, bit fo
 TEST_CASE("Answers of a task that was stopped are taken up; damaged ones are asked again") {
   const std::vector<CacheConfig> configs{config("full", 1), config("h2o", 24)};
   const auto prompts = some_prompts();
-  AnswerOptions options{.max_new_tokens = 4, .most_rows = 1, .progress = {}};
+  AnswerOptions options{.max_new_tokens = 4, .max_rows = 1, .progress = {}};
   const auto answers = [&] {
     return answer_tasks(tiny().batches(), tokenizer(), prompts, kModes, configs, options);
   };
@@ -184,7 +184,7 @@ TEST_CASE("A CUDA device gives answers the likelihood that the CPU gives them", 
   const auto wanted = answer_tasks(tiny().batches(), tokenizer(), prompts, kModes, configs, {});
   for (const std::uint32_t rows : {3u, 64u}) {
     const auto answers = answer_tasks(cuda->batches(), tokenizer(), prompts, kModes, configs,
-                                      {.max_new_tokens = 32, .most_rows = rows, .progress = {}});
+                                      {.max_new_tokens = 32, .max_rows = rows, .progress = {}});
     for (std::size_t p = 0; p < prompts.size(); ++p)
       for (std::size_t m = 0; m < kModes.size(); ++m)
         for (std::size_t c = 0; c < configs.size(); ++c) {
@@ -199,19 +199,20 @@ TEST_CASE("A run puts the full cache first, and refuses what the model was not t
   TaskRequest request{
       .spec = {.kind = TaskKind::recall}, .words = {12}, .configs = {config("h2o", 16)}};
   request.depths = {0, 1};
-  request.draws = 2;
+  request.samples = 2;
   request.answers.max_new_tokens = 4;
   const TaskRun run = run_task(tiny(), tokenizer(), request);
   REQUIRE(run.configs.size() == 2);
   CHECK(!run.configs[0].evicts());
-  CHECK(run.places.size() == 4);
+  CHECK(run.points.size() == 4);
   CHECK(run.answers.size() == 4);
-  // A header, and a row for each answer and figure: 2 configurations, 2 modes.
+  // A header, and a row for each answer and metric: 2 configurations, 2 modes.
   const auto lines = [](const std::string& text) { return std::ranges::count(text, '\n'); };
   std::string csv = task_answers_csv(run);
-  CHECK(csv.starts_with("task,policy,params,budget,prefill,positions,seed,mode,words,depth,draw,"));
-  const auto figures = task_figures(run.answers, run.places, run.modes);
-  CHECK(lines(task_figures_csv(run, figures)) == 1 + static_cast<std::ptrdiff_t>(figures.size()));
+  CHECK(
+      csv.starts_with("task,policy,params,budget,prefill,positions,seed,mode,words,depth,sample,"));
+  const auto metrics = task_metrics(run.answers, run.points, run.modes);
+  CHECK(lines(task_metrics_csv(run, metrics)) == 1 + static_cast<std::ptrdiff_t>(metrics.size()));
 
   request.words = {12, 3000};
   const std::string error =
@@ -220,17 +221,17 @@ TEST_CASE("A run puts the full cache first, and refuses what the model was not t
   CHECK(error.find("was trained on") != std::string::npos);
 }
 
-TEST_CASE("what layers with a window hold is a figure of its own") {
+TEST_CASE("what layers with a window hold is a metric of its own") {
   TaskRun run;
   run.configs = {CacheConfig{}};
   run.modes = {QueryMode::aware};
   run.prompts.resize(1);
   run.prompts[0].context.resize(20), run.prompts[0].answer.resize(2);
-  const auto peak = [&](std::vector<std::uint32_t> spans) {
-    run.memory = task_memory(run, {.layers = 2, .kv_heads = 1, .head_size = 4, .spans = spans});
+  const auto peak = [&](std::vector<std::uint32_t> windows) {
+    run.memory = task_memory(run, {.layers = 2, .kv_heads = 1, .head_size = 4, .windows = windows});
     double bytes = -1;
-    for (const TaskFigure& figure : memory_figures(run))
-      if (figure.metric == "span_bytes_peak") bytes = figure.value;
+    for (const TaskMetric& entry : memory_metrics(run))
+      if (entry.metric == "window_bytes_peak") bytes = entry.value;
     return bytes;
   };
   CHECK(peak({8, 0}) == 8 * kv_bytes_per_token(4));
@@ -244,7 +245,7 @@ TEST_CASE("SmolLM2 finds a pass key, and a window that has lost it does not") {
   const auto backend = load_backend(Device::cpu, directory, 2);
   TaskRequest request{.words = {100}, .configs = {config("window", 64)}};
   request.depths = {0};
-  request.draws = 2;
+  request.samples = 2;
   request.chat = read_chat_frame(directory);
   const TaskRun run = run_task(*backend, Tokenizer::load(directory / "tokenizer.json"), request);
   for (const auto& of_prompt : run.answers)

@@ -1,11 +1,11 @@
 // Traces of questions: which tokens are the answer's.
-#include "engine/loop/task/answers.hpp"
+#include "engine/evaluation/task/answers.hpp"
 
 #include <fmt/format.h>
 
 #include <filesystem>
 
-#include "engine/loop/task/run.hpp"
+#include "engine/evaluation/task/run.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/tiny.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-TEST_CASE("The answer's span is the tokens of what says it, for every kind of question") {
+TEST_CASE("The answer's window is the tokens of what says it, for every kind of question") {
   const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   const Haystack text(bundled_haystack());
   for (const TaskSpec& spec :
@@ -22,29 +22,30 @@ TEST_CASE("The answer's span is the tokens of what says it, for every kind of qu
         TaskSpec{.kind = TaskKind::recall, .reassigned = true}})
     for (const double depth : {0.0, 0.4, 1.0}) {
       CAPTURE(spec.text(), depth);
-      const TaskDraw draw = draw_task(spec, text, {60, depth}, 3, 1);
-      REQUIRE(draw.evidence.size() == draw.expected.size());
-      const TaskPrompt prompt = encode_task(tokenizer, {}, draw);
-      const std::vector<NamedSpan> spans = answer_spans(tokenizer, prompt);
-      REQUIRE(spans.size() == draw.expected.size());
-      for (std::size_t i = 0; i < spans.size(); ++i) {
-        CHECK(spans[i].name == (spans.size() == 1 ? "answer" : fmt::format("answer {}", i + 1)));
+      const TaskSample sample = sample_task(spec, text, {60, depth}, 3, 1);
+      REQUIRE(sample.evidence.size() == sample.expected.size());
+      const TaskPrompt prompt = encode_task(tokenizer, {}, sample);
+      const std::vector<Passage> windows = answer_passages(tokenizer, prompt);
+      REQUIRE(windows.size() == sample.expected.size());
+      for (std::size_t i = 0; i < windows.size(); ++i) {
+        CHECK(windows[i].name ==
+              (windows.size() == 1 ? "answer" : fmt::format("answer {}", i + 1)));
         const std::span<const std::int32_t> ids(prompt.context);
-        const std::string said = tokenizer.decode(ids.subspan(spans[i].start, spans[i].tokens));
-        CHECK(said.find(draw.evidence[i]) != said.npos);
-        CHECK(draw.evidence[i].find(draw.expected[i]) != said.npos);
-        CHECK(said.size() <= draw.evidence[i].size() + 2);
+        const std::string said = tokenizer.decode(ids.subspan(windows[i].start, windows[i].tokens));
+        CHECK(said.find(sample.evidence[i]) != said.npos);
+        CHECK(sample.evidence[i].find(sample.expected[i]) != said.npos);
+        CHECK(said.size() <= sample.evidence[i].size() + 2);
       }
     }
 }
 
 TaskRequest two_questions() {
-  TaskRequest request{.words = {30}, .depths = {0.5}, .draws = 2};
+  TaskRequest request{.words = {30}, .depths = {0.5}, .samples = 2};
   request.answers.max_new_tokens = 2;
   return request;
 }
 
-TEST_CASE("A question's trace has its segments, the right answer decoded, and the span") {
+TEST_CASE("A question's trace has its segments, the right answer decoded, and the passage") {
   const test::TemporaryFolder folder;
   const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   const TaskRun run = run_task(tiny(), tokenizer, two_questions());
@@ -55,11 +56,11 @@ TEST_CASE("A question's trace has its segments, the right answer decoded, and th
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder / "traces"))
     ++traces;
   CHECK(traces == 4);
-  for (std::uint32_t draw = 0; draw < 2; ++draw)
+  for (std::uint32_t sample = 0; sample < 2; ++sample)
     for (const QueryMode mode : run.modes) {
-      const TaskPrompt& prompt = run.prompts[draw];
+      const TaskPrompt& prompt = run.prompts[sample];
       const TraceReader trace =
-          TraceReader::open(folder / "traces" / fmt::format("30-50%-{}-{}", draw, name_of(mode)));
+          TraceReader::open(folder / "traces" / fmt::format("30-50%-{}-{}", sample, name_of(mode)));
       std::vector<std::int32_t> ids;
       std::vector<Segment> segments;
       for (const auto& part : prompt.segments(mode)) {
@@ -72,7 +73,7 @@ TEST_CASE("A question's trace has its segments, the right answer decoded, and th
       ids.insert(ids.end(), prompt.answer.begin(), prompt.answer.end());
       CHECK(std::ranges::equal(trace.ids(), ids));
       CHECK(trace.segments() == segments);
-      CHECK(trace.header().spans == answer_spans(tokenizer, prompt));
+      CHECK(trace.header().passages == answer_passages(tokenizer, prompt));
       CHECK(trace.extras().sketch);
       CHECK(trace.extras().residual_norm2);
     }

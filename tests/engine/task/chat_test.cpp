@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "engine/loop/task/draw.hpp"
+#include "engine/evaluation/task/sample.hpp"
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/skip.hpp"
@@ -89,8 +89,8 @@ TEST_CASE("A template that writes the first token has it in front, and no second
   write("tokenizer_config.json", "{\"bos_token\": \"<s>\"}");
   const Tokenizer tokenizer =
       Tokenizer::load(KVLAB_SOURCE_DIR "/engine/models/tiny/tokenizer.json");
-  const TaskDraw draw = draw_task({}, Haystack(bundled_haystack()), {20, 0.5}, 0, 0);
-  const auto ids = encode_task(tokenizer, read_chat_frame(folder.path()), draw).context;
+  const TaskSample sample = sample_task({}, Haystack(bundled_haystack()), {20, 0.5}, 0, 0);
+  const auto ids = encode_task(tokenizer, read_chat_frame(folder.path()), sample).context;
   CHECK(std::count(ids.begin(), ids.end(), 0) == 1);
   CHECK(ids.front() == 0);
 }
@@ -103,16 +103,16 @@ TEST_CASE("SmolLM2: the template's marks are single tokens, and the ids are thos
   const auto frame = read_chat_frame(directory);
   REQUIRE(frame);
   CHECK(frame->before == chat_frame(kSmolLm, "f").before);
-  const TaskDraw draw = draw_task({}, Haystack(bundled_haystack()), {100, 0.5}, 0, 0);
-  const TaskPrompt prompt = encode_task(tokenizer, frame, draw);
+  const TaskSample sample = sample_task({}, Haystack(bundled_haystack()), {100, 0.5}, 0, 0);
+  const TaskPrompt prompt = encode_task(tokenizer, frame, sample);
   std::vector<std::int32_t> whole = prompt.context;
   whole.insert(whole.end(), prompt.question.begin(), prompt.question.end());
   whole.insert(whole.end(), prompt.answer.begin(), prompt.answer.end());
   CHECK(std::count(whole.begin(), whole.end(), *tokenizer.id_of("<|im_start|>")) == 3);
   CHECK(std::count(whole.begin(), whole.end(), *tokenizer.id_of("<|im_end|>")) == 2);
-  CHECK(tokenizer.decode(whole, false) ==
-        frame->before + draw.context + draw.question + frame->after + draw.lead + draw.answer());
-  CHECK(tokenizer.decode(prompt.answer) == draw.answer());
+  CHECK(tokenizer.decode(whole, false) == frame->before + sample.context + sample.question +
+                                              frame->after + sample.lead + sample.answer());
+  CHECK(tokenizer.decode(prompt.answer) == sample.answer());
 }
 
 }  // namespace

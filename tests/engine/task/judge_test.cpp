@@ -1,10 +1,10 @@
 // What is right, and what the counts say.
-#include "engine/loop/task/answers.hpp"
+#include "engine/evaluation/task/answers.hpp"
 
 #include <algorithm>
 #include <cmath>
 
-#include "engine/loop/task/run.hpp"
+#include "engine/evaluation/task/run.hpp"
 #include "tests/catch.hpp"
 
 namespace kvlab {
@@ -32,20 +32,20 @@ TEST_CASE("The first number decides, when it is whole") {
 
 TEST_CASE("Several numbers: each of them once, in any order, before any other") {
   const std::vector<std::string> expected{"12", "123", "7"};
-  const auto verdict = [&](std::string_view said, bool ended = true) {
+  const auto judgement = [&](std::string_view said, bool ended = true) {
     return judge(said, expected, ended);
   };
-  CHECK(verdict("7 and 12 and 123") == Judgement::right);
-  CHECK(verdict("12, 123, 7, 99") == Judgement::right);
-  CHECK(verdict("12, 12, 7") == Judgement::wrong);
-  CHECK(verdict("12, 7") == Judgement::wrong);
-  CHECK(verdict("12, 7", false) == Judgement::open);
-  CHECK(verdict("12, 7, 12", false) == Judgement::open);  // it may become 123
-  CHECK(verdict("12, 7, 8", false) == Judgement::wrong);
+  CHECK(judgement("7 and 12 and 123") == Judgement::right);
+  CHECK(judgement("12, 123, 7, 99") == Judgement::right);
+  CHECK(judgement("12, 12, 7") == Judgement::wrong);
+  CHECK(judgement("12, 7") == Judgement::wrong);
+  CHECK(judgement("12, 7", false) == Judgement::open);
+  CHECK(judgement("12, 7, 12", false) == Judgement::open);  // it may become 123
+  CHECK(judgement("12, 7, 8", false) == Judgement::wrong);
 }
 
 /// Every judgement at a prefix of an answer, if it is one, is that of the whole answer.
-TEST_CASE("A verdict before the end is never taken back") {
+TEST_CASE("A judgement before the end is never taken back") {
   const std::vector<std::string> expected{"48", "481"};
   std::string said(6, ' ');
   constexpr std::string_view kAlphabet = "481 ";
@@ -60,8 +60,8 @@ TEST_CASE("A verdict before the end is never taken back") {
   }
 }
 
-TEST_CASE("Figures count each place and all of them, against the first configuration") {
-  const std::vector<TaskPlace> places{{10, 0}, {10, 0}, {10, 1}, {20, 1}};
+TEST_CASE("Metrics count each place and all of them, against the first configuration") {
+  const std::vector<TaskPoint> points{{10, 0}, {10, 0}, {10, 1}, {20, 1}};
   const std::vector<QueryMode> modes{QueryMode::agnostic};
   // The first: right, wrong, right, wrong. The second: wrong, wrong, right, right.
   const std::vector<std::vector<std::vector<TaskAnswer>>> answers{
@@ -69,14 +69,14 @@ TEST_CASE("Figures count each place and all of them, against the first configura
       {{{false, -2, ""}, {false, -8, ""}}},
       {{{true, -1, ""}, {true, -1, ""}}},
       {{{false, -4, ""}, {true, -2, ""}}}};
-  const auto figures = task_figures(answers, places, modes);
+  const auto metrics = task_metrics(answers, points, modes);
   const auto find = [&](std::size_t config, std::optional<std::uint32_t> words,
                         std::optional<double> depth, std::string_view metric) {
-    const auto at = std::ranges::find_if(figures, [&](const TaskFigure& figure) {
-      return figure.config == config && figure.words == words && figure.depth == depth &&
-             figure.metric == metric;
+    const auto at = std::ranges::find_if(metrics, [&](const TaskMetric& entry) {
+      return entry.config == config && entry.words == words && entry.depth == depth &&
+             entry.metric == metric;
     });
-    return at == figures.end() ? nullptr : &*at;
+    return at == metrics.end() ? nullptr : &*at;
   };
   CHECK(find(0, {}, {}, "exact_match")->value == 0.5);
   CHECK(find(1, {}, {}, "exact_match")->count == 4);
@@ -90,9 +90,9 @@ TEST_CASE("Figures count each place and all of them, against the first configura
   CHECK(find(1, {}, 1, "exact_match")->value == 1);
   CHECK(find(1, 20, 0, "exact_match") == nullptr);
   CHECK(find(1, 10, {}, "log_likelihood")->value == Approx(-14.0 / 3));
-  const TaskFigure& change = *find(1, {}, {}, "log_likelihood_change");
+  const TaskMetric& change = *find(1, {}, {}, "log_likelihood_change");
   CHECK(change.value == Approx((-4 - 6 + 0 + 2) / 4.0));
-  CHECK(std::isnan(change.interval.low));  // of four draws nothing is known
+  CHECK(std::isnan(change.interval.low));  // of four samples nothing is known
   CHECK(std::isnan(find(1, 20, 1, "log_likelihood_change")->interval.low));
 }
 

@@ -7,7 +7,7 @@
 #include "engine/cuda/cuda_decoder.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/decoder.hpp"
-#include "engine/loop/verify.hpp"
+#include "engine/evaluation/verify.hpp"
 #include "tests/catch.hpp"
 #include "tests/engine/cuda_fixture.hpp"
 #include "tests/engine/expected_logits.hpp"

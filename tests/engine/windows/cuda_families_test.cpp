@@ -73,7 +73,7 @@ TEST_CASE("Policies act on each family as on the CPU, in every mode", "[gpu]") {
 TEST_CASE("A batch of each family passes the three questions", "[gpu]") {
   if (no_device()) return;
   each_family([](const Family&, BothSides& model) {
-    for (const char* policy : {"h2o", "lru", "streaming_h2o", "column:name=key_norm"})
+    for (const char* policy : {"h2o", "lru", "streaming_h2o", "feature:name=key_norm"})
       verify_batch(model, policy);
   });
 }

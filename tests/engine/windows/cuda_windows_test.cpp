@@ -84,7 +84,7 @@ TEST_CASE("A trace of layers with windows that was captured on the device verifi
   if (no_device()) return;
   const TemporaryFolder folder;
   const TraceReader trace = capture_on_device(windowed(), folder.path());
-  CHECK(trace.layers_with_span(false) == std::vector<std::uint32_t>{1, 3});
+  CHECK(trace.layers_with_window(false) == std::vector<std::uint32_t>{1, 3});
   CHECK_FALSE(trace.has_residuals());
 }
 
@@ -101,14 +101,14 @@ TEST_CASE("What a window has left behind cannot be fed again, but all can be for
   CHECK(decoder.logits(0) == first);
 }
 
-TEST_CASE("Windows and squeezed positions may share one table of RoPE", "[gpu]") {
+TEST_CASE("Windows and cache positions may share one table of RoPE", "[gpu]") {
   if (no_device()) return;
   nlohmann::json json = small_config("Qwen3ForCausalLM", "qwen3", 4, 2, 64);
   json.update(
       {{"use_sliding_window", true}, {"sliding_window", kWindow}, {"max_window_layers", 1}});
   BothSides model(json);
   const ModelConfig& config = model.cpu().config();
-  REQUIRE((config.has_spans() && config.rope_tables() == 1));
+  REQUIRE((config.has_windows() && config.rope_tables() == 1));
   const ResolvedConfig options = model.cache("h2o", 48, Prefill{0}, Positions::cache);
   CudaSequence cuda(model.device(Dtype::f32), {.tokens = 400, .cache = options});
   Decoder cpu(model.cpu(), options, 2);

@@ -3,8 +3,8 @@
 
 #include "engine/backend.hpp"
 #include "engine/capture.hpp"
-#include "engine/loop/closed_loop.hpp"
-#include "engine/loop/verify.hpp"
+#include "engine/evaluation/end_to_end.hpp"
+#include "engine/evaluation/verify.hpp"
 #include "engine/sampler.hpp"
 #include "sim/head_view.hpp"
 #include "tests/catch.hpp"
@@ -86,7 +86,7 @@ TEST_CASE("A capture of each family verifies, with its sink logits") {
   }
 }
 
-TEST_CASE("The closed loop by layers gives the decoder's bits in each family") {
+TEST_CASE("The end-to-end evaluation by layers gives the decoder's bits in each family") {
   const auto ids = window_ids();
   for (const char* family : kFamilies)
     for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}})
@@ -96,7 +96,7 @@ TEST_CASE("The closed loop by layers gives the decoder's bits in each family") {
         for (const char* policy : {"window", "h2o", "lru", "snapkv:recent=8", "h2o:scope=layer"})
           configs.push_back(family_config(policy, prefill, positions));
         const auto scores =
-            run_closed_loop(model, ids, configs, {.prompt_tokens = kPrompt, .threads = 2});
+            evaluate_by_layers(model, ids, configs, {.prompt_tokens = kPrompt, .threads = 2});
         for (std::size_t c = 0; c < configs.size(); ++c) {
           CAPTURE(family, configs[c].policy.text(), prefill.text(), name_of(positions));
           const auto logits = logits_of(model, configs[c]);
@@ -117,7 +117,7 @@ TEST_CASE("The engine's evictions are the simulator's in each family") {
                                       {{ids.begin() + 50, ids.end()}, 20}};
   for (const char* family : kFamilies)
     for (const char* policy :
-         {"window", "h2o", "lru", "tova", "h2o:scope=layer", "column:name=key_norm"})
+         {"window", "h2o", "lru", "tova", "h2o:scope=layer", "feature:name=key_norm"})
       for (const Prefill prefill : {Prefill{0}, Prefill{16}, Prefill{1}})
         for (const Positions positions : {Positions::original, Positions::cache}) {
           CAPTURE(family, policy, prefill.text(), name_of(positions));

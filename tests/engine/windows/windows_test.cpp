@@ -76,7 +76,7 @@ TEST_CASE("Layers with a window keep it under any policy, and the others have th
 TEST_CASE("Budgets by head are of the layers that policies act on") {
   CacheConfig config{.policy = parse_policy("h2o"), .budget = budget_of_heads({{20, 30}})};
   const ResolvedConfig own = resolve(config, kTokens, 0, gemma().config().heads());
-  CHECK(own.asked_tokens == 25);
+  CHECK(own.requested_tokens == 25);
   const Fed run = fed(own);
   CHECK(run.decoder->kept() ==
         HeadBudgets{{kWindow, kWindow}, {kWindow, kWindow}, {20, 30}, {kWindow, kWindow}});
@@ -86,7 +86,7 @@ TEST_CASE("Budgets by head are of the layers that policies act on") {
 
 TEST_CASE("A policy with nothing to act on is refused") {
   CacheShape model = gemma().config().heads();
-  model.spans = {4, 4, 4, 4};
+  model.windows = {4, 4, 4, 4};
   CHECK_NOTHROW(resolve({}, kTokens, 0, model));
   const CacheConfig h2o{.policy = parse_policy("h2o"), .budget = {.extent = tokens(24)}};
   CHECK(test::error_of<std::invalid_argument>([&] {
@@ -109,10 +109,10 @@ TEST_CASE("A capture says how each layer attends, and verifies") {
   }
   const TraceReader trace = TraceReader::open(folder / "dense");
   CHECK(trace.header().format() == 3);
-  CHECK(trace.layers_with_span(false) == std::vector<std::uint32_t>{2});
+  CHECK(trace.layers_with_window(false) == std::vector<std::uint32_t>{2});
   for (std::uint32_t layer = 0; layer < 4; ++layer) {
     const RowSpec &row = trace.row(layer), &own = gemma().config().rows[layer];
-    CHECK((row.span == own.span && row.scale == own.scale && row.rope == own.rope));
+    CHECK((row.window == own.window && row.scale == own.scale && row.rope == own.rope));
   }
   // (An error before the norm behind attention is not one of the residual stream.)
   CHECK_FALSE(trace.has_residuals());

@@ -11,15 +11,15 @@ using namespace kvlab;
 
 namespace {
 
-/// A cache of the engine's, drawn at random.
-struct Drawn {
+/// A cache of the engine's, sampled at random.
+struct SampledCache {
   DeviceShape model;
   CudaDecoderOptions options;
 };
 
-class Draw {
+class ShapeSampler {
  public:
-  explicit Draw(std::uint64_t seed) : random_(seed) {}
+  explicit ShapeSampler(std::uint64_t seed) : random_(seed) {}
 
   int number(int least, int most) {
     return std::uniform_int_distribution<int>(least, most)(random_);
@@ -33,60 +33,61 @@ class Draw {
   std::mt19937_64 random_;
 };
 
-ModelConfig drawn_config(Draw& draw) {
+ModelConfig sampled_config(ShapeSampler& sampler) {
   ModelConfig config;
-  config.layers = static_cast<std::uint32_t>(draw.number(1, 5));
-  config.kv_heads = static_cast<std::uint32_t>(draw.number(1, 8));
-  config.query_heads = config.kv_heads * static_cast<std::uint32_t>(draw.number(1, 8));
-  config.head_size = draw.one_of({64u, 96u, 128u, 256u});
+  config.layers = static_cast<std::uint32_t>(sampler.number(1, 5));
+  config.kv_heads = static_cast<std::uint32_t>(sampler.number(1, 8));
+  config.query_heads = config.kv_heads * static_cast<std::uint32_t>(sampler.number(1, 8));
+  config.head_size = sampler.one_of({64u, 96u, 128u, 256u});
   config.rows.resize(config.layers);
-  if (config.layers > 1) config.rows[1].span = draw.one_of({0u, 16u});
+  if (config.layers > 1) config.rows[1].window = sampler.one_of({0u, 16u});
   return config;
 }
 
-/// Policies whose columns the engine computes.
-std::string drawn_policy(Draw& draw) {
+/// Policies whose features the engine computes.
+std::string sampled_policy(ShapeSampler& sampler) {
   for (;;) {
     const auto& all = policy_catalogue();
-    const PolicyEntry& entry = all[static_cast<std::size_t>(draw.number(0, int(all.size()) - 1))];
+    const PolicyEntry& entry =
+        all[static_cast<std::size_t>(sampler.number(0, int(all.size()) - 1))];
     const PolicySpec policy = parse_policy(entry.info.name);
-    if (entry.info.evicts && std::ranges::all_of(policy.columns, [](const std::string& column) {
-          return built_in_column(column).has_value();
+    if (entry.info.evicts && std::ranges::all_of(policy.features, [](const std::string& feature) {
+          return built_in_feature(feature).has_value();
         }))
-      return std::string(entry.info.name) + draw.one_of({"", ":every=8:once=no", ":once"});
+      return std::string(entry.info.name) + sampler.one_of({"", ":every=8:once=no", ":once"});
   }
 }
 
-Drawn drawn(Draw& draw) {
-  const ModelConfig config = drawn_config(draw);
-  const PolicySpec policy = parse_policy(drawn_policy(draw));
+SampledCache sampled(ShapeSampler& sampler) {
+  const ModelConfig config = sampled_config(sampler);
+  const PolicySpec policy = parse_policy(sampled_policy(sampler));
   CudaDecoderOptions options;
-  options.sequences = draw.number(1, 4);
+  options.sequences = sampler.number(1, 4);
   options.slots = 500;
-  options.watched = draw.number(0, 1) == 1;
-  const Positions positions = draw.one_of({Positions::original, Positions::cache});
+  options.watched = sampler.number(0, 1) == 1;
+  const Positions positions = sampler.one_of({Positions::original, Positions::cache});
   for (int sequence = 0; sequence < options.sequences; ++sequence)
-    options.caches.push_back(
-        resolve({.policy = policy,
-                 .budget = parse_budget(draw.one_of({"96", "200", "pyramid(100)", "pyramid(160)"})),
-                 .positions = positions},
-                500, static_cast<std::uint32_t>(sequence), config.heads()));
-  return {{config, draw.one_of({Dtype::bf16, Dtype::f32})}, options};
+    options.caches.push_back(resolve(
+        {.policy = policy,
+         .budget = parse_budget(sampler.one_of({"96", "200", "pyramid(100)", "pyramid(160)"})),
+         .positions = positions},
+        500, static_cast<std::uint32_t>(sequence), config.heads()));
+  return {{config, sampler.one_of({Dtype::bf16, Dtype::f32})}, options};
 }
 
-kvlab_cache shape_of(const Drawn& drawn, int sequences, int most_slots) {
-  const ModelConfig& config = drawn.model.config();
-  return {.type = drawn.model.dtype() == Dtype::bf16 ? KVLAB_BF16 : KVLAB_F32,
+kvlab_cache shape_of(const SampledCache& sampled, int sequences, int max_slots) {
+  const ModelConfig& config = sampled.model.config();
+  return {.type = sampled.model.dtype() == Dtype::bf16 ? KVLAB_BF16 : KVLAB_F32,
           .sequences = sequences,
           .query_heads = static_cast<int>(config.query_heads),
           .kv_heads = static_cast<int>(config.kv_heads),
           .head_size = static_cast<int>(config.head_size),
           .softmax_scale = 1,
-          .most_slots = most_slots};
+          .max_slots = max_slots};
 }
 
-kvlab_memory bytes_of(const Drawn& drawn, const kvlab_cache& cache, std::int64_t slots) {
-  const CudaDecoderOptions& options = drawn.options;
+kvlab_memory bytes_of(const SampledCache& sampled, const kvlab_cache& cache, std::int64_t slots) {
+  const CudaDecoderOptions& options = sampled.options;
   kvlab_memory bytes{.struct_size = sizeof(kvlab_memory)};
   const auto numbering = static_cast<kvlab_positions>(
       options.numbering() == KVLAB_SQUEEZED ? KVLAB_SQUEEZED : KVLAB_ORIGINAL);
@@ -98,39 +99,39 @@ kvlab_memory bytes_of(const Drawn& drawn, const kvlab_cache& cache, std::int64_t
 
 std::size_t sum(std::initializer_list<std::size_t> parts) {
   std::size_t all = 0;
-  for (const std::size_t part : parts) all += cuda::Arena::aligned(part);
+  for (const std::size_t part : parts) all += cuda::Arena::align_up(part);
   return all;
 }
 
 /// Of all layers, of which a layer's arrays are parts; `slots`: of each layer.
-std::size_t storage_of(const Drawn& drawn, const kernels::SlotsConfig& config,
+std::size_t storage_of(const SampledCache& sampled, const kernels::SlotsConfig& config,
                        const kernels::PairSlots& pairs, const std::vector<std::int64_t>& slots) {
-  const kvlab_cache cache = shape_of(drawn, drawn.options.sequences, pairs.most());
+  const kvlab_cache cache = shape_of(sampled, sampled.options.sequences, pairs.max_slots());
   kvlab_memory all{};
   for (const std::int64_t layer : slots) {
-    const kvlab_memory one = bytes_of(drawn, cache, layer);
+    const kvlab_memory one = bytes_of(sampled, cache, layer);
     for (const auto member :
          {&kvlab_memory::keys, &kvlab_memory::values, &kvlab_memory::positions, &kvlab_memory::ages,
-          &kvlab_memory::states, &kvlab_memory::columns, &kvlab_memory::seen,
+          &kvlab_memory::states, &kvlab_memory::features, &kvlab_memory::seen,
           &kvlab_memory::first_slot, &kvlab_memory::lengths, &kvlab_memory::next_slots,
-          &kvlab_memory::rules, &kvlab_memory::room_at, &kvlab_memory::unit_keys})
+          &kvlab_memory::rules, &kvlab_memory::evict_at, &kvlab_memory::unit_keys})
       all.*member += one.*member;
     all.params = one.params, all.threshold16 = one.threshold16;
     all.seeds = one.seeds, all.sequence_ids = one.sequence_ids;
   }
-  // The engine has a table of room for steps, one for shrinks, and one that says never.
-  const std::size_t room = config.modified() ? all.room_at : 0;
-  return sum({all.keys, all.values, all.positions, all.ages, all.states, all.columns, all.unit_keys,
-              drawn.options.watched ? all.seen : 0, all.first_slot, all.lengths, all.next_slots,
-              all.rules, room, room, room, all.params, all.threshold16, all.sequence_ids,
-              all.seeds});
+  // The engine has a table of room for steps, one for compactions, and one that says never.
+  const std::size_t evict_at = config.has_modifiers() ? all.evict_at : 0;
+  return sum({all.keys, all.values, all.positions, all.ages, all.states, all.features,
+              all.unit_keys, sampled.options.watched ? all.seen : 0, all.first_slot, all.lengths,
+              all.next_slots, all.rules, evict_at, evict_at, evict_at, all.params, all.threshold16,
+              all.sequence_ids, all.seeds});
 }
 
 /// Of a prompt of one sequence, which each layer goes through in turn.
-std::size_t prompt_of(const Drawn& drawn, int tokens) {
-  const CudaDecoderOptions& options = drawn.options;
-  const kvlab_cache cache = shape_of(drawn, 1, tokens);
-  const kvlab_memory one = bytes_of(drawn, cache, std::int64_t{tokens} * cache.kv_heads);
+std::size_t prompt_of(const SampledCache& sampled, int tokens) {
+  const CudaDecoderOptions& options = sampled.options;
+  const kvlab_cache cache = shape_of(sampled, 1, tokens);
+  const kvlab_memory one = bytes_of(sampled, cache, std::int64_t{tokens} * cache.kv_heads);
   kvlab_observe_args observe{.struct_size = sizeof observe,
                              .prefill = {.struct_size = sizeof observe.prefill,
                                          .type = cache.type,
@@ -138,22 +139,22 @@ std::size_t prompt_of(const Drawn& drawn, int tokens) {
                                          .kv_heads = cache.kv_heads,
                                          .head_size = cache.head_size,
                                          .queries = static_cast<int>(options.prefill_tokens)}};
-  const std::size_t rows = options.prefill_tokens * drawn.model.config().query_heads;
-  const bool columns = one.columns > 0, seen = one.seen > 0;
+  const std::size_t rows = options.prefill_tokens * sampled.model.config().query_heads;
+  const bool features = one.features > 0, seen = one.seen > 0;
   return sum({one.keys, one.values, one.positions, one.lengths, one.next_slots, one.first_slot,
-              one.states, one.columns, columns ? one.keys : 0,
+              one.states, one.features, features ? one.keys : 0,
               options.numbering() == KVLAB_ORIGINAL ? 0 : one.keys,
               options.policy().weighted ? static_cast<std::size_t>(tokens) * sizeof(float) : 0,
               one.seen, seen ? rows * sizeof(kvlab_row_softmax) : 0,
-              seen ? kvlab_observe_workspace(&observe) : 0, one.shrink_workspace});
+              seen ? kvlab_observe_workspace(&observe) : 0, one.compact_workspace});
 }
 
 }  // namespace
 
 TEST_CASE("The library's bytes are those that the engine lays out") {
-  Draw draw(1);
+  ShapeSampler sampler(1);
   for (int shape = 0; shape < 200; ++shape) {
-    const Drawn some = drawn(draw);
+    const SampledCache some = sampled(sampler);
     const kernels::SlotsConfig config = slots_config(some.model, some.options);
     const kernels::PairSlots pairs(config);
     const std::size_t of_layer = pairs.pairs();
@@ -166,9 +167,9 @@ TEST_CASE("The library's bytes are those that the engine lays out") {
     CAPTURE(shape, some.options.policy().name, some.model.config().head_size, slots);
     CHECK(storage_of(some, config, pairs, slots) ==
           cuda::Placed<kernels::SlotStorage>::bytes(config, pairs));
-    const int tokens = draw.number(1, 3000);
-    CHECK(prompt_of(some, tokens) == cuda::Placed<kernels::AdmissionMemory>::bytes(
-                                         config, static_cast<std::uint32_t>(tokens)));
+    const int tokens = sampler.number(1, 3000);
+    CHECK(prompt_of(some, tokens) ==
+          cuda::Placed<kernels::AppendMemory>::bytes(config, static_cast<std::uint32_t>(tokens)));
   }
 }
 
@@ -180,7 +181,7 @@ TEST_CASE("The library measures blocks, and refuses what is no shape") {
                     .kv_heads = 8,
                     .head_size = 128,
                     .softmax_scale = 1,
-                    .most_slots = 1000};
+                    .max_slots = 1000};
   kvlab_memory bytes{.struct_size = sizeof bytes};
   const auto ask = [&](std::int64_t slots) {
     return kvlab_cache_memory(h2o, &cache, slots, KVLAB_ORIGINAL, &bytes);
@@ -196,7 +197,7 @@ TEST_CASE("The library measures blocks, and refuses what is no shape") {
   CHECK(ask(24'001) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
         std::string("kvlab_cache_memory: slots is 24001; 1 to 24000, sequences times kv_heads "
-                    "times most_slots"));
+                    "times max_slots"));
   cache.pages.page = 17;
   CHECK(ask(1) == cudaErrorInvalidValue);
   bytes.struct_size = 0;

@@ -105,7 +105,7 @@ TEST_CASE("The library tells a shape that it does not take from a machine withou
                     .kv_heads = 2,
                     .head_size = 64,
                     .softmax_scale = 0.125f,
-                    .most_slots = 128};
+                    .max_slots = 128};
   const std::size_t bytes = kvlab_evicting_attention_workspace(h2o, &cache);
   CHECK(bytes > 0);
   CHECK((bytes == SIZE_MAX) == !has_device());
@@ -125,20 +125,20 @@ TEST_CASE("The library refuses what it cannot do before any launch") {
   kvlab_write_args write{.struct_size = sizeof(kvlab_write_args)};
   CHECK(kvlab_write(&write, nullptr) == cudaErrorInvalidValue);
 
-  kvlab_columns_args columns{.struct_size = sizeof(kvlab_columns_args)};
-  CHECK(kvlab_columns(&columns, nullptr) == cudaErrorInvalidValue);  // none
-  columns.count = 5;
-  CHECK(kvlab_columns(&columns, nullptr) == cudaErrorInvalidValue);
-  columns.count = 1;
-  columns.columns[0] = static_cast<kvlab_column>(5);
-  CHECK(kvlab_columns(&columns, nullptr) == cudaErrorInvalidValue);
+  kvlab_columns_args features{.struct_size = sizeof(kvlab_columns_args)};
+  CHECK(kvlab_columns(&features, nullptr) == cudaErrorInvalidValue);  // none
+  features.count = 5;
+  CHECK(kvlab_columns(&features, nullptr) == cudaErrorInvalidValue);
+  features.count = 1;
+  features.features[0] = static_cast<kvlab_column>(5);
+  CHECK(kvlab_columns(&features, nullptr) == cudaErrorInvalidValue);
 
   kvlab_observation seen{};
-  kvlab_shrink_args shrink{.struct_size = sizeof(kvlab_shrink_args)};
-  shrink.seen = &seen;
-  CHECK(kvlab_shrink(snapkv, &shrink, nullptr) == cudaErrorNotSupported);
-  shrink.weighted = 1;
-  CHECK(kvlab_shrink(snapkv, &shrink, nullptr) == cudaErrorInvalidValue);
+  kvlab_shrink_args compact{.struct_size = sizeof(kvlab_shrink_args)};
+  compact.seen = &seen;
+  CHECK(kvlab_shrink(snapkv, &compact, nullptr) == cudaErrorNotSupported);
+  compact.weighted = 1;
+  CHECK(kvlab_shrink(snapkv, &compact, nullptr) == cudaErrorInvalidValue);
 }
 
 TEST_CASE("The library says in one line why a call was refused") {
@@ -155,7 +155,7 @@ TEST_CASE("The library says in one line why a call was refused") {
                           .kv_heads = 2,
                           .head_size = 64,
                           .softmax_scale = 0.125f,
-                          .most_slots = 128,
+                          .max_slots = 128,
                           .first_slot = &first,
                           .keys = there,
                           .values = there,
@@ -193,12 +193,12 @@ TEST_CASE("The library says in one line why a call was refused") {
   CHECK(said([](auto& args) { args.q = static_cast<const char*>(args.q) + 2; }, h2o) ==
         call + "q does not begin at a multiple of 16 bytes");
   CHECK(said([](auto& args) { args.numbering = KVLAB_TWO_FRAMES; }, h2o) ==
-        call + "inv_freq, of squeezed positions, is NULL");
+        call + "inv_freq, of cache positions, is NULL");
   CHECK(said([](auto&) {}, nullptr) == call + "an argument is NULL");
 
-  kvlab_shrink_args shrink{
+  kvlab_shrink_args compact{
       .struct_size = sizeof(kvlab_shrink_args), .from = cache, .to = cache, .policy = step.policy};
-  CHECK(kvlab_shrink(h2o, &shrink, nullptr) == cudaErrorInvalidValue);
+  CHECK(kvlab_shrink(h2o, &compact, nullptr) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
         std::string("kvlab_shrink: to_states is NULL, and policy.states is not"));
   kvlab_prefill_args prompt{.struct_size = sizeof(kvlab_prefill_args),
@@ -316,10 +316,10 @@ TEST_CASE("Sizes that a launch cannot count in 32 bits are refused before it") {
                     .query_heads = 8,
                     .kv_heads = 2,
                     .head_size = 64,
-                    .most_slots = (1 << 30) + 1};
+                    .max_slots = (1 << 30) + 1};
   kvlab_memory bytes{.struct_size = sizeof(kvlab_memory)};
   CHECK_THAT(said(kvlab_cache_memory(kvlab_find_policy("h2o"), &cache, 1, KVLAB_ORIGINAL, &bytes)),
-             ContainsSubstring("most_slots is 1073741825; at most 2^30"));
+             ContainsSubstring("max_slots is 1073741825; at most 2^30"));
 }
 
 TEST_CASE("The library compiles a header, and says what is wrong at its own line") {
@@ -351,7 +351,7 @@ TEST_CASE("The library compiles a header, and says what is wrong at its own line
                            ContainsSubstring("rank(const Slot&") && ContainsSubstring("my.hpp"));
   const Compiled slots = compiled(h2o, "slot.mass = 0;", "");
   CHECK(slots.error == cudaErrorInvalidSource);
-  CHECK_THAT(slots.log, ContainsSubstring("policy: admit() must set every member of Slot"));
+  CHECK_THAT(slots.log, ContainsSubstring("policy: append() must set every member of Slot"));
   CHECK(compiled("int x;").error == cudaErrorInvalidSource);
   CHECK_THAT(compiled("int x;").log, ContainsSubstring("my.hpp: holds no struct"));
 }

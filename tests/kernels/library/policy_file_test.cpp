@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/loop/policy_file.hpp"
+#include "engine/evaluation/policy_file.hpp"
 #include "kernels/kvlab.h"
 #include "tests/catch.hpp"
 #include "tests/traces/temporary_folder.hpp"
@@ -37,7 +37,7 @@ struct ReadFile {
 std::string policy_json(const std::string& changes = "{}") {
   nlohmann::json file = nlohmann::json::parse(R"({
     "format": 1, "policy": "a2sf", "params": {"keep": 0.75},
-    "guards": {"sinks": 4, "recent": "25%"}, "budget": 64, "positions": "original",
+    "protected": {"sinks": 4, "recent": "25%"}, "budget": 64, "positions": "original",
     "prefill": "dense", "threshold": 0.01, "seed": 7,
     "model": {"name": "tiny", "weights_xxh3": ""}, "run": {"metric": "kl_estimate"}})");
   file.merge_patch(nlohmann::json::parse(changes));
@@ -52,7 +52,7 @@ TEST_CASE("The library reads a policy.json as the engine does") {
       R"({"budget": [[16, 20, 24], [32, 36, 40]], "positions": "cache", "prefill": "chunk:32"})",
       R"j({"budget": "pyramid(64)", "modifiers": {"every": 8, "smooth": 3, "pool": "max"}})j",
       R"({"budget": [64, null], "modifiers": {"once": true, "group": "max"}, "seed": null})",
-      R"({"policy": "column", "params": {"keep": -1, "name": "mine"}, "prefill": "stream",
+      R"({"policy": "feature", "params": {"keep": -1, "name": "mine"}, "prefill": "stream",
           "modifiers": {"scope": "layer"}})"};
   for (const std::string& changes : changed) {
     CAPTURE(changes);
@@ -66,7 +66,7 @@ TEST_CASE("The library reads a policy.json as the engine does") {
     const kvlab_policy_file& file = read.file;
     CHECK(file.policy == kvlab_find_policy(ours.policy.name.c_str()));
     CHECK(std::vector(file.params, file.params + file.param_count) == ours.policy.params);
-    CHECK(ours.policy.named_column() == file.column);
+    CHECK(ours.policy.named_feature() == file.feature);
     CHECK((file.numbering == KVLAB_SQUEEZED) == (ours.positions == Positions::cache));
     CHECK(file.prefill_chunk == ours.prefill.chunk);
     CHECK(file.threshold16 == ours.threshold16());
@@ -81,8 +81,8 @@ TEST_CASE("The library reads a policy.json as the engine does") {
       const ResolvedConfig head = ours.of_head(at / 3, at % 3);
       const kvlab_rule& rule = read.rules[at];
       CHECK(rule.budget == head.budget_tokens);
-      CHECK(rule.sinks == head.guards.sinks);
-      CHECK(rule.recent == head.guards.recent);
+      CHECK(rule.sinks == head.protected_tokens.sinks);
+      CHECK(rule.recent == head.protected_tokens.recent);
       CHECK((rule.group_max != 0) == (modifiers.group == Modifiers::Group::max));
     }
   }
@@ -90,10 +90,10 @@ TEST_CASE("The library reads a policy.json as the engine does") {
 
 TEST_CASE("The library says in one line what it cannot hold of a policy.json") {
   const auto said = [](const std::string& changes) { return ReadFile(policy_json(changes)).said; };
-  CHECK_THAT(said(R"({"ladder": "8"})"), ContainsSubstring("key \"ladder\" is not known"));
+  CHECK_THAT(said(R"({"tier_plan": "8"})"), ContainsSubstring("key \"tiers\" is not known"));
   CHECK_THAT(said(R"j({"budget": "ada(64)"})j"),
              ContainsSubstring("tokens, a list of them, or pyramid(TOKENS) are expected"));
-  CHECK_THAT(said(R"({"guards": {"prompt": true}})"), ContainsSubstring("prompt"));
+  CHECK_THAT(said(R"({"protected": {"prompt": true}})"), ContainsSubstring("prompt"));
   CHECK_THAT(said(R"({"source": {"path": "my.hpp", "xxh3": "0"}})"),
              ContainsSubstring("kvlab_compile_policy"));
   CHECK_THAT(said(R"({"policy": "full"})"), ContainsSubstring("a policy of the library"));

@@ -42,16 +42,17 @@ struct Layout {
       for (int pair = 0; pair < sequences * static_cast<int>(kHeads); ++pair) {
         const std::uint32_t budget =
             cache.budget_of(layer, static_cast<std::uint32_t>(pair) % kHeads);
-        const Guards guards = budget == kNoBudget ? Guards{} : resolve_guards(policy, budget);
-        rules.push_back(
-            {budget, guards.sinks, guards.recent, policy.modifiers.group == Modifiers::Group::max});
-        if (policy.ladder.is_plain()) continue;
-        for (const RungSlots& rung : cache.rungs.at(budget))
-          rungs.push_back({static_cast<kvlab_form>(rung.form - &kKvForms[0]), rung.slots});
+        const ProtectedTokens protected_tokens =
+            budget == kNoBudget ? ProtectedTokens{} : resolve_protected_tokens(policy, budget);
+        rules.push_back({budget, protected_tokens.sinks, protected_tokens.recent,
+                         policy.modifiers.group == Modifiers::Group::max});
+        if (policy.tier_plan.is_plain()) continue;
+        for (const TierSlots& tier : cache.tiers.at(budget))
+          tiers.push_back({static_cast<kvlab_form>(tier.format - &kKvFormats[0]), tier.slots});
       }
     }
-    for (const std::string& column : policy.columns)
-      columns.push_back(static_cast<kvlab_column>(built_in_column(column).value()));
+    for (const std::string& feature : policy.features)
+      features.push_back(static_cast<kvlab_column>(built_in_feature(feature).value()));
     config = {.struct_size = sizeof config,
               .type = type,
               .query_heads = kHeads * kGroup,
@@ -60,15 +61,15 @@ struct Layout {
               .sequences = sequences,
               .layer_count = kLayers,
               .rope_count = 1,
-              .rung_count = static_cast<int>(rungs.size() / rules.size()),
-              .column_count = static_cast<int>(columns.size()),
+              .tier_count = static_cast<int>(tiers.size() / rules.size()),
+              .feature_count = static_cast<int>(features.size()),
               .layers = layers.data(),
               .ropes = &table,
               .policy = kvlab_find_policy(std::string(policy.entry->info.name).c_str()),
               .rules = rules.data(),
-              .rungs = rungs.data(),
+              .tiers = tiers.data(),
               .seeds = seeds.data(),
-              .columns = columns.data(),
+              .features = features.data(),
               .numbering = cache.positions == Positions::cache ? KVLAB_SQUEEZED : KVLAB_ORIGINAL,
               .threshold16 = cache.threshold16(),
               .tokens = kTokens,
@@ -92,8 +93,8 @@ struct Layout {
   kvlab_rope table{angles.inv_freq.data(), kSize, 1};
   std::vector<kvlab_slots_layer> layers;
   std::vector<kvlab_rule> rules;
-  std::vector<kvlab_rung> rungs;
-  std::vector<kvlab_column> columns;
+  std::vector<kvlab_rung> tiers;
+  std::vector<kvlab_column> features;
   std::vector<std::byte> params;
   std::vector<std::uint64_t> seeds;
   kvlab_slots_config config{};
@@ -110,8 +111,8 @@ class Slots {
   Slots(const Slots&) = delete;
 
   /// Of a prompt's chunk in a layer, in two parts.
-  std::vector<float> admit(int sequence, std::uint32_t layer, std::uint32_t fed, bool ends,
-                           std::span<const float> qkv) {
+  std::vector<float> append(int sequence, std::uint32_t layer, std::uint32_t fed, bool ends,
+                            std::span<const float> qkv) {
     qkv_.assign(qkv);
     const auto tokens = static_cast<std::uint32_t>(qkv.size() / kRow);
     kvlab_slots_part part{.struct_size = sizeof part,
@@ -197,14 +198,14 @@ class Host {
       v.insert(v.end(), values, values + kHeads * kSize);
     }
     LayerCache& cache = layers_[layer];
-    for (HeadCache& head : cache.heads()) head.make_room(fed);
+    for (HeadCache& head : cache.heads()) head.evict_to_budget(fed);
     cache.attend({fed, tokens, q.data(), k.data(), v.data(), out.data(), lse.data()},
                  rope_.covering(fed + tokens), 1);
     for (HeadCache& head : cache.heads()) head.observe();
     if (ends) cache.end_prompt();
     return out;
   }
-  /// Before the token at `now`, as a device that has made room already holds it.
+  /// Before the token at `now`, as a device that has evicted to the budget already holds it.
   std::vector<std::uint32_t> kept(std::uint32_t layer, std::uint32_t head) const {
     const auto positions = layers_[layer].heads()[head].live().positions();
     return {positions.begin(), positions.end()};
@@ -226,7 +227,7 @@ double worst(const std::vector<float>& a, const std::vector<float>& b) {
   return worst / most;
 }
 
-class DrawnRows {
+class SampledRows {
  public:
   std::vector<float> rows(std::uint32_t tokens) {
     std::vector<float> values(tokens * kRow);
@@ -244,26 +245,26 @@ double conversation(const ResolvedConfig& config) {
   const Layout layout(config);
   Slots slots(layout);
   Host host(config);
-  DrawnRows draw;
+  SampledRows sampled;
   double off = 0;
   std::uint32_t fed = 0;
   const auto turn = [&](std::uint32_t prompt, std::uint32_t steps) {
     const std::uint32_t chunk = config.prefill.chunk == 0 ? prompt : config.prefill.chunk;
     std::vector<std::vector<float>> rows;
-    for (std::uint32_t layer = 0; layer < kLayers; ++layer) rows.push_back(draw.rows(prompt));
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) rows.push_back(sampled.rows(prompt));
     for (std::uint32_t layer = 0; layer < kLayers; ++layer)  // as transformers goes
       for (std::uint32_t first = 0; first < prompt; first += chunk) {
         const std::uint32_t tokens = std::min(chunk, prompt - first);
         const auto part = std::span(rows[layer]).subspan(first * kRow, tokens * kRow);
         const bool ends = first + tokens == prompt;
-        off = std::max(off, worst(slots.admit(0, layer, fed + first, ends, part),
+        off = std::max(off, worst(slots.append(0, layer, fed + first, ends, part),
                                   host.attend(layer, fed + first, ends, part)));
       }
     fed += prompt;
     for (std::uint32_t step = 0; step < steps; ++step, ++fed) {
       slots.before_step();
       for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-        const auto row = draw.rows(1);
+        const auto row = sampled.rows(1);
         off = std::max(off, worst(slots.step(layer, row), host.attend(layer, fed, false, row)));
       }
     }
@@ -293,21 +294,21 @@ TEST_CASE("Slots keep what the CPU's caches keep, and attend as they do", "[gpu]
   if (!has_device()) return skip("no CUDA device");
   const test::Choices choices{
       .policies = {"window", "sink", "lru", "h2o", "snapkv", "random", "knorm", "keydiff"},
-      .ladders = {"", "4", "16@5t+4@100%", "8@25%+4@50%+k4v2@25%", "fp8@50%+2@50%"},
+      .tier_plans = {"", "4", "16@5t+4@100%", "8@25%+4@50%+k4v2@25%", "fp8@50%+2@50%"},
       .budgets = test::budgets_about(36, kModel)};
   for (const CacheConfig& config : test::covering(choices, &kKernelLibrary, kTokens, kModel)) {
     INFO(test::text_of(config));
-    // A key that differs in its last bit may have another code.
+    // A key that differs in its last bit may have another quantized value.
     CHECK(conversation(resolve(config, kTokens, 0, kModel)) <
-          (config.policy.ladder.is_coded() ? 3e-2 : 1e-4));
+          (config.policy.tier_plan.is_quantized() ? 3e-2 : 1e-4));
   }
-  CHECK(conversation(resolved("full:ladder=8", 32)) < 3e-2);
+  CHECK(conversation(resolved("full:tiers=8", 32)) < 3e-2);
 }
 
 TEST_CASE("A graph of slots' steps goes on serving, also when they have been cleared", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
-  const Layout layout(resolved("h2o:ladder=16@8t+4@100%", 32), 1, KVLAB_BF16);
-  CHECK(layout.config.rung_count == 2);
+  const Layout layout(resolved("h2o:tiers=16@8t+4@100%", 32), 1, KVLAB_BF16);
+  CHECK(layout.config.tier_count == 2);
   // Two-byte numbers of what a float's halves happen to be would be no numbers: of ones and zeros.
   constexpr std::size_t kBytes = kRow * 2;
   Stream stream;
@@ -359,18 +360,18 @@ TEST_CASE("Sequences in slots decode beside each other as they do alone", "[gpu]
   const ResolvedConfig config = resolved("h2o:every=4", 24);
   const Layout both(config, 2), one(config);
   Slots slots(both), alone(one);
-  DrawnRows draw;
-  const auto prompt = draw.rows(40);
+  SampledRows sampled;
+  const auto prompt = sampled.rows(40);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-    slots.admit(1, layer, 0, true, prompt);
-    alone.admit(0, layer, 0, true, prompt);
+    slots.append(1, layer, 0, true, prompt);
+    alone.append(0, layer, 0, true, prompt);
   }
   for (int step = 0; step < 30; ++step) {
     const bool first = step % 3 == 0;  // the other has had no prompt
     slots.before_step({static_cast<unsigned char>(first), 1});
     alone.before_step();
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-      const auto rows = draw.rows(2);
+      const auto rows = sampled.rows(2);
       auto out = slots.step(layer, rows);
       out.erase(out.begin(), out.begin() + kQueries);
       CHECK(worst(out, alone.step(layer, std::span(rows).subspan(kRow))) < 1e-5);
@@ -381,15 +382,15 @@ TEST_CASE("Sequences in slots decode beside each other as they do alone", "[gpu]
     CHECK(slots.kept(1, 1, head) == alone.kept(0, 1, head));
 }
 
-TEST_CASE("Steps and admissions of sequences in slots do not spoil each other's", "[gpu]") {
+TEST_CASE("Steps and appends of sequences in slots do not spoil each other's", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const ResolvedConfig config = resolved("h2o", 24);
   Layout three(config, 3);
   three.config.tokens = 0;
   const Layout one(config);
   Slots slots(three), alone(one);
-  DrawnRows draw;
-  const auto prompt = draw.rows(5), next = draw.rows(1), rows = draw.rows(3);
+  SampledRows sampled;
+  const auto prompt = sampled.rows(5), next = sampled.rows(1), rows = sampled.rows(3);
   const auto unannounced = [&] {
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
   };
@@ -398,13 +399,13 @@ TEST_CASE("Steps and admissions of sequences in slots do not spoil each other's"
 
   const auto same = [&](int sequence, std::uint32_t layer, std::uint32_t fed, const auto& tokens,
                         const std::vector<float>& out) {
-    CHECK(worst(slots.admit(sequence, layer, fed, true, tokens), out) < 1e-5);
+    CHECK(worst(slots.append(sequence, layer, fed, true, tokens), out) < 1e-5);
   };
   std::vector<std::vector<float>> first, second;
   for (std::uint32_t layer = 0; layer < kLayers; ++layer)
-    first.push_back(alone.admit(0, layer, 0, true, prompt));
+    first.push_back(alone.append(0, layer, 0, true, prompt));
   for (std::uint32_t layer = 0; layer < kLayers; ++layer)
-    second.push_back(alone.admit(0, layer, 5, true, next));
+    second.push_back(alone.append(0, layer, 5, true, next));
   for (int sequence = 0; sequence < 3; ++sequence)
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
       same(sequence, layer, 0, prompt, first[layer]);
@@ -418,7 +419,7 @@ TEST_CASE("Steps and admissions of sequences in slots do not spoil each other's"
                                   .out = slots.rows()};
       CHECK(kvlab_slots_admit(slots.get(), &part, nullptr) == cudaErrorMemoryAllocation);
     }
-  slots.before_step({0, 1, 0});  // whose launches come when another's admission has been made
+  slots.before_step({0, 1, 0});  // whose launches come when another's append has been made
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(0, layer, 5, next, second[layer]);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
   unannounced();  // once for each before_step()
@@ -428,7 +429,7 @@ TEST_CASE("Steps and admissions of sequences in slots do not spoil each other's"
 
 TEST_CASE("Slots are measured without a device, and say what they refuse") {
   const auto why = [](auto spoil) {
-    Layout layout(resolved("h2o:ladder=16@8t+4@100%", 32));
+    Layout layout(resolved("h2o:tiers=16@8t+4@100%", 32));
     spoil(layout);
     std::size_t bytes = 0;
     const cudaError_t error = kvlab_slots_memory(&layout.config, &bytes);
@@ -440,16 +441,16 @@ TEST_CASE("Slots are measured without a device, and say what they refuse") {
         call + "config.head_size is 80; 64, 96, 128 or 256");
   CHECK(why([](Layout& l) { l.rules[1].sinks = 90; }).starts_with(call + "rules[1]: budget is 84"));
   CHECK(why([](Layout& l) {
-          l.rungs[3].slots = 1;
-        }).starts_with(call + "rungs of pair 1: 9 slots of a budget of 84"));
+          l.tiers[3].slots = 1;
+        }).starts_with(call + "tiers of pair 1: 9 slots of a budget of 84"));
   CHECK(why([](Layout& l) { l.rules[3].group_max = 1; }) ==
         call + "rules[3].group_max is 1, that of rules[0] 0; the same in all is expected");
-  CHECK(why([](Layout& l) { l.rungs[1].form = KVLAB_FORM_16; }).empty());
+  CHECK(why([](Layout& l) { l.tiers[1].format = KVLAB_FORM_16; }).empty());
   CHECK(why([](Layout& l) {
-          l.rungs[0].form = KVLAB_FORM_2;
-        }).starts_with(call + "rungs of pair 0: form 3 under form 5"));
-  CHECK(why([](Layout& l) { l.config.column_count = 1; }) ==
-        call + "column_count is 1: the policy reads 0");
+          l.tiers[0].format = KVLAB_FORM_2;
+        }).starts_with(call + "tiers of pair 0: format 3 under format 5"));
+  CHECK(why([](Layout& l) { l.config.feature_count = 1; }) ==
+        call + "feature_count is 1: the policy reads 0");
   CHECK(why([](Layout& l) { l.layers[1].rope = 1; }) == call + "layers[1].rope is 1 of 1");
   CHECK(why([](Layout& l) { l.config.rules = nullptr; }) ==
         call + "policy, layers, ropes or rules is NULL");
@@ -462,7 +463,7 @@ TEST_CASE("Slots are measured without a device, and say what they refuse") {
         }).starts_with(call + "ropes[0].rotated is 7: an even"));
   CHECK(why([](Layout& l) {
           l.config.numbering = KVLAB_SQUEEZED;
-        }).starts_with(call + "codes under KVLAB_SQUEEZED"));
+        }).starts_with(call + "quantized tiers under KVLAB_SQUEEZED"));
   CHECK(kvlab_slots_admit(nullptr, nullptr, nullptr) == cudaErrorInvalidValue);
 
   Layout outputs(resolved("criticalkv", 32));
@@ -471,7 +472,7 @@ TEST_CASE("Slots are measured without a device, and say what they refuse") {
   CHECK(std::string(kvlab_last_error()).starts_with(call + "layers[0].output is NULL"));
 }
 
-TEST_CASE("A cache that keeps all tokens keeps them on its ladder's first rung") {
+TEST_CASE("A cache that keeps all tokens keeps them on its first tier") {
   const auto bytes = [](const char* policy) {
     const Layout layout(resolved(policy, 32), 1, KVLAB_BF16);
     std::size_t all = 0;
@@ -480,5 +481,5 @@ TEST_CASE("A cache that keeps all tokens keeps them on its ladder's first rung")
   };
   // Of 160 tokens, whole tiles; 2 layers, 2 heads, 128 channels, of which 16 bits become 4 and 5.
   const std::size_t saved = kLayers * kHeads * kTokens * 2 * kSize;
-  CHECK(bytes("full:ladder=4") + saved / 2 < bytes("full"));
+  CHECK(bytes("full:tiers=4") + saved / 2 < bytes("full"));
 }

@@ -25,14 +25,14 @@ class ExpertLayer {
  public:
   explicit ExpertLayer(const ExpertSize& size) : size_(size) {
     std::mt19937 random(31);
-    const auto draw = [&](std::size_t count) { return random_values(size.type, count, random); };
+    const auto sample = [&](std::size_t count) { return random_values(size.type, count, random); };
     x_ = random_values(KVLAB_F32, count(size.tokens, size.hidden), random);
-    gamma_ = draw(count(size.hidden));
-    router_ = draw(count(size.experts, size.hidden));
-    router_bias_ = draw(count(size.experts));
+    gamma_ = sample(count(size.hidden));
+    router_ = sample(count(size.experts, size.hidden));
+    router_bias_ = sample(count(size.experts));
     if (size.equal_logits) std::ranges::fill(router_, 0.0f), std::ranges::fill(router_bias_, 80.0f);
-    weight_ = draw(count(size.experts, size.width) * count(size.hidden));
-    bias_ = draw(count(size.experts, size.width));
+    weight_ = sample(count(size.experts, size.width) * count(size.hidden));
+    bias_ = sample(count(size.experts, size.width));
     y_ = fill(count(pairs(), size.width), KVLAB_F32);
     shares_ = fill(count(pairs()), KVLAB_F32);
     normed_ = fill(count(size.tokens, size.hidden), size.type);
@@ -222,7 +222,7 @@ TEST_CASE("experts refuse what they do not support before any launch") {
   };
   CHECK(refused([](auto& a) { a.hidden = 12; }, router, route));
   CHECK(refused([](auto& a) { a.routes.chosen = 5; }, router, route));
-  CHECK(refused([](auto& a) { a.routes.experts = kMostExperts + 1; }, router, route));
+  CHECK(refused([](auto& a) { a.routes.experts = kMaxExperts + 1; }, router, route));
   CHECK(refused([](auto& a) { a.norm.gamma = nullptr; }, router, route));
   CHECK(refused([](auto& a) { a.k = 4; }, product, expert_product));
   CHECK(refused([](auto& a) { a.y_float = static_cast<float*>(a.y); }, product, expert_product));

@@ -213,7 +213,7 @@ TEST_CASE("linear refuses what it does not support before launching") {
     change(bad);
     return linear(bad, nullptr) == cudaErrorInvalidValue;
   };
-  CHECK(refused([](LinearArgs& a) { a.rows = kMostLinearRows + 1; }));
+  CHECK(refused([](LinearArgs& a) { a.rows = kMaxLinearRows + 1; }));
   CHECK(refused([](LinearArgs& a) { a.rows = 0; }));
   CHECK(refused([](LinearArgs& a) { a.k = 12; }));
   CHECK(refused([](LinearArgs& a) { a.n = 0; }));

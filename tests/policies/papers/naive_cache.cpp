@@ -45,7 +45,7 @@ class NaiveCache {
       if (segment.kind == SegmentKind::prompt)
         step = config_.prefill.chunk ? config_.prefill.chunk : segment.tokens;
       for (std::uint32_t first = segment.start; first < end; first += step)
-        admit(first, std::min(step, end - first));
+        append(first, std::min(step, end - first));
     }
     return kept_;
   }
@@ -73,16 +73,16 @@ class NaiveCache {
     if (trace_.header().rounding == Rounding::model_dtype) arithmetic_.rounding = shape.dtype;
   }
 
-  void admit(std::uint32_t first, std::uint32_t count) {
-    make_room(first);
+  void append(std::uint32_t first, std::uint32_t count) {
+    evict_to_budget(first);
     for (std::uint32_t t = first; t < first + count; ++t) {
       live_.push_back(t);
       attend(t);
     }
-    history_.admissions.push_back({first, count});
+    history_.appends.push_back({first, count});
   }
 
-  void make_room(std::uint32_t now) {
+  void evict_to_budget(std::uint32_t now) {
     if (live_.size() < budget_) return;
     const std::uint32_t sinks = config_.policy.sinks.resolve(budget_);
     const std::uint32_t recent = config_.policy.recent.resolve(budget_);

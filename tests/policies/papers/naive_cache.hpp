@@ -21,7 +21,7 @@ struct Query {
   std::uint64_t mass(std::uint32_t token, float weight = 1) const;
 };
 
-/// An admission whose queries are all done.
+/// An append whose queries are all done.
 struct Done {
   std::uint32_t first, count;
   std::uint32_t last() const { return first + count - 1; }
@@ -31,22 +31,22 @@ struct Done {
 
 struct History {
   std::vector<Query> queries;  ///< [position]
-  std::vector<Done> admissions;
+  std::vector<Done> appends;
 };
 
-/// When room is made, and where.
+/// When tokens are evicted, and where.
 struct Moment {
   std::uint32_t now, budget, live;
   std::uint64_t seed;
   std::uint32_t sequence, layer, kv_head;
 };
 
-/// What a token is worth: the smallest leaves first, by the first number, then by the second.
+/// What a token is worth: the smallest is evicted first, by the first number, then by the second.
 using Worth = std::pair<double, double>;
 using Formula = std::function<Worth(const History&, std::uint32_t token, const Moment&)>;
 
 /// The kept set at each query of one KV head: the rule with `formula`. `config`'s policy gives the
-/// guards alone.
+/// protected tokens alone.
 std::vector<std::vector<std::uint32_t>> kept_by(const Formula& formula, const TraceReader& trace,
                                                 std::uint32_t sequence, const CacheConfig& config,
                                                 std::uint32_t layer, std::uint32_t kv_head);

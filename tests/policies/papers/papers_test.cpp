@@ -28,7 +28,7 @@ std::vector<Paper> that_need_both() {
           {"leaky:slope=0:span=1e6:recent=3", leaky(0.9, 0, 1'000'000), compiled}};
 }
 
-/// The defaults, and every parameter away from its default, with other guards.
+/// The defaults, and every parameter away from its default, with other protected tokens.
 std::vector<Paper> papers() {
   return {{"tova", tova()},
           {"tova:sinks=2:recent=25%", tova()},
@@ -90,7 +90,9 @@ TEST_CASE("each policy keeps what its paper's formula keeps, on a captured trace
     }
 }
 
-TEST_CASE("a policy that needs mass and requests sees both, in the plain replay and in the lanes") {
+TEST_CASE(
+    "a policy that needs mass and requests sees both, in the plain replay and in the configuration "
+    "batches") {
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(
       folder / "trace", {.layers = 1,

@@ -25,7 +25,7 @@ const nlohmann::json& fixture() {
   return read;
 }
 
-/// Of a prompt: tensors, where they are drawn, scores and columns.
+/// Of a prompt: tensors, where they are drawn, scores and features.
 const nlohmann::json& random_prompt() { return fixture().at("random"); }
 const nlohmann::json& captured_prompt() { return fixture().at("captured"); }
 
@@ -51,11 +51,11 @@ brute::Sequence sequence(std::vector<brute::Matrix> q, std::vector<brute::Matrix
 
 /// The drawn tensors. `stride`: of the query heads every so many; 2 leaves each KV head one.
 brute::Sequence random_sequence(std::size_t stride) {
-  const nlohmann::json& drawn = random_prompt();
-  const double unit = drawn.at("unit").get<double>();
+  const nlohmann::json& sampled = random_prompt();
+  const double unit = sampled.at("unit").get<double>();
   const auto heads = [&](const char* name, std::size_t every) {
     std::vector<brute::Matrix> picked;
-    const auto all = drawn.at(name).get<std::vector<brute::Matrix>>();
+    const auto all = sampled.at(name).get<std::vector<brute::Matrix>>();
     for (std::size_t head = 0; head < all.size(); head += every) picked.push_back(all[head]);
     for (brute::Matrix& head : picked)
       for (brute::Vector& row : head)
@@ -63,7 +63,7 @@ brute::Sequence random_sequence(std::size_t stride) {
     return picked;
   };
   return sequence(heads("q", stride), heads("k", 1), heads("v", 1),
-                  drawn.at("inv_freq").get<std::vector<float>>(), length_of(drawn));
+                  sampled.at("inv_freq").get<std::vector<float>>(), length_of(sampled));
 }
 
 /// The first tokens of one layer of the sample, and one that is decoded.
@@ -118,18 +118,18 @@ void write(const std::filesystem::path& directory, const brute::Sequence& s) {
 }
 
 /// The numbers that the policies read, as kvpress computes them; decoded tokens have 0.
-void bring_columns(const std::filesystem::path& directory, const nlohmann::json& prompt) {
-  for (const auto& [name, by_head] : prompt.at("columns").items()) {
+void bring_features(const std::filesystem::path& directory, const nlohmann::json& prompt) {
+  for (const auto& [name, by_head] : prompt.at("features").items()) {
     const auto values = by_head.get<std::vector<std::vector<float>>>();
-    test::write_column(directory, name, [&](auto, std::uint32_t kv_head, std::uint32_t token) {
+    test::write_feature(directory, name, [&](auto, std::uint32_t kv_head, std::uint32_t token) {
       return token < values[kv_head].size() ? values[kv_head][token] : 0.0f;
     });
   }
 }
 
 /// The first decoded query sees one token less with each smaller budget: who left, the first to go
-/// first, down to what guards hold.
-Tokens leaving_order(const TraceReader& trace, const std::string& policy, std::uint32_t kv_head) {
+/// first, down to what protected tokens hold.
+Tokens eviction_order(const TraceReader& trace, const std::string& policy, std::uint32_t kv_head) {
   const PolicySpec spec = parse_policy(policy);
   const std::uint32_t prompt = trace.prompt_tokens(), query[] = {prompt};
   const std::uint32_t sinks = spec.sinks.resolve(prompt), recent = spec.recent.resolve(prompt);
@@ -175,7 +175,7 @@ struct Pair {
 /// `once`.
 std::vector<Pair> pairs() {
   return {
-      // kvpress lets the prompt's last token never leave: a guard here.
+      // kvpress lets the prompt's last token never leave: a protection here.
       {"tova", "tova:once:scope=layer:recent=2"},
       {"snapkv", "snapkv:smooth=0:window=8:recent=9"},
       // At the ends of what is pooled, kvpress takes zeros for neighbours; here the window's own
@@ -201,7 +201,7 @@ struct Ranked {
 
 Ranked ranked(const TraceReader& trace, const nlohmann::json& prompt, const Pair& pair,
               std::uint32_t kv_head) {
-  Tokens order = leaving_order(trace, pair.policy, kv_head);
+  Tokens order = eviction_order(trace, pair.policy, kv_head);
   if (pair.pooled) {
     const auto last = static_cast<std::uint32_t>(order.size()) - 1;
     std::erase_if(order, [&](std::uint32_t t) { return t < 2 || t > last - 2; });
@@ -213,7 +213,7 @@ Ranked ranked(const TraceReader& trace, const nlohmann::json& prompt, const Pair
 TEST_CASE("kvpress ranks a prompt's tokens as our policies do") {
   const test::TemporaryFolder folder;
   write(folder / "trace", random_sequence(1));
-  bring_columns(folder / "trace", random_prompt());
+  bring_features(folder / "trace", random_prompt());
   const TraceReader trace = open_verified_trace(folder / "trace", 1);
   for (const Pair& pair : pairs()) DYNAMIC_SECTION(pair.press << " and " << pair.policy) {
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head) {
@@ -226,7 +226,7 @@ TEST_CASE("kvpress ranks a prompt's tokens as our policies do") {
 TEST_CASE("kvpress ranks the tokens of a captured prompt as our policies do") {
   const test::TemporaryFolder folder;
   write(folder / "trace", captured_sequence());
-  bring_columns(folder / "trace", captured_prompt());
+  bring_features(folder / "trace", captured_prompt());
   const TraceReader trace = open_verified_trace(folder / "trace", 1);
   for (const Pair& pair : pairs()) DYNAMIC_SECTION(pair.press << " and " << pair.policy) {
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head) {
@@ -236,14 +236,14 @@ TEST_CASE("kvpress ranks the tokens of a captured prompt as our policies do") {
     }
 }
 
-/// What the decoders compute of one KV head, admission by admission: [token].
+/// What the decoders compute of one KV head, append by append: [token].
 std::vector<float> scored(const brute::Sequence& s, const char* name, std::uint32_t kv_head,
-                          std::vector<std::uint32_t> admissions) {
+                          std::vector<std::uint32_t> appends) {
   const nlohmann::json& settings = fixture().at("settings");
   const auto setting = [&](const char* key) { return settings.at(key).get<std::uint32_t>(); };
-  ScoredColumns columns(s.head_size, {setting("sinks"), setting("lag"), setting("future")});
+  ScoredFeatures features(s.head_size, {setting("sinks"), setting("lag"), setting("future")});
   std::vector<float> all;
-  for (std::uint32_t first = 0; const std::uint32_t count : admissions) {
+  for (std::uint32_t first = 0; const std::uint32_t count : appends) {
     const Segment own{first, count, SegmentKind::prompt};
     const auto k = interleave({s.k[0][kv_head]}, own), v = interleave({s.v[0][kv_head]}, own);
     const auto group = s.q[0].begin() + kv_head * s.group();
@@ -258,22 +258,22 @@ std::vector<float> scored(const brute::Sequence& s, const char* name, std::uint3
                             .group = s.group(),
                             .inv_freq = s.inv_freq,
                             .softmax_scale = static_cast<float>(s.scale)};
-    columns.add(rows);
+    features.add(rows);
     all.resize(first + count);
-    columns.write(scored_column(name).value(), rows, all.data() + first, 1);
+    features.write(scored_feature(name).value(), rows, all.data() + first, 1);
     first += count;
   }
   return all;
 }
 
 TEST_CASE("Decoders score a prompt's tokens as kvpress does") {
-  for (const bool drawn : {true, false}) {
-    const brute::Sequence s = drawn ? random_sequence(1) : captured_sequence();
-    const nlohmann::json& prompt = drawn ? random_prompt() : captured_prompt();
+  for (const bool sampled : {true, false}) {
+    const brute::Sequence s = sampled ? random_sequence(1) : captured_sequence();
+    const nlohmann::json& prompt = sampled ? random_prompt() : captured_prompt();
     for (const char* name : {"lagkv", "expected_attention"})
       for (std::uint32_t kv_head = 0; kv_head < s.kv_heads; ++kv_head) {
-        CAPTURE(drawn, name, kv_head);
-        const auto press = prompt.at("columns").at(name).at(kv_head).get<std::vector<float>>();
+        CAPTURE(sampled, name, kv_head);
+        const auto press = prompt.at("features").at(name).at(kv_head).get<std::vector<float>>();
         const auto ours = scored(s, name, kv_head, {length_of(prompt)});
         REQUIRE(ours.size() == press.size());
         for (std::size_t t = std::string_view(name) == "lagkv" ? 0 : 4; t < ours.size(); ++t)
@@ -282,7 +282,7 @@ TEST_CASE("Decoders score a prompt's tokens as kvpress does") {
   }
 }
 
-TEST_CASE("A score is fixed by its own admission's end, and queries by the last prompt's") {
+TEST_CASE("A score is fixed by its own append's end, and queries by the last prompt's") {
   const brute::Sequence s = random_sequence(1);
   const std::vector<std::uint32_t> parts{9, 12, 1, 1, 5};
   for (const char* name : {"lagkv", "expected_attention", "redundancy"}) {
@@ -313,19 +313,19 @@ TEST_CASE("A score is fixed by its own admission's end, and queries by the last 
 }
 
 TEST_CASE("kvpress lets the heads of a layer compete as ada() does") {
-  for (const bool drawn : {true, false}) {
+  for (const bool sampled : {true, false}) {
     const test::TemporaryFolder folder;
-    write(folder / "trace", drawn ? random_sequence(1) : captured_sequence());
+    write(folder / "trace", sampled ? random_sequence(1) : captured_sequence());
     const TraceReader trace = TraceReader::open(folder / "trace");
     const std::uint32_t query[] = {trace.prompt_tokens()};
     for (const auto& [mean, theirs] :
-         (drawn ? random_prompt() : captured_prompt()).at("ada").items()) {
+         (sampled ? random_prompt() : captured_prompt()).at("ada").items()) {
       // One more for the token to come.
       const std::string budget = "ada(" + std::to_string(std::stoul(mean) + 1) + ")";
       const CacheConfig config{.policy = parse_policy("h2o:preset=kvpress"),
                                .budget = parse_budget(budget)};
       for (std::uint32_t kv_head = 0; kv_head < trace.shape().kv_heads; ++kv_head) {
-        INFO((drawn ? "drawn " : "captured ") << budget << " head " << kv_head);
+        INFO((sampled ? "drawn " : "captured ") << budget << " head " << kv_head);
         auto wanted = theirs.at(kv_head).get<Tokens>();
         wanted.push_back(query[0]);
         CHECK(kept_sets(trace, 0, config, {.plain = true}, 0, kv_head, query)[0].positions ==

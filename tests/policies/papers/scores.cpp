@@ -8,15 +8,15 @@ namespace {
 
 using Wide = unsigned __int128;
 
-/// Admissions whose queries saw the token.
-std::vector<Done> admissions_of(const History& history, std::uint32_t token) {
+/// Appends whose queries saw the token.
+std::vector<Done> appends_of(const History& history, std::uint32_t token) {
   std::vector<Done> own;
-  for (const Done& done : history.admissions)
+  for (const Done& done : history.appends)
     if (done.last() >= token) own.push_back(done);
   return own;
 }
 
-/// The queries of an admission that saw the token.
+/// The queries of an append that saw the token.
 std::vector<std::uint32_t> queries_of(const Done& done, std::uint32_t token) {
   std::vector<std::uint32_t> own;
   for (std::uint32_t q = std::max(done.first, token); q <= done.last(); ++q) own.push_back(q);
@@ -37,10 +37,10 @@ std::uint64_t share_of(std::uint64_t mass, double share) {
   return static_cast<std::uint64_t>(Wide{mass} * units >> 32);
 }
 
-/// What the last `window` queries gave, as far as admissions let it be known.
+/// What the last `window` queries gave, as far as appends let it be known.
 std::uint64_t last_queries(const History& history, std::uint32_t token, std::uint32_t window) {
   std::uint64_t mass = 0;
-  for (const Done& done : admissions_of(history, token)) {
+  for (const Done& done : appends_of(history, token)) {
     const double left = done.count < window ? window - done.count : 0;
     mass = share_of(mass, left / window);
     for (const std::uint32_t q : queries_of(done, token))
@@ -67,7 +67,7 @@ Formula tova() {
 Formula lfu() {
   return [](const History& history, std::uint32_t token, const Moment&) -> Worth {
     std::size_t requests = 0;
-    for (const Done& done : admissions_of(history, token))
+    for (const Done& done : appends_of(history, token))
       requests += requests_of(history, done, token).size();
     return {0, static_cast<double>(requests)};
   };
@@ -76,7 +76,7 @@ Formula lfu() {
 Formula a2sf(double keep) {
   return [keep](const History& history, std::uint32_t token, const Moment&) -> Worth {
     std::uint64_t mass = 0;
-    for (const Done& done : admissions_of(history, token)) {
+    for (const Done& done : appends_of(history, token)) {
       mass = share_of(mass, std::pow(keep, done.count));
       for (const std::uint32_t q : queries_of(done, token))
         mass += history.queries[q].mass(token, static_cast<float>(std::pow(keep, done.age(q))));
@@ -97,7 +97,7 @@ double forgetting_sum(const History& history, std::uint32_t token, double keep) 
 Formula leaky(double keep, double slope, std::uint32_t span) {
   return [=](const History& history, std::uint32_t token, const Moment& at) -> Worth {
     double mass = 0, requests = 0, queries = 0;
-    for (const Done& done : admissions_of(history, token)) {
+    for (const Done& done : appends_of(history, token)) {
       mass = std::floor(mass * keep);
       for (const std::uint32_t q : queries_of(done, token)) {
         const double age = done.age(q);
@@ -125,8 +125,8 @@ Formula h2o_mean() {
 
 Formula roco(double spread) {
   return [spread](const History& history, std::uint32_t token, const Moment&) -> Worth {
-    std::vector<double> given;  // by query; of one admission alike
-    for (const Done& done : admissions_of(history, token)) {
+    std::vector<double> given;  // by query; of one append alike
+    for (const Done& done : appends_of(history, token)) {
       const auto own = queries_of(done, token);
       double sum = 0;
       for (const std::uint32_t q : own)
@@ -145,7 +145,7 @@ Formula scissorhands(std::uint32_t window) {
   return [window](const History& history, std::uint32_t token, const Moment& at) -> Worth {
     const std::uint32_t quarter = window / 4;
     double count = 0;
-    for (const Done& done : admissions_of(history, token)) {
+    for (const Done& done : appends_of(history, token)) {
       if ((at.now - 1) / quarter - done.last() / quarter >= 4) continue;  // out of the window
       const auto requests = static_cast<double>(requests_of(history, done, token).size());
       count += done.count > window ? std::floor(requests * window / done.count) : requests;
@@ -157,7 +157,7 @@ Formula scissorhands(std::uint32_t window) {
 Formula lazy_eviction() {
   return [](const History& history, std::uint32_t token, const Moment& at) -> Worth {
     double last = token, interval = 0;
-    for (const Done& done : admissions_of(history, token)) {
+    for (const Done& done : appends_of(history, token)) {
       const auto requests = requests_of(history, done, token);
       if (requests.empty()) continue;
       const double mean = (requests.back() - last) / static_cast<double>(requests.size());
@@ -179,10 +179,10 @@ Formula nacl(std::uint32_t proxies, double random) {
   return [proxies, random](const History& history, std::uint32_t token, const Moment& at) -> Worth {
     const std::uint64_t cache = scrambled(scrambled(at.seed) ^ at.sequence);
     const std::uint64_t head = scrambled(cache ^ ((std::uint64_t{at.layer} << 32) + at.kv_head));
-    const std::uint64_t draw = scrambled(head ^ ((std::uint64_t{token} << 32) + at.now));
+    const std::uint64_t hash = scrambled(head ^ ((std::uint64_t{token} << 32) + at.now));
     // Of the live tokens budget stay, and of these a share by chance.
     const double share = random * std::min(at.budget, at.live) / at.live;
-    const bool spared = static_cast<double>(draw >> 32) < std::floor(share * 4294967296.0 + 0.5);
+    const bool spared = static_cast<double>(hash >> 32) < std::floor(share * 4294967296.0 + 0.5);
     return {spared ? 1 : 0, static_cast<double>(last_queries(history, token, proxies))};
   };
 }

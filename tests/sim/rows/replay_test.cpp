@@ -1,5 +1,5 @@
 // Layers that attend each in its own way, in the replay: a second writing in float64, and what
-// layers with a span are left out of.
+// layers with a window are left out of.
 #include <cmath>
 #include <set>
 
@@ -30,8 +30,8 @@ RandomTrace bent(std::uint32_t head_size) {
   return {.layers = 3,
           .head_size = head_size,
           .segments = {{0, 30, SegmentKind::prompt}, {30, 50, SegmentKind::decode}},
-          .gradients_of = Span::all,
-          .spans = {{"early", 3, 5}},
+          .gradients_of = Queries::all,
+          .passages = {{"early", 3, 5}},
           .rows = {{.softcap = 3, .table = 0, .scale = scale, .rope = turning(1e4, half)},
                    {.table = 1,
                     .scale = scale,
@@ -40,14 +40,14 @@ RandomTrace bent(std::uint32_t head_size) {
                    {.table = 2, .scale = 1.5f * scale, .rope = turning(100, half, 1.1f)}}};
 }
 
-/// Two layers with a span among four of a model of ten.
-RandomTrace with_spans() {
+/// Two layers with a window among four of a model of ten.
+RandomTrace with_windows() {
   const RowSpec plain{.table = 0, .scale = 0.25f, .rope = turning(1e4, 8)};
-  RowSpec near{.span = 9, .table = 1, .scale = 0.25f, .rope = turning(100, 8)};
+  RowSpec near{.window = 9, .table = 1, .scale = 0.25f, .rope = turning(100, 8)};
   near.sinks = {1, 0, 2, -1};
   return {.layers = 4,
           .residuals = false,
-          .draws = 0,
+          .gradient_samples = 0,
           .rows = {near, plain, near, plain},
           .numbers = {1, 4, 6, 9}};
 }
@@ -102,18 +102,18 @@ TEST_CASE("replay agrees with the brute force where layers differ in cap, sinks,
   const TraceReader trace = write_random_trace(folder / "trace", bent(16));
   REQUIRE(verify_trace(trace, 2).problems == std::vector<std::string>{});
   for (const bool plain : {false, true})
-    check_agreement(trace, whole_grid(trace.tokens()), {.plain = plain, .threads = 2}, 1e-5);
-  check_agreement(trace, by_head_grid(trace.shape(), trace.tokens()),
-                  {.span = Span::all, .every_output_error = true, .threads = 2}, 1e-5);
+    check_agreement(trace, whole_sweep(trace.tokens()), {.plain = plain, .threads = 2}, 1e-5);
+  check_agreement(trace, by_head_sweep(trace.shape(), trace.tokens()),
+                  {.queries = Queries::all, .every_output_error = true, .threads = 2}, 1e-5);
 }
 
-TEST_CASE("two tables are replayed in lanes as they are plainly") {
+TEST_CASE("two tables are replayed in configuration batches as they are plainly") {
   const TemporaryFolder folder;
   RandomTrace wanted = bent(16);
   wanted.rows[0].softcap = 0;
   wanted.rows[1].sinks.clear();
   const TraceReader trace = write_random_trace(folder / "trace", wanted);
-  const auto cases = whole_grid(trace.tokens());
+  const auto cases = whole_sweep(trace.tokens());
   for (const bool plain : {false, true})
     check_agreement(trace, cases, {.plain = plain, .threads = 2}, 1e-5);
 }
@@ -131,27 +131,27 @@ TEST_CASE("beside a sink the live masses sum to less than one, and what it gets 
   }
 }
 
-TEST_CASE("layers with a span are left out, as if the trace had not had them") {
+TEST_CASE("layers with a window are left out, as if the trace had not had them") {
   const TemporaryFolder folder;
-  const TraceReader trace = write_random_trace(folder / "trace", with_spans());
-  CHECK(trace.layers_with_span(true) == std::vector<std::uint32_t>{0, 2});
+  const TraceReader trace = write_random_trace(folder / "trace", with_windows());
+  CHECK(trace.layers_with_window(true) == std::vector<std::uint32_t>{0, 2});
   const TraceReader without = copied(trace, folder / "without", {1, 3});
-  std::vector<CacheConfig> grid;
-  for (const char* policy : {"h2o", "random", "lru:sinks=2", "h2o:scope=layer", "oracle_mass"})
+  std::vector<CacheConfig> sweep;
+  for (const char* policy : {"h2o", "random", "lru:sinks=2", "h2o:scope=layer", "oracle_attention"})
     for (const char* budget : {"11", "pyramid(12)"})
       if (std::string_view(policy) != "h2o:scope=layer" || std::string_view(budget) == "11")
-        grid.push_back({.policy = parse_policy(policy, replay_references()),
-                        .budget = parse_budget(budget),
-                        .seed = 5});
+        sweep.push_back({.policy = parse_policy(policy, replay_oracles()),
+                         .budget = parse_budget(budget),
+                         .seed = 5});
   for (const bool plain : {false, true}) {
     const ReplayOptions options{.plain = plain, .threads = 2};
-    const auto own = rows_of(replay(trace, 2, grid, options));
-    CHECK(own == rows_of(replay(without, 2, grid, options)));
+    const auto own = rows_of(replay(trace, 2, sweep, options));
+    CHECK(own == rows_of(replay(without, 2, sweep, options)));
     std::set<std::int32_t> layers;
     for (const Row& row : own) layers.insert(std::get<1>(row));
     CHECK(layers == std::set<std::int32_t>{-1, 4, 9});
     const std::uint32_t queries[] = {50, 119};
-    for (const CacheConfig& config : grid) {
+    for (const CacheConfig& config : sweep) {
       const auto kept = kept_sets(trace, 2, config, options, 9, 1, queries),
                  alone = kept_sets(without, 2, config, options, 9, 1, queries);
       REQUIRE(kept.size() == 2);
@@ -159,30 +159,30 @@ TEST_CASE("layers with a span are left out, as if the trace had not had them") {
     }
   }
   ReplayOptions some{.layers = {9}};
-  for (const Measurement& m : replay(trace, 2, grid, some).measurements)
+  for (const Measurement& m : replay(trace, 2, sweep, some).measurements)
     CHECK((m.layer == 9 || m.layer == -1));
   for (const std::uint32_t layer : {0u, 1u, 5u}) {
     some.layers = {layer};
-    CHECK_THROWS_WITH(replay(trace, 2, grid, some),
-                      ContainsSubstring("has layers 4, 9 without a span"));
+    CHECK_THROWS_WITH(replay(trace, 2, sweep, some),
+                      ContainsSubstring("has layers 4, 9 without a window"));
   }
 }
 
-TEST_CASE("a trace whose layers all have a span is refused in one line") {
+TEST_CASE("a trace whose layers all have a window is refused in one line") {
   const TemporaryFolder folder;
-  RandomTrace wanted = with_spans();
-  for (RowSpec& row : wanted.rows) row.span = 5;
+  RandomTrace wanted = with_windows();
+  for (RowSpec& row : wanted.rows) row.window = 5;
   wanted.rows[1].table = wanted.rows[3].table = 0;
   const TraceReader trace = write_random_trace(folder / "trace", wanted);
   CHECK(verify_trace(trace, 2).ok);
   const CacheConfig config{.policy = parse_policy("h2o"), .budget = {.extent = tokens(8)}};
   CHECK_THROWS_WITH(replay(trace, 0, {&config, 1}, {}),
-                    ContainsSubstring("every layer has a span") && !ContainsSubstring("\n"));
+                    ContainsSubstring("every layer has a window") && !ContainsSubstring("\n"));
 }
 
-TEST_CASE("attention of a layer with a span, and with sinks, is the brute force's") {
+TEST_CASE("attention of a layer with a window, and with sinks, is the brute force's") {
   const TemporaryFolder folder;
-  const TraceReader trace = write_random_trace(folder / "trace", with_spans());
+  const TraceReader trace = write_random_trace(folder / "trace", with_windows());
   const brute::Simulator exact(brute::load(trace));
   for (const std::uint32_t layer : {0u, 1u}) {
     FullAttention full(trace, layer, 1, 0.01);

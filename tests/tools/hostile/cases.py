@@ -68,8 +68,8 @@ def plan(rng):
 def tiers(rng, bases):
     text = plan(rng)
     if rng.random() < 0.3:
-        return Case(any_loop(rng, bases, f"h2o:ladder={text.replace(',', '+').replace(':', '@')}"[:120_000], "16"))
-    more = ["--ladder", text[:120_000]]
+        return Case(any_loop(rng, bases, f"h2o:tiers={text.replace(',', '+').replace(':', '@')}"[:120_000], "16"))
+    more = ["--tiers", text[:120_000]]
     if rng.random() < 0.1:
         more *= rng.choice((2, 40))
     return Case(any_loop(rng, bases, rng.choice(POLICIES[:8]), m.pick(rng, "16", "16", "50%", "4KiB", m.number(rng)), more))
@@ -81,12 +81,12 @@ def byte_budgets(rng, bases):
         return f"{rng.choice(('pyramid', 'ada', 'ratio', 'x'))}({one})" if rng.random() < 0.25 else one
 
     text = ",".join(budget() for _ in range(rng.choice((1, 1, 2, 5, 300))))
-    more = ["--ladder", rng.choice(("4", "8", "16:4t,4:100%"))] if rng.random() < 0.3 else []
+    more = ["--tiers", rng.choice(("4", "8", "16:4t,4:100%"))] if rng.random() < 0.3 else []
     return Case(any_loop(rng, bases, rng.choice(POLICIES), text, more))
 
 
 def policies(rng, bases):
-    settings = ["sinks=4", "recent=25%", "every=8", "smooth=5", "pool=max", "scope=layer", "once", "prompt", "ladder=4", "group=max"]
+    settings = ["sinks=4", "recent=25%", "every=8", "smooth=5", "pool=max", "scope=layer", "once", "prompt", "tiers=4", "group=max"]
     text = ":".join([rng.choice(POLICIES), *rng.sample(settings, rng.randrange(4))])
     for _ in range(rng.choice((0, 0, 1, 6))):
         text += "*" + rng.choice(POLICIES)
@@ -133,7 +133,7 @@ def seal(rng, bases):
 
 def policy_file(rng, bases):
     base = json.loads((bases.folder / "policy.json").read_text())
-    base["ladder"] = plan(rng)[:100_000] if rng.random() < 0.3 else base.get("ladder", "16")
+    base["tiers"] = plan(rng)[:100_000] if rng.random() < 0.3 else base.get("tiers", "16")
     changed = m.json_text(rng, base) if rng.random() < 0.85 else json.dumps(base).encode()
     Path("policy.json").write_bytes(changed)
     model = ["--model", str(bases.windows), "--policy-file", "policy.json"]
@@ -215,16 +215,16 @@ def texts(rng, bases):
 
 
 COMMANDS = {
-    "replay": "trace policy budget ladder prefill positions span request-threshold threads seed output-error layers out",
-    "generate": "model prompt policy budget ladder prefill positions max-new-tokens seed temperature top-k top-p threads device turn",
-    "eval": "model text policy budget ladder max-tokens prompt-tokens seed threads out by",
-    "capture": "model prompt max-new-tokens prompt-tokens out threads seed gradients spans",
-    "task": "model policy budget draws words seed out threads",
+    "replay": "trace policy budget tiers prefill positions queries request-threshold threads seed output-error layers out",
+    "generate": "model prompt policy budget tiers prefill positions max-new-tokens seed temperature top-k top-p threads device turn",
+    "eval": "model text policy budget tiers max-tokens prompt-tokens seed threads out by",
+    "capture": "model prompt max-new-tokens prompt-tokens out threads seed gradients passages",
+    "task": "model policy budget samples words seed out threads",
     "tune": "model text budget policy max-tokens prompt-tokens out seed metric share",
     "trace": "threads json",
     "report": "out budget figures model json",
     "policies": "json policy",
-    "verify": "model prompt policy budget max-new-tokens ladder",
+    "verify": "model prompt policy budget max-new-tokens tiers",
     "allocate": "budget out metric",
     "deploy": "budget out model metric",
     "compare": "metric out json",
@@ -236,7 +236,7 @@ COMMANDS = {
 def command_lines(rng, bases):
     command = rng.choice(list(COMMANDS))
     good = {"model": str(bases.windows), "trace": str(bases.trace3), "text": str(bases.folder / "text"), "prompt": "hi there", "policy": "h2o",
-            "budget": "16", "max-new-tokens": "2", "prompt-tokens": "20", "max-tokens": "40", "out": "out", "draws": "1", "words": "20"}  # fmt: skip
+            "budget": "16", "max-new-tokens": "2", "prompt-tokens": "20", "max-tokens": "40", "out": "out", "samples": "1", "words": "20"}  # fmt: skip
     words = [m.text(rng, command) if rng.random() < 0.05 else command]
     if command == "task":
         words.append(m.pick(rng, "passkey", "needle", "recall", "x"))
@@ -247,7 +247,7 @@ def command_lines(rng, bases):
     options = COMMANDS[command].split()
     for option in rng.sample(options, rng.randrange(len(options) + 1)):
         value = good.get(option, "1") if rng.random() < 0.7 else m.pick(rng, m.number(rng), m.text(rng, good.get(option, "16")))
-        if option in ("max-new-tokens", "max-tokens", "draws", "words") and value.strip().isdigit():
+        if option in ("max-new-tokens", "max-tokens", "samples", "words") and value.strip().isdigit():
             value = str(min(int(value), 40))  # what is long is no fault
         words += [f"--{m.text(rng, option) if rng.random() < 0.03 else option}", value]
     return Case([word.replace("\0", "")[:100_000] for word in words])

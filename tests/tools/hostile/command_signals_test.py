@@ -102,7 +102,7 @@ def commands(at):
         ("eval", (*model, *text, *many, "--out", "out"), []),
         ("fidelity", (*model, *text, *many, "--out", "out"), []),
         ("tune", (*model, *text, "--policy", "h2o,lru", "--budget", "64", "--out", "out"), []),
-        ("task", ("passkey", *model, "--policy", "h2o,lru", "--budget", "64", "--draws", "50", "--out", "out"), ["out.part"]),
+        ("task", ("passkey", *model, "--policy", "h2o,lru", "--budget", "64", "--samples", "50", "--out", "out"), ["out.part"]),
         ("verify", (*model, "--prompt-file", at.text, "--policy", "h2o,lru", "--budget", "64", "--max-new-tokens", "900", *long), []),
         ("policies", ("--policy-source", at.header), []),
     ]
@@ -155,18 +155,18 @@ def main():
     parser.add_argument("kvlab")
     parser.add_argument("source")
     parser.add_argument("--only", default="")
-    asked = parser.parse_args()
-    kvlab, faults = os.path.abspath(asked.kvlab), []
+    requested = parser.parse_args()
+    kvlab, faults = os.path.abspath(requested.kvlab), []
     listed = subprocess.run([kvlab, "help"], capture_output=True, text=True, check=True).stdout
     known = set(re.findall(r"^  ([a-z]+) {2,}", listed.split("Commands")[1], re.M))
     with tempfile.TemporaryDirectory(prefix="kvlab-signals-") as whole:
         root = pathlib.Path(whole)
-        at = Inputs(kvlab, pathlib.Path(asked.source).resolve(), root)
+        at = Inputs(kvlab, pathlib.Path(requested.source).resolve(), root)
         calls, checker = commands(at), Checker(kvlab, at)
         if missing := known - {call[0] for call in calls} - SHORT - ELSEWHERE:
             faults.append(f"no call here of: {', '.join(sorted(missing))}")
         for command, words, may_be_left in calls:
-            if asked.only not in command:
+            if requested.only not in command:
                 continue
             for name in ("SIGINT", "SIGTERM"):
                 (root / "here").mkdir()

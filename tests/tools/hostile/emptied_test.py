@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 KVLAB, SOURCE = sys.argv[1], pathlib.Path(sys.argv[2])
-MOST_OF_A_LIST = 2  # of equal entries
+MAX_OF_A_LIST = 2  # of equal entries
 STRIDE = 1 if os.environ.get("KVLAB_EVERY") else 8
 
 
@@ -29,11 +29,11 @@ def make() -> dict[str, list[list[str]]]:
     tiny, text = str(SOURCE / "engine/models/tiny"), "text"
     pathlib.Path(text).write_bytes((SOURCE / "tools/texts/austen-emma.txt").read_bytes()[:4000])
     loop = ["--model", tiny, "--text", text, "--max-tokens", "200", "--threads", "2", "--prompt-tokens", "60"]
-    grid = ["--policy", "h2o,lru", "--budget", "32,64"]
+    sweep = ["--policy", "h2o,lru", "--budget", "32,64"]
     for words in (
-        ["replay", "--trace", str(SOURCE / "traces/samples/tiny-story"), *grid, "--layers", "0", "--out", "run"],
-        ["eval", *loop, *grid, "--out", "eval"],
-        ["task", "passkey", "--model", tiny, *grid, "--words", "40", "--depth", "50%", "--draws", "2", "--max-new-tokens",
+        ["replay", "--trace", str(SOURCE / "traces/samples/tiny-story"), *sweep, "--layers", "0", "--out", "run"],
+        ["eval", *loop, *sweep, "--out", "eval"],
+        ["task", "passkey", "--model", tiny, *sweep, "--words", "40", "--depth", "50%", "--samples", "2", "--max-new-tokens",
          "4", "--out", "task"],
         ["fidelity", *loop, "--policy", "h2o,lru,window", "--budget", "32,64", "--out", "fidelity"],
         ["tune", *loop, "--policy", "h2o,lru", "--budget", "64", "--out", "tuned"],
@@ -60,7 +60,7 @@ def emptied(value: Any, put: Any) -> Iterator[None]:
             put(empty)
             yield
             put(value)
-    keys = list(value) if isinstance(value, dict) else range(min(len(value), MOST_OF_A_LIST)) if isinstance(value, list) else []
+    keys = list(value) if isinstance(value, dict) else range(min(len(value), MAX_OF_A_LIST)) if isinstance(value, list) else []
     for key in keys:
         if isinstance(value, dict):
             gone = {name: other for name, other in value.items() if name != key}

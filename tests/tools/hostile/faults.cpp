@@ -36,8 +36,8 @@ struct Plan {
       return value ? value : "";
     };
     at = std::atol(text("FAULT_AT"));
-    const char* const asked = text("FAULT");
-    const auto is = [&](const char* name) { return std::strcmp(asked, name) == 0; };
+    const char* const requested = text("FAULT");
+    const auto is = [&](const char* name) { return std::strcmp(requested, name) == 0; };
     if (is("kill")) kind = Kind::kill;
     if (is("ENOSPC")) kind = Kind::error, error = ENOSPC;
     if (is("EIO")) kind = Kind::error, error = EIO;

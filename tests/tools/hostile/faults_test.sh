@@ -20,13 +20,13 @@ for name in trace.part run.part.more tuned.part shard-00000.safetensors.part; do
 mkdir scratch
 export TMPDIR=$PWD/scratch
 ours='line.txt|'$(ls -A | paste -sd '|')
-tried=0 threads=1 text=text grid='--policy h2o --budget 16 --layers 0'
+tried=0 threads=1 text=text sweep='--policy h2o --budget 16 --layers 0'
 
 capture() {
   "$@" "$kvlab" capture --model tiny --prompt-file $text --teacher-forced --prompt-tokens 16 --prefill chunk:512 \
     --beyond-context --threads $threads --out trace
 }
-replay() { "$@" "$kvlab" replay --trace story $grid --threads $threads --no-references --out run; }
+replay() { "$@" "$kvlab" replay --trace story $sweep --threads $threads --no-references --out run; }
 evaluate() {
   "$@" "$kvlab" eval --model tiny --text text --policy h2o --budget 32 --max-tokens 48 --threads 1 --out scores
 }
@@ -174,7 +174,7 @@ mv trace run scores tuned whole
 for command in $commands; do
   for kind in ${KINDS:-kill ENOSPC EIO EINTR short memory}; do walk $command $kind; done
 done
-kills=${KILLS:-$((${KVLAB_EVERY:+8} + 4))} text=long grid='--policy h2o,lru --budget 16,32'
+kills=${KILLS:-$((${KVLAB_EVERY:+8} + 4))} text=long sweep='--policy h2o,lru --budget 16,32'
 case "$commands" in *capture*) storm capture trace ;; esac
 case "$commands" in *replay*) storm replay run ;; esac
 [ "$(cat ./*.part run.part.more | sort -u)" = theirs ] || fail "a file of another was written"

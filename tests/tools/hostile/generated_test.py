@@ -161,20 +161,20 @@ def main():
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--python")
     parser.add_argument("--report")
-    asked = parser.parse_args()
-    kvlab, began = os.path.abspath(asked.kvlab), time.monotonic()
+    requested = parser.parse_args()
+    kvlab, began = os.path.abspath(requested.kvlab), time.monotonic()
     counts, faults = collections.Counter(), []
     with tempfile.TemporaryDirectory(prefix="kvlab-generated-") as whole:
         root = pathlib.Path(whole)
         for name in ("bases", "scratch"):
             (root / name).mkdir()
-        bases = Bases(kvlab, os.path.abspath(asked.source), root / "bases")
+        bases = Bases(kvlab, os.path.abspath(requested.source), root / "bases")
         checker = Checker(kvlab, root / "scratch")
-        for number in range(asked.first, asked.first + asked.runs):
+        for number in range(requested.first, requested.first + requested.runs):
             folder = root / "case" / "here"
             folder.mkdir(parents=True)
             os.chdir(folder)
-            kind, case = cases.make(asked.seed, number, bases)
+            kind, case = cases.make(requested.seed, number, bases)
             counts[kind] += 1
             for fault, what in checker.faults(case):
                 faults.append(f"{fault}: {kind} --seed {asked.seed} --first {number}: {what}: {' '.join(case.words)[:300]!a}")
@@ -183,19 +183,19 @@ def main():
             shutil.rmtree(root / "case")
             if number % 500 == 499:
                 print(f"# {sum(counts.values())} runs, exit codes {dict(checker.codes)}", flush=True)
-        if asked.python:
+        if requested.python:
             script = pathlib.Path(__file__).with_name("python_cases.py")
             done = subprocess.run(
-                [asked.python, script, str(asked.seed), str(asked.first), str(asked.runs), str(bases.trace3)], capture_output=True, text=True
+                [requested.python, script, str(requested.seed), str(requested.first), str(requested.runs), str(bases.trace3)], capture_output=True, text=True
             )
-            counts["python"] = asked.runs
+            counts["python"] = requested.runs
             lines = done.stdout.splitlines()
             faults += [f"python: {line}" for line in lines if not line.startswith("done")]
             if done.returncode or not lines or not lines[-1].startswith("done"):
                 faults.append(f"python: ended with {done.returncode} after {lines[-1:]}: {done.stderr[-1500:]}")
     summary = f"seed {asked.seed}, {sum(counts.values())} runs in {time.monotonic() - began:.0f} s: {dict(counts)}; exit codes {dict(checker.codes)}"
-    if asked.report:
-        with open(asked.report, "a") as file:
+    if requested.report:
+        with open(requested.report, "a") as file:
             file.write("\n".join([summary, *faults, ""]))
     print(summary)
     sys.exit(f"{len(faults)} faults" if faults else 0)

@@ -3,7 +3,7 @@
 growth_test.py KVLAB SOURCE [--only WORD] [--report FILE]
 
 A list gets many copies of its first element, some with one text of their own, an object many unknown keys, a text many characters.
-A fault: the longer one takes more than SHARE times the processor time of the shorter, and more than LEAST seconds; or a refusal is
+A fault: the longer one takes more than SHARE times the processor time of the shorter, and more than MIN seconds; or a refusal is
 not one line of exit code 2.
 """
 
@@ -22,7 +22,7 @@ from bases import PROMPT, Bases
 from generated_test import run
 
 SHORT, LONG = 150_000, 1_500_000  # bytes that are added
-LEAST, SHARE = 1.0, 25  # seconds; times: ten where time is in proportion
+MIN, SHARE = 1.0, 25  # seconds; times: ten where time is in proportion
 
 
 def places(node, path=()):
@@ -135,14 +135,14 @@ def main():
     parser.add_argument("source")
     parser.add_argument("--only", default="")
     parser.add_argument("--report")
-    asked = parser.parse_args()
-    report = asked.report and open(asked.report, "a", buffering=1)
-    kvlab, faults, count, worst = os.path.abspath(asked.kvlab), [], 0, (0.0, "")
+    requested = parser.parse_args()
+    report = requested.report and open(requested.report, "a", buffering=1)
+    kvlab, faults, count, worst = os.path.abspath(requested.kvlab), [], 0, (0.0, "")
     env = dict(os.environ, OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory(prefix="kvlab-growth-") as whole:
         root = pathlib.Path(whole)
         (root / "bases").mkdir()
-        bases = Bases(kvlab, os.path.abspath(asked.source), root / "bases")
+        bases = Bases(kvlab, os.path.abspath(requested.source), root / "bases")
         files = Files(bases)
 
         def timed(name, source, folder, words, text):
@@ -163,14 +163,14 @@ def main():
             value = files.content(name, source)
             for path in places(value):
                 what = name + "".join(f"[{key!r}]" for key in path)
-                if asked.only not in what:
+                if requested.only not in what:
                     continue
                 for distinct in (False, True) if is_list(value, path) else (False,):
                     short, _ = timed(name, source, folder, words, grown(value, path, SHORT, distinct))
                     long, line = timed(name, source, folder, words, grown(value, path, LONG, distinct))
                     count += 1
                     worst = max(worst, (long, what))
-                    if long > LEAST and long > SHARE * short:
+                    if long > MIN and long > SHARE * short:
                         faults.append(f"{what}: {short:.2f} s, and {long:.2f} s at ten times the length; {line[:200]}")
                     if report:
                         report.write(f"{what} {distinct} {short:.3f} {long:.3f} {line[:150]}\n")

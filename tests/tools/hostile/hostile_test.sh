@@ -1,8 +1,8 @@
 #!/bin/sh
-# hostile_test.sh KVLAB SOURCE SHRINKING_MMAP: inputs that once crashed a command, made it run for ever, or lost a file. Each gives
+# hostile_test.sh KVLAB SOURCE TRUNCATING_MMAP: inputs that once crashed a command, made it run for ever, or lost a file. Each gives
 # exit code 2 and one line.
 set -eu
-kvlab=$1 source=$2 shrinking=$3
+kvlab=$1 source=$2 truncating=$3
 . "$source/tests/scripts/check.sh"
 enter_scratch
 cp -r "$source/traces/samples/tiny-story" story
@@ -17,15 +17,15 @@ for end in / /. //; do
   "$kvlab" deploy run --budget 32 --out policy.json >/dev/null
 done
 
-# Ladders: shares that are not 100%, rungs that go up, a budget below a token, CUDA's own.
-for ladder in 8:25%,4:50%:100% 4:100%,8:0% 3 16:16t; do
-  refused "ladder" "$kvlab" replay --trace story --policy h2o --budget 32 --ladder "$ladder" --out other
+# Tier plans: shares that are not 100%, tiers in order of increasing precision, a budget below a token, CUDA's own.
+for tier_plan in 8:25%,4:50%:100% 4:100%,8:0% 3 16:16t; do
+  refused "tiers" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers "$tier_plan" --out other
 done
-refused "shares come to 75%" "$kvlab" eval --model tiny --text policy.json --policy h2o --budget 32 --ladder 8:25%,4:50%
-refused "rungs go down" "$kvlab" tune --model tiny --text policy.json --budget 32 --ladder 4:50%,8:50% --out other.json
-refused "holds no token" "$kvlab" replay --trace story --policy h2o --budget 79B --ladder 4 --out other
-refused "too few for one token on its first tier" "$kvlab" replay --trace story --policy h2o --budget 32 --ladder 16:1%,4:99% --out other
-[ ! -e other ] && [ ! -e other.json ] || fail "a refused ladder left something"
+refused "shares come to 75%" "$kvlab" eval --model tiny --text policy.json --policy h2o --budget 32 --tiers 8:25%,4:50%
+refused "tiers must be in order of decreasing precision" "$kvlab" tune --model tiny --text policy.json --budget 32 --tiers 4:50%,8:50% --out other.json
+refused "holds no token" "$kvlab" replay --trace story --policy h2o --budget 79B --tiers 4 --out other
+refused "too few for one token on its first tier" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 16:1%,4:99% --out other
+[ ! -e other ] && [ ! -e other.json ] || fail "a refused tier plan left something"
 
 # An output in the place of an input.
 cp run/run.json whole.json
@@ -126,13 +126,13 @@ tune env "TMPDIR=$PWD/scratch" >/dev/null 2>&1 || fail "tune after one that was 
 rm tuned.json
 # Lists whose product no memory holds, and a plan of more tiers than a cache counts.
 many=$(seq -s, 2 20000)
-refused "up to 19999 configurations are asked for" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget "$many" --out lists
+refused "up to 19999 configurations are requested" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget "$many" --out lists
 refused "--trace: 10001 values are given; at most 10000" timeout 10 "$kvlab" replay --policy h2o --budget 16 --out lists \
   --trace $(seq 10001)
 # A text of many that has no name of its own: names are compared once.
 refused "1: cannot open" timeout 10 "$kvlab" eval --model tiny --policy h2o --budget 16 --text $(seq 10000)
 tiers=$(head -c 1275 /dev/zero | sed 's/\x0/16:1t,/g')4:100%
-refused "a plan of 1276 tiers; at most 16" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget 16 --ladder "$tiers" --out lists
+refused "a plan of 1276 tiers; at most 16" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget 16 --tiers "$tiers" --out lists
 
 # A TMPDIR, paths and names that are longer than a system takes: whatever is said, the reason is in it.
 name=$(head -c 250 /dev/zero | tr '\0' n)
@@ -163,11 +163,11 @@ done
 
 # A shard that becomes shorter while it is mapped.
 if ldd "$kvlab" | grep -q asan; then
-  echo "not tried with the address sanitizer: a shard that shrinks"
+  echo "not tried with the address sanitizer: a shard that is truncated"
 else
-  cp -r story shrinks
-  refused "a file became shorter while it was read" env SHRINKS=shrinks/shard-00000 LD_PRELOAD="$shrinking" \
-    "$kvlab" trace verify shrinks
+  cp -r story truncates
+  refused "a file became shorter while it was read" env TRUNCATES=truncates/shard-00000 LD_PRELOAD="$truncating" \
+    "$kvlab" trace verify truncates
 fi
 
 echo "hostile inputs: all refused"

@@ -27,7 +27,7 @@ NUMBERS = [0, 1, 2, 3, 15, 16, 17, 64, 255, 256, -1, -2, 1.5, 0.0, -0.0, 2**31 -
            [], [1], (1,), {}, {"a": 1}, object(), 1j, numpy.array(1), numpy.array([1, 2]), numpy.datetime64("2020"), range(3), "\ud800", "\0",
            lambda: 1, int, numpy.ones((2, 2))]  # fmt: skip
 TEXTS = ["h2o", "lru", "full", "window", "h2o:recent=25%", "h2o*lru", "16", "25%", "4KiB", "pyramid(16)", "ada(16)", "ratio(0.5)", "dense", "chunk:8",
-         "original", "cache", "decode", "all", "sample", "q", "k", "v", "", " ", "x", "\ud800", "\0", "é", "\u202e", "h2o:ladder=" + "16@1t+" * 400 + "4@100%",
+         "original", "cache", "decode", "all", "sample", "q", "k", "v", "", " ", "x", "\ud800", "\0", "é", "\u202e", "h2o:tiers=" + "16@1t+" * 400 + "4@100%",
          "h2o," * 50, "@/nowhere", "@/dev/null", "0", "-1", "nan", "x" * 5000, "mass", "both"]  # fmt: skip
 
 
@@ -105,12 +105,12 @@ def reads(rng):
     if kind == 0:
         TRACE.read(any_of(rng, ["q", "k", "v"], TEXTS + NUMBERS), layer, head)
     elif kind == 1:
-        TRACE.column(any_of(rng, ["x"], TEXTS + NUMBERS), layer, head)
+        TRACE.feature(any_of(rng, ["x"], TEXTS + NUMBERS), layer, head)
     elif kind == 2:
         TRACE.attention(layer, head, any_of(rng, [0, 3], NUMBERS), any_of(rng, [None, 2], NUMBERS))
     elif kind == 3:
         TRACE.accesses(layer=layer, head=head, top_k=any_of(rng, [None, 2], NUMBERS), request_threshold=any_of(rng, [0.01], NUMBERS),
-                       span=any_of(rng, ["decode", "all"], TEXTS))  # fmt: skip
+                       queries=any_of(rng, ["decode", "all"], TEXTS))  # fmt: skip
     elif kind == 4:
         TRACE.to_dict(any_of(rng, ["torch"], TEXTS + NUMBERS))
     else:
@@ -120,7 +120,7 @@ def reads(rng):
 def replays(rng):
     policies = any_of(rng, ["h2o", ["h2o", "lru"], "full"], TEXTS + NUMBERS + [TEXTS])
     budgets = any_of(rng, [16, [16, 24], "25%", ["4KiB"], numpy.int64(16)], TEXTS + NUMBERS + [list(range(2, 20_000))])
-    words = {"layers": [[1], [0]], "threads": [1], "seed": [1], "prefill": ["dense"], "positions": ["original"], "span": ["decode"], "plain": [False],
+    words = {"layers": [[1], [0]], "threads": [1], "seed": [1], "prefill": ["dense"], "positions": ["original"], "queries": ["decode"], "plain": [False],
              "request_threshold": [0.01], "output_error": ["sample"], "references": [False], "device": ["cpu"]}  # fmt: skip
     given = {key: any_of(rng, good, TEXTS + NUMBERS) for key, good in words.items() if rng.random() < 0.35}
     trace = any_of(rng, [TRACE], NUMBERS + TEXTS + [[], [TRACE, 5]])
@@ -133,7 +133,7 @@ def replays(rng):
 
 
 def policies(rng):
-    words = {"needs": ["mass", "nothing"], "columns": [[]], "state": [None, {"a": "f4"}], "sinks": [2, "5%"], "recent": [2], "modifiers": [[], ["every=4"]],
+    words = {"needs": ["mass", "nothing"], "features": [[]], "state": [None, {"a": "f4"}], "sinks": [2, "5%"], "recent": [2], "modifiers": [[], ["every=4"]],
              "positions": ["original"], "rows": [False], "by_head": [False], "weights": [(), [0.5]], "name": ["mine"], "summary": ["x"]}  # fmt: skip
     bad = NUMBERS + TEXTS + [{"a": "V100000000"}, {"a": "O"}, {1: 2}, [None], ["x"] * 9, {"a": ("f4", 10**7)}]
     given = {key: any_of(rng, good, bad) for key, good in words.items() if rng.random() < 0.4}

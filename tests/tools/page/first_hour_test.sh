@@ -135,7 +135,7 @@ for what in $run five/eval five/tuned.json; do
 done
 KVLAB_VEGA=/nowhere kvlab compare $run spaces --out bare.html >out 2>err
 has "libjs-vega" err
-refused "holds no race" kvlab report five/policy.json --out none.html
+refused "holds no successive halving" kvlab report five/policy.json --out none.html
 cp -r five/eval broken && echo 'all,h2o,,64' >>broken/eval.csv
 refused "eval.csv: line" kvlab report broken --out none.html
 mkdir other

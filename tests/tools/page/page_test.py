@@ -34,7 +34,7 @@ HOSTILE = "x</script><img src=//e.example/x onerror=alert(1)>\"'&lt;\u202eevil" 
 
 
 class Browser:
-    """A headless Chromium that remembers what pages asked for and logged."""
+    """A headless Chromium that remembers what pages requested and logged."""
 
     def __init__(self, width: int = 1280) -> None:
         options = webdriver.ChromeOptions()
@@ -81,9 +81,9 @@ class Browser:
     def check_quiet(self) -> None:
         log = self.driver.get_log("browser")
         assert not log, log
-        asked = [entry["message"] for entry in self.driver.get_log("performance")
+        requested = [entry["message"] for entry in self.driver.get_log("performance")
                  if "Network.requestWillBeSent\"" in entry["message"]]
-        urls = [message.split('"url":"')[1].split('"')[0] for message in asked]
+        urls = [message.split('"url":"')[1].split('"')[0] for message in requested]
         assert all(url.startswith(("file:", "data:", "blob:")) for url in urls), urls
 
 
@@ -103,7 +103,7 @@ def check_dots(browser: Browser, run: Path, metric: str, layer: str = "all", hea
     dots = browser.dots()
     assert len(dots) >= 6, dots
     for dot in dots:
-        row = wanted[(dot["label"].split(" ")[0], dot["asked"])]
+        row = wanted[(dot["label"].split(" ")[0], dot["evaluated"])]
         assert same(dot["y"], float(row["value"])), (dot, row)
         assert dot["count"] == int(row["count"]), (dot, row)
         if row["stderr"]:
@@ -262,7 +262,7 @@ def check_legend(browser: Browser) -> None:
     assert len(looks) >= 6 and len(set(looks)) == len(looks), looks
     assert any('stroke-dasharray="7 4"' in look for look in looks) and any(" d=\"M-4 0a4" in look for look in looks), looks
     svg = browser.driver.execute_async_script("const done = arguments[0]; kvlabPage.charts[0].svgText().then(done)")
-    assert "oracle_mass" in svg and svg.count("mark-rule role-mark") >= 3, svg[:500]
+    assert "oracle_attention" in svg and svg.count("mark-rule role-mark") >= 3, svg[:500]
 
 
 def check_frozen(browser: Browser) -> None:
@@ -279,7 +279,7 @@ def check_frozen(browser: Browser) -> None:
     browser.resize(1280)
 
 
-def check_race(browser: Browser, policy_file: Path) -> None:
+def check_halving(browser: Browser, policy_file: Path) -> None:
     """One screen says who won, at what budget, by how much and on what; rounds follow."""
     answer = browser.js("return document.querySelector('.answer').innerText")
     check_front(browser, [json.loads(policy_file.read_text())["run"]["recommendation"]])
@@ -375,14 +375,14 @@ def check_hostile(browser: Browser, page: Path) -> None:
 
 
 def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Evaluations, tasks, tune's race and comparisons: they open, draw, and carry their tables' numbers."""
+    """Evaluations, tasks, tune's successive halving and comparisons: they open, draw, and carry their tables' numbers."""
     call("capture", "--model", source / "engine/models/tiny", "--prompt-file", source / "tools/texts/carroll-alice.txt",
          "--teacher-forced", "--prompt-tokens", "256", "--max-tokens", "640", "--out", folder / "second")
     tiny, text = source / "engine/models/tiny", source / "tools/texts/carroll-alice.txt"
     call("eval", "--model", tiny, "--text", text, "--max-tokens", "400", "--window", "200", "--policy", "window,sink,h2o",
          "--budget", "32,64", "--prefill", "stream", "--out", folder / "eval")
     call("task", "passkey", "--model", tiny, "--policy", "sink,h2o", "--budget", "32,64", "--words", "60", "--depth",
-         "20%,50%", "--draws", "2", "--out", folder / "task")
+         "20%,50%", "--samples", "2", "--out", folder / "task")
     call("tune", "--model", tiny, "--text", text, "--prompt-tokens", "64", "--max-tokens", "160", "--budget", "32",
          "--policy", "h2o,sink,window", "--out", folder / "tuned.json")
     call("replay", "--trace", source / "traces/samples/tiny-story", "--policy", "h2o,lru", "--budget", "64,128", "--out",
@@ -395,7 +395,7 @@ def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -
         dots = browser.dots()
         assert dots, what
         if what == "tuned.json":
-            check_race(browser, folder / what)
+            check_halving(browser, folder / what)
         if what == "eval":
             check_front(browser, json.loads((folder / "eval/eval.json").read_text())["recommendations"])
             answer = browser.js("return document.querySelector('header').innerText")
@@ -533,7 +533,7 @@ def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None
 
     def check(dots: list[dict[str, Any]]) -> None:
         for dot in dots:
-            values = of[(*series[dot["series"]], dot["asked"])]
+            values = of[(*series[dot["series"]], dot["evaluated"])]
             assert len(values) == 2 and same(dot["y"], sum(values) / 2), (dot, values)
             assert same(dot["least"], min(values)) and same(dot["most"], max(values)), (dot, values)
 

@@ -57,7 +57,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "hf":  # imported when it is asked for: it needs torch
+    if name == "hf":  # imported when it is requested: it needs torch
         return importlib.import_module("kvlab.hf")
     if name in ("KvlabPress", "from_press"):  # and these kvpress
         return getattr(importlib.import_module("kvlab.hf"), name)

@@ -23,11 +23,11 @@ def accesses_of(
     head: int | None,
     top_k: int | None,
     request_threshold: float,
-    span: Literal["decode", "all"],
+    queries: Literal["decode", "all"],
 ) -> numpy.typing.NDArray[Any]:
     """Trace.accesses."""
     most = 2**31 - 1
-    _arguments.one_of("span", span, "decode", "all")
+    _arguments.one_of("queries", queries, "decode", "all")
     top_k = None if top_k is None else _arguments.whole("top_k", top_k, 1, most)
     layer = None if layer is None else _arguments.whole("layer", layer, 0, most)
     head = None if head is None else _arguments.whole("head", head, 0, most)
@@ -36,7 +36,7 @@ def accesses_of(
     asking = [
         position
         for start, tokens, kind in trace.segments
-        if span == "all" or kind == "decode"
+        if queries == "all" or kind == "decode"
         for position in range(start, start + tokens)
     ]
     layers = trace.layer_numbers if layer is None else [layer]
@@ -45,8 +45,8 @@ def accesses_of(
     times, objects = [], []
     for one in layers:
         for kv_head in heads:
-            queries, tokens = trace.accesses(one, kv_head, top_k, request_threshold, asking)
-            times += [queries, written]
+            requested, tokens = trace.accesses(one, kv_head, top_k, request_threshold, asking)
+            times += [requested, written]
             place = numpy.uint64((one * trace.kv_heads + kv_head) << 32)
             objects += [tokens.astype("u8") | place, written.astype("u8") | place]
     records = _in_order(numpy.concatenate(times), numpy.concatenate(objects))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-_MOST_SHOWN = 60  # characters of a value in a message
+_MAX_SHOWN = 60  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
@@ -22,7 +22,7 @@ def shown(value: Any) -> str:
     return brief(" ".join(text.split()))
 
 
-def brief(text: str, most: int = _MOST_SHOWN) -> str:
+def brief(text: str, most: int = _MAX_SHOWN) -> str:
     """A name or text of any length, in a message."""
     return text if len(text) <= most else text[:most] + "..."
 

@@ -12,7 +12,7 @@ import numpy.typing
 
 from kvlab import _arguments, _kvlab
 
-_MOST_SIZE, _MOST_TOKENS = 65_536, 2**31 - 1  # as traces/manifest.hpp has them
+_MAX_SIZE, _MAX_TOKENS = 65_536, 2**31 - 1  # as traces/manifest.hpp has them
 
 
 def write_arrays(
@@ -189,7 +189,7 @@ class _Config:
         if given is None:
             return list(range(layers))
         listed = _arguments.items("config: layer_numbers", given, "a list of whole numbers")
-        return [_arguments.whole("config: layer_numbers", one, 0, _MOST_SIZE - 1) for one in listed]
+        return [_arguments.whole("config: layer_numbers", one, 0, _MAX_SIZE - 1) for one in listed]
 
 
 def _row(name: str, row: Any) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _row(name: str, row: Any) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for key, value in row.items():
         if key in ("span", "rope"):
-            said[key] = _arguments.whole(f"{name}: {key}", value, 0, _MOST_TOKENS)
+            said[key] = _arguments.whole(f"{name}: {key}", value, 0, _MAX_TOKENS)
         elif key in ("softcap", "scale"):
             said[key] = _arguments.real(f"{name}: {key}", value)
         elif key == "sink":
@@ -212,7 +212,7 @@ def _row(name: str, row: Any) -> dict[str, Any]:
 def _check_sizes(**sizes: int) -> None:
     """Before anything is made that is as long as they are."""
     for name, size in sizes.items():
-        most = _MOST_TOKENS if name == "tokens" else _MOST_SIZE
+        most = _MAX_TOKENS if name == "tokens" else _MAX_SIZE
         if not 1 <= size <= most:
             raise ValueError(f"q, k, v: {name}: {size} should be between 1 and {most}")
 

@@ -1,4 +1,4 @@
-"""The closed loop and all that is made of it: the commands of `kvlab`, in this process."""
+"""The end-to-end evaluation and all that is made of it: the commands of `kvlab`, in this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evaluate(
     progress: Progress = True,
     **options: Option,
 ) -> Any:
-    """Closed loop: perplexity, KL to the full cache and top-1 agreement of each configuration (`kvlab eval`)."""
+    """End-to-end evaluation: perplexity, KL to the full cache and top-1 agreement of each configuration (`kvlab eval`)."""
     return _run("evaluate", "eval", options, _files(model, text), policies, budgets, progress)
 
 
@@ -45,7 +45,7 @@ def fidelity(
     progress: Progress = True,
     **options: Option,
 ) -> Any:
-    """Which figure of a replay predicts the closed loop of this model (`kvlab fidelity`). `out`: a new folder."""
+    """Which metric of a replay predicts the end-to-end evaluation of this model (`kvlab fidelity`). `out`: a new folder."""
     return _run("fidelity", "fidelity", options, _files(model, text, out), policies, budgets, progress)
 
 
@@ -59,7 +59,7 @@ def tune(
     progress: Progress = True,
     **options: Option,
 ) -> Any:
-    """A policy file from texts: a grid in the open loop, a race in the closed one (`kvlab tune`)."""
+    """A policy file from texts: a sweep in the offline replay, successive halving in the closed one (`kvlab tune`)."""
     return _run("tune", "tune", options, _files(model, text, out), policies, budget, progress)
 
 
@@ -105,12 +105,12 @@ def _run(
         options = {"device": "cpu"} | dict(options)
     names = LISTS | {"tune": {"budget": "budget"}, "task": {"task": "kind"}}.get(name, {})
     amounts = _arguments.amounts(names["budget"], budgets)
-    asked = ["--json", *_joined("--policy", texts), *_joined("--budget", amounts)]
+    requested = ["--json", *_joined("--policy", texts), *_joined("--budget", amounts)]
     for option, value in (dict(options) | dict(named)).items():
         dashed = option.replace("_", "-")
-        asked += _words("--" + dashed, option, kinds[dashed], value)
+        requested += _words("--" + dashed, option, kinds[dashed], value)
     with shown(progress, name) as told, python_words(names):
-        return json.loads(_kvlab.run_command(name, asked, own, told))
+        return json.loads(_kvlab.run_command(name, requested, own, told))
 
 
 def _words(dashed: str, name: str, kind: str, value: Any) -> list[str]:

@@ -30,7 +30,7 @@ class PolicyInfo:
     citation: str
     evicts: bool
     needs: str
-    columns: list[str]
+    features: list[str]
     order: str
     sinks: str
     recent: str
@@ -47,7 +47,7 @@ class PolicyInfo:
 
 
 class Seen(NamedTuple):
-    """What each live token, by age, received from the last admission; None where it is not needed."""
+    """What each live token, by age, received from the last append; None where it is not needed."""
 
     mass: numpy.typing.NDArray[numpy.uint64]
     """Attention, summed over the group's query heads and the queries, times 2**32."""
@@ -62,19 +62,19 @@ class Seen(NamedTuple):
 
 
 class Token:
-    """The live tokens by age: `position`, and each column by its name. To a policy of `rows=True` also the whole
+    """The live tokens by age: `position`, and each feature by its name. To a policy of `rows=True` also the whole
     layer, as `rows`, and of the live tokens `ids`, `keys` (before RoPE) and `values`, [live, head_size].
     """
 
     def __init__(
         self,
         position: numpy.typing.NDArray[numpy.uint32],
-        columns: Mapping[str, numpy.typing.NDArray[numpy.float32]],
+        features: Mapping[str, numpy.typing.NDArray[numpy.float32]],
         look: Callable[[], Rows] | None = None,
         kv_head: int = 0,
     ) -> None:
         self.position = position
-        self._columns, self._look, self._kv_head = columns, look, kv_head
+        self._features, self._look, self._kv_head = features, look, kv_head
 
     @property
     def rows(self) -> Rows:
@@ -107,10 +107,10 @@ class Token:
 
     def __getattr__(self, name: str) -> numpy.typing.NDArray[numpy.float32]:
         try:
-            return self._columns[name]
+            return self._features[name]
         except KeyError:
-            there = ", ".join(["position", *self._columns])
-            raise AttributeError(f"token has no column {name}; there are {there}") from None
+            there = ", ".join(["position", *self._features])
+            raise AttributeError(f"token has no feature {name}; there are {there}") from None
 
     def __len__(self) -> int:
         return len(self.position)
@@ -124,7 +124,7 @@ class Step(NamedTuple):
     budget: int
     live: int
     queries: int
-    """Tokens of the last admission; 0 where nothing is observed."""
+    """Tokens of the last append; 0 where nothing is observed."""
     seed: int
     sequence: int
     layer: int
@@ -196,7 +196,7 @@ def policy_source(path: str | os.PathLike[str]) -> Policy:
 def policy(
     needs: Needs | None = "nothing",
     *,
-    columns: Iterable[str] = (),
+    features: Iterable[str] = (),
     state: Mapping[str, Any] | None = None,
     sinks: int | str | None = None,
     recent: int | str | None = None,
@@ -210,30 +210,30 @@ def policy(
 ) -> Callable[[Function], Policy]:
     """Makes a policy of a function (state, seen, token, step) -> ranks, over all live tokens of a cache by age.
 
-    It is called after each admission; the token of the lowest rank leaves first, at equal rank the older. Ranks are
+    It is called after each append; the token of the lowest rank is evicted first, at equal rank the older. Ranks are
     floats or whole numbers from 0 on. `state`: names and dtypes of what it keeps for each token, 0 at first, given as
     a structured array that it changes in place. `sinks`, `recent`, `modifiers`: defaults, as on the command line.
-    A policy that needs nothing is called when room is made, keeps no state, and may be called more than once.
+    A policy that needs nothing is called when tokens are evicted, keeps no state, and may be called more than once.
     `rows`: the function looks at token.rows, ids, keys or values. `by_head`: it looks at seen.mass_by_head, which
-    replays without lanes, more slowly. `weights`, between 0 and 1: what the attention of a
+    replays without configuration batches, more slowly. `weights`, between 0 and 1: what the attention of a
     prompt's last query counts, of the one before it, and so on; that of those before them is not observed.
     """
     weights = _arguments.numbers("weights", weights, 0, 1)
     needed = _one_need(needs)
-    columns, modifiers = _arguments.texts("columns", columns), _arguments.texts("modifiers", modifiers)
+    features, modifiers = _arguments.texts("features", features), _arguments.texts("modifiers", modifiers)
     rows, by_head = _arguments.flag("rows", rows), _arguments.flag("by_head", by_head)
     name = None if name is None else _arguments.text("name", name)
     summary = _arguments.text("summary", summary)
     _arguments.one_of("positions", positions, "original", "cache")
-    guards = [
-        f"{word}={_guard(word, value)}" for word, value in (("sinks", sinks), ("recent", recent)) if value is not None
+    protected_tokens = [
+        f"{word}={_protected(word, value)}" for word, value in (("sinks", sinks), ("recent", recent)) if value is not None
     ]
     dtype = _state(state)
 
     def make(function: Function) -> Policy:
         if not inspect.isfunction(function):
             raise _arguments.refuse("policy", function, "a function (state, seen, token, step)")
-        own = _OwnFunction(function, name or function.__name__, tuple(columns), dtype)
+        own = _OwnFunction(function, name or function.__name__, tuple(features), dtype)
         if not own.name.isidentifier() or len(own.name) > _MOST_NAME:
             right = f"at most {_MOST_NAME} letters, digits and underscores"
             raise ValueError(f"{own.place}: policy {_arguments.shown(own.name)} should be {right}")
@@ -247,8 +247,8 @@ def policy(
                 own.path,
                 own.text,
                 needed,
-                list(own.columns),
-                ":".join([*guards, *modifiers]),
+                list(own.features),
+                ":".join([*protected_tokens, *modifiers]),
                 positions,
                 own.dtype.itemsize if own.dtype is not None else 0,
                 weights,
@@ -263,14 +263,14 @@ def policy(
 
 
 _MOST_NAME = 100  # characters of a policy's name
-_MOST_STATE = 4096  # bytes that a function keeps for each token: a cache has as many states as tokens
+_MAX_STATE = 4096  # bytes that a function keeps for each token: a cache has as many states as tokens
 
 
 def _one_need(needs: Any) -> str:
     return "nothing" if needs is None else _arguments.one_of("needs", needs, "nothing", "mass", "requests", "both")
 
 
-def _guard(word: str, value: Any) -> str:
+def _protected(word: str, value: Any) -> str:
     return _arguments.text(word, value) if isinstance(value, str) else str(_arguments.whole(word, value, 0, 2**31 - 1))
 
 
@@ -284,8 +284,8 @@ def _state(state: Any) -> numpy.dtype[Any] | None:
         raise _arguments.refuse("state", state, right) from None
     if dtype.hasobject:
         raise _arguments.refuse("state", state, right)
-    if not 1 <= dtype.itemsize <= _MOST_STATE:
-        raise ValueError(f"state: {dtype.itemsize} bytes for each token; 1 to {_MOST_STATE} are expected")
+    if not 1 <= dtype.itemsize <= _MAX_STATE:
+        raise ValueError(f"state: {dtype.itemsize} bytes for each token; 1 to {_MAX_STATE} are expected")
     return dtype
 
 
@@ -293,9 +293,9 @@ class _OwnFunction:
     """What the extension calls back: makes of its arrays what the function takes, and of its answer ranks."""
 
     def __init__(
-        self, function: Function, name: str, columns: tuple[str, ...], dtype: numpy.dtype[Any] | None
+        self, function: Function, name: str, features: tuple[str, ...], dtype: numpy.dtype[Any] | None
     ) -> None:
-        self.function, self.name, self.columns = function, name, columns
+        self.function, self.name, self.features = function, name, features
         self.sight: Sight | None = None
         code = function.__code__
         self.path = code.co_filename
@@ -331,14 +331,14 @@ class _OwnFunction:
         queries: Any,
         by_head: Any,
         position: Any,
-        columns: Any,
+        features: Any,
         step: Any,
     ) -> Ranks:
         if self.dtype is not None:
             state = state.reshape(-1).view(self.dtype)
         where = Step(*step)
         look = None if self.sight is None else functools.partial(self.sight.of, where.sequence, where.layer)
-        token = Token(position, {name: columns[:, i] for i, name in enumerate(self.columns)}, look, where.kv_head)
+        token = Token(position, {name: features[:, i] for i, name in enumerate(self.features)}, look, where.kv_head)
         seen = None if queries is None else Seen(mass, requests, last, queries, by_head)
         try:
             answer = self.function(state, seen, token, where)
@@ -382,11 +382,11 @@ def known_as(text: str) -> Policy | None:
     return _own.get(text.split(":", 1)[0])
 
 
-def resolve(asked: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.Policy]]:
+def resolve(requested: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.Policy]]:
     """Policies as text, and those of them that the registry does not know."""
     texts: list[str] = []
     own: dict[str, Policy] = {}
-    for one in _arguments.items("policies", asked, "a policy, or a list of them"):
+    for one in _arguments.items("policies", requested, "a policy, or a list of them"):
         if not isinstance(one, (str, Policy)):
             raise ValueError(
                 f"policies: a {type(one).__name__}; a text such as 'h2o:recent=25%' or a Policy is expected"

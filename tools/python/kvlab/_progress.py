@@ -25,13 +25,13 @@ def _bar() -> Any:
 
 
 @contextlib.contextmanager
-def shown(asked: Progress | None, label: str) -> Iterator[Callable[[float], object] | None]:
+def shown(requested: Progress | None, label: str) -> Iterator[Callable[[float], object] | None]:
     """What takes the fraction done, or None where nothing is to be told. A bar appears after half a second."""
-    if not (asked is None or isinstance(asked, bool) or callable(asked)):
-        raise _arguments.refuse("progress", asked, "True, False or a function")
-    bar_class = _bar() if asked is True else None
+    if not (requested is None or isinstance(requested, bool) or callable(requested)):
+        raise _arguments.refuse("progress", requested, "True, False or a function")
+    bar_class = _bar() if requested is True else None
     if bar_class is None:
-        yield asked if callable(asked) else None
+        yield requested if callable(requested) else None
         return
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
     with bar_class(total=1.0, desc=label, delay=0.5, leave=False, bar_format=form) as bar:

@@ -17,7 +17,7 @@ from kvlab._trace import mapped_tensors
 
 Floats = numpy.typing.NDArray[numpy.float32]
 
-_MOST_HELD = 256  # layers of sequences that are held at once
+_MAX_HELD = 256  # layers of sequences that are held at once
 
 
 class Rows:
@@ -75,7 +75,7 @@ class Sight:
                     for old, new in zip((before.q, before.k, before.v), parts)
                 ]
             self._shown[sequence, layer] = Rows(parts[0], parts[1], parts[2], inv_freq, *rest)
-            while len(self._shown) > _MOST_HELD:
+            while len(self._shown) > _MAX_HELD:
                 self._shown.popitem(last=False)
 
     def of(self, sequence: int, layer: int) -> Rows:

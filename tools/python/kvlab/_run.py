@@ -17,7 +17,7 @@ import numpy.typing
 from kvlab import _arguments, _kvlab
 from kvlab._policy import Policy, resolve
 from kvlab._progress import Progress, shown
-from kvlab._trace import MOST_THREADS, Trace
+from kvlab._trace import MAX_THREADS, Trace
 from kvlab._words import LISTS, in_python, python_words
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ class Metric(NamedTuple):
     label: str
     higher_is_better: bool
     ranks: bool
-    """False: a bookkeeping figure, such as bytes."""
+    """False: a bookkeeping metric, such as bytes."""
 
 
 def metrics() -> dict[str, Metric]:
-    """Every metric by its name; span_recall stands for span_recall:NAME of each named span."""
+    """Every metric by its name; passage_recall stands for passage_recall:NAME of each passage."""
     return {entry[0]: Metric(*entry) for entry in _kvlab.metrics()}
 
 
@@ -60,31 +60,31 @@ class Difference(NamedTuple):
     texts: int
 
     @property
-    def told_apart(self) -> bool:
+    def significantly_different(self) -> bool:
         return self.low > 0 or self.high < 0
 
 
 def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
-    """`a` less `b`, paired: what the commands' verdicts go by.
+    """`a` less `b`, paired: what the commands' recommendations are based on.
 
-    Of each text its figure, or its figures by block, the same blocks for both. Every text has weight 1; a text of far
+    Of each text its metric, or its metrics by block, the same blocks for both. Every text has weight 1; a text of far
     fewer blocks than the longest is short (docs/reference/recommendations.md).
     """
     right = "a list, of a number or a list of numbers for each text"
     sides = (("a", _arguments.items("a", a, right)), ("b", _arguments.items("b", b, right)))
-    values = [[_figures(name, text) for text in side] for name, side in sides]
+    values = [[_metric_values(name, text) for text in side] for name, side in sides]
     return Difference(*_kvlab.difference(values))
 
 
-def _figures(name: str, text: Any) -> list[float]:
+def _metric_values(name: str, text: Any) -> list[float]:
     """Of one text: a number, or numbers by block."""
     try:
-        figures = numpy.atleast_1d(numpy.asarray(text, dtype=float))
+        values = numpy.atleast_1d(numpy.asarray(text, dtype=float))
     except (TypeError, ValueError, OverflowError):
         raise _arguments.refuse(name, text, "a number, or a list of numbers, for each text") from None
-    if figures.ndim != 1:
+    if values.ndim != 1:
         raise _arguments.refuse(name, text, "a number, or a list of numbers, for each text")
-    return [float(figure) for figure in figures]
+    return [float(value) for value in values]
 
 
 class Kept(NamedTuple):
@@ -95,7 +95,7 @@ class Kept(NamedTuple):
 
 
 class Run:
-    """The figures of a replay, as results.csv holds them. Can be pickled, saved, and read by `kvlab report`."""
+    """The metrics of a replay, as results.csv holds them. Can be pickled, saved, and read by `kvlab report`."""
 
     def __init__(
         self, held: _kvlab.Run, traces: Sequence[Trace] = (), own: Sequence[_kvlab.Policy] = (), model: Model = None
@@ -106,7 +106,7 @@ class Run:
         self._output = _output_of(model)
 
     def frame(self) -> pandas.DataFrame:
-        """A pandas frame, one figure a row; texts are categories, `layer` and `head` among them ("all", "0", …)."""
+        """A pandas frame, one metric a row; texts are categories, `layer` and `head` among them ("all", "0", …)."""
         import pandas
 
         frame = pandas.read_csv(io.StringIO(self.csv()), dtype=str, keep_default_na=False)
@@ -144,10 +144,10 @@ class Run:
         self._held.save(_arguments.path("directory", directory))
 
     @property
-    def grid(self) -> list[dict[str, str]]:
+    def sweep(self) -> list[dict[str, str]]:
         """Each configuration: policy, params, budget, prefill, positions."""
         names = ("policy", "params", "budget", "prefill", "positions")
-        return [dict(zip(names, entry, strict=True)) for entry in self._held.grid]
+        return [dict(zip(names, entry, strict=True)) for entry in self._held.sweep]
 
     def ranking(self, budget: str | int, metric: str = "") -> dict[str, Any]:
         """How the policies compare at a budget: `standings`, the lowest mean first and then those that are over budget,
@@ -203,7 +203,7 @@ class Run:
         trace: str | None = None,
         plain: bool = False,
     ) -> Kept:
-        """Which tokens KV head `head` of `layer` kept at each query of the span, under a configuration of the run.
+        """Which tokens KV head `head` of `layer` kept at each measured query, under a configuration of the run.
 
         `policy` is a name, or a name and parameters where there are several of that name: those without a modifier
         come before those with one. `plain` computes it by the plain replay, one configuration at a time.
@@ -239,15 +239,15 @@ class Run:
 
         settings = {  # of those that fit, by number
             index: {entry["budget"], entry["prefill"], entry["positions"], *entry["params"].split(":")}
-            for index, entry in enumerate(self.grid)
+            for index, entry in enumerate(self.sweep)
             if fits(entry)
         }
         # Of one and its variants with modifiers, the plain one.
         plain = [index for index, own in settings.items() if all(own <= other for other in settings.values())]
         found = plain or list(settings)
-        asked = _arguments.brief(policy) + ("" if budget is None else f" at budget {_arguments.brief(budget)}")
+        requested = _arguments.brief(policy) + ("" if budget is None else f" at budget {_arguments.brief(budget)}")
         if not found:
-            there = ", ".join(sorted({f"{entry['policy']} at {entry['budget']}" for entry in self.grid}))
+            there = ", ".join(sorted({f"{entry['policy']} at {entry['budget']}" for entry in self.sweep}))
             raise ValueError(f"kept: the run has no {asked}; it has {_arguments.brief(there, 1000)}")
         if len(found) > 1:
             raise ValueError(f"kept: the run has {len(found)} configurations of {asked}; say more of it")
@@ -306,7 +306,7 @@ class Run:
 
     def __repr__(self) -> str:
         names = ", ".join(name for name, _, _ in self._held.traces)
-        return f"<kvlab.Run of {names}: {len(self.grid)} configurations>"
+        return f"<kvlab.Run of {names}: {len(self.sweep)} configurations>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         with tempfile.TemporaryDirectory() as folder:
@@ -326,7 +326,7 @@ def load_run(directory: str | os.PathLike[str], *, model: Model = None) -> Run:
     """A run that `kvlab replay` or `Run.save` left. For kept(), own policies of it have to be defined, and `model` given
     as to replay()."""
     held = _kvlab.Run.load(_arguments.path("directory", directory))
-    return Run(held, own=resolve({entry[0] for entry in held.grid})[1], model=model)
+    return Run(held, own=resolve({entry[0] for entry in held.sweep})[1], model=model)
 
 
 def _output_of(model: Model) -> _kvlab.OutputProjections | None:
@@ -349,7 +349,7 @@ def replay(
     *,
     prefill: Texts = "dense",
     positions: Texts = (),
-    span: Literal["decode", "all"] = "decode",
+    queries: Literal["decode", "all"] = "decode",
     seed: int = 0,
     request_threshold: float = 0.01,
     output_error: Literal["sample", "all"] = "sample",
@@ -386,12 +386,12 @@ def replay(
         "seed": _arguments.whole("seed", seed, 0, 2**64 - 1),
         "threshold": _arguments.real("request_threshold", request_threshold),
         "references": _arguments.flag("references", references),
-        "span": _arguments.one_of("span", span, "decode", "all"),
+        "queries": _arguments.one_of("queries", queries, "decode", "all"),
         "every_output_error": output_error == "all",
         "plain": _arguments.flag("plain", plain),
         "device": device,
         "layers": _layers(layers),
-        "threads": None if threads is None else _arguments.whole("threads", threads, 1, MOST_THREADS),
+        "threads": None if threads is None else _arguments.whole("threads", threads, 1, MAX_THREADS),
         "output": _output_of(model),
     }
     with shown(progress, "replay") as words["progress"], python_words(LISTS):

@@ -17,12 +17,12 @@ from kvlab._arrays import write_arrays
 
 Floats = numpy.typing.NDArray[numpy.float32]
 
-MOST_THREADS, MOST_TOKENS = 1024, 2**31 - 1
+MAX_THREADS, MAX_TOKENS = 1024, 2**31 - 1
 
 
 def _index(name: str, value: Any) -> int:
     """Of a layer or a head; the extension says how many there are."""
-    return _arguments.whole(name, value, 0, MOST_TOKENS)
+    return _arguments.whole(name, value, 0, MAX_TOKENS)
 
 
 class Trace:
@@ -31,7 +31,7 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, threads: int | None = None) -> None:
         """Opens `path`. `verify=False` leaves out the checksums and the sampled rows."""
         verify = _arguments.flag("verify", verify)
-        threads = None if threads is None else _arguments.whole("threads", threads, 1, MOST_THREADS)
+        threads = None if threads is None else _arguments.whole("threads", threads, 1, MAX_THREADS)
         self._held = _kvlab.Trace.open(_arguments.path("path", path), verify, threads)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -72,27 +72,27 @@ class Trace:
         _arguments.one_of("part", part, "q", "k", "v")
         return self._held.read(part, _index("layer", layer), _index("head", head))
 
-    def column(self, name: str, layer: int, kv_head: int) -> Floats:
-        """[tokens]: a column that the trace brings."""
-        return self._held.column(_arguments.text("name", name), _index("layer", layer), _index("kv_head", kv_head))
+    def feature(self, name: str, layer: int, kv_head: int) -> Floats:
+        """[tokens]: a feature that the trace brings."""
+        return self._held.feature(_arguments.text("name", name), _index("layer", layer), _index("kv_head", kv_head))
 
-    def add_column(self, name: str, values: Any) -> None:
-        """Adds a column to the trace's folder, or replaces it: [layers, kv_heads, tokens], kept as float32."""
+    def add_feature(self, name: str, values: Any) -> None:
+        """Adds a feature to the trace's folder, or replaces it: [layers, kv_heads, tokens], kept as float32."""
         name = _arguments.text("name", name)
         try:
             layers = [numpy.ascontiguousarray(layer, numpy.float32) for layer in values]
         except (TypeError, ValueError, OverflowError):
             raise _arguments.refuse("values", values, "numbers, [kv_heads, tokens] for each layer") from None
         try:
-            _kvlab.add_column(self._held, name, layers)
+            _kvlab.add_feature(self._held, name, layers)
         except ValueError as error:
-            raise ValueError(f"{self.path}: column {_arguments.brief(name)}: {error}") from None
+            raise ValueError(f"{self.path}: feature {_arguments.brief(name)}: {error}") from None
         self._held = _kvlab.Trace.open(self.path, False, None)
 
     def attention(self, layer: int, head: int, first: int = 0, count: int | None = None) -> Floats:
         """[count, tokens]: what query head `head` gives each token at queries `first` on, where nothing is evicted."""
-        count = None if count is None else _arguments.whole("count", count, 1, MOST_TOKENS)
-        first = _arguments.whole("first", first, 0, MOST_TOKENS)
+        count = None if count is None else _arguments.whole("count", count, 1, MAX_TOKENS)
+        first = _arguments.whole("first", first, 0, MAX_TOKENS)
         return self._held.attention(_index("layer", layer), _index("head", head), first, count)
 
     def accesses(
@@ -103,19 +103,19 @@ class Trace:
         head: int | None = None,
         top_k: int | None = None,
         request_threshold: float = 0.01,
-        span: Literal["decode", "all"] = "decode",
+        queries: Literal["decode", "all"] = "decode",
     ) -> numpy.typing.NDArray[Any]:
         """Which tokens the queries ask for, as records of libCacheSim's oracleGeneral; `out`: also as that file.
 
-        A query asks for the earlier tokens that some query head of the KV head requests, or with `top_k` has among its
+        A query requests the earlier tokens that some query head of the KV head requests, or with `top_k` has among its
         so many most probable ones, the query's own token among them. Then its own token is written, which is an access
         too: a token's first. Without `layer` or `head`: of all of them, as one cache would see them.
 
         Records are sorted by time, then object. `time` is the query's position, `object` (layer * kv_heads + head) *
         2**32 + the token's position, `size` 1, so that caches are measured in tokens, `next` the number of the next
-        access to the same, from 1 on, or -1. With span="decode" the prompt's tokens are only written.
+        access to the same, from 1 on, or -1. With queries="decode" the prompt's tokens are only written.
         """
-        return accesses_of(self._held, out, layer, head, top_k, request_threshold, span)
+        return accesses_of(self._held, out, layer, head, top_k, request_threshold, queries)
 
     def to_dict(self, framework: Literal["numpy", "torch"] = "numpy") -> dict[str, list[Any]]:
         """`layers.{l}.q`, `.k`, `.v` (before RoPE) and so on: for each name one array [heads, tokens, head_size] a shard.

@@ -31,11 +31,11 @@ class SlotLayer(NamedTuple):
     softmax_scale: float
     inv_freq: torch.Tensor  # [rotated / 2]
     rope_factor: float = 1.0
-    output: torch.Tensor | None = None  # W_o [hidden, query head, head size], for the column value_out_norm1
+    output: torch.Tensor | None = None  # W_o [hidden, query head, head size], for the feature value_out_norm1
 
 
 class Slots:
-    """The caches of some sequences in all layers that a policy acts on: memory, who has room, who leaves."""
+    """The caches of some sequences in all layers that a policy acts on: memory, who has room, which token is evicted."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Slots:
         if dtype not in _NAMES:
             raise ValueError(f"kvlab.ops.Slots: {dtype}; one of {', '.join(TYPES)} is expected")
         self.device, self.dtype, self._shape = torch.device(device), dtype, (query_heads, head_size)
-        rules, rungs = (numpy.repeat(plan[name][:, None], sequences, 1) for name in ("rules", "rungs"))
+        rules, tiers = (numpy.repeat(plan[name][:, None], sequences, 1) for name in ("rules", "tiers"))
         if len(rules) != len(layers):
             raise ValueError(f"kvlab.ops.Slots: {len(layers)} layers; the plan's {len(rules)} are expected")
         self._sequences, self._given = sequences, (query_heads + 2 * rules.shape[2], head_size)
-        known = _kvlab.built_in_columns()
-        columns = numpy.array([known.index(name) for name in plan["columns"]], numpy.int32)
+        known = _kvlab.built_in_features()
+        features = numpy.array([known.index(name) for name in plan["features"]], numpy.int32)
         seeds = numpy.full(sequences, plan["seed"], numpy.uint64)
         policy = _library.policy(plan["policy"])
         params = _library.params(policy, plan["params"])
@@ -81,18 +81,18 @@ class Slots:
             sequences=sequences,
             layer_count=len(layers),
             rope_count=len(ropes),
-            rung_count=rungs.shape[3],
-            column_count=len(columns),
+            tier_count=tiers.shape[3],
+            feature_count=len(features),
             layers=ctypes.cast((_library.SlotsLayer * len(layers))(*numbers), ctypes.c_void_p),
             ropes=ctypes.cast((_library.Rope * len(ropes))(*ropes), ctypes.c_void_p),
             policy=policy,
             rules=rules.ctypes.data,
-            rungs=rungs.ctypes.data,
+            tiers=tiers.ctypes.data,
             params=ctypes.addressof(params),
             seeds=seeds.ctypes.data,
-            columns=columns.ctypes.data,
+            features=features.ctypes.data,
             hidden=next((len(output) for output in self._outputs if output is not None), 0),
-            numbering=int(plan["squeezed"]),
+            numbering=int(plan["cache_positions"]),
         )
         made = ctypes.c_void_p()
         torch.cuda.empty_cache()  # what torch does not use is for whoever asks
@@ -109,13 +109,13 @@ class Slots:
         """Forgets all tokens. The memory is what it was, so that a graph goes on serving."""
         self._done(lambda stream: library().kvlab_slots_clear(self.handle, stream))
 
-    def admit(
+    def append(
         self, layer: int, qkv: torch.Tensor, fed: int, ends_prompt: bool = True, sequence: int = 0
     ) -> torch.Tensor:
-        """Tokens that a layer, which has had `fed` of the sequence, admits together: [token, query and KV heads, head
+        """Tokens that a layer, which has had `fed` of the sequence, appends together: [token, query and KV heads, head
         size] before RoPE. Returns [token, query head, head size]."""
         out = self._out(qkv, len(qkv))
-        torch.ops.kvlab.slots_admit.default(self.handle, sequence, layer, fed, ends_prompt, qkv, out)
+        torch.ops.kvlab.slots_append.default(self.handle, sequence, layer, fed, ends_prompt, qkv, out)
         return out
 
     def before_step(self, decodes: Sequence[bool] | None = None) -> None:
@@ -148,8 +148,8 @@ class Slots:
     def kept(self, layer: int, head: int, sequence: int = 0) -> numpy.typing.NDArray[numpy.uint32]:
         """Positions, ascending."""
         positions, count = numpy.empty(self.held(sequence).tokens + 1, numpy.uint32), ctypes.c_uint32()
-        asked = (self.handle, sequence, layer, head, positions.ctypes.data, len(positions), ctypes.addressof(count))
-        self._done(lambda stream: library().kvlab_slots_kept(*asked, stream))
+        requested = (self.handle, sequence, layer, head, positions.ctypes.data, len(positions), ctypes.addressof(count))
+        self._done(lambda stream: library().kvlab_slots_kept(*requested, stream))
         return positions[: count.value]
 
 
@@ -170,10 +170,10 @@ def _check(name: str, qkv: torch.Tensor, out: torch.Tensor) -> int:
     return int(torch.cuda.current_stream(qkv.device).cuda_stream)
 
 
-def _slots_admit(
+def _slots_append(
     slots: int, sequence: int, layer: int, fed: int, ends_prompt: bool, qkv: torch.Tensor, out: torch.Tensor
 ) -> None:
-    stream = _check("slots_admit", qkv, out)
+    stream = _check("slots_append", qkv, out)
     part = _library.SlotsPart(
         sequence=sequence,
         layer=layer,
@@ -194,7 +194,7 @@ def _slots_step(slots: int, layer: int, qkv: torch.Tensor, out: torch.Tensor) ->
 
 def _register() -> None:
     for name, schema, call in (
-        ("slots_admit", "int slots, int sequence, int layer, int fed, bool ends_prompt", _slots_admit),
+        ("slots_append", "int slots, int sequence, int layer, int fed, bool ends_prompt", _slots_append),
         ("slots_step", "int slots, int layer", _slots_step),
     ):
         _LIBRARY.define(f"{name}({schema}, Tensor qkv, Tensor(a!) out) -> ()")

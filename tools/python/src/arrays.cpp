@@ -79,7 +79,7 @@ FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v, con
         .softmax_scale = row.scale,
         .rounding = shape.dtype == Dtype::f32 ? std::nullopt : std::optional(shape.dtype),
         .softcap = row.softcap,
-        .span = row.span};
+        .window = row.window};
     for (std::uint32_t head = 0; head < kv_heads; ++head) {
       throw_if_cancelled();
       SharedRows rows({.tokens = tokens,

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine/loop/policy_file.hpp"
+#include "engine/evaluation/policy_file.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "tools/python/src/array.hpp"
 #include "tools/python/src/bindings.hpp"
@@ -17,29 +17,31 @@ namespace kvlab::python {
 
 namespace {
 
-CacheConfig config_of(const CacheRequest& asked) {
-  if (asked.policy.ends_with(".json")) {
-    if (!asked.budget.empty() || !asked.positions.empty())
-      throw std::invalid_argument(fmt::format(
-          "{}: budget and positions are the file's; neither is expected beside it", asked.policy));
-    const PolicyFile file = read_policy_file(asked.policy, compiled_from(asked.own));
-    check_shape(file, asked.model);
+CacheConfig config_of(const CacheRequest& requested) {
+  if (requested.policy.ends_with(".json")) {
+    if (!requested.budget.empty() || !requested.positions.empty())
+      throw std::invalid_argument(
+          fmt::format("{}: budget and positions are the file's; neither is expected beside it",
+                      requested.policy));
+    const PolicyFile file = read_policy_file(requested.policy, compiled_from(requested.own));
+    check_shape(file, requested.model);
     return file.cache;
   }
-  GridRequest request{.policies = {asked.policy},
-                      .prefills = {asked.prefill},
-                      .seed = asked.seed,
-                      .threshold = asked.threshold};
-  if (!asked.budget.empty()) request.budgets = {asked.budget};
-  if (!asked.positions.empty()) request.positions = {asked.positions};
-  return make_grid(request, {}, compiled_from(asked.own)).front();
+  SweepRequest request{.policies = {requested.policy},
+                       .prefills = {requested.prefill},
+                       .seed = requested.seed,
+                       .threshold = requested.threshold};
+  if (!requested.budget.empty()) request.budgets = {requested.budget};
+  if (!requested.positions.empty()) request.positions = {requested.positions};
+  return make_sweep(request, {}, compiled_from(requested.own)).front();
 }
 
 }  // namespace
 
-ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor) {
-  ResolvedConfig config = kvlab::resolve(config_of(asked), asked.length, 0, asked.model);
-  config.layer_numbers = asked.layer_numbers;
+ResolvedConfig resolve(const CacheRequest& requested, const Executor& executor) {
+  ResolvedConfig config =
+      kvlab::resolve(config_of(requested), requested.length, 0, requested.model);
+  config.layer_numbers = requested.layer_numbers;
   check_held(executor, config);
   return config;
 }
@@ -53,34 +55,35 @@ Array<std::uint32_t> rules_of(const ResolvedConfig& config, const CacheShape& mo
   for (std::uint32_t layer = 0; layer < model.layers; ++layer)
     for (std::uint32_t head = 0; head < model.kv_heads; ++head) {
       const std::uint32_t budget = config.budget_of(layer, head);
-      const Guards guards = budget == kNoBudget ? Guards{} : resolve_guards(config.policy, budget);
-      all.insert(all.end(), {budget, guards.sinks, guards.recent, group_max});
+      const ProtectedTokens protected_tokens =
+          budget == kNoBudget ? ProtectedTokens{} : resolve_protected_tokens(config.policy, budget);
+      all.insert(all.end(), {budget, protected_tokens.sinks, protected_tokens.recent, group_max});
     }
   return array_of(std::move(all), {model.layers, model.kv_heads, 4});
 }
 
-/// [layer, KV head, rung]: form and slots; without rungs where all stay in 16 bit.
-Array<std::uint32_t> rungs_of(const ResolvedConfig& config, const CacheShape& model) {
-  const Ladder& ladder = config.policy.ladder;
-  const std::size_t rungs = ladder.is_plain() ? 0 : ladder.rungs.size();
+/// [layer, KV head, tier]: format and slots; without tiers where all stay in 16 bit.
+Array<std::uint32_t> tiers_of(const ResolvedConfig& config, const CacheShape& model) {
+  const TierPlan& tier_plan = config.policy.tier_plan;
+  const std::size_t tiers = tier_plan.is_plain() ? 0 : tier_plan.tiers.size();
   std::vector<std::uint32_t> all;
-  for (std::uint32_t layer = 0; rungs > 0 && layer < model.layers; ++layer)
+  for (std::uint32_t layer = 0; tiers > 0 && layer < model.layers; ++layer)
     for (std::uint32_t head = 0; head < model.kv_heads; ++head) {
-      const auto own = config.rungs.find(config.budget_of(layer, head));
-      for (std::size_t r = 0; r < rungs; ++r) {  // a layer that is exempt stays in 16 bit
-        const RungSlots rung = own == config.rungs.end() ? RungSlots{} : own->second[r];
-        all.insert(all.end(), {static_cast<std::uint32_t>(rung.form - kKvForms), rung.slots});
+      const auto own = config.tiers.find(config.budget_of(layer, head));
+      for (std::size_t r = 0; r < tiers; ++r) {  // a layer that is exempt stays in 16 bit
+        const TierSlots tier = own == config.tiers.end() ? TierSlots{} : own->second[r];
+        all.insert(all.end(), {static_cast<std::uint32_t>(tier.format - kKvFormats), tier.slots});
       }
     }
-  return array_of(std::move(all), {model.layers, model.kv_heads, rungs, 2});
+  return array_of(std::move(all), {model.layers, model.kv_heads, tiers, 2});
 }
 
 /// The smallest and the largest budget of a KV head; none where all tokens stay.
-std::vector<std::uint32_t> budget_range(const CacheRequest& asked) {
-  const ResolvedConfig config = resolve(asked, kDecoder);
+std::vector<std::uint32_t> budget_range(const CacheRequest& requested) {
+  const ResolvedConfig config = resolve(requested, kDecoder);
   std::vector<std::uint32_t> all;
-  for (std::uint32_t layer = 0; layer < asked.model.layers; ++layer)
-    for (std::uint32_t head = 0; head < asked.model.kv_heads; ++head)
+  for (std::uint32_t layer = 0; layer < requested.model.layers; ++layer)
+    for (std::uint32_t head = 0; head < requested.model.kv_heads; ++head)
       if (const std::uint32_t budget = config.budget_of(layer, head); budget != kNoBudget)
         all.push_back(budget);
   if (all.empty()) return {};
@@ -90,8 +93,8 @@ std::vector<std::uint32_t> budget_range(const CacheRequest& asked) {
 
 using Plan = nb::typed<nb::dict, nb::str, nb::any>;
 
-Plan slot_plan(const CacheRequest& asked) {
-  const ResolvedConfig config = resolve(asked, kKernelLibrary);
+Plan slot_plan(const CacheRequest& requested) {
+  const ResolvedConfig config = resolve(requested, kKernelLibrary);
   const PolicySpec& policy = config.policy;
   const Modifiers& modifiers = policy.modifiers;
   if (policy.entry->source || policy.entry->host)
@@ -101,12 +104,12 @@ Plan slot_plan(const CacheRequest& asked) {
   Plan plan;
   plan["policy"] = policy.name;
   plan["params"] = policy.params;
-  plan["columns"] = policy.columns;
-  plan["rules"] = rules_of(config, asked.model);
-  plan["rungs"] = rungs_of(config, asked.model);
-  plan["tokens"] = asked.length;
+  plan["features"] = policy.features;
+  plan["rules"] = rules_of(config, requested.model);
+  plan["tiers"] = tiers_of(config, requested.model);
+  plan["tokens"] = requested.length;
   plan["chunk"] = config.prefill.chunk;
-  plan["squeezed"] = config.positions == Positions::cache;
+  plan["cache_positions"] = config.positions == Positions::cache;
   plan["threshold16"] = config.threshold16();
   plan["seed"] = config.seed;
   plan["every"] = modifiers.every;

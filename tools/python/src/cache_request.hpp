@@ -1,4 +1,4 @@
-// A cache as Python asks for it, for a sequence of some length in a model of some heads.
+// A cache as Python requests it, for a sequence of some length in a model of some heads.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,6 @@ struct CacheRequest {
 };
 
 /// Throws std::invalid_argument for what the executor does not know.
-ResolvedConfig resolve(const CacheRequest& asked, const Executor& executor);
+ResolvedConfig resolve(const CacheRequest& requested, const Executor& executor);
 
 }  // namespace kvlab::python

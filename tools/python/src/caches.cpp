@@ -28,21 +28,21 @@ using Rows = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu
 
 class Caches {
  public:
-  Caches(const CacheRequest& asked, std::uint32_t query_heads, std::uint32_t head_size,
+  Caches(const CacheRequest& requested, std::uint32_t query_heads, std::uint32_t head_size,
          const Tables& inv_freq, const Factors& rope_factor, const std::vector<nb::dict>& rows,
          const ProjectionsOf& projections)
-      : own_(asked.own),
-        kv_heads_(asked.model.kv_heads),
+      : own_(requested.own),
+        kv_heads_(requested.model.kv_heads),
         group_(query_heads / kv_heads_),
         head_size_(head_size),
-        tokens_(asked.model.layers) {
-    const ResolvedConfig config = resolve(asked, kDecoder);
+        tokens_(requested.model.layers) {
+    const ResolvedConfig config = resolve(requested, kDecoder);
     const std::vector<Rope> ropes = ropes_of(inv_freq, rope_factor);
     for (const Rope& rope : ropes) ropes_.emplace_back(rope);
-    if (wants_projections(config.policy.columns))
+    if (wants_projections(config.policy.features))
       output_ = nb::cast<std::shared_ptr<OutputProjections>>(projections());
     chunk_ = config.prefill.chunk;
-    for (std::uint32_t layer = 0; layer < asked.model.layers; ++layer) {
+    for (std::uint32_t layer = 0; layer < requested.model.layers; ++layer) {
       const RowSpec row = row_of(rows.at(layer), ropes, 0);
       tables_.push_back(row.table);
       const HeadShape shape{.head_size = head_size,
@@ -131,7 +131,7 @@ class Caches {
  private:
   Caches(const Caches&) = default;
 
-  /// The four steps of the rule for each admission that the rows make: a prompt by its prefill,
+  /// The four steps of the rule for each append that the rows make: a prompt by its prefill,
   /// decoded tokens one by one.
   void feed(std::uint32_t layer, LayerRows rows, bool is_prompt, unsigned threads) {
     LayerCache& cache = layers_.at(layer);
@@ -142,7 +142,7 @@ class Caches {
     for (std::uint32_t done = 0; done < all; done += rows.tokens) {
       rows.first = tokens_[layer];
       rows.tokens = std::min(most, all - done);
-      for (HeadCache& head : cache.heads()) head.make_room(rows.first);
+      for (HeadCache& head : cache.heads()) head.evict_to_budget(rows.first);
       cache.attend(rows, ropes_[tables_[layer]].covering(rows.first + rows.tokens), threads);
       for (HeadCache& head : cache.heads()) head.observe();
       tokens_[layer] += rows.tokens;
@@ -154,7 +154,7 @@ class Caches {
     if (!is_prompt) return;
     cache.end_prompt();
     // At once, so that no two layers hold a prompt: that does not depend on who comes next.
-    for (HeadCache& head : cache.heads()) head.make_room(tokens_[layer]);
+    for (HeadCache& head : cache.heads()) head.evict_to_budget(tokens_[layer]);
   }
 
   void check(const Rows& rows, std::string_view name, std::size_t tokens, std::size_t heads) const {
@@ -166,10 +166,10 @@ class Caches {
 
   std::vector<Policy> own_;  // whose hooks the layers call
   std::uint32_t kv_heads_, group_, head_size_;
-  std::uint32_t chunk_ = 0;  // tokens of a prompt's admission; 0: all
+  std::uint32_t chunk_ = 0;  // tokens of a prompt's append; 0: all
   std::vector<GrowingRope> ropes_;
   std::vector<std::uint32_t> tables_;                // [layer]: which of them
-  std::shared_ptr<const OutputProjections> output_;  // null where no column takes it
+  std::shared_ptr<const OutputProjections> output_;  // null where no feature takes it
   std::deque<LayerCache> layers_;
   std::vector<std::uint32_t> tokens_;  // [layer]: so far
 };
@@ -182,7 +182,7 @@ void bind_caches(nb::module_& module) {
                     const Factors&, const std::vector<nb::dict>&, const ProjectionsOf&>(),
            nb::arg("asked"), nb::arg("query_heads"), nb::arg("head_size"), nb::arg("inv_freq"),
            nb::arg("rope_factor"), nb::arg("rows"), nb::arg("projections"),
-           "`rows`: as TraceWriter's, by layer, without spans. `projections` is called for "
+           "`rows`: as TraceWriter's, by layer, without windows. `projections` is called for "
            "OutputProjections where the policy reads them.")
       .def("attend", &Caches::attend, nb::arg("layer"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
            nb::arg("is_prompt"), nb::arg("threads"),

@@ -1,5 +1,5 @@
-// The commands of the closed loop, in this process, so that Python's functions may be among the
-// policies.
+// The commands of the end-to-end evaluation, in this process, so that Python's functions may be
+// among the policies.
 #include <fmt/format.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "policies/catalogue.hpp"
-#include "policies/columns/columns.hpp"
+#include "policies/features/features.hpp"
 #include "policies/modifiers/ranks.hpp"
 #include "sim/report/describe_policy.hpp"
 #include "sim/source/policy_source.hpp"
@@ -34,14 +34,14 @@ struct OwnPolicy {
   std::string name, summary;
   std::string path, text;  ///< where the function was written, and its source
   std::string needs;       ///< nothing, mass, requests, both
-  std::vector<std::string> columns;
-  std::string defaults;         ///< guards and modifiers, as on the command line; may be empty
-  std::string positions;        ///< original, cache
+  std::vector<std::string> features;
+  std::string defaults;   ///< protected tokens and modifiers, as on the command line; may be empty
+  std::string positions;  ///< original, cache
   std::size_t state_bytes = 0;  ///< that the function keeps for each token
-  /// Of queries by how many are younger in their admission, and 0 from there on; empty: all are 1.
+  /// Of queries by how many are younger in their append, and 0 from there on; empty: all are 1.
   std::vector<float> weights;
   bool by_head = false;  ///< looks at the mass of each query head
-  /// (state, mass, requests, last_request, queries, mass_by_head, position, columns, step) ->
+  /// (state, mass, requests, last_request, queries, mass_by_head, position, features, step) ->
   /// ranks: state is uint8 [live, state_bytes], written in place; what is not needed is None; step
   /// is a tuple.
   nb::object function;
@@ -50,7 +50,7 @@ struct OwnPolicy {
   nb::object sight;
 };
 
-/// What a slot holds: this, the columns, the function's own state.
+/// What a slot holds: this, the features, the function's own state.
 struct SlotHead {
   std::uint64_t rank;  // that the function gave last: its key
   std::uint32_t position;
@@ -62,10 +62,10 @@ struct Host {
   OwnPolicy own;
   Needs needs;
 
-  std::size_t columns_bytes() const { return own.columns.size() * sizeof(float); }
+  std::size_t features_bytes() const { return own.features.size() * sizeof(float); }
   std::size_t slot_bytes() const {
     constexpr std::size_t kAlign = alignof(SlotHead);
-    const std::size_t bytes = sizeof(SlotHead) + columns_bytes() + own.state_bytes;
+    const std::size_t bytes = sizeof(SlotHead) + features_bytes() + own.state_bytes;
     return (bytes + kAlign - 1) / kAlign * kAlign;
   }
   ~Host() {
@@ -92,8 +92,8 @@ class Slots {
     return head;
   }
   void put(std::size_t i, const SlotHead& head) const { std::memcpy(at(i), &head, sizeof(head)); }
-  std::byte* columns(std::size_t i) const { return at(i) + sizeof(SlotHead); }
-  std::byte* state(std::size_t i) const { return columns(i) + host_.columns_bytes(); }
+  std::byte* features(std::size_t i) const { return at(i) + sizeof(SlotHead); }
+  std::byte* state(std::size_t i) const { return features(i) + host_.features_bytes(); }
 
  private:
   std::byte* at(std::size_t i) const { return slots_ + i * host_.slot_bytes(); }
@@ -105,14 +105,14 @@ class Slots {
 struct Call {
   nb::object state = nb::none(), mass = nb::none(), requests = nb::none(),
              last_request = nb::none(), queries = nb::none(), by_head = nb::none(),
-             positions = nb::none(), columns = nb::none();
+             positions = nb::none(), features = nb::none();
 
   Ranks ranks(const Host& host, std::size_t count, const Step& step) const {
     using Given = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-    const nb::object result =
-        host.own.function(state, mass, requests, last_request, queries, by_head, positions, columns,
-                          nb::make_tuple(step.now, step.budget, step.live, step.queries, step.seed,
-                                         step.sequence, step.layer, step.kv_head));
+    const nb::object result = host.own.function(
+        state, mass, requests, last_request, queries, by_head, positions, features,
+        nb::make_tuple(step.now, step.budget, step.live, step.queries, step.seed, step.sequence,
+                       step.layer, step.kv_head));
     const auto given = nb::cast<Given>(result);
     if (given.shape(0) != count) throw std::logic_error("an own policy: ranks of another number");
     Ranks ranks{.keys = std::vector<std::uint64_t>(count)};
@@ -159,7 +159,7 @@ void fill_seen(Call& call, const Host& host, std::size_t count, SeenAt seen) {
   call.queries = filled<std::uint32_t>(count, [&](std::size_t i) { return seen(i).queries; });
 }
 
-/// Calls the function on what an admission gave, and keeps its states and ranks. From then on the
+/// Calls the function on what an append gave, and keeps its states and ranks. From then on the
 /// next token is to come. `heads`: empty where the function does not look at each.
 template <class SeenAt>
 void observe_all(void* data, std::size_t count, const void* params, Step step, SeenAt seen,
@@ -177,8 +177,8 @@ void observe_all(void* data, std::size_t count, const void* params, Step step, S
                                      {heads.size() / count, count}));
   call.positions =
       filled<std::uint32_t>(count, [&](std::size_t i) { return slots.head(i).position; });
-  call.columns = gathered<float>(count, host.own.columns.size(),
-                                 [&](std::size_t i) { return slots.columns(i); });
+  call.features = gathered<float>(count, host.own.features.size(),
+                                  [&](std::size_t i) { return slots.features(i); });
   const Ranks ranks = call.ranks(host, count, step);
   for (std::size_t i = 0; i < count; ++i)
     slots.put(i, {ranks.keys[i], slots.head(i).position, ranks.type});
@@ -188,15 +188,15 @@ void observe_all(void* data, std::size_t count, const void* params, Step step, S
     std::memcpy(slots.state(i), states.data() + i * host.own.state_bytes, host.own.state_bytes);
 }
 
-void admit(void* data, Tokens tokens, std::size_t count, const void* params, const Step&) {
+void append(void* data, Tokens tokens, std::size_t count, const void* params, const Step&) {
   const Host& host = host_of(params);
   const Slots slots(data, host);
   std::memset(data, 0, count * host.slot_bytes());
   for (std::size_t i = 0; i < count; ++i) {
     slots.put(i, {0, tokens.positions[i], RankType::whole});
-    if (tokens.columns)
-      std::memcpy(slots.columns(i), tokens.columns + i * host.own.columns.size(),
-                  host.columns_bytes());
+    if (tokens.features)
+      std::memcpy(slots.features(i), tokens.features + i * host.own.features.size(),
+                  host.features_bytes());
   }
 }
 
@@ -236,9 +236,9 @@ Ranks all_ranks(const void* data, const Tokens& tokens, const void* params, cons
   const nb::gil_scoped_acquire gil;
   Call call;
   call.positions = filled<std::uint32_t>(count, [&](std::size_t i) { return tokens.positions[i]; });
-  const std::size_t width = host.own.columns.size();
-  call.columns =
-      gathered<float>(count, width, [&](std::size_t i) { return tokens.columns + i * width; });
+  const std::size_t width = host.own.features.size();
+  call.features =
+      gathered<float>(count, width, [&](std::size_t i) { return tokens.features + i * width; });
   return call.ranks(host, count, step);
 }
 
@@ -295,9 +295,9 @@ Needs needs_from(const std::string& text) {
 
 PolicyInfo info_of(const Host& host) {
   const OwnPolicy& own = host.own;
-  if (own.columns.size() > kMaxColumns)
-    throw std::invalid_argument(fmt::format("columns: {} are asked for; a policy has at most {}",
-                                            own.columns.size(), kMaxColumns));
+  if (own.features.size() > kMaxFeatures)
+    throw std::invalid_argument(fmt::format("features: {} are requested; a policy has at most {}",
+                                            own.features.size(), kMaxFeatures));
   PolicyInfo info{.name = own.name.c_str(),
                   .summary = own.summary.c_str(),
                   .citation = own.path.c_str(),
@@ -305,11 +305,11 @@ PolicyInfo info_of(const Host& host) {
                   .order = Order::feedback,
                   .weighted = !own.weights.empty(),
                   .positions = parse_positions(own.positions)};
-  for (std::size_t c = 0; c < own.columns.size(); ++c) {
-    if (!is_column_name(own.columns[c]))
+  for (std::size_t c = 0; c < own.features.size(); ++c) {
+    if (!is_feature_name(own.features[c]))
       throw std::invalid_argument(fmt::format(
-          "columns: '{}' is no name; letters, digits, '_', '-' and '.'", own.columns[c]));
-    info.columns[c] = own.columns[c].c_str();
+          "features: '{}' is no name; letters, digits, '_', '-' and '.'", own.features[c]));
+    info.features[c] = own.features[c].c_str();
   }
   if (own.defaults.empty()) return info;
   // The defaults are what the same words make of the policy without any.
@@ -326,8 +326,8 @@ PolicyInfo info_of(const Host& host) {
   return info;
 }
 
-/// Throws std::invalid_argument for columns, guards or modifiers that no policy may have. Whoever
-/// calls knows that the name is not taken.
+/// Throws std::invalid_argument for features, protected tokens or modifiers that no policy may
+/// have. Whoever calls knows that the name is not taken.
 Policy make_own_policy(OwnPolicy own) {
   const Needs needs = needs_from(own.needs);
   if (needs == Needs::nothing && own.state_bytes > 0)
@@ -335,7 +335,7 @@ Policy make_own_policy(OwnPolicy own) {
         "state: a policy that observes nothing keeps none; give needs=\"mass\" or \"requests\"");
   if (own.by_head && !needs_mass(needs))
     throw std::invalid_argument(
-        "by_head: mass has to be asked for; give needs=\"mass\" or \"both\"");
+        "by_head: mass has to be requested; give needs=\"mass\" or \"both\"");
   auto source = std::make_shared<PolicySource>(PolicySource{
       .path = own.path, .text = own.text, .xxh3 = xxh3_hex(own.text), .type = own.name});
   const auto host = std::make_shared<Host>(Host{std::move(own), needs});
@@ -346,7 +346,7 @@ Policy make_own_policy(OwnPolicy own) {
       .slot_bytes = host->slot_bytes(),
       .params_bytes = sizeof(void*),
       .write_params = [](std::span<const double>, std::byte*) { return true; },
-      .admit = admit,
+      .append = append,
       .observe = observe,
       .observe_each = observe_each,
       .rank = rank,
@@ -381,7 +381,7 @@ Policy compile(const std::string& path) {
 
 Policy own(const std::string& name, const std::string& summary, const std::string& path,
            const std::string& text, const std::string& needs,
-           const std::vector<std::string>& columns, const std::string& defaults,
+           const std::vector<std::string>& features, const std::string& defaults,
            const std::string& positions, std::size_t state_bytes, const std::vector<float>& weights,
            bool by_head, nb::object function, nb::object sight) {
   return make_own_policy({.name = name,
@@ -389,7 +389,7 @@ Policy own(const std::string& name, const std::string& summary, const std::strin
                           .path = path,
                           .text = text,
                           .needs = needs,
-                          .columns = columns,
+                          .features = features,
                           .defaults = defaults,
                           .positions = positions,
                           .state_bytes = state_bytes,
@@ -412,7 +412,7 @@ void bind_policies(nb::module_& module) {
       .def_static("compile", compile, nb::arg("path"),
                   "The policy of a header, compiled by the host's compiler.")
       .def_static("own", own, nb::arg("name"), nb::arg("summary"), nb::arg("path"), nb::arg("text"),
-                  nb::arg("needs"), nb::arg("columns"), nb::arg("defaults"), nb::arg("positions"),
+                  nb::arg("needs"), nb::arg("features"), nb::arg("defaults"), nb::arg("positions"),
                   nb::arg("state_bytes"), nb::arg("weights"), nb::arg("by_head"),
                   nb::arg("function"), nb::arg("sight").none(),
                   "A policy whose ranks a Python function gives.")

@@ -1,4 +1,4 @@
-// A model's output projections, which some columns are computed from.
+// A model's output projections, which some features are computed from.
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>

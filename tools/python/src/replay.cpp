@@ -11,7 +11,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "policies/columns/output_projections.hpp"
+#include "policies/features/output_projections.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "sim/device/cuda_replay.hpp"
 #include "sim/metrics.hpp"
@@ -40,7 +40,7 @@ T word(const Words& words, const char* name) {
   }
 }
 
-GridRequest grid_from(const Words& words) {
+SweepRequest sweep_from(const Words& words) {
   using Texts = std::vector<std::string>;
   return {.policies = word<Texts>(words, "policies"),
           .budgets = word<Texts>(words, "budgets"),
@@ -52,7 +52,7 @@ GridRequest grid_from(const Words& words) {
 
 ReplayOptions options_from(const Words& words) {
   ReplayOptions options;
-  options.span = parse_span(word<std::string>(words, "span"));
+  options.queries = parse_queries(word<std::string>(words, "queries"));
   options.every_output_error = word<bool>(words, "every_output_error");
   options.plain = word<bool>(words, "plain");
   options.layers = word<std::vector<std::uint32_t>>(words, "layers");
@@ -72,11 +72,11 @@ struct PythonRun {
 PythonRun replay_traces(const std::vector<Trace>& traces, const std::vector<Policy>& own,
                         const Words& words) {
   PythonRun result;
-  ReplayRequest request{.grid = {},
+  ReplayRequest request{.sweep = {},
                         .options = options_from(words),
                         .notice = [&](const std::string& line) { result.notices.push_back(line); }};
-  request.grid =
-      make_grid(grid_from(words), replay_references(), compiled_from(own), request.notice);
+  request.sweep =
+      make_sweep(sweep_from(words), replay_oracles(), compiled_from(own), request.notice);
   if (word<std::string>(words, "device") == "cuda") request.device = cuda_replayer();
   request.options.elsewhere = request.device.get();
   std::vector<const TraceReader*> readers;
@@ -85,19 +85,19 @@ PythonRun replay_traces(const std::vector<Trace>& traces, const std::vector<Poli
     readers.push_back(trace.reader.get());
   }
   check_budgets(request, readers);
-  if (word<bool>(words, "references")) request.grid = with_references(std::move(request.grid));
+  if (word<bool>(words, "references")) request.sweep = with_references(std::move(request.sweep));
   call_long([&] { result.run = replay_in_memory(request, readers); });
   return result;
 }
 
 /// policy, params, budget, prefill, positions of each configuration.
-using GridRow = std::tuple<std::string, std::string, std::string, std::string, std::string>;
+using SweepRow = std::tuple<std::string, std::string, std::string, std::string, std::string>;
 
-std::vector<GridRow> grid_of(const PythonRun& self) {
-  std::vector<GridRow> grid;
-  for (const RunConfig& c : self.run.info.grid)
-    grid.emplace_back(c.policy, c.params, c.budget, c.prefill, c.positions);
-  return grid;
+std::vector<SweepRow> sweep_of(const PythonRun& self) {
+  std::vector<SweepRow> sweep;
+  for (const RunConfig& c : self.run.info.sweep)
+    sweep.emplace_back(c.policy, c.params, c.budget, c.prefill, c.positions);
+  return sweep;
 }
 
 /// (name, path, hash) of each trace.
@@ -110,22 +110,23 @@ std::vector<std::tuple<std::string, std::string, std::string>> traces_of(const P
 
 /// A configuration of the run again.
 CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<Policy>& own) {
-  const RunConfig& asked = info.grid.at(index);
-  const std::string text = asked.params.empty() ? asked.policy : asked.policy + ":" + asked.params;
-  GridRequest request{.policies = {text},
-                      .budgets = {asked.budget},
-                      .prefills = {asked.prefill},
-                      .positions = {asked.positions},
-                      .seed = asked.seed,
-                      .threshold = info.threshold};
-  if (asked.budget == "all") request.budgets.clear();
-  if (!asked.budget.starts_with('@'))
-    return make_grid(request, replay_references(), compiled_from(own)).front();
+  const RunConfig& requested = info.sweep.at(index);
+  const std::string text =
+      requested.params.empty() ? requested.policy : requested.policy + ":" + requested.params;
+  SweepRequest request{.policies = {text},
+                       .budgets = {requested.budget},
+                       .prefills = {requested.prefill},
+                       .positions = {requested.positions},
+                       .seed = requested.seed,
+                       .threshold = info.threshold};
+  if (requested.budget == "all") request.budgets.clear();
+  if (!requested.budget.starts_with('@'))
+    return make_sweep(request, replay_oracles(), compiled_from(own)).front();
   // The run holds what the file held.
   constexpr std::uint32_t kAny = 1'000'000'000;
   request.budgets = {std::to_string(kAny)};
-  CacheConfig config = make_grid(request, replay_references(), compiled_from(own)).front();
-  const HeadBudgets& stored = asked.budgets;
+  CacheConfig config = make_sweep(request, replay_oracles(), compiled_from(own)).front();
+  const HeadBudgets& stored = requested.budgets;
   const bool one = stored.size() == 1 && stored.front().size() == 1;
   config.budget = one ? Budget{.extent = tokens(stored.front().front())} : budget_of_heads(stored);
   return config;
@@ -141,9 +142,9 @@ std::pair<Array<std::uint32_t>, Array<bool>> kept_of(const PythonRun& self, cons
   const CacheConfig wanted = config_of(self.run.info, config, own);
   const TraceReader& reader = *trace.reader;
   std::vector<std::uint32_t> queries =
-      QuerySpan(reader.segments(), self.run.info.span, 1).sampled_queries();
+      MeasuredQueries(reader.segments(), self.run.info.queries, 1).sampled_queries();
   const ReplayOptions options{
-      .span = self.run.info.span, .plain = plain, .output = std::move(output)};
+      .queries = self.run.info.queries, .plain = plain, .output = std::move(output)};
   const std::size_t tokens = reader.tokens();
   auto live = std::make_unique<bool[]>(queries.size() * tokens);
   call_long([&] {
@@ -168,28 +169,28 @@ void save(PythonRun& self, const std::string& directory) {
 
 /// Of a budget, as JSON: {"standings", "recommendation"}. An empty metric: the one that decides.
 std::string ranking(const PythonRun& self, const std::string& budget, const std::string& metric) {
-  const Figures figures(self.run.rows);
+  const MetricTable metric_table(self.run.rows);
   const MetricInfo* const by = find_metric(metric.empty() ? best_metric(self.run.rows) : metric);
-  const BudgetColumn* const column = figures.find_budget(budget);
+  const BudgetColumn* const column = metric_table.find_budget(budget);
   if (!by || !by->ranks)
     throw std::invalid_argument(fmt::format("ranking: '{}' is no metric that ranks", metric));
   if (!column)
     throw std::invalid_argument(fmt::format("ranking: budget {} is not in this run", budget));
-  Ranking found = rank_policies(figures, column->text, *by);
+  Ranking found = rank_policies(metric_table, column->text, *by);
   if (found.empty())
     throw std::invalid_argument(
         fmt::format("ranking: no policy has {} at budget {}", by->name, budget));
   found.recommendation.scope.tokens = scored_tokens(self.run.info, self.run.rows);
   found.recommendation.scope.note = std::string(kReplayNote);
-  return nlohmann::ordered_json{{"standings", standings_json(found, figures)},
+  return nlohmann::ordered_json{{"standings", standings_json(found, metric_table)},
                                 {"recommendation", recommendation_json(found.recommendation)}}
       .dump();
 }
 
 std::vector<std::string> budgets_of(const PythonRun& self) {
   std::vector<std::string> budgets;
-  const Figures figures(self.run.rows);
-  for (const BudgetColumn& budget : figures.budgets()) budgets.push_back(budget.text);
+  const MetricTable metric_table(self.run.rows);
+  for (const BudgetColumn& budget : metric_table.budgets()) budgets.push_back(budget.text);
   return budgets;
 }
 
@@ -236,16 +237,17 @@ void bind_replay(nb::module_& module) {
            "Writes results.csv, blocks.csv, run.json and kept.json.")
       .def("ranking", ranking, nb::arg("budget"), nb::arg("metric"),
            "JSON: standings and recommendation at a budget.")
-      .def_prop_ro("budgets", budgets_of, "As asked, by tokens.")
+      .def_prop_ro("budgets", budgets_of, "As requested, by tokens.")
       .def("csv", [](const PythonRun& self) { return results_csv(self.run.rows); })
       .def("kept", kept_of, nb::arg("trace"), nb::arg("sequence"), nb::arg("config"),
            nb::arg("own"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("plain"),
            nb::arg("output").none(),
            "Positions of the queries, and [query, token]: whether it was live.")
       .def_prop_ro("version", [](const PythonRun& self) { return self.run.info.version; })
-      .def_prop_ro("span",
-                   [](const PythonRun& self) { return std::string(name_of(self.run.info.span)); })
-      .def_prop_ro("grid", grid_of, "(policy, params, budget, prefill, positions) of each.")
+      .def_prop_ro(
+          "queries",
+          [](const PythonRun& self) { return std::string(name_of(self.run.info.queries)); })
+      .def_prop_ro("sweep", sweep_of, "(policy, params, budget, prefill, positions) of each.")
       .def_prop_ro("traces", traces_of, "(name, path, hash) of each.")
       .def_ro("notices", &PythonRun::notices);
   module.def("replay", replay_traces, nb::arg("traces"), nb::arg("own"), nb::arg("words"));

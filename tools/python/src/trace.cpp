@@ -12,7 +12,7 @@
 #include <stdexcept>
 
 #include "sim/access/full_attention.hpp"
-#include "sim/access/key_codes.hpp"
+#include "sim/access/key_quantization.hpp"
 #include "sim/head_view.hpp"
 #include "sim/run/run.hpp"
 #include "tools/python/src/array.hpp"
@@ -65,32 +65,32 @@ FloatArray read_head(const Trace& trace, const std::string& part, std::uint32_t 
   return array_of(std::move(values), {reader.tokens(), shape.head_size});
 }
 
-FloatArray read_column(const Trace& trace, const std::string& name, std::uint32_t number,
-                       std::uint32_t kv_head) {
+FloatArray read_feature(const Trace& trace, const std::string& name, std::uint32_t number,
+                        std::uint32_t kv_head) {
   const TraceReader& reader = *trace.reader;
   const std::uint32_t layer = layer_at(reader, number, kv_head, reader.shape().kv_heads);
-  if (!reader.has_column(name))
-    throw std::invalid_argument(fmt::format("column {}: the trace {} has none of that name", name,
+  if (!reader.has_feature(name))
+    throw std::invalid_argument(fmt::format("feature {}: the trace {} has none of that name", name,
                                             reader.directory().string()));
   std::vector<float> values(reader.tokens());
-  reader.column(name, layer, kv_head, values.data());
+  reader.feature(name, layer, kv_head, values.data());
   return array_of(std::move(values), {reader.tokens()});
 }
 
-/// [tokens]: a column that the decoders compute, under settings of one's own.
+/// [tokens]: a feature that the decoders compute, under settings of one's own.
 FloatArray score(const Trace& trace, const std::string& name, std::uint32_t number,
                  std::uint32_t kv_head, std::uint32_t sinks, std::uint32_t lag,
                  std::uint32_t future) {
   const TraceReader& reader = *trace.reader;
   const std::uint32_t layer = layer_at(reader, number, kv_head, reader.shape().kv_heads);
-  std::vector<Admission> admissions;
+  std::vector<Append> appends;
   for (const auto& [first, tokens, kind] : reader.segments())
     for (std::uint32_t at = 0, one = kind == SegmentKind::prompt ? tokens : 1; at < tokens;
          at += one)
-      admissions.push_back({.first = first + at, .tokens = one});
+      appends.push_back({.first = first + at, .tokens = one});
   return array_of(result_of_long([&] {
                     const HeadTensors tensors = kvlab::read_head(reader, layer, kv_head);
-                    const TokenColumns all({name}, tensors.view, admissions, {sinks, lag, future});
+                    const TokenFeatures all({name}, tensors.view, appends, {sinks, lag, future});
                     return std::vector<float>(all.from(0), all.from(reader.tokens()));
                   }),
                   {reader.tokens()});
@@ -98,11 +98,11 @@ FloatArray score(const Trace& trace, const std::string& name, std::uint32_t numb
 
 /// [count, tokens] of one query head.
 FloatArray attention(const Trace& trace, std::uint32_t number, std::uint32_t head,
-                     std::uint32_t first, std::optional<std::uint32_t> asked) {
+                     std::uint32_t first, std::optional<std::uint32_t> requested) {
   const TraceReader& reader = *trace.reader;
   const std::uint32_t layer = layer_at(reader, number, head, reader.shape().query_heads);
   const std::uint32_t tokens = reader.tokens();
-  const std::uint32_t count = asked.value_or(first < tokens ? tokens - first : 0);
+  const std::uint32_t count = requested.value_or(first < tokens ? tokens - first : 0);
   if (first >= tokens || count == 0 || count > tokens - first)
     throw std::invalid_argument(fmt::format("queries {} to {}: the trace {} has 0 to {}", first,
                                             std::uint64_t{first} + count,
@@ -114,7 +114,7 @@ FloatArray attention(const Trace& trace, std::uint32_t number, std::uint32_t hea
   return array_of(std::move(p), {count, tokens});
 }
 
-/// Queries, and the earlier tokens that each asks for.
+/// Queries, and the earlier tokens that each requests.
 std::pair<Array<std::uint32_t>, Array<std::uint32_t>> accesses(
     const Trace& trace, std::uint32_t number, std::uint32_t kv_head,
     std::optional<std::uint32_t> top_k, double threshold,
@@ -166,7 +166,7 @@ nb::typed<nb::list, nb::dict> rows_of(const Trace& trace) {
   for (std::uint32_t l = 0; l < trace.reader->shape().layers; ++l) {
     const RowSpec& row = trace.reader->row(l);
     nb::dict said;
-    said["span"] = row.span;
+    said["span"] = row.window;
     said["softcap"] = row.softcap;
     said["rope"] = row.table;
     said["scale"] = row.scale;
@@ -226,29 +226,30 @@ void bind_trace(nb::module_& module) {
                    "By layer: how its queries attend.")
       .def_prop_ro("model_json", model_json, "What is known of the model, as JSON.")
       .def_prop_ro("shard_files", shard_files)
-      .def_prop_ro("columns",
+      .def_prop_ro("features",
                    [](const Trace& t) {
                      std::vector<std::string> names;
-                     for (const auto& column : t.reader->extras().columns)
-                       names.push_back(column.name);
+                     for (const auto& feature : t.reader->extras().features)
+                       names.push_back(feature.name);
                      return names;
                    })
       .def_prop_ro(
-          "key_code_warning", [](const Trace& t) { return key_code_warning(*t.reader); },
+          "key_quantization_warning",
+          [](const Trace& t) { return key_quantization_warning(*t.reader); },
           "In which layers keys in 4 bits are unsafe; empty: in none.")
       .def_prop_ro("has_gradients",
                    [](const Trace& t) { return t.reader->extras().gradients.has_value(); })
       .def("read", read_head, nb::arg("part"), nb::arg("layer"), nb::arg("head"),
            "[tokens, head_size] of one head of q, k or v before RoPE, widened to float32.")
-      .def("column", read_column, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"),
-           "[tokens]: a column that the trace brings.")
+      .def("feature", read_feature, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"),
+           "[tokens]: a feature that the trace brings.")
       .def("score", score, nb::arg("name"), nb::arg("layer"), nb::arg("kv_head"), nb::arg("sinks"),
-           nb::arg("lag"), nb::arg("future"), "[tokens]: a column that decoders compute.")
+           nb::arg("lag"), nb::arg("future"), "[tokens]: a feature that decoders compute.")
       .def("attention", attention, nb::arg("layer"), nb::arg("head"), nb::arg("first"),
            nb::arg("count").none(), "[count, tokens]: probabilities of one query head.")
       .def("accesses", accesses, nb::arg("layer"), nb::arg("kv_head"), nb::arg("top_k").none(),
            nb::arg("threshold"), nb::arg("queries"),
-           "Queries, and the earlier tokens that each asks for.");
+           "Queries, and the earlier tokens that each requests.");
 }
 
 }  // namespace kvlab::python

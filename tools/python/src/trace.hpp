@@ -9,7 +9,7 @@
 namespace kvlab::python {
 
 struct Trace {
-  std::string path;  ///< as it was asked for
+  std::string path;  ///< as it was requested
   std::shared_ptr<const TraceReader> reader;
 };
 

@@ -16,7 +16,7 @@
 #include "engine/capture.hpp"
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
-#include "policies/columns/columns.hpp"
+#include "policies/features/features.hpp"
 #include "tools/python/src/bindings.hpp"
 #include "tools/python/src/rows.hpp"
 #include "tools/python/src/trace.hpp"
@@ -67,7 +67,7 @@ RowSpec row_of(const nb::dict& said, const std::vector<Rope>& ropes, float softm
   for (const auto [key, value] : said) {
     const auto name = nb::cast<std::string>(key);
     if (name == "span")
-      row.span = nb::cast<std::uint32_t>(value);
+      row.window = nb::cast<std::uint32_t>(value);
     else if (name == "softcap")
       row.softcap = nb::cast<float>(value);
     else if (name == "rope")
@@ -123,7 +123,7 @@ void sketch(Writer& writer, const nb::iterable& weights) {
   (*writer).sketch(sketch);
 }
 
-void add_column(const Trace& trace, const std::string& name, const std::vector<Rows>& layers) {
+void add_feature(const Trace& trace, const std::string& name, const std::vector<Rows>& layers) {
   const ModelShape& shape = trace.reader->shape();
   const std::size_t tokens = trace.reader->tokens();
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
@@ -137,31 +137,32 @@ void add_column(const Trace& trace, const std::string& name, const std::vector<R
     throw std::invalid_argument(
         fmt::format("{} layers; {} are expected", layers.size(), shape.layers));
   const nb::gil_scoped_release no_gil;
-  write_column(trace.reader->directory(), name,
-               [&](std::uint32_t layer, std::uint32_t head, std::uint32_t token) {
-                 return layers[layer].data()[head * tokens + token];
-               });
+  write_feature(trace.reader->directory(), name,
+                [&](std::uint32_t layer, std::uint32_t head, std::uint32_t token) {
+                  return layers[layer].data()[head * tokens + token];
+                });
 }
 
 /// `all`: [layers, draws, tokens, query_heads, head_size].
-void add_gradients(const Trace& trace, std::uint32_t draws, std::uint64_t seed,
-                   const std::string& span, const std::vector<float>& scales, const Rows& all) {
+void add_gradients(const Trace& trace, std::uint32_t gradient_samples, std::uint64_t seed,
+                   const std::string& queries, const std::vector<float>& scales, const Rows& all) {
   const ModelShape& shape = trace.reader->shape();
   const std::size_t size = shape.head_size, token = shape.query_heads * size,
-                    draw = token * trace.reader->tokens(), layer_size = draws * draw;
+                    sample_size = token * trace.reader->tokens(),
+                    layer_size = gradient_samples * sample_size;
   if (all.size() != shape.layers * layer_size || scales.size() != trace.reader->shards().size())
     throw std::invalid_argument("gradients: they do not have the sizes of the trace");
   const nb::gil_scoped_release no_gil;
   write_gradients(
-      trace.reader->directory(), {draws, seed, parse_span(span), {}},
+      trace.reader->directory(), {gradient_samples, seed, parse_queries(queries), {}},
       [&](std::size_t file) { return scales[file]; },
       [&](const ShardInfo& shard, std::uint32_t layer, std::span<float> values) {
         const float scale = scales[shard.first / kShardTokens];
         float* to = values.data();
-        for (std::size_t d = 0; d < draws; ++d)
+        for (std::size_t d = 0; d < gradient_samples; ++d)
           for (std::size_t head = 0; head < shape.query_heads; ++head)
             for (std::size_t t = shard.first; t < shard.first + shard.tokens; ++t) {
-              const float* from = all.data() + layer * layer_size + d * draw + t * token;
+              const float* from = all.data() + layer * layer_size + d * sample_size + t * token;
               to = std::transform(from + head * size, from + (head + 1) * size, to,
                                   [&](float x) { return x / scale; });
             }
@@ -214,18 +215,18 @@ void bind_trace_writer(nb::module_& module) {
           "close", [](Writer& w) { w.held.reset(); },
           "Unfinished: whole shards are left, or nothing.")
       .def_prop_ro("tokens", [](Writer& w) { return (*w).tokens(); });
-  module.def("add_column", add_column, nb::arg("trace"), nb::arg("name"), nb::arg("layers"),
-             nb::sig("def add_column(trace: Trace, name: str, layers: Sequence[object]) -> None"),
-             "Adds or replaces a column: float32 [kv_heads, tokens] of each layer.");
+  module.def("add_feature", add_feature, nb::arg("trace"), nb::arg("name"), nb::arg("layers"),
+             nb::sig("def add_feature(trace: Trace, name: str, layers: Sequence[object]) -> None"),
+             "Adds or replaces a feature: float32 [kv_heads, tokens] of each layer.");
   module.def("add_gradients", add_gradients, nb::arg("trace"), nb::arg("draws"), nb::arg("seed"),
-             nb::arg("span"), nb::arg("scales"), nb::arg("gradients"),
-             nb::sig("def add_gradients(trace: Trace, draws: int, seed: int, span: str, scales: "
+             nb::arg("queries"), nb::arg("scales"), nb::arg("gradients"),
+             nb::sig("def add_gradients(trace: Trace, draws: int, seed: int, queries: str, scales: "
                      "Sequence[float], gradients: object) -> None"),
              "Adds or replaces them: float32 [layers, draws, tokens, query_heads, head_size], and "
              "what each file's are divided by.");
   module.attr("shard_tokens") = kShardTokens;
   module.def("check_grid", [] { return std::vector(kCheckGrid.begin(), kCheckGrid.end()); });
-  module.def("built_in_columns", built_in_columns);
+  module.def("built_in_features", built_in_features);
   module.def("supported_architectures", supported_architectures,
              "(architecture, model_type) of each.");
   module.def("weights_xxh3",

@@ -14,7 +14,7 @@ struct LineAllocator {
 
   LineAllocator() = default;
   template <class U>
-  LineAllocator(const LineAllocator<U>&) {}  // NOLINT: what a container asks for
+  LineAllocator(const LineAllocator<U>&) {}  // NOLINT: what a container requests
   T* allocate(std::size_t count) {
     return static_cast<T*>(::operator new(count * sizeof(T), kLine));
   }

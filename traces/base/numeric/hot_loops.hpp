@@ -3,8 +3,8 @@
 // All of them give the same bits on any machine: no FMA contraction (a build flag), every sum in a
 // stated order, and where sums are fused they are so everywhere (in software where a machine has no
 // such instruction). A result depends neither on how many rows are computed together nor on the
-// number of threads. That is why a replay, the closed loop by layers and the token-by-token decoder
-// reach equal bits, which no BLAS promises for one row and for many.
+// number of threads. That is why a replay, the end-to-end evaluation by layers and the
+// token-by-token decoder reach equal bits, which no BLAS promises for one row and for many.
 #pragma once
 
 #include <cstddef>

@@ -58,9 +58,9 @@ inline void few_rows(const float* x, std::size_t x_stride, const Element* w, std
 }
 
 inline const float* widened(const float* from, std::size_t, float*) { return from; }
-inline const float* widened(const std::uint16_t* from, std::size_t depth, float* room) {
-  for (std::size_t i = 0; i < depth * kLanes; i += kWidth) store(room + i, load(from + i));
-  return room;
+inline const float* widened(const std::uint16_t* from, std::size_t depth, float* scratch) {
+  for (std::size_t i = 0; i < depth * kLanes; i += kWidth) store(scratch + i, load(from + i));
+  return scratch;
 }
 
 /// Whole groups of kRows rows: every block of a panel is widened once and used for all of them, and
@@ -68,11 +68,11 @@ inline const float* widened(const std::uint16_t* from, std::size_t depth, float*
 template <class Element>
 inline void many_rows(const float* x, std::size_t m, std::size_t x_stride, const Element* w,
                       std::size_t depth, std::size_t panels, float* y, std::size_t y_stride) {
-  alignas(64) float room[kDepthBlock * kLanes];
+  alignas(64) float scratch[kDepthBlock * kLanes];
   for (std::size_t k = 0; k == 0 || k < depth; k += kDepthBlock) {
     const std::size_t size = depth - k < kDepthBlock ? depth - k : kDepthBlock;
     for (std::size_t p = 0; p < panels; ++p) {
-      const float* part = widened(w + (p * depth + k) * kLanes, size, room);
+      const float* part = widened(w + (p * depth + k) * kLanes, size, scratch);
       for (std::size_t i = 0; i < m; i += kRows)
         block<kRows, 1>(x + i * x_stride + k, x_stride, part, 0, size, k > 0,
                         y + i * y_stride + p * kLanes, y_stride);

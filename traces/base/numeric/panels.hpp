@@ -32,9 +32,10 @@ class Panels {
   /// Writes one row of `depth` floats. (Rounds, where the panels are bf16.)
   void set_row(std::size_t row, const float* values);
   void get_row(std::size_t row, float* values) const;
-  /// Makes room for `rows`, and for half as many again as there were, keeping what is there.
+  /// Evicts to the budget for `rows`, and for half as many again as there were, keeping what is
+  /// there.
   void grow(std::size_t rows);
-  /// Makes room for so many rows to come, and no more.
+  /// Evicts to the budget for so many rows to come, and no more.
   void reserve(std::size_t rows);
   /// That are allocated.
   std::size_t bytes() const { return capacity_ * depth_ * 16 * bytes_of(dtype_); }

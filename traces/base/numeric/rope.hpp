@@ -14,7 +14,7 @@ struct Rope {
   std::vector<float> inv_freq;
   float factor = 1.0f;
 
-  std::size_t rotated() const { return 2 * inv_freq.size(); }
+  std::size_t rotated_dims() const { return 2 * inv_freq.size(); }
   bool operator==(const Rope&) const = default;
 };
 

@@ -1,4 +1,4 @@
-"""python -m kvlab.hf capture|columns|sensitivities: traces from transformers, and what a finished trace is given.
+"""python -m kvlab.hf capture|features|sensitivities: traces from transformers, and what a finished trace is given.
 
 Exits 2 with one line if anything is wrong with the input.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvlab.hf.refused import Refused, one_line
 
-COMMANDS = {"capture": "capture_command", "columns": "columns", "sensitivities": "sensitivities"}
+COMMANDS = {"capture": "capture_command", "features": "features", "sensitivities": "sensitivities"}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from kvlab.hf.calls import few_logits
 from kvlab.hf.conversation import Conversation
 from kvlab.hf.hooks import Hooks
 from kvlab.hf.layers import (
-    acted_on,
+    policy_layers,
     decoder_of,
     layer_count,
     layers_of,
@@ -89,14 +89,14 @@ class AttendedModel:
         self.device, self.dtype, self.length = devices.pop(), model.dtype, length
         self.decoder = decoder_of(model)
         self.layers = {layer.index: layer for layer in layers_of(self.decoder, [], length)}
-        self.acted = acted_on([*self.layers.values()], length)
+        self.acted = policy_layers([*self.layers.values()], length)
         refuse_beyond_format(self.acted, "caches have")
         first = self.acted[0]
         self.shape = Shape(len(self.acted), first.query_heads, first.kv_heads, first.key_size)
-        self.places = {layer.index: place for place, layer in enumerate(self.acted)}
-        self.spans = {layer.index: layer.span for layer in self.layers.values() if layer.index not in self.places}
+        self.layer_indices = {layer.index: index for index, layer in enumerate(self.acted)}
+        self.windows = {layer.index: layer.window for layer in self.layers.values() if layer.index not in self.layer_indices}
         self.has_others = layer_count(self.decoder, [*self.layers.values()]) > len(self.layers)
-        self.most = min(layer.span for layer in self.acted) or None  # tokens of which a window hides none
+        self.most = min(layer.window for layer in self.acted) or None  # tokens of which a window hides none
         self.rope_types = rope_types(self.decoder.config)
         self.has_fixed_rope = self.rope_types <= set(ROPE_TYPES)
         self.block: Block | None = None
@@ -121,7 +121,7 @@ class AttendedModel:
     ) -> _kvlab.CacheRequest:
         """`words`: prefill, positions, seed, threshold and length, where they are not as usual."""
         (text,), own = resolve([policy])
-        setting = "" if tiers is None else ":ladder=" + tiers.replace(",", "+").replace(":", "@")
+        setting = "" if tiers is None else ":tiers=" + tiers.replace(",", "+").replace(":", "@")
         usual: dict[str, Any] = {"prefill": "dense", "positions": "", "seed": 0, "threshold": 0.01, "length": self.length}
         return _kvlab.CacheRequest(
             policy=text + setting,
@@ -129,7 +129,7 @@ class AttendedModel:
             budget="" if budget is None else str(budget),
             **usual | words,
             **{size: getattr(self.shape, size) for size in ("layers", "kv_heads", "head_size")},
-            layer_numbers=list(self.places),
+            layer_numbers=list(self.layer_indices),
         )
 
     def caches(self, request: Callable[[], _kvlab.CacheRequest]) -> Callable[[], Any]:

@@ -35,7 +35,7 @@ class Call:
     v: torch.Tensor  # [kv_heads, held, value_size]
     mask: torch.Tensor | None  # [1 or query_heads, n, held], added to the scores
     scale: float
-    span: int  # 0: all
+    window: int  # 0: all
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
     last: torch.Tensor | None = (
@@ -66,26 +66,26 @@ def attention(call: Call) -> torch.Tensor:
 
 
 def check_mask(call: Call, end: int) -> None:
-    """Whether each of the last queries before position `end` sees what a causal query with the call's span sees."""
+    """Whether each of the last queries before position `end` sees what a causal query with the call's window sees."""
     n, held = call.q.shape[1], call.k.shape[1]
     rows, keys = (torch.arange(end - count, end, device=call.q.device) for count in (n, held))
     ago = rows[:, None] - keys
-    seen = (ago >= 0) & (ago < call.span) if call.span else ago >= 0
+    seen = (ago >= 0) & (ago < call.window) if call.window else ago >= 0
     shown = torch.ones_like(seen)[None] if call.mask is None else call.mask == 0
     if call.mask is not None and not bool((shown | (call.mask <= HIDDEN)).all()):
         raise Refused(
             f"--model: layer {call.layer}: its mask adds to the scores; one that only hides tokens is expected"
         )
-    least = min(end, call.span + n - 1) if call.span else end
+    least = min(end, call.window + n - 1) if call.window else end
     ahead = True
     if call.last is not None:
         ahead = torch.equal(
-            call.last.nonzero()[:, 0], torch.arange(len(call.last), device=call.last.device)[-call.span :]
+            call.last.nonzero()[:, 0], torch.arange(len(call.last), device=call.last.device)[-call.window :]
         )
     if not ahead or not least <= held <= end or not bool((shown == seen).all()):
-        span = f"a window of {call.span} tokens" if call.span else "all tokens before it"
+        window = f"a window of {call.window} tokens" if call.window else "all tokens before it"
         raise Refused(
-            f"--model: layer {call.layer}: a query does not see {span}, which is what its attention is called with;"
+            f"--model: layer {call.layer}: a query does not see {window}, which is what its attention is called with;"
             " a window that its mask alone knows, chunks or padding cannot be said by a trace"
         )
 
@@ -109,7 +109,7 @@ def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]
     if len(q) != len(k) or q.shape[1] % k.shape[1] or q.shape[-1] != k.shape[-1]:
         shapes = f"queries {list(q.shape)} and keys {list(k.shape)}"
         raise Refused(f"--model: layer {layer}: {shapes}; [sequences, heads, tokens, size] is expected")
-    scale, span, softcap, sink = (words.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
+    scale, window, softcap, sink = (words.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
     for name, value in words.items():
         if name not in _HARMLESS and value is not None and value is not False:
             raise Refused(
@@ -124,7 +124,7 @@ def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]
         mask = mask[:, :, :, : k.shape[2]]
         mask = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    how = (scale, int(span or 0), float(softcap or 0), None if sink is None else sink.detach().reshape(-1))
+    how = (scale, int(window or 0), float(softcap or 0), None if sink is None else sink.detach().reshape(-1))
     rows = zip(q.detach(), k.detach(), v.detach(), [None] * len(q) if mask is None else mask.expand(len(q), -1, -1, -1))
     return [Call(module, layer, row, *given, *how) for row, given in enumerate(rows)]
 

@@ -22,7 +22,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from kvlab import _kvlab
-from kvlab.hf.capturing import Column, Fed, plan_of, write_capture
+from kvlab.hf.capturing import Feature, Fed, plan_of, write_capture
 from kvlab.hf.command_line import Parser, announce_size, refuse_missing_cuda, whole_number
 from kvlab.hf.models import (
     DTYPES,
@@ -88,11 +88,11 @@ def encode(model: str, config: Any, text: str) -> list[int]:
     return ids
 
 
-def refuse_span(text: str, why: str) -> NoReturn:
-    raise Refused(f"--span-of: {json.dumps(text if len(text) <= 60 else text[:60] + '...')} {why}")
+def refuse_passage(text: str, why: str) -> NoReturn:
+    raise Refused(f"--passage: {json.dumps(text if len(text) <= 60 else text[:60] + '...')} {why}")
 
 
-def span_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
+def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
     """The fewest tokens that cover `text`, where it is once in what the tokens spell, less a special one in front."""
     first = 1 if tokenizer.decode(ids[:1]) == "" else 0
 
@@ -100,13 +100,13 @@ def span_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
         return str(tokenizer.decode(ids[first : first + count], skip_special_tokens=False))
 
     if not text:
-        raise Refused("--span-of: is empty; give a value, or leave the option out")
+        raise Refused("--passage: is empty; give a value, or leave the option out")
     whole = spelled(len(ids) - first)
     begin = whole.find(text)
     if begin < 0:
-        refuse_span(text, "is not in the prompt; a text that is there once is expected")
+        refuse_passage(text, "is not in the prompt; a text that is there once is expected")
     if whole.find(text, begin + 1) >= 0:
-        refuse_span(text, "is there more than once; a text that is there once is expected")
+        refuse_passage(text, "is there more than once; a text that is there once is expected")
 
     def fewest(length: int) -> int:
         """Tokens that spell so many characters. One whose bytes are not all there yet is spelled as another."""
@@ -119,37 +119,37 @@ def span_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
     return {"name": _kvlab.without_controls(text), "start": first + start, "tokens": stop - start}
 
 
-def spans_of(model: str, ids: list[int], texts: Sequence[str]) -> list[dict[str, Any]]:
+def passages_of(model: str, ids: list[int], texts: Sequence[str]) -> list[dict[str, Any]]:
     if not texts:
         return []
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
-        raise Refused(f"--span-of: --model {model} has no tokenizer.json, which is needed")
+        raise Refused(f"--passage: --model {model} has no tokenizer.json, which is needed")
     names = [_kvlab.without_controls(text) for text in texts]
     for name in names:
         if names.count(name) > 1:
-            refuse_span(name, "is given twice; once is enough")
-    return [span_of(tokenizer, ids, text) for text in texts]
+            refuse_passage(name, "is given twice; once is enough")
+    return [passage_of(tokenizer, ids, text) for text in texts]
 
 
-def columns_of(texts: Sequence[str]) -> dict[str, Column]:
+def features_of(texts: Sequence[str]) -> dict[str, Feature]:
     """name -> function, from NAME=module:function each. Modules are looked for in the working directory too."""
-    columns: dict[str, Column] = {}
+    features: dict[str, Feature] = {}
     for text in texts:
         parts = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=([A-Za-z0-9_.]+):(\w+)", text)
         if not parts:
             right = "should read NAME=module:function, the name of letters, digits, '_', '-', '.'"
-            raise Refused(f"--column {text}: {right}")
+            raise Refused(f"--feature {text}: {right}")
         name, module, function = parts.groups()
-        if name in _kvlab.built_in_columns()[:4] or name in columns:
-            raise Refused(f"--column {name}: is {'given twice' if name in columns else 'computed by kvlab'}")
+        if name in _kvlab.built_in_features()[:4] or name in features:
+            raise Refused(f"--feature {name}: is {'given twice' if name in features else 'computed by kvlab'}")
         if "" not in sys.path:
             sys.path.insert(0, "")
         try:
-            columns[name] = getattr(importlib.import_module(module), function)
+            features[name] = getattr(importlib.import_module(module), function)
         except Exception as error:
-            raise Refused(f"--column {text}: {one_line(error)}") from None
-    return columns
+            raise Refused(f"--feature {text}: {one_line(error)}") from None
+    return features
 
 
 def add_options(parser: Parser) -> None:
@@ -178,9 +178,9 @@ def add_options(parser: Parser) -> None:
     add("--attention", choices=["sdpa", "eager", "flash_attention_2"], help=attention)
     chunk = "tokens of a given text to feed at once (default: 1024)"
     number("--chunk", "N", 1, chunk, default=_kvlab.shard_tokens)
-    repeated("--span-of", "TEXT", "a part of the prompt that is there once: the trace gets its tokens as a span")
-    column = "a number for each token, layer and KV head (docs/reference/configurations.md): function(q, k, v, layer)"
-    repeated("--column", "NAME=module:function", column)
+    repeated("--passage", "TEXT", "a part of the prompt that is there once: the trace gets its tokens as a passage")
+    feature = "a number for each token, layer and KV head (docs/reference/configurations.md): function(q, k, v, layer)"
+    repeated("--feature", "NAME=module:function", feature)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -219,8 +219,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.teacher_forced and arguments.prompt_tokens > len(ids):
         raise Refused(f"--prompt-tokens: {arguments.prompt_tokens} is more than the text's {len(ids)} tokens")
     refuse_beyond_context(arguments, config, ids)
-    spans = spans_of(arguments.model, ids, arguments.span_of)
-    columns = columns_of(arguments.column)
+    passages = passages_of(arguments.model, ids, arguments.passage)
+    features = features_of(arguments.feature)
     device = arguments.device or default_device()
     model = load_model(arguments.model, arguments.dtype, arguments.attention, device)
     most = 100 if arguments.max_new_tokens is None else arguments.max_new_tokens
@@ -231,11 +231,11 @@ def run(arguments: argparse.Namespace) -> None:
     rows = tokens * shape.layers * (shape.query_heads + 2 * shape.kv_heads) * shape.head_size
     announce_size(PROGRAM, f"trace into {arguments.out}", rows * torch.finfo(model.dtype).bits / 8)
     try:
-        fed_tokens = write_capture(plan, fed, arguments.out, name, arguments.model, spans, columns, progress)
+        fed_tokens = write_capture(plan, fed, arguments.out, name, arguments.model, passages, features, progress)
     except KeyboardInterrupt as interrupted:
         raise Refused(str(interrupted) or "interrupted") from None
     progress(fed_tokens)
-    if unsafe := _kvlab.Trace.open(arguments.out, False, None).key_code_warning:
+    if unsafe := _kvlab.Trace.open(arguments.out, False, None).key_quantization_warning:
         print(f"{PROGRAM}: {unsafe}", file=sys.stderr)
     print(f"{arguments.out}: {fed_tokens} tokens of {_kvlab.without_controls(name)}")
 

@@ -53,7 +53,7 @@ from kvlab.hf.models import (
 from kvlab.hf.refused import Refused, one_line, refusing
 
 Progress = Callable[[int], object]
-Column = Callable[[Any, Any, Any, int], Any]
+Feature = Callable[[Any, Any, Any, int], Any]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Listener:
         self.keys: dict[int, torch.Tensor] = {}  # by layer, [kv_heads, tokens, key_size], rotated
         self.given: dict[int, Given] = {}  # by layer: what its module is called with
         self.seen: set[tuple[int, str]] = set()  # (layer, part)s that came of the tokens being fed
-        self.checked: dict[tuple[int, int, int], Any] = {}  # masks of theirs, by place, length and span
+        self.checked: dict[tuple[int, int, int], Any] = {}  # masks of theirs, by place, length and window
         self.turns_on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # device: their cos and sin
 
     @contextlib.contextmanager
@@ -115,7 +115,7 @@ class Listener:
         self.seen.add((layer.index, "out"))
         if not layer.fits(call):
             raise Refused(f"--model: layer {layer.index}: attention has another scale, window or shape than at first")
-        mask = (0 if call.mask is None else call.mask.data_ptr(), call.k.shape[1], call.span)
+        mask = (0 if call.mask is None else call.mask.data_ptr(), call.k.shape[1], call.window)
         if mask not in self.checked:
             check_mask(call, self.first + self.count)
             self.checked[mask] = call.mask
@@ -127,13 +127,13 @@ class Listener:
         self.keys[layer.index] = torch.cat((old, new), dim=1)[:, -call.k.shape[1] :]
         out = attention(dataclasses.replace(call, q=rotate(q, *now).transpose(0, 1), k=self.keys[layer.index]))
         v = call.v[:, -self.count :].transpose(0, 1)
-        self.writer.layer(self.plan.places[layer.index], q=floats(q), k=floats(k), v=floats(v), out=floats(out))
+        self.writer.layer(self.plan.layer_indices[layer.index], q=floats(q), k=floats(k), v=floats(v), out=floats(out))
         return out
 
     def keep_residual(self, layer: int, values: torch.Tensor) -> None:
         self.seen.add((layer, "residual"))
         norms = values.view(self.count, -1).float().square().sum(-1)
-        self.writer.residual(self.plan.places[layer], floats(norms))
+        self.writer.residual(self.plan.layer_indices[layer], floats(norms))
 
     def feed(self, ids: Sequence[int], kind: str, chunk: int, progress: Progress) -> torch.Tensor:
         """Returns the hidden state [1, hidden] behind the last token."""
@@ -195,17 +195,17 @@ class Plan:
         return all(layer.residual is not None for layer in self.layers)
 
     @functools.cached_property
-    def places(self) -> dict[int, int]:
+    def layer_indices(self) -> dict[int, int]:
         """Of layers among those that attend, by which the writer knows them."""
-        return {layer.index: place for place, layer in enumerate(self.layers)}
+        return {layer.index: index for index, layer in enumerate(self.layers)}
 
     def writer(self, out: str, header: str) -> _kvlab.TraceWriter:
         inv_freq, factors, rows = said(self.layers)
         # A window that hides nothing of the text says nothing of it, unless other layers have none.
-        if min(layer.span for layer in self.layers) >= self.tokens:
+        if min(layer.window for layer in self.layers) >= self.tokens:
             rows = [row | {"span": 0} for row in rows]
         scale = self.layers[0].rope.softmax_scale
-        return writer_of(out, header, inv_freq, factors, scale, rows, list(self.places), self.count)
+        return writer_of(out, header, inv_freq, factors, scale, rows, list(self.layer_indices), self.count)
 
     def most_likely(self, hidden: torch.Tensor) -> int:
         return int(self.model.get_output_embeddings()(hidden).argmax())
@@ -223,7 +223,7 @@ def plan_of(model: Any, fed: Fed) -> Plan:
 
 
 def description(
-    model: Any, shape: Shape, name: str, checkpoint: str | None, forced: bool, spans: Sequence[Mapping[str, Any]]
+    model: Any, shape: Shape, name: str, checkpoint: str | None, forced: bool, passages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What the manifest and every shard say alike."""
     dtype, rope = name_of(model.dtype), rope_parameters(text_config(model.config))
@@ -236,7 +236,7 @@ def description(
         "rounding": "none" if dtype == "float32" else "model_dtype",
         "weights_xxh3": weights_xxh3(checkpoint) if checkpoint else "",
         "tokenizer_xxh3": _kvlab.tokenizer_xxh3(str(tokenizer.parent)) if tokenizer else "",
-        "spans": [dict(span, name=_kvlab.without_controls(str(span["name"]))) for span in spans],
+        "spans": [dict(passage, name=_kvlab.without_controls(str(passage["name"]))) for passage in passages],
         "capture": {
             "engine": "transformers",
             "version": transformers.__version__,
@@ -267,21 +267,21 @@ def feed(listener: Listener, fed: Fed, progress: Progress) -> None:
         hidden = listener.feed([token], "decode", 1, progress)
 
 
-def add_columns(out: str, columns: Mapping[str, Column]) -> None:
+def add_features(out: str, features: Mapping[str, Feature]) -> None:
     """To a finished trace. function(q, k, v, layer), of the whole trace before RoPE, gives [kv_heads, tokens]."""
     trace = Trace(out, verify=False)
     tensors = trace.to_dict("torch")
-    for name, function in columns.items():
+    for name, function in features.items():
         layers = []
         try:
             for layer in trace.layer_numbers:
                 q, k, v = (torch.cat(tensors[f"layers.{layer}.{part}"], dim=1) for part in "qkv")
                 layers.append(floats(torch.as_tensor(function(q, k, v, layer))))
             with refusing():
-                _kvlab.add_column(trace._held, name, layers)
+                _kvlab.add_feature(trace._held, name, layers)
         except Exception as error:
             what = one_line(error if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
-            raise Refused(f"--column {name}: {what}: --out {out} is finished without it") from None
+            raise Refused(f"--feature {name}: {what}: --out {out} is finished without it") from None
 
 
 def unfinished(out: str) -> str:
@@ -296,12 +296,12 @@ def write_capture(
     out: str,
     name: str,
     checkpoint: str | None,
-    spans: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, Column],
+    passages: Sequence[Mapping[str, Any]],
+    features: Mapping[str, Feature],
     progress: Progress,
 ) -> int:
     """The whole of a capture. Returns the tokens that were fed."""
-    header = json.dumps(description(plan.model, plan.shape, name, checkpoint, fed.prompt_tokens is not None, spans))
+    header = json.dumps(description(plan.model, plan.shape, name, checkpoint, fed.prompt_tokens is not None, passages))
     with refusing("--out "):
         writer = plan.writer(out, header)
     listener = Listener(plan, writer)
@@ -321,7 +321,7 @@ def write_capture(
         raise (KeyboardInterrupt if interrupted else Refused)(what + unfinished(out)) from None
     finally:
         writer.close()
-    add_columns(out, columns)
+    add_features(out, features)
     return tokens
 
 
@@ -332,8 +332,8 @@ def capture(
     prompt_tokens: int | None = None,
     max_new_tokens: int = 0,
     out: str | os.PathLike[str] | None = None,
-    spans: Sequence[Mapping[str, Any]] = (),
-    columns: Mapping[str, Column] | None = None,
+    passages: Sequence[Mapping[str, Any]] = (),
+    features: Mapping[str, Feature] | None = None,
     chunk: int = 1024,
     checkpoint: str | None = None,
     progress: bool | Progress = True,
@@ -342,7 +342,7 @@ def capture(
 
     `input_ids` are one sequence. With `prompt_tokens` the rest of it is decoded, teacher-forced; otherwise all of it is
     the prompt, and the model goes on with `max_new_tokens` most likely ones. A model with PEFT's adapters is captured
-    with them. `spans`: {"name", "start", "tokens"} each. `columns`: by name, functions (q, k, v, layer) -> [kv_heads,
+    with them. `passages`: {"name", "start", "tokens"} each. `features`: by name, functions (q, k, v, layer) -> [kv_heads,
     tokens]. `checkpoint`: the folder that the weights are of, whose hashes the trace then has. `out` keeps the trace in
     a new folder; without it, it lies in a temporary one and goes with the handle. `progress`: True shows a bar in
     notebooks and on terminals, where tqdm is there; a function gets the tokens fed.
@@ -365,12 +365,12 @@ def capture(
         with torch.inference_mode(), shown(progress is True, "capture") as bar:
             most = len(ids) + (max_new_tokens if prompt_tokens is None else 0)
             told = progress if callable(progress) else lambda tokens: bar(tokens / most) if bar else None
-            write_capture(plan_of(base, fed), fed, path, name, checkpoint, spans, columns or {}, told)
+            write_capture(plan_of(base, fed), fed, path, name, checkpoint, passages, features or {}, told)
     finally:
         base.train(training)
     trace = Trace(path)
     trace._folder = folder
-    if unsafe := trace._held.key_code_warning:
+    if unsafe := trace._held.key_quantization_warning:
         warnings.warn(unsafe, stacklevel=2)
     return trace
 

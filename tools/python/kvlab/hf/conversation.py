@@ -26,9 +26,9 @@ Parts = tuple[torch.Tensor, ...]
 class Row:
     """What is held of one sequence."""
 
-    def __init__(self, caches: Any, spans: dict[int, int]) -> None:
+    def __init__(self, caches: Any, windows: dict[int, int]) -> None:
         self.caches = caches  # of the layers that policies act on
-        self.windows = {layer: Window(span) for layer, span in spans.items()}
+        self.windows = {layer: Window(size) for layer, size in windows.items()}
         self.given: dict[int, list[Parts]] = {}  # what is recorded: q, k and v of each call, by place
         self.segments: list[tuple[int, bool]] = []  # of what is recorded: tokens, and whether of a prompt
 
@@ -38,9 +38,9 @@ class Row:
             tokens += self.segments.pop()[0]
         self.segments.append((tokens, is_prompt))
 
-    def tokens(self, places: int) -> set[int]:
+    def tokens(self, layers: int) -> set[int]:
         """The tokens of each layer: one number, except after a call that did not end."""
-        return {self.caches.tokens(place) for place in range(places)} | {w.tokens for w in self.windows.values()}
+        return {self.caches.tokens(index) for index in range(layers)} | {w.tokens for w in self.windows.values()}
 
     def copy(self) -> Row:
         if not hasattr(self.caches, "copy"):
@@ -49,7 +49,7 @@ class Row:
         with refusing():
             made.caches = self.caches.copy()
         made.windows = {layer: copy.copy(window) for layer, window in self.windows.items()}
-        made.given = {place: list(parts) for place, parts in self.given.items()}
+        made.given = {index: list(parts) for index, parts in self.given.items()}
         made.segments = list(self.segments)
         return made
 
@@ -77,7 +77,7 @@ class Conversation:
         for caches in again:
             caches.begin_anew()
         again += [self._make() for _ in range(count - len(again))]
-        self.rows = [Row(caches, self.attended.spans) for caches in again]
+        self.rows = [Row(caches, self.attended.windows) for caches in again]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversation:
         self.refuse_fault()
@@ -110,7 +110,7 @@ class Conversation:
                 row.caches.crop(tokens)
             for window in row.windows.values():
                 window.crop(tokens)
-            row.given = {place: _first(parts, tokens) for place, parts in row.given.items()}
+            row.given = {index: _first(parts, tokens) for index, parts in row.given.items()}
             row.segments = _first_segments(row.segments, tokens)
         self.calls.crop(tokens)
 
@@ -127,12 +127,12 @@ class Conversation:
 
     def kept(self, layer: int, head: int, row: int) -> numpy.typing.NDArray[numpy.uint32]:
         self.calls.end()
-        held, places = self.row(row), self.attended.places
+        held, layer_indices = self.row(row), self.attended.layer_indices
         if layer in held.windows:
             return held.windows[layer].kept()
-        if layer not in places:
+        if layer not in layer_indices:
             raise IndexError(f"kept: layer {layer}; those that attend are {', '.join(map(str, self.attended.layers))}")
-        kept: numpy.typing.NDArray[numpy.uint32] = held.caches.kept(places[layer], head)
+        kept: numpy.typing.NDArray[numpy.uint32] = held.caches.kept(layer_indices[layer], head)
         return kept
 
     def sum(self, name: str) -> int:
@@ -154,27 +154,27 @@ class Conversation:
             "inv_freq": inv_freq,
             "rope_factor": factors,
             "rows": [row | {"span": 0} for row in rows],
-            "layer_numbers": list(self.attended.places),
+            "layer_numbers": list(self.attended.layer_indices),
         }
         segments = [(count, "prompt" if is_prompt else "decode") for count, is_prompt in held.segments]
         return Trace.from_arrays(q, k, v, config=config, segments=segments, out=out)
 
     # --- Attention ------------------------------------------------------------------------------
 
-    def attend(self, row: int, place: int, parts: list[torch.Tensor], is_prompt: bool) -> torch.Tensor:
+    def attend(self, row: int, index: int, parts: list[torch.Tensor], is_prompt: bool) -> torch.Tensor:
         """q, k and v [tokens, heads, head_size] before RoPE. Returns [tokens, query_heads, head_size]."""
         held, on_cuda = self.rows[row], self.attended.device.type == "cuda"
         if not on_cuda:
             parts = [part.float() for part in parts]
         if self._record:
-            held.given.setdefault(place, []).append(tuple(part.cpu() for part in parts))
-            if place == 0:
+            held.given.setdefault(index, []).append(tuple(part.cpu() for part in parts))
+            if index == 0:
                 held.add_segment(len(parts[0]), is_prompt)
         if on_cuda:
-            attended: torch.Tensor = held.caches.attend(place, torch.cat(parts, 1), is_prompt)
+            attended: torch.Tensor = held.caches.attend(index, torch.cat(parts, 1), is_prompt)
             return attended
         arrays = (part.contiguous().numpy() for part in parts)
-        return torch.from_numpy(held.caches.attend(place, *arrays, is_prompt, self._threads))
+        return torch.from_numpy(held.caches.attend(index, *arrays, is_prompt, self._threads))
 
 
 def _first(given: list[Parts], tokens: int) -> list[Parts]:

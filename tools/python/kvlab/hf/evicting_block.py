@@ -55,7 +55,7 @@ class evicting(Facts, Block):
         self._budgets = _kvlab.budget_range(request())
         self._said = "policy " + str(policy) + ("" if budget is None else f" at {budget}")
         self._is_share = "%" in str(budget) and length is None
-        self._has_tiers = bool(tiers) or "ladder=" in str(policy)
+        self._has_tiers = bool(tiers) or "tiers=" in str(policy)
         super().__init__(attended, lambda: Conversation(attended, make, threads, record))
         self._graph = None
         if graph:
@@ -65,7 +65,7 @@ class evicting(Facts, Block):
                 what = f"RoPE of type {', '.join(sorted(attended.rope_types))} may change with the length"
                 raise Refused(f"evicting: graph=True: {what}, which a graph does not see; graph=False is expected")
             blocks, layers = layer_count(attended.decoder, [*attended.layers.values()]), attended.layers
-            if odd := [n for n in range(blocks) if n not in attended.places or not layers[n].still]:
+            if odd := [n for n in range(blocks) if n not in attended.layer_indices or not layers[n].still]:
                 what = "has a window, no KV cache, or a RoPE that is not given to it"
                 raise Refused(f"evicting: graph=True: layer {odd[0]} {what}; graph=False is expected")
             from kvlab.hf.step_graph import StepGraphs

@@ -193,7 +193,7 @@ class Hooks:
             raise Refused(f"kvlab.hf: {what}; the same scale, window and shape are expected")
         if self.attend_token is not None:
             qkv = (layer.stored(call.q, None), layer.stored(call.k, None), call.v.transpose(0, 1))  # a layer that is still
-            return self.attend_token(attended.places[call.layer], torch.cat(qkv, 1))
+            return self.attend_token(attended.layer_indices[call.layer], torch.cat(qkv, 1))
         if opened is None:
             raise Refused(f"kvlab.hf: layer {call.layer} attends outside of a call of the decoder, which is expected")
         n, row = call.q.shape[1], call.row
@@ -209,8 +209,8 @@ class Hooks:
             turns = None if layer.still else turns_among(self._given[layer.index], n, row, layer.pairs)
             parts = [layer.stored(call.q, turns), layer.stored(call.k, turns), call.v.transpose(0, 1)]
             own_parts = [part[n - new :] for part in parts]
-            place = attended.places[call.layer]
-            out = opened.conversation.attend(row, place, own_parts, is_prompt=before == 0 or n > 1)
+            index = attended.layer_indices[call.layer]
+            out = opened.conversation.attend(row, index, own_parts, is_prompt=before == 0 or n > 1)
         if row + 1 == len(opened.new):
             self._given.pop(layer.index, None)  # the hidden states of a prompt are not held for all layers
         return out if new == n else torch.cat((out.new_zeros(n - new, *out.shape[1:]), out))

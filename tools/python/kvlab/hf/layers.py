@@ -32,7 +32,7 @@ class Layer:
     kv_heads: int
     key_size: int
     value_size: int
-    span: int  # 0: all
+    window: int  # 0: all
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
     rope: Rope  # [key_size / 2], zeros for what is not turned; with the softmax scale
@@ -47,8 +47,8 @@ class Layer:
         """Whether the call attends as the layer did at first."""
         shape = (*call.q.shape[::2], *call.v.shape[::2])
         same = shape == (self.query_heads, self.key_size, self.kv_heads, self.value_size)
-        row = (call.scale, call.span, call.softcap, call.sink is None)
-        return same and row == (self.rope.softmax_scale, self.span, self.softcap, self.sink is None)
+        row = (call.scale, call.window, call.softcap, call.sink is None)
+        return same and row == (self.rope.softmax_scale, self.window, self.softcap, self.sink is None)
 
     def stored(self, x: torch.Tensor, turns: Turns | None) -> torch.Tensor:
         """[n, heads, key_size] before RoPE, from [heads, n, key_size] of a module in `listening`."""
@@ -365,7 +365,7 @@ def layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
 
 @contextlib.contextmanager
 def running(decoder: Any) -> Iterator[None]:
-    """What a decoder throws that nobody knows is refused."""
+    """What a decoder throws that is not known is refused."""
     try:
         yield
     except (Refused, OSError, torch.cuda.OutOfMemoryError):
@@ -409,7 +409,7 @@ def _layer_of(decoder: Any, modules: dict[str, Any], call: Call, out: torch.Tens
     output = _output_of(modules, call, out, run)
     residual = _residual_of(modules, call, output, run) if output else None
     shape = (query_heads, kv_heads, key_size, value_size)
-    row = (call.span, call.softcap, None if call.sink is None else call.sink.float().cpu())
+    row = (call.window, call.softcap, None if call.sink is None else call.sink.float().cpu())
     return Layer(
         call.layer,
         call.module,
@@ -480,15 +480,15 @@ def layer_count(decoder: Any, layers: Sequence[Layer]) -> int:
     return len(decoder.get_submodule(blocks)) if blocks else layers[-1].index + 1
 
 
-def acted_on(layers: Sequence[Layer], tokens: int) -> list[Layer]:
+def policy_layers(layers: Sequence[Layer], tokens: int) -> list[Layer]:
     """Those that policies act on: without a window, or all where none hides anything of so many tokens."""
-    spans = {layer.span for layer in layers}
-    acted = list(layers) if min(spans) >= tokens > 0 else [layer for layer in layers if layer.span == 0]
+    windows = {layer.window for layer in layers}
+    acted = list(layers) if min(windows) >= tokens > 0 else [layer for layer in layers if layer.window == 0]
     if not acted:
         what = (
-            f"every layer has a window, the smallest of {min(spans)} tokens, so there is nothing that policies act on"
+            f"every layer has a window, the smallest of {min(windows)} tokens, so there is nothing that policies act on"
         )
-        raise Refused(f"--model: {what}; a layer that sees all tokens, or length={min(spans)} at most, is expected")
+        raise Refused(f"--model: {what}; a layer that sees all tokens, or length={min(windows)} at most, is expected")
     return acted
 
 
@@ -498,7 +498,7 @@ def said(layers: Sequence[Layer]) -> tuple[list[list[float]], list[float], list[
     names = list(tables)
     rows: list[dict[str, Any]] = [
         {
-            "span": layer.span,
+            "span": layer.window,
             "softcap": layer.softcap,
             "rope": names.index(layer.rope.key),
             "scale": layer.rope.softmax_scale,
@@ -513,15 +513,15 @@ def output_weights(model: Any, layers: Sequence[Layer]) -> Iterator[torch.Tensor
     """Of each layer, [hidden, inputs]."""
     for layer in layers:
         if layer.output is None:
-            what = "something is between what attention puts out and its projection, which a column is computed from"
+            what = "something is between what attention puts out and its projection, which a feature is computed from"
             raise Refused(f"--model: layer {layer.index}: {what}; a projection of its own is expected")
         with torch.no_grad():
             yield output_projection(layer.output, model).detach()
 
 
 def output_projections(model: Any, layers: Sequence[Layer] = ()) -> _kvlab.OutputProjections:
-    """Those of the layers, or of all that policies act on, as columns that are computed from them read them."""
-    layers = layers or acted_on(layers_of(decoder_of(model), [], 0), 0)
+    """Those of the layers, or of all that policies act on, as features that are computed from them read them."""
+    layers = layers or policy_layers(layers_of(decoder_of(model), [], 0), 0)
     weights = [weight.float().T.contiguous().cpu().numpy() for weight in output_weights(model, layers)]
     return _kvlab.OutputProjections(weights, layers[0].kv_heads, layers[0].key_size)
 

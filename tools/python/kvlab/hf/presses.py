@@ -20,8 +20,8 @@ from kvpress.utils import compute_n_kept, get_prerope_key_states, get_prerope_qu
 from kvlab import _kvlab
 from kvlab._policy import Policy, Step, Token, policy, resolve
 from kvlab._rows import Rows
-from kvlab.hf.columns import output_projection
-from kvlab.hf.layers import acted_on, decoder_of, layers_of, output_projections, said
+from kvlab.hf.features import output_projection
+from kvlab.hf.layers import policy_layers, decoder_of, layers_of, output_projections, said
 from kvlab.hf.models import base_of, context_of
 from kvlab.hf.refused import Refused
 
@@ -32,7 +32,7 @@ _one_at_a_time = threading.Lock()  # torch's random state is everybody's
 
 
 class Tie(tuple[int, int, int, int, int]):
-    """(sequence, layer, KV head, tokens of one score, places for them)."""
+    """(sequence, layer, KV head, tokens of one score, free slots for them)."""
 
 
 class PressPolicy(Policy):
@@ -190,13 +190,13 @@ def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> 
     for head, given in enumerate(scores):
         top = given.topk(kept)
         equal, cut = given == top.values[-1], top.values[-1]
-        places = int((top.values == cut).sum())
-        if int(equal.sum()) == places:
+        free_slots = int((top.values == cut).sum())
+        if int(equal.sum()) == free_slots:
             continue
         if not ties:
-            what = f"{int(equal.sum())} tokens of one score in layer {step.layer}, KV head {head}, for {places} places"
+            what = f"{int(equal.sum())} tokens of one score in layer {step.layer}, KV head {head}, for {places} free slots"
             warnings.warn(f"{type(press).__name__}: {what}: those stay that torch.topk takes", stacklevel=2)
-        ties.append(Tie((step.sequence, step.layer, head, int(equal.sum()), places)))
+        ties.append(Tie((step.sequence, step.layer, head, int(equal.sum()), free_slots)))
         stay = top.indices[top.values == cut]
         given[stay] = torch.nextafter(cut, torch.tensor(float("inf")))
     result: Scores = scores.double().numpy()
@@ -219,16 +219,16 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
         base = base_of(model)
         length = context_of(base.config)
         layers = layers_of(decoder_of(base), [], length)
-        self._acted = acted_on(layers, length)
+        self._acted = policy_layers(layers, length)
         self._outputs = functools.cache(lambda: output_projections(base, self._acted))
 
     def _kept(self, layer: int, *rows: torch.Tensor) -> list[torch.Tensor]:
         """By KV head, ascending. q, k and v [heads, tokens, head_size] before RoPE."""
         first, tokens = self._acted[0], rows[0].shape[1]
-        place = [one.index for one in self._acted].index(layer)
+        index = [one.index for one in self._acted].index(layer)
         (text,), own = resolve([self.policy])
         budget = self.budget if self.budget is not None else compute_n_kept(tokens, self.compression_ratio) + 1
-        asked = _kvlab.CacheRequest(
+        requested = _kvlab.CacheRequest(
             policy=text,
             own=own,
             budget="" if text == "full" else str(budget),
@@ -242,10 +242,10 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
             head_size=first.key_size,
             layer_numbers=[one.index for one in self._acted],
         )
-        caches = _kvlab.Caches(asked, first.query_heads, first.key_size, *said(self._acted), self._outputs)
+        caches = _kvlab.Caches(requested, first.query_heads, first.key_size, *said(self._acted), self._outputs)
         q, k, v = (part.transpose(0, 1).float().contiguous().cpu().numpy() for part in rows)
-        caches.attend(place, q, k, v, True, os.cpu_count() or 1)
-        return [torch.from_numpy(caches.kept(place, head).astype(int)) for head in range(first.kv_heads)]
+        caches.attend(index, q, k, v, True, os.cpu_count() or 1)
+        return [torch.from_numpy(caches.kept(index, head).astype(int)) for head in range(first.kv_heads)]
 
     def forward_hook(self, module: Any, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if "past_key_values" not in kwargs:

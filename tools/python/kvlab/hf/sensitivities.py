@@ -1,7 +1,7 @@
 """python -m kvlab.hf sensitivities: adds to a finished trace how much the model's predictions depend on each head's
 output. See docs/guides/gradients.md.
 
-For each draw a next token is drawn for every query of the span, from the model's own distribution under the full
+For each sample, a next token is sampled for every measured query, from the model's own distribution under the full
 cache; stored is the gradient of the sum of their log-likelihoods with respect to what each head puts out (before the
 output projection), at every position.
 """
@@ -21,7 +21,7 @@ import torch
 
 from kvlab import _kvlab
 from kvlab._trace import Trace
-from kvlab.hf.columns import refuse_other_weights
+from kvlab.hf.features import refuse_other_weights
 from kvlab.hf.command_line import Parser, announce_size, refuse_missing_cuda, whole_number
 from kvlab.hf.models import (
     DTYPES,
@@ -43,11 +43,11 @@ FLOAT16_EXPONENT = 15  # the largest gradient is stored as less than 2 to this
 # The trace
 
 
-def queries_of(trace: Trace, span: str) -> torch.Tensor:
-    """The positions of the span."""
-    chosen = [torch.arange(start, start + n) for start, n, kind in trace.segments if span == "all" or kind == "decode"]
+def queries_of(trace: Trace, queries: str) -> torch.Tensor:
+    """The positions of the queries."""
+    chosen = [torch.arange(start, start + n) for start, n, kind in trace.segments if queries == "all" or kind == "decode"]
     if not chosen:
-        raise Refused(f"{trace.path}: no decode segment; --span all takes every query")
+        raise Refused(f"{trace.path}: no decode segment; --queries all takes every query")
     return torch.cat(chosen)
 
 
@@ -90,10 +90,10 @@ def forward(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[Any
     return inputs, calls, last[0]
 
 
-def drawn(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The tokens [draws, n] at which the cumulated probabilities [n, vocabulary] pass `uniforms` [draws, n].
+def sampled_tokens(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The tokens [samples, n] at which the cumulated probabilities [n, vocabulary] pass `uniforms` [samples, n].
 
-    So a draw is the same on every device, but where rounding decides.
+    So a sample is the same on every device, but where rounding decides.
     """
     cumulated = log_p.double().exp_().cumsum_(-1)
     marks = uniforms.T.to(cumulated.device) * cumulated[:, -1:]
@@ -104,7 +104,7 @@ def drawn(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def gradients_behind(
     model: Any, hidden: torch.Tensor, queries: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the sums of log p(y) with respect to `hidden`, what the last layer put out: [draws, 1, tokens, width]; and y.
+    """Of the sums of log p(y) with respect to `hidden`, what the last layer put out: [samples, 1, tokens, width]; and y.
 
     The logits are made for a part of the queries at a time.
     """
@@ -116,11 +116,11 @@ def gradients_behind(
         x = hidden[0, part.to(hidden.device)].requires_grad_()
         with torch.enable_grad():
             log_p = head(model.model.norm(x)).log_softmax(-1)
-            y = drawn(log_p.detach(), marks)
+            y = sampled_tokens(log_p.detach(), marks)
             sums = log_p.gather(1, y.T).sum(0).unbind()
-        for draw, total in enumerate(sums):
+        for sample, total in enumerate(sums):
             (gradient,) = torch.autograd.grad(total, x, retain_graph=True)
-            gradients[draw, 0, part.to(hidden.device)] = gradient
+            gradients[sample, 0, part.to(hidden.device)] = gradient
         tokens.append(y.cpu())
     return gradients, torch.cat(tokens, dim=1)
 
@@ -128,7 +128,7 @@ def gradients_behind(
 def through(layer: Any, call: Any, hidden: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
     """Runs a layer again and takes the gradients through it, in place: from those of its output to those of its input.
 
-    Returns those of its o_proj's input, [draws, tokens, heads * head_size].
+    Returns those of its o_proj's input, [samples, tokens, heads * head_size].
     """
     rest, named = call
     outputs: list[torch.Tensor] = []
@@ -139,10 +139,10 @@ def through(layer: Any, call: Any, hidden: torch.Tensor, gradients: torch.Tensor
     hook.remove()
     result = result[0] if isinstance(result, tuple) else result
     of_heads = []
-    for draw, gradient in enumerate(gradients):
-        again = draw + 1 < len(gradients)
+    for sample, gradient in enumerate(gradients):
+        again = sample + 1 < len(gradients)
         at_heads, at_input = torch.autograd.grad(result, (outputs[0], x), gradient, retain_graph=again)
-        gradients[draw] = at_input
+        gradients[sample] = at_input
         of_heads.append(at_heads[0])
     return torch.stack(of_heads)
 
@@ -155,9 +155,9 @@ def sensitivities(
     uniforms: torch.Tensor,
     put: Callable[[int, torch.Tensor], None],
 ) -> torch.Tensor:
-    """Calls put(layer, gradient [draws, tokens, heads, head_size]) for each layer, the last one first.
+    """Calls put(layer, gradient [samples, tokens, heads, head_size]) for each layer, the last one first.
 
-    Returns the tokens that were drawn, [draws, queries].
+    Returns the tokens that were sampled, [samples, queries].
     """
     inputs, calls, last = forward(model, ids)
     gradients, tokens = gradients_behind(model, last, queries, uniforms)
@@ -184,10 +184,10 @@ def scale_of(largest: float, dtype: str) -> float:
 
 
 def add_to(trace: Trace, model: Any, shape: Shape, arguments: argparse.Namespace) -> None:
-    queries = queries_of(trace, arguments.span)
+    queries = queries_of(trace, arguments.queries)
     generator = torch.Generator().manual_seed(arguments.seed)
-    uniforms = torch.rand(arguments.draws, len(queries), generator=generator, dtype=torch.float64)
-    sizes = (shape.layers, arguments.draws, trace.tokens, shape.query_heads, shape.head_size)
+    uniforms = torch.rand(arguments.samples, len(queries), generator=generator, dtype=torch.float64)
+    sizes = (shape.layers, arguments.samples, trace.tokens, shape.query_heads, shape.head_size)
     with tempfile.TemporaryFile(dir=trace.path) as file:  # only what is being written is in memory
         os.posix_fallocate(file.fileno(), 0, 4 * math.prod(sizes))
         gradients = numpy.memmap(file, numpy.float32, shape=sizes)
@@ -202,7 +202,7 @@ def add_to(trace: Trace, model: Any, shape: Shape, arguments: argparse.Namespace
         parts = [gradients[:, :, start : start + _kvlab.shard_tokens] for start in starts]
         scales = [scale_of(max(part.max(), -part.min()), trace.dtype) for part in parts]
         with refusing():
-            _kvlab.add_gradients(trace._held, arguments.draws, arguments.seed, arguments.span, scales, gradients)
+            _kvlab.add_gradients(trace._held, arguments.samples, arguments.seed, arguments.queries, scales, gradients)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -210,10 +210,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("traces", metavar="TRACE", nargs="+", help="finished traces of the model")
     add("--model", metavar="DIR", required=True, help="the checkpoint that they were captured from")
-    add("--draws", metavar="N", type=whole_number(1, 64), default=4, help="of next tokens (default: 4)")
-    add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="of the draws (default: 1)")
-    of_span = "the queries whose predictions count, as in kvlab replay (default: decode)"
-    add("--span", choices=["decode", "all"], default="decode", help=of_span)
+    add("--samples", metavar="N", type=whole_number(1, 64), default=4, help="of next tokens (default: 4)")
+    add("--seed", metavar="S", type=whole_number(0, (1 << 63) - 1), default=1, help="of the samples (default: 1)")
+    of_queries = "the queries whose predictions count, as in kvlab replay (default: decode)"
+    add("--queries", choices=["decode", "all"], default="decode", help=of_queries)
     add("--replace", action="store_true", help="where a trace has gradients already")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     arguments = parser.parse_args(argv)
@@ -227,7 +227,7 @@ def run(arguments: argparse.Namespace) -> None:
     for trace in traces:
         if trace._held.has_gradients and not arguments.replace:
             raise Refused(f"{trace.path}: has gradients already; --replace makes them again")
-        queries_of(trace, arguments.span)
+        queries_of(trace, arguments.queries)
     refuse_unsupported(arguments.model, load_config(arguments.model))
     checksum = weights_xxh3(arguments.model)
     for trace in traces:
@@ -240,11 +240,11 @@ def run(arguments: argparse.Namespace) -> None:
     for trace in traces:
         refuse_another_shape(trace, arguments.model, model, shape)
     elements = sum(trace.tokens for trace in traces) * shape.layers * shape.query_heads * shape.head_size
-    size = arguments.draws * elements * torch.finfo(DTYPES[traces[0].dtype]).bits / 8
+    size = arguments.samples * elements * torch.finfo(DTYPES[traces[0].dtype]).bits / 8
     announce_size(PROGRAM, "gradients beside the traces", size)
     for trace in traces:
         add_to(trace, model, shape, arguments)
-        print(f"{trace.path}: {arguments.draws} draws over {len(queries_of(trace, arguments.span))} queries")
+        print(f"{trace.path}: {arguments.draws} samples over {len(queries_of(trace, arguments.queries))} queries")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -36,7 +36,7 @@ class SlotCaches:
         device: torch.device,
         outputs: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """`outputs` gives each layer's W_o [hidden, inputs], if the policy has a column that reads it."""
+        """`outputs` gives each layer's W_o [hidden, inputs], if the policy has a feature that reads it."""
         if name_of(dtype) not in _library.TYPES:
             raise Refused(f"evicting: {name_of(dtype)}; on CUDA one of {', '.join(_library.TYPES)} is expected")
         for layer in layers:
@@ -46,7 +46,7 @@ class SlotCaches:
         first = layers[0]
         self._plan, self._fed, self._heads = plan, [0] * len(layers), first.kv_heads
         weights: list[torch.Tensor | None] = [None] * len(layers)
-        if "value_out_norm1" in plan["columns"]:
+        if "value_out_norm1" in plan["features"]:
             rows = (-1, first.query_heads, first.key_size)
             weights = [one.to(dtype).reshape(rows).contiguous() for one in outputs()]
         ropes = [(layer.rope.inv_freq, layer.rope.factor) for layer in layers]
@@ -89,19 +89,19 @@ class SlotCaches:
     def attend(self, layer: int, qkv: torch.Tensor, is_prompt: bool) -> torch.Tensor:
         """[token, query and KV heads, head size] before RoPE; returns [token, query head, head size]."""
         if is_prompt:
-            return self._admit(layer, qkv)
+            return self._append(layer, qkv)
         if layer == 0:
             self.before_token()
         self._fed[layer] += 1
         return self.token(layer, qkv)
 
-    def _admit(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def _append(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         outs: list[torch.Tensor] = []
         step = self._plan["chunk"] or len(qkv)
         for first in range(0, len(qkv), step):
             part = qkv[first : first + step]
             with _refusing():
-                outs.append(self._slots.admit(layer, part, self._fed[layer], first + len(part) == len(qkv)))
+                outs.append(self._slots.append(layer, part, self._fed[layer], first + len(part) == len(qkv)))
             self._fed[layer] += len(part)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 

@@ -14,31 +14,31 @@ from kvlab.hf.attention import Call, attention
 class Window:
     """A layer's last tokens, of one sequence: as `window:W` keeps them."""
 
-    def __init__(self, span: int) -> None:
-        self._span, self.tokens = span, 0
+    def __init__(self, size: int) -> None:
+        self._size, self.tokens = size, 0
         self._k = self._v = torch.empty(0)
 
     def attend(self, call: Call) -> torch.Tensor:
         """[n, query_heads, value_size]: of the call's tokens, which come behind those that are held."""
-        n, span = call.q.shape[1], self._span
+        n, size = call.q.shape[1], self._size
         k = torch.cat((self._k, call.k), 1) if self.tokens else call.k
         v = torch.cat((self._v, call.v), 1) if self.tokens else call.v
-        k, v = (held[:, -(span - 1 + n) :] for held in (k, v))
+        k, v = (held[:, -(size - 1 + n) :] for held in (k, v))
         self.tokens += n
-        self._k, self._v = (held[:, -span:].clone() for held in (k, v))
+        self._k, self._v = (held[:, -size:].clone() for held in (k, v))
         mask = None
         if n > 1:
             rows, keys = (torch.arange(-count, 0, device=k.device) for count in (n, k.shape[1]))
             ago = rows[:, None] - keys
-            mask = torch.where((ago >= 0) & (ago < span), 0.0, -torch.inf)[None]
+            mask = torch.where((ago >= 0) & (ago < size), 0.0, -torch.inf)[None]
         return attention(dataclasses.replace(call, k=k, v=v, mask=mask))
 
     def kept(self) -> numpy.typing.NDArray[numpy.uint32]:
-        return numpy.arange(max(0, self.tokens - self._span), self.tokens, dtype=numpy.uint32)
+        return numpy.arange(max(0, self.tokens - self._size), self.tokens, dtype=numpy.uint32)
 
     def crop_obstacle(self) -> str:
         """Why it cannot go back; empty if it can."""
-        return f"a layer's window of {self._span} tokens has dropped tokens" if self.tokens > self._span else ""
+        return f"a layer's window of {self._size} tokens has dropped tokens" if self.tokens > self._size else ""
 
     def crop(self, tokens: int) -> None:
         self.tokens = min(self.tokens, tokens)

@@ -1,0 +1,72 @@
+// The caches of layers whose queries see a window of tokens: of each KV head a ring of as many
+// slots, token t at slot t modulo their number. No policy acts on them.
+#pragma once
+
+#include "engine/cuda/cache/device_cache.hpp"
+#include "engine/cuda/decoder_options.hpp"
+#include "engine/cuda/model/device_model.hpp"
+
+namespace kvlab {
+
+class WindowRings {
+ public:
+  /// `batch` must outlive it.
+  WindowRings(const DeviceModel& model, const BatchState& batch, const CudaDecoderOptions& options,
+              cudaStream_t stream);
+  /// What it allocates.
+  static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
+
+  bool has(std::uint32_t layer) const { return config_.rows[layer].window > 0; }
+  /// Tokens that a layer keeps of so many, and the bytes of all such layers' of a sequence.
+  std::uint32_t kept(std::uint32_t layer, std::uint32_t fed) const {
+    return std::min(fed, config_.rows[layer].window);
+  }
+  std::uint64_t live_bytes(std::uint32_t fed) const;
+
+  /// Where a step's keys and values go; RoPE and the queries are the caller's. Idle rows whose
+  /// position is below 0 write nothing.
+  kernels::RopeWriteArgs write(std::uint32_t layer) const;
+  void attend(std::uint32_t layer, int rows, const std::byte* q, const LayerOutputs& to) const;
+
+  /// Likewise of `rows` tokens of a prompt, from a position on.
+  kernels::RopeWriteArgs write(std::uint32_t layer, int sequence, std::uint32_t position) const;
+  void attend(std::uint32_t layer, int sequence, std::uint32_t position, int rows,
+              const std::byte* q, const LayerOutputs& to) const;
+
+  /// Benchmarks: random keys and values.
+  void pretend(int sequence) const;
+
+ private:
+  struct Storage {
+    Storage(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
+    std::byte *keys, *values;  // [layer, sequence, kv_head, slot, dim], rotated
+  };
+  struct Work {
+    Work(cuda::Arena& arena, const DeviceModel& model, const CudaDecoderOptions& options);
+    std::byte *keys, *values;    // [kv_head, slot, dim]: of a prompt, behind the tokens it sees
+    std::int32_t *iota, *zeros;  // [slot], [row]
+    std::byte* workspace;
+  };
+  kernels::AttentionShape shape(std::uint32_t layer, int slots) const;
+  /// Bytes from the rings' begin to a sequence's of a layer.
+  std::size_t offset(std::uint32_t layer, int sequence) const;
+  /// How many tokens before a position its query sees.
+  std::uint32_t older(std::uint32_t layer, std::uint32_t position) const {
+    return std::min(position, config_.rows[layer].window - 1);
+  }
+  enum class To { ring, prompt };
+  void copy(std::uint32_t layer, int sequence, std::uint32_t first, std::uint32_t count,
+            std::uint32_t prompt_slot, To to) const;
+
+  const DeviceModel& model_;
+  const ModelConfig& config_;
+  const BatchState& batch_;
+  int sequences_, prompt_slots_;
+  cudaStream_t stream_;
+  std::vector<std::size_t> first_;  // [layer]: slots of all sequences before it
+  std::vector<int> slots_;          // [layer]: of a ring; 0: the layer has none
+  cuda::Placed<Storage> storage_;
+  cuda::Placed<Work> work_;
+};
+
+}  // namespace kvlab

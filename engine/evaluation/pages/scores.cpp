@@ -1,0 +1,351 @@
+#include "engine/evaluation/pages/scores.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <map>
+#include <set>
+
+#include "engine/evaluation/eval/score.hpp"
+#include "sim/report/figure.hpp"
+#include "sim/report/html.hpp"
+#include "sim/report/page.hpp"
+#include "sim/report/recommendation.hpp"
+#include "sim/run/results.hpp"
+#include "sim/run/run.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
+#include "traces/base/numeric/nan.hpp"
+#include "traces/base/text.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::string_view kAllTexts = "all";  // in eval.csv
+constexpr std::size_t kMaxScoresBytes = std::size_t{256} << 20;
+
+constexpr std::array kEvalMetrics{MetricInfo{"kl", "KL, nats", false, true},
+                                  MetricInfo{"kl_p50", "KL, median", false, true},
+                                  MetricInfo{"kl_p90", "KL, 90th percentile", false, true},
+                                  MetricInfo{"kl_p99", "KL, 99th percentile", false, true},
+                                  MetricInfo{"nll", "−ln p of the text", false, true},
+                                  MetricInfo{"perplexity", "perplexity", false, true},
+                                  MetricInfo{"top1_agreement", "top-1 agreement", true, true}};
+constexpr std::array kTaskMetrics{
+    MetricInfo{"exact_match", "right answers, share", true, true},
+    MetricInfo{"log_likelihood", "log-likelihood of the right answer, nats", true, true},
+    MetricInfo{"log_likelihood_change", "its change from the first configuration", true, true},
+    MetricInfo{"lost", "right answers lost, share", false, true},
+    MetricInfo{"gained", "right answers gained, share", true, true}};
+
+/// Those of `known` that a row has.
+std::vector<MetricInfo> present(std::span<const MetricInfo> known,
+                                const std::vector<ResultRow>& rows) {
+  std::vector<MetricInfo> metrics;
+  for (const MetricInfo& metric : known)
+    if (std::ranges::any_of(
+            rows, [&](const ResultRow& row) { return row.layer < 0 && row.metric == metric.name; }))
+      metrics.push_back(metric);
+  return metrics;
+}
+
+std::string text_of(const json& value) {
+  return value.is_string() ? value.get<std::string>() : "?";
+}
+
+ScoreSet scores_of_run(const std::filesystem::path& folder) {
+  const Run run = load_run(folder);
+  ScoreSet set{.kind = "replay",
+               .headline = std::string(best_metric(run.rows)),
+               .note = "Offline replay: queries and keys come from the full-cache run."};
+  std::map<std::string, const RunTrace*> traces;
+  for (const RunTrace& trace : run.info.traces) {
+    traces[trace.name] = &trace;
+    set.sequences += (set.sequences.empty() ? "" : ", ") + trace.name;
+  }
+  std::map<std::string, std::size_t> places;
+  for (ResultRow row : run.rows) {
+    const RunTrace& trace = *traces.at(row.trace);
+    const auto [place, added] =
+        places.try_emplace(trace.weights_xxh3 + trace.model, set.groups.size());
+    if (added) set.groups.push_back({trace.model, {}});
+    row.trace += " " + trace.hash;  // what is of one sequence is paired, whatever it is called
+    set.groups[place->second].rows.push_back(std::move(row));
+  }
+  set.metrics = present(all_metrics(), run.rows);
+  return set;
+}
+
+/// What eval.json decided, with the series of each candidate.
+void add_recommendations(ScoreSet& set, const JsonFields& fields) {
+  std::vector<Series> configurations;
+  for (const JsonFields& one : fields.objects("configurations"))
+    configurations.push_back({.policy = one.text("policy"),
+                              .params = one.text("params"),
+                              .prefill = one.text("prefill"),
+                              .positions = one.text("positions"),
+                              .seed = one.whole("seed")});
+  set.recommendations = recommendations_from(fields, "recommendations");
+  for (const JsonFields& one : fields.objects("recommendations")) {
+    set.recommended.emplace_back();
+    for (const json& index : one.list("configurations")) {
+      if (!index.is_number_unsigned() || index.get<std::uint64_t>() >= configurations.size())
+        throw std::runtime_error(fmt::format("{}: configurations: {}; it should be below {}",
+                                             one.where(), index.dump(), configurations.size()));
+      set.recommended.back().push_back(configurations[index.get<std::size_t>()]);
+    }
+    if (set.recommended.back().size() !=
+        set.recommendations[set.recommended.size() - 1].candidates.size())
+      throw std::runtime_error(one.where() + ": configurations: one for each candidate is wanted");
+  }
+}
+
+ScoreSet scores_of_eval(const std::filesystem::path& folder) {
+  const std::string file = (folder / kEvalJson).string(), csv = (folder / kEvalCsv).string();
+  const json top = parse_json(read_text_file(file, kMaxScoresBytes), file);
+  const JsonFields fields(top, file);
+  fields.check_format(kEvalFormat);
+  const std::string model = fields.text("model");
+  ScoreSet set{.kind = "evaluation",
+               .groups = {{model, {}}},
+               .note =
+                   "End-to-end evaluation with teacher forcing: evictions change what later "
+                   "layers see."};
+  for (const json& text : fields.list("texts"))
+    set.sequences += (set.sequences.empty() ? "" : ", ") + printable(text_of(text));
+  auto rows = parse_score_rows(read_text_file(csv, kMaxScoresBytes), csv);
+  if (const auto blocks = folder / kEvalBlocksCsv; std::filesystem::exists(blocks))
+    parse_blocks_csv(read_text_file(blocks, kMaxScoresBytes), blocks.string(), rows);
+  // What is known by text is taken by text, and paired by it; the rest is of all texts together.
+  std::set<std::string> by_text;
+  for (const ResultRow& row : rows)
+    if (row.trace != kAllTexts) by_text.insert(row.metric);
+  for (ResultRow& row : rows) {
+    if (row.trace == kAllTexts && by_text.contains(row.metric)) continue;
+    if (row.trace == kAllTexts) row.trace = set.sequences;
+    set.groups.front().rows.push_back(std::move(row));
+  }
+  if (fields.has("recommendations")) add_recommendations(set, fields);
+  set.metrics = present(kEvalMetrics, set.groups.front().rows);
+  set.headline = set.metrics.empty() ? "kl" : set.metrics.front().name;
+  return set;
+}
+
+/// The number in "64" and "20%": where the budget stands on an axis.
+std::uint32_t number_in(const std::string& text) {
+  std::uint32_t number = 0;
+  const std::size_t first = std::min(text.find_first_of("0123456789"), text.size());
+  std::from_chars(text.data() + first, text.data() + text.size(), number);
+  return std::max(number, 1u);
+}
+
+/// What a row of task.csv or answers.csv is of: configuration, mode, length, depth.
+std::string task_key(const CsvRecord& record, const std::string& words, const std::string& depth,
+                     std::string_view metric) {
+  std::string key = fmt::format("{},{},{}", words, depth, metric);
+  for (const char* column : {"policy", "params", "budget", "prefill", "positions", "seed", "mode"})
+    key += "," + record.text(column);
+  return key;
+}
+
+/// Each sample's answer, of every place and of all together, by task_key(): what metrics are paired
+/// by. Samples come in one order for every configuration.
+std::map<std::string, std::vector<double>> answers_in(const std::filesystem::path& folder) {
+  std::map<std::string, std::vector<double>> answers;
+  const std::string file = (folder / "answers.csv").string();
+  if (!std::filesystem::exists(file)) return answers;
+  read_records(read_text_file(file, kMaxScoresBytes), file, [&](const CsvRecord& own) {
+    for (const std::string& words : {own.text("words"), std::string("all")})
+      for (const std::string& depth : {own.text("depth"), std::string("all")})
+        for (const auto& [metric, column] :
+             {std::pair("exact_match", "right"), std::pair("log_likelihood", "log_likelihood")})
+          answers[task_key(own, words, depth, metric)].push_back(own.number<double>(column));
+  });
+  return answers;
+}
+
+ScoreSet scores_of_task(const std::filesystem::path& folder) {
+  const std::string file = (folder / kTaskJson).string(), csv = (folder / "task.csv").string();
+  const json top = parse_json(read_text_file(file, kMaxScoresBytes), file);
+  const JsonFields fields(top, file);
+  const std::string model = fields.text("model");
+  ScoreSet set{.kind = "task",
+               .headline = "exact_match",
+               .sequences = fields.text("task"),
+               .note = "Answers of the model under each cache."};
+  const auto answers = answers_in(folder);
+  std::map<std::string, std::size_t> places;
+  read_records(read_text_file(csv, kMaxScoresBytes), csv, [&](const CsvRecord& own) {
+    const std::string &words = own.text("words"), &depth = own.text("depth");
+    ResultRow row = score_row(own, "task");
+    row.budget_tokens = number_in(row.budget);
+    if (const auto found = answers.find(task_key(own, words, depth, row.metric));
+        found != answers.end())
+      row.blocks = found->second;
+    const std::string name = fmt::format("{}, {}, {}, {}", model, own.text("mode"),
+                                         words == "all" ? "all lengths" : words + " words",
+                                         depth == "all" ? "all depths" : "depth " + depth);
+    const auto [place, added] = places.try_emplace(name, set.groups.size());
+    if (added) set.groups.push_back({name, {}});
+    set.groups[place->second].rows.push_back(std::move(row));
+  });
+  if (set.groups.empty()) throw std::runtime_error(csv + ": holds no rows");
+  std::ranges::stable_sort(set.groups, {}, [](const SequenceGroup& group) {
+    return !group.name.ends_with("all lengths, all depths");
+  });
+  set.metrics = present(kTaskMetrics, set.groups.front().rows);
+  return set;
+}
+
+std::optional<std::size_t> find_series(const MetricTable& metric_table, const Series& like) {
+  for (std::size_t s = 0; s < metric_table.series().size(); ++s)
+    if (const Series& one = metric_table.series()[s];
+        one.policy == like.policy && one.params == like.params && one.prefill == like.prefill &&
+        one.positions == like.positions && one.seed == like.seed)
+      return s;
+  return std::nullopt;
+}
+
+/// The tables of what an evaluation decided.
+RankedTables decided_tables(const ScoreSet& set, const MetricTable& metric_table) {
+  RankedTables tables;
+  for (std::size_t b = 0; b < set.recommended.size(); ++b) {
+    const Recommendation& made = set.recommendations[b];
+    RankedTable& table = tables[made.scope.budget];
+    const auto add = [&](std::size_t c, const Difference& behind, bool over) {
+      const auto s = find_series(metric_table, set.recommended[b][c]);
+      if (s) table.rows.push_back({*s, behind, over});
+      if (s && c == made.choice) table.choice = *s;
+    };
+    for (std::size_t i = 0; i < made.order.size(); ++i) add(made.order[i], made.behind[i], false);
+    for (const std::size_t c : made.over_budget) add(c, {.mean = kNaN}, true);
+  }
+  return tables;
+}
+
+/// Those that evict, and the oracles that say something of the metric.
+std::vector<std::size_t> drawn_for(const MetricTable& metric_table, const MetricInfo& metric) {
+  std::vector<std::size_t> drawn;
+  for (std::size_t s = 0; s < metric_table.series().size(); ++s)
+    if (const Series& one = metric_table.series()[s];
+        !one.is_full() && one.policy != kOracleTopk &&
+        (!one.is_oracle() || informs(one, metric.name)))
+      drawn.push_back(s);
+  return drawn;
+}
+
+}  // namespace
+
+ScoreSet load_scores(const std::filesystem::path& folder) {
+  ScoreSet set;
+  if (std::filesystem::exists(folder / "run.json"))
+    set = scores_of_run(folder);
+  else if (std::filesystem::exists(folder / kEvalJson))
+    set = scores_of_eval(folder);
+  else if (std::filesystem::exists(folder / kTaskJson))
+    set = scores_of_task(folder);
+  else
+    throw std::runtime_error(
+        fmt::format("{}: holds no run.json, eval.json or task.json; it should be a directory made "
+                    "by `kvlab replay`, `eval --out` or `task --out`",
+                    folder.string()));
+  if (set.metrics.empty())
+    throw std::runtime_error(fmt::format(
+        "{}: holds no metric that this version knows; rows of {} are expected, for instance",
+        folder.string(), set.headline));
+  const auto whole = (folder / "").lexically_normal().parent_path();
+  set.name = whole.filename().string();
+  return set;
+}
+
+std::vector<Recommendation> recommendations_for(const ScoreSet& set, const MetricInfo& metric) {
+  if (!set.recommendations.empty() && metric.name == set.headline) return set.recommendations;
+  const MetricTable metric_table(set.groups.front().rows);
+  auto made = recommendations_of(metric_table, metric, 0, set.note);
+  if (set.kind == "task")
+    for (Recommendation& one : made)
+      for (const ResultRow& row : set.groups.front().rows)
+        if (row.metric == metric.name) one.scope.samples = row.count;
+  return made;
+}
+
+std::function<std::string(const std::string&)> colours_for(const ScoreSet& set) {
+  const MetricTable metric_table(set.groups.front().rows);
+  const auto styles = styles_of(metric_table.series());
+  std::map<std::string, std::string> colours;
+  for (std::size_t s = 0; s < styles.size(); ++s)
+    colours[metric_table.series()[s].label] = styles[s].colour;
+  for (std::size_t b = 0; b < set.recommended.size(); ++b)
+    for (std::size_t c = 0; c < set.recommended[b].size(); ++c)
+      if (const auto s = find_series(metric_table, set.recommended[b][c]))
+        colours[set.recommendations[b].candidates[c].name] = styles[*s].colour;
+  return [colours](const std::string& name) {
+    const auto found = colours.find(name);
+    return found == colours.end() ? std::string() : found->second;
+  };
+}
+
+std::vector<ResultRow> all_rows(const ScoreSet& set) {
+  std::vector<ResultRow> rows;
+  for (const SequenceGroup& group : set.groups)
+    rows.insert(rows.end(), group.rows.begin(), group.rows.end());
+  return rows;
+}
+
+std::vector<Figure> figures_of(const ScoreSet& set) {
+  const MetricTable metric_table(set.groups.front().rows);
+  std::vector<Figure> found;
+  for (const MetricInfo& metric : set.metrics) {
+    if (metric.name == set.headline && !metric.higher_is_better)
+      found.insert(found.begin(),
+                   frontier_figure(metric_table, drawn_for(metric_table, metric), metric));
+    found.push_back(curve_figure(metric_table, drawn_for(metric_table, metric), metric));
+  }
+  for (Figure& figure : found) figure.title += ", " + set.groups.front().name;
+  return found;
+}
+
+Explorer explorer_of(const ScoreSet& set, std::string_view heading) {
+  const std::vector<ResultRow> rows = all_rows(set);
+  const MetricTable metric_table(rows);
+  const auto styles = styles_of(metric_table.series());
+  const auto metric = std::ranges::find(set.metrics, set.headline, &MetricInfo::name);
+  DatasetOptions options{.headline = set.headline,
+                         .decided = decided_tables(set, metric_table),
+                         .metrics = set.metrics};
+  const auto made = metric == set.metrics.end() ? std::vector<Recommendation>{}
+                                                : recommendations_for(set, *metric);
+  if (!made.empty()) options.budget = made[decisive_budget(made)].scope.budget;
+  for (const Series& series : metric_table.series())
+    options.drawn.push_back(series.policy != kOracleTopk);
+  auto data = dataset_of(metric_table, styles, set.groups, options);
+  data["winner"] = nullptr;
+  data["recommendations"] = nlohmann::ordered_json::array();
+  data["recommendations"].push_back(recommendations_json(made));
+  const MetricTable first(set.groups.front().rows);
+  if (!made.empty())
+    if (const std::size_t choice =
+            data["ranking"][0][set.headline][data["budget"].get<std::size_t>()]["choice"]
+                .get<std::size_t>();
+        choice < metric_table.series().size())
+      data["winner"] = choice;
+  if (set.kind == "task") data["x_title"] = "budget, as requested";
+  Explorer explorer;
+  if (metric != set.metrics.end() && !metric->higher_is_better)
+    explorer.sections =
+        frontier_section(frontier_figure(first, drawn_for(first, *metric), *metric), data);
+  explorer.sections += html_open_section("explore", heading, escape(set.note));
+  if (data["heads"] > 0)
+    explorer.sections +=
+        html_open_section("heads", "By layer and head", escape(data["note"].get<std::string>()));
+  explorer.data = std::move(data);
+  return explorer;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,355 @@
+#include "engine/evaluation/task/answers.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+#include "engine/evaluation/conversation.hpp"
+#include "policies/executor.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+constexpr std::size_t kLogitFloats = std::size_t{1} << 24;  // that are held at once, or a step's
+
+/// One cache: a question, how it is asked, and of which configuration.
+struct Row {
+  std::size_t prompt, mode, config;
+};
+
+/// Questions that are answered, and kept, together.
+struct Unit {
+  std::size_t batch, first;  ///< of configurations that go side by side; the first prompt
+  std::vector<Row> rows;
+};
+
+/// What a model says of its own accord: the likeliest token after each, as long as those fed are
+/// the same.
+struct Path {
+  Ids ids;
+  bool open = true;  ///< the tokens fed are still those of the path
+};
+
+/// A checksum, and the answers behind it.
+std::string pack_answers(std::span<const TaskAnswer> answers) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const TaskAnswer& answer : answers)
+    list.push_back({answer.right, answer.log_likelihood, answer.said});
+  const std::string text = list.dump();
+  return xxh3_hex(text) + "\n" + text;
+}
+
+/// None of bytes that are not as they were packed.
+std::vector<TaskAnswer> unpack_answers(const std::string& bytes) {
+  const std::size_t border = std::min(bytes.find('\n'), bytes.size() - 1);
+  const std::string text = bytes.empty() ? "" : bytes.substr(border + 1);
+  if (text.empty() || xxh3_hex(text) != bytes.substr(0, border)) return {};
+  std::vector<TaskAnswer> answers;
+  for (const auto& entry : parse_json(text, "answers"))
+    answers.push_back(
+        {entry.at(0).get<bool>(), entry.at(1).get<double>(), entry.at(2).get<std::string>()});
+  return answers;
+}
+
+class TaskAnswerer {
+ public:
+  TaskAnswerer(BatchBackend& backend, const Tokenizer& tokenizer,
+               std::span<const TaskPrompt> prompts, std::span<const QueryMode> modes,
+               std::span<const CacheConfig> configs, const AnswerOptions& options)
+      : backend_(backend),
+        vocab_(backend.config().vocab),
+        tokenizer_(tokenizer),
+        prompts_(prompts),
+        modes_(modes),
+        configs_(configs),
+        options_(options),
+        answers_(prompts.size(),
+                 std::vector(modes.size(), std::vector<TaskAnswer>(configs.size()))) {}
+
+  std::vector<std::vector<std::vector<TaskAnswer>>> run() {
+    std::vector<Unit> missing;
+    for (Unit& unit : units())
+      if (take_up(unit))
+        note_done(unit);
+      else
+        missing.push_back(std::move(unit));
+    show();  // where the work begins
+    for (const Unit& unit : missing) {
+      answer(unit.rows);
+      keep(unit);
+      note_done(unit);
+      show();
+    }
+    return std::move(answers_);
+  }
+
+ private:
+  /// Whole prompts at a time, as many as fit side by side.
+  std::vector<Unit> units() const {
+    const auto alike = [&](const CacheConfig& one, const CacheConfig& other) {
+      return backend_.side_by_side(one, other);
+    };
+    std::vector<Unit> units;
+    const auto batches = batches_of(configs_, configs_.size(), alike);
+    for (std::size_t b = 0; b < batches.size(); ++b) {
+      const std::size_t each = modes_.size() * batches[b].size();
+      const std::size_t step = std::max<std::size_t>(1, options_.max_rows / each);
+      for (std::size_t first = 0; first < prompts_.size(); first += step) {
+        units.push_back({b, first, {}});
+        for (std::size_t p = first; p < std::min(first + step, prompts_.size()); ++p)
+          for (std::size_t m = 0; m < modes_.size(); ++m)
+            for (const std::size_t c : batches[b]) units.back().rows.push_back({p, m, c});
+      }
+    }
+    return units;
+  }
+
+  void answer(std::span<const Row> rows) {
+    std::vector<Row> open;
+    in_groups(rows, [&](std::span<const Row> group, BatchDecoder& decoder) {
+      const std::vector<Row> undecided = force(group, decoder);
+      open.insert(open.end(), undecided.begin(), undecided.end());
+    });
+    in_groups(open,
+              [&](std::span<const Row> group, BatchDecoder& decoder) { follow(group, decoder); });
+  }
+
+  /// Whether the answers were there from before. Those that are damaged were not.
+  bool take_up(const Unit& unit) {
+    const std::vector<Row>& rows = unit.rows;
+    const auto bytes =
+        options_.kept ? options_.kept->read_unit(unit.batch, unit.first) : std::nullopt;
+    const auto answers = bytes ? unpack_answers(*bytes) : std::vector<TaskAnswer>{};
+    if (answers.size() != rows.size()) return false;
+    for (std::size_t r = 0; r < rows.size(); ++r) answer_of(rows[r]) = answers[r];
+    return true;
+  }
+  void keep(const Unit& unit) {
+    if (!options_.kept) return;
+    std::vector<TaskAnswer> answers;
+    for (const Row& row : unit.rows) answers.push_back(answer_of(row));
+    options_.kept->write_unit(unit.batch, unit.first, pack_answers(answers));
+  }
+
+  /// Calls `body` with as many rows as fit, and a decoder of them.
+  template <class Body>
+  void in_groups(std::span<const Row> rows, Body body) {
+    std::size_t most = options_.max_rows;
+    while (!rows.empty()) {
+      const std::size_t count = std::min(most, rows.size());
+      const auto decoder = decoder_of(rows.first(count));
+      if (decoder) {
+        body(rows.first(count), *decoder);
+        rows = rows.subspan(count);
+      } else if (count > 1) {
+        most = count / 2;
+      } else {
+        throw std::runtime_error("device memory: not even one question fits; fewer --words would");
+      }
+    }
+  }
+
+  const TaskPrompt& prompt_of(const Row& row) const { return prompts_[row.prompt]; }
+  TaskAnswer& answer_of(const Row& row) { return answers_[row.prompt][row.mode][row.config]; }
+
+  std::unique_ptr<BatchDecoder> decoder_of(std::span<const Row> rows) {
+    std::vector<ResolvedConfig> caches;
+    std::uint32_t longest = 0;
+    for (const Row& row : rows) {
+      const std::uint32_t tokens = prompt_of(row).tokens();
+      const auto segments = prompt_of(row).segments(modes_[row.mode]);
+      const auto prompt = static_cast<std::uint32_t>(segments.front().size());
+      caches.push_back(resolve(configs_[row.config].at_prompt(prompt), tokens,
+                               static_cast<std::uint32_t>(row.prompt), backend_.config().heads()));
+      Ids ids;
+      for (const Ids& segment : segments) ids.insert(ids.end(), segment.begin(), segment.end());
+      find_features(caches.back(), ids, backend_.config().heads());
+      longest = std::max(longest, tokens);
+    }
+    return backend_.batch_decoder(caches, longest + longest_answer(rows));
+  }
+
+  std::uint32_t longest_answer(std::span<const Row> rows) const {
+    std::size_t longest = options_.max_new_tokens;
+    for (const Row& row : rows) longest = std::max(longest, prompt_of(row).answer.size());
+    return static_cast<std::uint32_t>(longest);
+  }
+
+  /// Appends the prompts; returns the last tokens' logits [row, vocab].
+  std::unique_ptr<LogitMemory> append(std::span<const Row> rows, BatchDecoder& decoder) {
+    auto logits = backend_.logit_memory(rows.size() * vocab_);
+    for (std::size_t first = 0; first < rows.size();) {
+      std::size_t count = 1;  // rows that are asked the same
+      while (first + count < rows.size() && rows[first + count].prompt == rows[first].prompt &&
+             rows[first + count].mode == rows[first].mode)
+        ++count;
+      for (const Ids& segment : prompt_of(rows[first]).segments(modes_[rows[first].mode]))
+        decoder.prompt(static_cast<int>(first), static_cast<int>(count), segment,
+                       logits->data() + first * vocab_);
+      first += count;
+    }
+    return logits;
+  }
+
+  /// Rows of logits [next], each against its next id (-1: nothing is wanted).
+  std::vector<RowScore> score(const float* logits, const Ids& next) {
+    Ids itself(next.size());
+    std::iota(itself.begin(), itself.end(), 0);
+    std::vector<RowScore> scores = backend_.score(
+        {.logits = logits, .yardstick = logits, .yardstick_rows = itself, .next = next});
+    for (std::size_t i = 0; i < scores.size(); ++i)
+      if (next[i] >= 0 && !std::isfinite(scores[i].nll))
+        throw std::runtime_error("task: a logit is not finite; another dtype may hold the model");
+    return scores;
+  }
+
+  /// Feeds the right answers, which gives their likelihood, and the model's own path up to where it
+  /// leaves them. Returns the rows of which that does not decide.
+  std::vector<Row> force(std::span<const Row> rows, BatchDecoder& decoder) {
+    std::vector<Path> paths(rows.size());
+    std::size_t longest = 0;
+    for (const Row& row : rows) longest = std::max(longest, prompt_of(row).answer.size());
+    take_scores(rows, 0, 1, append(rows, decoder)->data(), paths);
+    const std::size_t most =
+        std::clamp<std::size_t>(kLogitFloats / (rows.size() * vocab_), 1, longest);
+    const auto logits = backend_.logit_memory(most * rows.size() * vocab_);
+    for (std::size_t at = 0; at < longest; at += most) {
+      const std::size_t steps = std::min(most, longest - at);
+      Ids ids;
+      for (std::size_t step = at; step < at + steps; ++step)
+        for (const Row& row : rows) {
+          const Ids& answer = prompt_of(row).answer;
+          ids.push_back(answer[std::min(step, answer.size() - 1)]);  // past its end: for nothing
+        }
+      decoder.decode(static_cast<int>(rows.size()), ids, logits->data());
+      take_scores(rows, at + 1, steps, logits->data(), paths);
+    }
+    std::vector<Row> open;
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      if (!decide(rows[r], paths[r].ids)) open.push_back(rows[r]);
+    return open;
+  }
+
+  /// Takes in logits [step, row, vocab] of the answers' tokens from `at` on.
+  void take_scores(std::span<const Row> rows, std::size_t at, std::size_t steps,
+                   const float* logits, std::vector<Path>& paths) {
+    Ids next;
+    for (std::size_t step = at; step < at + steps; ++step)
+      for (const Row& row : rows) {
+        const Ids& answer = prompt_of(row).answer;
+        // Behind the last one the likeliest is still wanted: the number may go on.
+        next.push_back(step < answer.size() ? answer[step] : step == answer.size() ? 0 : -1);
+      }
+    const std::vector<RowScore> scores = score(logits, next);
+    for (std::size_t i = 0; i < scores.size(); ++i) {
+      const std::size_t r = i % rows.size(), step = at + i / rows.size();
+      const Ids& answer = prompt_of(rows[r]).answer;
+      if (next[i] < 0) continue;
+      if (step < answer.size()) answer_of(rows[r]).log_likelihood -= scores[i].nll;
+      if (!paths[r].open) continue;
+      paths[r].ids.push_back(scores[i].first);
+      paths[r].open = step < answer.size() && scores[i].first == answer[step];
+    }
+  }
+
+  /// Whether a path says enough; then the row's answer is settled.
+  bool decide(const Row& row, Ids path) {
+    const auto end = std::ranges::find_first_of(path, backend_.config().eos);
+    const bool ended = end != path.end() || path.size() >= options_.max_new_tokens;
+    path.erase(end, path.end());
+    TaskAnswer& answer = answer_of(row);
+    // The answer's border may lie within a word, and tokens at a border show as in a text: with
+    // those before them.
+    const Ids& before = prompt_of(row).question;
+    Ids text = before;
+    text.insert(text.end(), path.begin(), path.end());
+    std::string said = tokenizer_.decode(text).substr(tokenizer_.decode(before).size());
+    answer.said = take_utf8(said, true);
+    const Judgement judgement = judge(answer.said, prompt_of(row).expected, ended);
+    answer.right = judgement == Judgement::right;
+    return judgement != Judgement::open;
+  }
+
+  /// Decodes what the model says until that decides.
+  void follow(std::span<const Row> rows, BatchDecoder& decoder) {
+    std::vector<Path> paths(rows.size());
+    auto logits = append(rows, decoder);
+    while (true) {
+      const std::vector<RowScore> scores = score(logits->data(), Ids(rows.size(), 0));
+      Ids ids;
+      bool open = false;
+      for (std::size_t r = 0; r < rows.size(); ++r) {
+        ids.push_back(scores[r].first);
+        if (!paths[r].open) continue;
+        paths[r].ids.push_back(scores[r].first);
+        paths[r].open = !decide(rows[r], paths[r].ids);
+        open = open || paths[r].open;
+      }
+      if (!open) return;
+      decoder.decode(static_cast<int>(rows.size()), ids, logits->data());
+    }
+  }
+
+  /// By the tokens of their prompts: long ones take longer.
+  void note_done(const Unit& unit) {
+    for (const Row& row : unit.rows) done_ += prompt_of(row).tokens();
+  }
+  void show() const {
+    if (options_.progress) options_.progress(done_ / all_tokens());
+  }
+  double all_tokens() const {
+    double tokens = 0;
+    for (const TaskPrompt& prompt : prompts_) tokens += prompt.tokens();
+    return tokens * static_cast<double>(modes_.size() * configs_.size());
+  }
+
+  BatchBackend& backend_;
+  std::size_t vocab_;
+  const Tokenizer& tokenizer_;
+  std::span<const TaskPrompt> prompts_;
+  std::span<const QueryMode> modes_;
+  std::span<const CacheConfig> configs_;
+  const AnswerOptions& options_;
+  std::vector<std::vector<std::vector<TaskAnswer>>> answers_;
+  double done_ = 0;  // tokens of the prompts of rows that are done
+};
+
+}  // namespace
+
+Judgement judge(std::string_view said, std::span<const std::string> expected, bool ended) {
+  constexpr std::string_view kDigits = "0123456789";
+  std::vector<std::string_view> missing(expected.begin(), expected.end());
+  for (std::size_t at = said.find_first_of(kDigits); !missing.empty();
+       at = said.find_first_of(kDigits, at)) {
+    if (at == std::string_view::npos) return ended ? Judgement::wrong : Judgement::open;
+    const std::size_t end = said.find_first_not_of(kDigits, at);
+    const std::string_view number = said.substr(at, end - at);
+    if (end == std::string_view::npos && !ended) {  // it may grow
+      const bool may_be = std::ranges::any_of(
+          missing, [&](std::string_view one) { return one.starts_with(number); });
+      return may_be ? Judgement::open : Judgement::wrong;
+    }
+    const auto found = std::ranges::find(missing, number);
+    if (found == missing.end()) return Judgement::wrong;
+    missing.erase(found);
+    at = end;
+  }
+  return Judgement::right;
+}
+
+std::vector<std::vector<std::vector<TaskAnswer>>> answer_tasks(BatchBackend& backend,
+                                                               const Tokenizer& tokenizer,
+                                                               std::span<const TaskPrompt> prompts,
+                                                               std::span<const QueryMode> modes,
+                                                               std::span<const CacheConfig> configs,
+                                                               const AnswerOptions& options) {
+  return TaskAnswerer(backend, tokenizer, prompts, modes, configs, options).run();
+}
+
+}  // namespace kvlab

@@ -1,0 +1,395 @@
+#include "engine/evaluation/task/sample.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+#include "engine/evaluation/conversation.hpp"
+#include "policies/catalogue.hpp"
+#include "traces/base/files.hpp"
+#include "traces/base/json.hpp"
+#include "traces/base/json_fields.hpp"
+#include "traces/base/split_mix.hpp"
+
+namespace kvlab {
+namespace {
+
+/// Whether a word ends a sentence: a full stop, perhaps in quotes or brackets.
+bool ends_sentence(std::string_view word) {
+  while (!word.empty() && (word.back() == '"' || word.back() == '\'' || word.back() == ')'))
+    word.remove_suffix(1);
+  return !word.empty() && (word.back() == '.' || word.back() == '!' || word.back() == '?');
+}
+
+void append(std::string& text, std::string_view sentence) {
+  if (!text.empty()) text += ' ';
+  text += sentence;
+}
+
+constexpr std::array<std::string_view, 32> kAdjectives{
+    "amber", "bitter", "brass",  "broken", "copper", "crimson", "crooked", "dusty",
+    "faded", "gentle", "golden", "hollow", "humble", "hungry",  "ivory",   "jagged",
+    "lunar", "marble", "mellow", "misty",  "narrow", "painted", "patient", "purple",
+    "quiet", "rusty",  "silent", "silver", "sleepy", "stormy",  "velvet",  "wooden"};
+constexpr std::array<std::string_view, 48> kNouns{
+    "anchor",  "badger", "barrel", "basket",  "beacon", "bottle",  "bridge",  "button",
+    "candle",  "carpet", "castle", "cellar",  "chapel", "cradle",  "dragon",  "falcon",
+    "feather", "fiddle", "garden", "goblet",  "hammer", "harbour", "helmet",  "island",
+    "jacket",  "kettle", "ladder", "lantern", "magnet", "meadow",  "mirror",  "needle",
+    "orchard", "oyster", "parcel", "pillow",  "pocket", "ribbon",  "saddle",  "shovel",
+    "spider",  "statue", "teapot", "ticket",  "turnip", "violin",  "whistle", "window"};
+constexpr std::uint32_t kWordsOfPair = 3;  // "amber lantern: 4821"
+
+/// SplitMix64 behind a hash of what was asked.
+class Random {
+ public:
+  explicit Random(std::initializer_list<std::uint64_t> seeds) {
+    for (const std::uint64_t seed : seeds) state_ = next() ^ seed;
+  }
+  std::uint64_t next() { return split_mix(std::exchange(state_, state_ + kSplitMixStep)); }
+  std::uint64_t below(std::uint64_t count) { return next() % count; }
+  double share() { return static_cast<double>(next() >> 11) * 0x1p-53; }
+  /// Of so many digits, the first one not 0.
+  std::string number(std::uint32_t digits) {
+    std::string text(1, static_cast<char>('1' + below(9)));
+    while (text.size() < digits) text += static_cast<char>('0' + below(10));
+    return text;
+  }
+
+ private:
+  std::uint64_t state_ = 0;
+};
+
+/// Different keys: an adjective and a noun.
+std::vector<std::string> sample_keys(std::size_t count, Random& random) {
+  std::vector<std::size_t> order(kAdjectives.size() * kNouns.size());
+  if (count > order.size())
+    throw std::invalid_argument(fmt::format(
+        "{} keys: there are {} different ones; ask for fewer keys or words", count, order.size()));
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::vector<std::string> keys;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::swap(order[i], order[i + random.below(order.size() - i)]);
+    keys.push_back(fmt::format("{} {}", kAdjectives[order[i] / kNouns.size()],
+                               kNouns[order[i] % kNouns.size()]));
+  }
+  return keys;
+}
+
+/// Different numbers.
+std::vector<std::string> sample_numbers(std::size_t count, std::uint32_t digits, Random& random) {
+  std::set<std::string> known;
+  std::vector<std::string> numbers;
+  while (numbers.size() < count)
+    if (std::string number = random.number(digits); known.insert(number).second)
+      numbers.push_back(std::move(number));
+  return numbers;
+}
+
+std::string introduced(std::string_view text) {
+  return fmt::format("Read the following text. A question about it comes later.\n\n{}\n", text);
+}
+
+TaskSample sample_passkey(const Haystack& haystack, TaskPoint point, Random& random) {
+  const std::string key = random.number(5);
+  const Hidden hidden{
+      point.depth, fmt::format("The pass key is {}. Remember it. {} is the pass key.", key, key)};
+  return {.context = introduced(
+              haystack.with(point.words, random.below(haystack.sentences()), {&hidden, 1})),
+          .question = "\nWhat is the pass key in the text?",
+          .lead = "The pass key is the number",
+          .expected = {key},
+          .evidence = {hidden.sentence}};
+}
+
+/// The asked key's first number is at the place, all other numbers anywhere.
+TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoint point,
+                         Random& random) {
+  constexpr std::uint32_t kDigits = 6;
+  const bool single = spec.values == 1;
+  const std::vector<std::string> keys = sample_keys(spec.keys, random);
+  const std::vector<std::string> numbers =
+      sample_numbers(std::size_t{spec.keys} * spec.values, kDigits, random);
+  std::vector<Hidden> hidden;
+  for (std::size_t i = 0; i < numbers.size(); ++i)
+    hidden.push_back({i == 0 ? point.depth : random.share(),
+                      fmt::format("{} of the {} is {}.",
+                                  single ? "The secret number" : "One of the secret numbers",
+                                  keys[i / spec.values], numbers[i])});
+  std::vector<std::size_t> requested(spec.values);
+  for (std::size_t i = 0; i < requested.size(); ++i) requested[i] = i;
+  std::ranges::stable_sort(requested, {}, [&](std::size_t i) { return hidden[i].depth; });
+  TaskSample sample{
+      .context = introduced(haystack.with(point.words, random.below(haystack.sentences()), hidden)),
+      .question = fmt::format("\nWhat {} of the {}?",
+                              single ? "is the secret number" : "are all secret numbers", keys[0]),
+      .lead = fmt::format("The secret {} of the {} {}", single ? "number" : "numbers", keys[0],
+                          single ? "is" : "are")};
+  for (const std::size_t i : requested) {
+    sample.expected.push_back(numbers[i]);
+    sample.evidence.push_back(hidden[i].sentence);
+  }
+  return sample;
+}
+
+/// Lines of a key and a number. Reassigned: every fourth line gives an earlier key a new number,
+/// the asked one among them.
+TaskSample sample_recall(const TaskSpec& spec, TaskPoint point, Random& random) {
+  constexpr std::uint32_t kDigits = 4;
+  const std::uint32_t least = spec.reassigned ? 2 : 1;
+  const std::uint32_t lines = std::max(least, point.words / kWordsOfPair);
+  const std::vector<std::string> keys = sample_keys(lines, random);
+  const std::vector<std::string> numbers = sample_numbers(lines, kDigits, random);
+  auto requested = static_cast<std::uint32_t>(std::lround(point.depth * (lines - 1)));
+  if (spec.reassigned) requested = std::max(requested, 1u);
+  std::vector<std::size_t> key_of(lines);
+  for (std::uint32_t i = 0; i < lines; ++i) key_of[i] = i;
+  if (spec.reassigned) {
+    const std::size_t outdated = key_of[requested] = random.below(requested);
+    for (std::uint32_t i = 3; i < lines; i += 4) {
+      const std::size_t again = key_of[random.below(i)];
+      if (i != requested && i != outdated && again != outdated) key_of[i] = again;
+    }
+  }
+  std::string list;
+  for (std::uint32_t i = 0; i < lines; ++i)
+    list += fmt::format("{}: {}\n", keys[key_of[i]], numbers[i]);
+  const std::string& key = keys[key_of[requested]];
+  return {
+      .context = fmt::format("Read the following list. A question about it comes later.{}\n\n{}",
+                             spec.reassigned ? " Where a name comes again, its last number "
+                                               "counts."
+                                             : "",
+                             list),
+      .question = fmt::format("\nWhich number does the list give for {}?", key),
+      .lead = fmt::format("{}:", key),
+      .expected = {numbers[requested]},
+      .evidence = {fmt::format("{}: {}", key, numbers[requested])}};
+}
+
+}  // namespace
+
+Haystack::Haystack(std::string_view text) {
+  constexpr std::uint32_t kMaxWords = 60;  // of a sentence: texts without full stops are cut
+  std::istringstream in{std::string(text)};
+  Sentence sentence{"", 0};
+  for (std::string word; in >> word;) {
+    append(sentence.text, word);
+    if (++sentence.words < kMaxWords && !ends_sentence(word)) continue;
+    sentences_.push_back(std::move(sentence));
+    sentence = {"", 0};
+  }
+  if (sentence.words > 0) sentences_.push_back(std::move(sentence));
+  if (sentences_.empty())
+    throw std::invalid_argument("--text: has no words; a text of some sentences is needed");
+}
+
+std::string Haystack::with(std::uint32_t words, std::size_t start,
+                           std::span<const Hidden> hidden) const {
+  std::vector<const Sentence*> taken;
+  std::vector<double> words_before{0};  // of each border
+  while (words_before.back() < words) {
+    taken.push_back(&sentences_[(start + taken.size()) % sentences_.size()]);
+    words_before.push_back(words_before.back() + taken.back()->words);
+  }
+  std::vector<std::string> at_border(words_before.size());
+  for (const Hidden& one : hidden) {
+    const double wanted = one.depth * words_before.back();
+    std::size_t nearest = 0;
+    for (std::size_t b = 1; b < words_before.size(); ++b)
+      if (std::abs(words_before[b] - wanted) < std::abs(words_before[nearest] - wanted))
+        nearest = b;
+    append(at_border[nearest], one.sentence);
+  }
+  std::string text = at_border[0];
+  for (std::size_t i = 0; i < taken.size(); ++i) {
+    append(text, taken[i]->text);
+    if (!at_border[i + 1].empty()) append(text, at_border[i + 1]);
+  }
+  return text;
+}
+
+TaskKind parse_task_kind(std::string_view name, std::string_view what) {
+  if (name == "passkey") return TaskKind::passkey;
+  if (name == "needle") return TaskKind::needle;
+  if (name == "recall") return TaskKind::recall;
+  const std::vector<std::string> known{"passkey", "needle", "recall"};
+  const auto near = nearest_name(name, known);
+  throw std::invalid_argument(fmt::format("{}: {} should be passkey, needle or recall{}", what,
+                                          json_quoted(name),
+                                          near ? fmt::format("; did you mean {}?", *near) : ""));
+}
+
+std::string TaskSpec::text() const {
+  switch (kind) {
+    case TaskKind::passkey:
+      return "passkey";
+    case TaskKind::needle:
+      return fmt::format("needle:keys={}:values={}", keys, values);
+    case TaskKind::recall:
+      return reassigned ? "recall:reassigned" : "recall";
+  }
+  return "";
+}
+
+std::string TaskSample::answer() const { return fmt::format(" {}", fmt::join(expected, ", ")); }
+
+TaskSample sample_task(const TaskSpec& spec, const Haystack& haystack, TaskPoint point,
+                       std::uint64_t seed, std::uint32_t sample) {
+  Random random{seed, static_cast<std::uint64_t>(spec.kind), point.words,
+                std::bit_cast<std::uint64_t>(point.depth), sample};
+  switch (spec.kind) {
+    case TaskKind::passkey:
+      return sample_passkey(haystack, point, random);
+    case TaskKind::needle:
+      return sample_needle(spec, haystack, point, random);
+    case TaskKind::recall:
+      return sample_recall(spec, point, random);
+  }
+  throw std::logic_error("task: no such kind");
+}
+
+namespace {
+
+constexpr std::size_t kMaxConfigBytes = std::size_t{64} << 20;
+constexpr std::string_view kStart = "<|im_start|>", kEnd = "<|im_end|>";
+
+bool contains(std::string_view text, std::string_view part) {
+  return text.find(part) != std::string_view::npos;
+}
+
+/// What a template is, for the message that refuses it.
+std::string_view name_of_template(std::string_view chat_template) {
+  constexpr std::array<std::pair<std::string_view, std::string_view>, 4> kKnown{{
+      {"<|start_header_id|>", "Llama 3's headers"},
+      {"[INST]", "[INST], of Llama 2 and Mistral"},
+      {"<start_of_turn>", "Gemma's turns"},
+      {"<|user|>", "<|user|>, of Zephyr and Phi"},
+  }};
+  for (const auto& [mark, name] : kKnown)
+    if (contains(chat_template, mark)) return name;
+  return "of an unknown kind";
+}
+
+/// Line breaks may be escaped: within Jinja's quotes both forms stand for one.
+std::string unescaped(std::string_view text) {
+  std::string plain;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const bool line_break = text.substr(i).starts_with("\\n");
+    plain += line_break ? '\n' : text[i];
+    if (line_break) ++i;
+  }
+  return plain;
+}
+
+/// The first system message that stands in the template as a whole; "" if none does.
+std::string default_system_message(std::string_view chat_template) {
+  const std::string plain = unescaped(chat_template);
+  const std::string opening = fmt::format("{}system\n", kStart);
+  for (std::size_t at = plain.find(opening); at != std::string::npos;
+       at = plain.find(opening, at + 1)) {
+    const std::size_t begin = at + opening.size(), end = plain.find(kEnd, begin);
+    if (end == std::string::npos) return "";
+    std::string message = plain.substr(begin, end - begin);
+    if (!message.empty() && message.find_first_of("'\"{}") == std::string::npos) return message;
+  }
+  return "";
+}
+
+/// The text of the first token, as a template may write it.
+std::string bos_of(const nlohmann::json& config) {
+  const nlohmann::json* entry = json_find(config, "bos_token");
+  if (entry && entry->is_object()) entry = json_find(*entry, "content");
+  return entry && entry->is_string() ? entry->get<std::string>() : "";
+}
+
+/// The template's text: a string, or the default of several.
+std::string template_of(const nlohmann::json& config, const std::string& file) {
+  const nlohmann::json* const entry = json_find(config, "chat_template");
+  if (!entry) return "";
+  if (entry->is_string()) return entry->get<std::string>();
+  if (entry->is_array())
+    for (const nlohmann::json& one : *entry)
+      if (one.is_object() && JsonFields(one, file).raw("name") == "default")
+        return JsonFields(one, file).raw("template");
+  throw std::runtime_error(
+      fmt::format("{}: chat_template should be a string, or a list with one named default", file));
+}
+
+}  // namespace
+
+ChatFrame chat_frame(std::string_view chat_template, std::string_view file, std::string_view bos) {
+  const bool chat_ml = contains(chat_template, kStart) && contains(chat_template, kEnd);
+  if (!chat_ml)
+    throw std::invalid_argument(
+        fmt::format("{}: its chat template is {}; only ChatML is known, --no-chat asks without",
+                    file, name_of_template(chat_template)));
+  if (contains(chat_template, "<think>"))
+    throw std::invalid_argument(fmt::format(
+        "{}: its chat template begins answers with thoughts; --no-chat asks without", file));
+  const std::string system = default_system_message(chat_template);
+  const std::string turn =
+      system.empty() ? "" : fmt::format("{}system\n{}{}\n", kStart, system, kEnd);
+  return {.before = fmt::format("{}{}{}user\n", contains(chat_template, "bos_token") ? bos : "",
+                                turn, kStart),
+          .after = fmt::format("{}\n{}assistant\n", kEnd, kStart)};
+}
+
+std::optional<ChatFrame> read_chat_frame(const std::filesystem::path& directory) {
+  const auto json_of = [&](const char* name) -> nlohmann::json {
+    const std::filesystem::path file = directory / name;
+    if (!std::filesystem::exists(file)) return {};
+    return parse_json(read_text_file(file, kMaxConfigBytes), file.string());
+  };
+  const nlohmann::json config = json_of("tokenizer_config.json");
+  const std::string bos = bos_of(config);
+  const std::filesystem::path jinja = directory / "chat_template.jinja";
+  if (std::filesystem::exists(jinja))
+    return chat_frame(read_text_file(jinja, kMaxConfigBytes), jinja.string(), bos);
+  for (const char* name : {"tokenizer_config.json", "chat_template.json"}) {
+    const std::string file = (directory / name).string();
+    const std::string text = template_of(json_of(name), file);
+    if (!text.empty()) return chat_frame(text, file, bos);
+  }
+  return {};
+}
+
+std::string_view name_of(QueryMode mode) {
+  return mode == QueryMode::aware ? "query-aware" : "query-agnostic";
+}
+
+std::vector<std::vector<std::int32_t>> TaskPrompt::segments(QueryMode mode) const {
+  if (mode == QueryMode::agnostic) return {context, question};
+  std::vector<std::int32_t> whole = context;
+  whole.insert(whole.end(), question.begin(), question.end());
+  return {std::move(whole)};
+}
+
+TaskPrompt encode_task(const Tokenizer& tokenizer, const std::optional<ChatFrame>& chat,
+                       const TaskSample& sample) {
+  TaskPrompt prompt;
+  // A chat template writes all special tokens itself.
+  prompt.context = chat ? tokenizer.encode(chat->before + sample.context, false)
+                        : encode_prompt(tokenizer, sample.context);
+  const std::string question =
+      sample.question + (chat ? chat->after : std::string("\n")) + sample.lead;
+  // The border of the answer is where its text changes the ids.
+  prompt.question = tokenizer.encode(question, false);
+  const std::vector<std::int32_t> answered = tokenizer.encode(question + sample.answer(), false);
+  const auto border = std::ranges::mismatch(prompt.question, answered);
+  prompt.answer.assign(border.in2, answered.end());
+  prompt.question.erase(border.in1, prompt.question.end());
+  prompt.expected = sample.expected;
+  prompt.evidence = sample.evidence;
+  return prompt;
+}
+
+}  // namespace kvlab

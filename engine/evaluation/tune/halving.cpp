@@ -1,0 +1,198 @@
+#include "engine/evaluation/tune/halving.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+
+namespace kvlab {
+namespace {
+
+constexpr double kMargin = 0.05;  // of the leader's KL
+
+using Rounds = std::vector<std::vector<std::size_t>>;
+
+class Runner {
+ public:
+  Runner(const HalvingInput& field, const HalvingRunner& run)
+      : field_(field), run_(run), rounds_(halving_texts(field.lengths.size())) {
+    const auto all = static_cast<double>(
+        std::accumulate(field.lengths.begin(), field.lengths.end(), std::uint64_t{0}));
+    halving_.exhaustive = static_cast<std::uint64_t>(all) * (field.configurations + 1);
+    limit_ = std::max(field.share * static_cast<double>(halving_.exhaustive), 3 * all);
+    scores_.resize(field.configurations);
+    left_.resize(field.configurations);
+    std::iota(left_.begin(), left_.end(), std::size_t{0});
+  }
+
+  std::size_t first_round_size() const { return std::min(field_.configurations, affordable(0)); }
+
+  Halving run() {
+    for (std::size_t round = 0; round < rounds_.size(); ++round) {
+      const std::size_t most = affordable(round);
+      if (left_.size() > most) left_.resize(most), mark_dropped(round);
+      add_texts(round);
+      halving_.rounds.push_back({rounds_[round], standings(round + 1 < rounds_.size())});
+      left_.clear();
+      for (const HalvingEntry& entry : halving_.rounds.back().entries)
+        if (entry.fate == HalvingFate::stays) left_.push_back(entry.configuration);
+      if (left_.size() == 1) halving_.end = HalvingEnd::ahead;
+      if (left_.size() > 1 && round + 1 < rounds_.size() && stays_alike(round))
+        halving_.end = HalvingEnd::alike;
+      if (halving_.end != HalvingEnd::text) break;
+    }
+    halving_.first = left_;
+    return std::move(halving_);
+  }
+
+ private:
+  /// How many may run in this round, if every later one has half of the one before it.
+  std::size_t affordable(std::size_t round) const {
+    double each = 0, full = 0, share = 1;
+    for (std::size_t r = round; r < rounds_.size(); ++r, share /= 2) {
+      each += share * length_of(r);
+      full += length_of(r);
+    }
+    const double free_work = limit_ - static_cast<double>(halving_.work) - full;
+    return std::max<std::size_t>(2, static_cast<std::size_t>(std::max(free_work / each, 0.0)));
+  }
+
+  /// Whether the leader would stay within the interval of every difference, were all text to show
+  /// twice the differences of the text so far. The interval of texts narrows with their number;
+  /// that of one text's blocks is taken to narrow as the root of the length grows.
+  bool stays_alike(std::size_t round) const {
+    constexpr double kUnseen = 2;
+    double done = 0, all = 0;
+    std::size_t texts = 0;
+    for (std::size_t r = 0; r < rounds_.size(); ++r) {
+      if (r <= round) done += length_of(r), texts += rounds_[r].size();
+      all += length_of(r);
+    }
+    const double narrowing =
+        texts < 2 ? std::sqrt(done / all) : half_width(field_.lengths.size()) / half_width(texts);
+    return std::ranges::none_of(halving_.rounds.back().entries, [&](const HalvingEntry& entry) {
+      const double mean = entry.behind.mean, low = entry.behind.interval.low;
+      return entry.fate == HalvingFate::stays && !(kUnseen * mean <= narrowing * (mean - low));
+    });
+  }
+
+  double length_of(std::size_t round) const {
+    double tokens = 0;
+    for (const std::size_t text : rounds_[round])
+      tokens += static_cast<double>(field_.lengths[text]);
+    return tokens;
+  }
+
+  /// Marks those of the round before that no longer take part.
+  void mark_dropped(std::size_t round) {
+    halving_.limited = true;
+    if (round == 0) return;
+    for (HalvingEntry& entry : halving_.rounds.back().entries)
+      if (entry.fate == HalvingFate::stays &&
+          std::ranges::find(left_, entry.configuration) == left_.end())
+        entry.fate = HalvingFate::dropped;
+  }
+
+  void add_texts(std::size_t round) {
+    for (const std::size_t text : rounds_[round]) {
+      auto scores = run_(text, left_);
+      for (std::size_t i = 0; i < left_.size(); ++i)
+        scores_[left_[i]].push_back(std::move(scores[i]));
+      ran_.push_back(text);
+      halving_.work += field_.lengths[text] * (left_.size() + 1);
+    }
+  }
+
+  /// Those that ran, over all text so far. As long as more is to come, a small difference decides
+  /// nothing: what is ahead on one text may be behind on the next.
+  std::vector<HalvingEntry> standings(bool more) {
+    halving_.last = left_;
+    halving_.kl = PairedScores(left_.size());
+    for (std::size_t place = 0; place < ran_.size(); ++place) {
+      std::vector<std::span<const double>> scores;
+      for (const std::size_t configuration : left_)
+        scores.emplace_back(scores_[configuration][place]);
+      halving_.kl.add_tokens(std::to_string(ran_[place]), scores);
+    }
+    const PairedScores& kl = halving_.kl;
+    std::vector<std::size_t> order(left_.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::ranges::stable_sort(order, {}, [&](std::size_t i) { return kl.mean(i); });
+    std::vector<HalvingEntry> entries;
+    for (const std::size_t i : order) {
+      const Difference behind = kl.difference(i, order.front());
+      const double margin = more ? kMargin * kl.mean(order.front()) : 0;
+      entries.push_back(
+          {left_[i], kl.mean(i), behind,
+           behind.interval.low > margin ? HalvingFate::eliminated : HalvingFate::stays});
+    }
+    return entries;
+  }
+
+  const HalvingInput& field_;
+  const HalvingRunner& run_;
+  Rounds rounds_;
+  double limit_ = 0;
+  std::vector<std::size_t> left_;  // the best first
+  std::vector<std::size_t> ran_;   // texts, as they came
+  std::vector<std::vector<std::vector<double>>>
+      scores_;  // [configuration][text, as they came][token]
+  Halving halving_;
+};
+
+}  // namespace
+
+std::string_view name_of(HalvingFate fate) {
+  switch (fate) {
+    case HalvingFate::eliminated:
+      return "significantly worse";
+    case HalvingFate::dropped:
+      return "dropped: work limit (--work) reached";
+    default:
+      return "stays";
+  }
+}
+
+std::string_view name_of(HalvingEnd end) {
+  switch (end) {
+    case HalvingEnd::ahead:
+      return "one is ahead";
+    case HalvingEnd::alike:
+      return "the remaining differences are not significant";
+    default:
+      return "all text has been run";
+  }
+}
+
+Rounds halving_texts(std::size_t texts) {
+  const std::size_t part = std::max<std::size_t>(1, texts / 4);
+  Rounds rounds;
+  for (std::size_t text = 0; text < texts; ++text) {
+    const std::size_t round = std::min<std::size_t>(text / part, 2);
+    if (round == rounds.size()) rounds.emplace_back();
+    rounds[round].push_back(text);
+  }
+  return rounds;
+}
+
+double work_from(const HalvingInput& field, std::size_t text, std::size_t configurations) {
+  double work = 0, left = static_cast<double>(configurations);
+  for (const std::vector<std::size_t>& round : halving_texts(field.lengths.size())) {
+    if (round.back() < text) continue;
+    for (const std::size_t t : round)
+      if (t >= text) work += (left + 1) * static_cast<double>(field.lengths[t]);
+    left /= 2;
+  }
+  return work;
+}
+
+std::size_t first_round_size(const HalvingInput& field) {
+  const HalvingRunner none;
+  return Runner(field, none).first_round_size();
+}
+
+Halving successive_halving(const HalvingInput& field, const HalvingRunner& run) {
+  return Runner(field, run).run();
+}
+
+}  // namespace kvlab

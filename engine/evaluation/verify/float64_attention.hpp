@@ -1,0 +1,101 @@
+// Attention in float64, plainly, over what one KV head keeps: `kvlab verify` compares engines with
+// it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/cache/growing_rope.hpp"
+#include "policies/aged_set.hpp"
+#include "policies/cache_config.hpp"
+#include "traces/base/numeric/dtype.hpp"
+#include "traces/row_spec.hpp"
+
+namespace kvlab {
+
+/// Each value rounded to `dtype`.
+void round_all(Dtype dtype, std::span<float> values);
+void round_all(Dtype dtype, std::span<double> values);
+
+/// The keys, after RoPE, and the values of the live tokens, by age.
+struct AttendedRows {
+  std::size_t dim = 0;
+  std::vector<double> keys, values;  // [age, dim]
+
+  AttendedRows rounded(Dtype dtype) const;
+};
+
+/// What one query of one query head computes.
+struct AttentionRow {
+  std::vector<double> p;    // [visible token]
+  std::vector<double> out;  // [dim]
+  /// The largest sum of p |value| over the channels: errors of `out` are relative to it.
+  double scale = 0;
+};
+
+/// The attention of one layer.
+class Float64Attention {
+ public:
+  Float64Attention(const RowSpec& row, std::uint32_t head_size, Positions positions);
+
+  std::uint32_t head_size() const { return head_size_; }
+  Positions positions() const { return positions_; }
+  /// A query or a key at `position`, to [dim].
+  void rotate(const float* x, std::uint32_t position, double* to) const;
+  /// The query at `position`, which is the age-th live token.
+  std::vector<double> query(const float* x, std::uint32_t position, std::uint32_t age) const;
+
+  /// The tokens of ages [first, end), seen by a rotated query. `sink`: a logit that no token has,
+  /// or null. `rounding`: weights and output are rounded, as a plain kernel of that dtype would.
+  AttentionRow row(std::span<const double> query, const AttendedRows& rows, std::size_t first,
+                   std::size_t end, const float* sink,
+                   std::optional<Dtype> rounding = std::nullopt) const;
+  /// The age of the oldest token that the query at `position` sees.
+  std::size_t first_visible(const LiveSet& live, std::uint32_t position) const;
+
+ private:
+  Rope rope_;
+  std::uint32_t head_size_, window_;
+  double scale_, softcap_;
+  Positions positions_;
+};
+
+/// The queries, keys and values, before RoPE, of all tokens that one KV head was given.
+class HeadTokens {
+ public:
+  /// `attention` and `rope` are those of its layer, and must outlive it.
+  HeadTokens(const Float64Attention& attention, GrowingRope& rope, std::uint32_t group)
+      : attention_(attention), rope_(rope), group_(group) {}
+
+  /// Where a layer's tensors are, [token, head, dim], of `tokens` that follow each other.
+  struct Tensors {
+    std::span<const float> q, k, v;
+    std::size_t tokens;
+  };
+  /// Appends the part of KV head `kv_head`.
+  void append(const Tensors& layer, std::uint32_t kv_head);
+
+  const float* query(std::size_t position, std::size_t head) const {
+    return q.data() + (position * group_ + head) * attention_.head_size();
+  }
+  /// Keys and values as the head keeps them while the queries of `append` attend. `rounding`:
+  /// keys are rounded before they are quantized. Threads may call it at once, once the layer's rope
+  /// covers the append.
+  AttendedRows attended(const LiveSet& live, const Append& append,
+                        std::optional<Dtype> rounding) const;
+
+  std::vector<float> q, k, v;  // [token, group, dim], [token, dim]
+
+ private:
+  void quantize(const LiveSet& live, std::size_t age, std::optional<Dtype> rounding, double* key,
+                double* value) const;
+
+  const Float64Attention& attention_;
+  GrowingRope& rope_;
+  std::uint32_t group_;
+  std::vector<double> rotated_;  // [token, dim]: keys at their original positions
+};
+
+}  // namespace kvlab

@@ -1,0 +1,256 @@
+// Many tokens on their way into caches of slots. Layer by layer they attend in memory of the
+// append's own, behind those that were live; then those that stay go to their slots.
+#include <algorithm>
+
+#include "kernels/cache/slot_caches.hpp"
+#include "kernels/host/transfer.hpp"
+
+namespace kvlab::kernels {
+
+using cuda::check;
+
+AppendMemory::AppendMemory(cuda::Arena& arena, const SlotsConfig& config, std::uint32_t slots)
+    : cache(config.slot_cache(1, static_cast<int>(slots))) {
+  const auto heads = static_cast<std::size_t>(config.kv_heads), all = heads * slots;
+  cache.keys = arena.take<std::byte>(all * config.key_bytes());
+  cache.values = arena.take<std::byte>(all * config.key_bytes());
+  cache.positions = arena.take<std::uint32_t>(all);
+  cache.lengths = arena.take<std::int32_t>(heads);
+  cache.next_slots = arena.take<std::int32_t>(heads);
+  cache.first_slot = first_slots = arena.take<std::int64_t>(heads);
+  states = arena.take<std::byte>(all * config.kernels.slot_bytes);
+  if (config.features.count > 0) {
+    features = arena.take<float>(all * static_cast<std::size_t>(config.features.count));
+    plain_keys = arena.take<std::byte>(all * config.key_bytes());
+  }
+  if (config.numbering != KVLAB_ORIGINAL)
+    cache_position_keys = arena.take<std::byte>(all * config.key_bytes());
+  if (config.kernels.weighted) weights = arena.take<float>(slots);
+  if (config.observes()) {
+    seen = arena.take<kvlab_observation>(all);
+    rows = arena.take<RowSoftmax>(std::size_t{config.part} *
+                                  static_cast<std::size_t>(config.query_heads));
+    observe_workspace = arena.take<std::byte>(kernels::observe_workspace(
+        {.query_heads = config.query_heads, .queries = static_cast<int>(config.part)}));
+  }
+  if (config.is_quantized()) {
+    const std::size_t channels = all * 2 * static_cast<std::size_t>(config.head_size);
+    staged.tiers = arena.take<std::int8_t>(all);
+    staged.data = arena.take<std::uint8_t>(channels);
+    staged.metadata = arena.take<std::uint32_t>(channels / kQuantBlock);
+  }
+  compact_workspace = arena.take<std::byte>(kernels::compact_workspace(cache));
+}
+
+const AppendMemory& SlotCaches::reserve(std::uint32_t slots) {
+  slots = std::max(slots, static_cast<std::uint32_t>(slots_.max_slots()));
+  if (static_cast<int>(slots) <= memory_->cache.max_slots) return *memory_;
+  check(cudaStreamSynchronize(stream_), "an append");
+  memory_ = {};  // first give back, then take
+  memory_ = cuda::Placed<AppendMemory>("an append", config_, slots);
+  std::vector<std::int64_t> first;
+  for (int head = 0; head < config_.kv_heads; ++head) first.push_back(std::int64_t{head} * slots);
+  cuda::write(memory_->first_slots, first, "an append");
+  return *memory_;
+}
+
+void SlotCaches::begin(int sequence, std::uint32_t fed, std::uint32_t tokens, bool ends_prompt) {
+  // What steps do not, so that no token that is to be demoted attends as it was.
+  if (is_quantized() && !of(sequence).modifiers.steps_evict())
+    evict_to_budget(sequence, fed, false, {});
+  // With rotated keys nothing is numbered anew until something has left.
+  const bool uses_cache_positions =
+      config_.numbering == KVLAB_SQUEEZED || (config_.numbering == KVLAB_TWO_FRAMES && fed > 0);
+  append_ = {sequence, fed, tokens, ends_prompt, uses_cache_positions};
+  reserve(appended_slots());
+  const Appended nothing{fed, 0}, all{fed, tokens};
+  copy(work_->nothing, &nothing, 1);
+  copy(work_->appended, &all, 1);
+  if (config_.kernels.weighted) copy_weights();
+}
+
+/// For live and new tokens together.
+std::uint32_t SlotCaches::appended_slots() const {
+  std::uint32_t live = 0;
+  each_head(append_.sequence, [&](std::uint32_t layer, std::size_t pair) {
+    live = std::max(live, older(append_.sequence, layer, pair, append_.fed));
+  });
+  return live + append_.tokens;
+}
+
+void SlotCaches::copy_weights() {
+  std::vector<float> weights(append_.tokens);
+  append_.tail = config_.weigh(of(append_.sequence).params, weights);
+  copy(memory_->weights, weights.data(), weights.size());
+}
+
+RopeWriteArgs SlotCaches::write(std::uint32_t layer, const AppendChunk& part) {
+  if (part.first == 0) begin_layer(layer);
+  RopeWriteArgs args{};
+  args.sequences = work_->zeros;
+  args.slots = work_->iota;
+  // The part's slots begin behind those of the parts before it.
+  const std::size_t ahead = part.first * config_.key_bytes();
+  args.cache = memory_->cache;
+  args.cache.keys = static_cast<std::byte*>(args.cache.keys) + ahead;
+  args.cache.values = static_cast<std::byte*>(args.cache.values) + ahead;
+  args.cache.next_slots = args.cache.lengths;  // new tokens go behind the live ones
+  args.q = work_->q;
+  args.plain_k = work_->plain_k;
+  if (config_.numbering != KVLAB_SQUEEZED) rotate(config_.layers[layer].table, args);
+  return args;
+}
+
+/// The live tokens come along; a victim that was chosen already is chosen again.
+void SlotCaches::begin_layer(std::uint32_t layer) {
+  const kvlab_cache& cache = memory_->cache;
+  const std::size_t all =
+      static_cast<std::size_t>(cache.kv_heads) * static_cast<std::size_t>(cache.max_slots);
+  if (memory_->seen) clear(memory_->seen, all);
+  if (memory_->staged.tiers)  // -1: as computed
+    check(cudaMemsetAsync(memory_->staged.tiers, -1, all, stream_), "an append");
+  if (append_.fed == 0) {
+    clear(cache.lengths, static_cast<std::size_t>(cache.kv_heads));
+    clear(cache.next_slots, static_cast<std::size_t>(cache.kv_heads));
+    return;
+  }
+  take_live(append_.sequence, layer, of(append_.sequence).modifiers.once);
+  if (append_.uses_cache_positions)
+    rotate_keys_to_cache_positions(cache_position_args(layer, {.first = 0, .rows = 0}), true);
+}
+
+void SlotCaches::attend(std::uint32_t layer, const AppendChunk& part, const AttendedRows& to) {
+  if (append_.uses_cache_positions) {
+    const CachePositionArgs shape = cache_position_args(layer, part);
+    if (config_.numbering == KVLAB_SQUEEZED)
+      check(rotate_queries_to_cache_positions(shape, work_->q, work_->q, stream_),
+            "positions of a prompt");
+    rotate_keys_to_cache_positions(shape, false);
+  }
+  const kvlab_prefill_args queries{.type = config_.type,
+                                   .query_heads = config_.query_heads,
+                                   .kv_heads = config_.kv_heads,
+                                   .head_size = config_.head_size,
+                                   .softmax_scale = config_.layers[layer].softmax_scale,
+                                   .first = static_cast<int>(part.first),
+                                   .queries = part.rows,
+                                   .q = work_->q,
+                                   .keys = attended_keys(),
+                                   .values = memory_->cache.values,
+                                   .first_slot = memory_->first_slots,
+                                   .older = memory_->cache.lengths,
+                                   .out = to.out,
+                                   .lse = to.lse,
+                                   .rows = memory_->rows};
+  check(prefill_attention(queries, {.sinks = config_.layers[layer].sinks}, stream_),
+        "prefill attention");
+  if (config_.observes()) observe(layer, queries);
+  if (memory_->features) keep_plain_keys(part, to);
+  if (part.first + static_cast<std::uint32_t>(part.rows) == append_.tokens) keep(layer);
+}
+
+/// What the part's queries give to each key.
+void SlotCaches::observe(std::uint32_t layer, const kvlab_prefill_args& queries) {
+  const int sequence = append_.sequence;
+  const auto first = static_cast<std::uint32_t>(queries.first),
+             end = first + static_cast<std::uint32_t>(queries.queries);
+  std::uint32_t live = 0;
+  each_pair(sequence, [&](std::size_t pair) {
+    live = std::max(live, older(sequence, layer, pair, append_.fed));
+  });
+  check(observe_queries({.prefill = queries,
+                         .needs = static_cast<kvlab_needs>(config_.kernels.needs),
+                         .keys_end = static_cast<int>(live + end),
+                         .position = append_.fed + first,
+                         .threshold16 = storage_->thresholds + sequence,
+                         .seen = memory_->seen,
+                         .workspace = memory_->observe_workspace,
+                         .group_max = of(sequence).modifiers.group == Modifiers::Group::max,
+                         .weights = memory_->weights,
+                         .tail = append_.tail,
+                         .younger = static_cast<int>(append_.tokens - end)},
+                        stream_),
+        "what a prompt's queries give");
+}
+
+/// Those that stay go to their slots.
+void SlotCaches::keep(std::uint32_t layer) {
+  const int sequence = append_.sequence;
+  const bool ends_prompt = append_.ends_prompt, once = of(sequence).modifiers.once;
+  if (memory_->features) make_features_of_new(layer);
+  if (counts(sequence)) count_append(sequence, layer, append_.tokens);
+  kvlab_shrink_args args = to_slots(sequence, layer, work_->appended, once && !ends_prompt);
+  args.seen = memory_->seen;
+  if (ends_prompt && of(sequence).share) return keep_by_shares(layer, args);
+  compact(args, sequence, layer, ends_prompt);
+  number(args.to);
+  if (counts(sequence)) count_evictions(sequence, layer, ends_prompt);
+}
+
+/// All are appended where they are; then the heads share their slots.
+void SlotCaches::keep_by_shares(std::uint32_t layer, kvlab_shrink_args args) {
+  const int sequence = append_.sequence;
+  args.to = args.from;
+  args.to_states = memory_->states;
+  args.to_features = memory_->features;
+  args.policy.evict_at = storage_->policy_of_compact(layer, sequence, true).evict_at;
+  compact(args, sequence, layer, false);
+  auto older = share_slots(sequence, layer, append_.fed + append_.tokens);
+  for (std::int32_t& live : older) live -= static_cast<std::int32_t>(append_.tokens);
+  copy(memory_->cache.lengths, older.data(), older.size());  // as the observer expects them
+}
+
+/// Those of a part, for when all of the append's are there.
+void SlotCaches::keep_plain_keys(const AppendChunk& part, const AttendedRows& to) {
+  const AttendedRows keys = with_keys(to);
+  const std::size_t width = static_cast<std::size_t>(config_.kv_heads) * config_.key_bytes();
+  cuda::copy_rows(
+      {memory_->plain_keys + part.first * width, width},
+      {static_cast<const std::byte*>(keys.plain_keys), keys.key_row * bytes_of(config_.type)},
+      width, static_cast<std::size_t>(part.rows), stream_);
+}
+
+void SlotCaches::make_features_of_new(std::uint32_t layer) {
+  FeatureArgs args{config_.features};
+  args.cache = memory_->cache;
+  args.slots = memory_->cache.lengths;
+  args.tokens = static_cast<int>(append_.tokens);
+  args.keys = memory_->plain_keys;
+  args.key_row = std::int64_t{config_.kv_heads} * config_.head_size;
+  args.unit_keys = storage_->unit_keys_of(layer, append_.sequence);
+  args.to = memory_->features;
+  args.output = config_.layers[layer].output;
+  check(make_features(args, stream_), "features");
+}
+
+/// The older keys, or a part's new ones.
+void SlotCaches::rotate_keys_to_cache_positions(const CachePositionArgs& shape, bool of_older) {
+  check(kernels::rotate_keys_to_cache_positions({.shape = shape,
+                                                 .slots = memory_->cache.max_slots,
+                                                 .positions = memory_->cache.positions,
+                                                 .rotated = config_.numbering == KVLAB_TWO_FRAMES,
+                                                 .now = append_.fed,
+                                                 .keys = memory_->cache.keys,
+                                                 .to = memory_->cache_position_keys},
+                                                of_older, stream_),
+        "positions of a prompt");
+}
+
+CachePositionArgs SlotCaches::cache_position_args(std::uint32_t layer,
+                                                  const AppendChunk& part) const {
+  const std::uint32_t table = config_.layers[layer].table;
+  const SlotRope& rope = config_.ropes[table];
+  const bool keeps_rotated_keys = config_.numbering == KVLAB_TWO_FRAMES;
+  return {.type = config_.type,
+          .query_heads = config_.query_heads,
+          .kv_heads = config_.kv_heads,
+          .head_size = config_.head_size,
+          .rotated = rope.rotated_dims(),
+          .inv_freq = inv_freq(table),
+          .rope_factor = keeps_rotated_keys ? 1 : rope.factor,
+          .older = memory_->cache.lengths,
+          .first = static_cast<int>(part.first),
+          .tokens = part.rows};
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,131 @@
+#include "kernels/cache/tier_storage.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+
+#include "kernels/host/transfer.hpp"
+#include "kernels/types.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr const char* kWhat = "the cache's tiers";
+
+}  // namespace
+
+TierLayout::TierLayout(const SlotsConfig& config, const PairSlots& slots) {
+  const int head_size = config.head_size, element = static_cast<int>(bytes_of(config.type));
+  for (std::size_t at = 0; at < slots.first_slots().size(); ++at) {
+    const auto layer = static_cast<std::uint32_t>(at / slots.pairs());
+    DeviceTierPlan& tier_plan = tier_plans.emplace_back();
+    tier_plan.first_row = rows;
+    const std::vector<TierSlots> tiers = slots.tiers(layer, at % slots.pairs());
+    std::uint32_t first_row = 0;
+    for (std::size_t r = 0; r < tiers.size(); ++r) {
+      const std::uint32_t held = slots.rows(at % slots.pairs(), tiers, r),
+                          whole = (held + kRowsOfTile - 1) / kRowsOfTile * kRowsOfTile;
+      const DeviceFormat format = device_format(*tiers[r].format);
+      const std::int64_t row = row_bytes(format, head_size, element);
+      if (std::uint64_t{first_row} + whole > kMaxSlots)
+        throw std::invalid_argument(
+            "a KV head's tiers have too many tokens; at most 2^30 are expected");
+      tier_plan.tier[tier_plan.tiers++] = {format, tiers[r].slots, whole, first_row, bytes};
+      first_row += whole;
+      max_row_bytes = std::max(max_row_bytes, static_cast<int>(row));
+      bytes += row * whole;
+      padding += row * (whole - held);
+    }
+    rows += first_row;
+    max_rows = std::max(max_rows, static_cast<int>(first_row));
+    max_tiers = std::max(max_tiers, tier_plan.tiers);
+  }
+}
+
+TierStorage::TierStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots)
+    : pairs_(slots.pairs()),
+      kv_heads_(static_cast<std::size_t>(config.kv_heads)),
+      key_bytes_(config.key_bytes()),
+      head_size_(config.head_size),
+      element_(static_cast<int>(bytes_of(config.type))) {
+  if (!config.is_quantized()) return;
+  const TierLayout plan(config, slots);
+  tier_plans = arena.take<DeviceTierPlan>(plan.tier_plans.size());
+  bytes = arena.take<std::byte>(static_cast<std::size_t>(plan.bytes));
+  row_of_slot = arena.take<std::uint32_t>(static_cast<std::size_t>(slots.total()));
+  slot_of_row = arena.take<std::uint32_t>(static_cast<std::size_t>(plan.rows));
+  counts = arena.take<std::int32_t>(plan.tier_plans.size() * kMaxDeviceTiers);
+  next_rows = arena.take<std::uint32_t>(plan.tier_plans.size());
+  newest_keys = arena.take<std::byte>(pairs_ * key_bytes_);
+  newest_values = arena.take<std::byte>(pairs_ * key_bytes_);
+  extents = arena.take<std::int32_t>(plan.tier_plans.size());
+  max_rows_ = plan.max_rows, max_row_bytes_ = plan.max_row_bytes;
+  max_tiers_ = plan.max_tiers;
+  nothing = arena.take<std::int32_t>(pairs_);
+  newest = arena.take<std::int64_t>(pairs_);
+}
+
+void TierStorage::clear(const SlotsConfig& config, const PairSlots& slots) const {
+  const TierLayout plan(config, slots);
+  const auto clear = [](auto* part, std::size_t count) {
+    cuda::check(cudaMemset(part, 0, count * sizeof *part), kWhat);
+  };
+  cuda::write(tier_plans, plan.tier_plans, kWhat);
+  clear(bytes, static_cast<std::size_t>(plan.bytes));  // what no token has is a number
+  clear(counts, plan.tier_plans.size() * kMaxDeviceTiers);
+  clear(next_rows, plan.tier_plans.size());
+  clear(extents, plan.tier_plans.size());
+  clear(nothing, pairs_);
+  std::vector<std::int64_t> places_of_newest(pairs_);
+  std::iota(places_of_newest.begin(), places_of_newest.end(), 0);
+  cuda::write(newest, places_of_newest, kWhat);
+}
+
+void TierStorage::pretend(const PairSlots& slots, std::size_t at, std::size_t pair,
+                          std::uint32_t live) const {
+  const auto layer = static_cast<std::uint32_t>(at / pairs_);
+  const std::vector<TierSlots> tiers = slots.tiers(layer, pair);
+  const auto tier_plan = cuda::read(tier_plans + at, 1, nullptr, kWhat)[0];
+  std::vector<std::uint32_t> rows, slot_of;
+  std::vector<std::int32_t> on(kMaxDeviceTiers);
+  for (std::size_t r = 0; r < tiers.size(); ++r) {
+    const DeviceTier& tier = tier_plan.tier[r];
+    const auto left = live - static_cast<std::uint32_t>(rows.size());
+    on[r] = static_cast<std::int32_t>(std::min(left, tier.slots - (r == 0 ? 1 : 0)));
+    slot_of.resize(tier.first_row + tier.rows);
+    for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(on[r]); ++i) {
+      slot_of[tier.first_row + i] = static_cast<std::uint32_t>(rows.size());
+      rows.push_back(tier.first_row + i);
+    }
+    constexpr int kNumbers = 0x2c;  // small ones, as fp16 and as bf16
+    const auto row = row_bytes(tier.format, head_size_, element_);
+    cuda::check(
+        cudaMemset(bytes + tier.first_byte, kNumbers, static_cast<std::size_t>(row) * tier.rows),
+        kWhat);
+  }
+  cuda::write(row_of_slot + slots.first_slots()[at], rows, kWhat);
+  cuda::write(slot_of_row + tier_plan.first_row, slot_of, kWhat);
+  cuda::write(counts + at * kMaxDeviceTiers, on, kWhat);
+  cuda::write(next_rows + at, std::vector{static_cast<std::uint32_t>(on[0])}, kWhat);
+  cuda::write(extents + at,
+              std::vector{rows.empty() ? 0 : static_cast<std::int32_t>(rows.back() + 1)}, kWhat);
+}
+
+QuantizedCache TierStorage::quantized_cache(std::uint32_t layer, int sequence) const {
+  const std::size_t first = static_cast<std::size_t>(sequence) * kv_heads_,
+                    at = layer * pairs_ + first;
+  return {.tier_plans = tier_plans + at,
+          .bytes = bytes,
+          .row_of_slot = row_of_slot,
+          .slot_of_row = slot_of_row,
+          .counts = counts + at * kMaxDeviceTiers,
+          .next_rows = next_rows + at,
+          .newest_keys = newest_keys + first * key_bytes_,
+          .newest_values = newest_values + first * key_bytes_,
+          .extents = extents + at,
+          .max_rows = max_rows_,
+          .max_row_bytes = max_row_bytes_,
+          .max_tiers = max_tiers_};
+}
+
+}  // namespace kvlab::kernels

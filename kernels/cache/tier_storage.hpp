@@ -1,0 +1,48 @@
+// The memory of tokens on tiers, beside that of their slots.
+#pragma once
+
+#include "kernels/cache/pair_slots.hpp"
+#include "kernels/host/arena.hpp"
+#include "kernels/quantized/quantized_cache.hpp"
+
+namespace kvlab::kernels {
+
+/// Where all rows lie. Host only.
+struct TierLayout {
+  TierLayout(const SlotsConfig& config, const PairSlots& slots);
+
+  std::vector<DeviceTierPlan> tier_plans;  // [layer, pair]
+  std::int64_t rows = 0, bytes = 0;
+  int max_rows = 0, max_row_bytes = 0, max_tiers = 0;  ///< as in QuantizedCache
+  std::int64_t padding = 0;  ///< of the bytes: tiers' rows are whole tiles
+};
+
+/// Copies are views. Null, all of it, where no cache is quantized.
+struct TierStorage {
+  TierStorage() = default;
+  TierStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots);
+  /// Nothing is on any tier. Waits.
+  void clear(const SlotsConfig& config, const PairSlots& slots) const;
+  /// As if sequence and layer held so many tokens of each pair; quantized values of nothing in
+  /// particular.
+  void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;
+
+  bool in_use() const { return tier_plans != nullptr; }
+  /// One layer, from a sequence on.
+  QuantizedCache quantized_cache(std::uint32_t layer, int sequence) const;
+
+  DeviceTierPlan* tier_plans = nullptr;  // [layer, pair], as counts, next_rows, extents
+  std::byte* bytes = nullptr;
+  std::uint32_t *row_of_slot = nullptr, *slot_of_row = nullptr;  // [slot], [row]
+  std::int32_t *counts = nullptr, *extents = nullptr;
+  std::uint32_t* next_rows = nullptr;
+  std::byte *newest_keys = nullptr, *newest_values = nullptr;  // [pair, dim]
+  std::int32_t* nothing = nullptr;                             // [pair]: zeros
+  std::int64_t* newest = nullptr;                              // [pair]: 0, 1, 2, …
+
+ private:
+  std::size_t pairs_ = 0, kv_heads_ = 0, key_bytes_ = 0;
+  int head_size_ = 0, element_ = 0, max_rows_ = 0, max_row_bytes_ = 0, max_tiers_ = 0;
+};
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,148 @@
+// Which of many tokens are evicted: the first of the rule's order, by the whole block, and which
+// tokens stay.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/device/reduce.cuh"
+#include "policies/rule.hpp"
+
+namespace kvlab::kernels {
+
+/// Bins of a digit.
+inline constexpr int kEvictionBins = 256;
+inline constexpr int kEvictionHistograms = 8;  ///< copies, so that warps seldom add to the same bin
+inline constexpr int kMaxEvictionWarps = 32;
+
+/// The rule's order, 98 bits: protection, rank, position. No two tokens of a pair are equal.
+struct EvictionKeys {
+  const std::uint64_t* ranks;
+  const std::uint32_t* positions;
+  ProtectedTokens protected_tokens;
+  std::uint32_t next;  ///< position to be appended next
+
+  __device__ EvictionKey operator[](std::uint32_t i) const {
+    return {protected_tokens.protection(positions[i], next), ranks[i], positions[i]};
+  }
+};
+
+/// The protection, the 8 bytes of the rank, the 4 of the position, from the most significant.
+inline constexpr int kEvictionDigits = 13;
+__device__ inline std::uint32_t digit_of(const EvictionKey& key, int digit) {
+  if (digit == 0) return key.protection;
+  if (digit <= 8) return static_cast<std::uint32_t>(key.rank >> (8 - digit) * 8) & 0xff;
+  return key.position >> (12 - digit) * 8 & 0xff;
+}
+/// The key with all digits from `digits` on zero.
+__device__ inline EvictionKey leading(EvictionKey key, int digits) {
+  if (digits < 1) key.protection = 0;
+  if (digits < 9) key.rank = digits <= 1 ? 0 : key.rank >> (9 - digits) * 8 << (9 - digits) * 8;
+  if (digits < 13)
+    key.position = digits <= 9 ? 0 : key.position >> (13 - digits) * 8 << (13 - digits) * 8;
+  return key;
+}
+__device__ inline bool equal(const EvictionKey& a, const EvictionKey& b) {
+  return a.protection == b.protection && a.rank == b.rank && a.position == b.position;
+}
+
+/// A threshold: exactly the tokens that come before it in the order leave, when only the first
+/// `digits` of a key count.
+struct EvictionThreshold {
+  EvictionKey key;
+  int digits;
+  __device__ bool evicts(const EvictionKey& other) const { return leading(other, digits) < key; }
+};
+
+struct SelectionShared {
+  std::uint32_t histogram[kEvictionHistograms][kEvictionBins];
+  std::uint32_t bin, before;  ///< the bin with the token sought, and how many of its prefix precede
+  std::uint32_t warps[kMaxEvictionWarps];
+};
+
+/// The bin of the token that `before_it` others of the same prefix precede. By the whole block.
+__device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it) {
+  constexpr int kGroups = kEvictionBins / kWarpSize;
+  __shared__ std::uint32_t sums[kGroups];
+  std::uint32_t *const counts = shared.histogram[0], *const ends = shared.histogram[1];
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
+            warp = static_cast<int>(threadIdx.x) / kWarpSize,
+            warps = static_cast<int>(blockDim.x) / kWarpSize;
+  for (int group = warp; group < kGroups; group += warps) {
+    const int bin = group * kWarpSize + lane;
+    std::uint32_t own = 0;
+    for (int copy = 0; copy < kEvictionHistograms; ++copy) own += shared.histogram[copy][bin];
+    const std::uint32_t upto = warp_prefix_sum(own);
+    counts[bin] = own, ends[bin] = upto;
+    if (lane == kWarpSize - 1) sums[group] = upto;
+  }
+  __syncthreads();
+  for (int group = warp; group < kGroups; group += warps) {
+    const int bin = group * kWarpSize + lane;
+    std::uint32_t upto = ends[bin];
+    for (int before = 0; before < group; ++before) upto += sums[before];
+    if (upto - counts[bin] <= before_it && before_it < upto) {
+      shared.bin = static_cast<std::uint32_t>(bin);
+      shared.before = upto - counts[bin];
+    }
+  }
+  __syncthreads();
+}
+
+/// Radix selection: the threshold before which `num_evicted` of the `live` tokens come. By the
+/// whole block; 0 < num_evicted < live. `Keys`: EvictionKeys, or like it.
+template <class Keys>
+__device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys& keys,
+                                            std::uint32_t live, std::uint32_t num_evicted) {
+  EvictionThreshold found{{}, 0};
+  std::uint32_t before_it = num_evicted;  // tokens of the same prefix before the first that stays
+  for (int digit = 0; digit < kEvictionDigits && before_it > 0; ++digit) {
+    for (int i = threadIdx.x; i < kEvictionHistograms * kEvictionBins;
+         i += static_cast<int>(blockDim.x))
+      (&shared.histogram[0][0])[i] = 0;
+    __syncthreads();
+    auto& histogram = shared.histogram[threadIdx.x / kWarpSize % kEvictionHistograms];
+    for (std::uint32_t i = threadIdx.x; i < live; i += blockDim.x) {
+      const EvictionKey key = keys[i];
+      if (equal(leading(key, digit), found.key)) atomicAdd(&histogram[digit_of(key, digit)], 1u);
+    }
+    __syncthreads();
+    find_bin(shared, before_it);
+    const std::uint64_t bin = shared.bin;
+    if (digit == 0)
+      found.key.protection = static_cast<std::uint32_t>(bin);
+    else if (digit <= 8)
+      found.key.rank |= bin << (8 - digit) * 8;
+    else
+      found.key.position |= static_cast<std::uint32_t>(bin) << (12 - digit) * 8;
+    found.digits = digit + 1;
+    before_it -= shared.before;
+    __syncthreads();
+  }
+  return found;
+}
+
+/// Calls each(slot, stays, how many before it stay) for the slots of [0, live). By the whole block;
+/// `stays` is asked twice. Each warp has a run of slots.
+template <class Stays, class Each>
+__device__ void number_stayers(SelectionShared& shared, std::uint32_t live, Stays stays,
+                               Each each) {
+  const std::uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const std::uint32_t run = (live + blockDim.x - 1) / blockDim.x * kWarpSize;
+  const std::uint32_t begin = min(warp * run, live), end = min(begin + run, live);
+  std::uint32_t count = 0;
+  for (std::uint32_t i = begin + lane; i - lane < end; i += kWarpSize)
+    count += __popc(__ballot_sync(~0u, i < end && stays(i)));
+  if (lane == 0) shared.warps[warp] = count;
+  __syncthreads();
+  std::uint32_t before = 0;
+  for (std::uint32_t w = 0; w < warp; ++w) before += shared.warps[w];
+  for (std::uint32_t i = begin + lane; i - lane < end; i += kWarpSize) {
+    const bool own = i < end && stays(i);
+    const std::uint32_t mask = __ballot_sync(~0u, own);
+    if (i < end) each(i, own, before + __popc(mask & ((1u << lane) - 1)));
+    before += __popc(mask);
+  }
+  __syncthreads();
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,256 @@
+// The part of a compaction that knows no policy: from ranks to which tokens stay, then the move.
+//
+// Bytes: choosing reads 12 a live token some times over (from the L2 cache); the move reads and
+// writes what stays: 4 * head_size * bytes_of(type) and a state for each token, the floor.
+#include "kernels/device/pair.cuh"
+#include "kernels/device/select_victims.cuh"
+#include "kernels/evict/compact.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/why_not.hpp"
+#include "policies/modifiers/pooled_rank.hpp"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kThreads = 1024;
+
+/// Ranks by age, [pair, max_slots], and each slot's age, in workspace.sources: a thread for each
+/// slot of a pair (y). New tokens lie in order behind the older ones.
+__global__ void __launch_bounds__(kCompactThreads)
+    number_ranks(const __grid_constant__ kvlab_shrink_args args, std::uint64_t* by_age) {
+  const CompactPair pair(args, static_cast<int>(blockIdx.y));
+  const std::uint32_t slot = blockIdx.x * kCompactThreads + threadIdx.x;
+  if (pair.idle() || slot >= pair.live()) return;
+  const std::uint32_t* const positions = args.from.positions + pair.first_slot;
+  std::uint32_t age = slot;
+  if (slot < pair.older) {
+    age = 0;
+    for (std::uint32_t i = 0; i < pair.older; ++i) age += positions[i] < positions[slot] ? 1 : 0;
+  }
+  const std::size_t row = std::size_t(pair.index) * args.from.max_slots;
+  const CompactWorkspace workspace = compact_parts(args);
+  workspace.sources[row + slot] = static_cast<std::int32_t>(age);
+  by_age[row + age] = workspace.ranks[row + slot];
+}
+
+/// Ranks by age, [device, pair, max_slots].
+struct RanksByAge {
+  const std::uint64_t* ranks;
+  int devices;
+};
+
+/// The rank at an age: a pair's own, or the sum over the sequence's KV heads, in their order.
+__device__ std::uint64_t rank_at(const kvlab_shrink_args& args, const RanksByAge& by_age,
+                                 const CompactPair& pair, RankType type, std::uint32_t age) {
+  const auto rank_of = [&](int row) {
+    return by_age.ranks[std::size_t(row) * args.from.max_slots + age];
+  };
+  if (args.by_layer == 0) return rank_of(pair.index);
+  const int heads = args.from.kv_heads;
+  std::uint64_t sum = rank_of(pair.sequence * heads);
+  for (int head = 1; head < by_age.devices * heads; ++head) {
+    const int sequence = head / heads * args.from.sequences + pair.sequence;
+    sum = rank_sum(type, sum, rank_of(sequence * heads + head % heads));
+  }
+  return sum;
+}
+
+/// Ranks as the modifiers want them, from those by age.
+__global__ void __launch_bounds__(kCompactThreads)
+    modify_ranks(const __grid_constant__ kvlab_shrink_args args, RanksByAge by_age, RankType type) {
+  const CompactPair pair(args, static_cast<int>(blockIdx.y));
+  const std::uint32_t slot = blockIdx.x * kCompactThreads + threadIdx.x, live = pair.live();
+  if (pair.idle() || slot >= live) return;
+  const CompactWorkspace workspace = compact_parts(args);
+  const std::size_t at = std::size_t(pair.index) * args.from.max_slots + slot;
+  const auto age = static_cast<std::uint32_t>(workspace.sources[at]);
+  const std::uint32_t reach = min(args.smooth, live), end = min(age + reach + 1, live);
+  PooledRank pooled(args.pool_max ? Modifiers::Pool::max : Modifiers::Pool::mean, type);
+  for (std::uint32_t a = age - min(age, reach); a < end; ++a)
+    pooled.take(rank_at(args, by_age, pair, type, a));
+  workspace.ranks[at] = pooled.value();
+}
+
+/// Which tokens stay, and where to: a block for each pair.
+__global__ void __launch_bounds__(kThreads)
+    choose_stayers(const __grid_constant__ kvlab_shrink_args args, bool in_place) {
+  __shared__ SelectionShared shared;
+  const CompactPair pair(args, static_cast<int>(blockIdx.x));
+  if (pair.idle()) return;
+  const std::uint32_t live = pair.live();
+  const kvlab_rule rule = args.policy.rules[pair.index];
+  const bool stays_whole = rule.budget == kUnlimited || live < evict_at(args.policy, pair.index);
+  const std::uint32_t kept = stays_whole ? live : min(live, rule.budget - 1);
+  const std::size_t row = std::size_t(pair.index) * args.from.max_slots;
+  const CompactWorkspace workspace = compact_parts(args);
+  const EvictionKeys keys{workspace.ranks + row,
+                          args.from.positions + pair.first_slot,
+                          {.sinks = rule.sinks, .recent = rule.recent},
+                          pair.now + pair.appended};
+  std::int32_t* const sources = workspace.sources + row;
+  std::int32_t* const holes = workspace.holes + row;
+
+  if (kept > 0) {
+    const EvictionThreshold threshold =
+        kept == live ? EvictionThreshold{{}, 0} : select_victims(shared, keys, live, live - kept);
+    const auto stays = [&](std::uint32_t i) { return !threshold.evicts(keys[i]); };
+    const auto note_source = [&](std::uint32_t i, bool stays_here, std::uint32_t before) {
+      const auto slot = static_cast<std::int32_t>(i);
+      if (!in_place) {
+        if (stays_here) sources[before] = slot;
+      } else if (i < kept) {
+        if (stays_here)
+          sources[i] = slot;
+        else
+          holes[i - before] = slot;
+      }
+    };
+    // As many stay beyond `kept` as are evicted before it: the n-th of them goes to the n-th hole.
+    const auto fill_hole = [&](std::uint32_t i, bool stays_here, std::uint32_t before) {
+      if (!stays_here || i < kept) return;
+      const std::uint32_t fills = kept - before - 1;  // counted from the last
+      sources[holes[fills]] = static_cast<std::int32_t>(i);
+    };
+    number_stayers(shared, live, stays, note_source);
+    if (in_place && kept < live) number_stayers(shared, live, stays, fill_hole);
+  }
+  __syncthreads();  // lengths may be those that were read
+  if (threadIdx.x == 0) {
+    args.to.lengths[pair.index] = static_cast<std::int32_t>(kept);
+    args.to.next_slots[pair.index] = static_cast<std::int32_t>(kept);
+  }
+}
+
+/// Moves what stays: a thread for each 16 bytes of a key, and of the value beside it.
+__global__ void __launch_bounds__(kCompactThreads)
+    move_stayers(const __grid_constant__ kvlab_shrink_args args, int slot_bytes, int features,
+                 int chunks, int bytes, bool in_place, bool rows) {
+  const int pair = static_cast<int>(blockIdx.y);
+  if (args.now[pair / args.from.kv_heads] == kIdle) return;
+  const std::int64_t i = std::int64_t{blockIdx.x} * kCompactThreads + threadIdx.x;
+  const std::int64_t slot = i / chunks, chunk = i % chunks;
+  if (slot >= args.to.lengths[pair]) return;
+  const std::int64_t source =
+      compact_parts(args).sources[std::int64_t{pair} * args.from.max_slots + slot];
+  if (in_place && source == slot) return;
+  const std::int64_t from_row = row_of(args.from, pair, source) * bytes,
+                     to_row = row_of(args.to, pair, slot) * bytes;
+  const auto move = [&](const void* source_rows, void* target_rows) {
+    reinterpret_cast<uint4*>(static_cast<char*>(target_rows) + to_row)[chunk] =
+        reinterpret_cast<const uint4*>(static_cast<const char*>(source_rows) + from_row)[chunk];
+  };
+  if (rows) {
+    move(args.from.keys, args.to.keys);
+    move(args.from.values, args.to.values);
+  }
+  if (chunk != 0) return;
+  const std::int64_t from = args.from.first_slot[pair] + source;
+  const std::int64_t to = args.to.first_slot[pair] + slot;
+  args.to.positions[to] = args.from.positions[from];
+  const auto* const states = static_cast<const std::byte*>(args.policy.states);
+  for (int byte = 0; byte < slot_bytes; ++byte)
+    static_cast<std::byte*>(args.to_states)[to * slot_bytes + byte] =
+        states[from * slot_bytes + byte];
+  for (int c = 0; c < features; ++c)
+    args.to_features[to * features + c] = args.policy.features[from * features + c];
+}
+
+__global__ void __launch_bounds__(kCompactThreads)
+    copy_tokens(const __grid_constant__ kvlab_prefix_args args, bool seen, int features) {
+  const int pair = static_cast<int>(blockIdx.y);
+  const int token = static_cast<int>(blockIdx.x) * kCompactThreads + static_cast<int>(threadIdx.x);
+  if (token >= args.tokens) return;
+  const std::int64_t from = args.first_slot[pair % args.kv_heads] + token,
+                     to = args.to_first_slot[pair] + token;
+  if (seen) args.to_seen[to] = args.seen[from];
+  for (int c = 0; c < features; ++c)
+    args.to_features[to * features + c] = args.features[from * features + c];
+}
+
+}  // namespace
+
+std::size_t compact_workspace(const kvlab_cache& from) {
+  return std::size_t(from.sequences) * from.kv_heads * from.max_slots *
+         (2 * sizeof(std::uint64_t) + 2 * sizeof(std::int32_t));
+}
+
+namespace {
+
+bool modifies(const kvlab_shrink_args& args) { return args.by_layer != 0 || args.smooth > 0; }
+
+dim3 grid_of(const kvlab_shrink_args& args) {
+  return dim3(static_cast<unsigned>((args.from.max_slots + kCompactThreads - 1) / kCompactThreads),
+              static_cast<unsigned>(args.from.sequences * args.from.kv_heads));
+}
+
+cudaError_t modify(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                   const RanksByAge& by_age, cudaStream_t stream) {
+  modify_ranks<<<grid_of(args), kCompactThreads, 0, stream>>>(args, by_age, policy.rank_type);
+  return cudaGetLastError();
+}
+
+/// The rest of a compaction, once the workspace holds every live token's rank.
+cudaError_t keep_survivors(const DevicePolicy& policy, const kvlab_shrink_args& args, bool rows,
+                           cudaStream_t stream) {
+  const bool in_place =
+      args.from.keys == args.to.keys && args.from.pages.blocks == args.to.pages.blocks;
+  const auto pairs = static_cast<unsigned>(args.from.sequences * args.from.kv_heads);
+  choose_stayers<<<pairs, kThreads, 0, stream>>>(args, in_place);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const int bytes = static_cast<int>(bytes_of(args.from.type));
+  const int chunks = args.from.head_size * bytes / 16;
+  const std::int64_t most = std::int64_t{args.to.max_slots} * chunks;
+  const dim3 grid(static_cast<unsigned>((most + kCompactThreads - 1) / kCompactThreads), pairs);
+  move_stayers<<<grid, kCompactThreads, 0, stream>>>(args, static_cast<int>(policy.slot_bytes),
+                                                     static_cast<int>(policy.features.size()),
+                                                     chunks, bytes, in_place, rows);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+const std::uint64_t* ranks_of(const kvlab_shrink_args& args) { return compact_parts(args).ranks; }
+
+cudaError_t compact(const DevicePolicy& policy, const kvlab_shrink_args& args, cudaStream_t stream,
+                    bool rows) {
+  const cudaError_t error = rank_tokens(policy, args, stream);
+  return error == cudaSuccess ? keep_survivors(policy, args, rows, stream) : error;
+}
+
+cudaError_t copy_prefix(const DevicePolicy& policy, const kvlab_prefix_args& args,
+                        cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((args.tokens + kCompactThreads - 1) / kCompactThreads),
+                  static_cast<unsigned>(args.sequences * args.kv_heads));
+  copy_tokens<<<grid, kCompactThreads, 0, stream>>>(args, policy.needs != Needs::nothing,
+                                                    static_cast<int>(policy.features.size()));
+  return cudaGetLastError();
+}
+
+cudaError_t rank_tokens(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                        cudaStream_t stream) {
+  std::uint64_t* const by_age = compact_parts(args).by_age;
+  const cudaError_t error = rank_by_age(policy, args, by_age, stream);
+  return error == cudaSuccess && modifies(args) ? modify(policy, args, {by_age, 1}, stream) : error;
+}
+
+cudaError_t rank_by_age(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                        std::uint64_t* by_age, cudaStream_t stream) {
+  if (!why_not(policy, args).empty()) return cudaErrorInvalidValue;
+  kvlab_shrink_args first = args;
+  void* parameters[] = {&first};
+  if (const cudaError_t error = cudaLaunchKernel(policy.settle_tokens, grid_of(args),
+                                                 dim3(kCompactThreads), parameters, 0, stream);
+      error != cudaSuccess || !modifies(args))
+    return error;
+  number_ranks<<<grid_of(args), kCompactThreads, 0, stream>>>(args, by_age);
+  return cudaGetLastError();
+}
+
+cudaError_t keep_by_ranks(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                          const std::uint64_t* by_age, int devices, cudaStream_t stream) {
+  if (!why_not(policy, args).empty()) return cudaErrorInvalidValue;
+  const cudaError_t error = modify(policy, args, {by_age, devices}, stream);
+  return error == cudaSuccess ? keep_survivors(policy, args, true, stream) : error;
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,538 @@
+// What one warp does with tiles of a tier's rows: TensorCoreWarp, where they are exact, and
+// QuantizedWarp over quantized values. Whole quantized values of keys are multiplied as bytes, by
+// the queries in two digits; values by weights in fp16. Scales are multiplied in float32 behind and
+// before that.
+//
+// Queries stand after the Hadamard rotation; so does the output from the first quantized tier on,
+// as tiers go down, and is rotated back at the end. A minimum adds the same to all 32 channels
+// there.
+//
+// Of four query heads each takes two of the eight columns of a product: with keys for the two
+// digits, with values for the scales of two blocks, of which a block's channels use their own.
+#pragma once
+
+#include <numeric>
+#include <type_traits>
+
+#include "kernels/decode/decode_tile.cuh"
+#include "kernels/quantized/quantize.cuh"
+
+namespace kvlab::kernels {
+
+/// Where a warp leaves its logits, and what makes them.
+struct TierUse {
+  float* logits;  ///< of the pair, [slot, logits_stride], or null
+  int logits_stride;
+  float base2_scale;
+
+  __device__ void store(std::uint32_t slot, int head, float logit) const {
+    logits[std::int64_t{slot} * logits_stride + head] = logit;
+  }
+};
+
+/// A tile of exact rows.
+template <class T, int kDim>
+class ExactWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
+  using Base = TensorCoreWarp<T, kDim, Rotated::none, 8>;
+
+ public:
+  /// `slot_of_row`: its rows' slots, where logits are left.
+  __device__ void add(const typename Base::Tile& tile, int valid, const std::uint32_t* slot_of_row,
+                      const TierUse& use) {
+    float weights[1][4];
+    auto& weight = weights[0];
+    Base::score(tile, weights);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      weight[i] = i / 2 * 8 + Base::row() < valid ? weight[i] * use.base2_scale : -INFINITY;
+    if (use.logits != nullptr)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (i / 2 * 8 + Base::row() < valid && Base::column() + i % 2 < Base::group_)
+          use.store(slot_of_row[i / 2 * 8 + Base::row()], Base::column() + i % 2, weight[i]);
+    Base::raise_max(0, make_float2(fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])));
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      weight[i] = exp2_fast(weight[i] - (i % 2 ? Base::max_[0].y : Base::max_[0].x));
+    Base::sum_[0].x += weight[0] + weight[2];
+    Base::sum_[0].y += weight[1] + weight[3];
+    Base::add_values(tile, weights);
+  }
+};
+
+/// A group's queries in shared memory.
+struct HadamardQuery {
+  float* values;   // [head, dim], after the Hadamard rotation, divided by kQuantBlock
+  float* largest;  // [head, block], of these, without sign
+  float* firsts;   // [head, block]: the first channel before the Hadamard rotation
+
+  __device__ HadamardQuery(float* memory, int group, int dim)
+      : values(memory),
+        largest(memory + group * dim),
+        firsts(largest + group * dim / kQuantBlock) {}
+  static constexpr std::size_t bytes(int group, int dim) {
+    return static_cast<std::size_t>(group * (dim + dim / static_cast<int>(kQuantBlock) * 2)) *
+           sizeof(float);
+  }
+  /// By whole warps.
+  template <class T>
+  __device__ void set(int at, T query) const {
+    const float own = to_float(query), rotated = hadamard_rotate_block(own) / kQuantBlock,
+                most = warp_max(fabsf(rotated));
+    values[at] = rotated;
+    if (lane_id() != 0) return;
+    largest[at / kQuantBlock] = most;
+    firsts[at / kQuantBlock] = own;
+  }
+};
+
+/// A format as the compiler needs it.
+template <int kKeyBits_, int kValueBits_, bool kFloating_ = false>
+struct QuantFormat {
+  static constexpr int kKeyBits = kKeyBits_, kValueBits = kValueBits_;
+  static constexpr bool kFloating = kFloating_;
+};
+
+/// Elements one behind the other, to be loaded at once.
+template <class Element, int kCount>
+struct alignas(std::gcd(static_cast<int>(sizeof(Element)) * kCount, 16)) Packed {
+  Element of[kCount];
+};
+
+/// A lane's words of a tile's quantized values, see quantized_bit().
+template <int kWords>
+__device__ inline void load_lane_words(const unsigned char* data, std::uint32_t (&to)[kWords]) {
+  constexpr int kAtOnce = words_at_once(kWords);
+  const auto* const from = reinterpret_cast<const Packed<std::uint32_t, kAtOnce>*>(data);
+#pragma unroll
+  for (int i = 0; i < kWords; i += kAtOnce) {
+    const auto some = from[i / kAtOnce * kWarpSize + lane_id()];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) to[i + j] = some.of[j];
+  }
+}
+
+/// A row's scales and minima.
+template <int kBlocks, bool kFloating>
+struct RowMetadata {
+  using Word =
+      std::conditional_t<!kFloating, std::uint32_t,
+                         std::conditional_t<kBlocks % 4 == 0, std::uint32_t, std::uint8_t>>;
+  using Own = Packed<Word, kBlocks*(kFloating ? 1 : 4) / static_cast<int>(sizeof(Word))>;
+  static constexpr int kBytes = sizeof(Own);
+  Own own;
+  __device__ RowMetadata(const unsigned char* all, int row)
+      : own(reinterpret_cast<const Own*>(all)[row]) {}
+  __device__ float scale(int b) const {
+    constexpr int kOfWord = sizeof(Word);  // blocks
+    if constexpr (kFloating)
+      return __uint_as_float((own.of[b / kOfWord] >> b % kOfWord * 8 & 0xffu) << 23);
+    else
+      return __low2float(reinterpret_cast<const __half2&>(own.of[b]));
+  }
+  __device__ float least(int b) const {
+    if constexpr (kFloating)
+      return 0;
+    else
+      return __high2float(reinterpret_cast<const __half2&>(own.of[b]));
+  }
+};
+
+/// word & mask | bits.
+__device__ inline std::uint32_t merge_bits(std::uint32_t word, std::uint32_t mask,
+                                           std::uint32_t bits) {
+  std::uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
+  return result;
+}
+/// Two whole numbers of kBits that lie in a word from bits kAt and 16 + kAt on, in fp16: they are
+/// the last of a fraction's ten bits, or stand kAt before these.
+template <int kBits, int kAt>
+__device__ inline std::uint32_t halves_at(std::uint32_t word) {
+  constexpr std::uint32_t kMask = ((1u << kBits) - 1) << kAt, kOne = 0x3c00 + ((10 - kAt) << 10);
+  static_assert(kAt + kBits <= 10);
+  const std::uint32_t with = merge_bits(word, kMask * 0x10001u, kOne * 0x10001u);
+  const __half2 less = __hsub2(reinterpret_cast<const __half2&>(with),
+                               __float2half2_rn(static_cast<float>(1 << (10 - kAt))));
+  return reinterpret_cast<const std::uint32_t&>(less);
+}
+/// Two e4m3, the lower bytes, as fp16.
+__device__ inline std::uint32_t halves_of_e4m3(std::uint32_t two) {
+  const __half2_raw halves =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
+  return std::uint32_t{halves.x} | std::uint32_t{halves.y} << 16;
+}
+
+/// Of a lane's keys, rows r and r + 8, the quantized values of block `b`, a byte each: of each row
+/// the even channels, then of each the odd ones.
+template <int kBits, int kBlocks, int kWords>
+__device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
+                                   std::uint32_t (&to)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = half * kBlocks + b;
+    if constexpr (kBits == 8) {
+      to[half] = words[2 * own], to[2 + half] = words[2 * own + 1];
+    } else if constexpr (kBits == 4) {
+      to[half] = words[own] & 0x0f0f0f0fu, to[2 + half] = words[own] >> 4 & 0x0f0f0f0fu;
+    } else {
+      const bool odd = (b | 1) >= kBlocks;
+      const std::uint32_t word = words[odd ? b : half * (kBlocks / 2) + b / 2];
+      const auto of = [word](int i) { return word >> 2 * i & 0x03030303u; };
+      const unsigned own_bytes = (odd ? half : b % 2) == 0 ? 0x5140 : 0x7362;
+      to[half] = __byte_perm(of(0), of(2), own_bytes);
+      to[2 + half] = __byte_perm(of(1), of(3), own_bytes);
+    }
+  }
+}
+/// Of a lane's values, rows 2 r and 2 r + 1 and those 8 further, the quantized values of block `b`
+/// in fp16: of two rows four channels, one of both to a word.
+template <class Format, int kBlocks, int kWords>
+__device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b,
+                                     std::uint32_t (&to)[2][4]) {
+  constexpr int kBits = Format::kValueBits;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = half * kBlocks + b;
+    auto& pairs = to[half];
+    if constexpr (Format::kFloating) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        pairs[i] =
+            halves_of_e4m3(__byte_perm(words[2 * own + i / 2], 0, i % 2 == 0 ? 0x4420 : 0x4431));
+    } else if constexpr (kBits == 8) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const std::uint32_t word = words[2 * own + i / 2];
+        pairs[i] = halves_at<8, 0>(i % 2 == 0 ? word : word >> 8);
+      }
+    } else if constexpr (kBits == 4) {
+      const std::uint32_t word = words[own], upper = word >> 8;
+      pairs[0] = halves_at<4, 0>(word), pairs[1] = halves_at<4, 4>(word);
+      pairs[2] = halves_at<4, 0>(upper), pairs[3] = halves_at<4, 4>(upper);
+    } else {
+      const bool odd = (b | 1) >= kBlocks;
+      const std::uint32_t word =
+          words[odd ? b : half * (kBlocks / 2) + b / 2] >> ((odd ? half : b % 2) == 0 ? 0 : 8);
+      pairs[0] = halves_at<2, 0>(word), pairs[1] = halves_at<2, 2>(word);
+      pairs[2] = halves_at<2, 4>(word), pairs[3] = halves_at<2, 6>(word);
+    }
+  }
+}
+
+/// c[16 x 8] += a[16 x 32] * b[32 x 8] in whole numbers, a's without sign. Lane l holds, with
+/// g = l / 4 and t = l % 4: of a rows g, g + 8, g, g + 8 at columns 4t, 4t, 16 + 4t, 16 + 4t and
+/// the next three; of b rows 4t and 16 + 4t and the next three at column g; of c as multiply_add.
+__device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[4],
+                                          std::uint32_t b0, std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// Tiles of quantized values under kHeadGroups times four query heads. Weights are relative to a
+/// `reference` of each head: the largest product of a weight and a scale so far is from 2^13 to
+/// 2^15, within fp16, which then has 11 bits of what is 2^27 smaller.
+template <int kDim, int kHeadGroups>
+class QuantizedWarp {
+  static constexpr int kBlocks = kDim / kWarpSize, kRows = static_cast<int>(kRowsOfTile);
+
+ public:
+  /// `part`: what exact tiles came to, if there were any.
+  __device__ QuantizedWarp(const HadamardQuery& query, int group, float base2_scale,
+                           const WarpPart& part, bool any)
+      : query_(query), group_(group), base2_scale_(base2_scale) {
+    __syncwarp();
+    for (int at = lane_id(); any && at < group * kDim; at += kWarpSize)
+      part.out[at] = hadamard_rotate_block(part.out[at]);
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < kHeadGroups; ++e) {
+      const bool known = any && head(e) < group;
+      const float2 state = known ? part.state[head(e)] : make_float2(-INFINITY, 0);
+      reference_[e] = top_[e] = state.x;
+      sum_[e] = row() == 0 ? state.y : 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) least_[e][b] = 0;
+#pragma unroll
+      for (int n = 0; n < kDim / 16; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          out_[e][n][i] =
+              known && i % 2 == column_of(n) ? part.out[head(e) * kDim + channel(n, i / 2)] : 0;
+    }
+  }
+
+  /// Before tiles of a format.
+  template <class Format>
+  __device__ void begin() {
+    constexpr float kMax = 127 * 256;
+    const auto largest = [&](int head) {
+      float most = 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) most = fmaxf(most, query_.largest[head * kBlocks + b]);
+      return most;
+    };
+#pragma unroll
+    for (int e = 0; e < kHeadGroups; ++e) {
+      const bool own = head(e) < group_;
+      scale_[e] = own ? base2_scale_ : 0;
+      if constexpr (!Format::kFloating) scale_[e] *= own ? largest(head(e)) / kMax : 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+        firsts_[e][b] = own ? query_.firsts[head(e) * kBlocks + b] * base2_scale_ : 0;
+      const int of_column = 4 * e + row() / 2;  // its head
+      const bool there = of_column < group_;
+      const float* const values = query_.values + of_column * kDim + lane_id() % 4 * 8;
+      const float most = there ? largest(of_column) : 0, per_unit = most > 0 ? kMax / most : 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+        for (int n = 0; n < (Format::kFloating ? 4 : 2); ++n)
+          query_of_[e][b][n] = !there ? 0
+                               : Format::kFloating
+                                   ? halves_of(values + b * kWarpSize + n / 2 + n % 2 * 4)
+                                   : digits_of(values + b * kWarpSize + n, per_unit);
+    }
+  }
+
+  /// As there.
+  template <class Format>
+  __device__ void add(const unsigned char* tile, int valid, const std::uint32_t* slot_of_row,
+                      const TierUse& use) {
+    constexpr int kMetadata = kRows * RowMetadata<kBlocks, Format::kFloating>::kBytes,
+                  kKeys = kRows * kDim * Format::kKeyBits / 8,
+                  kValues = kRows * kDim * Format::kValueBits / 8;
+    float logit[kHeadGroups][2];
+    score<Format>(tile, logit);
+#pragma unroll
+    for (int i = 0; i < 2 * kHeadGroups; ++i)
+      if (i % 2 * 8 + row() >= valid) logit[i / 2][i % 2] = -INFINITY;
+    if (use.logits != nullptr)
+#pragma unroll
+      for (int i = 0; i < 2 * kHeadGroups; ++i)
+        if (i % 2 * 8 + row() < valid && head(i / 2) < group_)
+          use.store(slot_of_row[i % 2 * 8 + row()], head(i / 2), logit[i / 2][i % 2]);
+    const unsigned char* const values = tile + kKeys + kMetadata;
+    const RowMetadata<kBlocks, Format::kFloating> upper(values + kValues, row()),
+        lower(values + kValues, row() + 8);
+    std::uint32_t words[lane_words(Format::kValueBits, kBlocks)];
+    load_lane_words(values, words);
+    float p[kHeadGroups][2];
+    std::uint32_t weights[kHeadGroups][(kBlocks + 1) / 2][2];
+    while (!weigh(logit, upper, lower, p, weights)) raise(logit, upper, lower);
+#pragma unroll
+    for (int e = 0; e < kHeadGroups; ++e) {
+      sum_[e] += p[e][0] + p[e][1];
+      top_[e] = fmaxf(top_[e], fmaxf(logit[e][0], logit[e][1]));
+      if constexpr (!Format::kFloating)
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+          least_[e][b] = fmaf(p[e][0], upper.least(b), fmaf(p[e][1], lower.least(b), least_[e][b]));
+#pragma unroll
+      for (auto& two : weights[e])
+#pragma unroll
+        for (std::uint32_t& one : two) one = transpose_matrix(one);
+    }
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      std::uint32_t pairs[2][4];
+      unpack_values<Format, kBlocks>(words, b, pairs);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const std::uint32_t a[4] = {pairs[0][2 * n], pairs[0][2 * n + 1], pairs[1][2 * n],
+                                    pairs[1][2 * n + 1]};
+#pragma unroll
+        for (int e = 0; e < kHeadGroups; ++e)
+          multiply_add<__half>(out_[e][2 * b + n], a, weights[e][b / 2][0], weights[e][b / 2][1]);
+      }
+    }
+  }
+
+  /// Relative to the largest logit.
+  __device__ void finish(const WarpPart& part) {
+    const auto of_all = [](float own, auto both) {
+#pragma unroll
+      for (int lanes = 4; lanes < kWarpSize; lanes *= 2)
+        own = both(own, __shfl_xor_sync(~0u, own, lanes));
+      return own;
+    };
+    const auto plus = [](float a, float b) { return a + b; };
+#pragma unroll
+    for (int e = 0; e < kHeadGroups; ++e) {
+      const float top = of_all(top_[e], [](float a, float b) { return fmaxf(a, b); }),
+                  factor = rescale(reference_[e], top), sum = of_all(sum_[e], plus) * factor;
+      if (row() == 0 && head(e) < group_) part.state[head(e)] = make_float2(top, sum);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        const float least = of_all(least_[e][b], plus);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (const int n = 2 * b + i / 2; head(e) < group_)
+            part.out[head(e) * kDim + channel(n, i % 2)] =
+                (out_[e][n][i % 2 * 2 + column_of(n)] + least) * factor;
+      }
+    }
+    __syncwarp();
+    for (int at = lane_id(); at < group_ * kDim; at += kWarpSize)
+      part.out[at] = hadamard_rotate_block(part.out[at]) / kQuantBlock;
+  }
+
+ private:
+  // A lane's rows of a tile are row() and row() + 8, and its head of a head group the lane's number
+  // in four; of the output it has those channels of that head.
+  __device__ static int row() { return lane_id() / 4; }
+  __device__ static int head(int e) { return 4 * e + lane_id() % 4; }
+  __device__ static int channel(int n, int half) {
+    return n / 2 * kWarpSize + row() * 4 + n % 2 * 2 + half;
+  }
+  /// Which of a head's columns has the scale of the block of step n.
+  __device__ static constexpr int column_of(int n) { return n / 2 % 2; }
+
+  /// Of channels `from` and the next but one of a query what this lane's column has: the number in
+  /// fp16, or what that leaves.
+  __device__ static std::uint32_t halves_of(const float* from) {
+    const std::uint32_t both = pack<__half>(from[0], from[2]);
+    const float2 kept = unpack<__half>(both);
+    return row() % 2 == 0 ? both : pack<__half>(from[0] - kept.x, from[2] - kept.y);
+  }
+  /// Of channels `from` and every other, four in all: the upper digit, or the lower one.
+  __device__ static std::uint32_t digits_of(const float* from, float per_unit) {
+    std::uint32_t digits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int number = __float2int_rn(from[2 * i] * per_unit), upper = (number + 128) >> 8,
+                digit = row() % 2 == 0 ? upper : number - upper * 256;
+      digits |= (static_cast<std::uint32_t>(digit) & 0xffu) << 8 * i;
+    }
+    return digits;
+  }
+
+  template <class Format>
+  __device__ void score(const unsigned char* keys, float (&logit)[kHeadGroups][2]) const {
+    constexpr int kBits = Format::kKeyBits;
+    const unsigned char* const metadata = keys + kRows * kDim * kBits / 8;
+    std::uint32_t words[lane_words(kBits, kBlocks)];
+    load_lane_words(keys, words);
+    const RowMetadata<kBlocks, Format::kFloating> upper(metadata, row()),
+        lower(metadata, row() + 8);
+    float least[kHeadGroups][2] = {};
+#pragma unroll
+    for (auto& two : logit) two[0] = two[1] = 0;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      std::uint32_t a[4];
+      unpack_keys<kBits, kBlocks>(words, b, a);
+#pragma unroll
+      for (int e = 0; e < kHeadGroups; ++e) {
+        float products[2];
+        if constexpr (Format::kFloating)
+          multiply_halves(a, query_of_[e][b], products);
+        else
+          multiply_digits(a, query_of_[e][b], products);
+        logit[e][0] = fmaf(upper.scale(b), products[0], logit[e][0]);
+        logit[e][1] = fmaf(lower.scale(b), products[1], logit[e][1]);
+        least[e][0] = fmaf(upper.least(b), firsts_[e][b], least[e][0]);
+        least[e][1] = fmaf(lower.least(b), firsts_[e][b], least[e][1]);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kHeadGroups; ++e)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) logit[e][i] = fmaf(logit[e][i], scale_[e], least[e][i]);
+  }
+  __device__ static void multiply_digits(const std::uint32_t (&a)[4], const std::uint32_t (&q)[4],
+                                         float (&products)[2]) {
+    int sums[4] = {};
+    multiply_add_bytes(sums, a, q[0], q[1]);
+    products[0] = static_cast<float>(sums[0] * 256 + sums[1]);
+    products[1] = static_cast<float>(sums[2] * 256 + sums[3]);
+  }
+  __device__ static void multiply_halves(const std::uint32_t (&bytes)[4],
+                                         const std::uint32_t (&q)[4], float (&products)[2]) {
+    float sums[4] = {};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const std::uint32_t a[4] = {halves_of_e4m3(bytes[2 * k]), halves_of_e4m3(bytes[2 * k + 1]),
+                                  halves_of_e4m3(bytes[2 * k] >> 16),
+                                  halves_of_e4m3(bytes[2 * k + 1] >> 16)};
+      multiply_add<__half>(sums, a, q[2 * k], q[2 * k + 1]);
+    }
+    products[0] = sums[0] + sums[1];
+    products[1] = sums[2] + sums[3];
+  }
+
+  /// What rows weigh, `p`, and that with the scales of two blocks in fp16. False: too large.
+  template <class Metadata>
+  __device__ bool weigh(const float (&logit)[kHeadGroups][2], const Metadata& upper,
+                        const Metadata& lower, float (&p)[kHeadGroups][2],
+                        std::uint32_t (&weights)[kHeadGroups][(kBlocks + 1) / 2][2]) const {
+    constexpr std::uint32_t kTooLarge = 0x7800;  // 2^15
+    __half2 most = __float2half2_rn(0);
+#pragma unroll
+    for (int e = 0; e < kHeadGroups; ++e) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) p[e][i] = exp2_fast(logit[e][i] - reference_[e]);
+#pragma unroll
+      for (int b = 0; b < kBlocks; b += 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const auto weight = [&](int at) {
+            return at < kBlocks ? p[e][i] * (i == 0 ? upper : lower).scale(at) : 0.0f;
+          };
+          std::uint32_t& both = weights[e][b / 2][i];
+          both = pack<__half>(weight(b), weight(b + 1));
+          most = __hmax2(most, reinterpret_cast<const __half2&>(both));
+        }
+    }
+    const auto bits = reinterpret_cast<const std::uint32_t&>(most);
+    const bool too_large =
+        ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 || fresh_;
+    return !__any_sync(~0u, too_large);
+  }
+  /// Chooses the reference by a tile; the first tile's is not bound by what was before.
+  template <class Metadata>
+  __device__ void raise(const float (&logit)[kHeadGroups][2], const Metadata& upper,
+                        const Metadata& lower) {
+    constexpr float kHeadroom = 13, kMinScale = -40;
+    const auto exponent = [](const Metadata& row) {
+      float most = 0;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) most = fmaxf(most, row.scale(b));
+      return fmaxf(log2f(most), kMinScale);
+    };
+    const float of_upper = exponent(upper), of_lower = exponent(lower);
+#pragma unroll
+    for (int e = 0; e < kHeadGroups; ++e) {
+      float next = fmaxf(logit[e][0] + of_upper, logit[e][1] + of_lower);
+#pragma unroll
+      for (int lanes = 4; lanes < kWarpSize; lanes *= 2)
+        next = fmaxf(next, __shfl_xor_sync(~0u, next, lanes));
+      next -= kHeadroom;
+      if (!fresh_) next = fmaxf(next, reference_[e]);
+      const float factor = rescale(reference_[e], next);
+      reference_[e] = next;
+      sum_[e] *= factor;
+#pragma unroll
+      for (float& least : least_[e]) least *= factor;
+#pragma unroll
+      for (auto& step : out_[e])
+#pragma unroll
+        for (float& out : step) out *= factor;
+    }
+    fresh_ = false;
+  }
+
+  const HadamardQuery& query_;
+  int group_;
+  float base2_scale_;
+  bool fresh_ = true;
+  std::uint32_t query_of_[kHeadGroups][kBlocks][4];  // of this lane's column; of digits two
+  float scale_[kHeadGroups], firsts_[kHeadGroups][kBlocks];
+  float out_[kHeadGroups][kDim / 16][4];
+  // sum_, top_ and least_: over this lane's rows alone, until finish.
+  float reference_[kHeadGroups], sum_[kHeadGroups], top_[kHeadGroups], least_[kHeadGroups][kBlocks];
+};
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,417 @@
+// The rule on tiers. Bytes: of a step a row for each tier and pair, and 16 a slot for who goes
+// down; of an append its keys and values read and their quantized values written.
+#include "kernels/quantized/tiers.hpp"
+
+#include "kernels/device/eviction_order.cuh"
+#include "kernels/device/grid_dependency.cuh"
+#include "kernels/device/pair.cuh"
+#include "kernels/device/select_victims.cuh"
+#include "kernels/device/type_dispatch.cuh"
+#include "kernels/evict/compact.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/quantized/quantize.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kStepThreads = 2 * kWarpSize * (kMaxDeviceTiers - 1), kAssignThreads = 1024,
+              kMoveThreads = 256;
+constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;  // a warp for a key, one for a value
+
+/// The shape of a layer's rows.
+struct RowShape {
+  int head_size, element, blocks;
+  __device__ explicit RowShape(const kvlab_cache& cache, int element_bytes)
+      : head_size(cache.head_size), element(element_bytes), blocks(cache.head_size / kWarpSize) {}
+};
+
+__device__ RowPart part_at(const QuantizedCache& quantized_cache, const DeviceTierPlan& tier_plan,
+                           std::uint32_t row, bool key, const RowShape& shape) {
+  const DeviceTier& tier = tier_plan.tier[tier_of(tier_plan, row)];
+  return part_of(quantized_cache.bytes, tier, row - tier.first_row, key, shape.head_size,
+                 shape.element);
+}
+
+// --- A step
+// ---------------------------------------------------------------------------------------
+
+/// Rows of a pair, up to the last in use. `tokens`: of a tier.
+template <class Tokens>
+__device__ std::int32_t extent_of(const DeviceTierPlan& tier_plan, Tokens tokens) {
+  std::int32_t extent = tokens(0);
+  for (int r = 1; r < tier_plan.tiers; ++r)
+    if (tokens(r) > 0) extent = static_cast<std::int32_t>(tier_plan.tier[r].first_row) + tokens(r);
+  return extent;
+}
+
+/// A warp for each block of a pair's newest key and value.
+template <class T>
+__global__ void store_newest_kernel(kvlab_cache cache, QuantizedCache quantized_cache,
+                                    const std::uint32_t* now) {
+  let_successor_start();
+  wait_for_predecessor();
+  const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
+  const std::uint32_t position = now[pair.sequence];
+  if (position == kIdle) return;
+  const DeviceTierPlan& tier_plan = quantized_cache.tier_plans[pair.index];
+  const DeviceFormat format = tier_plan.tier[0].format;
+  const std::int32_t slot = cache.next_slots[pair.index];
+  const std::uint32_t row = quantized_cache.max_tiers == 1 ? static_cast<std::uint32_t>(slot)
+                                                           : quantized_cache.next_rows[pair.index];
+  const int blocks = cache.head_size / kWarpSize,
+            b = static_cast<int>(threadIdx.x) / kWarpSize % blocks, at = b * kWarpSize + lane_id();
+  const bool key = static_cast<int>(threadIdx.x) < cache.head_size;
+  const T own = static_cast<const T*>(
+      key ? quantized_cache.newest_keys
+          : quantized_cache.newest_values)[std::int64_t{pair.index} * cache.head_size + at];
+  const RowPart to =
+      part_of(quantized_cache.bytes, tier_plan.tier[0], row, key, cache.head_size, sizeof(T));
+  if (format.exact()) {
+    reinterpret_cast<T*>(to.data)[at] = own;
+  } else {
+    std::uint32_t quantized, metadata;
+    if (format.floating)
+      quantize_fp8(hadamard_rotate_block(to_float(own)), quantized, metadata);
+    else
+      quantize_int(hadamard_rotate_block(to_float(own)), format.bits(key), quantized, metadata);
+    store_quantized(quantized, metadata, to, format, key, b, blocks);
+  }
+  if (threadIdx.x != 0) return;
+  cache.positions[cache.first_slot[pair.index] + slot] = position;
+  quantized_cache.row_of_slot[cache.first_slot[pair.index] + slot] = row;
+  quantized_cache.slot_of_row[tier_plan.first_row + row] = static_cast<std::uint32_t>(slot);
+  std::int32_t* const counts = quantized_cache.counts + pair.index * kMaxDeviceTiers;
+  counts[0] = max(counts[0], static_cast<std::int32_t>(row) + 1);
+  quantized_cache.extents[pair.index] = extent_of(tier_plan, [&](int r) { return counts[r]; });
+}
+
+/// A token that is being demoted.
+struct Move {
+  int slot;
+  std::uint32_t from, to;  ///< rows
+};
+
+/// A tier in a step: who leaves it first, from which row.
+struct StepTier {
+  EvictionCandidate first;
+  std::uint32_t row, first_row, slots, tokens;
+};
+
+/// Who goes where, as AgedSet::assign_one says: tier 0 has one too many. Deeper moves come last.
+/// Returns how many.
+__device__ int chain_of(StepTier* tiers, int count, Move* moves) {
+  StepTier going = tiers[0];
+  int moved = 0;
+  for (int r = 1; r < count; ++r) {
+    StepTier& tier = tiers[r];
+    const bool has_free_slot = tier.tokens < tier.slots;
+    if (!has_free_slot && !(tier.first.slot >= 0 && tier.first.key < going.first.key)) continue;
+    moves[moved++] = {going.first.slot, going.row,
+                      has_free_slot ? tier.first_row + tier.tokens++ : tier.row};
+    if (has_free_slot) break;
+    going = tier;
+  }
+  return moved;
+}
+
+/// Two warps for each move, one for the key. All rows are read before one is written: who goes
+/// down takes the place of who is demoted from there.
+template <class T>
+__global__ void __launch_bounds__(kStepThreads)
+    demote_kernel(const EvictingAttentionArgs args, const QuantizedCache quantized_cache,
+                  const EvictionCandidate* firsts) {
+  __shared__ StepTier tiers[kMaxDeviceTiers];
+  __shared__ Move moves[kMaxDeviceTiers];
+  __shared__ int move_count;
+  wait_for_predecessor();
+  const kvlab_cache& cache = args.cache;
+  const Pair pair = pair_of(static_cast<int>(blockIdx.x), cache.kv_heads);
+  if (args.now[pair.sequence] == kIdle) return;
+  const DeviceTierPlan& tier_plan = quantized_cache.tier_plans[pair.index];
+  std::int32_t* const counts = quantized_cache.counts + pair.index * kMaxDeviceTiers;
+  std::uint32_t* const row_of_slot = quantized_cache.row_of_slot + cache.first_slot[pair.index];
+  if (evict_at(args.policy, pair.index) == kUnlimited ||
+      static_cast<std::uint32_t>(counts[0]) < tier_plan.tier[0].slots) {
+    if (threadIdx.x == 0)
+      quantized_cache.next_rows[pair.index] = static_cast<std::uint32_t>(counts[0]);
+    return;
+  }
+  if (const int r = static_cast<int>(threadIdx.x); r < tier_plan.tiers) {
+    const EvictionCandidate first = firsts[pair.index * kMaxDeviceTiers + r];
+    tiers[r] = {first, first.slot < 0 ? 0 : row_of_slot[first.slot], tier_plan.tier[r].first_row,
+                tier_plan.tier[r].slots, static_cast<std::uint32_t>(counts[r])};
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    quantized_cache.next_rows[pair.index] = tiers[0].row;
+    move_count = chain_of(tiers, tier_plan.tiers, moves);
+    quantized_cache.extents[pair.index] =
+        extent_of(tier_plan, [&](int r) { return static_cast<std::int32_t>(tiers[r].tokens); });
+  }
+  __syncthreads();
+  if (const int r = static_cast<int>(threadIdx.x); r < tier_plan.tiers)
+    counts[r] = static_cast<std::int32_t>(tiers[r].tokens);
+  const int mine = static_cast<int>(threadIdx.x) / (2 * kWarpSize);
+  const bool key = threadIdx.x / kWarpSize % 2 == 0, moves_one = mine < move_count;
+  const RowShape shape(cache, sizeof(T));
+  const Move move = moves[moves_one ? mine : 0];
+  QuantizedRow row;
+  int to = 0;
+  if (moves_one) {
+    const int from = tier_of(tier_plan, move.from);
+    to = tier_of(tier_plan, move.to);
+    load_part<T>(row, part_at(quantized_cache, tier_plan, move.from, key, shape),
+                 tier_plan.tier[from].format, key, shape.blocks);
+    demote(row, tier_plan, from, to, key, shape.blocks);
+  }
+  __syncthreads();
+  if (!moves_one) return;
+  store_part<T>(row, part_at(quantized_cache, tier_plan, move.to, key, shape),
+                tier_plan.tier[to].format, key, shape.blocks);
+  if (key && lane_id() == 0) {
+    row_of_slot[move.slot] = move.to;
+    quantized_cache.slot_of_row[tier_plan.first_row + move.to] =
+        static_cast<std::uint32_t>(move.slot);
+  }
+}
+
+// --- An append
+// ---------------------------------------------------------------------------------
+
+/// Tokens of one tier by their number among those that stay, in the eviction order; the others
+/// come last.
+struct TierKeys {
+  EvictionKeys all;
+  const std::int32_t *sources, *levels;
+  int tier;
+
+  __device__ EvictionKey operator[](std::uint32_t i) const {
+    if (levels[i] != tier) return {kEvictionBins - 1, ~std::uint64_t{0}, ~0u};
+    return all[static_cast<std::uint32_t>(sources[i])];
+  }
+};
+
+/// How many of a tier there are. By the whole block.
+__device__ std::uint32_t count_level(const std::int32_t* levels, std::uint32_t tokens, int tier) {
+  __shared__ std::uint32_t of_warps[kAssignThreads / kWarpSize];
+  std::uint32_t own = 0;
+  for (std::uint32_t i = threadIdx.x; i < tokens; i += kAssignThreads) own += levels[i] == tier;
+  const std::uint32_t count = block_sum(own, of_warps);
+  __syncthreads();
+  return count;
+}
+
+/// Of a tier's tokens the first victim are demoted, so that it has `capacity` at most. By the whole
+/// block.
+__device__ void demote_surplus(SelectionShared& shared, const TierKeys& keys, std::int32_t* levels,
+                               std::uint32_t tokens, std::uint32_t capacity) {
+  const std::uint32_t count = count_level(levels, tokens, keys.tier);
+  if (count <= capacity) return;
+  EvictionThreshold threshold{};
+  if (capacity > 0) threshold = select_victims(shared, keys, tokens, count - capacity);
+  for (std::uint32_t i = threadIdx.x; i < tokens; i += kAssignThreads)
+    if (levels[i] == keys.tier && (capacity == 0 || threshold.evicts(keys[i])))
+      levels[i] = keys.tier + 1;
+  __syncthreads();
+}
+
+/// A block for each pair, behind the choice of which tokens stay: which tier, and which row there.
+__global__ void __launch_bounds__(kAssignThreads)
+    assign_tiers(const __grid_constant__ kvlab_shrink_args args,
+                 const QuantizedCache quantized_cache, const StagedTiers staged) {
+  __shared__ SelectionShared shared;
+  const CompactPair pair(args, static_cast<int>(blockIdx.x));
+  if (pair.idle()) return;
+  const DeviceTierPlan& tier_plan = quantized_cache.tier_plans[pair.index];
+  const std::int64_t line = std::int64_t{pair.index} * args.from.max_slots;
+  const CompactWorkspace workspace = compact_parts(args);
+  const std::int32_t* const sources = workspace.sources + line;
+  std::int32_t* const levels = workspace.holes + line;
+  const auto kept = static_cast<std::uint32_t>(args.to.lengths[pair.index]);
+  for (std::uint32_t i = threadIdx.x; i < kept; i += kAssignThreads)
+    levels[i] = max(int{staged.tiers[line + sources[i]]}, 0);
+  __syncthreads();
+
+  const kvlab_rule rule = args.policy.rules[pair.index];
+  const std::uint32_t most = evict_at(args.policy, pair.index), live = pair.live();
+  const bool evicts = kept < live;
+  const bool full = most != kUnlimited &&
+                    count_level(levels, kept, 0) >= tier_plan.tier[0].slots + (most - rule.budget);
+  if (evicts || full) {
+    const std::uint32_t waiting = evicts ? 0 : max(live, rule.budget - 1) - (rule.budget - 1);
+    const EvictionKeys all{workspace.ranks + line, args.from.positions + pair.first_slot,
+                           protected_tokens_of(rule), pair.now + pair.appended};
+    for (int r = 0; r + 1 < tier_plan.tiers; ++r)
+      demote_surplus(shared, {all, sources, levels, r}, levels, kept,
+                     tier_plan.tier[r].slots + (r == 0 ? waiting - 1 : 0));
+  }
+  for (int r = 0; r < tier_plan.tiers; ++r) {
+    const auto assign_row = [&](std::uint32_t i, bool here, std::uint32_t before) {
+      if (!here) return;
+      const std::uint32_t row = tier_plan.tier[r].first_row + before;
+      quantized_cache.row_of_slot[args.to.first_slot[pair.index] + i] = row;
+      quantized_cache.slot_of_row[tier_plan.first_row + row] = i;
+    };
+    number_stayers(
+        shared, kept, [&](std::uint32_t i) { return levels[i] == r; }, assign_row);
+    const std::uint32_t count = count_level(levels, kept, r);
+    if (threadIdx.x != 0) continue;
+    quantized_cache.counts[pair.index * kMaxDeviceTiers + r] = static_cast<std::int32_t>(count);
+    if (r == 0) quantized_cache.next_rows[pair.index] = count;
+  }
+  if (threadIdx.x == 0)
+    quantized_cache.extents[pair.index] = extent_of(
+        tier_plan, [&](int r) { return quantized_cache.counts[pair.index * kMaxDeviceTiers + r]; });
+}
+
+/// Where a warp of move_rows is.
+struct MovedRow {
+  int pair;
+  std::int64_t i;  ///< among those that stay
+  bool key, wanted;
+  std::int64_t source, from, to;  ///< slot in `from`; it and i among all slots there
+
+  __device__ explicit MovedRow(const kvlab_shrink_args& args)
+      : pair(static_cast<int>(blockIdx.y)),
+        i(std::int64_t{blockIdx.x} * kTokensOfBlock + threadIdx.x / (2 * kWarpSize)),
+        key(threadIdx.x / kWarpSize % 2 == 0),
+        wanted(args.now[pair / args.from.kv_heads] != kIdle && i < args.to.lengths[pair]) {
+    if (!wanted) return;
+    source = compact_parts(args).sources[std::int64_t{pair} * args.from.max_slots + i];
+    from = args.from.first_slot[pair] + source;
+    to = args.to.first_slot[pair] + i;
+  }
+};
+
+template <class T>
+__device__ T* row_in(const kvlab_cache& cache, std::int64_t slot, bool key) {
+  return static_cast<T*>(key ? cache.keys : cache.values) + slot * cache.head_size;
+}
+
+/// Of a staged token, where a lane's quantized value and a block's metadata lie.
+__device__ std::int64_t staged_at(std::int64_t slot, bool key, int block, const RowShape& shape) {
+  return (slot * 2 + (key ? 0 : 1)) * shape.blocks + block;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMoveThreads)
+    take_rows(const __grid_constant__ kvlab_shrink_args args, const QuantizedCache quantized_cache,
+              const StagedTiers staged) {
+  const MovedRow at(args);
+  if (!at.wanted) return;
+  const RowShape shape(args.from, sizeof(T));
+  const DeviceTierPlan& tier_plan = quantized_cache.tier_plans[at.pair];
+  const std::uint32_t row_index = quantized_cache.row_of_slot[at.from];
+  const int tier = tier_of(tier_plan, row_index);
+  const DeviceFormat format = tier_plan.tier[tier].format;
+  QuantizedRow row;
+  load_part<T>(row, part_at(quantized_cache, tier_plan, row_index, at.key, shape), format, at.key,
+               shape.blocks);
+  if (at.key && lane_id() == 0) staged.tiers[at.to] = static_cast<std::int8_t>(tier);
+  if (!format.exact()) {
+#pragma unroll
+    for (int b = 0; b < kMaxBlocks; ++b) {
+      if (b >= shape.blocks) break;
+      const std::int64_t block = staged_at(at.to, at.key, b, shape);
+      staged.data[block * kWarpSize + lane_id()] = static_cast<std::uint8_t>(row.quantized[b]);
+      if (lane_id() == 0) staged.metadata[block] = row.metadata[b];
+    }
+    hadamard_rotate(row, shape.blocks);
+#pragma unroll
+    for (float& y : row.y) y /= kQuantBlock;
+  }
+  store_exact(row, row_in<T>(args.to, at.to, at.key), shape.blocks);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMoveThreads)
+    move_to_tiers(const __grid_constant__ kvlab_shrink_args args,
+                  const QuantizedCache quantized_cache, const StagedTiers staged) {
+  const MovedRow at(args);
+  if (!at.wanted) return;
+  const RowShape shape(args.from, sizeof(T));
+  const DeviceTierPlan& tier_plan = quantized_cache.tier_plans[at.pair];
+  const int own = staged.tiers[at.from];
+  QuantizedRow row;
+  if (own < 0 || tier_plan.tier[own].format.exact()) {
+    load_exact(row, row_in<T>(args.from, at.from, at.key), shape.blocks);
+  } else {
+#pragma unroll
+    for (int b = 0; b < kMaxBlocks; ++b) {
+      if (b >= shape.blocks) break;
+      const std::int64_t block = staged_at(at.from, at.key, b, shape);
+      row.quantized[b] = staged.data[block * kWarpSize + lane_id()];
+      row.metadata[b] = staged.metadata[block];
+      row.y[b] = dequantize(tier_plan.tier[own].format.floating, row.quantized[b], row.metadata[b]);
+    }
+  }
+  const std::uint32_t row_index = quantized_cache.row_of_slot[at.to];
+  const int tier = tier_of(tier_plan, row_index);
+  demote(row, tier_plan, own, tier, at.key, shape.blocks);
+  store_part<T>(row, part_at(quantized_cache, tier_plan, row_index, at.key, shape),
+                tier_plan.tier[tier].format, at.key, shape.blocks);
+}
+
+dim3 move_grid(const kvlab_cache& to, int pairs) {
+  return {static_cast<unsigned>((to.max_slots + kTokensOfBlock - 1) / kTokensOfBlock),
+          static_cast<unsigned>(pairs)};
+}
+int pairs_of(const kvlab_cache& cache) { return cache.sequences * cache.kv_heads; }
+
+}  // namespace
+
+cudaError_t store_newest(const kvlab_cache& cache, const QuantizedCache& quantized_cache,
+                         const std::uint32_t* now, cudaStream_t stream) {
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  return with_type(cache.type, [&]<class T>(T) {
+    const auto kernel = store_newest_kernel<T>;
+    if (const cudaError_t error = allow_shared_memory(kernel, limits)) return error;
+    return launch(limits, kernel,
+                  {static_cast<unsigned>(pairs_of(cache)),
+                   static_cast<unsigned>(2 * cache.head_size), 0, stream},
+                  cache, quantized_cache, now);
+  });
+}
+
+cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandidate* firsts,
+                         cudaStream_t stream) {
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(limits)) return error;
+  const QuantizedCache& quantized_cache = *args.quantized_cache;
+  return with_type(args.cache.type, [&]<class T>(T) {
+    return launch(
+        limits, demote_kernel<T>,
+        {static_cast<unsigned>(pairs_of(args.cache)),
+         static_cast<unsigned>(2 * kWarpSize * (quantized_cache.max_tiers - 1)), 0, stream},
+        args, quantized_cache, firsts);
+  });
+}
+
+cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                            const QuantizedCache& quantized_cache, const StagedTiers& staged,
+                            cudaStream_t stream) {
+  if (const cudaError_t error = compact(policy, args, stream, false)) return error;
+  return with_type(args.from.type, [&]<class T>(T) {
+    take_rows<T><<<move_grid(args.from, pairs_of(args.from)), kMoveThreads, 0, stream>>>(
+        args, quantized_cache, staged);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t compact_to_tiers(const DevicePolicy& policy, const kvlab_shrink_args& args,
+                             const QuantizedCache& quantized_cache, const StagedTiers& staged,
+                             cudaStream_t stream) {
+  if (const cudaError_t error = compact(policy, args, stream, false)) return error;
+  const int pairs = pairs_of(args.from);
+  assign_tiers<<<static_cast<unsigned>(pairs), kAssignThreads, 0, stream>>>(args, quantized_cache,
+                                                                            staged);
+  if (const cudaError_t error = cudaGetLastError()) return error;
+  return with_type(args.from.type, [&]<class T>(T) {
+    move_to_tiers<T>
+        <<<move_grid(args.to, pairs), kMoveThreads, 0, stream>>>(args, quantized_cache, staged);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,94 @@
+// From what caches have counted of a block of queries, and the errors of their outputs, to metrics:
+// in the order of the queries, so that every replay gives the same.
+#include "kernels/replay/metrics.cuh"
+
+namespace kvlab::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+static_assert(Sum::recall == Sum{0} && Sum::nll == Sum{1} && Sum::missed == Sum{2} &&
+              Sum::wanted == Sum{3});  // as metrics_of() gives them
+
+/// Of one query and head: recall, its logarithm, misses, what was wanted. In the order of Sum.
+__device__ inline float4 metrics_of(float kept, float row_sum, std::uint32_t hits,
+                                    std::uint32_t wanted) {
+  const bool whole = kept < 0;
+  const float recall = whole ? 1.0f : kept / row_sum;
+  return {recall, static_cast<float>(-log(fmax(double{recall}, 1e-9))),
+          static_cast<float>(whole ? 0 : wanted - hits), static_cast<float>(wanted)};
+}
+
+/// A thread block for each configuration that is no fp16 copy (x) and head task (y): a thread for
+/// each query and head, then for each sum and head.
+__global__ void __launch_bounds__(kThreads)
+    counts_kernel(const __grid_constant__ ReplayMetricsArgs args) {
+  __shared__ float4 metrics[kMaxReplayQueries][kMaxReplayGroup];
+  const ReplayRows& rows = args.rows;
+  const int group = args.shape.group, heads = 4 * args.shape.head_groups(),
+            thread = static_cast<int>(threadIdx.x);
+  const std::int64_t task = blockIdx.y,
+                     cache = args.sweep.cache_of(task, static_cast<int>(blockIdx.x));
+  for (int n = thread; n < rows.count * group; n += kThreads) {
+    const int i = n / group, head = n % group, index = args.measured.index[rows.first + i];
+    if (index < 0) continue;
+    const std::int64_t row = rows.row(task, i) * heads + head,
+                       count = (cache * rows.block + i) * heads + head;
+    metrics[i][head] = metrics_of(
+        args.counts.kept[count], reinterpret_cast<const float*>(rows.sums)[row],
+        args.counts.hits[count], reinterpret_cast<const std::uint32_t*>(rows.wanted)[row]);
+    args.recalls[(cache * group + head) * args.measured.size + index] = metrics[i][head].x;
+  }
+  __syncthreads();
+  for (int n = thread; n < 4 * group; n += kThreads)
+    for (int i = 0; i < rows.count; ++i) {
+      const int which = n / group, head = n % group, index = args.measured.index[rows.first + i];
+      if (index >= 0)
+        metric_sum(args, cache, static_cast<Sum>(which), head,
+                   block_of_query(args.measured, index)) += component(metrics[i][head], which);
+    }
+}
+
+/// A warp for each cache.
+__global__ void __launch_bounds__(kThreads)
+    errors_kernel(const __grid_constant__ ReplayMetricsArgs args) {
+  const int cache = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / kWarpSize),
+            head = static_cast<int>(threadIdx.x) % kWarpSize, group = args.shape.group;
+  if (cache >= args.shape.tasks * args.sweep.configs) return;
+  for (int i = 0; i < args.rows.count; ++i) {
+    const int index = args.measured.index[args.rows.first + i], every = args.measured.sample_every;
+    if (!args.measured.samples(index)) continue;
+    const std::int64_t sample = args.sets.sample_of(args.measured, cache, index),
+                       to = std::int64_t{cache} * args.samples + index / every;
+    if (args.residual)
+      args.residual[to * kReplayResiduals + head] =
+          args.block_residual[sample * kReplayResiduals + head];
+    double2 of{};
+    if (head < group) {
+      of = args.block_errors[sample * kMaxReplayGroup + head];
+      const int block = block_of_query(args.measured, index);
+      if (of.y > 0) metric_sum(args, cache, Sum::error, head, block) += sqrt(of.x / of.y);
+      metric_sum(args, cache, of.y > 0 ? Sum::errors : Sum::zeros, head, block) += 1;
+    }
+    double error = 0, size = 0;
+    for (int h = 0; h < group; ++h) {
+      error += __shfl_sync(~0u, of.x, h);
+      size += __shfl_sync(~0u, of.y, h);
+    }
+    if (head == 0) args.errors[2 * to] = error, args.errors[2 * to + 1] = size;
+  }
+}
+
+}  // namespace
+
+cudaError_t replay_metrics(const ReplayMetricsArgs& args, cudaStream_t stream) {
+  static_assert(kReplayResiduals == kWarpSize);
+  const int caches = args.shape.tasks * args.sweep.configs;
+  if (caches < 1 || args.rows.count > kMaxReplayQueries) return cudaErrorInvalidValue;
+  counts_kernel<<<grid_of(args.sweep.configs - args.fp16_copies, args.shape.tasks), kThreads, 0,
+                  stream>>>(args);
+  errors_kernel<<<(caches + kWarps - 1) / kWarps, kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace kvlab::kernels

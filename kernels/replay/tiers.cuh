@@ -1,0 +1,235 @@
+// Tokens on tiers: which tier each is on, which token is demoted, and which copy it is of.
+#pragma once
+
+#include "kernels/device/eviction_order.cuh"
+#include "kernels/device/select_victims.cuh"
+#include "kernels/replay/tokens.cuh"
+
+namespace kvlab::kernels {
+
+struct TierShared {
+  std::uint32_t counts[kMaxReplayTiers];  ///< tokens
+  EvictionCandidate firsts[kMaxReplayTiers][kReplayWarps], victim;
+};
+
+/// The tokens of one tier; the others come last.
+struct OneTierKeys {
+  EvictionKeys all;
+  const std::uint8_t* tiers;
+  int tier;
+
+  __device__ EvictionKey operator[](std::uint32_t i) const {
+    return tiers[i] == tier ? all[i] : EvictionKey{kEvictionBins - 1, ~std::uint64_t{0}, ~0u};
+  }
+};
+
+/// Which copy a slot's token is of: what an append of several tokens brings is exact until it
+/// ends.
+struct SlotCopies {
+  static constexpr bool kQuantized = true;
+  const ReplayCopies& all;
+  const std::uint8_t* tiers;       // [slot]
+  const std::uint32_t* positions;  // [slot]
+  std::uint64_t of_tier;           ///< eight bits each
+  std::uint32_t exact_from;
+
+  __device__ int operator()(std::uint32_t slot) const {
+    return positions[slot] >= exact_from ? 0 : static_cast<int>(of_tier >> 8 * tiers[slot] & 255);
+  }
+  /// Where its row is, from the exact one on.
+  __device__ std::int64_t row_of(std::uint32_t slot) const { return (*this)(slot)*all.rows; }
+};
+
+/// Direct exponentials by values, of copies or exact, to `to` [group, dim].
+template <class Copies>
+__device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, DirectValues of,
+                                                  const Copies copies, float* to) {
+  const ReplayShape& shape = args.shape;
+  for (int n = static_cast<int>(threadIdx.x); n < shape.group * shape.head_size;
+       n += static_cast<int>(blockDim.x)) {
+    const int head = n / shape.head_size, d = n % shape.head_size;
+    const float4* const direct = of.direct + head / 4 * args.slots.of_task;
+    float sum = 0;
+    for (std::uint32_t slot = 0; slot < of.count; ++slot) {
+      const int copy = copies(slot);
+      const std::int64_t at = shape.vector(of.task, of.positions[slot]) + d;
+      if (of.positions[slot] < of.end)
+        sum = fmaf(component(direct[slot], head % 4),
+                   copy == 0 ? load1(args.tensors.values, shape.type, at)
+                             : load_copy(args.copies, args.copies.values, shape.type, copy, at),
+                   sum);
+    }
+    to[n] = sum;
+  }
+}
+
+/// Nobody else writes what is shared: each method's callers are all threads of the thread block,
+/// and what it wrote is there behind the next barrier.
+template <bool kShared, class T>
+class TieredTokens : public ExactTokens<kShared, T> {
+  using Base = ExactTokens<kShared, T>;
+  using Base::at_;
+
+ public:
+  using Args = ReplayTierArgs;
+  static constexpr bool kTiered = true;
+
+  /// Bits of each tier's live positions.
+  __device__ static std::size_t bytes_before_slots(const Args& args) {
+    return bytes_of_words(args.shape) * static_cast<std::size_t>(args.max_tiers);
+  }
+  __device__ TieredTokens(const CacheThread& at, ReplayShared& shared, std::byte* before,
+                          std::byte* behind, const std::uint32_t* positions, std::uint32_t slots)
+      : Base(at, shared, before, behind, positions, slots),
+        args_(static_cast<const Args&>(at.args)),
+        shared_(tier_shared()),
+        tiers_(args_.tiers + at.rule.first_tier),
+        positions_(positions),
+        count_(static_cast<int>(at.rule.tiers)),
+        words_(reinterpret_cast<std::uint32_t*>(before)) {
+    if constexpr (kShared)
+      of_slot_ = reinterpret_cast<std::uint8_t*>(behind);
+    else
+      of_slot_ = args_.slot_tiers + at.first_slot;
+    for (int r = 0; r < count_; ++r) copies_ |= std::uint64_t{tiers_[r].copy} << 8 * r;
+  }
+
+  __device__ int count() const { return count_; }
+  __device__ std::uint8_t* of_slot() const { return of_slot_; }
+  __device__ SlotCopies copies(std::uint32_t exact_from) const {
+    return {args_.copies, of_slot_, positions_, copies_, exact_from};
+  }
+  __device__ std::uint32_t on(int tier) const { return shared_.counts[tier]; }
+  __device__ std::uint32_t slots(int tier) const { return tiers_[tier].slots; }
+
+  __device__ void move_in(std::uint32_t i) { of_slot_[i] = args_.slot_tiers[at_.first_slot + i]; }
+  __device__ void move_out(std::uint32_t i) const {
+    args_.slot_tiers[at_.first_slot + i] = of_slot_[i];
+  }
+  __device__ void append(std::uint32_t i, std::uint32_t) { of_slot_[i] = 0; }
+  __device__ void move(std::uint32_t to, std::uint32_t from) { of_slot_[to] = of_slot_[from]; }
+  __device__ void enter(std::uint32_t position) {
+    ++shared_.counts[0];
+    *word_of(0, position) |= bit_of(position);
+  }
+  /// From the last tier.
+  __device__ void lose(std::uint32_t victim, std::uint32_t) {
+    if (at_.thread != 0) return;
+    --shared_.counts[count_ - 1];
+    *word_of(count_ - 1, victim) &= ~bit_of(victim);
+  }
+
+  /// Whether the first tier is full for another.
+  __device__ bool is_full(const Modifiers& modifiers, bool after_prompt) const {
+    return modifiers.surplus(on(0), slots(0), after_prompt) > 0;
+  }
+  /// Whether no more than one token is demoted from any tier.
+  __device__ bool demotes_at_most_one(bool evicts) const {
+    bool one = on(0) == slots(0);
+    for (int r = 1; r < count_; ++r) one &= has_free_slot(r, evicts) || on(r) <= slots(r);
+    return one;
+  }
+
+  __device__ void find(std::uint32_t live) {
+    const int words = args_.shape.words();
+    if (at_.thread < kMaxReplayTiers) shared_.counts[at_.thread] = 0;
+    for (int w = static_cast<int>(at_.thread); w < count_ * words;
+         w += static_cast<int>(at_.threads))
+      words_[w] = 0;
+    __syncthreads();
+    for (std::uint32_t i = at_.thread; i - at_.lane < live; i += at_.threads) {
+      const int tier = i < live ? of_slot_[i] : kMaxReplayTiers;
+      if (i < live) atomicOr(word_of(tier, positions_[i]), bit_of(positions_[i]));
+      for (int r = 0; r < count_; ++r) {
+        const int here = __popc(__ballot_sync(~0u, tier == r));
+        if (at_.lane == 0 && here > 0) atomicAdd(shared_.counts + r, here);
+      }
+    }
+    __syncthreads();
+  }
+
+  /// Where demotes_at_most_one(): at each tier the first victim goes on, until one has room.
+  /// Returns who passes the last.
+  template <int kStrip>
+  __device__ EvictionCandidate demote(const EvictionKeys& keys, std::uint32_t live, bool evicts) {
+    for (int r = 0; r == 0 || (r < count_ && !has_free_slot(r, evicts)); ++r) {
+      EvictionCandidate mine = EvictionCandidate::none();
+      at_.template for_slots<kStrip>(live, [&](std::uint32_t i) {
+        if (of_slot_[i] == r) mine = first_victim(mine, {keys[i], static_cast<int>(i)});
+      });
+      mine = warp_first_victim(mine);
+      if (at_.lane == 0) shared_.firsts[r][at_.warp] = mine;
+    }
+    __syncthreads();
+    if (at_.warp == 0) demote_chain(evicts);
+    __syncthreads();
+    return shared_.victim;
+  }
+
+  /// Exponentials of quantized tokens by values, a thread for each number of `to`. Seldom called.
+  template <int kHeadGroups, class Copies>
+  __device__ void sum_values(const DirectValues& of, const Copies& copies, float* to) const {
+    sum_quantized_values(args_, of, copies, to);
+  }
+
+  /// The live words of a copy's tokens before `exact_from`, or of copy 0 with those after it.
+  __device__ std::uint32_t word(int copy, std::uint32_t w, std::uint32_t exact_from) const {
+    std::uint32_t bits = 0;
+    const std::uint32_t quantized = exact_from <= w * 32        ? 0
+                                    : exact_from >= w * 32 + 32 ? ~0u
+                                                                : (1u << exact_from % 32) - 1;
+    for (int r = 0; r < count_; ++r) {
+      const std::uint32_t own = words_[r * args_.shape.words() + w];
+      if (static_cast<int>(copies_ >> 8 * r & 255) == copy) bits |= own & quantized;
+      if (copy == 0) bits |= own & ~quantized;
+    }
+    return bits;
+  }
+
+ private:
+  __device__ static TierShared& tier_shared() {
+    __shared__ TierShared shared;
+    return shared;
+  }
+  /// Before anybody goes; the last has where no token is to be evicted yet.
+  __device__ bool has_free_slot(int tier, bool evicts) const {
+    return (!evicts && tier + 1 == count_) || on(tier) < slots(tier);
+  }
+  __device__ std::uint32_t* word_of(int tier, std::uint32_t position) const {
+    return words_ + tier * args_.shape.words() + position / 32;
+  }
+  __device__ static std::uint32_t bit_of(std::uint32_t position) { return 1u << position % 32; }
+
+  /// By a warp.
+  __device__ EvictionCandidate first_of(int tier) const {
+    return warp_first_victim(at_.lane < at_.warps ? shared_.firsts[tier][at_.lane]
+                                                  : EvictionCandidate::none());
+  }
+  __device__ void demote_chain(bool evicts) {
+    EvictionCandidate going = first_of(0);
+    for (int r = 1; r < count_ && going.slot >= 0; ++r) {
+      const bool stays = has_free_slot(r, evicts);
+      __syncwarp();
+      if (at_.lane == 0) {
+        --shared_.counts[r - 1], ++shared_.counts[r];
+        *word_of(r - 1, going.key.position) &= ~bit_of(going.key.position);
+        *word_of(r, going.key.position) |= bit_of(going.key.position);
+        of_slot_[going.slot] = static_cast<std::uint8_t>(r);
+      }
+      __syncwarp();
+      going = stays ? EvictionCandidate::none() : first_victim(going, first_of(r));
+    }
+    if (at_.lane == 0) shared_.victim = going;
+  }
+
+  const Args& args_;
+  TierShared& shared_;
+  const ReplayTier* tiers_;
+  const std::uint32_t* positions_;  // [slot]
+  int count_;
+  std::uint32_t* words_;  // [tier, word]
+  std::uint8_t* of_slot_;
+  std::uint64_t copies_ = 0;
+};
+
+}  // namespace kvlab::kernels

@@ -1,0 +1,51 @@
+// criticalkv: what a token's loss would change of the layer's output. The token with the least
+// accumulated attention times the magnitude of its value behind the output projection is evicted
+// first.
+//
+// Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output Perturbation
+// Perspective", algorithm 1, on H2O's score. Deliberate differences:
+//   - the score is H2O's sum over all queries. The paper, and kvpress's CriticalKVPress as it is
+//     mostly run, put SnapKV's there, the sum over the prompt's last 32 queries, pooled over
+//     neighbours: that keeps other tokens, and is not what this is;
+//   - the paper's first stage keeps half of the budget by attention alone, whatever the values, and
+//     its second fills the rest by the product. A rank sees one token, not which are the most
+//     attended: there is the second stage only (the paper's alpha = 0);
+//   - the paper adds 10^-4 to each mean attention, so that a large value counts where attention is
+//     nil; `epsilon` is added for each query that the token has seen, likewise;
+//   - those of h2o (policies/mass/h2o.hpp): exact sums, one kept set for each KV head.
+#pragma once
+
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+struct CriticalKV {
+  static constexpr PolicyInfo kInfo{
+      .name = "criticalkv",
+      .summary = "the least accumulated attention times the size of W_o v is evicted first",
+      .citation = "Feng et al. 2025, CriticalKV, algorithm 1 (arXiv:2502.03805)",
+      .needs = Needs::mass,
+      .recent = percent(50),
+      .features = {"value_out_norm1"}};
+  struct Params {
+    double epsilon;
+  };
+  static constexpr Param<Params> kParams[]{
+      {"epsilon", "attention added for each query", &Params::epsilon, 1e-4, 0, 1}};
+  struct Slot {
+    std::uint64_t mass;  // Q32.32
+    std::uint32_t queries;
+  };
+
+  static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot = {}; }
+  static constexpr void observe(Slot& slot, const Observation& seen, const Params&, const Step&) {
+    slot.mass += seen.mass;
+    slot.queries += seen.queries;
+  }
+  static constexpr double rank(const Slot& slot, Token token, const Params& params, const Step&) {
+    const double added = params.epsilon * 4294967296.0 * static_cast<double>(slot.queries);
+    return (static_cast<double>(slot.mass) + added) * static_cast<double>(token.feature[0]);
+  }
+};
+
+}  // namespace kvlab

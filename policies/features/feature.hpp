@@ -1,0 +1,33 @@
+// feature: by a feature's value alone. The token with the lowest is evicted first, or with the
+// highest.
+//
+// Not from a paper: it tries a score that somebody has computed (docs/reference/configurations.md),
+// one number a token. `feature:name=NAME` reads NAME; without a name it reads value_norm.
+#pragma once
+
+#include "policies/policy.hpp"
+
+namespace kvlab {
+
+struct Feature {
+  static constexpr PolicyInfo kInfo{
+      .name = "feature",
+      .summary = "the lowest value of a feature is evicted first: `name=` says of which",
+      .citation = "none: any score of one number a token",
+      .order = Order::nested,
+      .features = {"name=value_norm"}};
+  struct Params {
+    double keep;
+  };
+  static constexpr Param<Params> kParams[]{
+      {"keep", "the highest values stay; below 0: the lowest", &Params::keep, 1, -1, 1}};
+  struct Slot {};
+
+  static constexpr void append(Slot&, Token, const Params&, const Step&) {}
+  static constexpr double rank(const Slot&, Token token, const Params& params, const Step&) {
+    const double value = token.feature[0];
+    return params.keep < 0 ? -value : value;
+  }
+};
+
+}  // namespace kvlab

@@ -1,0 +1,23 @@
+// knorm: keys of a small norm draw the attention. The token with the longest key is evicted first.
+//
+// Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
+// section 3. Deliberate differences:
+//   - the norm is taken before RoPE, which turns keys and leaves their length (but for rounding);
+//   - the paper compresses no prompt in its first two layers; here every layer has the same budget;
+//   - one token leaves at each step, where the paper compresses a prompt once.
+#pragma once
+
+#include "policies/features/by_feature.hpp"
+
+namespace kvlab {
+
+struct Knorm : HighestEvictedFirst {
+  static constexpr PolicyInfo kInfo{
+      .name = "knorm",
+      .summary = "the longest key is evicted first",
+      .citation = "Devoto et al. 2024, L2 norm, section 3 (arXiv:2406.11430)",
+      .order = Order::nested,
+      .features = {"key_norm"}};
+};
+
+}  // namespace kvlab

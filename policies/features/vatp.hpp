@@ -1,0 +1,29 @@
+// vatp: attention says how often a value is used, its size says how much that changes. The token
+// with the least accumulated attention times the magnitude of its value is evicted first.
+//
+// Guo et al. 2024, "Attention Score is not All You Need for Token Importance Indicator in KV Cache
+// Reduction: Value Also Matters", equation 3, on H2O's score. Deliberate differences:
+//   - the first tokens, whose values are small, are held by the protection `sinks`, as the paper holds
+//     its first 20;
+//   - those of h2o (policies/mass/h2o.hpp): exact sums, one kept set for each KV head.
+#pragma once
+
+#include "policies/mass/h2o.hpp"
+
+namespace kvlab {
+
+struct Vatp : AccumulatedMass {
+  static constexpr PolicyInfo kInfo{
+      .name = "vatp",
+      .summary = "the least accumulated attention times the value's magnitude is evicted first",
+      .citation = "Guo et al. 2024, VATP, equation 3 (arXiv:2406.12335)",
+      .needs = Needs::mass,
+      .recent = percent(50),
+      .features = {"value_norm1"}};
+
+  static constexpr double rank(const Slot& slot, Token token, const Params&, const Step&) {
+    return static_cast<double>(slot.mass) * static_cast<double>(token.feature[0]);
+  }
+};
+
+}  // namespace kvlab

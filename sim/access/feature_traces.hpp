@@ -1,0 +1,26 @@
+// Features that lie beside traces, for whoever runs the traces' prompts once more.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "policies/features/features.hpp"
+#include "traces/trace.hpp"
+
+namespace kvlab {
+
+class FeatureTraces final : public FeatureSource {
+ public:
+  /// Opens and verifies them.
+  FeatureTraces(const std::vector<std::string>& paths, unsigned threads);
+
+  /// Of the first trace that begins with the prompt.
+  BringFeatures of(std::span<const std::int32_t> prompt, std::vector<std::string> names,
+                   const CacheShape& model) const override;
+  std::string xxh3() const override;
+
+ private:
+  std::vector<TraceReader> traces_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,82 @@
+// The live tokens of one cache as the feedback configuration batch keeps them: by age, and as bits
+// by position.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "policies/aged_set.hpp"
+#include "sim/config_batches/group_rows.hpp"
+
+namespace kvlab {
+
+// Keys of a cache whose live tokens are numbered by cache position at every step, for the tokens
+// that have lost a younger one: each is rotated to its number, and again, from its unrotated self,
+// when a token older than it has left (sim/head_run.hpp).
+//
+// (A token that has lost no younger one keeps its true position; its logits come from rows that all
+// configurations share.)
+
+/// cos and sin of the cache positions of a panel's keys: [place / 32][half][32].
+class CachePositionTable {
+ public:
+  /// `rope` must outlive this.
+  CachePositionTable(const RopeTable& rope, std::size_t half);
+  const float* cos(std::size_t panel) const { return cos_.data() + panel * half_ * kPanelTokens; }
+  const float* sin(std::size_t panel) const { return sin_.data() + panel * half_ * kPanelTokens; }
+  std::size_t half() const { return half_; }
+  const RopeTable& rope() const { return *rope_; }
+
+ private:
+  const RopeTable* rope_;
+  std::size_t half_;
+  AlignedVector<float> cos_, sin_;
+};
+
+class AgedKeys {
+ public:
+  explicit AgedKeys(const HeadView& view) : view_(&view) {}
+
+  std::size_t size() const { return size_; }
+  void clear() { size_ = rotated_ = 0; }
+  /// Adds the key of the token at `position`: the youngest here.
+  void append(std::uint32_t position);
+  /// Takes the key of age `index` out.
+  void erase(std::size_t index);
+  /// Products of up to four queries [dim], each rotated to its own number (null: none), with all
+  /// keys, rotated to theirs. out [4][out_stride], out_stride at least size() rounded up to 32.
+  void products(const float* const* queries, const CachePositionTable& positions_in_cache,
+                float* out, std::size_t out_stride);
+
+ private:
+  float* row(std::size_t panel, std::size_t d) {
+    return panels_.data() + (panel * view_->head_size + d) * kPanelTokens;
+  }
+  void rotate(const CachePositionTable& positions_in_cache);
+
+  const HeadView* view_;
+  std::size_t size_ = 0, rotated_ = 0;  // keys; those of them that are rotated right
+  AlignedVector<float> panels_,
+      rotated_panels_;  // [age / 32][dim][32]: unrotated, at their numbers
+};
+
+class AgedCache : public AgedSet {
+ public:
+  /// `tokens`: of the sequence.
+  AgedCache(const PolicySpec& spec, std::uint32_t budget, ProtectedTokens protected_tokens,
+            Identity identity, std::uint32_t tokens)
+      : AgedSet(spec, budget, protected_tokens, identity), bits_((tokens + 63) / 64) {}
+
+  /// Bit p: whether position p is live.
+  const std::uint64_t* live_bits() const { return bits_.data(); }
+
+  /// Returns the ages of those who left, ascending, as they were before.
+  std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
+  void append(std::uint32_t first, std::uint32_t count, const float* feature_values = nullptr);
+
+ private:
+  std::vector<std::uint64_t> bits_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,51 @@
+// The configuration batch of policies whose ranks depend on what their own cache gave them: each
+// configuration keeps its own states, and all read the shared exponentials of the tokens they keep.
+#pragma once
+
+#include <memory>
+
+#include "sim/config_batches/feedback/feedback_run.hpp"
+
+namespace kvlab {
+
+class FeedbackConfigBatch final : public ConfigBatch {
+ public:
+  /// `configs`: any policies, all at original positions or all at cache positions; neighbours
+  /// should keep similar sets. `measured` may be null: nothing is measured. `positions_in_cache`:
+  /// for cache positions, which need rows of unrounded logits too; else null. `unrounded`: these,
+  /// for the configuration batch to compute; null: the full cache's are not rounded either.
+  /// `quantized`: for tier plans.
+  FeedbackConfigBatch(BatchedConfigs configs, LiveSet::Identity identity, const HeadView& view,
+                      const MeasuredQueries* measured,
+                      std::unique_ptr<CachePositionTable> positions_in_cache = nullptr,
+                      std::unique_ptr<GroupRows> unrounded = nullptr,
+                      std::unique_ptr<TierRows> quantized = nullptr);
+  ~FeedbackConfigBatch() override;
+
+  bool wants_row(std::uint32_t query) const override;
+  void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
+  std::vector<HeadOutcome> outcomes() override;
+  void watch(ConfigBatchWatcher watcher) override { watcher_ = std::move(watcher); }
+
+  /// attend() of the configuration batches of a layer's KV heads, query by query, so that their
+  /// caches may evict together. `rows` by KV head.
+  static void attend_together(std::span<const std::unique_ptr<FeedbackConfigBatch>> heads,
+                              std::uint32_t first, std::uint32_t count, std::span<GroupRows> rows);
+  /// A configuration's cache: for share_ranks().
+  AgedSet& aged_set(std::size_t config) { return runs_[config]->aged_set(); }
+
+ private:
+  void prepare(std::uint32_t first, std::uint32_t count);
+  void step(std::size_t config, std::uint32_t query, GroupRows& rows);
+
+  const MeasuredQueries* measured_;
+  std::unique_ptr<GroupRows> unrounded_;
+  std::unique_ptr<CachePositionTable> positions_in_cache_;
+  std::unique_ptr<TierRows> quantized_;
+  std::vector<std::unique_ptr<FeedbackRun>> runs_;
+  GatherScratch scratch_;
+  ConfigBatchWatcher watcher_;
+  bool observes_ = false;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,568 @@
+#include "sim/config_batches/feedback/feedback_run.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "policies/observation.hpp"
+#include "sim/quantized_rows.hpp"
+#include "traces/base/numeric/quantize.hpp"
+#include "traces/base/numeric/softmax.hpp"
+
+namespace kvlab {
+namespace {
+
+/// Where head h's exponential of the i-th gathered token lies.
+std::size_t kept_index(std::size_t i, std::size_t head, std::size_t scratch_tokens) {
+  return head / kHeadGroupSize * scratch_tokens * kHeadGroupSize + i * kHeadGroupSize +
+         head % kHeadGroupSize;
+}
+
+}  // namespace
+
+void GatherScratch::resize(std::size_t tokens, std::uint32_t heads) {
+  const std::size_t size = whole_blocks(tokens);
+  if (mass.size() < size) {
+    ages.resize(size);
+    std::iota(ages.begin(), ages.end(), 0u);
+    kept.resize(size * heads);
+    mass.resize(size);
+    requested.resize(size);
+    row.resize(size);
+  }
+  sum.resize(heads);
+  most.resize(heads);
+  shared.resize(heads);
+  lost.assign(heads, false);
+  least.assign(heads, std::numeric_limits<float>::infinity());
+}
+
+FeedbackRun::FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity,
+                         const HeadView& view, const MeasuredQueries* measured, TierRows* quantized)
+    : cache_(config.policy, config.budget_tokens, config.protected_tokens, identity, view.tokens),
+      features_(cache_.features(), view, config.appends),
+      cache_positions_(config.positions == Positions::cache),
+      old_keys_(view),
+      cursor_(config.appends),
+      view_(view),
+      measure_(measured, 1, view) {
+  if (config.shares_slots()) cache_.share_slots();
+  if (const auto own = config.tiers.find(config.budget_tokens); own != config.tiers.end())
+    cache_.keep_at(own->second);
+  if (!cache_.is_quantized()) return;
+  tiers_ = quantized->of(cache_.tier_plan());
+  if (measured) measure_.separate_quantization();
+}
+
+bool FeedbackRun::observes(std::uint32_t query) const {
+  if (cache_.needs() == Needs::nothing) return false;
+  return needs_requests(cache_.needs()) || cursor_.age_of(query) < cache_.tail();
+}
+
+/// Whether what the query gives is what it gives in every cache that still has all tokens.
+bool FeedbackRun::has_whole_row(std::uint32_t query) const {
+  return visible_ == query + 1 &&
+         (!needs_mass(cache_.needs()) || (weight_of(query) == 1.0f && !by_largest()));
+}
+
+void FeedbackRun::attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded,
+                         const CachePositionTable* positions_in_cache, GatherScratch& scratch) {
+  if (cursor_.begins_at(query)) {
+    evict_to_budget(query);
+    cache_.append(query, cursor_.current().tokens, features_.from(query));
+    begin_observing();
+  }
+  visible_ = cache_.size() - cursor_.age_of(query);
+  if (observes(query) || measure_.measures(query)) {
+    if (cache_positions_)
+      see_cache_positions(query, rows, *unrounded, *positions_in_cache, scratch);
+    else if (find_quantized(scratch))
+      see_quantized(query, rows, scratch);
+    else if (has_whole_row(query))
+      see_all(query, rows);
+    else
+      see_kept(query, rows, scratch);
+  }
+  if (!cursor_.ends_at(query)) return;
+  cache_.observe(seen_);
+  if (cursor_.current().ends_prompt) cache_.end_prompt();
+  cursor_.advance();
+}
+
+/// Tokens older than a victim have lost a younger one from now on.
+void FeedbackRun::evict_to_budget(std::uint32_t now) {
+  const std::size_t before = old_keys_.size();
+  const auto victims = cache_.evict_to_budget(now);
+  if (!cache_positions_ || victims.empty()) return;
+  const auto live = cache_.positions();
+  if (victims.size() == 1 && victims[0] < before) return old_keys_.erase(victims[0]);
+  std::size_t old = victims[0];
+  if (victims.size() > 1) {
+    old_keys_.clear();
+    for (old = live.size(); old > 0 && live[old - 1] + 1 == now - (live.size() - old);) --old;
+  }
+  for (std::size_t i = old_keys_.size(); i < old; ++i) old_keys_.append(live[i]);
+}
+
+void FeedbackRun::begin_observing() {
+  seen_ = {.query = cursor_.current().first + cursor_.current().tokens - 1,
+           .queries = cursor_.current().tokens};
+  if (seen_.queries == 1 && cache_.tail() > 0) return;  // the one query brings it all
+  mass_.assign(needs_mass(cache_.needs()) ? cache_.size() : 0, 0);
+  requests_.assign(needs_requests(cache_.needs()) ? cache_.size() : 0, 0);
+  last_request_.assign(requests_.size(), 0);
+  seen_.mass = mass_.data();
+  seen_.requests = requests_.data();
+  seen_.last_request = last_request_.data();
+}
+
+void FeedbackRun::observe_all(std::uint32_t query, GroupRows& rows) {
+  if (!observes(query)) return;
+  if (needs_requests(cache_.needs())) add_requests(query, rows.request_flags(query));
+  if (needs_mass(cache_.needs())) add_masses(rows.masses(query));
+}
+
+void FeedbackRun::see_all(std::uint32_t query, GroupRows& rows) {
+  observe_all(query, rows);
+  if (!measure_.measures(query)) return;
+  measure(query, rows, rows.sums(query));
+  measure_outputs(query, rows, nullptr);
+}
+
+/// The exponentials of what is live, and their sums, which are recall's.
+void FeedbackRun::gather_kept(std::uint32_t query, const GroupRows& rows,
+                              GatherScratch& scratch) const {
+  scratch.resize(visible_, rows.heads());
+  for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
+    row_loops().gather(rows.e(query, head_group), cache_.positions().data(), visible_,
+                       scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
+                       scratch.sum.data() + head_group * kHeadGroupSize,
+                       scratch.most.data() + head_group * kHeadGroupSize);
+  scratch.shared = scratch.sum;
+}
+
+void FeedbackRun::take_kept(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
+  gather_kept(query, rows, scratch);
+  for (std::uint32_t head = 0; head < rows.group(); ++head)
+    if (scratch.sum[head] < kSharedSumFloor) take_own_maximum(query, head, rows, scratch);
+}
+
+void FeedbackRun::take_kept_outputs(std::uint32_t query, const GroupRows& rows,
+                                    GatherScratch& scratch) const {
+  const float* const values =
+      scratch.chain.move_to(query, rows, cache_.live_bits(), scratch.sum.data());
+  scratch.outputs.assign(values, values + rows.heads() * std::size_t{view_.head_size});
+  take_own_outputs(scratch);
+}
+
+void FeedbackRun::see_kept(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
+  take_kept(query, rows, scratch);
+  observe_kept(query, rows, scratch);
+  if (!measure_.measures(query)) return;
+  measure(query, rows, scratch.shared.data());
+  if (visible_ == query + 1) return measure_outputs(query, rows, nullptr);
+  if (!takes_outputs(query, rows)) return;
+  take_kept_outputs(query, rows, scratch);
+  measure_outputs(query, rows, &scratch);
+}
+
+/// Which source each token is in, to scratch.source: whether any is quantized. What an append of
+/// several tokens brings is exact until it ends.
+bool FeedbackRun::find_quantized(GatherScratch& scratch) const {
+  if (tiers_.empty()) return false;
+  const auto tiers = cache_.tiers();
+  scratch.source.assign(visible_, 0);
+  std::ranges::copy(tiers.first(std::min<std::size_t>(tiers.size(), visible_)),
+                    scratch.source.begin());
+  const Append& append = cursor_.current();
+  for (std::uint32_t age = visible_; append.tokens > 1 && age > 0; --age) {
+    if (cache_.positions()[age - 1] < append.first) break;
+    scratch.source[age - 1] = static_cast<std::uint8_t>(tiers_.size());
+  }
+  return std::ranges::any_of(scratch.source, [&](std::uint8_t source) { return row_of(source); });
+}
+
+/// Probabilities from the rows of the tiers; recall and misses from the full cache's.
+void FeedbackRun::see_quantized(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
+  gather_kept(query, rows, scratch);
+  for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
+    take_quantized(query, head_group, rows, scratch);
+  for (std::uint32_t head = 0; head < rows.group(); ++head)
+    if (scratch.sum[head] < kSharedSumFloor) take_own_quantized(query, head, rows, scratch);
+  observe_kept(query, rows, scratch);
+  if (!measure_.measures(query)) return;
+  measure(query, rows, scratch.shared.data());
+  if (!takes_outputs(query, rows)) return;
+  take_quantized_outputs(rows, scratch);
+  measure_outputs(query, rows, &scratch);
+  if (measure_.wants_quantization(query)) measure_quantization(query, rows, scratch);
+}
+
+/// The outputs of the same tokens in 16 bit, beside those of scratch.outputs.
+void FeedbackRun::measure_quantization(std::uint32_t query, GroupRows& rows,
+                                       GatherScratch& scratch) {
+  const std::vector<float> quantized = scratch.outputs, sums = scratch.sum;
+  take_kept(query, rows, scratch);
+  take_kept_outputs(query, rows, scratch);
+  for (std::uint32_t head = 0; head < view_.group; ++head) {
+    float* const exact = scratch.outputs.data() + head * std::size_t{view_.head_size};
+    scale(exact, view_.head_size, 1 / scratch.sum[head]);
+    measure_.add_quantization(0, head, exact, quantized.data() + (exact - scratch.outputs.data()),
+                              1 / sums[head]);
+  }
+}
+
+/// Puts the quantized tokens' exponentials among the gathered ones, all at the largest shift of the
+/// rows: another shift is an exact power of two.
+void FeedbackRun::take_quantized(std::uint32_t query, std::uint32_t head_group,
+                                 const GroupRows& rows, GatherScratch& scratch) const {
+  std::int32_t shift[kHeadGroupSize];
+  std::copy_n(rows.shifts(query) + head_group * kHeadGroupSize, kHeadGroupSize, shift);
+  for (const TierRow* const tier : tiers_)
+    for (std::size_t h = 0; tier && h < kHeadGroupSize; ++h)
+      shift[h] = std::max(shift[h], tier->rows.shifts(query)[head_group * kHeadGroupSize + h]);
+  const auto factors = [&](const GroupRows& of) {
+    std::array<float, kHeadGroupSize> factor;
+    for (std::size_t h = 0; h < kHeadGroupSize; ++h)
+      factor[h] = std::ldexp(1.0f, of.shifts(query)[head_group * kHeadGroupSize + h] - shift[h]);
+    return factor;
+  };
+  scratch.sources.clear();
+  for (const TierRow* const tier : tiers_) {
+    const GroupRows& of = tier ? tier->rows : rows;
+    scratch.sources.push_back({of.e(query, head_group), factors(of)});
+  }
+  scratch.sources.push_back({rows.e(query, head_group), factors(rows)});  // of what is exact
+
+  float* const kept = scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize;
+  const std::uint32_t* const positions = cache_.positions().data();
+  for (std::size_t i = 0; i < visible_; ++i) {
+    const auto& [e, factor] = scratch.sources[scratch.source[i]];
+    std::array<float, kHeadGroupSize> own;
+    for (std::size_t h = 0; h < kHeadGroupSize; ++h)
+      own[h] = e[positions[i] * kHeadGroupSize + h] * factor[h];
+    std::ranges::copy(own, kept + i * kHeadGroupSize);
+  }
+  row_loops().gather(kept, scratch.ages.data(), visible_, kept,
+                     scratch.sum.data() + head_group * kHeadGroupSize,
+                     scratch.most.data() + head_group * kHeadGroupSize);
+}
+
+void FeedbackRun::take_own_quantized(std::uint32_t query, std::uint32_t head, const GroupRows& rows,
+                                     GatherScratch& scratch) const {
+  for (std::size_t i = 0; i < visible_; ++i) {
+    const TierRow* const from = row_of(scratch.source[i]);
+    (from ? from->rows : rows).logits(query, head, visible().subspan(i, 1), scratch.row.data() + i);
+  }
+  take_own_row(head, scratch);
+}
+
+/// Adds the values of the tokens in `from`'s row, times their exponentials, to out [heads][dim].
+void FeedbackRun::add_values_of(const TierRow* from, GatherScratch& scratch, float* out) const {
+  const std::size_t dim = view_.head_size,
+                    head_groups = (view_.group + kHeadGroupSize - 1) / kHeadGroupSize;
+  for (std::uint32_t head_group = 0; head_group < head_groups; ++head_group) {
+    const float* const kept =
+        scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize;
+    scratch.picked.clear();
+    scratch.weights.resize(scratch.mass.size() * kHeadGroupSize);
+    for (std::size_t i = 0; i < visible_; ++i) {
+      if (row_of(scratch.source[i]) != from) continue;
+      std::copy_n(kept + i * kHeadGroupSize, kHeadGroupSize,
+                  scratch.weights.data() + scratch.picked.size() * kHeadGroupSize);
+      scratch.picked.push_back(cache_.positions()[i]);
+    }
+    row_loops().accumulate(scratch.weights.data(), scratch.picked.data(), scratch.picked.size(),
+                           view_.heads_in(head_group), from ? from->values.data() : view_.v,
+                           from ? dim : view_.kv_token_stride, dim,
+                           out + head_group * kHeadGroupSize * dim);
+  }
+}
+
+void FeedbackRun::take_quantized_outputs(const GroupRows& rows, GatherScratch& scratch) const {
+  const std::size_t dim = view_.head_size, size = rows.heads() * dim;
+  std::vector<float> quantized(size);
+  scratch.outputs.assign(size, 0.0f);
+  add_values_of(nullptr, scratch, scratch.outputs.data());
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier)
+    if (tiers_[tier] && (tier == 0 || tiers_[tier] != tiers_[tier - 1]))
+      add_values_of(tiers_[tier], scratch, quantized.data());
+  hadamard_rotate(quantized);
+  for (std::size_t d = 0; d < size; ++d) scratch.outputs[d] += quantized[d] / kQuantBlock;
+}
+
+/// The outputs of the heads that were taken from their own maxima, from gathered exponentials.
+void FeedbackRun::take_own_outputs(GatherScratch& scratch) const {
+  for (std::uint32_t head = 0; head < view_.group; ++head) {
+    if (!scratch.lost[head]) continue;
+    for (std::size_t i = 0; i < visible_; ++i)
+      scratch.row[i] = scratch.kept[kept_index(i, head, scratch.mass.size())];
+    float* const out = scratch.outputs.data() + head * std::size_t{view_.head_size};
+    std::fill(out, out + view_.head_size, 0.0f);
+    accumulate_rows(std::span(scratch.row).first(visible_), visible(), view_.v,
+                    view_.kv_token_stride, view_.head_size, out);
+  }
+}
+
+/// The changes of a query and the errors of a sampled one, from scratch.outputs and scratch.sum;
+/// without a scratch its outputs are the full cache's.
+void FeedbackRun::measure_outputs(std::uint32_t query, GroupRows& rows, GatherScratch* scratch) {
+  const std::size_t dim = view_.head_size;
+  if (scratch && rows.gradient_samples() > 0) {
+    scratch->factors.resize(view_.group);
+    for (std::uint32_t head = 0; head < view_.group; ++head)
+      scratch->factors[head] = 1 / scratch->sum[head];
+    rows.add_changes(query, scratch->outputs.data(), scratch->factors.data(),
+                     measure_.changes(0, rows.gradient_samples()));
+  }
+  if (!measure_.samples(query)) return;
+  for (std::uint32_t head = 0; head < view_.group; ++head) {
+    const float* const full = rows.outputs(query) + head * dim;
+    const float* const kept = scratch ? scratch->outputs.data() + head * dim : nullptr;
+    const float factor = scratch ? 1 / scratch->sum[head] : 1;
+    const double error = scratch ? row_loops().distance2(full, kept, factor, dim) : 0;
+    measure_.add_output(0, head, error, rows.norms2(query)[head], full, kept, factor);
+  }
+}
+
+void FeedbackRun::observe_kept(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
+  if (!observes(query)) return;
+  if (needs_mass(cache_.needs())) take_masses(query, rows, scratch);
+  if (needs_requests(cache_.needs())) take_requests(query, rows, scratch);
+}
+
+/// Probabilities from logits at cache positions; recall and misses from the full cache's rows.
+void FeedbackRun::see_cache_positions(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
+                                      const CachePositionTable& positions_in_cache,
+                                      GatherScratch& scratch) {
+  scratch.resize(visible_, rows.heads());
+  const bool outputs = measure_.measures(query) && takes_outputs(query, rows),
+             whole = has_whole_row(query);
+  if (whole)
+    take_whole(query, unrounded, scratch);
+  else if (observes(query) || outputs)
+    take_cache_positions(query, unrounded, positions_in_cache, scratch);
+  if (whole)
+    observe_all(query, unrounded);
+  else
+    observe_kept(query, rows, scratch);
+  if (!measure_.measures(query)) return;
+  if (!whole) add_shared(query, rows, scratch);
+  measure(query, rows, scratch.shared.data());
+  if (!outputs) return;
+  take_cache_position_outputs(query, unrounded, scratch);
+  measure_outputs(query, rows, &scratch);
+}
+
+/// A row of unrounded logits, nothing of which is the run's own.
+void FeedbackRun::take_whole(std::uint32_t query, const GroupRows& unrounded,
+                             GatherScratch& scratch) const {
+  scratch.sum.assign(unrounded.sums(query), unrounded.sums(query) + unrounded.heads());
+}
+
+/// The values of the oldest tokens with the run's own exponentials; of the youngest, which follow
+/// one another, with those that all share.
+void FeedbackRun::take_cache_position_outputs(std::uint32_t query, GroupRows& unrounded,
+                                              GatherScratch& scratch) const {
+  const std::size_t dim = view_.head_size, old = old_keys_.size();
+  scratch.outputs.assign(unrounded.heads() * dim, 0.0f);
+  for (std::uint32_t head_group = 0; head_group < unrounded.head_groups(); ++head_group)
+    row_loops().accumulate(scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
+                           cache_.positions().data(), old, view_.heads_in(head_group), view_.v,
+                           view_.kv_token_stride, dim,
+                           scratch.outputs.data() + head_group * kHeadGroupSize * dim);
+  const float* const young = unrounded.values_from(query, cache_.positions()[old]);
+  for (std::size_t d = 0; d < scratch.outputs.size(); ++d) scratch.outputs[d] += young[d];
+  take_own_outputs(scratch);
+}
+
+/// Sums of the full cache's exponentials over the live set, [heads], no larger than the row's. From
+/// old_keys_ on live tokens follow one another.
+void FeedbackRun::add_shared(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) const {
+  const auto live = visible();
+  const std::size_t old = old_keys_.size();
+  for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group) {
+    float scattered[kHeadGroupSize];
+    std::uint32_t unused[kHeadGroupSize] = {};
+    row_loops().total(rows.e(query, head_group), live.data(), old, scratch.least.data(), scattered,
+                      unused);
+    const auto following = rows.sums_from(query, head_group, live[old]);
+    for (std::size_t h = 0; h < kHeadGroupSize; ++h)
+      scratch.shared[head_group * kHeadGroupSize + h] =
+          std::min(static_cast<float>(following[h]) + scattered[h],
+                   rows.sums(query)[head_group * kHeadGroupSize + h]);
+  }
+}
+
+/// A head group's queries, each rotated to its number.
+void FeedbackRun::rotate_queries(std::uint32_t query, std::uint32_t head_group,
+                                 const CachePositionTable& positions_in_cache,
+                                 GatherScratch& scratch, const float** queries) const {
+  const std::size_t dim = view_.head_size;
+  scratch.rotated.resize(kHeadGroupSize * dim);
+  for (std::uint32_t h = 0; h < kHeadGroupSize && head_group * kHeadGroupSize + h < view_.group;
+       ++h) {
+    float* const to = scratch.rotated.data() + h * dim;
+    positions_in_cache.rope().rotate(view_.query(head_group * kHeadGroupSize + h, query), dim,
+                                     visible_ - 1, to);
+    queries[h] = to;
+  }
+}
+
+/// Gathers exponentials of logits at cache positions: those of tokens that have lost a younger one
+/// are the run's own, the others the full cache's.
+void FeedbackRun::take_cache_positions(std::uint32_t query, GroupRows& unrounded,
+                                       const CachePositionTable& positions_in_cache,
+                                       GatherScratch& scratch) {
+  const std::size_t old = old_keys_.size(), stride = scratch.mass.size() + kPanelTokens;
+  scratch.products.resize(stride * kHeadGroupSize);
+  for (std::uint32_t head_group = 0; head_group < unrounded.head_groups(); ++head_group) {
+    const float *queries[kHeadGroupSize] = {}, *products[kHeadGroupSize] = {};
+    rotate_queries(query, head_group, positions_in_cache, scratch, queries);
+    for (std::size_t h = 0; h < kHeadGroupSize && queries[h]; ++h)
+      products[h] = scratch.products.data() + h * stride;
+    old_keys_.products(queries, positions_in_cache, scratch.products.data(), stride);
+    row_loops().join(products, old, unrounded.softmax_scale(),
+                     unrounded.shifts(query) + head_group * kHeadGroupSize,
+                     unrounded.e(query, head_group) + cache_.positions()[old] * kHeadGroupSize,
+                     visible_ - old,
+                     scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
+                     scratch.sum.data() + head_group * kHeadGroupSize,
+                     scratch.most.data() + head_group * kHeadGroupSize);
+    for (std::uint32_t h = 0; h < kHeadGroupSize && products[h]; ++h)
+      if (scratch.sum[head_group * kHeadGroupSize + h] < kSharedSumFloor)
+        take_own_cache_positions(query, head_group * kHeadGroupSize + h, unrounded, scratch);
+  }
+}
+
+/// Gathers one head's exponentials from its own maximum; scratch.products holds those of the old
+/// keys.
+void FeedbackRun::take_own_cache_positions(std::uint32_t query, std::uint32_t head,
+                                           const GroupRows& unrounded, GatherScratch& scratch) {
+  const std::size_t old = old_keys_.size(), stride = scratch.mass.size() + kPanelTokens;
+  std::copy_n(scratch.products.data() + head % kHeadGroupSize * stride, old, scratch.row.data());
+  scale(scratch.row.data(), old, unrounded.softmax_scale());
+  unrounded.logits(query, head, visible().subspan(old), scratch.row.data() + old);
+  take_own_row(head, scratch);
+}
+
+/// The row of a head whose shared exponentials lost their bits, from its own maximum.
+void FeedbackRun::take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows,
+                                   GatherScratch& scratch) {
+  rows.logits(query, head, visible(), scratch.row.data());
+  take_own_row(head, scratch);
+}
+
+/// A head's gathered exponentials from the logits in scratch.row.
+void FeedbackRun::take_own_row(std::uint32_t head, GatherScratch& scratch) const {
+  scratch.lost[head] = true;
+  shared_exponentials(scratch.row.data(), visible_, scratch.row.data());
+  scratch.sum[head] = lane_sum(scratch.row.data(), visible_);
+  scratch.most[head] = *std::max_element(scratch.row.begin(), scratch.row.begin() + visible_);
+  for (std::size_t i = 0; i < visible_; ++i)
+    scratch.kept[kept_index(i, head, scratch.mass.size())] = scratch.row[i];
+}
+
+void FeedbackRun::take_masses(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
+  const float weight = weight_of(query);
+  if (weight != 1.0f || by_largest()) {
+    std::fill(scratch.mass.begin(), scratch.mass.begin() + visible_, std::uint64_t{0});
+    for (std::uint32_t head = 0; head < rows.group(); ++head)
+      for (std::size_t i = 0; i < visible_; ++i) {
+        const std::uint64_t mass = fixed_mass(
+            weight, scratch.kept[kept_index(i, head, scratch.mass.size())] / scratch.sum[head]);
+        scratch.mass[i] = by_largest() ? std::max(scratch.mass[i], mass) : scratch.mass[i] + mass;
+      }
+  } else {
+    for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
+      row_loops().masses(scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
+                         visible_, scratch.sum.data() + head_group * kHeadGroupSize,
+                         head_group == 0, scratch.mass.data());
+  }
+  add_masses(scratch.mass.data());
+}
+
+void FeedbackRun::take_requests(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) {
+  for (std::uint32_t head = 0; head < rows.group(); ++head)
+    scratch.least[head] = min_requested(scratch.sum[head], scratch.most[head], rows.threshold16());
+  for (std::uint32_t head_group = 0; head_group < rows.head_groups(); ++head_group)
+    row_loops().mark(scratch.kept.data() + head_group * scratch.mass.size() * kHeadGroupSize,
+                     visible_, scratch.least.data() + head_group * kHeadGroupSize, head_group == 0,
+                     scratch.requested.data());
+  add_requests(query, scratch.requested.data());
+}
+
+void FeedbackRun::add_masses(const std::uint64_t* mass) {
+  if (seen_.queries == 1) {
+    seen_.mass = mass;
+    return;
+  }
+  for (std::size_t i = 0; i < visible_; ++i) mass_[i] += mass[i];
+}
+
+void FeedbackRun::add_requests(std::uint32_t query, const std::uint32_t* requested) {
+  if (seen_.queries == 1) {
+    seen_.requests = requested;
+    return;
+  }
+  for (std::size_t i = 0; i < visible_; ++i) {
+    requests_[i] += requested[i];
+    last_request_[i] = requested[i] ? query : last_request_[i];
+  }
+}
+
+void FeedbackRun::measure(std::uint32_t query, GroupRows& rows, const float* shared) {
+  const GroupRows::Requests wanted = rows.requests(query);
+  measure_.begin_query(query);
+  const bool all = visible_ == query + 1;
+  const std::uint64_t* const bits = all ? nullptr : rows.request_bits(query);
+  const std::size_t begins[] = {0, visible_};
+  for (std::uint32_t head = 0; head < rows.group(); ++head) {
+    const double sum = rows.sums(query)[head], recall = all ? 1.0 : shared[head] / sum;
+    const std::uint64_t hits =
+        all ? wanted.count[head]
+            : row_loops().common(bits + head * rows.words(), cache_.live_bits(), query / 64 + 1);
+    measure_.add_wanted(head, wanted.count[head]);
+    measure_.add(0, head, recall, wanted.count[head] - static_cast<std::uint32_t>(hits));
+    measure_.add_passages(head, rows.e(query, head / kHeadGroupSize) + head % kHeadGroupSize,
+                          kHeadGroupSize, sum, cache_.positions().data(), begins);
+  }
+}
+
+TierRows::TierRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic)
+    : view_(view), rope_(rope), arithmetic_(arithmetic) {
+  check_quantized_heads(view.head_size);
+  view_.projection = nullptr;  // changes are of the full cache's rows
+}
+
+std::vector<TierRow*> TierRows::of(std::span<const TierSlots> tier_plan) {
+  std::vector<TierRow*> by_tier;
+  for (std::size_t tier = 0; tier < tier_plan.size(); ++tier) {
+    const auto path = demotion_path(tier_plan, -1, static_cast<int>(tier));
+    auto& row = rows_[path];
+    if (!row && !path.empty()) row = quantize(path);
+    by_tier.push_back(row.get());
+  }
+  return by_tier;
+}
+
+std::unique_ptr<TierRow> TierRows::quantize(const std::vector<const KvFormat*>& path) const {
+  const std::size_t dim = view_.head_size;
+  std::vector<float> keys(view_.tokens * dim), values(keys.size());
+  for (std::uint32_t token = 0; token < view_.tokens; ++token) {
+    const std::span<float> key = std::span(keys).subspan(token * dim, dim),
+                           value = std::span(values).subspan(token * dim, dim);
+    take_token(view_, rope_, arithmetic_, token, key, value);
+    quantize_token(path, key, value);
+  }
+  return std::make_unique<TierRow>(
+      TierRow{GroupRows(view_, rope_, arithmetic_, keys), std::move(values)});
+}
+
+void TierRows::compute(std::uint32_t first, std::uint32_t count) {
+  for (const auto& [path, row] : rows_)
+    if (row) row->rows.compute(first, count);
+}
+
+}  // namespace kvlab

@@ -1,0 +1,168 @@
+// One configuration of the feedback configuration batch.
+#pragma once
+
+#include <array>
+#include <map>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "policies/tiers/tier_plan.hpp"
+#include "sim/config_batches/config_batch.hpp"
+#include "sim/config_batches/feedback/aged_cache.hpp"
+#include "sim/config_batches/group_rows.hpp"
+#include "sim/config_batches/output_chain.hpp"
+#include "sim/row_measure.hpp"
+
+namespace kvlab {
+
+// Rows of attention over tokens as the tiers of tier plans keep them.
+/// A KV head's tokens, each as one tier keeps it: a quantized row is a pure function of a token and
+/// the formats that it comes down through, so all configurations share it.
+struct TierRow {
+  GroupRows rows;             ///< of quantized keys
+  std::vector<float> values;  ///< [token, dim], after the Hadamard rotation
+};
+
+class TierRows {
+ public:
+  /// `view`'s data and `rope` must outlive this. Throws std::invalid_argument where heads are no
+  /// whole blocks of channels.
+  TierRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
+
+  /// By tier of a tier plan; null: its tokens are exact.
+  std::vector<TierRow*> of(std::span<const TierSlots> tier_plan);
+  /// The rows of queries [first, first + count), of all tiers that were requested.
+  void compute(std::uint32_t first, std::uint32_t count);
+
+ private:
+  std::unique_ptr<TierRow> quantize(const std::vector<const KvFormat*>& path) const;
+
+  HeadView view_;
+  const RopeTable& rope_;
+  HeadArithmetic arithmetic_;
+  std::map<std::vector<const KvFormat*>, std::unique_ptr<TierRow>> rows_;  // by the demotion path
+};
+
+/// Memory that the configurations of a configuration batch use one after another.
+struct GatherScratch {
+  AlignedVector<float> kept;                    // [head group][age][4]
+  AlignedVector<std::uint64_t> mass;            // [age]
+  std::vector<std::uint32_t> requested;         // [age]
+  std::vector<float> sum, most, least, shared;  // [heads]
+  std::vector<bool> lost;                       // [heads]: taken from its own maximum
+  std::vector<float> row;                       // one head's, by age
+  AlignedVector<float> products, rotated;       // [4][age], [4][dim]: at cache positions
+  std::vector<std::uint32_t> ages;              // 0, 1, 2, …
+  std::vector<std::uint8_t> source;             // [age]: which of the sources has it
+  std::vector<std::uint32_t> picked;            // positions of some of them
+  AlignedVector<float> weights;                 // [picked][4]
+  /// By tier, then of staged tokens, which are exact: a row, and what brings it to the common
+  /// shift.
+  std::vector<std::pair<const float*, std::array<float, kHeadGroupSize>>> sources;
+  std::vector<float> outputs;  // [heads][dim]: sums of values times exponentials
+  std::vector<float> factors;  // [group]: what makes outputs of them
+  OutputChain chain;
+
+  void resize(std::size_t tokens, std::uint32_t heads);
+};
+
+class FeedbackRun {
+ public:
+  /// `quantized`: of all tiers' rows; null where no configuration of the configuration batch has a
+  /// tier plan.
+  FeedbackRun(const ResolvedConfig& config, LiveSet::Identity identity, const HeadView& view,
+              const MeasuredQueries* measured, TierRows* quantized);
+
+  /// `rows`: the full cache's. `unrounded`: the same at unrounded positions, and
+  /// `positions_in_cache`, for cache positions; else null.
+  void attend(std::uint32_t query, GroupRows& rows, GroupRows* unrounded,
+              const CachePositionTable* positions_in_cache, GatherScratch& scratch);
+
+  const AgedCache& cache() const { return cache_; }
+  AgedSet& aged_set() { return cache_; }
+  /// After the last query.
+  HeadOutcome outcome() {
+    return {measure_.take().front(), cache_.evictions(), cache_.live_max(), cache_.size()};
+  }
+  /// The live tokens that the last query could see.
+  std::span<const std::uint32_t> visible() const { return cache_.positions().first(visible_); }
+
+  /// The first token whose exponentials at cache positions are shared: those before it are the
+  /// run's own, or not live.
+  std::uint32_t first_shared() const {
+    return old_keys_.size() < cache_.size() ? cache_.positions()[old_keys_.size()] : 0;
+  }
+
+ private:
+  bool observes(std::uint32_t query) const;
+  void evict_to_budget(std::uint32_t now);
+  void see_all(std::uint32_t query, GroupRows& rows);
+  bool find_quantized(GatherScratch& scratch) const;
+  /// Whose row has a token of that source; null: the exact one.
+  const TierRow* row_of(std::uint8_t source) const {
+    return source < tiers_.size() ? tiers_[source] : nullptr;
+  }
+  void see_quantized(std::uint32_t query, GroupRows& rows, GatherScratch& scratch);
+  void take_quantized(std::uint32_t query, std::uint32_t head_group, const GroupRows& rows,
+                      GatherScratch& scratch) const;
+  void take_own_quantized(std::uint32_t query, std::uint32_t head, const GroupRows& rows,
+                          GatherScratch& scratch) const;
+  void measure_quantization(std::uint32_t query, GroupRows& rows, GatherScratch& scratch);
+  void take_quantized_outputs(const GroupRows& rows, GatherScratch& scratch) const;
+  void add_values_of(const TierRow* from, GatherScratch& scratch, float* out) const;
+  void observe_all(std::uint32_t query, GroupRows& rows);
+  void see_cache_positions(std::uint32_t query, GroupRows& rows, GroupRows& unrounded,
+                           const CachePositionTable& positions_in_cache, GatherScratch& scratch);
+  void take_cache_positions(std::uint32_t query, GroupRows& unrounded,
+                            const CachePositionTable& positions_in_cache, GatherScratch& scratch);
+  /// Whether a group gives what its largest head gives, not the sum.
+  bool by_largest() const { return cache_.modifiers().group == Modifiers::Group::max; }
+  bool has_whole_row(std::uint32_t query) const;
+  void take_whole(std::uint32_t query, const GroupRows& unrounded, GatherScratch& scratch) const;
+  void rotate_queries(std::uint32_t query, std::uint32_t head_group,
+                      const CachePositionTable& positions_in_cache, GatherScratch& scratch,
+                      const float** queries) const;
+  void take_own_cache_positions(std::uint32_t query, std::uint32_t head, const GroupRows& unrounded,
+                                GatherScratch& scratch);
+  void add_shared(std::uint32_t query, GroupRows& rows, GatherScratch& scratch) const;
+  void observe_kept(std::uint32_t query, GroupRows& rows, GatherScratch& scratch);
+  void see_kept(std::uint32_t query, GroupRows& rows, GatherScratch& scratch);
+  void take_kept(std::uint32_t query, GroupRows& rows, GatherScratch& scratch);
+  void take_kept_outputs(std::uint32_t query, const GroupRows& rows, GatherScratch& scratch) const;
+  void gather_kept(std::uint32_t query, const GroupRows& rows, GatherScratch& scratch) const;
+  void take_own_maximum(std::uint32_t query, std::uint32_t head, GroupRows& rows,
+                        GatherScratch& scratch);
+  void take_own_row(std::uint32_t head, GatherScratch& scratch) const;
+  void take_masses(std::uint32_t query, GroupRows& rows, GatherScratch& scratch);
+  void take_requests(std::uint32_t query, GroupRows& rows, GatherScratch& scratch);
+  void add_masses(const std::uint64_t* mass);
+  void add_requests(std::uint32_t query, const std::uint32_t* requested);
+  void measure(std::uint32_t query, GroupRows& rows, const float* shared);
+  void take_cache_position_outputs(std::uint32_t query, GroupRows& unrounded,
+                                   GatherScratch& scratch) const;
+  void take_own_outputs(GatherScratch& scratch) const;
+  /// Whether a measured query's outputs are looked at.
+  bool takes_outputs(std::uint32_t query, const GroupRows& rows) const {
+    return rows.gradient_samples() > 0 || measure_.samples(query);
+  }
+  void measure_outputs(std::uint32_t query, GroupRows& rows, GatherScratch* scratch);
+  void begin_observing();
+  float weight_of(std::uint32_t query) const { return cache_.weight(cursor_.age_of(query)); }
+
+  AgedCache cache_;
+  std::vector<TierRow*> tiers_;  // by tier; null where it is exact, empty where all are
+  TokenFeatures features_;
+  bool cache_positions_;
+  AgedKeys old_keys_;  // of live tokens that have lost a younger one; the others follow one another
+  AppendCursor cursor_;
+  const HeadView& view_;
+  RowMeasure measure_;
+  std::uint32_t visible_ = 0;
+  Seen seen_;                        // of the append in progress
+  std::vector<std::uint64_t> mass_;  // [age], over an append of several queries
+  std::vector<std::uint32_t> requests_, last_request_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,80 @@
+// Which configuration batch a configuration takes, and one KV head through all configuration
+// batches.
+#pragma once
+
+#include <memory>
+
+#include "sim/config_batches/feedback/feedback_config_batch.hpp"
+
+namespace kvlab {
+
+/// The configuration batch of configurations at original positions.
+std::unique_ptr<FeedbackConfigBatch> make_feedback_config_batch(
+    BatchedConfigs configs, AgedSet::Identity identity, const HeadView& view, const RopeTable& rope,
+    const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
+
+/// The configuration batch of configurations at cache positions.
+std::unique_ptr<FeedbackConfigBatch> make_cache_position_config_batch(
+    BatchedConfigs configs, AgedSet::Identity identity, const HeadView& view, const RopeTable& rope,
+    const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
+
+/// Takes one KV head through `configs`.
+class HeadConfigBatches {
+ public:
+  /// All must outlive this. `measured` may be null: nothing is measured.
+  HeadConfigBatches(BatchedConfigs configs, LiveSet::Identity identity, const HeadView& view,
+                    const RopeTable& rope, const HeadArithmetic& arithmetic,
+                    const MeasuredQueries* measured);
+
+  /// Called with a configuration's index; not for oracle_topk.
+  void watch(ConfigBatchWatcher watcher);
+  void run();
+  /// By configuration; once, after run().
+  std::vector<HeadOutcome> outcomes();
+
+ private:
+  void plan(const BatchedConfigs& configs, LiveSet::Identity identity, const RopeTable& rope,
+            const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
+  void add(std::unique_ptr<ConfigBatch> config_batch, std::vector<std::size_t> indices);
+  std::vector<std::uint64_t> future_masses();
+
+  std::size_t count_;
+  HeadView view_;
+  GroupRows rows_;
+  std::vector<std::unique_ptr<ConfigBatch>> config_batches_;
+  std::vector<std::vector<std::size_t>> indices_;  // by configuration batch: its configurations
+};
+
+// The KV heads of one layer, query by query, through the configurations whose caches evict together
+// (scope=layer).
+
+class LayerConfigBatches {
+ public:
+  /// All must outlive this. `views` by KV head. `measured` may be null: nothing is measured.
+  LayerConfigBatches(const BatchedConfigs& configs, AgedSet::Identity layer,
+                     std::span<const HeadView> views, const RopeTable& rope,
+                     const HeadArithmetic& arithmetic, const MeasuredQueries* measured);
+
+  /// Called for one KV head with a configuration's index, a query and what was live.
+  void watch(std::uint32_t kv_head, const ConfigBatchWatcher& watcher);
+  void run();
+  /// By KV head, then configuration; once, after run().
+  std::vector<std::vector<HeadOutcome>> outcomes();
+
+ private:
+  /// Configurations of one kind of positions: a configuration batch for each KV head.
+  struct Kind {
+    std::vector<std::size_t> indices;
+    std::vector<std::unique_ptr<FeedbackConfigBatch>> heads;
+  };
+  void add(const BatchedConfigs& configs, Positions positions, AgedSet::Identity layer,
+           const RopeTable& rope, const HeadArithmetic& arithmetic,
+           const MeasuredQueries* measured);
+
+  std::size_t count_;
+  std::span<const HeadView> views_;
+  std::vector<GroupRows> rows_;  // by KV head
+  std::vector<Kind> kinds_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,12 @@
+// Compiled with the options of tools/cmake/instruction_sets.cmake.
+#include "policies/ops/instruction_set.hpp"
+#include "sim/config_batches/loops/row_loops_body.hpp"
+
+namespace kvlab {
+
+const RowLoops* row_loops_avx512() {
+  static constexpr RowLoops loops = make_row_loops("avx512");
+  return instruction_set() >= InstructionSet::avx512 ? &loops : nullptr;
+}
+
+}  // namespace kvlab

@@ -1,0 +1,167 @@
+// From logits to the exponentials of a row.
+#pragma once
+
+#include "sim/config_batches/loops/rows/masses.hpp"
+#include "traces/base/numeric/exponential.hpp"
+
+namespace kvlab {
+namespace {
+
+/// The shift of a row of scaled logits.
+inline std::int32_t shift_of(const float* logits, std::size_t count, float scale) {
+  float most = -__builtin_inff();
+  std::size_t i = 0;
+  if (count >= kWidth) {
+    Floats best = load(logits) * scale;
+    for (i = kWidth; i + kWidth <= count; i += kWidth)
+      best = greater(load(logits + i) * scale, best);
+    most = largest_of(best);
+  }
+  for (; i < count; ++i) most = logits[i] * scale > most ? logits[i] * scale : most;
+  return shift_below(most);
+}
+
+/// kWidth logits of the first H heads, rows[h] + first, to their exponentials [token][4].
+template <int H>
+inline __attribute__((always_inline)) void take_exponentials(const float* const* rows,
+                                                             std::size_t first, float scale,
+                                                             const std::int32_t* shift, Floats* r) {
+  Floats logits[H], e[H];
+  for (int h = 0; h < H; ++h) logits[h] = load(rows[h] + first) * scale;
+  exponentials_of<H>(logits, shift, e);
+  for (int h = 0; h < kHeads; ++h) r[h] = h < H ? out_of_order(e[h]) : Floats{};
+  transpose(r);
+}
+
+/// Whole blocks of logits to e [count][4] and into their sums.
+template <int H>
+void write_blocks(const float* const* rows, std::size_t count, float scale,
+                  const std::int32_t* shift, float* e, HeadGroupSums& sums) {
+  HeadGroupSums all = sums;
+  std::int32_t shifts[H];
+  for (int h = 0; h < H; ++h) shifts[h] = shift[h];
+  for (std::size_t i = 0; i < count; i += kBlockTokens)
+    for (int piece = 0; piece < kPieces; ++piece) {
+      Floats r[kHeads];
+      const std::size_t at = i + static_cast<std::size_t>(piece * kWidth);
+      take_exponentials<H>(rows, at, scale, shifts, r);
+      for (int j = 0; j < kHeads; ++j) {
+        store(e + at * kHeadGroupSize + j * kWidth, r[j]);
+        all.add(piece * kHeads + j, r[j]);
+      }
+    }
+  sums = all;
+}
+
+void write_blocks(const float* const* rows, std::size_t count, float scale,
+                  const std::int32_t* shift, float* e, HeadGroupSums& sums) {
+  constexpr decltype(&write_blocks<1>) kByHeads[] = {write_blocks<1>, write_blocks<2>,
+                                                     write_blocks<3>, write_blocks<4>};
+  int heads = 1;
+  while (heads < kHeads && rows[heads]) ++heads;
+  kByHeads[heads - 1](rows, count, scale, shift, e, sums);
+}
+
+/// Exponentials of fewer tokens than a block, padded.
+inline void write_rest(const float* const* rows, std::size_t count, float scale,
+                       const std::int32_t* shift, float* e) {
+  float rest[kHeadGroupSize][kTokens] = {}, last[kBlockFloats];
+  const float* parts[kHeadGroupSize] = {};
+  for (int h = 0; h < kHeads; ++h) {
+    if (!rows[h]) continue;
+    std::memcpy(rest[h], rows[h], count * sizeof(float));
+    parts[h] = rest[h];
+  }
+  HeadGroupSums unused;
+  write_blocks(parts, kBlockTokens, scale, shift, last, unused);
+  std::memcpy(e, last, count * kHeadGroupSize * sizeof(float));
+  pad(e, count);
+}
+
+/// `count` logits of each head to e [count][4], padded to whole blocks, and into their sums.
+inline void write_exponentials(const float* const* rows, std::size_t count, float scale,
+                               const std::int32_t* shift, float* e, HeadGroupSums& sums) {
+  const std::size_t whole = count / kBlockTokens * kBlockTokens;
+  write_blocks(rows, whole, scale, shift, e, sums);
+  if (whole == count) return;
+  const float* rest[kHeadGroupSize] = {};
+  for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + whole : nullptr;
+  write_rest(rest, count - whole, scale, shift, e + whole * kHeadGroupSize);
+  sums.add_block(e + whole * kHeadGroupSize);
+}
+
+constexpr float kMaxExponential = 0x1p30f;
+
+/// Takes a head's exponentials down by a power of two; what falls below 2^-126 becomes 0.
+void lower(HeadGroupRow& row, int head, std::int32_t by) {
+  const float factor = by > 126 ? 0.0f
+                                : 1.0f / static_cast<float>(std::uint64_t{1} << by / 2) /
+                                      static_cast<float>(std::uint64_t{1} << (by - by / 2));
+  const auto lowered = [factor](float x) { return x * factor < 0x1p-126f ? 0.0f : x * factor; };
+  float* const e = row.e + head;
+  for (std::size_t i = 0; i < row.tokens; ++i)
+    e[i * kHeadGroupSize] = lowered(e[i * kHeadGroupSize]);
+  for (std::size_t i = 0; i < kBlockTokens; ++i) {
+    row.lanes[i * kHeadGroupSize + static_cast<std::size_t>(head)] *= factor;
+    row.largest[i * kHeadGroupSize + static_cast<std::size_t>(head)] *= factor;
+  }
+}
+
+/// Takes the shift of what comes wherever it is above the row's.
+void raise_shifts(HeadGroupRow& row, const float* const* logits, std::size_t count, float scale) {
+  for (int h = 0; h < kHeads; ++h) {
+    if (!logits[h]) continue;
+    const std::int32_t shift = shift_of(logits[h], count, scale);
+    if (row.tokens > 0 && shift <= row.shift[h]) continue;
+    if (row.tokens > 0) lower(row, h, shift - row.shift[h]);
+    row.shift[h] = shift;
+  }
+}
+
+void extend(HeadGroupRow& row, const float* const* logits, std::size_t count, float scale) {
+  if (row.tokens == 0) raise_shifts(row, logits, count, scale);
+  for (bool again = false;; again = true) {
+    HeadGroupSums sums(row.lanes, row.largest);
+    write_exponentials(logits, count, scale, row.shift, row.e + row.tokens * kHeadGroupSize, sums);
+    if (again || !sums.any_at_least(kMaxExponential)) {
+      sums.store_to(row.lanes, row.largest);
+      break;
+    }
+    raise_shifts(row, logits, count, scale);
+  }
+  row.tokens += count;
+}
+
+void finish(const HeadGroupRow& row, float* sum, float* most) {
+  HeadGroupSums(row.lanes, row.largest).finish(sum, most);
+}
+
+/// How far above a shift the own logits of a joined row may lie, in powers of two.
+constexpr std::int32_t kMaxAbove = 60;
+
+void join(const float* const* rows, std::size_t old, float scale, const std::int32_t* shift,
+          const float* e, std::size_t shared, float* kept, float* sum, float* most) {
+  bool large[kHeadGroupSize] = {};
+  for (int h = 0; h < kHeads; ++h)
+    large[h] = rows[h] && old > 0 && shift_of(rows[h], old, scale) > shift[h] + kMaxAbove;
+  HeadGroupSums sums;
+  const std::size_t whole = old / kBlockTokens * kBlockTokens, mixed = old - whole;
+  write_exponentials(rows, whole, scale, shift, kept, sums);
+  std::size_t done = 0;  // of the shared ones
+  if (mixed > 0) {
+    const float* rest[kHeadGroupSize] = {};
+    for (int h = 0; h < kHeads; ++h) rest[h] = rows[h] ? rows[h] + whole : nullptr;
+    write_rest(rest, mixed, scale, shift, kept + whole * kHeadGroupSize);
+    done = shared < kBlockTokens - mixed ? shared : kBlockTokens - mixed;
+    if (done > 0)
+      std::memcpy(kept + old * kHeadGroupSize, e, done * kHeadGroupSize * sizeof(float));
+    sums.add_block(kept + whole * kHeadGroupSize);
+  }
+  copy_blocks(e + done * kHeadGroupSize, shared - done, kept + (old + done) * kHeadGroupSize, sums);
+  sums.finish(sum, most);
+  for (int h = 0; h < kHeads; ++h)
+    if (large[h]) sum[h] = 0;
+}
+
+}  // namespace
+}  // namespace kvlab

@@ -1,0 +1,74 @@
+// `oracle_topk` at several budgets: each query and query head keeps its B most probable tokens, so
+// that one row in rough order gives every budget. Queries of a dense prefill keep all.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "sim/config_batches/config_batch.hpp"
+#include "sim/config_batches/group_rows.hpp"
+#include "sim/row_measure.hpp"
+
+namespace kvlab {
+
+// Sums of a row's largest exponentials, for many counts at once: a row is not sorted, only put into
+// bins by size; within a bin order matters where a count ends in it.
+
+class TopSums {
+ public:
+  /// `budgets`: the counts, ascending and distinct.
+  explicit TopSums(std::vector<std::uint32_t> budgets);
+
+  const std::vector<std::uint32_t>& budgets() const { return budgets_; }
+
+  /// Puts the row of `query` into bins, for every head of the group.
+  void begin_row(std::uint32_t query, const GroupRows& rows);
+  /// Takes one head's sums, for every budget of no more than the row's tokens.
+  void take(std::uint32_t head);
+  struct Level {
+    double sum;   ///< of the largest
+    float least;  ///< the smallest of them
+  };
+  /// The taken head's, by budget.
+  const Level& level(std::size_t i) const { return levels_[i]; }
+
+ private:
+  std::uint32_t range_of(const float* e, std::uint32_t most) const;
+  void scatter(std::uint32_t head);
+  std::uint32_t sort_bin_of(std::uint32_t head, std::uint32_t index);
+
+  std::vector<std::uint32_t> budgets_;
+  std::vector<Level> levels_;                // [budget]
+  std::vector<std::uint32_t> most_, shift_;  // [head]: from bits to bins
+  std::uint32_t tokens_ = 0, bins_ = 0;      // bins: without those of the rest
+  std::size_t stride_ = 0;
+  std::vector<std::uint32_t> bits_;   // [head][token]
+  std::vector<std::uint16_t> bin_;    // [head][token]: 0 for the largest
+  std::vector<std::uint32_t> ends_;   // [bin]: of the bins in order_
+  std::vector<std::uint32_t> order_;  // bits by bin
+};
+
+class TopkConfigBatch final : public ConfigBatch {
+ public:
+  TopkConfigBatch(BatchedConfigs configs, std::uint32_t group, const MeasuredQueries& measured);
+
+  bool wants_row(std::uint32_t query) const override { return measure_.measures(query); }
+  void attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) override;
+  std::vector<HeadOutcome> outcomes() override;
+  void watch(ConfigBatchWatcher) override {
+  }  ///< it keeps a set for each query head, not for a KV head
+
+ private:
+  void attend_query(std::uint32_t query, GroupRows& rows);
+  void measure(std::uint32_t query, std::uint32_t head, GroupRows& rows);
+  bool keeps_all(std::size_t config, std::uint32_t query) const {
+    return configs_[config]->budget_tokens > query || configs_[config]->in_dense_prompt[query];
+  }
+
+  BatchedConfigs configs_;
+  std::vector<std::size_t> level_;  // [config]: its budget's place in sums_
+  RowMeasure measure_;
+  TopSums sums_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,41 @@
+// The tier plans of a sweep as the kernels of a replay read them.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "kernels/host/memory.hpp"
+#include "kernels/replay/copies.hpp"
+#include "policies/cache_config.hpp"
+
+namespace kvlab {
+
+class SweepTiers {
+ public:
+  /// `own`: head tasks are a configuration's own, and so are their copies of tokens.
+  explicit SweepTiers(bool own) : own_(own) {}
+
+  /// To the rule of the cache that a configuration has at such a budget, if that is of a tier plan.
+  /// Throws std::invalid_argument: more tiers than a walk has.
+  void add(const ResolvedConfig& config, std::uint32_t index, std::uint32_t budget,
+           kernels::ReplayRule& rule);
+  void send();
+  const kernels::ReplayTier* tiers() const { return tiers_on_device_.as<kernels::ReplayTier>(); }
+  const kernels::ReplayDemotionPath* paths() const {
+    return paths_on_device_.as<kernels::ReplayDemotionPath>();
+  }
+  /// As kernels::ReplayCopies::count.
+  std::size_t copies() const;
+
+ private:
+  using Path = std::vector<const KvFormat*>;
+  std::uint32_t copy_of(std::uint32_t config, const Path& path);
+
+  bool own_;
+  std::vector<kernels::ReplayTier> tiers_;
+  std::map<const std::vector<TierSlots>*, std::uint32_t> first_;  // of tiers_
+  std::vector<std::vector<Path>> paths_;                          // [configuration or 0, copy]
+  cuda::DeviceBuffer tiers_on_device_, paths_on_device_;
+};
+
+}  // namespace kvlab

@@ -1,0 +1,35 @@
+// What tests of the end-to-end evaluation run: the demo's text under one policy.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/tokenizer/tokenizer.hpp"
+#include "policies/cache_config.hpp"
+#include "tests/catch.hpp"
+#include "traces/base/safetensors.hpp"
+
+namespace kvlab {
+
+/// Of the demo's text by the bundled model's tokenizer, behind the model's first token.
+inline std::vector<std::int32_t> some_tokens(std::size_t count) {
+  static const Tokenizer tokenizer =
+      Tokenizer::load(KVLAB_SOURCE_DIR "/engine/models/tiny/tokenizer.json");
+  const std::string text = read_text_file(KVLAB_SOURCE_DIR "/tools/demo/prompt.txt", 1 << 20);
+  std::vector<std::int32_t> ids{0};
+  for (const std::int32_t id : tokenizer.encode(text, false)) ids.push_back(id);
+  REQUIRE(ids.size() >= count);
+  ids.resize(count);
+  return ids;
+}
+
+inline CacheConfig config_of(const std::string& policy, std::uint32_t budget, Prefill prefill,
+                             Positions positions) {
+  return {.policy = parse_policy(policy),
+          .budget = {.extent = tokens(budget)},
+          .prefill = prefill,
+          .positions = positions,
+          .seed = 3};
+}
+
+}  // namespace kvlab

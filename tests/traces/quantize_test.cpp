@@ -1,0 +1,109 @@
+// Quantized values of rows against a second writing.
+#include "traces/base/numeric/quantize.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "tests/catch.hpp"
+#include "traces/base/numeric/dtype.hpp"
+
+using namespace kvlab;
+
+namespace {
+
+std::vector<float> draw(std::size_t size, float spread, std::uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0, spread);
+  std::vector<float> row(size);
+  for (float& x : row) x = normal(random);
+  return row;
+}
+
+/// One round of sums and differences after the other, out of place.
+std::vector<float> hadamard_matrix_times(std::vector<float> x) {
+  for (std::size_t bit = 0; bit < 5; ++bit) {
+    std::vector<float> y(x.size());
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      const std::size_t other = i ^ (std::size_t{1} << bit);
+      y[i] = (i >> bit & 1) ? x[other] - x[i] : x[i] + x[other];
+    }
+    x = y;
+  }
+  return x;
+}
+
+std::vector<float> naive_quantized(const std::vector<float>& row, int bits) {
+  std::vector<float> result;
+  for (std::size_t b = 0; b < row.size(); b += 32) {
+    const auto [least, most] = std::minmax_element(row.begin() + b, row.begin() + b + 32);
+    const float mn = f16_to_float(float_to_f16(*least));
+    const int levels = bits == 8 ? 255 : bits == 4 ? 15 : 3;
+    std::uint16_t s16 = float_to_f16((*most - *least) / static_cast<float>(levels));
+    if (s16 == 0) s16 = 1;
+    const float s = f16_to_float(s16);
+    for (std::size_t i = b; i < b + 32; ++i) {
+      const int quantized = static_cast<int>(std::nearbyint((row[i] - mn) / s));
+      const float product = static_cast<float>(std::min(std::max(quantized, 0), levels)) * s;
+      result.push_back(product + mn);
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+TEST_CASE("the Hadamard rotation is Hadamard's matrix, and is its own inverse but for 32") {
+  std::vector<float> row = draw(96, 1, 1), twice = row;
+  hadamard_rotate(row);
+  CHECK(row == hadamard_matrix_times(twice));
+  std::vector<float> unit(32);
+  unit[0] = 1;
+  hadamard_rotate(unit);
+  CHECK(unit == std::vector<float>(32, 1.0f));
+  hadamard_rotate(row);
+  for (std::size_t i = 0; i < row.size(); ++i) CHECK(row[i] / 32 == Approx(twice[i]).margin(1e-6));
+}
+
+TEST_CASE("integer formats have the second writing's bits") {
+  for (const int bits : {8, 4, 2})
+    for (const float spread : {1e-7f, 1e-3f, 1.0f, 300.0f})
+      for (std::uint32_t seed = 0; seed < 20; ++seed) {
+        std::vector<float> row = draw(64, spread, seed);
+        const std::vector<float> expected = naive_quantized(row, bits);
+        quantize_row(row, bits, false);
+        REQUIRE(row == expected);
+      }
+}
+
+TEST_CASE("a block of equal numbers is kept") {
+  std::vector<float> row(32, 0.5f);
+  quantize_row(row, 2, false);
+  CHECK(row == std::vector<float>(32, 0.5f));
+  std::vector<float> nothing(32);
+  quantize_row(nothing, 8, true);
+  CHECK(nothing == std::vector<float>(32));
+}
+
+TEST_CASE("e4m3 keeps three bits behind the first, and what is small beside its block") {
+  // 448 = 1.75 * 2^8 is e4m3's largest: the scale is 1.
+  std::vector<float> row(32);
+  const std::vector<std::pair<float, float>> pairs{
+      {448, 448},         {1, 1},     {1.0625f, 1},           {1.1875f, 1.25f},
+      {-17, -16},         {-19, -20}, {0.001f, 0.001953125f}, {0.0009f, 0},
+      {0.016f, 0.015625f}};
+  for (std::size_t i = 0; i < pairs.size(); ++i) row[i] = pairs[i].first;
+  quantize_row(row, 8, true);
+  for (std::size_t i = 0; i < pairs.size(); ++i) CHECK(row[i] == pairs[i].second);
+  std::vector<float> larger(32, 449.0f);  // under 2: 224.5 is nearest to 224
+  quantize_row(larger, 8, true);
+  CHECK(larger.front() == 448);
+}
+
+TEST_CASE("what fp16 does not hold is refused") {
+  std::vector<float> row(32);
+  row[3] = 1e6f, row[4] = -70000.0f;
+  CHECK_THROWS_WITH(quantize_row(row, 4, false),
+                    Catch::Matchers::ContainsSubstring("ends at 65504"));
+}

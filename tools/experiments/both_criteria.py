@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Does tune deploy a policy that answers?
+
+Tunes at some budgets, then asks and scores every policy that were evaluated, with other questions, and holds the deployed one
+against the best: within 10 points of its pass-key share wherever its KL is at most 20% higher.
+"""
+
+import json
+
+from experiment import Experiment, main, name_of_policy, table, values
+
+QUESTION = """
+`kvlab tune` deploys by two criteria: KL to the full cache, and answers. All that were evaluated are asked again, by questions that
+`tune` has not seen, and scored over the same texts. Is the deployed one within 10 points of the best pass-key share of
+those whose KL is at most 20% above its own? Where a policy answers more for more KL, the file has to name it.
+"""
+POINTS, NEAR, SEED = 0.10, 1.2, 1000
+
+
+def at_budget(experiment, budget):
+    """One row of the table, and whether the bar is met."""
+    texts = ["--text", *experiment.arguments.text, "--max-tokens", experiment.tokens]
+    sweep = ["--policy", "a2sf,h2o,window,lru"] if experiment.arguments.quick else []
+    model = ["--model", experiment.arguments.model]
+    out = experiment.kvlab(
+        ["tune"], *model, *texts, "--prompt-tokens", experiment.tokens // 5, "--budget", budget,
+        "--samples", experiment.quick(2, 8), *sweep,
+    )  # fmt: skip
+    run = json.loads(out.read_text())["run"]
+    evaluated = list(dict.fromkeys(entry["policy"] for entry in run["rounds"][0]["standings"]))
+    kl = values(experiment.eval(evaluated, [budget]), "kl")
+    words, samples = experiment.quick(30, 250), experiment.quick(2, 20)
+    shares = experiment.pass_keys(evaluated, [budget], words, samples, "--seed", SEED)
+    names = {f"{key[0]}:{key[1]}".rstrip(":"): key for key in kl if key in shares and key[0] != "full"}
+    criteria = run["criteria"]
+    deployed = names[criteria["deployed"]]
+    near = [key for key in names.values() if kl[key][0] <= NEAR * kl[deployed][0]]
+    best = max(near, key=lambda key: shares[key][0])
+    anywhere = max(names.values(), key=lambda key: shares[key][0])
+    met = shares[deployed][0] >= shares[best][0] - POINTS
+    cell = lambda key: f"{name_of_policy(*key[:2])}: {kl[key][0]:.4f}, {100 * shares[key][0]:.0f}%"  # noqa: E731
+    named = criteria["task_accuracy"] or "nobody"
+    return [budget, cell(deployed), cell(best), cell(anywhere), f"`{named}`", "yes" if met else "**no**"], criteria["why"]
+
+
+def both_criteria():
+    experiment = Experiment(__doc__)
+    rows, reasons = [], []
+    for budget in (64, 128):
+        row, why = at_budget(experiment, budget)
+        rows.append(row)
+        reasons.append(f"- {budget}: {why}.")
+    header = ["budget", "deployed: KL, pass key", f"best within {NEAR} × its KL", "best of all that were evaluated",
+              "named for answers", "within 10 points"]  # fmt: skip
+    experiment.section("## Deployed, and the best\n\n" + table(header, rows))
+    experiment.section("## Why\n\n" + "\n".join(reasons))
+    experiment.write("Does tune deploy a policy that answers?", QUESTION)
+
+
+main(both_criteria)

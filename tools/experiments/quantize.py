@@ -1,0 +1,33 @@
+"""Quantized values of blocks of channels (docs/guides/precision-tiers.md) and rotations, a second time, for experiments."""
+
+import numpy
+
+
+def hadamard(size):
+    matrix = numpy.ones((1, 1))
+    while len(matrix) < size:
+        matrix = numpy.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix.astype(numpy.float32) / numpy.sqrt(numpy.float32(size))
+
+
+def quantize(rows, bits, block, turned):
+    """[token, dim] as quantized values of `bits` give it back: a fp16 scale and minimum for each block of channels."""
+    if bits == 16:
+        return rows
+    own = rows.reshape(len(rows), -1, block)
+    turn = hadamard(block) if turned else numpy.eye(block, dtype=numpy.float32)
+    own = own @ turn
+    least = own.min(axis=2, keepdims=True).astype(numpy.float16).astype(numpy.float32)
+    scale = ((own.max(axis=2, keepdims=True) - least) / (2**bits - 1)).astype(numpy.float16).astype(numpy.float32)
+    scale = numpy.maximum(scale, numpy.float32(6e-8))
+    own = numpy.clip(numpy.rint((own - least) / scale), 0, 2**bits - 1) * scale + least
+    return (own @ turn.T).reshape(rows.shape)
+
+
+def rotated(rows, inv_freq):
+    """[token, dim], by RoPE."""
+    half = len(inv_freq)
+    angle = numpy.arange(len(rows))[:, None] * inv_freq[None]
+    low, high = rows[:, :half], rows[:, half : 2 * half]
+    turned = [low * numpy.cos(angle) - high * numpy.sin(angle), high * numpy.cos(angle) + low * numpy.sin(angle)]
+    return numpy.concatenate([*turned, rows[:, 2 * half :]], axis=1).astype(numpy.float32)
