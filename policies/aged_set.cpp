@@ -57,7 +57,7 @@ Ranks AgedSet::ranks(std::uint32_t now) const {
   return ranks;
 }
 
-/// Scope, then smooth.
+/// Applies the modifiers in order: scope, then smooth.
 Ranks AgedSet::modified_ranks(std::uint32_t now) const {
   Ranks all;
   if (modifiers_.scope == Modifiers::Scope::head) {
@@ -84,15 +84,16 @@ std::vector<EvictionKey> AgedSet::eviction_keys(std::uint32_t now) const {
   return keys;
 }
 
-/// By age, the sinks come first and the recent last: where the tokens begin that are neither, and
-/// where they end.
+/// Range of ages of the unprotected tokens. By age, the sinks come before it and the recent tokens
+/// after it.
 std::pair<std::size_t, std::size_t> AgedSet::unprotected_range(std::uint32_t now) const {
   const auto protection_at = [&](std::size_t i) {
     return protected_tokens_.protection(positions_[i], now);
   };
   std::size_t first = std::min(protected_tokens_.sinks, size_);
-  while (first > 0 && protection_at(first - 1) != 2) --first;  // where some sinks are not there
-  // The recent tokens are there, less those that come next, unless a protection had to give way.
+  while (first > 0 && protection_at(first - 1) != 2) --first;  // some sinks may have been evicted
+  // The recent tokens are live, apart from those still to be appended, unless protected tokens had
+  // to be evicted.
   std::size_t last =
       std::max<std::size_t>(first, size_ - std::min(protected_tokens_.recent, size_));
   while (last < size_ && protection_at(last) == 0) ++last;
@@ -100,11 +101,11 @@ std::pair<std::size_t, std::size_t> AgedSet::unprotected_range(std::uint32_t now
   return {first, last};
 }
 
-/// The first of equal ranks is the oldest.
+/// Of equal ranks, returns the oldest token.
 std::span<const std::uint32_t> AgedSet::find_victim(std::uint32_t now) {
   auto [first, last] = unprotected_range(now);
   if (first == last && last < size_)
-    last = size_;  // a protection gives way: the recent first
+    last = size_;  // all tokens are protected: evict recent ones first
   else if (first == last)
     first = 0;
   victims_.assign(1, static_cast<std::uint32_t>(ops_.first_least(
@@ -139,7 +140,7 @@ std::span<const std::uint32_t> AgedSet::find_victims(std::uint32_t now) {
   return victims_;
 }
 
-/// To the tier below; below the last, nobody's.
+/// Moves the token to the tier below. Below the last tier, the token has no tier.
 void AgedSet::demote(std::uint32_t age) {
   --tier_counts_[tiers_[age]];
   ++tier_counts_[++tiers_[age]];
@@ -150,7 +151,7 @@ bool AgedSet::needs_demotion() const {
          modifiers_.surplus(tier_counts_[0], tier_plan_.front().slots, after_prompt_) > 0;
 }
 
-/// The first victim of each tier; nobody's age is the largest.
+/// The first victim of each tier; kNoAge for an empty tier.
 std::vector<AgedSet::First> AgedSet::firsts(std::uint32_t now) const {
   std::vector<First> firsts(tier_plan_.size());
   const Ranks ranks = modified_ranks(now);
@@ -160,7 +161,7 @@ std::vector<AgedSet::First> AgedSet::firsts(std::uint32_t now) const {
     if (ranks.keys[age] < own.key.rank || own.age == kNoAge)
       own = {age, {0, ranks.keys[age], positions_[age]}};
   }
-  bool held = false;  // a tier by protected tokens alone
+  bool held = false;  // whether some tier holds only protected tokens
   for (std::size_t tier = 0; tier < firsts.size(); ++tier)
     held |= firsts[tier].age == kNoAge && tier_counts_[tier] > 0;
   for (std::uint32_t age = 0; held && age < size_; ++age) {
@@ -172,8 +173,9 @@ std::vector<AgedSet::First> AgedSet::firsts(std::uint32_t now) const {
   return firsts;
 }
 
-/// assign_tiers() where the first tier has one token too many and no other has any: at each tier
-/// the first to leave goes on, until one has room. Else false, and nothing is done.
+/// A fast path of assign_tiers() for one token too many in the first tier and no other tier above
+/// its capacity: each tier demotes its first victim, down to a tier with a free slot. Otherwise
+/// returns false and changes nothing.
 bool AgedSet::assign_one(std::uint32_t now, bool evicts) {
   if (tier_counts_[0] != tier_plan_.front().slots) return false;
   std::vector<bool> has_free_slot;
@@ -194,13 +196,14 @@ bool AgedSet::assign_one(std::uint32_t now, bool evicts) {
   return true;
 }
 
-/// Assigns the tokens of victims_, from the last victim to the first, each to the first tier that
-/// has room and is not above its own. Leaves in victims_ who finds none; where nobody is to leave
-/// yet, the first tier has room for those that wait for the burst.
+/// Assigns the tokens of victims_, from the last victim to the first, to the highest tier with a
+/// free slot that is not above the token's tier. Leaves the tokens without a slot in victims_. If
+/// no token is to be evicted yet, the first tier has extra slots for the tokens that wait for the
+/// burst.
 void AgedSet::assign_tiers(bool evicts) {
   std::vector<std::uint32_t> free_slots;
   for (const TierSlots& tier : tier_plan_) free_slots.push_back(tier.slots);
-  --free_slots.front();  // the next token's
+  --free_slots.front();  // for the next token
   if (!evicts) free_slots.front() += std::max(size_, budget_ - 1) - (budget_ - 1);
   std::ranges::sort(victims_,
                     [&](std::uint32_t a, std::uint32_t b) { return keys_[b] < keys_[a]; });
@@ -218,7 +221,7 @@ void AgedSet::evict(std::span<const std::uint32_t> ages) {
   if (!tiers_.empty())
     for (const std::uint32_t age : ages) --tier_counts_[tiers_[age]];
   std::size_t kept = ages.front();
-  for (std::size_t v = 0; v < ages.size(); ++v) {  // what lies between two victims moves up
+  for (std::size_t v = 0; v < ages.size(); ++v) {  // move the tokens between two victims forward
     const std::size_t from = std::size_t{ages[v]} + 1,
                       count = (v + 1 < ages.size() ? ages[v + 1] : size_) - from;
     std::memmove(positions_.data() + kept, positions_.data() + from, count * sizeof(std::uint32_t));
@@ -269,7 +272,7 @@ void AgedSet::give_back() {
   feature_values_.shrink_to_fit();
   if (!tiers_.empty()) tiers_.resize(size_);
   victims_ = std::vector<std::uint32_t>();
-  keys_ = std::vector<EvictionKey>();  // (braces alone would keep the memory)
+  keys_ = std::vector<EvictionKey>();  // assigning {} would keep the memory
 }
 
 void AgedSet::append(std::uint32_t first, std::uint32_t count, const float* feature_values) {

@@ -1,4 +1,4 @@
-// A policy's state and parameters as bytes, for code that does not know their types.
+// State and parameters of a policy as bytes, for code that does not know their types.
 #pragma once
 
 #include <cstddef>
@@ -9,18 +9,18 @@
 
 namespace kvlab {
 
-/// 0 where the policy keeps no state.
+/// Bytes of one token's state; 0 if the policy keeps none.
 template <class P>
 inline constexpr std::size_t kSlotBytes = std::is_empty_v<typename P::Slot>
                                               ? 0
                                               : sizeof(typename P::Slot);
-/// 0 where it takes no parameters.
+/// Bytes of the parameters; 0 if the policy has none.
 template <class P>
 inline constexpr std::size_t kParamsBytes = std::is_empty_v<typename P::Params>
                                                 ? 0
                                                 : sizeof(typename P::Params);
 
-/// P's parameters from one value for each line of kParams.
+/// P's Params from one value for each entry of kParams.
 template <class P>
 constexpr typename P::Params params_from(const double* values) {
   typename P::Params params{};
@@ -29,7 +29,7 @@ constexpr typename P::Params params_from(const double* values) {
   return params;
 }
 
-/// Of each line of kParams; null behind the last.
+/// Name of the entry `index` of kParams; null past the end.
 template <class P>
 constexpr const char* param_name(std::size_t index) {
   if constexpr (!std::is_empty_v<typename P::Params>)
@@ -37,8 +37,8 @@ constexpr const char* param_name(std::size_t index) {
   return nullptr;
 }
 
-/// Writes P's Params, kParamsBytes, from one value for each line of kParams. False, and nothing is
-/// written, where one is out of its range.
+/// Writes P's Params (kParamsBytes) to `to`, from one value for each entry of kParams. Returns
+/// false and writes nothing if a value is out of range.
 template <class P>
 bool write_params(std::span<const double> values, std::byte* to) {
   if constexpr (!std::is_empty_v<typename P::Params>) {
@@ -46,7 +46,8 @@ bool write_params(std::span<const double> values, std::byte* to) {
       if (!in_range(values[i], P::kParams[i].least, P::kParams[i].most)) return false;
     const typename P::Params params = params_from<P>(values.data());
     const auto* const from = reinterpret_cast<const std::byte*>(&params);
-    for (std::size_t i = 0; i < sizeof params; ++i) to[i] = from[i];  // aligned as the caller likes
+    // byte by byte: `to` may be unaligned
+    for (std::size_t i = 0; i < sizeof params; ++i) to[i] = from[i];
   }
   return true;
 }

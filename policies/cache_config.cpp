@@ -9,7 +9,7 @@
 namespace kvlab {
 namespace {
 
-/// Empty where all heads have one budget.
+/// Empty if all heads have one budget.
 HeadBudgets budgets_by_head(const CacheConfig& config, std::uint32_t length,
                             const CacheShape& model) {
   const Budget& budget = config.budget;
@@ -41,7 +41,7 @@ void check_protected_tokens(const ResolvedConfig& config) {
       }
 }
 
-/// One kept set for a layer has one budget.
+/// Under scope=layer the heads keep one set, so they need one budget.
 void check_layers_even(const ResolvedConfig& config) {
   if (config.shares_slots())
     throw std::invalid_argument(
@@ -57,7 +57,7 @@ void check_layers_even(const ResolvedConfig& config) {
                         config.policy.name, layer, config.head_budgets[layer].front(), budget));
 }
 
-/// Layers with a window have theirs among the budgets by head.
+/// Inserts the windows of layers with a sliding window into the budgets by head.
 void insert_windows(ResolvedConfig& config, const CacheShape& model) {
   HeadBudgets& heads = config.head_budgets;
   for (std::size_t layer = 0; !heads.empty() && layer < model.windows.size(); ++layer)
@@ -66,7 +66,7 @@ void insert_windows(ResolvedConfig& config, const CacheShape& model) {
                    std::vector(model.kv_heads, model.windows[layer]));
 }
 
-/// What a tier plan refuses.
+/// Refuses configurations that a tier plan does not support.
 void check_tier_plan(const CacheConfig& config) {
   const auto refuse = [&](const char* why) {
     throw std::invalid_argument(fmt::format("policy {}: tiers {}: {}", config.policy.name,
@@ -82,7 +82,7 @@ void check_tier_plan(const CacheConfig& config) {
     refuse("full keeps every token on one tier; one format is expected");
 }
 
-/// The tokens of a cache with such slots.
+/// Records the tier slots and returns the budget in tokens that they add up to.
 std::uint32_t climb(ResolvedConfig& config, const std::vector<TierSlots>& slots) {
   const std::uint32_t budget = tokens_of(slots);
   config.tiers.try_emplace(budget, slots);
@@ -100,7 +100,8 @@ void check_prompt(const CacheConfig& config) {
   if (!policy.prompt_tokens) refuse("its length is not known here; sinks=N would be right");
 }
 
-/// Budgets in tokens of 16 bit become those that the tier plan holds in as many bytes.
+/// Converts budgets in 16-bit tokens to the number of tokens that the tier plan holds in the same
+/// bytes.
 void climb(ResolvedConfig& config, std::uint32_t length, std::uint32_t head_size) {
   if (config.policy.tier_plan.is_plain()) return;
   check_tier_plan(config);

@@ -19,7 +19,7 @@
 namespace kvlab {
 namespace {
 
-/// `should` says what would be right.
+/// `should` describes valid text, for the error message.
 double parse_number(std::string_view text, std::string_view what, std::string_view should) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -28,7 +28,7 @@ double parse_number(std::string_view text, std::string_view what, std::string_vi
   return value;
 }
 
-/// Throws unless it lies in [least, 2^31), of tokens or another unit.
+/// Throws unless the number lies in [least, 2^31); `unit` names what it counts.
 Extent parse_tokens(std::string_view text, std::string_view what, double least,
                     std::string_view alternative = "", std::string_view unit = "tokens") {
   const std::string should =
@@ -75,7 +75,8 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
 
 bool is_reserved(std::string_view word) { return word == "page" || word == "storage"; }
 
-/// What papers and other libraries call a policy or a way of sharing a budget; "" if nothing known.
+/// A hint for the name of a policy or of a budget split in papers and other libraries; "" if
+/// unknown.
 std::string hint_of_paper(std::string_view word) {
   std::string name;
   for (const char c : word)
@@ -106,7 +107,7 @@ std::string hint(std::string_view word, std::span<const std::string> candidates)
   return fmt::format("; known: {}", fmt::join(candidates, ", "));
 }
 
-/// Where among a policy's features the one is that a setting names, if any.
+/// Index of the policy's feature that the setting `name=` selects, if any.
 constexpr std::string_view kNamed = "name=";
 std::optional<std::size_t> named_index(const PolicyInfo& info) {
   for (std::size_t i = 0; i < info.feature_count(); ++i)
@@ -159,8 +160,8 @@ void apply_setting(PolicySpec& spec, std::string_view setting) {
       fmt::format("policy {}: unknown parameter '{}'{}", spec.name, key, hint(key, known)));
 }
 
-/// `h2o:preset=NAME:more` with the preset's own settings instead of its name, but for those that
-/// `more` gives; any other text as it is.
+/// Replaces `preset=NAME` in `h2o:preset=NAME:more` by the preset's settings; settings in `more`
+/// take precedence. Returns any other text unchanged.
 std::string without_preset(std::string_view text) {
   const auto parts = split(text, ':');
   const auto named = std::ranges::find_if(
@@ -306,7 +307,7 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
   std::vector<std::string> known;
   for (const PolicyEntry& entry : policy_catalogue()) {
     known.emplace_back(entry.info.name);
-    // The catalogue outlives everything: nobody owns its entries.
+    // A non-owning pointer: the catalogue lives as long as the process.
     if (ranked == entry.info.name)
       spec.entry = std::shared_ptr<const PolicyEntry>(std::shared_ptr<void>(), &entry);
   }
@@ -357,7 +358,7 @@ PolicySpec parse_policy(std::string_view text, std::span<const std::string_view>
 
 namespace {
 
-/// `128`, `20%`, `20%bytes`, `64KiB` or `ratio(0.5)`.
+/// Parses `128`, `20%`, `20%bytes`, `64KiB` or `ratio(0.5)`.
 Budget parse_even(std::string_view text, const std::string& what) {
   if (constexpr std::string_view kRatio = "ratio(";
       text.starts_with(kRatio) && text.ends_with(')')) {

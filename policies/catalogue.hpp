@@ -1,4 +1,4 @@
-// The registry at run time, and how a policy is written on the command line.
+// The registry at run time, and the syntax of policies on the command line.
 #pragma once
 
 #include <cstddef>
@@ -16,86 +16,87 @@
 
 namespace kvlab {
 
-/// Every registered policy, in the registry's order.
+/// All registered policies, in the order of the registry.
 const std::vector<PolicyEntry>& policy_catalogue();
 
-/// As written on the command line: `4` or `50%`.
+/// The command-line form: `4` or `50%`.
 std::string text_of(Extent extent);
-/// Likewise read: a count or a share. Throws std::invalid_argument unless it lies in [least, 2^31)
-/// tokens or in [0, 100] percent, where no share is 0 unless `least` is.
+/// Parses that form: a count or a share. Throws std::invalid_argument unless it lies in [least,
+/// 2^31) tokens or in [0, 100] percent; 0% is valid only if `least` is 0.
 Extent parse_extent(std::string_view text, std::string_view what, double least);
 
-/// A policy as requested: `name:param=value:sinks=N:recent=N`, defaults filled in.
+/// A policy from the command line, `name:param=value:sinks=N:recent=N`, with defaults filled in.
 struct PolicySpec {
-  std::shared_ptr<const PolicyEntry> entry;  ///< null: a reference of the replay, found by name
+  std::shared_ptr<const PolicyEntry> entry;  ///< null: an oracle of the replay, found by name
   std::string name;
   std::vector<double> params;  ///< in the order of entry->params
   Extent sinks, recent;
-  bool prompt =
-      false;  ///< the protection: the first prompt's tokens are evicted last; budgets are beside it
-  std::optional<std::uint32_t> prompt_tokens = {};  ///< of that prompt, where it is known
+  /// Protects the first prompt: its tokens are evicted last, and they do not count in the budget.
+  bool prompt = false;
+  std::optional<std::uint32_t> prompt_tokens = {};  ///< length of that prompt, if known
   Modifiers modifiers;
-  TierPlan tier_plan = {};            ///< `tiers=4`, `tiers=16@16t+4@100%`
-  std::vector<std::string> features;  ///< as entry->info.features, with the one that `name=` gives
+  TierPlan tier_plan = {};  ///< `tiers=4`, `tiers=16@16t+4@100%`
+  /// As entry->info.features, with the feature that `name=` selects.
+  std::vector<std::string> features;
   std::shared_ptr<const FeatureSource> feature_source = nullptr;  ///< as in CompiledPolicies
 
-  /// The name that `name=` gives; empty where the policy does not ask for one.
+  /// The feature that `name=` selects; empty if the policy has no such setting.
   std::string named_feature() const;
-  /// Makes `name` the feature that the policy requests. Throws std::invalid_argument: it requests
-  /// none, or this is no name.
+  /// Selects the feature `name`. Throws std::invalid_argument if the policy has no such setting or
+  /// `name` is not a valid feature name.
   void name_feature(std::string_view name);
 
-  /// How many the protection `prompt` holds, where they are known.
+  /// Number of tokens that the setting `prompt` protects; 0 if it is off or the number is unknown.
   std::uint32_t protected_prompt_tokens() const { return prompt ? prompt_tokens.value_or(0) : 0; }
 
-  /// The parameters as the entry's hooks take them.
+  /// The parameters in the layout that the entry's hooks take.
   std::vector<std::byte> packed_params() const;
 
-  /// Every parameter and protection, defaults too, as requested: `decay=0.9:sinks=0:recent=50%`. Of
-  /// the modifiers those that are there, and those that the policy has and this has not. A
-  /// feature's name comes first.
+  /// All settings as text, including defaults: `decay=0.9:sinks=0:recent=50%`. A feature's name
+  /// comes first. Modifiers are listed if they are set, or if they are off and the policy's
+  /// defaults set them.
   std::string params_text() const;
-  /// `name:` and params_text(): parses back to the same spec.
+  /// `name:` and params_text(). parse_policy() returns the same spec for it.
   std::string text() const;
-  /// The same without the settings that are the policy's own defaults, for rows that people read:
-  /// `h2o:recent=25%`. Parses back too.
+  /// text() without the settings that equal the policy's defaults, for tables: `h2o:recent=25%`.
+  /// parse_policy() also returns the same spec for it.
   std::string brief() const;
 };
 
-/// Parses one policy. `references` are further names that take no parameters; `compiled` are
-/// policies beside the registry's. Throws std::invalid_argument that names the mistake and,
-/// for a near miss, the nearest name.
+/// Parses one policy. `oracles` are further names, which take no parameters; `compiled` are
+/// policies beside the registry. Throws std::invalid_argument that names the mistake and suggests
+/// the nearest name for a typing error.
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> oracles = {},
                         const CompiledPolicies& compiled = {});
 
-/// brief() of a policy's text; as it stands where it names none of the catalogue.
+/// brief() of a policy in text form. Returns `text` unchanged if the catalogue has no such policy.
 std::string brief_policy(const std::string& text);
 
 /// Parses `128`, `20%`, `64KiB`, `20%bytes`, `pyramid(20%)`, `ada(128)`. Throws
-/// std::invalid_argument for 0, a negative number, or more than 100%.
+/// std::invalid_argument for 0, a negative number or more than 100%.
 Budget parse_budget(std::string_view text);
 
-/// The protected tokens of `spec` in tokens, of a budget with the tokens that the protection
-/// `prompt` holds; these are among the sinks. Throws std::invalid_argument unless sinks + recent <=
-/// budget and sinks < budget.
+/// The protected tokens of `spec`, in tokens, for `budget`. `budget` includes the prompt tokens
+/// that the setting `prompt` protects; they count as sinks. Throws std::invalid_argument unless
+/// sinks + recent <= budget and sinks < budget.
 ProtectedTokens resolve_protected_tokens(const PolicySpec& spec, std::uint32_t budget);
-/// The smallest budget that protected tokens given in tokens fit, were there no others; 1 of a
-/// reference.
+/// The smallest budget that fits the protected tokens that are given in tokens, not as shares. 1
+/// for an oracle.
 std::uint32_t min_budget(const PolicySpec& spec);
 
-/// original, cache. Throws std::invalid_argument otherwise.
+/// Parses `original` or `cache`. Throws std::invalid_argument for any other text.
 Positions parse_positions(std::string_view text);
 std::string_view name_of(Positions positions);
 
 /// How a prompt is appended: all at once (dense), or in chunks (stream = chunk:1).
 struct Prefill {
-  std::uint32_t chunk = 0;  ///< tokens an append; 0: the whole prompt
+  std::uint32_t chunk = 0;  ///< tokens per append; 0: the whole prompt
 
   std::string text() const;
 };
 Prefill parse_prefill(std::string_view text);
 
-/// The candidate nearest to `word` by edit distance, if near enough to be a slip.
+/// The candidate with the smallest edit distance to `word`, if close enough to be a typing error.
 std::optional<std::string> nearest_name(std::string_view word,
                                         std::span<const std::string> candidates);
 

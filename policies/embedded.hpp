@@ -1,4 +1,5 @@
-// The policies' headers as text, so that a policy can be compiled at run time wherever kvlab is.
+// The policy headers as text. kvlab carries them, so it can compile a policy at run time without
+// its source tree.
 #pragma once
 
 #include <span>
@@ -7,11 +8,11 @@
 namespace kvlab {
 
 struct EmbeddedText {
-  std::string_view path;  ///< in the project: policies/policy.hpp
+  std::string_view path;  ///< path in the project: policies/policy.hpp
   std::string_view text;
 };
 
-/// What a policy's header may include, and what turns it into an entry.
+/// The headers that a policy may include, and those that convert a policy to an entry.
 std::span<const EmbeddedText> policy_headers();
 
 }  // namespace kvlab

@@ -1,5 +1,5 @@
-// A policy that a command line can name: one line of the registry, or a header that was compiled at
-// run time.
+// A policy that the command line can name: one line of the registry, or a header that was compiled
+// at run time.
 #pragma once
 
 #include <cstddef>
@@ -19,13 +19,13 @@ class FeatureSource;  // policies/features/features.hpp
 
 /// The header of a policy that was compiled at run time.
 struct PolicySource {
-  std::string path;  ///< as requested
+  std::string path;  ///< as the user typed it
   std::string text;
-  std::string xxh3;  ///< of the text, 16 hex digits
+  std::string xxh3;  ///< hash of the text, 16 hex digits
   std::string type;  ///< qualified name of the struct: kvlab::Peak
 };
 
-/// `text` as a C++ literal: for #line.
+/// `text` as a C++ string literal, for #line directives.
 inline std::string c_literal(const std::string& text) {
   std::string literal = "\"";
   for (const char c : text) {
@@ -35,7 +35,8 @@ inline std::string c_literal(const std::string& text) {
   return literal + '"';
 }
 
-/// What a layer's tokens of a prompt bring, before RoPE: [token, head, dim] each.
+/// The queries, keys and values of a prompt's tokens in one layer, before RoPE. Each array has the
+/// shape [token, head, dim].
 struct SeenRows {
   std::uint32_t sequence, layer, first, tokens, query_heads, kv_heads, head_size;
   const float *q, *k, *v;
@@ -43,30 +44,32 @@ struct SeenRows {
   float rope_factor, softmax_scale;
 };
 
-/// One policy that a command line can name. Copies share all but the struct itself: what the table
-/// points to lives as long as the process.
+/// One policy that the command line can name. Copies share everything but the struct itself: the
+/// table points to data that lives as long as the process.
 struct PolicyEntry : PolicyOps {
   std::shared_ptr<const PolicySource> source = nullptr;  ///< null: compiled with kvlab
-  /// What hooks that are no text of ours call back: their `params` are a pointer to it. Null: they
-  /// are a policy's own.
+  /// Set if the hooks call functions outside kvlab (Python); `params` then points to this object.
+  /// Null: the hooks are the policy's.
   std::shared_ptr<const void> host = nullptr;
-  /// The policy whose rank this one multiplies by its last feature (policies/features/product.hpp);
-  /// null: it is no product.
+  /// The policy whose rank this one multiplies by its last feature; product_of() sets it.
+  /// Null: this is not a product.
   std::shared_ptr<const PolicyEntry> factored = nullptr;
-  /// Shown each layer of a prompt before a token of it is ranked; in a replay, instead, which trace
-  /// holds the rows of a sequence. Null: it does not look. Prompts have to be dense.
+  /// Called with each layer of a prompt before a token of the prompt is ranked. A replay calls
+  /// see_trace instead, with the trace that holds the rows of a sequence. A policy that sets these
+  /// requires a dense prefill. Null: the policy does not use these rows.
   std::function<void(const SeenRows&)> see_rows = nullptr;
   std::function<void(std::uint32_t sequence, const std::string& trace)> see_trace = nullptr;
 };
 
-/// Policies beside the registry's: those of --policy-source, in its order. No two have one name.
-/// And what brings them, and the registry's, the features that no decoder computes.
+/// The policies beside the registry: those of --policy-source, in command-line order. Names are
+/// unique. Also holds the source of features that no decoder computes, for these policies and the
+/// registry's.
 struct CompiledPolicies {
   CompiledPolicies() = default;
   CompiledPolicies(std::nullptr_t) {}
   CompiledPolicies(std::shared_ptr<const PolicyEntry> only) : entries{std::move(only)} {}
 
-  /// Null where none has that name.
+  /// Returns null if no policy has this name.
   std::shared_ptr<const PolicyEntry> find(std::string_view name) const {
     for (const auto& entry : entries)
       if (entry->info.name == name) return entry;
@@ -74,7 +77,8 @@ struct CompiledPolicies {
   }
 
   std::vector<std::shared_ptr<const PolicyEntry>> entries;
-  std::shared_ptr<const FeatureSource> feature_source = nullptr;  ///< null: a replay's trace alone
+  /// null: features come only from the replayed trace
+  std::shared_ptr<const FeatureSource> feature_source = nullptr;
 };
 
 }  // namespace kvlab

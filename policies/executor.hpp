@@ -1,6 +1,6 @@
-// Who runs which caches, beside the plain replay, which runs all: one line for each executor of the
-// rule says what it knows of all that may be asked of a cache. What is not in the table, everybody
-// knows.
+// Which executor of the rule can run which caches. The table below has one line per executor and
+// lists what it supports. The plain replay supports everything and has no line; every executor
+// supports what the table does not list.
 #pragma once
 
 #include <cstddef>
@@ -13,32 +13,32 @@
 
 namespace kvlab {
 
-/// Which features a policy may read: none, those that are built in, also those that are scored or
-/// that a FeatureSource brings, or those that lie beside a trace.
+/// Features that a policy may read: none; built-in; supplied, which adds those that are scored or
+/// that a FeatureSource provides; any, which adds those stored beside a trace.
 enum class Features { none, built_in, supplied, any };
 
-/// Tiers of a plan that a CUDA device can hold: kernels::kMaxDeviceTiers.
+/// Maximum number of tiers on a CUDA device: kernels::kMaxDeviceTiers.
 inline constexpr std::size_t kMaxDeviceTiers = 8;
 
-/// What it knows is true here; an executor that learns something turns that to true in its line
-/// below, and has no other gate.
+/// What one executor supports. To enable a new capability, set it to true in the executor's line
+/// below; there is no other check.
 struct Executor {
-  const char* name;            ///< of messages: "the CUDA decoder"
-  const char* instead;         ///< who knows the rest: "--device cpu"
-  bool head_budgets = false;   ///< unequal ones: of a file, pyramid()
-  bool exempt_layers = false;  ///< `null` in a file
+  const char* name;            ///< name in messages: "the CUDA decoder"
+  const char* instead;         ///< the alternative that messages recommend: "--device cpu"
+  bool head_budgets = false;   ///< different budgets by head: from a file, or pyramid()
+  bool exempt_layers = false;  ///< `null` in a budget file
   bool shared_slots = false;   ///< ada()
   bool scope_layer = false;
   bool group_max = false;
   bool supports_tiers = false;
-  std::size_t most_tiers = kMaxTiers;  ///< of one tier plan
+  std::size_t most_tiers = kMaxTiers;  ///< maximum number of tiers in one plan
   bool kivi = false;
-  bool products = false;   ///< of a policy's rank with a feature
+  bool products = false;   ///< a policy's rank times a feature
   bool bent_rows = false;  ///< layers with soft caps or sink logits
   Features features = Features::none;
 };
 
-/// The CPU's.
+/// The CPU decoder.
 inline constexpr Executor kDecoder{.name = "a decoder",
                                    .instead = "a replay",
                                    .head_budgets = true,
@@ -49,7 +49,7 @@ inline constexpr Executor kDecoder{.name = "a decoder",
                                    .supports_tiers = true,
                                    .products = true,
                                    .features = Features::supplied};
-/// The end-to-end evaluation there.
+/// The end-to-end evaluation on the CPU.
 inline constexpr Executor kEvaluation = [] {
   Executor loop = kDecoder;
   loop.kivi = true;
@@ -64,7 +64,7 @@ inline constexpr Executor kCudaDecoder{.name = "the CUDA decoder",
                                        .supports_tiers = true,
                                        .most_tiers = kMaxDeviceTiers,
                                        .features = Features::built_in};
-/// What kvlab.hf.evicting does with it.
+/// The kernel library, as kvlab.hf.evicting uses it.
 inline constexpr Executor kKernelLibrary{.name = "the kernel library",
                                          .instead = "a model on the CPU",
                                          .head_budgets = true,
@@ -90,23 +90,24 @@ inline constexpr Executor kCudaReplay{.name = "the CUDA replay",
                                       .most_tiers = kMaxDeviceTiers,
                                       .features = Features::any};
 
-/// The first feature of the policy that the executor has not; empty: it has all.
+/// The first feature of the policy that the executor does not support; empty if it supports all.
 std::string feature_beyond(const Executor& executor, const PolicySpec& policy);
 
-/// Why the executor cannot run such a cache, in one line; empty: it can.
+/// Why the executor cannot run this cache, in one line; empty if it can.
 std::string refusal(const Executor& executor, const CacheConfig& config);
-/// Likewise of a layer with a soft cap or with sink logits.
+/// Why it cannot run a layer with a soft cap or with sink logits; empty if it can.
 std::string refusal_of_rows(const Executor& executor, bool capped, bool sinks);
 
 /// Throws std::invalid_argument with the refusal, if there is one.
 void check_held(const Executor& executor, const CacheConfig& config);
-/// Likewise, also where budgets by head are of another shape than the model's.
+/// Also throws if budgets by head do not match the model's shape.
 void check_held(const Executor& executor, const ResolvedConfig& config, const CacheShape& model);
 
-/// Whether a device holds both side by side: of one policy, one choice of features, one kind of
-/// positions.
+/// Whether a device can run both side by side: they need the same policy, selection of features and
+/// kind of positions.
 bool side_by_side(const CacheConfig& one, const CacheConfig& other);
-/// Indices of configurations that are alike, at most `most` together.
+/// Groups configurations for which `alike` is true; returns their indices, at most `most` per
+/// group.
 std::vector<std::vector<std::size_t>> batches_of(
     std::span<const CacheConfig> configs, std::size_t most,
     const std::function<bool(const CacheConfig&, const CacheConfig&)>& alike);

@@ -1,4 +1,4 @@
-// From probabilities to the integers that policies see: one definition for host and device.
+// Converts probabilities to the integers that policies observe: one definition for host and device.
 #pragma once
 
 #include <cstdint>
@@ -6,23 +6,23 @@
 namespace kvlab {
 
 /// weight * p * 2^32, rounded once, to nearest even. `weight` and `p` are float32, so their product
-/// is exact in float64; adding 2^52 rounds it to an integer. Needs 0 <= weight * p < 2^20.
+/// is exact in float64; adding 2^52 rounds it to an integer. Requires 0 <= weight * p < 2^20.
 constexpr std::uint64_t fixed_mass(float weight, float p) {
   constexpr double kTwo32 = 4294967296.0, kTwo52 = 4503599627370496.0;
   const double scaled = static_cast<double>(weight) * static_cast<double>(p) * kTwo32;
   return static_cast<std::uint64_t>((scaled + kTwo52) - kTwo52);
 }
 
-/// The request threshold as an integer, tau * 2^16: H2O's "zero" is an entry under 1% of its row's
-/// largest (H2O, section 3.1).
+/// The request threshold as an integer: tau * 2^16, rounded to nearest. H2O counts an entry as zero
+/// if it is under 1% of its row's largest (H2O, section 3.1).
 constexpr std::uint32_t request_threshold16(double tau) {
   const double scaled = tau * 65536.0;
   const auto whole = static_cast<std::uint32_t>(scaled);
   return scaled - whole < 0.5 ? whole : whole + 1;
 }
 
-/// Whether a query head requests a token. Both masses are unweighted; `row_max` is the row's
-/// largest.
+/// Whether a query head requests a token: its mass is at least tau times the row's largest. Both
+/// masses are unweighted; `row_max` is the row's largest.
 constexpr bool is_requested(std::uint64_t mass, std::uint64_t row_max, std::uint32_t threshold16) {
   return (mass << 16) >= threshold16 * row_max;
 }

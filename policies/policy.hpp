@@ -1,36 +1,37 @@
-// What a policy is: pure functions on one token's state, and nothing else.
+// A policy: pure functions on the state of one token.
 //
-// `constexpr` is the mark that makes one text compile for the host and for the device: it rules out
-// loops over tokens through pointers, containers and I/O, and nvcc compiles a constexpr function
-// for both sides (--expt-relaxed-constexpr). Policy code is built without FMA contraction, so that
-// host and device agree bit for bit.
+// The functions are `constexpr` so that one source compiles for the host and for the device.
+// `constexpr` excludes containers, I/O and loops over tokens through pointers, and nvcc compiles a
+// constexpr function for both sides (--expt-relaxed-constexpr). Policy code is built without FMA
+// contraction, so host and device agree bit for bit.
 //
-// A policy is a struct with
+// A policy is a struct with these members:
 //
 //   static constexpr PolicyInfo kInfo{...};
 //
 //   struct Params {...};  // doubles; trivially copyable, may be empty
-//   static constexpr Param<Params> kParams[]{...};  // a line for each double; none where empty
-//   struct Slot {...};  // one token's state; trivially copyable, may be empty
+//   static constexpr Param<Params> kParams[]{...};  // one line per double; none if Params is empty
+//   struct Slot {...};  // state of one token; trivially copyable, may be empty
 //
-//   // Once, as the token comes in. Sets every member, because slots are reused.
+//   // Called once, when the token is appended. Sets every member, because slots are reused.
 //   static constexpr void append(Slot&, Token, const Params&, const Step&);
 //
-//   // After each append, for every live token; where kInfo.needs requests something.
+//   // Called after each append, for every live token. Present only if kInfo.needs is not nothing.
 //   static constexpr void observe(Slot&, const Observation&, const Params&, const Step&);
 //
-//   // When tokens have to be evicted: the lowest is evicted first, at equal rank the older. Whole numbers, or
-//   // double: the return type says which, and the rule adds and averages them as such.
+//   // Called when tokens have to be evicted. The token with the lowest rank is evicted first; at
+//   // equal rank, the older token. Returns std::uint64_t or double. Sums and averages of ranks
+//   // (Modifiers) are computed in that type.
 //   static constexpr std::uint64_t rank(const Slot&, Token, const Params&, const Step&);
 //
-//   // Where kInfo.weighted: what the probabilities of a query with `age` younger ones in its
-//   // append are scaled by; 0 from `tail` on.
+//   // Present only if kInfo.weighted: the factor of a query's probabilities, where `age` is the
+//   // number of younger queries in the same append. It is 0 from age tail() on.
 //   static constexpr float weight(std::uint32_t age, const Params&);
 //   static constexpr std::uint32_t tail(const Params&);
 //
-// and policy_checks.hpp says, while compiling, which of them is missing or misspelt.
+// If a member is missing or misspelt, policy_checks.hpp names it at compile time.
 //
-// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
 #pragma once
 
 #include <cstdint>
@@ -39,24 +40,25 @@
 
 namespace kvlab {
 
-/// What a policy observes. Only that is computed; the rest costs nothing.
+/// What a policy observes. kvlab computes only these statistics.
 enum class Needs { nothing, mass, requests, both };
 constexpr bool needs_mass(Needs needs) { return needs == Needs::mass || needs == Needs::both; }
 constexpr bool needs_requests(Needs needs) {
   return needs == Needs::requests || needs == Needs::both;
 }
 
-/// nested: the rank of a token depends neither on the budget nor on what was evicted before, so the
-/// kept sets of two budgets are nested. feedback: it may depend on both.
+/// nested: the rank of a token depends neither on the budget nor on earlier evictions, so a larger
+/// budget keeps a superset of the tokens of a smaller one. feedback: the rank may depend on both.
 enum class Order { nested, feedback };
 
-/// original: a key keeps its true position. cache: the live tokens are numbered 0, 1, 2, … by age.
+/// original: a key keeps its position in the sequence. cache: live tokens are numbered 0, 1, 2, …
+/// from the oldest to the youngest (StreamingLLM's "positions within the cache").
 enum class Positions { original, cache };
 
-/// A number of tokens, or a share of the budget (rounded down).
+/// A number of tokens, or a share of the budget in parts per million, rounded down.
 struct Extent {
   std::uint32_t tokens = 0;
-  std::uint32_t share_ppm = 0;  ///< parts per million of the budget; used where is_share
+  std::uint32_t share_ppm = 0;  ///< parts per million of the budget; used if is_share
   bool is_share = false;
 
   constexpr std::uint32_t resolve(std::uint32_t budget) const {
@@ -70,29 +72,31 @@ constexpr Extent percent(std::uint32_t share) {
   return {.share_ppm = share * 10'000u, .is_share = true};
 }
 
-/// How many features a policy may have.
+/// Maximum number of features of a policy.
 inline constexpr std::uint32_t kMaxFeatures = 4;
 
-/// A policy's description of itself. Written with designated initialisers, in this order, so that a
-/// misspelt field does not compile.
+/// Describes a policy. Write it with designated initialisers in this order, so that a misspelt
+/// field does not compile.
 struct PolicyInfo {
-  const char* name;      ///< as written on the command line
-  const char* summary;   ///< one line: what is evicted first
+  const char* name;      ///< name on the command line
+  const char* summary;   ///< one line that says which token is evicted first
   const char* citation;  ///< paper, section, equation
   Needs needs = Needs::nothing;
   Order order = Order::feedback;
-  bool oldest_first = false;  ///< rank() is the position, which is checked: all who need to know
-                              ///< ask here
+  bool oldest_first = false;  ///< rank() returns the token's position; policy_checks.hpp checks
+                              ///< this
   bool weighted = false;      ///< has weight() and tail()
-  bool evicts = true;         ///< false: takes no budget
-  /// Default protected tokens, which a command line overrides: how many positions from 0 on are
-  /// evicted last, and how many of the youngest, the one to come included, are evicted before those
-  /// alone. tokens(4), or percent(50) of the budget, rounded down; {}: none.
+  bool evicts = true;         ///< false: the policy takes no budget
+  /// Default protected tokens; the command line can override them. The first `sinks` positions are
+  /// evicted last. The `recent` youngest tokens, including the token to be appended, are evicted
+  /// only after all unprotected tokens. Examples: tokens(4); percent(50) of the budget, rounded
+  /// down; {} for none.
   Extent sinks = {}, recent = {};
-  Modifiers modifiers = {};  ///< likewise
+  Modifiers modifiers = {};  ///< defaults; the command line can override them
   Positions positions = Positions::original;
-  /// Numbers that a token brings when it is appended and that never change: token.feature[i] is the
-  /// i-th of these. `name=NAME`: the one that the setting `name` requests, NAME by default.
+  /// Names of the token's features: token.feature[i] is the i-th. A token gets its features when it
+  /// is appended, and they never change. `name=NAME` stands for the feature that the setting `name`
+  /// selects, NAME by default.
   const char* features[kMaxFeatures] = {};
 
   constexpr std::uint32_t feature_count() const {
@@ -102,9 +106,8 @@ struct PolicyInfo {
   }
 };
 
-/// One parameter of a policy: a member of its Params, all of which are doubles (an integer up to
-/// 2^53 is exact). A policy with parameters lists them in
-/// `static constexpr Param<Params> kParams[]`.
+/// One parameter of a policy: a member of its Params. All members are doubles (integers up to 2^53
+/// are exact). A policy with parameters lists them in `static constexpr Param<Params> kParams[]`.
 template <class Params>
 struct Param {
   const char* name;
@@ -112,31 +115,34 @@ struct Param {
   double Params::*member;
   double standard, least, most;
 };
-/// Whether a parameter whose range is [least, most] may be `value`.
+/// Whether `value` lies in [least, most]. False for NaN.
 constexpr bool in_range(double value, double least, double most) {
   return value >= least && value <= most;
 }
 
 struct Token {
-  std::uint32_t position;            ///< counts tokens of the sequence from 0
-  float feature[kMaxFeatures] = {};  ///< what it brings, in the order of PolicyInfo::features
+  std::uint32_t position;            ///< index in the sequence, from 0
+  float feature[kMaxFeatures] = {};  ///< in the order of PolicyInfo::features
 };
 
 struct Step {
-  std::uint32_t now;     ///< position of the first token of the append (to come, in rank)
-  std::uint32_t budget;  ///< tokens that a decoded query may span, itself included
-  std::uint32_t
-      live;  ///< live tokens: before the eviction (rank), with the appended (append, observe)
-  std::uint32_t queries;  ///< tokens appended together; 0 in rank, which may not depend on it
+  std::uint32_t now;     ///< position of the append's first token; in rank(), of the next append
+  std::uint32_t budget;  ///< cache size during decoding, in tokens, including the query's own token
+  /// Live tokens: in rank() before the eviction, in append() and observe() with the appended
+  /// tokens.
+  std::uint32_t live;
+  std::uint32_t queries;  ///< tokens of the append; 0 in rank(), which may not depend on it
   std::uint64_t seed;
   std::uint32_t sequence, layer, kv_head;
 };
 
-/// What one token received from the queries of one append.
+/// The attention that one token received from the queries of one append.
 struct Observation {
-  std::uint64_t mass = 0;      ///< Q32.32: sum over the group's heads and the queries of weight * p
-  std::uint32_t requests = 0;  ///< queries in which some query head of the group requested it
-  std::uint32_t last_request = 0;  ///< position of the last such query; meaningful if requests > 0
+  /// Q32.32: sum of weight * p over the query heads of the group and the queries.
+  std::uint64_t mass = 0;
+  /// Queries in which at least one query head of the group requested the token.
+  std::uint32_t requests = 0;
+  std::uint32_t last_request = 0;  ///< position of the last such query; valid if requests > 0
   std::uint32_t queries = 0;       ///< queries that could see the token
 
   constexpr bool operator==(const Observation&) const = default;

@@ -1,7 +1,7 @@
-// Whether a type is a policy (policies/policy.hpp), and if not, which hook is at fault: all of it
-// while compiling.
+// Checks at compile time that a type is a policy (policies/policy.hpp), and names the hook at fault
+// if it is not.
 //
-// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
 #pragma once
 
 #include <concepts>
@@ -55,8 +55,8 @@ concept HasParamList = std::is_empty_v<typename P::Params> || requires {
 };
 }  // namespace hooks
 
-/// A complete policy. Hooks and declarations must match both ways: a hook that is declared must be
-/// there, and one that is not declared must not.
+/// A complete policy. Hooks must match their declarations in both directions: kInfo declares
+/// exactly the optional hooks that exist.
 template <class P>
 concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<P> &&
                  hooks::HasAppend<P> && hooks::HasRank<P> &&
@@ -64,12 +64,12 @@ concept Policy = hooks::HasInfo<P> && hooks::HasTypes<P> && hooks::HasParamList<
                  (hooks::HasWeight<P> == P::kInfo.weighted) &&
                  (hooks::HasTail<P> == P::kInfo.weighted);
 
-/// Whether P ranks by whole numbers or by doubles.
+/// Whether P's rank() returns whole numbers or doubles.
 template <class P>
 inline constexpr RankType kRankType =
     std::same_as<decltype(P::rank({}, {}, {}, {})), double> ? RankType::real : RankType::whole;
 
-/// P's parameters at their standard values.
+/// P's parameters at their default values.
 template <class P>
 constexpr typename P::Params standard_params() {
   typename P::Params params{};
@@ -79,8 +79,8 @@ constexpr typename P::Params standard_params() {
 }
 
 namespace hooks {
-/// Runs every hook once. Slots are reused, so append() has to set all that the others read: a slot
-/// that starts without a value shows whether it does.
+/// Runs every hook once. Slots are reused, so append() has to set every member that the other hooks
+/// read. Running on an uninitialised slot shows whether it does.
 template <class P>
 constexpr bool run_once(typename P::Slot& slot) {
   const typename P::Params params = standard_params<P>();
@@ -92,7 +92,8 @@ constexpr bool run_once(typename P::Slot& slot) {
   static_cast<void>(P::rank(slot, Token{}, params, step));
   return true;
 }
-// Each hook by itself, on a slot of zeros, so that the one that is no constant is named.
+// These run one hook each on a zeroed slot, so that the compiler names the hook that is not
+// constexpr.
 template <class P>
 constexpr bool run_append() {
   typename P::Slot slot{};
@@ -136,7 +137,7 @@ constexpr bool run_on_nothing() {
   typename P::Slot slot;
   return run_once<P>(slot);
 }
-/// Whether rank() is the token's position, as kInfo.oldest_first says, whatever it received.
+/// Whether rank() is the token's position for any observation, as kInfo.oldest_first declares.
 template <class P>
 constexpr bool ranks_by_position() {
   const typename P::Params params = standard_params<P>();
@@ -181,7 +182,7 @@ concept AppendSetsSlot = requires {
 };
 }  // namespace hooks
 
-/// What check_policy() asks of a type that has kInfo, Params and Slot.
+/// The checks of check_policy() for a type that has kInfo, Params and Slot.
 template <class P>
 consteval void check_hooks() {
   static_assert(hooks::HasParamList<P>,
@@ -232,7 +233,7 @@ consteval void check_hooks() {
   }
 }
 
-/// Explains, hook by hook, why P is not a Policy. The registry calls it for each of its lines.
+/// Explains, hook by hook, why P is not a Policy. The registry calls it for each policy.
 template <class P>
 consteval bool check_policy() {
   static_assert(hooks::HasInfo<P>, "policy: needs `static constexpr PolicyInfo kInfo{...}`");
@@ -241,7 +242,7 @@ consteval bool check_policy() {
   return true;
 }
 
-/// The registry's type.
+/// The type of the registry.
 template <class... P>
 struct PolicyList {};
 
@@ -254,7 +255,7 @@ consteval bool names_differ() {
   return true;
 }
 
-/// Checks every line of the registry, and that their names differ.
+/// Checks every policy of the registry, and that their names differ.
 template <class... P>
 consteval bool check_registry(PolicyList<P...>) {
   static_assert((check_policy<P>() && ...));

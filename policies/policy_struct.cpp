@@ -13,7 +13,7 @@ namespace {
 
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
 
-/// Where the comment, literal or directive that begins at `at` ends; `at` itself if none does.
+/// End of the comment, literal or directive that begins at `at`; `at` if none begins there.
 std::size_t end_of_opaque(std::string_view text, std::size_t at) {
   const auto after = [&](std::string_view mark) {
     const std::size_t found = text.find(mark, at + 2);
@@ -33,7 +33,8 @@ std::size_t end_of_opaque(std::string_view text, std::size_t at) {
   return text.size();
 }
 
-/// `text` with blanks for comments, literals and directives: every other character keeps its place.
+/// `text` with comments, literals and directives replaced by blanks. Other characters keep their
+/// offsets.
 std::string without_opaque(std::string_view text) {
   std::string plain(text);
   for (std::size_t at = 0; at < text.size();) {
@@ -45,20 +46,20 @@ std::string without_opaque(std::string_view text) {
   return plain;
 }
 
-/// What a brace opens.
+/// The kind of block that a brace opens.
 struct Scope {
   enum class Kind { name_space, structure, other } kind = Kind::other;
   std::string name;
-  std::size_t begin = 0;  ///< of its keyword
+  std::size_t begin = 0;  ///< offset of its keyword
 };
 
-/// A word of a header, and where it begins.
+/// A word of a header and its offset.
 struct Word {
   std::string_view text;
   std::size_t at = 0;
 };
 
-/// The words and marks between two places; `::` belongs to the word that it joins.
+/// The words and punctuation marks of a range; `::` is part of the word that it joins.
 std::vector<Word> words_of(std::string_view plain, std::size_t begin, std::size_t end) {
   std::vector<Word> words;
   const auto joins = [&](std::size_t at) {
@@ -76,8 +77,8 @@ std::vector<Word> words_of(std::string_view plain, std::size_t begin, std::size_
   return words;
 }
 
-/// `plain` from `head`, up to the brace at `brace`, says what the brace opens: `namespace NAME`, or
-/// `struct NAME [final] [: bases]` with anything before it.
+/// Determines what the brace at `brace` opens from the text between `head` and the brace:
+/// `namespace NAME`, or `struct NAME [final] [: bases]` after any other text.
 Scope scope_of(std::string_view plain, std::size_t head, std::size_t brace) {
   const std::vector<Word> words = words_of(plain, head, brace);
   const auto named = [&](Scope::Kind kind, std::size_t keyword) {
@@ -95,7 +96,7 @@ Scope scope_of(std::string_view plain, std::size_t head, std::size_t brace) {
   return {};
 }
 
-/// Walks the braces of a header and notes its structs.
+/// Traverses the braces of a header and records its structs.
 class Walk {
  public:
   explicit Walk(std::string plain) : plain_(std::move(plain)) {
@@ -148,7 +149,7 @@ class Walk {
 
   std::string plain_;
   std::vector<Scope> scopes_;
-  std::size_t head_ = 0;  // after the last brace or semicolon
+  std::size_t head_ = 0;  // offset after the last brace or semicolon
 };
 
 }  // namespace

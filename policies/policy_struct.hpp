@@ -1,4 +1,4 @@
-// Which struct of a header is its policy. Reads C++ only as far as braces, comments and literals.
+// Finds the policy struct of a header. Parses only braces, comments and literals of C++.
 #pragma once
 
 #include <string>
@@ -8,12 +8,12 @@ namespace kvlab {
 
 struct PolicyStruct {
   std::string name;  ///< qualified: kvlab::Peak
-  unsigned line;     ///< where it begins, from 1
+  unsigned line;     ///< line of its beginning, from 1
 };
 
-/// The struct in which kInfo is declared; where none is, the last one that stands in a namespace,
-/// so that the compiler can say what it lacks. `path` names the header in errors. Throws
-/// std::invalid_argument: no struct, or several with a kInfo.
+/// The struct that declares kInfo. If none does, the last struct in a namespace, so that the
+/// compiler can report what it lacks. `path` names the header in errors. Throws
+/// std::invalid_argument if there is no struct, or if several declare kInfo.
 PolicyStruct find_policy_struct(std::string_view text, std::string_view path);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Folders of code that was compiled and will be run again: nobody else may write there.
+// Private folders for compiled code that will run again: only this user may write there.
 #pragma once
 
 #include <stdlib.h>
@@ -11,12 +11,12 @@
 
 namespace kvlab {
 
-/// Whether nobody but this user can have written it.
+/// Whether this user owns the file and no other user may write it.
 inline bool is_own(const struct stat& file) {
   return file.st_uid == geteuid() && (file.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
-/// Whether `folder` and the one above are there, as folders of this user's own.
+/// Whether `folder` and its parent exist as folders that only this user may write.
 inline bool is_private(const std::filesystem::path& folder) {
   for (const auto& path : {folder.parent_path(), folder}) {
     struct stat found {};
@@ -25,7 +25,7 @@ inline bool is_private(const std::filesystem::path& folder) {
   return folder.is_absolute();
 }
 
-/// Makes `folder` and the one above, where they are not there. Whether they are private.
+/// Creates `folder` and its parent if they are missing. Returns whether they are private.
 inline bool make_private(const std::filesystem::path& folder) {
   if (!folder.is_absolute()) return false;
   const std::filesystem::path above = folder.parent_path();
@@ -35,7 +35,7 @@ inline bool make_private(const std::filesystem::path& folder) {
   return is_private(folder);
 }
 
-/// kvlab/NAME in $XDG_CACHE_HOME, or else in ~/.cache; empty where there is neither.
+/// kvlab/NAME in $XDG_CACHE_HOME, otherwise in ~/.cache; empty if neither is known.
 inline std::filesystem::path private_folder(std::string_view name) {
   const auto variable = [](const char* variable_name) {
     const char* const value = getenv(variable_name);

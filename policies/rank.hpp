@@ -1,8 +1,7 @@
-// Ranks as the rule compares and combines them. A policy's rank() returns whole numbers or doubles;
-// the rule holds either as a key of 64 bits whose order is the numbers', and adds and averages the
-// numbers, never the keys.
+// Ranks as 64-bit keys. A policy's rank() returns whole numbers or doubles. The rule stores either
+// as a key that has the same order. Sums and means are taken of the numbers, never of the keys.
 //
-// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
 #pragma once
 
 #include <bit>
@@ -10,10 +9,10 @@
 
 namespace kvlab {
 
-/// Which numbers keys stand for: what rank() returns.
+/// The type of the numbers that keys encode: what rank() returns.
 enum class RankType { whole, real };
 
-/// A key that orders as ranks do; -0 and 0 are equal, and NaN comes after every number.
+/// A key with the order of ranks. -0 equals 0, and NaN comes after every number.
 constexpr std::uint64_t rank_key(std::uint64_t rank) { return rank; }
 constexpr std::uint64_t rank_key(double rank) {
   if (rank != rank) return ~std::uint64_t{0};
@@ -21,17 +20,18 @@ constexpr std::uint64_t rank_key(double rank) {
   return bits >> 63 ? ~bits : bits | 0x8000'0000'0000'0000u;
 }
 
-/// The double that a key of a real rank stands for.
+/// The double that a key of a real rank encodes.
 constexpr double real_rank(std::uint64_t key) {
   return std::bit_cast<double>(key >> 63 ? key & 0x7fff'ffff'ffff'ffffu : ~key);
 }
 
-/// The number that a key stands for, rounded where it is a whole one above 2^53.
+/// The number that a key encodes. A whole number above 2^53 is rounded.
 constexpr double rank_number(RankType type, std::uint64_t key) {
   return type == RankType::real ? real_rank(key) : static_cast<double>(key);
 }
 
-/// What scope=layer adds ranks by. Whole numbers stop at 2^64 - 1; a sum of doubles is rounded.
+/// The key of the sum of two ranks, for scope=layer. Whole numbers saturate at 2^64 - 1; a sum of
+/// doubles is rounded.
 constexpr std::uint64_t rank_sum(RankType type, std::uint64_t a, std::uint64_t b) {
   if (type == RankType::real) return rank_key(real_rank(a) + real_rank(b));
   const std::uint64_t sum = a + b;

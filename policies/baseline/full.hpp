@@ -1,4 +1,4 @@
-// full: the whole cache, the yardstick for every other policy.
+// full: the whole cache, the baseline of every other policy.
 #pragma once
 
 #include "policies/policy.hpp"

@@ -1,8 +1,8 @@
-// random: a fresh sample at each step, the floor that any policy should clear.
+// random: evicts a token sampled anew at each step. Any useful policy should be better.
 //
-// A counter-based hash of (seed, sequence, layer, KV head, position, now): no state, the same
-// sample on host and device. A static order (a hash of the position alone) would be no floor:
-// recent tokens would die at once.
+// The sample is a counter-based hash of (seed, sequence, layer, KV head, position, now), so it
+// needs no state and is the same on host and device. A fixed order (a hash of the position alone)
+// would be weaker than random: it would evict recent tokens at once.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -23,7 +23,7 @@ struct Random {
   static constexpr std::uint64_t rank(const Slot&, Token token, const Params&, const Step& step) {
     return sample(token.position, step) >> kSpare;
   }
-  /// 64 random bits for the token at `position` of the cache and the time of `step`.
+  /// 64 random bits for the token at `position` of the cache at the time of `step`.
   static constexpr std::uint64_t sample(std::uint32_t position, const Step& step) {
     const std::uint64_t head = std::uint64_t{step.layer} << 32 | step.kv_head;
     const std::uint64_t when = std::uint64_t{position} << 32 | step.now;
@@ -31,7 +31,7 @@ struct Random {
   }
 
  private:
-  /// Bits left for sums over a layer's KV heads (scope=layer).
+  /// Bits left free for sums over a layer's KV heads (scope=layer).
   static constexpr int kSpare = 8;
 
   static constexpr std::uint64_t mix(std::uint64_t x) {

@@ -10,7 +10,7 @@
 namespace kvlab {
 namespace {
 
-/// 65536 is 64KiB.
+/// Uses the largest exact unit: 65536 is 64KiB.
 std::string text_of_bytes(std::uint64_t bytes) {
   const char* const units[] = {"B", "KiB", "MiB", "GiB"};
   std::size_t unit = 0;
@@ -41,7 +41,7 @@ Budget Budget::at_prompt(std::uint32_t prompt) const {
   if (!of_prompt) return *this;
   Budget fixed = *this;
   fixed.of_prompt = false;
-  // (In doubles, as Python's int(prompt * (1 - ratio)).)
+  // In doubles, to match Python's int(prompt * (1 - ratio)).
   const auto kept = static_cast<std::uint32_t>(prompt * (1.0 - extent.share_ppm / 1e6));
   fixed.extent = tokens(std::max(kept, 1u) + 1);
   return fixed;

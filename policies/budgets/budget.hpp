@@ -1,4 +1,4 @@
-// A budget as requested, and what it comes to for each head of a model.
+// A budget as requested, and the budget of each head that follows from it.
 #pragma once
 
 #include <cstdint>
@@ -13,28 +13,28 @@ namespace kvlab {
 
 inline constexpr std::uint32_t kNoBudget = 0xffff'ffffu;  ///< never evicts
 
-/// Tokens [layer][kv_head]; kNoBudget in all of a layer that is exempt.
+/// Tokens [layer][kv_head]; kNoBudget for all heads of an exempt layer.
 using HeadBudgets = std::vector<std::vector<std::uint32_t>>;
 
-/// A model's layers, the KV heads of each, and the channels of a head; 0: not known.
+/// Number of layers, KV heads per layer, and channels per head; 0: unknown.
 struct CacheShape {
   std::uint32_t layers = 0, kv_heads = 0, head_size = 0;
-  /// By layer, how many tokens a query sees; 0: all. Empty: all in every layer.
+  /// Sliding window by layer, in tokens; 0: none. Empty: no layer has a window.
   std::vector<std::uint32_t> windows = {};
 
-  /// Policies act on layers without a window: as if the model had these alone.
+  /// The shape of the layers without a window. Policies act on these alone.
   CacheShape policy_layers() const;
 };
 
-/// Bytes of a token's key and value in 16 bit, which is what budgets count them as.
+/// Bytes of a token's key and value in 16 bit. Budgets count tokens in this size.
 constexpr std::uint64_t kv_bytes_per_token(std::uint32_t head_size) {
   return std::uint64_t{4} * head_size;
 }
 
-/// A budget that is too small for a policy, its protected tokens or its tier plan.
+/// The budget is too small for a policy, its protected tokens or its tier plan.
 class BudgetTooSmall : public std::invalid_argument {
  public:
-  /// `remedy` is what would fit: "snapkv:recent=14 would fit".
+  /// `remedy` is a change that would fit: "snapkv:recent=14 would fit".
   BudgetTooSmall(const std::string& what, std::string remedy)
       : std::invalid_argument(what), remedy_(std::move(remedy)) {}
   const std::string& remedy() const { return remedy_; }
@@ -43,56 +43,59 @@ class BudgetTooSmall : public std::invalid_argument {
   std::string remedy_;
 };
 
-/// `128`, `20%`, `64KiB`, `20%bytes`, `all`, `ratio(0.5)`, `pyramid(20%)`, `ada(20%)`, or what a
-/// file says of each head.
+/// `128`, `20%`, `64KiB`, `20%bytes`, `all`, `ratio(0.5)`, `pyramid(20%)`, `ada(20%)`, or the
+/// budgets by head of a file.
 struct Budget {
-  /// How `extent`, a mean, is shared: every head has it; over layers as in PyramidKV; over the
-  /// heads of a layer by their ranks after the prompt, as in Ada-KV.
+  /// How the mean budget `extent` is distributed. even: every head has it. pyramid: over layers as
+  /// in PyramidKV. ada: over the heads of a layer by their ranks after the prompt, as in Ada-KV.
   enum class Split { even, pyramid, ada };
 
-  Extent extent = {};       ///< of a head; the mean, rounded, where heads differ
-  std::uint64_t bytes = 0;  ///< of a head, before `extent`; 0: none
-  bool in_bytes = false;    ///< `bytes`, or a share of what all tokens take in 16 bit
+  Extent extent = {};       ///< per head; the mean, rounded, where heads differ
+  std::uint64_t bytes = 0;  ///< per head; replaces `extent`; 0: not given
+  /// The budget is `bytes`, or a share of the bytes of all tokens in 16 bit.
+  bool in_bytes = false;
   bool all = false;
-  bool of_prompt = false;  ///< `extent` is the share of the prompt that leaves, as kvpress counts
+  bool of_prompt = false;  ///< `extent` is the share of the prompt that is evicted, as kvpress
+                           ///< counts
   Split split = Split::even;
-  HeadBudgets heads = {};  ///< of a file; a layer of one number has it for all its heads
-  std::string file = {};   ///< its path, as requested
+  HeadBudgets heads = {};  ///< from a file; a layer with one number has it for all its heads
+  std::string file = {};   ///< path of that file, as the user typed it
 
   std::string text() const;
-  /// In tokens of 16 bit, the mean where heads differ; a share is rounded down from `length`, at
-  /// least 1. `all` is the length. Throws std::invalid_argument where `bytes` hold no token of
-  /// `token_bytes` (0: a token of 16 bit), or heads of an unknown size.
+  /// The budget in 16-bit tokens, the mean where heads differ. A share is taken of `length` and
+  /// rounded down, but is at least 1. `all` is `length`. Throws std::invalid_argument if `bytes`
+  /// hold no token of `token_bytes` (0: a 16-bit token) or the head size is unknown.
   std::uint32_t resolve(std::uint32_t length, std::uint32_t head_size,
                         std::uint64_t token_bytes = 0) const;
-  /// `ratio(r)` of a prompt of so many tokens, in tokens: those that kvpress keeps, and the one to
-  /// come. Any other is as it was.
+  /// `ratio(r)` for a prompt of `prompt` tokens, as a number of tokens: those that kvpress keeps,
+  /// plus the next one. Any other budget is unchanged.
   Budget at_prompt(std::uint32_t prompt) const;
-  /// A head's, where requested in bytes.
+  /// The bytes of one head, for a budget in bytes.
   std::uint64_t bytes_of(std::uint32_t length, std::uint32_t head_size) const;
-  /// A share, or bytes, fixed at what they are of `length`; `extent` is in tokens then.
+  /// Converts a share, or bytes, to a fixed budget for `length` tokens; `extent` is then in tokens.
   Budget at_length(std::uint32_t length, std::uint32_t head_size,
                    std::uint64_t token_bytes = 0) const;
-  /// Whether all heads have one budget, which resolve() says.
+  /// Whether all heads have the budget that resolve() returns.
   bool is_even() const { return split == Split::even && heads.empty(); }
-  /// Whether a file leaves a layer alone: there all tokens stay, in 16 bit.
+  /// Whether a file exempts a layer: the layer keeps all tokens in 16 bit.
   bool exempts() const;
 };
 
-/// The mean over the layers that are not exempt, each counting alike, rounded.
+/// The mean over the layers that are not exempt, with equal weight for each layer, rounded.
 std::uint32_t mean_budget(const HeadBudgets& heads);
 
-/// What a file at `file` says. Throws std::invalid_argument that is to follow the file's name: no
-/// layers, layers of different numbers of heads, a number that is 0, or nothing but exempt layers.
+/// The budget that the file `file` gives. Throws std::invalid_argument, whose text follows the
+/// file's name, if there are no layers, layers have different numbers of heads, a number is 0, or
+/// all layers are exempt.
 Budget budget_of_heads(HeadBudgets heads, std::string file = {});
 
-/// Throws std::invalid_argument: not so many layers, or KV heads.
+/// Throws std::invalid_argument if the number of layers or KV heads is not the model's.
 void check_shape(const HeadBudgets& heads, const CacheShape& model, const std::string& what);
 
-/// PyramidKV's series (Cai et al. 2024, section 4.2, with the authors' beta = 20): from
-/// 2 · mean − last in the first layer down to `last`, a twentieth of the mean, in equal steps;
-/// where the first layer would have more than `length`, it has that, and the last one the more. The
-/// sum is `layers` times the mean, exactly. `least`: what the last layer has at least.
+/// PyramidKV's series (Cai et al. 2024, section 4.2, with the authors' beta = 20): budgets fall in
+/// equal steps from 2 · mean − last in the first layer to `last`, a twentieth of the mean. If the
+/// first layer would get more than `length`, it gets `length`, and the last layer gets the excess.
+/// The sum is exactly `layers` times the mean. `least`: the minimum of the last layer.
 std::vector<std::uint32_t> pyramid_budgets(std::uint32_t mean, std::uint32_t length,
                                            std::uint32_t least, std::uint32_t layers);
 

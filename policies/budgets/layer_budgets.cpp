@@ -17,7 +17,8 @@ struct KeyOfHead {
   }
 };
 
-/// What a head keeps at least; a budget is for the token to come, too.
+/// The minimum number of tokens that a head keeps. It is one less than a fifth of the budget,
+/// because the budget includes the next token.
 std::uint32_t min_kept(std::uint32_t mean) { return (mean + 4) / 5 - 1; }
 
 }  // namespace

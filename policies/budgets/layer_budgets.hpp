@@ -1,4 +1,4 @@
-// Ada-KV: after a prompt the KV heads of a layer share the slots that they have together.
+// Ada-KV: after a prompt, the KV heads of a layer share their slots.
 #pragma once
 
 #include <cstdint>
@@ -12,31 +12,32 @@ namespace kvlab {
 
 class AgedSet;
 
-/// The budgets of a layer's KV heads, of which `heads` are the places of the live tokens in the
-/// eviction order (Feng et al. 2024, Ada-KV, algorithm 1, with its safeguard of 20%): as many
-/// tokens stay as if each had the budget `mean`, over all heads those that would are evicted last;
-/// but each head keeps at least a fifth. `mean` for all where no token has to be evicted.
+/// The budgets of a layer's KV heads (Feng et al. 2024, Ada-KV, algorithm 1, with its safeguard of
+/// 20%). `heads` are the eviction keys of each head's live tokens. The layer keeps as many tokens
+/// as if each head had the budget `mean`, namely those that are evicted last over all heads, but
+/// each head keeps at least a fifth of `mean`. Returns `mean` for all heads if no token has to be
+/// evicted.
 std::vector<std::uint32_t> ada_budgets(std::span<const std::vector<EvictionKey>> heads,
                                        std::uint32_t mean);
 
-/// The largest of such budgets that one of `heads` can come to.
+/// The largest budget that ada_budgets() can give one of `heads` KV heads.
 std::uint32_t max_of_ada(std::uint32_t mean, std::uint32_t heads);
 
-/// What the caches of one sequence and layer share under `ada()`. They evict to the budget one
-/// after another before any of them appends more.
+/// The state that the caches of one sequence and layer share under `ada()`. All of them evict to
+/// their budgets, one after another, before any of them appends more tokens.
 class LayerBudgets {
  public:
-  /// The caches, which stay where they are.
+  /// Stores pointers: the caches must not move.
   LayerBudgets(std::vector<const AgedSet*> heads, std::uint32_t mean)
       : heads_(std::move(heads)), mean_(mean) {}
 
-  /// For copies of those of `other`, in the same order.
+  /// For copies of the caches of `other`, in the same order.
   LayerBudgets(const LayerBudgets& other, std::vector<const AgedSet*> heads) : LayerBudgets(other) {
     heads_ = std::move(heads);
   }
 
-  /// Of one of them, before the first has evicted to the budget for `now`; the others are answered
-  /// as it was.
+  /// The budget of one cache. The first call for `now` must come before any cache has evicted for
+  /// `now`; later calls for `now` return the same budgets.
   std::uint32_t of(const AgedSet& head, std::uint32_t now);
 
  private:

@@ -1,17 +1,19 @@
-// The features that are computed: from keys and values, and of the model no more than W_o.
+// The built-in features: computed from keys and values, and for one of them also from W_o.
 //
-// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
 #pragma once
 
 namespace kvlab {
 
-/// What is computed from a token's key, before RoPE, or its value.
+/// Computed from a token's key before RoPE, or from its value.
 enum class BuiltInFeature {
   key_norm,         ///< Euclidean norm of the key
-  value_norm,       ///< of the value
-  value_norm1,      ///< sum of the value's magnitudes
-  key_cosine,       ///< of the key with the mean of the unit keys up to its own append's end
-  value_out_norm1,  ///< sum over the group's query heads of the magnitudes of W_o times the value
+  value_norm,       ///< Euclidean norm of the value
+  value_norm1,      ///< sum of the absolute values of the value's elements
+  key_cosine,       ///< cosine of the key with the mean of the unit keys up to the end of its
+                    ///< append
+  value_out_norm1,  ///< sum of the absolute values of W_o times the value, over the group's query
+                    ///< heads
 };
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// The hooks that policies share which order tokens by one feature alone.
+// Hooks of the policies that rank tokens by one feature alone.
 #pragma once
 
 #include "policies/policy.hpp"

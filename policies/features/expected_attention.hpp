@@ -1,13 +1,15 @@
-// expected_attention: what queries to come will give a token, were they drawn as those before. The
-// token that can expect least, times the length of its value, is evicted first.
+// expected_attention: the attention that future queries are expected to give a token, if their
+// distribution is that of past queries. Evicts the token with the lowest expected attention times
+// the norm of its value.
 //
 // Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating Attention from Future
 // Queries Distribution", section 3. The feature `expected_attention` is the paper's score
 // (scored.hpp). Deliberate differences:
-//   - a decoded token's score takes the queries' mean and covariance as they were at the end of the
-//     prompt before it, or of its last chunk of several; the paper compresses a prompt once;
-//   - soft caps and sink logits are not looked at;
-//   - heads of a group are averaged, as the authors' code does.
+//   - a decoded token's score uses the mean and covariance of the queries at the end of the
+//     preceding
+//     prompt, or of its last chunk of several tokens; the paper compresses a prompt once;
+//   - soft caps and sink logits are ignored;
+//   - the heads of a group are averaged, as in the authors' code.
 #pragma once
 
 #include "policies/features/by_feature.hpp"

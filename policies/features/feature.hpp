@@ -1,8 +1,8 @@
-// feature: by a feature's value alone. The token with the lowest is evicted first, or with the
-// highest.
+// feature: evicts the token with the lowest value of a feature, or the highest.
 //
-// Not from a paper: it tries a score that somebody has computed (docs/reference/configurations.md),
-// one number a token. `feature:name=NAME` reads NAME; without a name it reads value_norm.
+// Not from a paper: it tests a score that was computed elsewhere
+// (docs/reference/configurations.md), one number per token. `feature:name=NAME` reads the feature
+// NAME; without a name it reads value_norm.
 #pragma once
 
 #include "policies/policy.hpp"

@@ -1,8 +1,8 @@
-// Sums over one token's key or value, for the features that are computed: in float32, in index
-// order, so that host and device reach equal bits. `x` is read as x(d), widened to float32 from the
-// dtype that it is stored in.
+// Sums over one token's key or value, for the built-in features. They are computed in float32 in
+// index order, so host and device give the same bits. `x(d)` returns element d, widened to float32
+// from its stored dtype.
 //
-// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ constexpr float sum_of_products(std::uint32_t size, X x, Y y) {
   return sum;
 }
 
-/// The cosine of two vectors from their product and their norms; 0 where one of them is 0.
+/// The cosine of two vectors from their dot product and their norms; 0 if a norm is 0.
 constexpr float cosine_from(float product, float norm, float other_norm) {
   const float norms = norm * other_norm;
   return norms > 0 ? product / norms : 0.0f;

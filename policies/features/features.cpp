@@ -22,7 +22,7 @@ constexpr std::pair<std::string_view, BuiltInFeature> kBuiltIn[] = {
     {"key_cosine", BuiltInFeature::key_cosine},
     {"value_out_norm1", BuiltInFeature::value_out_norm1}};
 
-/// A vector as policies/features/feature_sums.hpp reads it.
+/// Wraps a vector for policies/features/feature_sums.hpp.
 auto reader(const float* x) {
   return [x](std::uint32_t d) { return x[d]; };
 }
@@ -104,7 +104,8 @@ const float* FeatureMaker::append(const KeyValueRows& rows, const FeaturesByName
   return features_.data();
 }
 
-/// Of the first `end` tokens; null of a scored feature that is not there.
+/// The feature's values for at least the first `end` tokens; null for a scored feature that is not
+/// supplied.
 const float* FeatureMaker::find_feature(const std::string& name,
                                         const FeaturesByName* feature_values,
                                         std::size_t end) const {
@@ -115,7 +116,7 @@ const float* FeatureMaker::find_feature(const std::string& name,
   throw std::logic_error(fmt::format("feature {}: nobody brings it", name));
 }
 
-/// The mean's length does not matter to a cosine: their sum serves.
+/// The cosine does not depend on the length of the mean, so the sum of unit keys is enough.
 void FeatureMaker::add_unit_keys(const KeyValueRows& rows) {
   for (std::size_t i = 0; i < rows.tokens; ++i) {
     const float* const key = rows.k + i * rows.stride;
@@ -142,7 +143,8 @@ float FeatureMaker::compute(BuiltInFeature feature, const float* key, const floa
   throw std::logic_error("a feature that is not known");
 }
 
-/// All outputs side by side; each is summed in index order, as sum_of_products() would.
+/// Computes all outputs side by side for speed. Each output is summed in index order, as
+/// sum_of_products() does.
 float FeatureMaker::output_norm(const float* value) {
   const std::size_t hidden = output_.hidden;
   const float* weights = output_.by_input;
@@ -160,7 +162,7 @@ namespace {
 
 constexpr std::size_t kPointer = sizeof(void*);
 
-/// What `params` are: a pointer to the base's hooks, then the base's parameters.
+/// The layout of `params`: a pointer to the base's hooks, then the base's parameters.
 struct Base {
   const PolicyOps* ops = nullptr;
   const std::byte* params;
@@ -171,7 +173,7 @@ struct Base {
   std::size_t features() const { return ops->info.feature_count(); }
 };
 
-/// Tokens without the factor.
+/// The tokens with the features of the base only, without the factor.
 class OwnTokens {
  public:
   OwnTokens(const Tokens& tokens, std::size_t count, std::size_t own)
@@ -237,7 +239,7 @@ std::uint32_t tail(const void* params) {
   return base.ops->tail(base.params);
 }
 
-/// What a product's texts point to.
+/// Owns the strings that a product points to.
 struct Texts {
   std::shared_ptr<const PolicyEntry> base;
   std::string name, feature;

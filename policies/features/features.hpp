@@ -1,5 +1,6 @@
-// Features: numbers that a token brings when it is appended and that never change. Some are built
-// in, computed from keys and values; any other has to come from elsewhere.
+// Features: numbers that a token gets when it is appended and that never change. Built-in features
+// are computed from keys and values; scored features from many tokens (scored.hpp); any other
+// feature must be supplied.
 #pragma once
 
 #include <cstddef>
@@ -21,48 +22,51 @@
 namespace kvlab {
 std::optional<BuiltInFeature> built_in_feature(std::string_view name);
 std::vector<std::string> built_in_features();
-/// Built in, or scored: "key_norm, value_norm, …", for messages.
+/// The names of the built-in and scored features, "key_norm, value_norm, …", for messages.
 std::string computed_feature_names();
 
-/// Whether a feature is computed, where the model's output projections are known, or are not.
+/// Whether kvlab computes the feature, depending on whether the model's output projections are
+/// known.
 bool is_computed(std::string_view name, bool knows_projections);
-/// Whether one of the features is computed from the output projections.
+/// Whether at least one of the features is computed from the output projections.
 bool wants_projections(std::span<const std::string> names);
 
-/// Up to 64 letters, digits, '_', '-' and '.'.
+/// Whether `name` has 1 to 64 letters, digits, '_', '-' and '.'.
 bool is_feature_name(std::string_view name);
 
-/// Features of one KV head by name, [token].
+/// Features of one KV head by name, each [token].
 using FeaturesByName = std::map<std::string, std::vector<float>, std::less<>>;
 
-/// Adds to a KV head's features those of a prompt that are not computed; `layer` as the model
-/// counts.
+/// Adds those features of a prompt that are not computed to `to`, for one KV head; `layer` is the
+/// model's layer number.
 using BringFeatures =
     std::function<void(std::uint32_t layer, std::uint32_t kv_head, FeaturesByName& to)>;
 
 struct CacheShape;  // policies/budgets/budget.hpp
 
-/// Features that are not computed, of prompts that are known beforehand.
+/// Supplies features that are not computed, for prompts that are known beforehand.
 class FeatureSource {
  public:
   virtual ~FeatureSource() = default;
-  /// The features `names` of the prompt that has these ids, in a model of such heads. Throws
-  /// std::invalid_argument where it knows no such prompt, model or feature. Lives as long as this.
+  /// The features `names` of the prompt with these token ids, in a model of this shape. Throws
+  /// std::invalid_argument if the source has no such prompt, model or feature. The result is valid
+  /// as long as this object.
   virtual BringFeatures of(std::span<const std::int32_t> prompt, std::vector<std::string> names,
                            const CacheShape& model) const = 0;
-  virtual std::string xxh3() const = 0;  ///< of all that it brings
+  virtual std::string xxh3() const = 0;  ///< hash of all its data
 };
 
-/// The features of one KV head, append by append.
+/// Computes the features of one KV head, append by append.
 class FeatureMaker {
  public:
-  /// `output`: of the KV head's query heads, where it is known.
+  /// `output`: W_o of the KV head's query heads, if known.
   FeatureMaker(std::vector<std::string> names, std::uint32_t head_size, OutputWeights output = {},
                ScoreSettings settings = {});
 
-  /// What the next append's tokens bring, [token, names]; null where there are no names. Valid
-  /// until the next call. What is not computed is taken from `brought`, where the append begins
-  /// at `first`, and so is a scored feature that is there. Throws std::logic_error where it is not.
+  /// The features of the next append's tokens, [token, names]; null if there are no names. Valid
+  /// until the next call. Takes features that are not computed from `feature_values`, starting at
+  /// index `first`; takes scored features from there too if it has them. Throws std::logic_error if
+  /// a feature is missing.
   const float* append(const KeyValueRows& rows, const FeaturesByName* feature_values,
                       std::size_t first);
 
@@ -77,23 +81,24 @@ class FeatureMaker {
   std::uint32_t head_size_;
   OutputWeights output_;
   bool wants_direction_ = false;
-  std::optional<ScoredFeatures> scored_;  // where one is named
-  std::vector<float> unit_keys_;          // [dim]: their sum, over all tokens so far
+  std::optional<ScoredFeatures> scored_;  // set if a scored feature is named
+  std::vector<float> unit_keys_;          // [dim]: sum over all tokens so far
   float unit_keys_norm_ = 0;
   std::vector<float> features_;  // of the last append
-  std::vector<float> products_;  // [hidden]: of one value
+  std::vector<float> products_;  // [hidden]: W_o times one value
 };
 
-// A policy's rank times a feature: `h2o*value_norm1`, a policy of its own. What one token's rank
-// is, and nothing else, so protected tokens, modifiers and budgets do as they do with any other.
+// Products: a policy's rank times a feature, as in `h2o*value_norm1`, is a policy too. Only the
+// rank differs, so protected tokens, modifiers and budgets work as for any other policy.
 
-/// `base` with its rank, as a number, times `feature`, behind its own features. `name`: both, as
-/// written. Throws std::invalid_argument: `base` never evicts, is a function of a program's, or has
-/// no room for a feature; `feature` is no name.
+/// The policy whose rank is that of `base`, as a number, times `feature`, which is added after the
+/// features of `base`. `name`: both, as the user typed them. Throws std::invalid_argument if `base`
+/// never evicts, is a function of the caller's program or has no free feature, or if `feature` is
+/// not a valid name.
 std::shared_ptr<const PolicyEntry> product_of(const std::shared_ptr<const PolicyEntry>& base,
                                               const std::string& name, const std::string& feature);
 
-/// The parameters as a product's hooks take them. `own`: as those of its base do.
+/// The parameters in the layout that a product's hooks take. `own`: the parameters of its base.
 std::vector<std::byte> product_params(const PolicyEntry& product,
                                       const std::vector<std::byte>& own);
 

@@ -1,13 +1,14 @@
-// keydiff: keys that point where most keys point tell the least. The token whose key is most like
-// the mean of the unit keys is evicted first.
+// keydiff: keys that point in the common direction carry the least information. Evicts the token
+// whose key is most similar to the mean of the unit keys.
 //
 // Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache Eviction", algorithm 1. Deliberate
 // differences:
-//   - the mean is over every key up to the end of the token's own append, evicted ones too, and
-//     stays what it was then; the paper takes it anew over the keys that are live;
-//   - keys are compared before RoPE. The paper, and kvpress's KeyDiffPress, compare them as attention
-//     uses them, which ranks other tokens first: `keydiff:name=key_cosine_rope`, a feature that
-//     `kvlab.hf features` adds to a trace and no decoder computes.
+//   - the mean is over every key up to the end of the token's append, including evicted ones, and
+//     is
+//     not updated later; the paper recomputes it over the live keys;
+//   - keys are compared before RoPE. The paper, and kvpress's KeyDiffPress, compare them after
+//     RoPE, which gives another order. `keydiff:name=key_cosine_rope` does so; `kvlab.hf features`
+//     adds this feature to a trace, and no decoder computes it.
 #pragma once
 
 #include "policies/features/by_feature.hpp"

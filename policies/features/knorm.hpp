@@ -1,10 +1,11 @@
-// knorm: keys of a small norm draw the attention. The token with the longest key is evicted first.
+// knorm: keys of a small norm attract attention. Evicts the token whose key has the largest norm.
 //
 // Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
 // section 3. Deliberate differences:
-//   - the norm is taken before RoPE, which turns keys and leaves their length (but for rounding);
-//   - the paper compresses no prompt in its first two layers; here every layer has the same budget;
-//   - one token leaves at each step, where the paper compresses a prompt once.
+//   - the norm is taken before RoPE. RoPE rotates keys and keeps their norm, apart from rounding;
+//   - the paper does not compress a prompt in its first two layers; here every layer has the same
+//     budget;
+//   - one token is evicted at each step; the paper compresses a prompt once.
 #pragma once
 
 #include "policies/features/by_feature.hpp"

@@ -1,15 +1,18 @@
-// lagkv: a token is told by how its key and value lie in the range of those that come after it. The
-// token that does so least is evicted first.
+// lagkv: scores a token by its key and value relative to the range of the tokens that follow it.
+// Evicts the token with the lowest score.
 //
 // Liang et al. 2025, "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are
 // Important", equations 1 to 6. The feature `lagkv` is the paper's score (scored.hpp). Deliberate
 // differences:
-//   - the paper keeps as many tokens of each partition, so its score is compared within a partition
-//     only; here the tokens' places within their partitions are compared over all of them;
-//   - a score looks ahead to the end of the next partition, up to 2 L - 1 tokens, and a token whose
-//     append ends before it is not scored: it stays longest. Where `kvlab.hf features` has made
-//     the feature, a decoded token's looks ahead: with `recent` of 2 L - 1 no rank is asked early;
-//   - the paper holds 16 first tokens, the protection here 4.
+//   - the paper keeps the same number of tokens in each partition, so it compares scores only
+//     within
+//     a partition. Here a token's position in the order of its partition is compared over all
+//     partitions;
+//   - a score looks ahead to the end of the next partition, up to 2 L - 1 tokens. A token whose
+//     append ends before that is not scored and is evicted last. If `kvlab.hf features` made the
+//     feature, the score of a decoded token looks ahead too: with `recent` of 2 L - 1 tokens, no
+//     rank is used before its look-ahead has been appended;
+//   - the paper keeps the first 16 tokens; here 4 are protected.
 #pragma once
 
 #include "policies/features/by_feature.hpp"

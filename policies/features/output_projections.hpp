@@ -1,4 +1,4 @@
-// The output projections W_o of a model's attention, as value_out_norm1 reads them.
+// The output projections W_o of a model's attention, for the feature value_out_norm1.
 #pragma once
 
 #include <cstddef>
@@ -8,19 +8,21 @@
 
 namespace kvlab {
 
-/// Those of the query heads that share a KV head.
+/// W_o of the query heads that share a KV head.
 struct OutputWeights {
-  const float* by_input = nullptr;  // [query_head of the group, dim, hidden]; null: not known
+  const float* by_input = nullptr;  // [query_head of the group, dim, hidden]; null: unknown
   std::uint32_t group = 0, hidden = 0;
 };
 
-/// Those of all layers, float32.
+/// W_o of all layers, float32.
 struct OutputProjections {
   std::uint32_t hidden = 0, group = 0, head_size = 0;
-  std::vector<std::vector<float>> layers;  // [query_head, dim, hidden] each
-  std::string weights_xxh3 = "";           ///< of the checkpoint that they were read from; or empty
+  std::vector<std::vector<float>> layers;  // one [query_head, dim, hidden] each
+  std::string weights_xxh3 = "";           ///< hash of the checkpoint that they were read from; may
+                                           ///< be empty
 
-  /// Appends a layer; read_row(output, row) puts W_o's row [query_head, dim] of an output.
+  /// Appends a layer. read_row(output, row) writes row `output` of W_o, [query_head, dim], to
+  /// `row`.
   template <class ReadRow>
   void add_layer(std::uint32_t query_heads, ReadRow read_row) {
     const std::size_t inputs = std::size_t{query_heads} * head_size;
@@ -38,7 +40,7 @@ struct OutputProjections {
   }
 };
 
-/// Those of a KV head where they are known; `output` may be null.
+/// W_o of a KV head, if known; `output` may be null.
 inline OutputWeights weights_of(const OutputProjections* output, std::uint32_t layer,
                                 std::uint32_t kv_head) {
   return output ? output->of(layer, kv_head) : OutputWeights{};

@@ -1,15 +1,17 @@
-// r_kv: important tokens stay, redundant ones leave. The least `mix` times attention, less 1 - mix
-// times redundancy, is evicted first.
+// r_kv: keeps important tokens and evicts redundant ones. Evicts the token with the lowest `mix` *
+// attention - (1 - mix) * redundancy.
 //
 // Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", section 3.
 // The feature `redundancy` is the softmax, over tokens, of a key's mean cosine with the others.
 // Deliberate differences:
-//   - the paper averages the attention of the last 8 queries and takes the largest of 7 neighbours;
-//     here each query weighs 7/8 of the next one, 8 in all, and neighbours are not looked at;
-//   - redundancy is over every key up to the end of the token's own append, evicted ones too,
-//     and stays; the paper takes it anew over the keys that are live, and spares the latest tenth
-//     of those that are alike;
-//   - the paper evicts to the budget in bursts of 128 tokens, and attention here is summed over the group.
+//   - the paper averages the attention of the last 8 queries and takes the maximum of 7 neighbours;
+//     here each query weighs 7/8 of the next one, so the weights sum to 8, and neighbours are
+//     ignored;
+//   - redundancy is over every key up to the end of the token's append, including evicted ones,
+//     and is not updated later; the paper recomputes it over the live keys, and exempts the latest
+//     tenth of similar keys;
+//   - the paper evicts to the budget in bursts of 128 tokens;
+//   - attention is summed over the group.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -31,7 +33,7 @@ struct RKV {
   static constexpr Param<Params> kParams[]{
       {"mix", "share of attention in the score (lambda)", &Params::mix, 0.1, 0, 1}};
   struct Slot {
-    std::uint64_t mass;  // Q32.32: seven eighths of it stay with each query
+    std::uint64_t mass;  // Q32.32; each query leaves seven eighths of it
   };
 
   static constexpr std::uint32_t kForgotten = 128;  // (7/8)^128 < 2^-24

@@ -8,10 +8,11 @@
 namespace kvlab {
 namespace {
 
-constexpr std::string_view kScored[] = {"lagkv", "expected_attention", "redundancy"};  // in order
-constexpr double kMin = 1e-12;  // of what is divided by
+// In the order of ScoredFeature.
+constexpr std::string_view kScored[] = {"lagkv", "expected_attention", "redundancy"};
+constexpr double kMin = 1e-12;  // lower bound of divisors
 
-/// Dimensions i and i + half together, by angles whose cosines and sines are given.
+/// Rotates dimensions i and i + half together, by angles with these cosines and sines.
 void turn(const std::vector<double>& cosines, const std::vector<double>& sines, double* x,
           std::size_t stride) {
   const std::size_t half = cosines.size();
@@ -23,7 +24,7 @@ void turn(const std::vector<double>& cosines, const std::vector<double>& sines, 
   }
 }
 
-/// Means over `count` positions from `first` on.
+/// Mean cosines and sines of RoPE over `count` positions from `first` on.
 struct MeanTurn {
   std::vector<double> cosines, sines;
 
@@ -74,8 +75,8 @@ void ScoredFeatures::add(const KeyValueRows& rows) {
   if (rows.tokens > 1 || first == 0) expect(rows);
 }
 
-/// The first `sinks` queries are not like the others; where there are none, the last stands for
-/// all.
+/// Adds the append's queries to the sums. The first `sinks` queries are not representative, so they
+/// are left out. Until other queries exist, the latest query stands for all.
 void ScoredFeatures::count_queries(const KeyValueRows& rows, std::uint32_t first) {
   expected_.resize(rows.group);
   const std::uint32_t past = std::min(settings_.sinks, tokens() - 1);
@@ -85,7 +86,7 @@ void ScoredFeatures::count_queries(const KeyValueRows& rows, std::uint32_t first
     own.sum.resize(dim_), own.products.resize(std::size_t{dim_} * dim_);
     counted = counted_;
     for (std::uint32_t at = std::max(first, past); at < tokens(); ++at, ++counted) {
-      if (at <= settings_.sinks) {  // alone until now
+      if (at <= settings_.sinks) {  // no other queries so far
         std::ranges::fill(own.sum, 0), std::ranges::fill(own.products, 0);
         counted = 0;
       }
@@ -135,7 +136,8 @@ std::vector<double> ScoredFeatures::rotate_key(const KeyValueRows& rows,
   return turned;
 }
 
-/// The mean of e^(scale q k) over normal q: scale mean k + scale² / 2 k spread k.
+/// The log of the mean of e^(scale q k) over normally distributed q: scale mean k + scale² / 2 k
+/// spread k.
 double ScoredFeatures::logit(const Expected& expected, const std::vector<double>& key,
                              double scale) const {
   double product = 0, square = 0;
@@ -157,7 +159,7 @@ void ScoredFeatures::write(ScoredFeature feature, const KeyValueRows& rows, floa
   if (feature == ScoredFeature::redundancy) write_redundancy(first, to, stride);
 }
 
-/// How far each of a partition's rows lies in the range of the partition behind it.
+/// How each row of a partition lies in the range of the next partition.
 std::vector<double> ScoredFeatures::lag_scores(const KeyValueRows& rows, bool of_keys,
                                                std::uint32_t first) const {
   const std::uint32_t lag = settings_.lag;
@@ -185,7 +187,7 @@ void ScoredFeatures::write_places(const KeyValueRows& rows, std::uint32_t first,
                                   std::size_t stride) {
   const std::uint32_t lag = settings_.lag, sinks = settings_.sinks;
   for (std::uint32_t i = 0; i < rows.tokens; ++i) to[i * stride] = 1;
-  // From the partition of the append's first token on, while the next one is whole.
+  // From the partition of the append's first token on, as long as the next partition is complete.
   std::uint32_t begin = first < sinks ? sinks : first - (first - sinks) % lag;
   for (; begin + 2 * lag <= tokens(); begin += lag) {
     std::vector<double> scores = lag_scores(rows, true, begin);
@@ -216,7 +218,8 @@ void ScoredFeatures::write_expected(const KeyValueRows& rows, std::uint32_t firs
   }
 }
 
-/// A mean of cosines is a product with the sum of unit keys, less one's own.
+/// The mean cosine with the other keys is the product with the sum of unit keys, minus the key's
+/// product with itself.
 void ScoredFeatures::write_redundancy(std::uint32_t first, float* to, std::size_t stride) const {
   std::vector<double> shares(tokens());
   for (std::uint32_t at = 0; at < tokens(); ++at) {

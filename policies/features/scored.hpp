@@ -1,5 +1,5 @@
-// Features that look at many tokens: scores of papers, by the keys, values and queries of an
-// append and those before it.
+// Scored features: scores from papers that depend on many tokens, computed from the keys, values
+// and queries of an append and of those before it.
 #pragma once
 
 #include <cstdint>
@@ -12,58 +12,62 @@
 namespace kvlab {
 
 enum class ScoredFeature {
-  lagkv,               ///< LagKV: a token's place in its partition, by the range of the next one
-  expected_attention,  ///< what queries like those so far would give the key, times the value's
-                       ///< norm
+  /// LagKV: a token's position in the order of its partition, by the range of the next partition.
+  lagkv,
+  expected_attention,  ///< attention that queries like those so far would give the key, times the
+                       ///< value's norm
   redundancy           ///< R-KV: softmax over tokens of the key's mean cosine with the others
 };
 
 std::optional<ScoredFeature> scored_feature(std::string_view name);
 std::vector<std::string> scored_features();
 
-/// Keys before RoPE and values of the tokens of an append, float32; rows are `stride` apart.
+/// Keys before RoPE, and values, of an append's tokens, float32; rows are `stride` floats apart.
 struct KeyValueRows {
   const float *k, *v;
   std::size_t stride;
   std::uint32_t tokens;
-  // For scored features; null without:
+  // For scored features; otherwise null:
   const float* q = nullptr;  ///< [group, token], before RoPE
   std::size_t q_head_stride = 0, q_stride = 0;
   std::uint32_t group = 0;
-  std::span<const float> inv_freq = {};  ///< dimensions i and i + its length are turned together
+  std::span<const float> inv_freq = {};  ///< RoPE rotates dimensions i and i + inv_freq.size()
+                                         ///< together
   float rope_factor = 1, softmax_scale = 1;
 };
 
-/// As the papers' authors have them, and `kvlab.hf features`.
+/// The defaults are those of the papers' authors and of `kvlab.hf features`.
 struct ScoreSettings {
-  std::uint32_t sinks = 4;     ///< first tokens that are not scored
-  std::uint32_t lag = 128;     ///< tokens of a partition
-  std::uint32_t future = 512;  ///< positions ahead that queries are taken from
+  std::uint32_t sinks = 4;     ///< number of first tokens that are not scored
+  std::uint32_t lag = 128;     ///< tokens per partition
+  std::uint32_t future = 512;  ///< number of future positions that expected queries are averaged
+                               ///< over
 };
 
-/// One KV head's, in float64, summed in order: equal rows give equal bits. A score is fixed by the
-/// end of the token's append: lagkv is 1 of a token whose next partition is not whole by then;
-/// expected_attention takes the queries as they were at the end of the last append of several.
+/// Computes the scored features of one KV head in float64, summed in order, so that equal rows give
+/// equal bits. A score is fixed at the end of the token's append: lagkv is 1 for a token whose next
+/// partition is then incomplete; expected_attention uses the queries up to the end of the last
+/// append of several tokens.
 class ScoredFeatures {
  public:
   explicit ScoredFeatures(std::uint32_t head_size, ScoreSettings settings = {})
       : dim_(head_size), settings_(settings) {}
 
-  /// The tokens of the next append.
+  /// Adds the tokens of the next append.
   void add(const KeyValueRows& rows);
-  /// Those tokens' scores, each `stride` behind the last.
+  /// Writes the scores of those tokens, `stride` floats apart.
   void write(ScoredFeature feature, const KeyValueRows& rows, float* to, std::size_t stride);
 
  private:
-  /// What queries to come are taken to be, of one query head.
+  /// The expected future queries of one query head.
   struct Expected {
-    std::vector<double> sum, products;  // [dim], [dim, dim]: of the queries so far
-    std::vector<double> mean, spread;   // turned ahead, [dim], [dim, dim]
+    std::vector<double> sum, products;  // [dim], [dim, dim]: sums over the queries so far
+    std::vector<double> mean, spread;   // rotated to future positions; [dim], [dim, dim]
     double largest = 0, total = 0;      // of the logits that they give the keys so far
   };
 
   std::uint32_t tokens() const { return static_cast<std::uint32_t>(inverse_norms_.size()); }
-  /// In float64, turned to its position.
+  /// The key in float64, rotated to its position.
   std::vector<double> rotate_key(const KeyValueRows& rows, std::uint32_t position) const;
   void count_queries(const KeyValueRows& rows, std::uint32_t first);
   void expect(const KeyValueRows& rows);
@@ -76,10 +80,10 @@ class ScoredFeatures {
   std::uint32_t dim_;
   ScoreSettings settings_;
   std::vector<float> keys_, values_;   // [token, dim], before RoPE
-  std::vector<double> inverse_norms_;  // [token]: of keys
-  std::vector<double> unit_sum_;       // [dim]: of the keys' directions
+  std::vector<double> inverse_norms_;  // [token]: of the keys' norms
+  std::vector<double> unit_sum_;       // [dim]: sum of the unit keys
   std::vector<Expected> expected_;     // [group]
-  std::uint32_t counted_ = 0;          // queries in their sums
+  std::uint32_t counted_ = 0;          // number of queries in the sums
 };
 
 }  // namespace kvlab

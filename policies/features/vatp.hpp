@@ -1,11 +1,12 @@
-// vatp: attention says how often a value is used, its size says how much that changes. The token
-// with the least accumulated attention times the magnitude of its value is evicted first.
+// vatp: attention measures how often a value is used, and the value's magnitude measures how much
+// that changes the output. Evicts the token with the lowest accumulated attention times the
+// magnitude of its value.
 //
 // Guo et al. 2024, "Attention Score is not All You Need for Token Importance Indicator in KV Cache
 // Reduction: Value Also Matters", equation 3, on H2O's score. Deliberate differences:
-//   - the first tokens, whose values are small, are held by the protection `sinks`, as the paper holds
-//     its first 20;
-//   - those of h2o (policies/mass/h2o.hpp): exact sums, one kept set for each KV head.
+//   - the first tokens have small values, so the paper keeps its first 20 tokens. Here `sinks`
+//     protects them (`vatp:sinks=20`);
+//   - the differences of h2o (policies/mass/h2o.hpp): exact sums, one kept set for each KV head.
 #pragma once
 
 #include "policies/mass/h2o.hpp"

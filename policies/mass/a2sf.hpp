@@ -1,17 +1,17 @@
-// a2sf: H2O with forgetting. The token with the least accumulated attention is evicted first, and
-// what was accumulated decays by `keep` with every query.
+// a2sf: H2O with forgetting. Evicts the token with the lowest accumulated attention. Accumulated
+// attention is multiplied by `keep` with every query.
 //
-// Jo and Shin 2024, "A2SF: Accumulative Attention Scoring with Forgetting Factor", equation of
-// section 3: the mass of token k after query n is the sum over q of keep^(n - q) * p(q, k).
-// Deliberate differences from the paper and its code:
-//   - their alpha is searched for each model; `keep` is 0.98 unless given, by measurement
+// Jo and Shin 2024, "A2SF: Accumulative Attention Scoring with Forgetting Factor", section 3: the
+// mass of token k after query n is the sum over q of keep^(n - q) * p(q, k). Deliberate differences
+// from the paper and its code:
+//   - the authors search their alpha for each model; `keep` defaults to 0.98, from measurements
 //     (docs/reference/policies.md);
-//   - half of the budget is recent, one token leaves a step;
-//   - one kept set for each KV head: the query heads of a group are summed;
-//   - an append of n queries scales what was there by keep^n at once: the factor is rounded to
-//     the nearest unit of 2^-32, and the mass that is left down to one, so that old masses end at 0.
-//     Integers, so that host and device agree;
-//   - ties: the older is evicted.
+//   - half of the budget is recent, and one token is evicted per step;
+//   - one kept set for each KV head: masses of the query heads of a group are summed;
+//   - an append of n queries multiplies the earlier mass by keep^n at once. The factor is rounded
+//     to the nearest unit of 2^-32 and the product is rounded down, so old masses reach 0.
+//     Integers make host and device agree;
+//   - at equal mass, the older token is evicted.
 #pragma once
 
 #include "policies/fixed_point.hpp"
@@ -39,7 +39,8 @@ struct A2sf {
   static constexpr float weight(std::uint32_t age, const Params& params) {
     return age < tail(params) ? static_cast<float>(power(params.keep, age)) : 0.0f;
   }
-  /// From here on keep^age is below exp(-24), so that no probability leaves half a unit of 2^-32.
+  /// From here on keep^age is below exp(-24), so any probability contributes less than half a unit
+  /// of 2^-32.
   static constexpr std::uint32_t tail(const Params& params) {
     const double forgets = 1 - params.keep;
     return forgets > 1e-8 ? static_cast<std::uint32_t>(24 / forgets) + 1 : kNoTail;

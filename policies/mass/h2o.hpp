@@ -1,13 +1,13 @@
-// h2o: heavy hitters. The token with the least accumulated attention is evicted first; half of the
-// budget is recent.
+// h2o: heavy hitters. Evicts the token with the lowest accumulated attention; half of the budget is
+// recent.
 //
-// Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", algorithm 1 and section 4.1.
-// Deliberate differences from the paper and from the authors' five released versions:
-//   - probabilities are summed exactly (Q32.32), where theirs are summed in fp16 and freeze;
-//   - one kept set for each KV head: the query heads of a group are summed;
-//   - the appended token is recent, hence never its own first victim (algorithm 1 lets it be);
-//   - a token that was evicted stays away (their mask simulation lets it return after one step);
-//   - ties: the older is evicted.
+// Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", algorithm 1 and section 4.1. Deliberate
+// differences from the paper and from the authors' five released versions:
+//   - probabilities are summed exactly (Q32.32); theirs are summed in fp16, and the sums saturate;
+//   - one kept set for each KV head: masses of the query heads of a group are summed;
+//   - the appended token is recent, so it is never the first victim (algorithm 1 allows that);
+//   - an evicted token does not return (their mask simulation lets it return after one step);
+//   - at equal mass, the older token is evicted.
 #pragma once
 
 #include "policies/policy.hpp"

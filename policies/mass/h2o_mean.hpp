@@ -1,11 +1,13 @@
-// h2o_mean: the token with the least attention per query is evicted first: accumulated attention,
-// divided by the number of queries that could see the token.
+// h2o_mean: evicts the token with the lowest attention per query: accumulated attention divided by
+// the number of queries that could see the token.
 //
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", appendix B.2, which tries this and finds it worse
-// than the sum; several public codes that say "H2O" do it (a sum favours old tokens). Deliberate
-// differences:
-//   - those of h2o: exact sums, groups summed, half of the budget recent, one leaves a step;
-//   - the mean is rounded down to units of 2^-48; ties: the older is evicted.
+// than the sum. Several public codes that are named "H2O" do it, because a sum favours old tokens.
+// Deliberate differences:
+//   - the differences of h2o: exact sums, summed groups, half of the budget recent, one eviction
+//     per
+//     step;
+//   - the mean is rounded down to units of 2^-48; at equal mean, the older token is evicted.
 #pragma once
 
 #include "policies/policy.hpp"

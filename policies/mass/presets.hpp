@@ -1,8 +1,8 @@
-// What other projects call H2O, in the words of the one rule: `h2o:preset=NAME`.
+// Presets of h2o: what other projects call H2O, as settings of kvlab's rule: `h2o:preset=NAME`.
 //
-// Eleven public codes and five versions of the authors' own say "H2O" and keep different tokens. A
-// preset is the nearest that the rule can do, with what differs; those that it cannot do are named
-// too, and refused with the reason.
+// Eleven public codes and five versions of the authors' code are named "H2O" and keep different
+// tokens. A preset is the closest configuration that the rule supports, with the remaining
+// differences. Codes that the rule cannot represent are listed too and refused with the reason.
 #pragma once
 
 #include <span>
@@ -12,9 +12,10 @@ namespace kvlab {
 
 struct Preset {
   std::string_view name;
-  std::string_view policy;    ///< as on the command line; empty: the rule cannot hold it
-  std::string_view code;      ///< whose it is
-  std::string_view deviates;  ///< what the code does that the preset does not, or why there is none
+  std::string_view policy;  ///< as on the command line; empty: the rule cannot represent the code
+  std::string_view code;    ///< the project
+  /// How the code differs from the preset, or why there is no preset.
+  std::string_view deviates;
 };
 
 std::span<const Preset> h2o_presets();

@@ -1,17 +1,19 @@
-// roco: by the mean and the standard deviation of a token's attention. A token whose attention is
-// low on average and steady is evicted first; one that is sometimes looked at hard stays.
+// roco: ranks by the mean and the standard deviation of a token's attention. Evicts tokens whose
+// attention is low and steady; keeps a token that sometimes gets much attention.
 //
 // Ren and Zhu 2024, "On the Efficacy of Eviction Policy for Key-Value Constrained Generative
 // Language Model Inference", section 4 (RoCo: mean attention score, and an eviction scope that
-// leaves out the tokens of largest standard deviation).
-// Deliberate differences from the paper and its code (EasyKV):
-//   - a rank sees one token, so "the 30% of largest deviation are out of scope" cannot be said;
-//     ours adds the two: mean^2 + spread * deviation^2, whose order with spread=1 is that of the
-//     root mean square, and with spread=0 that of the mean;
+// leaves out the tokens of largest standard deviation). Deliberate differences from the paper and
+// its code (EasyKV):
+//   - a rank sees only one token, so it cannot exclude the 30% of largest deviation. Here the two
+//     are
+//     added: mean^2 + spread * deviation^2. With spread=1 this orders by the root mean square, with
+//     spread=0 by the mean;
 //   - the rank is in units of 2^-44, rounded down;
-//   - of an append of many queries only the sum is known: its queries count as equal ones;
-//   - a group's query heads are summed; the 10 youngest are protected, as in their code; one kept set
-//     for each KV head; one leaves a step; ties: the older is evicted.
+//   - an append of many queries gives only the sum, so its queries count as equal;
+//   - masses of the query heads of a group are summed; the 10 youngest tokens are protected, as in
+//     their code; one kept set for each KV head; one eviction per step; at equal rank, the older
+//     token is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -32,7 +34,7 @@ struct Roco {
       {"spread", "weight of the variance beside the mean's square", &Params::spread, 1, 0, 8}};
   struct Slot {
     std::uint64_t mass;  // Q32.32
-    double squares;      // sum over queries of what each gave, squared
+    double squares;      // sum over queries of the squared attention
     std::uint32_t queries;
   };
 

@@ -1,10 +1,9 @@
-// streaming_h2o: heavy hitters with cache positions, so that a stream may outrun the trained
-// context.
+// streaming_h2o: heavy hitters with cache positions, so that a stream may be longer than the
+// trained context.
 //
 // Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", section 5.3 (streaming); no public code defines it
-// alone. Deliberate differences: those of h2o; no sinks are fixed (accumulated attention keeps
-// them); a chunked prompt numbers the live tokens before each chunk, and keys are never rotated in
-// place.
+// alone. Deliberate differences: those of h2o; no fixed sinks (accumulated attention keeps them);
+// in a chunked prompt, live tokens are numbered before each chunk; keys are never rotated in place.
 #pragma once
 
 #include "policies/mass/h2o.hpp"

@@ -1,8 +1,8 @@
-// One smoothed rank from its neighbours', one after another: for a device, which has no integer of
-// 128 bits, and for doubles, of which the order matters. On the host smooth_ranks()
-// (policies/modifiers/ranks.hpp) does all at once.
+// One smoothed rank, accumulated neighbour by neighbour. Devices need this form because they have
+// no 128-bit integers, and because the order of additions of doubles matters. On the host,
+// smooth_ranks() (policies/modifiers/ranks.hpp) smooths all ranks at once.
 //
-// Included by CUDA code: nothing here may allocate, throw or use the host's library.
+// CUDA code includes this file: nothing here may allocate, throw or use the host's library.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ class PooledRank {
  public:
   constexpr PooledRank(Modifiers::Pool pool, RankType type) : pool_(pool), type_(type) {}
 
-  /// The next key, from the oldest on.
+  /// Adds the next key; call from the oldest token on.
   constexpr void take(std::uint64_t rank) {
     ++count_;
     if (pool_ == Modifiers::Pool::max) {
@@ -28,12 +28,12 @@ class PooledRank {
       high_ += low_ < rank ? 1 : 0;
     }
   }
-  /// The key of the mean, of whole numbers rounded down, or of the largest of at least one and
-  /// fewer than 2^32 ranks.
+  /// The key of the mean (rounded down for whole numbers) or of the maximum. Requires at least one
+  /// and fewer than 2^32 ranks.
   constexpr std::uint64_t value() const {
     if (pool_ == Modifiers::Pool::max) return low_;
     if (type_ == RankType::real) return rank_key(real_ / count_);
-    // Long division by digits of 32 bits; the first is 0, as high_ is less than count_.
+    // Long division in 32-bit digits; the first digit is 0, because high_ is less than count_.
     const std::uint64_t upper = std::uint64_t{high_} << 32 | low_ >> 32;
     const std::uint64_t lower = upper % count_ << 32 | (low_ & 0xffff'ffffu);
     return upper / count_ << 32 | lower / count_;
@@ -42,7 +42,7 @@ class PooledRank {
  private:
   Modifiers::Pool pool_;
   RankType type_;
-  std::uint64_t low_ = 0;  // the sum of whole numbers, or the largest
+  std::uint64_t low_ = 0;  // the sum of whole numbers, or the maximum
   double real_ = 0;        // the sum of doubles
   std::uint32_t high_ = 0, count_ = 0;
 };

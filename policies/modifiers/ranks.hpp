@@ -1,4 +1,4 @@
-// What the modifiers do to ranks before tokens are ordered: sums over a layer's KV heads, and
+// How modifiers process ranks before tokens are ordered: sums over a layer's KV heads, and
 // smoothing by age.
 #pragma once
 
@@ -14,27 +14,29 @@ namespace kvlab {
 
 class AgedSet;
 
-/// Ranks by age, as rank_key() makes them.
+/// Ranks by age, as keys of rank_key().
 struct Ranks {
   std::vector<std::uint64_t> keys;
   RankType type = RankType::whole;
 };
 
-/// Every rank becomes the mean, or the maximum, of those at most `radius` away: of whole numbers
-/// rounded down; doubles are added from the oldest to the youngest, then divided by their number.
+/// Replaces every rank by the mean or maximum over the tokens at most `radius` away. Means of whole
+/// numbers are rounded down. Doubles are added from the oldest to the youngest, then divided by
+/// their count.
 void smooth_ranks(Ranks& ranks, std::uint32_t radius, Modifiers::Pool pool);
 
-/// The ranks that the caches of one layer share under `scope=layer`: of each token their sum, from
-/// the first KV head to the last. The caches hold the same tokens, and evict to the budget one
-/// after another before any of them appends more.
+/// The ranks that the caches of one layer share under `scope=layer`: for each token the sum from
+/// the first KV head to the last. The caches hold the same tokens. All of them evict to their
+/// budgets, one after another, before any of them appends more tokens.
 class LayerRanks {
  public:
-  /// The caches of one sequence and layer, which stay where they are.
+  /// The caches of one sequence and layer. Stores pointers: the caches must not move.
   explicit LayerRanks(std::vector<const AgedSet*> heads) : heads_(std::move(heads)) {}
 
-  /// By age, before the first of the heads has evicted to the budget for `now`; the others are
-  /// answered as it was. Throws std::logic_error where the heads hold different tokens, and
-  /// std::invalid_argument where one ranks by whole numbers and another by doubles.
+  /// Summed ranks by age. The first call for `now` must come before any head has evicted for `now`;
+  /// later calls for `now` return the same ranks. Throws std::logic_error if the heads hold
+  /// different tokens, and std::invalid_argument if one ranks by whole numbers and another by
+  /// doubles.
   const Ranks& at(std::uint32_t now);
 
  private:
@@ -43,9 +45,9 @@ class LayerRanks {
   Ranks sums_;
 };
 
-/// Joins the caches of one sequence and layer, which stay where they are: under scope=layer by
-/// their ranks, under ada() by their slots; copies of such caches join each other. Does nothing
-/// where each evicts by itself.
+/// Connects the caches of one sequence and layer, which must not move: by their ranks under
+/// scope=layer, by their slots under ada(). Copies of connected caches are connected to each other.
+/// No-op if each cache evicts by itself.
 void share_ranks(std::span<AgedSet* const> heads);
 
 }  // namespace kvlab

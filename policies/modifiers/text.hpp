@@ -1,4 +1,4 @@
-// How modifiers are written: `every=64`, `once`, `smooth=3`, `pool=max`, `scope=layer`,
+// The text form of modifiers: `every=64`, `once`, `smooth=3`, `pool=max`, `scope=layer`,
 // `group=max`.
 #pragma once
 
@@ -15,19 +15,19 @@ namespace kvlab {
 std::span<const std::string_view> modifier_names();
 bool is_modifier(std::string_view name);
 
-/// Sets the modifier `name`, one of modifier_names(). `value` is what stands behind the equals
-/// sign; `once` alone is `once=yes`. Throws std::invalid_argument that begins with `what`.
+/// Sets the modifier `name`, one of modifier_names(). `value` is the text after the equals sign;
+/// `once` alone means `once=yes`. Throws std::invalid_argument with a text that begins with `what`.
 void set_modifier(Modifiers& modifiers, std::string_view name, std::string_view value,
                   std::string_view what);
 
-/// Name and value of every modifier that is there, and of those that `standard` has and `modifiers`
-/// have not.
+/// Name and value of every modifier that `modifiers` sets, or that it leaves off and `standard`
+/// sets.
 std::vector<std::pair<std::string_view, std::string>> modifier_settings(const Modifiers& modifiers,
                                                                         const Modifiers& standard);
-/// The same as they are written: `every=64`, `once`.
+/// The same in text form: `every=64`, `once`.
 std::vector<std::string> modifier_texts(const Modifiers& modifiers, const Modifiers& standard);
 
-/// Throws std::invalid_argument where a modifier of a policy would never do anything.
+/// Throws std::invalid_argument if a modifier of a policy would have no effect.
 void check_modifiers(const Modifiers& modifiers, const PolicyInfo& info);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Compiled with the options of tools/cmake/instruction_sets.cmake.
+// tools/cmake/instruction_sets.cmake sets the options of this file.
 #include "policies/ops/instruction_set.hpp"
 #include "policies/ops/make_ops.hpp"
 #include "policies/registry.hpp"

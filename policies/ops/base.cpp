@@ -1,4 +1,4 @@
-// Compiled for the build's own instruction set: what every machine has.
+// Compiled for the build's base instruction set, which every supported machine has.
 #include "policies/ops/instruction_set.hpp"
 #include "policies/ops/make_ops.hpp"
 #include "policies/registry.hpp"

@@ -1,6 +1,6 @@
-// Makes a policy's table from its type. Included by one source file for each instruction set: all
-// is local to that file, and `flatten` inlines the hooks, so that no copy of a hook leaves it for
-// the linker to choose.
+// Builds a policy's function table from its type. One source file per instruction set includes
+// this. Everything is local to that file and `flatten` inlines the hooks, so that the linker cannot
+// replace a hook by a copy for another instruction set.
 #pragma once
 
 #include "policies/bytes.hpp"
@@ -9,7 +9,7 @@
 namespace kvlab {
 namespace {
 
-/// The states that `slots` points to, or, of a policy that keeps none, nothing.
+/// The states that `slots` points to, or empty states for a policy that keeps none.
 template <class Slot, bool kEmpty = std::is_empty_v<Slot>>
 struct SlotArray {
   Slot* slots;
@@ -130,7 +130,7 @@ struct OpsOf {
       return *static_cast<const Params*>(params);
   }
 
-  /// Tokens [begin, end) of `count`: those before the append, or its own.
+  /// Observes tokens [begin, end) of `count`: those before the append, or those of the append.
   [[gnu::always_inline]] static void observe_part(void* slots, const Seen& seen, std::size_t begin,
                                                   std::size_t end, std::size_t count,
                                                   const void* params, const Step& step) {
@@ -150,12 +150,12 @@ struct OpsOf {
       auto&& place = slot[i];
       Slot next = place;
       P::observe(next, one, own, now);
-      place = next;  // whatever the hook does: a store on condition would become a branch
+      place = next;  // unconditional: a conditional store would compile to a branch
     }
   }
 };
 
-/// P's parameters as the command line shows them.
+/// P's parameters for the command line.
 template <class P>
 struct ParamInfos {
   static constexpr std::size_t kCount = [] {
@@ -165,7 +165,7 @@ struct ParamInfos {
       return std::size(P::kParams);
   }();
   struct List {
-    ParamInfo items[kCount + 1];  // an array of none is none
+    ParamInfo items[kCount + 1];  // one extra item, because C++ has no empty arrays
   };
   static constexpr List kList = [] {
     List list{};

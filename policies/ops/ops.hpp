@@ -1,5 +1,5 @@
-// A policy with its types erased: one table, made the same way for a line of the registry and for a
-// header that is compiled at run time.
+// A policy without its types: a table of functions, built in the same way for the registry and for
+// a header that is compiled at run time.
 #pragma once
 
 #include <cstddef>
@@ -12,73 +12,74 @@
 
 namespace kvlab {
 
-/// One parameter, without its struct.
+/// One parameter, independent of the policy's Params.
 struct ParamInfo {
   std::string_view name, help;
   double standard, least, most;
 };
 
-/// Some tokens, by age, as their hooks see them.
+/// Tokens by age, as hooks receive them.
 struct Tokens {
   const std::uint32_t* positions;
-  const float* features;  ///< [token, feature_count()]; null of a policy that has none
+  const float* features;  ///< [token, feature_count()]; null if the policy has none
 
   Tokens from(std::size_t age, std::size_t feature_count) const {
     return {positions + age, features ? features + age * feature_count : nullptr};
   }
 };
 
-/// What some tokens, by age, received in one append: arrays, for vector loops.
+/// What tokens, by age, received in one append: as arrays, for vector loops.
 struct Seen {
-  const std::uint64_t* mass = nullptr;          ///< where the policy needs mass
-  const std::uint32_t* requests = nullptr;      ///< where it needs requests
-  const std::uint32_t* last_request = nullptr;  ///< null: `query` for all
-  std::uint32_t query = 0;                      ///< the append's last
-  std::uint32_t queries = 1;  ///< of the append; the last `queries` tokens are its own
+  const std::uint64_t* mass = nullptr;          ///< set if the policy needs mass
+  const std::uint32_t* requests = nullptr;      ///< set if it needs requests
+  const std::uint32_t* last_request = nullptr;  ///< null: `query` for all tokens
+  std::uint32_t query = 0;                      ///< position of the append's last query
+  std::uint32_t queries = 1;  ///< queries of the append; the last `queries` tokens belong to it
 };
 
-/// What a policy says of itself, and its hooks as loops over tokens whose states lie one after
-/// another: the policy's own text, inlined into loops that are compiled for each instruction set.
-/// `slots` points to the states, `params` to what write_params() wrote.
+/// A policy's description and its hooks as loops over tokens whose states are contiguous. The hooks
+/// are inlined into loops that are compiled for each instruction set. `slots` points to the states,
+/// `params` to the output of write_params().
 struct PolicyOps {
   PolicyInfo info;
   std::span<const ParamInfo> params;
-  std::size_t slot_bytes;                ///< of one state; 0: none
-  std::size_t params_bytes;              ///< of Params; 0: none
-  RankType rank_type = RankType::whole;  ///< of a policy that is a struct
+  std::size_t slot_bytes;                ///< bytes of one state; 0: none
+  std::size_t params_bytes;              ///< bytes of Params; 0: none
+  RankType rank_type = RankType::whole;  ///< for a policy that is a struct
 
-  /// Bytes that a live token costs beside its key and value: state and features.
+  /// Bytes of a live token beside its key and value: state and features.
   std::size_t token_bytes() const { return slot_bytes + info.feature_count() * sizeof(float); }
 
-  /// Writes params_bytes: one value for each parameter. False: one is out of its range.
+  /// Writes params_bytes from one value per parameter. Returns false if a value is out of range.
   bool (*write_params)(std::span<const double> values, std::byte* to);
 
   void (*append)(void* slots, Tokens tokens, std::size_t count, const void* params,
                  const Step& step);
-  /// No-ops for a policy that needs nothing: of arrays, and of one observation for each token.
+  /// Observe arrays, or one observation per token. No-ops for a policy that needs no observations.
   void (*observe)(void* slots, const Seen& seen, std::size_t count, const void* params,
                   const Step& step);
   void (*observe_each)(void* slots, const Observation* seen, std::size_t count, const void* params,
                        const Step& step);
-  /// Writes keys (policies/rank.hpp), and says of what.
+  /// Writes keys (policies/rank.hpp) and returns their type.
   RankType (*rank)(const void* slots, Tokens tokens, std::size_t count, const void* params,
                    const Step& step, std::uint64_t* ranks);
-  /// The first of the lowest ranks in [begin, end), begin < end.
+  /// Index of the first of the lowest ranks in [begin, end); requires begin < end.
   std::size_t (*first_least)(const void* slots, Tokens tokens, std::size_t begin, std::size_t end,
                              const void* params, const Step& step);
-  float (*weight)(std::uint32_t age, const void* params);  ///< 1 without the hook
-  std::uint32_t (*tail)(const void* params);               ///< kNoTail without the hook
-  /// Makes the padding of one state zeros, where the compiler can.
+  float (*weight)(std::uint32_t age, const void* params);  ///< 1 if the policy has no such hook
+  std::uint32_t (*tail)(const void* params);  ///< kNoTail if the policy has no such hook
+  /// Sets the padding of one state to zero, if the compiler supports it.
   void (*clear_padding)(void* slot);
-  /// Where a policy looks at each query head: observe_each() with the heads' own masses, [head,
-  /// token]. Null: it does not.
+  /// observe_each() with masses by query head, [head, token], for a policy that looks at each head.
+  /// Null: the policy does not.
   void (*observe_heads)(void* slots, const Observation* seen, std::span<const std::uint64_t> heads,
                         std::size_t count, const void* params, const Step& step) = nullptr;
 };
 
 /// The registry's tables, in its order, for this machine's instruction set.
 std::span<const PolicyOps> registry_ops();
-/// The registry's tables for one instruction set; empty where this build or machine has it not.
+/// The registry's tables for one instruction set; empty if this build or machine does not support
+/// it.
 std::span<const PolicyOps> registry_ops_base();
 std::span<const PolicyOps> registry_ops_avx2();
 std::span<const PolicyOps> registry_ops_avx512();

@@ -1,12 +1,15 @@
-// lru: least recently requested. A token is requested when some query head of its group gives it at
-// least tau times the probability of the row's largest entry (tau = 0.01 by default).
+// lru: evicts the least recently requested token. A token is requested when at least one query head
+// of its group gives it tau times the largest probability of the row or more (tau = 0.01 by
+// default).
 //
-// The idea is Scissorhands' ("inspired by ... least recent usage", Liu et al. 2023, algorithm 2).
-// Deliberate differences from it:
-//   - theirs counts requests (probability over 1/t) in a window of 400 queries and drops half of
-//     the budget at once; ours keeps the last request and evicts one token a step;
-//   - theirs protects the last 10 tokens; ours takes protected tokens on request (lru:sinks=4:recent=50%);
-//   - per KV head, every layer, the same budget.
+// The idea is from Scissorhands ("inspired by ... least recent usage", Liu et al. 2023, algorithm
+// 2). Deliberate differences from it:
+//   - Scissorhands counts requests (probability over 1/t) in a window of 400 queries and drops half
+//     of
+//     the budget at once; lru keeps the position of the last request and evicts one token per step;
+//   - Scissorhands protects the last 10 tokens; lru protects tokens only on request
+//     (lru:sinks=4:recent=50%);
+//   - one kept set for each KV head; every layer has the same budget.
 #pragma once
 
 #include "policies/policy.hpp"

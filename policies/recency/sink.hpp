@@ -1,11 +1,11 @@
-// sink: StreamingLLM, the first tokens ("attention sinks") and the most recent ones.
+// sink: StreamingLLM. Keeps the first tokens ("attention sinks") and the most recent ones.
 //
 // Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", section 3.2.
 // Deliberate differences from the authors' code:
-//   - the budget counts the query itself (their cache of B tokens lets a query span B + 1);
-//   - one token leaves at each step, also between the turns of a conversation, where their chat
-//     demo evicts to the budget for a whole answer at once;
-//   - keys are never rotated again in place.
+//   - the budget includes the query's token (their cache of B tokens lets a query see B + 1);
+//   - one token is evicted at each step, also between the turns of a conversation; their chat demo
+//     evicts for a whole answer at once;
+//   - keys are never rotated in place.
 #pragma once
 
 #include "policies/policy.hpp"

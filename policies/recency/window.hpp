@@ -1,7 +1,7 @@
-// window: the most recent tokens ("Local" in H2O, "window attention" in StreamingLLM).
+// window: keeps the most recent tokens ("Local" in H2O, "window attention" in StreamingLLM).
 //
-// Deliberate differences: none of score; positions are original, where StreamingLLM's own baseline
-// also comes at cache positions (--positions cache gives it).
+// Deliberate differences: the score is the same. Positions are original; StreamingLLM's baseline
+// also exists with cache positions (--positions cache).
 #pragma once
 
 #include "policies/policy.hpp"

@@ -1,20 +1,23 @@
-// lazy_eviction: by the longest time between two requests. A token that has been silent for long,
-// measured by its own longest silence before, is evicted first.
+// lazy_eviction: evicts the token that has been without a request for longest, relative to its
+// longest interval between two requests so far.
 //
 // Zhang et al. 2025, "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for
-// Efficient Long Reasoning", section 4: the time of the last request TS, the maximum recurrence
-// interval MRI, and the importance of token i after query t,
-// 2 sigmoid(-(t - TS) / MRI) + 2 sigmoid(-(MRI - 1)); a token of MRI 0 comes last.
-// Deliberate differences from it:
-//   - 2 sigmoid(-x) is 1 / (1 + x): 1 at 0 and falling too, and the same on host and device. So the
-//     importance is MRI / (MRI + t - TS) + 1 / MRI; of the second term the accounts of the paper
-//     that we could read differ in form and agree that a smaller MRI counts more. It is taken as one
-//     fraction, rounded once, so that equal importances are equal ranks;
-//   - one leaves a step; theirs leave W at a time, and W, set for each task, are recent. Ours: a
-//     quarter of the budget;
-//   - a request is a probability of at least tau of the row's largest, not of at least 1e-4;
-//   - of an append of many queries only the last request and the number are known: their mean
-//     interval, rounded up, stands for the longest; ties: the older is evicted.
+// Efficient Long Reasoning", section 4. It uses the time of the last request TS, the maximum
+// recurrence interval MRI, and the importance of token i after query t, 2 sigmoid(-(t - TS) / MRI)
+// + 2 sigmoid(-(MRI - 1)). A token of MRI 0 has the lowest importance. Deliberate differences from
+// it:
+//   - 2 sigmoid(-x) is replaced by 1 / (1 + x), which is also 1 at 0 and decreasing, and is the
+//     same on host and device. The importance becomes MRI / (MRI + t - TS) + 1 / MRI. The versions
+//     of the paper that we could read differ in the form of the second term, but agree that a
+//     smaller MRI counts more. The sum is computed as one fraction, rounded once, so equal
+//     importances give equal ranks;
+//   - one token is evicted per step. Theirs evicts W tokens at a time, and W, which is set for each
+//     task, are recent. Here a quarter of the budget is recent;
+//   - a request is a probability of at least tau times the row's largest, not of at least 1e-4;
+//   - for an append of many queries, only the last request and the number of requests are known.
+//     Their
+//     mean interval, rounded up, stands for the longest;
+//   - at equal rank, the older token is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -30,7 +33,7 @@ struct LazyEviction {
       .recent = percent(25)};
   struct Params {};
   struct Slot {
-    std::uint32_t last_request, interval;  // interval 0: none came after it was appended
+    std::uint32_t last_request, interval;  // interval 0: no request after the append
   };
 
   static constexpr void append(Slot& slot, Token token, const Params&, const Step&) {
@@ -46,7 +49,7 @@ struct LazyEviction {
   }
   static constexpr double rank(const Slot& slot, Token, const Params&, const Step& step) {
     if (slot.interval == 0) return 0;
-    // Whole numbers of at most 64 bits, and exact as doubles up to 90 million tokens.
+    // Integers of at most 64 bits, exact as doubles up to 90 million tokens.
     const std::uint64_t interval = slot.interval,
                         since = interval + (step.now - 1 - slot.last_request);
     return static_cast<double>(interval * interval + since) / static_cast<double>(interval * since);

@@ -1,13 +1,15 @@
-// lfu: least frequently requested. The token with the fewest requests so far is evicted first; half
-// of the budget is recent, for a new token has no past.
+// lfu: evicts the token with the fewest requests so far. Half of the budget is recent, because a
+// new token has no requests yet.
 //
-// The caches' classic, with new entries set apart as in Robinson and Devarakonda 1990, "Data cache
-// management using frequency-based replacement", section 2; for attention, the counts of
-// Scissorhands without a window, or H2O with a threshold in place of the sum.
+// The classic cache policy, with separate treatment of new entries as in Robinson and Devarakonda
+// 1990, "Data cache management using frequency-based replacement", section 2. For attention it
+// equals the counts of Scissorhands without a window, or H2O with a threshold in place of the sum.
 // Deliberate differences from a cache of blocks:
-//   - a query requests many tokens at once: those it gives at least tau of its row's largest
-//     probability (docs/reference/policies.md);
-//   - counts are never aged, and requests of recent tokens count; ties: the older is evicted.
+//   - a query requests many tokens at once: those to which it gives at least tau times the row's
+//     largest probability (docs/reference/policies.md);
+//   - counts are never aged, and requests of recent tokens count; at equal count, the older token
+//     is
+//     evicted.
 #pragma once
 
 #include "policies/policy.hpp"

@@ -1,18 +1,22 @@
-// scissorhands: the token with the fewest requests among the last queries, a window of 400, leaves
-// first; the 10 youngest stay.
+// scissorhands: evicts the token with the fewest requests among the last 400 queries; the 10
+// youngest tokens are protected.
 //
 // Liu et al. 2023, "Scissorhands: Exploiting the Persistence of Importance Hypothesis for LLM KV
-// Cache Compression at Test Time", algorithm 2 (window 400, 10 recent tokens).
-// Deliberate differences from it, and from the code that was released, which is another rule again:
-//   - the window moves by quarters: four counts of window/4 queries each, the newest of them not
-//     full, so it holds the last 301 to 400 queries. A window that slides by one would need 400
-//     bits a token;
-//   - what an append of many queries gives counts as of its last query, and where these are more
-//     than the window, in the window's proportion, rounded down;
-//   - a request is a probability of at least tau of the row's largest, not of more than 1/t, and a
+// Cache Compression at Test Time", algorithm 2 (window 400, 10 recent tokens). Deliberate
+// differences from it, and from the released code, which implements yet another rule:
+//   - the window moves by quarters: there are four counts of window/4 queries each, and the newest
+//     is incomplete, so the window covers the last 301 to 400 queries. A window that moves by one
+//     query would need 400 bits per token;
+//   - the requests of an append of many queries count as requests of its last query. If the append
+//     has
+//     more queries than the window, they are scaled by window / queries, rounded down;
+//   - a request is a probability of at least tau times the row's largest, not of more than 1/t, and
+//     a
 //     query counts once for a group of query heads;
-//   - one token leaves a step, not half of the budget at once;
-//   - every layer has the same budget; one kept set for each KV head; ties: the older is evicted.
+//   - one token is evicted per step, not half of the budget at once;
+//   - every layer has the same budget; one kept set for each KV head; at equal count, the older
+//     token
+//     is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -32,7 +36,8 @@ struct Scissorhands {
   static constexpr Param<Params> kParams[] = {
       {"window", "queries that count", &Params::window, 400, 4, 32768}};
   struct Slot {
-    std::uint64_t counts;  // four of 16 bits, by quarters of the window; the newest is the lowest
+    std::uint64_t counts;  // four 16-bit counts, by quarters of the window; the newest is in the
+                           // lowest bits
   };
 
   static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.counts = 0; }
@@ -40,7 +45,8 @@ struct Scissorhands {
                                 const Step& step) {
     const auto window = static_cast<std::uint32_t>(params.window);
     const std::uint32_t quarter = window / 4, last = step.now + step.queries - 1;
-    // Quarters end at the same queries for all tokens, so nobody has to note where his ended.
+    // Quarters end at the same queries for all tokens, so no token has to store when its quarter
+    // ends.
     const std::uint32_t begun = last / quarter - (step.now > 0 ? (step.now - 1) / quarter : 0);
     const std::uint64_t older = begun < 4 ? slot.counts << (16 * begun) : 0;
     std::uint64_t requests = seen.requests;

@@ -1,4 +1,4 @@
-// The state that `snapkv` and `nacl` share: attention from the last queries, W of them.
+// The state that `snapkv` and `nacl` share: attention from the last W queries.
 #pragma once
 
 #include "policies/fixed_point.hpp"
@@ -22,9 +22,10 @@ struct LastQueries {
   }
   static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.mass = 0; }
 
-  /// An append of W queries or more: what its last W gave, exactly. Of fewer, n: what was there
-  /// is scaled by (W - n) / W, rounded down to units of 2^-32, so that what remains weighs as much
-  /// as W queries would. One number a token cannot hold a window that slides.
+  /// An append of at least W queries replaces the mass by what its last W queries gave, exactly. An
+  /// append of n < W queries scales the earlier mass by (W - n) / W, rounded down to units of
+  /// 2^-32, so that the total weighs as much as W queries. This is an approximation, because one
+  /// number per token cannot store a sliding window.
   static constexpr void observe(Slot& slot, const Observation& seen, const Params& params,
                                 const Step& step) {
     const std::uint32_t window = tail(params);

@@ -1,19 +1,21 @@
-// nacl: proxy tokens and chance. The token that the prompt's last queries, the proxies, attend to
-// least is evicted first, but for a random share of the budget.
+// nacl: proxy tokens and randomness. Evicts the token to which the prompt's last queries (the
+// proxies) attend least, except for a random share of the budget.
 //
 // Chen et al. 2024, "NACL: A General and Effective KV Cache Eviction Framework for LLMs at
-// Inference Time", section 4 (proxy-tokens eviction, random eviction); shares of the authors' code
-// at 20%: 7 of 20 random, 1 of 20 protected; chosen once, after the prompt, which is its own
-// modifier
-// (`nacl:once=no` goes on evicting while it decodes).
+// Inference Time", section 4 (proxy-tokens eviction, random eviction). Shares are those of the
+// authors' code at 20%: 7 of 20 random, 1 of 20 protected. Tokens are chosen once, after the
+// prompt, through the default modifier `once` (`nacl:once=no` also evicts while decoding).
 // Deliberate differences from it:
-//   - the proxies are a number of queries, not 1% of the prompt: a weight knows no length;
-//   - the random tokens are sampled alike, each by a hash of its own, so their number varies a little
-//     about the share; theirs are sampled from a softmax over the scores of those that the proxies
-//     did not choose, which is nearly flat, for scores are small;
-//   - sampled afresh where decoding evicts: sampled once, the spared would in the end be all there is;
-//   - chunked prompts and decoding as in last_queries.hpp; one kept set for each KV head;
-//   - ties: the older is evicted.
+//   - the proxies are a number of queries, not 1% of the prompt, because weight() does not know the
+//     length;
+//   - the random tokens are sampled uniformly, each by its hash, so their number varies a little.
+//     The
+//     authors sample from a softmax over the scores of the tokens that the proxies did not choose,
+//     which is nearly uniform, because scores are small;
+//   - where decoding evicts, sampling is repeated. If it were done once, only randomly kept tokens
+//     would remain in the end;
+//   - chunked prompts and decoding work as in last_queries.hpp; one kept set for each KV head;
+//   - at equal rank, the older token is evicted.
 #pragma once
 
 #include "policies/baseline/random.hpp"
@@ -33,15 +35,15 @@ struct Nacl : LastQueries {
       .sinks = tokens(4),
       .recent = percent(5),
       .modifiers = {.once = true}};
-  struct Params : LastQueries::Params {  // the window is of the proxies
+  struct Params : LastQueries::Params {  // `window` counts the proxies
     double random;
   };
   static constexpr Param<Params> kParams[] = {
       {"proxy", "last queries that judge", &Params::window, 32, 1, 65536},
       {"random", "share of the budget kept at random", &Params::random, 0.35, 0, 1}};
 
-  /// The spared are those whose sample is below the share of the live tokens that may stay at
-  /// random.
+  /// Randomly kept are the tokens whose sample is below `random` times the share of live tokens
+  /// that the budget can keep.
   static constexpr std::uint64_t rank(const Slot& slot, Token token, const Params& params,
                                       const Step& step) {
     const double stay = step.budget < step.live ? step.budget : step.live;

@@ -1,17 +1,16 @@
-// snapkv: the token that the prompt's last queries, the observation window, attend to least leaves
-// first; the window's own tokens stay, but for the oldest of them: `recent=32` counts the token
-// that is to come, so it protected tokens 31 of the 32 (`recent=33` protected tokens all).
+// snapkv: evicts the token to which the prompt's last queries (the observation window) attend
+// least. Tokens of the window are kept except the oldest: `recent=32` includes the next token, so
+// it protects 31 of the 32 (`recent=33` protects all).
 //
-// Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation", section 4; window
-// and pooling of the authors' code: 32 queries, mean over 5 neighbours, chosen once, after the
-// prompt. These are its own modifiers; `snapkv:once=no:smooth=0` goes on evicting while it decodes,
-// and memory has one bound.
-// Deliberate differences from it:
-//   - one kept set for each KV head, by the sum over its group's query heads; theirs is one for
+// Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation", section 4. Window
+// and pooling are those of the authors' code: 32 queries, mean over 5 neighbours, chosen once,
+// after the prompt. These are default modifiers; `snapkv:once=no:smooth=0` also evicts while
+// decoding, so memory is bounded. Deliberate differences from it:
+//   - one kept set for each KV head, by the sum over its group's query heads; theirs is one set for
 //     each query head;
-//   - a prompt in chunks of fewer queries, and decoding where it evicts, forget in the measure that
-//     they are observed (last_queries.hpp): the paper has only a prompt in one piece;
-//   - the budget counts the query itself; ties: the older is evicted.
+//   - a prompt in chunks of fewer queries, and decoding that evicts, forget in proportion to new
+//     queries (last_queries.hpp); the paper has only a prompt in one piece;
+//   - the budget includes the query's token; at equal rank, the older token is evicted.
 #pragma once
 
 #include "policies/tail/last_queries.hpp"

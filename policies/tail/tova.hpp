@@ -1,11 +1,12 @@
-// tova: the token that the last query attends to least is evicted first.
+// tova: evicts the token to which the last query attends least.
 //
-// Oren et al. 2024, "Transformers are Multi-State RNNs", section 3.2, the policy TOVA.
-// Deliberate differences from the authors' code:
-//   - one kept set for each KV head, by the sum over its group's query heads; theirs is one for a
+// Oren et al. 2024, "Transformers are Multi-State RNNs", section 3.2, the policy TOVA. Deliberate
+// differences from the authors' code:
+//   - one kept set for each KV head, by the sum over its group's query heads; theirs is one set for
+//     a
 //     whole layer, by the mean over all of its heads;
-//   - tokens are evicted before a token is appended, not after, so the query itself counts in the budget;
-//   - ties: the older is evicted.
+//   - tokens are evicted before the append, not after, so the budget includes the query's token;
+//   - at equal rank, the older token is evicted.
 #pragma once
 
 #include "policies/policy.hpp"
@@ -21,10 +22,10 @@ struct Tova {
       .weighted = true};
   struct Params {};
   struct Slot {
-    std::uint64_t mass;  // Q32.32, from the last query alone
+    std::uint64_t mass;  // Q32.32, from the last query only
   };
 
-  // Of the queries of one append only the youngest counts.
+  // Of the queries of one append, only the youngest counts.
   static constexpr float weight(std::uint32_t age, const Params&) { return age == 0 ? 1.0f : 0.0f; }
   static constexpr std::uint32_t tail(const Params&) { return 1; }
 

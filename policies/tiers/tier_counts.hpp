@@ -1,4 +1,4 @@
-// How many tokens are on each tier of a tier plan: that depends on nobody's rank.
+// Counts the tokens on each tier of a tier plan. The counts do not depend on ranks.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,13 @@ class TierCounts {
  public:
   explicit TierCounts(std::vector<TierSlots> tier_plan) : tier_plan_(std::move(tier_plan)) {}
 
-  /// Whether tokens are evicted, by some who leave or where the first tier is full.
+  /// Whether the next append has to evict tokens, or to demote tokens from a full first tier.
   bool needs_eviction(const Modifiers& modifiers, std::uint32_t budget, bool after_prompt) const {
     return budget != kNoBudget &&
            (modifiers.surplus(tokens(), budget, after_prompt) > 0 ||
             modifiers.surplus(tokens_[0], tier_plan_[0].slots, after_prompt) > 0);
   }
-  /// Makes it, as AgedSet does. Returns how many left.
+  /// Evicts and demotes as AgedSet does. Returns the number of evicted tokens.
   std::uint32_t evict_to_budget(const Modifiers& modifiers, std::uint32_t budget,
                                 bool after_prompt) {
     if (!needs_eviction(modifiers, budget, after_prompt)) return 0;

@@ -13,8 +13,8 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kWhole = 1'000'000;  // parts of 100%
-constexpr std::size_t kShown = 60;           // bytes of a text in a message
+constexpr std::uint32_t kWhole = 1'000'000;  // 100% in parts per million
+constexpr std::size_t kShown = 60;           // maximum bytes of the user's text in a message
 
 [[noreturn]] void refuse(std::string_view text, const std::string& why) {
   throw std::invalid_argument(fmt::format("tiers '{}{}': {}", text.substr(0, kShown),
@@ -36,7 +36,7 @@ Extent share_of(std::string_view share, std::string_view text) {
   return parse_extent(share, fmt::format("tiers '{}': share", text), 1);
 }
 
-/// Before anything is made of them: each costs time in the length of the text.
+/// Runs before the text is parsed, because parsing takes time for each tier.
 void refuse_many(std::string_view text) {
   const auto tiers = std::ranges::count_if(text, [](char c) { return c == ',' || c == '+'; }) + 1;
   if (static_cast<std::size_t>(tiers) <= kMaxTiers) return;
