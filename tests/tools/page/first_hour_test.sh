@@ -1,6 +1,6 @@
 #!/bin/sh
-# first_hour_test.sh KVLAB SOURCE: README's Five minutes as they stand, twice, in a folder that looks like a checkout;
-# then what stopped new users before.
+# first_hour_test.sh KVLAB SOURCE: the commands of docs/start/first-hour.md as they stand, twice, in a folder that looks
+# like a checkout; README's quickstart; then what stopped new users before.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -12,38 +12,46 @@ PATH=$folder/build:$PATH
 
 # has TEXT FILE
 has() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
-# The first block of shell after the heading.
-awk '/^## Five minutes/ {on = 1} on && /^```$/ {exit} on && code {print} on && /^```sh$/ {code = 1}' \
-  "$source/README.md" >five.sh
-[ "$(wc -l <five.sh)" -gt 15 ] || fail "README's Five minutes were not found"
+# All blocks of shell of the page.
+awk '/^```$/ {on = 0} on {print} /^```sh$/ {on = 1}' "$source/docs/start/first-hour.md" >hour.sh
+[ "$(grep -c '^kvlab ' hour.sh)" -gt 10 ] || fail "the commands of docs/start/first-hour.md were not found"
 for round in first second; do
-  sh -e five.sh >"$round.out" 2>&1 || { cat "$round.out"; fail "Five minutes, the $round time"; }
+  sh -e hour.sh >"$round.out" 2>&1 || { cat "$round.out"; fail "the first hour, the $round time"; }
 done
 grep -Eq '^kvlab generate: evicted [1-9][0-9]* tokens of each KV head; KV [0-9.]+ of [0-9.]+ KiB' first.out ||
   fail "the policy file evicted nothing"
 ! grep -q '0\.[0-9]*99999' first.out || fail "a parameter has sixteen digits"
-has "the full cache answers none right" first.out
 
-tiny=engine/models/tiny run=five/run
+# README's quickstart, on the files of the checkout instead of those of an installed wheel.
+awk '/^<!-- try_wheel.sh -->$/ {marked = 1; next}
+  on && /^```$/ {exit} on {print} marked && /^```sh$/ {on = 1} {marked = 0}' "$source/README.md" |
+  sed 's/^share=.*/share=./' >quickstart.sh
+[ "$(grep -c '^kvlab ' quickstart.sh)" = 4 ] || fail "README's quickstart was not found"
+sh -e quickstart.sh >quickstart.out 2>&1 || { cat quickstart.out; fail "README's quickstart"; }
+[ -s report.html ] && [ -s policy.json ] || fail "README's quickstart left no page or no policy"
+
+tiny=engine/models/tiny run=hour/run
+kvlab task passkey --model $tiny --policy window,h2o --budget 64,128 --words 100 --depth 50% --samples 2 >task.out
+has "the full cache answers none right" task.out
 kvlab help replay >help.out
 has "Usage: kvlab replay" help.out
 kvlab help help >help.out
 has "New here?" help.out
 kvlab trace --help >trace.out
 ! grep -q -e --device -e --action trace.out || fail "trace --help lists what it does not take"
-kvlab replay --trace five/trace --policy "window, h2o" --budget "64, 128" --show recall --out spaces >spaces.out
-kvlab replay --trace five/trace --policy full --budget 64 --out full >full.out
+kvlab replay --trace hour/trace --policy "window, h2o" --budget "64, 128" --show recall --out spaces >spaces.out
+kvlab replay --trace hour/trace --policy full --budget 64 --out full >full.out
 ! grep -q recall full.out || fail "replay --policy full prints empty tables"
 has "loses nothing" full.out
 has "says nothing of errors" spaces.out
 refused "--budget 128" kvlab generate --model $tiny --policy h2o --prompt x
 refused "Hugging Face hub" kvlab generate --model Qwen/Qwen2-0.5B --prompt x
-refused "make nowhere first" kvlab replay --trace five/trace --policy window --budget 64 --out nowhere/x
-kvlab verify --model $tiny --prompt-file tools/demo/prompt.txt --policy-file five/policy.json >verify.out
+refused "make nowhere first" kvlab replay --trace hour/trace --policy window --budget 64 --out nowhere/x
+kvlab verify --model $tiny --prompt-file tools/demo/prompt.txt --policy-file hour/policy.json >verify.out
 has "sink:sinks=4:recent=0 budget 97" verify.out
-refused "budget: the file of --policy-file says this itself" kvlab verify --model $tiny --prompt x --policy-file five/policy.json --budget 9
-has "most live tokens" five/report.html
-has "lowest mean of residual error" five/report.html
+refused "budget: the file of --policy-file says this itself" kvlab verify --model $tiny --prompt x --policy-file hour/policy.json --budget 9
+has "most live tokens" hour/report.html
+has "lowest mean of residual error" hour/report.html
 printf 'ab\377\376' >bytes.txt
 kvlab generate --model $tiny --prompt-file bytes.txt --max-new-tokens 1 >out 2>err
 has "not UTF-8 from byte 2" err
@@ -57,7 +65,7 @@ has "over decoded queries" dense.out
 
 # A policy of one's own: the header that docs/guides/write-a-policy.md shows, by what each command says comes next.
 awk '/^```cpp$/ {on = 1; next} on && /^```$/ {exit} on' "$source/docs/guides/write-a-policy.md" >peak.hpp
-kvlab replay --trace five/trace --policy-source peak.hpp --budget 64 --out mine >/dev/null
+kvlab replay --trace hour/trace --policy-source peak.hpp --budget 64 --out mine >/dev/null
 kvlab deploy mine --budget 64 --policy-source peak.hpp --out mine.json >deploy.out
 has "--policy-file mine.json --policy-source peak.hpp" deploy.out
 kvlab generate --model $tiny --prompt x --policy-file mine.json --policy-source peak.hpp --max-new-tokens 2 >out 2>err
@@ -71,7 +79,7 @@ kvlab compare spaces spaces >same.out
 has "h2o  " same.out
 ! grep -qE "sinks=0|recent=50%" same.out || fail "what is so by default is repeated in a row"
 ! grep -q "No policy has the same" same.out || fail "what two runs share is not seen"
-refused "of one kind" kvlab compare $run five/eval
+refused "of one kind" kvlab compare $run hour/eval
 refused "two or more" kvlab compare $run
 refused "is not in all of these" kvlab compare $run spaces --metric nonsense
 for shell in bash zsh fish; do
@@ -83,9 +91,9 @@ kvlab manual man >kvlab.1
 has ".TH KVLAB 1" kvlab.1
 refused "bash, zsh or fish" kvlab manual csh
 for figure in residual_error nll_recall residual_error_by_head; do
-  has "vega-lite/v5.json" five/figures/$figure.vl.json
+  has "vega-lite/v5.json" hour/figures/$figure.vl.json
 done
-refused "exists" kvlab report $run --figures five/figures --out again.html
+refused "exists" kvlab report $run --figures hour/figures --out again.html
 [ ! -e again.html ] || fail "a refused report left a page"
 
 # README and docs name commands and options that there are.
@@ -105,12 +113,12 @@ done
 # An option that would be ignored is refused, and lists may have spaces.
 refused "model: is of --confirm" kvlab deploy $run --budget 64 --model $tiny --out no.json
 refused "words: --task none asks nothing" kvlab tune --model $tiny --text tools/demo/prompt.txt --budget 64 --task none --words 7 --out no.json
-refused "threads: is of" kvlab trace info five/trace --threads 2
+refused "threads: is of" kvlab trace info hour/trace --threads 2
 refused "budget: of which policy" kvlab generate --model $tiny --prompt x --policy full --budget 64
 refused "prefill: the full cache heeds none" kvlab eval --model $tiny --text nine.txt --prefill stream
 refused "window: --stream takes" kvlab eval --model $tiny --text nine.txt --stream --window 32
-refused "prefill: the file of" kvlab eval --model $tiny --text nine.txt --policy-file five/policy.json --prefill stream
-kvlab replay --trace five/trace --layers "0, 1" --policy "window, sink" --budget "32, 64" --out listed >listed.out
+refused "prefill: the file of" kvlab eval --model $tiny --text nine.txt --policy-file hour/policy.json --prefill stream
+kvlab replay --trace hour/trace --layers "0, 1" --policy "window, sink" --budget "32, 64" --out listed >listed.out
 has "window" listed.out
 
 # Without vl-convert figures are Vega-Lite, and one line says so; with it they are pictures too.
@@ -122,11 +130,11 @@ PATH=$folder/bin:$PATH kvlab report $run --figures spec --out spec.html >out 2>e
 has "for want of vl-convert" err
 [ "$(grep -vc "libjs-vega" err)" = 1 ] && [ -s spec/frontier.vl.json ] && [ ! -e spec/frontier.svg ] || fail "figures without vl-convert"
 printf '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo drawn >"$2"\n' >bin/vl-convert
-PATH=$folder/bin:$PATH kvlab report five/eval --figures pictures --out spec.html >out 2>err
+PATH=$folder/bin:$PATH kvlab report hour/eval --figures pictures --out spec.html >out 2>err
 [ "$(grep -vc "libjs-vega" err)" = 0 ] && [ -s pictures/kl.svg ] && [ -s pictures/frontier.png ] || fail "figures of an evaluation"
 
 # Without Vega a page has its tables, and one line says what is missing.
-for what in $run five/eval five/tuned.json; do
+for what in $run hour/eval hour/tuned.json; do
   KVLAB_VEGA=/nowhere kvlab report $what --out bare.html >out 2>err
   has "libjs-vega" err
   has "libjs-vega" bare.html
@@ -135,8 +143,8 @@ for what in $run five/eval five/tuned.json; do
 done
 KVLAB_VEGA=/nowhere kvlab compare $run spaces --out bare.html >out 2>err
 has "libjs-vega" err
-refused "holds no successive halving" kvlab report five/policy.json --out none.html
-cp -r five/eval broken && echo 'all,h2o,,64' >>broken/eval.csv
+refused "holds no successive halving" kvlab report hour/policy.json --out none.html
+cp -r hour/eval broken && echo 'all,h2o,,64' >>broken/eval.csv
 refused "eval.csv: line" kvlab report broken --out none.html
 mkdir other
 sed 's/}$/ }/' $tiny/tokenizer.json >other/tokenizer.json

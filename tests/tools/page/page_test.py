@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The interactive page in a browser: page_test.py KVLAB SOURCE; page_test.py KVLAB SOURCE --images five/report.html
+"""The interactive page in a browser: page_test.py KVLAB SOURCE; page_test.py KVLAB SOURCE --images hour/report.html
 takes the pictures of docs/images of that page.
 
 Every control changes what it should, figures carry the numbers of results.csv, nothing is asked of the network,
