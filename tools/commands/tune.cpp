@@ -214,7 +214,7 @@ int run(const po::variables_map& options) {
   for (std::size_t r = 0; r < tuning.halving.rounds.size(); ++r) print_round(tuning, request, r);
   print_recommendation(tuning, request, out);
   print_scores(file.run.at("scores"));
-  fmt::print("\n{}", criteria_text(file.run.at("truths")));
+  fmt::print("\n{}", criteria_text(file.run.at("criteria")));
   if (const auto& step = file.run.at("step"); step.is_object())
     fmt::print("a step: {:.3f} ms, the full cache {:.3f} ms\n",
                step.at("milliseconds").at("deployed").get<double>(),
