@@ -171,7 +171,7 @@ def measure(experiment):
     ratio, skew = between_of(found)
     pairs = len(found) * (len(found) - 1) // 2
     experiment.section(
-        f"## On real texts\n\n{len(files)} texts of {most} blocks or more, budget {budget}, {samples} samples for each of {pairs} "
+        f"## On real texts\n\n{len(files)} texts of {most} blocks or more, budget {budget}, {resamples} samples for each of {pairs} "
         f"pairs of {', '.join(found)}. The truth is the mean difference over all texts that were not sampled. Median of the "
         f"pairs: the variance between texts is {ratio:.3f} of that of a block; the skewness of texts is {skew:.2f}.\n\n"
         + table(["lengths", "blocks", "contain the truth, %", "`random` under two seeds differs significantly, %"], lines)

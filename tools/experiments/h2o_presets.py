@@ -58,7 +58,7 @@ def h2o_presets():
         presets_of = [f"`{preset['name']}`" for preset in held if preset["policy"] == requested]
         at, half = (*name, str(budget)), (*name, str(budget // 2))
         numbers = [f"{overlap[name]:.2f}", number_with_error(error[at]), number_with_error(kl[at]), number_with_error(answers[half], 2)]
-        lines.append([", ".join(presets_of), f"`{asked}`", *numbers])
+        lines.append([", ".join(presets_of), f"`{requested}`", *numbers])
     header = ["preset", "policy", "overlap", "`residual_error`", "KL, nats", "pass key"]
     experiment.section(
         f"## Side by side\n\nBudget {budget}; the pass key, asked later, under a budget of {budget // 2}: the share of "

@@ -144,7 +144,7 @@ def tier_plans():
     ]
     experiment.section(
         "## Pass key\n\nRequested after the prompt is cut, `h2o:sinks=4`: the share of right answers of "
-        f"{', '.join(asked)}; of other models the full cache answers less than 80%.\n\n"
+        f"{', '.join(requested)}; of other models the full cache answers less than 80%.\n\n"
         + table(["tiers", *map(str, KEYS_AT)], rows)
     )
     rows = [

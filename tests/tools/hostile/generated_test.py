@@ -177,7 +177,7 @@ def main():
             kind, case = cases.make(requested.seed, number, bases)
             counts[kind] += 1
             for fault, what in checker.faults(case):
-                faults.append(f"{fault}: {kind} --seed {asked.seed} --first {number}: {what}: {' '.join(case.words)[:300]!a}")
+                faults.append(f"{fault}: {kind} --seed {requested.seed} --first {number}: {what}: {' '.join(case.words)[:300]!a}")
                 print(faults[-1], flush=True)
             os.chdir(root)
             shutil.rmtree(root / "case")
@@ -193,7 +193,7 @@ def main():
             faults += [f"python: {line}" for line in lines if not line.startswith("done")]
             if done.returncode or not lines or not lines[-1].startswith("done"):
                 faults.append(f"python: ended with {done.returncode} after {lines[-1:]}: {done.stderr[-1500:]}")
-    summary = f"seed {asked.seed}, {sum(counts.values())} runs in {time.monotonic() - began:.0f} s: {dict(counts)}; exit codes {dict(checker.codes)}"
+    summary = f"seed {requested.seed}, {sum(counts.values())} runs in {time.monotonic() - began:.0f} s: {dict(counts)}; exit codes {dict(checker.codes)}"
     if requested.report:
         with open(requested.report, "a") as file:
             file.write("\n".join([summary, *faults, ""]))

@@ -248,9 +248,9 @@ class Run:
         requested = _arguments.brief(policy) + ("" if budget is None else f" at budget {_arguments.brief(budget)}")
         if not found:
             there = ", ".join(sorted({f"{entry['policy']} at {entry['budget']}" for entry in self.sweep}))
-            raise ValueError(f"kept: the run has no {asked}; it has {_arguments.brief(there, 1000)}")
+            raise ValueError(f"kept: the run has no {requested}; it has {_arguments.brief(there, 1000)}")
         if len(found) > 1:
-            raise ValueError(f"kept: the run has {len(found)} configurations of {asked}; say more of it")
+            raise ValueError(f"kept: the run has {len(found)} configurations of {requested}; say more of it")
         return found[0]
 
     def _sequence(self, trace: str | None) -> int:

@@ -194,7 +194,7 @@ def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> 
         if int(equal.sum()) == free_slots:
             continue
         if not ties:
-            what = f"{int(equal.sum())} tokens of one score in layer {step.layer}, KV head {head}, for {places} free slots"
+            what = f"{int(equal.sum())} tokens of one score in layer {step.layer}, KV head {head}, for {free_slots} free slots"
             warnings.warn(f"{type(press).__name__}: {what}: those stay that torch.topk takes", stacklevel=2)
         ties.append(Tie((step.sequence, step.layer, head, int(equal.sum()), free_slots)))
         stay = top.indices[top.values == cut]

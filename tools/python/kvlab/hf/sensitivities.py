@@ -244,7 +244,7 @@ def run(arguments: argparse.Namespace) -> None:
     announce_size(PROGRAM, "gradients beside the traces", size)
     for trace in traces:
         add_to(trace, model, shape, arguments)
-        print(f"{trace.path}: {arguments.draws} samples over {len(queries_of(trace, arguments.queries))} queries")
+        print(f"{trace.path}: {arguments.samples} samples over {len(queries_of(trace, arguments.queries))} queries")
 
 
 def main(argv: Sequence[str]) -> int:
