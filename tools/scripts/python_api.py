@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes python-api.md and python-hf-api.md from the docstrings of kvlab: python3 tools/scripts/python_api.py [FOLDER]
+"""Writes python-api.md and python-hf-api.md from kvlab's docstrings: python3 tools/scripts/python_api.py [FOLDER]
 
-FOLDER is build/docs if none is given. Reads the sources, so nothing has to be compiled or installed. A public name
-without a docstring is an error.
+FOLDER is build/docs by default. The script reads the sources, so the package need not be built or installed. It fails
+if a public name has no docstring.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ What `import kvlab.hf` offers; `docs/guides/python.md` shows it at work. Made by
 
 
 def homes(path: pathlib.Path) -> dict[str, list[str]]:
-    """File of the package -> the names that an __init__.py imports from it."""
+    """Module of the package -> the names that this __init__.py imports from it."""
     return {
         node.module.removeprefix("kvlab.").removeprefix("hf."): [alias.name for alias in node.names]
         for node in ast.walk(ast.parse(path.read_text()))
@@ -57,14 +57,15 @@ def code(text: str) -> str:
 
 
 def filled(text: str) -> str:
-    """Paragraphs as lines of the page."""
+    """Fills each paragraph to the width of the page. A paragraph that begins with >>> is an example and stays code."""
     return "\n\n".join(
-        textwrap.fill(" ".join(part.split()), WIDTH, break_on_hyphens=False) for part in text.split("\n\n")
+        code(part) if part.startswith(">>> ") else textwrap.fill(" ".join(part.split()), WIDTH, break_on_hyphens=False)
+        for part in text.split("\n\n")
     )
 
 
 def parameters(node: ast.FunctionDef, is_method: bool) -> list[str]:
-    """Each as it is written, with the bare * where keywords begin."""
+    """The parameters as they are written, with the bare * before keyword-only ones."""
     arguments = node.args
     plain = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
@@ -97,7 +98,7 @@ def signature(name: str, node: ast.FunctionDef, is_method: bool = False) -> str:
 
 
 def fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """(name and type, the text behind it) of a NamedTuple's or dataclass's."""
+    """(name and type, docstring) of each field of a NamedTuple or dataclass."""
     for part, after in zip(node.body, [*node.body[1:], None]):
         if isinstance(part, ast.AnnAssign):
             told = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
@@ -105,7 +106,7 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def public(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    """Methods and properties in the order of the source."""
+    """Public methods and properties, in the order of the source."""
     return [part for part in node.body if isinstance(part, ast.FunctionDef) and not part.name.startswith("_")]
 
 
@@ -114,7 +115,7 @@ def is_property(node: ast.FunctionDef) -> bool:
 
 
 def listed(entries: Iterable[tuple[str, str]]) -> str:
-    """Code, with what is told of each as a comment."""
+    """A code block of the entries, with their descriptions as comments."""
     lines = []
     for shown, told in entries:
         beside = f"{shown:<28}  # {' '.join(told.split())}"
@@ -129,7 +130,7 @@ def listed(entries: Iterable[tuple[str, str]]) -> str:
 
 def class_parts(shown: str, node: ast.ClassDef) -> Iterator[str]:
     made = next((part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"), None)
-    is_called = made is not None and doc(made)  # others are made by functions
+    is_called = made is not None and doc(made)  # users do not call constructors without a docstring
     if made is not None and is_called:
         yield code(signature(shown, made, True))
     yield filled(doc(node))
@@ -147,7 +148,7 @@ def class_parts(shown: str, node: ast.ClassDef) -> Iterator[str]:
 
 
 def entry(shown: str, node: ast.stmt) -> Iterator[str]:
-    """A name's part of the page."""
+    """The section of one name."""
     yield f"### {shown}"
     if isinstance(node, ast.ClassDef):
         yield from class_parts(shown, node)
@@ -157,7 +158,7 @@ def entry(shown: str, node: ast.stmt) -> Iterator[str]:
 
 
 def aliases(module: ast.Module, text: str) -> str:
-    """What the types that signatures name stand for."""
+    """Definitions of the type aliases that the signatures use."""
     entries = []
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -185,7 +186,7 @@ def joined(parts: list[str]) -> str:
 def pages() -> dict[str, str]:
     parts = [HEAD]
     of_package = homes(PACKAGE / "__init__.py")
-    of_package.pop("hf", None)  # on the page of its own
+    of_package.pop("hf", None)  # kvlab.hf has a separate page
     for home, title in TITLES.items():
         parts += [f"## {title}", *section(PACKAGE / f"{home}.py", of_package.pop(home), "kvlab")]
     if of_package:
