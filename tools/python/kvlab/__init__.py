@@ -1,8 +1,8 @@
-"""Designs KV-cache eviction policies offline: replays attention traces through many policies and budgets.
+"""Compares KV-cache eviction policies offline: replays attention traces under many policies and budgets.
 
-trace = kvlab.Trace("trace")
-run = kvlab.replay(trace, policies=["h2o", "window"], budgets=["10%", 128])
-run.frame()
+>>> trace = kvlab.Trace("trace")
+>>> run = kvlab.replay(trace, policies=["h2o", "window"], budgets=["10%", 128])
+>>> run.frame()
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvlab.hf import KvlabPress, from_press
 
 share = pathlib.Path(__file__).parent / "share"
-"""What the package brings: engine/models/tiny, traces/samples, tools/texts, tools/demo."""
+"""Folder of the files that come with the package: engine/models/tiny, traces/samples, tools/texts, tools/demo."""
 
 __all__ = [
     "Difference",
@@ -57,8 +57,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "hf":  # imported when it is requested: it needs torch
+    if name == "hf":  # imported on first use, because it needs torch
         return importlib.import_module("kvlab.hf")
-    if name in ("KvlabPress", "from_press"):  # and these kvpress
+    if name in ("KvlabPress", "from_press"):  # imported on first use, because they need kvpress
         return getattr(importlib.import_module("kvlab.hf"), name)
     raise AttributeError(f"module 'kvlab' has no attribute '{name}'")

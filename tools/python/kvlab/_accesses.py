@@ -1,4 +1,4 @@
-"""Which tokens queries ask for, as other cache simulators read it."""
+"""The tokens that queries request, in the format of other cache simulators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing
 
 from kvlab import _arguments, _kvlab
 
-# libCacheSim's oracleGeneral: packed, little-endian, 24 bytes, no header.
+# A record of libCacheSim's oracleGeneral: packed, little-endian, 24 bytes. The file has no header.
 RECORD = numpy.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
 
 
@@ -25,7 +25,7 @@ def accesses_of(
     request_threshold: float,
     queries: Literal["decode", "all"],
 ) -> numpy.typing.NDArray[Any]:
-    """Trace.accesses."""
+    """Trace.accesses, which documents the arguments."""
     most = 2**31 - 1
     _arguments.one_of("queries", queries, "decode", "all")
     top_k = None if top_k is None else _arguments.whole("top_k", top_k, 1, most)
@@ -41,7 +41,7 @@ def accesses_of(
     ]
     layers = trace.layer_numbers if layer is None else [layer]
     heads = range(trace.kv_heads) if head is None else [head]
-    written = numpy.arange(trace.tokens, dtype="u4")  # each token by its own query
+    written = numpy.arange(trace.tokens, dtype="u4")  # each token is written at its own position
     times, objects = [], []
     for one in layers:
         for kv_head in heads:
@@ -52,7 +52,7 @@ def accesses_of(
     records = _in_order(numpy.concatenate(times), numpy.concatenate(objects))
     if out is not None:
         path = pathlib.Path(out)
-        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # which nobody can foresee
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # an unpredictable name
         part.touch(exist_ok=False)
         try:
             records.tofile(part)
@@ -63,7 +63,7 @@ def accesses_of(
 
 
 def _in_order(times: numpy.typing.NDArray[Any], objects: numpy.typing.NDArray[Any]) -> numpy.typing.NDArray[Any]:
-    """By time, then object; `next` counts accesses from 1 on, -1 where there is none."""
+    """Records sorted by time, then object. `next` numbers accesses from 1 on; -1 means that there is none."""
     order = numpy.lexsort((objects, times))
     records = numpy.zeros(len(order), RECORD)
     records["time"], records["object"], records["size"] = times[order], objects[order], 1

@@ -1,4 +1,4 @@
-"""Arguments as callers give them: each is the value that it stands for, or ValueError says what would be right."""
+"""Checks arguments of callers. Each function returns the converted value, or raises ValueError with what is expected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_SHOWN = 60  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
-    """On one line, whatever the value is."""
+    """The value on one line, for a message. Works for any value."""
     try:
         text = ascii(value)
     except Exception:  # an integer of thousands of digits, or an object whose own repr fails
@@ -23,7 +23,7 @@ def shown(value: Any) -> str:
 
 
 def brief(text: str, most: int = _MAX_SHOWN) -> str:
-    """A name or text of any length, in a message."""
+    """A text for a message, cut after `most` characters."""
     return text if len(text) <= most else text[:most] + "..."
 
 
@@ -32,7 +32,7 @@ def refuse(name: str, value: Any, right: str) -> ValueError:
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
-    """An integer, numpy's too, but no bool: that is a slip."""
+    """An integer of Python or numpy. Refuses bool, which is usually a mistake."""
     right = f"a whole number from {low} to {high}" if high < 2**63 - 1 else f"a whole number from {low} on"
     if isinstance(value, (bool, numpy.bool_)):
         raise refuse(name, value, right)
@@ -46,7 +46,7 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
 
 
 def real(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    """A finite number, numpy's too."""
+    """A finite number of Python or numpy."""
     right = "a finite number" if math.isinf(high) else f"a number from {low:g} to {high:g}"
     try:
         number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
@@ -64,7 +64,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any) -> str:
-    """What UTF-8 can hold: a lone surrogate is no text."""
+    """A str that can be encoded in UTF-8. Refuses lone surrogates."""
     if not isinstance(value, str):
         raise refuse(name, value, "a text")
     try:
@@ -75,7 +75,7 @@ def text(name: str, value: Any) -> str:
 
 
 def path(name: str, value: Any) -> str:
-    """Names on disk may be any bytes, which Python holds as surrogates; the extension takes text alone."""
+    """A path as text. Refuses names that are not UTF-8, because the extension takes text only."""
     if not isinstance(value, (str, os.PathLike)):
         raise refuse(name, value, "a path")
     found = os.fspath(value)
@@ -85,7 +85,7 @@ def path(name: str, value: Any) -> str:
 
 
 def paths(name: str, value: Any) -> list[str]:
-    """A path, or several."""
+    """One path or several, as a list."""
     if isinstance(value, (str, os.PathLike)):
         return [path(name, value)]
     return [path(name, one) for one in items(name, value, "a path, or a list of paths")]
@@ -98,7 +98,7 @@ def one_of(name: str, value: Any, *known: str) -> str:
 
 
 def items(name: str, value: Any, right: str) -> list[Any]:
-    """What an iterable gives, which a text is not here."""
+    """The elements of an iterable. Refuses a single text."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise refuse(name, value, right)
     try:
@@ -108,14 +108,14 @@ def items(name: str, value: Any, right: str) -> list[Any]:
 
 
 def texts(name: str, value: Any) -> list[str]:
-    """A text, or several."""
+    """One text or several, as a list."""
     if isinstance(value, str):
         return [text(name, value)]
     return [text(name, one) for one in items(name, value, "a text, or a list of texts")]
 
 
 def amount(name: str, value: Any) -> str:
-    """A budget as it is written on the command line: a number of tokens, or a text."""
+    """A budget as text, as the command line takes it. A whole number is a number of tokens."""
     if isinstance(value, str):
         return text(name, value)
     if isinstance(value, (float, numpy.floating)):
@@ -124,14 +124,14 @@ def amount(name: str, value: Any) -> str:
 
 
 def amounts(name: str, value: Any) -> list[str]:
-    """A budget, or several."""
+    """One budget or several, as a list of texts."""
     one = isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
     several = [value] if one else items(name, value, "a budget, or a list of them")
     return [amount(name, budget) for budget in several]
 
 
 def words(name: str, value: Any) -> list[str]:
-    """Texts, paths or numbers, one or several, as the command line takes them."""
+    """Texts, paths or numbers, one or several, as a list of words of the command line."""
     one = isinstance(value, (str, os.PathLike)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
     return [_word(name, part) for part in ([value] if one else items(name, value, "a list"))]
 

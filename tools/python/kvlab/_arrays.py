@@ -1,4 +1,4 @@
-"""Traces of tensors that are in memory: for models that no capture reads."""
+"""Writes traces from arrays in memory, for models that no capture supports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy.typing
 
 from kvlab import _arguments, _kvlab
 
-_MAX_SIZE, _MAX_TOKENS = 65_536, 2**31 - 1  # as traces/manifest.hpp has them
+_MAX_SIZE, _MAX_TOKENS = 65_536, 2**31 - 1  # the limits of traces/manifest.hpp
 
 
 def write_arrays(
     folder: str, q: Any, k: Any, v: Any, ids: Any, config: Any, prompt_tokens: Any, segments: Any
 ) -> None:
-    """Writes the trace of Trace.from_arrays. The rows that a verifier looks at are computed here."""
+    """Writes the trace of Trace.from_arrays. Computes attention outputs only for the rows that a verifier checks."""
     arrays = {name: _exported(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
     q, k, v = arrays.values()
     _check_alike("k", k, "q", q, True)
@@ -69,7 +69,7 @@ def write_arrays(
 
 
 def _kinds(segments: Any, tokens: int) -> dict[int, bool]:
-    """Where each segment begins, and whether it is a prompt's."""
+    """First token of each segment -> whether the segment is a prompt."""
     if segments is None or not (listed := _arguments.items("segments", segments, "a list of (tokens, kind)")):
         raise ValueError("prompt_tokens or segments is missing; one of them is expected")
     kinds, begin = {}, 0
@@ -98,7 +98,8 @@ def writer_of(
     numbers: list[int],
     layers: int,
 ) -> _kvlab.TraceWriter:
-    """Of a model of so many layers: where all attend alike and plainly, as older readers take it."""
+    """A writer for a model of `layers` layers. If all layers are in the trace and attend in the same way, without
+    window, softcap or sinks, it writes the format that older readers know."""
     if all(row == rows[0] and not any(map(row.get, ("span", "softcap", "sink"))) for row in rows) and numbers == list(
         range(layers)
     ):
@@ -107,7 +108,7 @@ def writer_of(
 
 
 def _outputs(arrays: Mapping[str, Any], layer: int, arithmetic: Any, row: dict[str, Any], checked: list[int]) -> Any:
-    """[checked, query_heads, head_size]: what attention puts out there."""
+    """[checked, query_heads, head_size]: attention outputs of the queries at positions `checked`."""
     parts = {name: _floats(array[layer]) for name, array in arrays.items()}
     for name, values in parts.items():
         if not (finite := numpy.isfinite(values)).all():
@@ -117,7 +118,7 @@ def _outputs(arrays: Mapping[str, Any], layer: int, arithmetic: Any, row: dict[s
 
 
 class _Config:
-    """What from_arrays needs to know of a model."""
+    """The `config` argument of from_arrays, checked."""
 
     _KNOWN = (
         "rope_theta", "inv_freq", "rope_factor", "softmax_scale", "name", "rows", "layer_numbers", "rope_scaling",
@@ -127,7 +128,7 @@ class _Config:
     def __init__(self, config: Any) -> None:
         self._config = {} if config is None else config
         if isinstance(self._config, Mapping):
-            # One of transformers, as JSON has it, says much more.
+            # The JSON of a transformers config has many other keys, which are ignored.
             foreign = [key for key in self._config if key not in self._KNOWN]
             if foreign and not {"model_type", "architectures"} & set(self._config):
                 raise ValueError(f"config: {_arguments.shown(foreign[0])} is not known; there are {', '.join(self._KNOWN)}")
@@ -140,7 +141,7 @@ class _Config:
         return getattr(self._config, name, default)
 
     def inv_freq(self, head_size: int) -> list[list[float]]:
-        """By table."""
+        """RoPE frequencies [tables][rotated / 2]."""
         given = self.get("inv_freq")
         if given is not None:
             return self._tables(given)
@@ -179,7 +180,7 @@ class _Config:
         return 1 / math.sqrt(head_size) if given is None else _arguments.real("config: softmax_scale", given)
 
     def rows(self, layers: int) -> list[dict[str, Any]]:
-        """As the extension takes them: numbers of Python's."""
+        """A dict for each layer, with Python numbers, as the extension takes them."""
         given = self.get("rows")
         rows = [{}] * layers if given is None else _arguments.items("config: rows", given, "a list of mappings")
         return [_row(f"config: rows[{i}]", row) for i, row in enumerate(rows)]
@@ -210,7 +211,7 @@ def _row(name: str, row: Any) -> dict[str, Any]:
 
 
 def _check_sizes(**sizes: int) -> None:
-    """Before anything is made that is as long as they are."""
+    """Refuses sizes out of range before anything of those sizes is allocated."""
     for name, size in sizes.items():
         most = _MAX_TOKENS if name == "tokens" else _MAX_SIZE
         if not 1 <= size <= most:
@@ -218,7 +219,7 @@ def _check_sizes(**sizes: int) -> None:
 
 
 def _exported(array: Any, name: str) -> Any:
-    """A tensor of PyTorch's, or else numpy's array: of [layers, heads, tokens, head_size]."""
+    """The array [layers, heads, tokens, head_size] as a PyTorch tensor on the CPU, or else as a numpy array."""
     if isinstance(array, (list, tuple)):
         try:
             array = numpy.asarray(array)

@@ -1,4 +1,4 @@
-"""The end-to-end evaluation and all that is made of it: the commands of `kvlab`, in this process."""
+"""The commands `kvlab eval`, `fidelity`, `tune` and `task`, run in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Option = str | int | float | bool | os.PathLike[str] | Iterable[Any] | None
 Policies = str | Policy | Sequence[str | Policy]
 Budgets = str | int | Sequence[str | int]
 
-_OWN = ("help", "json", "policy", "budget")  # options that these functions give themselves
+_OWN = ("help", "json", "policy", "budget")  # options that these functions set themselves
 
 
 def evaluate(
@@ -31,7 +31,16 @@ def evaluate(
     progress: Progress = True,
     **options: Option,
 ) -> Any:
-    """End-to-end evaluation: perplexity, KL to the full cache and top-1 agreement of each configuration (`kvlab eval`)."""
+    """Runs the end-to-end evaluation: perplexity, KL to the full cache and top-1 agreement, as `kvlab eval` does.
+
+    >>> kvlab.evaluate("model", "text.txt", ["h2o", "sink"], [64, 128], window=256)["configurations"]
+
+    `model`: a checkpoint's folder. `text`: one text file or a list. `policies`, `budgets`, `progress`: as in
+    `replay()`. `options`: the command's other options, with "_" for "-".
+
+    Returns what the command prints with --json. Raises ValueError for a bad argument, TypeError for an unknown option,
+    RuntimeError if a file cannot be read.
+    """
     return _run("evaluate", "eval", options, _files(model, text), policies, budgets, progress)
 
 
@@ -45,7 +54,13 @@ def fidelity(
     progress: Progress = True,
     **options: Option,
 ) -> Any:
-    """Which metric of a replay predicts the end-to-end evaluation of this model (`kvlab fidelity`). `out`: a new folder."""
+    """Measures which metric of the offline replay best predicts the end-to-end evaluation, as `kvlab fidelity` does.
+
+    >>> kvlab.fidelity("model", ["a.txt", "b.txt"], ["window", "sink", "h2o"], [64, 128], out="fidelity")
+
+    `out`: a new folder for the results. A budget needs at least three policies. Other arguments, the result and the
+    errors are those of `evaluate()`.
+    """
     return _run("fidelity", "fidelity", options, _files(model, text, out), policies, budgets, progress)
 
 
@@ -59,7 +74,16 @@ def tune(
     progress: Progress = True,
     **options: Option,
 ) -> Any:
-    """A policy file from texts: a sweep in the offline replay, successive halving in the closed one (`kvlab tune`)."""
+    """Finds a policy for a budget and writes a policy file, as `kvlab tune` does.
+
+    >>> kvlab.tune("model", ["a.txt", "b.txt"], budget=256, out="policy.json")
+
+    The offline replay orders a sweep of configurations. Successive halving in the end-to-end evaluation selects among
+    the first of them.
+
+    `out`: the policy file. `policies`: by default those that `kvlab tune` tries. Other arguments, the result and the
+    errors are those of `evaluate()`.
+    """
     return _run("tune", "tune", options, _files(model, text, out), policies, budget, progress)
 
 
@@ -72,7 +96,13 @@ def task(
     progress: Progress = True,
     **options: Option,
 ) -> Any:
-    """Answers under each policy, with intervals (`kvlab task`)."""
+    """Measures task accuracy under each policy, with 95% intervals, as `kvlab task` does.
+
+    >>> kvlab.task("passkey", "model", ["h2o", "sink"], [64], words=[250], samples=2)
+
+    `kind`: what the model has to find in the text. Other arguments, the result and the errors are those of
+    `evaluate()`.
+    """
     _arguments.one_of("kind", kind, "passkey", "needle", "recall")
     return _run("task", "task", options, {"task": kind, "model": _arguments.path("model", model)}, policies, budgets, progress)
 
@@ -91,8 +121,8 @@ def _run(
     budgets: Budgets,
     progress: Progress,
 ) -> Any:
-    """What the command prints with --json. `options` are its own, with '_' for '-'; `named` are parameters of the
-    function."""
+    """Runs the command and returns what it prints with --json. `options`: keywords that are options of the command,
+    with '_' for '-'. `named`: parameters of the Python function."""
     kinds = {option: kind for option, kind in _kvlab.command_options(name) if option not in _OWN}
     for option in options:
         if option.replace("_", "-") not in kinds:
@@ -114,7 +144,7 @@ def _run(
 
 
 def _words(dashed: str, name: str, kind: str, value: Any) -> list[str]:
-    """The option as the command takes it: a switch, a number, a text, or several texts."""
+    """An option and its values as words of the command line."""
     if value is None:
         return []
     if kind == "switch":
@@ -128,7 +158,8 @@ def _words(dashed: str, name: str, kind: str, value: Any) -> list[str]:
 
 
 def _joined(dashed: str, parts: Sequence[str]) -> list[str]:
-    """One option, or none without a value. A value that begins with a dash is no option."""
+    """An option with its values joined by commas, or nothing if there is no value. A value that begins with a dash
+    goes behind "=", so that it is not read as an option."""
     value = ",".join(parts)
     if not parts:
         return []
@@ -136,5 +167,5 @@ def _joined(dashed: str, parts: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """`kvlab` on the command line."""
+    """The `kvlab` command."""
     sys.exit(_kvlab.main(sys.argv[1:]))

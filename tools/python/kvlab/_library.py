@@ -1,4 +1,4 @@
-"""The kernel library, kvlab.h, by ctypes: its structs, its functions, its errors."""
+"""ctypes declarations of the kernel library (kvlab.h): structs, functions and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SlotsLayer(ctypes.Structure):  # kvlab_slots_layer
 
 
 class Args(ctypes.Structure):
-    """Of a call: with its own size in front."""
+    """Arguments of a call. The first member is the size of the struct in bytes."""
 
     def __init__(self, *members: Any, **named: Any) -> None:
         super().__init__(ctypes.sizeof(self), *members, **named)
@@ -90,7 +90,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_slots_create": (I32, [_pointer(SlotsConfig), P, P]),
     "kvlab_slots_destroy": (None, [P]),
     "kvlab_slots_clear": (I32, [P, P]),
-    "kvlab_slots_admit": (I32, [P, _pointer(SlotsPart), P]),
+    "kvlab_slots_admit": (I32, [P, _pointer(SlotsPart), P]),  # old name
     "kvlab_slots_before_step": (I32, [P, P, P]),
     "kvlab_slots_step": (I32, [P, I32, P, P, P, P]),
     "kvlab_slots_ask": (I32, [P, I32, _pointer(SlotsHeld)]),
@@ -100,7 +100,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def library() -> Any:
-    """Loaded once: the one that KVLAB_KERNELS names, or the one in the package, if that has the CUDA code."""
+    """Loads the kernel library on the first call: the file in KVLAB_KERNELS, or else the package's own.
+
+    Raises RuntimeError if there is no such file, or it is another version's.
+    """
     path = pathlib.Path(os.environ.get("KVLAB_KERNELS") or pathlib.Path(__file__).with_name("libkvlab_kernels.so"))
     if not path.exists():
         raise RuntimeError(
@@ -120,13 +123,13 @@ def library() -> Any:
 
 
 def done(error: int) -> None:
-    """Raises what a call has returned."""
+    """Raises ValueError or RuntimeError if a call returned an error code."""
     if error:
         raise (ValueError if error == INVALID_VALUE else RuntimeError)(library().kvlab_last_error().decode())
 
 
 def policy(name: str) -> Any:
-    """A policy of the library, by its name."""
+    """The library's handle of a policy. Raises ValueError if the library does not contain it."""
     handle = library().kvlab_find_policy(name.encode())
     if not handle:
         known = ", ".join(policies())
@@ -135,7 +138,7 @@ def policy(name: str) -> Any:
 
 
 def params(handle: Any, values: list[float]) -> Any:
-    """As the kernels read them, of one sequence."""
+    """The policy's parameters of one sequence, in the layout that the kernels read."""
     to = ctypes.create_string_buffer(library().kvlab_policy_params_bytes(handle))
     given = (ctypes.c_double * len(values))(*values)
     if library().kvlab_policy_params(handle, given, len(values), to):
@@ -144,7 +147,7 @@ def params(handle: Any, values: list[float]) -> Any:
 
 
 def policies() -> list[str]:
-    """The names of those that the library holds."""
+    """Names of the policies in the library."""
     found: list[str] = []
     while name := library().kvlab_policy_name(len(found)):
         found.append(name.decode())

@@ -1,4 +1,4 @@
-"""Policies: the registry's, those of headers, and own ones in numpy."""
+"""Policies: registered ones, policies in C++ headers, and Python functions over numpy arrays."""
 
 from __future__ import annotations
 
@@ -23,22 +23,36 @@ Ranks = numpy.typing.NDArray[Any]
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """What a policy says of itself: a line of docs/reference/policies.md."""
+    """A policy's description of itself, as docs/reference/policies.md lists it."""
 
     name: str
+    """The name on the command line."""
     summary: str
+    """One line: which token is evicted first."""
     citation: str
+    """Paper, section, equation."""
     evicts: bool
+    """False: the policy keeps every token and takes no budget."""
     needs: str
+    """What the policy observes: "nothing", "mass", "requests" or "both"."""
     features: list[str]
+    """The token features that the policy reads."""
     order: str
+    """Either "nested" (a larger budget keeps all that a smaller one keeps) or "feedback" (it may not)."""
     sinks: str
+    """Default protection of the first positions, in tokens or as a share of the budget."""
     recent: str
+    """Default protection of the youngest tokens, in tokens or as a share of the budget."""
     modifiers: list[str]
+    """Default modifiers."""
     params: list[dict[str, Any]]
+    """The policy's parameters."""
     positions: str
+    """Default positions: "original" or "cache"."""
     slot_bytes: int
+    """Bytes of policy state for each live token."""
     token_bytes: int
+    """Bytes of policy state and of features for each live token."""
 
     @classmethod
     def _from_json(cls, text: str) -> PolicyInfo:
@@ -47,23 +61,29 @@ class PolicyInfo:
 
 
 class Seen(NamedTuple):
-    """What each live token, by age, received from the last append; None where it is not needed."""
+    """What each live token received from the queries of the last append.
+
+    Every array has shape [live], oldest token first. An array is None if the policy's `needs` does not request it.
+    """
 
     mass: numpy.typing.NDArray[numpy.uint64]
-    """Attention, summed over the group's query heads and the queries, times 2**32."""
+    """[live]: attention probability in units of 2**-32, summed over the group's query heads and the queries."""
     requests: numpy.typing.NDArray[numpy.uint32]
-    """How many queries requested the token."""
+    """[live]: number of queries that requested the token."""
     last_request: numpy.typing.NDArray[numpy.uint32]
-    """Position of the last of them; means something where `requests` > 0."""
+    """[live]: position of the last query that requested the token. Valid only where `requests` > 0."""
     queries: numpy.typing.NDArray[numpy.uint32]
-    """How many queries could see the token."""
+    """[live]: number of queries that could see the token."""
     mass_by_head: Any = None
-    """uint64 [query heads of the group, tokens]: each head's own mass, to a policy of `by_head=True`."""
+    """uint64 [query heads of the group, live]: the mass from each query head. Only for policies with `by_head=True`."""
 
 
 class Token:
-    """The live tokens by age: `position`, and each feature by its name. To a policy of `rows=True` also the whole
-    layer, as `rows`, and of the live tokens `ids`, `keys` (before RoPE) and `values`, [live, head_size].
+    """The live tokens of one cache, oldest first.
+
+    `position` is an array [live] of positions in the sequence. Each feature of the policy is an attribute of its name,
+    an array [live] of float32. A policy with `rows=True` also gets `rows`, `ids`, `keys` and `values`; for other
+    policies they raise LookupError.
     """
 
     def __init__(
@@ -78,6 +98,7 @@ class Token:
 
     @property
     def rows(self) -> Rows:
+        """Queries, keys and values of the whole layer."""
         if self._look is None:
             raise LookupError("token.rows: is there for a policy that asks: @kvlab.policy(rows=True)")
         try:
@@ -87,16 +108,19 @@ class Token:
 
     @property
     def ids(self) -> numpy.typing.NDArray[numpy.int32]:
+        """[live]: token ids. Known in replays only."""
         if (ids := self.rows.ids) is None:
             raise LookupError("token.ids: are known in replays only")
         return ids[self.position]
 
     @property
     def keys(self) -> numpy.typing.NDArray[numpy.float32]:
+        """[live, head_size]: keys before RoPE. Outside of replays only those of a prompt are known."""
         return self._shown(self.rows.k)
 
     @property
     def values(self) -> numpy.typing.NDArray[numpy.float32]:
+        """[live, head_size]: values. Outside of replays only those of a prompt are known."""
         return self._shown(self.rows.v)
 
     def _shown(self, x: numpy.typing.NDArray[numpy.float32]) -> numpy.typing.NDArray[numpy.float32]:
@@ -117,25 +141,34 @@ class Token:
 
 
 class Step(NamedTuple):
-    """Where a cache stands."""
+    """The state of the cache that a policy ranks."""
 
     now: int
-    """Position of the token to come."""
+    """Position of the next token."""
     budget: int
+    """Tokens that a decoded query may see, itself included."""
     live: int
+    """Number of live tokens."""
     queries: int
-    """Tokens of the last append; 0 where nothing is observed."""
+    """Tokens of the last append. 0 if the policy observes nothing."""
     seed: int
+    """The configuration's random seed."""
     sequence: int
+    """Number of the sequence."""
     layer: int
+    """Number of the layer, as the model counts."""
     kv_head: int
+    """Number of the KV head in its layer."""
 
 
 Function = Callable[[Any, Any, Token, Step], Any]
 
 
 class Policy:
-    """A policy beside the registry's. In text it stands for its name: f"{policy}:every=64"."""
+    """A policy that is not registered in kvlab: a Python function or a compiled header.
+
+    `policy()` and `policy_source()` make it. `str()` gives its name, so f"{policy}:every=64" is a configuration.
+    """
 
     def __init__(
         self,
@@ -147,22 +180,25 @@ class Policy:
         self.held = held
         self.function = function
         self.source = source
-        self._look = look  # where it looks at rows: what makes one that sees those of one call
+        self._look = look  # makes the extension's policy for one call; None unless the policy reads rows
         _own[self.name] = self
 
     @property
     def name(self) -> str:
+        """The name on the command line and in results."""
         return self.held.name
 
     def for_one_call(self) -> _kvlab.Policy:
+        """The extension's policy for one replay or evaluation. A policy with `rows=True` gets a new one each time."""
         return self.held if self._look is None else self._look()
 
     @property
     def info(self) -> PolicyInfo:
+        """The policy's description of itself."""
         return PolicyInfo._from_json(self.held.json)
 
     def __call__(self, state: Any, seen: Any, token: Token, step: Step) -> Any:
-        """The function itself, for trying it out."""
+        """Calls the Python function, for trying it out. Raises TypeError if the policy is a compiled header."""
         if self.function is None:
             raise TypeError(f"policy {self.name} is a header's, not a function")
         return self.function(state, seen, token, step)
@@ -179,16 +215,19 @@ class Policy:
         return (policy_source, (self.source,))
 
 
-_own: dict[str, Policy] = {}  # by name: the last of each
+_own: dict[str, Policy] = {}  # by name; a later policy replaces an earlier one of the same name
 
 
 def policies() -> list[PolicyInfo]:
-    """Every registered policy."""
+    """Describes every registered policy."""
     return [PolicyInfo._from_json(text) for text in _kvlab.registered_policies()]
 
 
 def policy_source(path: str | os.PathLike[str]) -> Policy:
-    """The policy of a header like those of policies/, compiled now: kvlab replay --policy-source."""
+    """Compiles the policy of a C++ header like those of policies/, as `kvlab replay --policy-source` does.
+
+    Raises ValueError or RuntimeError if the header cannot be read or compiled.
+    """
     path = _arguments.path("path", path)
     return Policy(_kvlab.Policy.compile(path), source=os.path.abspath(path))
 
@@ -208,15 +247,35 @@ def policy(
     name: str | None = None,
     summary: str = "",
 ) -> Callable[[Function], Policy]:
-    """Makes a policy of a function (state, seen, token, step) -> ranks, over all live tokens of a cache by age.
+    """Decorator that makes a policy of a function (state, seen, token, step) -> ranks.
 
-    It is called after each append; the token of the lowest rank is evicted first, at equal rank the older. Ranks are
-    floats or whole numbers from 0 on. `state`: names and dtypes of what it keeps for each token, 0 at first, given as
-    a structured array that it changes in place. `sinks`, `recent`, `modifiers`: defaults, as on the command line.
-    A policy that needs nothing is called when tokens are evicted, keeps no state, and may be called more than once.
-    `rows`: the function looks at token.rows, ids, keys or values. `by_head`: it looks at seen.mass_by_head, which
-    replays without configuration batches, more slowly. `weights`, between 0 and 1: what the attention of a
-    prompt's last query counts, of the one before it, and so on; that of those before them is not observed.
+    >>> @kvlab.policy(needs="mass", state={"mass": "uint64"}, recent="50%")
+    ... def my_h2o(state, seen, token, step):
+    ...     state["mass"] += seen.mass
+    ...     return state["mass"]
+
+    The function gets all live tokens of one cache, oldest first, and returns their ranks, an array [live] of floats or
+    of integers of at least 0. The token with the lowest rank is evicted first; of equal ranks, the older token.
+
+    `needs`: what `seen` holds: attention ("mass"), requests, both, or nothing. The function is called after each
+    append. With `needs="nothing"` it is called when tokens are evicted, perhaps more than once, and keeps no state.
+
+    `features`: token features that the function reads, as attributes of `token`.
+
+    `state`: names and numpy dtypes of what the policy keeps for each token, at most 4,096 bytes in all. The function
+    gets a structured array [live], zeros for a new token, and changes it in place.
+
+    `sinks`, `recent`, `modifiers`, `positions`: defaults, written as on the command line.
+
+    `rows`: the function reads `token.rows`, `ids`, `keys` or `values`. `by_head`: it reads `seen.mass_by_head`;
+    a replay is then slower, because it runs one configuration at a time.
+
+    `weights`, from 0 to 1: factors for the attention of a prompt's queries, the last query first. Queries before
+    those are not observed.
+
+    `name`, `summary`: by default the function's name and the first line of its docstring.
+
+    Raises ValueError for a bad argument, or if the name belongs to a registered policy.
     """
     weights = _arguments.numbers("weights", weights, 0, 1)
     needed = _one_need(needs)
@@ -263,7 +322,7 @@ def policy(
 
 
 _MOST_NAME = 100  # characters of a policy's name
-_MAX_STATE = 4096  # bytes that a function keeps for each token: a cache has as many states as tokens
+_MAX_STATE = 4096  # bytes of state for each token
 
 
 def _one_need(needs: Any) -> str:
@@ -290,7 +349,7 @@ def _state(state: Any) -> numpy.dtype[Any] | None:
 
 
 class _OwnFunction:
-    """What the extension calls back: makes of its arrays what the function takes, and of its answer ranks."""
+    """The extension's callback: converts its arrays to the function's arguments, and checks the ranks."""
 
     def __init__(
         self, function: Function, name: str, features: tuple[str, ...], dtype: numpy.dtype[Any] | None
@@ -309,7 +368,7 @@ class _OwnFunction:
         self.dtype = dtype
 
     def looking(self) -> _OwnFunction:
-        """The same, of one call that shows it rows."""
+        """A copy for one call, which records the rows that the extension shows."""
         own = copy.copy(self)
         own.sight = Sight()
         return own
@@ -353,7 +412,7 @@ class _OwnFunction:
         return f"layer {step.layer}, KV head {step.kv_head}, before token {step.now}"
 
     def _ranks(self, answer: Any, token: Token, step: Step) -> Ranks:
-        """As the rule takes them: uint64 or float64."""
+        """Checks the answer and converts it to uint64 or float64 [live], as the extension expects."""
         count = len(token)
         expected = f"one rank for each of {count} live tokens is expected ({self._cache(step)})"
         if not isinstance(answer, numpy.ndarray):
@@ -378,12 +437,12 @@ class _OwnFunction:
 
 
 def known_as(text: str) -> Policy | None:
-    """Whom a text means, if not one of the registry."""
+    """The unregistered policy that a text names, or None."""
     return _own.get(text.split(":", 1)[0])
 
 
 def resolve(requested: Iterable[str | Policy]) -> tuple[list[str], list[_kvlab.Policy]]:
-    """Policies as text, and those of them that the registry does not know."""
+    """The policies as texts, and the unregistered ones among them for the extension."""
     texts: list[str] = []
     own: dict[str, Policy] = {}
     for one in _arguments.items("policies", requested, "a policy, or a list of them"):

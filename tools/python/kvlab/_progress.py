@@ -1,4 +1,4 @@
-"""How far long calls are: a bar of tqdm where somebody looks, or a function of one's own."""
+"""Progress of long calls: a tqdm bar, or the caller's function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Progress = bool | Callable[[float], object]
 
 
 def _bar() -> Any:
-    """tqdm's class for a notebook or a terminal; None where there is neither, or no tqdm."""
+    """tqdm's class for a notebook or a terminal. None if the output is neither, or tqdm is not installed."""
     if importlib.util.find_spec("tqdm") is None:
         return None
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
@@ -26,7 +26,10 @@ def _bar() -> Any:
 
 @contextlib.contextmanager
 def shown(requested: Progress | None, label: str) -> Iterator[Callable[[float], object] | None]:
-    """What takes the fraction done, or None where nothing is to be told. A bar appears after half a second."""
+    """Yields a function that takes the fraction done, from 0 to 1, or None if no progress is shown.
+
+    A bar appears after 0.5 s, so short calls show none.
+    """
     if not (requested is None or isinstance(requested, bool) or callable(requested)):
         raise _arguments.refuse("progress", requested, "True, False or a function")
     bar_class = _bar() if requested is True else None

@@ -1,4 +1,4 @@
-"""What a policy may look at beside its state: the queries, keys and values of a layer."""
+"""The queries, keys and values of a layer, for policies with `rows=True`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from kvlab._trace import mapped_tensors
 
 Floats = numpy.typing.NDArray[numpy.float32]
 
-_MAX_HELD = 256  # layers of sequences that are held at once
+_MAX_HELD = 256  # layers held at once, over all sequences
 
 
 class Rows:
-    """A layer's tokens: in a replay all, elsewhere those of the prompt."""
+    """Queries, keys and values of one layer: of all tokens in a replay, elsewhere of the prompt's tokens.
+
+    `q` [query_heads, tokens, head_size], `k` and `v` [kv_heads, tokens, head_size], float32, before RoPE. `inv_freq`
+    [rotated / 2], `rope_factor` and `softmax_scale` describe the layer's attention. In a replay `ids` [tokens] are the
+    token ids, and `output` [query_heads, head_size, directions] is the trace's sketch of the output projection W_o, if
+    the trace has one; elsewhere both are None. `memo` is a dict in which a policy may store what it computes once.
+    """
 
     def __init__(self, q: Floats, k: Floats, v: Floats, inv_freq: Floats, rope_factor: float, scale: float) -> None:
         self.q, self.k, self.v = q, k, v
-        """Before RoPE, [heads, tokens, head_size]."""
         self.inv_freq, self.rope_factor, self.softmax_scale = inv_freq, rope_factor, scale
         self.ids: numpy.typing.NDArray[numpy.int32] | None = None
-        """In a replay, and so is:"""
         self.output: Floats | None = None
-        """[query_heads, head_size, directions]: W_o, projected as the trace's sketch has it; where it has one."""
-        self.memo: dict[Any, Any] = {}  # of whoever computes something of them once
+        self.memo: dict[Any, Any] = {}
 
     def turns(self, first: int, count: int) -> tuple[Floats, Floats]:
-        """cos and sin [count, head_size / 2] of positions."""
+        """cos and sin [count, rotated / 2] of the positions from `first` on, times `rope_factor`."""
         angles = numpy.outer(numpy.arange(first, first + count), self.inv_freq.astype(float))
         cos, sin = self.rope_factor * numpy.cos(angles), self.rope_factor * numpy.sin(angles)
         return cos.astype(numpy.float32), sin.astype(numpy.float32)
 
     def turned(self, x: Floats) -> Floats:
-        """q or k behind RoPE."""
+        """`x` [heads, tokens, head_size], which is q or k, after RoPE at positions from 0 on."""
         cos, sin = self.turns(0, x.shape[1])
         n, y = len(self.inv_freq), x.copy()
         y[..., :n] = x[..., :n] * cos - x[..., n : 2 * n] * sin
@@ -49,7 +52,7 @@ class Rows:
 
 
 class Sight:
-    """What one call of ours shows a policy: the extension calls `rows` and `trace`."""
+    """What one replay or evaluation shows a policy. The extension calls `rows` and `trace`."""
 
     def __init__(self) -> None:
         self._traces: dict[int, _kvlab.Trace] = {}
@@ -69,7 +72,7 @@ class Sight:
         with self._lock:
             before = self._shown.pop((sequence, layer), None)
             if first and before is not None:
-                gap = first - before.k.shape[1]  # decoded tokens are not shown
+                gap = first - before.k.shape[1]  # decoded tokens, which are not shown; filled with NaN
                 parts = [
                     numpy.concatenate((old[:, :first], numpy.full_like(new[:, :1], numpy.nan).repeat(max(gap, 0), 1), new), 1)
                     for old, new in zip((before.q, before.k, before.v), parts)

@@ -1,4 +1,4 @@
-"""Replays and what they came to."""
+"""Replays and their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 Texts = str | Iterable[str]
-Model = Any  # a folder, a transformers model, or what was read of one
+Model = Any  # a checkpoint's folder, a transformers model, or output projections read from one
 Budgets = str | int | Iterable[str | int]
 
 
@@ -36,39 +36,51 @@ _NUMBERS: dict[str, Any] = dict.fromkeys(("threshold", "value", "stderr", "budge
 
 
 class Metric(NamedTuple):
-    """What is known of a metric of results.csv."""
+    """Describes a metric of results.csv."""
 
     name: str
+    """The name in results.csv."""
     label: str
+    """The name in figures."""
     higher_is_better: bool
+    """Whether a larger value is the better one."""
     ranks: bool
-    """False: a bookkeeping metric, such as bytes."""
+    """Whether the metric can rank policies. False for bookkeeping, such as bytes."""
 
 
 def metrics() -> dict[str, Metric]:
-    """Every metric by its name; passage_recall stands for passage_recall:NAME of each passage."""
+    """Describes every metric, by name. `passage_recall` stands for `passage_recall:NAME` of each passage."""
     return {entry[0]: Metric(*entry) for entry in _kvlab.metrics()}
 
 
 class Difference(NamedTuple):
-    """One mean less another over the same texts; without an interval nothing is told apart."""
+    """The paired difference of two configurations over the same texts."""
 
     mean: float
+    """Mean of the differences over the texts."""
     standard_error: float
+    """Standard error of `mean`."""
     low: float
+    """Lower end of the 95% interval of `mean`."""
     high: float
+    """Upper end of the 95% interval of `mean`."""
     texts: int
+    """Number of texts."""
 
     @property
     def significantly_different(self) -> bool:
+        """Whether the 95% interval excludes zero. False if there is no interval."""
         return self.low > 0 or self.high < 0
 
 
 def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
-    """`a` less `b`, paired: what the commands' recommendations are based on.
+    """Compares two configurations by their paired difference `a - b`, as the commands' recommendations do.
 
-    Of each text its metric, or its metrics by block, the same blocks for both. Every text has weight 1; a text of far
-    fewer blocks than the longest is short (docs/reference/recommendations.md).
+    >>> kvlab.difference([[0.11, 0.12], [0.10, 0.09]], [[0.13, 0.13], [0.12, 0.10]]).significantly_different
+
+    `a` and `b` have an entry for each text, in the same order: the metric, or a list of the metric in each block of
+    the text. Every text has weight 1. The interval needs two texts, or one text of at least 8 blocks
+    (docs/reference/recommendations.md). Raises ValueError if `a` and `b` differ in their texts or blocks.
     """
     right = "a list, of a number or a list of numbers for each text"
     sides = (("a", _arguments.items("a", a, right)), ("b", _arguments.items("b", b, right)))
@@ -77,7 +89,7 @@ def difference(a: Iterable[Any], b: Iterable[Any]) -> Difference:
 
 
 def _metric_values(name: str, text: Any) -> list[float]:
-    """Of one text: a number, or numbers by block."""
+    """One text's values, one for each block. A single number is one block."""
     try:
         values = numpy.atleast_1d(numpy.asarray(text, dtype=float))
     except (TypeError, ValueError, OverflowError):
@@ -88,14 +100,19 @@ def _metric_values(name: str, text: Any) -> list[float]:
 
 
 class Kept(NamedTuple):
-    """What one KV head kept: [query, token], and the queries' positions."""
+    """Which tokens one KV head kept over time."""
 
     queries: numpy.typing.NDArray[numpy.uint32]
+    """[queries]: positions of the measured queries."""
     live: numpy.typing.NDArray[numpy.bool_]
+    """[queries, tokens]: whether the token was in the cache while the query attended."""
 
 
 class Run:
-    """The metrics of a replay, as results.csv holds them. Can be pickled, saved, and read by `kvlab report`."""
+    """The results of a replay, made by `replay()` or `load_run()`.
+
+    A run can be pickled. `save()` writes a folder that `kvlab report` and `load_run()` read.
+    """
 
     def __init__(
         self, held: _kvlab.Run, traces: Sequence[Trace] = (), own: Sequence[_kvlab.Policy] = (), model: Model = None
@@ -106,7 +123,10 @@ class Run:
         self._output = _output_of(model)
 
     def frame(self) -> pandas.DataFrame:
-        """A pandas frame, one metric a row; texts are categories, `layer` and `head` among them ("all", "0", …)."""
+        """Results as a pandas DataFrame with the columns of results.csv, one value of a metric in each row.
+
+        Columns of text are categories. `layer` and `head` are texts too: "all", "0", "1", … Needs pandas.
+        """
         import pandas
 
         frame = pandas.read_csv(io.StringIO(self.csv()), dtype=str, keep_default_na=False)
@@ -118,7 +138,10 @@ class Run:
         return frame
 
     def arrow(self) -> pyarrow.Table:
-        """An Arrow table of the same columns; texts are dictionaries, a missing `stderr` is null."""
+        """Results as an Arrow table with the columns of results.csv.
+
+        Columns of text are dictionary-encoded. A missing `stderr` is null. Needs pyarrow.
+        """
         import pyarrow
         import pyarrow.csv
 
@@ -130,36 +153,45 @@ class Run:
         return pyarrow.csv.read_csv(io.BytesIO(lines), convert_options=options)
 
     def parquet(self, path: str | os.PathLike[str]) -> None:
-        """Writes the Arrow table as a Parquet file."""
+        """Writes the Arrow table to a Parquet file. Needs pyarrow."""
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(self.arrow(), os.fspath(path))
 
     def csv(self) -> str:
-        """The text of results.csv."""
+        """Results as the text of results.csv."""
         return self._held.csv()
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """A new folder as `kvlab replay` leaves it: results.csv, blocks.csv, run.json, kept.json."""
+        """Writes a new folder with the files of `kvlab replay`: results.csv, blocks.csv, run.json, kept.json.
+
+        Raises RuntimeError if the folder cannot be made.
+        """
         self._held.save(_arguments.path("directory", directory))
 
     @property
     def sweep(self) -> list[dict[str, str]]:
-        """Each configuration: policy, params, budget, prefill, positions."""
+        """The configurations, each a dict of policy, params, budget, prefill and positions."""
         names = ("policy", "params", "budget", "prefill", "positions")
         return [dict(zip(names, entry, strict=True)) for entry in self._held.sweep]
 
     def ranking(self, budget: str | int, metric: str = "") -> dict[str, Any]:
-        """How the policies compare at a budget: `standings`, the lowest mean first and then those that are over budget,
-        and `recommendation`, as `recommendation()` returns it.
+        """Ranks the policies at a budget.
 
-        `metric`: the one that decides, where none is named. `verdict` has the keys of older versions (`text`, `winner`,
-        `ties`, `holds_more`, `frontier`, `warnings`) for one more release.
+        >>> [one["policy"] for one in run.ranking(128)["standings"]]
+
+        Keys: `standings`, the eligible configurations from the best mean to the worst, then those that are over budget;
+        and `recommendation`, which `recommendation()` returns.
+
+        `budget`: written as in `replay()`. `metric`: by default the best predictor that the run has
+        (docs/reference/metrics.md). Raises ValueError if the run has no such budget, or the metric cannot rank.
+
+        For one more release there is also an entry under the old name `verdict`, with the keys of older versions.
         """
         budget, metric = _arguments.amount("budget", budget), _arguments.text("metric", metric)
         ranking: dict[str, Any] = json.loads(self._held.ranking(budget, metric))
         made = ranking["recommendation"]
-        ranking["verdict"] = {
+        ranking["verdict"] = {  # old name
             "text": made["text"],
             "winner": made["choice"],
             "ties": [made["choice"], *made["not_significantly_different"]],
@@ -170,22 +202,25 @@ class Run:
         return ranking
 
     def recommendation(self, budget: str | int, metric: str = "") -> dict[str, Any]:
-        """What to choose at a budget, as `kvlab deploy` and the pages show it.
+        """Chooses a policy at a budget, with the evidence, as `kvlab deploy` and the pages show it.
+
+        >>> run.recommendation(128)["choice"]
 
         Keys: `choice`, `reason`, `mean`, `kv_bytes_mean`, `kv_bytes_peak`, `full_bytes`, `runner_up`, `difference` (the
         runner-up minus the choice: `mean`, `low`, `high` of the 95% interval, `significant`),
-        `not_significantly_different`, `order`, `over_budget`, `text`, `warnings`. `metric`: as in `ranking()`.
+        `not_significantly_different`, `order`, `over_budget`, `text`, `warnings`
+        (docs/reference/recommendations.md). Arguments and errors are those of `ranking()`.
         """
         return dict(self.ranking(budget, metric)["recommendation"])
 
     @property
     def notices(self) -> list[str]:
-        """What the replay left out, and what to be wary of before two policies are compared."""
+        """Configurations that the replay left out or does not rank, and the warnings of every recommendation."""
         lines = list(self._held.notices)
         for budget in self._held.budgets:
             try:
                 made = self.recommendation(budget)
-            except ValueError:  # references alone
+            except ValueError:  # this budget has oracles only
                 continue
             lines += [f"{one['policy']} is over the budget of {budget} and not ranked" for one in made["over_budget"]]
             lines += made["warnings"]
@@ -203,10 +238,16 @@ class Run:
         trace: str | None = None,
         plain: bool = False,
     ) -> Kept:
-        """Which tokens KV head `head` of `layer` kept at each measured query, under a configuration of the run.
+        """Replays one head again and returns the tokens that it kept at each measured query.
 
-        `policy` is a name, or a name and parameters where there are several of that name: those without a modifier
-        come before those with one. `plain` computes it by the plain replay, one configuration at a time.
+        >>> run.kept(layer=3, head=1, policy="h2o", budget=128).live.sum(axis=1)
+
+        `layer` counts as the model does; `head` is a KV head of it. `policy`, `budget`, `prefill` and `positions` name
+        one configuration of the run. A policy's name alone means its configuration without modifiers, if there is one.
+        `trace`: name of the trace, if the run has several. `plain`: use the plain replay, which is slow and easy to
+        read.
+
+        Raises ValueError if no configuration or several fit, or if the trace on disk is not the run's.
         """
         layer = _arguments.whole("layer", layer, 0, 2**31 - 1)
         head = _arguments.whole("head", head, 0, 2**31 - 1)
@@ -237,12 +278,12 @@ class Run:
                 and (positions is None or entry["positions"] == positions)
             )
 
-        settings = {  # of those that fit, by number
+        settings = {  # of the configurations that fit, by index in the sweep
             index: {entry["budget"], entry["prefill"], entry["positions"], *entry["params"].split(":")}
             for index, entry in enumerate(self.sweep)
             if fits(entry)
         }
-        # Of one and its variants with modifiers, the plain one.
+        # The configuration whose settings all the others have too: the one without modifiers.
         plain = [index for index, own in settings.items() if all(own <= other for other in settings.values())]
         found = plain or list(settings)
         requested = _arguments.brief(policy) + ("" if budget is None else f" at budget {_arguments.brief(budget)}")
@@ -271,8 +312,12 @@ class Run:
         return trace._held
 
     def plot(self, metric: str, *, ax: matplotlib.axes.Axes | None = None) -> matplotlib.axes.Axes:
-        """`metric` against budget in tokens, a line for each policy: means over heads, layers and traces. The legend
-        stands beside the axes; the axis of errors that span a decade is logarithmic."""
+        """Plots a metric against the budget in tokens, one line for each policy, and returns the axes.
+
+        A point is the mean over traces of the mean over layers and heads. The legend is beside the axes. If lower is
+        better and the values span a factor of 10, their axis is logarithmic. Needs matplotlib and pandas. Raises
+        ValueError if the run has no such metric.
+        """
         import matplotlib.pyplot
 
         metric, frame = _arguments.text("metric", metric), self.frame()
@@ -290,7 +335,7 @@ class Run:
             if policy == "full":
                 continue
             means = line.groupby("budget_tokens")["value"].mean()
-            common = set.intersection(*settings[str(policy)])  # what all of its variants have says nothing
+            common = set.intersection(*settings[str(policy)])  # settings of all variants, which a label leaves out
             label = ":".join([str(policy), *(part for part in str(params).split(":") if part not in common)])
             style, marker = ("--", "") if str(policy).startswith("oracle") else ("-", "os^Dv<>P*X"[lines // 10 % 10])
             ax.plot(means.index, means.to_numpy(), style, marker=marker, markersize=4, label=label)
@@ -323,8 +368,11 @@ def _from_files(files: Mapping[str, bytes]) -> Run:
 
 
 def load_run(directory: str | os.PathLike[str], *, model: Model = None) -> Run:
-    """A run that `kvlab replay` or `Run.save` left. For kept(), own policies of it have to be defined, and `model` given
-    as to replay()."""
+    """Reads a folder that `kvlab replay` or `Run.save()` wrote.
+
+    `Run.kept()` needs the run's Python policies to be defined in this process, and `model` as in `replay()`. Raises
+    RuntimeError if the folder cannot be read.
+    """
     held = _kvlab.Run.load(_arguments.path("directory", directory))
     return Run(held, own=resolve({entry[0] for entry in held.sweep})[1], model=model)
 
@@ -361,14 +409,37 @@ def replay(
     threads: int | None = None,
     progress: Progress = True,
 ) -> Run:
-    """Takes traces through every policy at every budget: `kvlab replay`, in memory.
+    """Replays traces under every policy at every budget, as `kvlab replay` does, and keeps the results in memory.
 
-    `policies`: texts as on the command line, or what `kvlab.policy` and `kvlab.policy_source` made. `budgets`: tokens,
-    shares ("20%"), "pyramid(20%)", "ada(20%)", "@FILE". `progress`: True shows a bar in notebooks and
-    on terminals, where tqdm is there; a function gets the fraction done. `device="cuda"` replays there what CUDA takes,
-    where the package was built with KVLAB_CUDA=1.
-    `model`: of the traces, a checkpoint's folder or one that transformers loaded, for `criticalkv`, which reads its
-    output projections. `plain` is the readable reference without what replays share: slow, and the same sets.
+    >>> run = kvlab.replay("trace", ["h2o", "sink", "lru:sinks=4:every=16"], ["10%", 128])
+
+    `trace`: one trace or a list, as `Trace` objects or paths.
+
+    `policies`: names with settings, as on the command line, or objects of `policy()` and `policy_source()`.
+
+    `budgets`: tokens (128), shares of the length ("20%"), "pyramid(20%)", "ada(20%)", "@FILE" and so on
+    (docs/reference/configurations.md).
+
+    `prefill`: "dense", "chunk:N" or "stream". `positions`: "original" or "cache". Both may be lists, and then belong to
+    the sweep.
+
+    `queries`: which queries are measured, those of decoded tokens or all. `output_error`: at which of them the errors
+    of outputs are taken, a sample or all. `layers`: numbers of the layers to replay, by default all.
+
+    `request_threshold`: a query requests a token whose attention is at least this share of the query's largest.
+
+    `references`: also replay the full cache and the oracles. `plain`: use the plain replay, which is slow, easy to
+    read, and keeps the same tokens.
+
+    `model`: the traces' checkpoint folder or loaded transformers model. Only policies that read output projections,
+    such as `criticalkv`, need it.
+
+    `device="cuda"` uses the GPU for the policies that it supports. It needs a package built with KVLAB_CUDA=1.
+
+    `progress`: True shows a bar of tqdm in notebooks and on terminals; a function gets the fraction done, from 0 to 1.
+
+    Raises ValueError for a bad argument, RuntimeError if a trace cannot be read. Warns about configurations that it
+    leaves out.
     """
     one_trace = isinstance(trace, (Trace, str, os.PathLike))
     several: list[Any] = [trace] if one_trace else _arguments.items("trace", trace, "a trace, a path, or a list of them")

@@ -1,4 +1,4 @@
-"""Traces: queries, keys and values of one sequence."""
+"""Traces: the queries, keys and values of one sequence."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ MAX_THREADS, MAX_TOKENS = 1024, 2**31 - 1
 
 
 def _index(name: str, value: Any) -> int:
-    """Of a layer or a head; the extension says how many there are."""
+    """Checks the number of a layer or a head. The extension checks the upper limit."""
     return _arguments.whole(name, value, 0, MAX_TOKENS)
 
 
 class Trace:
-    """A finished trace: a folder, mapped into memory and verified."""
+    """A finished trace: the queries, keys and values of one sequence, mapped from its folder into memory."""
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, threads: int | None = None) -> None:
-        """Opens `path`. `verify=False` leaves out the checksums and the sampled rows."""
+        """Opens the trace in the folder `path` and verifies it.
+
+        `verify=False` skips the check of the checksums and of sampled attention outputs. `threads`: for the check, by
+        default all. Raises RuntimeError if the folder is not a finished trace, or fails the check.
+        """
         verify = _arguments.flag("verify", verify)
         threads = None if threads is None else _arguments.whole("threads", threads, 1, MAX_THREADS)
         self._held = _kvlab.Trace.open(_arguments.path("path", path), verify, threads)
@@ -48,14 +52,27 @@ class Trace:
         segments: Sequence[tuple[int, str]] | None = None,
         out: str | os.PathLike[str] | None = None,
     ) -> Trace:
-        """A trace of arrays before RoPE: q [layers, query_heads, tokens, head_size], k and v with KV heads.
+        """Makes a trace from arrays.
 
-        Arrays are numpy's or of anything that speaks DLPack (PyTorch's bfloat16 too), float32, float16 or bfloat16.
-        `config`: a mapping, or an object with such attributes: `rope_theta` (10000), or `inv_freq` and `rope_factor`
-        for any other RoPE; `softmax_scale` (head_size ** -0.5); `name`; where layers differ, `rows` as Trace.rows has
-        them, with a table and a factor for each `rope`, and `layer_numbers`. `prompt_tokens`: of one prompt, behind
-        which tokens are decoded one by one; or `segments`, (tokens, "prompt" or "decode") in order. `out` keeps the trace in a new folder;
-        without it the trace lies in a temporary one, which goes with this handle.
+        >>> trace = kvlab.Trace.from_arrays(q, k, v, config={"rope_theta": 10000.0}, prompt_tokens=100)
+
+        `q` [layers, query_heads, tokens, head_size], `k` and `v` [layers, kv_heads, tokens, head_size], before RoPE:
+        float32, float16 or bfloat16, from numpy, PyTorch or anything that supports DLPack, with any strides.
+
+        `ids` [tokens]: token ids, zeros by default.
+
+        `config`: a mapping, or an object with these attributes. `rope_theta` (10000), or `inv_freq` and `rope_factor`
+        for another RoPE; `softmax_scale` (head_size ** -0.5); `name`. Where layers differ: `rows`, as in `Trace.rows`,
+        with a table of `inv_freq` and a `rope_factor` for each value of `rope`; and `layer_numbers`. A config of
+        transformers works if its RoPE is the default one.
+
+        `prompt_tokens`: length of the prompt; the other tokens are decoded one by one. Or `segments`: (tokens, "prompt"
+        or "decode") in order, a prompt first.
+
+        `out`: a new folder for the trace. Without it the trace is in a temporary folder, which is removed when the
+        returned object is.
+
+        Raises ValueError if arrays do not fit together or are not finite.
         """
         folder = None
         if out is None:
@@ -68,16 +85,29 @@ class Trace:
         return trace
 
     def read(self, part: Literal["q", "k", "v"], layer: int, head: int) -> Floats:
-        """[tokens, head_size] of one head before RoPE, widened to float32: a copy."""
+        """Copies one head's queries, keys or values before RoPE: float32 [tokens, head_size].
+
+        `layer` counts as the model does. `head` is a query head for "q", else a KV head. Raises ValueError if the trace
+        has no such head.
+        """
         _arguments.one_of("part", part, "q", "k", "v")
         return self._held.read(part, _index("layer", layer), _index("head", head))
 
     def feature(self, name: str, layer: int, kv_head: int) -> Floats:
-        """[tokens]: a feature that the trace brings."""
+        """Copies a token feature that is stored beside the trace: float32 [tokens] of one KV head.
+
+        Raises ValueError if the trace has no such feature or head.
+        """
         return self._held.feature(_arguments.text("name", name), _index("layer", layer), _index("kv_head", kv_head))
 
     def add_feature(self, name: str, values: Any) -> None:
-        """Adds a feature to the trace's folder, or replaces it: [layers, kv_heads, tokens], kept as float32."""
+        """Stores a token feature in the trace's folder, for policies that read it.
+
+        >>> trace.add_feature("my_score", scores)   # then: kvlab.replay(trace, "feature:name=my_score", 128)
+
+        `values` [layers, kv_heads, tokens], stored as float32. Replaces a feature of the same name. Raises ValueError
+        if the shape does not fit.
+        """
         name = _arguments.text("name", name)
         try:
             layers = [numpy.ascontiguousarray(layer, numpy.float32) for layer in values]
@@ -90,7 +120,11 @@ class Trace:
         self._held = _kvlab.Trace.open(self.path, False, None)
 
     def attention(self, layer: int, head: int, first: int = 0, count: int | None = None) -> Floats:
-        """[count, tokens]: what query head `head` gives each token at queries `first` on, where nothing is evicted."""
+        """Computes a query head's attention probabilities in the full cache: float32 [count, tokens].
+
+        Row i belongs to the query at position `first + i`. By default `count` reaches to the last query. Raises
+        ValueError if the trace has no such queries.
+        """
         count = None if count is None else _arguments.whole("count", count, 1, MAX_TOKENS)
         first = _arguments.whole("first", first, 0, MAX_TOKENS)
         return self._held.attention(_index("layer", layer), _index("head", head), first, count)
@@ -105,23 +139,31 @@ class Trace:
         request_threshold: float = 0.01,
         queries: Literal["decode", "all"] = "decode",
     ) -> numpy.typing.NDArray[Any]:
-        """Which tokens the queries ask for, as records of libCacheSim's oracleGeneral; `out`: also as that file.
+        """Lists which tokens the queries request, as records of libCacheSim's format oracleGeneral.
 
-        A query requests the earlier tokens that some query head of the KV head requests, or with `top_k` has among its
-        so many most probable ones, the query's own token among them. Then its own token is written, which is an access
-        too: a token's first. Without `layer` or `head`: of all of them, as one cache would see them.
+        >>> requests = trace.accesses("requests.bin", layer=1, head=1)
 
-        Records are sorted by time, then object. `time` is the query's position, `object` (layer * kv_heads + head) *
-        2**32 + the token's position, `size` 1, so that caches are measured in tokens, `next` the number of the next
-        access to the same, from 1 on, or -1. With queries="decode" the prompt's tokens are only written.
+        A query requests an earlier token if a query head of the KV head gives it at least `request_threshold` times
+        the query's largest attention; or, with `top_k`, if it is among the `top_k` most probable tokens of a head, the
+        query's own token included. Then the query's own token is written, which is that token's first access.
+
+        `out`: also write the records to this file. `layer`, `head` (a KV head): by default all, as one shared cache
+        sees them. `queries="decode"`: tokens of the prompt are written and request nothing.
+
+        Returns a structured array, sorted by `time`, then `object`. `time`: position of the query. `object`: (layer *
+        kv_heads + head) * 2**32 + position of the token. `size`: 1, so that cache sizes are in tokens. `next`: number,
+        from 1 on, of the next access to the same object; -1 if there is none.
         """
         return accesses_of(self._held, out, layer, head, top_k, request_threshold, queries)
 
     def to_dict(self, framework: Literal["numpy", "torch"] = "numpy") -> dict[str, list[Any]]:
-        """`layers.{l}.q`, `.k`, `.v` (before RoPE) and so on: for each name one array [heads, tokens, head_size] a shard.
+        """Maps the tensors of the trace's files, without a copy.
 
-        Nothing is copied: the arrays lie over the files, mapped privately, so that writing to them changes no file.
-        A trace in bfloat16, which numpy has not, comes as torch's tensors.
+        >>> parts = trace.to_dict()["layers.0.k"]
+
+        Keys are `layers.{l}.q`, `.k`, `.v` (before RoPE) and so on. A value is a list with one array [heads, tokens,
+        head_size] for each shard. Writing to an array changes no file, because the files are mapped privately. Raises
+        ValueError for a bfloat16 trace unless `framework="torch"`, because numpy has no bfloat16.
         """
         _arguments.one_of("framework", framework, "numpy", "torch")
         if framework == "numpy" and self.dtype == "bfloat16":
@@ -134,71 +176,86 @@ class Trace:
 
     @property
     def path(self) -> str:
+        """The trace's folder."""
         return self._held.path
 
     @property
     def name(self) -> str:
+        """The name that results use."""
         return self._held.name
 
     @property
     def hash(self) -> str:
-        """XXH3-64 of the manifest, which holds those of the files."""
+        """XXH3-64 of the manifest, which contains the XXH3-64 of every file."""
         return self._held.hash
 
     @property
     def tokens(self) -> int:
+        """Length of the sequence."""
         return self._held.tokens
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
         return self._held.prompt_tokens
 
     @property
     def layers(self) -> int:
+        """Number of layers in the trace."""
         return self._held.layers
 
     @property
     def query_heads(self) -> int:
+        """Query heads of a layer."""
         return self._held.query_heads
 
     @property
     def kv_heads(self) -> int:
+        """KV heads of a layer."""
         return self._held.kv_heads
 
     @property
     def head_size(self) -> int:
+        """Elements of one query, key or value."""
         return self._held.head_size
 
     @property
     def dtype(self) -> str:
+        """Element type: "float32", "float16" or "bfloat16"."""
         return self._held.dtype
 
     @property
     def ids(self) -> numpy.typing.NDArray[numpy.int32]:
+        """[tokens]: token ids."""
         return self._held.ids
 
     @property
     def inv_freq(self) -> Floats:
+        """RoPE frequencies: [rotated / 2], or [tables, rotated / 2] if layers differ."""
         return self._held.inv_freq
 
     @property
     def layer_numbers(self) -> list[int]:
-        """What the model calls its layers: those that have a KV cache."""
+        """The model's numbers of the layers in the trace, which are those with a KV cache."""
         return self._held.layer_numbers
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """How each layer's queries attend: `span` (0: all), `softcap` (0: none), `rope` (row of inv_freq), `scale`, `sink`."""
+        """How each layer attends, a dict for each layer.
+
+        `span`: length of the sliding window in tokens, 0 for none. `softcap`: 0 for none. `rope`: row of `inv_freq`.
+        `scale`: softmax scale. `sink`: a list with a sink logit for each query head, or None.
+        """
         return self._held.rows
 
     @property
     def segments(self) -> list[tuple[int, int, str]]:
-        """(start, tokens, "prompt" or "decode") of each."""
+        """The segments in order: (start, tokens, "prompt" or "decode")."""
         return self._held.segments
 
     @property
     def model(self) -> dict[str, Any]:
-        """What is known of the model and of the capture."""
+        """What the trace's manifest says about the model and the capture."""
         known: dict[str, Any] = json.loads(self._held.model_json)
         return known
 
@@ -225,13 +282,13 @@ _DTYPES: dict[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i
 
 
 def mapped_tensors(path: str) -> dict[str, Any]:
-    """The tensors of a safetensors file by name, over the file's bytes. BF16 is (bits,), to be told apart."""
+    """Maps the tensors of a safetensors file, by name. A BF16 tensor is a tuple (bits as uint16,)."""
     data = numpy.memmap(path, numpy.uint8, mode="c")
     size = int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8 : 8 + size].tobytes())
     tensors: dict[str, Any] = {}
     for name, entry in header.items():
-        if entry.get("dtype") not in _DTYPES:  # __metadata__; of checkpoints: what is packed
+        if entry.get("dtype") not in _DTYPES:  # __metadata__, and packed tensors of checkpoints
             continue
         begin, end = (8 + size + offset for offset in entry["data_offsets"])
         array = numpy.asarray(data[begin:end]).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -1,4 +1,4 @@
-"""Messages of the commands in the words of Python: an option is a keyword."""
+"""Rewrites the commands' messages for Python: option --some-name becomes the keyword some_name."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 
-# An option, and behind it a number or list that begins with one (128,20%), or a word such as DIR or FILE...
+# An option, then optionally its value: a number, a list that begins with one (128,20%), or a word (DIR, FILE...).
 _OPTION = re.compile(
     r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?: (\d[\w.%]*(?:,[\w.%]+)*|[A-Z]+(?:\.\.\.)?(?![\w.])))?"
 )
-_OTHERS = ("huggingface-cli", "python -m", "pip install")  # what follows is for a shell
+_OTHERS = ("huggingface-cli", "python -m", "pip install")  # after these, options belong to a shell command and stay
 
 LISTS = {"policy": "policies", "budget": "budgets"}
-"""Keywords of functions that take lists, by the options whose names differ."""
+"""Option -> keyword, where the keyword of a function that takes lists has another name."""
 
 
 def in_python(message: str, names: Mapping[str, str] = {}) -> str:
-    """The message with `budget` for --budget and `budget="128,20%"` for --budget 128,20%. `names`: keywords that are
-    called otherwise than the option."""
+    """The message with `budget` for --budget and `budget="128,20%"` for --budget 128,20%. `names`: option -> keyword,
+    where they differ."""
 
     def keyword(found: re.Match[str]) -> str:
         if any(other in message[: found.start()].split("; ")[-1] for other in _OTHERS):
@@ -33,7 +33,7 @@ def in_python(message: str, names: Mapping[str, str] = {}) -> str:
 
 @contextlib.contextmanager
 def python_words(names: Mapping[str, str] = {}) -> Iterator[None]:
-    """What the extension throws within says keywords in place of options."""
+    """Rewrites the messages of errors that the extension raises in the block."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

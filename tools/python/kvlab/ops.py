@@ -1,7 +1,7 @@
-"""The kernel library's caches for torch: `Slots`, and its operators `torch.ops.kvlab.*`.
+"""The kernel library's caches for PyTorch: `Slots`, and the operators `torch.ops.kvlab.*`.
 
-An object of kvlab_slots (docs/reference/c-api.md), driven on the current stream: a step is launches alone, so that a
-torch.cuda.CUDAGraph captures it and torch.compile traces it. The library is loaded when the first one is made.
+A `Slots` wraps a kvlab_slots object (docs/reference/c-api.md) and runs on the current CUDA stream. A step only launches
+kernels, so torch.cuda.CUDAGraph can capture it and torch.compile can trace it. The first `Slots` loads the library.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _LIBRARY: Any = torch.library.Library("kvlab", "DEF")  # type: ignore[no-untyped
 class SlotLayer(NamedTuple):
     """A layer that the policy acts on."""
 
-    number: int  # as the model counts
+    number: int  # the model's number of the layer
     softmax_scale: float
     inv_freq: torch.Tensor  # [rotated / 2]
     rope_factor: float = 1.0
-    output: torch.Tensor | None = None  # W_o [hidden, query head, head size], for the feature value_out_norm1
+    output: torch.Tensor | None = None  # W_o [hidden, query_heads, head_size], only for the feature value_out_norm1
 
 
 class Slots:
-    """The caches of some sequences in all layers that a policy acts on: memory, who has room, which token is evicted."""
+    """The caches of some sequences in all layers that a policy acts on, in GPU memory."""
 
     def __init__(
         self,
@@ -47,7 +47,10 @@ class Slots:
         device: torch.device,
         sequences: int = 1,
     ) -> None:
-        """`plan`: numbers as _kvlab.slot_plan() gives them, by layer and KV head the same for all sequences."""
+        """`plan`: a dict that _kvlab.slot_plan() returns; all sequences share its numbers by layer and KV head.
+
+        Raises ValueError for an unsupported dtype, policy or number of layers, RuntimeError for errors of CUDA.
+        """
         if dtype not in _NAMES:
             raise ValueError(f"kvlab.ops.Slots: {dtype}; one of {', '.join(TYPES)} is expected")
         self.device, self.dtype, self._shape = torch.device(device), dtype, (query_heads, head_size)
@@ -61,7 +64,7 @@ class Slots:
         policy = _library.policy(plan["policy"])
         params = _library.params(policy, plan["params"])
         tables = [(layer.inv_freq.detach().float().cpu().numpy().tobytes(), layer.rope_factor) for layer in layers]
-        unlike = list(dict.fromkeys(tables))  # rows of each are in memory
+        unlike = list(dict.fromkeys(tables))  # each different table once
         held = [ctypes.create_string_buffer(table, len(table)) for table, _ in unlike]
         ropes = [
             _library.Rope(ctypes.addressof(table), len(table) // 2, factor)
@@ -71,7 +74,7 @@ class Slots:
             _library.SlotsLayer(layer.number, layer.softmax_scale, unlike.index(table), _at(layer.output))
             for layer, table in zip(layers, tables)
         ]
-        self._outputs = [layer.output for layer in layers]  # whose memory is read
+        self._outputs = [layer.output for layer in layers]  # keeps the memory alive that the library reads
         config = _library.SlotsConfig(
             **{name: plan[name] for name in ("threshold16", "tokens", "every", "smooth", "once", "by_layer", "pool_max")},
             type=_NAMES[dtype],
@@ -95,44 +98,51 @@ class Slots:
             numbering=int(plan["cache_positions"]),
         )
         made = ctypes.c_void_p()
-        torch.cuda.empty_cache()  # what torch does not use is for whoever asks
+        torch.cuda.empty_cache()  # returns torch's unused memory, so that the library can allocate it
         self._done(lambda stream: library().kvlab_slots_create(config, stream, ctypes.byref(made)))
         self.handle = int(made.value or 0)
         weakref.finalize(self, library().kvlab_slots_destroy, made)
 
     def _done(self, call: Callable[[int], int]) -> None:
-        """A call of the library with the device's current stream."""
+        """Calls the library with the device's current stream and raises its error."""
         with torch.cuda.device(self.device):
             done(call(torch.cuda.current_stream().cuda_stream))
 
     def clear(self) -> None:
-        """Forgets all tokens. The memory is what it was, so that a graph goes on serving."""
+        """Drops all tokens. Buffers keep their addresses, so captured CUDA graphs stay valid."""
         self._done(lambda stream: library().kvlab_slots_clear(self.handle, stream))
 
     def append(
         self, layer: int, qkv: torch.Tensor, fed: int, ends_prompt: bool = True, sequence: int = 0
     ) -> torch.Tensor:
-        """Tokens that a layer, which has had `fed` of the sequence, appends together: [token, query and KV heads, head
-        size] before RoPE. Returns [token, query head, head size]."""
+        """Appends a part of a prompt to a layer and computes its attention.
+
+        `qkv` [tokens, query_heads + 2 * kv_heads, head_size], before RoPE. `fed`: tokens of the sequence that the layer
+        got before. Returns [tokens, query_heads, head_size]. Raises ValueError if shape or dtype do not fit.
+        """
         out = self._out(qkv, len(qkv))
         torch.ops.kvlab.slots_append.default(self.handle, sequence, layer, fed, ends_prompt, qkv, out)
         return out
 
     def before_step(self, decodes: Sequence[bool] | None = None) -> None:
-        """What the host does for a step of the sequences, of all where none are named."""
+        """Host work before a step of all layers. `decodes`: which sequences take part, by default all."""
         if decodes is not None and len(decodes) != self._sequences:
             raise ValueError(f"kvlab.ops.Slots: decodes of {len(decodes)} sequences; of {self._sequences} is expected")
         chosen = None if decodes is None else bytes(decodes)
         self._done(lambda stream: library().kvlab_slots_before_step(self.handle, chosen, stream))
 
     def step(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """A layer of it, of one token for each sequence: nothing but launches."""
+        """Attention of one decoded token for each sequence in one layer. Only launches kernels.
+
+        `qkv` [sequences, query_heads + 2 * kv_heads, head_size], before RoPE. Returns [sequences, query_heads,
+        head_size].
+        """
         out = self._out(qkv, self._sequences)
         torch.ops.kvlab.slots_step.default(self.handle, layer, qkv, out)
         return out
 
     def _out(self, qkv: torch.Tensor, rows: int) -> torch.Tensor:
-        """For what comes of so many tokens. The library sees no shapes."""
+        """Allocates the output of `rows` tokens. Checks `qkv`, because the library cannot see its shape."""
         expected = (rows, *self._given)
         if qkv.dtype is not self.dtype or tuple(qkv.shape) != expected:
             given = f"{qkv.dtype} {list(qkv.shape)}"
@@ -140,13 +150,13 @@ class Slots:
         return qkv.new_empty(rows, *self._shape)
 
     def held(self, sequence: int = 0) -> Any:
-        """`tokens`, `evictions`, `kv_bytes` and `allocated`, by the host's counts."""
+        """`tokens`, `evictions`, `kv_bytes` and `allocated` (bytes) of a sequence, from counts on the host."""
         held = _library.SlotsHeld()
         done(library().kvlab_slots_ask(self.handle, sequence, held))
         return held
 
     def kept(self, layer: int, head: int, sequence: int = 0) -> numpy.typing.NDArray[numpy.uint32]:
-        """Positions, ascending."""
+        """Positions of the tokens that a KV head keeps, ascending. Synchronizes with the GPU."""
         positions, count = numpy.empty(self.held(sequence).tokens + 1, numpy.uint32), ctypes.c_uint32()
         requested = (self.handle, sequence, layer, head, positions.ctypes.data, len(positions), ctypes.addressof(count))
         self._done(lambda stream: library().kvlab_slots_kept(*requested, stream))
@@ -158,7 +168,7 @@ def _at(tensor: torch.Tensor | None) -> int | None:
 
 
 def _check(name: str, qkv: torch.Tensor, out: torch.Tensor) -> int:
-    """The stream. Both have to lie on the current device, without gaps."""
+    """Returns the current stream. Raises ValueError unless both tensors are contiguous and on the current device."""
     for word, tensor in (("qkv", qkv), ("out", out)):
         if tensor.dtype is not qkv.dtype or tensor.device != qkv.device or not tensor.is_contiguous():
             gaps = "" if tensor.is_contiguous() else ", not contiguous"
@@ -184,7 +194,7 @@ def _slots_append(
         qkv=qkv.data_ptr(),
         out=out.data_ptr(),
     )
-    done(library().kvlab_slots_admit(slots, part, stream))
+    done(library().kvlab_slots_admit(slots, part, stream))  # old name
 
 
 def _slots_step(slots: int, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Transformers: traces of a loaded model, and eviction while it runs. Needs torch and transformers."""
+"""Traces of a loaded transformers model, and eviction while it runs. Needs torch and transformers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""python -m kvlab.hf capture|features|sensitivities: traces from transformers, and what a finished trace is given.
+"""python -m kvlab.hf capture|features|sensitivities
 
-Exits 2 with one line if anything is wrong with the input.
+capture makes a trace from a transformers model; features and sensitivities add data to a finished trace. Bad input
+exits with status 2 and one line on stderr.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Caches of transformers whose keys and values kvlab holds: one object for each conversation."""
+"""Transformers caches whose keys and values kvlab stores, one object for each conversation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def conversation_of(cache: Any) -> Conversation | None:
-    """Of one of kvlab's caches; None of any other."""
+    """The conversation of one of kvlab's caches. None for any other object."""
     found = vars(cache).get("_conversation") if isinstance(cache, HeldCache) else None
     return found
 
 
 def refuse_filled(cache: Any) -> None:
-    """Whatever cannot become one of kvlab's caches: with tokens that it does not hold, or of another kind."""
+    """Refuses a cache that cannot become one of kvlab's: one that already has tokens, or of another class."""
     if cache is None:
         return
-    own = type(cache).__module__.startswith("transformers.models.")  # of a family
+    own = type(cache).__module__.startswith("transformers.models.")  # the cache class of a model family
     if not own and (type(cache) is not transformers.DynamicCache or getattr(cache, "offloading", False)):
         what = f"the call's cache is a {type(cache).__name__}"
         raise Refused(f"kvlab.hf: {what}; a plain DynamicCache, or a kvlab.hf.Cache, is expected")
@@ -41,53 +41,69 @@ def refuse_filled(cache: Any) -> None:
 
 
 class Facts:
-    """What is held of a conversation, and what a block or a cache says of it."""
+    """Numbers about a conversation, for caches and blocks."""
 
     _conversation: Conversation
 
     def kept(self, layer: int, head: int, row: int = 0) -> numpy.typing.NDArray[numpy.uint32]:
-        """Positions of the tokens that KV head `head` holds now, ascending. `layer` as the model counts."""
+        """Positions of the tokens that a KV head keeps now, ascending.
+
+        `layer` counts as the model does. `row` is the sequence in the batch. Raises IndexError if there is no such
+        head or row.
+        """
         return self._conversation.kept(layer, head, row)
 
     @property
     def tokens(self) -> int:
-        """Tokens that the sequence, of a batch the longest, has so far."""
+        """Tokens of the sequence so far, evicted ones included. In a batch: of the longest sequence."""
         return self._conversation.tokens
 
     @property
     def evictions(self) -> int:
+        """Number of evicted tokens, summed over layers, KV heads and rows."""
         return self._conversation.sum("evictions")
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values that are held now where policies act: on the CPU in float32 or a tier's format,
-        on CUDA in the model's dtype or a tier's format."""
+        """Bytes of the keys and values of live tokens, in the layers that the policy acts on.
+
+        Tokens count in the format of their tier; without tiers in float32 on the CPU, in the model's dtype on CUDA.
+        """
         return self._conversation.sum("kv_bytes")
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that keys and values take up there, room for tokens to come among them. The CPU computes the values that
-        a quantized tier gives, and keeps them in float32: there this is more than `kv_bytes`."""
+        """Bytes allocated for keys and values in those layers, free slots included.
+
+        On the CPU this is more than `kv_bytes` with quantized tiers, because the CPU stores the dequantized values in
+        float32.
+        """
         return self._conversation.sum("allocated_bytes")
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of the keys and values of layers with a window, in the model's dtype."""
+        """Bytes of the keys and values in layers with a sliding window, in the model's dtype."""
         return sum(window.bytes for row in self._conversation.rows for window in row.windows.values())
 
     def trace(self, out: str | os.PathLike[str] | None = None, row: int = 0) -> Trace:
-        """What attention was given of a sequence, where policies act: needs `record=True`. A call of several tokens is a
-        prompt segment."""
+        """Makes a trace of the queries, keys and values of a sequence, in the layers that the policy acts on.
+
+        Needs `record=True`; otherwise raises Refused. A call of several tokens is a prompt segment. `out`: a new folder
+        for the trace; without it the trace is in a temporary folder. `row`: the sequence in the batch.
+        """
         return self._conversation.trace(out, row)
 
 
 class HeldCache(Facts):
-    """In front of a cache class of transformers: the class counts the tokens, kvlab holds their keys and values."""
+    """Mixin for a transformers cache class: the class counts tokens, and kvlab stores their keys and values."""
 
-    _installed: Any  # hooks of the model, as long as the cache
+    _installed: Any  # the model's hooks, which must live as long as the cache
 
     def update(self, keys: Any, values: Any, layer_idx: int, *arguments: Any, **words: Any) -> tuple[Any, Any]:
-        """Gives back what it is given: attention over what is held is computed by the hooks of the model."""
+        """Called by transformers. Returns its arguments, because the model's hooks compute the attention over the cache.
+
+        Raises Refused outside of a call of the cache's model.
+        """
         if not self._installed.is_filling(self._conversation):
             what = f"a {type(self).__name__} is filled outside of the model that it was made for"
             raise Refused(f"kvlab.hf: {what}; a call of that model is expected")
@@ -97,11 +113,11 @@ class HeldCache(Facts):
 
     @property
     def _first_layer(self) -> int:
-        """The first that attends."""
+        """The first layer that attends."""
         return next(iter(self._conversation.attended.layers))
 
     def count(self, tokens: int, *arguments: Any, **words: Any) -> None:
-        """Transformers counts the tokens of what it holds: as many zeros."""
+        """Lets transformers count `tokens` more. It counts tokens that it stores, so it stores zeros."""
         before, zeros = self._counted, torch.zeros(1, 1, tokens, 1, dtype=torch.int8)
         super().update(zeros, zeros, self._first_layer, *arguments, **words)  # type: ignore[misc]
         if self._counted != before + tokens:
@@ -113,7 +129,11 @@ class HeldCache(Facts):
         return int(self.get_seq_length())  # type: ignore[attr-defined]
 
     def crop(self, count: int) -> None:
-        """As transformers' own: of version 5.24 how many tokens go, as a negative number; before, how many stay."""
+        """Removes the last tokens, as transformers' own `crop` does.
+
+        From transformers 5.24 on, `count` is minus the number of tokens to remove; before, the number of tokens to
+        keep. Raises Refused if a token was evicted or quantized since, or if the policy counts attention.
+        """
         by_number = "tokens_to_remove" in inspect.signature(transformers.DynamicCache.crop).parameters
         if by_number and count > 0:
             raise Refused(f"kvlab.hf: crop({count}); minus the number of tokens to remove is expected")
@@ -130,7 +150,7 @@ class HeldCache(Facts):
             layer.cumulative_length = tokens
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Drops all tokens."""
         if self._conversation.attended.has_others:
             super().reset()  # type: ignore[misc]
         self._conversation.begin()
@@ -142,7 +162,7 @@ class HeldCache(Facts):
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_rows
 
     def __copy__(self) -> Any:
-        return copy.deepcopy(self)  # two objects with one conversation would mix
+        return copy.deepcopy(self)  # two objects must not share one conversation
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.tokens} tokens, {self.kv_bytes} bytes of keys and values)"
@@ -154,19 +174,24 @@ def _held(kind: Any) -> Any:
 
 
 def adopt(cache: Any, conversation: Conversation) -> None:
-    """Makes an empty cache of transformers one of kvlab's. It remains the object that it is."""
+    """Turns an empty transformers cache into one of kvlab's, in place, by changing its class."""
     kind: Any = type(cache)
     cache.__class__ = _held(kind)
     cache._conversation, cache._installed = conversation, conversation.attended.installed()
 
 
 class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
-    """One conversation under a policy: `model.generate(ids, past_key_values=Cache(model, "h2o", 256))`.
+    """A transformers cache that keeps the tokens that a policy keeps.
 
-    A cache of transformers, whose keys and values kvlab holds: the model's attention goes over what the policy keeps. It
-    goes on from call to call and from turn to turn. `copy.deepcopy` gives a conversation of its own, so that a prefix
-    that was computed once answers many questions. Each row of a batch has its own caches. The model is looked at once,
-    when its first cache is made.
+    >>> cache = kvlab.hf.Cache(model, "h2o:sinks=4", budget=256)
+    >>> model.generate(ids, past_key_values=cache, max_new_tokens=200)
+
+    Pass it where you pass a DynamicCache. Attention then covers only the tokens that the policy keeps. One object is
+    one conversation, over any number of calls and turns. `copy.deepcopy` makes an independent conversation, so that a
+    prefix is computed once and serves many questions (on the CPU only). Each row of a batch is evicted separately.
+
+    The first cache of a model checks that kvlab computes what the plain model computes, which takes about as long as
+    eight forward passes of 64 tokens.
     """
 
     def __init__(
@@ -184,10 +209,18 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
         threads: int | None = None,
         record: bool = False,
     ) -> None:
-        """`policy`: as everywhere, or a policy.json, which brings all but `length` and what comes behind it. `tiers`: as
-        the command takes them, such as "16:16t,4:100%".
+        """`policy`: a name with settings, a Python policy, a compiled header, or the path of a policy.json, which also
+        sets budget, tiers, prefill, positions, seed and threshold.
 
-        `length`: how many tokens there may be, of which a budget such as "20%" is a share (the model's context)."""
+        `budget`: as in `kvlab.replay()`. `tiers`: a tier plan such as "16:16t,4:100%".
+
+        `length`: the most tokens that the conversation may have. A budget such as "20%" is a share of it. Default: the
+        model's context.
+
+        `threads`: of the CPU. `record`: store queries, keys and values for `trace()`.
+
+        Raises Refused for a model, policy or setting that is not supported.
+        """
         from kvlab.hf.attended_model import attended_model
 
         attended = attended_model(model, length)

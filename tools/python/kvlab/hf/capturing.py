@@ -1,4 +1,4 @@
-"""Captures a trace from a loaded transformers model: what attention computes of one sequence."""
+"""Captures a trace from a loaded transformers model: queries, keys and values of one sequence."""
 
 from __future__ import annotations
 
@@ -66,23 +66,23 @@ def floats(values: torch.Tensor) -> numpy.typing.NDArray[numpy.float32]:
 
 
 class Listener:
-    """Feeds a decoder; what its attention is given goes to a trace writer.
+    """Feeds a decoder and writes the queries, keys and values of its attention to a trace writer.
 
-    Attention is computed here, from what the trace says: q and k before RoPE are rotated in float32 and rounded once, as
-    they are read. The model's own rotation takes angles in float32 (off by 0.004 at position 100,000) and rounds cos, sin
-    and both products to its dtype.
+    It computes the attention itself, from what the trace stores: q and k before RoPE, rotated in float32 and rounded
+    once, as readers of the trace do. The model's own rotation is less exact: it computes angles in float32 (off by
+    0.004 at position 100,000) and rounds cos, sin and both products to its dtype.
     """
 
     def __init__(self, plan: Plan, writer: _kvlab.TraceWriter) -> None:
         self.plan, self.writer = plan, writer
         self.layers = {layer.index: layer for layer in plan.layers}
-        self.cache: Any = None  # which the model makes
+        self.cache: Any = None  # the model's cache
         self.first, self.count = 0, 0  # tokens being fed
         self.keys: dict[int, torch.Tensor] = {}  # by layer, [kv_heads, tokens, key_size], rotated
-        self.given: dict[int, Given] = {}  # by layer: what its module is called with
-        self.seen: set[tuple[int, str]] = set()  # (layer, part)s that came of the tokens being fed
-        self.checked: dict[tuple[int, int, int], Any] = {}  # masks of theirs, by place, length and window
-        self.turns_on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # device: their cos and sin
+        self.given: dict[int, Given] = {}  # by layer: the arguments of its module
+        self.seen: set[tuple[int, str]] = set()  # (layer, part) pairs that have come for the tokens being fed
+        self.checked: dict[tuple[int, int, int], Any] = {}  # their masks, by address, length and window
+        self.turns_on: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # their cos and sin, by device and table
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ class Listener:
                 hook.remove()
 
     def turns(self, layer: Layer, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the tokens being fed: once for each device and table."""
+        """cos and sin of the tokens being fed, computed once for each device and table."""
         key = (device, layer.rope.key)
         if key not in self.turns_on:
             positions = torch.arange(self.first, self.first + self.count, device=device)
@@ -136,7 +136,7 @@ class Listener:
         self.writer.residual(self.plan.layer_indices[layer], floats(norms))
 
     def feed(self, ids: Sequence[int], kind: str, chunk: int, progress: Progress) -> torch.Tensor:
-        """Returns the hidden state [1, hidden] behind the last token."""
+        """Feeds tokens in chunks. Returns the last hidden state [1, hidden] of the last token."""
         while ids:
             part = ids[: min(chunk, _kvlab.shard_tokens - self.writer.tokens % _kvlab.shard_tokens)]
             ids = ids[len(part) :]
@@ -171,7 +171,8 @@ class Listener:
 
 @dataclasses.dataclass(frozen=True)
 class Fed:
-    """What is fed: without `prompt_tokens` all ids are the prompt, and `max_new_tokens` follow, the most likely ones."""
+    """What the model is fed. Without `prompt_tokens` all ids are the prompt, and the model generates up to
+    `max_new_tokens` most likely tokens."""
 
     ids: list[int]
     prompt_tokens: int | None
@@ -181,14 +182,14 @@ class Fed:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is captured of a model: the layers that attend, and of what a trace of them is made."""
+    """What to capture from a model: the layers that attend, and their shape."""
 
     model: Any
     decoder: Any
     layers: list[Layer]
     shape: Shape
-    count: int  # of all layers
-    tokens: int  # that will be fed, at most
+    count: int  # layers of the model, those without attention included
+    tokens: int  # most tokens that will be fed
 
     @property
     def has_residual(self) -> bool:
@@ -196,12 +197,12 @@ class Plan:
 
     @functools.cached_property
     def layer_indices(self) -> dict[int, int]:
-        """Of layers among those that attend, by which the writer knows them."""
+        """The model's number of a layer -> its index in the trace."""
         return {layer.index: index for index, layer in enumerate(self.layers)}
 
     def writer(self, out: str, header: str) -> _kvlab.TraceWriter:
         inv_freq, factors, rows = said(self.layers)
-        # A window that hides nothing of the text says nothing of it, unless other layers have none.
+        # If no layer's window hides any of the tokens, the trace stores no windows.
         if min(layer.window for layer in self.layers) >= self.tokens:
             rows = [row | {"span": 0} for row in rows]
         scale = self.layers[0].rope.softmax_scale
@@ -212,7 +213,7 @@ class Plan:
 
 
 def plan_of(model: Any, fed: Fed) -> Plan:
-    """Refused where a trace cannot say what the model computes."""
+    """Raises Refused if a trace cannot represent what the model computes."""
     decoder = decoder_of(model)
     tokens = len(fed.ids) + (max(0, fed.max_new_tokens - 1) if fed.prompt_tokens is None else 0)
     layers = layers_of(decoder, fed.ids, tokens)
@@ -225,7 +226,7 @@ def plan_of(model: Any, fed: Fed) -> Plan:
 def description(
     model: Any, shape: Shape, name: str, checkpoint: str | None, forced: bool, passages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What the manifest and every shard say alike."""
+    """The header that the manifest and every shard contain."""
     dtype, rope = name_of(model.dtype), rope_parameters(text_config(model.config))
     tokenizer = file_of(checkpoint, "tokenizer.json") if checkpoint else None
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
@@ -260,7 +261,7 @@ def feed(listener: Listener, fed: Fed, progress: Progress) -> None:
         return
     ends = getattr(text_config(plan.model.config), "eos_token_id", None)
     hidden = listener.feed(fed.ids, "prompt", fed.chunk, progress)
-    for _ in range(fed.max_new_tokens - 1):  # the last token is chosen and not fed
+    for _ in range(fed.max_new_tokens - 1):  # the last generated token is not fed
         token = plan.most_likely(hidden)
         if token in (ends if isinstance(ends, list) else [ends]):
             return
@@ -268,7 +269,8 @@ def feed(listener: Listener, fed: Fed, progress: Progress) -> None:
 
 
 def add_features(out: str, features: Mapping[str, Feature]) -> None:
-    """To a finished trace. function(q, k, v, layer), of the whole trace before RoPE, gives [kv_heads, tokens]."""
+    """Adds features to a finished trace. A function (q, k, v, layer), called with the whole trace before RoPE, returns
+    [kv_heads, tokens]."""
     trace = Trace(out, verify=False)
     tensors = trace.to_dict("torch")
     for name, function in features.items():
@@ -285,7 +287,7 @@ def add_features(out: str, features: Mapping[str, Feature]) -> None:
 
 
 def unfinished(out: str) -> str:
-    """What to say of a trace that an error ended."""
+    """The end of an error message: how to keep what was written, if any shard is whole."""
     whole = os.path.exists(os.path.join(out, "shard-00000.safetensors"))
     return f": --out {out} is unfinished; `kvlab trace seal {out}` keeps its whole shards" if whole else ""
 
@@ -300,7 +302,7 @@ def write_capture(
     features: Mapping[str, Feature],
     progress: Progress,
 ) -> int:
-    """The whole of a capture. Returns the tokens that were fed."""
+    """Runs a capture. Returns the number of tokens that were fed."""
     header = json.dumps(description(plan.model, plan.shape, name, checkpoint, fed.prompt_tokens is not None, passages))
     with refusing("--out "):
         writer = plan.writer(out, header)
@@ -338,14 +340,27 @@ def capture(
     checkpoint: str | None = None,
     progress: bool | Progress = True,
 ) -> Trace:
-    """A trace of a loaded transformers model, as `python -m kvlab.hf capture` makes one; the model is left as it was.
+    """Captures a trace from a loaded transformers model, as `python -m kvlab.hf capture` does.
 
-    `input_ids` are one sequence. With `prompt_tokens` the rest of it is decoded, teacher-forced; otherwise all of it is
-    the prompt, and the model goes on with `max_new_tokens` most likely ones. A model with PEFT's adapters is captured
-    with them. `passages`: {"name", "start", "tokens"} each. `features`: by name, functions (q, k, v, layer) -> [kv_heads,
-    tokens]. `checkpoint`: the folder that the weights are of, whose hashes the trace then has. `out` keeps the trace in
-    a new folder; without it, it lies in a temporary one and goes with the handle. `progress`: True shows a bar in
-    notebooks and on terminals, where tqdm is there; a function gets the tokens fed.
+    >>> trace = kvlab.hf.capture(model, input_ids, prompt_tokens=512, out="book.trace")
+
+    `model`: with PEFT adapters, if it has any. It is left as it was.
+
+    `input_ids`: the token ids of one sequence. With `prompt_tokens` the tokens after the prompt are decoded as given
+    (teacher-forced). Without it the whole sequence is the prompt, and the model generates up to `max_new_tokens` most
+    likely tokens.
+
+    `out`: a new folder for the trace. Without it the trace is in a temporary folder, which is removed when the
+    returned object is.
+
+    `passages`: named parts of the sequence, each {"name": text, "start": position, "tokens": count}. `features`: name
+    -> function (q, k, v, layer) that returns [kv_heads, tokens]; q, k and v are [heads, tokens, head_size] before RoPE.
+
+    `chunk`: tokens that are fed at once. `checkpoint`: the folder of the weights; the trace then stores their hash.
+
+    `progress`: True shows a bar of tqdm in notebooks and on terminals; a function gets the number of tokens fed.
+
+    Raises Refused for bad input, or if a trace cannot represent what the model computes.
     """
     base = base_of(model)
     name = _kvlab.without_controls(
@@ -378,7 +393,7 @@ def capture(
 def _one_sequence(input_ids: Any, vocabulary: int) -> list[int]:
     try:
         tensor = torch.as_tensor(input_ids)
-    except Exception:  # of text, of several lengths, of what a tokenizer returns, which is more than ids
+    except Exception:  # a text, rows of several lengths, or a tokenizer's whole output
         right = 'one sequence of whole numbers, such as tokenizer(text)["input_ids"], is expected'
         raise Refused(f"input_ids: a {type(input_ids).__name__}; {right}") from None
     if tensor.ndim == 2 and tensor.shape[0] == 1:

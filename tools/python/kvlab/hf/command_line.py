@@ -1,4 +1,4 @@
-"""What the command lines of kvlab.hf share."""
+"""Helpers for the command lines of kvlab.hf."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def refuse_missing_cuda(parser: Parser, arguments: argparse.Namespace) -> None:
-    import torch  # here, because not every command needs it
+    import torch  # not at the top, because not every command needs it
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: there is no CUDA device that torch can use; cpu would do")
 
 
 def announce_size(program: str, what: str, size: float) -> None:
-    """Says before a large write how many bytes it will be; nothing of less than 100 MB."""
+    """Prints before a write of at least 100 MB how large it may be. `size` is in bytes."""
     if size >= 100e6:
         print(f"{program}: writes up to {size / 1e6:.0f} MB of {what}", file=sys.stderr)

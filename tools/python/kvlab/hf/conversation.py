@@ -24,22 +24,22 @@ Parts = tuple[torch.Tensor, ...]
 
 
 class Row:
-    """What is held of one sequence."""
+    """The caches of one sequence, and what is recorded of it."""
 
     def __init__(self, caches: Any, windows: dict[int, int]) -> None:
         self.caches = caches  # of the layers that policies act on
         self.windows = {layer: Window(size) for layer, size in windows.items()}
-        self.given: dict[int, list[Parts]] = {}  # what is recorded: q, k and v of each call, by place
-        self.segments: list[tuple[int, bool]] = []  # of what is recorded: tokens, and whether of a prompt
+        self.given: dict[int, list[Parts]] = {}  # recorded q, k and v of each call, by index of the layer
+        self.segments: list[tuple[int, bool]] = []  # recorded segments: tokens, and whether it is a prompt
 
     def add_segment(self, tokens: int, is_prompt: bool) -> None:
-        """Each prompt is a segment, and so are decoded tokens in a row."""
+        """Records a segment. Consecutive decoded tokens form one segment."""
         if self.segments and not is_prompt and not self.segments[-1][1]:
             tokens += self.segments.pop()[0]
         self.segments.append((tokens, is_prompt))
 
     def tokens(self, layers: int) -> set[int]:
-        """The tokens of each layer: one number, except after a call that did not end."""
+        """The token counts of the layers. All are equal, except after a call that did not end."""
         return {self.caches.tokens(index) for index in range(layers)} | {w.tokens for w in self.windows.values()}
 
     def copy(self) -> Row:
@@ -55,24 +55,25 @@ class Row:
 
 
 class Conversation:
-    """The rows of a batch that one cache holds. Another cache has another conversation."""
+    """The sequences of one cache: a row for each row of the batch."""
 
     def __init__(self, attended: AttendedModel, make: Callable[[], Any], threads: int | None, record: bool) -> None:
-        """`make` makes the caches of one sequence, without tokens."""
+        """`make` makes empty caches for one sequence."""
         self.attended, self._make, self._record = attended, make, record
         self._threads = threads or os.cpu_count() or 1
         self.rows: list[Row] = []
-        self.graph: Any = None  # of a decoded token, on CUDA
+        self.graph: Any = None  # CUDA graph of a decoded token
         self.begin()
 
     def begin(self) -> None:
-        """One sequence without tokens."""
+        """Starts again with one empty sequence."""
         self.hold(1)
         self.calls = Calls(self.attended.decoder)
-        self.fault = ""  # why it cannot go on
+        self.fault = ""  # why the conversation cannot continue
 
     def hold(self, count: int) -> None:
-        """So many sequences without tokens. Slots of the GPU keep their memory, so that a graph stays valid."""
+        """Starts again with `count` empty sequences. Buffers on the GPU keep their addresses, so that a captured graph
+        stays valid."""
         again = [row.caches for row in self.rows[:count] if hasattr(row.caches, "begin_anew")]
         for caches in again:
             caches.begin_anew()
@@ -93,7 +94,7 @@ class Conversation:
             raise Refused(f"kvlab.hf: {self.fault}, so its cache cannot go on; another cache is expected")
 
     def crop(self, tokens: int) -> None:
-        """Back to the first so many tokens. Refused before anything is dropped."""
+        """Drops all but the first `tokens` tokens. Raises Refused before it drops anything."""
         self.refuse_fault()
         if tokens >= self.tokens:
             return
@@ -162,7 +163,10 @@ class Conversation:
     # --- Attention ------------------------------------------------------------------------------
 
     def attend(self, row: int, index: int, parts: list[torch.Tensor], is_prompt: bool) -> torch.Tensor:
-        """q, k and v [tokens, heads, head_size] before RoPE. Returns [tokens, query_heads, head_size]."""
+        """Appends tokens to a layer and returns their attention outputs [tokens, query_heads, head_size].
+
+        `parts`: q, k and v [tokens, heads, head_size] before RoPE.
+        """
         held, on_cuda = self.rows[row], self.attended.device.type == "cuda"
         if not on_cuda:
             parts = [part.float() for part in parts]
@@ -178,7 +182,7 @@ class Conversation:
 
 
 def _first(given: list[Parts], tokens: int) -> list[Parts]:
-    """The parts of the first so many tokens."""
+    """The recorded parts of the first `tokens` tokens."""
     left: list[Parts] = []
     for parts in given:
         if tokens > 0:

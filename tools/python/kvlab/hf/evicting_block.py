@@ -1,4 +1,4 @@
-"""Evicts by the rule while a transformers model runs."""
+"""The block `evicting`: eviction while a transformers model runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from kvlab.hf.refused import Refused
 
 
 class evicting(Facts, Block):
-    """While the block runs, the model's attention keeps what a policy keeps: `with evicting(model, "h2o", budget=256)`.
+    """A block in which a model's caches keep the tokens that a policy keeps.
 
-    The short form of kvlab.hf.Cache: each empty cache that a call in the block brings, or that the model makes, becomes
-    one of kvlab's and stays one behind the block. Each prompt goes by `prefill`, each decoded token by itself. Layers
-    with a window keep that, by themselves. The first block of a model begins with a look at whether `full` gives the
-    plain model's logits. The object says what was kept of the conversation that began last, and with `record=True` gives
-    the queries, keys and values as a trace, whose replay keeps the same. `graph=True`, on CUDA: a CUDA graph for a
-    decoded token.
+    >>> with kvlab.hf.evicting(model, "h2o:sinks=4", budget=256) as caches:
+    ...     model.generate(ids, max_new_tokens=500)
+    >>> caches.kept(layer=0, head=0)
+
+    The short form of `kvlab.hf.Cache`: each empty cache that a call in the block brings, or that the model makes,
+    becomes one of kvlab's and stays one after the block. Layers with a sliding window keep their window. The first
+    block of a model checks that policy `full` gives the plain model's logits.
+
+    The object describes the conversation that began last. With `record=True` its `trace()` returns queries, keys and
+    values; a replay of that trace keeps the same tokens.
     """
 
     def __init__(
@@ -32,7 +36,7 @@ class evicting(Facts, Block):
         policy: str | Policy,
         budget: int | str | None = None,
         *,
-        ladder: str | None = None,
+        ladder: str | None = None,  # old name
         tiers: str | None = None,
         prefill: str = "dense",
         positions: str | None = None,
@@ -43,10 +47,14 @@ class evicting(Facts, Block):
         record: bool = False,
         graph: bool = False,
     ) -> None:
-        """As kvlab.hf.Cache. `ladder`: an older word for `tiers`."""
+        """Arguments and errors are those of `kvlab.hf.Cache`. `ladder` is the old name of `tiers`.
+
+        `graph`: on CUDA, run each decoded token as a CUDA graph. It needs `record=False`, a RoPE that does not change
+        with the length, and a model without sliding windows.
+        """
         attended = attended_model(model, length)
         words = {"prefill": prefill, "positions": positions or "", "seed": seed, "threshold": request_threshold}
-        tiers = tiers or ladder
+        tiers = tiers or ladder  # old name
 
         def request() -> _kvlab.CacheRequest:
             return attended.request(policy, budget, tiers, **words)
@@ -73,7 +81,7 @@ class evicting(Facts, Block):
             self._graph = StepGraphs(attended)
 
     def begin_anew(self) -> None:
-        """Forgets what began last. The next call with an empty cache begins another conversation, as it does anyway."""
+        """Starts a new conversation and describes it from now on. A call with an empty cache does so, too."""
         self.begin()
 
     def __enter__(self) -> evicting:
@@ -99,6 +107,7 @@ class evicting(Facts, Block):
             _warn(f"{self._said}: nothing was evicted, because {what}. A smaller budget evicts")
 
     def note(self, conversation: Conversation) -> None:
+        """Called when a call of the conversation has ended, for the warning at the end of the block."""
         self._longest = max(self._longest, conversation.tokens)
         self._has_evicted = self._has_evicted or conversation.sum("evictions") > 0
 

@@ -1,4 +1,4 @@
-"""kvpress: its presses as policies here, and policies of ours as a press there."""
+"""kvpress: its presses as policies of kvlab, and kvlab's policies as a press."""
 
 from __future__ import annotations
 
@@ -27,32 +27,41 @@ from kvlab.hf.refused import Refused
 
 Scores = numpy.typing.NDArray[numpy.float64]
 
-_SAFEGUARD = 0.2  # of ada()
-_one_at_a_time = threading.Lock()  # torch's random state is everybody's
+_SAFEGUARD = 0.2  # alpha_safeguard of ada()
+_one_at_a_time = threading.Lock()  # torch's random state is shared by all threads
 
 
 class Tie(tuple[int, int, int, int, int]):
-    """(sequence, layer, KV head, tokens of one score, free slots for them)."""
+    """(sequence, layer, KV head, tokens of equal score, free slots for them)."""
 
 
 class PressPolicy(Policy):
-    """A press as a policy of prompts, asked once at their end."""
+    """A press as a policy. It is called once, at the end of a prompt."""
 
     def __init__(self, made: Policy, budget: str, ties: list[Tie]) -> None:
         super().__init__(made.held, made.function, look=made._look)
         self.budget = budget
-        """The press's own: ratio(…), or ada(ratio(…))."""
+        """The press's compression ratio as a budget: ratio(…), or ada(ratio(…))."""
         self.ties = ties
-        """Where tokens of one score were kept and dropped: those that torch.topk takes are kept."""
+        """Where some tokens of equal score were kept and others evicted. The ones that torch.topk selects were kept."""
 
 
 def from_press(press: Any, *, model: Any = None, name: str | None = None) -> PressPolicy:
-    """A policy that keeps of a dense prompt what `press`, a ScorerPress of kvpress, keeps at the same ratio.
+    """Makes a policy that keeps the tokens of a dense prompt that a kvpress press keeps at the same ratio.
 
-    Scores are computed by the press itself from a layer's queries, keys and values, anew for each budget: budget B
-    stands for the ratio that keeps B - 1 tokens of the prompt, `ratio(0.5)` for that of kvpress. KeyRerotationPress
-    means positions="cache", AdaKVPress a budget such as "ada(ratio(0.5))". `model`, a checkpoint's folder or a loaded
-    model, is for presses that read the output projection.
+    >>> press = kvlab.from_press(kvpress.SnapKVPress(0.5))
+    >>> run = kvlab.replay(trace, [press, "h2o:once"], ["ratio(0.5)", "ratio(0.75)"])
+
+    `press`: a ScorerPress, or an AdaKVPress or KeyRerotationPress around one. AdaKVPress needs a budget such as
+    "ada(ratio(0.5))"; KeyRerotationPress gives the policy positions="cache".
+
+    The press itself computes the scores from a layer's queries, keys and values, again for each budget. A budget B is
+    the ratio that keeps B - 1 tokens of the prompt; "ratio(0.5)" is kvpress's ratio.
+
+    `model`: a checkpoint's folder or a loaded model, for presses that read the output projection. `name`: the policy's
+    name, by default made of the press's class.
+
+    Raises Refused for a press that needs more than scores from queries, keys and values.
     """
     inner, budget = press, "ratio({:g})"
     positions: Literal["original", "cache"] = "original"
@@ -84,7 +93,7 @@ def from_press(press: Any, *, model: Any = None, name: str | None = None) -> Pre
 
 
 def _names(press: Any) -> list[str]:
-    """Of a press and of those within it. Raises Refused for what is more than scores."""
+    """Names of the press and of the presses that it wraps. Raises Refused for a press that needs more than scores."""
     kind, base = type(press), kvpress.ScorerPress
     name = kind.__name__
     if not isinstance(press, base):
@@ -99,7 +108,7 @@ def _names(press: Any) -> list[str]:
 
 
 def _ratio(tokens: int, kept: int) -> float:
-    """The one of which int(tokens * (1 - ratio)) is `kept`."""
+    """The ratio for which int(tokens * (1 - ratio)) == kept."""
     ratio = 1 - kept / tokens
     while int(tokens * (1 - ratio)) < kept:
         ratio = float(numpy.nextafter(ratio, 0))
@@ -107,7 +116,8 @@ def _ratio(tokens: int, kept: int) -> float:
 
 
 class _Attention:
-    """What a press reads of a layer's module. Hidden states are the tokens' numbers."""
+    """Stands in for a layer's attention module. The hidden state of a token is its position, and the projections look
+    up its query, key or value."""
 
     def __init__(self, rows: Rows, step: Step, model: Any) -> None:
         self._rows, self._model, self.layer_idx = rows, model, step.layer
@@ -156,7 +166,7 @@ class _Attention:
 
 
 class _Probabilities:
-    """[1, query_heads, tokens, tokens], made when a press reads them."""
+    """Attention probabilities [1, query_heads, tokens, tokens], computed when a press reads them."""
 
     def __init__(self, rows: Rows, tokens: int) -> None:
         self._rows, self._tokens = rows, tokens
@@ -176,7 +186,8 @@ class _Probabilities:
 
 
 def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> Scores:
-    """[kv_heads, tokens], of those at the cut a little higher who stay."""
+    """The press's scores [kv_heads, tokens]. Among tokens that tie at the cut, those that are kept score a little
+    higher, so that the policy evicts the others."""
     kept, own = step.budget - 1, copy.deepcopy(press)
     own.compression_ratio = _ratio(step.now, kept)
     module = _Attention(rows, step, model)
@@ -204,10 +215,13 @@ def _scores(press: Any, rows: Rows, step: Step, model: Any, ties: list[Tie]) -> 
 
 
 class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
-    """A policy of kvlab in kvpress's pipeline and harness: of a prompt stay the tokens that a replay of it keeps.
+    """A policy of kvlab as a press for kvpress's pipeline and evaluation.
 
-    `budget` counts the token to come, as everywhere here; without it `compression_ratio` says what stays, as in any
-    press. Keys stay at their original positions.
+    >>> pipeline(context, question=question, press=kvlab.KvlabPress("snapkv", compression_ratio=0.5))
+
+    Of a prompt it keeps the tokens that a replay keeps. `budget`: tokens, the next one included, as everywhere in
+    kvlab; without it, `compression_ratio` decides as in any press. Keys stay at their original positions. Raises
+    Refused with transformers 5.3 or newer, which kvpress does not support.
     """
 
     def __init__(
@@ -216,6 +230,7 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
         self.policy, self.budget, self.compression_ratio, self.seed = policy, budget, compression_ratio, seed
 
     def post_init_from_model(self, model: Any) -> None:
+        """Called by kvpress: reads the model's layers."""
         base = base_of(model)
         length = context_of(base.config)
         layers = layers_of(decoder_of(base), [], length)
@@ -223,7 +238,7 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
         self._outputs = functools.cache(lambda: output_projections(base, self._acted))
 
     def _kept(self, layer: int, *rows: torch.Tensor) -> list[torch.Tensor]:
-        """By KV head, ascending. q, k and v [heads, tokens, head_size] before RoPE."""
+        """Kept positions of each KV head, ascending. `rows`: q, k and v [heads, tokens, head_size] before RoPE."""
         first, tokens = self._acted[0], rows[0].shape[1]
         index = [one.index for one in self._acted].index(layer)
         (text,), own = resolve([self.policy])
@@ -248,6 +263,7 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
         return [torch.from_numpy(caches.kept(index, head).astype(int)) for head in range(first.kv_heads)]
 
     def forward_hook(self, module: Any, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """Called by kvpress after a layer's attention."""
         if "past_key_values" not in kwargs:
             what = f"transformers {transformers.__version__} calls attention without past_key_values, which kvpress reads"
             raise Refused(f"KvlabPress: {what}; transformers older than 5.3 is expected")
@@ -256,6 +272,10 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
     def compress(
         self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
     ) -> tuple[Any, Any]:
+        """Called by kvpress at the end of a prompt. Returns the keys and values that are kept.
+
+        Where KV heads keep different numbers of tokens, it returns all and masks the evicted ones, as AdaKVPress does.
+        """
         if self.budget is None and self.compression_ratio == 0:
             return keys, values
         q = get_prerope_query_states(module, hidden_states)
@@ -264,7 +284,7 @@ class KvlabPress(kvpress.BasePress):  # type: ignore[misc]
         if len({len(head) for row in kept for head in row}) == 1:
             at = torch.stack([torch.stack(row) for row in kept]).to(keys.device)[..., None].expand(-1, -1, -1, keys.shape[-1])
             return keys.gather(2, at).contiguous(), values.gather(2, at).contiguous()
-        gone = torch.ones(keys.shape[:3], dtype=torch.bool)  # of heads with budgets of their own, as AdaKVPress does
+        gone = torch.ones(keys.shape[:3], dtype=torch.bool)  # heads keep different numbers of tokens
         for row, heads in enumerate(kept):
             for head, live in enumerate(heads):
                 gone[row, head, live] = False

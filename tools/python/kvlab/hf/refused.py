@@ -1,4 +1,4 @@
-"""What is refused, and the line that says so."""
+"""The error of kvlab.hf for input that it refuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from kvlab._words import in_python
 
 
 class Refused(ValueError):
-    """Bad input: one line that says what, where, and what would be right: `line` in the options of the command, the
-    error's own text in the keywords of Python."""
+    """Bad input. The message is one line that says what is wrong, where, and what is expected.
+
+    The error's text names the keywords of Python. `line` is the same message with the options of the command.
+    """
 
     def __init__(self, line: str) -> None:
         super().__init__(in_python(line))
@@ -24,7 +26,7 @@ def one_line(error: object, most: int = 300) -> str:
 
 @contextlib.contextmanager
 def refusing(prefix: str = "") -> Iterator[None]:
-    """What the extension throws is refused."""
+    """Turns errors that the extension raises in the block into Refused."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

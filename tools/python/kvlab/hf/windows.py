@@ -1,4 +1,4 @@
-"""Layers with a window: what the model itself would keep of them."""
+"""Caches of layers with a sliding window, which keep what the model itself would keep."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvlab.hf.attention import Call, attention
 
 
 class Window:
-    """A layer's last tokens, of one sequence: as `window:W` keeps them."""
+    """The last tokens of one layer and one sequence, as policy `window:W` keeps them."""
 
     def __init__(self, size: int) -> None:
         self._size, self.tokens = size, 0
         self._k = self._v = torch.empty(0)
 
     def attend(self, call: Call) -> torch.Tensor:
-        """[n, query_heads, value_size]: of the call's tokens, which come behind those that are held."""
+        """Appends the call's n tokens and returns their attention outputs [n, query_heads, value_size]."""
         n, size = call.q.shape[1], self._size
         k = torch.cat((self._k, call.k), 1) if self.tokens else call.k
         v = torch.cat((self._v, call.v), 1) if self.tokens else call.v
@@ -37,7 +37,7 @@ class Window:
         return numpy.arange(max(0, self.tokens - self._size), self.tokens, dtype=numpy.uint32)
 
     def crop_obstacle(self) -> str:
-        """Why it cannot go back; empty if it can."""
+        """Why the cache cannot go back to fewer tokens. Empty if it can."""
         return f"a layer's window of {self._size} tokens has dropped tokens" if self.tokens > self._size else ""
 
     def crop(self, tokens: int) -> None:
