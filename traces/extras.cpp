@@ -19,7 +19,7 @@
 namespace kvlab {
 namespace {
 
-/// In (0, 1].
+/// A sample from (0, 1].
 double uniform(std::uint64_t bits) { return static_cast<double>((bits >> 11) + 1) * 0x1p-53; }
 
 std::vector<std::size_t> sketch_shape(const ModelShape& shape) {
@@ -78,7 +78,7 @@ std::uint64_t check_sketch(const SafetensorsFile& file, const ModelShape& shape)
                                          file.path().string(), file.tensors().size(),
                                          shape.layers));
   const auto found = file.metadata().find("seed");
-  if (found == file.metadata().end()) return 0;  // the manifest names it
+  if (found == file.metadata().end()) return 0;  // the manifest states the seed
   const std::string& text = found->second;
   std::uint64_t seed = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);

@@ -1,4 +1,4 @@
-// The angles by which layers turn queries and keys.
+// The RoPE tables of a trace's layers.
 #pragma once
 
 #include <map>
@@ -7,7 +7,7 @@
 
 namespace kvlab {
 
-/// One table for each rope that rows name.
+/// Stores one table for each distinct rope of the rows.
 class LayerRopes {
  public:
   explicit LayerRopes(const TraceReader& trace) {

@@ -20,7 +20,7 @@ std::runtime_error error(std::string_view what, std::string_view text) {
   return std::runtime_error(fmt::format("{}: {}", what, text));
 }
 
-/// The one of two that a text names.
+/// Parses a text that names `one` or `other`.
 template <class Name>
 Name parse_name(const JsonFields& fields, std::string_view key, Name one, Name other) {
   const std::string name = fields.text(key);
@@ -29,7 +29,7 @@ Name parse_name(const JsonFields& fields, std::string_view key, Name one, Name o
   fields.refuse(key, fmt::format("\"{}\" or \"{}\" is expected", name_of(one), name_of(other)));
 }
 
-/// 16 lower-case hex digits, or nothing where that is allowed.
+/// Parses 16 lower-case hex digits, or an empty text if `may_be_empty`.
 std::string parse_hash(const JsonFields& fields, std::string_view key, bool may_be_empty = false) {
   std::string hash = fields.text(key);
   const bool is_hash =
@@ -67,15 +67,16 @@ json config_json(const TraceHeader& header) {
   return config;
 }
 
-/// The types whose angles are position * inv_freq at any length of the sequence. The parameters are
-/// for people: inv_freq is what counts.
+/// Refuses rope types whose angles are not position * inv_freq at every sequence length. Other
+/// parameters are informative: kvlab reads only inv_freq.
 void check_rope(const JsonFields& rope) {
   constexpr std::string_view known[] = {"default", "linear", "llama3", "yarn"};
   if (std::ranges::find(known, rope.text("rope_type")) == std::end(known))
     rope.refuse("rope_type", "default, linear, llama3 or yarn is expected");
 }
 
-/// Throws unless a layer has the heads that all have: nothing behind a trace knows others.
+/// Throws unless a layer has the same heads as all others, because no reader of traces supports
+/// other shapes.
 void check_head_shape(const JsonFields& item, const ModelShape& shape) {
   const std::pair<std::string_view, std::uint32_t> sizes[] = {{"query_heads", shape.query_heads},
                                                               {"kv_heads", shape.kv_heads},
@@ -86,7 +87,7 @@ void check_head_shape(const JsonFields& item, const ModelShape& shape) {
       item.refuse(key, fmt::format("{} is expected, as in all layers", expected));
 }
 
-/// One of each layer, in ascending order of its number.
+/// Parses one row per layer, in ascending order of layer numbers.
 void parse_rows(const JsonFields& config, TraceHeader& header) {
   constexpr double kMax = 1e30;
   ModelShape& shape = header.shape;
@@ -119,7 +120,7 @@ void parse_rows(const JsonFields& config, TraceHeader& header) {
 }
 
 void parse_config(const JsonFields& config, TraceHeader& header, bool has_rows) {
-  // Whatever else a config says may change what attention computes.
+  // Refuse other keys, because they may change what attention computes.
   config.allow_only({"layers", "query_heads", "kv_heads", "head_size", "dtype", "rope",
                      has_rows ? "rows" : "rope"});
   ModelShape& shape = header.shape;
@@ -147,14 +148,14 @@ json passages_json(const std::vector<Passage>& passages) {
   return list;
 }
 
-/// Throws where an earlier item has the name of this one.
+/// Throws if an earlier item has the same name.
 void refuse_known_name(const JsonFields& item, const std::string& name,
                        std::unordered_set<std::string>& known) {
   if (!known.insert(name).second)
     throw error(item.where(), fmt::format("the name {} is there twice", json_quoted(name)));
 }
 
-/// Names that differ, each of at least one of the trace's first `tokens`.
+/// Parses passages: names are unique, and each covers at least one of the first `tokens` tokens.
 std::vector<Passage> parse_passages(const JsonFields& fields, std::uint32_t tokens) {
   std::vector<Passage> passages;
   std::unordered_set<std::string> known;
@@ -179,12 +180,13 @@ json shards_json(const std::vector<ShardInfo>& shards) {
   return list;
 }
 
-/// Throws unless a text says `expected`.
+/// Throws unless the text is `expected`.
 void check_text(const JsonFields& fields, std::string_view key, std::string_view expected) {
   if (fields.text(key) != expected) fields.refuse(key, fmt::format("{} is expected", expected));
 }
 
-/// Files `key` of 1024 tokens from 0 on, the last one maybe shorter, called as `name` says.
+/// Parses the list `key` of files: 1,024 tokens each from 0 on, the last one maybe shorter, named
+/// by `name`.
 std::vector<ShardInfo> parse_shards(const JsonFields& fields, std::string_view key,
                                     std::string (*name)(std::size_t), std::uint32_t tokens) {
   const std::vector<JsonFields> list = fields.objects(key);
@@ -222,7 +224,7 @@ json extras_json(const TraceExtras& extras) {
   return object;
 }
 
-/// Names that differ, each with a file called by it.
+/// Parses features: names are unique, and each file is named after its feature.
 std::vector<TraceExtras::Feature> parse_features(const JsonFields& fields) {
   std::vector<TraceExtras::Feature> features;
   std::unordered_set<std::string> known;
@@ -253,7 +255,7 @@ TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
   if (fields.has("grad")) {
     const JsonFields grad = fields.object("grad");
     grad.allow_only({"draws", "seed", "span", "files"});
-    // `decode` where there is none: so it was before traces said it, unless asked otherwise.
+    // Older traces do not state it. They have `decode` unless another value was requested.
     const Queries queries = grad.has("span")
                                 ? parse_name(grad, "span", Queries::decode, Queries::all)
                                 : Queries::decode;
@@ -264,7 +266,7 @@ TraceExtras parse_extras(const JsonFields& fields, std::uint32_t tokens) {
   return extras;
 }
 
-/// What the manifest and every shard say alike.
+/// The description that the manifest and every shard repeat.
 json description_json(const TraceHeader& header) {
   return {{"format", header.format()},
           {"model", header.model},
@@ -286,7 +288,7 @@ TraceHeader parse_description(const JsonFields& fields, std::int64_t format) {
   return header;
 }
 
-/// JSON text; bytes that are not UTF-8 (in a folder's name, say) become U+FFFD.
+/// JSON text. Bytes that are not UTF-8 (in a folder name, for example) become U+FFFD.
 std::string text_of(const json& value, int indent = -1) { return json_text(value, indent); }
 
 json segments_json(const std::vector<Segment>& segments) {
@@ -297,7 +299,7 @@ json segments_json(const std::vector<Segment>& segments) {
   return list;
 }
 
-/// Segments that follow each other from 0 to `tokens`.
+/// Parses segments that are contiguous from 0 to `tokens`.
 std::vector<Segment> parse_segments(const JsonFields& fields, std::uint32_t tokens) {
   std::vector<Segment> segments;
   std::uint32_t next = 0;
@@ -396,7 +398,7 @@ ShardMetadata parse_shard_metadata(const SafetensorsFile& file) {
   metadata.first = fields.whole32("first", kMaxTraceTokens - metadata.tokens);
   metadata.segments = parse_segments(fields, metadata.first + metadata.tokens);
   if (format > 1) {
-    // Of the whole trace, whose length a shard does not know.
+    // Passages of the whole trace; a shard does not know the length of the trace.
     parse("spans");
     metadata.header.passages = parse_passages(fields, kMaxTraceTokens);
   }
@@ -462,7 +464,7 @@ void check_header(const TraceHeader& header) {
 
 namespace {
 
-/// Beyond it a logit is none: see verify_trace().
+/// Larger values are not valid logits: see verify_trace().
 constexpr float kLargestSink = 0x1p20f;
 
 void check_rope(const Rope& rope, const ModelShape& shape, std::string_view what) {

@@ -1,4 +1,4 @@
-// The texts of a trace: manifest.json, and what each shard repeats of it. See
+// The text files of a trace: manifest.json, and the part of it that each shard repeats. See
 // docs/reference/trace-format.md.
 #pragma once
 
@@ -19,14 +19,15 @@ inline constexpr std::uint32_t kMaxTraceTokens = 0x7fff'ffff;
 inline constexpr std::uint32_t kMaxLayers = 65'536, kMaxHeads = 65'536, kMaxHeadSize = 65'536;
 
 std::string manifest_text(const Manifest& manifest);
-/// The header in a text of the manifest's keys, without what tokens.safetensors holds. Throws as
-/// parse_manifest.
+/// Parses a header in the manifest's format, without the data of tokens.safetensors. Throws as
+/// parse_manifest() does.
 TraceHeader parse_header(std::string_view text);
-/// Throws std::runtime_error beginning with `what`: not JSON, a later format, a key that is
-/// missing, unknown or out of range, segments or shards that do not add up.
+/// Throws std::runtime_error with a text that begins with `what` for: invalid JSON, a later format,
+/// a key that is missing, unknown or out of range, segments or shards that do not add up.
 Manifest parse_manifest(std::string_view text, std::string_view what);
 
-/// What a shard says of its trace in `__metadata__`, so that a killed capture can be sealed.
+/// The description of its trace that a shard holds in `__metadata__`, so that a killed capture can
+/// be sealed.
 struct ShardMetadata {
   TraceHeader header;             // as in Manifest
   std::vector<Segment> segments;  // up to the shard's end
@@ -34,21 +35,22 @@ struct ShardMetadata {
 };
 
 std::map<std::string, std::string> shard_metadata(const ShardMetadata& metadata);
-/// Throws std::runtime_error that names the file: a key that is missing or wrong.
+/// Throws std::runtime_error that names the file if a key is missing or wrong.
 ShardMetadata parse_shard_metadata(const SafetensorsFile& file);
 
-/// Whether two traces could be one: same model, config, rounding and provenance. Passages may
-/// differ: a trace that was cut has fewer.
+/// Whether two descriptions fit one trace: same model, config, rounding and provenance. Passages
+/// may differ, because a shortened trace has fewer.
 bool same_description(const TraceHeader& a, const TraceHeader& b);
 
 /// Throws std::invalid_argument unless a reader would accept this header.
 void check_header(const TraceHeader& header);
-/// Throws std::runtime_error beginning with `what`: a number that is not finite or out of range,
-/// more frequencies than half the head size.
+/// Throws std::runtime_error with a text that begins with `what` if a number is not finite or out
+/// of range, or if there are more frequencies than half the head size.
 void check_rope_and_scale(const TraceHeader& header, std::string_view what);
 
-/// The same of how one layer attends: throws std::runtime_error beginning with `what`. Code
-/// that computes with a row from a caller calls this first: nothing else bounds its lengths.
+/// Checks one layer's row in the same way. Throws std::runtime_error with a text that begins with
+/// `what`. Code that computes with a caller's row must call this first, because nothing else checks
+/// the lengths.
 void check_row(const RowSpec& row, const ModelShape& shape, std::uint32_t layer,
                std::string_view what);
 
@@ -56,7 +58,7 @@ void check_row(const RowSpec& row, const ModelShape& shape, std::uint32_t layer,
 std::vector<Segment> clipped(const std::vector<Segment>& segments, std::uint32_t tokens);
 /// The passages that lie within the first `tokens` tokens.
 std::vector<Passage> clipped(const std::vector<Passage>& passages, std::uint32_t tokens);
-/// The tokens of all prompt segments.
+/// The number of tokens in all prompt segments.
 std::uint32_t prompt_tokens_of(const std::vector<Segment>& segments);
 
 /// shard-00012.safetensors
@@ -64,8 +66,8 @@ std::string shard_name(std::size_t index);
 /// grad-00012.safetensors
 std::string gradient_name(std::size_t index);
 
-/// Whether a folder is what a capture left that was killed before its first shard. A TraceWriter
-/// begins again there.
+/// Whether a folder was left by a capture that was killed before its first shard. A TraceWriter may
+/// start again there.
 bool is_unbegun_trace(const std::filesystem::path& directory);
 
 }  // namespace kvlab

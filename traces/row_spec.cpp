@@ -10,7 +10,7 @@ namespace kvlab {
 void make_scores(float* products, std::size_t count, float scale, float softcap) {
   kvlab::scale(products, count, scale);
   if (softcap == 0) return;
-  const double cap = softcap;  // in float64, which every libm rounds alike in float32
+  const double cap = softcap;  // in float64, because every libm then gives the same float32
   for (float& score : std::span(products, count))
     score = static_cast<float>(cap * std::tanh(score / cap));
 }

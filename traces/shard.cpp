@@ -15,7 +15,7 @@
 namespace kvlab {
 namespace {
 
-/// Copies, because a tensor of a file that we did not write need not be aligned.
+/// Copies, because tensors in files of other programs may be unaligned.
 template <class T>
 std::vector<T> copied(const TensorView& tensor) {
   std::vector<T> values(tensor.data.size() / sizeof(T));
@@ -23,7 +23,7 @@ std::vector<T> copied(const TensorView& tensor) {
   return values;
 }
 
-/// Notes which tensors a reader has requested, so that any other can be refused.
+/// Records the tensors that a reader has requested, so that others can be refused.
 class TensorChecker {
  public:
   explicit TensorChecker(const SafetensorsFile& file) : file_(file) {}
@@ -48,7 +48,7 @@ class TensorChecker {
   std::set<std::string> seen_;
 };
 
-/// Ascending positions of the shard, the first and the last among them.
+/// Requires ascending positions of the shard that include its first and last position.
 void check_rows(const TensorView& tensor, const ShardInfo& shard,
                 const std::filesystem::path& path) {
   const auto rows = copied<std::int32_t>(tensor);
@@ -59,10 +59,10 @@ void check_rows(const TensorView& tensor, const ShardInfo& shard,
                                          shard.first, shard.first + shard.tokens - 1));
 }
 
-/// Of all layers together: more is no model's, and would fill memory.
+/// For all layers together. No model has more, and more would fill the memory.
 constexpr std::size_t kMaxFrequencies = std::size_t{1} << 26;
 
-/// Rotation tables and sinks, to the rows that the manifest describes.
+/// Reads rotation tables and sinks into the rows that the manifest describes.
 void read_rows(const SafetensorsFile& file, TensorChecker& checker, TraceHeader& header) {
   std::size_t tables = 1;
   for (const RowSpec& row : header.rows) tables = std::max<std::size_t>(tables, row.table + 1);
@@ -82,10 +82,11 @@ void read_rows(const SafetensorsFile& file, TensorChecker& checker, TraceHeader&
   }
 }
 
-/// Times this, a finite gradient is finite.
+/// The largest scale that keeps every finite gradient finite.
 float largest_gradient_scale(Dtype dtype) {
   if (dtype != Dtype::f16) return 1;
-  return std::nextafter(std::numeric_limits<float>::max() / 65504, 0.0f);  // which rounds up
+  // Nextafter, because the quotient is rounded up.
+  return std::nextafter(std::numeric_limits<float>::max() / 65504, 0.0f);
 }
 
 }  // namespace

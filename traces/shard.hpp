@@ -1,4 +1,4 @@
-// What the tensors of a trace are called, and which rows of a shard are kept for checking.
+// The names of a trace's tensors, and the rows of a shard that are kept for checking.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ inline constexpr std::string_view kCheckRowsTensor = "check_rows";
 /// layers.3.q
 std::string layer_tensor(std::uint32_t layer, std::string_view part);
 
-/// Sixteen rows spread evenly over a whole shard, first and last included.
+/// Sixteen rows spread evenly over a whole shard, including the first and the last.
 inline constexpr std::array<std::uint32_t, kCheckRows> kCheckGrid = [] {
   std::array<std::uint32_t, kCheckRows> rows{};
   for (std::uint32_t i = 0; i < kCheckRows; ++i)
@@ -27,8 +27,8 @@ inline constexpr std::array<std::uint32_t, kCheckRows> kCheckGrid = [] {
 /// Replaces DIRECTORY/tokens.safetensors. Returns its XXH3-64.
 std::string write_tokens(const std::filesystem::path& directory, std::span<const std::int32_t> ids,
                          const TraceHeader& header);
-/// The ids; what else the file holds goes to the manifest's `header`. Throws std::runtime_error for
-/// missing, unknown or misshapen tensors.
+/// Returns the ids and stores the file's other data in the manifest's `header`. Throws
+/// std::runtime_error for missing, unknown or misshapen tensors.
 std::vector<std::int32_t> read_tokens(const SafetensorsFile& file, TraceHeader& header);
 
 inline constexpr std::string_view kResidualTensor = "residual_norm2", kGradientTensor = "grad",
@@ -37,8 +37,8 @@ inline constexpr std::string_view kResidualTensor = "residual_norm2", kGradientT
 /// Throws std::runtime_error unless the tensors of a shard are those of a trace of this shape.
 void check_shard_tensors(const SafetensorsFile& file, const ModelShape& shape,
                          const ShardInfo& shard, bool has_residuals);
-/// What the gradients of a file are to be multiplied with. Throws std::runtime_error unless its
-/// tensors are those of a trace of this shape.
+/// Returns the scale by which the gradients of a file are multiplied. Throws std::runtime_error
+/// unless its tensors are those of a trace of this shape.
 float check_gradient_tensors(const SafetensorsFile& file, const ModelShape& shape,
                              const ShardInfo& shard, std::uint32_t gradient_samples);
 

@@ -46,7 +46,7 @@ SafetensorsFile open_shard(const fs::path& path, const TraceHeader& header, cons
 
 std::string_view name_of(Part part) { return part == Part::q ? "q" : part == Part::k ? "k" : "v"; }
 
-/// Whether the two have the same queries from the first of `queries` on.
+/// Whether both have the same queries from the first of `queries` on.
 bool agree_from_first(const std::vector<Segment>& segments, Queries queries, Queries other) {
   const auto in = [](Queries which) {
     return [=](const Segment& s) { return which == Queries::all || s.kind == SegmentKind::decode; };

@@ -17,19 +17,20 @@ namespace {
 
 constexpr std::size_t kMaxProblems = 20;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// Scores beyond this are no attention, and the exponentials are not made for them.
+// Larger scores are not valid, and the exponentials are not defined for them.
 constexpr float kLargestScore = 0x1p20f;
-constexpr double kLargestValue = 0x1p50;  // a norm whose square float32 still holds
+constexpr double kLargestValue = 0x1p50;  // a norm whose square fits float32
 
-/// How far a decoder's own rows may be from ours: it sums in another order and, in a narrow dtype,
-/// rounds probabilities and outputs that we do not. See docs/reference/trace-format.md.
+/// Allowed difference between the decoder's rows and ours. A decoder sums in another order and, in
+/// a narrow dtype, rounds probabilities and outputs that kvlab does not round. See
+/// docs/reference/trace-format.md.
 double tolerance_of(Dtype dtype) { return dtype == Dtype::f32 ? 1e-4 : 2e-2; }
 
-// What a score's own rounding in float32 comes to at most, as a share of the largest there may be:
-// of those beyond 100, more than a tolerance of 1e-4.
+// Upper bound of a score's rounding error in float32, relative to the largest possible score. Above
+// scores of 100 this exceeds a tolerance of 1e-4.
 constexpr double kOfScore = 1e-6;
 
-/// The largest of some numbers, and where it is; a number that is none is infinite.
+/// The largest of some numbers and its position; NaN counts as infinite.
 struct Largest {
   double value = 0;
   std::uint32_t position = 0;
@@ -40,7 +41,7 @@ struct Largest {
   }
 };
 
-/// What the sampled rows of one KV head gave.
+/// The errors of the sampled rows of one KV head.
 struct HeadCheck {
   double worst_out = 0, worst_lse = 0;
   std::uint64_t rows = 0;
@@ -79,7 +80,7 @@ class HeadVerifier {
 
   HeadCheck run() {
     check_values();
-    trace_.release();  // what is read from here on are sixteen queries a shard
+    trace_.release();  // from here on, only sixteen queries per shard are read
     if (!result_.problems.empty()) return std::move(result_);
     for (std::size_t shard = 0; shard < trace_.shards().size(); ++shard) {
       const auto check = trace_.check_rows(shard, layer_);
@@ -97,8 +98,8 @@ class HeadVerifier {
     for (std::size_t d = 0; d < size_; ++d) x[d] = round_to(trace_.shape().dtype, x[d]);
   }
 
-  /// Every value, not only those of sampled rows: finite, and small enough that no score of a query
-  /// with a key is beyond what exponentials are made for (Cauchy and Schwarz).
+  /// Checks every value, not only those of sampled rows: they must be finite, and so small that no
+  /// score of a query with a key exceeds the range of the exponentials (by Cauchy and Schwarz).
   void check_values() {
     Largest value;
     include_norms(value, values_.data(), 0, trace_.tokens());
@@ -118,7 +119,7 @@ class HeadVerifier {
     }
   }
 
-  /// The norms of `tokens` rows, of which the first is at position `first`.
+  /// Includes the norms of `tokens` rows; the first row is at position `first`.
   void include_norms(Largest& largest, const float* rows, std::uint32_t first,
                      std::uint32_t tokens) const {
     for (std::uint32_t i = 0; i < tokens; ++i, rows += size_) {
@@ -137,7 +138,7 @@ class HeadVerifier {
                     trace_.shape().number(layer_), what, head, largest.position));
   }
 
-  /// Calls use(rows, shard) for the rows of one head, a shard at a time.
+  /// Calls use(rows, shard) for the rows of one head, one shard at a time.
   template <class Use>
   void for_each_shard(Part part, std::uint32_t head, Use use) const {
     std::vector<float> rows(kShardTokens * size_);
@@ -164,7 +165,7 @@ class HeadVerifier {
       trace_.read(Part::q, layer_, query_head, check.rows[i], 1, query);
       rotate(query, check.rows[i]);
     }
-    // Rows ascend: the last one sees the most keys.
+    // Rows ascend, so the last one sees the most keys.
     const std::size_t panels = check.rows.back() / 16 + 1, stride = panels * 16;
     scores_.resize(kCheckRows * stride);
     multiply(queries.data(), kCheckRows, size_, keys_, 0, panels, scores_.data(), stride);
@@ -183,8 +184,9 @@ class HeadVerifier {
     report(shard, query_head, "log-sum-exp", lse);
   }
 
-  /// By how much a row's tolerance exceeds the usual one: in proportion to the largest score that
-  /// its query could have with any key, beyond what float32 holds well enough.
+  /// The factor by which a row's tolerance exceeds the usual one. It grows with the largest score
+  /// that the row's query can have with any key, if float32 cannot hold such a score precisely
+  /// enough.
   double excess_of(const float* query) const {
     double squares = 0;
     for (std::size_t d = 0; d < size_; ++d) squares += static_cast<double>(query[d]) * query[d];
@@ -198,7 +200,8 @@ class HeadVerifier {
     const std::size_t first = first_seen(row_.window, position), count = position + 1 - first;
     scores += first;
     make_scores(scores, count, row_.scale, row_.softcap);
-    const auto usable = [](float score) { return std::fabs(score) < kLargestScore; };  // no NaN
+    // False for NaN.
+    const auto usable = [](float score) { return std::fabs(score) < kLargestScore; };
     if (!std::all_of(scores, scores + count, usable)) {
       worst_out.include(kInfinity, position);
       return;
@@ -232,12 +235,12 @@ class HeadVerifier {
   Panels keys_;                // rotated; [tokens, head_size]
   Largest largest_key_;        // by norm
   std::vector<float> values_;  // [tokens, head_size]
-  std::vector<float> scores_;  // [16, tokens] of the rows at hand
+  std::vector<float> scores_;  // [16, tokens], of the current rows
   double tolerance_, excess_ = 1;
   HeadCheck result_;
 };
 
-/// Checksums of every file that the manifest names.
+/// Compares the checksum of every file that the manifest names.
 std::vector<std::string> damaged_files(const TraceReader& trace, unsigned threads) {
   std::vector<std::pair<const SafetensorsFile*, std::string>> files{
       {&trace.tokens_file(), trace.tokens_xxh3()}};
@@ -261,7 +264,7 @@ std::vector<std::string> damaged_files(const TraceReader& trace, unsigned thread
   return problems;
 }
 
-/// Extras whose values no decoder could have computed.
+/// Finds extras with values that no decoder can have computed.
 std::vector<std::string> wrong_extras(const TraceReader& trace) {
   std::vector<std::string> problems;
   const auto finite = [](float x) { return std::isfinite(x); };
@@ -278,7 +281,7 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
     }
     for (std::uint32_t head = 0; trace.sketch_file() && head < trace.shape().kv_heads; ++head) {
       const std::vector<float> sketch = trace.sketch(layer, head, kSketchColumns);
-      constexpr float kMax = 1e18f;  // products of two stay finite
+      constexpr float kMax = 1e18f;  // so that products of two stay finite
       const auto within = [](float x) { return std::abs(x) <= kMax; };
       if (std::all_of(sketch.begin(), sketch.end(), within)) continue;
       problems.push_back(
@@ -289,7 +292,7 @@ std::vector<std::string> wrong_extras(const TraceReader& trace) {
   return problems;
 }
 
-/// Features that are not finite: the first place of each layer.
+/// Finds features that are not finite: the first position of each layer.
 std::vector<std::string> wrong_features(const TraceReader& trace) {
   std::vector<std::string> problems;
   for (std::size_t i = 0; i < trace.feature_files().size(); ++i)
@@ -306,7 +309,7 @@ std::vector<std::string> wrong_features(const TraceReader& trace) {
   return problems;
 }
 
-/// Gradients that are not finite: the first of each file and layer.
+/// Finds gradients that are not finite: the first of each file and layer.
 std::vector<std::string> wrong_gradients(const TraceReader& trace, unsigned threads) {
   const ModelShape& shape = trace.shape();
   std::vector<std::string> problems(trace.gradient_files().size() * shape.layers);
@@ -348,7 +351,7 @@ TraceCheck verify_trace(const TraceReader& trace, unsigned threads) {
   if (check.ok) add_problems(check, wrong_extras(trace));
   if (check.ok) add_problems(check, wrong_gradients(trace, threads));
   if (check.ok) add_problems(check, wrong_features(trace));
-  if (!check.ok) {  // rows of damaged files say nothing
+  if (!check.ok) {  // rows of damaged files are meaningless
     shorten(check.problems);
     return check;
   }

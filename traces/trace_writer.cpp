@@ -28,22 +28,23 @@ namespace {
 
 // One shard of a trace while a decoder fills it.
 
-/// What one layer computed for consecutive tokens; see TraceWriter::layer.
+/// What one layer computed for consecutive tokens; see TraceWriter::layer().
 struct LayerRows {
   std::span<const float> q, k, v, out, lse;
 
-  /// Rows [first, first + count) of these, for a model of this shape.
+  /// Rows [first, first + count), for a model of this shape.
   LayerRows slice(const ModelShape& shape, std::size_t first, std::size_t count) const;
 };
 
 constexpr std::uint32_t kLatest = kCheckRows, kSlots = kCheckRows + 1;
 
-/// Which slot each of the sixteen check rows of a shard of `tokens` rows comes from, and its row.
+/// The slot and the row from which each of the sixteen check rows of a shard of `tokens` rows is
+/// taken.
 struct CheckSource {
   std::uint32_t slot, row;
 };
 
-/// The grid's rows where the shard has them; a short one ends with its last row, repeated.
+/// Rows of the check grid that the shard has. A short shard repeats its last row for the others.
 std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
   std::array<CheckSource, kCheckRows> sources{};
   for (std::uint32_t i = 0; i < kCheckRows; ++i)
@@ -52,8 +53,9 @@ std::array<CheckSource, kCheckRows> check_sources(std::uint32_t tokens) {
   return sources;
 }
 
-/// What attention reads has to be finite: a model whose weights overflow is no model to learn from.
-/// `tensor` is [heads, tokens, dim], its first token at position `first`.
+/// Refuses values that are not finite, because attention needs finite values and a model whose
+/// weights overflow is useless. `tensor` is [heads, tokens, dim]; its first token is at position
+/// `first`.
 void refuse_not_finite(const std::filesystem::path& path, const TensorToWrite& tensor,
                        std::uint32_t first) {
   const std::size_t at = first_not_finite(tensor.dtype, tensor.data);
@@ -65,7 +67,7 @@ void refuse_not_finite(const std::filesystem::path& path, const TensorToWrite& t
                   torch_name(tensor.dtype)));
 }
 
-/// [heads, 17, width] to [heads, 16, width].
+/// Selects slots: [heads, 17, width] to [heads, 16, width].
 std::vector<float> picked(const std::vector<float>& slots, std::uint32_t heads, std::size_t width,
                           const std::array<CheckSource, kCheckRows>& sources) {
   std::vector<float> rows(std::size_t{heads} * kCheckRows * width);
@@ -86,13 +88,13 @@ LayerRows LayerRows::slice(const ModelShape& shape, std::size_t first, std::size
           part(lse, shape.query_heads)};
 }
 
-/// Keys, values and queries of up to 1024 tokens, in the trace's dtype and the file's layout, and
-/// the few attention outputs that are kept for checking.
+/// Keys, values and queries of up to 1,024 tokens, in the trace's dtype and the file's layout, and
+/// the attention outputs of the check rows.
 class ShardBuffer {
  public:
   ShardBuffer(const ModelShape& shape, std::uint32_t first)
       : shape_(shape), first_(first), layers_(shape.layers) {
-    // Not zeroed: the pages of a short shard's unused rows are then never touched.
+    // Not zeroed, so the pages of a short shard's unused rows are never touched.
     const auto allocate = [&](std::uint32_t heads) {
       return std::make_unique_for_overwrite<std::byte[]>(std::size_t{heads} * kShardTokens *
                                                          shape_.head_size * bytes_of(shape_.dtype));
@@ -106,7 +108,7 @@ class ShardBuffer {
   }
 
   std::uint32_t first() const { return first_; }  ///< position of its first token
-  /// Puts `count` tokens of one layer at row `row` of the shard. Rows arrive in order.
+  /// Stores `count` tokens of one layer from row `row` of the shard on. Rows arrive in order.
   void put(std::uint32_t layer_index, std::uint32_t row, std::uint32_t count,
            const LayerRows& rows) {
     Layer& layer = layers_[layer_index];
@@ -119,13 +121,12 @@ class ShardBuffer {
         keep_check_row(layer, slot, kCheckGrid[slot] - row, rows);
     keep_check_row(layer, kLatest, count - 1, rows);
   }
-  /// Squared norms of the residual stream, one for each of those rows.
+  /// Stores squared norms of the residual stream, one per row.
   void put_residual(std::uint32_t layer, std::uint32_t row, std::span<const float> norm2) {
     layers_[layer].residual.resize(kShardTokens);
     std::copy(norm2.begin(), norm2.end(), layers_[layer].residual.begin() + row);
   }
-  /// Writes the first `tokens` rows to `path`; the buffer is of no more use then. Returns the
-  /// XXH3-64.
+  /// Writes the first `tokens` rows to `path`. The buffer is then unusable. Returns the XXH3-64.
   std::string write(const std::filesystem::path& path, std::uint32_t tokens,
                     const std::map<std::string, std::string>& metadata) {
     const std::size_t n = tokens, heads = shape_.query_heads, kv_heads = shape_.kv_heads,
@@ -179,8 +180,8 @@ class ShardBuffer {
   using Bytes = std::unique_ptr<std::byte[]>;
   struct Layer {
     Bytes q, k, v;  // [head, 1024, head_size]
-    std::vector<float>
-        out;  // [query_heads, 16 + 1, head_size], the last of the 17 for the latest row
+    // // [query_heads, 16 + 1, head_size]; the last of the 17 is the latest row.
+    std::vector<float> out;
     std::vector<float> lse;       // [query_heads, 16 + 1], or empty
     std::vector<float> residual;  // [1024], or empty
   };
@@ -222,7 +223,8 @@ class ShardBuffer {
 
 namespace fs = std::filesystem;
 
-/// Empties the folder of a capture that was killed before its first shard. Whether it is one.
+/// Empties the folder of a capture that was killed before its first shard. Returns whether it is
+/// one.
 bool take_unbegun(const fs::path& directory) {
   if (!is_unbegun_trace(directory)) return false;
   std::vector<fs::path> left;
@@ -232,7 +234,7 @@ bool take_unbegun(const fs::path& directory) {
   return true;
 }
 
-/// Makes the folder. Returns whether it was not there.
+/// Creates the folder. Returns whether it is new.
 bool make_directory(const fs::path& directory) {
   std::error_code error;
   const bool is_new = fs::create_directory(directory, error);
@@ -277,7 +279,7 @@ class TraceWriter::Impl {
 
   ~Impl() {
     std::error_code ignored;
-    // (Also one that was renamed before an error; it needs the ids.)
+    // A shard may also have been renamed before an error. It needs the ids.
     if (!shards_.empty() || fs::exists(directory_ / shard_name(0), ignored)) return;
     fs::remove(directory_ / kTokensFile, ignored);
     fs::remove(directory_ / kSketchFile, ignored);
@@ -340,7 +342,7 @@ class TraceWriter::Impl {
             "residuals given for some layers only");
     if (append_ == 0) extras_.residual_norm2 = residuals > 0;
     require(extras_.residual_norm2 == (residuals > 0), "residuals given for some tokens only");
-    state_ = State::failed;  // unless all is sealed
+    state_ = State::failed;  // changes back only if all shards are sealed
     while (!buffers_.empty() && tokens() - first_open() >= kShardTokens) seal(kShardTokens);
     state_ = State::ready;
   }
@@ -366,7 +368,7 @@ class TraceWriter::Impl {
     return static_cast<std::uint32_t>(shards_.size()) * kShardTokens;
   }
 
-  /// Calls put(buffer, row of it, first, count) for each part of the announced tokens.
+  /// Calls put(buffer, row in it, first, count) for each part of the announced tokens.
   template <class Put>
   void by_shard(Put put) {
     for (std::uint32_t position = append_; position < tokens();) {
@@ -389,8 +391,8 @@ class TraceWriter::Impl {
     require(has_lse_ == !rows.lse.empty(), "lse given for some layers only");
   }
 
-  /// Seals the oldest open shard. The ids go first: whatever shards a kill leaves, their ids are
-  /// there.
+  /// Seals the oldest open shard. Writes the ids first, so that the ids of every shard that a
+  /// killed process leaves are on disk.
   void seal(std::uint32_t count) {
     const std::uint32_t first = first_open(), end = first + count;
     tokens_xxh3_ = write_tokens(directory_, std::span(ids_).first(end), header_);
@@ -402,8 +404,8 @@ class TraceWriter::Impl {
   }
 
   fs::path directory_;
-  bool made_ = false;             // directory_ was not there
-  std::optional<FileLock> lock_;  // of two writers one goes on
+  bool made_ = false;             // directory_ is new
+  std::optional<FileLock> lock_;  // of two writers, only one continues
   TraceHeader header_;
   State state_ = State::ready;
   std::vector<std::int32_t> ids_;
@@ -411,8 +413,8 @@ class TraceWriter::Impl {
   std::uint32_t append_ = 0;               // position of the first token announced last
   std::vector<bool> arrived_, residuals_;  // by layer
   bool lse_known_ = false, has_lse_ = false;
-  std::deque<ShardBuffer> buffers_;  // the shards that are not sealed, oldest first
-  std::vector<ShardInfo> shards_;    // the sealed ones
+  std::deque<ShardBuffer> buffers_;  // shards that are not sealed, oldest first
+  std::vector<ShardInfo> shards_;    // the sealed shards
   std::string tokens_xxh3_;
   TraceExtras extras_;
 };
@@ -442,11 +444,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The whole shards that a killed capture left, and what they say of their trace.
+/// The complete shards that a killed capture left, and their description of the trace.
 struct Rescued {
   std::vector<ShardInfo> shards;
   ShardMetadata last;
-  bool has_residuals = false;  ///< as the first shard has
+  bool has_residuals = false;  ///< as in the first shard
 
   std::uint32_t tokens() const { return last.first + last.tokens; }
 };
@@ -490,7 +492,7 @@ void remove_parts(const fs::path& directory) {
   }
 }
 
-/// What a sealed trace says of the sketch that the capture left.
+/// The sketch that the capture left, for the manifest of the sealed trace.
 TraceExtras::Sketch rescued_sketch(const fs::path& directory, const ModelShape& shape) {
   const auto file = SafetensorsFile::open(directory / kSketchFile);
   if (!file.metadata().contains("seed"))
@@ -519,7 +521,7 @@ std::uint32_t seal_trace(const fs::path& directory) {
   manifest.extras.residual_norm2 = rescued.has_residuals;
   if (fs::exists(directory / kSketchFile))
     manifest.extras.sketch = rescued_sketch(directory, manifest.header.shape);
-  // All that may refuse the trace comes before the first write.
+  // All checks that may refuse the trace come before the first write.
   const TraceReader trace =
       TraceReader::assemble(directory, manifest, TraceReader::Ids::maybe_more);
   manifest.tokens_xxh3 = xxh3_hex(trace.tokens_file().bytes());

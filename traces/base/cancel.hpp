@@ -1,4 +1,4 @@
-// Work that whoever began it may call off: it ends at its next item or block.
+// Work that its caller may cancel: it ends at its next item or block.
 #pragma once
 
 #include <atomic>
@@ -7,14 +7,14 @@
 
 namespace kvlab {
 
-/// Thrown where work was called off.
+/// Thrown by work that was cancelled.
 class Cancelled : public std::runtime_error {
  public:
   Cancelled() : std::runtime_error("called off") {}
 };
 
-/// While it lives, what this thread does, and parallel_for() for it, ends when `flag` is set. Null:
-/// nothing is called off.
+/// While this object lives, the work of this thread, and of parallel_for() calls that it makes,
+/// ends when `flag` is set. Null: the work cannot be cancelled.
 class Cancellable {
  public:
   using Flag = const std::atomic<bool>*;
@@ -33,7 +33,7 @@ class Cancellable {
   Flag before_;
 };
 
-/// Throws Cancelled where this thread's work was called off.
+/// Throws Cancelled if this thread's work was cancelled.
 inline void throw_if_cancelled() {
   if (const Cancellable::Flag flag = Cancellable::of_thread(); flag && flag->load())
     throw Cancelled();

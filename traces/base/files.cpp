@@ -36,7 +36,7 @@ std::filesystem::path folder_of(const std::filesystem::path& path) {
 }
 
 constexpr std::string_view kPart = ".part";
-constexpr std::size_t kDraw = 1 + 8;  // a dot, and digits that cannot be foreseen
+constexpr std::size_t kDraw = 1 + 8;  // a dot and unpredictable hex digits
 
 std::string part_ending() {
   std::uint32_t gradient_sample = 0;
@@ -126,7 +126,8 @@ OutputPlace::OutputPlace(const std::filesystem::path& path)
                       path.string()));
     if (lock.held()) rests.push_back(entry.path());
   }
-  // Not before now: what this other command has not locked is there too.
+  // Removed only after the loop: if another command is writing PATH, its unlocked files are among
+  // them.
   for (const auto& rest : rests) std::filesystem::remove_all(rest, ignored);
 }
 
@@ -159,7 +160,7 @@ AtomicFolder::~AtomicFolder() {
   if (!part_.empty()) remove();
 }
 
-/// What somebody else has put into a parent stays, and that parent with it.
+/// Other files in a parent folder stay, and so does that folder.
 void AtomicFolder::remove() {
   std::error_code ignored;
   std::filesystem::remove_all(part_, ignored);
@@ -180,7 +181,8 @@ void AtomicFolder::commit() {
 }
 
 MappedFile::MappedFile(const std::filesystem::path& path) {
-  const Descriptor descriptor(path, O_RDONLY | O_NONBLOCK);  // a pipe must not block
+  // O_NONBLOCK: opening a pipe must not block.
+  const Descriptor descriptor(path, O_RDONLY | O_NONBLOCK);
   if (descriptor.get() < 0) throw failure(path, "open", errno);
   struct stat status {};
   if (::fstat(descriptor.get(), &status) != 0) throw failure(path, "examine", errno);
@@ -188,7 +190,7 @@ MappedFile::MappedFile(const std::filesystem::path& path) {
     throw std::runtime_error(
         fmt::format("{}: not a file; a regular file is expected", path.string()));
   const auto size = static_cast<std::size_t>(status.st_size);
-  if (size == 0) return;  // cannot be mapped
+  if (size == 0) return;  // an empty file cannot be mapped
   void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor.get(), 0);
   if (address == MAP_FAILED) throw failure(path, "map", errno);
   bytes_ = {static_cast<const std::byte*>(address), size};
@@ -214,7 +216,7 @@ void sync_folder_of(const std::filesystem::path& path) {
   const std::filesystem::path folder = folder_of(path);
   const Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);
   if (descriptor.get() < 0) throw failure(folder, "open", errno);
-  // Some file systems cannot sync a folder (EINVAL): nothing to be done there.
+  // Some file systems cannot sync a folder (EINVAL). This is not an error.
   if (::fsync(descriptor.get()) != 0 && errno != EINVAL) throw failure(folder, "sync", errno);
 }
 

@@ -1,4 +1,4 @@
-// Files: written whole or not at all, read by mapping, locked.
+// Files: written atomically, read by mapping, locked.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace kvlab {
 
-/// An open file or folder, closed with this object.
+/// An open file or folder; the destructor closes it.
 class Descriptor {
  public:
   Descriptor(const std::filesystem::path& path, int flags);
@@ -19,19 +19,19 @@ class Descriptor {
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
 
-  int get() const { return value_; }  ///< -1: it could not be opened, errno says why
+  int get() const { return value_; }  ///< -1 if it could not be opened; errno says why
 
  private:
   int value_;
 };
 
-/// A file being written as PATH.XXXXXXXX.part, a name that cannot be predicted and that was not
-/// there. commit() syncs it, renames it to PATH and syncs the folder; without commit() it is
-/// removed. Every failure throws std::runtime_error naming the file.
+/// A file that is written as PATH.XXXXXXXX.part, a new file with an unpredictable name. commit()
+/// syncs it, renames it to PATH and syncs the folder. Without commit() the destructor removes it.
+/// Every failure throws std::runtime_error that names the file.
 class AtomicFile {
  public:
-  /// Refuses a PATH that exists and is no regular file: a rename would put a file in the place of a
-  /// device or a pipe.
+  /// Refuses a PATH that exists and is not a regular file, because a rename would replace a device
+  /// or a pipe by a file.
   explicit AtomicFile(std::filesystem::path path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
@@ -39,7 +39,7 @@ class AtomicFile {
 
   void write(std::span<const std::byte> bytes);
   void commit();
-  /// Of the open file, until commit().
+  /// The descriptor of the open file; valid until commit().
   int descriptor() const { return file_; }
 
  private:
@@ -47,31 +47,32 @@ class AtomicFile {
   int file_ = -1;
 };
 
-/// What NAME.part or NAME.XXXXXXXX.part is to become: NAME. Other names stay as they are.
+/// The final name of NAME.part or NAME.XXXXXXXX.part: NAME. Returns other names unchanged.
 std::string finished_name(std::string name);
 
-/// A lock on a file or folder, which goes with this object: of all that ask, one has it.
+/// An exclusive lock on a file or folder; the destructor releases it.
 class FileLock {
  public:
   enum class Wait { no, yes };
-  /// `flags`: how the file is opened.
+  /// `flags`: passed to open().
   FileLock(std::filesystem::path path, int flags, Wait wait = Wait::no);
 
   bool held() const { return error_ == 0; }
   bool held_by_another() const;
-  /// Throws std::runtime_error where this has no lock: `taken` if another has it.
+  /// Throws std::runtime_error if this object holds no lock, with the text `taken` if another
+  /// process holds it.
   void require(const std::string& taken) const;
 
  private:
   std::filesystem::path path_;
   Descriptor file_;
-  int error_;  // 0: locked
+  int error_;  // errno; 0: locked
 };
 
-/// Alone with the place of PATH, so that a part of it can be made and locked there. Throws
-/// std::runtime_error where another process makes PATH: a PATH.XXXXXXXX.part is there under a lock.
-/// Those without one, which killed processes left, are taken away. Some file systems have no locks:
-/// there the last of two that make PATH stands, and what was left stays.
+/// Exclusive access to PATH, so that a .part file can be created and locked there. Throws
+/// std::runtime_error if another process is writing PATH, that is, if a locked PATH.XXXXXXXX.part
+/// exists. Removes unlocked ones, which killed processes left behind. Some file systems have no
+/// locks. There the last of two writers of PATH wins, and leftovers are not removed.
 class OutputPlace {
  public:
   explicit OutputPlace(const std::filesystem::path& path);
@@ -80,12 +81,13 @@ class OutputPlace {
   FileLock alone_;
 };
 
-/// A folder being filled as PATH.XXXXXXXX.part, under a lock: of two processes that make one PATH,
-/// one goes on. commit() renames it to PATH; without commit() it is removed with all that is in it,
-/// and so are the parent folders that were made for it.
+/// A folder that is filled as PATH.XXXXXXXX.part, under a lock: of two processes that write the
+/// same PATH, one continues. commit() renames it to PATH. Without commit() the destructor removes
+/// it with its contents and the parent folders that were created for it.
 class AtomicFolder {
  public:
-  /// Throws std::runtime_error where PATH exists, another process makes it, or it cannot be made.
+  /// Throws std::runtime_error if PATH exists, another process is writing it, or it cannot be
+  /// created.
   explicit AtomicFolder(std::filesystem::path path);
   ~AtomicFolder();
   AtomicFolder(const AtomicFolder&) = delete;
@@ -99,56 +101,55 @@ class AtomicFolder {
   void remove_parents();
 
   std::filesystem::path path_, part_;
-  std::vector<std::filesystem::path> parents_;  // that were made, the innermost first
-  std::optional<FileLock> lock_;                // of part_
+  std::vector<std::filesystem::path> parents_;  // parents that were created, innermost first
+  std::optional<FileLock> lock_;                // on part_
 };
 
 /// The bytes of a file, mapped for reading. The file must not be truncated while it is mapped.
 class MappedFile {
  public:
-  /// Throws std::runtime_error if `path` is no regular file or cannot be read.
+  /// Throws std::runtime_error if `path` is not a regular file or cannot be read.
   explicit MappedFile(const std::filesystem::path& path);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
 
   std::span<const std::byte> bytes() const { return bytes_; }
-  /// Lets go of the pages that have been read, which stay valid: reading brings them back. So a
-  /// large file does not stay in the process's memory.
+  /// Drops the pages that have been read from memory, so that a large file does not stay resident.
+  /// The bytes stay valid: reading them loads the pages again.
   void release() const;
 
  private:
   std::span<const std::byte> bytes_;
 };
 
-/// The last name of a path, whatever slashes and dots follow it: `trace` of "a/trace/" and
-/// "a/trace/."; of "." the name of the folder that it is.
+/// The last name of a path, ignoring trailing slashes and dots: `trace` for "a/trace/" and
+/// "a/trace/.". For ".", the name of the current folder.
 std::string last_name(const std::filesystem::path& path);
-/// Writes `text` to PATH by an AtomicFile. Throws std::runtime_error; PATH is then as
-/// it was, and no .part is left.
+/// Writes `text` to PATH through an AtomicFile. Throws std::runtime_error; PATH is then unchanged
+/// and no .part file is left.
 void write_file_atomically(const std::filesystem::path& path, std::string_view text);
-/// Makes the names in the folder of `path` last: those just made by a rename. Throws
+/// Syncs the folder of `path`, so that a name just created by a rename survives a crash. Throws
 /// std::runtime_error.
 void sync_folder_of(const std::filesystem::path& path);
-/// The whole of a text file of at most `max_bytes`. Throws std::runtime_error.
+/// Reads a text file of at most `max_bytes`. Throws std::runtime_error.
 std::string read_text_file(const std::filesystem::path& path, std::size_t max_bytes);
 /// XXH3-64 as 16 hex digits.
 std::string xxh3_hex(std::span<const std::byte> bytes);
 std::string xxh3_hex(std::string_view text);
 
-// A file that one process at a time makes.
+// A file that only one process at a time may write.
 
-/// A claim to write PATH, held from a command's beginning to its end: of two that claim one PATH at
-/// once, the second is refused. It is an empty PATH.XXXXXXXX.part under a lock, which goes with the
-/// claim; one that a killed process left has no lock, is none, and is taken away.
+/// A claim to write PATH, held while a command runs: if two commands claim the same PATH, the
+/// second is refused. The claim is an empty PATH.XXXXXXXX.part under a lock. A file that a killed
+/// process left has no lock, so it is not a claim and is removed.
 class OutputClaim {
  public:
-  /// Throws std::runtime_error naming PATH where it is claimed already, or no file can be made
-  /// there.
+  /// Throws std::runtime_error that names PATH if PATH is already claimed or cannot be written.
   explicit OutputClaim(const std::filesystem::path& path);
 
  private:
-  std::optional<OutputPlace> place_;  // until the part is there
+  std::optional<OutputPlace> place_;  // until part_ exists
   AtomicFile part_;                   // never committed
 };
 

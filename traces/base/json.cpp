@@ -14,8 +14,8 @@ using nlohmann::json;
 
 constexpr std::size_t kLongestQuote = 80;
 
-/// Builds a value from the parser's events. The library's own builder lets the last of two equal
-/// keys win, and nests without bound.
+/// Builds a value from the parser's events. The library's builder accepts duplicate keys (the last
+/// one wins) and unbounded nesting.
 class Builder : public nlohmann::json_sax<json> {
  public:
   Builder(std::string_view text, std::string_view what) : text_(text), what_(what) {}
@@ -57,7 +57,7 @@ class Builder : public nlohmann::json_sax<json> {
   }
 
  private:
-  /// Where the next value goes.
+  /// The location of the next value.
   json& place() {
     if (open_.empty()) return root_;
     return open_.back()->is_object() ? *member_ : open_.back()->emplace_back();
@@ -84,13 +84,13 @@ class Builder : public nlohmann::json_sax<json> {
   std::string_view text_, what_;
   json root_;
   std::vector<json*> open_;  // containers being filled, outermost first
-  json* member_ = nullptr;   // where the value of the last key goes
+  json* member_ = nullptr;   // location of the value of the last key
 };
 
 }  // namespace
 
 json parse_json(std::string_view text, std::string_view what) {
-  // The parser takes a NUL for the text's end.
+  // The parser treats a NUL as the end of the text.
   if (const std::size_t nul = text.find('\0'); nul != std::string_view::npos)
     throw std::runtime_error(
         fmt::format("{}: byte {} is a NUL; valid JSON is expected", what, nul));

@@ -1,12 +1,12 @@
-// JSON from files that nobody vouches for: bounded nesting, no duplicate keys, checked numbers.
+// JSON from untrusted files: bounded nesting, no duplicate keys, checked numbers.
 #pragma once
 
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 
-// The members that are long and often called, compiled once, in json_value.cpp. (The whole class,
-// with its writers of binary formats, takes five times as long.) NOLINTBEGIN
+// Members that are long and often called. They are compiled once, in json_value.cpp. (To compile
+// the whole class, with its writers of binary formats, takes five times as long.) NOLINTBEGIN
 namespace nlohmann {
 extern template basic_json<>::basic_json(initializer_list_t, bool, value_t);
 extern template basic_json<>::basic_json(const basic_json&);
@@ -32,25 +32,28 @@ extern template void basic_json<ordered_map>::push_back(basic_json&&);
 
 namespace kvlab {
 
-/// Objects and arrays nested deeper than this are refused, so that nothing recursive can overflow.
+/// Maximum nesting of objects and arrays. Deeper texts are refused, so that recursion cannot
+/// overflow the stack.
 inline constexpr std::size_t kMaxJsonDepth = 64;
 
-/// Parses `text`; `what` names the file (or place) in errors. Throws std::runtime_error: broken
-/// JSON (with the byte), nesting beyond kMaxJsonDepth, an object that names a key twice.
+/// Parses `text`; `what` names the file (or its part) in errors. Throws std::runtime_error for
+/// broken JSON (with the byte offset), nesting beyond kMaxJsonDepth, or an object with a duplicate
+/// key.
 nlohmann::json parse_json(std::string_view text, std::string_view what);
 
-/// `text` in quotes on one line, control characters escaped, shortened if long: for error messages.
+/// `text` in quotes on one line, for error messages: control characters are escaped, and a long
+/// text is shortened.
 std::string json_quoted(std::string_view text);
 
-/// `json` as text to print, by lines of `indent` spaces. Bytes that are not UTF-8, as file names
-/// may have, are replaced.
+/// `json` as text with `indent` spaces per level. Replaces bytes that are not UTF-8, which file
+/// names may have.
 std::string json_text(const nlohmann::json& json, int indent = 2);
 std::string json_text(const nlohmann::ordered_json& json, int indent = 2);
 
-/// JSON has no infinity and no not-a-number: null stands for them.
+/// Returns null for infinity and NaN, which JSON cannot represent.
 nlohmann::ordered_json number_or_null(double value);
 
-/// The member `key`, or null if `object` has none or holds a JSON null there.
+/// The member `key`. Null if `object` has no such member or its value is JSON null.
 const nlohmann::json* json_find(const nlohmann::json& object, std::string_view key);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// A JSON object that anyone may have written, with its place for error messages.
+// An untrusted JSON object, with its location for error messages.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +11,21 @@
 
 namespace kvlab {
 
-/// A view of one JSON object; the object must outlive it. A key whose value is null counts as
-/// absent. Whatever reads throws std::runtime_error: where, which key, what is there, what is
-/// right.
+/// A view of one JSON object, which must outlive the view. A key whose value is null counts as
+/// absent. Every reading function throws std::runtime_error that says where, which key, what its
+/// value is and what is expected.
 class JsonFields {
  public:
   /// `where` names the object in errors: "run.json", "run.json: traces[0]". Throws
-  /// std::runtime_error if it is no object.
+  /// std::runtime_error if it is not an object.
   JsonFields(const nlohmann::json& object, std::string where);
 
   const std::string& where() const { return where_; }
   const nlohmann::json& json() const { return *object_; }
   bool has(std::string_view key) const;
-  /// The value, or null.
+  /// The value, or null if the key is absent.
   const nlohmann::json& value(std::string_view key) const;
-  /// The value, which must be there.
+  /// The value of a required key.
   const nlohmann::json& any(std::string_view key) const;
   /// Text without control characters.
   std::string text(std::string_view key) const;
@@ -34,7 +34,7 @@ class JsonFields {
   /// A finite number.
   double number(std::string_view key, double low = std::numeric_limits<double>::lowest(),
                 double high = std::numeric_limits<double>::max()) const;
-  /// The same, or NaN where there is none, or null.
+  /// The number, or NaN if it is absent or null.
   double number_or_nan(std::string_view key) const {
     return has(key) ? number(key) : std::numeric_limits<double>::quiet_NaN();
   }
@@ -53,9 +53,9 @@ class JsonFields {
   /// A list of objects.
   std::vector<JsonFields> objects(std::string_view key) const;
 
-  /// Throws unless the object says that it is of this format.
+  /// Throws unless the object declares this format.
   void check_format(int format) const;
-  /// Refuses a key that is not in `known`: it might change what the others mean.
+  /// Refuses keys that are not in `known`, because they might change the meaning of others.
   void allow_only(std::initializer_list<std::string_view> known) const;
   /// Throws: WHERE: "KEY" is VALUE; RIGHT.
   [[noreturn]] void refuse(std::string_view key, std::string_view right) const;
@@ -65,7 +65,8 @@ class JsonFields {
   std::string where_;
 };
 
-/// An entry of a JSON list as a number. Throws std::runtime_error that begins with `where`.
+/// An entry of a JSON list as a number. Throws std::runtime_error with a text that begins with
+/// `where`.
 std::uint32_t whole_number(const nlohmann::json& value, std::string_view where);
 
 }  // namespace kvlab

@@ -4,7 +4,7 @@
 
 #include "traces/base/json.hpp"
 
-// The one place where these are compiled; see json.hpp.
+// Only this file compiles these members; see json.hpp.
 namespace nlohmann {
 template basic_json<>::basic_json(initializer_list_t, bool, value_t);
 template basic_json<>::basic_json(const basic_json&);

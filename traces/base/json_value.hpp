@@ -1,4 +1,4 @@
-// A JSON value as a member, for headers whose readers need not know JSON.
+// A JSON value as a class member, for headers that should not include the JSON library.
 #pragma once
 
 #include <memory>
@@ -6,8 +6,8 @@
 
 namespace kvlab {
 
-/// JsonValue owns one JSON value, null at first; copies are deep. To read or change it, include
-/// traces/base/json.hpp.
+/// Owns one JSON value, initially null. Copies are deep. Include traces/base/json.hpp to read or
+/// change it.
 class JsonValue {
  public:
   JsonValue();

@@ -1,4 +1,4 @@
-// What an error says, as a terminal or Python may have it.
+// Error messages in a form that a terminal or Python can show.
 #pragma once
 
 #include <string>
@@ -6,8 +6,8 @@
 
 namespace kvlab {
 
-/// printable() of a message. Where that takes more than 1,000 bytes, " ... " stands for its middle,
-/// because the reason is at the end, as of a long path.
+/// printable() of a message. If it is longer than 1,000 bytes, " ... " replaces the middle, because
+/// the end states the reason, for example after a long path.
 std::string brief_line(std::string_view text);
 
 }  // namespace kvlab

@@ -20,7 +20,7 @@
 namespace kvlab {
 namespace {
 
-/// One call of parallel_for: whoever works on it takes the next item until none is left.
+/// One call of parallel_for(). Each thread that works on it takes the next item until none is left.
 class Loop {
  public:
   Loop(std::size_t count, const std::function<void(std::size_t)>& body)
@@ -44,7 +44,7 @@ class Loop {
     if (failure_) std::rethrow_exception(failure_);
   }
 
-  std::size_t helpers_wanted = 0;  ///< guarded by the pool's mutex, as is the next
+  std::size_t helpers_wanted = 0;  ///< this and the next member are guarded by the pool's mutex
   std::size_t helpers_working = 0;
 
  private:
@@ -56,8 +56,8 @@ class Loop {
   std::mutex failure_mutex_;
 };
 
-/// Threads that wait for loops. A caller works on its own loop and only borrows idle threads, so
-/// loops may be nested and started from several threads at once without waiting for each other.
+/// Threads that wait for loops. A caller works on its loop and only borrows idle threads, so loops
+/// may be nested and started from several threads at once without waiting for each other.
 class Pool {
  public:
   Pool() = default;
@@ -122,14 +122,14 @@ class Pool {
   bool stopping_ = false;
 };
 
-/// Started with the first loop that wants helpers.
+/// Created when the first loop needs helper threads.
 std::unique_ptr<Pool>& the_pool() {
   static std::unique_ptr<Pool> pool = std::make_unique<Pool>();
   return pool;
 }
 
-/// A forked child has the pool's memory and none of its threads: it gets a pool of its own, and the
-/// old one is let lie.
+/// For a forked child: it inherits the pool's memory but none of its threads, so it gets a new
+/// pool. The old one is leaked, because it cannot be destroyed.
 void renew_pool() {
   static_cast<void>(the_pool().release());
   the_pool() = std::make_unique<Pool>();

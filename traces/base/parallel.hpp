@@ -6,13 +6,13 @@
 
 namespace kvlab {
 
-/// The cores that this process may run on: a launcher such as mpirun may give it fewer than there
-/// are.
+/// Number of cores on which this process may run. A launcher such as mpirun may allow fewer than
+/// the machine has.
 unsigned default_threads();
 
-/// Calls body(i) for i in [0, count), items handed out in order to `threads` threads; returns when
-/// all are done. The first exception is rethrown, and the items not yet started are dropped; they
-/// are too, and Cancelled is thrown, where the caller's work is called off.
+/// Calls body(i) for i in [0, count). Hands out items in order to `threads` threads and returns
+/// when all are done. Rethrows the first exception and drops the items that have not started. Also
+/// drops them and throws Cancelled if the caller's work is cancelled.
 void parallel_for(std::size_t count, unsigned threads,
                   const std::function<void(std::size_t)>& body);
 

@@ -29,7 +29,7 @@ namespace {
 
 constexpr std::string_view kScratch = "kvlab-scratch-", kTemplate = "XXXXXX";
 
-/// Where scratch folders are made. An empty TMPDIR is none, as it is for most programs.
+/// The parent of scratch folders. An empty TMPDIR counts as unset, as in most programs.
 std::filesystem::path folder_of_scratch() {
   const char* const requested = ::getenv("TMPDIR");
   if (!requested || !*requested) return "/tmp";
@@ -41,7 +41,7 @@ std::filesystem::path folder_of_scratch() {
   return parent;
 }
 
-/// Whether it is a folder as this user's processes make them, and no link to one.
+/// Whether it is a scratch folder of this user, and not a link to one.
 bool is_own_scratch(const std::filesystem::path& path) {
   const std::string name = path.filename().string();
   struct stat found {};
@@ -64,7 +64,7 @@ void remove_abandoned(const std::filesystem::path& parent) {
 TemporaryFolder::TemporaryFolder() {
   const std::filesystem::path parent = folder_of_scratch();
   remove_abandoned(parent);
-  do {  // another process may have taken a folder away before its lock
+  do {  // repeat: another process may have removed the folder before the lock
     std::string name = (parent / kScratch).string().append(kTemplate);
     if (!mkdtemp(name.data()))
       throw std::runtime_error(
@@ -81,7 +81,7 @@ TemporaryFolder::~TemporaryFolder() {
 
 namespace {
 
-/// Starts it in a process group of its own, its streams at `log`.
+/// Starts the program in a new process group; its output goes to `log`.
 pid_t start(std::vector<std::string>& words, const std::filesystem::path& log) {
   std::vector<char*> arguments;
   arguments.reserve(words.size() + 1);
@@ -96,7 +96,7 @@ pid_t start(std::vector<std::string>& words, const std::filesystem::path& log) {
   posix_spawnattr_t attributes;
   posix_spawnattr_init(&attributes);
   posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF);
-  sigset_t ignored_here;  // the program is to end by these
+  sigset_t ignored_here;  // these signals must end the program
   sigemptyset(&ignored_here);
   for (const int signal : {SIGXFSZ, SIGPIPE}) sigaddset(&ignored_here, signal);
   posix_spawnattr_setsigdefault(&attributes, &ignored_here);
@@ -109,7 +109,7 @@ pid_t start(std::vector<std::string>& words, const std::filesystem::path& log) {
   return process;
 }
 
-/// Whether it has ended, after at most 5 ms; then `status` says how.
+/// Whether the process has ended, after waiting at most 5 ms; `status` is then its status.
 bool ended(pid_t process, int& status) {
   const pid_t found = ::waitpid(process, &status, WNOHANG);
   if (found < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category());
@@ -117,9 +117,9 @@ bool ended(pid_t process, int& status) {
   return found > 0;
 }
 
-/// Ends the program, and all that it has started, gently first: a compiler has files to remove.
+/// Ends the process group. Sends SIGTERM first, because a compiler has files to remove.
 void end_group(pid_t process) {
-  constexpr int kPatience = 200;  // looks
+  constexpr int kPatience = 200;  // number of polls
   int status = 0;
   ::kill(-process, SIGTERM);
   for (int look = 0; look < kPatience; ++look)
@@ -132,7 +132,7 @@ void end_group(pid_t process) {
 
 std::filesystem::path program_file() {
   Dl_info own{};
-  // A module's path is whole; a program's is what it was called by.
+  // dladdr() returns a full path for a module, but argv[0] for a program.
   if (::dladdr(reinterpret_cast<const void*>(&program_file), &own) != 0 && own.dli_fname[0] == '/')
     return own.dli_fname;
   std::error_code error;
@@ -151,7 +151,7 @@ std::optional<std::filesystem::path> installed_file(const std::filesystem::path&
 
 int run_program(std::vector<std::string> words, const std::filesystem::path& log) {
   const pid_t process = start(words, log);
-  // A file that grows beyond this ends it: what it says could fill a disk.
+  // Limits the file size, because the program's output could fill the disk.
   const rlimit limit{kMaxBytes, kMaxBytes};
   ::prlimit(process, RLIMIT_FSIZE, &limit, nullptr);
   int status = 0;

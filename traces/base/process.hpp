@@ -1,4 +1,4 @@
-// Other programs, and folders for what they read and write.
+// Other programs, and folders for their input and output.
 #pragma once
 
 #include <filesystem>
@@ -10,12 +10,12 @@
 
 namespace kvlab {
 
-/// A folder in TMPDIR that only this user can read, under a lock, and that goes with this object.
-/// What killed processes left, which has no lock, goes before the next one is made. (Some file
-/// systems have no locks: there it stays.)
+/// A locked folder in TMPDIR that only this user can read; the destructor removes it. Folders that
+/// killed processes left have no lock, and the next constructor removes them. (Some file systems
+/// have no locks; there such folders stay.)
 class TemporaryFolder {
  public:
-  /// Throws std::runtime_error if none can be made.
+  /// Throws std::runtime_error if no folder can be created.
   TemporaryFolder();
   ~TemporaryFolder();
   TemporaryFolder(const TemporaryFolder&) = delete;
@@ -29,17 +29,17 @@ class TemporaryFolder {
   std::optional<FileLock> lock_;
 };
 
-/// That holds this code: the program, or a module with the command in it. Empty if it cannot be
-/// told.
+/// The file that contains this code: the program, or a module that holds the command. Empty if
+/// unknown.
 std::filesystem::path program_file();
 
 /// A file that was installed with the program (PREFIX/share/kvlab/FILE) or with the Python package
-/// (kvlab/share/FILE). Nothing if no such file exists, as in a build folder.
+/// (kvlab/share/FILE). Returns nullopt if there is none, as in a build folder.
 std::optional<std::filesystem::path> installed_file(const std::filesystem::path& file);
 
-/// Runs words[0], found on PATH, without a shell; all that it says is written to `log`. No file
-/// that it writes may be larger than 64 MiB. Returns its exit code, -1 if a signal ended it. Throws
-/// std::system_error: it cannot be run; Cancelled.
+/// Runs words[0], found on PATH, without a shell, and writes its output to `log`. Files that it
+/// writes are limited to 64 MiB. Returns its exit code, or -1 if a signal ended it. Throws
+/// std::system_error if it cannot be run, and Cancelled.
 int run_program(std::vector<std::string> words, const std::filesystem::path& log);
 
 }  // namespace kvlab

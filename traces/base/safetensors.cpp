@@ -33,7 +33,7 @@ std::string shape_text(std::span<const std::size_t> shape) {
   return text + "]";
 }
 
-/// A tensor's place in the data area.
+/// Location of a tensor in the data area.
 struct Range {
   std::size_t begin, end;
   std::string name;
@@ -68,7 +68,7 @@ class HeaderParser {
     if (file_.size() < sizeof length)
       throw error(fmt::format("{} bytes long; a safetensors file begins with an 8-byte length",
                               file_.size()));
-    std::memcpy(&length, file_.data(), sizeof length);  // little-endian, as every host of ours is
+    std::memcpy(&length, file_.data(), sizeof length);  // little-endian, as all supported hosts are
     const std::uint64_t rest = file_.size() - sizeof length;
     if (length > kMaxHeaderBytes)
       throw error(

@@ -1,4 +1,4 @@
-// safetensors files: a validated, memory-mapped reader and an atomic writer.
+// safetensors files: a validating, memory-mapped reader and an atomic writer.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace kvlab {
 
-/// One tensor of a file: its bytes are a view into the mapping and need not be aligned.
+/// One tensor of a file. Its bytes are a view into the mapping and may be unaligned.
 struct TensorView {
   Dtype dtype;
   std::vector<std::size_t> shape;
@@ -24,10 +24,10 @@ struct TensorView {
   std::size_t elements() const;
 };
 
-/// A memory-mapped file. Everything in the header is checked when it is opened: header length,
-/// JSON, dtypes, shapes against byte ranges (no overflow), no overlap, no hole, nothing past the
-/// end. A file with any tensor whose dtype is not in `Dtype` is refused, used or not. Throws
-/// std::runtime_error that names the file, what is wrong and what would be right.
+/// A memory-mapped file. open() checks the whole header: its length, JSON, dtypes, shapes against
+/// byte ranges (no overflow), no overlap, no gap, nothing past the end. It refuses a file with any
+/// tensor, used or not, whose dtype is not in `Dtype`. Throws std::runtime_error that names the
+/// file, what is wrong and what is expected.
 class SafetensorsFile {
  public:
   static SafetensorsFile open(const std::filesystem::path& path);
@@ -38,10 +38,10 @@ class SafetensorsFile {
   bool contains(std::string_view name) const;
   /// Throws std::runtime_error if there is no such tensor.
   const TensorView& at(std::string_view name) const;
-  /// The tensor of this name. Throws too unless dtype and shape are these.
+  /// The tensor of this name. Also throws if dtype or shape differ.
   const TensorView& at(std::string_view name, Dtype dtype,
                        std::span<const std::size_t> shape) const;
-  /// The whole file, header included, as mapped: what checksums are taken of.
+  /// The whole mapped file, including the header; checksums are computed over it.
   std::span<const std::byte> bytes() const { return mapping_->bytes(); }
   /// See MappedFile::release.
   void release() const { mapping_->release(); }
@@ -53,7 +53,7 @@ class SafetensorsFile {
   std::map<std::string, std::string> metadata_;
 };
 
-/// A tensor to be written.
+/// A tensor to write.
 struct TensorToWrite {
   std::string name;
   Dtype dtype;
@@ -61,11 +61,11 @@ struct TensorToWrite {
   std::span<const std::byte> data;
 };
 
-/// Writes PATH by an AtomicFile. The header is padded so that the data begin
-/// at a multiple of 64 bytes; wider dtypes come first, so every tensor is aligned. Returns the
-/// XXH3-64 of the file as 16 hex digits. Throws std::runtime_error: PATH is then as it was, and no
-/// .part is left. Throws std::invalid_argument for two tensors of one name, or data that do not fit
-/// their shape.
+/// Writes PATH through an AtomicFile. Pads the header so that the data begin at a multiple of 64
+/// bytes, and puts wider dtypes first, so every tensor is aligned. Returns the XXH3-64 of the file
+/// as 16 hex digits. Throws std::runtime_error on a write error; PATH is then unchanged and no
+/// .part file is left. Throws std::invalid_argument for two tensors of one name, or data that do
+/// not fit their shape.
 std::string write_safetensors(const std::filesystem::path& path,
                               std::span<const TensorToWrite> tensors,
                               const std::map<std::string, std::string>& metadata);

@@ -16,7 +16,7 @@ using nlohmann::json;
 
 constexpr std::size_t kAlignment = 64;
 
-/// Writes to a file and hashes what it writes.
+/// Writes to a file and hashes the written bytes.
 class HashedFile {
  public:
   explicit HashedFile(const std::filesystem::path& path) : file_(path) {
@@ -50,7 +50,8 @@ void check(std::span<const TensorToWrite> tensors) {
   }
 }
 
-/// Wider dtypes first, otherwise as given: then every tensor is aligned to its element.
+/// Wider dtypes first, otherwise in the given order, so that every tensor is aligned to its element
+/// size.
 std::vector<const TensorToWrite*> in_file_order(std::span<const TensorToWrite> tensors) {
   std::vector<const TensorToWrite*> order;
   for (const TensorToWrite& tensor : tensors) order.push_back(&tensor);

@@ -8,7 +8,7 @@
 namespace kvlab {
 namespace {
 
-/// What a text begins with: its bytes, and what character they are; none where they are not UTF-8.
+/// The first character of a text and its length in bytes; no character if the bytes are not UTF-8.
 struct Front {
   std::size_t bytes;
   std::optional<char32_t> character;
@@ -23,7 +23,7 @@ struct Front {
       if ((c & 0xc0) != 0x80) return;
       code = code << 6 | (c & 0x3f);
     }
-    constexpr char32_t kMin[] = {0x80, 0x800, 0x10000};  // fewer bytes would do below
+    constexpr char32_t kMin[] = {0x80, 0x800, 0x10000};  // fewer bytes suffice below these
     if (code < kMin[size - 2] || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) return;
     bytes = size;
     character = code;
@@ -40,8 +40,8 @@ struct Front {
 
 enum class Runs { as_they_are, once };
 
-/// `text` with `shown_as(character)` for each control, U+FFFD for what is not UTF-8; a run of what
-/// is shown alike once, if requested.
+/// `text` with each control character replaced by `shown_as(character)`; bytes that are not UTF-8
+/// count as U+FFFD. With Runs::once, a run of equal replacements is written once.
 template <class ShownAs>
 std::string with_controls(std::string_view text, Runs runs, ShownAs&& shown_as) {
   std::string shown, before, as;

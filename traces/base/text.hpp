@@ -1,4 +1,4 @@
-// Text in parts, and text for a terminal.
+// Splitting text, and text for a terminal.
 #pragma once
 
 #include <string>
@@ -7,23 +7,24 @@
 
 namespace kvlab {
 
-/// The parts between separators; one empty part where `text` is empty.
+/// The parts between separators; one empty part if `text` is empty.
 std::vector<std::string> split_list(std::string_view text, char separator = ',');
 /// `text` with every `from` replaced, left to right. `from` must not be empty.
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to);
 
-/// Whether a terminal would do something with `text` but show it: control characters (C0, DEL, C1),
-/// the marks that change the direction of what follows, the byte order mark, which is invisible,
-/// and bytes that are not UTF-8.
+/// Whether `text` has characters that a terminal interprets or hides instead of showing: control
+/// characters (C0, DEL, C1), marks that change the writing direction, the byte order mark, and
+/// bytes that are not UTF-8.
 bool has_controls(std::string_view text);
-/// `text` with a space for each of them, as a name in a trace has to be.
+/// `text` with each of them replaced by a space, as names in a trace require.
 std::string without_controls(std::string_view text);
-/// `text` on one line: every run of what has_controls() names is a question mark, of line ends and
-/// tabs a space.
+/// `text` on one line: every run of characters that has_controls() names becomes a question mark;
+/// line ends and tabs become a space.
 std::string printable(std::string_view text);
-/// The same, but line ends and tabs stay.
+/// printable(), but line ends and tabs stay.
 std::string printable_lines(std::string_view text);
-/// JSON text with what has_controls() names as \uXXXX; line ends, which are between values, stay.
+/// JSON text in which the characters that has_controls() names are written as \uXXXX. Line ends,
+/// which stand between values, stay.
 std::string printable_json(std::string_view json);
 
 }  // namespace kvlab

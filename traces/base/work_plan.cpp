@@ -7,7 +7,7 @@
 namespace kvlab {
 namespace {
 
-constexpr double kTelling = 0.1;  // the share of a phase from which its own rate is taken
+constexpr double kTelling = 0.1;  // share of a phase after which its measured rate is used
 
 }  // namespace
 

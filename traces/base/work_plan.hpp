@@ -1,4 +1,4 @@
-// Progress of long work in phases, told as a share of its time.
+// Progress of long work in phases, reported as a share of its time.
 #pragma once
 
 #include <cstddef>
@@ -8,17 +8,17 @@
 
 namespace kvlab {
 
-// What a piece of work takes: by the clock, and of the processor.
+// The time of a piece of work: wall clock and CPU.
 struct WorkTime {
-  double seconds = 0;      ///< by the clock
-  double cpu_seconds = 0;  ///< of all threads together: what other programs do not disturb
+  double seconds = 0;      ///< wall clock
+  double cpu_seconds = 0;  ///< of all threads together; other programs do not disturb it
 };
 
 /// The clocks, in seconds.
 double wall_clock();
 double cpu_clock();
 
-/// Times `work`.
+/// Measures the time of `work`.
 template <class Work>
 WorkTime timed(Work&& work) {
   const double wall = wall_clock(), cpu = cpu_clock();
@@ -26,24 +26,25 @@ WorkTime timed(Work&& work) {
   return {wall_clock() - wall, cpu_clock() - cpu};
 }
 
-/// A part of the work. Those of one kind take as long for each unit of their work (a token, say).
+/// A phase of the work. Phases of one kind take the same time per unit of work (a token, for
+/// example).
 struct WorkPhase {
   std::size_t kind;
   double work;  ///< in units of its kind
 };
 
-/// What is left is reckoned from rates that were measured: those of the kinds that have been at
-/// work, and of the others what is expected. So the time left holds over phases that are unlike.
+/// Estimates the remaining time from rates: measured rates for kinds that have run, expected rates
+/// for the others. So the estimate is right even if phases differ.
 class WorkPlan {
  public:
-  /// `expected`: seconds a unit, by kind; 0: unknown. `progress` may be empty.
+  /// `expected`: seconds per unit, by kind; 0: unknown. `progress` may be empty.
   WorkPlan(std::function<void(double)> progress, std::vector<WorkPhase> phases,
            std::vector<double> expected, std::function<double()> clock = wall_clock);
 
-  /// What takes the share of a phase that is done, from any thread; its first call says that all
-  /// phases before it are over. The plan must outlive it.
+  /// Returns a function that reports the finished share of a phase, from any thread. Its first call
+  /// marks all earlier phases as finished. The plan must outlive it.
   std::function<void(double)> phase(std::size_t phase);
-  /// A phase is more work, or less, than was thought.
+  /// Corrects the amount of work of a phase.
   void set_work(std::size_t phase, double work);
 
  private:
@@ -57,11 +58,12 @@ class WorkPlan {
   std::function<void(double)> progress_;
   std::vector<WorkPhase> phases_;
   std::vector<double> expected_;    // [kind]
-  std::vector<Measured> measured_;  // [kind]: phases that are over
+  std::vector<Measured> measured_;  // [kind]: finished phases
   std::function<double()> clock_;
-  double started_, began_, last_;  // the work, the phase at work, the latest word of it
+  double started_, began_, last_;  // times: start of the work, start of the current phase, latest
+                                   // report
   std::size_t current_ = 0;
-  double share_ = 0;  // of the phase at work that is done
+  double share_ = 0;  // finished share of the current phase
   std::mutex mutex_;
 };
 

@@ -1,4 +1,4 @@
-// Vectors that begin at a cache line, so that no register of their elements lies across two.
+// Vectors whose data begin at a cache line, so that no vector load crosses a line.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ struct LineAllocator {
 
   LineAllocator() = default;
   template <class U>
-  LineAllocator(const LineAllocator<U>&) {}  // NOLINT: what a container requests
+  LineAllocator(const LineAllocator<U>&) {}  // NOLINT: containers require this conversion
   T* allocate(std::size_t count) {
     return static_cast<T*>(::operator new(count * sizeof(T), kLine));
   }

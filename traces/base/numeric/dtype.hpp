@@ -1,4 +1,4 @@
-// Element types of checkpoints and traces, and their conversion to float32.
+// Element types of checkpoints and traces, and their conversion to and from float32.
 #pragma once
 
 #include <bit>
@@ -16,10 +16,10 @@ constexpr std::size_t bytes_of(Dtype dtype) {
   return dtype == Dtype::f32 || dtype == Dtype::i32 ? 4 : 2;
 }
 
-/// safetensors' names: F32, F16, BF16, I32.
+/// Names in safetensors: F32, F16, BF16, I32.
 std::string_view safetensors_name(Dtype dtype);
 std::optional<Dtype> dtype_from_safetensors(std::string_view name);
-/// PyTorch's names: float32, float16, bfloat16 (also with a leading "torch.").
+/// Names in PyTorch: float32, float16, bfloat16 (also with a leading "torch.").
 std::string_view torch_name(Dtype dtype);
 std::optional<Dtype> dtype_from_torch(std::string_view name);
 
@@ -35,7 +35,7 @@ constexpr std::uint16_t float_to_bf16(float value) {
 }
 
 float f16_to_float(std::uint16_t bits);
-/// Rounds to nearest even; overflow goes to infinity.
+/// Rounds to nearest even; overflow becomes infinity.
 std::uint16_t float_to_f16(float value);
 
 /// `value` rounded to `dtype` and back.
@@ -44,8 +44,8 @@ float round_to(Dtype dtype, float value);
 /// Converts `count` elements of `dtype` (f32, f16, bf16) at `from`, which need not be aligned.
 void to_float(Dtype dtype, const std::byte* from, std::size_t count, float* to);
 void from_float(Dtype dtype, const float* from, std::size_t count, std::byte* to);
-/// The first element of `dtype` (f32, f16, bf16) that is infinite or no number; how many there are
-/// if none is.
+/// Index of the first element of `dtype` (f32, f16, bf16) that is infinite or NaN; the number of
+/// elements if there is none.
 std::size_t first_not_finite(Dtype dtype, std::span<const std::byte> elements);
 
 }  // namespace kvlab

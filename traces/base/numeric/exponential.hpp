@@ -1,4 +1,5 @@
-// The one exponential, a register at a time; see softmax.hpp for what it promises.
+// The exponential function that all code shares, one register at a time; softmax.hpp says what it
+// guarantees.
 #pragma once
 
 #include "traces/base/numeric/vectors.hpp"
@@ -9,19 +10,19 @@ namespace {
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kRounder = 12582912.0f;            // 1.5 * 2^23: adding it rounds to an integer
 constexpr std::int32_t kRounderBits = 0x4b400000;  // the bits of kRounder
-// ln 2 in two parts, the first with few enough bits that its product with |i| < 2^13 is exact.
+// ln 2 in two parts; the first has so few bits that its product with |i| < 2^13 is exact.
 constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
 
-/// round(largest / ln 2): the shift of a row from its largest logit. The clamp gives damaged logits
-/// one too: a number outside an integer's range has none.
+/// round(largest / ln 2): the shift of a row from its largest logit. The clamp makes the conversion
+/// to an integer defined for damaged logits.
 inline std::int32_t shift_below(float largest) {
   const float rounded = largest * kLog2E + kRounder;
   return static_cast<std::int32_t>(
       __builtin_fmaxf(__builtin_fminf(rounded - kRounder, 0x1p23f), -0x1p23f));
 }
 
-/// The argument is reduced before the shift is applied, so that another shift scales the result by
-/// an exact power of two. N registers go side by side, since one alone waits for itself.
+/// Reduces the argument before it applies the shift, so another shift scales the result by an exact
+/// power of two. Computes N registers side by side to hide latency.
 template <int N>
 inline __attribute__((always_inline)) void exponentials_of(const Floats* s,
                                                            const std::int32_t* shift, Floats* e) {
@@ -41,11 +42,11 @@ inline __attribute__((always_inline)) void exponentials_of(const Floats* s,
   for (int n = 0; n < N; ++n) {
     Ints bits;
     std::memcpy(&bits, &rounded[n], sizeof bits);
-    const std::int32_t most = kRounderBits + shift[n] + 128;  // infinity
+    const std::int32_t most = kRounderBits + shift[n] + 128;  // larger exponents give infinity
     bits = bits < most ? bits : most;
-    // kRounderBits has none among the lowest nine, which are all that is left.
+    // The lowest nine bits of kRounderBits are 0, and only these remain after the shift.
     const std::uint32_t bias = static_cast<std::uint32_t>(127 - shift[n]) << 23;
-    const Words power = (reinterpret_cast<Words>(bits) << 23) + bias;  // wraps
+    const Words power = (reinterpret_cast<Words>(bits) << 23) + bias;  // wraps around
     Floats two;
     std::memcpy(&two, &power, sizeof two);
     const Floats product = poly[n] * two;

@@ -1,4 +1,4 @@
-// Compiled for the build's own instruction set: what every machine has.
+// Compiled for the build's base instruction set, which every supported machine has.
 #include "traces/base/numeric/hot_loops_body.hpp"
 
 namespace kvlab {

@@ -1,6 +1,6 @@
-// The text of the hot loops. Included by one source file for each instruction set; everything is in
-// an unnamed namespace and nothing inline of the standard library is used, so that the linker
-// cannot mix the sets.
+// The source of the hot loops. One source file per instruction set includes it. Everything is in an
+// unnamed namespace and no inline function of the standard library is used, so the linker cannot
+// mix the instruction sets.
 #pragma once
 
 #include "traces/base/numeric/exponential.hpp"
@@ -10,16 +10,17 @@
 namespace kvlab {
 namespace {
 
-constexpr int kParts = static_cast<int>(kLanes) / kWidth;  // registers for a panel's sixteen rows
+// Registers for the sixteen rows of a panel.
+constexpr int kParts = static_cast<int>(kLanes) / kWidth;
 
 // --- products ---------------------------------------------------------------------------------
 
-constexpr int kRows = kWidth == 4 ? 2 : 6;  // x rows of a block: their sums fill the registers
+constexpr int kRows = kWidth == 4 ? 2 : 6;  // x rows per block: their sums fill the registers
 constexpr int kPanelsForTwo = kWidth == 4 ? 1 : 2, kPanelsForOne = kWidth == 4 ? 2 : 4;
-constexpr std::size_t kDepthBlock = 256;  // 16 KiB of a panel stay in the nearest cache
+constexpr std::size_t kDepthBlock = 256;  // 16 KiB of a panel, to stay in the L1 cache
 
-/// R rows of x by P panels, `panel_stride` elements apart; the running sums stay in registers.
-/// `carry`: they go on from what is in y.
+/// Multiplies R rows of x by P panels, which are `panel_stride` elements apart. Running sums stay
+/// in registers. `carry`: the sums continue from the values in y.
 template <int R, int P, class Element>
 inline __attribute__((always_inline)) void block(const float* x, std::size_t x_stride,
                                                  const Element* w, std::size_t panel_stride,
@@ -43,7 +44,7 @@ inline __attribute__((always_inline)) void block(const float* x, std::size_t x_s
     for (int c = 0; c < kColumns; ++c) store(y + r * y_stride + c * kWidth, sum[r][c]);
 }
 
-/// R rows of x by all panels.
+/// Multiplies R rows of x by all panels.
 template <int R, int P, class Element>
 inline void few_rows(const float* x, std::size_t x_stride, const Element* w, std::size_t depth,
                      std::size_t panels, float* y, std::size_t y_stride) {
@@ -63,8 +64,8 @@ inline const float* widened(const std::uint16_t* from, std::size_t depth, float*
   return scratch;
 }
 
-/// Whole groups of kRows rows: every block of a panel is widened once and used for all of them, and
-/// the same columns of x serve all panels.
+/// Multiplies whole groups of kRows rows. Every block of a panel is widened once and used for all
+/// rows, and all panels read the same columns of x.
 template <class Element>
 inline void many_rows(const float* x, std::size_t m, std::size_t x_stride, const Element* w,
                       std::size_t depth, std::size_t panels, float* y, std::size_t y_stride) {
@@ -97,7 +98,7 @@ void multiply_panels(const float* x, std::size_t m, std::size_t x_stride, const 
 
 constexpr int kFusedRows = kWidth == 16 ? 8 : 6, kFusedPanels = kWidth == 16 ? 3 : 1;
 
-/// R rows of x by P panels, as block().
+/// Multiplies R rows of x by P panels, as block() does, with fused multiply-adds.
 template <int R, int P>
 inline __attribute__((always_inline)) void fused_block(const float* x, std::size_t x_stride,
                                                        const float* w, std::size_t depth, float* y,
@@ -109,7 +110,7 @@ inline __attribute__((always_inline)) void fused_block(const float* x, std::size
     for (int c = 0; c < kColumns; ++c)
       column[c] = load(w + (c / kParts) * depth * kLanes + k * kLanes + (c % kParts) * kWidth);
     for (int r = 0; r < R; ++r) {
-      const Floats factor = x[r * x_stride + k] - Floats{};  // for -0 too
+      const Floats factor = x[r * x_stride + k] - Floats{};  // also keeps -0
       for (int c = 0; c < kColumns; ++c) sum[r][c] = fused(factor, column[c], sum[r][c]);
     }
   }
@@ -117,7 +118,7 @@ inline __attribute__((always_inline)) void fused_block(const float* x, std::size
     for (int c = 0; c < kColumns; ++c) store(y + r * y_stride + c * kWidth, sum[r][c]);
 }
 
-/// All rows by P panels.
+/// Multiplies all rows by P panels.
 template <int P>
 inline void fused_rows(const float* x, std::size_t m, std::size_t x_stride, const float* w,
                        std::size_t depth, float* y, std::size_t y_stride) {
@@ -163,7 +164,8 @@ void accumulate(const float* p, const std::uint32_t* rows, std::size_t count, co
 
 // --- exponentials -----------------------------------------------------------------------------
 
-/// to[i] = f(from[i], other[i]), a register at a time; the rest in a padded one.
+/// to[i] = f(from[i], other[i]), one register at a time; the last elements are padded to a
+/// register.
 template <class F>
 inline __attribute__((always_inline)) void each(const float* from, const float* other,
                                                 std::size_t count, float* to, F f) {
@@ -181,7 +183,7 @@ void exponentials(const float* s, std::size_t count, std::int32_t shift, float* 
   each(s, s, count, e, [shift](Floats a, Floats) { return exponential(a, shift); });
 }
 
-/// g / (1 + exp(-x)), from exp(-|x|), which never overflows.
+/// g / (1 + exp(-x)), computed from exp(-|x|), which cannot overflow.
 inline Floats gated_by(Floats g, Floats x) {
   const Floats size = x < 0.0f ? -x : x;
   const Floats capped = size > 100.0f ? Floats{} + 100.0f : size;
@@ -193,7 +195,7 @@ void silu_times(float* gate, const float* up, std::size_t count) {
   each(gate, up, count, gate, [](Floats g, Floats u) { return gated_by(g, g) * u; });
 }
 
-/// (1 + tanh(x)) / 2 is 1 / (1 + exp(-2x)).
+/// Uses (1 + tanh(x)) / 2 = 1 / (1 + exp(-2x)).
 void gelu_times(float* gate, const float* up, std::size_t count) {
   constexpr float kTwice = 1.59576912160573f;  // 2 sqrt(2 / pi)
   each(gate, up, count, gate,

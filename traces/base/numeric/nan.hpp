@@ -1,4 +1,4 @@
-// A number that is not known.
+// NaN, which stands for an unknown number.
 #pragma once
 
 #include <limits>

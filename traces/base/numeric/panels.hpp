@@ -1,4 +1,5 @@
-// Dense products whose every element is one sum in index order: batch-invariant by construction.
+// Dense products in which every element is one sum in index order, so results do not depend on the
+// batch size.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +10,8 @@
 
 namespace kvlab {
 
-/// A matrix [rows, depth] kept as panels of 16 rows: [rows / 16, depth, 16], the last panel padded
-/// with zeros. Stored as float32 or bf16 (f16 widens to float32).
+/// A matrix [rows, depth], stored as panels of 16 rows: [rows / 16, depth, 16]. The last panel is
+/// padded with zeros. Elements are float32 or bf16 (f16 widens to float32).
 class Panels {
  public:
   Panels() = default;
@@ -29,22 +30,22 @@ class Panels {
     return data_.get() + index * depth_ * 16 * bytes_of(dtype_);
   }
 
-  /// Writes one row of `depth` floats. (Rounds, where the panels are bf16.)
+  /// Writes one row of `depth` floats; rounds if the panels are bf16.
   void set_row(std::size_t row, const float* values);
   void get_row(std::size_t row, float* values) const;
-  /// Evicts to the budget for `rows`, and for half as many again as there were, keeping what is
-  /// there.
+  /// Grows to `rows` rows and keeps the contents. Each new allocation is at least 1.5 times the
+  /// previous capacity.
   void grow(std::size_t rows);
-  /// Evicts to the budget for so many rows to come, and no more.
+  /// Allocates capacity for `rows` rows, without extra.
   void reserve(std::size_t rows);
-  /// That are allocated.
+  /// Number of allocated bytes.
   std::size_t bytes() const { return capacity_ * depth_ * 16 * bytes_of(dtype_); }
 
  private:
   struct Free {
     void operator()(std::byte* data) const;
   };
-  std::size_t rows_ = 0, depth_ = 0, capacity_ = 0;  // capacity in panels
+  std::size_t rows_ = 0, depth_ = 0, capacity_ = 0;  // capacity_ is in panels
   Dtype dtype_ = Dtype::f32;
   std::unique_ptr<std::byte, Free> data_;
 };
@@ -55,17 +56,17 @@ class Panels {
 void multiply(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
               std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
-/// multiply() by float32 panels with each element one chain of fused multiply-adds in index order:
-/// what attention's logits are, in a replay and in a decoder. (Products of bf16 or f16 values are
-/// exact in float32, so for them fusing changes nothing.)
+/// multiply() by float32 panels, where each element is one chain of fused multiply-adds in index
+/// order. Replay and decoder compute attention logits with it. (Products of bf16 or f16 values are
+/// exact in float32, so fusing changes nothing for them.)
 void multiply_fused(const float* x, std::size_t m, std::size_t x_stride, const Panels& w,
                     std::size_t first, std::size_t last, float* y, std::size_t y_stride);
 
-/// The chain of multiply_fused() for two rows.
+/// The same chain of fused multiply-adds for two vectors.
 float dot_fused(const float* a, const float* b, std::size_t depth);
 
-/// y[d] += sum over i of p[i] * v[rows[i] * stride + d], in the order of i: attention's second
-/// half. `rows` empty: rows 0, 1, 2, …
+/// y[d] += sum over i of p[i] * v[rows[i] * stride + d], in the order of i: the product of
+/// attention probabilities with values. `rows` empty: rows 0, 1, 2, …
 void accumulate_rows(std::span<const float> p, std::span<const std::uint32_t> rows, const float* v,
                      std::size_t stride, std::size_t depth, float* y);
 

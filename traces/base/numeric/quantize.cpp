@@ -30,7 +30,7 @@ void quantize_int(std::span<float> block, float least, float most, int bits) {
   }
 }
 
-/// To nearest even; |y| <= 448.
+/// Rounds to nearest even; requires |y| <= 448.
 float round_to_e4m3(float y) {
   int exponent;
   std::frexp(y, &exponent);  // |y| in [2^(exponent - 1), 2^exponent)
@@ -41,7 +41,8 @@ float round_to_e4m3(float y) {
 void quantize_fp8(std::span<float> block, float largest) {
   if (largest == 0) return;
   int exponent;
-  if (std::frexp(largest / kLargestE4m3, &exponent) == 0.5f) --exponent;  // a power of two itself
+  // `largest` is an exact power of two times kLargestE4m3.
+  if (std::frexp(largest / kLargestE4m3, &exponent) == 0.5f) --exponent;
   const float scale = std::ldexp(1.0f, std::clamp(exponent, -127, 127));
   for (float& y : block) y = round_to_e4m3(y / scale) * scale;
 }

@@ -1,4 +1,4 @@
-// Rotary positions as a trace defines them: Hugging Face's half-rotation, angles from float64.
+// Rotary position embedding as a trace defines it: Hugging Face's half-rotation, angles in float64.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace kvlab {
 
-/// Any RoPE scaling, as data: `inv_freq` [rotated / 2] and a factor on cos and sin.
+/// RoPE with any scaling, as data: `inv_freq` [rotated / 2] and a factor on cos and sin.
 struct Rope {
   std::vector<float> inv_freq;
   float factor = 1.0f;
@@ -25,16 +25,15 @@ class RopeTable {
 
   const Rope& rope() const { return rope_; }
   std::uint32_t positions() const { return positions_; }
-  /// What `position` rotates by, [rotated / 2] each.
+  /// Cosines of the angles at `position`; sines() returns the sines; each [rotated / 2].
   std::span<const float> cosines(std::uint32_t position) const {
     return {cos_.data() + position * half_, half_};
   }
   std::span<const float> sines(std::uint32_t position) const {
     return {sin_.data() + position * half_, half_};
   }
-  /// Rotates one vector of `size` floats to `position`: dimensions i and i + rotated / 2
-  /// together; those from `rotated` on stay. x == y is allowed. Throws nothing; position <
-  /// positions().
+  /// Rotates one vector of `size` floats to `position`: dimensions i and i + rotated / 2 together.
+  /// Dimensions from `rotated` on are copied. x == y is allowed. Requires position < positions().
   void rotate(const float* x, std::size_t size, std::uint32_t position, float* y) const;
 
  private:

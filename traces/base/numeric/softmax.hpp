@@ -1,9 +1,9 @@
-// Softmax by exponentials that are shared between live sets.
+// Softmax with exponentials that live sets can share.
 //
-// e_j = exp(s_j) * 2^-shift with an integer shift: the argument is reduced before the shift is
+// e_j = exp(s_j) * 2^-shift with an integer shift. The argument is reduced before the shift is
 // applied, so another shift scales every e_j by an exact power of two, and e_j / sum has the same
 // bits. A replay computes the exponentials of a row once and masks them for each policy; a decoder
-// that holds only the live tokens computes its own: both get equal probabilities.
+// that holds only the live tokens computes them for these. Both get equal probabilities.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +11,11 @@
 
 namespace kvlab {
 
-/// e[i] = exp(s[i]) * 2^-shift, about 1 ulp; shift = round(max(s) / ln 2), returned. Entries below
-/// 2^-126 become 0. The largest e lies in [0.70, 1.42]. In place (e == s) is allowed.
+/// e[i] = exp(s[i]) * 2^-shift, accurate to about 1 ulp. Returns shift = round(max(s) / ln 2).
+/// Entries below 2^-126 become 0. The largest e lies in [0.70, 1.42]. In place (e == s) is allowed.
 std::int32_t shared_exponentials(const float* s, std::size_t count, float* e);
 
-/// The sum of sixteen running sums, index modulo 16: the one order in which exponentials are added.
+/// The sum of sixteen running sums, index modulo 16. Exponentials are always added in this order.
 float lane_sum(const float* e, std::size_t count);
 
 /// p[i] = e[i] / sum. In place is allowed.
@@ -27,8 +27,8 @@ void scale(float* s, std::size_t count, float factor);
 /// ln of the sum of exp(s), from a shift and the sum of its exponentials.
 double log_sum_exp(std::int32_t shift, double sum);
 
-/// Below this sum, exponentials taken with the shift of a larger row have lost bits: take them
-/// again with the live set's own shift.
+/// Below this sum, exponentials with the shift of a larger row have lost bits. Recompute them with
+/// the live set's shift.
 inline constexpr float kSharedSumFloor = 0x1p-60f;
 
 }  // namespace kvlab

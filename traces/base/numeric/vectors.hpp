@@ -1,6 +1,6 @@
-// Registers of the instruction set that the including file is compiled for. Everything is in an
-// unnamed namespace and nothing inline of the standard library is used, so that the linker cannot
-// mix the sets.
+// Vector registers of the instruction set for which the including file is compiled. Everything is
+// in an unnamed namespace and no inline function of the standard library is used, so the linker
+// cannot mix the instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace kvlab {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kWidth = 16;  // floats in a register
+constexpr int kWidth = 16;  // floats per register
 #elif defined(__AVX2__)
 constexpr int kWidth = 8;
 #else
@@ -59,8 +59,8 @@ constexpr bool kHasFused = false;
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)) || defined(__aarch64__)
 inline float fused_float(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
-/// In software: the product is exact in double, and its sum with c, rounded to odd, has enough bits
-/// that rounding it again to float rounds as once (Boldo and Melquiond 2008).
+/// In software: the product is exact in double. Its sum with c, rounded to odd, has enough bits
+/// that rounding it again to float equals a single rounding (Boldo and Melquiond 2008).
 inline float fused_float(float a, float b, float c) {
   const double product = static_cast<double>(a) * static_cast<double>(b),
                added = static_cast<double>(c);
