@@ -1,6 +1,7 @@
-// Attention over a cache of slots: one query a sequence (decode), or many (prefill).
+// Attention over a cache of slots: one query per sequence (decode), or many queries (prefill).
 //
-// The cache of one layer is keys and values [sequence, kv_head, slot, dim] of `type`, keys rotated.
+// The cache of one layer is keys and values [sequence, kv_head, slot, dim] of `type`. Keys are
+// rotated (RoPE).
 #pragma once
 
 #include "kernels/types.hpp"
@@ -14,16 +15,18 @@ struct AttentionShape {
   float softmax_scale;
   std::int64_t sequence_stride,
       head_stride;  ///< of the cache, in elements; a slot is head_size long
-  /// [query_head], device: a logit that no token has, beside those of the tokens; null: none.
+  /// [query_head], device: an extra logit per head that belongs to no token but counts in the
+  /// softmax; null: none.
   const float* sinks = nullptr;
 };
 
-/// One query for each sequence, over its first lengths[s] slots (the query's own is the last of
-/// them). Where a length exceeds `slots`, these are a ring that holds the newest tokens, token t at
-/// t % slots. Each KV head is split over the grid so that the GPU is full at any batch; the parts
-/// are merged in a fixed order: equal inputs give equal bits. (Where it is split depends on all
-/// lengths and on the device, so a sequence's bits may differ in another batch.) Pointers but
-/// lengths and lse, and strides: at 16-byte boundaries. At most 32768 sequences x KV heads.
+/// One query per sequence over the sequence's first lengths[s] slots (the last of them is the
+/// query's own token). If a length exceeds `slots`, the slots are a ring that holds the newest
+/// tokens, with token t at t % slots. Each KV head is split over the grid so that the GPU is full
+/// at any batch size; the parts are merged in a fixed order, so equal inputs give equal bits. (The
+/// split points depend on all lengths and on the device, so a sequence's bits may differ in another
+/// batch.) All pointers except lengths and lse, and all strides, must be 16-byte aligned. At most
+/// 32,768 sequences x KV heads.
 struct DecodeAttentionArgs {
   AttentionShape shape;
   int sequences, slots;         ///< slots: capacity
@@ -33,31 +36,31 @@ struct DecodeAttentionArgs {
   void* out;                    // [sequence, query_head, dim] of type
   float* lse;                   // [sequence, query_head], natural logarithm, or null
   void* workspace;  // decode_attention_workspace() bytes, the first kSignalBytes zero before the
-                    // first use; not shared by calls at one time
-  /// No kernel that this one may overlap writes lengths, or any key and value but each sequence's
-  /// last one: so in a graph whose step appends one token. Then it fetches keys and values while
-  /// the kernels before it still run.
+                    // first use; concurrent calls must not share it
+  /// Set if no kernel that this one may overlap writes lengths, or any key or value except each
+  /// sequence's last one, as in a graph whose step appends one token. The kernel then fetches keys
+  /// and values while the kernels before it still run.
   bool settled = false;
 };
-/// For the current device; 0 for what is not supported.
+/// For the current device, in bytes; 0 if the shape is not supported.
 std::size_t decode_attention_workspace(const AttentionShape& shape, int sequences, int slots);
 cudaError_t decode_attention(const DecodeAttentionArgs& args, cudaStream_t stream);
 
 /// The probability of a key with product q · k is 2^(q · k * softmax_scale * log2 e - lse2).
 using RowSoftmax = kvlab_row_softmax;
 
-/// What kvlab_prefill_args does not say of a layer.
+/// Properties of a layer that kvlab_prefill_args does not contain.
 struct PrefillLayer {
   std::int64_t head_stride =
       0;  ///< without first_slot: elements from a KV head's slots to the next
-  const float* sinks = nullptr;  ///< as AttentionShape has them
-  int window = 0;                ///< slots that a query sees at most; 0: all
+  const float* sinks = nullptr;  ///< see AttentionShape
+  int window = 0;                ///< sliding window: slots that a query sees at most; 0: all
 };
 std::size_t prefill_workspace(const kvlab_prefill_args& args);
-/// Parts of keys want a layer without a window and sinks.
+/// Keys in parts require a layer without a sliding window and without sinks.
 cudaError_t prefill_attention(const kvlab_prefill_args& args, const PrefillLayer& layer,
                               cudaStream_t stream);
-/// Of slots that lie as `shape` says: the rest of `args`.
+/// The same for slots laid out as `shape` says; `args` gives the rest.
 cudaError_t prefill_attention(const AttentionShape& shape, kvlab_prefill_args args, int window,
                               cudaStream_t stream);
 

@@ -7,7 +7,7 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kOldestMajor = 8;  // cp.async, and bf16 products by the tensor cores
+constexpr int kOldestMajor = 8;  // for cp.async and bf16 tensor core products
 
 std::string version_text(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
@@ -19,7 +19,7 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-/// How many devices there are; 0 where there is no driver, too, and `why` then says what CUDA said.
+/// The number of devices. Without a driver it is 0, and `why` receives CUDA's message.
 int device_count(std::string& why) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
@@ -29,7 +29,7 @@ int device_count(std::string& why) {
   return 0;
 }
 
-/// Makes another device the current one, for a while.
+/// Makes another device current while it lives.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {
@@ -53,7 +53,7 @@ cudaError_t load(int& architecture) {
   return error;
 }
 
-/// "runs code of sm_90", or why it does not run.
+/// "runs code of sm_90", or why the device cannot run kvlab.
 std::string code_text(int device, int major, int minor) {
   const DeviceScope scope(device);
   int architecture = 0;

@@ -1,7 +1,7 @@
-// What a launch may ask of a GPU, and what code this build has for it.
+// What a kernel launch may use of a GPU, and which code of this build the GPU runs.
 //
-// A launch plan is a pure function of a shape and of DeviceLimits. So a test can run every plan for
-// the limits of a GPU that is not there.
+// A launch plan is a pure function of a shape and of DeviceLimits, so tests check plans for GPUs
+// that the machine does not have.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,38 +14,41 @@ namespace kvlab::kernels {
 
 struct DeviceLimits {
   int multiprocessors = 0;
-  int shared_bytes = 0;  ///< shared memory that a thread block may have at most
-  /// The code that the driver loaded was compiled for sm_90 or later: it has programmatic dependent
-  /// launch and clusters. A GPU of 9.0 that runs PTX of sm_80 has neither.
+  int shared_bytes = 0;  ///< shared memory that a thread block may use at most, in bytes
+  /// The code that the driver loaded was compiled for sm_90 or later, so it has programmatic
+  /// dependent launch and clusters. A GPU of compute capability 9.0 that runs PTX of sm_80 has
+  /// neither.
   bool early_start = false;
 };
 
-/// Of the current device. An error where there is none, or where this build has no code for it.
+/// Of the current device. Returns an error if there is no device or this build has no code for it.
 cudaError_t device_limits(DeviceLimits& limits);
 
-/// What one launch asks of a GPU.
+/// The resources of one launch.
 struct LaunchPlan {
-  int blocks = 0;                ///< 0: no plan fits
-  int stages = 0;                ///< of a ring in shared memory, if there is one
-  int rows = 0;                  ///< that one launch takes, where rows are many
-  std::size_t shared_bytes = 0;  ///< dynamic; where no plan fits, the least that a block needs
-  unsigned cluster = 0;          ///< blocks of a cluster; 0: none
+  int blocks = 0;  ///< 0: no plan fits
+  int stages = 0;  ///< stages of the ring in shared memory, if the kernel has one
+  int rows = 0;    ///< rows that one launch handles, if there are many
+  /// dynamic, in bytes; if no plan fits, the least that a block needs
+  std::size_t shared_bytes = 0;
+  unsigned cluster = 0;  ///< thread blocks per cluster; 0: no clusters
 
   bool fits() const { return blocks > 0; }
 };
 
 /// Whether a call failed because this build has no code for the device.
 bool is_without_code(cudaError_t error);
-/// Why kvlab does not run on the current device: there is none, it is too old, or this build has no
-/// code for it. Empty where it does.
+/// Why kvlab does not run on the current device: no device, too old, or no code for it in this
+/// build. Empty if it runs.
 std::string why_not_device();
-/// The same for a GPU of compute capability major.minor, where loading a kernel ended with
+/// The same for a GPU of compute capability major.minor on which loading a kernel returned
 /// `loaded`.
 std::string why_not_device(int major, int minor, cudaError_t loaded);
 
-/// CMAKE_CUDA_ARCHITECTURES of this build, a space between two.
+/// CMAKE_CUDA_ARCHITECTURES of this build, separated by spaces.
 std::string_view built_architectures();
-/// Lines about this build's CUDA code, the driver and each GPU. Without a GPU they say so.
+/// Lines that describe this build's CUDA code, the driver and each GPU, or that say there is no
+/// GPU.
 std::string cuda_description();
 
 }  // namespace kvlab::kernels

@@ -1,5 +1,5 @@
-// The C interface: asks whether a call can be, hands its struct to the launcher, which takes it as
-// it is, finds policies by name, has others compiled, and keeps why a call was refused.
+// The C interface: checks a call's arguments, passes its struct to the launcher, finds policies by
+// name, compiles policies from headers, and keeps why a call was refused.
 #include "kernels/kvlab.h"
 
 #include <algorithm>
@@ -35,7 +35,8 @@ static_assert(sizeof(kvlab_columns_args::features) == kMaxFeatures * sizeof(kvla
 static_assert(KVLAB_IDLE == kIdle && UINT32_MAX == kUnlimited);
 static_assert(SIZE_MAX == kNoDevice);
 
-// What callers lay out. Another size is another binary interface, of an embedded struct too.
+// Sizes of the structs that callers fill. If a size changes (of an embedded struct too), the binary
+// interface changes.
 template <class... Structs>
 constexpr std::array kSizes{sizeof(Structs)...};
 static_assert(
@@ -60,10 +61,10 @@ const std::vector<kvlab_policy>& policies() {
 
 constexpr const char* kNull = "an argument is NULL";
 
-/// Of the thread's last call that can be refused: kvlab_last_error.
+/// kvlab_last_error(): the message of the thread's last call that was refused.
 thread_local std::string last_error;
 
-/// Whether there is a reason to refuse a call, which is kept.
+/// Returns whether there is a reason to refuse the call, and records the reason.
 bool is_refused(const char* call, const std::string& why) {
   return !why.empty() && record_error(call, cudaErrorInvalidValue, why) != cudaSuccess;
 }
@@ -78,7 +79,7 @@ bool is_refused(const char* call, const kvlab_policy* policy, const Args* args) 
   return is_refused(call, why_not_size(*args)) || is_refused(call, why_not(policy->kernels, *args));
 }
 
-/// `said`: what is wrong.
+/// `said` receives what is wrong.
 cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::string& said) try {
   constexpr std::uintmax_t kMaxBytes = 1 << 20;
   std::error_code error;
@@ -86,7 +87,8 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
     said = std::string(path) + ": has more than a MiB; a policy's header is expected";
     return cudaErrorInvalidSource;
   }
-  std::ifstream file(error ? "" : path, std::ios::binary);  // no pipe, no device
+  // regular files only: no pipe, no device
+  std::ifstream file(error ? "" : path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   if (!file) {
     said = std::string(path) + ": cannot be read";
@@ -112,13 +114,13 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
   return cudaErrorNotSupported;
 }
 
-/// name=NAME: where NAME is but the default.
+/// Parses name=NAME. NAME may be left out if it is the default.
 const char* feature_name(const char* name) {
   const char* const given = std::strchr(name, '=');
   return given == nullptr ? name : given + 1;
 }
 
-/// Of a supported shape. The table of blocks and their places are not looked at.
+/// For a supported shape. Does not look at the block table or at the order of blocks.
 void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t slots,
              kvlab_positions numbering, kvlab_memory& to) {
   const std::size_t sequences = static_cast<std::size_t>(c.sequences),
@@ -154,15 +156,15 @@ void measure(const EvictionKernels& policy, const kvlab_cache& c, std::size_t sl
         .compact_workspace = compact_workspace(c)};
 }
 
-/// Why the current device cannot attend over such a cache; empty where it can, and where there is
-/// no device.
+/// Why the current device cannot attend over such a cache. Empty if it can, and if there is no
+/// device.
 std::string why_not_here(const kvlab_cache& cache, kvlab_positions numbering) {
   DeviceLimits limits;
   const cudaError_t error = device_limits(limits);
   if (error == cudaSuccess) return why_not_attention(cache, numbering, limits);
   return is_without_code(error) ? why_not_device() : "";
 }
-/// The end of a call that attends.
+/// Ends a call that attends: records its error, if any.
 cudaError_t record_attention_error(const char* call, cudaError_t error,
                                    const kvlab_evicting_attention_args& args) {
   const bool lacks = error == cudaErrorNotSupported;
@@ -175,7 +177,7 @@ cudaError_t record_prefill_error(const char* call, cudaError_t error,
   return record_error(call, error, lacks ? why_not_prefill(args.type, args.head_size, limits) : "");
 }
 
-/// cudaSuccess: it is not.
+/// Returns cudaSuccess if the arguments are valid.
 cudaError_t check_compact_args(const char* call, const kvlab_policy* policy,
                                const kvlab_shrink_args* args) {
   if (policy != nullptr && args != nullptr && args->struct_size == sizeof *args &&
@@ -224,7 +226,8 @@ cudaError_t kvlab_compile_policy(const char* path, const kvlab_policy** policy, 
 
 const char* kvlab_policy_name(int index) {
   if (index < 0 || static_cast<std::size_t>(index) >= policies().size()) return nullptr;
-  return policies()[static_cast<std::size_t>(index)].kernels.name.data();  // from a literal
+  // null-terminated, because the name is a string literal
+  return policies()[static_cast<std::size_t>(index)].kernels.name.data();
 }
 
 const char* kvlab_policy_column(const kvlab_policy* policy, int index) {
@@ -256,7 +259,7 @@ cudaError_t kvlab_policy_params(const kvlab_policy* policy, const double* values
                                 void* to) {
   if (is_refused(__func__, std::string(policy == nullptr ? kNull : "")))
     return cudaErrorInvalidValue;
-  // Params are doubles, one for each parameter.
+  // The policy's Params are doubles, one per parameter.
   const std::size_t wanted = policy->kernels.params_bytes / sizeof(double);
   const bool null = wanted > 0 && (values == nullptr || to == nullptr);
   const bool counts = count >= 0 && static_cast<std::size_t>(count) == wanted;

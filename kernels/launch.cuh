@@ -1,4 +1,4 @@
-// Launching a kernel that may start before its predecessor in the stream has ended.
+// Launches a kernel that may start before its predecessor in the stream has ended.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,11 +16,12 @@ struct Launch {
   dim3 grid, block;
   std::size_t shared_bytes = 0;  ///< dynamic
   cudaStream_t stream = nullptr;
-  unsigned cluster = 0;  ///< blocks of each cluster (sm_90); 0: none
+  unsigned cluster = 0;  ///< thread blocks per cluster (sm_90); 0: no clusters
 };
 
-/// Lets a kernel have all the dynamic shared memory there is, and asks that a multiprocessor be set
-/// up for it: two kernels share one only where both want the same.
+/// Lets a kernel use all dynamic shared memory of the device, and asks for the multiprocessor to be
+/// configured for it, because two kernels run on one multiprocessor only if both want the same
+/// configuration.
 template <class... Params>
 cudaError_t allow_shared_memory(void (*kernel)(Params...), const DeviceLimits& limits) {
   const cudaError_t error = cudaFuncSetAttribute(
@@ -63,7 +64,8 @@ cudaError_t launch(const DeviceLimits& limits, void (*kernel)(Params...), const 
   });
 }
 
-/// Launches a kernel by a function's address or a cudaKernel_t, with each parameter's address.
+/// Launches a kernel given as a function address or a cudaKernel_t, with the address of each
+/// parameter.
 inline cudaError_t launch(const DeviceLimits& limits, const void* kernel, const Launch& where,
                           void** parameters) {
   return launch_by(limits, where, [&](const cudaLaunchConfig_t* config) {

@@ -1,8 +1,8 @@
-// How each kernel is launched on a GPU of given limits: pure functions, which run without a GPU.
-// Code that allocates memory for a kernel asks here first whether the kernel can be launched.
+// Launch plans of each kernel for a GPU with given limits: pure functions, which run without a GPU.
+// Code that allocates memory for a kernel first asks here whether the kernel can be launched.
 //
-// Launchers whose shared memory is static, or at most 48 KB whatever the shape, have no plan here:
-// every GPU has that much.
+// Launchers whose shared memory is static, or at most 48 KiB for every shape, have no plan here,
+// because every GPU has that much.
 #pragma once
 
 #include <cstdint>
@@ -23,42 +23,43 @@ struct ReplayMembers;    // the same
 struct ReplayWalkPlan;   // the same
 struct EvictionKernels;  // kernels/evict/eviction_kernels.hpp
 
-/// Which kernel of decode attention runs: one that sends for tiles one by one, one that sends for
-/// all of its shared memory at once, or one that has a cluster of thread blocks for each pair.
+/// Which kernel of decode attention runs: one that requests tiles one by one, one that requests all
+/// of its shared memory at once, or one that uses a cluster of thread blocks for each pair.
 enum class PairKernel { one_by_one, all_ahead, clusters };
 struct PairLaunch {
   PairKernel kernel;
   LaunchPlan plan;
 };
-/// Decode attention of a supported shape.
+/// Decode attention for a supported shape.
 PairLaunch pair_attention_plan(const PairAttention& args, const DeviceLimits& limits);
-/// Decode attention over tiers: args.table.max_slots rows of at most `max_row_bytes`.
+/// Decode attention over tiers: args.table.max_slots rows of at most `max_row_bytes` bytes.
 LaunchPlan tier_attention_plan(const PairAttention& args, int max_row_bytes,
                                const DeviceLimits& limits);
-/// Prefill attention and its second pass. What they need depends on the type and the head size.
+/// Prefill attention and its second pass. The plan depends on the type and the head size.
 LaunchPlan prefill_plan(Type type, int head_size, const DeviceLimits& limits);
 LaunchPlan observe_plan(Type type, int head_size, const DeviceLimits& limits);
-/// A product of a decode step. Its shared memory grows with k; it takes plan.rows of x at a time.
+/// A product of a decode step. Its shared memory grows with k; one launch handles plan.rows rows of
+/// x.
 LaunchPlan linear_plan(Type type, Form form, int rows, int n, int k, const DeviceLimits& limits);
-/// Of 2-byte types; n outputs of an expert.
+/// For 2-byte types; `n`: outputs of an expert.
 LaunchPlan expert_product_plan(const Routes& routes, int n, const DeviceLimits& limits);
 
-/// Whether a walk's bits of live tokens fit a block's shared memory: shape.tokens of them for the
-/// cache and for each of its tiers, and what cache positions take.
+/// Whether the bits of live tokens that a walk keeps fit a block's shared memory: shape.tokens bits
+/// for the cache and for each of its tiers, and the memory that cache positions need.
 bool walk_fits(const ReplayShape& shape, ReplayTokens tokens, int tiers,
                const DeviceLimits& limits);
-/// As plan_walk() of kernels/replay/replay.hpp.
+/// See plan_walk() in kernels/replay/replay.hpp.
 cudaError_t plan_walk(const ReplayWalkArgs& args, const ReplayMembers& members,
                       const DeviceLimits& limits, ReplayWalkPlan& plan);
-/// Tokens of a row that replay_rows() keeps in shared memory.
+/// The number of tokens of a row that replay_rows() keeps in shared memory.
 int replay_cached_tokens(int tokens, const DeviceLimits& limits);
-/// replay_outputs(), static shared memory included.
+/// replay_outputs(); includes static shared memory.
 LaunchPlan replay_outputs_plan(Type type, const DeviceLimits& limits);
 
-// Why there is no plan, with the limit; empty where there is one.
+// Why there is no plan, with the limit that is exceeded. Empty if there is a plan.
 
 std::string why_not_pair_attention(const PairAttention& args, const DeviceLimits& limits);
-/// The same of a cache's decode attention; empty for a shape that is not supported anywhere.
+/// The same for a cache's decode attention. Empty for a shape that is not supported on any GPU.
 std::string why_not_attention(const kvlab_cache& cache, kvlab_positions numbering,
                               const DeviceLimits& limits);
 std::string why_not_tier_attention(const PairAttention& args, int max_row_bytes,

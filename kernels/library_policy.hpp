@@ -1,4 +1,4 @@
-// What a handle of kvlab.h's policies is.
+// The type behind a policy handle of kvlab.h.
 #pragma once
 
 #include <memory>
@@ -9,5 +9,6 @@
 
 struct kvlab_policy {
   kvlab::kernels::EvictionKernels kernels;
-  std::unique_ptr<const kvlab::kernels::HeaderPolicy> header = nullptr;  ///< null: of the registry
+  /// null: a policy of the registry
+  std::unique_ptr<const kvlab::kernels::HeaderPolicy> header = nullptr;
 };

@@ -51,7 +51,7 @@ __global__ void embed_kernel(const T* table, int hidden, float scale, const std:
   store_eight(value, x + std::size_t{blockIdx.x} * hidden + at);
 }
 
-/// hidden * 4 + 4. A block for each token.
+/// Bytes: hidden * 4 + 4 per token. A block for each token.
 __global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
   __shared__ float sums[kThreads / kWarpSize];
   let_successor_start();
@@ -60,7 +60,8 @@ __global__ void squared_norms_kernel(const float* x, int hidden, float* norms) {
   if (threadIdx.x == 0) norms[blockIdx.x] = sum;
 }
 
-/// hidden * (4 + bytes of T); the second reading of x is from the cache. A block for each token.
+/// Bytes: hidden * (4 + bytes of T) per token; x is read the second time from the cache. A block
+/// for each token.
 template <class T>
 __global__ void rms_norm_kernel(const float* x, const Norm norm, int hidden, T* y) {
   __shared__ float sums[kThreads / kWarpSize];
@@ -77,7 +78,7 @@ __global__ void rms_norm_kernel(const float* x, const Norm norm, int hidden, T* 
   }
 }
 
-/// width * 2 * bytes of T. A block for each token.
+/// Bytes: width * 2 * bytes of T per token. A block for each token.
 template <class T>
 __global__ void norm_in_place_kernel(T* y, std::int64_t stride, const Norm norm, int width) {
   __shared__ float sums[kThreads / kWarpSize];
@@ -93,7 +94,8 @@ __global__ void norm_in_place_kernel(T* y, std::int64_t stride, const Norm norm,
   }
 }
 
-/// hidden * (12 + bytes of T), as above.
+/// Bytes: hidden * (12 + bytes of T) per token; y is read the second time from the cache. A block
+/// for each token.
 template <class T>
 __global__ void add_normed_kernel(const float* y, const Norm norm, int hidden, float* x) {
   __shared__ float sums[kThreads / kWarpSize];
@@ -113,7 +115,7 @@ __global__ void add_normed_kernel(const float* y, const Norm norm, int hidden, f
   }
 }
 
-/// count * (bytes of T + 8).
+/// Bytes: count * (bytes of T + 8).
 template <class T>
 __global__ void add_residual_kernel(const T* y, std::size_t count, float* x) {
   let_successor_start();
@@ -131,7 +133,7 @@ __global__ void add_residual_kernel(const T* y, std::size_t count, float* x) {
   }
 }
 
-/// width * 3 * bytes of T.
+/// Bytes: width * 3 * bytes of T per token.
 template <class T>
 __global__ void gate_kernel(Activation activation, float clamp, const T* gate_up, int width, T* y) {
   let_successor_start();
@@ -147,8 +149,8 @@ __global__ void gate_kernel(Activation activation, float clamp, const T* gate_up
   store_eight(gate, y + std::size_t{blockIdx.x} * width + at);
 }
 
-/// A head in shared memory, one warp's own: from `row`, normed if there is a gamma. What is rotated
-/// is what `plain` captures: rounded to T.
+/// Loads a head into the warp's shared memory: the elements from `row`, normed if there is a gamma.
+/// The value that is rotated is the value that `plain` captures, rounded to T.
 template <class T>
 __device__ void load_head(const T* row, const T* gamma, const RopeWriteArgs& args, float* head,
                           T* plain) {
@@ -187,7 +189,8 @@ __device__ void store_rotated(const float* head, const float2* cos_sin, int head
   }
 }
 
-/// (query_heads + 2 kv_heads) * head_size * 2 * bytes of T. A warp for each head of a token.
+/// Bytes: (query_heads + 2 kv_heads) * head_size * 2 * bytes of T per token. A warp for each head
+/// of a token.
 template <class T>
 __global__ void rope_write_kernel(const RopeWriteArgs args) {
   extern __shared__ float heads[];
@@ -236,7 +239,7 @@ __global__ void rope_write_kernel(const RopeWriteArgs args) {
   }
 }
 
-/// Launches with the current device's limits.
+/// Launches under the current device's limits.
 template <class... Params, class... Args>
 cudaError_t launch_here(void (*kernel)(Params...), const Launch& where, Args... args) {
   DeviceLimits limits;
@@ -246,7 +249,7 @@ cudaError_t launch_here(void (*kernel)(Params...), const Launch& where, Args... 
 
 bool valid(int tokens, int width) { return tokens > 0 && width > 0 && width % 8 == 0; }
 
-/// A block for each of some rows.
+/// A block for each row.
 Launch by_row(int tokens, cudaStream_t stream) {
   return {.grid = dim3(static_cast<unsigned>(tokens)), .block = dim3(kThreads), .stream = stream};
 }

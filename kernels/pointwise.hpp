@@ -1,59 +1,63 @@
-// Everything between the products: embedding, norm, RoPE and cache write, gate, sampling.
+// All element-wise steps between the matrix products: embedding, norm, RoPE and cache write, gate,
+// sampling.
 #pragma once
 
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
 
-/// Widths of embed, rms_norm, add_normed, squared_norms and gate are multiples of 8.
+/// The widths of embed, rms_norm, add_normed, squared_norms and gate must be multiples of 8.
 
-/// x[t] = scale * table[ids[t]] in float32; not-a-number for an id below 0 (see sample).
+/// x[t] = scale * table[ids[t]] in float32; NaN for an id below 0 (see sample).
 cudaError_t embed(Type type, const void* table, int hidden, float scale, const std::int32_t* ids,
                   int tokens, float* x, cudaStream_t stream);
 
-/// y[t] = x[t] / rms(x[t]) * (offset + gamma), rounded to `type`; without a gamma x[t] itself.
+/// y[t] = x[t] / rms(x[t]) * (offset + gamma), rounded to `type`; without a gamma, y[t] = x[t]
+/// rounded.
 cudaError_t rms_norm(Type type, const float* x, const Norm& norm, int tokens, int hidden, void* y,
                      cudaStream_t stream);
-/// x[t] += that of y[t], unrounded.
+/// x[t] += the norm of y[t], as in rms_norm, not rounded.
 cudaError_t add_normed(Type type, const float* y, const Norm& norm, int tokens, int hidden,
                        float* x, cudaStream_t stream);
 
-/// y[t] = that of y[t], of `type`, whose rows begin `stride` elements apart.
+/// y[t] = the norm of y[t], of `type`; rows begin `stride` elements apart.
 cudaError_t norm_in_place(Type type, void* y, std::int64_t stride, const Norm& norm, int tokens,
                           int width, cudaStream_t stream);
 
-/// norms[t] = the sum of x[t]'s squares.
+/// norms[t] = the sum of the squares of x[t].
 cudaError_t squared_norms(const float* x, int tokens, int hidden, float* norms,
                           cudaStream_t stream);
 
-/// x += y, y of `type`.
+/// x += y; y is of `type`.
 cudaError_t add_residual(Type type, const void* y, std::size_t count, float* x,
                          cudaStream_t stream);
 
-/// y[t, n] = activation(g) * u, g = gate_up[t, n] and u = gate_up[t, width + n]. Where `clamp` is
-/// not 0: g / (1 + e^(-1.702 g)) * (u + 1), of a g that is at most that and a u no further from 0.
+/// y[t, n] = activation(g) * u with g = gate_up[t, n] and u = gate_up[t, width + n]. If `clamp` is
+/// not 0: g / (1 + e^(-1.702 g)) * (u + 1), with g limited to at most clamp and u to [-clamp,
+/// clamp].
 cudaError_t gate(Type type, Activation activation, float clamp, const void* gate_up, int tokens,
                  int width, void* y, cudaStream_t stream);
 
-/// Splits a projection, norms q and k by head (where gammas are given; the result is rounded to the
-/// type, as it is captured), rotates them in float32 by cos/sin of the token's position, rounds,
-/// and writes k and v to the cache: of pairs, or, without first_slot, [sequence, kv_head, slot,
-/// dim].
+/// Splits a projection into q, k and v. Applies the q and k norms per head if gammas are given (the
+/// result is rounded to the type, as it is captured). Rotates q and k in float32 by the cos/sin of
+/// the token's position, rounds, and writes k and v to the cache: to the slots of pairs, or,
+/// without first_slot, to [sequence, kv_head, slot, dim].
 struct RopeWriteArgs : kvlab_write_args {
   std::int64_t sequence_stride = 0, head_stride = 0;  ///< in elements, without first_slot
-  int ring = 0;  ///< likewise: slots are taken modulo it; 0: as they are
+  int ring = 0;  ///< without first_slot: slots are taken modulo `ring`; 0: slots are used unchanged
   const void *q_gamma = nullptr, *k_gamma = nullptr;  // [head_size] of type, or null
-  float norm_epsilon = 0, norm_offset = 0;            ///< as Norm has them
-  /// For capture, or null: before RoPE, after the norms, of type.
+  float norm_epsilon = 0, norm_offset = 0;            ///< see Norm
+  /// For capture, or null: q and k after the norms and before RoPE, of type.
   void *plain_q = nullptr, *plain_k = nullptr;  // [token, query_head, dim], [token, kv_head, dim]
 };
 cudaError_t rope_write(const RopeWriteArgs& args, cudaStream_t stream);
 bool valid(const RopeWriteArgs& args);
 
-/// Chooses one id a row: temperature 0 is greedy (ties: the lowest id), else by inverse transform
-/// of the top-k/top-p tempered distribution with a counter-based sample from (seed[row],
-/// counter[row]): the samples of engine/sampler.hpp, but that probabilities are float32. -1 where
-/// the row's largest logit is not finite. A vocab has less than 2^18 ids.
+/// Samples one id per row. Temperature 0 is greedy (ties: the lowest id). Otherwise the id comes by
+/// inverse transform from the top-k/top-p tempered distribution, with a counter-based random number
+/// from (seed[row], counter[row]): the same samples as engine/sampler.hpp, except that
+/// probabilities are float32. The id is -1 if the row's largest logit is not finite. A vocab has
+/// less than 2^18 ids.
 struct SampleArgs {
   int rows, vocab;
   const float* logits;               // [row, vocab]

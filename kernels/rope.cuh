@@ -1,4 +1,4 @@
-// What `rope_write` and the product that ends with it share.
+// Code shared by `rope_write` and the matrix product that ends with it.
 #pragma once
 
 #include "kernels/evict/eviction.hpp"
@@ -7,22 +7,22 @@
 
 namespace kvlab::kernels {
 
-/// Rotates a point by the angle of this cosine and sine, to the bits of RopeTable::rotate():
-/// quantized values are of those.
+/// Rotates a point by the angle with this cosine and sine. The bits equal those of
+/// RopeTable::rotate(), because values are quantized after the rotation.
 __device__ inline float2 rotate(float2 point, float2 cos_sin) {
   return {point.x * cos_sin.x - point.y * cos_sin.y, point.y * cos_sin.x + point.x * cos_sin.y};
 }
 
-/// Cosines and sines of a token's position, [rotated / 2]; null where nothing is rotated. The row
-/// of a sequence that sits out may be KVLAB_IDLE, which is -1 here: any row serves, for nothing of
-/// it is written.
+/// Cosines and sines of a token's position, [rotated / 2]; null if nothing is rotated. The row of
+/// an idle sequence may be KVLAB_IDLE, which is -1 here: then any row is returned, because nothing
+/// that is computed from it is written.
 __device__ inline const float2* rope_row(const RopeWriteArgs& args, int token) {
   if (args.rotated == 0) return nullptr;
   return reinterpret_cast<const float2*>(args.rope) +
          static_cast<std::int64_t>(max(args.rope_rows[token], 0)) * (args.rotated / 2);
 }
 
-/// Where a token's keys and values go. What it reads of the token it reads when it is made.
+/// Where a token's keys and values go. The constructor reads everything that it needs of the token.
 class TokenSlot {
  public:
   TokenSlot() = default;
@@ -32,9 +32,9 @@ class TokenSlot {
         sits_out_(args.now && args.now[sequence_] == kIdle) {
     if (args.ring > 0) slot_ %= args.ring;
   }
-  /// The sequence keeps what it has, the slot of its next token included.
+  /// An idle sequence: all of its slots stay unchanged, the slot of its next token included.
   __device__ bool sits_out() const { return sits_out_; }
-  /// Of a KV head, in elements from the cache's begin.
+  /// The slot of a KV head, in elements from the cache's begin.
   __device__ std::int64_t of_head(const RopeWriteArgs& args, int kv_head) const {
     const kvlab_cache& cache = args.cache;
     if (!cache.first_slot)
@@ -43,13 +43,13 @@ class TokenSlot {
     const int pair = sequence_ * cache.kv_heads + kv_head;
     return (cache.first_slot[pair] + cache.next_slots[pair] + slot_) * cache.head_size;
   }
-  /// That where keys and values lie in blocks; of_head then counts as if they did not.
+  /// The same for keys and values in pages; of_head() then counts as if they were not paged.
   __device__ std::int64_t in_blocks(const RopeWriteArgs& args, int kv_head) const {
     const kvlab_cache& cache = args.cache;
     const int pair = sequence_ * cache.kv_heads + kv_head;
     return paged_row(cache.pages, pair, cache.kv_heads, cache.next_slots[pair] + slot_);
   }
-  /// Notes the token's position where its key has gone, in a cache by pairs.
+  /// Stores the token's position at the slot of its key, in a cache with slots by pair.
   __device__ void note_position(const RopeWriteArgs& args, std::int64_t place) const {
     if (args.cache.first_slot && args.cache.positions && args.now)
       args.cache.positions[place / args.cache.head_size] = args.now[sequence_];

@@ -1,10 +1,10 @@
-// Sampling on the device, the same samples as engine/sampler.hpp makes on the host: the logits come
-// in no order, and none is made. What lies where in the order "likeliest first, then lowest id" is
-// found by histograms over the bits of the distance from the largest logit, 11 bits a pass; weights
-// are integers, so that sums are exact and do not depend on the order of threads.
+// Sampling on the device, with the same samples as engine/sampler.hpp makes on the host. The logits
+// are not sorted. Positions in the order "likeliest first, then lowest id" are found by histograms
+// over the bits of the distance from the largest logit, 11 bits per pass. Weights are integers, so
+// sums are exact and do not depend on the order of threads.
 //
-// Bytes: the logits once, 4 * vocab a row (greedy). Otherwise one multiprocessor reads a row 3 to
-// 12 times, from the L2 cache.
+// Bytes: greedy sampling reads the logits once, 4 * vocab per row. Otherwise one multiprocessor
+// reads a row 3 to 12 times, from the L2 cache.
 #include <cmath>
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
@@ -22,15 +22,16 @@ namespace {
 using u32 = std::uint32_t;
 using u64 = unsigned long long;
 
-constexpr int kParts = 32;  ///< of a row, for the largest logit: a lane each
+constexpr int kParts = 32;  ///< parts of a row in the search for the largest logit, one lane each
 constexpr int kPartThreads = 256;
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
-constexpr int kLimbBits = 14, kLimbs = 3;     ///< of a weight, so that 32-bit sums do not overflow
-constexpr float kMaxWeight = 0x1.fffffep41f;  // the largest below 2^42, which fits the limbs
+constexpr int kLimbBits = 14, kLimbs = 3;  ///< of a weight; limbs keep 32-bit sums from overflowing
+// the largest float below 2^42, so that weights fit the limbs
+constexpr float kMaxWeight = 0x1.fffffep41f;
 constexpr int kMaxVocab = 1 << (32 - kLimbBits);
 constexpr int kBucketBits = 11, kBuckets = 1 << kBucketBits;
 
-/// workspace[row, part] = the best candidate of a part.
+/// workspace[row, part] = the best candidate of that part.
 __global__ void __launch_bounds__(kPartThreads) best_of_parts(const SampleArgs args) {
   using Reduce = cub::BlockReduce<u64, kPartThreads>;
   __shared__ Reduce::TempStorage storage;
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kPartThreads) best_of_parts(const SampleArgs a
   if (threadIdx.x == 0) static_cast<u64*>(args.workspace)[blockIdx.y * kParts + blockIdx.x] = best;
 }
 
-/// SplitMix64's finaliser over the counter-th state from `seed`: 53 bits.
+/// SplitMix64's finaliser applied to the counter-th state after `seed`; 53 bits.
 __device__ inline u64 uniform_at(u64 seed, u64 counter) {
   u64 x = seed + (counter + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -77,7 +78,7 @@ __device__ inline u64 in(Measure measure, Sum sum) {
   return measure == Measure::count ? sum.count : sum.weight;
 }
 
-/// A key of the order, by its distance from the largest, and what comes before it.
+/// A key of the order (its distance from the largest logit), and the totals before it.
 struct Cutoff {
   u32 distance;
   Sum before;
@@ -91,7 +92,7 @@ using WarpScan = cub::WarpScan<u64>;
 struct Shared {
   u32 counts[kBuckets];
   u32 limbs[kLimbs][kBuckets];
-  union {  // one at a time, a barrier between
+  union {  // used one at a time, with a barrier between
     Reduce::TempStorage reduce;
     Scan::TempStorage scan;
     SumScan::TempStorage sums;
@@ -102,7 +103,7 @@ struct Shared {
   int id;
 };
 
-/// One row, and one block that works on it.
+/// One row, processed by one block.
 class Row {
  public:
   __device__ Row(const float* logits, int vocab, u32 top_key, Weights weights, Shared& shared)
@@ -112,8 +113,8 @@ class Row {
   __device__ u64 weight_of(int id) const { return weights_(logits_[id]); }
   __device__ u32 distance_of(int id) const { return top_ - order_key(logits_[id]); }
 
-  /// The key at which the sums of `measure` in order first exceed `target`; keys after `last` are
-  /// left out.
+  /// The key at which the running sum of `measure`, in order, first exceeds `target`. Ignores keys
+  /// after `last`.
   __device__ Cutoff find(Measure measure, u64 target, u32 last) {
     Cutoff cutoff{.distance = 0, .before = {}};
     int shift = 32;
@@ -126,7 +127,8 @@ class Row {
     return cutoff;
   }
 
-  /// The id at which the sums of value(id), by ids, first exceed `target`; -1 if none does.
+  /// The id at which the running sum of value(id), in id order, first exceeds `target`; -1 if none
+  /// does.
   template <class Value>
   __device__ int find_id(u64 target, Value value) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -153,7 +155,7 @@ class Row {
   }
 
  private:
-  /// Histogram of the keys that share the bits of `prefix` from `shift` up, over the next `bits`.
+  /// Histogram over the next `bits` bits of the keys whose bits from `shift` up equal `prefix`.
   __device__ void fill(u32 prefix, int shift, int bits, u32 last) {
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < kBuckets; i += kThreads) {
@@ -185,7 +187,7 @@ class Row {
     return sum;
   }
 
-  /// The bucket in which the sums exceed the target, two buckets a thread.
+  /// The bucket in which the running sum exceeds the target; each thread has two buckets.
   __device__ Cutoff cross(Measure measure, u64 target, const Cutoff& from, int shift) {
     static_assert(kBuckets == 2 * kThreads);
     const int first = 2 * static_cast<int>(threadIdx.x);
@@ -211,7 +213,8 @@ class Row {
   Shared& shared_;
 };
 
-/// What top-k and top-p keep: everything likelier than `last`, and some ids of it.
+/// The ids that top-k and top-p keep: all that are likelier than `last`, and some of the ids at
+/// `last`.
 struct Kept {
   u32 last;
   u64 weight;
@@ -223,7 +226,7 @@ __device__ Kept keep_likeliest(Row& row, u32 count) {
   return {cutoff.distance, cutoff.before.weight + ties * row.weight(cutoff.distance)};
 }
 
-/// The fewest of the likeliest that together reach the share.
+/// The fewest of the likeliest ids whose weights together reach the share.
 __device__ Kept keep_share(Row& row, Kept all, double share) {
   const u64 enough =
       max(u64{1}, static_cast<u64>(ceil(fmin(share, 1.0) * static_cast<double>(all.weight))));
@@ -270,7 +273,7 @@ __global__ void __launch_bounds__(kThreads) choose(const SampleArgs args) {
   const float largest = from_order_key(static_cast<u32>(best >> 32));
   const float temperature = args.temperature[at];
   const u64 counter = args.counter[at];
-  __syncthreads();  // all have read the counter
+  __syncthreads();  // all threads have read the counter
 
   int id = static_cast<int>(~static_cast<u32>(best));
   if (!isfinite(largest)) {

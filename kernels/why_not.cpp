@@ -16,12 +16,12 @@
 namespace kvlab::kernels {
 namespace {
 
-/// The first of some wants that is not there.
+/// Collects requirements, and keeps the message of the first that is not met.
 class Wants {
  public:
   explicit Wants(std::string of = "") : of_(std::move(of)) {}
 
-  /// `said`: what is, and what would be right; behind the struct's name.
+  /// `said`: what the value is and what is expected; it follows the struct's name.
   template <class... Parts>
   Wants& that(bool holds, fmt::format_string<const Parts&...> said, const Parts&... parts) {
     if (!holds && missing_.empty()) missing_ = of_ + fmt::format(said, parts...);
@@ -31,7 +31,7 @@ class Wants {
     for (const auto& [pointer, name] : all) that(pointer != nullptr, "{} is NULL", name);
     return *this;
   }
-  /// Arrays of keys, values, queries and outputs.
+  /// Requires arrays of keys, values, queries and outputs.
   Wants& rows(std::initializer_list<std::pair<const void*, const char*>> all) {
     pointers(all);
     for (const auto& [pointer, name] : all)
@@ -59,7 +59,7 @@ void want_page(Wants& wants, int page) {
              "page is {}; a power of two from {} to 2^20", page, kMinSlotsOfBlock);
 }
 
-/// Kernels count rows and thread blocks in 32 bits with a sign, and round slots up.
+/// Kernels count rows and thread blocks in signed 32-bit integers, and round slots up.
 constexpr std::int64_t kMaxRows = std::int64_t{1} << 31;
 
 std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, std::int64_t slots,
@@ -86,7 +86,7 @@ std::string why_not(const kvlab_pages& pages, int head_size, kvlab_type type, st
   return wants.missing();
 }
 
-/// What every attention wants of a shape.
+/// The requirements of every attention on a shape.
 void want_shape(Wants& wants, kvlab_type type, int query_heads, int kv_heads, int head_size,
                 int max_group = kMaxPagedGroup) {
   want_type(wants, type);
@@ -321,9 +321,9 @@ std::string why_not_values(const DevicePolicy& policy) {
 
 namespace {
 
-/// Thread blocks that observe a prompt, at most: of so many keys, queries and KV heads.
+/// Thread blocks that observe a prompt, at most, for its number of keys, queries and KV heads.
 std::int64_t observing_blocks(const kvlab_observe_args& args) {
-  constexpr std::int64_t kLeastKeys = 32, kQueries = 1024;  // of one
+  constexpr std::int64_t kLeastKeys = 32, kQueries = 1024;  // per thread block
   return (args.keys_end + kLeastKeys - 1) / kLeastKeys *
          ((args.prefill.queries + kQueries - 1) / kQueries) * args.prefill.kv_heads;
 }

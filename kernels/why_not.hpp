@@ -1,5 +1,5 @@
-// Why a call of kvlab.h is refused, in one line: what is, where, and what would be right. Asked
-// before each call, and by launchers that have no more to ask.
+// Why a call of kvlab.h is refused, in one line: what is wrong, where, and what is expected.
+// Checked before each call, and by launchers that have no further requirements.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@
 
 namespace kvlab::kernels {
 
-/// The error of a call, whose reason is kept for kvlab_last_error.
+/// Returns the error of a call, and keeps its reason for kvlab_last_error.
 cudaError_t record_error(const char* call, cudaError_t error, const std::string& why = "");
 
-/// Why a caller's struct is not this header's; empty where it is.
+/// Why a caller's struct does not have the size of this header's struct; empty if it has.
 std::string why_not_size(std::size_t given, std::size_t wanted);
 template <class Args>
 std::string why_not_size(const Args& args) {
@@ -22,13 +22,14 @@ std::string why_not_size(const Args& args) {
 
 bool is_type(kvlab_type type);
 
-// Empty: nothing. Pointers are not followed; the launchers know the rest.
+// An empty string means that the call is valid. Pointers are not followed; the launchers check the
+// rest.
 
-/// All of a cache but its arrays.
+/// Checks a cache except for its arrays.
 std::string why_not_shape(const kvlab_cache& cache, const char* name = "cache");
-/// And what attention wants of it, with so many query heads for a KV head at most.
+/// Also checks what attention requires, with at most `max_group` query heads per KV head.
 std::string why_not_shape(const kvlab_cache& cache, const char* name, int max_group);
-/// Of a question for bytes, of so many slots: of its blocks, their size alone.
+/// For a question about memory for `slots` slots; of paged memory it checks only the page size.
 std::string why_not_shape(const kvlab_cache& cache, std::int64_t slots);
 std::string why_not(const kvlab_write_args& args);
 std::string why_not(const kvlab_columns_args& args);
@@ -36,18 +37,18 @@ std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_a
 std::string why_not(const DevicePolicy& policy, const kvlab_evicting_attention_args* layers,
                     int count);
 std::string why_not(const kvlab_prefill_args& args);
-/// And what attention itself wants of a prompt.
+/// Also checks what attention requires of a prompt.
 std::string why_not_attended(const kvlab_prefill_args& args);
 std::string why_not(const kvlab_observe_args& args);
-/// Of `count` values for a policy's parameters; `counts`: there are so many.
+/// Checks `count` values for a policy's parameters; `counts`: whether the number is right.
 std::string why_not_params(const DevicePolicy& policy, int count, bool counts);
-/// Of a parameter that is out of its range.
+/// Names the parameter that is out of range.
 std::string why_not_values(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_prefix_args& args);
-/// Why prompts cannot share what a prefix's tokens received and bring.
+/// Why prompts cannot share a prefix's observations and token features.
 std::string why_not_shared(const DevicePolicy& policy);
 std::string why_not(const DevicePolicy& policy, const kvlab_shrink_args& args);
-/// Of the halves of a compaction.
+/// For the halves of a compaction.
 std::string why_not_ranks(const kvlab_shrink_args& args, const std::uint64_t* ranks, int devices);
 
 }  // namespace kvlab::kernels

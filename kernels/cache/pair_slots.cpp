@@ -38,13 +38,14 @@ std::vector<TierSlots> PairSlots::tiers(std::uint32_t layer, std::size_t pair) c
   return own.tiers.empty() ? std::vector{TierSlots{.slots = own.budget}} : own.tiers;
 }
 
-/// On the first those that wait for eviction, too.
+/// The first tier also has rows for tokens that wait for eviction.
 std::uint32_t PairSlots::rows(std::size_t pair, std::span<const TierSlots> tiers,
                               std::size_t tier) const {
   return tier == 0 ? slots_of(pair, tiers[0].slots) : std::min(tiers[tier].slots, max_tokens_);
 }
 
-/// As many slots as before, or fewer: budgets have the same sum, and no head has more than tokens.
+/// Uses as many slots as before or fewer: budgets keep their sum, and no head has more slots than
+/// tokens.
 void PairSlots::share(std::uint32_t layer, std::size_t sequence,
                       std::span<const std::uint32_t> budgets) {
   const std::size_t first = layer * pairs() + sequence * kv_heads_;

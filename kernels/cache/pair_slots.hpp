@@ -12,32 +12,32 @@ namespace kvlab::kernels {
 /// A pair is one KV head of one sequence; every layer has all pairs.
 class PairSlots {
  public:
-  /// Throws std::invalid_argument where a cache has no bound at all.
+  /// Throws std::invalid_argument if a cache has no bound.
   explicit PairSlots(const SlotsConfig& config);
 
-  std::size_t pairs() const { return modifiers_.size() * kv_heads_; }  ///< of a layer
+  std::size_t pairs() const { return modifiers_.size() * kv_heads_; }  ///< of one layer
   std::size_t all() const { return own_.size(); }                      ///< pairs, all layers
   std::int64_t total() const { return total_; }                        ///< slots, all layers
-  int max_slots() const { return max_slots_; }                         ///< of a pair
+  int max_slots() const { return max_slots_; }                         ///< of a pair, at most
   std::uint32_t budget(std::uint32_t layer, std::size_t pair) const {
     return own_[layer * pairs() + pair].budget;
   }
-  /// Of the budget that was requested.
+  /// The protected tokens of a pair, within the budget that was requested.
   ProtectedTokens protected_tokens(std::uint32_t layer, std::size_t pair) const {
     return own_[layer * pairs() + pair].protected_tokens;
   }
-  /// What the KV heads of a sequence have in a layer from now on, in the room that they have
+  /// Sets the budgets of a sequence's KV heads in a layer; they share the slots that the heads have
   /// together.
   void share(std::uint32_t layer, std::size_t sequence, std::span<const std::uint32_t> budgets);
-  /// The tier plan of a KV head, and how many rows a tier of it takes at most.
+  /// The tier plan of a KV head, and how many rows a tier has at most.
   std::vector<TierSlots> tiers(std::uint32_t layer, std::size_t pair) const;
   std::uint32_t rows(std::size_t pair, std::span<const TierSlots> tiers, std::size_t tier) const;
   const Modifiers& modifiers(std::size_t pair) const { return modifiers_[pair / kv_heads_]; }
-  /// [layer, pair], in slots from the cache's begin.
+  /// [layer, pair], in slots from the begin of the cache.
   const std::vector<std::int64_t>& first_slots() const { return first_slots_; }
-  /// That a sequence may have: no limit where each pair has room for what it keeps.
+  /// Max tokens per sequence; unlimited if every pair has slots for all that it keeps.
   std::uint32_t max_tokens() const;
-  /// How many tokens are still live when more are appended behind `fed`, without modifiers.
+  /// How many tokens are still live when more are appended after `fed` tokens, without modifiers.
   std::uint32_t older(std::uint32_t layer, std::size_t pair, std::uint32_t fed) const;
 
  private:

@@ -7,8 +7,8 @@ namespace kvlab::kernels {
 
 /// to[i] = i.
 cudaError_t fill_iota(std::int32_t* to, int count, cudaStream_t stream);
-/// table[row, i] = (cos, sin) of positions[row] * inv_freq[i], angles in float64, times `factor`;
-/// of first + row where positions are null, of 0 for a position below 0 (an idle row).
+/// table[row, i] = (cos, sin) of positions[row] * inv_freq[i] (angles in float64), times `factor`.
+/// If positions is null, the position is first + row. A position below 0 (an idle row) counts as 0.
 cudaError_t fill_rope_rows(const float* inv_freq, int half, const std::int32_t* positions,
                            std::uint32_t first, int rows, float factor, float2* table,
                            cudaStream_t stream);

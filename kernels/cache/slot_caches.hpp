@@ -58,7 +58,7 @@ struct AppendMemory {
       nullptr;                          // [kv_head, slot, dim], rotated to cache positions; or null
   std::int64_t* first_slots = nullptr;  // [kv_head]
   kvlab_observation* seen = nullptr;    // [kv_head, slot]; null where nothing is observed
-  RowSoftmax* rows = nullptr;           // [part token, query_head]; likewise
+  RowSoftmax* rows = nullptr;           // [part token, query_head]; null where nothing is observed
   float* weights = nullptr;             // [age of a query]; null: all weigh 1
   StagedTiers staged{};                 ///< where the live tokens lie on tiers
   std::byte *observe_workspace = nullptr, *compact_workspace = nullptr;
@@ -290,9 +290,10 @@ class SlotCaches {
   cuda::Placed<Work> work_;
   cuda::Placed<AppendMemory> memory_;
   Append append_;
-  std::vector<Counts> counts_;              // [layer, pair]
-  std::vector<TierCounts> tier_counts_;     // [layer, pair]; empty where nobody is quantized
-  std::vector<QuantizedCache> quantized_;   // [layer, sequence]: from it on; likewise
+  std::vector<Counts> counts_;           // [layer, pair]
+  std::vector<TierCounts> tier_counts_;  // [layer, pair]; empty if no pair is quantized
+  // [layer, sequence]: starting at the sequence; empty if no pair is quantized
+  std::vector<QuantizedCache> quantized_;
   std::vector<std::uint32_t> shared_when_;  // [sequence]: fed when slots were shared last
 };
 

@@ -1,4 +1,4 @@
-// Which kernels serve a cache of slots on the current device.
+// Chooses the kernels for a cache of slots on the current device.
 #include "kernels/cache/slots_config.hpp"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace kvlab::kernels {
 namespace {
 
-/// The most bytes that a token takes on any tier.
+/// The most bytes that a token needs on any tier.
 int max_row_bytes(const SlotsConfig& config) {
   std::int64_t most = 0;
   for (const SlotPair& pair : config.pairs)
@@ -20,7 +20,7 @@ int max_row_bytes(const SlotsConfig& config) {
   return static_cast<int>(most);
 }
 
-/// Why the fast attention does not fit a device; empty where it does.
+/// Why the fast attention does not fit a device; empty if it fits.
 std::string why_not_fast(const SlotsConfig& config, const DeviceLimits& limits) {
   const kvlab_cache cache = config.slot_cache(1, 1);
   if (!config.is_quantized()) return why_not_attention(cache, config.numbering, limits);
@@ -44,7 +44,7 @@ EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& polic
                             PlainKernels plain) {
   DeviceLimits limits;
   if (device_limits(limits) == cudaSuccess) return kernels_for(config, policy, plain, limits);
-  // Nothing is launched without a device.
+  // Without a device nothing is launched, so the choice does not matter.
   return config.is_fast() ? observing_kernels(policy) : plain_kernels(policy);
 }
 

@@ -1,5 +1,5 @@
-// What caches of slots are made for: plain numbers, resolved. Whoever drives them says where these
-// come from: a model's configuration, a policy file, a struct of kvlab.h.
+// The configuration of caches of slots: plain, resolved numbers. The caller takes them from a
+// model's configuration, a policy file, or a struct of kvlab.h.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace kvlab::kernels {
 
-/// A table of RoPE: frequencies, of half the channels that turn, and a factor on cos and sin.
+/// A RoPE table: frequencies, one per two rotated channels, and a factor on cos and sin.
 struct SlotRope {
   std::vector<float> inv_freq = {};
   float factor = 1;
@@ -28,22 +28,23 @@ struct SlotRope {
 
 /// A layer that the policy acts on.
 struct SlotLayer {
-  std::uint32_t number = 0;  ///< as the model counts: Step::layer
+  std::uint32_t number = 0;  ///< the model's layer index: Step::layer
   float softmax_scale = 1;
-  std::uint32_t table = 0;       ///< of RoPE
-  const float* sinks = nullptr;  // [query_head], device: as AttentionShape has them
-  const void* output = nullptr;  // W_o, as FeatureArgs has it
+  std::uint32_t table = 0;       ///< index of the RoPE table
+  const float* sinks = nullptr;  // [query_head], device: see AttentionShape
+  const void* output = nullptr;  // W_o, see FeatureArgs
 };
 
-/// What a sequence's caches have in common.
+/// Settings that all caches of a sequence share.
 struct SlotSequence {
   Modifiers modifiers = {};
-  std::vector<std::byte> params = {};  ///< as kvlab_policy_state has them, and what follows
+  std::vector<std::byte> params = {};  ///< as in kvlab_policy_state; so are the next members
   std::uint32_t threshold16 = 655;
   std::uint64_t seed = 0;
   std::uint32_t id = 0;
-  /// After a prompt, from the places of each KV head's live tokens: what budgets the heads of a
-  /// layer have from then on, in the slots that they have together. Null: those that they had.
+  /// Called after a prompt with the eviction keys of each KV head's live tokens. Returns the
+  /// budgets of the layer's heads from then on; their sum stays the same. Null: budgets do not
+  /// change.
   std::function<std::vector<std::uint32_t>(std::span<const std::vector<EvictionKey>>)> share = {};
 };
 
@@ -51,8 +52,8 @@ struct SlotSequence {
 struct SlotPair {
   std::uint32_t budget = kUnlimited;  ///< kUnlimited: nothing is evicted
   ProtectedTokens protected_tokens = {};
-  std::vector<TierSlots> tiers = {};  ///< empty: the budget's in 16 bit
-  std::uint32_t max_budget = 0;       ///< what it can come to where budgets are shared
+  std::vector<TierSlots> tiers = {};  ///< empty: the whole budget in 16 bits
+  std::uint32_t max_budget = 0;       ///< the largest budget it can get if budgets are shared
 };
 
 struct SlotsConfig {
@@ -60,22 +61,22 @@ struct SlotsConfig {
   int query_heads = 0, kv_heads = 0, head_size = 0;
   std::vector<SlotLayer> layers = {};
   std::vector<SlotRope> ropes = {};
-  bool other_ropes = false;  ///< somebody else needs their rows, whatever `numbering` says
+  bool other_ropes = false;  ///< the caller needs the RoPE rows too, with any `numbering`
   std::vector<SlotSequence> sequences = {};
   std::vector<SlotPair> pairs = {};  ///< [layer, sequence, kv_head]
-  std::uint32_t max_tokens = 0;      ///< of a sequence; 0: no limit, where all have budgets
+  std::uint32_t max_tokens = 0;      ///< of a sequence; 0: no limit, if all pairs have budgets
   EvictionKernels kernels{};
   kvlab_positions numbering = KVLAB_ORIGINAL;
-  /// A prompt's queries by how many are younger: their weights, and the tail. For policies that
-  /// weigh them.
+  /// Writes the weights of a prompt's queries, indexed by how many queries are younger, and returns
+  /// the tail. For policies that weigh queries.
   std::function<std::uint32_t(std::span<const std::byte> params, std::span<float> to)> weigh = {};
-  kvlab_columns_args features{};  ///< which ones, and `hidden` of SlotLayer::output
-  bool norms_keys = false;        ///< so that what is projected is no plain key
-  std::uint32_t part = 2048;      ///< tokens of an append that go through a layer together, at most
-  int workspaces = 1;             ///< of steps' attentions
-  bool watched = false;           ///< what each token received in a step is kept
+  kvlab_columns_args features{};  ///< which token features, and `hidden` of SlotLayer::output
+  bool norms_keys = false;        ///< the projection is normed, so it does not hold the plain keys
+  std::uint32_t part = 2048;      ///< max tokens of an append that go through a layer together
+  int workspaces = 1;             ///< workspaces for the attention of steps
+  bool watched = false;           ///< keeps what each token received in a step
 
-  /// Most rows that go through a layer together.
+  /// Max rows that go through a layer together.
   int rows() const { return std::max(static_cast<int>(part), static_cast<int>(sequences.size())); }
   bool observes() const { return kernels.needs != Needs::nothing; }
   bool is_quantized() const {
@@ -83,13 +84,13 @@ struct SlotsConfig {
       return !pair.tiers.empty() && !pair.tiers.back().format->exact();
     });
   }
-  /// Whether tokens are evicted otherwise than step by step, or shared.
+  /// Whether eviction does not happen step by step, or budgets are shared.
   bool has_modifiers() const {
     return std::ranges::any_of(sequences, [](const SlotSequence& one) {
       return one.modifiers != Modifiers{} || one.share;
     });
   }
-  /// Whether the fast kernels have what is asked: they rotate whole heads, or none.
+  /// Whether the fast kernels support this configuration: they rotate whole heads or nothing.
   bool is_fast() const {
     const bool whole =
         numbering == KVLAB_ORIGINAL || std::ranges::all_of(layers, [&](const SlotLayer& layer) {
@@ -98,9 +99,9 @@ struct SlotsConfig {
     return whole &&
            (!is_quantized() || (type != KVLAB_F32 && query_heads <= kMaxTierGroup * kv_heads));
   }
-  /// Bytes of one token's key in one head, or of its value.
+  /// Bytes of one token's key in one head; a value has as many.
   std::size_t key_bytes() const { return static_cast<std::size_t>(head_size) * bytes_of(type); }
-  /// One layer's cache, but for where its memory is.
+  /// One layer's cache, without pointers.
   kvlab_cache slot_cache(int of_sequences, int max_slots) const {
     return {.type = type,
             .sequences = of_sequences,
@@ -114,10 +115,10 @@ struct SlotsConfig {
 
 DeviceFormat device_format(const KvFormat& format);
 
-/// How a policy is launched on the current device: by the fast kernels, or by plain ones where the
-/// fast ones lack what is asked or need more shared memory than the device has. `config` is
-/// complete but for its own kernels. Throws std::invalid_argument where neither can be launched.
-/// A policy that the library compiled from a header has no plain kernels.
+/// The kernels of a policy on the current device: the fast ones, or the plain ones if the fast ones
+/// do not support the configuration or need more shared memory than the device has. `config` is
+/// complete except for its kernels. Throws std::invalid_argument if neither can be launched. A
+/// policy that the library compiled from a header has no plain kernels.
 enum class PlainKernels { present, absent };
 EvictionKernels kernels_for(const SlotsConfig& config, const DevicePolicy& policy,
                             PlainKernels plain);

@@ -71,7 +71,7 @@ void TierStorage::clear(const SlotsConfig& config, const PairSlots& slots) const
     cuda::check(cudaMemset(part, 0, count * sizeof *part), kWhat);
   };
   cuda::write(tier_plans, plan.tier_plans, kWhat);
-  clear(bytes, static_cast<std::size_t>(plan.bytes));  // what no token has is a number
+  clear(bytes, static_cast<std::size_t>(plan.bytes));  // so that unused rows hold numbers, not NaN
   clear(counts, plan.tier_plans.size() * kMaxDeviceTiers);
   clear(next_rows, plan.tier_plans.size());
   clear(extents, plan.tier_plans.size());
@@ -97,7 +97,7 @@ void TierStorage::pretend(const PairSlots& slots, std::size_t at, std::size_t pa
       slot_of[tier.first_row + i] = static_cast<std::uint32_t>(rows.size());
       rows.push_back(tier.first_row + i);
     }
-    constexpr int kNumbers = 0x2c;  // small ones, as fp16 and as bf16
+    constexpr int kNumbers = 0x2c;  // a byte that gives small numbers, as fp16 and as bf16
     const auto row = row_bytes(tier.format, head_size_, element_);
     cuda::check(
         cudaMemset(bytes + tier.first_byte, kNumbers, static_cast<std::size_t>(row) * tier.rows),

@@ -1,4 +1,4 @@
-// The memory of tokens on tiers, beside that of their slots.
+// Device memory of tokens on tiers, in addition to their slots.
 #pragma once
 
 #include "kernels/cache/pair_slots.hpp"
@@ -7,31 +7,30 @@
 
 namespace kvlab::kernels {
 
-/// Where all rows lie. Host only.
+/// The layout of all rows. Host only.
 struct TierLayout {
   TierLayout(const SlotsConfig& config, const PairSlots& slots);
 
   std::vector<DeviceTierPlan> tier_plans;  // [layer, pair]
   std::int64_t rows = 0, bytes = 0;
-  int max_rows = 0, max_row_bytes = 0, max_tiers = 0;  ///< as in QuantizedCache
-  std::int64_t padding = 0;  ///< of the bytes: tiers' rows are whole tiles
+  int max_rows = 0, max_row_bytes = 0, max_tiers = 0;  ///< see QuantizedCache
+  std::int64_t padding = 0;  ///< bytes that only pad the tiers' rows to whole tiles
 };
 
-/// Copies are views. Null, all of it, where no cache is quantized.
+/// Copies are views. All pointers are null if no cache is quantized.
 struct TierStorage {
   TierStorage() = default;
   TierStorage(cuda::Arena& arena, const SlotsConfig& config, const PairSlots& slots);
-  /// Nothing is on any tier. Waits.
+  /// Removes all tokens from all tiers. Synchronizes.
   void clear(const SlotsConfig& config, const PairSlots& slots) const;
-  /// As if sequence and layer held so many tokens of each pair; quantized values of nothing in
-  /// particular.
+  /// Benchmark only: marks `live` tokens of a pair as stored; their quantized values are arbitrary.
   void pretend(const PairSlots& slots, std::size_t at, std::size_t pair, std::uint32_t live) const;
 
   bool in_use() const { return tier_plans != nullptr; }
-  /// One layer, from a sequence on.
+  /// One layer, starting at a sequence.
   QuantizedCache quantized_cache(std::uint32_t layer, int sequence) const;
 
-  DeviceTierPlan* tier_plans = nullptr;  // [layer, pair], as counts, next_rows, extents
+  DeviceTierPlan* tier_plans = nullptr;  // [layer, pair]; so are counts, next_rows and extents
   std::byte* bytes = nullptr;
   std::uint32_t *row_of_slot = nullptr, *slot_of_row = nullptr;  // [slot], [row]
   std::int32_t *counts = nullptr, *extents = nullptr;

@@ -1,10 +1,10 @@
-// Decode attention of few pairs with few slots: a cluster of CTAs for each pair. All its keys and
-// values are on their way before the kernel ahead has ended, so what counts is how long it takes
-// from the query to the output: parts are merged through the shared memory of the cluster, in half
-// the time that it takes through global memory.
+// Decode attention for few pairs with few slots: a cluster of CTAs for each pair. All its keys and
+// values are in flight before the kernel ahead has ended, so the time from the query to the output
+// matters most. Parts are merged through the shared memory of the cluster, which takes half the
+// time of a merge through global memory.
 //
-// The CTAs share a pair's tiles evenly; a part is what one warp has of them. Each CTA merges some
-// columns, four dimensions of a query head, of all parts in one order.
+// The CTAs share a pair's tiles evenly; a part is one warp's tiles. Each CTA merges some columns
+// (four dimensions of a query head each) of all parts, in one order.
 #pragma once
 
 #include "kernels/decode/pair_plan.cuh"
@@ -15,9 +15,9 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kColumnThreads = 8;  ///< that share the parts of a column
+inline constexpr int kColumnThreads = 8;  ///< threads that share the parts of a column
 
-/// What a CTA gets of all parts, behind the Exchange.
+/// What a CTA receives of all parts, in shared memory after the Exchange.
 template <int kDim>
 struct ClusterParts {
   int group;
@@ -31,7 +31,7 @@ struct ClusterParts {
     return reinterpret_cast<float2*>(column(kClusterParts, 0)) + part * group + head;
   }
 
-  /// A warp's part to the CTAs. By the whole warp.
+  /// Sends a warp's part to the CTAs. Called by the whole warp.
   __device__ void push(const WarpPart& found, int part) const {
     const int lane = threadIdx.x % 32, each = columns(group);
     for (int i = lane; i < group * kDim / 4; i += 32)
@@ -41,14 +41,14 @@ struct ClusterParts {
   }
 };
 
-/// Sums over the threads of a column, in all of them.
+/// The sum over the threads of a column, in all of them.
 __device__ inline float column_sum(float value) {
 #pragma unroll
   for (int step = 1; step < kColumnThreads; step *= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 }
 
-/// Merges and writes the columns of CTA `rank`. By all threads.
+/// Merges and writes the columns of CTA `rank`. Called by all threads.
 template <class Warp>
 __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHeadSize>& parts,
                               int pair, int rank) {
@@ -93,7 +93,8 @@ __device__ void merge_columns(const PairPlan& plan, const ClusterParts<Warp::kHe
   }
 }
 
-/// To the L2 cache: the newest token's tile, which waits for it. Its slot is then written there.
+/// Prefetches into the L2 cache the newest token's tile, whose copy waits for that token. So the
+/// token is then written to the L2 cache.
 template <class Warp, bool kPaged>
 __device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, int first,
                                 int count) {
@@ -129,7 +130,7 @@ __device__ void prefetch_newest(const PairPlan& plan, const SlotsOfPair& slots, 
 template <class Warp, bool kPaged>
 __global__ void __launch_bounds__(kThreads)
     attend_in_clusters(const __grid_constant__ PairPlan plan) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // not compiled where nothing launches it
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // compiled only for devices that can launch it
   extern __shared__ __align__(16) unsigned char memory[];
   constexpr int kDim = Warp::kHeadSize;
   const PairAttention& args = plan.args;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   if (!args.settled) wait_for_predecessor();
   const int rank = cluster_rank(), warp = static_cast<int>(threadIdx.x) / 32;
   const SlotsOfPair slots(args.table, kDim, static_cast<int>(blockIdx.x) / kClusterCtas);
-  __syncthreads();  // all know the length: what follows in the stream may change it
+  __syncthreads();  // all threads have read the length; later kernels of the stream may change it
   let_successor_start();
   const EvenShare share(slots.tiles(), kClusterCtas);
   const int first = share.begin(rank), count = share.begin(rank + 1) - first;
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
   state.start(static_cast<const typename Warp::Element*>(args.q) +
                   std::int64_t{slots.pair} * args.group * kDim,
               args.group);
-  if (args.sinks != nullptr && rank == 0 && warp == 0)  // nobody requests the largest of the others
+  if (args.sinks != nullptr && rank == 0 && warp == 0)  // only rank 0 writes the largest logit
     state.count_sinks(args.sinks + slots.pair % args.table.kv_heads * args.group);
   TileUse use{};
   for (int i = 0; i < count; ++i) {
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   state.finish(exchange.part(warp));
   __syncwarp();
-  cluster_wait();  // all have begun
+  cluster_wait();  // all CTAs have started
   parts.push(exchange.part(warp), rank * kWarps + warp);
   cluster_arrive();
   cluster_wait();

@@ -1,12 +1,12 @@
-// Decode attention over a cache with strides: every sequence has one length, every pair one
-// capacity. See pair_attention.cu.
+// Decode attention over a cache with strides: every sequence has one length, and all pairs have the
+// same capacity. See pair_attention.cu.
 #include "kernels/attention.hpp"
 #include "kernels/decode/pair_attention.hpp"
 
 namespace kvlab::kernels {
 namespace {
 
-/// Group 0, which is refused, where the heads do not fit each other.
+/// Returns group 0, which is refused, if kv_heads does not divide query_heads.
 PairAttention pairs_of(const AttentionShape& shape, int sequences, int slots) {
   const bool divides = shape.kv_heads > 0 && shape.query_heads % shape.kv_heads == 0;
   const bool counts = sequences > 0 && sequences <= kMaxPairs;

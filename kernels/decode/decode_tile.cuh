@@ -1,9 +1,9 @@
-// What one warp does with a tile of cached keys and values under the query heads of one KV head: by
-// the tensor cores (2-byte types) or by plain float32. Both keep the running softmax in registers.
+// How one warp processes a tile of cached keys and values for the query heads of one KV head: by
+// tensor cores (2-byte types) or in plain float32. Both keep the running softmax in registers.
 //
 // A tile is kKeys consecutive slots of one KV head, keys and values [slot, dim], in shared memory.
-// Where keys are rotated to cache positions they are not rotated yet, and their ages lie beside
-// them.
+// If keys are to be rotated to cache positions, they are not yet rotated in the tile, and their
+// ages lie beside them.
 #pragma once
 
 #include "kernels/decode/pair_attention.hpp"
@@ -14,14 +14,14 @@
 
 namespace kvlab::kernels {
 
-/// What is done about cache positions while a tile is read.
+/// How cache positions are applied while a tile is read.
 enum class Rotated {
   none,
   query,  ///< the query is rotated for the sinks; see EvictingAttentionArgs
   keys,   ///< each key is rotated by its age
 };
 
-/// What a warp has found out about its keys, for each head of the group.
+/// A warp's result over its keys, for each head of the group.
 struct WarpPart {
   float* out;     // [head, dim], in shared memory
   float2* state;  // [head]: max, sum
@@ -31,29 +31,30 @@ template <int kKeys, Rotated kRotated>
 struct TileAges {};
 template <int kKeys>
 struct TileAges<kKeys, Rotated::keys> {
-  std::uint32_t ages[kKeys];  // as kvlab_cache has them
+  std::uint32_t ages[kKeys];  // see kvlab_cache
 
-  /// Starts copying the first `valid` slots'. By a whole warp.
+  /// Starts copying the ages of the first `valid` slots. Called by a whole warp.
   __device__ void load(const std::uint32_t* from, int valid) {
     const int lane = threadIdx.x % 32;
     if (lane < kKeys && lane < valid) copy_word_async(shared_address(ages + lane), from + lane);
   }
 };
 
-/// What is to be known of a tile beside what lies in it.
+/// Parameters of a tile, in addition to its contents.
 struct TileUse {
   int valid;      ///< slots that count, from the first; at least 1
   float* logits;  ///< where to leave them, [slot, logits_stride], or null
   int logits_stride;
-  KeyAngles angles;  ///< cache positions; its newest counts from the tile's first slot
-  int sinks;         ///< Rotated::query: slots, from the first, that the rotated query is for
+  KeyAngles angles;  ///< for cache positions; its newest is relative to the tile's first slot
+  int sinks;  ///< Rotated::query: number of slots, from the first, that use the rotated query
   const void* rotated_query;  // RotatedQuery, in shared memory
 };
 
-/// The group's queries as they stand to the sinks: values rounded, and what that leaves of them.
+/// The group's queries rotated for the sinks: rounded values, and the rounding errors.
 template <class T, int kDim, int kHeads>
 struct RotatedQuery {
-  static constexpr int kStride = kDim + 16 / sizeof(T);  ///< so that rows lie in different banks
+  /// padded, so that rows lie in different banks
+  static constexpr int kStride = kDim + 16 / sizeof(T);
   T values[kHeads * kStride];
   T rests[kHeads * kStride];
 
@@ -71,9 +72,9 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
   alignas(16) T keys[kKeys * kDim];
   T values[kKeys * kDim];
 
-  /// Starts copying the first `valid` slots from `from_keys`, `from_values`, where they lie one
-  /// behind the other or, kStrided, `stride` elements apart, all in memory; zeros for the rest:
-  /// what an unused slot holds may not be a number. By a whole warp.
+  /// Starts copying the first `valid` slots from `from_keys` and `from_values`. Slots are
+  /// consecutive or, if kStrided, `stride` elements apart, and all are in memory. The rest is
+  /// filled with zeros, because an unused slot may hold NaN. Called by a whole warp.
   template <bool kStrided>
   __device__ void load_slots(const T* from_keys, const T* from_values, int stride, int valid,
                              CachePolicy policy) {
@@ -92,27 +93,27 @@ struct alignas(16) CacheTile : TileAges<kKeys, kRotated> {
   }
 };
 
-/// By mma.m16n8k16: the sixteen keys are the rows of the first product, and sixteen dimensions of
-/// the values those of the second; the query heads are the eight columns of both, so that K and V
-/// are A as they lie in memory. Keys and values are 4 * kDim bytes a slot; the products cost about
-/// a twentieth of the time to fetch that. The weights of the first product are transposed between
-/// the lanes to be B of the second.
+/// By mma.m16n8k16: sixteen keys are the rows of the first product, sixteen dimensions of the
+/// values are the rows of the second, and the query heads are the eight columns of both, so K and V
+/// are operand A as they lie in memory. Keys and values are 4 * kDim bytes per slot; the products
+/// take about a twentieth of the time to fetch them. The weights from the first product are
+/// transposed between the lanes to become B of the second.
 ///
-/// A key that is rotated here is two elements, its value rounded and what that leaves, so that a
-/// product has 16 bits of it (22 in fp16) and the query need not be rotated at all: it is as far
-/// from the key as the key from it. So is a rotated query.
+/// A key that is rotated here is two elements: its rounded value and the rounding error. So a
+/// product has 16 bits of it (22 in fp16). The query is then not rotated at all, because only the
+/// distance between the two counts. A rotated query is also two elements.
 ///
-/// Of more than eight heads each half has products of its own; what they read is read once.
+/// With more than eight heads, each half has separate products; what they read is read once.
 template <class T, int kDim, Rotated kRotated_, int kHeads_>
 class TensorCoreWarp {
  public:
   using Element = T;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim, kHeads = kHeads_;
-  /// 16 KB of tiles a warp. At head size 256 that is one: there are two, one CTA to a
-  /// multiprocessor, and as much is on its way as with two of head size 128.
+  /// 16 KiB of tiles per warp. At head size 256 this is one stage, so two are used with one CTA per
+  /// multiprocessor, and as many bytes are in flight as with two CTAs of head size 128.
   static constexpr int kStages = kDim > 128 ? 2 : 256 / kDim;
-  /// 24 KB, where a launch is long or very short.
+  /// 24 KiB, for launches that are long or very short.
   static constexpr int kMaxStages = kDim > 128 ? 2 : 384 / kDim;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<T, kDim, kKeys, kRotated>;
@@ -137,7 +138,7 @@ class TensorCoreWarp {
     }
   }
 
-  /// Begins with a logit that no key has, for each head of the group.
+  /// Starts each head of the group with the logit of its sink, which belongs to no key.
   __device__ void count_sinks(const float* sinks) {
 #pragma unroll
     for (int e = 0; e < kEights; ++e)
@@ -200,13 +201,13 @@ class TensorCoreWarp {
   }
 
  protected:
-  static constexpr int kEights = kHeads / 8;  ///< of heads
-  // Of a product's result a lane has keys (dimensions) row() and row() + 8 of heads column() and
-  // column() + 1.
+  static constexpr int kEights = kHeads / 8;  ///< groups of eight heads
+  // Of a product's result a lane has keys (or dimensions) row() and row() + 8, for heads column()
+  // and column() + 1.
   __device__ static int row() { return threadIdx.x % 32 / 4; }
   __device__ static int column() { return threadIdx.x % 4 * 2; }
 
-  /// Two sums, so that a product need not wait for the one before it.
+  /// Two sums, so that a product does not wait for the product before it.
   using Sums = float[kEights][2][4];
   __device__ static void add_up(const Sums& sums, float (&logit)[kEights][4]) {
 #pragma unroll
@@ -230,7 +231,7 @@ class TensorCoreWarp {
     add_up(sums, logit);
   }
 
-  /// The sinks' logits once more, for the query where it stands among the live tokens.
+  /// Computes the sinks' logits again, with the query rotated to its place among the live tokens.
   __device__ void score_sinks(const Tile& tile, const TileUse& use,
                               float (&logit)[kEights][4]) const {
     using Query = RotatedQuery<T, kDim, kHeads>;
@@ -261,8 +262,8 @@ class TensorCoreWarp {
         if (i / 2 * 8 + row() < use.sinks) logit[e][i] = of_sinks[e][i];
   }
 
-  /// Keys are rotated between shared memory and the product; dimensions i and i + kDim / 2 of one
-  /// key lie in one lane.
+  /// Rotates keys between shared memory and the product. Dimensions i and i + kDim / 2 of a key lie
+  /// in one lane.
   __device__ void score_rotated(const Tile& tile, const KeyAngles& angles,
                                 float (&logit)[kEights][4]) const {
     const int lane = threadIdx.x % 32;
@@ -276,7 +277,8 @@ class TensorCoreWarp {
       load_matrices(low, keys + Tile::Layout::offset(lane % 16, 2 * k + lane / 16));
       load_matrices(high, keys + Tile::Layout::offset(lane % 16, 2 * k + kDim / 16 + lane / 16));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // key i % 2 * 8 + row(), dimensions from i / 2 * 8 + column()
+      for (int i = 0; i < 4;
+           ++i) {  // key i % 2 * 8 + row(), dimensions starting at i / 2 * 8 + column()
         const auto cos_sin = [&](int next) {
           return angles.cos_sin(k * 16 + i / 2 * 8 + column() + next, behind[i % 2]);
         };
@@ -307,8 +309,8 @@ class TensorCoreWarp {
     }
   }
 
-  /// `largest`: of this lane's keys. The maximum is that of all keys so far; where no lane has a
-  /// larger one, it stands.
+  /// `largest`: over this lane's keys. Sets the maximum to that of all keys so far; it stays the
+  /// same if no lane has a larger one.
   __device__ void raise_max(int e, float2 largest) {
     float2 &max = max_[e], &sum = sum_[e];
     if (!__any_sync(~0u, largest.x > max.x || largest.y > max.y)) return;
@@ -348,20 +350,20 @@ class TensorCoreWarp {
 
   std::uint32_t query_[kEights][kDim / 16][2];
   float out_[kEights][kDim / 16][4];
-  // Of two heads of each eight; sum_: over this lane's keys alone, until finish.
+  // For two heads of each eight. sum_ covers this lane's keys only, until finish().
   float2 max_[kEights], sum_[kEights];
   int group_;
 };
 
-/// In float32: lane l takes key l % 16 for the logits of heads l / 16 * 4 and the next three, and
-/// dimensions l, l + 32, … for the values, of all heads.
+/// In float32: for the logits, lane l has key l % 16 and heads l / 16 * 4 and the next three; for
+/// the values, it has dimensions l, l + 32, … of all heads.
 template <int kDim, Rotated kRotated_, int kHeads_>
 class PlainWarp {
  public:
   using Element = float;
   static constexpr int kKeys = 16;
   static constexpr int kHeadSize = kDim, kHeads = kHeads_;
-  static constexpr int kStages = kDim > 128 ? 1 : 2;  ///< two of head size 256 have no room
+  static constexpr int kStages = kDim > 128 ? 1 : 2;  ///< two stages of head size 256 do not fit
   static constexpr int kMaxStages = kStages;
   static constexpr Rotated kRotated = kRotated_;
   using Tile = CacheTile<float, kDim, kKeys, kRotated>;
@@ -388,7 +390,7 @@ class PlainWarp {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int first = 0; first < kHeads; first += 8) {
-      float weight[4];  // of key lane % 16
+      float weight[4];  // for key lane % 16
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int head = first + lane / 16 * 4 + i;
@@ -452,7 +454,7 @@ class PlainWarp {
     return dot;
   }
 
-  /// `mine`: this lane's logit of head h or, in the other half of the warp, of another head.
+  /// `mine`: this lane's logit for head h or, in the other half of the warp, for another head.
   __device__ void add_head(const Tile& tile, float mine, int h) {
     if (h >= group_) return;
     const int lane = threadIdx.x % 32;

@@ -1,5 +1,6 @@
-// Decode attention of pairs whose slots lie in blocks: see pair_attention.cuh. Each instance is one
-// of pair_attention.cu but for where tiles come from, so that outputs are the same bits.
+// Decode attention for pairs whose slots lie in pages (blocks of slots): see pair_attention.cuh.
+// Each instance differs from that in pair_attention.cu only in where tiles come from, so outputs
+// have the same bits.
 #include "kernels/decode/pair_attention.cuh"
 
 namespace kvlab::kernels {

@@ -1,10 +1,10 @@
-// Decode attention of pairs whose slots lie one behind the other: see pair_attention.cuh.
+// Decode attention for pairs whose slots are consecutive: see pair_attention.cuh.
 //
-// Instantiated: 3 types x 4 head sizes x 3 ways to number positions, each with tiles sent for one
-// by one (36 kernels); where keys are rotated already also with all at once, and in clusters on
-// sm_90 (12 + 12). Type and head size shape the registers, and the numbering the inner loop. The
-// group, the stages of the ring and what is left for the observer are read where the kernel
-// runs.
+// Instantiated: 3 types x 4 head sizes x 3 position numberings, with tiles requested one by one (36
+// kernels). If keys are already rotated, also with all tiles requested at once, and in clusters on
+// sm_90 (12 + 12). Type and head size determine the registers, and the numbering determines the
+// inner loop. The group, the stages of the ring and what is left for the observer are run-time
+// values.
 #include "kernels/decode/pair_attention.cuh"
 
 namespace kvlab::kernels {

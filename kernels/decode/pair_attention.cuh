@@ -1,14 +1,14 @@
-// Split-KV decode attention in one launch. It moves the keys and values once: 2 * head_size
-// elements a live slot, and the floor is that over the read bandwidth. What it leaves for whoever
-// observes, 4 bytes a slot and query head, stays in the L2 cache.
+// Split-KV decode attention in one launch. Bytes: it moves keys and values once, 2 * head_size
+// elements per live slot; the floor is that divided by the read bandwidth. Its output for the
+// observer, 4 bytes per slot and query head, stays in the L2 cache.
 //
-// All tiles of all pairs stand in one row, and the CTAs share them evenly, whatever the lengths: a
-// pair is cut where a share ends. A CTA that has all of a pair writes its output; of a pair that is
-// cut each CTA leaves a part in the workspace, and the last to arrive merges them in their order.
-// So the grid depends on capacity and device alone, and lengths are read where the kernel runs.
-// A few pairs with few slots have a kernel of their own (clustered_attention.cuh).
-// Not for callers of the library: pair_attention.cu has what is contiguous, paged_attention.cu the
-// same kernels over blocks.
+// All tiles of all pairs form one row, and the CTAs share it evenly for any lengths: a pair is cut
+// where a share ends. A CTA that has all of a pair writes the pair's output. For a pair that is
+// cut, each CTA leaves a part in the workspace, and the last CTA to arrive merges the parts in
+// their order. So the grid depends on capacity and device only, and lengths are read at run time. A
+// few pairs with few slots use a separate kernel (clustered_attention.cuh).
+// Internal to the library: pair_attention.cu instantiates the kernels for contiguous slots,
+// paged_attention.cu for pages.
 #pragma once
 
 #include <algorithm>
@@ -23,10 +23,11 @@
 
 namespace kvlab::kernels {
 
-/// Four dimensions of one query head, merged.
+/// Four dimensions of one query head, after the merge.
 using State = SoftmaxState<4>;
 
-/// For the observer. `largest`: a token's logit; max_and_sum may have a sink in them.
+/// Stores the softmax for the observer. `largest`: the largest logit of a token; max_and_sum may
+/// include a sink.
 __device__ inline void store_softmax(const PairPlan& plan, int pair, int head, float largest,
                                      float2 max_and_sum) {
   if (plan.args.rows.softmax != nullptr)
@@ -37,7 +38,7 @@ __device__ inline void store_evicted_end(const PairPlan& plan, int pair, std::ui
   if (threadIdx.x == 0 && plan.args.rows.gone != nullptr) plan.args.rows.gone[pair] = gone;
 }
 
-/// Merges what the warps found out about one pair, or about some tiles of it.
+/// Merges the warps' results for one pair, or for some tiles of it.
 template <class Warp>
 __device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>& exchange,
                            int pair, bool whole, int part) {
@@ -69,7 +70,7 @@ __device__ void write_pair(const PairPlan& plan, const Exchange<Warp::kHeadSize>
   }
 }
 
-/// The parts of a pair that is cut: one from each CTA `first` … `last`.
+/// The parts of a pair that is cut: one from each of the CTAs `first` … `last`.
 struct PairParts {
   int first, last;
   bool first_is_second;  ///< CTA `first` had another pair before, so this is its second part
@@ -79,16 +80,16 @@ struct PairParts {
         last(share.worker_of(begin + tiles - 1)),
         first_is_second(share.begin(first) < begin) {}
   __device__ int count() const { return last - first + 1; }
-  /// Row of part i in the workspace.
+  /// The row of part i in the workspace.
   __device__ int at(int i) const { return (first + i) * 2 + (i == 0 && first_is_second ? 1 : 0); }
 };
 
-/// What each part weighs; the sum is of all in a fixed order. A warp for each query head, which
-/// leaves its softmax for the observer.
+/// Computes the weight of each part, with the sum over all parts in a fixed order. A warp for each
+/// query head, which stores the head's softmax for the observer.
 template <int kDim>
 __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
                             const Exchange<kDim>& exchange, int pair) {
-  constexpr int kMax = kMaxCtas / 32;  // parts of a lane
+  constexpr int kMax = kMaxCtas / 32;  // parts per lane
   const int lane = threadIdx.x % 32, count = parts.count(), group = plan.args.group;
   for (int head = threadIdx.x / 32; head < group; head += kWarps) {
     float2 states[kMax];
@@ -118,8 +119,8 @@ __device__ void weigh_parts(const PairPlan& plan, const PairParts& parts,
 }
 
 /// Sums the outputs of all parts of a pair. Consecutive threads take consecutive columns of four
-/// dimensions of a query head; where there are threads for several rows of them, row r takes parts
-/// r, r + rows, … What is fetched first is on its way while the parts are weighed.
+/// dimensions of a query head. If there are threads for several rows of columns, row r takes parts
+/// r, r + rows, … The first loads are in flight while the parts are weighed.
 template <class Warp>
 class OutputMerge {
  public:
@@ -135,7 +136,7 @@ class OutputMerge {
     if (row_ < rows_) fetch(row_);
   }
 
-  /// Once the parts are weighed and all threads have seen it.
+  /// Call it after the parts are weighed and all threads have seen the weights.
   __device__ void write(int pair) {
     if (rows_ == 1) {
       for (; column_ < columns_; column_ += kThreads) {
@@ -201,7 +202,7 @@ class OutputMerge {
   float4 fetched_[kAtOnce];
 };
 
-/// A part has been written: whoever comes last merges the pair's.
+/// Signals that a part has been written. The last CTA to arrive merges the pair's parts.
 template <class Warp>
 __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
                                  const Exchange<Warp::kHeadSize>& exchange, int pair,
@@ -218,7 +219,7 @@ __device__ void arrive_and_merge(const PairPlan& plan, const PairParts& parts,
   merge.write(pair);
 }
 
-/// The age that the newest token's slot had: it has left.
+/// The age of the evicted token whose slot the newest token took.
 template <class Warp>
 __device__ std::uint32_t gone_age(const PairAttention& args, const SlotsOfPair& slots) {
   if constexpr (Warp::kRotated == Rotated::keys) {
@@ -228,15 +229,15 @@ __device__ std::uint32_t gone_age(const PairAttention& args, const SlotsOfPair& 
   return PairRows::kNone;
 }
 
-/// How the query is rotated for a pair's sinks: it stands at the newest token's position, and that
-/// is further from them than there are live tokens between.
+/// Rotates the query for a pair's sinks. The query is at the newest token's position, which is
+/// further from the sinks than the number of live tokens between them.
 template <class Warp>
 class SinkRotation {
   using T = typename Warp::Element;
   static constexpr int kDim = Warp::kHeadSize;
 
  public:
-  /// What does not need the query.
+  /// Computes everything that does not need the query.
   __device__ void start(const PairAttention& args, const TileCursor& cursor) {
     sinks_ = 0;
     const SlotsOfPair& slots = cursor.slots;
@@ -247,9 +248,9 @@ class SinkRotation {
     sinks_ = sinks;
     cos_sin_ = rotation_back(frequency_of(args.inv_freq[threadIdx.x % kHalf]), gap);
   }
-  /// Slots, from the pair's first, for which the query is rotated.
+  /// The number of slots, from the pair's first, that use the rotated query.
   __device__ int sinks() const { return sinks_; }
-  /// By the whole CTA, whose threads then see it. `query`: [head of the group, dim].
+  /// Called by the whole CTA, whose threads then see the result. `query`: [head of the group, dim].
   __device__ void rotate(const T* query, int group, typename Ring<Warp>::Query& to) const {
     if (sinks_ == 0) return;
     const int low = threadIdx.x % kHalf, high = low + kHalf;
@@ -266,10 +267,10 @@ class SinkRotation {
  private:
   static constexpr int kHalf = kDim / 2;
   int sinks_ = 0;
-  float2 cos_sin_;  ///< of dimensions threadIdx.x % kHalf and kHalf more
+  float2 cos_sin_;  ///< for dimensions threadIdx.x % kHalf and that plus kHalf
 };
 
-/// What is to be known of a pair's tiles before the first. By the whole CTA.
+/// Parameters for a pair's tiles, computed before the first tile. Called by the whole CTA.
 template <class Warp, class Sinks>
 __device__ __forceinline__ TileUse pair_use(const PairAttention& args, const SlotsOfPair& slots,
                                             const Ring<Warp>& ring,
@@ -304,7 +305,8 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   if constexpr (Warp::kRotated == Rotated::keys)
     for (int i = threadIdx.x; i < Warp::kHeadSize / 2; i += kThreads)
       ring.frequencies()[i] = frequency_of(args.inv_freq[i]);
-  __syncthreads();  // all of the CTA knows its share: what follows in the stream may change lengths
+  // all threads have read the share; later kernels of the stream may change lengths
+  __syncthreads();
   let_successor_start();
   if (left == 0) {
     wait_for_predecessor();
@@ -312,7 +314,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   }
 
   const int warp = threadIdx.x / 32;
-  int at = share.begin(blockIdx.x);  // in the row
+  int at = share.begin(blockIdx.x);  // index in the row of tiles
   TileCursor cursor = row.at(at, Warp::kHeadSize);
   Tiles tiles(plan, ring.tiles(warp), cursor, left);
   SinkRotation<Warp> sink_rotation;
@@ -341,7 +343,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
                      (slots.pair * row_slots(args.table.max_slots) + slot) * use.logits_stride;
       if (use.valid > 0) state.add(tile, use, plan.base2_scale);
     }
-    if (!first) __syncthreads();  // the pair before has been read
+    if (!first) __syncthreads();  // the part of the pair before has been read
     state.finish(exchange.part(warp));
     __syncthreads();
     const bool whole = count == slots.tiles();

@@ -1,16 +1,16 @@
-// Decode attention over pairs, one KV head of one sequence each: what decode_attention and the
-// evicting attention share. Not for callers of the library.
+// Decode attention over pairs (one KV head of one sequence each): the common part of
+// decode_attention and the evicting attention. Internal to the library.
 #pragma once
 
 #include "kernels/types.hpp"
 
 namespace kvlab::kernels {
 
-inline constexpr int kMaxGroup = 16;  ///< query heads that share a KV head
-/// Likewise where keys and values lie in blocks, and of the library. More heads take other kernels.
+inline constexpr int kMaxGroup = 16;  ///< query heads per KV head at most
+/// The same limit for paged keys and values, and for kvlab.h. Larger groups use other kernels.
 inline constexpr int kMaxPagedGroup = 8;
-inline constexpr int kSlotsPerTile = 64;  ///< that a CTA takes at a time
-inline constexpr int kMaxCtas = 288;      ///< of a grid
+inline constexpr int kSlotsPerTile = 64;  ///< slots that a CTA handles at a time
+inline constexpr int kMaxCtas = 288;      ///< CTAs in a grid at most
 inline constexpr int kMaxPairs = 1 << 15;
 
 /// Where each pair's slots are, and how many hold live tokens.
@@ -19,16 +19,17 @@ struct PairTable {
   int max_slots;                   ///< capacity of the largest pair
   const std::int32_t* lengths;     // [sequence]; [pair] where there are next_slots
   const std::int32_t* next_slots;  // [pair]: slot of the newest token; null: the last one
-  const std::uint32_t* now;        // [sequence]: kIdle sits out; null: all take part
-  const std::int64_t* first_slot;  // [pair]; null: strides
+  const std::uint32_t* now;  // [sequence]: kIdle: the sequence is idle; null: no sequence is idle
+  const std::int64_t* first_slot;             // [pair]; null: strides
   std::int64_t sequence_stride, head_stride;  ///< in elements
 };
 
-/// What is left of each pair for the launch that observes; all null: nothing.
+/// What is left of each pair for the launch that observes. All null: nothing is left.
 struct PairRows {
-  float* logits;        // [pair, row_slots(), logits_stride()], base 2, scaled
-  float2* softmax;      // [pair, kMaxGroup]: largest logit of a token, and its probability
-  std::uint32_t* gone;  // [pair]: age of the token whose slot the newest took; kNone: of none
+  float* logits;    // [pair, row_slots(), logits_stride()], base 2, scaled
+  float2* softmax;  // [pair, kMaxGroup]: largest logit of a token, and its probability
+  // [pair]: age of the token whose slot the newest token took; kNone: of no token
+  std::uint32_t* gone;
   static constexpr std::uint32_t kNone = 0xffff'ffffu;
 };
 /// Slots of a pair in PairRows::logits.
@@ -36,13 +37,15 @@ constexpr std::int64_t row_slots(int max_slots) {
   return std::int64_t{max_slots + kSlotsPerTile - 1} / kSlotsPerTile * kSlotsPerTile;
 }
 
-/// Floats of a slot in PairRows::logits: one for each head of the group, in pairs if there are two.
+/// Floats per slot in PairRows::logits: one per head of the group, rounded up to even if there are
+/// two or more.
 constexpr int logits_stride(int group) { return group == 1 ? 1 : (group + 1) / 2 * 2; }
 
-/// The first bytes of a workspace. Their places depend on nothing, so that launches of different
+/// The first bytes of a workspace. Their layout does not depend on sizes, so launches of different
 /// sizes may follow each other.
 struct Signals {
-  std::int32_t arrived[kMaxCtas];    ///< parts of the pair that begins in this CTA and is cut
+  /// parts that have arrived, of the cut pair that begins in this CTA
+  std::int32_t arrived[kMaxCtas];
   std::int32_t observed[kMaxPairs];  ///< blocks that have observed their slots of a pair
 };
 
@@ -54,32 +57,33 @@ struct PairAttention {
   float softmax_scale;
   PairTable table;
   const void* q;              // [pair, head of the group, dim]
-  const void *keys, *values;  // [slot, dim]; or blocks of slots
-  const std::uint32_t* ages;  // [slot]: keys are rotated here, by age; null: they are rotated
+  const void *keys, *values;  // [slot, dim], or pages
+  // [slot]: keys are rotated here, by age; null: keys are already rotated
+  const std::uint32_t* ages;
   const kvlab_rule*
-      rules;              // [pair]: the query is rotated for its sinks, with rotated keys; or null
-  const float* inv_freq;  // [head_size / 2], where there are ages or rules
+      rules;  // [pair]: with rotated keys, the query is rotated for the pair's sinks; or null
+  const float* inv_freq;  // [head_size / 2], needed with ages or rules
   void* out;              // [pair, head of the group, dim]
   float* lse;             // [pair, head of the group], or null
   bool settled;           ///< see DecodeAttentionArgs
   PairRows rows;
   void* workspace;     // pair_attention_workspace() bytes
-  const float* sinks;  // [kv_head, head of the group]: logits that no token has; or null
+  const float* sinks;  // [kv_head, head of the group]: logits that belong to no token; or null
 };
 
-/// Whether there are kernels for the shape, on some device.
+/// Whether kernels for the shape exist, on some device.
 bool is_pair_attention(const PairAttention& args, const kvlab_pages& paged = {});
-/// For the current device; 0 for what is not supported or does not fit, else kNoDevice where there
-/// is none.
+/// Bytes of workspace for the current device: 0 if the shape is not supported or does not fit,
+/// kNoDevice if there is no device.
 inline constexpr std::size_t kNoDevice = ~std::size_t{0};
 std::size_t pair_attention_workspace(const PairAttention& args, const kvlab_pages& paged = {});
-/// `paged`, where there are next_slots: where keys and values lie in blocks.
+/// `paged`: the pages with keys and values, if there are next_slots.
 cudaError_t pair_attention(const PairAttention& args, const kvlab_pages& paged,
                            cudaStream_t stream);
 
-/// What pair_attention does where groups are of more than kMaxPagedGroup.
+/// pair_attention() for groups of more than kMaxPagedGroup heads.
 cudaError_t wide_pair_attention(const PairAttention& args, cudaStream_t stream);
-/// What pair_attention does where blocks are in use.
+/// pair_attention() for pages.
 cudaError_t paged_pair_attention(const PairAttention& args, const kvlab_pages& paged,
                                  cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The plans of decode attention, for tests and for those who ask before they allocate.
+// Launch plans of decode attention, for tests and for callers that allocate memory.
 #include "kernels/decode/pair_plan.cuh"
 
 namespace kvlab::kernels {

@@ -1,8 +1,8 @@
-// How decode attention is launched: a pure function of the shape and of a GPU's limits. What a warp
-// takes is known from its class, so this is compiled for each as the kernels are.
+// How decode attention is launched: a pure function of the shape and of a GPU's limits. A warp's
+// memory use is known from its class, so this code is compiled for each class, as the kernels are.
 //
-// On a GPU with less shared memory than an H100 a CTA has fewer tiles on their way. Where not even
-// one tile of each warp fits, there is no plan.
+// On a GPU with less shared memory than an H100, a CTA has fewer tiles in flight. If not even one
+// tile per warp fits, there is no plan.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,10 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kClusterCtas = 8;  ///< the most that every device of sm_90 has
+inline constexpr int kClusterCtas = 8;  ///< cluster size that every sm_90 device supports
 inline constexpr int kClusterParts = kClusterCtas * kWarps;
 
-/// Whether there is a kernel whose stages are read where it runs, beside the one that is compiled
+/// Whether there is a second kernel with a run-time number of stages, besides the kernel compiled
 /// for Warp::kStages.
 template <class Warp>
 inline constexpr bool kVariesStages = Warp::kRotated == Rotated::none&& Warp::kHeads == 8;
@@ -25,7 +25,7 @@ std::size_t shared_bytes(const PairAttention& args, int stages) {
   return Ring<Warp>::bytes(stages) + Exchange<Warp::kHeadSize>::bytes(args.group);
 }
 
-/// The largest number of stages up to `wanted` that fits; 0 if none does.
+/// The largest number of stages that fits, at most `wanted`; 0 if none fits.
 template <class Warp>
 int stages_that_fit(const DeviceLimits& limits, const PairAttention& args, int wanted) {
   const int least = kVariesStages<Warp> ? 1 : Warp::kStages;
@@ -34,17 +34,18 @@ int stages_that_fit(const DeviceLimits& limits, const PairAttention& args, int w
   return wanted >= least ? wanted : 0;
 }
 
-/// Of the largest lengths.
+/// The number of tiles if all lengths are the largest possible.
 inline std::int64_t max_tiles(const PairAttention& args) {
   return std::int64_t{args.table.pairs} * (row_slots(args.table.max_slots) / kSlotsPerTile);
 }
 
-inline constexpr int kReserved = 1024;  // of shared memory, by the system, for each CTA
-/// What a multiprocessor has: what one CTA may have, and what is reserved for it.
+// shared memory in bytes that the system reserves for each CTA
+inline constexpr int kReserved = 1024;
+/// The shared memory of a multiprocessor: the most for one CTA, and its reserved part.
 inline int shared_of_all(const DeviceLimits& limits) { return limits.shared_bytes + kReserved; }
 
-/// Two for each multiprocessor keep enough bytes on their way; but no more than there may be tiles.
-/// 0 if the device holds none.
+/// The number of CTAs: two per multiprocessor keep enough bytes in flight, but not more than there
+/// may be tiles. 0 if the device cannot hold one.
 template <class Warp>
 int max_ctas(const DeviceLimits& limits, const PairAttention& args) {
   const int stages = stages_that_fit<Warp>(limits, args, Warp::kStages);
@@ -57,41 +58,43 @@ int max_ctas(const DeviceLimits& limits, const PairAttention& args) {
 
 struct PairGrid {
   int ctas, stages;
-  bool all_ahead;  ///< every stage is sent for at once
+  bool all_ahead;  ///< all stages are requested at once
 };
 
-/// A multiple of the pairs, so that none of equally long pairs shares a CTA with another: a CTA
-/// with parts of two pairs waits, writes and merges twice. As many as before where that would leave
-/// more than an eighth of them out, and where so many serve a pair that few have parts of two.
+/// Rounds down to a multiple of the pairs, so that pairs of equal length do not share a CTA,
+/// because a CTA with parts of two pairs waits, writes and merges twice. Keeps the number if
+/// rounding would leave out more than an eighth of the CTAs, or if each pair has so many CTAs that
+/// few of them have parts of two pairs.
 inline int for_whole_pairs(int ctas, int pairs) {
-  constexpr int kFew = 16;  // of them, one
+  constexpr int kFew = 16;  // one CTA in kFew
   const int out = ctas % pairs;
   return pairs <= ctas && ctas < kFew * pairs && out <= ctas / 8 ? ctas - out : ctas;
 }
 
 template <class Warp>
 PairGrid grid_for(const DeviceLimits& limits, const PairAttention& args) {
-  constexpr int kShort = 4, kLong = 16;  // tiles of a CTA
+  constexpr int kShort = 4, kLong = 16;  // tiles per CTA
   const auto fitting = [&](int wanted) { return stages_that_fit<Warp>(limits, args, wanted); };
   const int usual = fitting(Warp::kStages);
   PairGrid grid{
       .ctas = max_ctas<Warp>(limits, args), .stages = usual, .all_ahead = usual != Warp::kStages};
   if (!kVariesStages<Warp> || usual == 0) return grid;
   if (max_tiles(args) <= kShort * limits.multiprocessors) {
-    // One to a multiprocessor, and room for one of the kernel behind, which fetches meanwhile: all
-    // of a share, or most of it, has been sent for when the query comes.
+    // One CTA per multiprocessor, plus memory for one of the next kernel, which fetches meanwhile:
+    // all of a share, or most of it, has been requested when the query arrives.
     grid.ctas = std::min(grid.ctas, limits.multiprocessors);
     grid.stages = max_tiles(args) <= 2 * limits.multiprocessors ? usual : fitting(Warp::kMaxStages);
     grid.all_ahead = true;
   } else if (Warp::kHeadSize == 64 && max_tiles(args) >= kLong * grid.ctas) {
-    grid.stages = fitting(Warp::kMaxStages);  // at head size 128 this gains nothing
+    grid.stages = fitting(Warp::kMaxStages);  // at head size 128 this does not help
     grid.all_ahead = true;
   }
   return grid;
 }
 
-/// Of a CTA, with no room for a third beside two: else some multiprocessors get three of a launch
-/// and others one, since each takes the place of one of the launch before.
+/// Shared memory of a CTA, large enough that a third CTA does not fit beside two; otherwise some
+/// multiprocessors get three CTAs of a launch and others one, because each replaces a CTA of the
+/// launch before.
 template <class Warp>
 std::size_t shared_for_two(const DeviceLimits& limits, const PairAttention& args, int stages) {
   const int a_third = shared_of_all(limits) / 3 - kReserved;
@@ -99,18 +102,18 @@ std::size_t shared_for_two(const DeviceLimits& limits, const PairAttention& args
                   static_cast<std::size_t>(a_third / 16 * 16 + 16));
 }
 
-/// Of the parts of pairs that are cut.
+/// Rows for the parts of pairs that are cut.
 inline std::size_t part_rows(const PairAttention& args, int ctas) {
   return 2 * static_cast<std::size_t>(ctas) * static_cast<std::size_t>(args.group);
 }
 
-/// Columns of a CTA of a cluster, four dimensions of a query head each; the last CTA may have
+/// Columns (four dimensions of a query head each) per CTA of a cluster; the last CTA may have
 /// fewer.
 template <int kDim>
 __host__ __device__ constexpr int cluster_columns(int group) {
   return (group * kDim / 4 + kClusterCtas - 1) / kClusterCtas;
 }
-/// What a CTA gets of all parts of its cluster.
+/// Bytes that a CTA receives of all parts of its cluster.
 template <int kDim>
 std::size_t cluster_parts_bytes(int group) {
   const std::size_t each = static_cast<std::size_t>(cluster_columns<kDim>(group)) * sizeof(float4) +
@@ -125,8 +128,8 @@ std::size_t clustered_bytes(const PairAttention& args, int stages) {
          cluster_parts_bytes<Warp::kHeadSize>(args.group);
 }
 
-/// Tiles that a warp keeps in shared memory, all that it may have, where pairs get clusters; else
-/// 0. There is to be a multiprocessor for each CTA. Logits are left by the other kernel only.
+/// Tiles that a warp keeps in shared memory (all that it may have) if pairs use clusters; otherwise
+/// 0. Requires a multiprocessor for each CTA, and no logits for an observer.
 template <class Warp>
 int clustered_stages(const DeviceLimits& limits, const PairAttention& args) {
   const std::int64_t tiles = row_slots(args.table.max_slots) / kSlotsPerTile;
@@ -158,8 +161,8 @@ PairLaunch plan_pairs(const DeviceLimits& limits, const PairAttention& args) {
            .shared_bytes = shared_for_two<Warp>(limits, args, grid.stages)}};
 }
 
-/// Calls visit(Warp{}) for the type, head size and numbering, which must be supported, of groups of
-/// at most kHeads.
+/// Calls visit(Warp{}) for the type, head size and numbering, which must be supported, with groups
+/// of at most kHeads heads.
 template <int kHeads, class Visit>
 auto with_warp(const PairAttention& args, Visit visit) {
   const auto by_type = [&]<int kDim, Rotated kRotated>() {

@@ -1,5 +1,5 @@
-// What the two kernels of decode attention share: how a CTA of four warps fetches tiles, and where
-// its results go.
+// Common code of the two kernels of decode attention: how a CTA of four warps fetches tiles, and
+// where its results go.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace kvlab::kernels {
 inline constexpr int kWarps = 4;
 inline constexpr int kThreads = kWarps * 32;
 
-/// The arguments, and what follows from them and from the device.
+/// The arguments, and values derived from them and from the device.
 struct PairPlan {
   PairAttention args;
   int ctas;
@@ -24,16 +24,16 @@ struct PairPlan {
   std::int32_t* arrived;  // [cta], zero between launches
   int stages;             ///< tiles of each warp in shared memory
   bool read_once;         ///< keys and values need not stay in the L2 cache
-  kvlab_pages paged;      ///< where keys and values are, of kernels that are kPaged
+  kvlab_pages paged;      ///< pages with keys and values, for kernels with kPaged
 };
 
-/// The logit that no token has, base 2, of a head of a pair; -infinity: there is none.
+/// The base-2 sink logit of a head of a pair, which belongs to no token; -infinity: none.
 __device__ inline float sink_of(const PairAttention& args, int pair, int head) {
   if (args.sinks == nullptr) return -INFINITY;
   return args.sinks[pair % args.table.kv_heads * args.group + head] * kLog2E;
 }
 
-/// Begins shared memory: each warp's tiles, and what rotating takes.
+/// The begin of shared memory: each warp's tiles, and data for rotation.
 template <class Warp>
 struct Ring {
   int stages;
@@ -56,8 +56,8 @@ struct Ring {
   }
 };
 
-/// What the warps of a CTA tell each other, behind the ring in shared memory: their parts of a
-/// pair, or what all parts of a pair weigh while the CTA merges it. As large as the group needs.
+/// Data that the warps of a CTA exchange, in shared memory after the ring: their parts of a pair,
+/// or the weights of all parts while the CTA merges the pair. Its size depends on the group.
 template <int kDim>
 struct Exchange {
   int group;
@@ -73,7 +73,7 @@ struct Exchange {
   }
   // [part, head of the group]
   __device__ float* weights() const { return memory; }
-  // [thread]; where the group leaves threads for several rows
+  // [thread]; used if the group leaves threads for several rows
   __device__ float4* outputs() const {
     return reinterpret_cast<float4*>(memory + kMaxCtas * group);
   }
@@ -89,19 +89,19 @@ struct Exchange {
   }
 };
 
-/// Where a warp's next tiles begin, one in each lane: 32 tiles wait for one look at the table, and
-/// share its divisions.
+/// Where a warp's next tiles begin, one in each lane: one lookup in the table serves 32 tiles,
+/// which share its divisions.
 template <bool kPaged>
 struct RowsAhead {};
 template <>
 struct RowsAhead<true> {
   const kvlab_pages& paged;
-  int first = 0;         ///< tile, of lane 0
+  int first = 0;         ///< tile index of lane 0
   std::int64_t row = 0;  ///< element at which tile first + lane begins
 };
 
-/// What a warp fetches: every kSlotsPerTile slots, warp w takes those from w * kKeys on, which lie
-/// in one block where kPaged.
+/// The slots that a warp fetches: in every kSlotsPerTile slots, warp w has those from w * kKeys on.
+/// They lie in one page if kPaged.
 template <class Warp, bool kPaged>
 class TileSource {
  public:
@@ -115,14 +115,14 @@ class TileSource {
     if constexpr (kPaged) look_up();
   }
 
-  /// Starts copying the next tile, if there is one. A group of copies in any case.
+  /// Starts copying the next tile, if there is one. Commits a group of copies in both cases.
   __device__ void start_next(typename Warp::Tile& tile) {
     if (left_ > 0) {
       if (cursor_.tile == cursor_.slots.tiles()) {
         cursor_.next_pair(args_.table, Warp::kHeadSize);
         if constexpr (kPaged) look_up();
       }
-      // The newest token comes from the kernel before; the rest has been there.
+      // The newest token comes from the kernel before; the other tokens are already there.
       if (cursor_.slots.newest / kSlotsPerTile == cursor_.tile) wait_for_predecessor();
       const int slot = first_slot();
       const int valid = cursor_.slots.live - slot;
@@ -153,11 +153,11 @@ class TileSource {
     else
       return {};
   }
-  /// Of the warp's in the cursor's tile.
+  /// The warp's first slot in the cursor's tile.
   __device__ int first_slot() const {
     return cursor_.tile * kSlotsPerTile + threadIdx.x / 32 * Warp::kKeys;
   }
-  /// From the cursor's tile on.
+  /// Looks up the tiles from the cursor's on.
   __device__ void look_up() {
     static_assert(kMinSlotsOfBlock % Warp::kKeys == 0);
     const int slot = first_slot() + static_cast<int>(threadIdx.x % 32) * kSlotsPerTile;
@@ -165,7 +165,7 @@ class TileSource {
     if (slot < cursor_.slots.live)
       ahead_.row = paged_row(ahead_.paged, cursor_.slots.pair, args_.table.kv_heads, slot);
   }
-  /// The element at which the cursor's slots begin; any block's where none is live. By
+  /// The element at which the cursor's slots begin; an arbitrary page's if none is live. Called by
   /// a whole warp.
   __device__ std::int64_t next_row() {
     if (cursor_.tile - ahead_.first == 32) look_up();
@@ -179,8 +179,8 @@ class TileSource {
   [[no_unique_address]] RowsAhead<kPaged> ahead_;
 };
 
-/// A warp's tiles, fetched ahead: all but one of kStages. (Where all were sent for at once,
-/// launches of many tiles took about 1 us longer.)
+/// A warp's tiles, fetched ahead: all but one of kStages. (If all were requested at once, launches
+/// of many tiles took about 1 us longer.)
 template <class Warp, bool kPaged>
 class TilesAhead {
  public:
@@ -191,10 +191,10 @@ class TilesAhead {
       : source_(plan, cursor, count), ring_(ring) {
     for (int i = 0; i < kStages - 1; ++i) fetch();
   }
-  /// The next tile, once it is there; the one before it may be overwritten.
+  /// Returns the next tile when it has arrived. The tile before it may be overwritten.
   __device__ const typename Warp::Tile& next() {
     if constexpr (kStages == 1) {
-      __syncwarp();  // all have read the one before
+      __syncwarp();  // all lanes have read the tile before
       fetch();
       wait_copies<0>();
       __syncwarp();
@@ -223,7 +223,7 @@ class TilesAhead {
   int read_ = 0, write_ = 0;
 };
 
-/// A warp's tiles in plan.stages, all of which are sent for at once.
+/// A warp's tiles in plan.stages stages, all requested at once.
 template <class Warp, bool kPaged>
 class AllTilesAhead {
  public:
@@ -233,10 +233,10 @@ class AllTilesAhead {
       : source_(plan, cursor, count), ring_(ring), stages_(plan.stages) {
     for (int i = 0; i < stages_; ++i) fetch();
   }
-  /// The next tile, once it is there; the one before it is overwritten.
+  /// Returns the next tile when it has arrived. The tile before it is overwritten.
   __device__ const typename Warp::Tile& next() {
     if (read_ >= 0) {
-      __syncwarp();  // all have read it
+      __syncwarp();  // all lanes have read it
       fetch();
     }
     wait_copies<Warp::kMaxStages - 1>(stages_ - 1);
@@ -257,7 +257,7 @@ class AllTilesAhead {
   int read_ = -1, write_ = 0;
 };
 
-/// `dim` and the next three of a query head's output.
+/// Writes `dim` and the next three dimensions of a query head's output.
 template <class T>
 __device__ void write_output(const PairPlan& plan, int row, int dim, float4 out,
                              float2 max_and_sum) {

@@ -1,6 +1,6 @@
-// Decode attention of pairs with more than eight query heads: see pair_attention.cuh. What is read
-// of a tile serves both eights. Instantiated: 3 types x 4 head sizes x 3 ways to number positions,
-// with tiles sent for one by one (36 kernels).
+// Decode attention for pairs with more than eight query heads: see pair_attention.cuh. One read of
+// a tile serves both groups of eight heads. Instantiated: 3 types x 4 head sizes x 3 position
+// numberings, with tiles requested one by one (36 kernels).
 #include "kernels/decode/pair_attention.cuh"
 
 namespace kvlab::kernels {

@@ -1,4 +1,4 @@
-// What bends a gate.
+// Activations of a gate.
 #pragma once
 
 #include "kernels/types.hpp"

@@ -1,4 +1,5 @@
-// Barriers in shared memory that asynchronous copies complete, and of some warps of a block.
+// Barriers in shared memory that asynchronous copies complete, and barriers of some warps of a
+// block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,8 +10,8 @@
 
 namespace kvlab::kernels {
 
-/// An mbarrier (sm_80): phase after phase, each complete after so many arrivals. A waiter names the
-/// phase by its parity; the phase before the first counts as complete, and has parity 1.
+/// An mbarrier (sm_80). Each phase completes after a fixed number of arrivals. A waiter names the
+/// phase by its parity; the phase before the first counts as complete and has parity 1.
 class PhaseBarrier {
  public:
   __device__ void init(unsigned arrivals) {
@@ -20,7 +21,7 @@ class PhaseBarrier {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address())
                  : "memory");
   }
-  /// Arrives, and so many bytes of the copy engine's belong to the phase too (sm_90).
+  /// Arrives, and adds `bytes` bytes of the copy engine to the phase (sm_90).
   __device__ void arrive_and_expect(std::uint32_t bytes) {
     asm volatile(
         "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(
@@ -28,11 +29,11 @@ class PhaseBarrier {
         "r"(bytes)
         : "memory");
   }
-  /// Arrives as soon as all copies that the thread has sent for are complete.
+  /// Arrives once all copies that this thread has started are complete.
   __device__ void arrive_when_copied() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
   }
-  /// Holds up the phase until all copies that the thread has sent for are complete.
+  /// Holds the phase open until all copies that this thread has started are complete.
   __device__ void expect_copied() {
     asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(address()) : "memory");
   }
@@ -46,7 +47,7 @@ class PhaseBarrier {
  private:
   __device__ bool complete(unsigned parity) const {
     unsigned done;
-#if __CUDA_ARCH__ >= 900  // sleeps for a while
+#if __CUDA_ARCH__ >= 900  // try_wait suspends the thread for a while
     asm volatile(
         "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
@@ -65,7 +66,7 @@ class PhaseBarrier {
   std::uint64_t word_;
 };
 
-/// Of the first kThreads threads of a block.
+/// A barrier of the first kThreads threads of a block.
 template <int kThreads>
 __device__ inline void barrier_of_first() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");

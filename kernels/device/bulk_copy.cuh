@@ -1,4 +1,5 @@
-// Copies to shared memory by the copy engine (sm_90): one thread asks, a barrier's phase completes.
+// Copies to shared memory by the copy engine (sm_90): one thread starts the copy, which completes a
+// phase of a barrier.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +10,7 @@
 
 namespace kvlab::kernels {
 
-/// The box of a tensor at (x, y, z), laid out as its map describes.
+/// Copies the box of a tensor at (x, y, z), laid out as its tensor map describes.
 __device__ inline void copy_box(void* to, const CUtensorMap& map, int x, int y, int z,
                                 const PhaseBarrier& arrives) {
   asm volatile(
@@ -19,7 +20,7 @@ __device__ inline void copy_box(void* to, const CUtensorMap& map, int x, int y, 
       : "memory");
 }
 
-/// Consecutive bytes, a multiple of 16.
+/// Copies consecutive bytes, a multiple of 16.
 __device__ inline void copy_bulk(void* to, const void* from, std::uint32_t bytes,
                                  const PhaseBarrier& arrives, CachePolicy policy) {
   asm volatile(

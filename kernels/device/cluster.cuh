@@ -1,5 +1,5 @@
-// What the CTAs of a cluster (sm_90) do together: a barrier, and stores to each other's shared
-// memory. Nothing of it does anything on devices before.
+// Operations of the CTAs of a cluster (sm_90): a barrier, and stores to each other's shared memory.
+// Before sm_90 they do nothing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace kvlab::kernels {
 
-/// This CTA's number in its cluster.
+/// This CTA's rank in its cluster.
 __device__ inline int cluster_rank() {
   int rank = 0;
 #if __CUDA_ARCH__ >= 900
@@ -19,8 +19,8 @@ __device__ inline int cluster_rank() {
   return rank;
 }
 
-/// By all threads of all CTAs, by turns: what a thread has stored before it arrives can be seen
-/// behind the wait. Behind the first wait all CTAs have begun, and not before.
+/// All threads of all CTAs call cluster_arrive() and cluster_wait() in turn. What a thread stores
+/// before it arrives is visible after the wait. Only after the first wait have all CTAs started.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -33,7 +33,7 @@ __device__ inline void cluster_wait() {
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-/// The address that `here`, in this CTA's shared memory, has in that of another.
+/// The address in CTA `rank` that corresponds to `here` in this CTA's shared memory.
 __device__ inline std::uint32_t address_in(int rank, const void* here) {
   std::uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -42,7 +42,7 @@ __device__ inline std::uint32_t address_in(int rank, const void* here) {
   return there;
 }
 #endif
-/// Stores to the place that `here` has in another CTA.
+/// Stores `value` at the address in CTA `rank` that corresponds to `here`.
 __device__ inline void store_in(int rank, const float4* here, float4 value) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address_in(rank, here)),

@@ -1,17 +1,17 @@
-// Ragged work shared evenly by a fixed number of workers.
+// Splits ragged work evenly over a fixed number of workers.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace kvlab::kernels {
 
-/// `items` in a row, cut into `workers` runs whose lengths differ by at most one, the longer ones
-/// first.
+/// `items` consecutive items, cut into `workers` runs whose lengths differ by at most one; the
+/// longer runs come first.
 struct EvenShare {
-  int each, longer;  ///< the first `longer` workers have each + 1
+  int each, longer;  ///< the first `longer` workers have each + 1 items
   __device__ EvenShare(int items, int workers) : each(items / workers), longer(items % workers) {}
 
-  /// First item of a worker; of the worker after the last: the number of items.
+  /// The first item of a worker; for the worker after the last, the number of items.
   __device__ int begin(int worker) const { return worker * each + min(worker, longer); }
   __device__ int worker_of(int item) const {
     const int in_longer = longer * (each + 1);

@@ -8,12 +8,12 @@
 
 namespace kvlab::kernels {
 
-/// A slot that may be evicted, and its place in the order.
+/// A slot that may be evicted, and its eviction key.
 struct EvictionCandidate {
   EvictionKey key;
   int slot;
 
-  /// Leaves after every token.
+  /// Comes after every token in the order.
   __device__ static EvictionCandidate none() { return {{~0u, ~std::uint64_t{0}, ~0u}, -1}; }
 };
 
@@ -22,9 +22,9 @@ __device__ inline EvictionCandidate first_victim(const EvictionCandidate& a,
   return b.key < a.key ? b : a;
 }
 
-/// The first among the warp's, in every lane.
+/// The first victim among the warp's candidates, in every lane.
 __device__ inline EvictionCandidate warp_first_victim(EvictionCandidate mine) {
-  // Word by word, among the lanes that have had the least of all words before.
+  // Compares word by word; only lanes that have the least of all earlier words stay in.
   bool first = true;
   const auto least = [&](std::uint32_t word) {
     const std::uint32_t of_all = __reduce_min_sync(~0u, first ? word : ~0u);
@@ -40,8 +40,8 @@ __device__ inline EvictionCandidate warp_first_victim(EvictionCandidate mine) {
           __shfl_sync(~0u, mine.slot, lane)};
 }
 
-/// The first among the block's, in the first warp. `of_warps`: one for each; free again after the
-/// next barrier.
+/// The first victim among the block's candidates, in the first warp. `of_warps`: one element per
+/// warp, free again after the next barrier.
 __device__ inline EvictionCandidate block_first_victim(EvictionCandidate mine,
                                                        EvictionCandidate* of_warps) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize,

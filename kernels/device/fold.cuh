@@ -1,11 +1,11 @@
-// Four values at once, folded over a warp.
+// Reduces four values at once over a warp.
 #pragma once
 
 #include "kernels/device/reduce.cuh"
 
 namespace kvlab::kernels {
 
-/// Lane l gets the fold over the warp of component l % 4, in a fixed order. Six shuffles.
+/// Lane l gets the fold over the warp of component l % 4, in a fixed order. Uses six shuffles.
 template <class Fold>
 __device__ inline float warp_fold4(const float4& value, Fold fold) {
   const unsigned lane = threadIdx.x % kWarpSize;
@@ -26,7 +26,7 @@ struct Larger {
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-/// The four components that lanes 0 to 3 hold, from lane `first` on, in every lane.
+/// The four components that lanes `first` to first + 3 have, in every lane.
 __device__ inline float4 of_lanes(float value, int first) {
   return {__shfl_sync(~0u, value, first), __shfl_sync(~0u, value, first + 1),
           __shfl_sync(~0u, value, first + 2), __shfl_sync(~0u, value, first + 3)};
@@ -46,7 +46,7 @@ __device__ inline void count_from(uint4& count, const float4& x, const float4& b
   count.x += x.x >= bound.x ? 1 : 0, count.y += x.y >= bound.y ? 1 : 0;
   count.z += x.z >= bound.z ? 1 : 0, count.w += x.w >= bound.w ? 1 : 0;
 }
-/// Over the warp, in every lane.
+/// The sums over the warp, in every lane.
 __device__ inline uint4 warp_sum4(const uint4& count) {
   return {__reduce_add_sync(~0u, count.x), __reduce_add_sync(~0u, count.y),
           __reduce_add_sync(~0u, count.z), __reduce_add_sync(~0u, count.w)};

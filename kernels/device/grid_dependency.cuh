@@ -1,21 +1,21 @@
-// Programmatic dependent launch: a kernel may start while the one before it in the stream still
-// runs, and fetch what that one does not write. Before sm_90 both calls do nothing, and neither is
-// needed.
+// Programmatic dependent launch: a kernel may start while the kernel before it in the stream still
+// runs, and fetch data that this one does not write. Before sm_90 both calls do nothing, and
+// neither is needed.
 #pragma once
 
 namespace kvlab::kernels {
 
-/// Until here the kernel may read only what no kernel of the same step writes: weights and tables.
-/// Afterwards all that came before in the stream is complete and visible. Every kernel that
-/// `launch` starts must call it in every block, even where it has nothing to wait for: the next
-/// kernel relies on it.
+/// Before this call the kernel may read only what no kernel of the same step writes: weights and
+/// tables. After it, all earlier work of the stream is complete and visible. Every kernel that
+/// `launch` starts must call it in every block, even if it has nothing to wait for, because the
+/// next kernel relies on it.
 __device__ inline void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Lets the next kernel of the stream start as soon as all blocks of this one have come here.
+/// Lets the next kernel of the stream start once all blocks of this one have made this call.
 __device__ inline void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

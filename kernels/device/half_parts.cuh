@@ -1,4 +1,4 @@
-// Two float32 as a type of two bytes and what that leaves, of the type too: for products on tensor
+// Splits two float32 into a 2-byte type and the rest, also of that type, for products on tensor
 // cores.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace kvlab::kernels {
 
-/// bf16: 16 bits.
+/// bf16: 16 bits together.
 struct Bf16Parts {
   std::uint32_t kept, left;
 
@@ -17,12 +17,12 @@ struct Bf16Parts {
   }
 };
 
-/// float16: 22 bits.
+/// float16: 22 bits together.
 struct HalfParts {
   std::uint32_t kept, left;  ///< two elements each; `low` is first in memory
 
-  /// Elements of at most 65,504. What float16 keeps is cut off, not rounded, so that it is found
-  /// by a mask.
+  /// For elements of at most 65,504. The float16 part is truncated, not rounded, so that a mask
+  /// extracts it.
   __device__ static HalfParts of(float low, float high) {
     const float kept_low = cut(low), kept_high = cut(high);
     return {pack<__half>(kept_low, kept_high), pack<__half>(low - kept_low, high - kept_high)};

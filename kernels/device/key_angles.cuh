@@ -1,8 +1,8 @@
-// RoPE of a key where it is read, by how far it lies behind the query; and of a query that stands
+// RoPE of a key at the time it is read, by its distance to the query; and of a query that stands
 // too far ahead.
 //
-// An angle is a fraction of a circle in fixed point: a position times a frequency of 64 bits,
-// modulo one circle, has lost nothing at any position.
+// An angle is a fraction of a circle in fixed point. A position times a 64-bit frequency, modulo
+// one circle, is exact at any position.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace kvlab::kernels {
 
-/// Circles for each position, as a fraction of 2^64: high and low word.
+/// Circles per position as a fraction of 2^64: high and low word.
 using Frequency = uint2;
 
 __device__ inline Frequency frequency_of(float inv_freq) {
@@ -23,13 +23,13 @@ __device__ inline Frequency frequency_of(float inv_freq) {
   return make_uint2(static_cast<std::uint32_t>(fixed >> 32), static_cast<std::uint32_t>(fixed));
 }
 
-/// The angle of so many positions, as a fraction of 2^32.
+/// The angle of `positions` positions, as a fraction of 2^32.
 __device__ inline std::uint32_t angle_of(Frequency frequency, std::uint32_t positions) {
   return frequency.x * positions + __umulhi(frequency.y, positions);
 }
 
-/// Cosine and sine of a rotation back by so many positions, to the last bits of a float, and
-/// slowly.
+/// Cosine and sine of a rotation back by `positions` positions, exact to the last bits of a float.
+/// Slow.
 __device__ inline float2 rotation_back(Frequency frequency, std::uint32_t positions) {
   const auto angle = static_cast<float>(static_cast<std::int32_t>(angle_of(frequency, positions)));
   float2 at;
@@ -40,31 +40,32 @@ __device__ inline float2 rotation_back(Frequency frequency, std::uint32_t positi
 /// The angles of one pair's keys.
 struct KeyAngles {
   const Frequency* frequencies;  // [head_size / 2], in shared memory
-  std::uint32_t youngest;        ///< age of the newest token: live tokens less one
-  std::uint32_t gone;            ///< the age that left since ages were written, or all ones
-  int newest;                    ///< the newest token's slot, from where `ages` begins
+  std::uint32_t youngest;        ///< age of the newest token: live tokens minus one
+  std::uint32_t gone;            ///< age of the token evicted since ages were written, or all ones
+  int newest;                    ///< the newest token's slot, relative to `ages`
 
-  /// How much younger the query is than the token at `slot`.
+  /// How many positions the token at `slot` lies behind the query.
   __device__ std::uint32_t behind(const std::uint32_t* ages, int slot) const {
     const std::uint32_t age = ages[slot];
     return slot == newest ? 0 : youngest - (age - (age > gone ? 1 : 0));
   }
-  /// Cosine and sine of a key's angle against the query: negative, since it lies behind. To 2^-20.
+  /// Cosine and sine of a key's angle relative to the query, which is negative because the key lies
+  /// behind. Accurate to 2^-20.
   __device__ float2 cos_sin(int i, std::uint32_t positions) const {
-    // The fraction's upper 23 bits as a float from -1/2 to 1/2.
+    // Turns the fraction's upper 23 bits into a float from -1/2 to 1/2.
     const std::uint32_t angle = angle_of(frequencies[i], positions);
     const float circles = __uint_as_float(angle >> 9 ^ 0x3fc00000u) - 1.5f;
     constexpr float kTwoPi = 6.28318530717958647692f;
     return make_float2(__cosf(circles * kTwoPi), -__sinf(circles * kTwoPi));
   }
-  /// The same to the last bits of a float, and slowly.
+  /// The same, exact to the last bits of a float. Slow.
   __device__ float2 cos_sin_precise(int i, std::uint32_t positions) const {
     return rotation_back(frequencies[i], positions);
   }
 };
 
-/// Two elements each of dimensions i and i + head_size / 2 of one key, rotated in float32. What the
-/// rounded results leave goes to the rests.
+/// Rotates two elements each of dimensions i and i + head_size / 2 of one key, in float32. The
+/// rounding errors go to the rests.
 template <class T>
 __device__ inline void rotate(float2 first, float2 second, std::uint32_t& low, std::uint32_t& high,
                               std::uint32_t& low_rest, std::uint32_t& high_rest) {

@@ -1,4 +1,4 @@
-// Neighbouring elements of a type known when running, as float32.
+// Loads neighbouring elements of a type known at run time, as float32.
 #pragma once
 
 #include "kernels/device/element.cuh"
@@ -6,7 +6,7 @@
 
 namespace kvlab::kernels {
 
-/// Elements `at` and at + 1; `at` even.
+/// Elements `at` and at + 1; `at` must be even.
 __device__ inline float2 load2(const void* data, Type type, std::int64_t at) {
   if (type == KVLAB_F32)
     return *reinterpret_cast<const float2*>(static_cast<const float*>(data) + at);
@@ -21,7 +21,7 @@ __device__ inline float load1(const void* data, Type type, std::int64_t at) {
   return at & 1 ? two.y : two.x;
 }
 
-/// Elements `at` to at + 3; `at` a multiple of 4.
+/// Elements `at` to at + 3; `at` must be a multiple of 4.
 __device__ inline float4 load4(const void* data, Type type, std::int64_t at) {
   if (type == KVLAB_F32)
     return *reinterpret_cast<const float4*>(static_cast<const float*>(data) + at);
@@ -34,7 +34,7 @@ __device__ inline float4 load4(const void* data, Type type, std::int64_t at) {
   return {low.x, low.y, high.x, high.y};
 }
 
-/// Elements 2 n and 2 n + 1 of four as they lie in memory, of a type of two bytes or of four.
+/// Elements 2n and 2n + 1 of four elements of a 2-byte or 4-byte type, as they lie in memory.
 __device__ inline float2 two_of(const uint2& bits, Type type, int n) {
   const std::uint32_t two = n == 0 ? bits.x : bits.y;
   if (type == KVLAB_BF16) return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};

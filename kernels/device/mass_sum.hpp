@@ -1,5 +1,5 @@
-// Sums of probabilities in Q32.32, and requests, without 64-bit arithmetic for each probability:
-// equal to policies/observation.hpp, bit for bit.
+// Sums of probabilities in Q32.32, and request counts, without 64-bit arithmetic per probability.
+// Equal to policies/observation.hpp, bit for bit.
 #pragma once
 
 #include <bit>
@@ -9,12 +9,12 @@
 
 namespace kvlab::kernels {
 
-/// The sum of fixed_mass(1, p) over at most 2^14 probabilities, 0 <= p <= 1.5: rounding may take
-/// one over 1.
+/// The sum of fixed_mass(1, p) over at most 2^14 probabilities with 0 <= p <= 1.5 (rounding may
+/// give a p above 1).
 ///
-/// p + 64 rounds p to a multiple of 2^-17; the rest, exact, plus 1.5 * 2^-9 rounds to a multiple of
-/// 2^-32, to even as p itself would, since the first part is an even number of those. Both integers
-/// are then the low bits of the floats.
+/// p + 64 rounds p to a multiple of 2^-17. The exact rest plus 1.5 * 2^-9 rounds to a multiple of
+/// 2^-32, and to even as p would, because the first part is an even multiple of 2^-32. So both
+/// integers are the low bits of the floats.
 class MassSum {
  public:
   constexpr void add(float p) {
@@ -23,9 +23,10 @@ class MassSum {
     high_ += std::bit_cast<std::uint32_t>(high);
     low_ += std::bit_cast<std::uint32_t>(low);
   }
-  /// Instead of add(), for the largest of those that are given, which are not negative.
+  /// Use instead of add(): keeps the largest of the given probabilities, which must not be
+  /// negative.
   constexpr void raise(float p) {
-    const auto bits = std::bit_cast<std::uint32_t>(p);  // ordered as the floats are
+    const auto bits = std::bit_cast<std::uint32_t>(p);  // floats >= 0 have the order of their bits
     high_ = bits > high_ ? bits : high_;
   }
   constexpr float largest() const { return std::bit_cast<float>(high_); }
@@ -41,12 +42,12 @@ class MassSum {
   std::uint32_t high_ = 0, low_ = 0;  // modulo 2^32
 };
 
-/// The least probability that is requested in a row whose largest mass is `row_max`; negative if 0
-/// is. row_max <= 2^33, threshold16 <= 2^16.
+/// The least probability that counts as a request in a row whose largest mass is `row_max`;
+/// negative if 0 counts. row_max <= 2^33, threshold16 <= 2^16.
 constexpr float request_floor(std::uint64_t row_max, std::uint32_t threshold16) {
   const std::uint64_t least = (threshold16 * row_max + 0xffff) >> 16;  // mass
   if (least == 0) return -1;
-  // Masses from least - 1/2 on round to `least`; the half itself to its even neighbour.
+  // Masses above least - 1/2 round to `least`; the half itself rounds to its even neighbour.
   const std::uint64_t halves = 2 * least - 1;
   const double bound = static_cast<double>(halves) * 0x1p-33;
   const auto nearest = static_cast<float>(bound);

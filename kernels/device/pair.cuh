@@ -1,4 +1,4 @@
-// A pair on the device: one KV head of one sequence, its slots, and what a policy is told of it.
+// A pair on the device: one KV head of one sequence, its slots, and the data that a policy gets.
 #pragma once
 
 #include <type_traits>
@@ -17,25 +17,25 @@ __device__ inline Pair pair_of(int index, int kv_heads) {
   return {index, index / kv_heads, index % kv_heads};
 }
 
-/// Slots that hold live tokens while the newest, which is at next_slots, attends.
+/// Slots with live tokens while the newest token, which is at next_slots, attends.
 __device__ inline int live_slots(const kvlab_cache& cache, const Pair& pair) {
   return max(cache.lengths[pair.index], cache.next_slots[pair.index] + 1);
 }
 
-/// The element at which the key of a pair's slot begins, and its value.
+/// The element at which the key of a pair's slot begins; its value begins at the same element.
 __device__ inline std::int64_t row_of(const kvlab_cache& cache, int pair, std::int64_t slot) {
   if (cache.pages.blocks != nullptr)
     return paged_row(cache.pages, pair, cache.kv_heads, static_cast<int>(slot));
   return (cache.first_slot[pair] + slot) * cache.head_size;
 }
 
-/// What a slot's token received, as policies are shown it.
+/// What a slot's token received, as the policy sees it.
 __device__ inline Observation& observation_at(kvlab_observation* seen, std::int64_t slot) {
   static_assert(sizeof(kvlab_observation) == sizeof(Observation));
   return reinterpret_cast<Observation*>(seen)[slot];
 }
 
-/// How many live tokens make eviction necessary; kUnlimited: none do.
+/// The number of live tokens at which eviction is due; kUnlimited: never.
 __device__ inline std::uint32_t evict_at(const kvlab_policy_state& policy, int pair) {
   return policy.evict_at != nullptr ? policy.evict_at[pair] : policy.rules[pair].budget;
 }
@@ -64,7 +64,7 @@ __device__ typename P::Params params_of(const kvlab_policy_state& policy, const 
     return reinterpret_cast<const typename P::Params*>(policy.params)[pair.sequence];
 }
 
-/// The token of a slot, with what it brought.
+/// The token of a slot, with its features.
 template <class P>
 __device__ Token token_of(const kvlab_policy_state& policy, std::int64_t slot,
                           std::uint32_t position) {

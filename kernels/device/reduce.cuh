@@ -1,5 +1,5 @@
 // Reductions over a warp and a block, in a fixed order that is part of the results; every lane gets
-// them. Where neither counts, and NVRTC does not compile it, CUB does.
+// the result. CUB serves where the order does not matter and NVRTC does not compile the code.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,7 +27,7 @@ __device__ inline T warp_max(T value) {
   return value;
 }
 
-/// The sum over this lane and those below it.
+/// The sum over this lane and the lanes below it.
 template <class T>
 __device__ inline T warp_prefix_sum(T value) {
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -37,8 +37,8 @@ __device__ inline T warp_prefix_sum(T value) {
   return value;
 }
 
-/// The sum over the block, in every thread. `shared`: a value for each warp; free again after the
-/// next barrier.
+/// The sum over the block, in every thread. `shared`: one value per warp, free again after the next
+/// barrier.
 template <class T>
 __device__ inline T block_sum(T value, T* shared) {
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
@@ -50,7 +50,7 @@ __device__ inline T block_sum(T value, T* shared) {
   return sum;
 }
 
-/// The maximum over the block, likewise.
+/// The maximum over the block; `shared` as in block_sum().
 template <class T>
 __device__ inline T block_max(T value, T* shared) {
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;

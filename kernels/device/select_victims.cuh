@@ -1,5 +1,5 @@
-// Which of many tokens are evicted: the first of the rule's order, by the whole block, and which
-// tokens stay.
+// Which of many tokens are evicted, and which stay. The whole block selects the first tokens of the
+// eviction order.
 #pragma once
 
 #include <cstdint>
@@ -9,31 +9,32 @@
 
 namespace kvlab::kernels {
 
-/// Bins of a digit.
+/// Histogram bins per digit.
 inline constexpr int kEvictionBins = 256;
-inline constexpr int kEvictionHistograms = 8;  ///< copies, so that warps seldom add to the same bin
+inline constexpr int kEvictionHistograms = 8;  ///< copies, so that warps rarely add to the same bin
 inline constexpr int kMaxEvictionWarps = 32;
 
-/// The rule's order, 98 bits: protection, rank, position. No two tokens of a pair are equal.
+/// The eviction order as a 98-bit key: protection, rank, position. The keys of a pair's tokens all
+/// differ.
 struct EvictionKeys {
   const std::uint64_t* ranks;
   const std::uint32_t* positions;
   ProtectedTokens protected_tokens;
-  std::uint32_t next;  ///< position to be appended next
+  std::uint32_t next;  ///< position that is appended next
 
   __device__ EvictionKey operator[](std::uint32_t i) const {
     return {protected_tokens.protection(positions[i], next), ranks[i], positions[i]};
   }
 };
 
-/// The protection, the 8 bytes of the rank, the 4 of the position, from the most significant.
+/// Digits, most significant first: the protection, 8 bytes of the rank, 4 bytes of the position.
 inline constexpr int kEvictionDigits = 13;
 __device__ inline std::uint32_t digit_of(const EvictionKey& key, int digit) {
   if (digit == 0) return key.protection;
   if (digit <= 8) return static_cast<std::uint32_t>(key.rank >> (8 - digit) * 8) & 0xff;
   return key.position >> (12 - digit) * 8 & 0xff;
 }
-/// The key with all digits from `digits` on zero.
+/// The key with all digits from `digits` on set to zero.
 __device__ inline EvictionKey leading(EvictionKey key, int digits) {
   if (digits < 1) key.protection = 0;
   if (digits < 9) key.rank = digits <= 1 ? 0 : key.rank >> (9 - digits) * 8 << (9 - digits) * 8;
@@ -45,8 +46,8 @@ __device__ inline bool equal(const EvictionKey& a, const EvictionKey& b) {
   return a.protection == b.protection && a.rank == b.rank && a.position == b.position;
 }
 
-/// A threshold: exactly the tokens that come before it in the order leave, when only the first
-/// `digits` of a key count.
+/// A threshold: exactly the tokens that come before it in the order are evicted, if only the first
+/// `digits` digits of a key count.
 struct EvictionThreshold {
   EvictionKey key;
   int digits;
@@ -55,11 +56,13 @@ struct EvictionThreshold {
 
 struct SelectionShared {
   std::uint32_t histogram[kEvictionHistograms][kEvictionBins];
-  std::uint32_t bin, before;  ///< the bin with the token sought, and how many of its prefix precede
+  /// the bin of the token sought, and how many tokens of its prefix precede it
+  std::uint32_t bin, before;
   std::uint32_t warps[kMaxEvictionWarps];
 };
 
-/// The bin of the token that `before_it` others of the same prefix precede. By the whole block.
+/// Finds the bin of the token that `before_it` tokens of the same prefix precede. Called by the
+/// whole block.
 __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it) {
   constexpr int kGroups = kEvictionBins / kWarpSize;
   __shared__ std::uint32_t sums[kGroups];
@@ -88,13 +91,14 @@ __device__ inline void find_bin(SelectionShared& shared, std::uint32_t before_it
   __syncthreads();
 }
 
-/// Radix selection: the threshold before which `num_evicted` of the `live` tokens come. By the
-/// whole block; 0 < num_evicted < live. `Keys`: EvictionKeys, or like it.
+/// Radix selection: the threshold that exactly `num_evicted` of the `live` tokens precede. Called
+/// by the whole block; 0 < num_evicted < live. `Keys`: EvictionKeys or a type with its interface.
 template <class Keys>
 __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys& keys,
                                             std::uint32_t live, std::uint32_t num_evicted) {
   EvictionThreshold found{{}, 0};
-  std::uint32_t before_it = num_evicted;  // tokens of the same prefix before the first that stays
+  // tokens of the same prefix before the first token that stays
+  std::uint32_t before_it = num_evicted;
   for (int digit = 0; digit < kEvictionDigits && before_it > 0; ++digit) {
     for (int i = threadIdx.x; i < kEvictionHistograms * kEvictionBins;
          i += static_cast<int>(blockDim.x))
@@ -121,8 +125,8 @@ __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys&
   return found;
 }
 
-/// Calls each(slot, stays, how many before it stay) for the slots of [0, live). By the whole block;
-/// `stays` is asked twice. Each warp has a run of slots.
+/// Calls each(slot, stays, number of staying slots before it) for the slots [0, live). Called by
+/// the whole block; calls `stays` twice per slot. Each warp has a run of slots.
 template <class Stays, class Each>
 __device__ void number_stayers(SelectionShared& shared, std::uint32_t live, Stays stays,
                                Each each) {

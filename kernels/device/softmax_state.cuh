@@ -1,4 +1,4 @@
-// Softmax over a row in parts: what each part comes to, and how two parts become one.
+// Softmax over a row in parts: the state of each part, and how two parts merge.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 
 namespace kvlab::kernels {
 
-/// Multiplies a natural logit into a base-2 one.
+/// Factor from a natural logit to a base-2 logit.
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
@@ -18,19 +18,19 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-/// What takes sums relative to the logit `from` to sums relative to `to` >= from. An empty part
-/// (from = -infinity) weighs nothing, even against another.
+/// The factor from sums relative to the logit `from` to sums relative to `to` >= from. An empty
+/// part (from = -infinity) gets factor 0, even against another empty part.
 __device__ inline float rescale(float from, float to) {
   return from == -INFINITY ? 0.0f : exp2_fast(from - to);
 }
 
-/// Some keys of one row, as a monoid: the state of no keys is the neutral element, and `merge` is
-/// associative up to rounding, so that parts are merged in a fixed order for equal bits.
+/// The softmax state of some keys of one row. It is a monoid: the state of no keys is neutral, and
+/// `merge` is associative up to rounding, so parts are merged in a fixed order to give equal bits.
 template <int kWidth>
 struct SoftmaxState {
   float max = -INFINITY;   ///< largest base-2 logit
   float sum = 0;           ///< of 2^(logit - max)
-  float out[kWidth] = {};  ///< of 2^(logit - max) * value, some dimensions of it
+  float out[kWidth] = {};  ///< of 2^(logit - max) * value, for some dimensions of the value
 };
 
 template <int kWidth>

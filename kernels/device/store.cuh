@@ -1,4 +1,4 @@
-// Neighbouring float32 to a type known when running.
+// Stores neighbouring float32 values as a type known at run time.
 #pragma once
 
 #include "kernels/device/tensor_core.cuh"
@@ -6,7 +6,7 @@
 
 namespace kvlab::kernels {
 
-/// Elements `at` and at + 1 of a type; `at` even.
+/// Stores elements `at` and at + 1; `at` must be even.
 __device__ inline void store2(void* data, Type type, std::int64_t at, const float2& x) {
   if (type == KVLAB_F32)
     *reinterpret_cast<float2*>(static_cast<float*>(data) + at) = x;

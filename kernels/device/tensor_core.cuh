@@ -1,5 +1,5 @@
 // Matrix products of one warp (sm_80 and later), the tiles in shared memory that feed them, and the
-// asynchronous copies that fill those.
+// asynchronous copies that fill these tiles.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 namespace kvlab::kernels {
 
-/// Two floats as two elements of a register; `low` is first in memory.
+/// Packs two floats as two elements into a register; `low` is first in memory.
 template <class T>
 __device__ inline std::uint32_t pack(float low, float high);
 template <>
@@ -25,7 +25,7 @@ __device__ inline std::uint32_t pack<__half>(float low, float high) {
   return packed;
 }
 
-/// The two floats of a register.
+/// Unpacks a register into two floats.
 template <class T>
 __device__ inline float2 unpack(std::uint32_t packed);
 template <>
@@ -60,7 +60,7 @@ __device__ inline void multiply_add<__half>(float (&c)[4], const std::uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// An address in shared memory, as the instructions below take it.
+/// An address in shared memory, in the form that the instructions below take.
 __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -79,31 +79,32 @@ __device__ inline void load_matrices_transposed(std::uint32_t (&m)[4], std::uint
                : "memory");
 }
 
-/// An 8 x 8 matrix of 2-byte elements, of which lane l has row l / 4, columns l % 4 * 2 and the
-/// next: transposed.
+/// Transposes an 8 x 8 matrix of 2-byte elements; lane l has row l / 4, columns l % 4 * 2 and the
+/// next one.
 __device__ inline std::uint32_t transpose_matrix(std::uint32_t row) {
   std::uint32_t column;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
   return column;
 }
 
-/// 16 bytes from global to shared memory, past the L1 cache; zeros, and no read, if not `wanted`.
+/// Copies 16 bytes from global to shared memory, bypassing the L1 cache. If not `wanted`, writes
+/// zeros and reads nothing.
 __device__ inline void copy_async(std::uint32_t to, const void* from, bool wanted) {
   const int bytes = wanted ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(bytes)
                : "memory");
 }
-/// What the L2 cache is to do with the lines of a copy.
+/// How the L2 cache treats the lines of a copy.
 using CachePolicy = std::uint64_t;
-/// The policy under which lines that are `read_once` are evicted before all else.
+/// If `read_once`: the policy under which the lines are evicted before all others.
 __device__ inline CachePolicy cache_policy(bool read_once) {
   CachePolicy first, normal;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
   asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
   return read_once ? first : normal;
 }
-/// copy_async under a policy.
+/// copy_async with a cache policy.
 __device__ inline void copy_async(std::uint32_t to, const void* from, bool wanted,
                                   CachePolicy policy) {
   const int bytes = wanted ? 16 : 0;
@@ -112,30 +113,30 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, bool wante
       "l"(from), "r"(bytes), "l"(policy)
       : "memory");
 }
-/// 4 bytes from global to shared memory.
+/// Copies 4 bytes from global to shared memory.
 __device__ inline void copy_word_async(std::uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Waits until at most kLeft of this thread's newest groups are on their way.
+/// Waits until at most kLeft of this thread's newest copy groups are pending.
 template <int kLeft>
 __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
-/// Waits until at most `left` groups, 0 to kMax, are on their way.
+/// Waits until at most `left` copy groups are pending; 0 <= left <= kMax.
 template <int kMax>
 __device__ inline void wait_copies(int left) {
   if constexpr (kMax > 0)
     if (left < kMax) return wait_copies<kMax - 1>(left);
   wait_copies<kMax>();
 }
-/// A line of 128 bytes to the L2 cache.
+/// Prefetches a line of 128 bytes into the L2 cache.
 __device__ inline void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-/// Rows of kRowBytes in shared memory, 16-byte chunks of a row permuted so that the same chunk of
-/// eight consecutive rows lies in eight different banks.
+/// Rows of kRowBytes in shared memory. The 16-byte chunks of a row are permuted so that the same
+/// chunk of eight consecutive rows lies in eight different banks.
 template <int kRowBytes>
 struct Swizzled {
   static constexpr int kChunks = kRowBytes / 16;

@@ -1,4 +1,4 @@
-// From a Type known when running to one known when compiling.
+// From a Type known at run time to a type known at compile time.
 #pragma once
 
 #include "kernels/device/element.cuh"
@@ -6,7 +6,7 @@
 
 namespace kvlab::kernels {
 
-/// f(T{}) with the device's type for `type`.
+/// Calls f(T{}) with the device type T for `type`.
 template <class F>
 cudaError_t with_type(Type type, F&& f) {
   switch (type) {

@@ -1,4 +1,4 @@
-// Sixteen bytes at a time between memory and registers.
+// Memory accesses of sixteen bytes.
 #pragma once
 
 #include "kernels/device/element.cuh"
@@ -14,7 +14,7 @@ struct alignas(16) Vector {
   T values[kVector<T>];
 };
 
-/// Eight consecutive elements, from a 16-byte boundary.
+/// Loads eight consecutive elements from a 16-byte boundary.
 template <class T>
 __device__ inline void load_eight(const T* from, float (&to)[8]) {
 #pragma unroll

@@ -8,15 +8,15 @@
 
 namespace kvlab::kernels {
 
-/// Rows of up to 64 elements of 2 bytes as these products read them: 128 bytes each, the 16-byte
-/// chunks of a row permuted by its number. A panel begins at a multiple of 1024 bytes.
+/// Rows of up to 64 elements of 2 bytes, in the layout that these products read: 128 bytes per row,
+/// its 16-byte chunks permuted by the row's number. A panel begins at a multiple of 1,024 bytes.
 struct Panel {
   static constexpr int kRowBytes = 128, kChunks = kRowBytes / 16;
   /// Bytes from the panel's start.
   __device__ static constexpr int offset(int row, int chunk) {
     return row * kRowBytes + (chunk ^ (row & 7)) * 16;
   }
-  /// Describes the panel at a shared address, from its 16-element column `column` on.
+  /// The descriptor of the panel at a shared address, starting at its 16-element column `column`.
   __device__ static std::uint64_t describe(std::uint32_t address, int column) {
     constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
     constexpr std::uint64_t kEightRows = std::uint64_t{8 * kRowBytes / 16} << 32;
@@ -25,9 +25,9 @@ struct Panel {
   }
 };
 
-/// c[64 x 64] (+)= a[64 x 16] * b[64 x 16]^T by four warps: a in registers and c as multiply_add
-/// has them for 16 rows of each warp and each eight columns; b a described panel. Nothing of a or c
-/// may be touched between the fence before and the wait after.
+/// c[64 x 64] (+)= a[64 x 16] * b[64 x 16]^T by four warps. a is in registers; a and c have the
+/// layout of multiply_add for the 16 rows of each warp and each eight columns; b is a described
+/// panel. Do not touch a or c between the fence before and the wait after.
 template <class T>
 __device__ inline void multiply_add_64(float (&c)[32], const std::uint32_t (&a)[4], std::uint64_t b,
                                        bool add);
@@ -70,24 +70,24 @@ __device__ inline void multiply_add_64<__half>(float (&c)[32], const std::uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add ? 1 : 0));
 }
 
-/// Registers and shared memory as they are now are what the products to come read.
+/// The products that follow read registers and shared memory as they are now.
 __device__ inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/// Waits until at most kLeft of the newest groups are unfinished.
+/// Waits until at most kLeft of the newest product groups are pending.
 template <int kLeft>
 __device__ inline void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
-/// After a wait: the compiler may read these products from here on, not before.
+/// Call it after a wait: the compiler may read these products from here on, and not before.
 template <int kCount>
 __device__ inline void take_products(float (&c)[kCount]) {
 #pragma unroll
   for (float& value : c) asm volatile("" : "+f"(value)::"memory");
 }
-/// What this thread has written or read in shared memory comes before products and bulk copies that
-/// follow it or the next barrier.
+/// Orders what this thread has written or read in shared memory before the products and bulk copies
+/// that follow it or the next barrier.
 __device__ inline void publish_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

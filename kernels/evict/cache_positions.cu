@@ -1,5 +1,5 @@
-// Bytes: every query, or key, read and written once. An older token's cache position is found by
-// counting, which is the larger part of the work; it is done once an append.
+// Bytes: every query, or key, is read and written once. An older token's cache position is found by
+// counting, which is the larger part of the work; it happens once per append.
 #include "kernels/evict/cache_positions.hpp"
 
 #include "kernels/device/reduce.cuh"
@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// A warp rotates a vector to a cache position.
+/// Rotates a vector to a cache position, by a warp.
 template <class T>
 __device__ void rotate(const CachePositionArgs& args, const T* from, int position_in_cache, T* to) {
   const int half = args.rotated / 2, lane = static_cast<int>(threadIdx.x) % kWarpSize;

@@ -1,7 +1,9 @@
-// The part of a compaction that knows no policy: from ranks to which tokens stay, then the move.
+// The part of a compaction that does not depend on the policy: from ranks to the tokens that stay,
+// then the move.
 //
-// Bytes: choosing reads 12 a live token some times over (from the L2 cache); the move reads and
-// writes what stays: 4 * head_size * bytes_of(type) and a state for each token, the floor.
+// Bytes: choosing reads 12 bytes per live token several times (from the L2 cache). The move reads
+// and writes what stays: 4 * head_size * bytes_of(type) bytes and a state per token, which is the
+// floor.
 #include "kernels/device/pair.cuh"
 #include "kernels/device/select_victims.cuh"
 #include "kernels/evict/compact.cuh"
@@ -14,8 +16,8 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-/// Ranks by age, [pair, max_slots], and each slot's age, in workspace.sources: a thread for each
-/// slot of a pair (y). New tokens lie in order behind the older ones.
+/// Writes ranks by age, [pair, max_slots], and each slot's age (in workspace.sources). A thread for
+/// each slot of a pair (y). New tokens follow the older ones in order.
 __global__ void __launch_bounds__(kCompactThreads)
     number_ranks(const __grid_constant__ kvlab_shrink_args args, std::uint64_t* by_age) {
   const CompactPair pair(args, static_cast<int>(blockIdx.y));
@@ -39,7 +41,7 @@ struct RanksByAge {
   int devices;
 };
 
-/// The rank at an age: a pair's own, or the sum over the sequence's KV heads, in their order.
+/// The rank at an age: the pair's, or the sum over the sequence's KV heads in their order.
 __device__ std::uint64_t rank_at(const kvlab_shrink_args& args, const RanksByAge& by_age,
                                  const CompactPair& pair, RankType type, std::uint32_t age) {
   const auto rank_of = [&](int row) {
@@ -55,7 +57,7 @@ __device__ std::uint64_t rank_at(const kvlab_shrink_args& args, const RanksByAge
   return sum;
 }
 
-/// Ranks as the modifiers want them, from those by age.
+/// Applies the modifiers to the ranks, reading them by age.
 __global__ void __launch_bounds__(kCompactThreads)
     modify_ranks(const __grid_constant__ kvlab_shrink_args args, RanksByAge by_age, RankType type) {
   const CompactPair pair(args, static_cast<int>(blockIdx.y));
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(kCompactThreads)
   workspace.ranks[at] = pooled.value();
 }
 
-/// Which tokens stay, and where to: a block for each pair.
+/// Chooses the tokens that stay and their destination. A block for each pair.
 __global__ void __launch_bounds__(kThreads)
     choose_stayers(const __grid_constant__ kvlab_shrink_args args, bool in_place) {
   __shared__ SelectionShared shared;
@@ -105,7 +107,8 @@ __global__ void __launch_bounds__(kThreads)
           holes[i - before] = slot;
       }
     };
-    // As many stay beyond `kept` as are evicted before it: the n-th of them goes to the n-th hole.
+    // As many tokens stay beyond `kept` as are evicted before it; the n-th of them fills the n-th
+    // hole.
     const auto fill_hole = [&](std::uint32_t i, bool stays_here, std::uint32_t before) {
       if (!stays_here || i < kept) return;
       const std::uint32_t fills = kept - before - 1;  // counted from the last
@@ -114,14 +117,14 @@ __global__ void __launch_bounds__(kThreads)
     number_stayers(shared, live, stays, note_source);
     if (in_place && kept < live) number_stayers(shared, live, stays, fill_hole);
   }
-  __syncthreads();  // lengths may be those that were read
+  __syncthreads();  // every thread has read the lengths, which may be the array written below
   if (threadIdx.x == 0) {
     args.to.lengths[pair.index] = static_cast<std::int32_t>(kept);
     args.to.next_slots[pair.index] = static_cast<std::int32_t>(kept);
   }
 }
 
-/// Moves what stays: a thread for each 16 bytes of a key, and of the value beside it.
+/// Moves the tokens that stay. A thread for each 16 bytes of a key and the same bytes of its value.
 __global__ void __launch_bounds__(kCompactThreads)
     move_stayers(const __grid_constant__ kvlab_shrink_args args, int slot_bytes, int features,
                  int chunks, int bytes, bool in_place, bool rows) {
@@ -189,7 +192,7 @@ cudaError_t modify(const DevicePolicy& policy, const kvlab_shrink_args& args,
   return cudaGetLastError();
 }
 
-/// The rest of a compaction, once the workspace holds every live token's rank.
+/// The rest of a compaction, after the workspace holds every live token's rank.
 cudaError_t keep_survivors(const DevicePolicy& policy, const kvlab_shrink_args& args, bool rows,
                            cudaStream_t stream) {
   const bool in_place =

@@ -1,4 +1,4 @@
-// The part of a compaction that knows the policy: see append.hpp. What follows it does not.
+// The part of a compaction that depends on the policy (see append.hpp); the part after it does not.
 #pragma once
 
 #include "kernels/device/pair.cuh"
@@ -10,12 +10,12 @@ namespace kvlab::kernels {
 
 inline constexpr int kCompactThreads = 256;
 
-/// What a compaction keeps between its kernels.
+/// Data that a compaction passes between its kernels.
 struct CompactWorkspace {
   std::uint64_t* ranks;   // [pair, max_slots]
-  std::int32_t* sources;  // [pair, max_slots]: which slot of `from` each slot of `to` gets
-  std::int32_t* holes;    // [pair, max_slots]: slots to fill, where a compaction is in place
-  std::uint64_t* by_age;  // [pair, max_slots]: ranks, where they are modified
+  std::int32_t* sources;  // [pair, max_slots]: the slot of `from` that goes to each slot of `to`
+  std::int32_t* holes;    // [pair, max_slots]: slots to fill if a compaction is in place
+  std::uint64_t* by_age;  // [pair, max_slots]: ranks, if modifiers change them
 };
 inline __host__ __device__ CompactWorkspace compact_parts(const kvlab_shrink_args& args) {
   const std::size_t slots = std::size_t(args.from.sequences) * args.from.kv_heads *
@@ -25,7 +25,7 @@ inline __host__ __device__ CompactWorkspace compact_parts(const kvlab_shrink_arg
   return {ranks, sources, sources + slots, ranks + slots};
 }
 
-/// One pair of a compaction. `older` must be read before anything writes lengths.
+/// One pair of a compaction. Read `older` before anything writes lengths.
 struct CompactPair {
   int index, sequence, kv_head;
   std::uint32_t older, appended, now;
@@ -43,7 +43,7 @@ struct CompactPair {
   __device__ std::uint32_t live() const { return older + appended; }
 };
 
-/// Appends, observes and ranks: a thread for each slot of a pair (blockIdx.y).
+/// Appends, observes and ranks. A thread for each slot of a pair (blockIdx.y).
 template <Policy P>
 __global__ void __launch_bounds__(kCompactThreads)
     settle_tokens(const __grid_constant__ kvlab_shrink_args args) {

@@ -1,5 +1,5 @@
-// What one policy of the registry instantiates: four small kernels. (The replay's walk is compiled
-// when it is wanted.)
+// The four small kernels that are instantiated for each policy of the registry. (The replay's walk
+// is compiled at run time, when it is needed.)
 #pragma once
 
 #include "kernels/evict/compact.cuh"

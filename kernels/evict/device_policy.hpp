@@ -1,4 +1,4 @@
-// A policy on the device: its kernels, and what their launchers need to know of it.
+// A policy on the device: its kernels, and the data that their launchers need.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,30 +13,30 @@
 
 namespace kvlab::kernels {
 
-/// One policy. Of the registry, or compiled while the program runs (kernels/runtime).
+/// One policy: from the registry, or compiled at run time (kernels/runtime).
 struct DevicePolicy {
   std::string_view name;
   Needs needs;
-  bool oldest_first;   ///< may be at cache positions with rotated keys
-  bool weighted;       ///< observe_queries takes its weights and tail
-  RankType rank_type;  ///< what a compaction adds and averages
+  bool oldest_first;   ///< supports cache positions with rotated keys
+  bool weighted;       ///< observe_queries applies its weights and tail
+  RankType rank_type;  ///< type in which a compaction adds and averages ranks
   std::span<const char* const>
       features;              ///< names of those that it reads: kvlab_policy_state::features
-  std::size_t slot_bytes;    ///< of a state, kvlab_policy_state::states; 0: none
-  std::size_t params_bytes;  ///< of kvlab_policy_state::params, one sequence; 0: none
-  /// Writes params_bytes: one value for each parameter, as in the catalogue. False: one is out of
-  /// its range.
+  std::size_t slot_bytes;    ///< bytes of a state, kvlab_policy_state::states; 0: none
+  std::size_t params_bytes;  ///< bytes of kvlab_policy_state::params of one sequence; 0: none
+  /// Writes params_bytes from one value per parameter, in the catalogue's order. Returns false if a
+  /// value is out of range.
   bool (*params)(std::span<const double> values, std::byte* to);
-  /// Their names, in that order; null behind the last.
+  /// Names of the parameters in that order; null after the last.
   const char* (*param_name)(std::size_t index);
-  /// As of PolicyOps: of a query by the number of younger ones; from which age on it weighs
-  /// nothing.
+  /// As in PolicyOps. weight: of a query, by the number of younger queries. tail: the age from
+  /// which a query has weight 0.
   float (*weight)(std::uint32_t age, const void* params);
   std::uint32_t (*tail)(const void* params);
-  /// Its text, for what is compiled when it is wanted: below policies/, and the struct there.
+  /// Source for run-time compilation: the header below policies/, and the struct in it.
   std::string_view header, type;
 
-  // Kernels: a function's address, or a cudaKernel_t of code that was loaded.
+  // Kernels: a function's address, or a cudaKernel_t of loaded code.
   const void* observe_pairs;  ///< observing_attention.cuh
   const void* evict;          ///< plain_eviction.cuh
   const void* settle_tokens;  ///< compact.cuh

@@ -1,6 +1,6 @@
-// Sums in index order, as on the host, so a thread for each. Norms and the cosine: a block for each
-// pair; where there is but one token, in a decode step, its key and value are first put into shared
-// memory by all threads at once. value_out_norm1: a block for some tokens of a pair.
+// Sums are in index order, as on the host, so each sum has one thread. Norms and the cosine: a
+// block for each pair; if there is one token only (a decode step), all threads first copy its key
+// and value to shared memory. value_out_norm1: a block for some tokens of a pair.
 #include "kernels/evict/features.hpp"
 
 #include "kernels/device/grid_dependency.cuh"
@@ -17,7 +17,7 @@ namespace {
 constexpr int kThreads = 256;
 static_assert(kMaxFeatures <= kThreads / kWarpSize);
 
-/// The value of a pair's new token in a slot.
+/// The value of the pair's new token at a slot.
 template <class T>
 __device__ const T* value_of(const FeatureArgs& args, int pair, int slot) {
   if (args.values != nullptr)
@@ -25,18 +25,18 @@ __device__ const T* value_of(const FeatureArgs& args, int pair, int slot) {
   return static_cast<const T*>(args.cache.values) + row_of(args.cache, pair, slot);
 }
 
-/// A sequence's new tokens that get features.
+/// The number of a sequence's new tokens that get features.
 template <bool kOne>
 __device__ int count_of(const FeatureArgs& args, int sequence) {
   if (kOne || args.appended == nullptr) return args.tokens;
   return min(args.tokens, static_cast<int>(args.appended[sequence]));
 }
 
-/// One pair's new tokens; of one alone, staged in shared memory [2, dim].
+/// One pair's new tokens; a single token is staged in shared memory [2, dim].
 template <class T, bool kOne>
 class NewTokens {
  public:
-  /// By the whole block; ends with a barrier where it stages.
+  /// Called by the whole block; ends with a barrier if it stages.
   __device__ NewTokens(const FeatureArgs& args, const Pair& pair, float* staged)
       : args_(args),
         keys_(static_cast<const T*>(args.keys) +
@@ -73,7 +73,7 @@ class NewTokens {
     return args_.to[(first_ + token) * args_.count + c];
   }
 
-  /// What a token brings; of key_cosine first the key's norm.
+  /// A token's feature; for key_cosine first the key's norm.
   __device__ float of_token(kvlab_column feature, int token) const {
     const auto size = static_cast<std::uint32_t>(args_.cache.head_size);
     switch (feature) {
@@ -91,14 +91,14 @@ class NewTokens {
 
   const FeatureArgs& args_;
   const T* keys_;
-  int pair_, slot_;     // of the first, from the pair's
-  std::int64_t first_;  // among all slots
+  int pair_, slot_;     // of the first new token; the slot is relative to the pair's first
+  std::int64_t first_;  // the same slot among all slots
   int count_;
   const float* staged_;
 };
 
-/// Adds the new tokens' unit keys, then turns their keys' norms, in feature `c`, into cosines. By
-/// the whole block, behind a barrier. `direction` [dim]: shared memory.
+/// Adds the new tokens' unit keys, then turns their keys' norms, in feature `c`, into cosines.
+/// Called by the whole block, after a barrier. `direction` [dim]: shared memory.
 template <class T, bool kOne>
 __device__ void make_cosines(const FeatureArgs& args, const NewTokens<T, kOne>& own, int c,
                              float* unit_keys, float* direction) {
@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kThreads)
   if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
   const NewTokens<T, kOne> own(args, pair, shared);
   const int count = args.count;
-  constexpr int kEach = kOne ? kWarpSize : 1;  // features of one token side by side: a warp each
+  // the features of one token in parallel, one warp each
+  constexpr int kEach = kOne ? kWarpSize : 1;
   for (int i = static_cast<int>(threadIdx.x); i < own.count() * count * kEach; i += kThreads)
     if (const int at = i / kEach;
         i % kEach == 0 && args.features[at % count] != KVLAB_VALUE_OUT_NORM1)
@@ -144,18 +145,18 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kOutputs = 128;  // that a block takes at once
+constexpr int kOutputs = 128;  // outputs that a block computes at once
 constexpr int kMaxGroup = 16, kTokensTogether = 8;
 
-/// Magnitudes of some outputs [query head and token, kOutputs + 1], so that rows begin in other
-/// banks.
+/// Bytes of the magnitudes of some outputs, [query head and token, kOutputs + 1]; the extra column
+/// makes rows begin in different banks.
 constexpr std::size_t bytes_of_magnitudes(int group, int tokens) {
   return static_cast<std::size_t>(group * tokens) * (kOutputs + 1) * sizeof(float);
 }
 
-/// value_out_norm1, feature `c`, of up to kTokens tokens of a pair. Each output is a thread's sum
-/// in index order; so are the outputs of each query head and token, and the query heads. Shared
-/// memory: values [kTokens, dim], then magnitudes.
+/// Computes value_out_norm1, feature `c`, for up to kTokens tokens of a pair. One thread sums each
+/// output in index order; the outputs of each query head and token, and the query heads, are also
+/// summed in order. Shared memory: values [kTokens, dim], then magnitudes.
 template <class T, int kTokens>
 __global__ void __launch_bounds__(kThreads)
     output_norms_kernel(const __grid_constant__ FeatureArgs args, int c) {
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(kThreads)
   const T* const weights =
       static_cast<const T*>(args.output) + std::int64_t{pair.kv_head} * group * size;
   const std::int64_t row = std::int64_t{cache.query_heads} * size;
-  const int chain = static_cast<int>(threadIdx.x);  // a query head and token
+  const int chain = static_cast<int>(threadIdx.x);  // one query head and token
   float sum = 0;
   for (int begin = 0; begin < args.hidden; begin += kOutputs) {
     const int outputs = min(kOutputs, args.hidden - begin);
@@ -237,7 +238,7 @@ cudaError_t make_features(const FeatureArgs& args, cudaStream_t stream) {
       .shared_bytes = 3 * static_cast<std::size_t>(args.cache.head_size) * sizeof(float),
       .stream = stream};
   const bool one = args.tokens == 1 && args.appended == nullptr;
-  // As many magnitudes of either fit.
+  // Both variants fit the same number of magnitudes.
   const bool wide = 2 * args.cache.query_heads > kMaxGroup * args.cache.kv_heads;
   return with_type(args.cache.type, [&]<class T>(T) {
     for (int c = 0; c < args.count; ++c) {

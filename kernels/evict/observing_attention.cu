@@ -17,7 +17,7 @@ int group_of(const kvlab_cache& cache) {
   return cache.query_heads / cache.kv_heads;
 }
 
-/// All but the workspace, which pair_attention refuses if it is null.
+/// All arguments except the workspace; pair_attention refuses a null workspace.
 PairAttention pairs_of(const kvlab_cache& cache) {
   const bool counts = cache.sequences > 0 && cache.sequences <= kMaxPairs && cache.kv_heads > 0 &&
                       cache.kv_heads <= kMaxPairs / cache.sequences;
@@ -42,7 +42,7 @@ int chunks_of(int max_slots) {
   return (max_slots + slots - 1) / slots;
 }
 
-/// Bytes behind the attention's own workspace.
+/// Byte offsets after the attention's part of the workspace.
 struct Layout {
   std::size_t logits, softmax, gone, candidates, firsts, end;
 
@@ -62,7 +62,7 @@ struct Layout {
   }
 
  private:
-  /// Whether or not positions are cache positions: with rotated keys take no more than original
+  /// The maximum over both numberings: cache positions with rotated keys take no more than original
   /// positions.
   static std::size_t attention_bytes(PairAttention pairs) {
     const std::uint32_t any = 0;
@@ -85,13 +85,13 @@ bool complete(const EvictingAttentionArgs& args) {
           args.inv_freq != nullptr && args.rotated == cache.head_size);
 }
 
-/// Lines of the L2 cache hold nothing else.
+/// Aligned, so that these lines of the L2 cache hold only logits.
 float* logits_from(std::byte* begin) {
   const auto at = reinterpret_cast<std::uintptr_t>(begin);
   return reinterpret_cast<float*>(begin + (kL2Line - at % kL2Line) % kL2Line);
 }
 
-/// Where the kernels find what, and what the attention is to leave.
+/// Where the kernels find their data, and what the attention must leave.
 ObservePlan plan_of(const EvictionKernels& policy, const EvictingAttentionArgs& args) {
   const bool observes = policy.needs != Needs::nothing,
              cache_positions = args.numbering == KVLAB_SQUEEZED;
@@ -164,7 +164,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   return pair_attention(pairs, args.cache.pages, stream);
 }
 
-/// Whether one launch serves both: it has the blocks of the one for each.
+/// Whether one launch serves both layers, because both need the same blocks.
 bool go_together(const ObservePlan& one, const ObservePlan& other) {
   return one.table.pairs == other.table.pairs && one.chunks == other.chunks;
 }
@@ -183,12 +183,13 @@ cudaError_t observe(const EvictionKernels& policy, std::span<const EvictingAtten
   if (const cudaError_t error =
           cudaFuncSetAttribute(policy.observe_pairs, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared))
-    return error;  // a multiprocessor set up for the attention takes no other blocks
+    return error;  // a multiprocessor configured for the attention runs no blocks with another
+                   // configuration
   const ObservePlan& first = plans.layers[0];
   const dim3 blocks(static_cast<unsigned>(first.chunks), static_cast<unsigned>(first.table.pairs),
                     static_cast<unsigned>(layers.size()));
   void* parameters[] = {&plans};
-  if (!next) limits.early_start = false;  // there is nothing of its own to do ahead
+  if (!next) limits.early_start = false;  // the kernel has no work to do ahead
   cudaError_t error =
       launch(limits, policy.observe_pairs, {blocks, kObserveThreads, 0, stream}, parameters);
   for (std::size_t i = 0; i < layers.size() && error == cudaSuccess; ++i)

@@ -1,12 +1,12 @@
-// Attention that observes: the part that knows the policy. pair_attention leaves its logits,
-// largest logits and sums; a launch behind it, for one layer or several, shows the policy what each
-// token received: neither keys nor values are read again. Nothing waits for it before the next step
-// of the same layer, so that it may run beside whatever else the step does.
+// Attention that observes: the part that depends on the policy. pair_attention leaves its logits,
+// largest logits and sums. A launch after it, for one layer or several, shows the policy what each
+// token received; keys and values are not read again. Only the next step of the same layer waits
+// for this launch, so it may run beside the rest of the step.
 //
-// Bytes beside keys and values, for each slot: the state read and written, the position read, and
-// where keys are rotated to cache positions the age read and written: 20 for 8-byte states, 3.9% of
-// keys and values at head size 128. The logits, 4 bytes for each query head, are written and read
-// in the L2 cache.
+// Bytes per slot, in addition to keys and values: the state is read and written, the position is
+// read, and if keys are rotated to cache positions the age is read and written. This is 20 bytes
+// for 8-byte states, 3.9% of keys and values at head size 128. The logits, 4 bytes per query head,
+// are written and read in the L2 cache.
 #pragma once
 
 #include "kernels/decode/pair_row.cuh"
@@ -27,17 +27,17 @@ inline constexpr bool kHasState = !std::is_empty_v<typename P::Slot>;
 template <Policy P>
 inline constexpr bool kObserves = P::kInfo.needs != Needs::nothing;
 
-/// One slot of a pair in one thread's registers.
+/// One slot of a pair, in one thread's registers.
 template <Policy P>
 struct OwnSlot {
   int slot;
   bool live = false, newest = false;
   std::uint32_t position, age;
-  std::uint32_t row_index = 0;  ///< its row, where there are tiers
+  std::uint32_t row_index = 0;  ///< its row, if there are tiers
   typename P::Slot state;
 };
 
-/// A block's share of a pair, and what all its threads need to know of the pair.
+/// A block's share of a pair, and the data of the pair that all its threads need.
 template <Policy P>
 struct PairBlock {
   const EvictingAttentionArgs& args;
@@ -47,11 +47,11 @@ struct PairBlock {
   std::int64_t first;
   std::uint32_t now;
   kvlab_rule rule;
-  std::uint32_t full;  ///< live tokens of which one has to be evicted; kUnlimited: nobody does
+  std::uint32_t full;  ///< number of live tokens at which one is evicted; kUnlimited: never
   typename P::Params params;
   Step attended;
 
-  /// All of it is sent for at once.
+  /// Starts all loads at once.
   __device__ PairBlock(const ObservePlan& observe, int index)
       : args(observe.args), plan(observe), pair(pair_of(index, args.cache.kv_heads)) {
     now = args.now[pair.sequence];
@@ -76,7 +76,7 @@ struct PairBlock {
     return token_of<P>(args.policy, first + own.slot, own.position);
   }
 
-  /// Sends for what is known of a slot.
+  /// Starts the loads of a slot's data.
   __device__ OwnSlot<P> load(int slot) const {
     OwnSlot<P> own{.slot = slot};
     own.live = slot < live;
@@ -88,12 +88,12 @@ struct PairBlock {
     if constexpr (kHasState<P>) own.state = *state(slot);
     return own;
   }
-  /// The newest token's state is made here.
+  /// Initializes the newest token's state.
   __device__ void append(OwnSlot<P>& own) const {
     if (own.live && own.newest) P::append(own.state, token(own), params, attended);
   }
 
-  /// The newest token's index by age is the last; who was younger than the victim moves up.
+  /// The newest token gets the last index by age; tokens younger than the victim move up by one.
   __device__ void renumber(const OwnSlot<P>& own, std::uint32_t gone) const {
     *age(own.slot) =
         own.newest ? static_cast<std::uint32_t>(live - 1) : own.age - (own.age > gone ? 1 : 0);
@@ -107,29 +107,29 @@ struct PairBlock {
             rank_key(P::rank(own.state, token(own), params, ranking)), own.position};
   }
 
-  /// Whether somebody leaves, or is demoted.
+  /// Whether a token is evicted or demoted.
   __device__ bool chooses() const {
     return is_full() || (full != kUnlimited && plan.choice.is_full(pair.index));
   }
   __device__ int tiers() const { return plan.choice.tiers(pair.index); }
 
-  /// Where the next token goes.
+  /// Writes where the next token goes.
   __device__ void finish(int victim) const {
     args.cache.lengths[pair.index] = live;
     args.cache.next_slots[pair.index] = is_full() ? victim : live;
   }
 };
 
-/// What the block's threads share.
+/// Data that the block's threads share.
 struct ObserveShared {
   float2 softmax[kMaxGroup];
-  float floors[kMaxGroup];  ///< the least probability that is a request
+  float floors[kMaxGroup];  ///< the least probability that counts as a request
   EvictionCandidate of_warps[kMaxDeviceTiers][kObserveThreads / kWarpSize];
-  EvictionCandidate firsts[kMaxDeviceTiers];  ///< of the block's slots
+  EvictionCandidate firsts[kMaxDeviceTiers];  ///< first victims of the block's slots
   bool is_last;
 };
 
-/// By the whole block; ends with a barrier.
+/// Called by the whole block; ends with a barrier.
 template <Policy P>
 __device__ void load_softmax(const PairBlock<P>& block, ObserveShared& shared) {
   const int head = static_cast<int>(threadIdx.x);
@@ -201,8 +201,8 @@ struct Received {
   }
 };
 
-/// Adds up what all query heads of the group gave to a thread's slots: the loads of all slots are
-/// on their way at once.
+/// Adds up what all query heads of the group gave to a thread's slots. The loads of all slots are
+/// in flight at once.
 template <int kWidth, Policy P, int kSlots>
 __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
                         const ObserveShared& shared, Received<P> (&received)[kSlots]) {
@@ -214,7 +214,7 @@ __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlot
     Logits<kWidth> some[kSlots];
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      for (float& logit : some[i].of) logit = -INFINITY;  // gives nothing
+      for (float& logit : some[i].of) logit = -INFINITY;  // adds nothing
       if (own[i].live) some[i] = load_logits<kWidth>(logits + own[i].slot * stride + head);
     }
 #pragma unroll
@@ -229,7 +229,7 @@ __device__ void receive(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlot
   }
 }
 
-/// Gives up a warp's logits, which are not read again: else the L2 cache would write them to
+/// Discards a warp's logits, which are not read again; otherwise the L2 cache would write them to
 /// memory.
 template <Policy P>
 __device__ void discard_logits(const PairBlock<P>& block, int slot) {
@@ -243,7 +243,7 @@ __device__ void discard_logits(const PairBlock<P>& block, int slot) {
     asm volatile("discard.global.L2 [%0], %1;" ::"l"(line), "n"(kL2Line) : "memory");
 }
 
-/// Shows the policy what its slots received, and notes it.
+/// Shows the policy what its slots received, and stores it.
 template <Policy P, int kSlots>
 __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlots],
                               ObserveShared& shared) {
@@ -280,7 +280,8 @@ __device__ void observe_slots(const PairBlock<P>& block, OwnSlot<P> (&own)[kSlot
   }
 }
 
-/// Which of its slots leaves each tier first, to `to` [tier], by a warp for each tier.
+/// Finds the first victim of the block's slots on each tier and writes it to `to` [tier]; a warp
+/// for each tier.
 template <Policy P, int kSlots>
 __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[kSlots],
                             ObserveShared& shared, EvictionCandidate* to) {
@@ -306,8 +307,8 @@ __device__ void find_firsts(const PairBlock<P>& block, const OwnSlot<P> (&own)[k
   if (lane == 0) to[warp] = first;
 }
 
-/// blockIdx: part of a pair, pair, layer. The last of a pair's blocks to be through says where its
-/// next token goes.
+/// blockIdx: part of a pair, pair, layer. The last block of a pair to finish chooses where its next
+/// token goes.
 template <Policy P>
 __global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
     observe_pairs(const __grid_constant__ ObservePlans plans) {
@@ -329,7 +330,7 @@ __global__ void __launch_bounds__(kObserveThreads, kObserves<P> ? 4 : 6)
   EvictionCandidate* firsts = shared.firsts;  // [chunk, tier]
   if (plan.chunks > 1) firsts = plan.candidates + pair * plan.chunks * plan.choice.max_tiers;
   find_firsts(block, own, shared, firsts + chunk * tiers);
-  if (tiers > 1) __syncthreads();  // by more than the first warp
+  if (tiers > 1) __syncthreads();  // several warps have written
   if (plan.chunks > 1) {
     if (threadIdx.x == 0) shared.is_last = arrive(&plan.observed[pair]) == plan.chunks - 1;
     __syncthreads();

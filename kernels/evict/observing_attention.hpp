@@ -1,5 +1,4 @@
-// Attention that observes: the part that is the same for every policy. Not for callers of the
-// library.
+// Attention that observes: the part that is the same for every policy. Internal to the library.
 #pragma once
 
 #include "kernels/decode/pair_attention.hpp"
@@ -9,21 +8,20 @@
 namespace kvlab::kernels {
 
 inline constexpr int kObserveThreads = 256;
-inline constexpr int kObservedSlots = 4;  ///< of a thread
-inline constexpr int kL2Line = 128;       ///< bytes
+inline constexpr int kObservedSlots = 4;  ///< slots per thread
+inline constexpr int kL2Line = 128;       ///< bytes of an L2 cache line
 
-/// What is observed of one layer: what its attention was given, and what it left.
+/// The observation of one layer: the arguments of its attention, and the data that it left.
 struct ObservePlan {
   EvictingAttentionArgs args;
   PairTable table;
   PairRows rows;
   std::int64_t row_slots;  ///< of PairRows::logits
   int group;
-  bool cache_positions;  ///< ages are kept
-  int chunks;            ///< blocks of a pair
-  EvictionCandidate*
-      candidates;  // [pair, chunk, tier]: which token is evicted first of each block's slots
-  std::int32_t* observed;  // [pair], zero between launches
+  bool cache_positions;           ///< maintains ages
+  int chunks;                     ///< blocks per pair
+  EvictionCandidate* candidates;  // [pair, chunk, tier]: first victim among each block's slots
+  std::int32_t* observed;         // [pair], zero between launches
   TierChoice choice;
 };
 

@@ -1,6 +1,6 @@
-// Attention over the live slots of each pair, plainly: the oracle of the fast kernel, and what runs
-// where that one does not. Bytes: keys and values once for each KV head, and 12 bytes a slot and
-// query head for logits and probabilities, which go through the workspace.
+// Plain attention over the live slots of each pair: the oracle in tests of the fast kernel, and the
+// fallback where that one does not run. Bytes: keys and values once per KV head, and 12 bytes per
+// slot and query head for logits and probabilities, which go through the workspace.
 #include "kernels/evict/plain_eviction.cuh"
 
 #include "kernels/device/pair.cuh"
@@ -18,7 +18,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kSlotsPerBlock = 64;
 constexpr int kMaxGroup = 16;
 
-/// Live tokens of the pair that are older than `position`. A warp together.
+/// The number of the pair's live tokens that are older than `position`. Called by a whole warp.
 __device__ int tokens_before(const std::uint32_t* positions, int live, std::uint32_t position) {
   int count = 0;
   for (int i = static_cast<int>(threadIdx.x) % kWarpSize; i < live; i += kWarpSize)
@@ -26,7 +26,7 @@ __device__ int tokens_before(const std::uint32_t* positions, int live, std::uint
   return __reduce_add_sync(~0u, count);
 }
 
-/// q . k with k rotated back by an angle: only differences of positions count.
+/// q . k with k rotated back by an angle, because only differences of positions count.
 __device__ float rotated_part(float q_low, float q_high, float k_low, float k_high, double angle) {
   double sine, cosine;
   sincos(angle, &sine, &cosine);
@@ -55,8 +55,8 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
     const int slot = static_cast<int>(blockIdx.x) * kSlotsPerBlock + i;
     if (slot >= live) return;
     const T* const key = static_cast<const T*>(cache.keys) + (first + slot) * dim;
-    // The query stands at the youngest cache position. Where both are rotated at their positions
-    // already, the key lacks only the positions of those that left between them.
+    // The query is at the youngest cache position. If keys and query are rotated at their original
+    // positions, the key only needs the positions of the tokens evicted between the two.
     int distance =
         cache_positions ? tokens_before(positions, live, positions[slot]) - (live - 1) : 0;
     if (args.numbering == KVLAB_TWO_FRAMES)
@@ -83,7 +83,7 @@ __global__ void logits_kernel(const EvictingAttentionArgs args, PlainRows rows) 
   }
 }
 
-/// As logits_kernel, over tiers: quantized values with the queries after the Hadamard rotation.
+/// logits_kernel for tiers: quantized values times queries after the Hadamard rotation.
 template <class T>
 __global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
                                         const QuantizedCache quantized_cache, PlainRows rows) {
@@ -124,7 +124,7 @@ __global__ void quantized_logits_kernel(const EvictingAttentionArgs args,
   }
 }
 
-/// As weighted_values, over tiers.
+/// weighted_values for tiers.
 template <class T>
 __device__ void weighted_quantized(const float* p, const QuantizedCache& quantized_cache,
                                    const DeviceTierPlan& tier_plan,
@@ -132,7 +132,7 @@ __device__ void weighted_quantized(const float* p, const QuantizedCache& quantiz
                                    float* shared, T* out) {
   const int parts = kThreads / dim, part = static_cast<int>(threadIdx.x) / dim,
             d = static_cast<int>(threadIdx.x) % dim;
-  float sums[2] = {};  // exact, quantized
+  float sums[2] = {};  // exact tokens; quantized tokens
   for (int slot = part; part < parts && slot < live; slot += parts) {
     const DeviceTier& tier = tier_plan.tier[tier_of(tier_plan, row_of_slot[slot])];
     const DeviceFormat format = tier.format;
@@ -155,8 +155,7 @@ __device__ void weighted_quantized(const float* p, const QuantizedCache& quantiz
   if (part == 0) out[d] = from_float<T>(sums[0] + hadamard_rotate_block(sums[1]) / kWarpSize);
 }
 
-/// The row's values, weighted and added up: out[dim]. The slots are shared by groups of `dim`
-/// threads.
+/// The weighted sum of the row's values: out[dim]. Groups of `dim` threads share the slots.
 template <class T>
 __device__ void weighted_values(const float* p, const T* values, int live, int dim, float* shared,
                                 T* out) {
@@ -239,7 +238,7 @@ PlainRows plain_rows(const EvictingAttentionArgs& args) {
           .choice = {args.quantized_cache, firsts}};
 }
 
-/// With room for who leaves each tier, whether or not there are tiers.
+/// Includes memory for the first victim of each tier, whether or not there are tiers.
 std::size_t plain_workspace(const kvlab_cache& cache, bool /*quantized*/) {
   return pairs_of(cache) * kMaxDeviceTiers * sizeof(EvictionCandidate) +
          rows_of(cache) * (static_cast<std::size_t>(cache.max_slots) + 1) * sizeof(float);
@@ -270,7 +269,7 @@ cudaError_t attend(const EvictionKernels& policy, const EvictingAttentionArgs& a
   });
 }
 
-/// A launch for each layer.
+/// One launch per layer.
 cudaError_t evict(const EvictionKernels& policy, std::span<const EvictingAttentionArgs> layers,
                   bool /*next*/, cudaStream_t stream) {
   cudaError_t error = layers.empty() ? cudaErrorInvalidValue : cudaSuccess;

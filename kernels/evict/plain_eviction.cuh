@@ -1,5 +1,5 @@
-// The part of plain eviction that is a policy's own: what each live token received, the policy's
-// states, and the next victim. A block for each pair; 24 bytes a slot beside the probabilities.
+// The policy-dependent part of plain eviction: what each live token received, the policy's states,
+// and the next victim. A block for each pair. Bytes: 24 per slot, in addition to the probabilities.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"
@@ -12,7 +12,7 @@ namespace kvlab::kernels {
 
 inline constexpr int kEvictThreads = 256;
 
-/// What the attention leaves in the workspace, and which token is demoted.
+/// What the attention leaves in the workspace, and the choice of tokens to demote.
 struct PlainRows {
   float* p;        // [sequence, query_head, max_slots]: logits, then probabilities
   float* largest;  // [sequence, query_head]: the largest probability

@@ -1,4 +1,4 @@
-// What the host has to know of a policy whose text no compiler of the host's has read.
+// Description of a policy that only the device compiler has read, for the host.
 #pragma once
 
 #include <bit>
@@ -9,7 +9,7 @@
 
 namespace kvlab::kernels {
 
-/// As DevicePolicy has it.
+/// See DevicePolicy.
 struct PolicyDescription {
   static constexpr std::uint32_t kMaxParams = 32, kMaxNameBytes = 64;
 
@@ -18,8 +18,8 @@ struct PolicyDescription {
   RankType rank_type;
   std::uint32_t slot_bytes, feature_count;
   char features[kMaxFeatures][kMaxNameBytes];
-  std::uint32_t param_count;                   ///< Params are so many doubles
-  std::uint32_t param_of[kMaxParams];          ///< which line of kParams each of them is
+  std::uint32_t param_count;                   ///< number of doubles in Params
+  std::uint32_t param_of[kMaxParams];          ///< the line of kParams for each of them
   double least[kMaxParams], most[kMaxParams];  ///< by line
 
   constexpr bool operator==(const PolicyDescription&) const = default;
@@ -35,7 +35,7 @@ constexpr PolicyDescription describe() {
                           .feature_count = P::kInfo.feature_count()};
   for (std::uint32_t c = 0; c < about.feature_count; ++c)
     for (std::uint32_t i = 0; i == 0 || about.features[c][i - 1] != '\0'; ++i)
-      about.features[c][i] = P::kInfo.features[c][i];  // too long a name does not compile
+      about.features[c][i] = P::kInfo.features[c][i];  // a name that is too long does not compile
   if constexpr (kParamsBytes < P >> 0) {
     constexpr std::uint32_t kCount = sizeof(P::kParams) / sizeof(P::kParams[0]);
     static_assert(kCount <= PolicyDescription::kMaxParams, "policy: has more than 32 parameters");

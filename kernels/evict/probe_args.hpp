@@ -1,4 +1,4 @@
-// What a probe of a policy works on: tests run one on the host and on the device.
+// Arguments of a policy probe. Tests run the same probe on the host and on the device.
 #pragma once
 
 #include <cstddef>
@@ -13,17 +13,17 @@ inline constexpr unsigned kProbeThreads = 128;
 
 /// A fixed set of tokens through some steps. All pointers are device memory.
 struct ProbeArgs {
-  std::uint32_t tokens;     ///< token i is at position i, slot i; all are appended in step 0
-  std::uint32_t steps;      ///< each observes, then ranks
+  std::uint32_t tokens;     ///< token i is at position i, in slot i; all are appended in step 0
+  std::uint32_t steps;      ///< each step observes, then ranks
   const Step* step;         ///< [step]
   const Observation* seen;  ///< [step, token]
   const float* features;    ///< [token, feature]
   ProtectedTokens protected_tokens;  ///< in tokens
   std::uint64_t* ranks;              ///< out, [step, token]
-  std::uint32_t*
-      eviction_order;  ///< out, [step, token]: how many tokens are evicted before this one
-  std::byte* slots;    ///< out, [token, slot_bytes]: the states after the last step
-  float* weights;      ///< out, [token]: weight of the query of that age; 1 if unweighted
+  std::uint32_t* eviction_order;  ///< out, [step, token]: number of tokens evicted before this one
+  std::byte* slots;               ///< out, [token, slot_bytes]: the states after the last step
+  /// out, [token]: weight of the query of that age; 1 if the policy does not weigh queries
+  float* weights;
 };
 
 }  // namespace kvlab

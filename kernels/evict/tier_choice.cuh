@@ -1,5 +1,5 @@
-// Who leaves each tier of a pair first, where its first tier is full: a policy's kernels
-// choose, demote_pairs() moves.
+// The first victim of each tier of a pair, when its first tier is full: a policy's kernels choose
+// it, and demote_pairs() moves it.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"
@@ -7,13 +7,13 @@
 
 namespace kvlab::kernels {
 
-/// Those of a pair's rows that a tier has.
+/// The rows of a pair that belong to a tier.
 struct TierRows {
   std::uint32_t first = 0, count = ~0u;
   __device__ bool hold(std::uint32_t row) const { return row - first < count; }
 };
 
-/// Null, all of it, where a cache has no tiers below one another.
+/// All pointers are null if a cache has no second tier.
 struct TierChoice {
   const DeviceTierPlan* tier_plans = nullptr;  // [pair]
   const std::uint32_t* row_of_slot = nullptr;  // [slot]
@@ -39,7 +39,7 @@ struct TierChoice {
   __device__ int tier(int pair, std::int64_t slot) const {
     return in_use() ? tier_of(tier_plans[pair], row_of_slot[slot]) : 0;
   }
-  /// Whether the first tier holds all that it is to hold.
+  /// Whether the first tier holds all the tokens that it may hold.
   __device__ bool is_full(int pair) const {
     return in_use() && static_cast<std::uint32_t>(counts[pair * kMaxDeviceTiers]) >=
                            tier_plans[pair].tier[0].slots;

@@ -1,4 +1,4 @@
-// A policy's weights of queries, where the host has no such hook.
+// A policy's weights of queries, computed on the device because the host has no compiled hook.
 #pragma once
 
 #include <bit>
@@ -7,7 +7,7 @@
 
 namespace kvlab::kernels {
 
-/// The tail, and behind it the bits of the weight at each age.
+/// Writes the tail, then the bits of the weight at each age.
 template <Policy P>
 __global__ void weigh_queries(typename P::Params params, std::uint32_t queries, std::uint32_t* to) {
   const std::uint32_t age = blockIdx.x * blockDim.x + threadIdx.x;

@@ -8,27 +8,27 @@
 
 namespace kvlab::cuda {
 
-/// Hands out parts of one allocation, each aligned to 256 bytes. An owner lays itself out by one
-/// function of an arena, which is run twice: without memory to measure, then to place. So no size
-/// stands in two places.
+/// Hands out parts of one allocation, each aligned to 256 bytes. An owner lays itself out in one
+/// function of an arena, which runs twice: first without memory to measure the size, then to place
+/// the parts. So each size is written in one place only.
 class Arena {
  public:
-  /// Measures: parts are null.
+  /// Measures only: parts are null.
   Arena() = default;
-  /// Places, from `memory` on.
+  /// Places parts from `memory` on.
   explicit Arena(std::byte* memory) : memory_(memory) {}
 
-  /// `count` elements of T, uninitialised; null where there are none.
+  /// `count` elements of T, uninitialised; null if `count` is 0.
   template <class T>
   T* take(std::size_t count) {
     T* const part = memory_ && count > 0 ? reinterpret_cast<T*>(memory_ + bytes_) : nullptr;
     bytes_ += align_up(count * sizeof(T));
     return part;
   }
-  /// Of all parts so far.
+  /// The total of all parts so far.
   std::size_t bytes() const { return bytes_; }
 
-  /// What a part of so many bytes takes.
+  /// The size of a part of `bytes` bytes, with alignment.
   static constexpr std::size_t align_up(std::size_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
@@ -39,7 +39,7 @@ class Arena {
   std::size_t bytes_ = 0;
 };
 
-/// What `layout(Arena&)` takes.
+/// The bytes that `layout(Arena&)` takes.
 template <class Layout>
 std::size_t layout_bytes(Layout&& layout) {
   Arena arena;
@@ -47,7 +47,7 @@ std::size_t layout_bytes(Layout&& layout) {
   return arena.bytes();
 }
 
-/// The memory that `layout(Arena&)` has been placed in. Throws as DeviceBuffer does.
+/// Allocates memory and places `layout(Arena&)` in it. Throws as DeviceBuffer does.
 template <class Layout>
 DeviceBuffer allocate_layout(Layout&& layout, std::string_view what) {
   DeviceBuffer memory(layout_bytes(layout), what);
@@ -56,8 +56,8 @@ DeviceBuffer allocate_layout(Layout&& layout, std::string_view what) {
   return memory;
 }
 
-/// The parts of an owner's memory, and the memory. `Parts` lays itself out in its constructor, from
-/// an Arena& and the same `args`.
+/// An owner's device memory and the parts that are placed in it. The constructor of `Parts` takes
+/// an Arena& and `args`, and places the parts.
 template <class Parts>
 class Placed {
  public:
@@ -67,7 +67,7 @@ class Placed {
   explicit Placed(std::string_view what, const Args&... args)
       : memory_(bytes(args...), what), parts_(at(memory_.data(), args...)) {}
 
-  /// What Placed(what, args...) allocates.
+  /// The bytes that Placed(what, args...) allocates.
   template <class... Args>
   static std::size_t bytes(const Args&... args) {
     return layout_bytes([&](Arena& arena) { [[maybe_unused]] const Parts parts(arena, args...); });

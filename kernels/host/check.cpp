@@ -9,8 +9,8 @@
 namespace kvlab::cuda {
 namespace {
 
-/// After these the process can use the device no more. A GPU that falls off the bus is reported as
-/// an unknown error.
+/// After these errors the process cannot use the device any more. A GPU that falls off the bus is
+/// reported as an unknown error.
 bool is_lost(cudaError_t error) {
   constexpr std::array lost{cudaErrorIllegalAddress,
                             cudaErrorLaunchFailure,
@@ -40,7 +40,7 @@ void check(cudaError_t error, std::string_view what) {
         fmt::format("CUDA: {}: the device was lost ({}: {}); nothing more can be computed on it by "
                     "this process, start again",
                     what, cudaGetErrorName(error), cudaGetErrorString(error)));
-  cudaGetLastError();  // a failed call must not fail the next one too
+  cudaGetLastError();  // clears the error, so that the next call does not fail too
   if (kernels::is_without_code(error))
     throw Error(error, fmt::format("CUDA: {}: {}", what, kernels::why_not_device()));
   throw Error(error, fmt::format("CUDA: {}: {} ({})", what, cudaGetErrorString(error),
@@ -57,7 +57,7 @@ std::string bytes_text(std::uint64_t bytes) {
 MemoryInfo memory_info() {
   std::size_t free = 0, total = 0;
   const cudaError_t error = cudaMemGetInfo(&free, &total);
-  if (error == cudaErrorMemoryAllocation)  // of the context, which the first call makes
+  if (error == cudaErrorMemoryAllocation)  // the first call creates the context, which needs memory
     throw Error(
         error,
         "device memory: other programs hold so much of it that CUDA cannot start; it needs about "

@@ -1,4 +1,4 @@
-// Checked CUDA calls: what failed, in words, and what to do about it.
+// Checked CUDA calls. Errors say what failed and what to do about it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,13 +15,13 @@ struct Error : std::runtime_error {
   cudaError_t code;
 };
 
-/// Throws an Error unless `error` is cudaSuccess; `what` was being done.
+/// Throws an Error unless `error` is cudaSuccess; `what` names the action that failed.
 void check(cudaError_t error, std::string_view what);
 
-/// "1.5 GiB".
+/// Formats a size, such as "1.5 GiB".
 std::string bytes_text(std::uint64_t bytes);
 
-/// Device memory, bytes.
+/// Device memory in bytes.
 struct MemoryInfo {
   std::uint64_t free = 0, total = 0;
 };

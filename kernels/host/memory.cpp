@@ -72,7 +72,7 @@ float Event::since(const Event& start) const {
 }
 
 Graph::Graph(cudaStream_t stream, const std::function<void()>& enqueue) {
-  // Thread-local: other threads (the writer of a trace) go on calling CUDA meanwhile.
+  // Thread-local, because other threads (the writer of a trace) still call CUDA meanwhile.
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "recording a graph");
   cudaGraph_t graph = nullptr;
   try {

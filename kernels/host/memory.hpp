@@ -1,4 +1,4 @@
-// Device memory, pinned memory, streams, events and graphs, released with their owner.
+// RAII owners of device memory, pinned memory, streams, events and graphs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +13,7 @@
 
 namespace kvlab::cuda {
 
-/// Memory that `release` gives back; null where it is empty.
+/// Memory that `release` frees; null if empty.
 template <cudaError_t (*release)(void*)>
 class OwnedBytes {
  public:
@@ -48,11 +48,11 @@ class OwnedBytes {
 class DeviceBuffer : public OwnedBytes<cudaFree> {
  public:
   DeviceBuffer() = default;
-  /// Throws an Error that says what `what` needs and what is free.
+  /// Throws an Error that says how much `what` needs and how much is free.
   DeviceBuffer(std::size_t bytes, std::string_view what);
 };
 
-/// Page-locked host memory, which the device reaches too.
+/// Page-locked host memory that the device can access too.
 class PinnedBuffer : public OwnedBytes<cudaFreeHost> {
  public:
   PinnedBuffer() = default;
@@ -74,24 +74,25 @@ class Stream {
 
 class Event {
  public:
-  enum class Kind { spinning, sleeping, timed };  ///< how the host waits, or that it takes the time
+  /// How the host waits, or that the event records the time.
+  enum class Kind { spinning, sleeping, timed };
   explicit Event(Kind kind = Kind::spinning);
   Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
   Event& operator=(const Event&) = delete;
   ~Event();
   cudaEvent_t get() const { return event_; }
   void record(cudaStream_t stream) const;
-  /// `stream` goes on behind what was recorded.
+  /// Makes `stream` wait for what was recorded.
   void hold(cudaStream_t stream, std::string_view what = "waiting for an event") const;
-  void wait(std::string_view what) const;  ///< on the host
-  /// Milliseconds since `start`; both timed and complete.
+  void wait(std::string_view what) const;  ///< makes the host wait
+  /// Milliseconds since `start`; both events must be timed and complete.
   float since(const Event& start) const;
 
  private:
   cudaEvent_t event_ = nullptr;
 };
 
-/// What a function enqueues on a stream, recorded once and launched many times.
+/// Records the work that a function enqueues on a stream once, and launches it many times.
 class Graph {
  public:
   Graph(cudaStream_t stream, const std::function<void()>& enqueue);

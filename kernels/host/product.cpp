@@ -9,7 +9,7 @@ namespace {
 
 using Output = ProductArgs::Output;
 
-constexpr std::size_t kWorkspaceBytes = 32u << 20;  // what Hopper's kernels ask for
+constexpr std::size_t kWorkspaceBytes = 32u << 20;  // the size that cuBLASLt's Hopper kernels need
 
 void check(cublasStatus_t status, std::string_view what) {
   if (status == CUBLAS_STATUS_SUCCESS) return;

@@ -1,4 +1,4 @@
-// Products of matrices by cuBLASLt, one or many of one shape, sums in float32.
+// Matrix products by cuBLASLt, single or batched, with sums in float32.
 #pragma once
 
 #include <cublasLt.h>
@@ -12,8 +12,8 @@
 
 namespace kvlab::cuda {
 
-/// y[b, r, n] = sum over k of x[b, r, k] * w[b, n, k], or w[b, k, n] (+ bias[n]). Strides in
-/// elements.
+/// y[b, r, n] = sum over k of x[b, r, k] * w[b, n, k], or of x[b, r, k] * w[b, k, n] (+ bias[n]).
+/// Strides are in elements.
 struct ProductArgs {
   enum class Output { type, float32, add_float32 };
 
@@ -29,13 +29,12 @@ struct ProductArgs {
   void* y;                     // [batch, row, n]
   std::int64_t y_row, y_batch = 0;
   Output output = Output::float32;  ///< add_float32: y += the product
-  bool tf32 = false;                ///< of float32 11 bits count
-  std::uint32_t alignment = 256;    ///< of all pointers and strides, bytes
+  bool tf32 = false;                ///< float32 inputs count with 11 bits only
+  std::uint32_t alignment = 256;    ///< of all pointers and strides, in bytes
 };
 
-/// A cuBLASLt handle, its workspace and the algorithms chosen so far, one for each shape and its
-/// strides. For one
-/// stream at a time.
+/// A cuBLASLt handle, its workspace, and the algorithms chosen so far, one for each shape with its
+/// strides. Use it on one stream at a time.
 class Products {
  public:
   Products();
@@ -43,12 +42,12 @@ class Products {
   Products(const Products&) = delete;
   Products& operator=(const Products&) = delete;
 
-  /// Throws std::runtime_error where there is no algorithm.
+  /// Throws std::runtime_error if cuBLASLt has no algorithm.
   void operator()(const ProductArgs& args, cudaStream_t stream);
 
  private:
   struct Plan;
-  /// All of ProductArgs but the pointers.
+  /// All members of ProductArgs except the pointers.
   using Key = std::tuple<kernels::Type, ProductArgs::Output, int, int, int, int, std::int64_t,
                          std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                          std::uint32_t, bool, bool, bool>;

@@ -1,4 +1,4 @@
-// Arrays to and from the device.
+// Copies of arrays to and from the device.
 #pragma once
 
 #include <span>
@@ -9,8 +9,8 @@
 
 namespace kvlab::cuda {
 
-/// There when it returns: the copy of pageable memory may else still be under way, and streams of
-/// the engine do not wait for the default one.
+/// Copies to the device and waits, because a copy of pageable memory may still be under way when
+/// CUDA's call returns, and the engine's streams do not wait for the default stream.
 template <class T>
 void write(T* to, std::span<const T> values, std::string_view what) {
   if (values.empty()) return;
@@ -35,7 +35,7 @@ DeviceBuffer upload(const std::vector<T>& values, std::string_view what) {
   return upload(std::span(values), what);
 }
 
-/// What is there when all that was enqueued before has ended. Waits.
+/// Waits for all work enqueued on `stream`, then returns a copy of the array.
 template <class T>
 std::vector<T> read(const T* from, std::size_t count, cudaStream_t stream, std::string_view what) {
   std::vector<T> values(count);
@@ -46,21 +46,21 @@ std::vector<T> read(const T* from, std::size_t count, cudaStream_t stream, std::
   return values;
 }
 
-/// Enqueues a copy within the device's memory.
+/// Enqueues a copy within device memory.
 template <class T>
 void copy(T* to, const T* from, std::size_t count, cudaStream_t stream) {
   check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToDevice, stream),
         "copying on the device");
 }
 
-/// Memory that has a row each `stride` bytes.
+/// Rows in memory, `stride` bytes apart.
 template <class T>
 struct Rows {
   T* first;
   std::size_t stride;
 };
 
-/// Enqueues a copy of the first `width` bytes of some rows.
+/// Enqueues a copy of the first `width` bytes of `rows` rows.
 inline void copy_rows(Rows<std::byte> to, Rows<const std::byte> from, std::size_t width,
                       std::size_t rows, cudaStream_t stream) {
   if (width == 0) return;
@@ -69,7 +69,7 @@ inline void copy_rows(Rows<std::byte> to, Rows<const std::byte> from, std::size_
         "copying on the device");
 }
 
-/// Zero when it returns, for the same reason.
+/// Zeroed device memory. Waits, for the same reason as write().
 inline DeviceBuffer zeroes(std::size_t bytes, std::string_view what) {
   DeviceBuffer buffer(bytes, what);
   if (bytes == 0) return buffer;
@@ -78,7 +78,7 @@ inline DeviceBuffer zeroes(std::size_t bytes, std::string_view what) {
   return buffer;
 }
 
-/// Of device memory.
+/// Copies device memory to the host.
 template <class T>
 std::vector<T> download(std::span<const T> part) {
   std::vector<T> values(part.size());

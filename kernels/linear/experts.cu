@@ -1,6 +1,6 @@
-// Of few tokens the weights of their experts are what moves, and each product is bound by that; of
-// many tokens those of one expert share its weights, by tiles, and tensor cores are what counts.
-// Instantiated: 2 types x tiles of 16 and 64 pairs, and float32, plainly.
+// With few tokens, the weights of their experts dominate the bytes moved, and each product is bound
+// by reading them. With many tokens, the tokens of an expert share its weights, in tiles, and the
+// tensor cores are the bound. Instantiated: 2 types x tiles of 16 and 64 pairs, and plain float32.
 #include "kernels/linear/experts.hpp"
 
 #include <algorithm>
@@ -17,11 +17,12 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr int kRouteThreads = 256, kRouteWarps = kRouteThreads / kWarpSize;
-constexpr int kFewTokens = kMaxExperts / kWarpSize;  ///< that the block that groups takes
+/// tokens at most for which the block that groups also chooses
+constexpr int kFewTokens = kMaxExperts / kWarpSize;
 constexpr int kMaxHidden = 8192;
 
-/// A logit and its expert as one number: the larger logit, and of equal ones the lower expert, is
-/// the larger number; what is not a number has a place, too.
+/// A logit and its expert as one integer: a larger logit, or the lower expert among equal logits,
+/// gives a larger integer. NaN has a defined place too.
 __device__ inline unsigned long long order_key(float logit, int expert) {
   const auto bits = __float_as_uint(logit + 0.0f);
   const std::uint32_t order = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -29,13 +30,13 @@ __device__ inline unsigned long long order_key(float logit, int expert) {
          (0xffffffffu - static_cast<std::uint32_t>(expert));
 }
 
-/// By one warp: the experts of the largest logits, and their shares.
+/// Chooses the experts of the largest logits, and their shares. Called by one warp.
 __device__ void choose(const RouteArgs& args, int token) {
   const Routes& to = args.routes;
   const float* const logits = args.logits + std::int64_t{token} * to.experts;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  std::uint32_t taken = 0;  // of the lane's experts
-  float own = -INFINITY;    // of the expert that is this lane's to write
+  std::uint32_t taken = 0;  // the lane's experts that are already chosen
+  float own = -INFINITY;    // logit of the expert that this lane writes
   for (int c = 0; c < to.chosen; ++c) {
     unsigned long long best = 0;
     for (int i = 0, e = lane; e < to.experts; ++i, e += kWarpSize)
@@ -57,7 +58,8 @@ __device__ void choose(const RouteArgs& args, int token) {
   if (lane < to.chosen) to.shares[token * to.chosen + lane] = expf(own - largest) / sum;
 }
 
-/// blockIdx: token, share of its logits. The norm in shared memory, then a warp for each logit.
+/// blockIdx: token, part of its logits. Computes the norm in shared memory, then each logit by a
+/// warp.
 template <class T>
 __global__ void __launch_bounds__(kRouteThreads) logits_kernel(const RouteArgs args) {
   extern __shared__ __align__(16) float row[];
@@ -102,8 +104,8 @@ __global__ void __launch_bounds__(kRouteThreads) choose_kernel(const RouteArgs a
   if (token < args.routes.tokens) choose(args, token);
 }
 
-/// One block, which chooses first where tokens are few. Pairs of an expert stand in any order: it
-/// changes no result.
+/// One block, which also chooses if there are few tokens. The order of an expert's pairs is
+/// arbitrary, because results do not depend on it.
 template <bool kChooses>
 __global__ void __launch_bounds__(kMaxExperts) group_kernel(const RouteArgs args) {
   using Scan = cub::BlockScan<int, kMaxExperts>;
@@ -131,10 +133,10 @@ __global__ void __launch_bounds__(kMaxExperts) group_kernel(const RouteArgs args
 
 /// Some pairs of one expert.
 struct PairTile {
-  int expert, first, count;  ///< places in `order`; count <= 0: there is no such tile
+  int expert, first, count;  ///< indices into `order`; count <= 0: there is no such tile
 };
 
-/// The tiles of all experts stand in one row. By every warp.
+/// Finds a tile in the row of all experts' tiles. Called by every warp.
 template <int kPairs>
 __device__ PairTile tile_at(const Routes& routes, int tile) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -155,7 +157,7 @@ __device__ PairTile tile_at(const Routes& routes, int tile) {
   return {0, 0, 0};
 }
 
-/// One output of a pair, without and with its neighbour.
+/// Writes one output of a pair; the second overload writes it with its neighbour.
 template <class T>
 __device__ void write_output(const ExpertProductArgs& args, int expert, int pair, int column,
                              float value) {
@@ -169,14 +171,15 @@ __device__ void write_output(const ExpertProductArgs& args, int expert, int pair
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;
 constexpr int kStages = 4;
-constexpr int kColumns = 64, kDepth = 64;  ///< of a tile: outputs, and inputs at a time
+/// of a tile: number of outputs, and of inputs at a time
+constexpr int kColumns = 64, kDepth = 64;
 
 template <class T, int kPairs>
 struct alignas(16) Stage {
   T x[kPairs * kDepth], weights[kColumns * kDepth];
 };
 
-/// What a thread copies of each stage: one chunk of every sixteenth row.
+/// The chunks that a thread copies for each stage: one in every sixteenth row.
 template <class T, int kPairs>
 class StageLoader {
  public:
@@ -197,7 +200,7 @@ class StageLoader {
         static_cast<const T*>(args.weight) + (std::size_t(tile.expert) * args.n + column) * args.k;
     columns_ = args.n - column;
   }
-  /// Inputs from `first` on; zeros beyond the last, beyond the pairs and beyond the outputs.
+  /// Copies inputs from `first` on; fills with zeros after the last input, pair or output.
   __device__ void load(Stage<T, kPairs>& stage, int first) const {
     const int at = first + own_chunk() * 8;
     const bool there = at < k_;
@@ -221,13 +224,13 @@ class StageLoader {
   __device__ static int own_row() { return static_cast<int>(threadIdx.x) / Layout::kChunks; }
   __device__ static int own_chunk() { return static_cast<int>(threadIdx.x) % Layout::kChunks; }
 
-  const T* any_;  ///< what may be named where nothing is read
+  const T* any_;  ///< a valid address for copies that read nothing
   const T* x_[kPairs / kRowsAtOnce];
   const T* weights_;
   int k_, columns_;
 };
 
-/// A warp's products of a stage: all pairs by 16 of the columns.
+/// A warp's products for a stage: all pairs times 16 of the columns.
 template <class T, int kPairs>
 __device__ void multiply(const Stage<T, kPairs>& stage, float (&sums)[kPairs / 16][2][4]) {
   using Layout = Swizzled<kDepth * sizeof(T)>;
@@ -268,7 +271,7 @@ __global__ void __launch_bounds__(kThreads)
   float sums[kPairs / 16][2][4] = {};
   for (int step = 0; step < steps; ++step) {
     wait_copies<kStages - 2>();
-    __syncthreads();  // the stage is there, and the one before it has been read
+    __syncthreads();  // the stage has arrived, and the stage before has been read
     fetch(step + kStages - 1);
     multiply<T, kPairs>(stages[step % kStages], sums);
   }
@@ -291,7 +294,7 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kPlainPairs = 8;
 
-/// A warp for each output, of the tile's pairs.
+/// A warp for each output, which handles the tile's pairs.
 __global__ void __launch_bounds__(kThreads) expert_plain(const ExpertProductArgs args) {
   let_successor_start();
   wait_for_predecessor();
@@ -313,7 +316,7 @@ __global__ void __launch_bounds__(kThreads) expert_plain(const ExpertProductArgs
   }
 }
 
-/// hidden * (8 + 4 * chosen). A thread for eight elements of a token.
+/// Bytes: hidden * (8 + 4 * chosen) per token. A thread for eight elements of a token.
 __global__ void __launch_bounds__(kThreads)
     add_shares_kernel(const Routes routes, const float* y, int hidden, float* x) {
   let_successor_start();
@@ -342,7 +345,7 @@ bool valid(const Routes& routes) {
          routes.order && routes.starts;
 }
 
-/// No more tiles than these: each expert leaves one that is not full.
+/// The most tiles that there can be: each expert has at most one tile that is not full.
 unsigned max_tiles(const Routes& routes, int pairs_of_tile) {
   const int pairs = routes.pairs();
   return static_cast<unsigned>(std::min(pairs, pairs / pairs_of_tile + routes.experts));
@@ -424,7 +427,7 @@ cudaError_t expert_product(const ExpertProductArgs& args, cudaStream_t stream) {
                    .block = dim3(kThreads),
                    .stream = stream},
                   args);
-  // Tiles of 64 where experts have that many.
+  // Uses tiles of 64 pairs if experts have that many.
   const bool many = takes_many(args.routes, limits);
   const auto of_type = [&]<class T>(T) {
     return many ? launch_tiles<T, 64>(limits, args, stream)

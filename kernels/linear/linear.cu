@@ -1,15 +1,15 @@
-// A few rows by a weight matrix that is read once: bound by memory, so built around the reading.
+// A few rows times a weight matrix that is read once. Memory-bound, so designed around the reading.
 //
-// Bytes that must move: n * k weights (twice that where gated); x, gamma and y are at most a few
-// percent. A block for each multiprocessor runs through strips of kTiles * 8 weight rows. One warp
-// sends for the weights (linear_ring.cuh), across strips and from before the predecessor's end, so
-// that the memory waits neither for the arithmetic nor for x. Eight warps share k in runs of 128
-// and multiply by tensor cores: a tile of 8 weight rows is the right operand of m16n8k16, and the
-// left one has 16 rows, eight for the rows of x rounded to T and eight for what the rounding left:
-// so a normed x counts to about 16 bits, and eight rows cost what one does. Sums have one order
-// whatever the rows, tiles and GPU: equal inputs give equal bits, alone or in a batch.
+// Bytes that must move: n * k weights (twice that if gated); x, gamma and y are at most a few
+// percent. A block per multiprocessor processes strips of kTiles * 8 weight rows. One warp requests
+// the weights (linear_ring.cuh), across strips and from before the predecessor's end, so the memory
+// waits neither for the arithmetic nor for x. Eight warps split k in runs of 128 and multiply by
+// tensor cores. A tile of 8 weight rows is the right operand of m16n8k16. The left operand has 16
+// rows: eight for the rows of x rounded to T, and eight for the rounding errors. So a normed x
+// counts with about 16 bits, and eight rows cost as much as one. Sums have one order for any rows,
+// tiles and GPU: equal inputs give equal bits, alone or in a batch.
 //
-// Instantiated: 2 types x 4 forms (8 kernels); rows, n and k are read where the kernel runs.
+// Instantiated: 2 types x 4 forms (8 kernels). rows, n and k are run-time values.
 #include <algorithm>
 #include <cstddef>
 
@@ -29,33 +29,33 @@ namespace {
 constexpr int kBarrierBytes = sizeof(RingBarriers);
 static_assert(kBarrierBytes % 16 == 0);
 constexpr int kPartial = kTileRows * kTileRows;  // sums of a tile
-/// Sums of each tile side by side: a product waits for the one before it of its own sum.
+/// Independent sums per tile, because a product waits for the product before it on the same sum.
 constexpr int kChains = 2;
 /// Partial sums of all warps, for two strips in alternation.
 constexpr int kPartialBytes =
     2 * kLinearWarps * kTiles * kPartial * static_cast<int>(sizeof(float));
 
-/// Threads that share a row of a strip's outputs: one for each, or for each pair.
+/// Threads per row of a strip's outputs: one for each output, or for each pair of outputs.
 __host__ __device__ constexpr int finishers(Form form) {
   return form == Form::gated || form == Form::rotated ? kTileRows : kTiles * kTileRows;
 }
 
-/// A row of x in shared memory where there is no norm: 64 bytes more put two rows in different
-/// banks.
+/// Bytes of a row of x in shared memory if there is no norm; 64 extra bytes put two rows in
+/// different banks.
 __host__ __device__ constexpr std::size_t plain_row_bytes(int k) {
   return static_cast<std::size_t>(k) * 2 + 64;
 }
 
-/// Where things are in dynamic shared memory: the ring and, so many bytes behind it, the rest.
+/// Offsets in dynamic shared memory: first the ring, then, at these offsets after it, the rest.
 struct Layout {
-  int stages;              ///< of the ring
-  int gamma, x;            // behind barriers and partial sums
-  bool plain_x_is_shared;  ///< or is read where it is
-  std::size_t bytes;       ///< ring and all
+  int stages;              ///< stages of the ring
+  int gamma, x;            // after barriers and partial sums
+  bool plain_x_is_shared;  ///< x is copied to shared memory; otherwise it is read in place
+  std::size_t bytes;       ///< total, the ring included
 };
 
-/// Eight floats to the left operands of two products: two rounded ones and what the rounding left
-/// of them, the next two and what it left of those; 16 bytes on, the same of the other four.
+/// Splits eight floats into the left operands of two products: two rounded floats and their
+/// rounding errors, then the same for the next two; 16 bytes further, the same for the other four.
 template <class T>
 struct SplitEight {
   __device__ void operator()(const float (&value)[8], float* to) const {
@@ -77,13 +77,13 @@ struct XPart {
   uint4 left[kLoads][kChains];
 };
 
-/// Rows of x as the products read them.
+/// Rows of x, in the layout that the products read.
 template <Form kForm>
 class XRows {
  public:
   __device__ XRows(const std::byte* rows, std::size_t row_bytes, int count, int k)
       : row_(rows + lane() / 4 * row_bytes), k_(lane() / 4 < count ? k : 0) {}
-  /// The lane's part of x from k on; zeros beyond k and beyond the rows.
+  /// The lane's part of x from `first` on; zeros beyond k and beyond the rows.
   __device__ XPart read(int first) const {
     XPart x{};
 #pragma unroll
@@ -109,7 +109,7 @@ class XRows {
   int k_;
 };
 
-/// Copies rows of x that are not normed.
+/// Copies rows of x that have no norm.
 template <class T>
 __device__ void copy_rows(const LinearProduct<T>& product, std::byte* to) {
   const int chunks = product.k / 8;
@@ -123,7 +123,7 @@ __device__ void copy_rows(const LinearProduct<T>& product, std::byte* to) {
   barrier_of_first<kLinearThreads>();
 }
 
-/// A thread's share in the outputs of strips: one of them, or two that belong together, of one row.
+/// A thread's outputs of strips: one output, or two that belong together, of one row.
 template <class T, Form kForm>
 class Finisher {
  public:
@@ -137,7 +137,7 @@ class Finisher {
     place_ = TokenSlot(rope, token());
   }
 
-  /// Sends for what a strip's outputs need beside its product.
+  /// Starts loading what a strip's outputs need in addition to the product.
   __device__ void start(int strip) {
     if (row_ >= product_.rows) return;
     if constexpr (kForm != Form::rotated) {
@@ -153,7 +153,7 @@ class Finisher {
       cached_ = place_.of_head(rope_, (head_ - rope_.cache.query_heads) % rope_.cache.kv_heads);
   }
 
-  /// Adds the warps' shares of k in their order and writes. `partial`: [warp, tile, row of x,
+  /// Adds the partial sums of the warps in order, and writes. `partial`: [warp, tile, row of x,
   /// output].
   __device__ void finish(int strip, const float* partial) const {
     if (row_ >= product_.rows) return;
@@ -197,7 +197,7 @@ class Finisher {
         from_float<T>(rotated.x), from_float<T>(rotated.y));
     if (!is_query() && dim_ == 0) place_.note_position(rope_, cached_);
   }
-  /// To a head that begins at `head`.
+  /// Writes to the head that begins at `head`.
   __device__ void put(void* to, std::int64_t head, T first, T second) const {
     T* const at = static_cast<T*>(to) + head + dim_;
     at[0] = first;
@@ -210,12 +210,12 @@ class Finisher {
   float residual_ = 0;
   const float2* rope_row_ = nullptr;
   TokenSlot place_;
-  int head_ = 0, dim_ = 0;   ///< of the first of the pair
+  int head_ = 0, dim_ = 0;   ///< of the pair's first output
   std::int64_t cached_ = 0;  ///< of the head
   float2 cos_sin_{};
 };
 
-/// What eight warps do: the product, as its weights arrive. `behind` the ring.
+/// The work of eight warps: the product, as weights arrive. `behind`: memory after the ring.
 template <class T, Form kForm>
 __device__ void multiply(const LinearProduct<T>& product, const RopeWriteArgs& rope,
                          const Layout& layout, std::byte* behind, WeightReader reader) {
@@ -259,7 +259,7 @@ __device__ void multiply(const LinearProduct<T>& product, const RopeWriteArgs& r
       }
     }
 
-    // A lane has row lane / 4 of the tiles, the rounded part and the rest, at two outputs.
+    // A lane has two outputs for row lane / 4 of the tiles: the rounded part and the rest.
     float* const partial = partials + half * kLinearWarps * kTiles * kPartial;
     if (lane / 4 < product.rows) {
 #pragma unroll
@@ -298,16 +298,16 @@ __global__ void __launch_bounds__(kLinearThreads + kWarpSize)
   multiply<T, kForm>(product, rope, layout, behind, WeightReader(ring, layout.stages, barriers));
 }
 
-/// What a product requests, of weights of two bytes.
+/// The ring that a product wants, for 2-byte weights.
 struct RingLength {
-  int least, most;  ///< stages; a block sends for no more in all
+  int least, most;  ///< stages; a block requests at most `most` in total
 };
 int gamma_begin() { return kBarrierBytes + kPartialBytes; }
 int x_begin(Form form, int k) {
   return gamma_begin() + (has_norm(form) ? static_cast<int>(gamma_bytes<__half>(k)) : 0);
 }
 
-/// For so many rows: the ring is as long as there is room. False if there is not enough.
+/// The layout for `rows` rows, with the longest ring that fits. Returns false if nothing fits.
 bool lay_out(Form form, int rows, int k, const RingLength& ring, const DeviceLimits& limits,
              Layout& layout) {
   layout.gamma = gamma_begin();
@@ -334,13 +334,13 @@ struct LinearLaunch {
   Layout layout;
 };
 
-/// As many rows at a time as there is room for.
+/// Plans as many rows at a time as fit.
 LinearLaunch plan_product(Form form, int rows, int n, int k, const DeviceLimits& limits) {
   const int strips = strips_of(form, n), blocks = std::min(strips, limits.multiprocessors);
   const int max_stages = (strips + blocks - 1) / blocks * kTiles * ((k + kStageK - 1) / kStageK);
-  // Beside a CTA of attention there is room for one small block, whose weights are on their way
-  // while that one attends, but not for two: an early start would put two on some multiprocessors
-  // and none on others.
+  // Beside a CTA of attention there is memory for one small block, whose weights are in flight
+  // while the CTA attends, but not for two. An early start would put two blocks on some
+  // multiprocessors and none on others.
   const std::size_t alone = static_cast<std::size_t>(limits.shared_bytes) * 2 / 5;
   for (const int least : {kPreferredStages, kMinStages}) {
     const RingLength ring{least, max_stages};
@@ -458,7 +458,7 @@ bool belong(const LinearArgs& args, const RopeWriteArgs& rope) {
          args.n == (rope.cache.query_heads + 2 * rope.cache.kv_heads) * rope.cache.head_size;
 }
 
-/// Whether a product can end with this.
+/// Whether a product can end with this rope_write in one launch.
 bool is_fused(const LinearArgs& args, const RopeWriteArgs& rope) {
   constexpr int kStrip = outputs_of_strip(Form::rotated);
   return args.type != KVLAB_F32 && args.gamma && !rope.q_gamma && !rope.k_gamma && !rope.plain_q &&

@@ -1,5 +1,4 @@
-// Float32 weights: for checking, not for speed, though the weights are still read once, 16 bytes a
-// lane.
+// Float32 weights: for checking, not for speed. The weights are still read once, 16 bytes per lane.
 #include "kernels/linear/linear_f32.cuh"
 
 #include <algorithm>
@@ -12,8 +11,8 @@ namespace {
 
 constexpr int kSumsBytes = kMaxLinearRows * kLinearWarps * sizeof(float);
 
-/// Products of one weight row with all rows of x, in every lane. `stride`: floats from row to row
-/// of x.
+/// Products of one weight row with all rows of x, in every lane. `stride`: floats from one row of x
+/// to the next.
 __device__ void multiply_row(const float* weights, const float* x, std::size_t stride, int rows,
                              int k, float (&sums)[kMaxLinearRows]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -70,7 +69,7 @@ __global__ void __launch_bounds__(kLinearThreads)
 
 }  // namespace
 
-/// Rows at a time: as many as are normed into shared memory.
+/// Plans as many rows at a time as fit into shared memory after the norm.
 LaunchPlan plan_linear_f32(bool normed, int rows, int n, int k, const DeviceLimits& limits) {
   const auto bytes_for = [&](int count) {
     return kSumsBytes +

@@ -1,4 +1,4 @@
-// What the kernels behind `linear` and `gated_linear` share: their arguments, the norm, the
+// Common code of the kernels behind `linear` and `gated_linear`: their arguments, the norm, the
 // epilogue.
 #pragma once
 
@@ -13,16 +13,16 @@ namespace kvlab::kernels {
 
 template <class T>
 struct LinearProduct {
-  int first_row;  // of this launch's rows, among those of the product
+  int first_row;  // first row of this launch, among the product's rows
   int rows, n, k;
-  const T* weight;  // [n, k]; where gated: the gate
+  const T* weight;  // [n, k]; if gated: the gate
   const T* up;      // [n, k], or null
-  const void* x;    // [rows, k] of T, or float where there is a gamma
+  const void* x;    // [rows, k] of T, or of float if there is a gamma
   const T* gamma;   // [k], or null
   float norm_epsilon, norm_offset;
-  Activation activation;  ///< of the gate
+  Activation activation;  ///< for the gate
   const T* bias;          // [n], or null
-  T* y;                   // one of three is not null
+  T* y;                   // one of the three is not null
   float* y_float;
   float* residual;
 };
@@ -30,8 +30,8 @@ struct LinearProduct {
 inline constexpr int kLinearWarps = 8;
 inline constexpr int kLinearThreads = kLinearWarps * kWarpSize;
 
-/// A row of normed x in shared memory: k floats and 16 bytes, which put the rows in different
-/// banks.
+/// Bytes of a row of normed x in shared memory: k floats and 16 bytes, which put the rows in
+/// different banks.
 __host__ __device__ constexpr std::size_t normed_row_bytes(int k) {
   return static_cast<std::size_t>(k) * sizeof(float) + 16;
 }
@@ -39,14 +39,14 @@ template <class T>
 __host__ __device__ constexpr std::size_t gamma_bytes(int k) {
   return static_cast<std::size_t>(k) * sizeof(T);
 }
-/// What an output is added to; 0 where it is not.
+/// The residual that an output is added to, or 0.
 template <class T>
 __device__ inline float residual_of(const LinearProduct<T>& product, int row, int column) {
   return product.residual ? product.residual[static_cast<std::size_t>(row) * product.n + column]
                           : 0.0f;
 }
-/// Writes bias, product and whatever is requested for one output. Returns what is, or would be, in
-/// y.
+/// Writes one output with bias, to the destination that is set. Returns the value that is, or would
+/// be, in y.
 template <class T>
 __device__ inline T write_output(const LinearProduct<T>& product, int row, int column, float value,
                                  float residual) {
@@ -60,9 +60,9 @@ __device__ inline T write_output(const LinearProduct<T>& product, int row, int c
   return rounded;
 }
 
-/// The norm's share of a warp. Chunk c of a row, eight elements, belongs to slice (c / 32) % 8 and
-/// lane c % 32, whatever the number of rows, so that sums of squares do not depend on it; a warp
-/// takes `count` slices of one row.
+/// A warp's share of the norm. Chunk c of a row (eight elements) belongs to slice (c / 32) % 8 and
+/// lane c % 32 for any number of rows, so sums of squares do not depend on that number. A warp has
+/// `count` slices of one row.
 struct NormShare {
   int row, first, stride, shift, count;
   __device__ explicit NormShare(int rows) {
@@ -76,7 +76,7 @@ struct NormShare {
   __device__ int slice(int i) const { return first + i * stride; }
 };
 
-/// Sends for gamma, which does not depend on the predecessor.
+/// Starts loading gamma, which does not depend on the predecessor.
 template <class T>
 __device__ inline void fetch_gamma(const LinearProduct<T>& product, std::byte* to) {
 #pragma unroll 1
@@ -87,14 +87,15 @@ __device__ inline void fetch_gamma(const LinearProduct<T>& product, std::byte* t
   commit_copies();
 }
 
-/// Rows of x[r] * gamma / rms(x[r]) in shared memory, normed_row_bytes() each: float32 and
-/// unrounded, eight at a time as `finish` leaves them. By the block's first kLinearThreads threads,
-/// whose copies (of gamma, to `gammas`) it waits for; ends with a barrier of them.
+/// Writes rows x[r] * gamma / rms(x[r]) to shared memory, normed_row_bytes() each, in unrounded
+/// float32; `finish` stores eight elements at a time. Called by the block's first kLinearThreads
+/// threads; waits for their copies (of gamma, to `gammas`), and ends with a barrier of these
+/// threads.
 template <class T, class Finish>
 __device__ inline void norm_rows(const LinearProduct<T>& product, const std::byte* gammas,
                                  std::byte* rows, float* sums, Finish finish) {
   constexpr int kSlices = kLinearWarps;
-  constexpr int kAtOnce = 8;  // chunks that a lane has on their way
+  constexpr int kAtOnce = 8;  // chunks per lane in flight
   const NormShare share(product.rows);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, chunks = product.k / 8;
   const std::size_t row = static_cast<std::size_t>(share.row);
@@ -108,12 +109,12 @@ __device__ inline void norm_rows(const LinearProduct<T>& product, const std::byt
       f(chunk * 8);
   };
 
-  // Few instructions rather than fast ones, throughout: a launch finds the instruction cache cold.
+  // Uses few instructions rather than fast ones, because a launch finds the instruction cache cold.
   const int rounds = (chunks + kSlices * kWarpSize - 1) / (kSlices * kWarpSize);
 #pragma unroll 1
   for (int first = 0; first < count * rounds; first += kAtOnce) {
     Vector<float> loaded[kAtOnce][2];
-    const auto place = [&](int i) {  // of the i-th chunk in x; beyond k if there is none
+    const auto place = [&](int i) {  // the i-th chunk's position in x; beyond k if there is none
       const int at = first + i, slice = share.slice(at & (share.count - 1));
       return (((at >> share.shift) * kSlices + slice) * kWarpSize + lane) * 8;
     };

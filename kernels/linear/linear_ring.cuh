@@ -1,10 +1,11 @@
-// The way of weights to shared memory: one warp of a block sends for them, eight read them.
+// The transport of weights to shared memory: one warp of a block requests them, eight warps read
+// them.
 //
-// A stage of the ring is a tile of eight weight rows over 1024 of k, of which each of the eight
-// warps takes 128. So much is always on its way that the memory is busy (kInFlight), and no more,
-// or what else the block reads (x, on which everything waits) would stand in a queue behind it; a
-// little less until the ring has been sent for once, for so long x is awaited. What has arrived may
-// wait in the ring meanwhile.
+// A stage of the ring is a tile of eight weight rows over 1,024 of k; each of the eight warps reads
+// 128 of k. Enough bytes are always in flight to keep the memory busy (kInFlight), and no more,
+// because what else the block reads (x, on which everything waits) would queue behind them.
+// Slightly fewer are in flight until the whole ring has been requested once, because x is awaited
+// until then. Data that has arrived may wait in the ring.
 #pragma once
 
 #include <cstddef>
@@ -15,16 +16,16 @@
 namespace kvlab::kernels {
 
 inline constexpr int kTileRows = 8;  // weight rows of a tile, and rows of x
-inline constexpr int kTiles = 2;     // of a strip
-inline constexpr int kLoadK = 32;    // k of a 16-byte load by each of a row's four lanes
-inline constexpr int kLoads = 4;     // of a warp's share of a stage
+inline constexpr int kTiles = 2;     // tiles per strip
+inline constexpr int kLoadK = 32;    // k per 16-byte load by the four lanes of a row
+inline constexpr int kLoads = 4;     // loads per warp and stage
 inline constexpr int kWarpK = kLoads * kLoadK;
-inline constexpr int kStageK = kLinearWarps * kWarpK;  // k of a stage
+inline constexpr int kStageK = kLinearWarps * kWarpK;  // k per stage
 inline constexpr int kLoadBytes = kWarpSize * 16;
 inline constexpr int kStageBytes = kLinearWarps * kLoads * kLoadBytes;
 inline constexpr int kPreferredStages = 4, kMaxStages = 12;
-inline constexpr int kMinStages = 2;                     // where four do not fit
-inline constexpr int kInFlight = 4, kFirstInFlight = 3;  // stages on their way
+inline constexpr int kMinStages = 2;                     // used if four do not fit
+inline constexpr int kInFlight = 4, kFirstInFlight = 3;  // stages in flight
 
 __host__ __device__ constexpr bool has_norm(Form form) { return form != Form::plain; }
 __host__ __device__ constexpr int outputs_of_strip(Form form) {
@@ -34,9 +35,9 @@ __host__ __device__ constexpr int strips_of(Form form, int n) {
   return (n + outputs_of_strip(form) - 1) / outputs_of_strip(form);
 }
 
-/// The first weight row of a rotated strip: its eight rows of a head's first half.
+/// The first weight row of a rotated strip, which is in a head's first half.
 __device__ inline int first_rotated_row(int strip, int head_size) {
-  const int strips = head_size / (kTiles * kTileRows);  // of a head
+  const int strips = head_size / (kTiles * kTileRows);  // strips per head
   return strip / strips * head_size + strip % strips * kTileRows;
 }
 __device__ inline int first_row_of_tile(Form form, int strip, int tile, int head_size) {
@@ -45,11 +46,11 @@ __device__ inline int first_row_of_tile(Form form, int strip, int tile, int head
   return (strip * kTiles + tile) * kTileRows;
 }
 
-/// In shared memory.
+/// Barriers of the ring, in shared memory.
 struct RingBarriers {
   PhaseBarrier full[kMaxStages], empty[kMaxStages];
-  /// By one thread; visible behind the block's next barrier. (By the sending warp, a barrier a
-  /// lane, a launch took 0.3 us longer.)
+  /// Called by one thread; visible after the block's next barrier. (When the sending warp did it,
+  /// one barrier per lane, a launch took 0.3 us longer.)
   __device__ void init() {
     for (int i = 0; i < kMaxStages; ++i) {
       full[i].init(kWarpSize);
@@ -58,7 +59,7 @@ struct RingBarriers {
   }
 };
 
-/// A slot of the ring, and the parity of its phase.
+/// A slot of the ring and the parity of its phase.
 struct RingCursor {
   int slot = 0;
   unsigned parity = 0;
@@ -69,7 +70,7 @@ struct RingCursor {
   }
 };
 
-/// The sending warp.
+/// The warp that requests weights.
 template <class T>
 class WeightSender {
  public:
@@ -79,14 +80,14 @@ class WeightSender {
         in_flight_(min(kInFlight, stages)),
         barriers_(barriers) {}
 
-  /// Sends for the block's share of a product's weights, in the order in which they are read.
+  /// Requests the block's share of a product's weights, in the order in which they are read.
   template <Form kForm>
   __device__ void send(const LinearProduct<T>& product, int head_size) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize, lane_k = lane % 4 * 8;
     for (int strip = static_cast<int>(blockIdx.x); strip < strips_of(kForm, product.n);
          strip += static_cast<int>(gridDim.x)) {
       const T* rows[kTiles];
-      int wanted[kTiles];  // elements of the row, from rows[tile] on
+      int wanted[kTiles];  // elements of the row, starting at rows[tile]
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const int n = first_row_of_tile(kForm, strip, tile, head_size) + lane / 4;
@@ -130,7 +131,7 @@ class WeightSender {
     for (int load = 0; load < kLinearWarps * kLoads; ++load)
       copy_async(to(load), from + load * kLoadK, true);
   }
-  /// Zeros for what is not there.
+  /// Copies `wanted` elements, and zeros for the rest.
   __device__ void copy_some(const T* from, int wanted) const {
 #pragma unroll 4
     for (int load = 0; load < kLinearWarps * kLoads; ++load) {
@@ -140,13 +141,13 @@ class WeightSender {
   }
 
   std::uint32_t ring_;
-  int stages_, in_flight_;  // no more are on their way than the ring has
+  int stages_, in_flight_;  // at most as many in flight as the ring has stages
   RingBarriers& barriers_;
   RingCursor next_, oldest_;
   int sent_ = 0, on_their_way_ = 0;
 };
 
-/// One of the reading warps.
+/// One of the warps that read weights.
 class WeightReader {
  public:
   __device__ WeightReader(const std::byte* ring, int stages, RingBarriers& barriers)
@@ -154,8 +155,8 @@ class WeightReader {
         stages_(stages),
         barriers_(barriers) {}
 
-  /// The warp's share of the next stage: of row lane / 4, eight elements from lane % 4 * 8 of every
-  /// load on.
+  /// Reads the warp's share of the next stage: for row lane / 4, eight elements of every load,
+  /// starting at lane % 4 * 8.
   __device__ void read(uint4 (&weights)[kLoads]) {
     barriers_.full[next_.slot].wait(next_.parity);
 #pragma unroll

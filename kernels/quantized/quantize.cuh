@@ -1,5 +1,5 @@
-// Quantized values of a key or value on the device, bit for bit those of
-// traces/base/numeric/quantize.cpp: a warp has a row, lane l its channels l, kQuantBlock + l, …
+// Quantization of a key or value on the device, bit for bit as in traces/base/numeric/quantize.cpp.
+// A warp has a row; lane l has its channels l, kQuantBlock + l, …
 #pragma once
 
 #include <cuda_fp8.h>
@@ -15,14 +15,14 @@ static_assert(kQuantBlock == kWarpSize);
 
 /// A row in the registers of a warp.
 struct QuantizedRow {
-  float y[kMaxBlocks];  ///< what is read, after the Hadamard rotation or, without quantization,
-                        ///< before
+  float y[kMaxBlocks];  ///< the values read: after the Hadamard rotation, or without quantization
+                        ///< before it
   std::uint32_t quantized[kMaxBlocks], metadata[kMaxBlocks];
 };
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
-/// As Hadamard rotation() of a block.
+/// The Hadamard rotation of a block, as in quantize.cpp.
 __device__ inline float hadamard_rotate_block(float x) {
 #pragma unroll
   for (int apart = 1; apart < kWarpSize; apart *= 2) {
@@ -54,7 +54,7 @@ __device__ inline float dequantize(bool floating, std::uint32_t quantized, std::
   return floating ? dequantize_fp8(quantized, metadata) : dequantize_int(quantized, metadata);
 }
 
-/// As round_to_e4m3 there; |y| <= 448.
+/// round_to_e4m3 of quantize.cpp; |y| <= 448.
 __device__ inline float round_to_e4m3(float y) {
   int exponent;
   frexpf(y, &exponent);
@@ -86,7 +86,7 @@ __device__ inline void quantize_int(float y, int bits, std::uint32_t& quantized,
                                                           << 16;
 }
 
-/// As quantize_row().
+/// quantize_row() of quantize.cpp.
 __device__ inline void quantize_row(QuantizedRow& row, int bits, bool floating, int blocks) {
 #pragma unroll
   for (int b = 0; b < kMaxBlocks; ++b) {
@@ -99,7 +99,7 @@ __device__ inline void quantize_row(QuantizedRow& row, int bits, bool floating, 
   }
 }
 
-/// A lane's metadata of a block.
+/// The metadata of a block, for this lane.
 __device__ inline std::uint32_t load_metadata(const std::byte* metadata, bool floating, int block) {
   return floating ? std::uint32_t{reinterpret_cast<const std::uint8_t*>(metadata)[block]}
                   : reinterpret_cast<const std::uint32_t*>(metadata)[block];
@@ -123,13 +123,13 @@ __device__ inline void load_quantized_row(QuantizedRow& row, const RowPart& from
   }
 }
 
-/// A lane's quantized value of block `b`, and the block's metadata.
+/// Stores this lane's quantized value of block `b`, and the block's metadata.
 __device__ inline void store_quantized(std::uint32_t quantized, std::uint32_t metadata,
                                        const RowPart& to, const DeviceFormat& format, bool key,
                                        int b, int blocks) {
   const int bits = format.bits(key),
             bit = quantized_bit(key, bits, to.row, b * kWarpSize + lane_id(), blocks);
-  std::uint32_t byte = quantized << bit % 8;  // with those of the lanes beside it
+  std::uint32_t byte = quantized << bit % 8;  // with the values of the lanes that share the byte
   for (int apart = 1; apart < 8 / bits; apart *= 2) byte |= __shfl_xor_sync(~0u, byte, apart);
   if (bit % 8 == 0) reinterpret_cast<std::uint8_t*>(to.data)[bit / 8] = byte;
   if (lane_id() != 0) return;
@@ -158,7 +158,7 @@ __device__ void store_exact(const QuantizedRow& row, T* to, int blocks) {
     if (b < blocks) to[b * kWarpSize + lane_id()] = from_float<T>(row.y[b]);
 }
 
-/// Takes a row from a tier, or -1: as computed, down to another, as demotion_path() says.
+/// Demotes a row from tier `from`, or from -1 (as computed), to tier `to`, as in demotion_path().
 __device__ inline void demote(QuantizedRow& row, const DeviceTierPlan& tier_plan, int from, int to,
                               bool key, int blocks) {
   bool is_quantized = from >= 0 && !tier_plan.tier[from].format.exact();

@@ -1,5 +1,5 @@
-// Tokens kept on the tiers of a tier plan, on the device. Everything that is known of a token is by
-// slot as ever (kvlab_cache); its key and value lie in a row of its tier.
+// Tokens on the tiers of a tier plan, on the device. A token's data is indexed by slot as usual
+// (kvlab_cache), except that its key and value lie in a row of its tier.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,12 +13,13 @@
 namespace kvlab::kernels {
 
 inline constexpr int kMaxDeviceTiers = 8;
-inline constexpr int kMaxTierGroup = 8;  ///< query heads that share a KV head, by tensor cores
+/// query heads per KV head at most, for the tensor core kernels
+inline constexpr int kMaxTierGroup = 8;
 inline constexpr std::uint32_t kRowsOfTile = 16;  ///< a tier's rows are a multiple of it
 
-/// What a format says, as kernels need it.
+/// A format's properties, as kernels need them.
 struct DeviceFormat {
-  std::uint8_t key_bits = 16, value_bits = 16;  ///< 16: of the cache's type
+  std::uint8_t key_bits = 16, value_bits = 16;  ///< 16: the cache's type
   bool floating = false;
 
   __host__ __device__ bool exact() const { return key_bits == 16; }
@@ -26,21 +27,22 @@ struct DeviceFormat {
   bool operator==(const DeviceFormat&) const = default;
 };
 
-/// A tier of a pair. Of a tile of its rows quantized values of keys lie together, as
-/// quantized_bit() says, then their metadata, quantized values of values, theirs; one tile behind
-/// the other.
+/// A tier of a pair. Each tile of its rows stores the keys' quantized values (in the order of
+/// quantized_bit()), the keys' metadata, the values' quantized values, and the values' metadata.
+/// Tiles follow one another.
 struct DeviceTier {
   DeviceFormat format;
-  std::uint32_t slots;      ///< tokens that it is to hold; rows beyond are for those that wait
-  std::uint32_t rows;       ///< that there are
-  std::uint32_t first_row;  ///< among the pair's
+  /// tokens that the tier may hold; rows beyond are for tokens that wait for eviction
+  std::uint32_t slots;
+  std::uint32_t rows;       ///< number of rows, a multiple of kRowsOfTile
+  std::uint32_t first_row;  ///< index among the pair's rows
   std::int64_t first_byte;
 };
 
 /// The tier plan of a pair.
 struct DeviceTierPlan {
   int tiers = 0;
-  std::int64_t first_row = 0;  ///< of the pair, among all
+  std::int64_t first_row = 0;  ///< the pair's first row, among all rows
   DeviceTier tier[kMaxDeviceTiers];
 };
 
@@ -51,8 +53,8 @@ __host__ __device__ inline int tier_of(const DeviceTierPlan& tier_plan, std::uin
   return tier;
 }
 
-/// Bytes of a key's or value's quantized values and of their metadata; `element`: bytes of one in
-/// 16 bit.
+/// Bytes of a key's or value's quantized values and of their metadata. `element`: bytes of an
+/// element in 16 bits.
 __host__ __device__ inline std::int64_t data_bytes(const DeviceFormat& format, bool key,
                                                    int head_size, int element) {
   return format.exact() ? std::int64_t{head_size} * element
@@ -68,12 +70,12 @@ __host__ __device__ inline std::int64_t row_bytes(const DeviceFormat& format, in
          data_bytes(format, false, head_size, element) + 2 * metadata_bytes(format, head_size);
 }
 
-/// A key or a value on a tier: its elements, or its tile's quantized values, and its metadata.
+/// A key or a value on a tier: its elements or its tile's quantized values, and its metadata.
 struct RowPart {
   std::byte *data, *metadata;
-  int row;  ///< of the tile
+  int row;  ///< index in the tile
 };
-/// `row`: of the tier.
+/// `row`: index in the tier.
 __host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceTier& tier,
                                            std::uint32_t row, bool key, int head_size,
                                            int element) {
@@ -88,15 +90,15 @@ __host__ __device__ inline RowPart part_of(std::byte* bytes, const DeviceTier& t
           plane + kRowsOfTile * data + in_tile * metadata, static_cast<int>(in_tile)};
 }
 
-/// Words that a lane of a warp takes of a tile's quantized values, and how many it loads at once.
+/// Words that a warp's lane takes of a tile's quantized values, and how many it loads at once.
 __host__ __device__ constexpr int lane_words(int bits, int blocks) { return blocks * bits / 2; }
 __host__ __device__ constexpr int words_at_once(int words) {
   return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1;
 }
-/// Where a channel's quantized value begins in a tile's: each lane has what it multiplies together.
-/// Of keys these are eight channels of a block of rows r and r + 8, whose bytes are the product's;
-/// of values four channels of rows 2r, 2r + 1 and 8 more, each two to a word. No two rows share a
-/// byte.
+/// The bit in a tile at which a channel's quantized value begins. Each lane finds together the
+/// values that it multiplies together: for keys, eight channels of a block of rows r and r + 8,
+/// whose bytes are the product's operands; for values, four channels of rows 2r, 2r + 1 and those
+/// plus 8, two to a word. No two rows share a byte.
 __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int channel, int blocks) {
   constexpr int kBlock = static_cast<int>(kQuantBlock);
   const int b = channel / kBlock, in = channel % kBlock, half = row / 8;
@@ -108,7 +110,7 @@ __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int ch
     bit += (key ? own / 2 : own % 2) * 8;
   } else if (bits == 4) {
     bit += own * 4;
-  } else {  // two blocks to a word; of an odd one both halves
+  } else {  // a word holds two blocks; for a last odd block, both of its halves
     const bool odd = (b | 1) >= blocks;
     word = odd ? b : half * (blocks / 2) + b / 2;
     bit += (odd ? half : b % 2) * (key ? 16 : 8) + own * 2;
@@ -117,22 +119,23 @@ __host__ __device__ inline int quantized_bit(bool key, int bits, int row, int ch
   return ((word / at_once * 32 + lane) * at_once + word % at_once) * 32 + bit;
 }
 
-/// One layer's rows. Host memory, of which kernels get a copy.
+/// One layer's rows. In host memory; kernels get a copy.
 struct QuantizedCache {
-  const DeviceTierPlan* tier_plans;   // [pair]
-  std::byte* bytes;                   ///< all rows
-  std::uint32_t* row_of_slot;         // [slot]: the token's row among the pair's
-  std::uint32_t* slot_of_row;         // [row]: the token's slot
-  std::int32_t* counts;               // [pair, kMaxDeviceTiers]: rows in use, from a tier's first
-  std::uint32_t* next_rows;           // [pair]: of tier 0, for the next token
-  void *newest_keys, *newest_values;  // [pair, dim]: as computed; one token's for all layers
-  std::int32_t* extents;              // [pair]: rows, up to the last in use
-  int max_rows;                       ///< of a pair
-  int max_row_bytes;                  ///< of a row
-  int max_tiers;                      ///< of a pair; of one alone a row is its token's slot
+  const DeviceTierPlan* tier_plans;  // [pair]
+  std::byte* bytes;                  ///< all rows
+  std::uint32_t* row_of_slot;        // [slot]: the token's row among the pair's
+  std::uint32_t* slot_of_row;        // [row]: the token's slot
+  std::int32_t* counts;      // [pair, kMaxDeviceTiers]: rows in use, counted from a tier's first
+  std::uint32_t* next_rows;  // [pair]: row of tier 0 for the next token
+  void *newest_keys, *newest_values;  // [pair, dim]: as computed; all layers share this one token
+  std::int32_t* extents;              // [pair]: number of rows up to the last in use
+  int max_rows;                       ///< of a pair, at most
+  int max_row_bytes;                  ///< of a row, at most
+  int max_tiers;  ///< of a pair, at most; with one tier a token's row is its slot
 };
 
-/// Older tokens while many are appended: beside their keys and values, what these were read from.
+/// Older tokens while many are appended: the quantized data that their keys and values were read
+/// from.
 struct StagedTiers {
   std::int8_t* tiers;       // [kv_head, slot]; -1: as computed
   std::uint8_t* data;       // [kv_head, slot, key or value, dim]: by channel

@@ -1,9 +1,9 @@
-// Decode attention over tiers: pair_attention's, whose row of tiles has each pair's tiers one
-// behind the other. A tile's quantized values lie together, as its warp's copies take them. Floor:
-// the bytes of the rows over the read bandwidth.
+// Decode attention over tiers: pair_attention, with each pair's tiers one after another in the row
+// of tiles. A tile's quantized values lie together, in the order in which its warp copies them.
+// Floor: the bytes of the rows divided by the read bandwidth.
 //
-// Instantiated: 2 types x 4 head sizes, for four query heads and for eight. Formats are read where
-// the kernel runs.
+// Instantiated: 2 types x 4 head sizes, for four and for eight query heads. Formats are run-time
+// values.
 #include "kernels/quantized/tier_attention.hpp"
 
 #include "kernels/decode/pair_attention.cuh"
@@ -14,7 +14,7 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kMaxStages = 6, kMinStages = 2;  // one, where two do not fit
+constexpr int kMaxStages = 6, kMinStages = 2;  // one stage, if two do not fit
 
 struct TierAttentionPlan {
   PairPlan pairs;
@@ -24,18 +24,18 @@ struct TierAttentionPlan {
 };
 constexpr int kSlotIndexBytes = static_cast<int>(kRowsOfTile * sizeof(std::uint32_t));
 
-/// Of a tier, the tiles that a warp takes of its CTA's share of a pair.
+/// The tiles of a tier that a warp handles in its CTA's share of a pair.
 struct TierRun {
   DeviceFormat format;
-  int tiles;          ///< each kSlotsPerTile rows behind the one before it
-  int rows;           ///< in use, from the first tile's first on
-  std::uint32_t row;  ///< that one, among the pair's
+  int tiles;          ///< each kSlotsPerTile rows after the one before it
+  int rows;           ///< rows in use, from the first tile's first row on
+  std::uint32_t row;  ///< the first tile's first row, among the pair's
   const std::byte* from;
   int row_bytes;
-  const std::uint32_t* slot_of_row;  // of the first tile's rows
+  const std::uint32_t* slot_of_row;  // for the rows of the first tile
 };
 
-/// Tiers of a pair, and which of its tiles a CTA has.
+/// The tiers of a pair, and the tiles of the pair that a CTA has.
 class PairTiers {
  public:
   __device__ PairTiers(const TierAttentionPlan& plan, const SlotsOfPair& slots, int tile, int end)
@@ -46,7 +46,7 @@ class PairTiers {
   __device__ TierRun run(int r) const {
     const DeviceTier tier = tier_plan().tier[r];
     int rows = quantized_cache_->counts[slots_.pair * kMaxDeviceTiers + r];
-    if (r == 0) rows = max(rows, slots_.newest + 1);  // it may be about to come
+    if (r == 0) rows = max(rows, slots_.newest + 1);  // the newest token may still be about to come
     const int before = static_cast<int>(tier.first_row) -
                        static_cast<int>(threadIdx.x) / 32 * Warp::kKeys + kSlotsPerTile - 1;
     const int first = max(tile_, before / kSlotsPerTile),
@@ -73,11 +73,12 @@ class PairTiers {
   int tile_, end_;
 };
 
-/// A warp's tiles, fetched ahead to a ring of pairs.stages: quantized values by the copy engine.
+/// A warp's tiles, fetched ahead into a ring of pairs.stages; the copy engine copies quantized
+/// values.
 template <class Warp>
 class TierTiles {
  public:
-  /// `count`: tiles of the CTA's share, from the cursor on.
+  /// `count`: tiles of the CTA's share, starting at the cursor.
   __device__ TierTiles(const TierAttentionPlan& plan, unsigned char* ring, PhaseBarrier* arrived,
                        const TileCursor& cursor, int count)
       : plan_(plan),
@@ -96,7 +97,7 @@ class TierTiles {
     __syncwarp();
     for (int i = 0; i < plan.pairs.stages - 1; ++i) fetch();
   }
-  /// The next tile; the one before it is overwritten.
+  /// Returns the next tile. The tile before it is overwritten.
   __device__ const unsigned char* next() {
     __syncwarp();
     fetch();
@@ -116,7 +117,7 @@ class TierTiles {
     tier_ = 0;
     return {plan_, cursor_.slots, first, first + tiles};
   }
-  /// To the next tier that has tiles, if there is one.
+  /// Moves to the next tier that has tiles, if there is one.
   __device__ bool find_run() {
     while (run_.tiles == 0) {
       if (tier_ == tiers_.count()) {
@@ -131,13 +132,13 @@ class TierTiles {
     }
     return true;
   }
-  /// Starts copying, if there is a tile left.
+  /// Starts copying the next tile, if one is left.
   __device__ void fetch() {
     if (run_.tiles == 0 && !find_run()) return;
     unsigned char* const tile = ring_ + write_ * plan_.stage_bytes;
     PhaseBarrier& arrives = arrived_[write_];
     write_ = write_ + 1 == plan_.pairs.stages ? 0 : write_ + 1;
-    if (run_.tiles == newest_) wait_for_predecessor();  // the newest token's tile
+    if (run_.tiles == newest_) wait_for_predecessor();  // this tile has the newest token
     if (run_.format.exact()) {
       const auto* const keys = reinterpret_cast<const T*>(run_.from);
       reinterpret_cast<typename Warp::Tile*>(tile + kSlotIndexBytes)
@@ -166,13 +167,13 @@ class TierTiles {
     arrive_when_copied(arrives);
 #endif
   }
-  /// Each of 16 bytes.
+  /// Copies `count` chunks of 16 bytes.
   __device__ void copy_chunks(unsigned char* to, const void* from, int count) const {
     for (int i = static_cast<int>(threadIdx.x) % 32; i < count; i += 32)
       copy_async(shared_address(to) + static_cast<std::uint32_t>(i) * 16,
                  static_cast<const std::byte*>(from) + i * 16, true, policy_);
   }
-  /// One lane arrives: that of all 32 took longer than a tile's products.
+  /// One lane arrives, because an arrival of all 32 lanes took longer than a tile's products.
   __device__ static void arrive_when_copied(PhaseBarrier& arrives) {
     arrives.expect_copied();
     __syncwarp();
@@ -183,17 +184,17 @@ class TierTiles {
   unsigned char* ring_;
   PhaseBarrier* arrived_;
   TileCursor cursor_;
-  int left_;  ///< tiles of the share behind this pair's
+  int left_;  ///< tiles of the share after this pair's
   CachePolicy policy_;
-  int tier_;  ///< the next one
+  int tier_;  ///< the next tier
   PairTiers tiers_;
   TierRun run_{};
-  int newest_ = 0;  ///< run_.tiles at the newest token's tile
+  int newest_ = 0;  ///< value of run_.tiles at the newest token's tile
   int read_ = 0, write_ = 0;
   unsigned parity_ = 0;
 };
 
-/// Shows all of a run's tiles to add(tile, rows in use, their slots).
+/// Calls add(tile, rows in use, their slots) for all of a run's tiles.
 template <class Warp, class Add>
 __device__ void for_tiles(TierTiles<Warp>& tiles, TierRun run, Add add) {
   for (; run.tiles > 0; --run.tiles) {
@@ -211,7 +212,7 @@ __device__ void add_quantized(TierTiles<Warp>& tiles, const TierRun& run, State&
   });
 }
 
-/// A warp's tiles of a pair, to its part.
+/// Processes a warp's tiles of a pair and writes its part.
 template <class Warp, int kHeadGroups>
 __device__ void add_pair(TierTiles<Warp>& tiles, const PairTiers& tiers,
                          const HadamardQuery& rotated, const typename Warp::Element* query,
@@ -268,14 +269,15 @@ __global__ void __launch_bounds__(kThreads)
   const TileRow row(args.table);
   const EvenShare share(row.total(), plan.pairs.ctas);
   int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
-  __syncthreads();  // all of the CTA knows its share: what follows in the stream may change lengths
+  // all threads have read the share; later kernels of the stream may change lengths
+  __syncthreads();
   let_successor_start();
   if (left == 0) {
     wait_for_predecessor();
     return;
   }
 
-  int at = share.begin(blockIdx.x);  // in the row
+  int at = share.begin(blockIdx.x);  // index in the row of tiles
   TileCursor cursor = row.at(at, kDim);
   TierTiles<Warp> tiles(plan, memory + warp * ring_bytes, arrived, cursor, left);
   wait_for_predecessor();
@@ -285,7 +287,7 @@ __global__ void __launch_bounds__(kThreads)
     const int count = min(left, slots.tiles() - cursor.tile);
     const auto* const query = static_cast<const typename Warp::Element*>(args.q) +
                               std::int64_t{slots.pair} * args.group * kDim;
-    if (!first) __syncthreads();  // the pair before has been read
+    if (!first) __syncthreads();  // the part of the pair before has been read
     for (int i = threadIdx.x; i < args.group * kDim; i += kThreads) rotated.set(i, query[i]);
     __syncthreads();
     TierUse use{.logits = nullptr,
@@ -306,7 +308,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// f<Warp>() for the type and head size.
+/// Calls f<Warp>() for the type and head size.
 template <class F>
 cudaError_t with_tier_warp(const PairAttention& args, F&& f) {
   const auto by_size = [&]<class T>() {
@@ -343,7 +345,7 @@ int exchange_bytes(int group, int head_size) {
       return of_size.template operator()<256>();
   }
 }
-/// Of a CTA, behind its ring.
+/// Shared memory of a CTA after its ring, in bytes.
 int bytes_beside(int group, int head_size) {
   return exchange_bytes(group, head_size) +
          static_cast<int>((HadamardQuery::bytes(group, head_size) + 7) / 8 * 8 +
@@ -352,7 +354,7 @@ int bytes_beside(int group, int head_size) {
 
 }  // namespace
 
-/// Two CTAs share a multiprocessor where they can.
+/// Two CTAs share a multiprocessor if they fit.
 LaunchPlan tier_attention_plan(const PairAttention& args, int max_row_bytes,
                                const DeviceLimits& limits) {
   const int beside = bytes_beside(args.group, args.head_size),
@@ -383,7 +385,7 @@ cudaError_t tier_attention(PairAttention args, const QuantizedCache& quantized_c
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(limits)) return error;
   const std::int64_t logit_slots = row_slots(args.table.max_slots);
-  if (quantized_cache.max_tiers > 1) {  // rows for slots
+  if (quantized_cache.max_tiers > 1) {  // the pairs' tables count rows, not slots
     args.table.lengths = quantized_cache.extents;
     args.table.next_slots = reinterpret_cast<const std::int32_t*>(quantized_cache.next_rows);
   }

@@ -1,4 +1,4 @@
-// Decode attention over tokens on tiers, by the tensor cores.
+// Decode attention over tokens on tiers, by tensor cores.
 #pragma once
 
 #include "kernels/decode/pair_attention.hpp"
@@ -6,10 +6,10 @@
 
 namespace kvlab::kernels {
 
-/// Bytes.
+/// In bytes.
 std::size_t tier_attention_workspace(const PairAttention& args);
-/// pair_attention() where keys and values lie on tiers: neither they nor ages, rules and lengths
-/// are looked at. bf16 and fp16.
+/// pair_attention() for keys and values on tiers; ignores the arguments' keys, values, ages, rules
+/// and lengths. Supports bf16 and fp16.
 cudaError_t tier_attention(PairAttention args, const QuantizedCache& quantized_cache,
                            cudaStream_t stream);
 

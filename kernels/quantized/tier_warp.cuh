@@ -1,14 +1,15 @@
-// What one warp does with tiles of a tier's rows: TensorCoreWarp, where they are exact, and
-// QuantizedWarp over quantized values. Whole quantized values of keys are multiplied as bytes, by
-// the queries in two digits; values by weights in fp16. Scales are multiplied in float32 behind and
-// before that.
+// What one warp does with tiles of a tier's rows: TensorCoreWarp for exact rows, QuantizedWarp for
+// quantized values. Quantized keys are multiplied as bytes, by queries split into two digits;
+// quantized values are multiplied by weights in fp16. Scales are applied in float32, after the
+// product for keys and before it for values.
 //
-// Queries stand after the Hadamard rotation; so does the output from the first quantized tier on,
-// as tiers go down, and is rotated back at the end. A minimum adds the same to all 32 channels
-// there.
+// Queries are after the Hadamard rotation. So is the output from the first quantized tier on (tiers
+// go down); it is rotated back at the end. In the rotated domain a minimum adds the same number to
+// all 32 channels.
 //
-// Of four query heads each takes two of the eight columns of a product: with keys for the two
-// digits, with values for the scales of two blocks, of which a block's channels use their own.
+// Each of four query heads uses two of the eight columns of a product: with keys for the two
+// digits, with values for the scales of two blocks, where a block's channels use the column of
+// their block.
 #pragma once
 
 #include <numeric>
@@ -19,7 +20,7 @@
 
 namespace kvlab::kernels {
 
-/// Where a warp leaves its logits, and what makes them.
+/// Where a warp leaves its logits, and the factors that make them.
 struct TierUse {
   float* logits;  ///< of the pair, [slot, logits_stride], or null
   int logits_stride;
@@ -30,13 +31,13 @@ struct TierUse {
   }
 };
 
-/// A tile of exact rows.
+/// A warp for tiles of exact rows.
 template <class T, int kDim>
 class ExactWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
   using Base = TensorCoreWarp<T, kDim, Rotated::none, 8>;
 
  public:
-  /// `slot_of_row`: its rows' slots, where logits are left.
+  /// `slot_of_row`: slots of the tile's rows, needed if logits are left.
   __device__ void add(const typename Base::Tile& tile, int valid, const std::uint32_t* slot_of_row,
                       const TierUse& use) {
     float weights[1][4];
@@ -63,8 +64,8 @@ class ExactWarp : public TensorCoreWarp<T, kDim, Rotated::none, 8> {
 /// A group's queries in shared memory.
 struct HadamardQuery {
   float* values;   // [head, dim], after the Hadamard rotation, divided by kQuantBlock
-  float* largest;  // [head, block], of these, without sign
-  float* firsts;   // [head, block]: the first channel before the Hadamard rotation
+  float* largest;  // [head, block], the largest magnitude of these
+  float* firsts;   // [head, block]: the first channel, before the Hadamard rotation
 
   __device__ HadamardQuery(float* memory, int group, int dim)
       : values(memory),
@@ -74,7 +75,7 @@ struct HadamardQuery {
     return static_cast<std::size_t>(group * (dim + dim / static_cast<int>(kQuantBlock) * 2)) *
            sizeof(float);
   }
-  /// By whole warps.
+  /// Called by whole warps.
   template <class T>
   __device__ void set(int at, T query) const {
     const float own = to_float(query), rotated = hadamard_rotate_block(own) / kQuantBlock,
@@ -86,20 +87,20 @@ struct HadamardQuery {
   }
 };
 
-/// A format as the compiler needs it.
+/// A format as a compile-time type.
 template <int kKeyBits_, int kValueBits_, bool kFloating_ = false>
 struct QuantFormat {
   static constexpr int kKeyBits = kKeyBits_, kValueBits = kValueBits_;
   static constexpr bool kFloating = kFloating_;
 };
 
-/// Elements one behind the other, to be loaded at once.
+/// Consecutive elements that are loaded at once.
 template <class Element, int kCount>
 struct alignas(std::gcd(static_cast<int>(sizeof(Element)) * kCount, 16)) Packed {
   Element of[kCount];
 };
 
-/// A lane's words of a tile's quantized values, see quantized_bit().
+/// Loads a lane's words of a tile's quantized values; see quantized_bit().
 template <int kWords>
 __device__ inline void load_lane_words(const unsigned char* data, std::uint32_t (&to)[kWords]) {
   constexpr int kAtOnce = words_at_once(kWords);
@@ -124,7 +125,7 @@ struct RowMetadata {
   __device__ RowMetadata(const unsigned char* all, int row)
       : own(reinterpret_cast<const Own*>(all)[row]) {}
   __device__ float scale(int b) const {
-    constexpr int kOfWord = sizeof(Word);  // blocks
+    constexpr int kOfWord = sizeof(Word);  // blocks per word
     if constexpr (kFloating)
       return __uint_as_float((own.of[b / kOfWord] >> b % kOfWord * 8 & 0xffu) << 23);
     else
@@ -145,8 +146,8 @@ __device__ inline std::uint32_t merge_bits(std::uint32_t word, std::uint32_t mas
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
   return result;
 }
-/// Two whole numbers of kBits that lie in a word from bits kAt and 16 + kAt on, in fp16: they are
-/// the last of a fraction's ten bits, or stand kAt before these.
+/// Two integers of kBits bits, at bits kAt and 16 + kAt of a word, as fp16: they become the low
+/// bits of the ten fraction bits, or stay kAt bits above these.
 template <int kBits, int kAt>
 __device__ inline std::uint32_t halves_at(std::uint32_t word) {
   constexpr std::uint32_t kMask = ((1u << kBits) - 1) << kAt, kOne = 0x3c00 + ((10 - kAt) << 10);
@@ -156,15 +157,15 @@ __device__ inline std::uint32_t halves_at(std::uint32_t word) {
                                __float2half2_rn(static_cast<float>(1 << (10 - kAt))));
   return reinterpret_cast<const std::uint32_t&>(less);
 }
-/// Two e4m3, the lower bytes, as fp16.
+/// Two e4m3 numbers, given as bytes, as fp16.
 __device__ inline std::uint32_t halves_of_e4m3(std::uint32_t two) {
   const __half2_raw halves =
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
   return std::uint32_t{halves.x} | std::uint32_t{halves.y} << 16;
 }
 
-/// Of a lane's keys, rows r and r + 8, the quantized values of block `b`, a byte each: of each row
-/// the even channels, then of each the odd ones.
+/// Unpacks a lane's keys, rows r and r + 8: the quantized values of block `b` as bytes, first the
+/// even channels of both rows, then the odd ones.
 template <int kBits, int kBlocks, int kWords>
 __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
                                    std::uint32_t (&to)[4]) {
@@ -185,8 +186,8 @@ __device__ inline void unpack_keys(const std::uint32_t (&words)[kWords], int b,
     }
   }
 }
-/// Of a lane's values, rows 2 r and 2 r + 1 and those 8 further, the quantized values of block `b`
-/// in fp16: of two rows four channels, one of both to a word.
+/// Unpacks a lane's values, rows 2r, 2r + 1 and these plus 8: the quantized values of block `b` in
+/// fp16, four channels of two rows, with one channel of both rows per word.
 template <class Format, int kBlocks, int kWords>
 __device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b,
                                      std::uint32_t (&to)[2][4]) {
@@ -220,9 +221,9 @@ __device__ inline void unpack_values(const std::uint32_t (&words)[kWords], int b
   }
 }
 
-/// c[16 x 8] += a[16 x 32] * b[32 x 8] in whole numbers, a's without sign. Lane l holds, with
-/// g = l / 4 and t = l % 4: of a rows g, g + 8, g, g + 8 at columns 4t, 4t, 16 + 4t, 16 + 4t and
-/// the next three; of b rows 4t and 16 + 4t and the next three at column g; of c as multiply_add.
+/// c[16 x 8] += a[16 x 32] * b[32 x 8] in integers; a is unsigned. Lane l holds, with g = l / 4 and
+/// t = l % 4: of a rows g, g + 8, g, g + 8 at columns 4t, 4t, 16 + 4t, 16 + 4t and the next three;
+/// of b rows 4t and 16 + 4t and the next three at column g; of c as multiply_add.
 __device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[4],
                                           std::uint32_t b0, std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
@@ -231,15 +232,15 @@ __device__ inline void multiply_add_bytes(int (&c)[4], const std::uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// Tiles of quantized values under kHeadGroups times four query heads. Weights are relative to a
-/// `reference` of each head: the largest product of a weight and a scale so far is from 2^13 to
-/// 2^15, within fp16, which then has 11 bits of what is 2^27 smaller.
+/// Tiles of quantized values for kHeadGroups times four query heads. Weights are relative to a
+/// `reference` of each head: the largest product of a weight and a scale so far lies between 2^13
+/// and 2^15, within the range of fp16, which then keeps 11 bits of products down to 2^-27 of it.
 template <int kDim, int kHeadGroups>
 class QuantizedWarp {
   static constexpr int kBlocks = kDim / kWarpSize, kRows = static_cast<int>(kRowsOfTile);
 
  public:
-  /// `part`: what exact tiles came to, if there were any.
+  /// `part`: the result of the exact tiles, if there were any.
   __device__ QuantizedWarp(const HadamardQuery& query, int group, float base2_scale,
                            const WarpPart& part, bool any)
       : query_(query), group_(group), base2_scale_(base2_scale) {
@@ -264,7 +265,7 @@ class QuantizedWarp {
     }
   }
 
-  /// Before tiles of a format.
+  /// Call it before the tiles of a format.
   template <class Format>
   __device__ void begin() {
     constexpr float kMax = 127 * 256;
@@ -282,7 +283,7 @@ class QuantizedWarp {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
         firsts_[e][b] = own ? query_.firsts[head(e) * kBlocks + b] * base2_scale_ : 0;
-      const int of_column = 4 * e + row() / 2;  // its head
+      const int of_column = 4 * e + row() / 2;  // head of the column
       const bool there = of_column < group_;
       const float* const values = query_.values + of_column * kDim + lane_id() % 4 * 8;
       const float most = there ? largest(of_column) : 0, per_unit = most > 0 ? kMax / most : 0;
@@ -297,7 +298,7 @@ class QuantizedWarp {
     }
   }
 
-  /// As there.
+  /// See ExactWarp::add.
   template <class Format>
   __device__ void add(const unsigned char* tile, int valid, const std::uint32_t* slot_of_row,
                       const TierUse& use) {
@@ -350,7 +351,7 @@ class QuantizedWarp {
     }
   }
 
-  /// Relative to the largest logit.
+  /// Writes the part, relative to the largest logit.
   __device__ void finish(const WarpPart& part) {
     const auto of_all = [](float own, auto both) {
 #pragma unroll
@@ -380,24 +381,24 @@ class QuantizedWarp {
   }
 
  private:
-  // A lane's rows of a tile are row() and row() + 8, and its head of a head group the lane's number
-  // in four; of the output it has those channels of that head.
+  // A lane has rows row() and row() + 8 of a tile, and the head of a head group with the lane's
+  // number modulo four. Of the output it has the row()-th channels of that head.
   __device__ static int row() { return lane_id() / 4; }
   __device__ static int head(int e) { return 4 * e + lane_id() % 4; }
   __device__ static int channel(int n, int half) {
     return n / 2 * kWarpSize + row() * 4 + n % 2 * 2 + half;
   }
-  /// Which of a head's columns has the scale of the block of step n.
+  /// The column of a head that has the scale of the block of step n.
   __device__ static constexpr int column_of(int n) { return n / 2 % 2; }
 
-  /// Of channels `from` and the next but one of a query what this lane's column has: the number in
-  /// fp16, or what that leaves.
+  /// Channels `from` and from + 2 of a query, for this lane's column: the number in fp16, or the
+  /// rounding error of that.
   __device__ static std::uint32_t halves_of(const float* from) {
     const std::uint32_t both = pack<__half>(from[0], from[2]);
     const float2 kept = unpack<__half>(both);
     return row() % 2 == 0 ? both : pack<__half>(from[0] - kept.x, from[2] - kept.y);
   }
-  /// Of channels `from` and every other, four in all: the upper digit, or the lower one.
+  /// Channels `from`, from + 2, from + 4 and from + 6: the upper digit, or the lower one.
   __device__ static std::uint32_t digits_of(const float* from, float per_unit) {
     std::uint32_t digits = 0;
 #pragma unroll
@@ -463,7 +464,8 @@ class QuantizedWarp {
     products[1] = sums[2] + sums[3];
   }
 
-  /// What rows weigh, `p`, and that with the scales of two blocks in fp16. False: too large.
+  /// The weights of rows, `p`, and these times the scales of two blocks in fp16. Returns false if
+  /// one is too large.
   template <class Metadata>
   __device__ bool weigh(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower, float (&p)[kHeadGroups][2],
@@ -491,7 +493,7 @@ class QuantizedWarp {
         ((bits & kTooLarge * 0x10001u) + 0x08000800u & 0x80008000u) != 0 || fresh_;
     return !__any_sync(~0u, too_large);
   }
-  /// Chooses the reference by a tile; the first tile's is not bound by what was before.
+  /// Chooses the reference from a tile. The first tile's reference does not depend on earlier ones.
   template <class Metadata>
   __device__ void raise(const float (&logit)[kHeadGroups][2], const Metadata& upper,
                         const Metadata& lower) {
@@ -528,10 +530,11 @@ class QuantizedWarp {
   int group_;
   float base2_scale_;
   bool fresh_ = true;
-  std::uint32_t query_of_[kHeadGroups][kBlocks][4];  // of this lane's column; of digits two
+  // for this lane's column; the digits of two products
+  std::uint32_t query_of_[kHeadGroups][kBlocks][4];
   float scale_[kHeadGroups], firsts_[kHeadGroups][kBlocks];
   float out_[kHeadGroups][kDim / 16][4];
-  // sum_, top_ and least_: over this lane's rows alone, until finish.
+  // sum_, top_ and least_ cover this lane's rows only, until finish().
   float reference_[kHeadGroups], sum_[kHeadGroups], top_[kHeadGroups], least_[kHeadGroups][kBlocks];
 };
 

@@ -1,5 +1,6 @@
-// The rule on tiers. Bytes: of a step a row for each tier and pair, and 16 a slot for who goes
-// down; of an append its keys and values read and their quantized values written.
+// The eviction rule on tiers. Bytes: a step moves one row per tier and pair, and reads 16 bytes per
+// slot to choose the tokens to demote; an append reads its keys and values and writes their
+// quantized values.
 #include "kernels/quantized/tiers.hpp"
 
 #include "kernels/device/eviction_order.cuh"
@@ -16,9 +17,10 @@ namespace {
 
 constexpr int kStepThreads = 2 * kWarpSize * (kMaxDeviceTiers - 1), kAssignThreads = 1024,
               kMoveThreads = 256;
-constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;  // a warp for a key, one for a value
+// per token one warp for the key and one for the value
+constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;
 
-/// The shape of a layer's rows.
+/// Sizes of a layer's rows.
 struct RowShape {
   int head_size, element, blocks;
   __device__ explicit RowShape(const kvlab_cache& cache, int element_bytes)
@@ -33,9 +35,8 @@ __device__ RowPart part_at(const QuantizedCache& quantized_cache, const DeviceTi
 }
 
 // --- A step
-// ---------------------------------------------------------------------------------------
 
-/// Rows of a pair, up to the last in use. `tokens`: of a tier.
+/// The number of a pair's rows up to the last in use. `tokens`: the tokens of a tier.
 template <class Tokens>
 __device__ std::int32_t extent_of(const DeviceTierPlan& tier_plan, Tokens tokens) {
   std::int32_t extent = tokens(0);
@@ -44,7 +45,7 @@ __device__ std::int32_t extent_of(const DeviceTierPlan& tier_plan, Tokens tokens
   return extent;
 }
 
-/// A warp for each block of a pair's newest key and value.
+/// Stores a pair's newest key and value; a warp for each block.
 template <class T>
 __global__ void store_newest_kernel(kvlab_cache cache, QuantizedCache quantized_cache,
                                     const std::uint32_t* now) {
@@ -85,20 +86,20 @@ __global__ void store_newest_kernel(kvlab_cache cache, QuantizedCache quantized_
   quantized_cache.extents[pair.index] = extent_of(tier_plan, [&](int r) { return counts[r]; });
 }
 
-/// A token that is being demoted.
+/// A token that is demoted.
 struct Move {
   int slot;
   std::uint32_t from, to;  ///< rows
 };
 
-/// A tier in a step: who leaves it first, from which row.
+/// A tier during a step: its first victim and the row of that.
 struct StepTier {
   EvictionCandidate first;
   std::uint32_t row, first_row, slots, tokens;
 };
 
-/// Who goes where, as AgedSet::assign_one says: tier 0 has one too many. Deeper moves come last.
-/// Returns how many.
+/// Finds which token moves to which tier, as AgedSet::assign_one() does, when tier 0 has one token
+/// too many. Moves to deeper tiers come last. Returns the number of moves.
 __device__ int chain_of(StepTier* tiers, int count, Move* moves) {
   StepTier going = tiers[0];
   int moved = 0;
@@ -114,8 +115,8 @@ __device__ int chain_of(StepTier* tiers, int count, Move* moves) {
   return moved;
 }
 
-/// Two warps for each move, one for the key. All rows are read before one is written: who goes
-/// down takes the place of who is demoted from there.
+/// Two warps for each move, one of them for the key. All rows are read before one is written,
+/// because a demoted token takes the row of the next token that is demoted from there.
 template <class T>
 __global__ void __launch_bounds__(kStepThreads)
     demote_kernel(const EvictingAttentionArgs args, const QuantizedCache quantized_cache,
@@ -176,10 +177,9 @@ __global__ void __launch_bounds__(kStepThreads)
 }
 
 // --- An append
-// ---------------------------------------------------------------------------------
 
-/// Tokens of one tier by their number among those that stay, in the eviction order; the others
-/// come last.
+/// Tokens of one tier, by their index among the tokens that stay, in the eviction order; the other
+/// tokens come last.
 struct TierKeys {
   EvictionKeys all;
   const std::int32_t *sources, *levels;
@@ -191,7 +191,7 @@ struct TierKeys {
   }
 };
 
-/// How many of a tier there are. By the whole block.
+/// The number of tokens on a tier. Called by the whole block.
 __device__ std::uint32_t count_level(const std::int32_t* levels, std::uint32_t tokens, int tier) {
   __shared__ std::uint32_t of_warps[kAssignThreads / kWarpSize];
   std::uint32_t own = 0;
@@ -201,8 +201,8 @@ __device__ std::uint32_t count_level(const std::int32_t* levels, std::uint32_t t
   return count;
 }
 
-/// Of a tier's tokens the first victim are demoted, so that it has `capacity` at most. By the whole
-/// block.
+/// Demotes the first victims of a tier, so that at most `capacity` tokens remain. Called by the
+/// whole block.
 __device__ void demote_surplus(SelectionShared& shared, const TierKeys& keys, std::int32_t* levels,
                                std::uint32_t tokens, std::uint32_t capacity) {
   const std::uint32_t count = count_level(levels, tokens, keys.tier);
@@ -215,7 +215,8 @@ __device__ void demote_surplus(SelectionShared& shared, const TierKeys& keys, st
   __syncthreads();
 }
 
-/// A block for each pair, behind the choice of which tokens stay: which tier, and which row there.
+/// Assigns a tier and a row to each token that stays, after the tokens that stay are chosen. A
+/// block for each pair.
 __global__ void __launch_bounds__(kAssignThreads)
     assign_tiers(const __grid_constant__ kvlab_shrink_args args,
                  const QuantizedCache quantized_cache, const StagedTiers staged) {
@@ -264,12 +265,13 @@ __global__ void __launch_bounds__(kAssignThreads)
         tier_plan, [&](int r) { return quantized_cache.counts[pair.index * kMaxDeviceTiers + r]; });
 }
 
-/// Where a warp of move_rows is.
+/// The position of a warp in move_rows.
 struct MovedRow {
   int pair;
-  std::int64_t i;  ///< among those that stay
+  std::int64_t i;  ///< index among the tokens that stay
   bool key, wanted;
-  std::int64_t source, from, to;  ///< slot in `from`; it and i among all slots there
+  /// slot in `from`; `from` and `to`: source and i among all slots there
+  std::int64_t source, from, to;
 
   __device__ explicit MovedRow(const kvlab_shrink_args& args)
       : pair(static_cast<int>(blockIdx.y)),
@@ -288,7 +290,7 @@ __device__ T* row_in(const kvlab_cache& cache, std::int64_t slot, bool key) {
   return static_cast<T*>(key ? cache.keys : cache.values) + slot * cache.head_size;
 }
 
-/// Of a staged token, where a lane's quantized value and a block's metadata lie.
+/// Where a lane's quantized value and a block's metadata of a staged token lie.
 __device__ std::int64_t staged_at(std::int64_t slot, bool key, int block, const RowShape& shape) {
   return (slot * 2 + (key ? 0 : 1)) * shape.blocks + block;
 }

@@ -1,4 +1,4 @@
-// Tokens on tiers: how they come there and are demoted. Attention over them: plain_kernels().
+// Tokens on tiers: storing and demoting them. For attention over tiers see plain_kernels().
 #pragma once
 
 #include "kernels/evict/append.hpp"
@@ -8,24 +8,23 @@ namespace kvlab::kernels {
 
 struct EvictionCandidate;
 
-/// A step's tokens, as newest_keys and newest_values hold them, to their rows of the first tier and
-/// to cache.next_slots; before they attend. `now` [sequence]: their positions.
+/// Stores a step's tokens, from newest_keys and newest_values, to their rows of the first tier and
+/// to cache.next_slots, before they attend. `now` [sequence]: their positions.
 cudaError_t store_newest(const kvlab_cache& cache, const QuantizedCache& quantized_cache,
                          const std::uint32_t* now, cudaStream_t stream);
 
-/// Behind attention and observation of such a step: on each tier that is full the first to
-/// leave, as TierChoice::firsts says, is demoted; who passes the last is the token that
-/// cache.next_slots names.
+/// After attention and observation of such a step: demotes the first victim of each full tier, as
+/// TierChoice::firsts says. The token that leaves the last tier is the one at cache.next_slots.
 cudaError_t demote_pairs(const EvictingAttentionArgs& args, const EvictionCandidate* firsts,
                          cudaStream_t stream);
 
-/// compact(), where `from` has its tokens on tiers, `quantized_cache`: keys and values of `to` are
-/// what is read, and `staged` what it is read from.
+/// compact() for a `from` with its tokens on tiers (`quantized_cache`). Writes to `to` the keys and
+/// values as read from the tiers, and to `staged` the quantized data that they were read from.
 cudaError_t read_from_tiers(const DevicePolicy& policy, const kvlab_shrink_args& args,
                             const QuantizedCache& quantized_cache, const StagedTiers& staged,
                             cudaStream_t stream);
-/// compact(), where `to` has those tiers and `from` came by read_from_tiers(), new tokens behind
-/// it. All are assigned to tiers where some leave or the first tier is full.
+/// compact() for a `to` with those tiers and a `from` made by read_from_tiers() with new tokens
+/// after it. Assigns all tokens to tiers if some are evicted or the first tier is full.
 cudaError_t compact_to_tiers(const DevicePolicy& policy, const kvlab_shrink_args& args,
                              const QuantizedCache& quantized_cache, const StagedTiers& staged,
                              cudaStream_t stream);

@@ -28,7 +28,8 @@ class File {
   File& operator=(const File&) = delete;
 
   bool is_open() const { return descriptor_ >= 0; }
-  /// Nothing, if somebody else could have written it or it cannot be read whole.
+  /// Returns an empty string if another user could have written the file, or if it cannot be read
+  /// whole.
   std::string read_own() const {
     struct stat about;
     if (fstat(descriptor_, &about) != 0 || !S_ISREG(about.st_mode) || !is_own(about)) return "";
@@ -57,8 +58,8 @@ std::string hash_of(std::string_view bytes) {
   return fmt::format("{:016x}", XXH3_64bits(bytes.data(), bytes.size()));
 }
 
-/// Lines: the mark, the key, a hash of all that follows; the number of symbols, then a kernel and
-/// its symbol each; the code's bytes.
+/// File format, by lines: the mark; the key; a hash of all that follows; the number of symbols; a
+/// kernel and its symbol per line. The code's bytes follow.
 std::string pack(const std::string& key, const DeviceCode& code) {
   std::string body = fmt::format("{}\n", code.symbols.size());
   for (const auto& [kernel, symbol] : code.symbols) body += fmt::format("{}\n{}\n", kernel, symbol);

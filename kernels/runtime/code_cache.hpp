@@ -1,4 +1,4 @@
-// Device code that was compiled before, in a folder of the user's.
+// A cache of compiled device code, in a folder of the user.
 #pragma once
 
 #include <optional>
@@ -8,18 +8,18 @@
 
 namespace kvlab::kernels {
 
-/// A file for each program, by its key. Files are written whole or not at all, and belong to the
-/// user alone, as the folder and the one above have to; one that is damaged, or that somebody else
-/// could have written, is as none.
+/// One file per program, named by its key. Files are written whole or not at all. Files, the folder
+/// and the folder above it must belong to the user alone. A file that is damaged, or that another
+/// user could have written, is ignored.
 class CodeCache {
  public:
-  /// $XDG_CACHE_HOME/kvlab/device, or ~/.cache/kvlab/device. Made when first written to.
+  /// $XDG_CACHE_HOME/kvlab/device, or ~/.cache/kvlab/device. Created by the first write.
   CodeCache();
-  /// Empty: nothing is found and nothing kept.
+  /// With an empty folder name nothing is found and nothing is kept.
   explicit CodeCache(std::string folder);
 
-  /// The code of `program`: kept, or compiled and then kept. Throws as compile() does; that the
-  /// folder cannot be used is no error.
+  /// The code of `program`: from the cache, or compiled and then kept. Throws as compile() does. An
+  /// unusable folder is no error.
   DeviceCode code_of(const DeviceProgram& program) const;
 
  private:

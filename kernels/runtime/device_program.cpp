@@ -13,7 +13,7 @@
 namespace kvlab::kernels {
 namespace {
 
-/// The functions of libnvrtc, which is large and not on every machine: it is not linked.
+/// The functions of libnvrtc. It is not linked, because it is large and not on every machine.
 class Nvrtc {
  public:
   Nvrtc() : handle_(open()) {
@@ -56,8 +56,8 @@ class Nvrtc {
   decltype(&nvrtcVersion) version;
 
  private:
-  /// From the loader's path and the RUNPATH of this library (a wheel's names NVIDIA's wheels), from
-  /// $CUDA_HOME, or from the toolkit that built kvlab.
+  /// Looks on the loader's path and on the RUNPATH of this library (a wheel's RUNPATH names
+  /// NVIDIA's wheels), in $CUDA_HOME, and in the toolkit that built kvlab.
   static void* open() {
     const std::string name = fmt::format("libnvrtc.so.{}", CUDART_VERSION / 1000);
     std::vector<std::string> places{name};
@@ -78,11 +78,11 @@ class Nvrtc {
     if (!function) throw std::runtime_error(fmt::format("NVRTC: {}", dlerror()));
   }
 
-  void* handle_;  // stays open: other libraries hold on to it
+  void* handle_;  // never closed, because other libraries may use it
 };
 
-/// What is compiled for a device: machine code or, where NVRTC does not know the device, PTX of the
-/// newest older architecture that it knows, which the driver compiles.
+/// The output for a device: machine code or, if NVRTC does not know the device's architecture, PTX
+/// of the newest older architecture that NVRTC knows; the driver compiles the PTX.
 struct Target {
   int architecture;
   bool is_machine_code;
@@ -102,7 +102,7 @@ struct Target {
   }
 };
 
-/// One program, destroyed with this object.
+/// One NVRTC program, destroyed with this object.
 class Program {
  public:
   Program(const Nvrtc& nvrtc, const DeviceProgram& program) : nvrtc_(nvrtc) {
@@ -135,10 +135,10 @@ class Program {
   nvrtcProgram program_ = nullptr;
 };
 
-/// The hooks are constexpr functions, which belong to the device here.
+/// The hooks are constexpr functions; these flags make them device functions.
 constexpr std::array kFlags{"--std=c++20", "--fmad=false", "--device-as-default-execution-space"};
 
-/// Of texts, each apart from the next.
+/// A hash of several texts, which keeps them separate.
 class Hash {
  public:
   Hash() { XXH3_128bits_reset(&state_); }

@@ -1,4 +1,4 @@
-// Device code that is compiled while the program runs, by NVRTC, which is loaded when it is needed.
+// Device code that NVRTC compiles at run time. NVRTC is loaded when it is needed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,44 +15,45 @@ struct DeviceHeader {
   std::string name, text;
 };
 
-/// What is to be compiled. `kernels`: template instances such as kvlab::run_states<kvlab::Lru>.
+/// A program to compile. `kernels`: template instances such as kvlab::run_states<kvlab::Lru>.
 struct DeviceProgram {
   std::string text;
   std::vector<DeviceHeader> headers;
   std::vector<std::string> kernels;
-  int architecture;  ///< sm_90: 90
+  int architecture;  ///< for sm_90: 90
 
-  /// 32 hex digits, of all of this, the flags and NVRTC's version. Throws as compile() does where
-  /// NVRTC is missing.
+  /// 32 hex digits: a hash of all members, the flags and NVRTC's version. Throws as compile() does
+  /// if NVRTC is missing.
   std::string key() const;
 };
 
-/// Compiled code for one architecture, or PTX where NVRTC does not know a device as new.
+/// Compiled code for one architecture, or PTX if NVRTC does not know the device's architecture.
 struct DeviceCode {
   std::vector<char> image;
-  std::unordered_map<std::string, std::string> symbols;  ///< kernel as written -> its symbol
+  /// from a kernel's name in `kernels` to its symbol
+  std::unordered_map<std::string, std::string> symbols;
 };
 
-/// Compiles with the flags that kvlab's own device code has. Needs no device; may be called from
-/// several threads at once. Throws std::invalid_argument with the compiler's log if the program
-/// does not compile, std::runtime_error if NVRTC is not there.
+/// Compiles with the flags of kvlab's other device code. Needs no device, and is thread-safe.
+/// Throws std::invalid_argument with the compiler's log if the program does not compile, and
+/// std::runtime_error if NVRTC is missing.
 DeviceCode compile(const DeviceProgram& program);
 
 /// The architecture of the current device. Throws std::runtime_error if there is none.
 int current_architecture();
 
-/// Code on the current device; unloaded with this object.
+/// Code loaded on the current device; unloaded with this object.
 class LoadedCode {
  public:
-  /// Throws std::runtime_error if the device does not take it.
+  /// Throws std::runtime_error if the device cannot load the code.
   explicit LoadedCode(const DeviceCode& code);
   ~LoadedCode();
   LoadedCode(const LoadedCode&) = delete;
   LoadedCode& operator=(const LoadedCode&) = delete;
 
-  /// For cudaLaunchKernel. Throws std::runtime_error if it was not requested.
+  /// A kernel for cudaLaunchKernel. Throws std::runtime_error if the program did not request it.
   const void* kernel(const std::string& name) const;
-  /// Copies a variable, extern "C". Throws std::runtime_error if there is none of that size.
+  /// Copies an extern "C" variable. Throws std::runtime_error if there is no variable of that size.
   void read(const char* variable, void* to, std::size_t bytes) const;
 
  private:

@@ -12,7 +12,7 @@
 #include "policies/policy_struct.hpp"
 
 namespace kvlab {
-/// kernels/runtime/std: what NVRTC lacks; and the headers of the kernels below.
+/// Headers in kernels/runtime/std, which NVRTC lacks, and the headers of the kernels below.
 std::span<const EmbeddedText> device_headers();
 }  // namespace kvlab
 
@@ -27,14 +27,14 @@ constexpr const char *kProbe = "kvlab::run_states<kvlab::ThePolicy>",
                      *kWeigh = "kvlab::kernels::weigh_queries<kvlab::ThePolicy>",
                      *kDescription = "kvlab_policy_description";
 
-/// Null where the registry has no such policy.
+/// Null if the registry has no such policy.
 const DevicePolicy* find_registered(const PolicyEntry& entry) {
   const auto& all = device_policies();
   const auto found = std::ranges::find(all, std::string_view(entry.info.name), &DevicePolicy::name);
   return found == all.end() ? nullptr : &*found;
 }
 
-/// By the names that they are included by.
+/// All headers, under the names that programs include.
 std::vector<DeviceHeader> all_headers(const PolicySource* source) {
   constexpr std::string_view kStandard = "kernels/runtime/std/";
   std::vector<DeviceHeader> headers;
@@ -44,14 +44,14 @@ std::vector<DeviceHeader> all_headers(const PolicySource* source) {
       if (name.starts_with(kStandard)) name.remove_prefix(kStandard.size());
       headers.push_back({std::string(name), std::string(header.text)});
     }
-  // The source's lines count as those of the file that was requested.
+  // #line makes the compiler report the line numbers of the source file.
   if (source)
     headers.push_back(
         {kSource, fmt::format("#line 1 {}\n{}", c_literal(source->path), source->text)});
   return headers;
 }
 
-/// What includes `own`, and has the policy as kvlab::ThePolicy.
+/// A program that includes `own` and defines the policy as kvlab::ThePolicy.
 DeviceProgram program_of(const PolicyEntry& entry, std::span<const char* const> own,
                          std::vector<std::string> kernels, int architecture) {
   const PolicySource* const source = entry.source.get();
@@ -69,7 +69,7 @@ DeviceProgram program_of(const PolicyEntry& entry, std::span<const char* const> 
 }
 
 std::string walk_name(const WalkVariant& variant) {
-  constexpr const char* kTypes[] = {"__nv_bfloat16", "__half", "float"};  // by Type
+  constexpr const char* kTypes[] = {"__nv_bfloat16", "__half", "float"};  // indexed by Type
   constexpr const char* kTokens[] = {"ExactTokens", "CachePositionTokens", "TieredTokens"};
   return fmt::format(
       "kvlab::kernels::walk_caches<kvlab::ThePolicy, {}, {}, kvlab::kernels::{}<{}, {}>>",
@@ -134,7 +134,7 @@ DeviceCode code_of_header(const std::string& path, const std::string& text, int 
       std::array{"kernels/evict/observing_attention.cuh", "kernels/evict/compact.cuh",
                  "kernels/evict/policy_description.hpp", "kernels/evict/weigh_queries.cuh"},
       {kObserve, kSettle, kWeigh}, architecture);
-  // What is no policy is so at the line of its struct.
+  // If the struct is not a policy, the error points to the struct's line.
   program.text += fmt::format(
       "#line {} {}\nstatic_assert(kvlab::check_policy<kvlab::ThePolicy>());\n"
       "#line 1 \"policy.cu\"\n"

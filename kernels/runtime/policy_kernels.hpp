@@ -1,4 +1,4 @@
-// The kernels of a policy that are compiled while the program runs.
+// The kernels of a policy that are compiled at run time.
 #pragma once
 
 #include <array>
@@ -11,20 +11,19 @@
 
 namespace kvlab::kernels {
 
-/// Whether the policy has a text that can be compiled: the registry's have, and those from a
-/// source.
+/// Whether the policy has source text to compile. Policies of the registry and from a source have.
 bool has_text(const PolicyEntry& entry);
 
 /// The four kernels of a DevicePolicy.
 DeviceProgram eviction_program(const PolicyEntry& entry, int architecture);
-/// One walk of the replay.
+/// One variant of the replay's walk.
 DeviceProgram walk_program(const PolicyEntry& entry, const WalkVariant& variant, int architecture);
 
-/// The program's code, from the user's cache where it has it. Throws as compile() does, naming the
-/// entry's source.
+/// The program's code, from the user's cache if it is there. Throws as compile() does; the message
+/// names the entry's source.
 DeviceCode code_of(const DeviceProgram& program, const PolicyEntry& entry);
 
-/// A policy from a source as those of the registry are, for the current device.
+/// The kernels of a policy from a source, like those of the registry, for the current device.
 class PolicyKernels {
  public:
   explicit PolicyKernels(std::shared_ptr<const PolicyEntry> entry);
@@ -36,23 +35,23 @@ class PolicyKernels {
   DevicePolicy policy_;
 };
 
-/// The code of a policy's header for HeaderPolicy. Throws as code_of(), and std::invalid_argument
-/// if it holds no policy.
+/// The code of a policy's header for HeaderPolicy. Throws as code_of() does, and
+/// std::invalid_argument if the header has no policy.
 DeviceCode code_of_header(const std::string& path, const std::string& text, int architecture);
 
-/// A policy from a header that no compiler of the host's has read: the code itself says what the
-/// host has to know. Hooks of policy() that the host would call, and kernels that kvlab.h does not
-/// launch, are null.
+/// A policy from a header that only the device compiler has read; the compiled code describes it to
+/// the host. Hooks of policy() that the host would call, and kernels that kvlab.h does not launch,
+/// are null.
 class HeaderPolicy {
  public:
-  /// `code`: of code_of_header(), for the current device. Throws as LoadedCode does.
+  /// `code`: from code_of_header(), for the current device. Throws as LoadedCode does.
   explicit HeaderPolicy(const DeviceCode& code);
   HeaderPolicy(const HeaderPolicy&) = delete;
   HeaderPolicy& operator=(const HeaderPolicy&) = delete;
 
   const DevicePolicy& policy() const { return policy_; }
   bool write_params(std::span<const double> values, std::byte* to) const;
-  /// Waits for the device.
+  /// Computes the weights of queries and the tail. Synchronizes.
   cudaError_t weigh(const void* params, std::uint32_t queries, float* to,
                     std::uint32_t* tail) const;
 

@@ -1,2 +1,2 @@
-// NVRTC brings what is in here by itself.
+// Empty, because NVRTC declares the contents of this header itself.
 #pragma once

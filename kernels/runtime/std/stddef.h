@@ -1,4 +1,4 @@
-// For NVRTC, which brings no headers of the language: what kvlab.h uses of this.
+// NVRTC has no standard headers: the part of this one that kvlab.h uses.
 #pragma once
 #include <cstddef>
 using std::size_t;
