@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks the pages for readers: links, anchors and paths in the tree lead somewhere, README names policies that are, lines
-# hold at most 120 characters (tables may be wider).
+# Checks the pages for readers: links, anchors and paths in the tree lead somewhere, README names policies that exist,
+# docs/reference/python.md has every public name, lines hold at most 120 characters (tables may be wider).
 set -euo pipefail
 export LC_ALL=C.UTF-8
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -36,4 +36,7 @@ done
 while read -r policy; do
   grep -qF ".name = \"$policy\"" policies/*/*.hpp || complain "README.md: no policy $policy"
 done < <(sed -n '/^| policy |/,/^$/s/^| \(`[^|]*`\) |.*/\1/p' README.md | grep -o '[a-z0-9_]*')
+while read -r name; do
+  grep -qE "kvlab\.(hf\.)?$name\b" docs/reference/python.md || complain "docs/reference/python.md: no kvlab.$name"
+done < <(sed -n '/^__all__/,/^$/p' tools/python/kvlab/__init__.py tools/python/kvlab/hf/__init__.py | grep -oE '"\w+"' | tr -d '"')
 exit $failed
