@@ -1,5 +1,5 @@
-// What an error of attention's outputs does further on, as linear maps of it: to the residual
-// stream (`residual_error` in docs/reference/metrics.md), and to the log-likelihood of tokens
+// The effect of an error of attention outputs on later quantities, as linear maps: on the residual
+// stream (`residual_error` in docs/reference/metrics.md), and on the log-likelihood of tokens
 // (`kl_estimate`).
 #pragma once
 
@@ -11,19 +11,19 @@
 
 namespace kvlab {
 
-/// Directions of the residual stream that errors are taken in, of the 64 that a trace has: fewer
-/// keep units of work small (results.md), and all configurations are seen in the same ones.
+/// Directions of the residual stream in which errors are measured, of the 64 that a trace has.
+/// Fewer directions keep the files of head tasks small. All configurations use the same ones.
 inline constexpr std::uint32_t kResidualColumns = 32;
 
-/// The numbers that a query's error becomes: of a sampled query directions of the residual stream,
-/// of every query gradient samples.
+/// Number of values to which a query's error is mapped: directions of the residual stream for
+/// sampled queries, gradient samples for every query.
 struct ProjectionColumns {
-  std::uint32_t residual = 0;          ///< kResidualColumns, or 0: the trace has no sketch
-  std::uint32_t gradient_samples = 0;  ///< of gradients of the measured queries
+  std::uint32_t residual = 0;          ///< kResidualColumns; 0 if the trace has no sketch
+  std::uint32_t gradient_samples = 0;  ///< gradients of the measured queries
 
   bool any() const { return residual + gradient_samples > 0; }
 };
-/// Gradients count only where they were summed over the measured `queries`.
+/// Gradients are used only if they were summed over the measured `queries`.
 ProjectionColumns projection_columns(const TraceReader& trace, Queries queries);
 
 /// The gradients of a KV head's query heads at some queries: [query, gradient sample, group, dim].
@@ -38,11 +38,11 @@ class ErrorProjection {
                   Queries queries);
 
   const ProjectionColumns& columns() const { return columns_; }
-  /// to [residual columns] += what full - factor * kept, the error of query head `head` of the
-  /// group, is behind W_o; full and kept [head_size]. Nothing without a sketch.
+  /// Adds the projection after W_o of full - factor * kept, the error of query head `head` of the
+  /// group, to `to` [residual columns]. full and kept are [head_size]. No-op without a sketch.
   void add_residual(std::uint32_t head, const float* full, const float* kept, float factor,
                     float* to) const;
-  /// Of queries [first, first + count): [query, gradient sample, group, dim].
+  /// Gradients of queries [first, first + count): [query, gradient sample, group, dim].
   std::vector<float> gradients(std::uint32_t first, std::uint32_t count) const;
 
  private:
@@ -52,10 +52,10 @@ class ErrorProjection {
   std::vector<float> sketch_;  // [group, dim, kResidualColumns]
 };
 
-/// The gradients of a block of queries, read when they are first requested.
+/// The gradients of a block of queries, read on first use.
 class GradientBlock {
  public:
-  /// `projection` may be null, or without gradient samples: then there are none.
+  /// `projection` may be null or have no gradient samples; then there are no gradients.
   explicit GradientBlock(const ErrorProjection* projection)
       : projection_(projection),
         gradient_samples_(projection ? projection->columns().gradient_samples : 0) {}
@@ -66,7 +66,7 @@ class GradientBlock {
     count_ = count;
     rows_.clear();
   }
-  /// Of a query of the block: [gradient sample, group, dim].
+  /// Gradients of a query of the block: [gradient sample, group, dim].
   const float* of(std::uint32_t query) {
     if (rows_.empty()) rows_ = projection_->gradients(first_, count_);
     return rows_.data() + (query - first_) * (rows_.size() / count_);

@@ -1,4 +1,4 @@
-// One exact pass of attention over a trace: what the time of a replay is held against.
+// One exact attention pass over a trace: the baseline for the time of a replay.
 #pragma once
 
 #include "traces/base/work_plan.hpp"
@@ -8,12 +8,12 @@ namespace kvlab {
 
 struct ExactPass {
   WorkTime time;
-  double flops = 0;  ///< of its products
+  double flops = 0;  ///< floating-point operations of its products
 };
 
-/// Attention of every query of every head over the whole trace, by OpenBLAS: RoPE, then by blocks
-/// of queries Q K^T (sgemm), causal softmax, P V (sgemm); the heads over `threads` threads. Throws
-/// std::runtime_error where OpenBLAS cannot be loaded.
+/// Computes the attention of every query of every head over the whole trace with OpenBLAS: RoPE,
+/// then in blocks of queries Q K^T (sgemm), causal softmax, P V (sgemm). Heads are distributed over
+/// `threads` threads. Throws std::runtime_error if OpenBLAS cannot be loaded.
 ExactPass exact_pass(const TraceReader& trace, unsigned threads);
 
 }  // namespace kvlab

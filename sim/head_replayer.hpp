@@ -1,4 +1,4 @@
-// Where KV heads may be replayed other than on this CPU.
+// The interface of devices that replay KV heads in place of the CPU.
 #pragma once
 
 #include <cstdint>
@@ -21,20 +21,21 @@ struct ReplayPlan {
   const MeasuredQueries& measured;
   unsigned threads;
   std::vector<const ResolvedConfig*> configs;
-  const OutputProjections* output;  ///< of the model; null: not known
+  const OutputProjections* output;  ///< of the model; null: unknown
 };
 
-/// Takes many KV heads through many configurations together: a device.
+/// Runs many KV heads through many configurations together, on a device.
 class HeadReplayer {
  public:
   virtual ~HeadReplayer() = default;
-  /// Whether it can; what it cannot the CPU does. All layers of the trace are alike in this.
+  /// Whether the device supports the configuration; the CPU runs the others. The answer is the same
+  /// for all layers of the trace.
   virtual bool takes(const TraceReader& trace, const CacheConfig& config) const = 0;
-  /// The outcomes by head task, then by configuration of the plan. Throws std::runtime_error: the
-  /// device fails, or is too small for one head task.
+  /// Returns outcomes by head task, then by configuration of the plan. Throws std::runtime_error if
+  /// the device fails or its memory is too small for one head task.
   virtual std::vector<std::vector<HeadOutcome>> run(const ReplayPlan& plan,
                                                     std::span<const HeadTask> tasks) = 0;
-  /// What run() has spent on reading traces and moving them to the device, so far.
+  /// Seconds that run() has spent so far on reading traces and sending them to the device.
   virtual double reading_seconds() const = 0;
 };
 

@@ -1,4 +1,4 @@
-// One KV head of one sequence, as a replay and the end-to-end evaluation see it.
+// One KV head of one sequence, as input of a replay or an end-to-end evaluation.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@
 
 namespace kvlab {
 
-/// Queries, keys and values before RoPE, float32, strided: both [head, token, dim] and
-/// [token, head, dim] fit. Strides are in floats.
+/// Queries, keys and values before RoPE, in float32, with strides in floats. The layouts [head,
+/// token, dim] and [token, head, dim] both fit.
 struct HeadView {
   std::uint32_t tokens = 0, group = 0, head_size = 0;
   const float* q = nullptr;  // [group, token, dim]
@@ -28,13 +28,13 @@ struct HeadView {
   const float* v = nullptr;  // [token, dim]
   std::size_t kv_token_stride = 0;
   const float* sinks = nullptr;                    ///< [group] logits; null: none
-  const ErrorProjection* projection = nullptr;     ///< null: none is taken
-  OutputWeights output = {};                       ///< for features that are computed from it
-  const FeaturesByName* feature_values = nullptr;  ///< features that are not computed; null: none
+  const ErrorProjection* projection = nullptr;     ///< null: no projected errors
+  OutputWeights output = {};                       ///< W_o, for the features that need it
+  const FeaturesByName* feature_values = nullptr;  ///< supplied features; null: none
   const Rope* rope = nullptr;                      ///< for scored features; null: there are none
-  float softmax_scale = 1;                         ///< likewise
+  float softmax_scale = 1;                         ///< for scored features
 
-  /// The columns of the projection.
+  /// The number of values to which the projection maps a query's error.
   ProjectionColumns projection_columns() const {
     return projection ? projection->columns() : ProjectionColumns{};
   }
@@ -42,26 +42,26 @@ struct HeadView {
   const float* query(std::uint32_t head, std::uint32_t token) const {
     return q + head * q_head_stride + token * q_token_stride;
   }
-  /// Query heads of the `head_group`-th four.
+  /// Number of query heads in the `head_group`-th group of four.
   std::uint32_t heads_in(std::uint32_t head_group) const {
     return std::min(group - head_group * 4, 4u);
   }
-  /// Its sink logit; null: none.
+  /// The query head's sink logit; null: none.
   const float* sink(std::uint32_t head) const { return sinks ? sinks + head : nullptr; }
   const float* key(std::uint32_t token) const { return k + token * kv_token_stride; }
 };
 
-/// What the tokens of a view bring a policy.
+/// The token features that a policy reads, for a view.
 class TokenFeatures {
  public:
-  /// `appends`: of the whole view. Throws std::logic_error where a feature that is not computed
-  /// is not there.
+  /// `appends`: those of the whole view. Throws std::logic_error if a feature is neither computed
+  /// nor supplied.
   TokenFeatures(const std::vector<std::string>& names, const HeadView& view,
                 const std::vector<Append>& appends, ScoreSettings settings = {});
 
-  /// Features of a token.
+  /// Features per token.
   std::size_t width() const { return width_; }
-  /// [token from `first` on, width()]; null of a policy without features.
+  /// Features [token from `first` on, width()]; null if the policy has none.
   const float* from(std::size_t first) const {
     return width_ == 0 ? nullptr : values_.data() + first * width_;
   }
@@ -71,13 +71,13 @@ class TokenFeatures {
   std::vector<float> values_;  // [token, width_]
 };
 
-/// Adds to `brought` those of `names` that are not computed, with the output projections or without
-/// them, from a trace that has them.
+/// Adds those features in `names` that are not computed (with or without the output projections) to
+/// `feature_values`, if the trace has them.
 void bring_features(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                     const std::vector<std::string>& names, bool knows_projections,
                     FeaturesByName& feature_values);
 
-/// What a configuration's source of features brings the tokens of a KV head.
+/// Adds the features that a configuration's FeatureSource supplies for a KV head's tokens.
 void bring(const ResolvedConfig& config, std::uint32_t layer, std::uint32_t kv_head,
            std::uint32_t tokens, FeaturesByName& feature_values);
 
@@ -89,34 +89,34 @@ struct HeadTensors {
   HeadView view;
 };
 
-/// Throws std::invalid_argument where the trace has no such head.
+/// Throws std::invalid_argument if the trace has no such head.
 void check_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
 
-/// Queries, keys and values; then lets go of the trace's pages. Throws as check_head() does.
+/// Reads queries, keys and values, then releases the trace's pages. Throws as check_head() does.
 HeadTensors read_head(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head);
 
-/// What else decides a row's arithmetic.
+/// Other parameters of a row's arithmetic.
 struct HeadArithmetic {
   float softmax_scale = 1.0f;
   std::optional<Dtype> rounding;  ///< q and k are rounded to it after RoPE at original positions
-  std::uint32_t threshold16 = 0;  ///< of requests
-  float softcap = 0;              ///< of scores; 0: none
+  std::uint32_t threshold16 = 0;  ///< request threshold, times 2^16
+  float softcap = 0;              ///< soft cap of scores; 0: none
   std::uint32_t window = 0;       ///< tokens that a query sees; 0: all
 };
 
-/// A layer's own, at a threshold of requests: throws std::invalid_argument unless it is between 0
-/// and 1.
+/// The parameters of a layer for a request threshold. Throws std::invalid_argument unless the
+/// threshold is between 0 and 1.
 HeadArithmetic arithmetic_of(const TraceReader& trace, std::uint32_t layer, double threshold);
 
-/// y = x [dim] rotated to its original position, and rounded as the model does.
+/// y = x [dim], rotated to its original position and rounded as the model does.
 void rotate_original(const RopeTable& rope, const HeadArithmetic& arithmetic, const float* x,
                      std::uint32_t head_size, std::uint32_t position, float* y);
 
-/// `config` for a sequence of these segments, whose appends are known: prompts by the prefill,
-/// decoded tokens one by one. Throws as resolve() by length does.
+/// Resolves `config` for a sequence of these segments, including its appends: prompts by the
+/// prefill mode, decoded tokens one by one. Throws as the resolve() by length does.
 ResolvedConfig resolve(const CacheConfig& config, const std::vector<Segment>& segments,
                        std::uint32_t sequence, const CacheShape& model = {});
-/// Sets the appends of a resolved configuration to those of these segments.
+/// Sets the appends of a resolved configuration for these segments.
 void plan_appends(ResolvedConfig& resolved, const std::vector<Segment>& segments);
 
 }  // namespace kvlab

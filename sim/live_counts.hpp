@@ -1,5 +1,5 @@
-// How many tokens a cache holds through a sequence. Who is live depends on what is observed, how
-// many are does not: one count for every executor.
+// Counts the tokens that a cache holds through a sequence. Which tokens are live depends on
+// observations, but their number does not, so all executors share these counts.
 #pragma once
 
 #include <cstdint>
@@ -9,34 +9,37 @@
 
 namespace kvlab {
 
-/// Of one KV head.
+/// The counts of one KV head.
 struct LiveCounts {
   std::uint64_t evictions = 0;
-  std::uint32_t most = 0, end = 0;  ///< prompts included; behind the last token
-  // Bytes, in tokens of 16 bit.
-  double held_mean = 0;    ///< over decoded queries, each itself included
-  double held_peak = 0;    ///< likewise; both are `held_end` where none is decoded
-  double held_end = 0;     ///< behind the last token
-  double held_budget = 0;  ///< what the tiers have room for, or held_end where nothing is evicted
-  /// The most at once, prompts included: bytes of kQuantBlock channels.
+  std::uint32_t most = 0, end = 0;  ///< with prompts; after the last token
+  // Bytes, in 16-bit tokens.
+  double held_mean = 0;    ///< mean over decoded queries, including the query's token
+  double held_peak = 0;    ///< peak over decoded queries; without decoded queries, held_mean and
+                           ///< held_peak equal held_end
+  double held_end = 0;     ///< after the last token
+  double held_budget = 0;  ///< capacity of the tiers; held_end if nothing is evicted
+  /// Peak with prompts, in bytes per kQuantBlock channels.
   std::uint64_t bytes_peak = 0;
 };
 
-/// `config` with its appends; `budget` is the head's; an element that is not quantized has so many
-/// bytes. Under ada() `budget` is the mean over the
-/// heads of a layer, and the sums over them are right.
+/// `config` must have its appends; `budget` is that of the head. An element that is not quantized
+/// has `element_bytes` bytes. Under ada() `budget` is the mean over the heads of a layer, and only
+/// the sums over these heads are exact.
 LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget,
                        std::uint64_t element_bytes = sizeof(float));
 
-/// What a configuration holds in all heads of the layers without a window, bytes.
+/// Memory of a configuration in all heads of the layers without a window, in bytes.
 struct Memory {
-  double mean = 0, peak = 0;  ///< keys and values over decoded queries, 16 bit; the heads' summed
+  double mean = 0, peak = 0;  ///< keys and values in 16 bit over decoded queries; peak: sum of the
+                              ///< heads' peaks
   double state = 0;           ///< policy state beside them, at the end
-  double budget = 0;          ///< what the budget's tokens would take
-  double exempt_peak = 0;     ///< of `peak`: in the layers that a budget exempts
-  /// Beside these: of the layers with a window, which keep it as `window` does.
+  double budget = 0;          ///< bytes of the budget's tokens
+  double exempt_peak = 0;     ///< part of `peak` in the layers that a budget exempts
+  /// Additional memory of the layers with a window, which keep their window.
   double window_mean = 0, window_peak = 0;
-  double end = 0;  ///< keys and values after the last token, 16 bit; without those layers
+  double end = 0;  ///< keys and values after the last token, in 16 bit, without the layers with a
+                   ///< window
 
   double total() const { return mean + state; }
 };
@@ -44,11 +47,10 @@ struct Memory {
 std::string windows_text(std::size_t layers, double mean_bytes, double peak_bytes);
 /// "at most 1.30 MiB of keys and values where it acts, 2.60 in exempt layers, 3.90 together"
 std::string exempt_text(double peak_bytes, double exempt_peak_bytes);
-/// `config` with its appends, in a model of such heads.
+/// `config` must have its appends; `model` is the shape of the model.
 Memory memory_of(const ResolvedConfig& config, const CacheShape& model);
 
-/// Of its policy state and features, its position and, where positions are cache positions, its
-/// rank.
+/// Bytes of a token's policy state and features, its position and, with cache positions, its rank.
 std::uint64_t state_bytes_per_token(const CacheConfig& config);
 
 }  // namespace kvlab

@@ -1,5 +1,5 @@
-// The rows of full-cache attention of one KV head, a block of queries at a time. Every
-// configuration at original positions only masks these exponentials.
+// The rows of full-cache attention of one KV head, for one block of queries at a time.
+// Configurations at original positions only mask these exponentials.
 #pragma once
 
 #include <cstdint>
@@ -16,22 +16,22 @@ class SharedRows {
  public:
   SharedRows(const HeadView& view, const RopeTable& rope, const HeadArithmetic& arithmetic);
 
-  /// Reads the view's keys from `first` on: they have changed.
+  /// Reads the view's keys from `first` on again, because they have changed.
   void read_keys(std::uint32_t first);
-  /// Queries a block holds: enough to reuse keys, few enough to stay in cache.
+  /// Queries per block: enough to reuse keys, few enough to stay in the CPU cache.
   std::uint32_t block_queries() const { return block_; }
-  /// Computes the rows of queries [first, first + count), count <= block_queries().
+  /// Computes the rows of queries [first, first + count); count <= block_queries().
   void compute(std::uint32_t first, std::uint32_t count);
 
-  /// One query head's row: exponentials of tokens 0 … query, 0 beyond the layer's window; and their
-  /// sum, the sink's own in it.
+  /// One query head's row: exponentials of tokens 0 … query, 0 outside the layer's window, and
+  /// their sum, which includes the sink.
   struct Row {
     std::span<const float> e;  // [query + 1]
     float sum, sink;
   };
   Row row(std::uint32_t query, std::uint32_t head) const;
 
-  /// Which earlier tokens the full-cache row requests (N_t; the query's own token is not in it).
+  /// The earlier tokens that the full-cache row requests (N_t, without the query's token).
   struct Requests {
     std::span<const std::uint8_t> flags;  // [query]
     std::uint32_t count;
@@ -41,11 +41,11 @@ class SharedRows {
   /// The full cache's attention output, [dim].
   std::span<const float> output(std::uint32_t query, std::uint32_t head);
 
-  /// The gradients of a query, [gradient sample, group, dim]; gradient samples() of them.
+  /// The gradients of a query, [gradient sample, group, dim]; there are gradient_samples() of them.
   const float* gradients(std::uint32_t query) { return gradients_.of(query); }
   std::uint32_t gradient_samples() const { return gradients_.gradient_samples(); }
 
-  /// The logits of some tokens, computed again: for a live set whose exponentials lost their bits.
+  /// Recomputes the logits of some tokens, for a live set whose exponentials have lost bits.
   void logits(std::uint32_t query, std::uint32_t head, std::span<const std::uint32_t> tokens,
               float* out);
 

@@ -1,4 +1,4 @@
-// Features that lie beside traces, for whoever runs the traces' prompts once more.
+// Features that are stored beside traces, for programs that run the prompts of these traces again.
 #pragma once
 
 #include <string>
@@ -11,10 +11,10 @@ namespace kvlab {
 
 class FeatureTraces final : public FeatureSource {
  public:
-  /// Opens and verifies them.
+  /// Opens and verifies the traces.
   FeatureTraces(const std::vector<std::string>& paths, unsigned threads);
 
-  /// Of the first trace that begins with the prompt.
+  /// Takes the features of the first trace that begins with the prompt.
   BringFeatures of(std::span<const std::int32_t> prompt, std::vector<std::string> names,
                    const CacheShape& model) const override;
   std::string xxh3() const override;

@@ -1,4 +1,4 @@
-// What queries look at where nothing is evicted: for pictures, and for simulators of other caches.
+// The attention of the full cache, for pictures and for simulators of other caches.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +9,29 @@
 
 namespace kvlab {
 
-/// Which tokens a query head requests: its `top_k` most probable ones, or those that it requests.
+/// Which tokens count as accessed by a query head: its `top_k` most probable ones, or, without
+/// `top_k`, those that it requests.
 struct AccessRule {
   std::optional<std::uint32_t> top_k;
 };
 
-/// The rows of one KV head, by the replay's arithmetic.
+/// The attention rows of one KV head, computed as a replay does.
 class FullAttention {
  public:
-  /// Throws std::invalid_argument where the trace has no such head, or the threshold of requests is
-  /// not between 0 and 1.
+  /// Throws std::invalid_argument if the trace has no such head or the request threshold is not
+  /// between 0 and 1.
   FullAttention(const TraceReader& trace, std::uint32_t layer, std::uint32_t kv_head,
                 double threshold);
 
-  /// p [count, token] of a query head of the group at queries `first` on; 0 behind the query.
+  /// Probabilities [count, token] of query head `head` of the group for queries from `first` on; 0
+  /// after the query.
   std::vector<float> probabilities(std::uint32_t head, std::uint32_t first, std::uint32_t count);
 
-  /// What the group's query heads give each token at `query`, their mean: [token, itself included].
+  /// The mean probability that the group's query heads give each token at `query`: [query + 1].
   std::vector<float> mean_row(std::uint32_t query);
 
-  /// Earlier tokens that some query head of the group requests, by query, then position.
+  /// Earlier tokens that at least one query head of the group accesses, ordered by query, then
+  /// position.
   struct Accesses {
     std::vector<std::uint32_t> queries, tokens;
   };

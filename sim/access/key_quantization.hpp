@@ -1,4 +1,4 @@
-// Whether keys may be kept in 4 bits, asked of a trace before any tier plan is tried.
+// Predicts from a trace whether 4-bit keys are safe, before any tier plan is tried.
 #pragma once
 
 #include <string>
@@ -8,13 +8,13 @@
 
 namespace kvlab {
 
-/// By layer, how far quantized values of 4 bits move the scores of the last query among the last
-/// tokens' keys, nats: the deviation, since a softmax does not see what they share. Empty of heads
-/// that are no whole blocks of channels.
+/// By layer, the standard deviation of the score errors that 4-bit keys cause for the last query,
+/// over the last tokens' keys, in nats. A common offset does not count, because softmax cancels it.
+/// Empty if the head size is not a multiple of the block size.
 std::vector<double> key_quantization_errors(const TraceReader& trace);
 
-/// Says in one line in which layers quantized values of 4 bits are unsafe; empty: in none. Biases
-/// of key projections, which lie in few channels, do that.
+/// One line that names the layers in which 4-bit keys are unsafe; empty if there are none. The
+/// cause is the bias of key projections, which is concentrated in few channels.
 std::string key_quantization_warning(const TraceReader& trace);
 
 }  // namespace kvlab

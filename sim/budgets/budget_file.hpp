@@ -1,4 +1,4 @@
-// Budgets by head as files hold them: budgets.json, policy.json, run.json.
+// Budgets by head in files: budgets.json, policy.json, run.json.
 #pragma once
 
 #include <cstddef>
@@ -13,39 +13,41 @@
 #include "policies/cache_config.hpp"
 
 namespace kvlab {
-/// Tokens: one number, one for each layer, or for each layer and KV head; null exempts a layer.
-/// Throws std::runtime_error that begins with `where`. `file` is the budget's.
+/// Parses tokens: one number, one per layer, or one per layer and KV head; null exempts a layer.
+/// Throws std::runtime_error with a text that begins with `where`. `file` becomes the budget's file
+/// name.
 Budget budget_from_json(const nlohmann::json& value, const std::string& where,
                         std::string file = {});
 
-/// What parse_budget takes, and `@FILE`. Throws std::runtime_error for a file that cannot be read,
-/// std::invalid_argument as parse_budget does.
+/// Parses the texts of parse_budget(), and `@FILE`. Throws std::runtime_error for a file that
+/// cannot be read, and std::invalid_argument as parse_budget() does.
 Budget read_budget(std::string_view text);
 
-/// A list by layer of lists by KV head, or of null.
+/// A list by layer of lists by KV head; null for an exempt layer.
 nlohmann::json budgets_json(const HeadBudgets& heads);
-/// Likewise, as JSON text.
+/// The same as JSON text.
 std::string budgets_text(const HeadBudgets& heads);
 
-// The sweep of a replay, as people write it: policies x budgets x prefill and position modes.
+// The sweep of a replay, as a user writes it: policies x budgets x prefill modes x positions.
 
-/// Of one command: each has caches of its own for every head.
+/// Per command; each configuration needs a cache for every head.
 inline constexpr std::size_t kMaxConfigs = 10'000;
 
-/// The lists that are multiplied, each entry as on the command line.
+/// The lists whose product is the sweep; each entry is in command-line form.
 struct SweepRequest {
   std::vector<std::string> policies, budgets;
   std::vector<std::string> prefills{"dense"};
-  std::vector<std::string> positions;  ///< empty: each policy's own
+  std::vector<std::string> positions;  ///< empty: the default of each policy
   std::uint64_t seed = 0;
   double threshold = 0.01;
 };
 
-/// Every policy x budget x prefill x positions, each once. `full` is one row with budget `all`, and
-/// a reference comes with original positions only. Throws std::invalid_argument: lists whose
-/// product is above kMaxConfigs, an unknown name, a policy that evicts without a budget, protected
-/// tokens that do not fit a budget in tokens; and as read_budget(). With `leave_out`, protected
-/// tokens that do not fit some of the budgets leave these out.
+/// Every combination of policy, budget, prefill mode and positions, each once. `full` is one
+/// configuration with budget `all`, and an oracle has original positions only. Throws
+/// std::invalid_argument for a product above kMaxConfigs, an unknown name, an evicting policy
+/// without a budget, or protected tokens that do not fit a budget in tokens; also throws as
+/// read_budget() does. With `leave_out`, budgets that the protected tokens do not fit are left out
+/// instead, unless they fit none.
 std::vector<CacheConfig> make_sweep(const SweepRequest& request,
                                     std::span<const std::string_view> oracles,
                                     const CompiledPolicies& compiled,

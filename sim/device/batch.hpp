@@ -1,4 +1,4 @@
-// Some head tasks of a trace on the device together.
+// Head tasks of a trace that are on the device together.
 #pragma once
 
 #include <span>
@@ -9,7 +9,7 @@
 
 namespace kvlab {
 
-/// Head tasks of a trace that are on the device together, from their tensors to their metrics.
+/// Runs them from their tensors to their metrics.
 class Batch {
  public:
   Batch(const ReplayPlan& plan, const HeadTaskPlan& common, const DeviceSweep& sweep,
@@ -26,33 +26,33 @@ class Batch {
   void read();
   void replay(const Walks& walks);
   std::vector<std::vector<HeadOutcome>> outcomes() const;
-  /// Attention of every query. Returns its flops.
+  /// Computes the attention of every query. Returns the number of floating-point operations.
   double attend();
-  /// Keeps what every query attended, from before replay() on.
+  /// Keeps the tokens that every query attends. Call before replay().
   void keep_sets();
   void show_sets(std::size_t first_task, const KeptWatcher& watcher) const;
 
  private:
-  /// What tokens bring, of head tasks whose tensors have landed.
+  /// Computes and sends token features of head tasks whose tensors have arrived.
   void send_features(std::size_t first, std::size_t count, const float* landed) const;
   void read_projections();
-  /// Of one head task's queries, in the trace's type.
+  /// Gradients for one head task's queries, in the trace's dtype.
   struct ScaledGradients {
     std::vector<std::byte> values;
-    std::vector<float> scales;  // [query]: what they are to be multiplied with
+    std::vector<float> scales;  // [query]: the factor of the query's values
   };
   ScaledGradients scaled_gradients(const HeadTask& task,
                                    std::span<const std::uint32_t> queries) const;
-  /// The errors of the block's sampled outputs behind W_o, and by gradients.
+  /// Computes the errors of the block's sampled outputs after W_o, and by gradients.
   void project_errors();
-  /// Of all head tasks and configurations, on the host.
+  /// Sums of all head tasks and configurations, on the host.
   struct BatchSums {
     std::vector<double> sums, errors;
     std::vector<kernels::ReplayProgress> progress;
   };
   LiveCounts counts_of(std::size_t cache, const kernels::ReplayProgress& walked) const;
   void separate_quantization(std::vector<HeadOutcome>& own) const;
-  /// But for what an ErrorProjection makes.
+  /// The outcome without the part that an ErrorProjection computes.
   HeadOutcome outcome(std::size_t cache, const BatchSums& batch_sums) const;
 
   const ReplayPlan& plan_;

@@ -1,4 +1,4 @@
-// What the head tasks of a batch take of device memory.
+// Device memory of the head tasks of a batch.
 #pragma once
 
 #include <algorithm>
@@ -11,25 +11,25 @@
 
 namespace kvlab {
 
-/// The sizes of one head task, in elements where it does not say bytes.
+/// The sizes of one head task, in elements unless the name says bytes.
 struct HeadTaskSizes {
   std::size_t tokens, group, dim, pairs, head_groups, block, slots, configs, queries, samples,
       block_samples, named, token_features;
   std::size_t state_stride, product_bytes, element_bytes;
-  std::size_t copies, key_parts, value_parts;  ///< of tokens as tier plans keep them
+  std::size_t copies, key_parts, value_parts;  ///< dequantized copies of tokens for tier plans
   bool cache_positions, rounds, uses_tiers;
   ProjectionColumns columns = {};
-  bool metrics = true;  ///< or outputs alone
+  bool metrics = true;  ///< false: only outputs
 
   bool keeps_unrounded() const { return cache_positions && rounds; }
   std::size_t words() const { return (tokens + 31) / 32; }
-  /// Queries of a block whose kept sets are left: all, where there are gradients.
+  /// Queries of a block whose kept sets are stored: all if there are gradients.
   std::size_t block_kept() const { return columns.gradient_samples ? block : block_samples; }
-  /// Numbers of a query's gradients, and of a token's terms of it.
+  /// Elements of a query's gradients; terms(): of one token's terms with them.
   std::size_t gradient() const { return columns.gradient_samples * group * dim; }
   std::size_t terms() const { return columns.gradient_samples * group; }
-  /// A head task's part of the trace in float32, where it lands, in bytes; so many head tasks land
-  /// at a time.
+  /// Bytes of a head task's part of the trace in float32, as it arrives on the device.
+  /// land_at_once(): number of head tasks that arrive together.
   std::size_t landing() const { return (group + 2) * tokens * dim * sizeof(float); }
   std::size_t land_at_once(std::size_t tasks, std::size_t threads) const {
     constexpr std::size_t kBytes = std::size_t{256} << 20;
@@ -37,7 +37,7 @@ struct HeadTaskSizes {
   }
 };
 
-/// What the arguments of kernels are put together of. Null where the replay has no use for it.
+/// The buffers from which kernel arguments are built. Null if the replay does not need the buffer.
 struct BatchParts {
   kernels::ReplayBlock block;
   kernels::ReplayCachePositionRows cache_positions;
@@ -45,7 +45,7 @@ struct BatchParts {
   kernels::ReplaySlots slots;
   kernels::ReplayTerms terms;
   kernels::ReplayCounts counts;
-  // As kernels' arguments have them.
+  // These are as in the kernels' arguments.
   float *queries, *plain_queries, *query_parts, *key_parts, *key_scales;
   std::byte *keys, *values, *paired_keys, *rounded_queries, *rounded_keys, *quantized_keys,
       *quantized_values;
@@ -54,20 +54,20 @@ struct BatchParts {
   double2* block_errors;
   std::uint32_t* positions_in_cache;
   std::uint8_t* slot_tiers;
-  float* features;  // [head task, token_features of each token], those of one policy together
+  float* features;  // [head task, token_features of each token]; those of one policy are contiguous
   float* sketches;  // [head task, group, dim, kReplayResiduals]
-  std::byte*
-      gradients;  // [head task, measured query, gradient sample, group, dim] of the trace's type
-  // Zero before a replay.
+  // // [head task, measured query, gradient sample, group, dim], in the trace's dtype.
+  std::byte* gradients;
+  // These are zero before a replay.
   std::span<kernels::ReplayProgress> progress;
   std::span<double> sums, errors;
   std::span<float> recalls, residual, changes;  // set by the replay
 };
 
-/// Lays out `tasks` head tasks.
+/// Allocates the buffers of `tasks` head tasks.
 void lay_out(cuda::Arena& arena, const HeadTaskSizes& sizes, std::size_t tasks, BatchParts& parts);
 
-/// What that takes.
+/// The bytes that lay_out() takes.
 std::size_t bytes_of(const HeadTaskSizes& sizes, std::size_t tasks);
 
 }  // namespace kvlab

@@ -1,39 +1,40 @@
-// Attention of the end-to-end evaluation on a CUDA device: a layer at a time, each configuration
-// over queries, keys and values of its own.
+// Attention of the end-to-end evaluation on a CUDA device: one layer at a time, where each
+// configuration has its queries, keys and values.
 #pragma once
 
 #include "sim/device/head_tasks.hpp"
 
 namespace kvlab {
 
-/// Some configurations of one sequence. Every query's outputs are what its cache gives, evicted as
-/// the replay evicts. Rows are padded to `tokens()` for each configuration.
+/// Some configurations of one sequence. Every query attends what its cache holds, and tokens are
+/// evicted as in the replay. Each configuration has rows(tokens) rows.
 class EvalAttention {
  public:
-  /// `plan`: its measured queries are all, each a sample. `configs`: for it, at least one; they
-  /// stay. Compiles the policies' walks where they are not yet. Throws std::runtime_error: too
-  /// little memory.
+  /// `plan`: all of its queries are measured, and each is a sample. `configs`: at least one; must
+  /// outlive this. Compiles the policies' walks if necessary. Throws std::runtime_error if memory
+  /// is too small.
   EvalAttention(const HeadTaskPlan& plan, std::span<const ResolvedConfig* const> configs,
                 const Tables& tables, unsigned threads, cuda::Products& product, Streams& streams,
                 Walks& walks);
-  /// Bytes of device memory for each of such configurations.
+  /// Bytes of device memory per configuration.
   static std::size_t bytes_of_config(const HeadTaskPlan& plan,
                                      std::span<const ResolvedConfig* const> configs);
-  /// A configuration's rows: the sequence's length, padded.
+  /// Rows of a configuration: the sequence's length, padded.
   static std::size_t rows(std::size_t tokens) { return padded_tokens(tokens); }
 
-  /// Where keys and values before RoPE are expected [configuration, KV head, row, dim], of the
-  /// model's type.
+  /// Buffers for keys and values before RoPE: [configuration, KV head, row, dim] in the model's
+  /// dtype.
   std::byte* keys() const { return tasks_.parts().keys; }
   std::byte* values() const { return tasks_.parts().values; }
-  /// Of a layer without a window. Queries before RoPE to outputs, both [configuration, row, query
-  /// head, dim] of the model's type; may be the same memory. Enqueued on the first stream.
+  /// Attention of a layer without a window. Maps queries before RoPE to outputs, both
+  /// [configuration, row, query head, dim] in the model's dtype; they may be the same memory.
+  /// Enqueued on the first stream.
   void attend(std::uint32_t layer, const std::byte* queries, std::byte* outputs);
-  /// The most that each KV head of a configuration holds, all layers' together.
+  /// Peak bytes that the KV heads of a configuration hold, summed over layers.
   std::uint64_t kv_bytes_peak(std::size_t config) const { return kv_bytes_peak_[config]; }
 
  private:
-  /// What the layer's tokens bring, made on the host of their keys and values.
+  /// Computes the features of the layer's tokens on the host, from keys and values, and sends them.
   void send_features(std::uint32_t layer);
 
   const HeadTaskPlan& plan_;
@@ -43,7 +44,7 @@ class EvalAttention {
   HeadTasks tasks_;
   Walks& walks_;
   std::vector<std::uint64_t> kv_bytes_peak_;
-  std::size_t count_;  ///< head tasks
+  std::size_t count_;  ///< number of head tasks
 };
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Head tasks on the device: their tensors, a block's rows, their caches' walks.
+// Head tasks on the device: their tensors, the rows of a block, and the walks of their caches.
 #pragma once
 
 #include <span>
@@ -19,12 +19,12 @@ class Streams {
   cudaStream_t first() const { return first_.get(); }
   void synchronize() const { first_.synchronize("replaying"); }
   cudaStream_t branch(std::size_t i) const { return branches_[i % std::size(branches_)].get(); }
-  /// Branches go on from where the first stream is.
+  /// Branches continue from the current point of the first stream.
   void fork() {
     begin_.record(first());
     for (const cuda::Stream& branch : branches_) begin_.hold(branch.get(), "waiting for a stream");
   }
-  /// The first stream goes on when all branches have ended.
+  /// The first stream continues when all branches have ended.
   void join() {
     for (std::size_t i = 0; i < std::size(branches_); ++i) {
       ends_[i].record(branches_[i].get());
@@ -41,11 +41,11 @@ class Streams {
 struct HeadTaskPlan {
   const ModelShape& shape;
   const Rope& rope;
-  const RopeTable& angles;  ///< of all tokens
+  const RopeTable& angles;  ///< for all tokens
   const HeadArithmetic& arithmetic;
   const MeasuredQueries& measured;
   std::uint32_t tokens, sequence;
-  const OutputProjections* output = nullptr;  ///< for features that are computed from them
+  const OutputProjections* output = nullptr;  ///< for the features that need them
 };
 
 /// Pairs of dimensions of a head, padded: see kernels::ReplayShape.
@@ -53,29 +53,31 @@ inline int pairs_of(const ModelShape& shape) {
   return kernels::ReplayShape{.head_size = static_cast<int>(shape.head_size)}.pairs();
 }
 
-inline constexpr std::uint32_t kProductAlignment = 16;  ///< of what is multiplied, bytes
+/// Alignment of operands of products, bytes.
+inline constexpr std::uint32_t kProductAlignment = 16;
 
-/// Tokens of a head task as its tensors have them: rows of products begin aligned.
+/// Tokens of a head task, padded so that rows of products begin aligned.
 constexpr std::size_t padded_tokens(std::size_t tokens) { return (tokens + 15) / 16 * 16; }
 
-/// What all head tasks read.
+/// Tables that all head tasks read.
 struct Tables {
   explicit Tables(const HeadTaskPlan& plan);
   cuda::DeviceBuffer rope, coarse, fine, measured, named;
 };
 
-/// The sizes of such a head task, of a sweep of `configs`.
+/// The sizes of one head task, for a sweep of `configs` configurations.
 HeadTaskSizes sizes_of(const HeadTaskPlan& plan, const DeviceSweep& sweep, std::size_t configs);
-/// How many of them, a multiple of `together`, fit beside `landing` bytes. Throws
-/// std::runtime_error where not even so many do.
+/// Number of head tasks, a multiple of `together`, that fit in device memory beside `landing`
+/// bytes. Throws std::runtime_error if fewer than `together` fit.
 std::size_t tasks_at_once(const HeadTaskSizes& sizes, std::size_t landing, std::size_t together);
 
-/// A matrix for each head task: how far apart rows and head tasks are, in elements.
+/// A matrix for each head task; `row` and `task` are the distances of rows and of head tasks, in
+/// elements.
 struct HeadTaskMatrix {
   void* data;
   std::size_t row, task;
 };
-/// As cuda::ProductArgs has it, for each head task.
+/// As cuda::ProductArgs, for each head task.
 struct HeadTaskProduct {
   kernels::Type type;
   std::size_t rows, n, k;
@@ -86,43 +88,44 @@ struct HeadTaskProduct {
   std::uint32_t alignment = kProductAlignment;
 };
 
-/// Head tasks that are on the device together. All is enqueued on the first stream.
+/// Head tasks that are on the device together. All work is enqueued on the first stream.
 class HeadTasks {
  public:
-  /// `tasks`: their KV heads; of each of `layers` that they are of one after another.
+  /// `tasks`: their KV heads, which are run for each of `layers` layers, one layer after another.
   HeadTasks(const HeadTaskPlan& plan, const DeviceSweep& sweep, const HeadTaskSizes& sizes,
             std::span<const HeadTask> tasks, const Tables& tables, cuda::Products& product,
             Streams& streams, std::size_t layers = 1);
 
-  /// The walks that its members need.
+  /// The walks that the sweep's members need.
   std::vector<Walk> walks() const;
-  /// Copies a head task's keys or values, a row for each token, to where the walks read them.
+  /// Copies a head task's keys or values, one row per token, to the buffers that the walks read.
   void copy(const kernels::ReplayVectors& from, std::size_t task, Part part);
-  /// Makes all else of keys, and of the queries of one head of the group.
+  /// Derive all other buffers from keys, and from the queries of one head of the group.
   void take_keys(const kernels::ReplayVectors& from, std::size_t task);
   void take_queries(const kernels::ReplayVectors& from, std::size_t task, std::uint32_t head);
-  /// Of all head tasks' keys and values, where tier plans want it.
+  /// Makes the dequantized copies of all keys and values that tier plans need.
   void make_copies();
-  /// The caches as they are before the first token, with no metrics.
+  /// Resets the caches to their state before the first token, without metrics.
   void clear();
-  /// Takes the head tasks to be those of the n-th layer.
+  /// Selects the rules of the n-th layer.
   void set_layer(std::size_t n) {
     parts_.block.sweep.rules = rules_.as<kernels::ReplayRule>() + n * count_ * sizes_.configs;
   }
-  /// From now on, as kernels' arguments have them; else none are.
+  /// Stores kept sets to `kept_bits` from now on, in the layout of kernels' arguments; null: does
+  /// not.
   void keep_bits(std::uint32_t* kept_bits) { kept_bits_ = kept_bits; }
-  /// Queries first, first + 1, …, `count` of them: rows, walks, outputs. `outputs`: where they go
-  /// themselves, as kernels::ReplayOutputsArgs has them; or null.
+  /// Runs queries [first, first + count): rows, walks, outputs. `outputs`: buffer for the outputs,
+  /// as in kernels::ReplayOutputsArgs; or null.
   void replay_block(const Walks& walks, std::uint32_t first, std::uint32_t count,
                     void* outputs = nullptr);
-  /// What their kept sets change, and the block's metrics.
+  /// Computes changes of log-likelihood from kept sets; sum_metrics(): the block's metrics.
   void change();
   void sum_metrics();
-  /// With such keys, as they are for rows.
+  /// Multiplies queries with `keys`, in the layout of rows.
   void multiply_rows(std::uint32_t first, std::uint32_t count, std::byte* keys,
                      cuda::ProductArgs::Output output = cuda::ProductArgs::Output::float32);
   void multiply(const HeadTaskProduct& of);
-  /// Rounds of thread blocks of one query, over the policies.
+  /// Waves of thread blocks per query, summed over the policies.
   int waves(const Walks& walks) const;
 
   const HeadTaskSizes& sizes() const { return sizes_; }
@@ -133,7 +136,7 @@ class HeadTasks {
   kernels::ReplayRotateArgs rotation_of(const kernels::ReplayVectors& from) const;
   kernels::ReplayKeepArgs keep_args() const;
   kernels::ReplayKeptArgs kept_args() const;
-  /// Calls use(args, plan) with what the members' walk takes.
+  /// Calls use(args, plan) with the arguments of the members' walk.
   template <class Use>
   void with_walk(const Members& members, Use use) const;
   void multiply_terms(std::uint32_t first, std::uint32_t count);

@@ -1,4 +1,4 @@
-// The configurations of a replay as the kernels read them.
+// The configurations of a replay, in the layout that the kernels read.
 #pragma once
 
 #include <map>
@@ -16,21 +16,21 @@
 namespace kvlab {
 
 kernels::Type type_of(const std::optional<Dtype>& rounding);
-/// Whether what its caches attend follows from their appends alone: sinks, and a run of the
-/// newest, or everything. No cache has to be walked.
+/// Whether the tokens that its caches attend follow from the appends alone: sinks and the most
+/// recent tokens, or all tokens. Such a cache needs no walk.
 inline bool is_window(const PolicySpec& policy) {
   const PolicyInfo& info = policy.entry->info;
   return policy.tier_plan.is_plain() &&
          (!info.evicts || (info.oldest_first && policy.modifiers == Modifiers{}));
 }
 
-/// Configurations of one policy that one walk takes, and of about the same size.
+/// Configurations of one policy and of similar size that one walk runs.
 struct Members {
   struct Kind {
     std::shared_ptr<const PolicyEntry> policy;
     kernels::ReplayTokens tokens;
-    bool largest;   ///< as kernels::ReplayMembers has it
-    bool by_layer;  ///< each keeps one set for a layer: scope=layer
+    bool largest;   ///< as in kernels::ReplayMembers
+    bool by_layer;  ///< each keeps one set per layer: scope=layer
     int size_class;
     bool operator==(const Kind&) const = default;
   };
@@ -40,17 +40,18 @@ struct Members {
   cuda::DeviceBuffer on_device = {};
 };
 
-/// The sweep as the kernels read it.
+/// The sweep in the layout that the kernels read.
 class DeviceSweep {
  public:
-  /// `tokens`: of the sequence. `walks_all`: windows too, of which else nobody knows what they keep
-  /// of a passage. `wants_fp16_copies`: each configuration with quantization has another, of the
-  /// same tokens in 16 bit. `config_tasks`: as kernels::ReplaySweep has them.
+  /// `tokens`: length of the sequence. `walks_all`: walks window policies too; otherwise it is
+  /// unknown which tokens of a passage they keep. `wants_fp16_copies`: each configuration with
+  /// quantization gets a copy that keeps the same tokens in 16 bit. `config_tasks`: as in
+  /// kernels::ReplaySweep.
   DeviceSweep(std::span<const ResolvedConfig* const> configs, std::uint32_t tokens, bool walks_all,
               bool wants_fp16_copies, int config_tasks = 0);
 
-  /// The rules of such head tasks, of which every `count` are on the device together, with the
-  /// features that they have there: [head task, configuration], each `tokens` apart.
+  /// The rules of head tasks, of which groups of `count` are on the device together, with the
+  /// addresses of their features: [head task, configuration]; features are `tokens` apart.
   std::vector<kernels::ReplayRule> rules_of(const ModelShape& shape, std::uint32_t sequence,
                                             std::span<const HeadTask> tasks, std::size_t count,
                                             const float* features_on_device,
@@ -58,27 +59,28 @@ class DeviceSweep {
   kernels::ReplaySets sets() const { return {sets_.as<std::int32_t>(), tiles_, quantized_tiles_}; }
   int config_tasks() const { return config_tasks_; }
 
-  /// The features of configurations that name the same and append alike.
+  /// The features of configurations that name the same features and append alike.
   struct Features {
-    const ResolvedConfig* like;  ///< one of them
-    std::uint32_t first;         ///< among a head task's
+    const ResolvedConfig* like;  ///< one of these configurations
+    std::uint32_t first;         ///< index among a head task's features
   };
 
   std::vector<Members> members;
-  std::vector<std::int32_t> windows;  ///< configurations that evict the oldest first
+  std::vector<std::int32_t> windows;  ///< configurations that evict the oldest token first
   cuda::DeviceBuffer windows_on_device;
   std::map<std::int32_t, const ResolvedConfig*> window_configs;
-  std::int64_t task_slots = 0;     ///< of all configurations, or, of own head tasks, of the largest
-  std::vector<Features> features;  ///< of head tasks that are not a configuration's own
-  std::uint32_t feature_count =
-      0;                ///< of a token, for all configurations or, of own head tasks, one
-  std::size_t configs;  ///< fp16 copies too, which come last
-  std::vector<std::int32_t> fp16_copy;  ///< by configuration; -1: it has none
+  /// Slots of all configurations; if each configuration has its head tasks, of the largest one.
+  std::int64_t task_slots = 0;
+  std::vector<Features> features;  ///< of head tasks that configurations share
+  /// Features per token, for all configurations; if each configuration has its head tasks, for one.
+  std::uint32_t feature_count = 0;
+  std::size_t configs;                  ///< including the fp16 copies, which come last
+  std::vector<std::int32_t> fp16_copy;  ///< by configuration; -1: none
   SweepTiers tiers;
-  bool uses_tiers = false;  ///< some are of tier plans
+  bool uses_tiers = false;  ///< at least one has a tier plan
   int state_stride = 8;
   bool cache_positions = false;
-  bool by_layer = false;  ///< some keep one set for a layer: head tasks are whole layers
+  bool by_layer = false;  ///< at least one keeps one set per layer: head tasks are whole layers
 
  private:
   kernels::ReplayRule add_rule(const ResolvedConfig& config, bool is_walked);
@@ -88,14 +90,15 @@ class DeviceSweep {
   void add_fp16_copies();
   void add_heads(std::span<const ResolvedConfig* const> configs);
   void send_sets();
-  /// Where they are among a head task's.
+  /// Index of the configuration's features among those of a head task.
   std::uint32_t add_features(const ResolvedConfig& config);
 
-  std::vector<kernels::ReplayRule> rules_;     // [configuration]; by_head_: [layer, KV head, that]
-  std::vector<std::uint32_t> first_features_;  // [configuration]: of a head task's
+  std::vector<kernels::ReplayRule> rules_;     // [configuration]; with by_head_: [layer, KV head,
+                                               // configuration]
+  std::vector<std::uint32_t> first_features_;  // [configuration]: index among a head task's
   cuda::DeviceBuffer appends_, params_, sets_;
   int tiles_ = 0, quantized_tiles_ = 0, config_tasks_;
-  std::size_t by_head_ = 0;  ///< KV heads of a layer, where budgets differ by head
+  std::size_t by_head_ = 0;  ///< KV heads per layer if budgets differ by head; otherwise 0
 };
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// The tier plans of a sweep as the kernels of a replay read them.
+// The tier plans of a sweep, in the layout that the kernels of a replay read.
 #pragma once
 
 #include <map>
@@ -12,11 +12,11 @@ namespace kvlab {
 
 class SweepTiers {
  public:
-  /// `own`: head tasks are a configuration's own, and so are their copies of tokens.
+  /// `own`: each configuration has its head tasks, and so its copies of tokens.
   explicit SweepTiers(bool own) : own_(own) {}
 
-  /// To the rule of the cache that a configuration has at such a budget, if that is of a tier plan.
-  /// Throws std::invalid_argument: more tiers than a walk has.
+  /// Adds the tiers of the cache that `config` has at `budget` to its rule, if it has a tier plan.
+  /// Throws std::invalid_argument for more tiers than a walk supports.
   void add(const ResolvedConfig& config, std::uint32_t index, std::uint32_t budget,
            kernels::ReplayRule& rule);
   void send();
@@ -33,7 +33,7 @@ class SweepTiers {
 
   bool own_;
   std::vector<kernels::ReplayTier> tiers_;
-  std::map<const std::vector<TierSlots>*, std::uint32_t> first_;  // of tiers_
+  std::map<const std::vector<TierSlots>*, std::uint32_t> first_;  // index in tiers_
   std::vector<std::vector<Path>> paths_;                          // [configuration or 0, copy]
   cuda::DeviceBuffer tiers_on_device_, paths_on_device_;
 };

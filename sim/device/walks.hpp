@@ -1,4 +1,4 @@
-// The walks of a replay's policies (kernels/replay/walk.cuh), compiled as they are first wanted.
+// The walks of a replay's policies (kernels/replay/walk.cuh), compiled on first use.
 #pragma once
 
 #include <map>
@@ -17,17 +17,17 @@ struct Walk {
   kernels::WalkVariant variant;
 };
 
-/// Whether the KV heads of a layer can be walked together: clusters of blocks (sm_90), of at most
-/// kernels::kMaxLayerHeads.
+/// Whether the KV heads of a layer can be walked together. This needs clusters of blocks (sm_90)
+/// and at most kernels::kMaxLayerHeads KV heads.
 bool walks_layers(const ModelShape& shape);
 
-/// Walks on the current device.
+/// The walks on the current device.
 class Walks {
  public:
-  /// Compiles those that are not here and not in the user's cache, on so many threads. Throws as
-  /// kernels::code_of() does.
+  /// Compiles the walks that are neither loaded nor in the user's cache, on `threads` threads.
+  /// Throws as kernels::code_of() does.
   void load(std::span<const Walk> walks, unsigned threads);
-  /// For replay_walk(); `walk` is loaded.
+  /// The kernel for replay_walk(); `walk` must be loaded.
   const void* kernel(const Walk& walk) const { return loaded_.at(key_of(walk))->kernel; }
 
  private:

@@ -1,4 +1,4 @@
-// The sums that metrics are made of, laid out alike on the host and on the device.
+// The sums from which metrics are computed, with the same layout on the host and on the device.
 #pragma once
 
 #include <cstddef>
@@ -6,12 +6,14 @@
 
 namespace kvlab {
 
-inline constexpr std::uint32_t kMaxQueryBlocks = 16;  ///< of measured queries, at most
+/// Maximum number of blocks of measured queries.
+inline constexpr std::uint32_t kMaxQueryBlocks = 16;
 
 enum class Sum : std::size_t {
 #define SUM(name) name,
 #include "sim/metrics/metrics.def"
-  kept_of_named,  ///< of the first passage; then all of it; then those of the next
+  kept_of_named,  ///< kept mass of the first passage; then its total; then those of the next
+                  ///< passage
 };
 constexpr Sum kept_of(std::size_t named) {
   return static_cast<Sum>(static_cast<std::size_t>(Sum::kept_of_named) + 2 * named);
@@ -20,7 +22,7 @@ constexpr Sum all_of(std::size_t named) {
   return static_cast<Sum>(static_cast<std::size_t>(kept_of(named)) + 1);
 }
 
-/// [Sum][query head, whole head groups][block].
+/// Layout: [Sum][query head, padded to whole head groups][block].
 struct SumsShape {
   std::size_t head_groups, named;
 

@@ -1,4 +1,4 @@
-// The replay's oracles: not policies, and never deployed.
+// The oracles of the replay. They are not policies and cannot be deployed.
 #pragma once
 
 #include <cstddef>
@@ -11,21 +11,22 @@
 
 namespace kvlab {
 
-/// Who leaves one KV head, said by one who knows the future.
+/// Chooses the tokens to evict from one KV head with knowledge of the future.
 class Oracle {
  public:
   virtual ~Oracle() = default;
-  /// The eviction order before `step.now` is appended: which token is evicted has a rank below all
-  /// others. positions and ranks [count], by age.
+  /// Writes the eviction order before `step.now` is appended: the token with the lowest rank is
+  /// evicted first. positions and ranks are [count], by age.
   virtual void rank(const std::uint32_t* positions, std::size_t count, const Step& step,
                     std::uint64_t* ranks) = 0;
 };
 
-/// The hooks of a live set that evicts by an oracle, which has to outlive it.
+/// The hooks of a live set that evicts by an oracle. The oracle must outlive the live set.
 PolicyOps oracle_ops();
 std::vector<std::byte> oracle_params(Oracle& oracle);
 
-/// `oracle_attention`: ranks a token by the probability mass that the full cache will yet give it.
+/// `oracle_attention`: ranks a token by the probability mass that future queries of the full cache
+/// give it.
 class AttentionOracle final : public Oracle {
  public:
   AttentionOracle(const HeadView& view, SharedRows rows);
@@ -35,30 +36,29 @@ class AttentionOracle final : public Oracle {
  private:
   void add(std::uint32_t first, std::uint32_t end, std::vector<std::uint64_t>& masses);
 
-  std::uint32_t group_, spent_ = 0;  // queries that are in given_
+  std::uint32_t group_, spent_ = 0;  // queries that are counted in given_
   SharedRows rows_;
-  std::vector<std::uint64_t> all_, given_;  // [token], Q32.32, group summed
+  std::vector<std::uint64_t> all_, given_;  // [token], Q32.32, summed over the group
 };
 
 /// `oracle_topk`: each query and query head keeps its `budget` most probable tokens. Queries for
-/// which `uncut` is true keep all (the prompt of a dense prefill).
+/// which `uncut` is true keep all tokens (the prompt of a dense prefill).
 HeadStats topk_stats(const MeasuredQueries& measured, const HeadView& view, SharedRows rows,
                      std::uint32_t budget, const std::vector<bool>& uncut);
 
-// `oracle_residual`: a greedy reference for `residual_error`.
+// `oracle_residual`: a greedy oracle for `residual_error`.
 
-/// One KV head's future, from which it says which token is evicted: one token after another, each
-/// time the one without which the head's part of the residual stream would change least over the
-/// next kAhead queries, relative to the stream, if nobody else left. It assumes what a policy
-/// cannot know: those queries; and it looks at nothing beyond them, nor at other heads. Original
-/// positions; no protected tokens. Memory: [token, group, token] floats, the half of it that is
-/// causal.
+/// Chooses one victim after another from one KV head's future: each time the token without which
+/// the head's part of the residual stream, relative to the stream, would change least over the next
+/// kAhead queries if no further token were evicted. It uses those queries, which a policy cannot
+/// know, but nothing beyond them and no other head. It supports original positions only and no
+/// protected tokens. Memory: half (the causal part) of [token, group, token] floats.
 class ResidualOracle final : public Oracle {
  public:
-  static constexpr std::uint32_t kAhead = 32;    ///< queries
-  static constexpr std::uint32_t kColumns = 16;  ///< directions of the residual stream
+  static constexpr std::uint32_t kAhead = 32;    ///< number of queries
+  static constexpr std::uint32_t kColumns = 16;  ///< number of directions of the residual stream
 
-  /// `sketch` [group, dim, kColumns] of W_o; `norm2` [token]: of the residual stream.
+  /// `sketch` [group, dim, kColumns] of W_o; `norm2` [token]: squared norms of the residual stream.
   ResidualOracle(const HeadView& view, SharedRows& rows, const std::vector<float>& sketch,
                  std::vector<float> norm2);
 
@@ -68,12 +68,12 @@ class ResidualOracle final : public Oracle {
  private:
   struct Sums;
 
-  /// Where p_ has the row of a query head.
+  /// Offset in p_ of the row of a query head.
   std::size_t row(std::uint32_t query, std::uint32_t head) const {
     const std::size_t before = std::size_t{query} * (std::size_t{query} + 1) / 2;
     return before * group_ + head * (std::size_t{query} + 1);
   }
-  /// What a query head gives each token under the full cache.
+  /// The probabilities that a query head gives each token under the full cache.
   const float* probabilities(std::uint32_t query, std::uint32_t head) const {
     return p_.data() + row(query, head);
   }
@@ -85,9 +85,9 @@ class ResidualOracle final : public Oracle {
 
   std::uint32_t tokens_, group_;
   std::vector<float> p_;          // [query, group, query + 1]
-  std::vector<float> sinks_;      // [query, group]: what no token gets
+  std::vector<float> sinks_;      // [query, group]: probability of the sink
   std::vector<float> projected_;  // [group, token, kColumns]: W_o v
-  std::vector<float> full_;       // [query, kColumns]: what all tokens come to
+  std::vector<float> full_;       // [query, kColumns]: sum over all tokens
   std::vector<float> norm2_;      // [query]
 };
 

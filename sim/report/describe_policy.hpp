@@ -1,4 +1,4 @@
-// What a policy says of itself, for people and programs.
+// A policy's description, for people and programs.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -14,10 +14,10 @@ namespace kvlab {
 std::string_view name_of(Needs needs);
 /// "nested" or "feedback".
 std::string_view name_of(Order order);
-/// What a token brings, as the policy declares it.
+/// The token features that the policy declares.
 std::vector<std::string> features_of(const PolicyInfo& info);
 
-/// The whole entry: name, needs, protected tokens, modifiers, parameters, bytes, citation.
+/// The whole description: name, needs, protected tokens, modifiers, parameters, bytes, citation.
 nlohmann::ordered_json describe_policy(const PolicyEntry& entry);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// MetricTable of points and lines, and of heads: as pages draw them, and as Vega-Lite for files.
+// Figures of points and lines, and of heads: as pages draw them, and as Vega-Lite for files.
 #pragma once
 
 #include <limits>
@@ -15,45 +15,46 @@
 
 namespace kvlab {
 
-// How each policy looks, in every figure: one colour, one dash, one marker.
-/// A colour of the page. On a dark page another shade of it stands in.
+// The appearance of each policy in every figure: colour, dash, marker.
+/// A colour of the page, with another shade for dark pages.
 struct PageColour {
-  std::string_view name;   ///< of the CSS variable, without the dashes
+  std::string_view name;   ///< name of the CSS variable without the dashes
   std::string_view light;  ///< #rrggbb
   std::string_view dark;
 };
 std::span<const PageColour> page_colours();
-/// The `light` of a page colour. Throws std::out_of_range if there is none of that name.
+/// The light shade of a page colour. Throws std::out_of_range for an unknown name.
 std::string_view light_of(std::string_view name);
 
 struct SeriesStyle {
   std::string_view colour;  ///< name of a page colour
-  std::vector<int> dash;    ///< pixels drawn and left out; empty: a whole line
-  std::string_view shape;   ///< of markers, as Vega names it; empty: none
+  std::vector<int> dash;    ///< pixels on and off; empty: a solid line
+  std::string_view shape;   ///< shape of markers, in Vega's names; empty: none
   bool filled = true;
   bool operator==(const SeriesStyle&) const = default;
 };
-/// `colour`, `dash`, `shape`, `filled`: as the page's scripts read them.
+/// An object with `colour`, `dash`, `shape`, `filled`, as the page's scripts read them.
 nlohmann::ordered_json style_json(const SeriesStyle& style);
 
-/// By series, no two alike. A policy of the shelf has its own colour on every page; series of one
-/// policy share it and differ in dash and marker.
+/// Styles by series, all different. A policy of the registry has the same colour on every page;
+/// series of one policy share it and differ in dash and marker.
 std::vector<SeriesStyle> styles_of(std::span<const Series> series);
 
 struct FigureAxis {
   std::string title;
   bool logarithmic = false;
-  int base = 10;                        ///< of a logarithmic axis: ticks are its powers
-  std::vector<double> ticks = {};       ///< empty: chosen where the figure is drawn
-  std::vector<std::string> names = {};  ///< of the places 0, 1, …, where they stand for no number
+  int base = 10;                        ///< base of a logarithmic axis: ticks are its powers
+  std::vector<double> ticks = {};       ///< empty: chosen when the figure is drawn
+  std::vector<std::string> names = {};  ///< names of the positions 0, 1, …, if the axis has no
+                                        ///< numbers
 };
 
 struct FigurePoint {
   double x, y;
-  /// Of bars; NaN: none.
+  /// Ends of error bars; NaN: no bar.
   double x_low = std::numeric_limits<double>::quiet_NaN(), x_high = x_low, y_low = x_low,
          y_high = x_low;
-  std::string note = {};  ///< said of the point beside its numbers
+  std::string note = {};  ///< shown with the point's numbers
 };
 
 struct FigureSeries {
@@ -63,44 +64,45 @@ struct FigureSeries {
 };
 
 struct Figure {
-  std::string name;   ///< of a file, and of the element that a page has for it
-  std::string title;  ///< with what it is of: policy, budget
+  std::string name;   ///< used for files and for the element on the page
+  std::string title;  ///< includes policy and budget
   FigureAxis x, y;
-  bool joined = true;  ///< by lines
+  bool joined = true;  ///< whether lines join the points
   std::vector<FigureSeries> series;
 };
 
-/// A figure for each layer and KV head.
+/// A value for each layer and KV head.
 struct HeadGrid {
   std::vector<std::int32_t> layers;          ///< rows
   std::size_t heads = 0;                     ///< columns
   std::vector<std::optional<double>> cells;  ///< [layer, head]
 };
 
-/// `metric` against the budget, a line for each of `drawn` (indices); no series where none has it.
+/// `metric` against the budget, with one line for each of `drawn` (indices of series). Has no
+/// series if none has the metric.
 Figure curve_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                     const MetricInfo& metric);
-/// `metric` against the bytes of keys and values, log-log, a line for each policy over its budgets:
-/// a point at the mean over decoded queries, a bar to the peak, where the figures have those; else
-/// at what was held in the end. No series where none has both.
+/// `metric` against the bytes of keys and values, log-log, with one line for each policy over its
+/// budgets. A point is at the mean over decoded queries, with a bar to the peak, if the table has
+/// these; otherwise at the bytes at the end. Has no series if none has both metrics.
 Figure frontier_figure(const MetricTable& metric_table, const std::vector<std::size_t>& drawn,
                        const MetricInfo& metric);
 
-/// Of `figure` what the page's scripts draw (sim/report/page/points.js).
+/// The part of `figure` that the page's scripts draw (sim/report/page/points.js).
 nlohmann::ordered_json page_json(const Figure& figure);
 
-/// One Vega-Lite specification that needs nothing else.
+/// A self-contained Vega-Lite specification.
 nlohmann::ordered_json vega_lite(const Figure& figure);
 nlohmann::ordered_json vega_lite(const HeadGrid& grid, const std::string& title,
                                  std::string_view metric);
 
 using NamedFigures = std::vector<std::pair<std::string, nlohmann::ordered_json>>;
-/// Those that have series, as Vega-Lite.
+/// The figures that have series, as Vega-Lite.
 NamedFigures vega_lites(const std::vector<Figure>& figures);
 
-/// Writes each as NAME.vl.json into `folder`, and beside it NAME.svg and NAME.png (twice as fine)
-/// where vl-convert is at hand: as a command, or as Python's module. Returns what is missing, empty
-/// if nothing. Throws std::runtime_error: it refuses a specification.
+/// Writes each as NAME.vl.json into `folder` and, if vl-convert is available (as a command or as a
+/// Python module), also as NAME.svg and NAME.png (at double resolution). Returns a text about what
+/// is missing; empty if nothing. Throws std::runtime_error if vl-convert rejects a specification.
 std::string write_figures(const NamedFigures& figures, const AtomicFolder& folder);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Small pieces of HTML. All text goes through escape().
+// Small pieces of HTML. All text passes through escape().
 #pragma once
 
 #include <limits>
@@ -10,13 +10,13 @@
 
 namespace kvlab {
 
-/// `text` fit for an element's content or a quoted attribute.
+/// `text` escaped for an element's content or a quoted attribute.
 std::string escape(std::string_view text);
 
 /// About three significant digits, no exponent: 0.0123, 1.23, 12.3, 1,230.
 std::string number_text(double value);
-/// `0.123 ± 0.004`, the error to the mean's digits; without error where there is none; of a share
-/// `0.900 (0.683 to 0.988)`.
+/// `0.123 ± 0.004`, with the error rounded to the mean's digits, or without error if it is unknown.
+/// A share is written with its interval: `0.900 (0.683 to 0.988)`.
 std::string average_text(const Average& average);
 /// 12.3 KiB.
 std::string bytes_text(double bytes);
@@ -28,7 +28,7 @@ struct Column {
   bool numeric = true;
   bool wraps = false;
 };
-/// HTML, and the number that it stands for, which goes into files.
+/// HTML of a cell, and its number, which files contain.
 struct Cell {
   std::string html;
   double value = std::numeric_limits<double>::quiet_NaN(), error = value;  ///< NaN: none
@@ -37,11 +37,11 @@ struct Cell {
   Cell(const char* text) : html(text) {}
   Cell(std::string text, double number) : html(std::move(text)), value(number) {}
 };
-Cell number_cell(double value);  ///< a dash where it is NaN
+Cell number_cell(double value);  ///< a dash for NaN
 Cell average_cell(const Average& average);
 Cell bytes_cell(double bytes);
 
-/// `caption` may be empty. The first column stays while the others scroll.
+/// `caption` may be empty. The first column stays visible while the others scroll.
 std::string table(const std::vector<Column>& columns, const std::vector<std::vector<Cell>>& rows,
                   std::string_view caption = {});
 

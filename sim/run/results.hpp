@@ -1,4 +1,4 @@
-// The metrics of a run: one row each, as results.csv holds them. Tidy: every row stands alone.
+// The metrics of a run, one row each, as in results.csv. The data are tidy: every row is complete.
 #pragma once
 
 #include <fmt/format.h>
@@ -21,22 +21,22 @@
 #include "traces/base/text.hpp"
 
 namespace kvlab {
-/// What is known of a metric, for ranking and for people.
+/// The description of a metric, for ranking and for people.
 struct MetricInfo {
   std::string_view name;
-  std::string_view label;  ///< as an axis is labelled
+  std::string_view label;  ///< label of an axis
   bool higher_is_better;
   bool ranks;  ///< false: a bookkeeping metric (bytes, evictions); deploy does not rank by it
 };
 
-/// Every metric that a results file may hold; `passage_recall` stands for `passage_recall:NAME`.
+/// Every metric that a results file may have; `passage_recall` stands for `passage_recall:NAME`.
 std::span<const MetricInfo> all_metrics();
-/// Null if there is none of that name. All of `passage_recall:NAME` have one description.
+/// Null for an unknown name. All `passage_recall:NAME` share one description.
 const MetricInfo* find_metric(std::string_view name);
-/// One that may decide. Throws std::invalid_argument, about --metric.
+/// A metric that may decide. Throws std::invalid_argument with a text about --metric.
 const MetricInfo& deciding_metric(std::string_view name);
 
-/// One row. `layer` and `head` are -1 where the file says `all`.
+/// One row. `layer` and `head` are -1 where the file has `all`.
 struct ResultRow {
   std::string trace, policy, params, budget;
   std::uint32_t budget_tokens = 0;
@@ -46,58 +46,60 @@ struct ResultRow {
   std::int32_t layer = -1, head = -1;
   std::string metric;
   double value = 0;
-  double standard_error = 0;  ///< NaN where there is none
+  double standard_error = 0;  ///< NaN if unknown
   std::uint64_t count = 0;    ///< queries x query heads
   std::string tier_plan = "16";
   double budget_bytes = std::numeric_limits<double>::quiet_NaN();  ///< of all layers; NaN: unknown
-  /// What it is paired by with other configurations: the metric by block of queries, of tokens, or
-  /// by sample, and how much each counts (empty: alike). NaN: nothing in that block.
+  /// Values by which configurations are paired: the metric by block of queries or tokens, or by
+  /// sample, with their weights (empty: equal). NaN: no value in that block.
   std::vector<double> blocks = {}, block_weights = {};
-  std::string text = {};  ///< the trace's hash: equal ones are one text; empty: by `trace`
-  bool counts = true;     ///< false: another trace has the same text, and counts
+  std::string text = {};  ///< hash of the trace, which identifies the text; empty: by `trace`
+  bool counts = true;     ///< false: another trace has the same text and counts
 };
 
-/// The rows of one trace's replay, in the order of the measurements. A value that is not a number
-/// (a head without requests has no miss rate) has no row.
+/// The rows of one trace's replay, in the order of the measurements. A value that is NaN has no row
+/// (for example the miss rate of a head without requests).
 std::vector<ResultRow> result_rows(std::string_view trace, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, const ReplayResult& result);
 
-/// What deployment goes by: of the metrics that order policies as the end-to-end evaluation does,
-/// the best that every trace of the rows has (docs/guides/fidelity.md).
+/// The metric for deployment: the best of the metrics that order policies as the end-to-end
+/// evaluation does and that every trace of the rows has (docs/guides/fidelity.md).
 std::string_view best_metric(std::span<const ResultRow> rows);
-/// Why a better one that only some traces have does not decide, in a sentence; "" where none is.
+/// A sentence if a better metric exists but only some traces have it; otherwise "".
 std::string best_metric_text(std::span<const ResultRow> rows);
-/// The same, where `in_every_trace(metric)` says what there is.
+/// The same, where `in_every_trace(metric)` says which metrics exist.
 std::string_view best_metric(const std::function<bool(const std::string&)>& in_every_trace);
 
-/// RFC 4180, "\n" between records; numbers in the shortest form that reads back to the same value.
+/// RFC 4180 with "\n" between records; numbers in the shortest form that reads back to the same
+/// value.
 std::string results_csv(std::span<const ResultRow> rows);
 
-/// Reads what results_csv writes, from anyone. Throws std::runtime_error that names `file` and the
-/// line: another header, a wrong number of columns, a number that is none or not finite, an unknown
-/// metric, a row that is there twice.
+/// Reads an untrusted file in the format of results_csv(). Throws std::runtime_error that names
+/// `file` and the line for another header, a wrong number of columns, an invalid or infinite
+/// number, an unknown metric, or a duplicate row.
 std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view file);
 
-/// ResultRow::blocks of all rows, one a line; and what reads them, from anyone, into the rows that
-/// they are of. Throws as parse_results_csv, and for blocks of no row or out of order.
+/// blocks_csv() writes ResultRow::blocks of all rows, one per line. parse_blocks_csv() reads an
+/// untrusted file of that format into `rows`. Throws as parse_results_csv() does, and for blocks
+/// without a row or out of order.
 std::string blocks_csv(std::span<const ResultRow> rows);
 void parse_blocks_csv(std::string_view text, std::string_view file, std::span<ResultRow> rows);
 
-// Comma-separated values as RFC 4180 has them.
+// Comma-separated values according to RFC 4180.
 
-/// `text` as a field: quoted where it has to be.
+/// `text` as a field, quoted if necessary.
 std::string csv_field(std::string_view text);
 
-/// Reads one record after another. Lines end in "\n" or "\r\n"; quoted fields may hold either.
+/// Reads records one by one. Lines end in "\n" or "\r\n"; quoted fields may contain either.
 class CsvReader {
  public:
   /// `text` must outlive the reader.
   explicit CsvReader(std::string_view text) : rest_(text) {}
 
-  /// The fields of the next record; nothing at the end. Throws std::runtime_error ("line N: …") for
-  /// a quote that is never closed or that stands where none may.
+  /// The fields of the next record; nullopt at the end. Throws std::runtime_error ("line N: …") for
+  /// a quote that is not closed or is misplaced.
   std::optional<std::vector<std::string>> next();
-  /// The line on which the record read last began, from 1.
+  /// The line on which the last record began, from 1.
   std::size_t line() const { return line_; }
 
  private:
@@ -108,7 +110,7 @@ class CsvReader {
   std::size_t line_ = 0, next_line_ = 1;
 };
 
-/// A field as an error line may quote it: short, no control characters.
+/// A field for an error message: short, without control characters.
 inline std::string shown_field(std::string_view field) { return printable(field.substr(0, 40)); }
 
 /// The number in a field. Throws std::runtime_error that names the column.
@@ -125,14 +127,14 @@ T csv_number(const std::string& field, std::string_view column) {
   return value;
 }
 
-/// The fields of one record, by the names in its table's header.
+/// The fields of one record, by the column names of its table.
 struct CsvRecord {
   std::vector<std::string> header, fields;
   std::size_t line = 0;
 
-  /// Whether there is such a column, and something in it.
+  /// Whether the column exists and the field is not empty.
   bool has(std::string_view column) const;
-  /// Throws std::runtime_error where there is no such column.
+  /// Throws std::runtime_error if the column does not exist.
   const std::string& text(std::string_view column) const;
   template <class T>
   T number(std::string_view column) const {
@@ -140,7 +142,8 @@ struct CsvRecord {
   }
 };
 
-/// Each record behind the header of a table. Errors, those of `read` too, name `file` and the line.
+/// Calls `read` for each record after the header. Errors, including those of `read`, name `file`
+/// and the line.
 void read_records(std::string_view text, std::string_view file,
                   const std::function<void(const CsvRecord&)>& read);
 

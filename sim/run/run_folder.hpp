@@ -1,5 +1,5 @@
-// Where a run is made: RUN.part, beside RUN. It holds the finished units of work until the run is
-// whole, so that a command that was killed can go on; RUN itself appears whole or not at all.
+// RUN.part, the folder in which a run is built, beside RUN. It holds finished units of work until
+// the run is complete, so that a killed command can resume. RUN appears only when it is complete.
 #pragma once
 
 #include <cstddef>
@@ -18,49 +18,49 @@
 
 namespace kvlab {
 
-// A finished head task as bytes: what lies on disk until a run is whole, and what processes send
-// each other.
+// A finished head task as bytes: the form on disk until a run is complete, and between processes.
 
-/// Which head task of which replay.
+/// Identifies a head task of a replay.
 struct HeadTaskId {
-  std::uint64_t job = 0;  ///< XXH3-64 of what is computed: RunFolder's
+  std::uint64_t job = 0;  ///< XXH3-64 of the job: RunFolder's
   std::uint64_t trace = 0, task = 0;
 
   bool operator==(const HeadTaskId&) const = default;
 };
 
-/// The outcomes by configuration, exactly; ends in an XXH3-64 of all that is before it.
+/// The exact outcomes by configuration; the last bytes are an XXH3-64 of the others.
 std::string pack_head_task(const HeadTaskId& id, std::span<const HeadOutcome> outcomes);
 
-/// Reads what pack_head_task wrote. Throws std::runtime_error that begins with `file`: cut,
-/// changed, or another head task than `id`.
+/// Reads the output of pack_head_task(). Throws std::runtime_error with a text that begins with
+/// `file` if the bytes are truncated, changed, or belong to another head task than `id`.
 std::vector<HeadOutcome> unpack_head_task(const HeadTaskId& id, std::string_view bytes,
                                           std::string_view file);
 
 class RunFolder {
  public:
-  /// Makes RUN.part, or takes up the one that a killed command of the same job left. `fresh` throws
-  /// away whatever it left there. `command`: whose run it is, "replay" or "task". Throws
-  /// std::runtime_error: RUN exists, RUN.part is another job's (named by what differs) or none's at
-  /// all, another process is at it.
+  /// Creates RUN.part, or resumes the one that a killed command of the same job left. `fresh`
+  /// discards its content. `command`: the command that makes the run, "replay" or "task". Throws
+  /// std::runtime_error if RUN exists, RUN.part belongs to another job (the message names the
+  /// difference) or to none, or another process uses it.
   RunFolder(std::filesystem::path run, const nlohmann::json& job, bool fresh,
             std::string command = "replay");
-  /// Uncommitted: keeps RUN.part if it holds a finished unit.
+  /// Without commit(), keeps RUN.part only if it holds a finished unit.
   ~RunFolder();
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
 
   const std::filesystem::path& staging() const { return staging_; }
   std::filesystem::path unit_path(std::size_t trace, std::size_t unit) const;
-  /// A finished unit's bytes, or nothing.
+  /// The bytes of a finished unit, or nullopt.
   std::optional<std::string> read_unit(std::size_t trace, std::size_t unit) const;
-  /// What pack_head_task made; from any thread. Throws std::runtime_error in the name of RUN.
+  /// Stores the output of pack_head_task(). Callable from any thread. Throws std::runtime_error
+  /// that names RUN.
   void write_unit(std::size_t trace, std::size_t unit, const std::string& bytes) const;
-  /// Has the run's files written into a folder, gives it RUN's name, removes RUN.part. Throws
-  /// std::runtime_error in the name of RUN.
+  /// Calls `save` to write the run's files into a folder, renames it to RUN, and removes RUN.part.
+  /// Throws std::runtime_error that names RUN.
   void commit(const std::function<void(const std::filesystem::path&)>& save);
   void commit(Run& run);
-  /// `error` with RUN for RUN.part, and where what is finished is kept, if anything is.
+  /// `error` with RUN in place of RUN.part, and with the place of finished work, if there is any.
   std::runtime_error in_name_of_run(const std::exception& error) const;
 
  private:

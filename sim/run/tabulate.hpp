@@ -1,4 +1,4 @@
-// From what each KV head left behind to rows of metrics: by head, by layer, and for everything.
+// Converts the outcomes of KV heads to rows of metrics: by head, by layer, and for the model.
 #pragma once
 
 #include <array>
@@ -12,17 +12,18 @@
 
 namespace kvlab {
 
-// What the KV heads of a layer leave behind together: errors whose heads are summed before a root
-// or a square is taken.
+// Results of all KV heads of a layer together: errors that are summed over heads before a root or a
+// square is taken.
 
-/// Errors of a layer: of the heads' outputs side by side; their squares behind W_o, by the residual
-/// stream's norm, and what of these quantization adds; halves of squared changes of log-likelihood.
+/// Errors of a layer. outputs: of the heads' outputs, concatenated. residual: squared errors after
+/// W_o, relative to the residual stream's norm. quantization: the part of these from quantization.
+/// kl: half of the squared changes of log-likelihood.
 struct LayerError {
   enum Kind : std::size_t { outputs, residual, quantization, kl, count };
 };
 
-/// One such error of all heads together and, but for outputs, of each KV head by itself. Without
-/// weight where it is not known.
+/// One such error for all heads together and, except for outputs, for each KV head. Without weight
+/// if it is unknown.
 struct LayerRatios {
   std::vector<BlockedRatio> layer;               // [configuration]
   std::vector<std::vector<BlockedRatio>> heads;  // [kv_head][configuration]
@@ -32,29 +33,29 @@ struct LayerRatios {
 struct LayerOutcome {
   std::vector<std::vector<HeadOutcome>> heads;  // [kv_head][configuration]
   std::array<LayerRatios, LayerError::count> errors;
-  /// [configuration][measured query, gradient sample]: changes of log-likelihood, heads summed; or
-  /// empty.
+  /// [configuration][measured query, gradient sample]: changes of log-likelihood, summed over
+  /// heads; or empty.
   std::vector<std::vector<float>> changes;
 };
 
-/// What is known of a layer beside its outcomes.
+/// Data of a layer in addition to its outcomes.
 struct LayerFacts {
   ProjectionColumns columns;
-  std::vector<float> norm2;  // of the residual stream, [sample]; or empty
+  std::vector<float> norm2;  // squared norms of the residual stream, [sample]; or empty
 };
 
-/// Sums a layer's errors over its heads, in order, then drops what was kept for each query.
+/// Sums a layer's errors over its heads, in order, then frees the data by query.
 void reduce_layer(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t configs,
                   const LayerFacts& facts, unsigned threads);
 
-/// The changes of log-likelihood of all layers together, whose squares are `kl_estimate_joint`.
+/// Sums the changes of log-likelihood over layers. Their squares give `kl_estimate_joint`.
 class JointChanges {
  public:
   explicit JointChanges(std::size_t configs) : sums_(configs) {}
 
-  /// Layers come in order; takes their changes out.
+  /// Moves the layer's changes into the sums. Layers must come in order.
   void add(LayerOutcome& layer);
-  /// By configuration; without weight where no layer has changes.
+  /// By configuration; without weight if no layer has changes.
   std::vector<BlockedRatio> squares(const MeasuredQueries& measured,
                                     std::uint32_t gradient_samples) const;
 
@@ -62,9 +63,9 @@ class JointChanges {
   std::vector<std::vector<float>> sums_;  // [configuration][measured query, gradient sample]
 };
 
-/// All of a replay.
+/// The complete results of a replay.
 struct ReplayOutcome {
-  const ModelShape& shape;  ///< with the layers' numbers
+  const ModelShape& shape;  ///< with layer numbers
   const MeasuredQueries& measured;
   std::span<const ResolvedConfig> configs;
   std::span<const std::uint32_t> layer_indices;
@@ -72,7 +73,7 @@ struct ReplayOutcome {
   std::span<const BlockedRatio> joint;  ///< JointChanges::squares()
 };
 
-/// One row a metric, ordered by configuration, layer, head (the aggregate last) and metric.
+/// One row per metric, ordered by configuration, layer, head (the aggregate last) and metric.
 std::vector<Measurement> tabulate(const ReplayOutcome& outcome);
 
 }  // namespace kvlab

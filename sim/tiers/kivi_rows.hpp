@@ -8,11 +8,11 @@
 
 namespace kvlab {
 
-/// Keys after RoPE, by channel in groups of kQuantBlock tokens; values by token. Both with a fp16
-/// scale, which is never 0, and minimum.
+/// Keys after RoPE are quantized by channel in groups of kQuantBlock tokens, values by token. Both
+/// have an fp16 minimum and an fp16 scale, which is never 0.
 void quantize_keys(std::span<float> keys, std::size_t dim, int bits);
 
-/// A token's age is its position: nothing is evicted.
+/// A token's age equals its position, because nothing is evicted.
 class KiviRows : public KeptRows {
  public:
   KiviRows(const KvFormat& format, const HeadView& view, const RopeTable& rope,
@@ -34,7 +34,7 @@ class KiviRows : public KeptRows {
   const RopeTable& rope_;
   HeadArithmetic arithmetic_;
   Panels keys_;                // [token, dim], quantized
-  std::vector<float> values_;  // likewise
+  std::vector<float> values_;  // [token, dim], quantized
   std::uint32_t visible_ = 0, quantized_keys_ = 0, quantized_values_ = 0;
   std::vector<std::uint32_t> tokens_;  // 0, 1, 2, …
   std::vector<float> products_;
