@@ -1,4 +1,4 @@
-// A model on the device that was requested, and decoders of it.
+// A model loaded on a device, and its decoders.
 #pragma once
 
 #include <filesystem>
@@ -24,50 +24,49 @@ class Backend {
   virtual ~Backend() = default;
   virtual const ModelConfig& config() const = 0;
   virtual std::string weights_xxh3() const = 0;
-  /// As the device holds them, in float32.
+  /// The output projections as the device stores them, converted to float32.
   virtual std::shared_ptr<const OutputProjections> output_projections() const = 0;
-  /// What queries, keys and values are rounded to; none: they are float32 throughout.
+  /// The dtype that queries, keys and values are rounded to; none if they are float32 throughout.
   virtual std::optional<Dtype> rounding() const = 0;
-  /// A decoder for a sequence of at most `tokens`. Throws std::invalid_argument for a cache that
-  /// this device does not have, std::runtime_error if its memory is too small.
+  /// A decoder for a sequence of at most `tokens` tokens. Throws std::invalid_argument for a cache
+  /// that this device does not support, std::runtime_error if its memory is too small.
   virtual std::unique_ptr<SequenceDecoder> decoder(const ResolvedConfig& cache,
                                                    std::uint32_t tokens) = 0;
-  /// A decoder that tells `observer` all that it does, which must outlive it; slow.
+  /// A slow decoder that reports everything it does to `observer`, which must outlive it.
   virtual std::unique_ptr<SequenceDecoder> watched_decoder(const ResolvedConfig& cache,
                                                            std::uint32_t tokens,
                                                            DecoderObserver& observer) = 0;
 
-  /// The same model, sequences side by side.
+  /// Decodes batches of sequences with the same model.
   virtual BatchBackend& batches() = 0;
-  /// Its weights in device memory; null on the CPU.
+  /// The weights in device memory; null on the CPU.
   virtual const DeviceModel* device_model() const { return nullptr; }
 
-  /// The header of a trace of this model; `options`: how it is run, for the record.
+  /// The header of a trace of this model. `options`: how the model is run, for the record.
   virtual TraceHeader trace_header(nlohmann::json options) const = 0;
-  /// A decoder with the full cache; all that it computes goes into the trace, whose writer must
-  /// outlive it, and is there after flush(). `progress` gets the tokens written, from any
-  /// thread.
+  /// A decoder with the full cache that writes a trace. `writer` must outlive it and has everything
+  /// after flush(). `progress` gets the number of tokens written and may be called from any thread.
   virtual std::unique_ptr<SequenceDecoder> capturing_decoder(
       const ResolvedConfig& cache, std::uint32_t tokens, TraceWriter& writer,
       std::function<void(std::uint32_t)> progress) = 0;
 };
 
-/// Throws std::runtime_error for a broken checkpoint or too little memory.
+/// Loads a checkpoint. Throws std::runtime_error if it is broken or does not fit the memory.
 std::unique_ptr<Backend> load_backend(Device device, const std::filesystem::path& directory,
                                       unsigned threads);
 
-/// Whether this build has the CUDA backend, and this machine a device for it.
+/// Whether this build contains the CUDA backend, and whether this machine has a device for it.
 bool cuda_in_build();
 bool has_cuda_device();
-/// Lines about this build's CUDA code, the driver and each GPU; needs none of them.
+/// Text about this build's CUDA code, the driver and each GPU. Works without any of them.
 std::string cuda_description();
-/// load_backend(Device::cuda, …); throws std::invalid_argument in a build without it,
+/// load_backend(Device::cuda, …). Throws std::invalid_argument in a build without CUDA,
 /// std::runtime_error without a device.
 std::unique_ptr<Backend> load_cuda_backend(const std::filesystem::path& directory);
 
-// The backend on the CPU, of a model that is loaded already.
+// The CPU backend of a model that is already loaded.
 
-/// Shares the model's weights.
+/// The backend shares the model's weights.
 std::unique_ptr<Backend> cpu_backend(const Model& model, unsigned threads);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// Capture: what a decoder computes goes into a trace as it goes.
+// Capture: writes what a decoder computes to a trace, as it computes it.
 #pragma once
 
 #include <cstddef>
@@ -14,18 +14,18 @@
 #include "traces/trace.hpp"
 
 namespace kvlab {
-/// The header of a trace of a model that runs on `device` in float32, nothing rounded after RoPE;
-/// without the hashes. `options`: how it is run, for the record.
+/// The header of a trace of a model that runs on `device` in float32, without rounding after RoPE.
+/// It contains no hashes. `options`: how the model is run, for the record.
 TraceHeader trace_header(const ModelConfig& config, const std::string& device,
                          nlohmann::json options);
 /// The header of a trace that the CPU decoder writes.
 TraceHeader trace_header(const Model& model, nlohmann::json options);
 
-/// Feeds a TraceWriter, which must outlive it. Watch a decoder whose policy is `full`: a trace is
-/// of the whole cache.
+/// Writes to a TraceWriter, which must outlive it. The decoder's policy must be `full`, because a
+/// trace contains the whole cache.
 class Capture final : public DecoderObserver {
  public:
-  /// `progress` is called with the number of tokens written so far; may be empty.
+  /// `progress` gets the number of tokens written so far; may be empty.
   explicit Capture(TraceWriter& writer, std::function<void(std::uint32_t)> progress = {})
       : writer_(writer), progress_(std::move(progress)) {}
 
@@ -39,27 +39,27 @@ class Capture final : public DecoderObserver {
 
  private:
   TraceWriter& writer_;
-  std::size_t tokens_ = 0;  // of the append
+  std::size_t tokens_ = 0;  // tokens of the current append
   std::function<void(std::uint32_t)> progress_;
 };
 
-// What a replay takes of a checkpoint: its output projections, whole or in 64 random directions, in
-// which an error of attention's outputs goes into the residual stream.
+// What a replay reads from a checkpoint: its output projections, whole or as a sketch in 64 random
+// directions, which shows how an error of attention's outputs enters the residual stream.
 
-inline constexpr std::uint64_t kSketchSeed = 1;  ///< of captures
+inline constexpr std::uint64_t kSketchSeed = 1;  ///< the seed that captures use
 
-/// The sketch of a checkpoint's output projections, from its files. Throws what ModelConfig and
-/// Checkpoint throw.
+/// Computes the sketch of a checkpoint's output projections from its files. Throws what ModelConfig
+/// and Checkpoint throw.
 OutputSketch output_sketch(const std::filesystem::path& directory, std::uint64_t seed,
                            unsigned threads);
 
-/// One layer of a sketch, [inputs, 64], to be added to zeros: read_row(output, row) puts a row
-/// [inputs] of W_o.
+/// Adds one layer of a sketch to `sketch` [inputs, 64], which starts as zeros. `read_row(output,
+/// row)` writes row `output` of W_o [inputs] to `row`.
 void add_layer_sketch(std::uint64_t seed, std::size_t layer, std::size_t hidden,
                       const std::function<void(std::size_t, float*)>& read_row,
                       std::span<float> sketch);
 
-/// The output projections themselves, likewise.
+/// Reads the whole output projections. Throws what ModelConfig and Checkpoint throw.
 OutputProjections read_output_projections(const std::filesystem::path& directory);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// The token-by-token decoder on the CPU: one sequence, any policy at any budget, by the one rule.
+// The CPU decoder: one sequence, fed token by token, under any policy and budget.
 #pragma once
 
 #include <cstdint>
@@ -12,38 +12,38 @@
 
 namespace kvlab {
 
-/// The live tokens of one KV head, by age.
+/// The live tokens of one KV head, oldest first.
 struct LiveTokens {
   std::span<const std::uint32_t> positions;
-  std::span<const std::byte> states;     ///< [token, slot_bytes]: the policy's
-  std::span<const float> features = {};  ///< [token, features of the policy]
+  std::span<const std::byte> states;     ///< [token, slot_bytes]: policy state
+  std::span<const float> features = {};  ///< [token, feature of the policy]
 
   std::uint32_t size() const { return static_cast<std::uint32_t>(positions.size()); }
 };
 
-/// Watches a decoder. Calls come from the thread that feeds, in a fixed order: begin_append; for
-/// each layer, evicted of every KV head, observed of every KV head, layer, residual; end_append.
-/// Pointers live during the call.
+/// Watches a decoder. All calls come from the thread that feeds it, in this order: begin_append();
+/// for each layer evicted() of every KV head, observed() of every KV head, layer(), residual();
+/// end_append(). Spans are valid during the call only.
 class DecoderObserver {
  public:
   virtual ~DecoderObserver() = default;
-  /// Before the layers of an append. `new_segment`: a prompt begins with it.
+  /// Before the layers of an append. `new_segment`: the append begins a new prompt.
   virtual void begin_append(std::span<const std::int32_t> /*ids*/, std::uint32_t /*first*/,
                             SegmentKind /*kind*/, bool /*new_segment*/) {}
-  /// One KV head evicted to the budget for the append. Called also where nothing was evicted;
-  /// positions ascend.
+  /// One KV head has evicted to the budget. Called also if nothing was evicted. Positions ascend.
   virtual void evicted(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/, std::uint32_t /*now*/,
                        std::span<const std::uint32_t> /*victim_positions*/) {}
-  /// One KV head observed: what each live token by age received (empty if the policy needs
-  /// nothing).
+  /// One KV head has observed. `seen`: what each live token received, oldest first; empty if the
+  /// policy needs nothing.
   virtual void observed(std::uint32_t /*layer*/, std::uint32_t /*kv_head*/,
                         const LiveTokens& /*live*/, std::span<const Observation> /*seen*/) {}
-  /// The tensors of a layer, before RoPE, and the attention outputs; see TraceWriter::layer.
+  /// The tensors of a layer, before RoPE, and its attention outputs, as in TraceWriter::layer.
   virtual void layer(std::uint32_t /*layer*/, std::span<const float> /*q*/,
                      std::span<const float> /*k*/, std::span<const float> /*v*/,
                      std::span<const float> /*out*/, std::span<const float> /*lse*/) {}
-  /// The residual stream x [n, hidden] after the layer's attention output was added; not of models
-  /// with a norm behind that, which an error before it does not reach as it is.
+  /// The residual stream x [n, hidden] after the layer's attention output was added. Not called for
+  /// models with a norm after attention, because an error of the output is normalized before it
+  /// reaches the stream.
   virtual void residual(std::uint32_t /*layer*/, std::span<const float> /*x*/) {}
   virtual void end_append() {}  ///< after the last layer
 };
@@ -55,22 +55,24 @@ class Decoder : public SequenceDecoder {
   Decoder(const Model& model, ResolvedConfig cache, unsigned threads);
   ~Decoder() override;
 
-  void watch(DecoderObserver* observer);  ///< null: none
+  void watch(DecoderObserver* observer);  ///< null: no observer
 
-  /// Feeds tokens: a prompt is appended by its prefill, decoded tokens one by one (by `full`,
-  /// which makes no difference between them, hundreds at once). Returns the logits [vocab] of the
-  /// last one, valid until the next call. `all_logits`: where to put those of every token [n,
-  /// vocab]. Throws std::invalid_argument for no tokens, std::out_of_range for an id outside the
-  /// vocabulary.
+  /// Feeds tokens. A prompt is appended as the configuration's prefill says, decoded tokens one by
+  /// one. Under `full`, where chunks make no difference, hundreds of tokens are appended at once.
+  /// Returns the logits [vocab] of the last token, valid until the next call. `all_logits`: where
+  /// to write the logits of every token [n, vocab]. Throws std::invalid_argument if there are no
+  /// tokens, std::out_of_range for an id outside the vocabulary.
   std::span<const float> feed(std::span<const std::int32_t> ids, SegmentKind kind,
                               std::vector<float>* all_logits = nullptr) override;
   void extend(Sampler& sampler, std::uint32_t count,
               const std::function<bool(std::int32_t id)>& on_id) override;
 
-  /// Feeds decoders of one model without an observer, each as feed() would, bit for bit, with the
-  /// weights read once for all. step(): ids [decoder], decoded ones. prompt(): the same for all;
-  /// those decoders that are new and append it whole have it computed once. `logits`: where to put
-  /// those of the last tokens [decoder, vocab], or null.
+  /// Feeds several decoders of one model that have no observer, reading the weights once for all.
+  /// The results are bit-identical to feed() of each.
+  ///
+  /// step() feeds each decoder one decoded token, `ids` [decoder]. prompt() feeds all the same
+  /// prompt; it is computed once for those decoders that are new and append it whole. `logits`:
+  /// where to write the logits of the last tokens [decoder, vocab], or null.
   static void step(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,
                    float* logits);
   static void prompt(std::span<Decoder* const> decoders, std::span<const std::int32_t> ids,

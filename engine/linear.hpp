@@ -1,4 +1,4 @@
-// A linear layer: weights in panels, an optional bias, computed in tiles by several threads.
+// A linear layer with weights in panels and an optional bias. Several threads compute it in tiles.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ struct Linear {
   std::vector<float> bias;  // [outputs], or empty
 };
 
-/// A part of the product of some rows of x by some panels of a weight.
+/// A tile of a product: some rows of x times some panels of a weight.
 struct Tile {
   std::size_t first_row, rows;
   std::size_t first_panel, panels;  ///< of 16 outputs each
@@ -22,22 +22,24 @@ struct Tile {
 };
 
 inline constexpr std::size_t kTileRows = 48, kTilePanels = 16;
-/// Room for the product of a tile: [kTileRows, kTileColumns].
+/// The product of a tile is at most [kTileRows, kTileColumns].
 inline constexpr std::size_t kTileColumns = kTilePanels * 16;
 
-/// Calls body(tile) for all tiles of [n, inputs] x [outputs, inputs]; little work stays on the
-/// calling thread. How the work is cut does not change any result.
+/// Calls body(tile) for all tiles of [n, inputs] x [outputs, inputs]. Small products stay on the
+/// calling thread. The result does not depend on how the work is divided.
 void for_tiles(std::size_t n, const Panels& weight, unsigned threads,
                const std::function<void(const Tile&)>& body);
 
-/// The product of a tile with its bias, to y [rows, kTileColumns]; x [n, inputs].
+/// Computes a tile of the product plus bias: x [n, inputs] to y [rows, kTileColumns].
 void tile_product(const Linear& layer, const float* x, const Tile& tile, float* y);
 
-/// y = x W^T + bias, or y += that; x [n, inputs], y [n, outputs].
+/// apply() computes y = x W^T + bias, apply_and_add() adds that to y. x [n, inputs], y [n,
+/// outputs].
 void apply(const Linear& layer, const float* x, std::size_t n, float* y, unsigned threads);
 void apply_and_add(const Linear& layer, const float* x, std::size_t n, float* y, unsigned threads);
 
-/// body(first, count) for blocks of n rows, where a row takes `work` multiplications or so.
+/// Calls body(first, count) for blocks of n rows on several threads. `work`: about how many
+/// multiplications a row takes.
 void for_rows(std::size_t n, std::size_t work, unsigned threads,
               const std::function<void(std::size_t first, std::size_t count)>& body);
 

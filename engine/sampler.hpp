@@ -1,4 +1,4 @@
-// Choosing the next token from logits.
+// Samples the next token from logits, and scores logits.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,18 @@ struct SamplingOptions {
   std::uint64_t seed = 0;
 };
 
-/// Deterministic: the sample depends on (seed, counter) alone. Greedy ties: the lowest id.
+/// Samples deterministically: the token depends only on (seed, counter) and the logits. Greedy
+/// decoding takes the lowest id of equal logits.
 class Sampler {
  public:
   /// Throws std::invalid_argument for a temperature below 0 or a top_p outside (0, 1].
   explicit Sampler(SamplingOptions options);
-  /// Throws std::runtime_error where the largest logit is not finite.
+  /// Returns the sampled id. Throws std::runtime_error if the largest logit is not finite.
   std::int32_t pick(std::span<const float> logits);
 
   const SamplingOptions& options() const { return options_; }
   std::uint64_t counter() const { return counter_; }  ///< samples so far
-  /// Samples that were made elsewhere, from (seed, counter) too.
+  /// Counts samples that were made elsewhere from the same (seed, counter).
   void skip(std::uint64_t samples) { counter_ += samples; }
 
  private:
@@ -30,25 +31,26 @@ class Sampler {
   std::uint64_t counter_ = 0;
 };
 
-// How logits foretell: the score of a row beside another's, on the host.
+// Scores of predictions, computed on the host.
 
-/// One row of logits [vocab] scored against the token that followed and a yardstick's row, the full
-/// cache's.
+/// The score of one row of logits [vocab], against the token that followed and against a baseline's
+/// row (the full cache's).
 struct RowScore {
-  double nll = 0;           ///< -ln of what the row gives the token that followed
-  double kl = 0;            ///< of the yardstick's distribution from the row's, in nats
-  bool same_first = false;  ///< the likeliest token is the yardstick's
-  std::int32_t first = 0;   ///< the likeliest token; the lowest id of several
+  double nll = 0;           ///< -ln p of the token that followed, in nats
+  double kl = 0;            ///< KL(baseline || row), in nats
+  bool same_first = false;  ///< whether the most probable token is the baseline's
+  std::int32_t first = 0;   ///< the most probable token; of several, the lowest id
 };
 RowScore score_row(std::span<const float> yardstick, std::span<const float> logits,
                    std::int32_t next);
 
-/// Rows of logits, and what each is scored against.
+/// Rows of logits, and what each row is scored against.
 struct ScoredRows {
-  const float* logits;                           ///< [row, vocab], in a backend's LogitMemory
-  const float* yardstick;                        ///< [its row, vocab], likewise; may be `logits`
-  std::span<const std::int32_t> yardstick_rows;  ///< [row]: which of the yardstick's
-  std::span<const std::int32_t> next;            ///< [row]: what followed; -1: not scored, zeros
+  const float* logits;     ///< [row, vocab], in a backend's LogitMemory
+  const float* yardstick;  ///< [baseline row, vocab], in a backend's LogitMemory; may be `logits`
+  std::span<const std::int32_t> yardstick_rows;  ///< [row]: index of the baseline's row
+  std::span<const std::int32_t> next;  ///< [row]: the token that followed; -1: the row is not
+                                       ///< scored, and its score is zero
 };
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// RoPE of a sequence whose length nobody knows.
+// RoPE tables of a sequence whose length is not known in advance.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace kvlab {
 
-/// The table of all positions so far, and of as many to come.
+/// A table of cos and sin that grows with the sequence, by doubling.
 class GrowingRope {
  public:
   explicit GrowingRope(Rope rope) : rope_(std::move(rope)) {}

@@ -45,8 +45,8 @@ struct HeadAppend {
 
 class HeadCache {
  public:
-  /// `live`: nobody yet; `output`: for features that are computed from it; `brought`: those of the
-  /// prompt's tokens that are not computed.
+  /// `live`: an empty set; `output`: for features that are computed from it; `feature_values`:
+  /// those of the prompt's tokens that are not computed.
   HeadCache(const HeadShape& shape, LiveSet live, OutputWeights output = {},
             FeaturesByName feature_values = {});
 
@@ -124,10 +124,11 @@ class HeadCache {
   std::vector<float> values_;  // [row, dim]
   std::vector<float>
       plain_keys_;  // [row, dim], before RoPE; only where positions are cache positions
-  std::vector<std::uint32_t> rotated_to_;  // [row]: the position that a key is rotated to; likewise
+  std::vector<std::uint32_t> rotated_to_;  // [row]: the position that a key is rotated to; only
+                                           // with cache positions
   std::vector<int>
       tiers_;  // [row]: whose format it has, or -1: as it was computed; only with quantization
-  std::uint32_t old_ = 0;  // live tokens that are placed by number, the oldest; likewise
+  std::uint32_t old_ = 0;  // oldest live tokens, which are rotated to cache positions
 
   std::mutex seen_mutex_;
   Tally seen_;

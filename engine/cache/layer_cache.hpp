@@ -1,5 +1,6 @@
-// The caches of one layer's KV heads. Whoever computes queries, keys and values takes the four
-// steps of the rule with it: evict_to_budget() of each head, attend(), observe() of each head.
+// The CPU caches of one layer's KV heads. A caller that has queries, keys and values runs the four
+// steps of the rule: evict_to_budget() of each head, attend() (steps 2 and 3), observe() of each
+// head.
 #pragma once
 
 #include <cstdint>
@@ -10,34 +11,34 @@
 
 namespace kvlab {
 
-/// What the tokens of an append bring, before RoPE, and where their outputs go.
+/// Queries, keys and values of an append, before RoPE, and where its outputs go.
 struct LayerRows {
-  std::uint32_t first, tokens;  ///< position of the first one, and how many
+  std::uint32_t first, tokens;  ///< position of the first token; number of tokens
   const float* q;               // [token, kv_heads * group, dim]
   const float *k, *v;           // [token, kv_heads, dim]
-  float* out;                   // as q
+  float* out;                   // [token, kv_heads * group, dim]
   float* lse;                   // [token, kv_heads * group], natural logarithm
 };
 
 class LayerCache {
  public:
-  /// `kv_heads` KV heads of layer `layer`, empty, under `config`. `output`: for features that are
-  /// computed from it, which outlive the cache; or null.
+  /// Empty caches for `kv_heads` KV heads of layer `layer`. `output`: weights for features that are
+  /// computed from them, or null; they must outlive the cache.
   LayerCache(const ResolvedConfig& config, const HeadShape& shape, std::uint32_t kv_heads,
              std::uint32_t layer, const OutputProjections* output = nullptr);
 
-  /// What `other` holds between two appends.
+  /// Copies a cache between two appends.
   LayerCache(const LayerCache& other);
   LayerCache& operator=(const LayerCache&) = delete;
 
   std::deque<HeadCache>& heads() { return heads_; }
   const std::deque<HeadCache>& heads() const { return heads_; }
 
-  /// Steps 2 and 3 for all heads. `rope` covers the last position. Outputs that are not wanted are
-  /// computed only for what a policy observes.
+  /// Steps 2 and 3 for all heads. `rope` must cover the last position. With `wants_outputs` false,
+  /// only outputs that a policy observes are computed.
   void attend(const LayerRows& rows, const RopeTable& rope, unsigned threads,
               bool wants_outputs = true);
-  /// That was the end of a prompt segment.
+  /// Ends a prompt segment.
   void end_prompt();
 
  private:
@@ -47,9 +48,9 @@ class LayerCache {
 
   HeadShape shape_;
   bool observes_ = false;
-  std::uint32_t tokens_ = 0;  // so far
+  std::uint32_t tokens_ = 0;  // tokens appended so far
   LiveSet::Identity identity_;
-  std::shared_ptr<const PolicyEntry> looker_;  // null: rows are not observed
+  std::shared_ptr<const PolicyEntry> looker_;  // null: the policy reads no rows
   std::deque<HeadCache> heads_;
 };
 

@@ -1,4 +1,4 @@
-// The tensors of a Hugging Face checkpoint: one safetensors file, or several with an index.
+// Reads the tensors of a Hugging Face checkpoint: one safetensors file, or several with an index.
 #pragma once
 
 #include <filesystem>
@@ -13,29 +13,30 @@
 
 namespace kvlab {
 
-/// How the files end that hold weights as other programs keep them.
+/// File name endings of weights, in the formats of this and other programs.
 inline constexpr std::string_view kOtherWeights[] = {
     ".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"};
-/// For a folder that lacks the file `wanted`: throws std::runtime_error that names a file there
-/// with one of the `endings`, and the way from it to what is read.
+/// Reports a folder that lacks the file `wanted`. If a file with one of `endings` is there, throws
+/// std::runtime_error that names it and says how to convert it.
 void refuse_other_files(const std::filesystem::path& directory, std::string_view wanted,
                         std::span<const std::string_view> endings);
 
-/// All tensors of a checkpoint by name, as views into the mapped files.
+/// The tensors of a checkpoint by name, as views into the mapped files.
 class Checkpoint {
  public:
-  /// Opens model.safetensors or, where there is none, the files that model.safetensors.index.json
-  /// names. Throws std::runtime_error that names the file: missing, broken, a tensor that the index
-  /// puts into a file that does not hold it, a tensor in two files.
+  /// Opens model.safetensors or, if there is none, the files that model.safetensors.index.json
+  /// names. Throws std::runtime_error that names the file: a missing or broken file, a tensor that
+  /// is not in the file that the index names, a tensor in two files.
   static Checkpoint open(const std::filesystem::path& directory);
 
   bool contains(std::string_view name) const;
-  /// A floating-point tensor of this shape. Throws std::runtime_error that names file and tensor
-  /// otherwise.
+  /// Returns a floating-point tensor. Throws std::runtime_error that names file and tensor if there
+  /// is no such tensor, or it has another shape.
   const TensorView& at(std::string_view name, std::span<const std::size_t> shape) const;
-  /// The file that holds a tensor.
+  /// The file that contains a tensor.
   const std::filesystem::path& file_of(std::string_view name) const;
-  /// XXH3-64 of the file; of several files, that of their own hashes (hex digits, by file name).
+  /// XXH3-64 of the file. For several files, the hash of their hashes (hex digits, in the order of
+  /// file names).
   std::string xxh3() const;
 
  private:
@@ -45,12 +46,12 @@ class Checkpoint {
   friend class TensorReader;
 };
 
-/// A tokenizer.json that is longer is refused before it is read: the largest known have half of it.
+/// A longer tokenizer.json is refused before it is read. The largest known files are half as long.
 constexpr std::size_t kMaxTokenizerBytes = std::size_t{64} << 20;
 /// XXH3-64 of a model's tokenizer.json; empty if there is none.
 std::string tokenizer_xxh3(const std::filesystem::path& directory);
 
-/// Takes a model's tensors out of a checkpoint, and notes which it took.
+/// Reads a model's tensors from a checkpoint and records which it read.
 class TensorReader {
  public:
   /// `checkpoint` must outlive the reader.
@@ -58,14 +59,14 @@ class TensorReader {
 
   /// As Checkpoint::at().
   const TensorView& take(const std::string& name, std::span<const std::size_t> shape);
-  /// Takes a head that is tied to the tensor `of`, if it is stored once more. Throws
-  /// std::runtime_error unless it is the same then.
+  /// Reads the output head if the file contains it, although it is tied to the tensor `of`. Throws
+  /// std::runtime_error if the two differ.
   void take_copy(const std::string& name, const std::string& of,
                  std::span<const std::size_t> shape);
-  /// Throws std::runtime_error that names the file and the tensor: a value is not finite.
+  /// Throws std::runtime_error that says in which file and tensor a value is not finite.
   [[noreturn]] void refuse_not_finite(const std::string& name, std::string_view in = "") const;
-  /// Throws std::runtime_error that names a tensor that was not taken, but for what older files
-  /// store of RoPE.
+  /// Throws std::runtime_error that names a tensor that was not read. Ignores RoPE tensors of older
+  /// files.
   void refuse_rest() const;
 
  private:

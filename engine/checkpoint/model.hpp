@@ -1,5 +1,6 @@
 // A decoder-only transformer on the CPU, as building blocks: weights in bf16 or float32 panels,
-// arithmetic in float32. A row's result does not depend on how many rows are computed with it.
+// arithmetic in float32. The result of a row does not depend on how many rows are computed
+// together.
 #pragma once
 
 #include <cstdint>
@@ -16,73 +17,80 @@
 
 namespace kvlab {
 
-/// Where a block has RMS norms: the tensors' names in its layer; empty: none there.
+/// The RMS norms of a block, by the names of their tensors. An empty name: there is no norm.
 struct BlockNorms {
   std::string_view before_attention = "input_layernorm", behind_attention = {},
                    before_mlp = "post_attention_layernorm", behind_mlp = {};
 };
 
-/// Layers whose MLP is of experts, of which a router chooses some for each token.
+/// Layers with a mixture of experts, of which a router chooses some for each token.
 struct Experts {
-  std::uint32_t count = 0, chosen = 0;  ///< 0: none
-  std::uint32_t mlp = 0;                ///< width of each
-  bool among_chosen = false;            ///< the router's softmax is over the chosen, not over all
-  bool stacked = false;  ///< in one tensor [expert, input, output], gate and up in turns; biases
-  std::vector<bool> layers = {};  ///< which ones
+  std::uint32_t count = 0, chosen = 0;  ///< experts of a layer, and how many a token uses; 0: none
+  std::uint32_t mlp = 0;                ///< MLP width of each expert
+  bool among_chosen = false;      ///< the router's softmax is over the chosen experts, not over all
+  bool stacked = false;           ///< one tensor [expert, input, output] with gate and up outputs
+                                  ///< interleaved, and biases
+  std::vector<bool> layers = {};  ///< [layer]: whether the layer has experts
 };
 
-/// What config.json says.
+/// The contents of config.json.
 struct ModelConfig {
-  std::string name;          ///< the directory's name
+  std::string name;          ///< name of the directory
   std::string architecture;  ///< LlamaForCausalLM, …
   std::uint32_t layers = 0, hidden = 0, query_heads = 0, kv_heads = 0, head_size = 0, mlp = 0,
                 vocab = 0;
   std::uint32_t trained_context = 0;  ///< max_position_embeddings
   float norm_epsilon = 0;
-  float norm_offset = 0;      ///< norms multiply by this and their weight
-  float embedding_scale = 1;  ///< of a token's embedding, not of the output matrix
+  float norm_offset = 0;      ///< norms multiply by (norm_offset + weight)
+  float embedding_scale = 1;  ///< factor on a token's embedding, but not on the output matrix
   BlockNorms norms;
   bool tied_head = false, qkv_bias = false, output_bias = false, mlp_bias = false, qk_norm = false,
-       whole_qk_norm = false,  ///< of all heads together
-      gelu = false,            ///< by tanh; otherwise silu
-      fused = false,           ///< one tensor has q, k and v, one the gate and up
-      sinks = false;           ///< layers have sink logits; in `rows` once weights are loaded
-  float clamp = 0;             ///< of experts' gates and ups (gate * sigmoid(1.702 gate)); 0: none
+       whole_qk_norm = false,  ///< qk_norm is one norm over all heads
+      gelu = false,            ///< activation: GELU by its tanh approximation; otherwise SiLU
+      fused = false,           ///< one tensor contains q, k and v, and one contains gate and up
+      sinks = false;  ///< layers have sink logits, which are in `rows` once the weights are loaded
+  float clamp = 0;    ///< limit of experts' gate and up values (activation gate * sigmoid(1.702
+                      ///< gate)); 0: none
   Experts experts;
-  std::uint32_t rotated = 0;  ///< dimensions that turn, first in a checkpoint's heads
+  std::uint32_t rotated = 0;  ///< dimensions that RoPE rotates, the first ones of a head in the
+                              ///< checkpoint
   Dtype weights_dtype = Dtype::bf16;
-  std::int32_t bos = -1;          ///< as config.json says; the tokenizer has the say; -1: none
+  std::int32_t bos = -1;  ///< from config.json; -1: none. The tokenizer's value takes precedence.
   std::vector<std::int32_t> eos;  ///< may be empty
-  std::vector<RowSpec> rows;      ///< by layer: how its queries attend
-  JsonValue rope_config;          ///< of the layers without a window, for people
-  std::vector<std::string> unknown_keys;  ///< of config.json, which may change what is computed
+  std::vector<RowSpec> rows;      ///< [layer]: how its queries attend
+  JsonValue rope_config;          ///< RoPE of the layers without a window, for people to read
+  std::vector<std::string> unknown_keys;  ///< keys of config.json that kvlab does not know and that
+                                          ///< may change the model
 
-  /// The shape of this model's traces; the CPU decoder's q, k and v are float32.
+  /// The shape of this model's traces. The CPU decoder's q, k and v are float32.
   ModelShape shape() const { return {layers, query_heads, kv_heads, head_size, Dtype::f32}; }
   CacheShape heads() const;
   bool has_experts(std::uint32_t layer) const { return experts.count > 0 && experts.layers[layer]; }
-  bool has_windows() const;                                           ///< some layer has one
-  bool norms_each_head() const { return qk_norm && !whole_qk_norm; }  ///< of q and k
-  /// Of the layers without a window, which attend alike; of the first, where all have one.
+  bool has_windows() const;  ///< whether some layer has a sliding window
+  /// Whether q and k are normed head by head.
+  bool norms_each_head() const { return qk_norm && !whole_qk_norm; }
+  /// The row of the layers without a window, which all attend in the same way; of the first layer
+  /// if all have a window.
   const RowSpec& full_attention_row() const;
   const Rope& rope() const { return full_attention_row().rope; }
-  /// Rotation tables of the rows, numbered from 0.
+  /// Number of RoPE tables that the rows use; they are numbered from 0.
   std::uint32_t rope_tables() const;
   const Rope& rope_of_table(std::uint32_t table) const;
   float softmax_scale() const { return full_attention_row().scale; }
 };
 
-/// The architectures that are supported, and each one's model_type.
+/// The supported architectures, each with its model_type.
 std::vector<std::pair<std::string, std::string>> supported_architectures();
-/// Throws std::runtime_error that names the file and key: missing, out of range, or an architecture
-/// or option that is not supported (other activations, other RoPE types, …).
+/// Reads config.json. Throws std::runtime_error that names the file and key: a key is missing or
+/// out of range, or an architecture or option is not supported (other activations, other RoPE
+/// types, …).
 ModelConfig load_model_config(const std::filesystem::path& directory);
-/// Reads one config.json, wherever it lies; `name` is the model's. Throws as load_model_config().
+/// Reads a config.json at any path. `name` is the model's name. Throws as load_model_config().
 ModelConfig read_model_config(const std::filesystem::path& path, std::string name);
 
-/// The row of a checkpoint's q or k that stands at `row` here: dimensions that turn together are
-/// half a head apart, those that do not turn (the last ones of a checkpoint's head) come after
-/// either half.
+/// The checkpoint's row of q or k that becomes row `row` in kvlab's layout, where a rotated pair is
+/// half a head apart. Dimensions that RoPE does not rotate (the last ones of a checkpoint's head)
+/// follow the rotated ones in each half.
 std::size_t turned_row(std::size_t row, std::size_t head_size, std::size_t rotated);
 
 class Model {
@@ -92,25 +100,27 @@ class Model {
   static Model load(const std::filesystem::path& directory, unsigned threads);
 
   const ModelConfig& config() const;
-  /// XXH3-64 of the weight files and of tokenizer.json (empty if there is none).
+  /// XXH3-64 of the weight files, and of tokenizer.json (empty if there is none).
   const std::string& weights_xxh3() const;
   const std::string& tokenizer_xxh3() const;
 
-  // Rows are tokens; all matrices are row-major float32. `n` rows each; work is spread over
-  // `threads` in fixed tiles. Throws std::out_of_range for an id outside the vocabulary.
-  void embed(std::span<const std::int32_t> ids, float* x) const;  // x [n, hidden]
-  /// norm, projections, biases, q/k norm; before RoPE. q [n, query_heads, head_size], k and v
+  // Rows are tokens. All matrices are row-major float32 with `n` rows. Work is spread over
+  // `threads` in fixed tiles.
+  // Writes embeddings to x [n, hidden]. Throws std::out_of_range for an id outside the vocabulary.
+  void embed(std::span<const std::int32_t> ids, float* x) const;
+  /// Norm, projections, biases and q/k norm, before RoPE. q [n, query_heads, head_size]; k and v
   /// [n, kv_heads, head_size].
   void attention_inputs(std::uint32_t layer, const float* x, std::size_t n, float* q, float* k,
                         float* v, unsigned threads) const;
-  /// x += output projection of o [n, query_heads, head_size], with a norm behind it likewise.
+  /// x += output projection of o [n, query_heads, head_size], followed by a norm if the model has
+  /// one there.
   void attention_output(std::uint32_t layer, const float* o, std::size_t n, float* x,
                         unsigned threads) const;
-  /// Weights of attention_output(), made at the first call.
+  /// The weights of attention_output(), converted on the first call.
   std::shared_ptr<const OutputProjections> output_projections() const;
-  /// x += down(act(gate(norm(x))) * up(norm(x))), with a norm behind where there is one.
+  /// x += down(act(gate(norm(x))) * up(norm(x))), followed by a norm if the model has one there.
   void mlp(std::uint32_t layer, float* x, std::size_t n, unsigned threads) const;
-  /// logits [n, vocab] of the final norm of x.
+  /// The logits [n, vocab] of x, after the final norm.
   void logits(const float* x, std::size_t n, float* out, unsigned threads) const;
 
  private:

@@ -1,4 +1,4 @@
-// Turns of a conversation: a prompt is fed, an answer is sampled token by token.
+// A conversation in turns: it feeds a prompt and samples an answer token by token.
 #pragma once
 
 #include <cstdint>
@@ -17,26 +17,26 @@
 #include "engine/tokenizer/tokenizer.hpp"
 
 namespace kvlab {
-/// The first `most` token ids of a sequence's first text, with the special tokens that the
-/// tokenizer adds; what it puts in front is not put there again where the text begins with it.
+/// Encodes a sequence's first text with the special tokens that the tokenizer adds, and returns the
+/// first `most` ids. A special token that the text already begins with is not added again.
 std::vector<std::int32_t> encode_prompt(const Tokenizer& tokenizer, std::string_view text,
                                         std::size_t most = std::numeric_limits<std::size_t>::max());
 
-/// How many of `before` a text begins with itself.
+/// How many ids at the start of `before` the text already begins with.
 std::size_t begun_with(std::span<const std::int32_t> text, std::span<const std::int32_t> before);
 
-/// The most tokens that `turns` and their answers come to. Throws std::invalid_argument if that is
-/// 2^31 or more: positions and budgets stay below.
+/// The most tokens that `turns` and their answers may have. Throws std::invalid_argument if that is
+/// 2^31 or more, because positions and budgets are smaller.
 std::uint32_t max_tokens(std::span<const std::vector<std::int32_t>> turns,
                          std::uint32_t max_new_tokens);
 
 struct Answer {
-  std::vector<std::int32_t> ids;  ///< sampled, an end-of-text token included
+  std::vector<std::int32_t> ids;  ///< sampled ids, the end-of-text token included
   std::string text;               ///< valid UTF-8
-  bool ended = false;             ///< by an end-of-text token
+  bool ended = false;             ///< whether an end-of-text token ended the answer
 };
 
-/// Tokens fed and the time they took.
+/// Number of tokens and the time that they took.
 struct Pace {
   std::uint64_t tokens = 0;
   double seconds = 0;
@@ -48,12 +48,12 @@ struct Pace {
 
 class Conversation {
  public:
-  /// All must outlive the conversation.
+  /// All arguments must outlive the conversation.
   Conversation(SequenceDecoder& decoder, const ModelConfig& config, const Tokenizer& tokenizer,
                SamplingOptions sampling);
 
-  /// Feeds a prompt, behind the last token of the answer before it (which nothing followed, so it
-  /// was not fed), and samples at most `max_new_tokens`. `on_text` gets the answer as it comes.
+  /// Feeds the last token of the previous answer, which was sampled but not fed, and then a prompt;
+  /// samples at most `max_new_tokens`. `on_text` gets the answer piece by piece.
   Answer ask(std::span<const std::int32_t> prompt, std::uint32_t max_new_tokens,
              const std::function<void(const std::string&)>& on_text);
 
@@ -71,48 +71,49 @@ class Conversation {
   Pace prompt_pace_, decode_pace_;
 };
 
-// How many positions a sequence needs, beside those that its model was trained on.
+// Compares the positions that a sequence needs with the context that its model was trained on.
 
-/// Positions that the model will meet in `length` tokens: of the whole sequence, or of the cache
-/// where they are at cache positions.
+/// The positions that the model meets in a sequence of `length` tokens: those of the sequence or,
+/// with cache positions, those of the cache.
 std::uint32_t needed_positions(const ResolvedConfig& cache, std::uint32_t longest_prompt,
                                std::uint32_t length);
 
-/// The cache that stays within what the model was trained on, whatever the length: advice for the
-/// two below.
+/// Advice for the two functions below: settings of a cache that stays within the trained context at
+/// any length.
 std::string cache_positions_advice(const ModelConfig& config);
 
-/// Throws std::invalid_argument where prompts alone need more positions than the model was trained
+/// Throws std::invalid_argument if the prompts alone need more positions than the model was trained
 /// on. The message says what would fit, and `advice`.
 void refuse_beyond_context(const ModelConfig& config, std::uint32_t positions,
                            const std::string& advice = "");
 
-/// What to warn of before decoding over so many positions; "": nothing.
+/// A warning before decoding over this many positions; "" if there is nothing to warn of.
 std::string context_warning(const ModelConfig& config, std::uint32_t positions,
                             const std::string& advice = "");
 
-// Text as its tokens come: whole UTF-8 characters only.
+// Streams text while its tokens arrive, in whole UTF-8 characters.
 
-/// Takes from the front of `bytes` all that is settled, as valid UTF-8: bytes that cannot be part
-/// of a character become U+FFFD; a character that may still be completed stays, unless `last`.
+/// Removes from the front of `bytes` everything that is complete and returns it as valid UTF-8.
+/// Bytes that cannot be part of a character become U+FFFD. An incomplete last character stays,
+/// unless `last`.
 std::string take_utf8(std::string& bytes, bool last);
 
 class TextStream {
  public:
-  /// `context`: the ids before the first one, which may decide about its leading space.
+  /// `context`: the ids before the first one. They may decide whether it starts with a space.
   TextStream(const Tokenizer& tokenizer, std::span<const std::int32_t> context);
 
-  /// The text that `id` completes; special tokens have none.
+  /// Adds an id and returns the text that it completes. Special tokens have no text.
   std::string add(std::int32_t id);
-  /// What is left, made valid.
+  /// Returns the rest of the text as valid UTF-8.
   std::string finish() { return take_utf8(pending_, true); }
 
  private:
   void shorten(std::size_t length);
 
   const Tokenizer& tokenizer_;
-  std::vector<std::int32_t> window_;  // the last ids
-  std::size_t known_bytes_ = 0;       // of the window's text, those of ids added before
+  std::vector<std::int32_t> window_;  // the most recent ids
+  std::size_t known_bytes_ = 0;       // bytes of the window's text that were returned before
   std::string pending_;
 };
 

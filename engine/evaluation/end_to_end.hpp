@@ -1,5 +1,6 @@
-// The end-to-end evaluation, teacher-forced and exact layer by layer: all tokens' q, k, v by large
-// products, this layer's attention by the replay core under the policy, then the next layer.
+// The end-to-end evaluation on the CPU, teacher-forced, layer by layer. For each layer it computes
+// the q, k and v of all tokens by large products, then attention under the policy by the replay's
+// code, then the next layer. The result is exact.
 #pragma once
 
 #include <cstdint>
@@ -14,55 +15,56 @@
 
 namespace kvlab {
 
-/// What one configuration did on one sequence, by scored token.
+/// The scores of one configuration on one sequence, for each scored token.
 struct EvalScores {
   std::vector<double> nll;               ///< -ln p(next token)
-  std::vector<double> kl;                ///< from the full cache's distribution, nats
-  std::vector<std::uint8_t> same_first;  ///< the most probable token is the full cache's
-  std::vector<float> seconds;            ///< that feeding took; empty where it is not by token
+  std::vector<double> kl;                ///< KL from the full cache's distribution, in nats
+  std::vector<std::uint8_t> same_first;  ///< whether the most probable token is the full cache's
+  std::vector<float> seconds;  ///< time to feed the token; empty if not measured for each token
   std::uint64_t kv_bytes_peak =
-      0;  ///< keys and values, in the evaluation's dtype, all layers and heads
+      0;  ///< Peak bytes of keys and values in the evaluation's dtype, over all layers and heads.
 };
 
 struct SequenceOptions {
-  std::uint32_t prompt_tokens = 0;  ///< the first tokens, appended by each configuration's prefill
-  Queries queries = Queries::decode;  ///< which queries' predictions are scored
+  std::uint32_t prompt_tokens = 0;    ///< length of the prompt, which is appended as each
+                                      ///< configuration's prefill says
+  Queries queries = Queries::decode;  ///< the queries whose predictions are scored
   std::uint32_t sequence = 0;
   unsigned threads = 1;
-  /// The first configuration is `full`, the yardstick of kl and same_first; otherwise each is its
-  /// own, and they say nothing.
+  /// If true, the first configuration is `full`, the baseline of kl and same_first. If false, each
+  /// configuration is its own baseline, and these scores have no meaning.
   bool against_first = true;
-  std::function<void(double)> progress;  ///< may be empty; gets the share that is done
+  std::function<void(double)> progress;  ///< gets the fraction done, 0 to 1; may be empty
 };
 
-/// The tokens of a sequence as an evaluation sees them. Throws std::invalid_argument where none is
-/// left to score.
+/// Which tokens of a sequence are prompt, and which are scored. Throws std::invalid_argument if no
+/// token is scored.
 struct ScoredRange {
-  std::uint32_t prompt, first_scored;  ///< scored are the rows first_scored … tokens - 2
+  std::uint32_t prompt, first_scored;  ///< rows first_scored to tokens - 2 are scored
 };
 ScoredRange scored_range(std::uint32_t tokens, const SequenceOptions& options);
 
-/// Whether the whole prompt is one append; never where there is none. Its rows are then those of
-/// the full cache, whatever the policy.
+/// Whether the whole prompt is one append. Then its rows are the full cache's under any policy.
+/// False if there is no prompt.
 inline bool appends_prompt_at_once(const ResolvedConfig& config, const ScoredRange& range) {
   const Append& first = config.appends.front();
   return first.ends_prompt && first.tokens == range.prompt;
 }
 
-/// A prompt, and what is decoded behind it.
+/// The segments of a sequence: a prompt, then decoded tokens.
 std::vector<Segment> segments_of(std::uint32_t tokens, std::uint32_t prompt);
 
-/// Runs `ids` under every configuration. Configurations share layer 0. Throws
-/// std::invalid_argument: no token to score, protected tokens that do not fit.
+/// Runs `ids` under every configuration, sharing layer 0 among them. Throws std::invalid_argument
+/// if no token is scored or protected tokens do not fit a budget.
 std::vector<EvalScores> evaluate_by_layers(const Model& model, std::span<const std::int32_t> ids,
                                            std::span<const CacheConfig> configs,
                                            const SequenceOptions& options);
 
-// The end-to-end evaluation token by token, through a device's own decoder: teacher-forced, every
-// configuration beside the full cache.
+// The end-to-end evaluation token by token, teacher-forced, with a device's decoders: every
+// configuration next to the full cache.
 
-/// As evaluate_by_layers(), by decoders of `backend`. The prompt is appended by each
-/// configuration's prefill, every other token by itself. Bytes are those of the device's dtype.
+/// As evaluate_by_layers(), with decoders of `backend`. The prompt is appended as each
+/// configuration's prefill says, every other token by itself. Bytes are in the device's dtype.
 std::vector<EvalScores> evaluate_by_tokens(Backend& backend, std::span<const std::int32_t> ids,
                                            std::span<const CacheConfig> configs,
                                            const SequenceOptions& options);

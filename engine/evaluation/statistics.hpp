@@ -1,5 +1,5 @@
-// Statistics of scores: ranks, quantiles, and the bootstrap of what has no closed form.
-// Significance: sim/run/comparison.hpp.
+// Statistics of scores: rank correlation, quantiles, and the bootstrap for statistics without a
+// closed form.
 #pragma once
 
 #include <cstddef>
@@ -11,23 +11,21 @@
 
 namespace kvlab {
 
-/// Spearman's rank correlation, equal values sharing their mean rank; NaN where one side is
-/// constant.
+/// Spearman's rank correlation. Equal values share their mean rank. NaN if one side is constant.
 double spearman(std::span<const double> a, std::span<const double> b);
 
-/// The value that `share` (0 … 1) of the values do not exceed, in proportion between neighbours;
-/// NaN of none.
+/// The quantile at `share` (0 to 1), interpolated linearly between neighbours. NaN for no values.
 double quantile(std::vector<double> values, double share);
 
-/// The mean and the standard deviation of one value a text, say; the deviation is NaN of one.
+/// Mean and standard deviation of values. The deviation of one value is NaN.
 struct Spread {
   double mean, deviation;
 };
 Spread spread_of(std::span<const double> values);
 
-/// 95% of what `statistic` gives for items [0, count) resampled with replacement: the percentiles
-/// of its finite values. NaN for fewer than two items, or where it is never finite. The same
-/// resamples each time.
+/// The 95% bootstrap interval of `statistic` over items [0, count): percentiles of its finite
+/// values over resamples with replacement. NaN for fewer than two items, or if it is never finite.
+/// The resamples are the same in each call.
 Interval bootstrap(std::size_t count,
                    const std::function<double(std::span<const std::size_t>)>& statistic);
 

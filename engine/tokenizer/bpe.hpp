@@ -1,4 +1,4 @@
-// Byte pair encoding: a vocabulary, ranked merges, and how a piece of text becomes ids.
+// Byte pair encoding: a vocabulary and ranked merges, which turn a piece of text into ids.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace kvlab::tokenizer {
 
-/// Lets a map of strings be asked with a view.
+/// A hash that allows lookups of a string_view in a map of strings.
 struct StringHash {
   using is_transparent = void;
   std::size_t operator()(std::string_view text) const {
@@ -27,17 +27,17 @@ using StringMap = std::unordered_map<std::string, Value, StringHash, std::equal_
 
 class Bpe {
  public:
-  /// The `model` object of the file. Throws std::runtime_error for one that is broken or not BPE.
+  /// Reads the file's `model` object. Throws std::runtime_error for one that is broken or not BPE.
   explicit Bpe(const Node& model);
 
-  /// Appends the ids of one piece (valid UTF-8, as the pre-tokenizer made it), or the first `most`
-  /// of them and perhaps more. n log n.
+  /// Appends to `ids` the ids of one piece (valid UTF-8 from the pre-tokenizer), or the first
+  /// `most` of them and perhaps more. Takes O(n log n).
   void encode(std::string_view piece, std::vector<std::int32_t>& ids,
               std::size_t most = std::numeric_limits<std::size_t>::max()) const;
 
   const StringMap<std::int32_t>& vocabulary() const { return vocabulary_; }
   std::optional<std::int32_t> id_of(std::string_view token) const;
-  /// The token's characters that have no id are lost rather than read as `unk` or as bytes.
+  /// Whether characters without an id are lost, instead of becoming `unk` or bytes.
   bool loses_unknown_characters() const { return !unk_ && !byte_fallback_is_whole_; }
 
  private:
@@ -51,7 +51,7 @@ class Bpe {
   void read_vocabulary(const Node& model);
   void read_merges(const Node& model);
   void read_fallbacks(const Node& model);
-  /// Where a long piece may be cut, and its halves still have the ids of the whole.
+  /// The end of a block at which a long piece may be split without changing its ids.
   std::size_t end_of_block(std::string_view piece) const;
   bool stands_alone(std::string_view character) const;
   std::vector<std::int32_t> characters(std::string_view piece) const;
@@ -60,11 +60,11 @@ class Bpe {
 
   StringMap<std::int32_t> vocabulary_;
   Merges merges_;
-  std::unordered_set<std::uint64_t> junctions_;  // characters that some merge puts side by side
+  std::unordered_set<std::uint64_t> junctions_;  // pairs of characters that some merge joins
   std::optional<std::int32_t> unk_;
   std::vector<std::optional<std::int32_t>> byte_ids_;  // [byte]; empty without byte fallback
   bool byte_fallback_is_whole_ = false;
-  bool bytes_stand_alone_ = false;  ///< no merge joins the tokens that bytes fall back to
+  bool bytes_stand_alone_ = false;  ///< no merge joins the tokens that byte fallback produces
   bool fuse_unk_ = false;
   bool ignore_merges_ = false;
 };

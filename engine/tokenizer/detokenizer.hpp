@@ -1,4 +1,4 @@
-// How tokens become text again.
+// Turns tokens back into text.
 #pragma once
 
 #include <string>
@@ -10,12 +10,12 @@
 
 namespace kvlab::tokenizer {
 
-/// The file's `decoder`. It works as the tokenizers library's does, but bytes that are not UTF-8
-/// come out as they are, never as U+FFFD.
+/// The file's `decoder`. It works like the tokenizers library's, except that bytes that are not
+/// UTF-8 come out unchanged, never as U+FFFD.
 class Detokenizer {
  public:
-  /// Throws std::runtime_error for one that is missing or not ByteLevel, Metaspace, Replace (of a
-  /// string), ByteFallback, Fuse, Strip or a Sequence of them.
+  /// Reads the decoder. Throws std::runtime_error for one that is missing or is not ByteLevel,
+  /// Metaspace, Replace (of a string), ByteFallback, Fuse, Strip or a Sequence of them.
   static Detokenizer from_file(const Node& file);
 
   std::string apply(std::vector<std::string> tokens) const;
@@ -29,7 +29,7 @@ class Detokenizer {
   };
   struct Strip {
     std::string content;              ///< one character
-    std::size_t start = 0, stop = 0;  ///< how many at most, at either end of a token
+    std::size_t start = 0, stop = 0;  ///< the most to remove at the start and at the end of a token
   };
   using Step = std::variant<ByteLevel, ByteFallback, Fuse, Replace, Strip, MetaspaceMark>;
   using Tokens = std::vector<std::string>;

@@ -1,4 +1,4 @@
-// The regular expression of a tokenizer.json, run by PCRE2.
+// The regular expressions of a tokenizer.json, executed by PCRE2.
 #pragma once
 
 #include <chrono>
@@ -15,22 +15,22 @@ struct ByteRange {
   std::size_t begin, end;
 };
 
-/// Whoever takes the pieces of a text one by one, so that they need not all be held: false where no
-/// more are wanted, which each cutter returns at once.
+/// Receives the pieces of a text one by one, so that they need not all be stored. Returns false to
+/// stop; the function that splits the text then returns false at once.
 using PieceSink = std::function<bool(std::string_view piece)>;
 
-/// The pattern in PCRE2's words. Files are written for Oniguruma; what the two read differently is
-/// translated (white space, \u) or refused by name. Throws std::runtime_error.
+/// Translates a pattern to PCRE2's syntax. Files are written for Oniguruma. What the two read
+/// differently is translated (white space, \u) or refused by name. Throws std::runtime_error.
 std::string translate_pattern(std::string_view pattern);
 
-/// How long the patterns of a tokenizer may take over one text: a second, and a hundred times what
-/// patterns of real models need. Of the processor, so that a machine that is busy counts for
-/// nothing.
+/// The time limit for a tokenizer's patterns on one text: 1 s plus 10 µs per byte of CPU time, a
+/// hundred times what patterns of real models need. CPU time does not depend on how busy the
+/// machine is.
 class MatchTime {
  public:
-  /// Begins now, for a text of so many bytes.
+  /// Starts the clock for a text of `bytes` bytes.
   explicit MatchTime(std::size_t bytes);
-  /// Throws std::runtime_error if this thread has used it up.
+  /// Throws std::runtime_error if this thread has used up its time.
   void check() const;
 
  private:
@@ -42,17 +42,18 @@ class MatchTime {
   std::chrono::steady_clock::time_point at_;
 };
 
-/// A compiled pattern; matching is const and may be done by many threads.
+/// A compiled pattern. Several threads may match with it at once.
 class Pattern {
  public:
-  /// Throws std::runtime_error for a pattern that is too long, does not compile, is read
-  /// differently by Oniguruma, or can match nothing.
+  /// Compiles a regular expression. Throws std::runtime_error for one that is too long, does not
+  /// compile, is read differently by Oniguruma, or can match the empty text.
   static Pattern regex(std::string_view pattern);
-  /// Matches this very text. Throws std::runtime_error if it is empty.
+  /// Matches `text` literally. Throws std::runtime_error if it is empty.
   static Pattern literal(std::string_view text);
 
-  /// Cuts valid UTF-8 at both ends of every match: matches and what lies between them, in order.
-  /// Throws std::runtime_error if the pattern needs too many steps on this text, or `time` is up.
+  /// Splits valid UTF-8 at both ends of every match and passes matches and the text between them to
+  /// `sink`, in order. Returns false as soon as `sink` does. Throws std::runtime_error if the
+  /// pattern needs too many steps on this text, or `time` is up.
   bool cut(std::string_view text, const MatchTime& time,
            const std::function<bool(ByteRange range, bool is_match)>& sink) const;
 

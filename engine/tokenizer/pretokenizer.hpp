@@ -1,4 +1,4 @@
-// How a text is cut into the pieces that merges stay within.
+// Splits a text into the pieces that merges stay within.
 #pragma once
 
 #include <optional>
@@ -14,12 +14,12 @@ namespace kvlab::tokenizer {
 
 class Normalizer {
  public:
-  /// The file's `normalizer`, null or missing included. Throws std::runtime_error for one that is
-  /// not NFC, Prepend, Replace (of a string) or a Sequence of them.
+  /// Reads the file's `normalizer`, which may be null or missing. Throws std::runtime_error for one
+  /// that is not NFC, Prepend, Replace (of a string) or a Sequence of them.
   static Normalizer from_file(const Node& file);
 
-  /// `text`, valid UTF-8, normalised: in `result`, or `text` itself where there is nothing to do.
-  /// An empty text stays empty.
+  /// Normalises `text`, which is valid UTF-8. Returns a view of `result`, or `text` itself if
+  /// nothing changes. An empty text stays empty.
   std::string_view apply(std::string_view text, std::string& result) const;
 
  private:
@@ -42,7 +42,7 @@ class Normalizer {
 /// When Metaspace puts its mark before a text.
 enum class PrependScheme { kAlways, kFirst, kNever };
 
-/// What Metaspace, which is both a pre-tokenizer and a decoder, writes for a space.
+/// The mark that Metaspace writes for a space. Metaspace is both a pre-tokenizer and a decoder.
 struct MetaspaceMark {
   std::string replacement;  ///< one character
   PrependScheme scheme;
@@ -51,31 +51,33 @@ struct MetaspaceMark {
 
 class PreTokenizer {
  public:
-  /// The file's `pre_tokenizer`, null or missing included. Throws std::runtime_error for one that
-  /// is not ByteLevel, Split, Digits, Metaspace or a Sequence of them with ByteLevel last.
+  /// Reads the file's `pre_tokenizer`, which may be null or missing. Throws std::runtime_error for
+  /// one that is not ByteLevel, Split, Digits, Metaspace or a Sequence of them with ByteLevel last.
   static PreTokenizer from_file(const Node& file);
 
-  /// The pieces, in order, none empty. `text` is normalised; `at_start`: it begins the whole text,
-  /// which `time` is for. Returns false where `sink` wanted no more.
+  /// Passes the pieces of `text`, which is normalised, to `sink`, in order; none is empty.
+  /// `at_start`: `text` begins the whole text. `time`: the limit for the whole text. Returns false
+  /// as soon as `sink` does.
   bool apply(std::string_view text, bool at_start, const MatchTime& time,
              const PieceSink& sink) const {
     return apply_from(0, text, at_start, time, sink);
   }
-  /// Pieces are spelled in the byte-level alphabet.
+  /// Whether pieces are spelled in the byte-level alphabet.
   bool is_byte_level() const;
 
  private:
-  /// What becomes of a match: a piece of its own, the end of the piece before it, or what alone
-  /// stays (Removed, inverted: nothing is lost where the pattern matches every character).
+  /// What happens to a match. kIsolated: it becomes a piece. kMergedWithPrevious: it ends the piece
+  /// before it. kKept: only matches stay (Removed, inverted); nothing is lost if the pattern
+  /// matches every character.
   enum class Behavior { kIsolated, kMergedWithPrevious, kKept };
   struct Split {
     Pattern pattern;
     Behavior behavior = Behavior::kIsolated;
-    bool invert = false;  ///< what lies between matches is taken for them
+    bool invert = false;  ///< swap matches and the text between them
   };
   struct ByteLevel {
     bool add_prefix_space;
-    std::optional<Pattern> pattern;  ///< GPT-2's, unless a Split came before
+    std::optional<Pattern> pattern;  ///< GPT-2's pattern, unless a Split comes before
   };
   struct Metaspace {
     MetaspaceMark mark;
@@ -85,10 +87,10 @@ class PreTokenizer {
 
   static Step read_step(const Node& node);
   static Split read_split(const Node& node);
-  /// By the steps from `step` on.
+  /// Applies the steps from `step` on.
   bool apply_from(std::size_t step, std::string_view piece, bool at_start, const MatchTime& time,
                   const PieceSink& sink) const;
-  // One step; `at_start`: the piece begins the whole text.
+  // Applies one step. `at_start`: the piece begins the whole text.
   static bool run(const Split& step, std::string_view piece, bool at_start, const MatchTime& time,
                   const PieceSink& sink);
   static bool run(const ByteLevel& step, std::string_view piece, bool at_start,

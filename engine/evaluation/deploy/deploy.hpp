@@ -1,5 +1,5 @@
-// From a run to a policy file: the winner at a budget, with its evidence and those that tie with
-// it.
+// Makes a policy file from a run: the choice at a budget, its evidence, and what does not differ
+// significantly from it.
 #pragma once
 
 #include <cstdint>
@@ -18,26 +18,25 @@
 #include "traces/base/json.hpp"
 
 namespace kvlab {
-/// What may be deployed at a budget.
+/// The policies of a run at one budget, ranked for deployment.
 struct Ballot {
   BudgetColumn budget;
   const MetricInfo* metric;
   Ranking ranking;
-  std::size_t winner = 0;  ///< of the ranking's standings
+  std::size_t winner = 0;  ///< index in the ranking's standings
 
   const std::vector<Standing>& standings() const { return ranking.standings; }
 };
 
 /// Ranks the policies of a run at `budget` (as requested in the run, or in tokens) by `metric`,
-/// averaged over its traces. References and `full` do not stand. Throws
-/// std::invalid_argument: an unknown metric, a budget that is not in the run (names those that are)
-/// or that was not the same number of tokens for every trace, traces of several models.
+/// averaged over its traces. Oracles and `full` are left out. Throws std::invalid_argument for an
+/// unknown metric, a budget that is not in the run (the message names those that are) or that was
+/// not the same number of tokens for every trace, and traces of several models.
 Ballot rank_for_deployment(const Run& run, const MetricTable& metric_table,
                            const std::string& budget, const std::string& metric);
 
-/// The cache that a standing of the run stands for; `compiled` are the policies of
-/// --policy-source. Throws std::runtime_error if this build lacks the policy or it came from
-/// another text.
+/// The configuration of a standing. `compiled`: the policies of --policy-source. Throws
+/// std::runtime_error if this build lacks the policy, or it was compiled from a different source.
 CacheConfig config_of(const Run& run, const Ballot& ballot, const MetricTable& metric_table,
                       std::size_t standing, const CompiledPolicies& compiled = {});
 
@@ -45,62 +44,62 @@ CacheConfig config_of(const Run& run, const Ballot& ballot, const MetricTable& m
 PolicyFile policy_file_of(const Run& run, const MetricTable& metric_table, const Ballot& ballot,
                           const CompiledPolicies& compiled = {});
 
-// The first of a ballot in the end-to-end evaluation: the order that decides, and what do not
-// differ significantly.
+// Confirms the first standings of a ballot in the end-to-end evaluation, which then decides the
+// order.
 
-/// What the end-to-end evaluation said of one standing.
+/// The end-to-end evaluation of one standing.
 struct Confirmed {
-  std::size_t standing;  ///< of the ballot
+  std::size_t standing;  ///< index in the ballot's standings
   EvalScore score;
   Difference behind;  ///< its KL minus the choice's, paired over the same tokens
-  bool over_budget;   ///< over the budget
+  bool over_budget;   ///< whether it needs more memory than the budget
 
   bool is_similar() const { return !over_budget && !behind.significantly_different(); }
 };
 
-/// What an evaluation of the full cache and the ballot's first standings, in their order, says: the
-/// least KL first, and behind them those over budget. Its winner becomes the ballot's.
+/// Orders the ballot's first standings by an evaluation of the full cache and of them: lowest KL
+/// first, those over budget last. The first becomes the ballot's winner.
 std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot);
 
-/// One object an entry, with `behind` and `not_significantly_different`.
+/// One object for each entry, with `behind` and `not_significantly_different`.
 nlohmann::ordered_json confirmed_json(const std::vector<Confirmed>& confirmed,
                                       const MetricTable& metric_table, const Ballot& ballot);
 
-// Two criteria of a policy, the distribution and the answers: those that are near in KL are asked
-// questions, and one is deployed by both.
+// Two criteria of a policy: KL and task accuracy. Policies that are near the best KL answer
+// questions, and both criteria decide which one is deployed.
 
-/// KL that better answers may cost: that of the deployed over the least.
+/// How much KL better task accuracy may cost: the deployed policy's KL over the lowest.
 inline constexpr double kNearKl = 1.2;
-/// Shares of right answers that differ by no more are taken for alike.
+/// Shares of right answers within this difference count as equal.
 inline constexpr double kAlikeShare = 0.05;
 
-/// A task, and how long its contexts are.
+/// A task, and the length of its contexts.
 struct PlannedTask {
   TaskSpec spec;
   std::uint32_t words = 250;  ///< 0: the task is skipped
 };
 
-/// What finalists are asked, each later than the eviction (query-agnostic).
+/// The tasks for finalists. Each question comes after the eviction (query-agnostic).
 struct TaskAccuracyPlan {
-  std::vector<PlannedTask> tasks;  ///< the first decides first; none: task accuracy is not measured
+  std::vector<PlannedTask> tasks;  ///< in order of priority; empty: task accuracy is not measured
   std::uint32_t samples = 8;       ///< at each of five depths
   std::uint64_t seed = 0;
   std::optional<ChatFrame> chat = std::nullopt;
-  std::uint32_t max_rows = 64;  ///< caches side by side
-  double rate = 0;              ///< seconds for a unit of task_accuracy_work(), as measured
+  std::uint32_t max_rows = 64;  ///< caches in a batch
+  double rate = 0;              ///< seconds for one unit of task_accuracy_work(), as measured
 };
 
-/// Halves the words of each task until the full cache answers four of five questions; 0 where it
-/// does at no length. Takes the time of it.
+/// Halves the length of each task until the full cache answers four of five questions. Sets it to 0
+/// if it does so at no length. Also measures the rate.
 void find_lengths(Backend& backend, const Tokenizer& tokenizer, TaskAccuracyPlan& plan);
 
-/// What may be deployed.
+/// A configuration that may be deployed.
 struct Finalist {
   CacheConfig config;
-  double kl;  ///< nats, over texts that all have in common, or scaled to those of the first
+  double kl;  ///< nats, over texts that all finalists ran, or scaled to the texts of the first
 };
 
-/// What one task said: [finalist][sample], nothing of those that were not asked all of it.
+/// The answers to one task, [finalist][sample]; empty for finalists that did not get all questions.
 struct TaskAccuracy {
   std::string task;
   std::uint32_t words = 0;      ///< 0: the task was skipped
@@ -112,35 +111,36 @@ struct TaskAccuracy {
 };
 double share_of(const std::vector<bool>& right);
 
-/// Asks all of them; where they are many, all of them a quarter of the questions, and the best the
-/// rest. `finalists`: the lowest KL first, which is evaluated in full. `progress` gets the share
-/// that is done.
+/// Evaluates the finalists. If there are many, all answer a quarter of the questions, and the best
+/// answer the rest. `finalists`: lowest KL first; that one answers all questions. `progress` gets
+/// the fraction done.
 std::vector<TaskAccuracy> evaluate_finalists(Backend& backend, const Tokenizer& tokenizer,
                                              std::span<const Finalist> finalists,
                                              const TaskAccuracyPlan& plan,
                                              const std::function<void(double)>& progress);
-/// How much work that is, in tokens of prompts: a cache behind one counts as a part of it.
+/// The work of evaluate_finalists() in prompt tokens; a cache after a prompt counts as a share of
+/// its tokens.
 double task_accuracy_work(std::size_t finalists, const TaskAccuracyPlan& plan);
 
-/// Which finalist is named for which criterion; the first has the least KL.
+/// Which finalist is best by which criterion. The first finalist has the lowest KL.
 struct Choice {
-  std::optional<std::size_t> best_accuracy;  ///< none: the task was skipped
+  std::optional<std::size_t> best_accuracy;  ///< none: every task was skipped
   std::size_t deployed = 0;
   std::string why;
 };
-/// Of those with the most right answers (by the first task, then by the next, within kAlikeShare)
-/// the least KL answers best. Deployed is the one with the best task accuracy of those within
-/// kNearKl.
+/// best_accuracy: among the finalists with the most right answers (by the first task, then by the
+/// next, within kAlikeShare), the one with the lowest KL. deployed: the finalist with the best task
+/// accuracy among those within kNearKl of the lowest KL.
 Choice choose_by_both_criteria(std::span<const Finalist> finalists,
                                std::span<const TaskAccuracy> evaluated);
 
-/// What a policy file says of it: `distribution`, `answers`, `deployed`, `why`, `asked`.
+/// The same for a policy file: `distribution`, `task_accuracy`, `deployed`, `why`, `evaluated`.
 nlohmann::json criteria_json(std::span<const Finalist> finalists,
                              std::span<const TaskAccuracy> evaluated, const Choice& choice);
-/// The same for people, a few lines.
+/// The same for people, in a few lines.
 std::string criteria_text(const nlohmann::json& criteria);
 
-/// What a decoded token costs on a CUDA device, milliseconds: the full cache, then `config`.
+/// Milliseconds for a decoded token on a CUDA device, for the full cache and for `config`.
 /// `by_tokens` feeds token by token; the beginning of a text is enough.
 nlohmann::json step_json(const SweepRunner& by_tokens, const std::vector<std::int32_t>& ids,
                          std::uint32_t prompt_tokens, const CacheConfig& config);

@@ -1,5 +1,5 @@
-// The end-to-end evaluation on a CUDA device, layer by layer: rows of all configurations through
-// one product, attention by the device replay.
+// The end-to-end evaluation on a CUDA device, layer by layer: one product computes the rows of all
+// configurations, and the device replay computes attention.
 #pragma once
 
 #include "engine/bench.hpp"
@@ -7,16 +7,16 @@
 
 namespace kvlab {
 
-/// As layer_sweep_runner() of a model on the CPU, of one in device memory, which must outlive it.
-/// As many configurations go side by side as fit the device's memory. The sweep throws
-/// std::invalid_argument for what evaluate_by_layers() refuses, budgets by head and thresholds that
-/// differ; std::runtime_error where not even one configuration fits.
-/// What of a model is not replayed layer by layer on a device; empty: nothing.
+/// Names what a device cannot evaluate layer by layer in this model; empty if it can do all.
 std::string beyond_device_layers(const ModelConfig& config);
 
+/// As layer_sweep_runner(), for a model in device memory, which must outlive the runner. As many
+/// configurations run side by side as fit the device's memory. The runner throws
+/// std::invalid_argument for what evaluate_by_layers() refuses, for budgets by head, and for
+/// configurations with different thresholds; std::runtime_error if not even one configuration fits.
 SweepRunner device_layer_sweep_runner(const DeviceModel& model);
 
-/// What it costs, beside the floor of its products.
+/// Times the evaluation, next to the least time that its products take.
 struct EvalBenchOptions {
   BenchModel model;
   std::vector<CacheConfig> configs;

@@ -1,4 +1,4 @@
-// Several runs, evaluations or tasks beside each other.
+// Compares several runs, evaluations or tasks.
 #pragma once
 
 #include <string>
@@ -8,28 +8,28 @@
 
 namespace kvlab {
 
-/// One configuration at one budget in each of the runs that have it.
+/// One configuration at one budget, in each of the runs that have it.
 struct ComparedRow {
   std::string group, policy, budget;
-  std::vector<std::optional<Average>> scores;  ///< by run
+  std::vector<std::optional<Average>> scores;  ///< [run]
   std::optional<Difference> difference;        ///< the last run that has it minus the first
 };
 
 /// "0.010 (-0.002, 0.022), not significant".
 std::string compared_text(const std::optional<Difference>& difference);
 
-/// What several runs say together. Nothing is averaged over models.
+/// A comparison of several runs. Nothing is averaged over models.
 struct Comparison {
-  ScoreSet together;               ///< all of them; a series' parameters say which run it is of
-  std::vector<std::string> names;  ///< of the runs, all different
+  ScoreSet together;               ///< the rows of all runs; a series' parameters name its run
+  std::vector<std::string> names;  ///< names of the runs, all different
   std::string metric;
-  std::vector<ComparedRow> rows;  ///< of what two runs or more have
-  std::string warning;            ///< that they are of different texts, or nothing
-  std::vector<std::vector<Recommendation>> recommendations = {};  ///< by run, and budget
+  std::vector<ComparedRow> rows;  ///< configurations that at least two runs have
+  std::string warning;            ///< says if the runs are of different texts; else empty
+  std::vector<std::vector<Recommendation>> recommendations = {};  ///< [run][budget]
 };
 
-/// `metric`: empty for the one that decides in all of them. Throws std::invalid_argument: fewer
-/// than two, of different kinds, no such metric in all.
+/// `metric`: empty for the metric that decides in all of them. Throws std::invalid_argument for
+/// fewer than two sets, sets of different kinds, or if not all have the metric.
 Comparison compare(std::vector<ScoreSet> sets, const std::string& metric);
 
 std::string compare_page(const Comparison& comparison);

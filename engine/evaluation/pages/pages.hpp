@@ -1,4 +1,4 @@
-// Pages of what `kvlab eval`, `fidelity`, `task` and `tune` leave behind, for `kvlab report`.
+// HTML pages of the results of `kvlab eval`, `fidelity`, `task` and `tune`, for `kvlab report`.
 #pragma once
 
 #include <filesystem>
@@ -9,21 +9,22 @@
 
 namespace kvlab {
 
-/// Of a folder of `kvlab eval --out`. Throws std::runtime_error that names the file: not what that
-/// wrote.
+/// The page of a folder that `kvlab eval --out` wrote. Throws std::runtime_error that names the
+/// file if the folder is not one.
 std::string eval_page(const std::filesystem::path& folder);
 
-/// Of a folder of `kvlab fidelity`. Throws likewise.
+/// The page of a folder that `kvlab fidelity` wrote. Throws as eval_page() does.
 std::string fidelity_page(const std::filesystem::path& folder);
-/// Its figures: KL against bytes, then the one that decides against KL, at each budget. Throws
-/// likewise.
+/// The figures of that page: KL against bytes, then KL against the deciding metric at each budget.
+/// Throws as eval_page() does.
 std::vector<Figure> fidelity_figures(const std::filesystem::path& folder);
 
-/// Of a folder of `kvlab task --out`. Throws std::runtime_error: not one.
+/// The page of a folder that `kvlab task --out` wrote. Throws std::runtime_error if it is not one.
 std::string task_page(const std::filesystem::path& folder);
 
-/// Of a policy file of `kvlab tune`: who won, by how much, on what; then successive halving, round
-/// by round. Throws std::runtime_error that names the file: damaged, or without successive halving.
+/// The page of a policy file that `kvlab tune` wrote: the choice with its evidence, then successive
+/// halving round by round. Throws std::runtime_error that names the file if it is damaged or has no
+/// successive halving.
 std::string halving_page(const std::filesystem::path& policy_file);
 
 }  // namespace kvlab

@@ -1,4 +1,5 @@
-// What a replay, an evaluation or a task left behind, as the same rows: for pages and comparisons.
+// Reads the results of a replay, an evaluation or a task as one kind of rows, for pages and
+// comparisons.
 #pragma once
 
 #include <filesystem>
@@ -14,33 +15,35 @@ namespace kvlab {
 
 inline constexpr const char* kTaskJson = "task.json";
 
-/// The metrics of one folder. Each group is of one model, at one place of a task.
+/// The metrics of one folder. Each group belongs to one model, and to one length and depth of a
+/// task.
 struct ScoreSet {
   std::string kind;  ///< "replay", "evaluation" or "task"
-  std::string name;  ///< the folder's
+  std::string name;  ///< name of the folder
   std::vector<SequenceGroup> groups;
   std::vector<MetricInfo> metrics;
   std::string headline;   ///< the metric that decides
-  std::string sequences;  ///< what it was measured on, for people
-  std::string note;       ///< "offline replay", say
-  /// What an evaluation decided over its tokens, and the series of each candidate; empty: what
-  /// recommendations_for() computes.
+  std::string sequences;  ///< what it was measured on, for people to read
+  std::string note;       ///< for example "offline replay"
+  /// The recommendations that an evaluation stored, and the series of each candidate; empty if
+  /// recommendations_for() computes them.
   std::vector<Recommendation> recommendations = {};
   std::vector<std::vector<Series>> recommended = {};
 };
 
-/// Throws std::runtime_error that names the folder or file: none of the three, or damaged.
+/// Reads a folder. Throws std::runtime_error that names the folder or file if it is none of the
+/// three kinds, or damaged.
 ScoreSet load_scores(const std::filesystem::path& folder);
 
-/// The rows of every group, one after another.
+/// The rows of all groups, one group after another.
 std::vector<ResultRow> all_rows(const ScoreSet& set);
 
-/// What to choose at each budget, by `metric`: of the first group, which is over all.
+/// The recommendation at each budget by `metric`, from the first group, which covers everything.
 std::vector<Recommendation> recommendations_for(const ScoreSet& set, const MetricInfo& metric);
-/// The colour of each of its candidates.
+/// The colour of each candidate, by name.
 std::function<std::string(const std::string&)> colours_for(const ScoreSet& set);
 
-/// Sections of a page about figures, and what its scripts draw: what html_page() takes.
+/// HTML sections with figures, and the data for their scripts, as html_page() takes them.
 struct Explorer {
   std::string sections;
   nlohmann::ordered_json data;
@@ -48,7 +51,8 @@ struct Explorer {
 /// `heading` is HTML.
 Explorer explorer_of(const ScoreSet& set, std::string_view heading);
 
-/// Every metric against the budget, and the frontier: of the first group, which is over all.
+/// Figures of every metric against the budget, and of the frontier, from the first group, which
+/// covers everything.
 std::vector<Figure> figures_of(const ScoreSet& set);
 
 }  // namespace kvlab

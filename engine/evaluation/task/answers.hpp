@@ -1,4 +1,4 @@
-// Answers of a model whose cache a policy keeps: many questions under many configurations.
+// Lets a model answer many questions under many configurations.
 #pragma once
 
 #include <cstdint>
@@ -14,32 +14,34 @@
 
 namespace kvlab {
 
-// Whether an answer is right.
+// Judges answers.
 
 enum class Judgement { open, right, wrong };
 
-/// Judges by exact match: the first numbers (runs of digits) that `said` holds, as many as are
-/// expected, must be those expected, in any order; other words do not count. `open`: more text
-/// could decide either way. `ended`: no more comes.
+/// Judges by exact match: the first numbers (runs of digits) in `said`, as many as are expected,
+/// must be the expected ones, in any order. Other words do not count. `open`: more text could
+/// decide either way. `ended`: no more text comes.
 Judgement judge(std::string_view said, std::span<const std::string> expected, bool ended);
 
 struct TaskAnswer {
-  bool right = false;         ///< by judge(), of greedy decoding
-  double log_likelihood = 0;  ///< of the right answer's tokens, in nats
-  std::string said;           ///< as far as it decides; no further tokens were decoded
+  bool right = false;         ///< by judge(), with greedy decoding
+  double log_likelihood = 0;  ///< log-likelihood of the right answer's tokens, in nats
+  std::string said;           ///< the answer up to where it decides; decoding stops there
 };
 
 struct AnswerOptions {
-  std::uint32_t max_new_tokens = 32;     ///< an answer that is still open then is wrong
-  std::uint32_t max_rows = 64;           ///< caches side by side
-  std::function<void(double)> progress;  ///< may be empty; gets the share that is done
-  const RunFolder* kept = nullptr;       ///< where finished answers wait, and are taken up; or none
+  std::uint32_t max_new_tokens = 32;  ///< most tokens of an answer; one that is still open then is
+                                      ///< wrong
+  std::uint32_t max_rows = 64;        ///< caches in a batch
+  std::function<void(double)> progress;  ///< gets the fraction done, 0 to 1; may be empty
+  const RunFolder* kept = nullptr;  ///< folder of finished answers, from which an interrupted run
+                                    ///< resumes; or null
 };
 
-/// Answers [prompt][mode][configuration]. A configuration's budget resolves against the prompt's
-/// tokens; the i-th prompt is sequence i random seed. Throws std::invalid_argument for protected
-/// tokens that do not fit a budget, std::runtime_error where not even one cache fits the device's
-/// memory.
+/// Returns answers [prompt][mode][configuration]. A configuration's budget is resolved with the
+/// prompt's length. The i-th prompt is sequence i for random seeds. Throws std::invalid_argument
+/// for protected tokens that do not fit a budget, std::runtime_error if not even one cache fits the
+/// device's memory.
 std::vector<std::vector<std::vector<TaskAnswer>>> answer_tasks(BatchBackend& backend,
                                                                const Tokenizer& tokenizer,
                                                                std::span<const TaskPrompt> prompts,

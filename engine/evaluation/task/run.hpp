@@ -1,4 +1,4 @@
-// A task from beginning to end: questions are drawn, answered under every configuration, counted.
+// Runs a task: samples questions, answers them under every configuration, and counts right answers.
 #pragma once
 
 #include <cstdint>
@@ -18,100 +18,105 @@
 #include "traces/base/files.hpp"
 
 namespace kvlab {
-// Metrics of many answers: by length and depth, with intervals, paired with the first
-// configuration.
+// Metrics of answers by length and depth, with intervals, paired with the first configuration.
 /// One metric.
-///   exact_match: share of right answers
-///   lost: of those that the first configuration answers right, the share that this one does not
-///   gained: of those that the first one does not, the share that this one answers right
-///     (all three with share_interval())
-///   log_likelihood: of the right answer, mean of the samples, nats
-///   log_likelihood_change: from the first configuration's, mean over the same samples
-///     (both as PairedScores has them: NaN for fewer than eight samples)
+///
+///     exact_match: share of right answers
+///     lost: share of wrong answers among those that the first configuration has right
+///     gained: share of right answers among those that the first configuration has wrong
+///       (intervals of all three by share_interval())
+///     log_likelihood: of the right answer, mean over the samples, in nats
+///     log_likelihood_change: minus the first configuration's, mean over the same samples
+///       (intervals of both by PairedScores: NaN for fewer than eight samples)
 struct TaskMetric {
   std::size_t config;
   QueryMode mode;
-  std::optional<std::uint32_t> words;  ///< none: all
-  std::optional<double> depth;         ///< likewise
+  std::optional<std::uint32_t> words;  ///< none: over all lengths
+  std::optional<double> depth;         ///< none: over all depths
   std::string_view metric;
   double value;
   Interval interval;
-  std::uint64_t count;  ///< answers
+  std::uint64_t count;  ///< number of answers
 };
 
-/// All metrics of answers [prompt][mode][configuration], `points` [prompt]: by configuration, mode,
-/// length and depth, and over all of each. What has no answers to count has no metric.
+/// Computes all metrics of answers [prompt][mode][configuration] with `points` [prompt]: by
+/// configuration, mode, length and depth, and over all lengths or depths. A metric without answers
+/// to count is left out.
 std::vector<TaskMetric> task_metrics(std::span<const std::vector<std::vector<TaskAnswer>>> answers,
                                      std::span<const TaskPoint> points,
                                      std::span<const QueryMode> modes);
 
 // Answers and their metrics as tidy tables.
 
-/// What the tables are of.
+/// A task with its answers.
 struct TaskRun {
   std::string task;  ///< TaskSpec::text()
   std::vector<CacheConfig> configs;
   std::vector<QueryMode> modes;
   std::vector<TaskPoint> points;       ///< [prompt]
-  std::vector<std::uint32_t> samples;  ///< [prompt]: which sample of its place
+  std::vector<std::uint32_t> samples;  ///< [prompt]: number of the sample at its length and depth
   std::vector<TaskPrompt> prompts;
   std::vector<std::vector<std::vector<TaskAnswer>>> answers;  ///< [prompt][mode][configuration]
   std::vector<std::vector<Memory>> memory;                    ///< [mode][configuration]
 };
 
-/// "25%", "33.3%".
+/// The depth as text: "25%", "33.3%".
 std::string depth_text(double depth);
 
-/// task,policy,params,budget,prefill,positions,seed,mode,words,depth,metric,value,low,high,count:
-/// one metric a row; an interval that there is not is empty.
+/// CSV with one metric in a row:
+/// task,policy,params,budget,prefill,positions,seed,mode,words,depth,metric,value,low,high,count.
+/// An unknown interval is empty.
 std::string task_metrics_csv(const TaskRun& run, std::span<const TaskMetric> metrics);
+/// CSV with one answer in a row:
 /// task,policy,params,budget,prefill,positions,seed,mode,words,depth,sample,expected,said,right,
-/// log_likelihood: one answer a row.
+/// log_likelihood.
 std::string task_answers_csv(const TaskRun& run);
 
-// Which has the best task accuracy at each budget, and what is held meanwhile.
+// Recommendations by task accuracy, and the memory that configurations need.
 
-/// What a configuration holds while prompts are answered: mean of the prompts, the most of one.
-/// [mode][configuration].
+/// Memory of each configuration while prompts are answered, [mode][configuration]: mean over the
+/// prompts, and the peak.
 std::vector<std::vector<Memory>> task_memory(const TaskRun& run, const CacheShape& model);
 
 /// TaskRun::memory as metrics over all lengths and depths.
 std::vector<TaskMetric> memory_metrics(const TaskRun& run);
 
-/// By right answers of one mode, at each budget at which configurations evict. Shares are paired
-/// over the same samples.
+/// Recommends by right answers of one mode, at each budget at which configurations evict. Shares
+/// are paired over the same samples.
 std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t mode);
 
 struct TaskRequest {
   TaskSpec spec;
   std::vector<std::uint32_t> words{250, 500};
   std::vector<double> depths{0, 0.25, 0.5, 0.75, 1};
-  std::uint32_t first_sample = 0;  ///< those before it were asked already
-  std::uint32_t samples = 4;       ///< at each length and depth, up to this one
+  std::uint32_t first_sample = 0;  ///< first sample to ask; earlier ones were asked before
+  std::uint32_t samples = 4;       ///< samples at each length and depth, up to this number
   std::uint64_t seed = 0;
   std::vector<QueryMode> modes{QueryMode::aware, QueryMode::agnostic};
-  std::vector<CacheConfig> configs;  ///< `full` is put in front if it is not there
+  std::vector<CacheConfig> configs;  ///< `full` is put first if it is not there
   std::optional<ChatFrame> chat;
   std::string_view text = bundled_haystack();
-  bool beyond_context = false;  ///< take prompts longer than the model was trained on
+  bool beyond_context = false;  ///< allow prompts longer than the model's trained context
   AnswerOptions answers;
-  LeaveOut leave_out = nullptr;  ///< gets what has too small a budget; null: that is refused
+  LeaveOut leave_out = nullptr;  ///< gets configurations whose budget is too small; null: they are
+                                 ///< an error
 };
 
-/// Throws std::invalid_argument for a text without words, for too many keys, and for prompts longer
-/// than what the model was trained on.
+/// Runs a task. Throws std::invalid_argument for a text without words, too many keys, and prompts
+/// longer than the model's trained context.
 TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest& request);
 
-// Traces of questions, in which the answer's tokens are passages.
+// Captures traces of questions in which the answer's tokens are passages.
 
-/// "answer", or "answer 1", "answer 2", …: the tokens of the context that say what is expected.
+/// Passages of the context that contain the expected values, named "answer", or "answer 1", "answer
+/// 2", ….
 std::vector<Passage> answer_passages(const Tokenizer& tokenizer, const TaskPrompt& prompt);
 
-/// "250-50%-0-query-aware": words, depth, sample and mode.
+/// The name of a trace, such as "250-50%-0-query-aware": words, depth, sample and mode.
 std::string task_trace_name(const TaskRun& run, std::size_t prompt, QueryMode mode);
 
 /// Captures every question of a run in every mode under the full cache, with the right answer
-/// decoded behind it, into folders of `folder`, which the caller commits. `model`: the checkpoint's
+/// decoded after it, to folders in `folder`, which the caller commits. `model`: the checkpoint's
 /// directory, for the sketch of its output projections.
 void capture_tasks(Backend& backend, const Tokenizer& tokenizer, const std::filesystem::path& model,
                    const TaskRun& run, const AtomicFolder& folder, unsigned threads,

@@ -1,4 +1,5 @@
-// A halving in the end-to-end evaluation: many configurations over little text, few over all of it.
+// Successive halving in the end-to-end evaluation: many configurations over little text, few over
+// all of it.
 #pragma once
 
 #include <cstdint>
@@ -11,73 +12,76 @@
 
 namespace kvlab {
 
-/// Why a configuration takes no part in the next round.
+/// Whether a configuration takes part in the next round.
 enum class HalvingFate {
   stays,
-  eliminated,  ///< the leader is ahead, in pairs; by 5% of its KL until the last round
-  dropped      ///< not shown to be behind; the work would have been too much
+  eliminated,  ///< the leader is significantly better, before the last round by more than 5% of its
+               ///< KL
+  dropped      ///< not shown to be worse, but left out to stay within the work limit
 };
 
 std::string_view name_of(HalvingFate fate);
 
-/// Why successive halving is over.
+/// Why successive halving ended.
 enum class HalvingEnd {
-  ahead,  ///< one is left
-  alike,  ///< those that are left do not differ significantly, nor would be if the rest of the text
-          ///< were like that so far
-  text  ///< all text has been run, and several are left
+  ahead,  ///< one configuration is left
+  alike,  ///< the remaining configurations do not differ significantly, and would not if the rest
+          ///< of the text were like the text so far
+  text    ///< all text was run, and several configurations are left
 };
 
 std::string_view name_of(HalvingEnd end);
 
 struct HalvingEntry {
   std::size_t configuration;
-  double kl;          ///< mean nats over all text so far
-  Difference behind;  ///< its KL less the leader's
+  double kl;          ///< mean over all text so far, in nats
+  Difference behind;  ///< its KL minus the leader's
   HalvingFate fate;
 };
 
 struct HalvingRound {
-  std::vector<std::size_t> texts;     ///< those that were added
+  std::vector<std::size_t> texts;     ///< indices of the texts added in this round
   std::vector<HalvingEntry> entries;  ///< the leader first
 };
 
 struct Halving {
   std::vector<HalvingRound> rounds;
-  /// The winner, and behind it those that do not differ significantly from it.
+  /// The winner, followed by those that do not differ significantly from it.
   std::vector<std::size_t> first;
   HalvingEnd end = HalvingEnd::text;
-  std::uint64_t work =
-      0;  ///< configuration-tokens of the end-to-end evaluation, the full cache's too
-  std::uint64_t exhaustive = 0;   ///< what all of the sweep over all texts would have been
-  bool limited = false;           ///< configurations were spared for the work's sake
+  /// Configuration-tokens of the end-to-end evaluation, the full cache's included.
+  std::uint64_t work = 0;
+  std::uint64_t exhaustive = 0;  ///< configuration-tokens of the whole sweep over all texts
+  bool limited = false;  ///< whether configurations were left out to stay within the work limit
   std::vector<std::size_t> last;  ///< configurations of the last round
-  PairedScores kl{0};             ///< theirs, in that order, over all text that was run
+  PairedScores kl{0};             ///< their scores, in that order, over all text that was run
 };
 
 struct HalvingInput {
-  std::size_t configurations;          ///< the sweep, 0 being the first of the offline replay
-  std::vector<std::uint64_t> lengths;  ///< of the texts, tokens
-  double share = 0.25;  ///< of the exhaustive work; two configurations always run, over all texts
+  std::size_t configurations;  ///< number of configurations in the sweep, in the order of the
+                               ///< offline replay
+  std::vector<std::uint64_t> lengths;  ///< lengths of the texts in tokens
+  double share = 0.25;  ///< limit of the work, as a share of the exhaustive work. Two
+                        ///< configurations always run over all texts.
 };
 
-/// Runs the configurations (indices) and the full cache over a text: KL by token
+/// Runs configurations (indices) and the full cache over a text. Returns the KL of each token,
 /// [configuration][token].
 using HalvingRunner = std::function<std::vector<std::vector<double>>(
     std::size_t text, std::span<const std::size_t> configurations)>;
 
-/// Texts by round: a quarter of them, as many again, the rest.
+/// The texts of each round: a quarter of them, as many again, the rest.
 std::vector<std::vector<std::size_t>> halving_texts(std::size_t texts);
 
-/// Configuration-tokens that are still to come from a text on, which runs `configurations`, if
-/// every later round has half of the one before it.
+/// Configuration-tokens from a text on, which runs `configurations`, if every later round has half
+/// as many as the one before.
 double work_from(const HalvingInput& field, std::size_t text, std::size_t configurations);
-/// How many of the field the work allows in the first round.
+/// How many configurations the work limit allows in the first round.
 std::size_t first_round_size(const HalvingInput& field);
 
-/// Each round runs those that are left over more text. Those that the leader is ahead of leave; so
-/// do the last in order where the next rounds, halved each, would be more work than there may be.
-/// Ends as HalvingEnd says.
+/// Runs successive halving. Each round runs the remaining configurations over more text. It
+/// eliminates those that are significantly worse than the leader, and drops the last in order if
+/// the remaining rounds, halved each time, would exceed the work limit. Ends as HalvingEnd says.
 Halving successive_halving(const HalvingInput& field, const HalvingRunner& run);
 
 }  // namespace kvlab

@@ -1,6 +1,6 @@
-// `kvlab tune`: from texts to a policy file. The offline replay puts a sweep in order, a halving in
-// the end-to-end evaluation settles who is nearest to the full cache's distribution, and those that
-// are near answer questions: one is deployed by both.
+// `kvlab tune`: makes a policy file from texts. The offline replay orders a sweep, successive
+// halving in the end-to-end evaluation finds the lowest KL, and the configurations near it answer
+// questions. KL and task accuracy together decide which one is deployed.
 #pragma once
 
 #include <functional>
@@ -15,18 +15,18 @@
 
 namespace kvlab {
 
-// The sweep that `kvlab tune` searches: policies with their protected tokens and parameters varied.
+// The sweep that `kvlab tune` searches: policies with varied protected tokens and parameters.
 
-/// The policies that stand where none is named: all that evict but `random`, those with features,
-/// which not every device has, and those that keep all they decode (`once`).
+/// The policies that take part if none is named: all that evict, except `random`, policies with
+/// features (which not every device supports), and policies that keep all decoded tokens (`once`).
 std::vector<std::string> tunable_policies(const CompiledPolicies& compiled);
 
-/// `text` as requested where it names settings ("h2o:recent=25%"). A bare name stands for its
-/// variants: 0 and 4 sinks, and the policy's own; shares of 25, 50, 75 and 90% that are recent (not
-/// where the oldest leave anyway), and the policy's own; and each parameter, one at a time, at its
-/// default and nearby within its range. The policy's own modifiers stay. Variants whose protected
-/// tokens do not fit the budget are left out. Throws std::invalid_argument for what parse_policy()
-/// refuses, and a policy that never evicts.
+/// The variants of a policy. A `text` with settings ("h2o:recent=25%") is one variant. A bare name
+/// stands for: 0 and 4 sinks, and the policy's own; 25, 50, 75 and 90% of recent tokens, and the
+/// policy's own (not if the oldest token is evicted first anyway); and each parameter, one at a
+/// time, at its default and near it within its range. The policy's own modifiers stay. Variants
+/// whose protected tokens do not fit the budget are left out. Throws std::invalid_argument for what
+/// parse_policy() refuses, and for a policy that never evicts.
 std::vector<PolicySpec> policy_variants(const std::string& text, std::uint32_t budget_tokens,
                                         const CompiledPolicies& compiled);
 
@@ -36,17 +36,17 @@ std::vector<double> parameter_values(double standard, double least, double most)
 struct TuneRequest {
   std::vector<EvalText> texts;
   std::vector<CacheConfig> sweep;  ///< all at one budget
-  std::string metric;              ///< of the offline replay; empty: what `deploy` goes by
-  double share = 0.25;             ///< of the exhaustive end-to-end evaluation's work
+  std::string metric;   ///< metric of the offline replay; empty: the one that `deploy` uses
+  double share = 0.25;  ///< limit of the work, as a share of the exhaustive end-to-end evaluation
   bool every_output_error = false;
   unsigned threads = 1;
   HeadReplayer* device = nullptr;
-  TaskAccuracyPlan task_accuracy;  ///< without tasks: task accuracy is not measured
-  SweepRunner by_tokens = {};      ///< what says the cost of a step, on a CUDA device; else empty
+  TaskAccuracyPlan task_accuracy;  ///< without tasks, task accuracy is not measured
+  SweepRunner by_tokens = {};      ///< measures the time of a step on a CUDA device; else empty
   std::function<void(double)> progress;
 };
 
-/// What one configuration scored on one text: means over its scored tokens.
+/// The scores of one configuration on one text: means over its scored tokens.
 struct TuneScore {
   std::size_t text;
   std::uint64_t tokens;
@@ -57,32 +57,33 @@ struct Tuning {
   std::string metric;
   std::vector<double> cost;        ///< [configuration], mean over texts, lower being better
   std::vector<Memory> memory;      ///< [configuration]
-  Memory full_memory;              ///< of the full cache
+  Memory full_memory;              ///< memory of the full cache
   std::vector<std::size_t> order;  ///< the first of each policy by that metric, then the others,
-                                   ///< less those that are over budget
-  std::vector<std::size_t> over_budget;        ///< those
-  Halving halving;                             ///< configurations are places in `order`
-  std::vector<std::vector<TuneScore>> scores;  ///< [configuration]; behind the sweep the full cache
-  std::vector<std::size_t> finalists;          ///< of the sweep, the winner in KL first
+                                   ///< without those over budget
+  std::vector<std::size_t> over_budget;        ///< configurations over budget
+  Halving halving;                             ///< its configurations are indices in `order`
+  std::vector<std::vector<TuneScore>> scores;  ///< [configuration]; the last one is the full cache
+  std::vector<std::size_t> finalists;          ///< indices in the sweep, lowest KL first
   std::vector<TaskAccuracy> evaluated;
-  Choice choice;             ///< of the finalists
-  std::size_t winner = 0;    ///< of the sweep: what is deployed
+  Choice choice;             ///< choice among the finalists
+  std::size_t winner = 0;    ///< index in the sweep of the configuration that is deployed
   nlohmann::json step = {};  ///< step_json(); null without a GPU
   std::size_t budget_tokens = 0;
-  /// Who entered the last round, by KL.
-  std::vector<std::size_t> judged_configs;  ///< [candidate], of the sweep
+  /// The configurations of the last round, compared by KL.
+  std::vector<std::size_t> judged_configs;  ///< [candidate]: index in the sweep
   Recommendation recommendation;            ///< by KL
 
-  /// Those of the sweep whose KL is not significantly different from the choice's, which is first.
+  /// Configurations of the sweep whose KL does not differ significantly from the choice's; the
+  /// choice is first.
   std::vector<std::size_t> similar() const;
 };
 
-/// Throws std::invalid_argument: a metric that the texts lack, a sweep of fewer than two, a budget
-/// that is not the same number of tokens for every text.
+/// Runs `kvlab tune`. Throws std::invalid_argument for a metric that the texts lack, a sweep of
+/// fewer than two, and a budget that is not the same number of tokens for every text.
 Tuning tune(Backend& backend, const SweepRunner& run_sweep, const OutputSketch& sketch,
             const Tokenizer& tokenizer, const TuneRequest& request);
 
-/// The policy file of the winner, with the evidence.
+/// The policy file of the deployed configuration, with the evidence.
 PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request, const Backend& backend);
 
 }  // namespace kvlab

@@ -1,5 +1,5 @@
-// The attention that a decoder computed against float64's over the same live tokens: its outputs,
-// and what it observed.
+// Compares the attention that a decoder computed, its outputs and its observations, with float64
+// attention over the same live tokens.
 #pragma once
 
 #include <deque>
@@ -14,11 +14,11 @@
 
 namespace kvlab {
 
-/// The largest relative error of one rounding to the dtype; of float32, in which sums are computed,
-/// that of a sum.
+/// The largest relative error of one rounding to the dtype. For float32, in which sums are
+/// computed, the error of a sum.
 double unit_error(std::optional<Dtype> dtype);
 
-/// One KV head of an append: its live tokens, and what the decoder observed of each, by age.
+/// One KV head of an append: its live tokens, and what the decoder observed of each, oldest first.
 struct AttendingHead {
   const LiveSet* live;
   std::span<const Observation> seen;
@@ -26,45 +26,45 @@ struct AttendingHead {
 
 class AttentionCheck {
  public:
-  /// `rounding`: what the decoder rounds queries, keys and values to.
+  /// `rounding`: the dtype that the decoder rounds queries, keys and values to.
   AttentionCheck(const ModelConfig& config, const ResolvedConfig& cache,
                  std::optional<Dtype> rounding, unsigned threads);
 
   const HeadTokens& tokens(std::uint32_t layer, std::uint32_t kv_head) const {
     return tokens_[std::size_t{layer} * shape_.kv_heads + kv_head];
   }
-  /// The tensors of a layer's next append.
+  /// Adds the tensors of a layer's next append.
   void append(std::uint32_t layer, const HeadTokens::Tensors& tensors);
-  /// Compares what the append's queries computed: `out` [token, query_head, dim]. `heads`: of
-  /// all KV heads.
+  /// Compares the outputs of the append's queries, `out` [token, query_head, dim]. `heads`: all KV
+  /// heads.
   void check(std::uint32_t layer, const Append& append, std::span<const AttendingHead> heads,
              std::span<const float> out);
-  /// (b) and (d).
+  /// Adds the results of checks (b) and (d).
   void add_to(VerifyReport& report) const;
 
  private:
   /// Errors of outputs, relative to AttentionRow::scale.
   struct OutputErrors {
     std::uint64_t rows = 0;
-    double worst = 0, worst_plain = 0;  // plain: of an attention of the decoder's dtype
+    double worst = 0, worst_plain = 0;  // plain: of a plain attention in the decoder's dtype
     void add(const OutputErrors& other);
   };
-  /// Float64's view of what one token should have observed.
+  /// What one token should have observed, by float64.
   struct Expected {
     double mass = 0, plain_mass = 0;          // plain: as in OutputErrors
-    std::uint32_t requests = 0, unclear = 0;  // surely requested; too near the threshold to say
+    std::uint32_t requests = 0, unclear = 0;  // surely requested; too near the threshold to decide
     std::uint32_t last_request = 0, queries = 0;
   };
   struct HeadCheck {
     OutputErrors outputs;
-    std::vector<Expected> expected;  // by age; empty where nothing is observed
+    std::vector<Expected> expected;  // [live token]; empty if nothing is observed
   };
-  /// Float64's attention of one query, and a plain one of the decoder's dtype.
+  /// One query's attention in float64, and a plain one in the decoder's dtype.
   struct CheckedRow {
     AttentionRow exact;
     std::optional<AttentionRow> plain;
   };
-  /// A query, and how many of its append are younger.
+  /// A query, and the number of younger queries in its append.
   struct Query {
     std::uint32_t position, younger;
   };
@@ -86,7 +86,7 @@ class AttentionCheck {
   std::uint32_t threshold16_;
   std::optional<Dtype> rounding_;
   unsigned threads_;
-  std::vector<Float64Attention> attention_;  // by layer, and so are
+  std::vector<Float64Attention> attention_;  // [layer], as the two below
   std::vector<GrowingRope> ropes_;
   std::vector<OutputErrors> outputs_;
   std::deque<HeadTokens> tokens_;  // [layer, kv_head]

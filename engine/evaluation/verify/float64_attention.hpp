@@ -1,5 +1,5 @@
-// Attention in float64, plainly, over what one KV head keeps: `kvlab verify` compares engines with
-// it.
+// Plain attention in float64 over the tokens that one KV head keeps. `kvlab verify` compares
+// engines with it.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@
 
 namespace kvlab {
 
-/// Each value rounded to `dtype`.
+/// Rounds each value to `dtype`.
 void round_all(Dtype dtype, std::span<float> values);
 void round_all(Dtype dtype, std::span<double> values);
 
-/// The keys, after RoPE, and the values of the live tokens, by age.
+/// Keys after RoPE, and values, of the live tokens, oldest first.
 struct AttendedRows {
   std::size_t dim = 0;
   std::vector<double> keys, values;  // [age, dim]
@@ -27,11 +27,11 @@ struct AttendedRows {
   AttendedRows rounded(Dtype dtype) const;
 };
 
-/// What one query of one query head computes.
+/// The attention of one query of one query head.
 struct AttentionRow {
   std::vector<double> p;    // [visible token]
   std::vector<double> out;  // [dim]
-  /// The largest sum of p |value| over the channels: errors of `out` are relative to it.
+  /// The largest sum of p |value| of a channel. Errors of `out` are relative to it.
   double scale = 0;
 };
 
@@ -42,13 +42,13 @@ class Float64Attention {
 
   std::uint32_t head_size() const { return head_size_; }
   Positions positions() const { return positions_; }
-  /// A query or a key at `position`, to [dim].
+  /// Rotates a query or key `x` to `position`; writes `to` [dim].
   void rotate(const float* x, std::uint32_t position, double* to) const;
-  /// The query at `position`, which is the age-th live token.
+  /// The rotated query at `position`, which is the age-th live token.
   std::vector<double> query(const float* x, std::uint32_t position, std::uint32_t age) const;
 
-  /// The tokens of ages [first, end), seen by a rotated query. `sink`: a logit that no token has,
-  /// or null. `rounding`: weights and output are rounded, as a plain kernel of that dtype would.
+  /// Attention of a rotated query over the tokens of ages [first, end). `sink`: the sink logit, or
+  /// null. `rounding`: round weights and output to this dtype, as a plain kernel of it would.
   AttentionRow row(std::span<const double> query, const AttendedRows& rows, std::size_t first,
                    std::size_t end, const float* sink,
                    std::optional<Dtype> rounding = std::nullopt) const;
@@ -62,27 +62,27 @@ class Float64Attention {
   Positions positions_;
 };
 
-/// The queries, keys and values, before RoPE, of all tokens that one KV head was given.
+/// All queries, keys and values, before RoPE, that one KV head was given.
 class HeadTokens {
  public:
-  /// `attention` and `rope` are those of its layer, and must outlive it.
+  /// `attention` and `rope` belong to the layer, and must outlive it.
   HeadTokens(const Float64Attention& attention, GrowingRope& rope, std::uint32_t group)
       : attention_(attention), rope_(rope), group_(group) {}
 
-  /// Where a layer's tensors are, [token, head, dim], of `tokens` that follow each other.
+  /// A layer's tensors [token, head, dim] of `tokens` consecutive tokens.
   struct Tensors {
     std::span<const float> q, k, v;
     std::size_t tokens;
   };
-  /// Appends the part of KV head `kv_head`.
+  /// Appends the part that belongs to KV head `kv_head`.
   void append(const Tensors& layer, std::uint32_t kv_head);
 
   const float* query(std::size_t position, std::size_t head) const {
     return q.data() + (position * group_ + head) * attention_.head_size();
   }
-  /// Keys and values as the head keeps them while the queries of `append` attend. `rounding`:
-  /// keys are rounded before they are quantized. Threads may call it at once, once the layer's rope
-  /// covers the append.
+  /// Keys and values as the head stores them while the queries of `append` attend. `rounding`: the
+  /// dtype that keys are rounded to before they are quantized. Several threads may call it at once,
+  /// after the layer's rope covers the append.
   AttendedRows attended(const LiveSet& live, const Append& append,
                         std::optional<Dtype> rounding) const;
 

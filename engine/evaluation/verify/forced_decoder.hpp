@@ -1,7 +1,7 @@
-// The model's forward pass on the CPU over the tokens and the live sets of another decoder, with
-// whose logits `kvlab verify` compares it. Where tiers quantize, it attends over that decoder's
-// keys and values: a difference in the last bit may move an element by a whole step of its format,
-// and all that follows with it.
+// A forward pass of the model on the CPU over the tokens and live sets of another decoder, whose
+// logits `kvlab verify` compares with it. If tiers quantize, it attends over the other decoder's
+// keys and values, because a difference in the last bit may move a quantized element by a whole
+// step, and everything after it.
 #pragma once
 
 #include <deque>
@@ -16,26 +16,27 @@ namespace kvlab {
 
 class ForcedDecoder {
  public:
-  /// `model` must outlive it. `rounding`: what goes into a matrix product, queries, keys, values
-  /// and attention are rounded to that dtype, as a plain engine of that dtype would.
+  /// `model` must outlive it. `rounding`: the dtype that inputs of matrix products, queries, keys,
+  /// values and attention are rounded to, as a plain engine of that dtype would.
   ForcedDecoder(const Model& model, const ResolvedConfig& cache, std::optional<Dtype> rounding,
                 unsigned threads);
 
-  /// Tokens from position `first` on.
+  /// Begins an append of tokens from position `first` on.
   void begin(std::span<const std::int32_t> ids, std::uint32_t first);
   using LiveSets = std::function<const LiveSet&(std::uint32_t kv_head)>;
-  /// The next layer of these tokens; the live sets have them. `k`, `v`: the other decoder's.
+  /// Computes the next layer. The live sets already contain the tokens. `k`, `v`: the other
+  /// decoder's.
   void layer(std::uint32_t layer, const LiveSets& live, std::span<const float> k,
              std::span<const float> v);
-  /// Its own keys and values of the last layer, one after the other, where it attends over the
-  /// other decoder's; else empty.
+  /// Its own keys and values of the last layer, one after the other, if it attends over the other
+  /// decoder's; else empty.
   const std::vector<float>& own_keys_and_values() const { return own_kv_; }
-  /// The logits of the last of these tokens, after all layers: [vocab].
+  /// The logits [vocab] of the last token, after all layers.
   std::vector<float> logits() const;
 
  private:
   void attend(std::uint32_t layer, std::uint32_t kv_head, const LiveSet& live);
-  /// x [token, hidden] as a matrix product takes it.
+  /// x [token, hidden] rounded as the input of a matrix product.
   std::vector<float> rounded(std::vector<float> x) const;
 
   const Model& model_;
@@ -43,7 +44,7 @@ class ForcedDecoder {
   std::optional<Dtype> rounding_;
   bool quantizes_;
   unsigned threads_;
-  std::vector<Float64Attention> attention_;  // by layer, and so are
+  std::vector<Float64Attention> attention_;  // [layer], as the one below
   std::vector<GrowingRope> ropes_;
   std::deque<HeadTokens> heads_;  // [layer, kv_head]
   Append append_{};

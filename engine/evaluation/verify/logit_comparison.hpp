@@ -1,4 +1,4 @@
-// A decoder's logits against those of ForcedDecoder.
+// Compares a decoder's logits with those of ForcedDecoder.
 #pragma once
 
 #include <optional>
@@ -12,22 +12,22 @@ namespace kvlab {
 
 class LogitComparison {
  public:
-  /// `reference`: the decoder's model, which must outlive it. `rounding`: what the decoder rounds
-  /// to.
+  /// `reference`: the decoder's model, which must outlive it. `rounding`: the dtype that the
+  /// decoder rounds to.
   LogitComparison(const Model& reference, const ResolvedConfig& cache,
                   std::optional<Dtype> rounding, unsigned threads);
 
-  // Called in this order: begin, each layer, and after the last append of what was fed, compare.
+  // Call begin(), layer() for each layer, and after the last append of a feed, compare().
   void begin(std::span<const std::int32_t> ids, std::uint32_t first);
   void layer(std::uint32_t layer, const ForcedDecoder::LiveSets& live, std::span<const float> k,
              std::span<const float> v);
-  /// Of the last token: of the decoder that is watched, and of one that nothing watches.
+  /// Compares logits of the last token: of the watched decoder, and of one without an observer.
   void compare(std::span<const float> watched, std::span<const float> alone);
 
   LogitCheck result() const;
 
  private:
-  /// Sums of squares: of what was wanted, and of differences from it.
+  /// Sums of squares: of the expected values, and of differences from them.
   struct Squares {
     double size = 0, found = 0, plain = 0;  // plain: of a forward pass in the decoder's dtype
     double relative(double squares) const;
