@@ -1,17 +1,18 @@
-// What the queries of an append give to each key: a second pass over the products, which
-// attention's rows (largest product, log-sum-exp) turn into final probabilities at once.
+// Attention statistics of an append: what its queries give to each key. A second pass over the
+// products, which the rows of attention (largest product, log-sum-exp) turn into final
+// probabilities directly.
 //
-// Key-stationary: a CTA keeps a block of keys and walks over the queries that see it, one query
-// head after the other, so that a key's sums stay in the registers of one lane. The sums are of
-// integers; CTAs of the same keys and other queries add theirs in any order.
+// Key-stationary: a CTA keeps a block of keys and passes over the queries that see it, one query
+// head after another, so a key's sums stay in the registers of one lane. The sums are of integers,
+// so CTAs with the same keys and other queries may add theirs in any order.
 //
-// Work: 2 * head_size operations for each (query, query head, visible key), half of attention's;
-// beside them an exponential and, for masses, six more instructions each. Bytes: little: queries
-// once, keys once for each kRange queries, 8 for each row, 24 for each key.
+// Work: 2 * head_size operations for each (query, query head, visible key), half of attention's,
+// plus an exponential and, for masses, six more instructions each. Bytes: queries once, keys once
+// per kRange queries, 8 per row and 24 per key, which is little.
 //
-// Instantiated: 4 head sizes x 4 kinds of count, by tensor cores for 2 types (32 kernels) and
-// plainly for float32 (16); what is counted decides which registers a key needs. On sm_90 itself
-// the 2-byte types have kernels of their own; those here are for other devices.
+// Instantiated: 4 head sizes x 4 kinds of count, by tensor cores for 2 types (32 kernels) and plain
+// for float32 (16). The kind of count determines the registers that a key needs. On sm_90 the
+// 2-byte types have separate kernels; those in this file are for other devices.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -28,12 +29,12 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kKeysOfWarp = 32;
-constexpr int kKeys = kWarps * kKeysOfWarp;  ///< of a CTA
+constexpr int kKeys = kWarps * kKeysOfWarp;  ///< keys per CTA
 constexpr int kStages = 2;
 
 __host__ __device__ int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-/// The row terms of all queries that count: a thread for each (query, query head).
+/// Computes the row terms of all queries that count. A thread for each (query, query head).
 __global__ void __launch_bounds__(kThreads)
     make_row_terms(const __grid_constant__ Plan plan, Count count) {
   const auto& args = plan.args;
@@ -63,13 +64,14 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int kDim>
 struct alignas(16) Shared {
   union {
-    T keys[kKeys * kDim];  // before the first queries
+    T keys[kKeys * kDim];  // used until the first queries arrive
     T queries[kStages][kQueries * kDim];
   };
   RowTerm terms[kStages][kQueries];
 };
 
-/// Starts copying rows [row, dim], which begin at element begin(row); zeros from row `valid` on.
+/// Starts copying rows [row, dim] that begin at element begin(row); fills with zeros from row
+/// `valid` on.
 template <class T, int kDim, int kRows, class Begin>
 __device__ void load_rows(T* to, const T* from, Begin begin, int valid) {
   using Layout = Swizzled<kDim * sizeof(T)>;
@@ -84,9 +86,8 @@ __device__ void load_rows(T* to, const T* from, Begin begin, int valid) {
   }
 }
 
-/// A warp's 32 keys, as operands in registers, and what they are given. Matrix row m holds, in lane
-/// l, keys m * 16 + l / 4 and the eighth after that; column l % 4 * 2 and the next of each eight
-/// queries.
+/// A warp's 32 keys, as operands in registers, and their counts. In lane l, matrix row m holds keys
+/// m * 16 + l / 4 and that plus 8, and columns l % 4 * 2 and the next of each eight queries.
 template <class T, int kDim, Count kCount>
 class WarpKeys {
  public:
@@ -101,7 +102,7 @@ class WarpKeys {
                                        Layout::offset(m * 16 + lane() % 16, d * 2 + lane() / 16));
   }
 
-  /// A tile of queries of one head; visible(m, half): queries before this one do not see the key.
+  /// Adds a tile of queries of one head. The key is visible to queries from visible(m, half) on.
   template <bool kMasked, class Visible>
   __device__ void add(const T* queries, const RowTerm* terms, float base2_scale, Visible visible) {
 #pragma unroll
@@ -150,7 +151,8 @@ class WarpKeys {
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  static constexpr int kEights = 4;  ///< of queries, whose products are in registers at a time
+  /// groups of eight queries whose products are in registers at a time
+  static constexpr int kEights = 4;
 
   __device__ void multiply(const T* queries, int eight, float (&product)[2][kEights][4]) const {
     const std::uint32_t q = shared_address(queries);
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
   __syncthreads();
   const int warp_key = threadIdx.x / 32 * kKeysOfWarp;
   WarpKeys<T, kDim, kCount> warp(shared.keys + warp_key * kDim);
-  __syncthreads();  // the keys are in registers, their place is free
+  __syncthreads();  // keys are in registers, so their memory is free
 
   const std::int64_t stride = std::int64_t{args.prefill.query_heads} * kDim;
   const int tiles = (part.end - part.begin + kQueries - 1) / kQueries * plan.group;
@@ -211,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
   commit_copies();
   for (int tile = 0; tile < tiles; ++tile) {
     wait_copies<0>();
-    __syncthreads();  // the tile is there, and the one before it has been read
+    __syncthreads();  // the tile has arrived, and the tile before has been read
     if (tile + 1 < tiles) fetch(tile + 1);
     commit_copies();
     const int query = query_of(tile);
@@ -236,10 +238,11 @@ __global__ void __launch_bounds__(kThreads, 2) observe_tiles(const __grid_consta
 
 constexpr int kPlainKeys = 32;
 
-/// Float32: a lane has a key, a warp every fourth query; products as in prefill_plain, bit for bit.
+/// Float32: a lane has a key, a warp every fourth query. Products equal those of prefill_plain, bit
+/// for bit.
 template <int kDim, Count kCount>
 __global__ void __launch_bounds__(kThreads) observe_plain(const __grid_constant__ Plan plan) {
-  __shared__ float keys[kPlainKeys][kDim + 1];  // padded: lanes read a column
+  __shared__ float keys[kPlainKeys][kDim + 1];  // padded, because lanes read a column
   const auto& args = plan.args;
   const Part part(plan, kPlainKeys);
   if (part.begin >= part.end) return;
@@ -300,7 +303,7 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-/// A device of 9.0 whose driver loaded the code of sm_90a.
+/// Whether the device is a 9.0 whose driver loaded the code of sm_90a.
 cudaError_t is_hopper(bool& hopper) {
   int device = 0, major = 0, minor = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -350,7 +353,7 @@ bool is_supported(const kvlab_observe_args& args) {
          (!needs_requests(needs) || args.threshold16 != nullptr);
 }
 
-/// Terms of a head: each sequence's begin at a tile of their own.
+/// Terms per head. Each sequence's terms begin at a new tile.
 int padded_queries(const kvlab_prefill_args& args) {
   return args.sequences == 0 ? round_up(args.queries, kQueries)
                              : (args.all_queries / kQueries + args.sequences) * kQueries;
@@ -394,7 +397,7 @@ cudaError_t observe_queries(const kvlab_observe_args& args, cudaStream_t stream)
     if (error != cudaSuccess || !needs_mass(needs)) return error;
   }
   plan.tail = tail;
-  // Only queries of age < tail weigh anything, and the others of their first tile.
+  // Only queries of age < tail have weight, and the other queries of their first tile.
   const std::int64_t weighing = std::int64_t{tail} - (args.youngers ? 0 : args.younger);
   if (weighing <= 0) return cudaSuccess;
   plan.counted = static_cast<int>(std::min<std::int64_t>(prefill.queries, weighing + kQueries - 1));

@@ -1,8 +1,8 @@
-// The second pass by warpgroup products (sm_90a): as prefill_observe.cu has it, but the tensor
-// cores work on the next tile of queries while this one is counted, and the copy engine fetches
-// tiles: copies by the counting threads took a third of their instructions.
+// The second pass by warpgroup products (sm_90a). It works as in prefill_observe.cu, except that
+// the tensor cores multiply the next tile of queries while this one is counted, and the copy engine
+// fetches tiles, because copies by the counting threads took a third of their instructions.
 //
-// Instantiated: 2 types x 4 head sizes x 4 kinds of count (32 kernels), for sm_90a alone.
+// Instantiated: 2 types x 4 head sizes x 4 kinds of count (32 kernels), for sm_90a only.
 #include <cuda.h>
 
 #include <algorithm>
@@ -17,32 +17,32 @@
 namespace kvlab::kernels::observe {
 namespace {
 
-/// Warpgroups of a CTA that count: at head size 256 a warp's keys take twice the registers.
+/// Warpgroups of a CTA that count. At head size 256 a warp's keys take twice the registers.
 template <int kDim>
 constexpr int kWarpgroups = kDim > 128 ? 2 : 3;
-constexpr int kKeysOfWarpgroup = 64;  ///< 16 of each warp
+constexpr int kKeysOfWarpgroup = 64;  ///< 16 per warp
 template <int kDim>
 constexpr int kKeys = kWarpgroups<kDim>* kKeysOfWarpgroup;
 template <int kDim>
 constexpr int kCounting = kWarpgroups<kDim> * 128;  ///< threads that count
 template <int kDim>
-constexpr int kThreads = kCounting<kDim> + 32;  ///< and the warp that fetches
+constexpr int kThreads = kCounting<kDim> + 32;  ///< includes the warp that fetches
 constexpr int kStages = 5;                      ///< tiles in shared memory
 
 template <class T, int kDim>
 struct Shared {
   static constexpr int kPanels = (kDim + 63) / 64;
   union {
-    T keys[kKeys<kDim> * kDim];  // before the first queries
+    T keys[kKeys<kDim> * kDim];  // used until the first queries arrive
     unsigned char queries[kStages][kPanels][kQueries * Panel::kRowBytes];
   };
   RowTerm terms[kStages][kQueries];
   PhaseBarrier full[kStages], free[kStages];
 };
-constexpr std::size_t kAlignment = 1024;  ///< of panels
+constexpr std::size_t kAlignment = 1024;  ///< of panels, in bytes
 
-/// One warp's 16 keys, as operands in registers, and what they are given. Lane l has keys l / 4 and
-/// the eighth after that; columns l % 4 * 2 and the next of each eight queries.
+/// One warp's 16 keys, as operands in registers, and their counts. Lane l has keys l / 4 and that
+/// plus 8, and columns l % 4 * 2 and the next of each eight queries.
 template <class T, int kDim, Count kCount>
 class WarpKeys {
  public:
@@ -65,15 +65,15 @@ class WarpKeys {
     commit_products();
   }
 
-  /// Clears the products of queries from `there` on, which are another sequence's and may be no
-  /// numbers.
+  /// Clears the products of queries from `there` on, because they belong to another sequence and
+  /// may be NaN.
   __device__ static void cut(float (&product)[kQueries / 2], int there) {
 #pragma unroll
     for (int i = 0; i < kQueries / 2; ++i)
       if (i / 4 * 8 + lane() % 4 * 2 + i % 2 >= there) product[i] = 0;
   }
 
-  /// Counts a tile; visible(half): queries before this one do not see the key.
+  /// Counts a tile. The key is visible to queries from visible(half) on.
   template <bool kMasked, class Visible>
   __device__ void count(const float (&product)[kQueries / 2], const RowTerm* terms,
                         float base2_scale, Visible visible) {
@@ -116,10 +116,10 @@ class WarpKeys {
   std::uint32_t tiles_ = 0;
 };
 
-/// Where a tile is: its queries, its query head of the group, its stage. Heads change first.
+/// A tile: its query, its query head in the group, its stage. Advances over heads first.
 struct Tile {
   int query, head = 0, stage = 0;
-  std::uint32_t round = 0;  ///< parity of how often all stages have been used
+  std::uint32_t round = 0;  ///< parity of the number of times that all stages have been used
   __device__ void next(int group) {
     if (++stage == kStages) {
       stage = 0;
@@ -131,8 +131,8 @@ struct Tile {
   }
 };
 
-/// What one thread does: has each tile copied; then gives out two that are empty, since products
-/// are started beyond the last.
+/// The work of the fetching thread: has each tile copied, then provides two empty tiles, because
+/// products are started beyond the last tile.
 template <class T, int kDim>
 __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Part& part,
                             const CUtensorMap& queries) {
@@ -141,7 +141,7 @@ __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   for (; tile.query < part.end; tile.next(plan.group)) {
     PhaseBarrier& full = shared.full[tile.stage];
     shared.free[tile.stage].wait(tile.round ^ 1);
-    publish_to_products();  // copies are not ordered behind reads of another kind by barriers alone
+    publish_to_products();  // barriers alone do not order copies after other reads
     full.arrive_and_expect(sizeof shared.queries[0] + kTermBytes);
     const int head = part.kv_head * plan.group + tile.head;
 #pragma unroll
@@ -156,7 +156,7 @@ __device__ void fetch_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   }
 }
 
-/// What a counting warp does.
+/// The work of a counting warp.
 template <class T, int kDim, Count kCount>
 __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Part& part,
                             WarpKeys<T, kDim, kCount>& warp, int warp_key) {
@@ -192,7 +192,7 @@ __device__ void count_tiles(Shared<T, kDim>& shared, const Plan& plan, const Par
   start(even);
   finish(even);
   while (counted.query < part.end) {
-    start(odd);  // beyond the last tile: of what lies there, not counted
+    start(odd);  // beyond the last tile: multiplies whatever lies there, and does not count it
     count(even);
     finish(odd);
     start(even);
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads<kDim>, 1)
   __syncthreads();
   const int warp_key = min(static_cast<int>(threadIdx.x) / 32 * 16, kKeys<kDim> - 16);
   WarpKeys<T, kDim, kCount> warp(shared.keys + warp_key * kDim);
-  __syncthreads();  // the keys are in registers, their place is free
+  __syncthreads();  // keys are in registers, so their memory is free
   if (threadIdx.x >= kCounting<kDim>) {
     if (threadIdx.x == kCounting<kDim>) fetch_tiles(shared, plan, part, queries);
     return;
@@ -244,7 +244,8 @@ __global__ void __launch_bounds__(kThreads<kDim>, 1)
   });
 }
 
-/// Describes q for copies of kQueries rows of one head, a panel at a time; zeros beyond its edges.
+/// A tensor map of q for copies of kQueries rows of one head, a panel at a time; zeros beyond its
+/// edges.
 cudaError_t describe_queries(const kvlab_observe_args& args, CUtensorMap& map) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
@@ -257,7 +258,7 @@ cudaError_t describe_queries(const kvlab_observe_args& args, CUtensorMap& map) {
   const auto heads = static_cast<cuuint64_t>(prefill.query_heads);
   const int queries = queries_of(prefill);
   const cuuint64_t sizes[] = {dim, heads, static_cast<cuuint64_t>(queries)};
-  const cuuint64_t strides[] = {dim * 2, dim * 2 * heads};  // bytes
+  const cuuint64_t strides[] = {dim * 2, dim * 2 * heads};  // in bytes
   const cuuint32_t box[] = {64, 1, kQueries}, steps[] = {1, 1, 1};
   const CUresult encoded = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
       &map,

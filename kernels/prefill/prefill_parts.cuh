@@ -1,8 +1,8 @@
-// Keys of prompt attention in parts, where few queries would leave most of the GPU idle: a CTA
-// takes kPartKeys of a row's keys, and what the parts come to is merged in their order. Where they
-// begin depends on slots alone, and so do a row's bits.
+// Keys of prompt attention in parts, for calls whose few queries would leave most of the GPU idle.
+// A CTA handles kPartKeys of a row's keys, and the results of the parts are merged in order. Where
+// parts begin depends on slots only, and so do a row's bits.
 //
-// Bytes: 4 * (head_size + 4) written and read for each row and part.
+// Bytes: 4 * (head_size + 4) written and read per row and part.
 #pragma once
 
 #include "kernels/device/element.cuh"
@@ -20,13 +20,13 @@ inline std::int64_t rows_of(const kvlab_prefill_args& args) {
   return std::int64_t{queries_of(args)} * args.query_heads;
 }
 
-/// What some keys of a row come to, beside its output [dim], which is not divided by the sum.
+/// The result of some keys of a row, without its output [dim], which is not divided by the sum.
 struct RowPart {
   float max_product, max, sum, unused;
 };
 
-/// Writes what is requested of a row: of its largest product, that times the scale, and the sum
-/// relative to `max`.
+/// Writes the requested results of a row, from its largest product, that product times the scale,
+/// and the sum relative to `max`.
 __device__ inline void write_row(const kvlab_prefill_args& args, std::int64_t row,
                                  float max_product, float max, float sum) {
   if (args.lse != nullptr) args.lse[row] = log_sum_exp(max, sum);
@@ -38,9 +38,9 @@ struct Plan {
   PrefillLayer layer;
   int group;
   float base2_scale;  ///< softmax scale, for base-2 logits
-  std::int64_t rows;  ///< of all queries and query heads
+  std::int64_t rows;  ///< queries times query heads
 
-  // Of a CTA's part, blockIdx.z.
+  // For a CTA's part, blockIdx.z.
   template <bool kParts>
   __device__ int keys_end(int all) const {
     return kParts ? min(all, (static_cast<int>(blockIdx.z) + 1) * kPartKeys) : all;
@@ -54,7 +54,8 @@ struct Plan {
         reinterpret_cast<float*>(static_cast<RowPart*>(args.workspace) + gridDim.z * rows);
     return outs + (blockIdx.z * rows + row) * dim;
   }
-  /// Of a row's largest product, that times the scale, and the sum relative to `max`.
+  /// Writes a row, from its largest product, that product times the scale, and the sum relative to
+  /// `max`.
   template <bool kParts>
   __device__ void write(std::int64_t row, float max_product, float max, float sum) const {
     if constexpr (kParts)
@@ -66,7 +67,7 @@ struct Plan {
 
 inline constexpr int kMergeWarps = 4;
 
-/// A warp for each row, of those parts that the row sees.
+/// Merges the parts that each row sees. A warp for each row.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kMergeWarps * 32)
     merge_kernel(const __grid_constant__ Plan plan, int parts) {
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32)
   if (lane == 0) write_row(args, row, all.max_product, all.max, all.sum);
 }
 
-/// Behind the CTAs, if there are parts. Returns their error, too.
+/// Runs after the CTAs if there are parts. Returns their error, too.
 template <class T, int kDim>
 cudaError_t merge_parts(const Plan& plan, cudaStream_t stream) {
   const cudaError_t error = cudaGetLastError();

@@ -9,21 +9,21 @@
 namespace kvlab::kernels {
 
 inline int sequences_of(const kvlab_prefill_args& args) { return std::max(args.sequences, 1); }
-/// Of all sequences.
+/// The number of queries of all sequences.
 inline int queries_of(const kvlab_prefill_args& args) {
   return args.sequences == 0 ? args.queries : args.all_queries;
 }
 
-/// Whether shape, first and queries are ones that the kernels take.
+/// Whether the kernels support shape, first and queries.
 inline bool can_prefill(const kvlab_prefill_args& args) {
   if (args.kv_heads < 1 || args.query_heads < 1 || args.query_heads % args.kv_heads != 0)
     return false;
   constexpr int kMaxGroup = 16;
   if (args.query_heads / args.kv_heads > kMaxGroup || !is_head_size(args.head_size)) return false;
-  constexpr int kMaxPosition = 1 << 26;  // so that sixteen times as many rows can be counted
+  constexpr int kMaxPosition = 1 << 26;  // sixteen times as many rows still fit 32 bits
   if (args.first < 0 || args.first >= kMaxPosition) return false;
   if (args.queries < 1 || args.queries >= kMaxPosition) return false;
-  constexpr int kMaxSequences = 65535;  // of a grid's second dimension
+  constexpr int kMaxSequences = 65535;  // limit of a grid's second dimension
   if ((args.sequences == 0) != (args.first_query == nullptr)) return false;
   if (args.sequences != 0 &&
       (args.sequences < 0 || args.sequences > kMaxSequences || args.all_queries < args.queries ||
@@ -33,10 +33,10 @@ inline bool can_prefill(const kvlab_prefill_args& args) {
   return std::int64_t{args.queries} * args.query_heads < kMaxCtas;
 }
 
-/// The queries of a CTA's sequence, which is blockIdx.y.
+/// The queries of a CTA's sequence, blockIdx.y.
 struct OwnQueries {
   int sequence = static_cast<int>(blockIdx.y);
-  int begin = 0;  ///< its first, of all
+  int begin = 0;  ///< its first query, among all queries
   int count;
 
   __device__ explicit OwnQueries(const kvlab_prefill_args& args) : count(args.queries) {
@@ -46,7 +46,7 @@ struct OwnQueries {
   }
 };
 
-/// The element at which a slot of a pair begins, where there are blocks.
+/// The element at which a slot of a pair begins, in paged memory.
 __device__ inline std::int64_t paged_row(const kvlab_prefill_args& args, int pair, int slot) {
   return paged_row(args.pages, pair, args.kv_heads, slot);
 }
@@ -56,8 +56,8 @@ __device__ inline int first_query_slot(const kvlab_prefill_args& args, int pair)
   return args.first + (args.older == nullptr ? 0 : args.older[pair]);
 }
 
-/// Row r is query r / group of query head r % group of the KV head: the rows of a tile share their
-/// keys, and a tile windows few slots, whatever the group.
+/// Row r is query r / group of query head r % group of the KV head. So the rows of a tile share
+/// their keys, and a tile covers few query positions for any group.
 struct PrefillRows {
   const kvlab_prefill_args& args;
   const PrefillLayer& layer;

@@ -1,4 +1,4 @@
-// What the thread block of one cache shares while it walks through a block of queries.
+// Data that the thread block of one cache shares while it walks through a block of queries.
 #pragma once
 
 #include "kernels/device/fold.cuh"
@@ -7,24 +7,24 @@
 
 namespace kvlab::kernels {
 
-/// Threads of a cache, at most, and blocks of them that a multiprocessor's registers are shared out
-/// for: old keys take many.
+/// The most threads per cache, limited by the registers of a multiprocessor: old keys need many.
 constexpr std::uint32_t replay_max_threads(bool cache_positions) {
   return cache_positions ? 384 : 320;
 }
 constexpr int replay_blocks(bool cache_positions) { return cache_positions ? 1 : 2; }
 inline constexpr int kReplayWarps = 12;
-/// Slots that a thread takes together, a strip: as many as its registers hold.
+/// Slots that a thread processes together (a strip): as many as its registers hold.
 constexpr int replay_strip(bool cache_positions) { return cache_positions ? 7 : 8; }
-inline constexpr int kReplayDims = 4 * kWarpSize;  ///< of a value that a warp takes at once
+/// dimensions of a value that a warp processes at once
+inline constexpr int kReplayDims = 4 * kWarpSize;
 
-/// Four query heads side by side, for each head group of a group.
+/// Four query heads side by side, for each head group of a KV head.
 template <int kHeadGroups>
 struct HeadGroups {
   float4 head_group[kHeadGroups];
 };
 
-/// Of lane l component l: in every lane.
+/// Collects component l from lane l, in every lane.
 template <int kHeadGroups>
 __device__ inline HeadGroups<kHeadGroups> head_groups_of_lanes(float value, int first = 0) {
   HeadGroups<kHeadGroups> all;
@@ -41,17 +41,17 @@ struct ReplayShared {
     SelectionShared selection;
     float scratch[kReplayScratch][kReplayDims];
   };
-  float folded[2][kReplayWarps][24];  // by parity
-  uint4 first[2][kReplayWarps];       // by parity: which token is evicted first of a warp's
-  std::uint32_t moves;                ///< of tokens to slots that others have left
-  std::uint32_t gone;                 ///< one past the youngest token that is evicted
-  std::uint32_t listed;               ///< how many slots are in the list
-  float kept[kMaxReplayQueries][kMaxReplayGroup];  // sums; negative: everything is kept
+  float folded[2][kReplayWarps][24];  // two, used in turn
+  uint4 first[2][kReplayWarps];       // two, used in turn: the first victim of each warp
+  std::uint32_t moves;                ///< tokens moved to slots of evicted tokens
+  std::uint32_t gone;                 ///< one past the youngest token that was evicted
+  std::uint32_t listed;               ///< number of slots in the list
+  float kept[kMaxReplayQueries][kMaxReplayGroup];  // sums; negative: all tokens are kept
   std::uint32_t hits[kMaxReplayQueries][kMaxReplayGroup];
   std::uint32_t visible[kMaxReplayQueries];
 };
 
-/// Threads of a cache of so many slots.
+/// The number of threads for a cache with `slots` slots.
 constexpr std::uint32_t replay_threads(std::uint32_t slots, bool cache_positions) {
   const std::uint32_t of_warp =
                           static_cast<std::uint32_t>(replay_strip(cache_positions)) * kWarpSize,
@@ -59,23 +59,23 @@ constexpr std::uint32_t replay_threads(std::uint32_t slots, bool cache_positions
                       most = replay_max_threads(cache_positions);
   return threads < most ? threads : most;
 }
-/// A cache's slots, in whole strips.
+/// A cache's slots, rounded up to whole strips.
 constexpr std::uint32_t whole_strips(std::uint32_t slots, bool cache_positions) {
   const std::uint32_t strips = static_cast<std::uint32_t>(replay_strip(cache_positions)) *
                                replay_threads(slots, cache_positions);
   return (slots + strips - 1) / strips * strips;
 }
-/// Bytes of shared memory for a bit a token, who is live, in whole 16 bytes.
+/// Bytes of shared memory for one bit per token (whether it is live), rounded up to 16 bytes.
 constexpr std::size_t bytes_of_words(const ReplayShape& shape) {
   return static_cast<std::size_t>((shape.words() + 3) / 4 * 16);
 }
 
-/// A thread of the thread block that takes one cache, and which cache that is.
+/// A thread of the thread block that handles one cache, and the identity of that cache.
 struct CacheThread {
   const ReplayWalkArgs& args;
   int config, task;
   ReplayRule rule;
-  std::int64_t first_slot;  ///< of all caches
+  std::int64_t first_slot;  ///< among the slots of all caches
   std::uint32_t thread, threads, lane, warp, warps;
 
   __device__ explicit CacheThread(const ReplayWalkArgs& of)
@@ -90,8 +90,8 @@ struct CacheThread {
         warp(thread / kWarpSize),
         warps(threads / kWarpSize) {}
 
-  /// The first of this thread's slots, which it alone reads and writes in a step: a warp has kStrip
-  /// times 32 that follow one another, and the next of a thread's strip is 32 further.
+  /// The first of this thread's slots; no other thread accesses them in a step. A warp has kStrip *
+  /// 32 consecutive slots, and the slots of a thread's strip are 32 apart.
   template <int kStrip>
   __device__ std::uint32_t first_slot_of_thread() const {
     return warp * (kStrip * kWarpSize) + lane;
@@ -111,9 +111,9 @@ struct CacheThread {
   }
 
   __device__ std::int64_t cache() const { return args.sweep.cache_of(task, config); }
-  /// Query i of the block, among all head tasks'.
+  /// The row of query i of the block, among all head tasks.
   __device__ std::int64_t row(int i) const { return args.rows.row(task, i); }
-  /// The direct exponentials for query i of the block, [head group, slot].
+  /// The direct exponentials of query i of the block, [head group, slot].
   __device__ float4* direct(int i) const {
     const ReplaySlots& slots = args.slots;
     const std::int64_t planes = std::int64_t{task} * slots.planes + i % slots.planes;

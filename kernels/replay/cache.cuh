@@ -1,5 +1,5 @@
-// The slots of one cache: who is live, where, in what state; append, eviction and rank by the
-// policy's own text.
+// The slots of one cache: which tokens are live, their slots and their states. Append, eviction and
+// rank are compiled from the policy's source.
 #pragma once
 
 #include "kernels/replay/cache_positions.cuh"
@@ -10,8 +10,8 @@
 
 namespace kvlab::kernels {
 
-/// Threads have slots as CacheThread::for_slots() says. They lie in shared memory through the block
-/// of queries, where they fit. Tokens: ExactTokens, CachePositionTokens or TieredTokens.
+/// CacheThread::for_slots() says which slots a thread has. If slots fit, they stay in shared memory
+/// during the block of queries. Tokens: ExactTokens, CachePositionTokens or TieredTokens.
 template <class P, class Tokens>
 class ReplayCache {
  public:
@@ -21,8 +21,8 @@ class ReplayCache {
   static constexpr int kStrip = replay_strip(Tokens::kCachePositions);
   static constexpr std::uint32_t kFeatures = P::kInfo.feature_count();
 
-  /// `dynamic`: shared memory for bits of the live positions, what tokens have before the slots,
-  /// and, where they fit, the slots.
+  /// `dynamic`: shared memory for the bits of the live positions, the memory that `Tokens` needs
+  /// before the slots, and, if they fit, the slots.
   __device__ ReplayCache(const CacheThread& at, ReplayShared& shared, std::byte* dynamic)
       : at_(at),
         shared_(shared),
@@ -50,12 +50,12 @@ class ReplayCache {
   __device__ std::uint32_t live() const { return progress_.live; }
   __device__ const std::uint32_t* positions() const { return positions_; }
   __device__ std::uint32_t position(std::uint32_t i) const { return positions_[i]; }
-  /// Whether the slot holds a token up to `query`, of which there are `visible`. Where slots are in
-  /// shared memory, those that hold none say so.
+  /// Whether the slot holds a token up to `query`; there are `visible` such tokens. In shared
+  /// memory, empty slots are marked.
   __device__ bool holds(std::uint32_t i, std::uint32_t query, std::uint32_t visible) const {
     return kInShared ? positions_[i] <= query : i < visible;
   }
-  /// Of what copy tokens are.
+  /// Maps a slot to the copy of its token.
   __device__ auto copies() const { return tokens_.copies(exact_from()); }
   __device__ Slot state(std::uint32_t i) const {
     if constexpr (kHasState)
@@ -113,7 +113,8 @@ class ReplayCache {
     if (next_.tokens > 0) next_ = append_at(progress_.append + 1);
   }
 
-  /// Whether one token leaves by its own rank, for one to enter, when the next append begins.
+  /// Whether exactly one token is evicted by its rank, for one to be appended, when the next append
+  /// begins.
   __device__ bool ranks_next() const {
     const std::uint32_t next = progress_.append + 1;
     const bool evicts = next_.tokens == 1 && surplus(next) == 1;
@@ -125,20 +126,20 @@ class ReplayCache {
     }
     return !smooths(next) && !at_.args.layer_heads;
   }
-  /// How many positions from the sinks on are unprotected at `now`.
+  /// The number of unprotected positions, from the sinks on, at `now`.
   __device__ std::uint32_t num_unprotected(std::uint32_t now) const {
     const std::uint32_t kept = protected_tokens_.sinks +
                                (protected_tokens_.recent == 0 ? 0 : protected_tokens_.recent - 1);
     return now > kept ? now - kept : 0;
   }
-  /// A slot's token among those that may be evicted, of which there are as many positions.
+  /// Ranks a slot's token as a candidate; there are `unprotected` positions that may be evicted.
   __device__ void rank(Candidate& first, std::uint32_t i, const Slot& own, const Step& ranking,
                        std::uint32_t unprotected) const {
     const std::uint32_t position = positions_[i];
     if (position - protected_tokens_.sinks < unprotected)
       first.take({rank_key(P::rank(own, token(position), params_, ranking)), position, i});
   }
-  /// The thread block's first is the next victim.
+  /// Makes the first candidate of the thread block the next victim.
   __device__ void choose(const Candidate& mine) {
     parity_ ^= 1;
     const Candidate first = block_first(mine, shared_.first[parity_], at_);
@@ -146,7 +147,7 @@ class ReplayCache {
     progress_.victim_position = first.position;
   }
 
-  /// Likewise of a tier plan, on which each tier's first may are demoted.
+  /// The same with a tier plan: also demotes the first candidate of each tier.
   __device__ void demote(std::uint32_t now) {
     const Step ranking = step_at(now, 0);
     std::uint64_t* const ranks = at_.args.slots.ranks + at_.first_slot;
@@ -160,14 +161,15 @@ class ReplayCache {
     progress_.victim_position = first.key.position;
   }
 
-  /// Bits of the live positions from `first` on, to words [0, tokens / 32], zeros before.
+  /// Copies the bits of the live positions from `first` on to words [0, tokens / 32]; earlier bits
+  /// are zero.
   __device__ void copy_live(std::uint32_t* words, std::uint32_t tokens, std::uint32_t first) const {
     for (std::uint32_t w = at_.thread; w * 32 < tokens; w += at_.threads) {
       const std::uint32_t before = first > w * 32 ? min(first - w * 32, 32u) : 0;
       words[w] = before < 32 ? live_words_[w] >> before << before : 0;
     }
   }
-  /// Likewise of one copy, of all live positions.
+  /// The same for one copy, for all live positions.
   __device__ void copy_words(int copy, std::uint32_t* words, std::uint32_t tokens) const {
     for (std::uint32_t w = at_.thread; w * 32 < tokens; w += at_.threads)
       words[w] = tokens_.word(copy, w, exact_from());
@@ -202,9 +204,10 @@ class ReplayCache {
     const ReplaySlots& slots = at.args.slots;
     return reinterpret_cast<Slot*>(slots.states + at.first_slot * slots.state_stride);
   }
-  /// Tokens of an append of several are not quantized before it has ended.
+  /// From this position on tokens are exact, because tokens of an append of several are quantized
+  /// only when it ends.
   __device__ std::uint32_t exact_from() const { return now_.tokens > 1 ? now_.first : ~0u; }
-  /// A token with what it brings; of the live ones.
+  /// A token with its features; the token must be live.
   __device__ Token token(std::uint32_t position) const {
     Token token{position};
 #pragma unroll
@@ -213,17 +216,17 @@ class ReplayCache {
     return token;
   }
   __device__ ReplayAppend append_at(std::uint32_t index) const { return at_.rule.appends[index]; }
-  /// Whether the append before that one ended a prompt segment; only where it matters.
+  /// Whether the append before that one ended a prompt segment; computed only if it matters.
   __device__ bool is_after_prompt(std::uint32_t index) const {
     return at_.rule.looks_back && index > 0 && append_at(index - 1).ends_prompt;
   }
-  /// How many tokens are evicted before an append.
+  /// The number of tokens that are evicted before an append.
   __device__ std::uint32_t surplus(std::uint32_t index) const {
     if (progress_.live < at_.rule.evict_at) return 0;
     if (at_.rule.looks_back && at_.rule.modifiers.once && !is_after_prompt(index)) return 0;
     return progress_.live - (at_.rule.rule.budget - 1);
   }
-  /// Whether a tier plan does before an append.
+  /// Whether a tier plan evicts or demotes tokens before an append.
   __device__ bool needs_eviction(std::uint32_t index) const {
     return surplus(index) > 0 || (at_.rule.evict_at != ~0u &&
                                   tokens_.is_full(at_.rule.modifiers, is_after_prompt(index)));
@@ -243,13 +246,13 @@ class ReplayCache {
     empty(progress_.live, shared_slots(at_));
     mark_live();
   }
-  /// Slots [first, end) hold no token.
+  /// Marks slots [first, end) as empty.
   __device__ void empty(std::uint32_t first, std::uint32_t end) {
     if constexpr (kInShared)
       for (std::uint32_t i = first + at_.thread; i < end; i += at_.threads)
         positions_[i] = kNoPosition;
   }
-  /// Live bits from the positions.
+  /// Sets the live bits from the positions.
   __device__ void mark_live() {
     const auto words = static_cast<std::uint32_t>(at_.args.shape.words());
     for (std::uint32_t w = at_.thread; w < words; w += at_.threads) live_words_[w] = 0;
@@ -287,7 +290,7 @@ class ReplayCache {
     put(i, state);
   }
 
-  /// Of all tokens, were the current append's to come next.
+  /// The eviction keys of all tokens, if the current append came next.
   __device__ EvictionKeys eviction_keys() {
     const std::uint32_t live = progress_.live;
     const Step ranking = step_at(now_.first, 0);
@@ -311,8 +314,8 @@ class ReplayCache {
     take_out(num_evicted, [&](std::uint32_t i) { return !all && !threshold.evicts(keys[i]); });
   }
 
-  /// On tiers, where it evicts to the budget: of each tier with more than it has room for the first
-  /// to leave are demoted.
+  /// With tiers, while evicting to the budget: demotes the first victims of each tier that has more
+  /// tokens than slots.
   __device__ void assign_tiers(std::uint32_t num_evicted) {
     const bool makes = needs_eviction(progress_.append);
     __syncthreads();
@@ -321,7 +324,7 @@ class ReplayCache {
     const std::uint32_t live = progress_.live, kept = at_.rule.rule.budget - 1;
     std::uint32_t over = 0;
     for (int r = 0; r < tokens_.count(); ++r) {
-      // Where no token is to be evicted yet, some wait on the first for the burst.
+      // If no token is evicted yet, some tokens wait on the first tier for the burst.
       const std::uint32_t here = tokens_.on(r) + over,
                           waiting = r > 0 || num_evicted > 0 || live < kept ? 0 : live - kept,
                           capacity = tokens_.slots(r) + waiting - (r == 0 ? 1 : 0);
@@ -339,11 +342,11 @@ class ReplayCache {
         if (goes(i)) tokens_.of_slot()[i] = static_cast<std::uint8_t>(r + 1);
       __syncthreads();
     }
-    __syncthreads();  // find() empties the counts that the last tiers were compared by
+    __syncthreads();  // find() clears the counts that the last tiers were compared by
     tokens_.find(live);
   }
 
-  /// By `stays`, of a slot.
+  /// Removes the tokens for which stays(slot) is false.
   template <class Stays>
   __device__ void take_out(std::uint32_t num_evicted, Stays stays) {
     const std::uint32_t live = progress_.live, kept = live - num_evicted;
@@ -356,7 +359,7 @@ class ReplayCache {
                    [&](std::uint32_t i, bool here, std::uint32_t before) {
                      if (i < kept && !here) holes[i - before] = i;
                    });
-    // As many stay beyond `kept` as are evicted before it.
+    // As many tokens stay beyond `kept` as are evicted before it.
     number_stayers(shared_.selection, live, stays,
                    [&](std::uint32_t i, bool here, std::uint32_t before) {
                      if (i < kept || !here) return;
@@ -374,7 +377,7 @@ class ReplayCache {
     mark_live();
   }
 
-  /// What was seen is of no account between two appends.
+  /// Uses the observations as scratch, because they are not needed between two appends.
   __device__ void smooth(std::uint64_t* ranks) const {
     const ReplaySlots& slots = at_.args.slots;
     smooth_ranks({ranks, positions_, live_words_, progress_.live, slots.seen + at_.first_slot,

@@ -1,4 +1,4 @@
-// Tokens that are numbered by cache position: where each is, and what old ones are given.
+// Tokens numbered by cache position: where each one is, and the exponentials of old ones.
 #pragma once
 
 #include "kernels/replay/old_keys.cuh"
@@ -14,7 +14,7 @@ struct PositionRange {
   __device__ static PositionRange none() { return {0, 0}; }
   __device__ bool empty() const { return first >= end; }
   __device__ bool has(std::uint32_t position) const { return position - first < end - first; }
-  /// The least range that has both.
+  /// Extends the range to include the other one.
   __device__ void take(const PositionRange& other) {
     if (other.empty()) return;
     *this = empty() ? other : PositionRange{min(first, other.first), max(end, other.end)};
@@ -62,7 +62,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
     positions_in_cache_[i] = position;
   }
 
-  /// Older tokens have lost a younger one. Those between have moved, and some have become old.
+  /// Tokens older than the victim have lost a younger one. Tokens between have moved, and some have
+  /// become old.
   __device__ void lose(std::uint32_t victim, std::uint32_t live) {
     at_.template for_slots<kStrip>(
         live, [&](std::uint32_t i) { positions_in_cache_[i] += positions_[i] < victim ? 1 : 0; });
@@ -89,7 +90,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   __device__ const float4* row(int i) const {
     return args_.cache_positions.e + at_.row(i) * kHeadGroups * args_.shape.tokens;
   }
-  /// Of the old tokens, those that are not known yet: with `ahead` up to the query group's end.
+  /// Computes the old tokens that are not known yet; with `ahead`, for queries up to the query
+  /// group's end.
   template <int kHeadGroups>
   __device__ void attend(int i, std::uint32_t live, bool ahead) {
     PositionRange range = ahead && i % kReplayAhead != 0 ? moved_ : PositionRange::all();
@@ -111,8 +113,8 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   __device__ const std::uint32_t* positions_in_cache() const { return positions_in_cache_; }
 
  private:
-  /// The slots of the live tokens of a range, with their distance to a query, for queries [first,
-  /// end) of the query group: in no order.
+  /// Lists the slots of the live tokens in a range, with their distance to a query, for queries
+  /// [first, end) of the query group. The order is arbitrary.
   __device__ void list(const PositionRange& range, std::uint32_t live, std::uint32_t query,
                        std::uint32_t first_of_query_group, std::uint32_t end) {
     for (std::uint32_t first = at_.template first_slot_of_thread<kStrip>(); first - at_.lane < live;
@@ -144,9 +146,9 @@ class CachePositionTokens : public ExactTokens<kShared, T> {
   const std::uint32_t* positions_;
   std::uint32_t* positions_in_cache_;  // [slot]
   OldItem* listed_;                    // [slot]
-  /// Old tokens whose distance to the query has changed since it was last said to be known.
+  /// Old tokens whose distance to the query has changed since their exponentials were computed.
   PositionRange moved_ = PositionRange::all();
-  std::uint32_t gone_;  ///< one past the youngest token that has left
+  std::uint32_t gone_;  ///< one past the youngest token that was evicted
 };
 
 }  // namespace kvlab::kernels

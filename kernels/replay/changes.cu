@@ -1,19 +1,19 @@
-// What a kept set changes of the log-likelihood of sampled tokens, at every query: exponentials
-// times terms, masked by what each cache kept, by tensor cores.
+// How a kept set changes the log-likelihood of the gradient samples, at every query: exponentials
+// times terms, masked by each cache's kept set, by tensor cores.
 //
 // A product is 16 configurations by 16 columns (gradient sample, query head of the group). A
-// column's weighted terms are the same for all configurations but for the mask. They go in two bf16
-// parts (16 bits).
+// column's weighted terms are the same for all configurations except for the mask. They are split
+// into two bf16 parts (16 bits).
 #include "kernels/device/half_parts.cuh"
 #include "kernels/replay/direct.cuh"
 
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kWarps = 8;     // of a block: each takes every eighth step
+constexpr int kWarps = 8;     // per block; each processes every eighth step
 constexpr int kTile = 16;     // configurations
-constexpr int kColumns = 16;  // at most: whole gradient samples
-constexpr int kTokens = 16;   // of a step
+constexpr int kColumns = 16;  // at most; whole gradient samples
+constexpr int kTokens = 16;   // per step
 constexpr int kThreads = kWarps * kWarpSize;
 static_assert(kThreads == kTile * kColumns && kColumns >= kMaxReplayGroup);
 
@@ -24,8 +24,8 @@ struct Sums {
   float of_config[kTile][kColumns], full[kColumns];
 };
 
-/// One query of one head task: some columns of it, under some configurations. kQuantized: that are
-/// quantized.
+/// One query of one head task: some columns of it, for some configurations. kQuantized: for
+/// configurations with quantization.
 template <bool kQuantized>
 class Changes {
  public:
@@ -58,7 +58,7 @@ class Changes {
         args.cache_positions ? reinterpret_cast<const float*>(args.cache_positions + row) : nullptr;
   }
 
-  /// By a warp.
+  /// Called by a warp.
   __device__ void sum(Sums& to) {
     const int query = args_.rows.first + i_;
     if constexpr (kQuantized)
@@ -87,7 +87,8 @@ class Changes {
     }
   }
 
-  /// From all warps' sums to the metrics, by the block: a thread for each configuration and column.
+  /// Computes the metrics from all warps' sums, by the whole block: a thread for each configuration
+  /// and column.
   __device__ void put(Sums (&sums)[kWarps]) const {
     const int row = static_cast<int>(threadIdx.x) / kColumns,
               column = static_cast<int>(threadIdx.x) % kColumns, config = config_of(row);
@@ -106,7 +107,8 @@ class Changes {
   }
 
  private:
-  /// Turns to the tokens of a copy, its row and terms. By a warp, whether it has some.
+  /// Switches to the tokens of a copy, its row and its terms. Called by a warp; returns whether it
+  /// has some.
   __device__ bool take(int copy) {
     const int words = args_.shape.words();
     for (int n = 0; n < 2; ++n) {
@@ -125,7 +127,7 @@ class Changes {
     return at < args_.configs.tiles * kReplayTile ? args_.configs.of[at] : -1;
   }
 
-  /// Adds 16 tokens of the configurations that read rows of `kind`, and, of kind 0, of the row.
+  /// Adds 16 tokens, for configurations that read rows of `kind`; for kind 0 also for the full row.
   __device__ void step(int first, int query, int kind, bool multiplies) {
     const int t = lane_ % 4;
     std::uint32_t a[4];
@@ -146,7 +148,7 @@ class Changes {
       multiply_add<__nv_bfloat16>(sums_[half], a, low.kept, high.kept);
     }
   }
-  /// Of two bits 1 or 0 in bf16.
+  /// Turns two bits into 1 or 0 in bf16.
   __device__ static std::uint32_t ones_of(std::uint32_t bits) {
     return (bits & 1) * 0x3f80u + (bits >> 1 & 1) * 0x3f800000u;
   }
@@ -155,7 +157,7 @@ class Changes {
     const float2 a = unpack<__nv_bfloat16>(two.kept), b = unpack<__nv_bfloat16>(two.left);
     return (a.x + a.y) + (b.x + b.y);
   }
-  /// Two tokens' weighted terms; zeros beyond the query and the columns.
+  /// The weighted terms of two tokens; zeros beyond the query and the columns.
   __device__ Bf16Parts couple(int token, int query, int column, int kind) const {
     const int group = args_.shape.group, head = column % group;
     float z[2] = {};

@@ -1,5 +1,5 @@
-// Copies of tokens as tier plans keep them: what is read of their quantized values, and rows of
-// their keys.
+// Copies of tokens, as tier plans keep them: the values read from their quantized values, and the
+// rows of their keys.
 #include "kernels/device/load.cuh"
 #include "kernels/device/type_dispatch.cuh"
 #include "kernels/quantized/quantize.cuh"
@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// A warp for each token (x), of a copy (y) and head task (z).
+/// A warp for each token (x) of a copy (y) and head task (z).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(const __grid_constant__ ReplayQuantizeArgs args, T* to) {

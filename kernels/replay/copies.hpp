@@ -1,4 +1,4 @@
-// Through which quantized values copies of tokens are made, as tier plans keep them.
+// The formats through which copies of tokens are quantized, as tier plans keep them.
 #pragma once
 
 #include "kernels/quantized/quantized_cache.hpp"
@@ -8,8 +8,7 @@ namespace kvlab::kernels {
 
 static_assert(kMaxReplayTiers == kMaxDeviceTiers);
 
-/// The quantized values that a token comes down through to a copy of its own, as demotion_path()
-/// says.
+/// The formats that a token passes on its demotion to a copy, as in demotion_path().
 struct ReplayDemotionPath {
   int formats;  ///< 0: there is no such copy
   DeviceFormat format[kMaxDeviceTiers];

@@ -1,6 +1,6 @@
-// Direct exponentials: the slow way to a cache's row, where the fast ways lose bits. What it keeps
-// is so small beside the full row's largest exponential, or so large, that the row needs its own
-// maximum. Seldom called.
+// Direct exponentials: the slow way to compute a cache's row, for cases in which the fast ways lose
+// bits. The kept exponentials are so small, or so large, compared with the full row's largest that
+// the row needs a separate maximum. Rarely called.
 #pragma once
 
 #include <type_traits>
@@ -13,17 +13,17 @@ namespace kvlab::kernels {
 /// The slots of a cache and one query.
 struct DirectRow {
   const std::uint32_t *positions,
-      *positions_in_cache;  ///< places: null where positions are original
+      *positions_in_cache;  ///< places: null at original positions
   std::uint32_t visible, query;
   std::int64_t task;
   float4* direct;  // [head group, slot], slots.of_task apart
 };
 
-/// Below this sum, exponentials taken with the maximum of a larger row have lost bits; above the
-/// other, with that of a smaller row.
+/// Below kLostSum, exponentials taken with the maximum of a larger row have lost bits; above
+/// kVastSum, those taken with the maximum of a smaller row.
 inline constexpr float kLostSum = 0x1p-60f, kVastSum = 0x1p60f;
 
-/// Whether some head's sum, of lane l for head l, is: by a warp.
+/// Whether the sum of some head has lost bits; lane l has the sum of head l. Called by a warp.
 __device__ inline bool is_lost(float sum, const ReplayShape& shape) {
   const bool is_head = threadIdx.x % kWarpSize < static_cast<unsigned>(shape.group);
   return __any_sync(~0u, is_head && !(sum >= kLostSum && sum <= kVastSum));
@@ -35,15 +35,15 @@ __device__ inline float round_to_type(float x, Type type) {
   return x;
 }
 
-/// Of which copy a slot's token is, where all are exact.
+/// Maps slots to copies if all tokens are exact.
 struct ExactCopies {
   static constexpr bool kQuantized = false;
   __device__ constexpr int operator()(std::uint32_t) const { return 0; }
   __device__ constexpr int row_of(std::uint32_t) const { return 0; }
 };
 
-/// Element `at` [head task, token, dim] of a copy's keys or values: the sum of its parts, the
-/// largest last.
+/// Element `at` [head task, token, dim] of a copy's keys or values: the sum of its parts, largest
+/// part last.
 __device__ inline float load_copy(const ReplayCopies& copies, const void* data, Type type, int copy,
                                   std::int64_t at) {
   float sum = 0;
@@ -53,16 +53,16 @@ __device__ inline float load_copy(const ReplayCopies& copies, const void* data, 
   return sum;
 }
 
-/// A token that a query attends. The query keeps its true position, and a token at its cache
-/// position stands at its place.
+/// A token that a query attends to. The query keeps its original position; with cache positions the
+/// token is at its place.
 struct AttendedToken {
   std::int64_t task;
   std::uint32_t query, position, position_in_cache;
   bool cache_positions;
 };
 
-/// cos and sin of pair d: exact where keys are rounded, else of the cache position's multiple of 64
-/// and of the rest.
+/// cos and sin of pair d: exact if keys are rounded; otherwise combined from the cache position's
+/// multiple of 64 and the rest.
 __device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors& tensors,
                                   const AttendedToken& token, int d) {
   const int half = shape.rotated / 2, pairs = shape.pairs();
@@ -73,8 +73,8 @@ __device__ inline float2 angle_of(const ReplayShape& shape, const ReplayTensors&
   return {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.x, b.y, a.y * b.x)};
 }
 
-/// The product of a head's query with a key, by a warp: `element`: of the key, of which the first
-/// `rotated` are to be rotated.
+/// The product of a head's query with a key, by a warp. `element`: elements of the key; the first
+/// `rotated` still have to be rotated.
 template <class Element>
 __device__ float product_of(const ReplayShape& shape, const ReplayTensors& tensors,
                             const AttendedToken& token, int head, int rotated, Element element) {
@@ -101,7 +101,7 @@ __device__ inline float direct_product(const ReplayShape& shape, const ReplayTen
   return product_of(shape, tensors, token, head, shape.rotated,
                     [&](int d) { return load1(tensors.keys, shape.type, key + d); });
 }
-/// Likewise with its key of a copy from 1 on.
+/// The same with the token's key in copy 1 or later.
 __device__ inline float copied_product(const ReplayShape& shape, const ReplayTensors& tensors,
                                        const ReplayCopies& copies, const AttendedToken& token,
                                        int head, int copy) {
@@ -111,8 +111,8 @@ __device__ inline float copied_product(const ReplayShape& shape, const ReplayTen
   });
 }
 
-/// All slots' exponentials, the largest 1, to row.direct: by the whole thread block. `scratch`: a
-/// float for each warp. Copies: ExactCopies, or which copy a slot's token is of.
+/// Computes all slots' exponentials, the largest being 1, into row.direct. Called by the whole
+/// thread block. `scratch`: one float per warp. Copies: ExactCopies, or a map from slots to copies.
 template <class Copies>
 __device__ __noinline__ inline void take_direct_row(const ReplayWalkArgs& args, DirectRow row,
                                                     const Copies copies, float* scratch) {
@@ -151,7 +151,7 @@ __device__ __noinline__ inline void take_direct_row(const ReplayWalkArgs& args, 
 /// A query's terms.
 struct QueryTerms {
   const float* first;   // [token, gradient sample, group]
-  std::int64_t stride;  ///< of tokens
+  std::int64_t stride;  ///< floats from one token to the next
   int columns;          ///< gradient samples times group
 
   __device__ QueryTerms(const ReplayShape& shape, const ReplayTerms& terms, std::int64_t task,
@@ -163,7 +163,7 @@ struct QueryTerms {
   __device__ float at(std::uint32_t token, int column) const {
     return first[token * stride + column];
   }
-  /// Of a copy's values.
+  /// The terms for a copy's values.
   __device__ QueryTerms of(const ReplayCopies& copies, int copy) const {
     QueryTerms terms = *this;
     terms.first += copy * copies.terms;
@@ -180,7 +180,8 @@ struct DirectValues {
   const float4* direct;  // [head group, slot], slots.of_task apart
 };
 
-/// Exponentials by terms instead, to `to` [gradient sample, group], by the whole thread block.
+/// Multiplies exponentials by terms and writes to `to` [gradient sample, group]. Called by the
+/// whole thread block.
 template <class Copies>
 __device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args, DirectValues of,
                                                      QueryTerms terms, const Copies copies,
@@ -207,20 +208,20 @@ __device__ __noinline__ inline void sum_direct_terms(const ReplayWalkArgs& args,
   }
 }
 
-/// Four elements of a value as they lie in memory.
+/// Four elements of a value, as they lie in memory.
 template <class T>
 using FourBits = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
-/// Some tokens' values, four elements each, and exponentials.
+/// The values of some tokens, four elements each, and the exponentials.
 template <class Bits, int kTokens, int kHeadGroups>
 struct DirectTokens {
   Bits value[kTokens];
   float4 e[kTokens][kHeadGroups];
 };
 
-/// Exponentials by those values. To `to` [group, dim], not divided by the sum. By the whole thread
-/// block, apart from its caller, whose registers it would take. Bits: what four elements of a value
-/// take.
+/// Multiplies exponentials by these values and writes to `to` [group, dim], not divided by the sum.
+/// Called by the whole thread block. Not inlined, because it would take its caller's registers.
+/// Bits: the type that holds four elements of a value.
 template <int kHeadGroups, class Bits>
 __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, DirectValues of,
                                                float (*scratch)[kReplayDims], float* to) {
@@ -265,7 +266,7 @@ __device__ __noinline__ void sum_direct_values(const ReplayWalkArgs& args, Direc
                       {low.x, low.y, high.x, high.y});
       }
     }
-    // Some sums side by side, each of its warps in order.
+    // Several sums side by side; each adds its warps in order.
     for (std::uint32_t round = 0; round * kSums < warps; ++round) {
       if (warp / kSums == round)
 #pragma unroll

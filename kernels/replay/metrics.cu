@@ -1,5 +1,5 @@
-// From what caches have counted of a block of queries, and the errors of their outputs, to metrics:
-// in the order of the queries, so that every replay gives the same.
+// Computes metrics from what caches have counted over a block of queries, and from the errors of
+// their outputs, in the order of the queries, so that every replay gives the same result.
 #include "kernels/replay/metrics.cuh"
 
 namespace kvlab::kernels {
@@ -8,9 +8,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 static_assert(Sum::recall == Sum{0} && Sum::nll == Sum{1} && Sum::missed == Sum{2} &&
-              Sum::wanted == Sum{3});  // as metrics_of() gives them
+              Sum::wanted == Sum{3});  // order as in metrics_of()
 
-/// Of one query and head: recall, its logarithm, misses, what was wanted. In the order of Sum.
+/// For one query and head: recall, its logarithm, misses, requested tokens; in the order of Sum.
 __device__ inline float4 metrics_of(float kept, float row_sum, std::uint32_t hits,
                                     std::uint32_t wanted) {
   const bool whole = kept < 0;
@@ -19,8 +19,8 @@ __device__ inline float4 metrics_of(float kept, float row_sum, std::uint32_t hit
           static_cast<float>(whole ? 0 : wanted - hits), static_cast<float>(wanted)};
 }
 
-/// A thread block for each configuration that is no fp16 copy (x) and head task (y): a thread for
-/// each query and head, then for each sum and head.
+/// A thread block for each configuration that is not an fp16 copy (x), and head task (y). A thread
+/// for each query and head, then for each sum and head.
 __global__ void __launch_bounds__(kThreads)
     counts_kernel(const __grid_constant__ ReplayMetricsArgs args) {
   __shared__ float4 metrics[kMaxReplayQueries][kMaxReplayGroup];

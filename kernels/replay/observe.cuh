@@ -1,4 +1,4 @@
-// What a query shows: from a token's exponentials to what its policy observes.
+// From a token's exponentials at a query to the observation of its policy.
 #pragma once
 
 #include "kernels/device/mass_sum.hpp"
@@ -6,16 +6,17 @@
 
 namespace kvlab::kernels {
 
-/// The e from which on a head requests a token, of a row with this sum and this largest e.
+/// The least e at which a head requests a token, in a row with this sum and this largest e.
 __device__ inline float min_requested(float sum, float most, std::uint32_t threshold16) {
   const float p = request_floor(fixed_mass(1.0f, most * (1 / sum)), threshold16);
   return p < 0 ? 0.0f : p * sum;
 }
 
-/// The sum over four heads of e * over in Q32.32, each product rounded once; 0 <= e * over <= 1.5.
+/// The sum over four heads of e * over in Q32.32, where each product is rounded once; 0 <= e * over
+/// <= 1.5.
 ///
-/// As MassSum, but a product is not rounded to float32 before: adding 64 leaves a multiple of 2^-17
-/// in the low bits, and what it cut off one of 2^-32.
+/// As MassSum, except that a product is not first rounded to float32: adding 64 leaves a multiple
+/// of 2^-17 in the low bits, and the remainder becomes a multiple of 2^-32.
 __device__ inline std::uint64_t head_group_mass(const float4& e, const float4& over) {
   constexpr float kHigh = 64.0f, kLow = 1.5f / 512;
   const auto high = [](float a, float b) { return fmaf(a, b, kHigh); };
@@ -32,8 +33,8 @@ __device__ inline std::uint64_t head_group_mass(const float4& e, const float4& o
          static_cast<std::uint64_t>(std::int64_t{static_cast<std::int32_t>(lower)});
 }
 
-/// How many tokens each head of the full row requests among those that a thread counts. Zeros stand
-/// for no token, so that a row which requests everything has to be told apart.
+/// The number of tokens that each head of the full row requests, among those that a thread counts.
+/// Zeros stand for missing tokens, so a row that requests every token needs a separate case.
 template <int kHeadGroups>
 class ReplayHits {
  public:
@@ -47,7 +48,7 @@ class ReplayHits {
     for (int head_group = 0; head_group < kHeadGroups; ++head_group)
       count_from(hits_[head_group], e.head_group[head_group], least_.head_group[head_group]);
   }
-  /// Adds the warp's to `to`, by head.
+  /// Adds the warp's counts to `to`, by head.
   __device__ void add_to(std::uint32_t* to, std::uint32_t lane) const {
 #pragma unroll
     for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
@@ -64,19 +65,19 @@ class ReplayHits {
   uint4 hits_[kHeadGroups] = {};
 };
 
-/// One query's look at the live tokens. kLargest: a group gives a token what its largest head
-/// gives, not the sum.
+/// The observation of the live tokens by one query. kLargest: a group gives a token the mass of its
+/// largest head, not the sum over heads.
 template <class P, int kHeadGroups, bool kLargest>
 struct QueryLook {
   static constexpr bool kNeedsRequests = needs_requests(P::kInfo.needs);
   static constexpr bool kSums = needs_mass(P::kInfo.needs);
-  HeadGroups<kHeadGroups> over;  ///< 1 / sum; 0 where there is no head
+  HeadGroups<kHeadGroups> over;  ///< 1 / sum; 0 for padding heads
   HeadGroups<kHeadGroups>
-      least;  ///< e from which on a head requests a token; infinite where there is none
+      least;  ///< e at which a head requests a token; infinite for padding heads
   float weight;
   std::uint32_t query;
 
-  /// `sum`, `most`: of lane l for head l.
+  /// `sum`, `most`: lane l has the value of head l.
   __device__ QueryLook(float sum, float most, const CacheThread& at, float of_age,
                        std::uint32_t of_query)
       : weight(of_age), query(of_query) {

@@ -1,14 +1,15 @@
-// Exponentials of old keys: of tokens at cache positions that have lost a younger one, whose
-// distance to the query is their cache's alone.
+// Exponentials of old keys: keys of tokens at cache positions that have lost a younger token, so
+// that their distance to the query differs between caches.
 //
-// Only that distance counts: the query stays as it was before RoPE and the key rotates back by it.
-// As long as only younger tokens are evicted, the distance stays the same from query to query: so a
-// key is rotated once for a query group, and again only when an older token has left. What is to be
-// rotated is listed, and shared out evenly among the warps of a thread block.
+// Only the distance counts, so the query stays as it was before RoPE and the key is rotated back by
+// the distance. As long as only younger tokens are evicted, the distance stays the same from query
+// to query. So a key is rotated once per query group, and again only after an older token was
+// evicted. The keys to rotate are listed, and the list is split evenly over the warps of a thread
+// block.
 //
-// Products are float16 on tensor cores, of keys and queries in two parts each (22 bits), 16 keys at
-// a time. Bytes for 16 keys: themselves from the L2 cache, 2 elements a pair, and half of their
-// rope tables; the other half and 4 bytes an element of all queries from shared memory.
+// Products are float16 on tensor cores, with keys and queries in two parts each (22 bits), 16 keys
+// at a time. Bytes for 16 keys: the keys from the L2 cache, 2 elements per pair, and half of their
+// rope tables; from shared memory the other half, and 4 bytes per element of all queries.
 #pragma once
 
 #include "kernels/device/half_parts.cuh"
@@ -16,7 +17,7 @@
 
 namespace kvlab::kernels {
 
-/// An old token's key for some queries of a query group, to all of which it has the same distance.
+/// An old token's key for some queries of a query group that all have the same distance to it.
 struct OldItem {
   std::uint32_t slot;
   std::uint32_t packed;  ///< distance, first query and end of the query group: 24, 4 and 4 bits
@@ -31,20 +32,20 @@ struct OldItem {
 };
 inline constexpr int kMaxOldDistance = 1 << 24;  ///< exclusive
 
-/// Old keys to be rotated, and where their slots' tokens are.
+/// Old keys to rotate, and the positions of their slots' tokens.
 struct OldList {
   const OldItem* items;
   std::uint32_t count;
   const std::uint32_t* positions;  ///< by slot
 };
 
-/// What the old keys of a cache are multiplied with, in shared memory: [pairs / 8, tile, lane] of
-/// ReplayCachePositionRows::fragments for a query group, a float2 for each of its columns, the rope
-/// table of 0 to 63 positions.
+/// Layout in shared memory of what a cache's old keys are multiplied with: [pairs / 8, tile, lane]
+/// of ReplayCachePositionRows::fragments for a query group, a float2 for each of its columns, and
+/// the rope table of 0 to 63 positions.
 struct OldKeyLayout {
-  int fragments, columns, rope, rope_stride;  ///< in 16 bytes
+  int fragments, columns, rope, rope_stride;  ///< in units of 16 bytes
 
-  /// Angles of 0 to 63 positions lie apart such that neighbours' do not share banks.
+  /// Angles of 0 to 63 positions are spaced so that neighbours do not share banks.
   constexpr explicit OldKeyLayout(const ReplayShape& shape)
       : fragments(shape.pairs() / 8 * (kReplayAhead * shape.head_groups() / 2) * kWarpSize),
         columns(kReplayAhead * shape.head_groups() * 2),
@@ -57,14 +58,14 @@ struct OldKeyLayout {
 
 class OldKeyStage {
  public:
-  /// `stage`: an OldKeyLayout, for use after the next barrier.
+  /// `stage`: an OldKeyLayout; usable after the next barrier.
   __device__ OldKeyStage(const ReplayCachePositionArgs& args, int task, std::byte* stage)
       : args_(args), task_(task), stage_(reinterpret_cast<uint4*>(stage)) {
     const int head_groups = args.shape.pairs() / 2;
     const OldKeyLayout parts(args.shape);
     const auto* const from = reinterpret_cast<const uint4*>(args.tensors.fine);
     uint4* const to = stage_ + parts.fragments + parts.columns;
-    // A row is two couples of pairs for each of four lanes, granule by granule: by couple here.
+    // A row has two couples of pairs for each of four lanes, granule by granule; here by couple.
     for (int n = static_cast<int>(threadIdx.x); n < 64 * head_groups;
          n += static_cast<int>(blockDim.x)) {
       const int position_in_cache = n / head_groups, at = n % head_groups;
@@ -72,7 +73,8 @@ class OldKeyStage {
     }
   }
 
-  /// Takes the queries of a query group of the block: by the whole thread block, between barriers.
+  /// Loads the queries of a query group of the block. Called by the whole thread block, between
+  /// barriers.
   __device__ void take(int query_group) {
     if (query_group == query_group_) return;
     query_group_ = query_group;
@@ -89,7 +91,7 @@ class OldKeyStage {
         reinterpret_cast<const float*>(args_.cache_positions.scales) + first_column;
     const float* const most =
         reinterpret_cast<const float*>(args_.cache_positions.most) + first_column;
-    // e^-inf where there is no head.
+    // Padding heads give e^-inf.
     for (int n = thread; n < kReplayAhead * heads; n += threads)
       reinterpret_cast<float2*>(stage_ + parts.fragments)[n] = {
           scales[n], n % heads < shape.group ? most[n] : __int_as_float(0x7f800000)};
@@ -103,12 +105,13 @@ class OldKeyStage {
   int query_group_ = -1;
 };
 
-/// Four pairs of a key before RoPE, as they lie in memory: conversion would wait for them.
+/// Four pairs of a key before RoPE, as they lie in memory, because a conversion would wait for the
+/// loads.
 template <class T>
 struct FourPairs {
   uint4 bits;
   __device__ explicit FourPairs(const uint4* at) : bits(__ldg(at)) {}
-  /// Of two of the pairs the first elements, and the second ones.
+  /// The first elements of two of the pairs; high(): their second elements.
   __device__ float2 low(int couple) const { return unpack<T>(couple == 0 ? bits.x : bits.y); }
   __device__ float2 high(int couple) const { return unpack<T>(couple == 0 ? bits.z : bits.w); }
 };
@@ -127,14 +130,14 @@ struct FourPairs<float> {
   }
 };
 
-/// Sixteen listed keys at a time, by a warp. T: of keys.
+/// Processes sixteen listed keys at a time, by a warp. T: type of keys.
 template <int kHeadGroups, class T>
 class OldKeys {
   static constexpr int kHeads = 4 * kHeadGroups;
   static constexpr int kTiles =
       kReplayAhead * kHeads / 8;                 ///< of a query group's columns: query, head
   static constexpr int kAtOnce = 4;              ///< tiles whose products interleave
-  static constexpr int kOfLane = sizeof(T) / 2;  ///< uint4 of four pairs
+  static constexpr int kOfLane = sizeof(T) / 2;  ///< uint4 per four pairs
 
  public:
   __device__ OldKeys(const ReplayCachePositionArgs& args, int task, std::int64_t first_slot,
@@ -208,12 +211,12 @@ class OldKeys {
       queries += 2 * kTiles * kWarpSize;
     }
   };
-  /// Rows of two keys: their pairs' first elements, then the second ones; two pairs each.
+  /// Rows of two keys: first elements of two pairs, then their second elements.
   struct Rotated {
     std::uint32_t kept[4], left[4];
   };
 
-  /// Past the last one, it is no query's.
+  /// Past the last item, the pair applies to no query.
   __device__ Two load_pair(std::uint32_t batch) const {
     Two two;
 #pragma unroll
@@ -243,7 +246,8 @@ class OldKeys {
     return at;
   }
 
-  /// The products of 16 pairs, summed apart: tensor cores cut off what a sum cannot hold.
+  /// The products of 16 pairs, summed separately, because tensor cores truncate what a sum cannot
+  /// hold.
   __device__ static void add(Sums& sums, const FourPairs<T> (&raw)[2], const Granule& at) {
     Sums own{};
 #pragma unroll
@@ -274,7 +278,7 @@ class OldKeys {
     for (int n = 0; n < kAtOnce; ++n) multiply_add<__half>(sums[n], keys.kept, of[n].x, of[n].y);
   }
 
-  /// Two of the pairs rotated back: `a` and `b` are the angles of parts of the distance.
+  /// Rotates two of the pairs back; `a` and `b` are the angles of parts of the distance.
   __device__ static void rotate(Rotated& rotated, const FourPairs<T>& raw, const float4& a,
                                 const float4& b, int key, int couple) {
     const float cosines[2] = {fmaf(a.x, b.x, -(a.y * b.y)), fmaf(a.z, b.z, -(a.w * b.w))},
@@ -304,7 +308,7 @@ class OldKeys {
               exponential(sums.of[tile][2 * n + 1] * keys.scale[n], column.z, column.w)};
     }
   }
-  /// e^(x scale - most), within 2^-22 of it and of |x scale - most| 2^-24.
+  /// e^(x scale - most). The error is within 2^-22 of the result plus 2^-24 of |x scale - most|.
   __device__ static float exponential(float x, float scale, float most) {
     float e;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fmaf(x, scale, -most) * 1.44269504f));
@@ -312,7 +316,7 @@ class OldKeys {
   }
 
   const OldList old_;
-  const uint4* keys_;       // [token, pairs / 4] for lane % 4 == 0; so are the next ones
+  const uint4* keys_;       // [token, pairs / 4], for lane % 4 == 0; so are the next ones
   const float* scales_;     // [token]
   const float4* coarse_;    // [place / 64, pairs / 2]
   const float4* fine_;      // [place % 64, fine_stride_]
@@ -323,10 +327,10 @@ class OldKeys {
   int fine_stride_, lane_, granules_;
 };
 
-/// The exponentials of the listed items for the stage's query group: by the whole thread block,
-/// between barriers. Writes for each item what it is for and nothing else, so that items of a slot
-/// may share out its queries. Fastest where items of like distance follow one another. Apart from
-/// its caller, whose registers it would take. T: of keys.
+/// Computes the exponentials of the listed items for the stage's query group. Called by the whole
+/// thread block, between barriers. Writes only the queries of each item, so items of one slot may
+/// split its queries. Fastest if items of similar distance follow one another. Not inlined, because
+/// it would take its caller's registers. T: type of keys.
 template <int kHeadGroups, class T>
 __device__ __noinline__ void take_old_keys(const ReplayCachePositionArgs& args, int task,
                                            std::int64_t first_slot, const uint4* stage,

@@ -1,5 +1,5 @@
-// The outputs of sampled queries in caches with quantization: few tokens of many are kept, of which
-// each copy's are listed.
+// The outputs of sampled queries in caches with quantization. These keep few of many tokens, so the
+// kept tokens of each copy are listed.
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
@@ -12,9 +12,10 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kListed = 32 * kThreads;  // tokens of a list
+constexpr int kListed = 32 * kThreads;  // tokens per list
 
-/// The kept tokens of a copy from `first` on, in order. By the whole block: their number.
+/// Lists the kept tokens of a copy from `first` on, in order. Called by the whole block; returns
+/// their number.
 __device__ int list_tokens(const std::uint32_t* words, int first, int query,
                            std::uint32_t (&tokens)[kListed]) {
   using Scan = cub::BlockScan<int, kThreads>;
@@ -30,7 +31,7 @@ __device__ int list_tokens(const std::uint32_t* words, int first, int query,
   return count;
 }
 
-/// Four dimensions of a copy's value, of two parts; `at` a multiple of 4.
+/// Four dimensions of a copy's value, from two parts; `at` is a multiple of 4.
 __device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::int64_t at) {
   const Type type = args.shape.type;
   if (copy == 0) return load4(args.values, type, at);
@@ -40,11 +41,11 @@ __device__ inline float4 value_of(const ReplayOutputsArgs& args, int copy, std::
   return sum;
 }
 
-/// A cache's outputs of one query, four dimensions to a thread; groups of threads share the tokens.
+/// A cache's outputs for one query, four dimensions per thread. Groups of threads split the tokens.
 struct QuantizedOutputs {
   const ReplayOutputsArgs& args;
   const int task, query;
-  const std::int64_t row, kept;  ///< among all rows, and all kept sets
+  const std::int64_t row, kept;  ///< indices among all rows, and among all kept sets
   const int lanes = args.shape.head_size / 4, lane = static_cast<int>(threadIdx.x) % lanes,
             group = static_cast<int>(threadIdx.x) / lanes;
   float4 sums[kMaxReplayGroup] = {};
@@ -69,7 +70,7 @@ struct QuantizedOutputs {
       }
     }
   }
-  /// All groups', in order, to `parts` of the first.
+  /// Adds all groups' parts, in order, into the first group's `parts`.
   __device__ void merge(float4 (&parts)[kThreads][kMaxReplayGroup]) const {
 #pragma unroll
     for (int head = 0; head < kMaxReplayGroup; ++head) parts[threadIdx.x][head] = sums[head];
@@ -80,8 +81,8 @@ struct QuantizedOutputs {
   }
 };
 
-/// A thread block for each query (x), configuration with quantization (y) and head task (z): few
-/// tokens of many are kept, of which each copy's are listed.
+/// A thread block for each query (x), configuration with quantization (y) and head task (z). Few of
+/// many tokens are kept, so the kept tokens of each copy are listed.
 __global__ void __launch_bounds__(kThreads)
     quantized_outputs_kernel(const __grid_constant__ ReplayOutputsArgs args) {
   using Sum = cub::BlockReduce<double, kThreads>;

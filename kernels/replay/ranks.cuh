@@ -1,5 +1,5 @@
-// What modifiers make of a cache's ranks before many tokens are evicted: sums over a layer's KV
-// heads, for scope=layer, and smoothing by age.
+// How modifiers change a cache's ranks before many tokens are evicted: sums over a layer's KV heads
+// (scope=layer), and smoothing by age.
 #pragma once
 
 #include "kernels/device/cluster.cuh"
@@ -8,9 +8,10 @@
 
 namespace kvlab::kernels {
 
-/// Every rank becomes the sum over the layer's KV heads: by the thread blocks of a cluster, one for
-/// each head. Their caches have the same tokens in the same slots, [first_slot, first_slot + live)
-/// of each head task's. What was seen is of no account between two appends.
+/// Replaces every rank by the sum over the layer's KV heads, by the thread blocks of a cluster, one
+/// per head. Their caches have the same tokens in the same slots, [first_slot, first_slot + live)
+/// of each head task. Uses the observations as scratch, because they are not needed between two
+/// appends.
 __device__ __noinline__ inline void sum_layer_ranks(const ReplayWalkArgs& args, int task,
                                                     std::int64_t first_slot, std::uint32_t live,
                                                     RankType type) {
@@ -34,7 +35,7 @@ __device__ __noinline__ inline void sum_layer_ranks(const ReplayWalkArgs& args, 
   __syncthreads();
 }
 
-/// A cache's live tokens, and memory for each.
+/// A cache's live tokens, and scratch for each.
 struct RanksToSmooth {
   std::uint64_t* ranks;             // [slot]
   const std::uint32_t* positions;   // [slot]
@@ -44,15 +45,15 @@ struct RanksToSmooth {
   std::uint32_t* ages;  // [slot]
 };
 
-/// How many live tokens are older.
+/// The number of live tokens that are older.
 __device__ inline std::uint32_t age_of(std::uint32_t position, const std::uint32_t* live_words) {
   std::uint32_t older = __popc(live_words[position / 32] & ((1u << position % 32) - 1));
   for (std::uint32_t w = 0; w < position / 32; ++w) older += __popc(live_words[w]);
   return older;
 }
 
-/// Every rank becomes what the modifiers make of those at most so many tokens away by age: by the
-/// whole block.
+/// Replaces every rank by the modifiers' result over the ranks of tokens near it by age. Called by
+/// the whole block.
 __device__ __noinline__ void smooth_ranks(const RanksToSmooth of, const Modifiers modifiers,
                                           RankType type) {
   for (std::uint32_t i = threadIdx.x; i < of.live; i += blockDim.x) {

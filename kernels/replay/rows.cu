@@ -1,5 +1,5 @@
-// What all caches of a head task share: rotated vectors, a block's exponentials, the full cache's
-// outputs.
+// Data shared by all caches of a head task: rotated vectors, a block's exponentials, the full
+// cache's outputs.
 #include <algorithm>
 
 #include "kernels/device/element.cuh"
@@ -17,7 +17,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-/// What TF32 keeps of x, and what it leaves.
+/// The part of x that TF32 keeps, or the rest.
 __device__ inline float tf32_part(float x, bool left) {
   const float kept = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
   return left ? x - kept : kept;
@@ -50,7 +50,8 @@ __global__ void rotate_kernel(const ReplayRotateArgs args, T* rounded) {
   for (int d = args.rotated + lane; d < args.head_size; d += kWarpSize) put(d, from(d));
 }
 
-/// A thread for each element of a head task's queries [query, head, dim] (x), a head task (y).
+/// A thread for each element of a head task's queries [query, head, dim] (x), for each head task
+/// (y).
 __global__ void query_parts_kernel(int elements, int head_size, std::int64_t task_stride,
                                    std::int64_t to_stride, const float* from, float* to) {
   const int at = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
@@ -62,8 +63,8 @@ __global__ void query_parts_kernel(int elements, int head_size, std::int64_t tas
   parts[2 * head_size] = tf32_part(value, true);
 }
 
-/// A fold over the block of four values, in every thread. `shared`: [kWarps][4]; free again after
-/// the next barrier.
+/// Folds four values over the block, in every thread. `shared`: [kWarps][4], free again after the
+/// next barrier.
 template <class Fold>
 __device__ float4 block_fold4(const float4& value, float (*shared)[4], Fold fold) {
   const unsigned lane = threadIdx.x % kWarpSize;
@@ -75,13 +76,13 @@ __device__ float4 block_fold4(const float4& value, float (*shared)[4], Fold fold
   return of_lanes(all, 0);
 }
 
-/// One head group's products of one query, by token.
+/// The products of one query for one head group, by token.
 struct HeadGroupRow {
   const float* products;  // [head, token]
   int tokens, heads;
   float scale;
 
-  /// 0 where there is no head.
+  /// Padding heads give 0.
   __device__ float4 operator[](int token) const {
     return {at(0, token), at(1, token), at(2, token), at(3, token)};
   }
@@ -90,7 +91,7 @@ struct HeadGroupRow {
   }
 };
 
-/// e from which on a row requests a token; infinite where there is no head.
+/// The least e at which a row requests a token; infinite for padding heads.
 __device__ float4 least_of(const float4& sum, int heads, std::uint32_t threshold16) {
   const auto least = [&](float of_sum, int head) {
     if (head >= heads) return __int_as_float(0x7f800000);
@@ -100,24 +101,24 @@ __device__ float4 least_of(const float4& sum, int heads, std::uint32_t threshold
   return {least(sum.x, 0), least(sum.y, 1), least(sum.z, 2), least(sum.w, 3)};
 }
 
-/// The first of a row's tokens in shared memory, each for the thread that takes it.
+/// The first tokens of a row in shared memory; each is used by the thread that stored it.
 struct RowCache {
   float4* values;
   int count;
   __device__ void put(int token, const float4& x) const {
     if (token < count) values[token] = x;
   }
-  /// What put() left there, or else what is in `row`.
+  /// The value that put() stored, or else the one in `row`.
   template <class Row>
   __device__ float4 get(int token, const Row& row) const {
     return token < count ? values[token] : row[token];
   }
 };
-constexpr int kMaxCached = 4096;    // three blocks of a multiprocessor fit
-constexpr int kStaticBytes = 1024;  ///< of shared memory, beside the cached tokens
+constexpr int kMaxCached = 4096;    // lets three blocks fit a multiprocessor
+constexpr int kStaticBytes = 1024;  ///< bytes of shared memory in addition to the cached tokens
 
-/// Exponentials of a row's first `length` products to `e` and the cache, the largest 1: by the
-/// whole block.
+/// Computes the exponentials of a row's first `length` products into `e` and the cache; the largest
+/// is 1. Called by the whole block.
 struct RowScratch {
   float largest[kWarps][4], sums[kWarps][4];
 };
@@ -147,7 +148,8 @@ __device__ RowTotals exponentiate(const HeadGroupRow& row, int length, float4* e
   return {most, block_fold4(sum, scratch.sums, Add{})};
 }
 
-/// How many of a row's first tokens each head requests, to `to`: by the whole block.
+/// Counts the tokens that each head requests among a row's first ones, into `to`. Called by the
+/// whole block.
 __device__ void count_wanted(const float4* e, int tokens, const float4& least,
                              const RowCache& cache, std::uint32_t (&counts)[4], uint4& to) {
   uint4 wanted{};
@@ -162,7 +164,7 @@ __device__ void count_wanted(const float4* e, int tokens, const float4& least,
   if (threadIdx.x == 0) to = {counts[0], counts[1], counts[2], counts[3]};
 }
 
-/// A thread block for each query (x), head group (y) and head task (z), with `cached` tokens of
+/// A thread block for each query (x), head group (y) and head task (z), with `cached` tokens in
 /// shared memory.
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ ReplayRowsArgs args, int cached) {
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
     args.cache_positions.most[head_group_row] = totals.most;
 }
 
-/// The dimension of one half of a pair; -1 in padding.
+/// The dimension of one half of a pair; -1 for padding.
 __device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high) {
   const int half = shape.rotated / 2;
   if (pair < half) return pair + (high ? half : 0);
@@ -207,16 +209,18 @@ __device__ inline int dimension_of(const ReplayShape& shape, int pair, bool high
 }
 
 /// The power of two that brings `largest` to [2^10, 2^11), so that float16 holds it, its rotations
-/// and most of what it leaves of smaller ones; or the nearest whose inverse is normal too.
+/// and most of the rounding errors of smaller numbers; or the nearest power whose inverse is a
+/// normal number.
 __device__ inline float scale_to_half(float largest) {
   const auto exponent = static_cast<int>(__float_as_uint(largest) >> 23);
   return __uint_as_float(static_cast<std::uint32_t>(min(max(264 - exponent, 1), 253)) << 23);
 }
 
-/// A query of a query group as cache_positions.fragments have it: column `column` of its products.
+/// A query of a query group in the layout of cache_positions.fragments: column `column` of its
+/// products.
 struct QueryColumn {
   const ReplayShape& shape;
-  const float* from;  ///< null: there is none
+  const float* from;  ///< null: there is no such query
   float factor, scale = 1;
 
   __device__ QueryColumn(const ReplayRowsArgs& args, int query_group, int column, int task)
@@ -234,8 +238,8 @@ struct QueryColumn {
 
 constexpr int kMostColumns = kReplayAhead * kMaxReplayGroup;
 
-/// A thread block for each query group (x) and head task (y). Zeros for queries past the block's
-/// last.
+/// A thread block for each query group (x) and head task (y). Queries past the block's last give
+/// zeros.
 __global__ void __launch_bounds__(kThreads)
     fragments_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float scales[kMostColumns];
@@ -299,8 +303,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// The full cache's outputs of sampled queries: a block for each query (x), four dimensions to a
-/// thread of a warp (y: head group), head task (z).
+/// The full cache's outputs of sampled queries. A block for each query (x), head group (y) and head
+/// task (z); four dimensions per thread of a warp.
 __global__ void __launch_bounds__(kThreads)
     outputs_kernel(const __grid_constant__ ReplayRowsArgs args) {
   __shared__ float4 partial[kWarps][4][kWarpSize];

@@ -1,4 +1,4 @@
-// Tokens on tiers: which tier each is on, which token is demoted, and which copy it is of.
+// Tokens on tiers: the tier of each token, the tokens to demote, and the copy of each token.
 #pragma once
 
 #include "kernels/device/eviction_order.cuh"
@@ -8,11 +8,11 @@
 namespace kvlab::kernels {
 
 struct TierShared {
-  std::uint32_t counts[kMaxReplayTiers];  ///< tokens
+  std::uint32_t counts[kMaxReplayTiers];  ///< number of tokens
   EvictionCandidate firsts[kMaxReplayTiers][kReplayWarps], victim;
 };
 
-/// The tokens of one tier; the others come last.
+/// Eviction keys of the tokens of one tier; other tokens come last.
 struct OneTierKeys {
   EvictionKeys all;
   const std::uint8_t* tiers;
@@ -23,24 +23,24 @@ struct OneTierKeys {
   }
 };
 
-/// Which copy a slot's token is of: what an append of several tokens brings is exact until it
-/// ends.
+/// Maps a slot to the copy of its token. The tokens of an append of several tokens are exact until
+/// the append ends.
 struct SlotCopies {
   static constexpr bool kQuantized = true;
   const ReplayCopies& all;
   const std::uint8_t* tiers;       // [slot]
   const std::uint32_t* positions;  // [slot]
-  std::uint64_t of_tier;           ///< eight bits each
+  std::uint64_t of_tier;           ///< eight bits per tier
   std::uint32_t exact_from;
 
   __device__ int operator()(std::uint32_t slot) const {
     return positions[slot] >= exact_from ? 0 : static_cast<int>(of_tier >> 8 * tiers[slot] & 255);
   }
-  /// Where its row is, from the exact one on.
+  /// The offset of its row from the exact row.
   __device__ std::int64_t row_of(std::uint32_t slot) const { return (*this)(slot)*all.rows; }
 };
 
-/// Direct exponentials by values, of copies or exact, to `to` [group, dim].
+/// Multiplies direct exponentials by values (of copies or exact), into `to` [group, dim].
 template <class Copies>
 __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, DirectValues of,
                                                   const Copies copies, float* to) {
@@ -63,8 +63,8 @@ __device__ __noinline__ void sum_quantized_values(const ReplayTierArgs& args, Di
   }
 }
 
-/// Nobody else writes what is shared: each method's callers are all threads of the thread block,
-/// and what it wrote is there behind the next barrier.
+/// Only this class writes the shared data. All threads of the thread block call each method; what
+/// it writes is visible after the next barrier.
 template <bool kShared, class T>
 class TieredTokens : public ExactTokens<kShared, T> {
   using Base = ExactTokens<kShared, T>;
@@ -74,7 +74,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
   using Args = ReplayTierArgs;
   static constexpr bool kTiered = true;
 
-  /// Bits of each tier's live positions.
+  /// Bytes for the bits of each tier's live positions.
   __device__ static std::size_t bytes_before_slots(const Args& args) {
     return bytes_of_words(args.shape) * static_cast<std::size_t>(args.max_tiers);
   }
@@ -112,18 +112,18 @@ class TieredTokens : public ExactTokens<kShared, T> {
     ++shared_.counts[0];
     *word_of(0, position) |= bit_of(position);
   }
-  /// From the last tier.
+  /// Removes the victim, which is on the last tier.
   __device__ void lose(std::uint32_t victim, std::uint32_t) {
     if (at_.thread != 0) return;
     --shared_.counts[count_ - 1];
     *word_of(count_ - 1, victim) &= ~bit_of(victim);
   }
 
-  /// Whether the first tier is full for another.
+  /// Whether the first tier has no slot for another token.
   __device__ bool is_full(const Modifiers& modifiers, bool after_prompt) const {
     return modifiers.surplus(on(0), slots(0), after_prompt) > 0;
   }
-  /// Whether no more than one token is demoted from any tier.
+  /// Whether at most one token is demoted from any tier.
   __device__ bool demotes_at_most_one(bool evicts) const {
     bool one = on(0) == slots(0);
     for (int r = 1; r < count_; ++r) one &= has_free_slot(r, evicts) || on(r) <= slots(r);
@@ -148,8 +148,8 @@ class TieredTokens : public ExactTokens<kShared, T> {
     __syncthreads();
   }
 
-  /// Where demotes_at_most_one(): at each tier the first victim goes on, until one has room.
-  /// Returns who passes the last.
+  /// For demotes_at_most_one(): at each tier the first victim moves on, until a tier has a free
+  /// slot. Returns the token that leaves the last tier.
   template <int kStrip>
   __device__ EvictionCandidate demote(const EvictionKeys& keys, std::uint32_t live, bool evicts) {
     for (int r = 0; r == 0 || (r < count_ && !has_free_slot(r, evicts)); ++r) {
@@ -166,13 +166,14 @@ class TieredTokens : public ExactTokens<kShared, T> {
     return shared_.victim;
   }
 
-  /// Exponentials of quantized tokens by values, a thread for each number of `to`. Seldom called.
+  /// Multiplies exponentials of quantized tokens by values, a thread for each number of `to`.
+  /// Rarely called.
   template <int kHeadGroups, class Copies>
   __device__ void sum_values(const DirectValues& of, const Copies& copies, float* to) const {
     sum_quantized_values(args_, of, copies, to);
   }
 
-  /// The live words of a copy's tokens before `exact_from`, or of copy 0 with those after it.
+  /// The live word of a copy's tokens before `exact_from`; for copy 0 also of the tokens after it.
   __device__ std::uint32_t word(int copy, std::uint32_t w, std::uint32_t exact_from) const {
     std::uint32_t bits = 0;
     const std::uint32_t quantized = exact_from <= w * 32        ? 0
@@ -191,7 +192,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
     __shared__ TierShared shared;
     return shared;
   }
-  /// Before anybody goes; the last has where no token is to be evicted yet.
+  /// Before any token moves. The last tier counts as free if no token is evicted yet.
   __device__ bool has_free_slot(int tier, bool evicts) const {
     return (!evicts && tier + 1 == count_) || on(tier) < slots(tier);
   }
@@ -200,7 +201,7 @@ class TieredTokens : public ExactTokens<kShared, T> {
   }
   __device__ static std::uint32_t bit_of(std::uint32_t position) { return 1u << position % 32; }
 
-  /// By a warp.
+  /// Called by a warp.
   __device__ EvictionCandidate first_of(int tier) const {
     return warp_first_victim(at_.lane < at_.warps ? shared_.firsts[tier][at_.lane]
                                                   : EvictionCandidate::none());

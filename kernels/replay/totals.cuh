@@ -1,12 +1,12 @@
-// Sums over a cache's live tokens, by a thread and over its block.
+// Sums over a cache's live tokens, per thread and per block.
 #pragma once
 
 #include "kernels/replay/block.cuh"
 
 namespace kvlab::kernels {
 
-/// What a step adds up, in parts of a head group's heads each: the cache's exponentials; those of
-/// the full row, where they are others (kOther); the largest, if the policy requests requests.
+/// The sums of a step, in parts for each head of a head group: the cache's exponentials; those of
+/// the full row, if they differ (kOther); the largest, if the policy observes requests.
 template <int kHeadGroups, bool kOther, bool kNeedsRequests>
 struct ReplayTotals {
   static constexpr int kHeads = 4 * kHeadGroups;
@@ -15,7 +15,7 @@ struct ReplayTotals {
 
   HeadGroups<kHeadGroups> part[kParts];
 
-  /// A token's, to the cache's sums.
+  /// Adds a token to the cache's sums.
   __device__ void add_own(const HeadGroups<kHeadGroups>& e) {
 #pragma unroll
     for (int head_group = 0; head_group < kHeadGroups; ++head_group) {
@@ -23,8 +23,8 @@ struct ReplayTotals {
       if (kNeedsRequests) raise(part[kMaxPart].head_group[head_group], e.head_group[head_group]);
     }
   }
-  /// Over the block: lane l of every warp gets component l of all parts. `of_warps`: free again
-  /// after the next barrier.
+  /// Folds over the block: lane l of every warp gets component l of all parts. `of_warps`: free
+  /// again after the next barrier.
   __device__ float fold(float (*of_warps)[24], const CacheThread& at) const {
     float* const to = of_warps[at.warp];
 #pragma unroll

@@ -1,12 +1,13 @@
-// Which one token evicts to the budget for the next.
+// The choice of the one token that is evicted for the next.
 #pragma once
 
 #include "kernels/replay/block.cuh"
 
 namespace kvlab::kernels {
 
-/// A token that may be evicted: by rank, then by position. Protected tokens are no candidates: of a
-/// full cache at least one token is unprotected, as sinks and recent tokens fit its budget.
+/// A token that may be evicted, ordered by rank, then by position. Protected tokens are not
+/// candidates. A full cache has at least one unprotected token, because sinks and recent tokens fit
+/// its budget.
 struct Candidate {
   std::uint64_t rank = ~std::uint64_t{0};
   std::uint32_t position = ~0u;
@@ -20,7 +21,7 @@ struct Candidate {
   }
 };
 
-/// The first among the warp's, in every lane.
+/// The first candidate of the warp, in every lane.
 __device__ inline Candidate warp_first(const Candidate& mine) {
   const auto high = static_cast<std::uint32_t>(mine.rank >> 32),
              low = static_cast<std::uint32_t>(mine.rank);
@@ -34,7 +35,8 @@ __device__ inline Candidate warp_first(const Candidate& mine) {
   return {std::uint64_t{min_high} << 32 | min_low, least, __shfl_sync(~0u, mine.slot, lane)};
 }
 
-/// The first among the block's, in every thread. `of_warps`: free again after the next barrier.
+/// The first candidate of the block, in every thread. `of_warps`: free again after the next
+/// barrier.
 __device__ inline Candidate block_first(const Candidate& mine, uint4* of_warps,
                                         const CacheThread& at) {
   const Candidate own = warp_first(mine);

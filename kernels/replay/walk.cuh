@@ -1,9 +1,9 @@
-// One policy's caches through a block of queries: a thread block for each cache (head task and
-// configuration), which takes the queries in order.
+// Takes one policy's caches through a block of queries: a thread block for each cache (head task
+// and configuration), which processes the queries in order.
 //
-// Bytes: for each live token and query 16 a head group, its exponentials (from the L2 cache: the
-// caches of a head task read the same rows). States stay in shared memory through the block, where
-// they fit.
+// Bytes: per live token and query, 16 bytes of exponentials per head group, read from the L2 cache
+// because the caches of a head task read the same rows. States stay in shared memory during the
+// block, if they fit.
 #pragma once
 
 #include "kernels/replay/cache.cuh"
@@ -13,7 +13,7 @@
 
 namespace kvlab::kernels {
 
-/// kLargest: as QueryLook's. Tokens: as ReplayCache's.
+/// kLargest: see QueryLook. Tokens: see ReplayCache.
 template <class P, int kHeadGroups, bool kLargest, class Tokens>
 class ReplayWalk {
   using Cache = ReplayCache<P, Tokens>;
@@ -25,7 +25,7 @@ class ReplayWalk {
   static constexpr int kHeads = 4 * kHeadGroups;
   static constexpr int kStrip = Cache::kStrip;
 
-  /// A cache's exponentials are not the full row's.
+  /// Whether a cache's exponentials differ from the full row's.
   static constexpr bool kOther = Tokens::kCachePositions || kTiered;
   using Totals = ReplayTotals<kHeadGroups, kOther, kNeedsRequests>;
   static constexpr int kFullPart = Totals::kFullPart, kMaxPart = Totals::kMaxPart;
@@ -119,8 +119,8 @@ class ReplayWalk {
       if (stores && at_.rule.fp16_copy >= 0) store_fp16_copy(totals, i, index, query, folded);
   }
 
-  /// Of a strip from this thread's slot `first` on: zeros where a slot has no token up to `query`.
-  /// `kFull`: of the full row, where that is another.
+  /// Loads a strip from this thread's slot `first` on; zeros for slots without a token up to
+  /// `query`. `kFull`: of the full row, if that differs.
   template <bool kFull>
   __device__ void take(Strip& strip, std::uint32_t first, std::uint32_t query) const {
     const std::int64_t tokens = at_.args.shape.tokens;
@@ -137,7 +137,7 @@ class ReplayWalk {
     if constexpr (!kFull)
       if (Tokens::kCachePositions || all_direct_) add_direct(strip, first, query);
   }
-  /// What the row does not have.
+  /// Adds the exponentials that the row does not have.
   __device__ void add_direct(Strip& strip, std::uint32_t first, std::uint32_t query) const {
 #pragma unroll
     for (int k = 0; k < kStrip; ++k) {
@@ -160,7 +160,7 @@ class ReplayWalk {
     }
   }
 
-  /// Counts hits for query `i` of the block, if that is not -1.
+  /// Counts hits for query `i` of the block, unless i is -1.
   __device__ void total(Totals& totals, std::uint32_t query, int i) {
     totals.part[0] = {};
     if (kNeedsRequests) totals.part[kMaxPart] = {};
@@ -174,7 +174,7 @@ class ReplayWalk {
     });
     if (i >= 0) hits.add_to(shared_.hits[i], at_.lane);
   }
-  /// The full row's sum and hits, where the cache's own differ.
+  /// The full row's sum and hits, if the cache's row differs.
   __device__ void total_full(Totals& totals, int i, std::uint32_t query) {
     ReplayHits<kHeadGroups> hits(at_.args.rows.least + at_.row(i) * kHeadGroups);
     for_strips<true>(query, [&](const Strip& strip, std::uint32_t) {
@@ -214,8 +214,8 @@ class ReplayWalk {
 
   // Observing and ranking.
 
-  /// What one query shows: to the states at once where it is alone in its append, which is
-  /// ranked then too.
+  /// Applies one query's observation. If the query is alone in its append, updates the states
+  /// directly and ranks the tokens.
   __device__ void observe(float folded, std::uint32_t query, std::uint32_t age) {
     if constexpr (kObserves) {
       const float most = __shfl_sync(~0u, folded, kMaxPart * kHeads + at_.lane % kHeads);
@@ -240,8 +240,8 @@ class ReplayWalk {
       }
     });
   }
-  /// What happens in a slot without a token is of no account: append() sets all of a state, and its
-  /// position is protected.
+  /// Writes to empty slots are harmless, because append() sets all of a state, and the position of
+  /// an empty slot is protected.
   __device__ void observe_alone(const Look& seen_by, std::uint32_t query) {
     const Step attended = cache_.step_at(query, 1), ranking = cache_.step_at(query + 1, 0);
     const bool ranks = !kTiered && cache_.ranks_next();
@@ -261,7 +261,7 @@ class ReplayWalk {
     if (ranks) cache_.choose(candidate);
   }
 
-  /// After an append of several queries.
+  /// Applies the observations of an append of several queries.
   __device__ void observe_all(const ReplayAppend& now) {
     if constexpr (kObserves) {
       const Step attended = cache_.step_at(now.first, now.tokens);
@@ -291,7 +291,7 @@ class ReplayWalk {
     }
   }
 
-  // What replay_outputs() and replay_changes() take the query's from.
+  // Stores the inputs of replay_outputs() and replay_changes().
 
   __device__ void store_kept(int i, int index, std::uint32_t query, float folded, bool lost) {
     const ReplayKeptSets& sets = at_.args.sets;
@@ -313,7 +313,7 @@ class ReplayWalk {
     if (at_.thread == 0) to.whole = whole, to.direct = direct;
   }
 
-  /// The tokens of each copy, none where all are direct.
+  /// Stores the bits of each copy's tokens; none if all are direct.
   __device__ void store_quantized_tokens(std::int64_t kept, std::uint32_t tokens,
                                          std::uint32_t direct) const {
     const ReplayTierArgs& args = static_cast<const ReplayTierArgs&>(at_.args);
@@ -329,7 +329,7 @@ class ReplayWalk {
         cache_.copy_live(to, tokens, direct);
     }
   }
-  /// The same tokens in 16 bit.
+  /// Stores the metrics of the same tokens in 16 bits.
   __device__ void store_fp16_copy(Totals& totals, int i, int index, std::uint32_t query,
                                   float folded) {
     const ReplayKeptSets& sets = at_.args.sets;
@@ -348,7 +348,8 @@ class ReplayWalk {
     __syncthreads();
   }
 
-  /// The part of a query's outputs and changes that is the tokens' before position `end`.
+  /// Stores the part of a query's outputs and changes that comes from the tokens before position
+  /// `end`.
   template <class Copies>
   __device__ void store_direct(std::int64_t cache, int i, int index, std::uint32_t end,
                                const Copies& copies) {
@@ -372,8 +373,8 @@ class ReplayWalk {
   Cache cache_;
   int parity_ = 0;
   std::uint32_t visible_ = 0;
-  const float4* row_ = nullptr;     // [head group, token]: of the query
-  const float4* direct_ = nullptr;  // [head group, slot]: where that is of no use
+  const float4* row_ = nullptr;     // [head group, token]: the query's row
+  const float4* direct_ = nullptr;  // [head group, slot]: used where the row does not apply
   bool all_direct_ = false;
 };
 

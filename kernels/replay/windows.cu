@@ -1,10 +1,10 @@
-// Caches that evict the oldest first: what a query attends is known without a walk. Before an
-// append from position f on, a cache of budget B with S sinks keeps all, or, where f > B - 1,
-// its sinks and the last B - 1 - S tokens. A row's sums over chunks of tokens serve all
-// configurations.
+// Caches that evict the oldest token first: which tokens a query attends to is known without a
+// walk. Before an append that begins at position f, a cache with budget B and S sinks keeps all
+// tokens or, if f > B - 1, its sinks and the last B - 1 - S tokens. A row's sums over chunks of
+// tokens serve all configurations.
 //
-// With cache positions the window's exponentials are a row's, as it has lost no younger token;
-// the sinks' are direct.
+// With cache positions, the window's exponentials are a row's, because its tokens have lost no
+// younger token; the sinks' exponentials are direct.
 #include "kernels/device/load.cuh"
 #include "kernels/replay/direct.cuh"
 
@@ -13,30 +13,31 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kChunks = 64;                   // of a row, at most
-constexpr int kRanges = kChunks / kWarpSize;  // of chunks that a lane sums
+constexpr int kChunks = 64;                   // chunks per row, at most
+constexpr int kRanges = kChunks / kWarpSize;  // groups of chunks that a lane sums
 
-/// Sums over tokens: exponentials, those of unrounded vectors, requested tokens before the query.
+/// Sums over tokens: exponentials, exponentials of unrounded vectors, requested tokens before the
+/// query.
 template <int kHeadGroups>
 struct RowSums {
   float4 full[kHeadGroups], cache_positions[kHeadGroups];
   uint4 hits[kHeadGroups];
 };
-/// Of a chunk, then of it and all later ones.
+/// Per chunk at first; then of a chunk and all later ones.
 template <int kHeadGroups>
 using ChunkSums = RowSums<kHeadGroups>[kChunks + 1];
 
-/// What a query attends: tokens [0, sinks) and [first, query].
+/// The tokens that a query attends to: [0, sinks) and [first, query].
 struct Window {
   std::uint32_t sinks, first;
   __device__ bool is_whole() const { return first == 0; }
   __device__ std::uint32_t live(std::uint32_t query) const { return sinks + query + 1 - first; }
 };
 
-/// The first position of the append that a query is in.
+/// The first position of the append that contains a query.
 __device__ std::uint32_t append_of(const ReplayAppend* appends, std::uint32_t count,
                                    std::uint32_t tokens, std::uint32_t query) {
-  const std::uint32_t behind = tokens - query;  // decoded one by one, as most are
+  const std::uint32_t behind = tokens - query;  // most are decoded one by one
   if (behind <= count && appends[count - behind].first == query) return query;
   std::uint32_t low = 0, high = count;
   while (high - low > 1) {
@@ -106,7 +107,7 @@ class WindowQuery {
 
   // Sums of the row.
 
-  /// Of [begin, end), a part of every lane. `own`: of rows at cache positions too.
+  /// Sums over [begin, end), split over the lanes.
   __device__ Sums sum(std::uint32_t begin, std::uint32_t end) const {
     Sums sums{};
     for (std::uint32_t token = begin + lane_; token < end; token += kWarpSize)
@@ -120,7 +121,7 @@ class WindowQuery {
       }
     return sums;
   }
-  /// Over the warp: in every lane.
+  /// Adds over the warp; every lane gets the result.
   __device__ static Sums fold_lanes(const Sums& sums) {
     Sums all;
 #pragma unroll
@@ -144,7 +145,7 @@ class WindowQuery {
     }
   }
 
-  /// Each chunk's sums, then from each chunk on to the last.
+  /// Computes each chunk's sums, then the sums from each chunk to the last.
   __device__ void sum_chunks() {
     for (std::uint32_t c = warp_; c <= kChunks; c += kWarps) {
       const std::uint32_t begin = c * chunk_;
@@ -161,7 +162,7 @@ class WindowQuery {
         sum_from<std::uint32_t>(word);
     __syncthreads();
   }
-  /// One word of all chunks' sums: a lane has kRanges of them.
+  /// Handles one word of all chunks' sums; a lane has kRanges of them.
   template <class T>
   __device__ void sum_from(std::uint32_t word) {
     const auto at = [&](std::uint32_t c) -> T& { return reinterpret_cast<T*>(&chunks_[c])[word]; };
@@ -177,7 +178,7 @@ class WindowQuery {
     for (std::uint32_t c = (lane_ + 1) * kRanges; c-- > lane_ * kRanges;) later = at(c) += later;
   }
 
-  // By a warp for each configuration.
+  // For each configuration, by a warp.
 
   __device__ void measure(std::int64_t cache, const ReplayRule& rule, const Window& window) {
     const std::uint32_t chunk = window.first / chunk_;
@@ -196,7 +197,7 @@ class WindowQuery {
     }
     if (index_ % args_.sets.every != 0) return;
 
-    // Of lane l for head l.
+    // Lane l has the value of head l.
     float total = head_of(cache_positions        ? young.cache_positions
                           : rule.cache_positions ? kept.cache_positions
                                                  : kept.full);
@@ -217,7 +218,7 @@ class WindowQuery {
 
   // Outputs.
 
-  /// Where direct exponentials go: by values, of a sampled query, and by terms.
+  /// Destinations of direct exponentials: times values, for a sampled query; and times terms.
   struct Direct {
     float *values, *changes;
   };
@@ -232,7 +233,7 @@ class WindowQuery {
                 ? sets.changes + sets.kept_of(cache, index_) * args_.terms.gradient_samples * group
                 : nullptr};
   }
-  /// A token that is n-th of those attended.
+  /// The n-th attended token.
   __device__ AttendedToken attended_token(const Window& window, std::uint32_t n,
                                           bool cache_positions) const {
     const std::uint32_t position = n < window.sinks ? n : window.first + (n - window.sinks),
@@ -243,8 +244,8 @@ class WindowQuery {
     return direct_product(args_.shape, args_.tensors, token, head) * args_.shape.softmax_scale;
   }
 
-  /// The exponentials of the first `count` tokens attended: their sum, of lane l for head l.
-  /// `most`: of each head the maximum that they are taken with; null: their own.
+  /// The exponentials of the first `count` attended tokens: their sum, in lane l for head l.
+  /// `most`: the maximum that they are taken with, per head; null: their maximum.
   __device__ __noinline__ float take_tokens(const Window& window, std::uint32_t count,
                                             bool cache_positions, const float* most,
                                             const Direct& direct) const {
@@ -258,7 +259,8 @@ class WindowQuery {
     }
     return sum;
   }
-  /// A head's exponentials of the first `count` tokens attended, to `direct`: their sum.
+  /// Adds a head's exponentials of the first `count` attended tokens to `direct`; returns their
+  /// sum.
   __device__ float take_values(const Window& window, std::uint32_t count, bool cache_positions,
                                int head, float most, const Direct& direct) const {
     const ReplayShape& shape = args_.shape;
@@ -300,7 +302,7 @@ class WindowQuery {
     return sum;
   }
 
-  /// Bits of the tokens attended whose positions are in [first, …), to words [0, query / 32].
+  /// Sets the bits of the attended tokens with positions from `first` on, in words [0, query / 32].
   __device__ void mark(std::uint32_t* words, const Window& window, std::uint32_t first) const {
     const auto below = [](std::uint32_t n) { return n < 32 ? (1u << n) - 1 : ~0u; };
     for (std::uint32_t w = lane_; w * 32 <= query_; w += kWarpSize) {
@@ -327,7 +329,7 @@ class WindowQuery {
   const int index_;
   const std::int64_t row_;
   const std::uint32_t lane_, warp_;
-  std::uint32_t chunk_;  ///< tokens of a chunk
+  std::uint32_t chunk_;  ///< tokens per chunk
   const float4 *full_[kHeadGroups], *cache_positions_[kHeadGroups];
   float4 least_[kHeadGroups];
 };
