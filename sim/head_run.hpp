@@ -142,8 +142,7 @@ struct QueryRange {
   std::uint32_t begin, end;
 };
 
-/// Takes queries, in order, through every run. Shared rows are computed only where somebody wants
-/// them.
+/// Takes queries, in order, through every run. Shared rows are computed only if a run wants them.
 void run_head(QueryRange queries, SharedRows& rows, std::span<const std::unique_ptr<HeadRun>> runs);
 
 /// One run of each KV head of a layer.

@@ -12,9 +12,9 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kMinBlocks = 8;  // fewer say too little about the error
+constexpr std::size_t kMinBlocks = 8;  // fewer blocks do not give a reliable error
 
-/// The plain mean of value(i), i < count, of those that are numbers.
+/// The plain mean of value(i), i < count, without NaN.
 template <class Value>
 double plain_mean(std::size_t count, Value value) {
   double sum = 0;
@@ -28,7 +28,7 @@ double plain_mean(std::size_t count, Value value) {
   return there ? sum / static_cast<double>(there) : kNaN;
 }
 
-/// The mean of ratios with block `out` left out (none: kMaxQueryBlocks).
+/// The mean of ratios without block `out` (kMaxQueryBlocks: with all blocks).
 double mean_without(std::span<const BlockedRatio> ratios, std::span<const double> above,
                     std::span<const double> below, std::size_t out) {
   return plain_mean(ratios.size(), [&](std::size_t r) {
@@ -38,7 +38,7 @@ double mean_without(std::span<const BlockedRatio> ratios, std::span<const double
   });
 }
 
-/// The variance of what these are of, each with one part left out.
+/// The jackknife variance of a statistic from its values with one part left out each.
 double jackknife(std::span<const double> replicates) {
   const auto n = static_cast<double>(replicates.size());
   const double mean = std::accumulate(replicates.begin(), replicates.end(), 0.0) / n;
@@ -47,8 +47,8 @@ double jackknife(std::span<const double> replicates) {
   return (n - 1) / n * squares;
 }
 
-/// Between these, most likely, are the bits of the first to last - 1 of the values by size, and few
-/// others.
+/// A range of bits that very likely contains the values with ranks first to last - 1 by size, and
+/// few others.
 std::pair<std::uint32_t, std::uint32_t> bounds_of(const float* values, std::size_t size,
                                                   std::size_t first, std::size_t last) {
   std::vector<std::uint32_t> some;
@@ -61,11 +61,11 @@ std::pair<std::uint32_t, std::uint32_t> bounds_of(const float* values, std::size
   return {*low, *high};
 }
 
-/// The mean of ratios, and with each block left out: NaN of one without weight.
+/// The mean of ratios, and the mean without each block; NaN for a block without weight.
 struct Replicates {
   double mean, weight;
   std::vector<double> without;  // [block]
-  std::vector<double> columns;  // with each column of a sketch left out; or empty
+  std::vector<double> columns;  // mean without each column of a sketch; or empty
 
   Estimate estimate() const {
     std::vector<double> filled;
@@ -80,7 +80,7 @@ struct Replicates {
   }
 };
 
-/// The mean of ratios from all columns of a sketch but one, as many times as there are columns.
+/// The means of ratios without one column of a sketch, for each column.
 std::vector<double> means_without_columns(std::span<const BlockedRatio> ratios,
                                           std::span<const double> above,
                                           std::span<const double> below) {
@@ -163,13 +163,13 @@ Estimate difference_of(std::span<const BlockedRatio> ratios, std::span<const Blo
 
 Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
   const auto rank = [](std::size_t count) { return (count - 1) / 10; };
-  // Whichever block is left out, the value lies in [first, last) of all, by size.
+  // Whichever block is left out, the quantile has a rank in [first, last) among all values.
   const std::size_t size = measured.size(), of_block = size / measured.blocks() + 1,
                     first = size > of_block ? rank(size - of_block) : 0,
                     last = std::min(size, rank(size) + of_block + 1);
-  // Of those within the bounds: a value's bits, which order as it does; its block.
+  // For values within the bounds: the value's bits, which order as it does, and its block.
   const std::unique_ptr<std::uint64_t[]> order(new std::uint64_t[size]);
-  std::array<std::size_t, kMaxQueryBlocks> before;  // values that are less, by block
+  std::array<std::size_t, kMaxQueryBlocks> before;  // number of smaller values, by block
   std::size_t skipped = size, count = 0;
   for (auto [low, high] = bounds_of(values, size, first, last);
        skipped > first || skipped + count < last; low = 0, high = ~0u) {
@@ -187,7 +187,7 @@ Quantile quantile_of(const MeasuredQueries& measured, const float* values) {
       skipped += before[block];
     }
   }
-  // Where the values of [first, sorted) lie; those beyond are seldom looked at.
+  // Locations of the values with ranks [first, sorted). Values beyond are rarely needed.
   const auto at = [&](std::size_t i) { return order.get() + (i - skipped); };
   std::nth_element(at(skipped), at(first), at(skipped + count));
   for (std::size_t i = skipped; i < first; ++i) ++before[*at(i) % kMaxQueryBlocks];

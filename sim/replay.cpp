@@ -20,14 +20,14 @@ namespace {
 
 constexpr std::uint32_t kSampleEvery = 8;
 
-/// What the KV heads of a layer came to that evict together: by KV head, then configuration. Empty
-/// where it is not computed, or has been taken.
+/// The outcomes of a layer whose KV heads evict together: by KV head, then configuration. An entry
+/// is empty before it is computed and after it has been taken.
 struct LayerOutcomes {
   std::mutex mutex;
   std::vector<std::vector<HeadOutcome>> heads;
 };
 
-/// Throws unless each feature of a policy is computed, or the trace brings it.
+/// Throws unless each feature of a policy is computed or the trace has it.
 void check_features(const PolicySpec& policy, const TraceReader& trace, bool knows_projections) {
   std::vector<std::string> there;
   for (const TraceExtras::Feature& feature : trace.extras().features) there.push_back(feature.name);
@@ -45,7 +45,7 @@ void check_features(const PolicySpec& policy, const TraceReader& trace, bool kno
   }
 }
 
-/// Throws unless they are of the trace's model.
+/// Throws unless the projections belong to the trace's model.
 void check_projections(const OutputProjections& output, const TraceReader& trace) {
   const ModelShape& shape = trace.shape();
   const std::string &given = output.weights_xxh3, &own = trace.header().weights_xxh3;
@@ -56,7 +56,8 @@ void check_projections(const OutputProjections& output, const TraceReader& trace
         fmt::format("--model: the trace {} is not of this checkpoint", trace.directory().string()));
 }
 
-/// What policies act on of a trace: its layers without a window. A window keeps few tokens anyhow.
+/// The layers without a window. Policies act on these only, because a window keeps few tokens
+/// anyway.
 TraceReader policy_layers(const TraceReader& trace) {
   if (trace.layers_with_window(true).empty()) return trace;
   const std::vector<std::uint32_t> layers = trace.layers_with_window(false);
@@ -72,7 +73,7 @@ CacheShape heads_of(const TraceReader& trace) {
   return {trace.shape().layers, trace.shape().kv_heads, trace.shape().head_size};
 }
 
-/// Requests are counted once for all configurations.
+/// Requests are counted once for all configurations, so all need the same threshold.
 double threshold_of(std::span<const CacheConfig> configs) {
   const double threshold = configs.empty() ? CacheConfig{}.threshold : configs.front().threshold;
   for (const CacheConfig& config : configs)
@@ -83,7 +84,7 @@ double threshold_of(std::span<const CacheConfig> configs) {
   return threshold;
 }
 
-/// One trace through the sweep: what all head tasks share.
+/// One trace and the sweep: what all head tasks share.
 class Replay {
  public:
   Replay(const TraceReader& trace, std::uint32_t sequence, std::span<const CacheConfig> configs,
@@ -101,7 +102,7 @@ class Replay {
     for (const CacheConfig& config : configs) add(config);
   }
 
-  /// Of the layers that policies act on.
+  /// Only the layers on which policies act.
   const ModelShape& shape() const { return trace_.shape(); }
   const MeasuredQueries& measured() const { return measured_; }
   const std::vector<std::uint32_t>& layers() const { return layers_; }
@@ -109,7 +110,7 @@ class Replay {
   ProjectionColumns columns() const { return projection_columns(trace_, options_.queries); }
   unsigned threads() const { return options_.threads; }
   LayerFacts facts(std::uint32_t layer) const { return {columns(), residual_norms(layer)}; }
-  /// Squared norms of the residual stream at the sampled queries; empty where the trace has none.
+  /// Squared norms of the residual stream at the sampled queries; empty if the trace has none.
   std::vector<float> residual_norms(std::uint32_t layer) const {
     if (!trace_.has_residuals()) return {};
     std::vector<float> all(trace_.tokens()), sampled;
@@ -117,7 +118,7 @@ class Replay {
     for (const std::uint32_t query : measured_.sampled_queries()) sampled.push_back(all[query]);
     return sampled;
   }
-  /// In tokens, by configuration; the trace's length where nothing is evicted.
+  /// Tokens by configuration; the trace's length if nothing is evicted.
   std::vector<std::uint32_t> budgets() const {
     std::vector<std::uint32_t> tokens;
     for (const ResolvedConfig& config : configs_)
@@ -125,7 +126,7 @@ class Replay {
     return tokens;
   }
 
-  /// One head task: all configurations on one KV head.
+  /// Runs one head task: all configurations on one KV head.
   std::vector<HeadOutcome> run_task(HeadTask task) const {
     std::vector<std::size_t> all(configs_.size());
     std::iota(all.begin(), all.end(), std::size_t{0});
@@ -134,7 +135,7 @@ class Replay {
     return outcomes;
   }
 
-  /// Several head tasks: elsewhere what is taken there, the rest here.
+  /// Runs several head tasks: configurations that `elsewhere` supports there, the others here.
   std::vector<std::vector<HeadOutcome>> run_tasks(std::span<const HeadTask> tasks) const {
     std::vector<std::size_t> there, here;
     for (std::size_t c = 0; c < configs_.size(); ++c)
@@ -168,18 +169,18 @@ class Replay {
   static bool evicts_by_layer(const ResolvedConfig& config, std::uint32_t layer) {
     return config.evicts_by_layer() && !config.exempts(layer);
   }
-  /// Without configuration batches: one live set at a time.
+  /// Whether the configuration runs without configuration batches, one live set at a time.
   bool runs_plainly(const CacheConfig& config, std::uint32_t layer) const {
     return options_.plain || config.policy.name == kOracleResidual ||
            config.policy.tier_plan.is_kivi() || !trace_.row(layer).is_plain() ||
            (config.policy.entry && config.policy.entry->observe_heads);
   }
-  /// Random samples depend on the number that the model gives the layer.
+  /// Random samples depend on the model's number of the layer.
   LiveSet::Identity identity(std::uint32_t layer, std::uint32_t kv_head) const {
     return {0, sequence_, shape().number(layer), kv_head};
   }
 
-  /// A KV head with all that the configurations look at.
+  /// Reads a KV head with everything that the configurations need.
   HeadTensors read(std::uint32_t layer, std::uint32_t kv_head) const {
     const OutputProjections* const output = options_.output.get();
     auto feature_values = std::make_unique<FeaturesByName>();
@@ -200,12 +201,12 @@ class Replay {
     return tensors;
   }
 
-  /// Some configurations of one head task, on this thread.
+  /// Runs some configurations of one head task on this thread.
   void run_here(std::span<const std::size_t> which, HeadTask task,
                 std::vector<HeadOutcome>& outcomes) const {
     const auto [layer, kv_head] = task;
     std::vector<std::size_t> by_layer[2], topk, plainly,
-        in_config_batches;  // the first: in configuration batches, plainly
+        in_config_batches;  // by_layer[0] runs in configuration batches, by_layer[1] plainly
     for (const std::size_t c : which)
       (evicts_by_layer(configs_[c], layer)      ? by_layer[runs_plainly(configs_[c], layer)]
        : !runs_plainly(configs_[c], layer)      ? in_config_batches
@@ -229,10 +230,10 @@ class Replay {
       run_config_batches(in_config_batches, layer, kv_head, tensors.view, outcomes);
   }
 
-  /// One layer through configurations whose caches evict together, all by configuration batches or
-  /// all plainly: outcomes by KV head, then configuration. `measured` may be null: nothing is
-  /// measured. `keep`, which may be empty, gets what the first configuration keeps for each query
-  /// on `kept_head`.
+  /// Runs one layer through configurations whose caches evict together, either all in configuration
+  /// batches or all plainly. Returns outcomes by KV head, then configuration. `measured` may be
+  /// null; then nothing is measured. `keep` may be empty; otherwise it receives the tokens that the
+  /// first configuration keeps for each query on `kept_head`.
   using KeepSet = std::function<void(std::uint32_t, std::span<const std::uint32_t>)>;
   std::vector<std::vector<HeadOutcome>> run_layer_together(std::span<const std::size_t> which,
                                                            std::uint32_t layer,
@@ -259,8 +260,8 @@ class Replay {
     return config_batches.outcomes();
   }
 
-  /// The same of the KV heads of `views`, of which `first` is the first, without configuration
-  /// batches.
+  /// The same without configuration batches, for the KV heads of `views`; `first` is the first of
+  /// them.
   std::vector<std::vector<HeadOutcome>> run_plainly(std::span<const std::size_t> which,
                                                     HeadTask first, std::span<const HeadView> views,
                                                     const MeasuredQueries* measured,
@@ -283,7 +284,7 @@ class Replay {
     return outcomes;
   }
 
-  /// `configs`: configs_of_head().
+  /// `configs`: the result of configs_of_head().
   HeadConfigBatches make_config_batches(
       const std::vector<std::shared_ptr<const ResolvedConfig>>& configs, std::uint32_t layer,
       std::uint32_t kv_head, const HeadView& view, const MeasuredQueries* measured) const {
@@ -297,7 +298,7 @@ class Replay {
             measured};
   }
 
-  /// With the head's own budgets.
+  /// The configurations with the head's budgets.
   std::vector<std::shared_ptr<const ResolvedConfig>> configs_of_head(
       std::span<const std::size_t> which, std::uint32_t layer, std::uint32_t kv_head) const {
     std::vector<std::shared_ptr<const ResolvedConfig>> configs;
@@ -336,7 +337,7 @@ class Replay {
         view, rows, trace_.sketch(layer, kv_head, ResidualOracle::kColumns), std::move(norm2));
   }
 
-  /// Which layer the model calls so.
+  /// The layer that has this number in the model.
   std::uint32_t layer_of(std::uint32_t number) const {
     const std::uint32_t layer = shape().layer_of(number);
     if (layer == shape().layers)
@@ -347,7 +348,8 @@ class Replay {
   }
 
  private:
-  /// Whoever asks first for a KV head runs its layer; the others find theirs.
+  /// The first head task of a layer runs the whole layer; the other head tasks take their outcomes
+  /// from it.
   void take_from_layer(std::span<const std::size_t> which, HeadTask task,
                        std::vector<HeadOutcome>& outcomes) const {
     LayerOutcomes& layer = by_layer_[task.layer][runs_plainly(configs_[which.front()], task.layer)];
@@ -401,7 +403,7 @@ class Replay {
       config.policy.entry->see_trace(sequence_, trace_.directory().string());
   }
 
-  const TraceReader trace_;  // its layers without a window
+  const TraceReader trace_;  // only its layers without a window
   std::uint32_t sequence_;
   std::vector<ResolvedConfig> configs_;
   const ReplayOptions& options_;

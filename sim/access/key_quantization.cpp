@@ -15,10 +15,10 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kTokens = 32;  // looked at
-constexpr double kMaxMoved = 1;        // nats
+constexpr std::uint32_t kTokens = 32;  // number of tokens to examine
+constexpr double kMaxMoved = 1;        // in nats
 
-/// The variance of what quantized values of `keys` [token, dim], turned, change of a query's
+/// The variance of the change that quantizing `keys` [token, dim], after RoPE, causes in a query's
 /// products.
 double quantization_variance(std::span<const float> keys, std::span<const float> query) {
   const std::size_t dim = query.size(), count = keys.size() / dim;

@@ -13,10 +13,10 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kBlock = 256;  // queries of a product
+constexpr std::uint32_t kBlock = 256;  // queries per product
 
-/// OpenBLAS, as long as the process lives. It is loaded by who measures alone: beside every other
-/// command it would take memory and threads of its own.
+/// OpenBLAS, loaded for the rest of the process. Only benchmarks load it, because it allocates
+/// memory and starts threads.
 class OpenBlas {
  public:
   OpenBlas() {
@@ -30,12 +30,12 @@ class OpenBlas {
         reinterpret_cast<void (*)(int)>(::dlsym(library, "openblas_set_num_threads"));
     if (!gemm_ || !set_threads)
       throw std::runtime_error("bench replay: libopenblas.so.0 is another library");
-    set_threads(1);  // the heads are spread over the threads
+    set_threads(1);  // the heads are distributed over threads instead
   }
 
-  enum class Transposed { no = 111, yes = 112 };  // cblas.h's numbers
+  enum class Transposed { no = 111, yes = 112 };  // values of cblas.h
 
-  /// c [m, n] = scale a [m, k] b, or b's transpose, by rows.
+  /// c [m, n] = scale * a [m, k] * b, or * b transposed, in row-major order.
   void multiply(Transposed b_is, int m, int n, int k, float scale, const float* a, const float* b,
                 float* c) const {
     constexpr int kRowMajor = 101;
@@ -50,7 +50,7 @@ class OpenBlas {
 };
 
 struct Head {
-  std::vector<float> k, v;  // [token, dim], k rotated
+  std::vector<float> k, v;  // [token, dim]; k is rotated
 };
 
 void read_rotated(const TraceReader& trace, const RopeTable& rope, Part part, std::uint32_t layer,
@@ -63,7 +63,7 @@ void read_rotated(const TraceReader& trace, const RopeTable& rope, Part part, st
     rope.rotate(to.data() + t * dim, dim, t, to.data() + t * dim);
 }
 
-/// Softmax of row `query` of a block, its sum divided out; what the query may not see becomes 0.
+/// Softmax of row `query` of a block. Tokens that the query does not see become 0.
 void softmax(float* row, std::uint32_t query, std::uint32_t width) {
   const HotLoops& loops = hot_loops();
   const auto shift =
@@ -74,7 +74,8 @@ void softmax(float* row, std::uint32_t query, std::uint32_t width) {
   std::fill(row + query + 1, row + width, 0.0f);
 }
 
-/// One query head; `out` [token, dim]. Returns the products' flops.
+/// Attention of one query head; `out` is [token, dim]. Returns the floating-point operations of the
+/// products.
 double attend(const OpenBlas& blas, const float* q, const Head& head, std::uint32_t tokens,
               std::uint32_t dim, float scale, std::vector<float>& scores, float* out) {
   double flops = 0;

@@ -33,8 +33,8 @@ TraceHeader header_of(const SyntheticShape& shape) {
   return header;
 }
 
-/// Tokens [count, heads, dim]: noise, a topic of their own that drifts over some hundred tokens,
-/// and along the dimension that rotates slowest the queries' pull at the heavy keys.
+/// Random vectors [count, heads, dim]: noise, a topic that drifts over some hundred tokens, and,
+/// along the dimension that rotates slowest, the attraction between queries and heavy keys.
 class Source {
  public:
   Source(std::uint32_t heads, std::uint32_t dim, bool keys, std::uint64_t seed)
@@ -62,7 +62,7 @@ class Source {
   std::vector<float> topic_;
 };
 
-/// Uniform, quickly.
+/// A fast uniform generator.
 class Uniform {
  public:
   explicit Uniform(std::uint64_t seed) : engine_(static_cast<std::uint32_t>(seed)) {}
@@ -102,7 +102,7 @@ CacheConfig config_of(const std::string& policy, const std::string& budget,
   return config;
 }
 
-/// `count` shares of the trace from `least` to `most` percent, evenly.
+/// Takes `count` budgets, evenly spaced from `least` to `most` percent of the trace.
 BenchSweep sweep_of(std::string name, const std::vector<std::string>& policies, int count,
                     double least, double most, std::optional<Positions> positions = std::nullopt) {
   BenchSweep sweep{std::move(name), {}};
@@ -129,7 +129,7 @@ std::vector<BenchSweep> all_sweeps() {
   return sweeps;
 }
 
-/// Live tokens attended by one KV head's cache.
+/// Number of live tokens that one KV head's cache attends, summed over queries.
 double slot_steps(const TraceReader& trace, const CacheConfig& config) {
   const std::uint32_t budget = config.budget.resolve(trace.tokens(), trace.shape().head_size);
   double steps = 0;
@@ -144,7 +144,7 @@ void keep_least(WorkTime& least, const WorkTime& time, bool first) {
   least.cpu_seconds = first ? time.cpu_seconds : std::min(least.cpu_seconds, time.cpu_seconds);
 }
 
-/// One that is measured only where it is requested.
+/// A sweep that is measured only if it is named.
 std::optional<BenchSweep> further_sweep(const std::string& name) {
   std::vector<std::string> policies;
   for (const PolicyEntry& entry : policy_catalogue())
@@ -232,7 +232,7 @@ ReplayCost measure_replay(const TraceReader& trace, const std::vector<BenchSweep
       bench.sweeps.back().slot_steps += slot_steps(trace, config) * shape.layers * shape.kv_heads;
   }
   if (device) {
-    // Walks are compiled on demand, which is no part of a replay's time.
+    // Compiles the walks first, because their compilation does not belong to a replay's time.
     ReplayOptions one_layer = options;
     one_layer.layers = {0};
     for (const BenchSweep& sweep : sweeps) replay(trace, 0, sweep.configs, one_layer);

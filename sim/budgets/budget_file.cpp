@@ -84,7 +84,7 @@ std::string budgets_text(const HeadBudgets& heads) {
 
 namespace {
 
-/// The same of two configurations that no result could differ by.
+/// Equal for two configurations whose results cannot differ.
 std::string identity_of(const CacheConfig& config) {
   return fmt::format("{}\n{}\n{}\n{}", config.policy.text(), config.budget.text(),
                      config.prefill.chunk, static_cast<int>(config.positions));
@@ -98,7 +98,7 @@ auto parse_list(const std::vector<std::string>& texts, Parse parse) {
   return values;
 }
 
-/// The lists of the sweep, before they are multiplied.
+/// The parsed lists whose product is the sweep.
 struct Axes {
   std::vector<PolicySpec> policies;
   std::vector<Budget> budgets;
@@ -108,7 +108,8 @@ struct Axes {
   double threshold;
 };
 
-/// As parse_policy, but says of an oracle that it cannot run here, not that is not known it.
+/// As parse_policy(), but for an oracle it says that an oracle cannot run here, not that the name
+/// is unknown.
 PolicySpec policy_from(const std::string& text, std::span<const std::string_view> oracles,
                        const CompiledPolicies& compiled) {
   if (oracles.empty() && is_oracle(text))
@@ -118,7 +119,7 @@ PolicySpec policy_from(const std::string& text, std::span<const std::string_view
   return parse_policy(text, oracles, compiled);
 }
 
-/// Of a budget in tokens; others are not known before the length is.
+/// Checks a budget in tokens. Other budgets depend on the length, which is not yet known.
 void check_protected_tokens(const CacheConfig& config) {
   const Budget& budget = config.budget;
   if (config.evicts() && config.policy.entry && !budget.extent.is_share && !budget.in_bytes &&
@@ -132,7 +133,7 @@ std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) 
                      .prefill = axes.prefills.front(),
                      .seed = axes.seed,
                      .threshold = axes.threshold};
-  if (!config.evicts()) return {config};  // nothing else could make a difference
+  if (!config.evicts()) return {config};  // no other setting has an effect
   if (axes.budgets.empty())
     throw std::invalid_argument(fmt::format(
         "--budget: policy {} needs one; give tokens or a share: --budget 128,20%", policy.name));
@@ -153,7 +154,7 @@ std::vector<CacheConfig> configs_of(const PolicySpec& policy, const Axes& axes) 
   return configs;
 }
 
-/// Before any list is parsed: each entry costs memory, and their product the command's time.
+/// Runs before any list is parsed, because each entry takes memory and their product takes time.
 void refuse_many(const SweepRequest& request) {
   std::size_t configs = std::max<std::size_t>(request.policies.size(), 1);
   const auto check = [&](std::size_t count) {

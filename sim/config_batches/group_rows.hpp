@@ -101,7 +101,7 @@ class GroupRows {
     std::vector<std::uint32_t> count, any;
     std::vector<std::array<double, kHeadGroupSize>>
         tail;                       // [head group][token / 64]: sums from there on
-    std::vector<float> value_tail;  // [token / 64][heads()][dim]: likewise
+    std::vector<float> value_tail;  // [token / 64][heads()][dim]: sums from there on
     std::size_t first_tail;         // the first of them that is there
     std::vector<float> output;      // [heads()][dim]
     std::vector<double> norm2;      // [heads()]

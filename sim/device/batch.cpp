@@ -15,7 +15,7 @@ using cuda::check;
 using cuda::DeviceBuffer;
 using kernels::Type;
 
-/// Some head tasks at a time: the threads read, the device rotates.
+/// Processes some head tasks at a time: threads read the trace, and the device rotates.
 void Batch::read() {
   const ModelShape& shape = plan_.trace.shape();
   const std::size_t tokens = plan_.trace.tokens(), head = tokens * shape.head_size,
@@ -113,7 +113,8 @@ void Batch::read_projections() {
        });
 }
 
-/// A power of two brings a query's largest one to [2^7, 2^8), so that any type holds it.
+/// Multiplies each query's gradients by a power of two that brings the largest to [2^7, 2^8), so
+/// that every dtype can hold them.
 Batch::ScaledGradients Batch::scaled_gradients(const HeadTask& task,
                                                std::span<const std::uint32_t> queries) const {
   constexpr int kExponent = 8;
@@ -169,8 +170,8 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
     std::vector<HeadOutcome>& own = all[task];
     for (std::size_t c = 0; c < sizes_.configs; ++c)
       own.push_back(outcome(task * sizes_.configs + c, batch_sums));
-    // The largest parts by far: head task by head task they are copied, and their memory filled, by
-    // all threads.
+    // These are by far the largest parts. They are copied one head task at a time, and all threads
+    // fill the host's memory.
     const auto share = [&](std::span<const float> part, auto put) {
       const std::size_t of_task = part.size() / tasks_.size(), size = of_task / sizes_.configs;
       const auto fetched = fetch(part.subspan(task * of_task, of_task));
@@ -189,7 +190,8 @@ std::vector<std::vector<HeadOutcome>> Batch::outcomes() const {
   return all;
 }
 
-/// What quantization changes is the errors less those of the fp16 copies, which go.
+/// Computes the error from quantization alone: the errors minus those of the fp16 copies, which are
+/// then removed.
 void Batch::separate_quantization(std::vector<HeadOutcome>& own) const {
   const std::size_t configs = sweep_.fp16_copy.size(), columns = sizes_.columns.residual;
   for (std::size_t c = 0; c < configs; ++c) {
@@ -221,7 +223,7 @@ HeadOutcome Batch::outcome(std::size_t cache, const BatchSums& batch_sums) const
   HeadOutcome outcome{{}, counts.evictions, counts.most, counts.end};
   HeadStats& stats = outcome.stats;
   stats.resize(plan_.measured, static_cast<std::uint32_t>(sizes_.group), sizes_.columns);
-  // But for what is counted by MeasuredQueries, which is 0 on the device.
+  // Adds to the sums that MeasuredQueries counts, which are 0 on the device.
   for (std::size_t i = 0; i < stats.sums.size(); ++i)
     stats.sums[i] += batch_sums.sums[cache * stats.sums.size() + i];
   std::copy_n(batch_sums.errors.data() + cache * stats.errors.size(), stats.errors.size(),

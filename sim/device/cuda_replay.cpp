@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-/// `tasks`, and the other KV heads of their layers where some caches evict by layer.
+/// `tasks`, extended to whole layers if some caches evict by layer.
 std::vector<HeadTask> whole_layers(const ReplayPlan& plan, std::span<const HeadTask> tasks) {
   std::vector<HeadTask> all(tasks.begin(), tasks.end());
   if (std::ranges::none_of(plan.configs, &ResolvedConfig::evicts_by_layer)) return all;
@@ -26,7 +26,7 @@ std::vector<HeadTask> whole_layers(const ReplayPlan& plan, std::span<const HeadT
   return all;
 }
 
-/// Whether all layers attend as a device does.
+/// Whether the device supports the attention of all layers.
 bool knows_rows(const TraceReader& trace) {
   for (std::uint32_t layer = 0; layer < trace.shape().layers; ++layer) {
     const RowSpec& row = trace.row(layer);
@@ -35,7 +35,7 @@ bool knows_rows(const TraceReader& trace) {
   return true;
 }
 
-/// Head tasks whose layers turn and scale alike, as one batch has them: by table and scale.
+/// Head tasks by RoPE table and softmax scale. One batch holds head tasks of one such group.
 using Alike = std::map<std::pair<std::uint32_t, float>, std::vector<HeadTask>>;
 
 Alike alike(const TraceReader& trace, std::span<const HeadTask> tasks) {
@@ -106,7 +106,7 @@ class Replayer final : public CudaReplayer {
         tasks.push_back({layer, kv_head});
     ExactPass pass;
     in_batches(plan, tasks, [&](Batch& batch, std::size_t) {
-      batch.attend();  // chooses algorithms
+      batch.attend();  // warm-up: chooses algorithms
       const WorkTime time = timed([&] { pass.flops += batch.attend(); });
       pass.time.seconds += time.seconds;
       pass.time.cpu_seconds += time.cpu_seconds;
@@ -115,7 +115,7 @@ class Replayer final : public CudaReplayer {
   }
 
  private:
-  /// Whether so long a text fits the device's shared memory; the CPU takes the others.
+  /// Whether a text of this length fits the device's shared memory; the CPU replays longer ones.
   static bool fits(const TraceReader& trace, const CacheConfig& config) {
     using kernels::ReplayTokens;
     const kernels::ReplayShape shape{.tokens = static_cast<int>(trace.tokens()),
@@ -132,8 +132,8 @@ class Replayer final : public CudaReplayer {
                                               : ReplayTokens::exact,
                               tiers, limits);
   }
-  /// Calls work(batch, index of its first head task) for as many head tasks at a time as fit; of
-  /// layers that turn and scale alike.
+  /// Calls work(batch, index of its first head task) for batches as large as memory allows. The
+  /// layers of `tasks` must have the same RoPE table and softmax scale.
   template <class Work>
   void in_batches(const ReplayPlan& plan, std::span<const HeadTask> tasks, Work work) {
     const std::uint32_t layer = tasks.front().layer;

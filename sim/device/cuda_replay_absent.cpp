@@ -1,4 +1,4 @@
-// The CUDA replay of a build without it.
+// Stands in for the CUDA replay in a build without CUDA.
 #include <stdexcept>
 
 #include "sim/device/cuda_replay.hpp"

@@ -19,7 +19,7 @@ HeadTaskSizes outputs_alone(const HeadTaskPlan& plan, const DeviceSweep& sweep) 
   return sizes;
 }
 
-/// Of each layer: configurations, each with its KV heads.
+/// For each layer: configurations, each with its KV heads.
 std::vector<HeadTask> tasks_of(const HeadTaskPlan& plan, std::size_t configs) {
   std::vector<HeadTask> tasks;
   for (std::uint32_t layer = 0; layer < plan.shape.layers; ++layer)
@@ -30,7 +30,7 @@ std::vector<HeadTask> tasks_of(const HeadTaskPlan& plan, std::size_t configs) {
 }
 
 std::uint64_t kv_bytes_peak_of(const ResolvedConfig& config, const ModelShape& shape) {
-  ResolvedConfig window;  // what a layer with a window is
+  ResolvedConfig window;  // the configuration of a layer with a window
   window.appends = config.appends;
   std::uint64_t sum = 0;
   for (std::uint32_t layer = 0; layer < shape.layers; ++layer)

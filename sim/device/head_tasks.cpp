@@ -15,8 +15,8 @@ using Output = cuda::ProductArgs::Output;
 
 namespace {
 
-constexpr double kUsableMemory = 0.9;      // of what is free
-constexpr std::size_t kMostTasks = 65535;  // of a kernel launch
+constexpr double kUsableMemory = 0.9;      // share of free memory
+constexpr std::size_t kMostTasks = 65535;  // limit of a kernel launch
 
 }  // namespace
 
@@ -259,7 +259,7 @@ void HeadTasks::multiply_rows(std::uint32_t first, std::uint32_t count, std::byt
             .output = output});
 }
 
-/// Of queries and keys that were not rounded, in float32, by three products in TF32.
+/// Products of queries and keys that are not rounded, in float32, by three products in TF32.
 void HeadTasks::multiply_parts(std::uint32_t first, std::uint32_t count) {
   check(kernels::replay_query_parts(parts_.block.shape, static_cast<int>(first),
                                     static_cast<int>(count), parts_.block.rows.block,
@@ -322,7 +322,8 @@ void HeadTasks::walk(const Walks& walks) {
   streams_.join();
 }
 
-/// Gradients of the block's measured queries by all values that they see.
+/// Products of the gradients of the block's measured queries with all values that these queries
+/// see.
 void HeadTasks::multiply_terms(std::uint32_t first, std::uint32_t count) {
   std::uint32_t begin = first, end = first + count;
   while (begin < end && !plan_.measured.contains(begin)) ++begin;
@@ -337,7 +338,7 @@ void HeadTasks::multiply_terms(std::uint32_t first, std::uint32_t count) {
       multiply_terms(begin, end, values, copy, p == 0 ? Output::float32 : Output::add_float32);
 }
 
-/// Of queries [begin, end), with a part of a copy's values.
+/// Products for queries [begin, end) with one part of a copy's values.
 void HeadTasks::multiply_terms(std::uint32_t begin, std::uint32_t end, std::byte* values, int copy,
                                Output output) {
   const HeadTaskSizes& s = sizes_;

@@ -15,7 +15,7 @@ using kernels::Type;
 
 namespace {
 
-/// The most tokens that a KV head's cache holds at once.
+/// Maximum number of tokens that a KV head's cache holds at once.
 std::uint32_t max_live(const ResolvedConfig& config) {
   std::set<std::uint32_t> budgets{config.budget_tokens};
   for (const auto& layer : config.head_budgets) budgets.insert(layer.begin(), layer.end());
@@ -27,7 +27,7 @@ std::uint32_t max_live(const ResolvedConfig& config) {
 
 bool looks_back(const Modifiers& modifiers) { return modifiers.once || modifiers.smooth > 0; }
 
-/// Four classes for each doubling: a launch is laid out for its largest cache.
+/// Four classes per power of two, because a launch is sized for its largest cache.
 int size_class_of(std::uint32_t slots) {
   const int width = std::bit_width(std::max(slots, 8u) - 1);
   return 4 * width + static_cast<int>((slots - 1) >> (width - 3) & 3);
@@ -89,7 +89,7 @@ ReplayRule DeviceSweep::add_rule(const ResolvedConfig& config, bool is_walked) {
   return rule;
 }
 
-/// What rules point to.
+/// Sends the data to which rules point.
 void DeviceSweep::send(std::span<const ResolvedConfig* const> of, std::uint32_t tokens) {
   std::vector<kernels::ReplayAppend> appends;
   std::vector<std::byte> params;
@@ -127,7 +127,7 @@ void DeviceSweep::add_fp16_copies() {
   configs = rules_.size();
 }
 
-/// The rules of each KV head of each layer with its own budget, where budgets are uneven.
+/// If budgets differ by head, makes the rules of each KV head of each layer with its budget.
 void DeviceSweep::add_heads(std::span<const ResolvedConfig* const> of) {
   const auto uneven = std::ranges::find_if(
       of, [](const ResolvedConfig* config) { return !config->head_budgets.empty(); });
@@ -170,7 +170,7 @@ std::vector<ReplayRule> DeviceSweep::rules_of(const ModelShape& shape, std::uint
   return all;
 }
 
-/// By kReplayTile of one kind, -1 where there are no more: those with quantization last.
+/// Groups sets of one kind by kReplayTile, padded with -1; sets with quantization come last.
 void DeviceSweep::send_sets() {
   std::vector<std::int32_t> sets;
   const auto add = [&](bool at_cache_positions, bool quantized) {

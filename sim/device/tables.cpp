@@ -6,7 +6,8 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFine = 64;  // angles are composed of a multiple of it and the rest
+constexpr std::uint32_t kFine = 64;  // an angle is the sum of a multiple of kFine positions and the
+                                     // rest
 
 std::vector<float2> rope_of(const RopeTable& rope) {
   std::vector<float2> angles;
@@ -16,7 +17,7 @@ std::vector<float2> rope_of(const RopeTable& rope) {
   return angles;
 }
 
-/// Of multiples of kFine, by pairs; what does not rotate, by nothing.
+/// Angles at multiples of kFine, by pair; dimensions that do not rotate get the identity.
 std::vector<float2> coarse_rope_of(const RopeTable& rope, int pairs) {
   std::vector<float2> angles;
   for (std::uint32_t position = 0; position < rope.positions(); position += kFine) {

@@ -21,21 +21,21 @@ namespace {
 
 constexpr const char* kModule = "kvlab_mpi.so";
 
-/// Open MPI's mpirun sets the first, any launcher that speaks PMIx the second.
+/// Open MPI's mpirun sets the first variable, and any launcher with PMIx sets the second.
 bool started_with_others() {
   const char* size = std::getenv("OMPI_COMM_WORLD_SIZE");
   return size ? std::string(size) != "1" : std::getenv("PMIX_RANK") != nullptr;
 }
 
-// Units of work over threads and processes: the leader hands them out one by one, so that a fast
-// process gets more of them.
+// Distributes units of work over threads and processes. The leader hands them out one by one, so a
+// fast process gets more of them.
 
 using Compute = std::function<std::string(std::size_t)>;
 using Finished = std::function<void(std::size_t, const std::string&)>;
 
 constexpr auto kPause = std::chrono::microseconds(500);
 
-/// Takes steps on several threads until one says that nothing is left, or throws.
+/// Runs steps on several threads until one returns false or throws.
 void repeat(unsigned threads, const std::function<bool()>& step) {
   std::atomic<bool> stop = false;
   parallel_for(threads, threads, [&](std::size_t) {
@@ -49,7 +49,7 @@ void repeat(unsigned threads, const std::function<bool()>& step) {
   });
 }
 
-/// The items that nobody has taken yet.
+/// The items that have not been taken yet.
 class Queue {
  public:
   explicit Queue(const std::vector<std::size_t>& items) : items_(items) {}
@@ -64,8 +64,8 @@ class Queue {
   std::atomic<std::size_t> next_ = 0;
 };
 
-// What a worker says to the leader: kAsk, answered with an item, or with nothing when none is left;
-// "item\nresult"; and nothing when it leaves.
+// Messages of a worker to the leader: kAsk, which the leader answers with an item, or with an empty
+// text if none is left; "item\nresult"; and an empty text when the worker ends.
 constexpr const char* kAsk = "?";
 
 std::optional<std::size_t> item_of(const std::string& text) {
@@ -75,8 +75,8 @@ std::optional<std::size_t> item_of(const std::string& text) {
   return item;
 }
 
-/// The leader's side of the conversation, until every worker has left. `check` is called often and
-/// may throw.
+/// The leader's side of the protocol, until every worker has ended. `check` is called often and may
+/// throw.
 void serve(ProcessGroup& group, Queue& queue, const Finished& finished,
            const std::function<void()>& check) {
   for (int workers = group.size() - 1; workers > 0; check())
@@ -115,12 +115,13 @@ void lead(ProcessGroup& group, const std::vector<std::size_t>& items, unsigned t
     });
     if (own.valid()) own.get();
   } catch (...) {
-    queue.close();  // or `own` would be waited for until all is computed
+    queue.close();  // otherwise `own` would compute all remaining items
     throw;
   }
 }
 
-/// A worker's next item. One question at a time, so that every answer finds who asked.
+/// A worker's next item. Only one thread asks at a time, so that each answer reaches the thread
+/// that asked.
 std::optional<std::size_t> ask(ProcessGroup& group, std::mutex& asking) {
   const std::lock_guard lock(asking);
   for (group.send(0, kAsk);; std::this_thread::sleep_for(kPause))
@@ -148,8 +149,8 @@ std::unique_ptr<ProcessGroup> join_process_group() {
     throw std::runtime_error(
         "several processes were started, but this build has no MPI; install libopenmpi-dev, "
         "configure and build again, or run one process");
-  // Open MPI loads parts of its own, which look for its symbols among the global ones. Never
-  // closed: MPI leaves threads and handlers behind.
+  // Open MPI loads further modules, which look up its symbols among the global ones. Never closed,
+  // because MPI leaves threads and handlers behind.
   void* const library = ::dlopen(module.c_str(), RTLD_NOW | RTLD_GLOBAL);
   void* const join = library ? ::dlsym(library, "kvlab_join_mpi") : nullptr;
   if (!join) throw std::runtime_error(fmt::format("MPI cannot be loaded: {}", ::dlerror()));

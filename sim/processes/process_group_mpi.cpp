@@ -1,4 +1,4 @@
-// MPI, and the only place that knows it: a module, loaded by join_process_group().
+// The only code that uses MPI: a module that join_process_group() loads.
 #define OMPI_SKIP_MPICXX
 #include <mpi.h>
 
@@ -27,7 +27,7 @@ class MpiGroup final : public ProcessGroup {
     MPI_Comm_size(host, &host_size_);
     MPI_Comm_free(&host);
   }
-  /// A process that ends without MPI_Finalize makes mpirun end the others.
+  /// If a process ends without MPI_Finalize, mpirun ends the others.
   ~MpiGroup() override {
     if (!aborted_) MPI_Finalize();
   }
@@ -80,7 +80,7 @@ class MpiGroup final : public ProcessGroup {
     return static_cast<int>(bytes.size());
   }
 
-  std::mutex mutex_;  // one thread at a time speaks to MPI
+  std::mutex mutex_;  // only one thread at a time may call MPI
   int rank_ = 0, size_ = 1, host_rank_ = 0, host_size_ = 1;
   bool aborted_ = false;
 };
@@ -88,5 +88,5 @@ class MpiGroup final : public ProcessGroup {
 }  // namespace
 }  // namespace kvlab
 
-/// The group that this process belongs to, to be deleted by the caller.
+/// The group of this process; the caller deletes it.
 extern "C" kvlab::ProcessGroup* kvlab_join_mpi() { return new kvlab::MpiGroup; }

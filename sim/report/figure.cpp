@@ -15,8 +15,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Numbers, zeros aside, of very different sizes ask for a logarithmic axis; so does
-/// sim/report/page/data.js.
+/// Positive values whose ratio exceeds this get a logarithmic axis, as in sim/report/page/data.js.
 constexpr double kWideSpan = 10;
 
 double tokens_of(const BudgetColumn& budget) {
@@ -39,7 +38,7 @@ FigurePoint point_of(double x, const Average& average) {
   return {.x = x, .y = average.mean, .y_low = average.mean - error, .y_high = average.mean + error};
 }
 
-/// The series of `drawn` that have points, each by `points_of(series)`.
+/// The series of `drawn` that have points, with `points_of(series)`.
 template <class PointsOf>
 std::vector<FigureSeries> series_with(const MetricTable& metric_table,
                                       const std::vector<std::size_t>& drawn, PointsOf&& points_of) {
@@ -62,8 +61,8 @@ ordered_json point_json(const FigurePoint& point) {
   return json;
 }
 
-/// What a logarithmic axis of the figure's values can draw: values of 0, and bars that reach below,
-/// end at a floor under the smallest positive value, and the title says so.
+/// Makes a figure fit a logarithmic axis: zeros, and bars that reach below the axis, end at a floor
+/// under the smallest positive value, and the title says so.
 Figure floor_axis(Figure figure) {
   if (!figure.y.logarithmic) return figure;
   double least = std::numeric_limits<double>::infinity();
@@ -92,10 +91,10 @@ ordered_json axis_json(const FigureAxis& axis) {
           {"names", axis.names}};
 }
 
-/// The name by which a figure's rows know a series; labels may be alike.
+/// A unique name of a series in a figure's rows, because labels may be equal.
 std::string line_name(std::size_t s) { return fmt::format("s{}", s); }
 
-/// One channel of `series` that says how each line looks.
+/// One channel of `series` that sets the appearance of each line.
 template <class Value>
 ordered_json look_of(const std::vector<FigureSeries>& series, Value&& value) {
   ordered_json names = ordered_json::array(), values = ordered_json::array();
@@ -117,7 +116,7 @@ ordered_json dash_of(const std::vector<FigureSeries>& series) {
     return style.dash.empty() ? std::vector<int>{1, 0} : style.dash;
   });
 }
-/// Adds to `encoding` what markers are drawn by.
+/// Adds the channels of markers to `encoding`.
 void add_markers(ordered_json& encoding, const std::vector<FigureSeries>& series) {
   encoding["stroke"] = stroke_of(series);
   encoding["fill"] = look_of(series, [](const SeriesStyle& style) {
@@ -158,7 +157,7 @@ ordered_json channel(const char* field, const FigureAxis& axis) {
           {"axis", drawn}};
 }
 
-/// A legend that shows line, dash and marker together, which Vega-Lite's own do not.
+/// A legend that shows line, dash and marker together, which Vega-Lite's legends do not.
 ordered_json legend_of(const Figure& figure) {
   constexpr int kRow = 19, kSample = 34;
   ordered_json rows = ordered_json::array();
@@ -191,7 +190,7 @@ ordered_json legend_of(const Figure& figure) {
           {"layer", layers}};
 }
 
-/// A rule from `low` to `high` of one axis, where a point has them.
+/// A rule from `low` to `high` along one axis, for points that have both.
 ordered_json bars_of(const Figure& figure, const char* along, const char* across) {
   const std::string name = along, low = name + "_low", high = name + "_high";
   return {{"transform", {{{"filter", fmt::format("isValid(datum.{})", low)}}}},
@@ -214,7 +213,7 @@ ordered_json whole(ordered_json spec, const std::string& title) {
   return json;
 }
 
-// Vega-Lite to pictures, by a program of its own.
+// Converts Vega-Lite to pictures with a separate program.
 
 namespace fs = std::filesystem;
 
@@ -230,7 +229,7 @@ for name in sys.argv[1:]:
     open(name + ".png", "wb").write(vl_convert.vegalite_to_png(spec, scale=2))
 )";
 
-/// Whether the program was there. Throws std::runtime_error: it failed.
+/// Returns false if the program does not exist. Throws std::runtime_error if it fails.
 bool ran(std::vector<std::string> words, const fs::path& log) {
   const std::string program = words.front();
   int status = 127;
@@ -392,8 +391,8 @@ std::string write_figures(const NamedFigures& figures, const AtomicFolder& folde
 
 namespace {
 
-// The first after Okabe and Ito, darkened for a light page; the others as far from all before them
-// as could be, at a contrast of 3 to 1 with the page.
+// The first colours are those of Okabe and Ito, darkened for a light page. The others are as
+// different as possible from all before them, at a contrast of at least 3 to 1 with the page.
 constexpr std::array kColours{
     PageColour{"ink", "#1c2024", "#e6e8ea"},       PageColour{"muted", "#6b7278", "#9aa2a9"},
     PageColour{"rule", "#d9dde1", "#3a4046"},      PageColour{"blue", "#0063a8", "#4da3e0"},
@@ -425,23 +424,23 @@ const std::map<std::string_view, std::string_view>& shelf() {
   return kShelf;
 }
 
-/// Colours of policies that are not of the shelf.
+/// Colours of policies that are not in the registry.
 constexpr std::array<std::string_view, 4> kOwn{"crimson", "amethyst", "royal", "coral"};
 
-// Five and sixteen have no common divisor: eighty looks of one colour.
+// Five and eight have no common divisor, and markers are filled or not: eighty looks of one colour.
 const std::array<std::vector<int>, 5> kDashes{
     std::vector<int>{}, {7, 4}, {2, 3}, {7, 3, 2, 3}, {10, 3, 2, 3, 2, 3}};
 constexpr std::array<std::string_view, 8> kShapes{"circle",        "square",        "triangle-up",
                                                   "diamond",       "triangle-down", "cross",
                                                   "triangle-left", "triangle-right"};
 
-/// The nth look of one colour; `base` tells the markers of policies apart.
+/// The nth look of one colour; `base` gives policies different markers.
 SeriesStyle look(std::string_view colour, std::size_t base, std::size_t nth) {
   return {colour, kDashes[nth % kDashes.size()], kShapes[(base + nth) % kShapes.size()],
           nth / kShapes.size() % 2 == 0};
 }
 
-/// Oracles have no markers, as long as dashes tell them apart.
+/// Oracles have no markers as long as dashes are enough to distinguish them.
 SeriesStyle oracle_look(std::string_view policy, std::size_t nth) {
   const std::size_t first = policy == kOracleAttention ? 1 : policy == kOracleTopk ? 2 : 3;
   SeriesStyle style = look("ink", 0, first + nth);
@@ -449,14 +448,14 @@ SeriesStyle oracle_look(std::string_view policy, std::size_t nth) {
   return style;
 }
 
-/// Where a name that is not known beforehand begins to look for a colour.
+/// The index at which the search for a colour starts, for an unknown name.
 std::size_t place_of(std::string_view name) {
   return std::accumulate(name.begin(), name.end(), std::size_t{0}, [](std::size_t sum, char c) {
     return 31 * sum + static_cast<unsigned char>(c);
   });
 }
 
-/// Colours by policy, of those that a page shows.
+/// Assigns colours to the policies of a page.
 class Colours {
  public:
   std::string_view of(std::string_view policy) {
@@ -474,7 +473,7 @@ class Colours {
     return std::ranges::any_of(own_, [&](const auto& other) { return other.second == colour; });
   }
 
-  std::map<std::string_view, std::string_view> own_;  // of policies that are not of the shelf
+  std::map<std::string_view, std::string_view> own_;  // of policies that are not in the registry
 };
 
 }  // namespace

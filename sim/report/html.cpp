@@ -8,7 +8,7 @@
 namespace kvlab {
 namespace {
 
-/// Decimals that show about three significant digits of `value`.
+/// Number of decimals that shows about three significant digits of `value`.
 int decimals_of(double value) {
   const double size = std::abs(value);
   if (size == 0) return 0;
@@ -46,10 +46,10 @@ std::string number_text(double value) {
 std::string average_text(const Average& average) {
   const double size = std::abs(average.mean), error = average.standard_error;
   const auto [low, high] = average.interval;
-  if (std::abs(low + high - 2 * average.mean) > 1e-6)  // of a share
+  if (std::abs(low + high - 2 * average.mean) > 1e-6)  // the interval of a share is asymmetric
     return fmt::format("{:.3f} ({:.3f} to {:.3f})", average.mean, low, high);
   if (!std::isfinite(error) || error == 0) return number_text(average.mean);
-  // Columns line up where numbers are small; an error keeps at least one digit.
+  // Small numbers get equal decimals so that columns align; an error keeps at least one digit.
   int decimals = size >= 100 ? 0 : size >= 10 ? 1 : 3;
   decimals = std::clamp(std::max(decimals, decimals_of(error) - 2), 0, 6);
   std::string mean = fmt::format("{:.{}f}", average.mean, decimals);

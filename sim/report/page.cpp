@@ -62,14 +62,14 @@ summary { cursor: pointer; }
 @media print { main { max-width: none; padding: 0; } .figures > div { break-inside: avoid; } }
 )css";
 
-/// CSS, with the page's colours for light and for dark.
+/// CSS with the page's colours for light and dark mode.
 std::string style_sheet() {
   std::string light = "--page:#fff;", dark = "--page:#15181b;";
   for (const PageColour& colour : page_colours()) {
     light += fmt::format("--{}:{};", colour.name, colour.light);
     dark += fmt::format("--{}:{};", colour.name, colour.dark);
   }
-  // What a reader chose comes before what the system requests.
+  // The reader's choice takes precedence over the system's setting.
   return fmt::format(
       ":root{{{0}}}\n@media (prefers-color-scheme: dark){{:root{{{1}}}}}\n"
       ":root[data-theme=\"light\"]{{{0}}}\n:root[data-theme=\"dark\"]{{{1}}}{2}",
@@ -84,7 +84,7 @@ std::string html_page(std::string_view title, const std::string& body,
   const std::string scripts =
       vega ? script_elements(data, *vega)
            : fmt::format("<style>.drawn{{display:none}}</style><p class=\"quiet\">{}</p>", kNoVega);
-  // Whatever a page holds, a browser fetches nothing for it.
+  // The policy forbids all requests, whatever the page contains.
   const char* const allowed =
       !vega ? "default-src 'none'; style-src 'unsafe-inline'"
             : "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "

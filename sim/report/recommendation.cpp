@@ -18,7 +18,7 @@ using nlohmann::ordered_json;
 using Recommendations = std::span<const Recommendation>;
 
 constexpr std::size_t kMaxNamed = 4;
-constexpr std::size_t kColumns = 80;  // of a terminal
+constexpr std::size_t kColumns = 80;  // width of a terminal
 
 const std::string& name(const Recommendation& made, std::size_t c) {
   return made.candidates[c].name;
@@ -35,7 +35,7 @@ std::string names_of(const Recommendation& made, const std::vector<std::size_t>&
 
 bool is_known(const Difference& difference) { return std::isfinite(difference.interval.low); }
 
-/// What is shown of a memory: 97.0 KiB.
+/// The memory of the choice: 97.0 KiB.
 std::string memory_text(const Recommendation& made) {
   const Memory& memory = made.chosen_candidate().memory;
   return memory.mean > 0 ? bytes_text(memory.mean) : "–";
@@ -55,7 +55,7 @@ double less_memory(const Recommendation& made) {
          (1 - made.chosen_candidate().memory.mean / made.candidates[*made.runner_up].memory.mean);
 }
 
-/// Why another candidate of a lower mean was not chosen.
+/// Why another candidate with a lower mean was not chosen.
 std::string memory_reason(const Recommendation& made) {
   return fmt::format(
       "{} has the {} mean ({}), but {} was chosen because it needs {:.1f}% less memory and the "
@@ -73,12 +73,12 @@ std::string describe_scope(const ComparisonScope& scope) {
   return text + "." + (scope.note.empty() ? "" : " " + scope.note);
 }
 
-/// Times the budget's memory that a candidate has at its peak.
+/// A candidate's peak memory as a multiple of the budget's memory.
 double times_budget(const Recommendation& made, std::size_t c) {
   return made.candidates[c].memory.peak / made.scope.budget_bytes;
 }
 
-/// "snapkv (1.7x to 9.8x)" of each, over all budgets.
+/// "snapkv (1.7x to 9.8x)" for each candidate, over all budgets.
 std::string over_budget_note(Recommendations all) {
   std::vector<std::string> order;
   std::map<std::string, std::pair<double, double>> times;
@@ -112,7 +112,7 @@ std::string similar_note(Recommendations all) {
                      fmt::join(parts, "; "));
 }
 
-/// Numbers of a difference to two digits of its interval.
+/// Number of decimals that shows a difference with two digits of its interval.
 int decimals_of(const Difference& difference) {
   const auto [low, high] = difference.interval;
   const double size =
@@ -127,12 +127,12 @@ std::string decimal_text(double value, int decimals) {
   return text;
 }
 
-/// A name of at most `most` letters.
+/// A name shortened to at most `most` characters.
 std::string cut(const std::string& text, std::size_t most) {
   return text.size() <= most ? text : text.substr(0, most - 1) + "…";
 }
 
-/// Equal means say nothing: the choice is the first by name.
+/// Whether the means are equal, so that the choice is the first by name.
 bool is_equal(const Recommendation& made) {
   return made.runner_up && made.candidates[*made.runner_up].error == made.chosen_candidate().error;
 }
@@ -157,7 +157,7 @@ std::string wrap_text(const std::string& text) {
   return out + line + "\n";
 }
 
-/// One row of the table; no runner-up where a policy is alone.
+/// One row of the table; the runner-up is empty if there is only one policy.
 struct Row {
   std::string budget, memory, of_full, choice, mean, runner_up, difference;
 };
@@ -181,7 +181,8 @@ std::vector<Row> rows_of(Recommendations all) {
   return rows;
 }
 
-/// A metric of a longer name stands above the table: its column would leave no room for names.
+/// A metric with a longer name is written above the table, because its column would leave no space
+/// for names.
 constexpr std::size_t kLongestHeading = 10;
 
 std::string table_text(const std::vector<Row>& rows, const std::string& metric) {
@@ -534,7 +535,7 @@ std::string dot_html(const std::string& colour) {
              : fmt::format("<span class=\"dot\" style=\"background:var(--{})\"></span>", colour);
 }
 
-/// One cell; `kind` "none" is left out on a narrow screen.
+/// One cell. With `kind` "none" it is hidden on a narrow screen.
 std::string cell_html(const std::string& html, std::string_view kind = "",
                       double value = std::nan("")) {
   const std::string number =
@@ -597,7 +598,7 @@ std::string recommendations_html(Recommendations made, std::string_view next,
         fmt::format("<p class=\"next\"><strong>Next:</strong> <code>{}</code></p>\n", escape(next));
   std::string notes;
   for (const std::string& note : recommendation_notes(made)) {
-    if (note.starts_with("Not significantly")) continue;  // a column of the table
+    if (note.starts_with("Not significantly")) continue;  // the table has a column for it
     notes += (notes.empty() ? "" : " ") + escape(note);
   }
   html += fmt::format("<p class=\"quiet prose\">{}</p>\n", notes);

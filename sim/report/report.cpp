@@ -25,9 +25,10 @@
 namespace kvlab {
 namespace {
 
-// What heads kept over time, as the interactive page reads it (sim/report/page/kept.js).
+// The tokens that heads kept over time, in the form that the interactive page reads
+// (sim/report/page/kept.js).
 
-/// How a kept series is shown: as its curve is, where the run has that.
+/// The label and colour of a kept series: those of its curve, if the run has it.
 struct KeptLook {
   std::string label, colour;
 };
@@ -55,7 +56,7 @@ ordered_json attention_of(const KeptHead& head) {
   return rows;
 }
 
-/// `tokens`: the text of each, or empty; then their ids stand for them.
+/// `tokens`: the text of each token; if empty, token ids are shown.
 ordered_json kept_dataset(const Kept& kept, const std::vector<std::string>& tokens,
                           const std::function<KeptLook(const KeptSeries&)>& look) {
   ordered_json texts = tokens, heads = ordered_json::array();
@@ -76,7 +77,7 @@ ordered_json kept_dataset(const Kept& kept, const std::vector<std::string>& toke
           {"queries", kept.queries}, {"tokens", texts},       {"heads", heads}};
 }
 
-/// What a fidelity measurement on a real model said of a metric
+/// The rank correlations that a fidelity measurement on a real model gave for a metric
 /// (docs/internals/measurements/fidelity.md).
 struct Evidence {
   std::string_view metric, least, most;
@@ -217,7 +218,7 @@ class Page {
                               scored_tokens(run_.info, group.rows), std::string(kReplayNote));
   }
 
-  /// The rows of each model apart: metrics of several models have no mean.
+  /// The rows of each model in one group, because metrics of several models have no common mean.
   static std::vector<SequenceGroup> groups_of(const Run& run) {
     std::map<std::string, std::string> weights_of, models_of;
     for (const RunTrace& trace : run.info.traces) {
@@ -256,7 +257,7 @@ class Page {
     return "kvlab: which tokens should the cache of " + model() + " keep?";
   }
 
-  /// How well the metric that decides was shown to predict the end-to-end KL.
+  /// How well the deciding metric predicted end-to-end KL in measurements.
   std::string describe_evidence() const {
     for (const Evidence& evidence : kEvidence)
       if (evidence.metric == headline_.name)
@@ -323,7 +324,7 @@ class Page {
                        budget_.text);
   }
 
-  /// Whether oracle_topk bounds what this series' peers can reach: no query may span more than B.
+  /// Whether oracle_topk is a bound for this series: no query may see more than B tokens.
   bool bounds(const Series& series) const {
     return series.prefill == "stream" ||
            (run_.info.queries == Queries::decode && series.prefill == "dense");
@@ -354,7 +355,7 @@ class Page {
     return grid;
   }
 
-  /// The figure by_head_ of `series` on each head.
+  /// The metric by_head_ of `series` on each head.
   HeadGrid grid_of(std::size_t series) const {
     HeadGrid grid = empty_grid();
     for (std::size_t l = 0; l < grid.layers.size(); ++l)
@@ -366,7 +367,7 @@ class Page {
     return grid;
   }
 
-  /// The curve that belongs to what was kept, if the run has it.
+  /// The curve of a kept series, if the run has it.
   std::optional<std::size_t> series_of(const KeptSeries& kept) const {
     for (std::size_t s = 0; s < metric_table_.series().size(); ++s) {
       const Series& series = metric_table_.series()[s];
@@ -484,7 +485,7 @@ class Page {
   std::vector<SeriesStyle> styles_;
   const ReportOptions& options_;
   const MetricInfo& headline_;
-  const MetricInfo& by_head_;  ///< the best that exists by head
+  const MetricInfo& by_head_;  ///< the best metric that the run has by head
   const BudgetColumn& budget_;
   std::vector<SequenceGroup> groups_;
   std::optional<std::size_t> winner_;

@@ -41,20 +41,21 @@ std::vector<std::size_t> Recommendation::similar() const {
 
 namespace {
 
-/// Part of the memory that a candidate has to save before it is chosen over a lower mean.
+/// Share of memory that a candidate must save to be chosen over a lower mean.
 constexpr double kLessMemory = 0.02;
 
 bool is_known(const Difference& difference) { return !std::isnan(difference.interval.low); }
 
-/// Lowest error first; equal ones by name.
+/// Lowest error first; equal errors by name.
 void sort_by_error(std::vector<std::size_t>& which, const std::vector<Candidate>& candidates) {
   std::ranges::sort(which, {}, [&](std::size_t c) {
     return std::pair<double, std::string_view>(candidates[c].error, candidates[c].name);
   });
 }
 
-/// Of those whose difference from the lowest mean is not significant, the one that needs least
-/// memory, where that is 2% less than the lowest mean's; else the lowest mean.
+/// Of the candidates that do not differ significantly from the lowest mean, the one that needs
+/// least memory, if that is at least 2% less than the lowest mean's memory; otherwise the lowest
+/// mean.
 std::size_t choice_of(const Recommendation& from) {
   const std::size_t lowest = from.order.front();
   const auto memory = [&](std::size_t c) { return from.candidates[c].memory.mean; };
@@ -68,8 +69,8 @@ std::size_t choice_of(const Recommendation& from) {
   return choice;
 }
 
-/// Those that none dominates, by bytes. A candidate dominates another if it needs no more memory
-/// and is significantly better.
+/// The candidates that no other dominates, by bytes. A candidate dominates another if it needs no
+/// more memory and is significantly better.
 std::vector<std::size_t> frontier_of(const std::vector<Candidate>& candidates,
                                      const DifferenceOf& difference) {
   std::vector<std::size_t> by_error(candidates.size()), frontier;
@@ -127,11 +128,12 @@ std::size_t decisive_budget(std::span<const Recommendation> recommendations) {
 
 bool protected_tokens_fill(std::string_view policy, std::string_view params,
                            std::uint32_t budget_tokens) {
-  if (policy == "window" || policy == "sink") return false;  // which is what they are
+  if (policy == "window" || policy == "sink") return false;  // these are `window` with sinks anyway
   double num_protected = 0;
   const std::vector<std::string> settings = split_list(params, ':');
   for (const std::string& setting : settings)
-    if (setting.starts_with("tiers="))  // which holds other numbers in the same bytes
+    if (setting.starts_with("tiers="))  // a tier plan holds another number of tokens in the same
+                                        // bytes
       budget_tokens = tokens_of(parse_tier_plan(setting.substr(6)).slots_of_tokens(budget_tokens));
   for (const std::string& setting : settings) {
     const std::size_t equals = setting.find('=') + 1;

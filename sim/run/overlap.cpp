@@ -10,11 +10,11 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kRun = 16;  // tokens
+constexpr std::size_t kRun = 16;  // tokens per run
 
 using Ids = std::span<const std::int32_t>;
 
-/// A hash of the run of tokens that ends with the one at `place`.
+/// A hash of the run of tokens that ends at index `place`.
 std::uint64_t run_at(Ids ids, std::size_t place) {
   const std::size_t first = place + 1 < kRun ? 0 : place + 1 - kRun;
   std::uint64_t hash = place + 1 - first;
@@ -25,7 +25,7 @@ std::uint64_t run_at(Ids ids, std::size_t place) {
   return hash;
 }
 
-/// Runs of the texts so far, and the text that has each.
+/// The runs of the texts added so far, each with its text.
 class Runs {
  public:
   void add(const TextPiece& piece) {
@@ -33,7 +33,7 @@ class Runs {
       text_of_.try_emplace(run_at(piece.ids, i), piece.text);
   }
 
-  /// Scored tokens of a piece by the text that has them too.
+  /// Number of scored tokens of a piece that another text has too, by that text.
   std::map<std::size_t, std::size_t> count_shared(const TextPiece& piece) const {
     std::map<std::size_t, std::size_t> tokens;
     for (std::size_t i = piece.first_scored; i < piece.ids.size(); ++i)

@@ -15,7 +15,7 @@ namespace {
 
 using Values = std::vector<double>;
 
-constexpr double kOutside = 0.05;  // of a 95% interval
+constexpr double kOutside = 0.05;  // probability outside a 95% interval
 
 /// The regularised incomplete beta function, by Lentz's continued fraction.
 double incomplete_beta(double a, double b, double x) {
@@ -41,7 +41,7 @@ double incomplete_beta(double a, double b, double x) {
   return std::exp(front) * fraction / a;
 }
 
-/// Where a falling function of (0, 1) passes through zero.
+/// The zero in (0, 1) of a decreasing function.
 template <class Function>
 double root_of(Function falling) {
   double low = 0, high = 1;
@@ -52,17 +52,17 @@ double root_of(Function falling) {
   return (low + high) / 2;
 }
 
-/// Half of Student's 95% interval, in standard errors.
+/// Half width of Student's 95% interval, in standard errors.
 double student(std::size_t count) {
   const auto freedom = static_cast<double>(count - 1);
-  // P(|t| > x) = I(freedom / (freedom + x²)), which grows with its argument.
+  // P(|t| > x) = I(freedom / (freedom + x²)), which increases with its argument.
   const double at =
       root_of([&](double x) { return kOutside - incomplete_beta(freedom / 2, 0.5, x); });
   return std::sqrt(freedom * (1 - at) / at);
 }
 
-/// The standard error of a weighted mean, as that of a ratio of sums. For weights that are nearly
-/// alike: blocks of one text, of which only the last may be shorter.
+/// The standard error of a weighted mean, computed as that of a ratio of sums. Valid for nearly
+/// equal weights: blocks of one text, of which only the last may be shorter.
 double error_of(const Values& values, const Values& weights) {
   const auto n = static_cast<double>(values.size());
   double sum = 0, weight = 0, squares = 0;
@@ -75,7 +75,7 @@ double error_of(const Values& values, const Values& weights) {
   return std::sqrt(n / (n - 1) * squares) / weight;
 }
 
-/// A mean of several configurations' metrics, each by its factor.
+/// One term of a linear combination of configurations' metrics.
 struct Term {
   std::size_t configuration;
   double factor;
@@ -87,7 +87,7 @@ double sum_of(std::span<const Term> terms, const auto& value) {
   return sum;
 }
 
-/// Of one configuration, or of one less another.
+/// The share of one configuration, or the difference of two.
 Difference accuracy_difference(const PairedText& text, std::span<const Term> terms) {
   const Values& own = text.blocks[terms.front().configuration];
   const Values& other = text.blocks[terms.back().configuration];
@@ -101,7 +101,7 @@ Difference accuracy_difference(const PairedText& text, std::span<const Term> ter
   return {share, std::sqrt(share * (1 - share) / n), share_interval(right, own.size()), 1};
 }
 
-/// A standard error, and half of the 95% interval. NaN: unknown.
+/// A standard error, and the half width of the 95% interval. NaN: unknown.
 struct Scatter {
   double error = kNaN, half = kNaN;
 };
@@ -111,7 +111,7 @@ Scatter scatter_of(const Values& values, const Values& weights) {
   return {error, student(values.size()) * error};
 }
 
-/// Of one text, by its blocks; unknown of fewer than kMinBlocks.
+/// The scatter of one text, from its blocks; unknown for fewer than kMinBlocks.
 Scatter scatter_of_blocks(const PairedText& text, std::span<const Term> terms) {
   if (text.blocks.empty()) return {};
   std::size_t blocks = std::numeric_limits<std::size_t>::max();
@@ -125,7 +125,7 @@ Scatter scatter_of_blocks(const PairedText& text, std::span<const Term> terms) {
   return means.size() < PairedScores::kMinBlocks ? Scatter{} : scatter_of(means, weights);
 }
 
-/// The only text that is not short beside the longest; null where there are several.
+/// The only text that is not short compared with the longest; null if there are several.
 const PairedText* only_long_text(std::span<const PairedText* const> texts) {
   const auto tokens = [](const PairedText* text) { return text->tokens; };
   const PairedText* longest = *std::ranges::max_element(texts, {}, tokens);
@@ -232,7 +232,7 @@ Difference PairedScores::difference(std::size_t a, std::size_t b) const {
 Interval share_interval(std::uint64_t hits, std::uint64_t count) {
   if (count == 0) return {0, 1};
   const auto h = static_cast<double>(hits), misses = static_cast<double>(count - hits);
-  // The chance of as many hits or more grows with the share, that of as few or fewer falls.
+  // P(hits or more) increases with the share, and P(hits or fewer) decreases.
   const double low = hits == 0 ? 0 : root_of([&](double share) {
     return kOutside / 2 - incomplete_beta(h, misses + 1, share);
   });
@@ -255,7 +255,8 @@ Difference share_difference(std::uint64_t gained, std::uint64_t lost, std::uint6
   found.mean = (gain - loss) / n;
   found.standard_error = std::sqrt(std::max(0.0, differ - found.mean * found.mean) / n);
   const Interval share = share_interval(gained, gained + lost);
-  found.interval = {differ * (2 * share.low - 1) + 0.0, differ * (2 * share.high - 1)};  // no -0
+  // + 0.0 avoids -0.
+  found.interval = {differ * (2 * share.low - 1) + 0.0, differ * (2 * share.high - 1)};
   return found;
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::string_view kAll = "all";
 
-/// The settings of `series` that not every series of its policy has, and that are no defaults.
+/// The settings of `series` that are not defaults and that not every series of its policy has.
 std::string distinct_params(const Series& series, const std::vector<const Series*>& siblings) {
   std::string text;
   const auto own = split_list(brief_policy(series.policy + ":" + series.params), ':');
@@ -158,7 +158,7 @@ MetricTable::InCommon MetricTable::in_common(std::span<const std::size_t> series
   InCommon found;
   for (std::size_t i = 0; i < series.size(); ++i) {
     const auto own = average(series[i], budget, metric);
-    // Where nothing is left out, with the error that the row of a single trace has.
+    // If no trace is left out, uses the average with the error of a single trace's row.
     const bool all = common.texts() == 0 || common.texts() == own->texts;
     found.averages.push_back(all ? *own : common.average(i));
   }
@@ -176,7 +176,7 @@ Memory MetricTable::memory(std::size_t series, std::string_view budget) const {
 
 namespace {
 
-/// The standings of a recommendation.
+/// Fills in the standings of a recommendation.
 void place(Ranking& ranking, const MetricTable& metric_table, std::string_view budget,
            const MetricInfo& metric) {
   const Recommendation& made = ranking.recommendation;
@@ -192,7 +192,7 @@ void place(Ranking& ranking, const MetricTable& metric_table, std::string_view b
     add(c, {.mean = std::numeric_limits<double>::quiet_NaN()}, false, true);
 }
 
-/// What the full cache holds over decoded queries; 0: not known.
+/// Memory of the full cache over decoded queries; 0: unknown.
 double full_bytes(const MetricTable& metric_table, std::string_view budget) {
   for (std::size_t s = 0; s < metric_table.series().size(); ++s)
     if (metric_table.series()[s].is_full()) return metric_table.memory(s, budget).mean;
@@ -230,7 +230,7 @@ Ranking rank_policies(const MetricTable& metric_table, std::string_view budget,
   const auto difference = [&](std::size_t a, std::size_t b) {
     const auto found =
         metric_table.difference(ranking.series[a], ranking.series[b], budget, metric.name);
-    // Absent only where the two share no trace: then nothing can be said, and nothing is claimed.
+    // Absent only if the two share no trace. Then nothing is known about their difference.
     return !found ? Difference{} : sign < 0 ? found->reverse() : *found;
   };
   ranking.recommendation = recommend(std::move(candidates), std::move(scope), difference, frontier);

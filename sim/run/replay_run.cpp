@@ -28,16 +28,16 @@
 namespace kvlab {
 namespace {
 
-// Choosing what to show of a run: two heads at one budget, and what each policy kept of them over
-// time.
+// Selects what the page of a run shows: two heads at one budget, and the tokens that each policy
+// kept of them over time.
 
 constexpr std::size_t kMaxQueries = 512;
 constexpr std::size_t kMaxSeries = 6;
 constexpr std::size_t kMaxHeads = 2;
 
-/// The configurations to show: those at `budget` with the first one's prefill, each policy and
-/// parameters once. First the winner, then window and the one that the winner beats most narrowly,
-/// then as they rank; the oracle last.
+/// The configurations to show: those at `budget` with the first one's prefill mode, each policy
+/// with its parameters once. The winner comes first, then window and the closest runner-up, then
+/// the others by rank; the oracle comes last.
 std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
                                              const MetricTable& metric_table,
                                              std::string_view budget, const MetricInfo& metric) {
@@ -71,8 +71,8 @@ std::vector<const CacheConfig*> select_shown(std::span<const CacheConfig> sweep,
   return configs;
 }
 
-/// The heads on which the policies' recall is furthest apart at `budget`, the widest first, each of
-/// another layer while there are any.
+/// The heads on which the policies' recall differs most at `budget`, the largest difference first,
+/// from different layers as long as possible.
 std::vector<Scope> telling_heads(std::span<const ResultRow> rows, std::string_view budget) {
   struct Spread {
     double least = std::numeric_limits<double>::infinity(), most = -least;
@@ -102,7 +102,8 @@ std::vector<Scope> telling_heads(std::span<const ResultRow> rows, std::string_vi
   return heads;
 }
 
-/// What is worth a shade: one level of 255, of the root of a probability, so that little is seen.
+/// The attention that is large enough to draw. A level is 255 times the root of the probability, so
+/// that small probabilities are visible.
 std::vector<Glance> glances_of(const std::vector<float>& attention) {
   constexpr std::uint32_t kFaintest = 10;  // a probability of 0.0015
   std::vector<Glance> glances;
@@ -113,7 +114,7 @@ std::vector<Glance> glances_of(const std::vector<float>& attention) {
   return glances;
 }
 
-/// At most kMaxQueries positions of measured queries, evenly.
+/// At most kMaxQueries positions of measured queries, evenly spaced.
 std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Queries which) {
   const auto all = MeasuredQueries(trace.segments(), which, 1).sampled_queries();
   std::vector<std::uint32_t> queries;
@@ -123,10 +124,10 @@ std::vector<std::uint32_t> shown_queries(const TraceReader& trace, Queries which
   return queries;
 }
 
-/// What the policies of `sweep` kept of two heads of `trace` over the measured queries, and what
-/// attention the full cache paid there: at the run's middle budget, on the heads whose recall
-/// differs most between policies (from `rows`, the trace's own). Nothing where there is no budget
-/// or no policy.
+/// The tokens of two heads of `trace` that the policies of `sweep` kept over the measured queries,
+/// and the full cache's attention there: at the run's middle budget, on the heads whose recall
+/// differs most between policies (from `rows`, the rows of the trace). Returns nullopt if there is
+/// no budget or no policy.
 std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t sequence,
                                    std::string_view trace_name, std::span<const CacheConfig> sweep,
                                    const ReplayOptions& options, std::span<const ResultRow> rows) {
@@ -150,7 +151,7 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
                      static_cast<std::uint32_t>(heads[h].head),
                      std::vector<KeptSeries>(configs.size()),
                      {}};
-  // One job more for each head: its attention.
+  // One additional job per head computes its attention.
   const std::size_t jobs = configs.size() + 1;
   parallel_for(heads.size() * jobs, options.threads, [&](std::size_t i) {
     KeptHead& head = kept.heads[i / jobs];
@@ -169,7 +170,7 @@ std::optional<Kept> kept_over_time(const TraceReader& trace, std::uint32_t seque
   return kept;
 }
 
-/// A name goes into every row of results.csv and into run.json.
+/// Refuses a name that cannot be written to every row of results.csv and to run.json.
 void refuse_unwritable(const RunTrace& trace) {
   using nlohmann::json;
   const json name = trace.name;
@@ -192,19 +193,19 @@ void refuse_same_names(const std::vector<RunTrace>& traces) {
                       trace.name));
 }
 
-/// One number stands for a layer of one.
+/// A layer with one number has it for all heads.
 HeadBudgets budgets_of(const Budget& budget) {
   if (!budget.heads.empty() || budget.file.empty()) return budget.heads;
   return {{budget.extent.tokens}};
 }
 
-/// Where the first measured query is.
+/// Position of the first measured query.
 std::size_t first_measured(const TraceReader& trace, Queries queries) {
   const auto first = std::ranges::find(trace.segments(), SegmentKind::decode, &Segment::kind);
   return queries == Queries::all || first == trace.segments().end() ? 0 : first->start;
 }
 
-/// Marks traces whose text a longer trace of the same weights has too.
+/// Marks traces whose text is also in a longer trace with the same weights.
 void find_overlaps(RunInfo& info, std::span<const TraceReader* const> traces) {
   std::map<std::string, std::vector<TextPiece>> pieces;  // by weights
   for (std::size_t t = 0; t < traces.size(); ++t)
@@ -242,13 +243,13 @@ RunInfo describe(const ReplayRequest& request, std::span<const TraceReader* cons
   return info;
 }
 
-/// XXH3-64 of the running program: another build may compute other metrics.
+/// XXH3-64 of the running program, because another build may compute other metrics.
 std::string build_hash() {
   const auto program = program_file();
   return program.empty() ? "" : xxh3_hex(MappedFile(program).bytes());
 }
 
-/// Opens the traces; of those on one host, each process verifies its share.
+/// Opens the traces. The processes of one host share their verification.
 std::vector<TraceReader> open_traces(const ReplayRequest& request, const ProcessGroup& group) {
   if (request.traces.empty())
     throw std::invalid_argument("--trace: name at least one trace directory");
@@ -269,8 +270,8 @@ std::vector<const TraceReader*> pointers_to(const std::vector<TraceReader>& trac
   return pointers;
 }
 
-/// Adds to `run` what the replay of its `t`-th trace came to; shows what one head kept of the
-/// first.
+/// Adds the result of the replay of trace `t` to `run`, and for the first trace what some heads
+/// kept.
 void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const TraceReader& trace,
                const ReplayResult& result) {
   const std::string& name = run.info.traces[t].name;
@@ -280,7 +281,7 @@ void add_trace(Run& run, const ReplayRequest& request, std::size_t t, const Trac
   run.rows.insert(run.rows.end(), rows.begin(), rows.end());
 }
 
-/// All head tasks of a request, numbered through its traces. Equal in every process.
+/// All head tasks of a request, numbered over its traces. The same in every process.
 class ReplaySweepJob {
  public:
   ReplaySweepJob(const ReplayRequest& request, const ProcessGroup& group)
@@ -290,7 +291,7 @@ class ReplaySweepJob {
         job_json_(job_of(info_, build_hash() + (request.options.elsewhere ? " on CUDA" : ""))),
         job_hash_(hash_of(job_json_)),
         jobs_(traces_.size()) {
-    // What cannot be replayed is refused now, not after hours.
+    // Creates all jobs now, so that an impossible replay is refused at once and not after hours.
     for (std::size_t t = 0; t < traces_.size(); ++t)
       for (std::size_t u = 0; u < job(t)->tasks(); ++u) ids_.push_back({job_hash_, t, u});
   }
@@ -301,13 +302,13 @@ class ReplaySweepJob {
   std::string fingerprint() const { return fmt::format("{:016x}", job_hash_); }
   const std::vector<HeadTaskId>& tasks() const { return ids_; }
 
-  /// One head task's bytes. From any thread.
+  /// The bytes of one head task's outcomes. Callable from any thread.
   std::string compute(std::size_t task) {
     const HeadTaskId& id = ids_[task];
     return pack_head_task(id, job(id.trace)->run(id.task));
   }
 
-  /// Some head tasks, those of each trace together; each(head task, bytes) for all.
+  /// Runs some head tasks, those of one trace together, and calls each(head task, bytes) for all.
   void compute_together(const std::vector<std::size_t>& tasks,
                         const std::function<void(std::size_t, const std::string&)>& each) {
     for (auto first = tasks.begin(); first != tasks.end();) {
@@ -322,7 +323,7 @@ class ReplaySweepJob {
     }
   }
 
-  /// Whether the folder holds the head task. One that is damaged is named, and not there.
+  /// Whether the folder has the head task. A damaged file is reported and counts as missing.
   bool is_finished(const RunFolder& folder, const HeadTaskId& id) const {
     try {
       const auto bytes = folder.read_unit(id.trace, id.task);
@@ -334,7 +335,7 @@ class ReplaySweepJob {
     }
   }
 
-  /// The run of what the folder holds, which is every head task.
+  /// The run from the files of all head tasks in the folder.
   Run collect(const RunFolder& folder) {
     Run run{.info = info_};
     for (std::size_t t = 0; t < traces_.size(); ++t)
@@ -348,8 +349,8 @@ class ReplaySweepJob {
     return std::stoull(xxh3_hex(text), nullptr, 16);
   }
 
-  /// A trace's job: made for its first head task, dropped with its last, because a job holds a
-  /// table as long as its trace.
+  /// A trace's job. It is created for the trace's first head task and freed after its last, because
+  /// a job has a table as long as its trace.
   std::shared_ptr<const ReplayJob> job(std::size_t trace) {
     const std::lock_guard lock(mutex_);
     auto found = jobs_[trace].lock();
@@ -384,7 +385,7 @@ class ReplaySweepJob {
   std::shared_ptr<const ReplayJob> latest_;
 };
 
-/// Counts finished head tasks, and shows how many.
+/// Counts finished head tasks and reports the progress.
 class Progress {
  public:
   Progress(const ReplayRequest& request, std::size_t done, std::size_t all)
@@ -406,7 +407,7 @@ class Progress {
   std::size_t done_, all_;
 };
 
-/// The head tasks that are yet to be computed.
+/// The head tasks that still have to be computed.
 std::vector<std::size_t> missing_tasks(const ReplayRequest& request, const ReplaySweepJob& job,
                                        const RunFolder& folder) {
   const auto& tasks = job.tasks();
@@ -420,7 +421,7 @@ std::vector<std::size_t> missing_tasks(const ReplayRequest& request, const Repla
   return missing;
 }
 
-/// Names the traces that do not count.
+/// Reports the traces that do not count.
 void note_overlaps(const ReplayRequest& request, const RunInfo& info) {
   for (const RunTrace& trace : info.traces)
     if (!trace.same_text_as.empty())
@@ -429,7 +430,8 @@ void note_overlaps(const ReplayRequest& request, const RunInfo& info) {
                       trace.same_text_as, trace.name, trace.name));
 }
 
-/// Says whose gradients the replay leaves out: those that were summed over other queries than its.
+/// Reports the traces whose gradients the replay cannot use, because they were summed over other
+/// queries.
 void note_other_gradients(const ReplayRequest& request,
                           std::span<const TraceReader* const> traces) {
   std::string names;
@@ -469,7 +471,7 @@ Run lead(const ReplayRequest& request, const std::filesystem::path& out, ReplayS
   }
 }
 
-/// Throws unless all processes are about to compute the same.
+/// Throws unless all processes have the same job.
 void check_alike(ProcessGroup& group, const std::string& fingerprint) {
   const auto said = group.exchange(fingerprint);
   if (said[static_cast<std::size_t>(group.rank())] != said[0])

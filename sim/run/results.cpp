@@ -20,12 +20,12 @@ namespace {
 constexpr std::string_view kHeader =
     "trace,policy,params,budget,budget_tokens,prefill,positions,queries,threshold,seed,"
     "layer,head,metric,value,stderr,count,tiers,budget_bytes";
-/// Of runs that are older than tier plans: without the last two.
+/// Header of runs without tier plans (older versions): without the last two columns.
 constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",tiers"));
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 
-constexpr bool higher = true, lower = false;  // as metrics.def says
+constexpr bool higher = true, lower = false;  // as in metrics.def
 constexpr MetricInfo kMetrics[] = {
 #define METRIC(name, label, better, decides, reduced) {#name, label, better, decides},
 #include "sim/metrics/metrics.def"
@@ -33,7 +33,7 @@ constexpr MetricInfo kMetrics[] = {
 
 std::string scope_text(std::int32_t index) { return index < 0 ? "all" : fmt::format("{}", index); }
 
-/// Empty where there is none.
+/// Empty for NaN.
 std::string number_field(double value) { return std::isnan(value) ? "" : fmt::format("{}", value); }
 
 void append_row(std::string& text, const ResultRow& row) {
@@ -46,20 +46,20 @@ void append_row(std::string& text, const ResultRow& row) {
                       number_field(row.budget_bytes));
 }
 
-/// Throws std::runtime_error where a table begins otherwise.
+/// Throws std::runtime_error if a table has another header.
 void check_header(std::string_view text, std::string_view file, std::string_view header) {
   if (text.substr(0, text.find_first_of("\r\n")) != header)
     throw std::runtime_error(fmt::format("{}: line 1: the header should read {}", file, header));
 }
 
-/// Which row of the whole model blocks are of.
+/// Identifies the row of the whole model to which blocks belong.
 std::string block_key(const ResultRow& row) {
   return fmt::format("{},{},{},{},{},{},{},{}", csv_field(row.trace), csv_field(row.policy),
                      csv_field(row.params), csv_field(row.budget), csv_field(row.prefill),
                      csv_field(row.positions), row.seed, csv_field(row.metric));
 }
 
-/// One record, column by column. Errors name the column; the caller adds file and line.
+/// Parses one record, column by column. Errors name the column; the caller adds file and line.
 class RowParser {
  public:
   explicit RowParser(const std::vector<std::string>& fields) : fields_(fields) {}
@@ -95,7 +95,7 @@ class RowParser {
   }
 
  private:
-  /// Nothing that is measured is less than nothing, but for differences (and rounding).
+  /// Metrics are not negative, apart from differences and rounding.
   static void check_value(const ResultRow& row) {
     constexpr double kMax = 1e100, kRounding = 1e-6;
     const bool difference = row.metric.starts_with("regret_") || row.metric == "quantization_error";
@@ -124,7 +124,7 @@ class RowParser {
     return csv_number<T>(fields_[next_++], column);
   }
 
-  /// Not less than nothing; NaN where there is none.
+  /// A value that is not negative; NaN if the field is empty.
   double amount(std::string_view column) {
     if (fields_[next_].empty()) return ++next_, std::numeric_limits<double>::quiet_NaN();
     const auto value = number<double>(column);
@@ -148,7 +148,7 @@ auto identity(const ResultRow& row) {
                   row.queries, row.threshold, row.seed, row.layer, row.head, row.metric);
 }
 
-/// Throws if two rows say the same thing. `lines` holds each row's line.
+/// Throws if two rows have the same identity. `lines` has each row's line number.
 void refuse_duplicates(const std::vector<ResultRow>& rows, const std::vector<std::size_t>& lines,
                        std::string_view file) {
   std::vector<std::size_t> order(rows.size());

@@ -115,7 +115,7 @@ RunSource source_from(const JsonFields& fields) {
       .policy = fields.text("policy"), .path = fields.text("path"), .xxh3 = fields.text("xxh3")};
 }
 
-/// A list whose entries are objects, each read by `read`.
+/// A list of objects, each parsed by `read`.
 template <class Read>
 auto list_of(const JsonFields& fields, std::string_view key, Read read) {
   std::vector<decltype(read(fields))> entries;
@@ -147,7 +147,7 @@ json to_json(const RunInfo& info) {
   return top;
 }
 
-/// At each budget, by the metric that decides; of one model.
+/// The recommendation at each budget by the deciding metric. Empty for a run of several models.
 nlohmann::ordered_json recommendations_json(const RunInfo& info, std::span<const ResultRow> rows) {
   for (const RunTrace& trace : info.traces)
     if (trace.weights_xxh3 != info.traces.front().weights_xxh3)
@@ -228,7 +228,7 @@ json to_json(const KeptHead& head) {
   return {{"layer", head.layer}, {"head", head.head}, {"series", series}, {"attention", attention}};
 }
 
-/// Pairs of position and level, one after another.
+/// Parses alternating positions and levels.
 std::vector<Glance> glances_from(const json& flat, const std::string& where) {
   if (!flat.is_array() || flat.size() % 2 != 0)
     throw std::runtime_error(where + ": should be [position, level, position, level, ...]");
@@ -248,7 +248,7 @@ KeptHead head_from(const JsonFields& fields) {
   return head;
 }
 
-/// Of the first format, which had one head and no attention, to this one.
+/// Format 1 had one head and no attention.
 constexpr int kKeptFormat = 2;
 
 std::string kept_json(const Kept& kept) {
@@ -287,7 +287,7 @@ Kept read_kept(const JsonFields& fields) {
   return kept;
 }
 
-/// A row of a trace, a layer or a head that the run is not of.
+/// Refuses a row of a trace, layer or head that the run does not have.
 void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string& where) {
   const auto trace = std::ranges::find(info.traces, row.trace, &RunTrace::name);
   if (trace == info.traces.end())
@@ -303,7 +303,7 @@ void refuse_foreign(const ResultRow& row, const RunInfo& info, const std::string
         row.layer, row.head, json_quoted(row.trace), trace->layers, trace->kv_heads));
 }
 
-/// A file that run.json has the checksum of.
+/// Reads a file whose checksum is in run.json.
 std::string read_checked(const std::filesystem::path& path, const JsonFields& info,
                          std::string_view key) {
   std::string text = read_text_file(path, kMaxCsvBytes);

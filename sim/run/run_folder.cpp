@@ -18,8 +18,8 @@ namespace {
 constexpr std::string_view kMagic = "kvunit 6";
 constexpr std::size_t kHashDigits = 16;
 
-/// Calls each(count, or list of plain values) for what an outcome is made of: what is written and
-/// read, in this order; little endian, as all of our machines are.
+/// Calls each(count or list of plain values) for the fields of an outcome. They are written and
+/// read in this order, in little-endian byte order, as on all supported machines.
 template <class Outcome, class Each>
 void for_fields(Outcome& outcome, Each each) {
   each(outcome.evictions);
@@ -41,7 +41,7 @@ void append(std::string& bytes, const std::vector<T>& values) {
   bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
 }
 
-/// Reads the same. Throws std::runtime_error where the bytes end too early.
+/// Reads fields in the same order. Throws std::runtime_error if the bytes end too early.
 class Unpacker {
  public:
   explicit Unpacker(std::string_view bytes) : rest_(bytes) {}
@@ -52,7 +52,7 @@ class Unpacker {
     values.resize(count(sizeof(T)));
     take(values.data(), values.size() * sizeof(T));
   }
-  /// A length whose entries, of at least `least` bytes each, can be there.
+  /// A length for which the remaining bytes suffice, at `least` bytes or more per entry.
   std::size_t count(std::size_t least) {
     std::uint64_t value = 0;
     (*this)(value);
@@ -94,7 +94,7 @@ constexpr std::string_view kLockFile = "lock", kJobFile = "job.json", kRunSubfol
 constexpr std::size_t kMaxUnitBytes = std::size_t{1} << 40;
 constexpr std::size_t kMaxJobBytes = std::size_t{256} << 20;
 
-/// Whether a command puts a file of this name into RUN.part.
+/// Whether a kvlab command writes a file of this name into RUN.part.
 bool is_ours(const std::string& part) {
   const std::string name = finished_name(part);
   return name == kLockFile || name == kJobFile || name == kRunSubfolder ||
@@ -108,7 +108,7 @@ std::vector<fs::path> entries(const fs::path& folder) {
   return paths;
 }
 
-/// The keys whose values differ, as a list for people.
+/// The keys whose values differ, as a list for a message.
 std::string differences(const json& a, const json& b) {
   std::string names;
   for (const auto& [key, value] : a.items())
@@ -181,7 +181,7 @@ RunFolder::~RunFolder() {
 }
 
 void RunFolder::start(const json& job) {
-  clear();  // units without a job are nobody's
+  clear();  // units without a job belong to no run
   try {
     write_file_atomically(staging_ / kJobFile, job.dump(1) + "\n");
   } catch (const std::runtime_error& error) {
@@ -250,7 +250,7 @@ void RunFolder::commit(const std::function<void(const fs::path&)>& save) {
   fs::remove_all(staging_, ignored);
 }
 
-/// The staging folder is our business; a person requested RUN.
+/// Names RUN in place of the staging folder, which users do not know.
 std::runtime_error RunFolder::in_name_of_run(const std::exception& error) const {
   std::string text = error.what();
   for (const fs::path& inner : {staging_ / kRunSubfolder, staging_})

@@ -25,15 +25,15 @@ void add_layer_error(LayerOutcome& layer, const MeasuredQueries& measured, std::
                                                    std::sqrt(error / output), 1);
 }
 
-/// Whether each head has `what`: a reference that has no outputs has none.
+/// Whether each head has `what`. An oracle without outputs has none.
 bool has_all(const LayerOutcome& layer, std::size_t c, std::vector<float> HeadStats::*what) {
   return std::ranges::none_of(layer.heads,
                               [&](const auto& head) { return (head[c].stats.*what).empty(); });
 }
 
-/// The squared sums over the heads of what `of` gives of each, `count` numbers, and those of each
-/// head, divided by `by`; by number too where `to` has columns. Of less than 0 they are taken away
-/// from others that have been counted.
+/// Adds squares of the `count` numbers that `of` returns for each head: those of the sum over heads
+/// to the layer, those of each head to the head, divided by `by`, and also by column if `to` has
+/// columns. A negative `by` subtracts squares from those of an earlier call.
 template <class Of>
 void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std::uint32_t block,
                  std::uint32_t count, double by, Of of) {
@@ -56,7 +56,7 @@ void add_squares(LayerError::Kind error, LayerOutcome& layer, std::size_t c, std
   add(to.layer[c], sum.data());
 }
 
-/// Of a sample: the squares behind W_o, and what they are more than without quantization.
+/// Adds the squared errors of a sample after W_o, and their excess over those without quantization.
 void add_residual(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
                   std::uint32_t sample, std::uint32_t columns, double norm2) {
   const std::uint32_t block = measured.block_of_sample(sample);
@@ -71,7 +71,7 @@ void add_residual(LayerOutcome& layer, const MeasuredQueries& measured, std::siz
   });
 }
 
-/// Of every measured query; and the changes, summed over the heads.
+/// Adds the squared changes at every measured query, and sums the changes over heads.
 void add_changes(LayerOutcome& layer, const MeasuredQueries& measured, std::size_t c,
                  std::uint32_t gradient_samples) {
   std::vector<float>& changes = layer.changes[c];
@@ -90,7 +90,7 @@ void add_changes(LayerOutcome& layer, const MeasuredQueries& measured, std::size
 
 using Ratios = std::vector<BlockedRatio>;
 
-/// Turns outcomes into rows, part of the model by part: a KV head, a layer, or all.
+/// Converts outcomes to rows, one part of the model after another: a KV head, a layer, or all.
 class Tabulator {
  public:
   explicit Tabulator(const ReplayOutcome& of)
@@ -117,7 +117,7 @@ class Tabulator {
  private:
   const ResolvedConfig& config() const { return of_.configs[c_]; }
 
-  /// An oracle beside the configuration: at the same budget and prefill.
+  /// An oracle at the same budget and prefill mode as the configuration, if there is one.
   std::optional<std::size_t> oracle_beside(std::string_view name) const {
     if (is_oracle(config().policy.name) || !config().evicts()) return std::nullopt;
     const auto found = std::ranges::find_if(of_.configs, [&](const ResolvedConfig& other) {
@@ -128,7 +128,7 @@ class Tabulator {
     return static_cast<std::size_t>(found - of_.configs.begin());
   }
 
-  /// Of layers [first, last); of KV head `head` alone where that is not negative.
+  /// Adds the rows of layers [first, last), or of KV head `head` if that is not negative.
   void add_rows(std::size_t first, std::size_t last, std::int32_t head) {
     first_ = first, last_ = last, head_ = head;
     count();
@@ -173,7 +173,7 @@ class Tabulator {
   void add(double value, double standard_error, std::uint64_t count) {
     rows_.push_back({c_, layer_, head_, metric_, value, standard_error, count});
   }
-  /// `factor` times an estimate, if it has weight, which `count` is of.
+  /// Adds `factor` times an estimate if it has weight; `count` is the number of its values.
   void add(const Estimate& estimate, double factor, double count) {
     if (!(estimate.weight > 0)) return;
     add(factor * estimate.value, factor * estimate.standard_error,
@@ -182,9 +182,10 @@ class Tabulator {
     for (const double block : estimate.blocks) rows_.back().blocks.push_back(factor * block);
   }
 
-  // What metrics.def names.
+  // The reductions that metrics.def names.
 
-  /// The plain mean over query heads; counted are `queries` of each, or, of errors, samples.
+  /// The plain mean over query heads. Its count is `queries` per head; for errors, the number of
+  /// samples.
   void mean(Sum above, Sum below, std::optional<std::uint32_t> queries = {}) {
     const Ratios all = ratios(c_, above, below);
     const auto filled =
@@ -202,7 +203,7 @@ class Tabulator {
     const double count = static_cast<double>(all.size()) * measured_.size();
     add(mean_of(all, measured_.blocks(), count), 1, count);
   }
-  /// What is lost beyond `oracle_attention`.
+  /// The loss beyond that of `oracle_attention`.
   void regret(Sum above, Sum below) {
     if (!by_attention_) return;
     Estimate regret = difference_of(ratios(c_, above, below), ratios(*by_attention_, above, below));
@@ -215,7 +216,7 @@ class Tabulator {
       mean(kept_of(s), all_of(s), measured_.queries_after(measured_.passages()[s]));
     }
   }
-  /// Of one layer, or the sum or mean over them.
+  /// Adds the value of one layer, or the sum or mean over layers.
   void add_layers(const Estimate& estimate, bool sum) {
     const std::uint32_t heads = head_ < 0 ? of_.shape.query_heads : of_.shape.group();
     add(estimate, sum ? static_cast<double>(last_ - first_) : 1, estimate.weight * heads);
@@ -231,7 +232,8 @@ class Tabulator {
     if (layer_ < 0)
       add(estimate, 1, estimate.weight * of_.shape.query_heads * static_cast<double>(last_));
   }
-  /// A sum or a maximum over KV heads. A reference that picks from everything holds nothing.
+  /// Adds a sum or maximum over KV heads. oracle_topk chooses from all tokens, so it holds no
+  /// cache.
   void total(double value) {
     if (config().policy.name != kOracleTopk) add(value, kNaN, heads_);
   }
@@ -242,9 +244,8 @@ class Tabulator {
     if (value > 0) total(value);
   }
 
-  /// Sums what KV heads hold: tokens that are counted, and, over decoded queries, bytes: what heads
-  /// hold on average, and the most that each holds, which has to be allocated; and what the budget
-  /// would take.
+  /// Sums over KV heads: numbers of tokens; bytes over decoded queries (the mean, and the peak of
+  /// each head, which has to be allocated); and the bytes of the budget.
   void count() {
     evictions_ = live_max_ = zeros_ = mean_held_ = peak_held_ = end_held_ = budget_ = 0;
     heads_ = state_ = 0;
@@ -259,7 +260,7 @@ class Tabulator {
       if (known == known_counts_.end())
         known = known_counts_.emplace(budget, live_counts(config(), budget)).first;
       const LiveCounts& counts = known->second;
-      // Of the slots that a layer shares, this head's.
+      // This head's part of the slots that the layer shares.
       const double share =
           config().shares_slots() ? static_cast<double>(of.live_end) - counts.end : 0;
       mean_held_ += counts.held_mean + share;
@@ -272,7 +273,7 @@ class Tabulator {
     });
   }
   double held_bytes() const { return static_cast<double>(kv_bytes_per_token(of_.shape.head_size)); }
-  /// In 16-bit bytes whatever the trace's type, as every other count of bytes.
+  /// In 16-bit bytes, whatever the trace's dtype, as all other byte counts.
   double end_bytes() const { return end_held_ * held_bytes(); }
 
   const ReplayOutcome& of_;
@@ -282,10 +283,10 @@ class Tabulator {
   std::size_t c_ = 0, first_ = 0, last_ = 0;  // the configuration, and the layers of the part
   std::int32_t layer_ = 0, head_ = 0;         // as in its rows
   std::string metric_;
-  std::optional<std::size_t> by_attention_, by_residual_;  // oracles beside the configuration
+  std::optional<std::size_t> by_attention_, by_residual_;  // oracles for the configuration
   std::map<std::uint32_t, LiveCounts> known_counts_;       // by budget
   std::uint64_t heads_ = 0;
-  double evictions_ = 0, live_max_ = 0, zeros_ = 0;  // count()
+  double evictions_ = 0, live_max_ = 0, zeros_ = 0;  // set by count()
   double mean_held_ = 0, peak_held_ = 0, end_held_ = 0, budget_ = 0, state_ = 0;
 };
 

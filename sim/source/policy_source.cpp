@@ -30,7 +30,7 @@
 namespace kvlab {
 namespace {
 
-// The machine's own C++ compiler, as kvlab runs it on a policy's header.
+// Runs the machine's C++ compiler on a policy's header.
 
 namespace fs = std::filesystem;
 
@@ -74,12 +74,12 @@ std::string_view options_of(InstructionSet set) {
   return "";
 }
 
-/// $CXX (with its options, if any), else the compiler that built kvlab, else c++; and how it has to
-/// compile a policy: as kvlab itself was, for the instruction set in use here.
+/// $CXX (with its options, if any), otherwise the compiler that built kvlab, otherwise c++; with
+/// the flags of kvlab, for the instruction set of this machine.
 class HostCompiler {
  public:
-  // Without contraction, the results are those of a policy that is built in, whatever the set. The
-  // mathematical library is left out: its last bits differ from machine to machine.
+  // Without contraction, the results equal those of a built-in policy for every instruction set.
+  // The mathematical library is not linked, because its last bits differ between machines.
   HostCompiler()
       : command_(compiler_command()),
         flags_({"-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden",
@@ -88,8 +88,8 @@ class HostCompiler {
       flags_.push_back(std::move(option));
   }
 
-  /// All that decides what comes out: the command, its flags, and what it says of its version.
-  /// Throws std::runtime_error: it cannot be run.
+  /// Everything that determines the output: the command, its flags and its version. Throws
+  /// std::runtime_error if it cannot be run.
   std::string identity() const {
     const TemporaryFolder folder;
     std::vector<std::string> words = command_;
@@ -98,9 +98,10 @@ class HostCompiler {
     return fmt::format("{}\n{}\n{}", fmt::join(command_, "\n"), fmt::join(flags_, "\n"),
                        read_text_file(folder / "version", kMaxOfVersion));
   }
-  /// Compiles `source` with the headers of `folder` to the shared object `object`. What it says is
-  /// left in `folder`/log, and the files that it read, but for the system's, in `folder`/reads.
-  /// Returns whether it succeeded. Throws std::runtime_error: it cannot be run.
+  /// Compiles `source` with the headers of `folder` to the shared object `object`. Writes the
+  /// compiler's output to `folder`/log and the list of files that it read, without system headers,
+  /// to `folder`/reads. Returns whether it succeeded. Throws std::runtime_error if it cannot be
+  /// run.
   bool compile(const fs::path& folder, const fs::path& source, const fs::path& object) const {
     std::vector<std::string> words = command_;
     words.insert(words.end(), flags_.begin(), flags_.end());
@@ -118,7 +119,7 @@ namespace fs = std::filesystem;
 constexpr std::size_t kMaxSourceBytes = std::size_t{1} << 20, kMaxLogBytes = std::size_t{64} << 20;
 constexpr const char* kExported = "kvlab_policy_ops";
 
-/// What is compiled: the header, and the table that it is to leave in the object.
+/// The source to compile: the header, and the table that the object exports.
 std::string unit_text(const PolicySource& source, unsigned line) {
   constexpr std::string_view kUnit = R"(#include "policies/ops/make_ops.hpp"
 #include "source.hpp"
@@ -144,13 +145,13 @@ void write_inputs(const fs::path& folder, const PolicySource& source, unsigned l
     fs::create_directories((folder / header.path).parent_path());
     write_file_atomically(folder / header.path, header.text);
   }
-  // The lines count as those of the file that was requested.
+  // #line makes the compiler report lines of the requested file.
   write_file_atomically(folder / "source.hpp",
                         fmt::format("#line 1 {}\n{}\n", c_literal(source.path), source.text));
   write_file_atomically(folder / "entry.cpp", unit_text(source, line));
 }
 
-/// A name for all that the object depends on: the text, what it is compiled with, and by whom.
+/// A key for everything on which the object depends: the text, the headers, and the compiler.
 std::string key_of(const PolicySource& source, const HostCompiler& compiler) {
   std::string all = compiler.identity();
   const auto add = [&](std::string_view part) { all += fmt::format("\n{}:{}", part.size(), part); };
@@ -163,8 +164,8 @@ std::string key_of(const PolicySource& source, const HostCompiler& compiler) {
   return xxh3_hex(all);
 }
 
-/// Whether the compiler read nothing beside what is in `folder`, by the rule for make that it left
-/// there: what is somewhere else may change without a word.
+/// Whether the compiler read only files in `folder`, according to its dependency file. Other files
+/// may change unnoticed.
 bool reads_nothing_else(const fs::path& folder) {
   const std::string rule = read_text_file(folder / "reads", kMaxLogBytes);
   const std::string prefix = folder.string() + "/";
@@ -174,7 +175,7 @@ bool reads_nothing_else(const fs::path& folder) {
   return true;
 }
 
-/// What the compiler said, or as much of it as somebody would read.
+/// The compiler's output, up to a limit.
 std::string log_of(const fs::path& folder) {
   constexpr std::size_t kMax = std::size_t{1} << 20;
   const MappedFile log(folder / "log");
@@ -182,8 +183,8 @@ std::string log_of(const fs::path& folder) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-/// The table that a shared object exports. The object is never unloaded: states may outlive whoever
-/// made them.
+/// The table that a shared object exports. The object is never unloaded, because states may outlive
+/// the code that created them.
 const PolicyOps& load_ops(const fs::path& library) {
   void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   void* const symbol = handle ? dlsym(handle, kExported) : nullptr;
@@ -191,7 +192,7 @@ const PolicyOps& load_ops(const fs::path& library) {
   return *reinterpret_cast<const PolicyOps* (*)()>(symbol)();
 }
 
-/// Compiles the source, keeps the object under `key`, and loads it.
+/// Compiles the source, stores the object under `key`, and loads it.
 const PolicyOps& compiled_ops(const PolicySource& source, unsigned line,
                               const HostCompiler& compiler, const ObjectCache& cache,
                               const std::string& key) {
@@ -266,7 +267,7 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
                                                   const std::string& name, const std::string& path,
                                                   const std::string& xxh3,
                                                   const std::string& where) {
-  // Where a function of Python's was defined: a file, or such as "<stdin>".
+  // The place where a Python function was defined: a file, or a text such as "<stdin>".
   if (path.ends_with(".py") || path.starts_with('<'))
     throw std::invalid_argument(fmt::format(
         "{}: policy {} is a Python function of {}, which runs in replays only; write it as a "
@@ -292,14 +293,14 @@ std::shared_ptr<const PolicyEntry> require_source(const CompiledPolicies& compil
 
 namespace {
 
-/// Whether a line of the log is about our headers.
+/// Whether a line of the log is about kvlab's headers.
 bool is_ours(std::string_view line) {
   constexpr std::string_view kIncluded = "In file included from ";
   if (line.starts_with(kIncluded)) line.remove_prefix(kIncluded.size());
   return line.starts_with("policies/");
 }
 
-/// The sentence of a static_assert of ours, without what stands around it; empty if it is none.
+/// The text of a static_assert of kvlab, without its surroundings; empty if the line has none.
 std::string_view check_in(std::string_view line) {
   if (!line.starts_with("policies/") || line.find("error: static") == std::string_view::npos)
     return {};
@@ -309,8 +310,8 @@ std::string_view check_in(std::string_view line) {
   return line.substr(0, line.find('"'));
 }
 
-/// The line of the hook that a check of ours is about ("policy: rank() must …"), or `line`, the
-/// struct's, where it is about none or the hook is not found.
+/// The line of the hook that a check is about ("policy: rank() must …"). Returns `line`, the
+/// struct's line, if the check is about no hook or the hook is not found.
 unsigned line_of_hook(const PolicySource& source, std::string_view check, unsigned line) {
   constexpr std::string_view kBegin = "policy: ";
   const std::size_t end = check.find("() must ");
@@ -325,7 +326,7 @@ unsigned line_of_hook(const PolicySource& source, std::string_view check, unsign
   return line;
 }
 
-/// What the linker did not find, each name once: "exp, std::log".
+/// The names that the linker did not find, each once: "exp, std::log".
 std::string missing_in(std::string_view log) {
   constexpr std::string_view kMissing = "undefined reference to `";
   std::set<std::string_view> names;
@@ -352,14 +353,15 @@ std::string complaint(std::string log, const std::filesystem::path& folder,
         "on doubles, which give the same bits on every machine and device",
         source.path, line, missing);
   std::string own, checks;
-  bool ours = false;  // what follows a fault of the text is about our headers, not about the text
+  bool ours = false;  // after an error in the text, further lines are about kvlab's headers
   for (const std::string& text : split_list(plain, '\n')) {
     ours = ours || is_ours(text);
     if (const std::string_view check = check_in(text); !check.empty())
       checks +=
           fmt::format("\n{}:{}: error: {}", source.path, line_of_hook(source, check, line), check);
     else if (!ours && !text.empty() && text.find("from entry.cpp") == std::string::npos &&
-             !text.ends_with("[-Wunused-command-line-argument]"))  // clang's word on GCC's options
+             // Clang's warning about GCC's options.
+             !text.ends_with("[-Wunused-command-line-argument]"))
       own += "\n" + text;
   }
   if (!own.empty()) return own;
@@ -371,7 +373,8 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t kMaxBytes = std::size_t{64} << 20;
-constexpr std::string_view kMark = "kvlab-object ";  // then the sum, behind the object's own bytes
+// The checksum follows; both come after the object's bytes.
+constexpr std::string_view kMark = "kvlab-object ";
 
 std::string trailer_of(std::string_view object) { return std::string(kMark) + xxh3_hex(object); }
 
@@ -402,12 +405,12 @@ std::optional<fs::path> ObjectCache::find(std::string_view key) const {
 
 void ObjectCache::keep(std::string_view key, const fs::path& object) const {
   if (folder_.empty()) return;
-  const fs::path fresh = folder_ / fmt::format("{}.{}", key, getpid());  // of this process alone
+  const fs::path fresh = folder_ / fmt::format("{}.{}", key, getpid());  // unique to this process
   try {
     const std::string bytes = read_text_file(object, kMaxBytes);
     write_file_atomically(fresh, bytes + trailer_of(bytes));
     fs::rename(fresh, path_of(key));
-  } catch (const std::exception&) {  // a full disk, say: the next run compiles again
+  } catch (const std::exception&) {  // for example a full disk: the next run compiles again
     std::error_code ignored;
     fs::remove(fresh, ignored);
   }

@@ -23,7 +23,7 @@ void quantize_keys(std::span<float> keys, std::size_t dim, int bits) {
 }
 
 void KiviRows::update(const LiveSet&, std::uint32_t visible, std::uint32_t exact_from) {
-  // What a query's own append brings is exact until it has attended.
+  // Tokens of a query's append are exact until the query has attended.
   const std::uint32_t before = std::min(exact_from, visible - 1);
   visible_ = visible, quantized_keys_ = kivi_keys(before), quantized_values_ = kivi_values(before);
   const std::size_t dim = view_.head_size;

@@ -71,7 +71,7 @@ class AgedCache : public AgedSet {
   /// Bit p: whether position p is live.
   const std::uint64_t* live_bits() const { return bits_.data(); }
 
-  /// Returns the ages of those who left, ascending, as they were before.
+  /// Returns the ages of the evicted tokens, ascending, as they were before.
   std::span<const std::uint32_t> evict_to_budget(std::uint32_t now);
   void append(std::uint32_t first, std::uint32_t count, const float* feature_values = nullptr);
 

@@ -46,7 +46,7 @@ void FeedbackConfigBatch::step(std::size_t config, std::uint32_t query, GroupRow
 
 void FeedbackConfigBatch::attend(std::uint32_t first, std::uint32_t count, GroupRows& rows) {
   prepare(first, count);
-  // A row stays near while all configurations take it; keys of one's own are more than a row.
+  // A row stays near while all configurations take it; a configuration's keys are more than a row.
   if (positions_in_cache_) {
     for (std::size_t c = 0; c < runs_.size(); ++c)
       for (std::uint32_t query = first; query < first + count; ++query) step(c, query, rows);

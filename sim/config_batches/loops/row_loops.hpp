@@ -14,7 +14,7 @@ namespace kvlab {
 inline constexpr std::size_t kHeadGroupSize = 4;  ///< query heads that are taken together
 inline constexpr std::size_t kBlockTokens = 16;   ///< rows are padded to whole blocks of tokens
 
-/// So many tokens, and as many more as fill their last block.
+/// `tokens`, and as many more as fill their last block.
 constexpr std::size_t whole_blocks(std::size_t tokens) {
   return (tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
 }

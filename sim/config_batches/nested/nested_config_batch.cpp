@@ -79,7 +79,7 @@ void NestedConfigBatch::pass_down(std::uint32_t now) {
   tokens_[begins_[1] - 1] = now;
   for (std::size_t l = 1; l < levels_.size(); ++l) {
     const std::size_t capacity = levels_[l].budget - levels_[l - 1].budget;
-    if (begins_[l + 1] - begins_[l] < capacity) {  // likewise
+    if (begins_[l + 1] - begins_[l] < capacity) {  // then no later level holds a token yet
       const auto end = tokens_.end();
       tokens_.insert(std::lower_bound(tokens_.begin() + static_cast<std::ptrdiff_t>(begins_[l]),
                                       end, carried.position),

@@ -86,9 +86,9 @@ class NestedConfigBatch final : public ConfigBatch {
   std::uint32_t unseen_ = 0;          // of the append's tokens, by the current query
   std::vector<std::uint64_t> ranks_;  // [tokens]
   std::vector<double> running_;       // [level][heads]: sums of the current query, running
-  std::vector<std::uint32_t> hits_;   // likewise
+  std::vector<std::uint32_t> hits_;   // [level][heads]: hits of the current query, running
   std::vector<double> inverse_;       // [group]: of the row's sums
-  std::vector<std::uint32_t> due_;    // [group]: hits of who has all
+  std::vector<std::uint32_t> due_;    // [group]: hits of a level that has all tokens
   std::vector<double> distances_;     // [group]
   std::vector<float> factors_;        // [group]
   std::vector<float> weights_;        // [token of a level][4]

@@ -41,7 +41,7 @@ std::string base64(const std::vector<std::uint8_t>& bytes) {
   return text;
 }
 
-/// Little-endian float32, or its upper `width` bytes, rounded.
+/// Values as little-endian float32, or its upper `width` bytes, rounded.
 ordered_json pack(const std::vector<double>& values, unsigned width) {
   std::vector<std::uint8_t> bytes;
   bytes.reserve(values.size() * width);
@@ -54,13 +54,13 @@ ordered_json pack(const std::vector<double>& values, unsigned width) {
   return {{"bytes", width}, {"base64", base64(bytes)}};
 }
 
-/// How many of the metrics by layer and head the page holds.
+/// How many of the metrics by layer and head the page contains.
 struct Detail {
   unsigned layer_width = 4, head_width = 4;
   bool head_errors = true, heads = true, only_ranking_heads = false;
 };
 
-/// The places of one level: all, the layers, or the heads.
+/// The scopes of one level: the model, the layers, or the heads.
 struct Level {
   const char* name;
   std::vector<Scope> places;
@@ -110,7 +110,7 @@ class Dataset {
   }
 
  private:
-  /// Bytes of base64 that the page would hold.
+  /// Bytes of base64 that the page would contain.
   double size(const Detail& detail) const {
     const auto cells = static_cast<double>(metric_table_.series().size() *
                                            metric_table_.budgets().size() * groups_.size());
@@ -185,7 +185,7 @@ class Dataset {
     return list;
   }
 
-  /// The oracles that say something of a metric: the others are not drawn.
+  /// The oracles that are informative about a metric. The others are not drawn.
   std::vector<std::string> oracles_of(const MetricInfo& metric) const {
     std::vector<std::string> names;
     for (const Series& one : metric_table_.series())
@@ -193,7 +193,7 @@ class Dataset {
     return names;
   }
 
-  /// [metric][budget]: the table's rows in their order, and the choice.
+  /// [metric][budget]: the table's rows in order, and the choice.
   ordered_json ranking_of(const MetricTable& own) const {
     const std::vector<std::size_t> places = places_in(metric_table_, own);
     ordered_json ranking = ordered_json::object();
@@ -214,7 +214,7 @@ class Dataset {
       return table;
     }
     RankedTable table{.choice = metric_table_.series().size()};
-    const auto all = [&](std::size_t series) {  // of metric_table_
+    const auto all = [&](std::size_t series) {  // index in metric_table_
       return static_cast<std::size_t>(std::ranges::find(places, series) - places.begin());
     };
     if (metric.ranks) {
@@ -259,7 +259,8 @@ class Dataset {
     return values;
   }
 
-  /// The series of `own` that is this one of all; the groups may lack some.
+  /// For each series of `all`, the index of the same series in `own`. A group may lack some; then
+  /// it is own.series().size().
   static std::vector<std::size_t> places_in(const MetricTable& all, const MetricTable& own) {
     std::vector<std::size_t> places;
     for (const Series& one : all.series()) {
@@ -348,14 +349,14 @@ namespace {
 constexpr const char* kDebian = "/usr/share/javascript/vega";
 constexpr std::size_t kMaxBytes = std::size_t{1} << 20;
 
-/// Each behind those that it requests.
+/// Each module comes after those that it requires.
 constexpr std::array<std::string_view, 20> kModules{
     "util",           "canvas",    "time",      "format",     "loader",
     "statistics",     "dataflow",  "scale",     "scenegraph", "expression",
     "event-selector", "selection", "functions", "runtime",    "interpreter",
     "parser",         "view",      "encode",    "transforms", "view-transforms"};
 
-/// The folder that the user names, or else the one that a wheel brings, or else Debian's.
+/// The folder that the user names, otherwise the one in the wheel, otherwise Debian's.
 std::filesystem::path vega_folder() {
   const char* const requested = std::getenv("KVLAB_VEGA");
   if (requested && *requested) return requested;
@@ -366,7 +367,7 @@ std::filesystem::path vega_folder() {
 std::string module_script(const std::filesystem::path& file, std::string_view name) {
   std::string text = read_text_file(file.string(), kMaxBytes);
   text.resize(std::min(text.find("//# sourceMappingURL="), text.size()));
-  // vega-functions requests vega-selection by another name.
+  // vega-functions requires vega-selection by another name.
   return fmt::format("vegaModule('vega-{}', function (exports, module, require) {{\n{}\n}});\n",
                      name == "selection" ? "selections" : name, text);
 }
@@ -375,7 +376,7 @@ constexpr std::array<std::string_view, 10> kScripts{
     "data.js", "elements.js", "chart.js", "curves.js", "heads.js",
     "axis.js", "points.js",   "kept.js",  "tables.js", "main.js"};
 
-/// Inside <script> nothing but "</script" and "<!--" ends or bends it; in JSON "<" may be escaped.
+/// Inside <script>, only "</script" and "<!--" are special. JSON may escape "<".
 std::string json_element(const nlohmann::ordered_json& data) {
   std::string text = json_text(data, -1);
   text = replace_all(text, "<", "\\u003c");
