@@ -80,8 +80,8 @@ Budget parse_budget(std::string_view text);
 /// that the setting `prompt` protects; they count as sinks. Throws std::invalid_argument unless
 /// sinks + recent <= budget and sinks < budget.
 ProtectedTokens resolve_protected_tokens(const PolicySpec& spec, std::uint32_t budget);
-/// The smallest budget that fits the protected tokens that are given in tokens, not as shares. 1
-/// for an oracle.
+/// The smallest budget that holds the protected tokens of `spec`. Ignores those that are given as
+/// shares of the budget. 1 for an oracle.
 std::uint32_t min_budget(const PolicySpec& spec);
 
 /// Parses `original` or `cache`. Throws std::invalid_argument for any other text.

@@ -83,8 +83,7 @@ struct PolicyInfo {
   const char* citation;  ///< paper, section, equation
   Needs needs = Needs::nothing;
   Order order = Order::feedback;
-  bool oldest_first = false;  ///< rank() returns the token's position; policy_checks.hpp checks
-                              ///< this
+  bool oldest_first = false;  ///< rank() is the token's position; policy_checks.hpp checks it
   bool weighted = false;      ///< has weight() and tail()
   bool evicts = true;         ///< false: the policy takes no budget
   /// Default protected tokens; the command line can override them. The first `sinks` positions are

@@ -41,8 +41,7 @@ class Tally {
   const AgedSet* live_ = nullptr;
   std::uint32_t threshold16_ = 0;
   std::vector<Observation> seen_;
-  std::vector<std::uint64_t> largest_;   // under group=max: largest mass over the heads of this
-                                         // query
+  std::vector<std::uint64_t> largest_;   // under group=max: largest mass of this query's heads
   std::vector<std::uint8_t> requested_;  // requested by some head of this query
   std::vector<std::uint64_t> heads_;     // [head, age], if the policy looks at each head
   std::size_t head_ = 0;                 // index of the query's next head

@@ -15,8 +15,7 @@ struct LiveCounts {
   std::uint32_t most = 0, end = 0;  ///< with prompts; after the last token
   // Bytes, in 16-bit tokens.
   double held_mean = 0;    ///< mean over decoded queries, including the query's token
-  double held_peak = 0;    ///< peak over decoded queries; without decoded queries, held_mean and
-                           ///< held_peak equal held_end
+  double held_peak = 0;    ///< the peak; held_end, as is the mean, if no query is decoded
   double held_end = 0;     ///< after the last token
   double held_budget = 0;  ///< capacity of the tiers; held_end if nothing is evicted
   /// Peak with prompts, in bytes per kQuantBlock channels.
@@ -31,15 +30,15 @@ LiveCounts live_counts(const ResolvedConfig& config, std::uint32_t budget,
 
 /// Memory of a configuration in all heads of the layers without a window, in bytes.
 struct Memory {
-  double mean = 0, peak = 0;  ///< keys and values in 16 bit over decoded queries; peak: sum of the
-                              ///< heads' peaks
+  double mean = 0, peak = 0;  ///< keys and values in 16 bit over decoded queries; peak: the heads'
+                              ///< summed
   double state = 0;           ///< policy state beside them, at the end
   double budget = 0;          ///< bytes of the budget's tokens
   double exempt_peak = 0;     ///< part of `peak` in the layers that a budget exempts
   /// Additional memory of the layers with a window, which keep their window.
   double window_mean = 0, window_peak = 0;
-  double end = 0;  ///< keys and values after the last token, in 16 bit, without the layers with a
-                   ///< window
+  /// Keys and values after the last token, in 16 bit, without the layers with a window.
+  double end = 0;
 
   double total() const { return mean + state; }
 };

@@ -115,8 +115,8 @@ inline constexpr double kRecallFloor = 1e-9;
 struct HeadStats {
   std::vector<double> sums;         ///< in the layout of SumsShape
   std::vector<Quantile> quantiles;  ///< of recall, by query head
-  std::vector<double> errors;       ///< [sample, 2]: squared error and squared output, summed over
-                                    ///< the group
+  /// [sample, 2]: squared error and squared output, summed over the group.
+  std::vector<double> errors;
   // These are summed over the group, and empty if they are not measured.
   /// [sample, column]: errors after W_o. With quantized tiers [sample, 2, column]: the second is
   /// the error from quantization alone.

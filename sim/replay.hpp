@@ -34,8 +34,8 @@ struct OutputProjections;  // policies/features/output_projections.hpp
 struct ReplayOptions {
   Queries queries = Queries::decode;
   bool every_output_error = false;  ///< false: every eighth measured query
-  bool plain = false;  ///< one configuration at a time, without configuration batches; tests
-                       ///< compare with it
+  /// Runs one configuration at a time, without configuration batches. Tests compare with it.
+  bool plain = false;
   HeadReplayer* elsewhere = nullptr;  ///< device that runs what it supports; null: none
   /// The model's output projections, for features that need them. Null: the trace must have these
   /// features.

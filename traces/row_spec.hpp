@@ -15,8 +15,8 @@ struct RowSpec {
   std::uint32_t table = 0;        ///< index of `rope` among the trace's rotation tables
   float scale = 0;                ///< factor of the products of queries and keys
   Rope rope = {};                 ///< a frequency of 0 leaves its two dimensions unrotated
-  std::vector<float> sinks = {};  ///< [query_heads]: a sink logit that belongs to no token; empty:
-                                  ///< none
+  std::vector<float> sinks = {};  ///< [query_heads]: sink logits, which belong to no token; or
+                                  ///< empty
 
   /// Whether attention is plain softmax over the tokens that a query sees.
   bool is_plain() const { return softcap == 0 && sinks.empty(); }

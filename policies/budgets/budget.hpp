@@ -55,8 +55,7 @@ struct Budget {
   /// The budget is `bytes`, or a share of the bytes of all tokens in 16 bit.
   bool in_bytes = false;
   bool all = false;
-  bool of_prompt = false;  ///< `extent` is the share of the prompt that is evicted, as kvpress
-                           ///< counts
+  bool of_prompt = false;  ///< `extent` is the evicted share of the prompt, as in kvpress
   Split split = Split::even;
   HeadBudgets heads = {};  ///< from a file; a layer with one number has it for all its heads
   std::string file = {};   ///< path of that file, as the user typed it

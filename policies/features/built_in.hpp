@@ -10,10 +10,8 @@ enum class BuiltInFeature {
   key_norm,         ///< Euclidean norm of the key
   value_norm,       ///< Euclidean norm of the value
   value_norm1,      ///< sum of the absolute values of the value's elements
-  key_cosine,       ///< cosine of the key with the mean of the unit keys up to the end of its
-                    ///< append
-  value_out_norm1,  ///< sum of the absolute values of W_o times the value, over the group's query
-                    ///< heads
+  key_cosine,       ///< cosine of the key with the mean unit key up to the end of its append
+  value_out_norm1,  ///< sum of |W_o times the value| over outputs and the group's query heads
 };
 
 }  // namespace kvlab

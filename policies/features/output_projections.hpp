@@ -18,8 +18,8 @@ struct OutputWeights {
 struct OutputProjections {
   std::uint32_t hidden = 0, group = 0, head_size = 0;
   std::vector<std::vector<float>> layers;  // one [query_head, dim, hidden] each
-  std::string weights_xxh3 = "";           ///< hash of the checkpoint that they were read from; may
-                                           ///< be empty
+  std::string weights_xxh3 = "";           ///< hash of the checkpoint that they are from; may be
+                                           ///< empty
 
   /// Appends a layer. read_row(output, row) writes row `output` of W_o, [query_head, dim], to
   /// `row`.

@@ -14,7 +14,7 @@ namespace kvlab {
 enum class ScoredFeature {
   /// LagKV: a token's position in the order of its partition, by the range of the next partition.
   lagkv,
-  expected_attention,  ///< attention that queries like those so far would give the key, times the
+  expected_attention,  ///< expected attention to the key from queries like those so far, times the
                        ///< value's norm
   redundancy           ///< R-KV: softmax over tokens of the key's mean cosine with the others
 };
@@ -31,8 +31,8 @@ struct KeyValueRows {
   const float* q = nullptr;  ///< [group, token], before RoPE
   std::size_t q_head_stride = 0, q_stride = 0;
   std::uint32_t group = 0;
-  std::span<const float> inv_freq = {};  ///< RoPE rotates dimensions i and i + inv_freq.size()
-                                         ///< together
+  /// RoPE rotates dimensions i and i + inv_freq.size() together.
+  std::span<const float> inv_freq = {};
   float rope_factor = 1, softmax_scale = 1;
 };
 
@@ -40,8 +40,7 @@ struct KeyValueRows {
 struct ScoreSettings {
   std::uint32_t sinks = 4;     ///< number of first tokens that are not scored
   std::uint32_t lag = 128;     ///< tokens per partition
-  std::uint32_t future = 512;  ///< number of future positions that expected queries are averaged
-                               ///< over
+  std::uint32_t future = 512;  ///< number of future positions over which queries are averaged
 };
 
 /// Computes the scored features of one KV head in float64, summed in order, so that equal rows give

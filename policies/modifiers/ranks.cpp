@@ -36,8 +36,8 @@ void smooth_doubles_by_mean(std::vector<std::uint64_t>& ranks, std::size_t radiu
 void smooth_by_max(std::vector<std::uint64_t>& ranks, std::size_t radius) {
   const std::vector<std::uint64_t> before = ranks;
   const std::size_t count = ranks.size();
-  std::vector<std::size_t> falling;  // ages in the window whose ranks exceed those of all younger
-                                     // tokens in it
+  // Ages in the window whose ranks exceed those of all younger tokens in it.
+  std::vector<std::size_t> falling;
   std::size_t first = 0, next = 0;
   for (std::size_t i = 0; i < count; ++i) {
     for (; next < std::min(count, i + radius + 1); ++next) {

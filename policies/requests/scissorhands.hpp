@@ -36,8 +36,7 @@ struct Scissorhands {
   static constexpr Param<Params> kParams[] = {
       {"window", "queries that count", &Params::window, 400, 4, 32768}};
   struct Slot {
-    std::uint64_t counts;  // four 16-bit counts, by quarters of the window; the newest is in the
-                           // lowest bits
+    std::uint64_t counts;  // four 16-bit counts, one per quarter; the newest is lowest
   };
 
   static constexpr void append(Slot& slot, Token, const Params&, const Step&) { slot.counts = 0; }

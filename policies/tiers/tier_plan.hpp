@@ -34,8 +34,7 @@ inline constexpr std::size_t kMaxTiers = 16;
 struct TierPlan {
   struct Tier {
     const KvFormat* format = &kKvFormats[0];
-    Extent share = percent(100);  ///< a number of tokens, allocated first, or a share of the
-                                  ///< remaining bytes
+    Extent share = percent(100);  ///< tokens, allocated first, or a share of the remaining bytes
 
     bool operator==(const Tier&) const = default;
   };

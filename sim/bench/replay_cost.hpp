@@ -37,11 +37,11 @@ struct BenchSweep {
 struct SweepTime {
   std::string name;
   std::size_t configs = 0;
-  WorkTime time;          ///< per clock, the minimum over the repeats
-  double slot_steps = 0;  ///< attended live tokens, summed over queries, KV heads and
-                          ///< configurations
-  double ratio = 0;       ///< time relative to the exact pass, wall clock
-  double cpu_ratio = 0;   ///< the same in CPU time
+  WorkTime time;  ///< per clock, the minimum over the repeats
+  /// Attended live tokens, summed over queries, KV heads and configurations.
+  double slot_steps = 0;
+  double ratio = 0;      ///< time relative to the exact pass, wall clock
+  double cpu_ratio = 0;  ///< the same in CPU time
   /// On a device: time of one query and one wave of thread blocks.
   double step_microseconds = 0;
   double slot_steps_per_second() const { return slot_steps / time.seconds; }

@@ -93,8 +93,8 @@ class DeviceSweep {
   /// Index of the configuration's features among those of a head task.
   std::uint32_t add_features(const ResolvedConfig& config);
 
-  std::vector<kernels::ReplayRule> rules_;     // [configuration]; with by_head_: [layer, KV head,
-                                               // configuration]
+  // [configuration]; if by_head_ is not 0: [layer, KV head, configuration].
+  std::vector<kernels::ReplayRule> rules_;
   std::vector<std::uint32_t> first_features_;  // [configuration]: index among a head task's
   cuda::DeviceBuffer appends_, params_, sets_;
   int tiles_ = 0, quantized_tiles_ = 0, config_tasks_;

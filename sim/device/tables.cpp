@@ -6,8 +6,8 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFine = 64;  // an angle is the sum of a multiple of kFine positions and the
-                                     // rest
+constexpr std::uint32_t kFine = 64;  // an angle is composed of those of a multiple of kFine and of
+                                     // the rest
 
 std::vector<float2> rope_of(const RopeTable& rope) {
   std::vector<float2> angles;

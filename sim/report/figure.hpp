@@ -45,8 +45,7 @@ struct FigureAxis {
   bool logarithmic = false;
   int base = 10;                        ///< base of a logarithmic axis: ticks are its powers
   std::vector<double> ticks = {};       ///< empty: chosen when the figure is drawn
-  std::vector<std::string> names = {};  ///< names of the positions 0, 1, …, if the axis has no
-                                        ///< numbers
+  std::vector<std::string> names = {};  ///< names of the positions 0, 1, …, instead of numbers
 };
 
 struct FigurePoint {

@@ -10,8 +10,9 @@
 namespace kvlab {
 
 struct ReportOptions {
-  std::string budget;  ///< budget of heat maps and of the table under the curves, as requested or
-                       ///< in tokens; empty: the smallest whose choice is significantly better
+  /// Budget of heat maps and of the table under the curves, as requested or in tokens. Empty: the
+  /// smallest whose choice is significantly better.
+  std::string budget;
   std::string folder = "RUN";            ///< folder of the run, for the next command
   std::vector<std::string> tokens = {};  ///< text of the shown trace's tokens; empty: unknown
 };

@@ -132,8 +132,7 @@ bool protected_tokens_fill(std::string_view policy, std::string_view params,
   double num_protected = 0;
   const std::vector<std::string> settings = split_list(params, ':');
   for (const std::string& setting : settings)
-    if (setting.starts_with("tiers="))  // a tier plan holds another number of tokens in the same
-                                        // bytes
+    if (setting.starts_with("tiers="))  // a tier plan holds other numbers of tokens
       budget_tokens = tokens_of(parse_tier_plan(setting.substr(6)).slots_of_tokens(budget_tokens));
   for (const std::string& setting : settings) {
     const std::size_t equals = setting.find('=') + 1;

@@ -63,9 +63,8 @@ struct Recommendation {
   std::vector<std::size_t> frontier;     ///< of all candidates, by bytes: those that none dominates
   std::size_t choice = 0;                ///< index in `candidates`
   std::optional<std::size_t> runner_up;  ///< the lowest mean of the other eligible candidates
-  bool for_memory = false;     ///< another candidate has a lower mean, but the choice needs less
-                               ///< memory
-  bool none_eligible = false;  ///< every candidate is over the budget
+  bool for_memory = false;               ///< chosen over a lower mean, because it needs less memory
+  bool none_eligible = false;            ///< every candidate is over the budget
 
   bool empty() const { return candidates.empty(); }
   const Candidate& chosen_candidate() const { return candidates[choice]; }

@@ -36,8 +36,7 @@ struct Difference {
 /// The scores of several configurations on one text. NaN: not measured.
 struct PairedText {
   std::string text;                              ///< its hash, or any unique name
-  double tokens = 1;                             ///< scored tokens, in any unit that the texts
-                                                 ///< share
+  double tokens = 1;                             ///< scored tokens, in a unit that all texts share
   std::vector<double> means = {};                ///< [configuration]
   std::vector<std::vector<double>> blocks = {};  ///< [configuration][block]; or empty
   std::vector<double> block_weights = {};        ///< [block]; empty: equal weights

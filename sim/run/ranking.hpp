@@ -76,8 +76,8 @@ class MetricTable {
   /// Several series over the traces that all of them have; if there are none, each over its traces.
   struct InCommon {
     std::vector<Average> averages;         ///< [series]
-    std::optional<Difference> difference;  ///< the last minus the first; nullopt if they have no
-                                           ///< trace in common
+    std::optional<Difference> difference;  ///< the last minus the first; nullopt: no trace in
+                                           ///< common
   };
   /// Each of `series` must have the metric at `budget`.
   InCommon in_common(std::span<const std::size_t> series, std::string_view budget,

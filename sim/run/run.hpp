@@ -28,8 +28,7 @@ struct RunTrace {
   std::uint32_t layers = 0, query_heads = 0, kv_heads = 0, head_size = 0;
   std::string weights_xxh3, tokenizer_xxh3;  ///< 16 hex digits, or empty
   JsonValue capture;                         ///< engine, version, device, options
-  std::string same_text_as = {};             ///< the trace that counts for this text; empty: this
-                                             ///< one
+  std::string same_text_as = {};             ///< the trace that counts for this text; empty: itself
   std::vector<std::uint32_t> numbers = {};   ///< layer numbers; empty: 0, 1, 2, …
   /// Layers with a window, in addition to `layers`, and the bytes of their keys and values over
   /// decoded queries, in 16 bit.

@@ -60,8 +60,7 @@ class WorkPlan {
   std::vector<double> expected_;    // [kind]
   std::vector<Measured> measured_;  // [kind]: finished phases
   std::function<double()> clock_;
-  double started_, began_, last_;  // times: start of the work, start of the current phase, latest
-                                   // report
+  double started_, began_, last_;  // starts of the work and of the phase; latest report
   std::size_t current_ = 0;
   double share_ = 0;  // finished share of the current phase
   std::mutex mutex_;
