@@ -83,9 +83,9 @@ struct Budget {
 /// The mean over the layers that are not exempt, with equal weight for each layer, rounded.
 std::uint32_t mean_budget(const HeadBudgets& heads);
 
-/// The budget that the file `file` gives. Throws std::invalid_argument, whose text follows the
-/// file's name, if there are no layers, layers have different numbers of heads, a number is 0, or
-/// all layers are exempt.
+/// The budget of the file `file`. Throws std::invalid_argument if there are no layers, layers have
+/// different numbers of heads, a number is 0, or all layers are exempt. The caller puts the file's
+/// name before the error's text.
 Budget budget_of_heads(HeadBudgets heads, std::string file = {});
 
 /// Throws std::invalid_argument if the number of layers or KV heads is not the model's.

@@ -28,7 +28,7 @@ class Batch {
   std::vector<std::vector<HeadOutcome>> outcomes() const;
   /// Computes the attention of every query. Returns the number of floating-point operations.
   double attend();
-  /// Keeps the tokens that every query attends. Call before replay().
+  /// Keeps the tokens to which every query attends. Call before replay().
   void keep_sets();
   void show_sets(std::size_t first_task, const KeptWatcher& watcher) const;
 

@@ -6,8 +6,8 @@
 
 namespace kvlab {
 
-/// Some configurations of one sequence. Every query attends what its cache holds, and tokens are
-/// evicted as in the replay. Each configuration has rows(tokens) rows.
+/// Some configurations of one sequence. Every query attends to the tokens in its cache, and tokens
+/// are evicted as in the replay. Each configuration has rows(tokens) rows.
 class EvalAttention {
  public:
   /// `plan`: all of its queries are measured, and each is a sample. `configs`: at least one; must

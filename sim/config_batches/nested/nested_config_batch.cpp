@@ -142,7 +142,7 @@ std::size_t NestedConfigBatch::find_victim(std::size_t begin, std::size_t end,
   return oldest_first_ ? first : row_loops().first_least(ranks_.data(), first, last);
 }
 
-/// Evicts to the budget by any number of tokens that are evicted.
+/// Evicts any number of tokens, down to the budget.
 void NestedConfigBatch::evict_to_budget(std::uint32_t now) {
   std::vector<std::uint32_t> tokens, carried, pool;
   std::vector<std::size_t> begins{0};
