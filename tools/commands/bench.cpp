@@ -211,7 +211,7 @@ void add_options(po::options_description& options) {
   auto add = options.add_options();
   add("what",
       po::value<std::vector<std::string>>()->value_name(
-          "decode|prefill|stream|evict|loop|attention|replay"),
+          "decode|prefill|stream|evict|eval|attention|replay"),
       "what to measure");
   add("model", text_option("DIR"), "a checkpoint");
   add("random-weights", text_option("CONFIG.json"),
@@ -221,10 +221,10 @@ void add_options(po::options_description& options) {
   add("steps", number_option("N", 64), "decode: steps that are timed");
   add("capture", text_option("TRACE"),
       "decode: also time sampling with and without capture into this new trace");
-  add("tokens", number_option("N", 4096), "prefill: of the prompt; loop: of the sequence");
+  add("tokens", number_option("N", 4096), "prefill: of the prompt; eval: of the sequence");
   add("chunk", number_option("N", 2048), "prefill: tokens at once");
   add("prompt-tokens", number_option("N", 2048),
-      "evict, loop: tokens in each sequence at the start");
+      "evict, eval: tokens in each sequence at the start");
   add("max-new-tokens", number_option("N", 2048), "evict: tokens that each sequence decodes");
   add("head-size", text_option("LIST"), "attention: 64, 96, 128, 256");
   add("group", text_option("LIST"), "attention: query heads for each of 8 KV heads");
@@ -348,7 +348,7 @@ int run(const po::variables_map& options) {
       {"attention", attention}, {"replay", bench_replay}, {"eval", eval}};
   if (words.size() != 1 || !benches.contains(words[0]))
     throw std::invalid_argument(
-        "what to measure? give one of: decode, prefill, stream, evict, loop, attention, replay");
+        "what to measure? give one of: decode, prefill, stream, evict, eval, attention, replay");
   if (words[0] != "replay" && options.count("device") && device_from(options) == Device::cpu)
     throw std::invalid_argument("--device: bench measures the CUDA decoder; leave it out");
   ordered_json metrics;
@@ -372,7 +372,7 @@ Command bench_command() {
       .name = "bench",
       .summary = "how fast the CUDA decoder and the replay are, beside what the machine can do",
       .usage =
-          "decode|prefill|stream|evict|loop --model DIR|--random-weights CONFIG.json [options]\n"
+          "decode|prefill|stream|evict|eval --model DIR|--random-weights CONFIG.json [options]\n"
           "       kvlab bench attention [options]\n"
           "       kvlab bench replay [--trace TRACE] [options]",
       .example = "kvlab bench replay --trace traces/samples/tiny-story",
