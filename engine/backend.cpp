@@ -9,9 +9,9 @@
 namespace kvlab {
 namespace {
 
-// Sequences side by side on the CPU.
+// Batches of sequences on the CPU.
 
-/// Decoders that read the weights together.
+/// Decoders that run together and read the weights once.
 class SideBySide final : public BatchDecoder {
  public:
   SideBySide(const Model& model, std::span<const ResolvedConfig> caches, unsigned threads)
@@ -87,7 +87,7 @@ class CpuBatches final : public BatchBackend {
   unsigned threads_;
 };
 
-/// A decoder and what watches it.
+/// A decoder with its observer.
 class CapturedDecoder final : public Decoder {
  public:
   CapturedDecoder(const Model& model, const ResolvedConfig& cache, unsigned threads,

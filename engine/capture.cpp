@@ -61,14 +61,14 @@ void Capture::end_append() {
 
 namespace {
 
-/// sketch [inputs, 64] += column of W_o^T by a row of R.
+/// sketch [inputs, 64] += a column of W_o^T times a row of R.
 void add_row(std::span<const float> weights, const float* r, float* sketch) {
   for (std::size_t input = 0; input < weights.size(); ++input)
     for (std::size_t c = 0; c < kSketchColumns; ++c)
       sketch[input * kSketchColumns + c] += weights[input] * r[c];
 }
 
-/// Rows [query_head, dim] of W_o in a checkpoint, in float32.
+/// Reads rows [query_head, dim] of W_o from a checkpoint, in float32.
 class OutputRows {
  public:
   explicit OutputRows(const std::filesystem::path& directory)

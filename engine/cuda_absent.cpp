@@ -1,4 +1,4 @@
-// The CUDA backend of a build without it.
+// Stands in for the CUDA backend in a build without it.
 #include <stdexcept>
 
 #include "engine/backend.hpp"

@@ -16,8 +16,9 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kFullAppend = 512;  // tokens: bounds memory where chunks do not matter
-constexpr double kThreadedProducts = 1e6;   // fewer multiplications: threads cost more
+constexpr std::uint32_t kFullAppend = 512;  // tokens; bounds memory where chunks make no difference
+constexpr double kThreadedProducts = 1e6;  // below this number of multiplications threads cost more
+                                           // than they save
 
 }  // namespace
 
@@ -136,7 +137,7 @@ class Decoder::Impl {
   void watch(DecoderObserver* observer) { observer_ = observer; }
 
  private:
-  /// What a pass through the layers works on; rows are tokens.
+  /// Buffers of a pass through the layers; rows are tokens.
   struct Work {
     std::vector<float> x, q, k, v, out, lse;
 
@@ -149,20 +150,20 @@ class Decoder::Impl {
       lse.resize(rows * config.query_heads);
     }
   };
-  /// Tokens of one decoder in it.
+  /// The tokens of one decoder in a Work.
   struct Part {
     Work& work;
     std::size_t first_row;
     std::uint32_t tokens;
   };
-  /// Whether decoders that run together have rows of their own, equally many, or the same ones.
+  /// Whether decoders that run together have different rows, equally many, or share the same ones.
   enum class Rows { own, shared };
 
   void end_prompt() {
     for (LayerCache& layer : layers_) layer.end_prompt();
   }
 
-  /// Nothing is evicted, nothing is observed or quantized: chunks do not matter.
+  /// Whether chunks make no difference: nothing is evicted, observed or quantized.
   bool any_chunk() const {
     return !requested_.evicts() && requested_.policy.entry->info.needs == Needs::nothing &&
            !requested_.policy.tier_plan.is_quantized();
@@ -179,7 +180,7 @@ class Decoder::Impl {
     return impls;
   }
 
-  /// Of hidden states x [rows, hidden]: each decoder's own row, or one for all.
+  /// Keeps the logits of hidden states x [rows, hidden]: each decoder's row, or one row for all.
   static void keep_logits(std::span<Impl* const> decoders, const float* x, std::size_t rows) {
     const Impl& first = *decoders.front();
     const std::size_t vocab = first.config_.vocab;
@@ -190,15 +191,15 @@ class Decoder::Impl {
       decoders[d]->logits_.assign(own, own + vocab);
     }
   }
-  /// To logits [decoder, vocab], or null: nowhere.
+  /// Copies the logits to `logits` [decoder, vocab]; null: does nothing.
   static void copy_logits(std::span<Impl* const> decoders, float* logits) {
     if (!logits) return;
     for (const Impl* const one : decoders)
       logits = std::copy(one->logits_.begin(), one->logits_.end(), logits);
   }
 
-  /// One append of each decoder through all layers, in the first one's work; leaves the last
-  /// hidden states there [row, hidden].
+  /// Runs one append of each decoder through all layers in the first one's Work, and leaves the
+  /// last hidden states there [row, hidden].
   static void run_layers(std::span<Impl* const> decoders, std::span<const std::int32_t> ids,
                          Rows rows) {
     Impl& first = *decoders.front();
@@ -208,7 +209,8 @@ class Decoder::Impl {
     Work& work = first.work_;
     work.resize(first.config_, n);
     const auto each = static_cast<std::uint32_t>(rows == Rows::shared ? n : n / decoders.size());
-    // Many with a token each spread over the decoders, one with many tokens over its heads.
+    // Threads divide many decoders with a token each by decoder, one decoder with many tokens by
+    // head.
     const bool side_by_side = decoders.size() > 1 && each == 1;
     const auto attend = [&](std::uint32_t layer, std::size_t d) {
       const std::size_t row = rows == Rows::shared ? 0 : d * each;
@@ -291,9 +293,9 @@ class Decoder::Impl {
   const ModelConfig& config_;
   ResolvedConfig requested_;
   unsigned threads_;
-  std::shared_ptr<const OutputProjections> output_;  // null where no feature takes it
+  std::shared_ptr<const OutputProjections> output_;  // null if no feature reads it
   std::deque<LayerCache> layers_;
-  std::map<std::uint32_t, GrowingRope> ropes_;  // by table
+  std::map<std::uint32_t, GrowingRope> ropes_;  // [RoPE table]
   DecoderObserver* observer_ = nullptr;
   std::uint32_t tokens_ = 0;
   std::uint64_t kv_bytes_peak_ = 0;

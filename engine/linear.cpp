@@ -8,10 +8,10 @@
 namespace kvlab {
 namespace {
 
-// Multiplications below which waking a thread costs more than it saves.
+// Below this number of multiplications, waking a thread costs more than it saves.
 constexpr std::size_t kWorthThreads = 1 << 19;
 
-/// The columns of a tile that are outputs; the rest of the last panel is padding.
+/// The columns of a tile that are outputs. The rest of the last panel is padding.
 std::size_t columns_of(const Tile& tile, const Panels& weight) {
   return std::min(tile.panels * 16, weight.rows() - tile.first_output());
 }
@@ -36,7 +36,7 @@ void for_tiles(std::size_t n, const Panels& weight, unsigned threads,
   const std::size_t row_tiles = (n + kTileRows - 1) / kTileRows;
   const std::size_t panel_tiles = (weight.panel_count() + kTilePanels - 1) / kTilePanels;
   const bool worth = n * weight.rows() * weight.depth() >= kWorthThreads;
-  // Tiles of the same panels follow each other, so that the panels stay in the caches.
+  // Tiles with the same panels are consecutive, so that the panels stay in the CPU caches.
   parallel_for(row_tiles * panel_tiles, worth ? threads : 1, [&](std::size_t item) {
     const std::size_t row = item % row_tiles * kTileRows, panel = item / row_tiles * kTilePanels;
     body({.first_row = row,

@@ -14,7 +14,7 @@
 namespace kvlab {
 namespace {
 
-/// The counter-th number from `seed`: uniform in [0, 1).
+/// The counter-th random number of `seed`, uniform in [0, 1).
 double uniform(std::uint64_t seed, std::uint64_t counter) {
   return static_cast<double>(split_mix(seed + counter * kSplitMixStep) >> 11) * 0x1p-53;
 }
@@ -23,8 +23,8 @@ std::int32_t most_likely(std::span<const float> logits) {
   return static_cast<std::int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
 
-/// The ids to choose from: the `top_k` most likely, the likeliest first; all of them where neither
-/// top-k nor top-p needs an order.
+/// The ids to sample from: the `top_k` most probable, in descending order; all ids if neither top-k
+/// nor top-p needs an order.
 std::vector<std::int32_t> candidates(std::span<const float> logits,
                                      const SamplingOptions& options) {
   std::vector<std::int32_t> ids(logits.size());
@@ -66,7 +66,7 @@ std::int32_t Sampler::pick(std::span<const float> logits) {
         std::exp((static_cast<double>(logits[static_cast<std::size_t>(id)]) - largest) /
                  options_.temperature));
   double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-  // Top-p: the fewest of the likeliest that together reach the share.
+  // Top-p: the smallest set of the most probable tokens that reaches the share.
   if (options_.top_p < 1) {
     double sum = 0;
     std::size_t kept = 0;
@@ -80,7 +80,7 @@ std::int32_t Sampler::pick(std::span<const float> logits) {
     sum += weights[i];
     if (target < sum) return ids[i];
   }
-  return best;  // rounding left the target at the very end
+  return best;  // reached if rounding leaves the target at the end
 }
 
 RowScore score_row(std::span<const float> yardstick, std::span<const float> logits,

@@ -73,7 +73,8 @@ void LayerCache::show(const LayerRows& rows, const Rope& rope) const {
 
 void LayerCache::end_prompt() {
   for (HeadCache& head : heads_) head.end_prompt();
-  // At once, so that who looks need not keep what it saw: that does not depend on who comes next.
+  // Evicts right away, so that a policy that reads rows need not keep them. The result does not
+  // depend on the tokens that follow.
   for (HeadCache& head : heads_)
     if (looker_) head.evict_to_budget(tokens_);
 }

@@ -19,7 +19,8 @@ constexpr std::string_view kIndex = "model.safetensors.index.json";
 
 using WeightMap = std::map<std::string, std::string>;  // tensor name to file name
 
-/// The weight map of an index: every file a plain name, so that it stays in the directory.
+/// Reads the weight map of an index. Every file must be a plain name, so that it is in the
+/// directory.
 WeightMap read_index(const std::filesystem::path& path) {
   const auto refuse = [&](const std::string& what) -> void {
     throw std::runtime_error(fmt::format("{}: {}", path.string(), what));

@@ -20,19 +20,19 @@ namespace {
 
 constexpr std::size_t kRowsAtOnce = 512;  // bounds the memory of a long prompt
 
-/// Where a weight's rows lie in a tensor; empty shape: it is the whole tensor.
+/// Where a weight's rows are in a tensor. An empty shape: the weight is the whole tensor.
 struct Part {
-  std::vector<std::size_t> shape = {};  ///< the tensor's
-  std::size_t first = 0;                ///< element
+  std::vector<std::size_t> shape = {};  ///< shape of the tensor
+  std::size_t first = 0;                ///< first element
   std::size_t row_step = 0, column_step = 1;
 };
 
-/// Makes vectors and panels of a checkpoint's tensors.
+/// Converts a checkpoint's tensors to vectors and panels.
 class Loader {
  public:
   Loader(TensorReader& tensors, unsigned threads) : tensors_(tensors), threads_(threads) {}
 
-  /// What a norm multiplies by; none where the layer has none.
+  /// The factors of a norm; empty if the layer has none.
   std::vector<float> norm(const std::string& layer, std::string_view name, std::size_t size,
                           const ModelConfig& config) {
     if (name.empty()) return {};
@@ -75,7 +75,7 @@ class Loader {
     return layer;
   }
 
-  /// The part [first, first + outputs) of a tensor that has `all` outputs.
+  /// Outputs [first, first + outputs) of a tensor with `all` outputs.
   Linear fused(const std::string& name, std::size_t all, std::size_t first, std::size_t outputs,
                std::size_t inputs, std::size_t head_size = 0, std::size_t rotated = 0) {
     return {matrix(name, outputs, inputs, {.shape = {all, inputs}, .first = first * inputs},
@@ -83,7 +83,7 @@ class Loader {
             {}};
   }
 
-  /// One expert's weight of a stack [expert, inputs, all], every step-th output from `first` on.
+  /// One expert's weight in a tensor [expert, inputs, all]: every step-th output from `first` on.
   Linear stacked(const std::string& name, std::size_t experts, std::size_t expert,
                  std::size_t inputs, std::size_t all, std::size_t first, std::size_t step) {
     const Part weight{{experts, inputs, all}, expert * inputs * all + first, step, all};
@@ -118,10 +118,10 @@ struct Layer {
   // [hidden], or empty
   std::vector<float> before_attention, behind_attention, before_mlp, behind_mlp;
   Linear q, k, v, output;
-  std::vector<float> q_norm, k_norm;  // [head_size], of all heads, or empty
+  std::vector<float> q_norm, k_norm;  // [head_size], or one over all heads, or empty
   Mlp mlp;
   Linear router;             // [experts, hidden], or empty
-  std::vector<Mlp> experts;  // or none
+  std::vector<Mlp> experts;  // empty without experts
 };
 
 Mlp load_mlp(Loader& loader, const ModelConfig& c, const std::string& prefix, std::size_t width) {
@@ -185,7 +185,7 @@ Layer load_layer(Loader& loader, const ModelConfig& c, std::uint32_t index) {
   return layer;
 }
 
-/// body(first, count) for blocks of at most kRowsAtOnce of n rows, one after another.
+/// Calls body(first, count) for consecutive blocks of at most kRowsAtOnce of n rows.
 template <class Body>
 void in_blocks(std::size_t n, Body body) {
   for (std::size_t first = 0; first < n; first += kRowsAtOnce)
@@ -297,7 +297,7 @@ class Model::Impl {
   }
 
  private:
-  /// x += a block's last product of y, and of a norm behind it.
+  /// x += a block's last product with y, followed by a norm if there is one.
   void add_output(const Linear& last, const std::vector<float>& norm, const float* y, std::size_t n,
                   float* x, unsigned threads) const {
     if (norm.empty()) return apply_and_add(last, y, n, x, threads);
@@ -307,7 +307,7 @@ class Model::Impl {
     add(out.data(), out.size(), x);
   }
 
-  /// x itself where there is no norm.
+  /// The norm of x; x itself if there is no norm.
   std::vector<float> norm_rows(const float* x, std::size_t n, const std::vector<float>& weight,
                                unsigned threads) const {
     if (weight.empty()) return {x, x + n * config_.hidden};
@@ -320,7 +320,7 @@ class Model::Impl {
     return y;
   }
 
-  /// Of x, as many numbers at a time as the norm has.
+  /// Norms x in place, in parts as long as the norm's weight.
   void norm_parts(float* x, std::size_t numbers, const std::vector<float>& weight,
                   unsigned threads) const {
     const std::size_t size = weight.size();
@@ -330,8 +330,8 @@ class Model::Impl {
     });
   }
 
-  /// What each row gives to each expert [n, experts]; 0: it is not chosen. Of equal logits the
-  /// first expert's is.
+  /// Each row's weight for each expert [n, experts]; 0: not chosen. Of equal logits the first
+  /// expert wins.
   std::vector<float> expert_shares(const Layer& layer, const std::vector<float>& x, std::size_t n,
                                    unsigned threads) const {
     const Experts& experts = config_.experts;
@@ -354,8 +354,8 @@ class Model::Impl {
     return shares;
   }
 
-  /// x += what the chosen experts make of y, in the order of experts: each takes the rows that
-  /// chose it together.
+  /// x += the outputs of the chosen experts for y, in the order of experts. Each expert computes
+  /// all rows that chose it together.
   void add_experts(const Layer& layer, const std::vector<float>& y, std::size_t n, float* x,
                    unsigned threads) const {
     const std::size_t hidden = config_.hidden, count = config_.experts.count;
@@ -408,7 +408,7 @@ class Model::Impl {
 
   ModelConfig config_;
   std::string weights_xxh3_, tokenizer_xxh3_;
-  Linear embedding_, head_;  // [vocab, hidden]; head_ is empty where it is tied
+  Linear embedding_, head_;  // [vocab, hidden]; head_ is empty if it is tied
   std::vector<float> norm_;  // [hidden]
   std::vector<Layer> layers_;
   mutable std::once_flag made_output_;

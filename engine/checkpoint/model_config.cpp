@@ -22,35 +22,36 @@ constexpr std::size_t kMaxConfigBytes = 1 << 20;
 constexpr std::uint32_t kMaxLayers = 4096, kMaxWidth = 1 << 20, kMaxHeads = 1 << 14,
                         kMaxHeadSize = 1024, kMaxVocab = 1 << 24, kMaxExperts = 1 << 12;
 
-/// Which layers see a window alone, where `layer_types` does not say.
+/// Which layers have a sliding window, if `layer_types` does not say.
 enum class Windows {
   none,
-  all,      ///< unless sliding_window is null
-  last,     ///< from max_window_layers on, where use_sliding_window is on
-  between,  ///< all but every sliding_window_pattern-th
+  all,      ///< all layers, unless sliding_window is null
+  last,     ///< layers from max_window_layers on, if use_sliding_window is true
+  between,  ///< all layers except every sliding_window_pattern-th
 };
 
-/// What an architecture fixes, and which of its keys mean something.
+/// Properties of an architecture, and which of its keys have a meaning.
 struct Architecture {
   std::string_view name, model_type;
-  std::string_view own_keys = {};  ///< that are read here, and mean nothing or harm elsewhere
+  std::string_view own_keys = {};  ///< keys that are read for this architecture and are ignored or
+                                   ///< refused for others
   Windows windows = Windows::none;
-  std::uint32_t pattern = 6;  ///< between: every so many-th layer sees all
+  std::uint32_t pattern = 6;  ///< between: every pattern-th layer sees all tokens
   RopeKeys rope = {};
-  std::optional<RopeKeys> rope_of_windows = {};  ///< where it is another
+  std::optional<RopeKeys> rope_of_windows = {};  ///< RoPE of layers with a window, if it differs
   BlockNorms norms = {};
   float norm_offset = 0;
-  bool scaled_embedding = false;  ///< by the root of the width
+  bool scaled_embedding = false;  ///< embeddings are multiplied by sqrt(hidden)
   bool gelu = false;
   bool tied_by_default = false;
-  bool qkv_bias = false;            ///< always
+  bool qkv_bias = false;            ///< q, k and v always have biases
   bool attention_bias_key = false;  ///< attention_bias adds biases to q, k, v and the output
   bool mlp_bias_key = false;        ///< mlp_bias adds biases to the MLP
   bool fused = false;
   bool sinks = false;
-  Experts experts = {};               ///< count: not 0 where they are
-  bool qk_norm = false;               ///< always
-  bool whole_qk_norm = false;         ///< of all heads together
+  Experts experts = {};               ///< count is not 0 if the architecture has experts
+  bool qk_norm = false;               ///< q and k always have a norm
+  bool whole_qk_norm = false;         ///< one norm over all heads
   bool head_size_from_width = false;  ///< head_dim may be left out: hidden_size / heads
   bool kv_heads_from_heads = false;   ///< num_key_value_heads may be left out: the query heads
 };
@@ -60,7 +61,7 @@ constexpr BlockNorms kNormsBehind{.before_attention = {},
                                   .before_mlp = {},
                                   .behind_mlp = "post_feedforward_layernorm"};
 
-// const, not constexpr: the standard library of GCC 11 has no constexpr std::vector.
+// const instead of constexpr, because the standard library of GCC 11 has no constexpr std::vector.
 const std::array<Architecture, 10> kArchitectures{{
     {.name = "LlamaForCausalLM",
      .model_type = "llama",
@@ -148,9 +149,9 @@ const std::array<Architecture, 10> kArchitectures{{
      .qk_norm = true},
 }};
 
-/// Keys of related models that change what is computed, unless they are off: null, false, 0 or
-/// empty. Transformers ignores them for the architectures above; a file that has one describes
-/// something else.
+/// Keys of related models that change the result unless they are off: null, false, 0 or empty.
+/// Transformers ignores them for the architectures above, so a file with one describes a different
+/// model.
 constexpr std::string_view kForeignKeys =
     "quantization_config compression_config sparsity_config attn_logit_softcapping "
     "final_logit_softcapping query_pre_attn_scalar attention_multiplier scale_depth dim_model_base "
@@ -160,11 +161,11 @@ constexpr std::string_view kForeignKeys =
     "kv_lora_rank num_kv_shared_layers num_experts num_local_experts n_routed_experts "
     "moe_intermediate_size pruned_heads alibi use_alibi parallel_attn use_parallel_residual bias "
     "use_bias lm_head_bias use_bidirectional_attention";
-/// Factors, which change nothing where they are 1.
+/// Factors that have no effect if they are 1.
 constexpr std::string_view kForeignFactors =
     "logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb rotary_pct";
 
-/// Keys that are read, or that change no logit of a text. Of others a warning is given.
+/// Keys that are read, or that do not change the logits of a text. Other keys give a warning.
 constexpr std::string_view kKnownKeys =
     "architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps hidden_act "
@@ -202,7 +203,7 @@ const Architecture& architecture_of(const JsonFields& config) {
   config.refuse("architectures", right);
 }
 
-/// Tokens that a query of a layer with a window sees; 0: none is in use.
+/// Tokens that a query of a layer with a window sees; 0: there is no window.
 std::uint32_t read_window(const JsonFields& config, const Architecture& architecture) {
   constexpr std::string_view key = "sliding_window", on = "use_sliding_window";
   const Windows windows = architecture.windows;
@@ -217,7 +218,7 @@ std::uint32_t read_window(const JsonFields& config, const Architecture& architec
   return config.size(key, kMaxContext);
 }
 
-/// Whether a layer has a window where `layer_types` does not say.
+/// Whether a layer has a window, if `layer_types` does not say.
 bool is_windowed(const JsonFields& config, const Architecture& architecture, std::uint32_t layer) {
   const Windows windows = architecture.windows;
   const auto number = [&](std::string_view key, std::uint32_t if_absent) {
@@ -228,8 +229,8 @@ bool is_windowed(const JsonFields& config, const Architecture& architecture, std
   return (layer + 1) % std::max(1u, number("sliding_window_pattern", architecture.pattern)) != 0;
 }
 
-/// What `layer_types` says of each layer: whether it has a window. Refuses layers that attend
-/// otherwise: to a choice of tokens, or not at all.
+/// Reads from `layer_types` whether each layer has a window. Refuses layers with other kinds of
+/// attention, such as sparse or linear attention.
 std::vector<bool> read_types(const JsonFields& config, Windows windows, std::uint32_t layers) {
   constexpr std::string_view key = "layer_types";
   const nlohmann::json& types = config.list(key);
@@ -285,7 +286,7 @@ void read_rows(const JsonFields& config, const Architecture& architecture, Model
   model.rotated = rope.rotated;
 }
 
-/// Which layers have experts: every decoder_sparse_step-th, but those of mlp_only_layers.
+/// Reads which layers have experts: every decoder_sparse_step-th, except those of mlp_only_layers.
 void read_experts(const JsonFields& config, const Architecture& architecture, ModelConfig& model) {
   constexpr std::string_view newer = "num_local_experts", older = "num_experts",
                              only = "mlp_only_layers", step = "decoder_sparse_step",
@@ -323,7 +324,7 @@ bool lists(std::string_view keys, const std::string& key) {
   return std::ranges::find(all, key) != all.end();
 }
 
-/// Anyone may have written `quantization`: it need not be an object.
+/// Whether the quantization is MXFP4. `quantization` may be any JSON, not just an object.
 bool is_mxfp4(const nlohmann::json& quantization) {
   const nlohmann::json* method =
       quantization.is_object() ? json_find(quantization, "quant_method") : nullptr;
@@ -334,7 +335,7 @@ void refuse_foreign(const JsonFields& config, const Architecture& architecture) 
   for (const std::string& key : split_list(kForeignKeys, ' ')) {
     if (lists(architecture.own_keys, key)) continue;
     const nlohmann::json& value = config.value(key);
-    const bool off = value.empty() || value == false || value == 0;  // null is empty
+    const bool off = value.empty() || value == false || value == 0;  // null counts as empty
     if (off) continue;
     if (key == "quantization_config" && is_mxfp4(value))
       config.refuse(key,

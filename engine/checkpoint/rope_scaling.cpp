@@ -25,8 +25,8 @@ Frequencies plain(double theta, std::uint32_t head_size) {
   return inv_freq;
 }
 
-/// The trained length: transformers lets a key of the config itself go before that of the
-/// parameters.
+/// The trained length. As in transformers, the key of the config itself takes precedence over that
+/// of the parameters.
 double original_context(const JsonFields& config, const JsonFields& parameters) {
   constexpr std::string_view key = "original_max_position_embeddings";
   if (config.has(key) && parameters.has(key) && config.value(key) != parameters.value(key))
@@ -40,7 +40,7 @@ void scale_linear(const JsonFields& parameters, Frequencies& inv_freq) {
   for (double& f : inv_freq) f /= factor;
 }
 
-/// Llama 3: long waves are stretched by the factor, short ones stay, with a ramp between.
+/// Llama 3: divides low frequencies by the factor and keeps high ones, with a ramp between.
 void scale_llama3(const JsonFields& config, const JsonFields& parameters, Frequencies& inv_freq) {
   parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
                          "low_freq_factor", "high_freq_factor",
@@ -74,8 +74,8 @@ double yarn_attention_factor(const JsonFields& parameters, double factor) {
 }
 
 /// YaRN: dimensions that rotate more than beta_fast times in the trained length stay, those that
-/// rotate less than beta_slow times are stretched, with a linear ramp over the dimensions between.
-/// Returns the factor on cos and sin.
+/// rotate less than beta_slow times are divided by the factor, with a linear ramp between. Returns
+/// the factor on cos and sin.
 double scale_yarn(const JsonFields& config, const JsonFields& parameters, double theta,
                   std::uint32_t head_size, Frequencies& inv_freq) {
   parameters.allow_only({"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
@@ -108,8 +108,8 @@ double scale_yarn(const JsonFields& config, const JsonFields& parameters, double
   return yarn_attention_factor(parameters, factor);
 }
 
-/// The object that holds the parameters: `rope_parameters`, its entry of that kind of layers, the
-/// older `rope_scaling`, or an empty one.
+/// The object with the parameters: `rope_parameters`, its entry for that kind of layers, the older
+/// `rope_scaling`, or an empty one.
 JsonFields parameters_of(const JsonFields& config, const RopeKeys& keys) {
   static const nlohmann::json kNone = nlohmann::json::object();
   constexpr std::string_view newer = "rope_parameters";
@@ -142,7 +142,7 @@ double rope_theta(const JsonFields& config, const JsonFields& parameters, const 
   return has_older ? config.number(keys.theta, 1 + kTiny, kMaxTheta) : keys.default_theta;
 }
 
-/// Dimensions of a head that turn.
+/// The rotated dimensions of a head.
 std::uint32_t rotated_of(const JsonFields& reader, std::uint32_t head_size, bool partial) {
   constexpr std::string_view key = "partial_rotary_factor";
   if (!reader.has(key)) return head_size;

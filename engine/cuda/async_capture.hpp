@@ -1,5 +1,5 @@
-// Capture without waiting: pinned buffers take what the device computed, a thread of its own writes
-// the trace. Where the disk is slower than the device, the device waits; nothing is lost.
+// Captures without stopping the device: the device copies to pinned buffers, and a separate thread
+// writes the trace. If the disk is slower than the device, the device waits; nothing is lost.
 #pragma once
 
 #include <condition_variable>
@@ -19,32 +19,32 @@ class AsyncCapture {
  public:
   using Progress = std::function<void(std::uint32_t tokens)>;
 
-  /// Writes what a decoder of this shape computes; `writer` must outlive it. `chunk_tokens`: most
-  /// of a prompt at once. `progress` is called from the writing thread.
+  /// Writes what a decoder of this shape computes. `writer` must outlive it. `chunk_tokens`: the
+  /// most prompt tokens in a chunk. `progress` is called from the writing thread.
   AsyncCapture(TraceWriter& writer, const CaptureShape& shape, std::size_t chunk_tokens,
                Progress progress);
-  /// Drops what was not written; flush() first.
+  /// Drops what was not written; call flush() before.
   ~AsyncCapture();
 
-  /// One layer of a prompt's chunk: `stream` goes on, and reuses the memory of the layer before
-  /// only when it has been copied.
+  /// Enqueues a copy of one layer of a prompt's chunk. `stream` continues; it waits only before it
+  /// reuses the memory of the layer before, until that was copied.
   void chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cudaStream_t stream);
 
-  /// Copies a step's block behind what is on the stream. Its token becomes part of the trace by
-  /// keep(), or not by drop().
+  /// Enqueues a copy of a step's block on the stream and returns the buffer. keep() adds its token
+  /// to the trace, drop() discards it.
   int copy_step(const std::byte* device, cudaStream_t stream);
   void keep(int buffer, std::int32_t id);
   void drop(int buffer);
 
-  /// Waits until everything is with the TraceWriter; throws what went wrong there.
+  /// Waits until the TraceWriter has everything. Throws the errors that happened there.
   void flush();
 
  private:
   /// Pinned buffers of one size.
   struct Pool {
-    std::size_t bytes = 0;  ///< of each
+    std::size_t bytes = 0;  ///< bytes of each buffer
     cuda::PinnedBuffer memory;
-    std::vector<cuda::Event> copied;  ///< by buffer
+    std::vector<cuda::Event> copied;  ///< [buffer]
     std::vector<int> free;
 
     Pool(std::size_t buffer_bytes, int count);
@@ -55,9 +55,9 @@ class AsyncCapture {
 
   int acquire(Pool& pool);
   void release(Pool& pool, int buffer);
-  // What the writer is told, in order: each is a job of the thread.
+  // Jobs for the writing thread, in order.
   void begin(std::vector<std::int32_t> ids, SegmentKind kind, bool new_segment);
-  /// So many layers of a buffer, which is free again afterwards.
+  /// Writes layers [first, first + layers) of a buffer and then frees the buffer.
   void write_layers(Pool& pool, int buffer, std::uint32_t first, std::uint32_t layers,
                     std::size_t tokens);
   void end();
@@ -70,9 +70,9 @@ class AsyncCapture {
   Progress progress_;
   cuda::Stream copies_;
   cuda::Event computed_;
-  Pool chunks_;          // a layer of a chunk each
-  Pool steps_;           // all layers of a step each
-  int last_chunk_ = -1;  ///< buffer of the chunk's layer before
+  Pool chunks_;          // each has a layer of a chunk
+  Pool steps_;           // each has all layers of a step
+  int last_chunk_ = -1;  ///< buffer of the chunk's previous layer
   CapturedLayer layer_;
 
   std::mutex mutex_;
@@ -80,7 +80,7 @@ class AsyncCapture {
   std::deque<std::function<void()>> queue_;  // jobs of the thread
   bool writing_ = false, stopping_ = false;
   std::exception_ptr failure_;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last member, because it uses the others
 };
 
 }  // namespace kvlab

@@ -1,5 +1,6 @@
-// What the sequences of a batch carry from step to step, in device memory: the next token, its
-// position, and how it is sampled; and the ring of pinned memory through which ids reach the host.
+// The state of a batch's sequences from step to step, in device memory: the next token, its
+// position, and how it is sampled; and the ring of pinned memory that brings sampled ids to the
+// host.
 #pragma once
 
 #include <array>
@@ -16,18 +17,18 @@ class BatchState {
  public:
   static constexpr int kRing = 16;
 
-  /// Rows are sequences. Enqueues on `stream`, as all that follows does.
+  /// Rows are sequences. This and all calls below enqueue on `stream`.
   BatchState(int sequences, std::uint32_t vocab, cudaStream_t stream);
-  /// Device memory that it needs.
+  /// Bytes of device memory that it needs.
   static std::size_t bytes(int sequences, std::uint32_t vocab) {
     return cuda::Placed<Parts>::bytes(sequences, vocab);
   }
 
   void set_sampling(int row, const SamplingOptions& options, std::uint64_t counter);
   void set_next(int row, std::int32_t id);
-  /// Sets the next ids of so many rows from device memory, without the host.
+  /// Sets the next ids of `rows` rows from device memory, without the host.
   void copy_next(int first_row, const std::int32_t* ids, int rows);
-  /// cuda::StepState, of one row.
+  /// One row of cuda::StepState.
   struct Row {
     std::int32_t position, slot, length;
   };
@@ -35,11 +36,11 @@ class BatchState {
 
   /// Samples the rows' next ids from logits [row, vocab].
   void sample(int rows, const float* logits);
-  /// Publishes the ids that were sampled; `advance`: every row has been fed a token, too.
+  /// Publishes the sampled ids. `advance`: every row was also fed a token.
   void finish(int rows, bool advance);
   void advance(int rows);
 
-  /// To be called behind what publishes, outside of a graph.
+  /// Records that ids were published. Call it after finish(), outside of a graph.
   void note_published();
   std::uint64_t published() const { return published_; }
   std::span<const std::int32_t> ids(std::uint64_t index) const;
@@ -53,10 +54,10 @@ class BatchState {
     cuda::StepState state{};
     std::int32_t* rows;
     std::uint64_t* step_count;
-    float *temperature, *top_p;  // [row], as what follows
+    float *temperature, *top_p;  // [row], as the next two lines
     std::int32_t* top_k;
     std::uint64_t *seed, *counter;
-    std::size_t zeroed;  ///< bytes of all before this, which begin as zeroes
+    std::size_t zeroed;  ///< bytes of all members above, which start as zeros
     std::byte* workspace;
   };
   template <class T>

@@ -1,5 +1,5 @@
-// The decoder on the device: batches of sequences of unequal length, the whole cache of each or
-// what a policy keeps of it.
+// The CUDA decoder: batches of sequences of different lengths, with the full cache or under a
+// policy.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace kvlab {
 
-/// The decoder's own work buffers.
+/// Work buffers of the decoder.
 struct DecoderWork {
   DecoderWork() = default;
   DecoderWork(cuda::Arena& arena, const ModelConfig& config, int rows, int sequences);
@@ -24,79 +24,81 @@ struct DecoderWork {
   float* logits = nullptr;  // [sequence, vocab]
 };
 
-/// Everything is enqueued on one stream and returns at once, unless it says that it waits. Throws
-/// std::runtime_error where the device fails, std::invalid_argument for tokens beyond the slots.
+/// All calls enqueue on one stream and return at once, unless they say that they wait. They throw
+/// std::runtime_error if the device fails, std::invalid_argument for tokens beyond the slots.
 class CudaDecoder {
  public:
   /// `model` must outlive the decoder. Throws std::runtime_error if the cache and the work buffers
-  /// do not fit the device's memory, and says how many tokens would.
+  /// do not fit the device's memory; the message says how many tokens would fit.
   CudaDecoder(const DeviceModel& model, CudaDecoderOptions options);
   ~CudaDecoder();
-  /// Whether a decoder with these options would fit the memory that is free now.
+  /// Whether a decoder with these options fits the memory that is free now.
   static bool fits(const DeviceModel& model, const CudaDecoderOptions& options);
 
-  /// Called with every layer of a prompt's chunk when it has been enqueued: the layer, the chunk's
-  /// tokens, and what is there in device memory (CaptureShape). The memory is used again two layers
-  /// later, behind what the watcher has enqueued on the stream or recorded into `free`.
+  /// Called for every layer of a prompt's chunk after the layer was enqueued. `data`: the outputs
+  /// in device memory (CaptureShape). The memory is reused two layers later, after what the callee
+  /// has enqueued on the stream.
   struct Chunk {
     std::span<const std::int32_t> ids;
-    bool first, last;  ///< layer of the chunk
-    bool opens;        ///< the prompt's first chunk
+    bool first, last;  ///< whether it is the chunk's first or last layer
+    bool opens;        ///< whether it is the prompt's first chunk
     std::uint32_t layer;
     const std::byte* data;
   };
   using OnChunk = std::function<void(const Chunk&)>;
 
-  /// Feeds tokens to one sequence, and leaves the last one's logits in its row. Where tokens may
-  /// leave, a prompt is appended as its cache says, decoded tokens one by one. `all_logits`: waits,
-  /// and puts those of every token there [n, vocab]. Throws std::out_of_range for an id outside the
-  /// vocabulary.
+  /// Feeds tokens to one sequence and keeps the last one's logits. If the cache evicts, a prompt is
+  /// appended as its configuration's prefill says, decoded tokens one by one. `all_logits`: waits,
+  /// and writes the logits of every token [n, vocab]. Throws std::out_of_range for an id outside
+  /// the vocabulary.
   void prefill(int sequence, std::span<const std::int32_t> ids,
                std::vector<float>* all_logits = nullptr, const OnChunk& on_chunk = {},
                SegmentKind kind = SegmentKind::prompt);
   /// Feeds each of the first `rows` sequences its next token, computes its logits and samples the
-  /// token after. Sequences that were given nothing yet are idle.
+  /// token after it. Sequences that were fed nothing yet are idle.
   void step(int rows) { run_graph(rows, Next::sampled); }
-  /// A step enqueued launch by launch instead of as a graph. Tests hold the graph against it.
+  /// A step that is enqueued launch by launch instead of as a graph. Tests compare the graph with
+  /// it.
   void step_plain(int rows);
   /// Samples the next token of each of the first `rows` sequences from its logits.
   void choose(int rows);
-  /// Feeds as step() does, but leaves the next tokens as they are. For tests.
+  /// Feeds as step() does, but does not sample. For tests.
   void feed_next(int rows) { run_graph(rows, Next::given); }
 
-  /// Feeds the first `rows` sequences ids [step, row], whatever was sampled. `logits`: device
-  /// memory where those of every step and row go [step, row, vocab], or null. Throws as prefill()
+  /// Feeds ids [step, row] to the first `rows` sequences, whatever was sampled. `logits`: device
+  /// memory for the logits of every step and row [step, row, vocab], or null. Throws as prefill()
   /// does.
   void force(int rows, std::span<const std::int32_t> ids, float* logits);
 
-  /// Shows what a sequence's cache does; null: there is no observer. Throws std::logic_error if the
-  /// decoder was not made to be watched.
+  /// Reports what a sequence's cache does to `observer`; null: no observer. Throws std::logic_error
+  /// if the decoder was not made with `watched`.
   void watch(int sequence, DecoderObserver* observer);
 
   void set_sampling(int sequence, const SamplingOptions& options, std::uint64_t counter = 0) {
     batch_.set_sampling(sequence, options, counter);
   }
-  /// The token that the next step feeds.
+  /// Sets the token that the next step feeds.
   void set_next(int sequence, std::int32_t id);
-  /// Whether tokens are evicted: then nothing that was fed can be forgotten.
+  /// Whether tokens are evicted. If so, fed tokens cannot be removed.
   bool evicts() const { return options_.evicts(); }
-  /// Whether tokens can be forgotten: where none leaves, and no layer's window has been left
-  /// behind.
+  /// Whether fed tokens can be removed: no token is evicted, and no layer's window has dropped
+  /// tokens.
   bool can_forget() const;
-  /// Forgets all but the first `tokens`. Throws std::logic_error where it cannot; all can be
-  /// forgotten where none leaves.
+  /// Removes all but the first `tokens` tokens. Throws std::logic_error if it cannot. Without
+  /// eviction it can always remove all.
   void rewind(int sequence, std::uint32_t tokens);
-  /// Benchmarks: random keys and values instead of a prompt of so many tokens.
+  /// For benchmarks: fills a sequence with random keys and values instead of a prompt of `tokens`
+  /// tokens.
   void pretend(int sequence, std::uint32_t tokens);
 
-  /// How many times choose() or step() has sampled.
+  /// How many times choose() or step() sampled.
   std::uint64_t published() const { return batch_.published(); }
-  /// Waits for the ids that the index-th of them sampled, [rows]; the last kRing can be requested.
+  /// Waits for the ids [rows] of the index-th sampling. Only the last kRing are available.
   std::span<const std::int32_t> ids(std::uint64_t index) const { return batch_.ids(index); }
   static constexpr int kRing = BatchState::kRing;
-  /// Waits; the logits of a sequence's last token [vocab].
+  /// Waits, and returns the logits [vocab] of a sequence's last token.
   std::vector<float> logits(int sequence) const;
-  /// Enqueues a copy of them to device memory.
+  /// Enqueues a copy of those logits to device memory.
   void copy_logits(int sequence, float* to) const;
   std::uint32_t tokens(int sequence) const {  ///< fed so far
     return fed_.at(static_cast<std::size_t>(sequence));
@@ -106,7 +108,7 @@ class CudaDecoder {
   std::vector<std::vector<std::uint32_t>> kept(int sequence) const {
     return cache_->kept(sequence, tokens(sequence));
   }
-  std::uint64_t live_bytes(int sequence) const {  ///< keys and values that it holds
+  std::uint64_t live_bytes(int sequence) const {  ///< bytes of the sequence's live keys and values
     return cache_->live_bytes(sequence, tokens(sequence));
   }
   std::uint64_t evictions(int sequence) const {  ///< over all layers and KV heads
@@ -115,19 +117,19 @@ class CudaDecoder {
   cudaStream_t stream() const { return stream_.get(); }
   void synchronize() const { stream_.synchronize("decoding"); }
 
-  /// Of the last step's token: all layers, CaptureShape of one token.
+  /// All layers of the last step's token: CaptureShape of one token.
   const std::byte* step_capture() const { return outputs_.step_data(); }
 
-  /// A step of the first `rows`, for benchmarks; must not outlive the decoder.
+  /// A step of the first `rows` sequences, for benchmarks. It must not outlive the decoder.
   DecodeStep decode_step(int rows) { return decode_step(rows, Next::sampled); }
 
  private:
   using Next = DecodeStep::Next;
   struct Piece;
 
-  /// The options, so that it can be asked before anything is allocated. Throws
-  /// std::invalid_argument for options that make no sense, std::runtime_error that says what is
-  /// needed and what would fit.
+  /// Checks the options before anything is allocated, and returns them. Throws
+  /// std::invalid_argument for options that make no sense, std::runtime_error that says how much
+  /// memory is needed and what would fit.
   static CudaDecoderOptions checked(const DeviceModel& model, const CudaDecoderOptions& options);
   void make_cache();
   DecodeStep decode_step(int rows, Next next);
@@ -166,12 +168,12 @@ class CudaDecoder {
   DeviceLayers layers_;
   PromptIds prompt_;
   LogitRing logit_ring_;
-  // [sequence]: tokens, and how many of them were there before the last append.
+  // [sequence]: tokens fed, and how many of them were fed before the last append.
   std::vector<std::uint32_t> fed_, appended_behind_;
   cuda::Placed<DecoderWork> work_;
-  cuda::Placed<DecoderWork> append_;  // hidden states of an append that is longer
-  cuda::DeviceBuffer kept_logits_;    // of other sequences, while one is fed
-  cuda::DeviceBuffer logit_rows_;     // [kLogitRows, vocab], made when requested
+  cuda::Placed<DecoderWork> append_;  // hidden states of an append that exceeds the work buffers
+  cuda::DeviceBuffer kept_logits_;    // logits of other sequences, while one is fed
+  cuda::DeviceBuffer logit_rows_;     // [kLogitRows, vocab], allocated when first needed
   std::map<std::pair<int, Next>, cuda::Graph> graphs_;
 };
 

@@ -1,4 +1,4 @@
-// One sequence on the device, behind the interface of every decoder.
+// One sequence on the device as a SequenceDecoder.
 #pragma once
 
 #include <functional>
@@ -12,17 +12,17 @@
 
 namespace kvlab {
 
-/// The header of a trace of this model; `options`: how it is run, for the record.
+/// The header of a trace of this model. `options`: how the model is run, for the record.
 TraceHeader cuda_trace_header(const DeviceModel& model, nlohmann::json options);
 
 class CudaSequence final : public SequenceDecoder {
  public:
-  /// `tokens`: the most that it will hold. `prefill_chunk` tokens of a prompt at once, 0: as many
-  /// as is good. With a writer, everything goes into that trace.
+  /// `tokens`: the most tokens of the sequence. `prefill_chunk`: tokens of a prompt that are fed
+  /// together, 0: a good default. `writer`: everything is captured to this trace; or null.
   struct Options {
     std::uint32_t tokens = 0, prefill_chunk = 0;
-    std::optional<ResolvedConfig> cache;  ///< none: the whole cache
-    DecoderObserver* observer = nullptr;  ///< of a cache that is given; or null
+    std::optional<ResolvedConfig> cache;  ///< none: the full cache
+    DecoderObserver* observer = nullptr;  ///< observes `cache`; or null
     TraceWriter* writer = nullptr;
     AsyncCapture::Progress progress;
   };
@@ -35,7 +35,7 @@ class CudaSequence final : public SequenceDecoder {
               const std::function<bool(std::int32_t)>& on_id) override;
   void flush() override;
   std::uint32_t tokens() const override { return decoder_.tokens(0); }
-  /// It never holds less than before.
+  /// The cache never becomes smaller, so its peak is its current size.
   std::uint64_t kv_bytes_peak() const override { return decoder_.live_bytes(0); }
   std::vector<std::vector<std::uint32_t>> kept() const override { return decoder_.kept(0); }
   std::uint64_t evictions() const override { return decoder_.evictions(0); }

@@ -12,8 +12,8 @@
 
 namespace kvlab {
 
-/// One decoded token for each of the first rows of a batch, through all layers. Nothing that it
-/// works on changes once it is made, so that a graph can hold what it enqueues; all of that must
+/// The forward pass of one decoded token for each of the first rows of a batch. Its arguments do
+/// not change once it is made, so that a graph can contain what it enqueues. All of them must
 /// outlive it, and the graph.
 class DecodeStep {
  public:
@@ -26,18 +26,20 @@ class DecodeStep {
     float* x;       // [row, hidden]
     float* logits;  // [row, vocab]
   };
-  enum class Next { sampled, given };  ///< the token after it is published, or left as it is
+  /// Whether the step samples and publishes the next token, or leaves it as it is.
+  enum class Next { sampled, given };
   DecodeStep(const On& on, int rows, Next next);
 
   void enqueue() const;
 
-  /// One kind of launch of a step, over all layers: for benchmarks.
+  /// One kind of launch of a step, over all layers, for benchmarks.
   struct Part {
     std::string name;
-    std::uint64_t bytes;  ///< that it has to move
+    std::uint64_t bytes;  ///< bytes that it has to move
     std::function<void()> enqueue;
   };
-  /// `live_bytes`: of the rows' caches. The step must outlive them.
+  /// The parts of a step. `live_bytes`: bytes of the rows' live keys and values. The step must
+  /// outlive the parts.
   std::vector<Part> parts(std::uint64_t live_bytes) const;
 
  private:

@@ -1,4 +1,4 @@
-// What a CUDA decoder and its cache are made for.
+// Options of a CUDA decoder and its cache.
 #pragma once
 
 #include <algorithm>
@@ -14,26 +14,27 @@ namespace kvlab {
 
 struct CudaDecoderOptions {
   int sequences = 1;
-  std::uint32_t slots = 0;  ///< tokens of each sequence; 0: no limit, where each has a budget
-  std::uint32_t prefill_tokens = 2048;  ///< of a prompt that go through a layer together
-  bool capture = false;  ///< keep q, k, v before RoPE, out and lse; one sequence only
-  /// [sequence], of one policy and one kind of positions; empty: the whole cache of each.
+  std::uint32_t slots = 0;  ///< most tokens of each sequence; 0: no limit, if each has a budget
+  std::uint32_t prefill_tokens = 2048;  ///< prompt tokens that go through a layer together
+  bool capture = false;  ///< keep q, k, v before RoPE, out and lse; needs one sequence
+  /// [sequence], all with one policy and one kind of positions; empty: the full cache of each.
   std::vector<ResolvedConfig> caches;
-  /// Of the longest prompt, where it is known, so that fits() counts it; 0: its memory is taken
-  /// when it comes.
+  /// Tokens of the longest prompt, so that fits() counts its memory. 0: not known; the memory is
+  /// allocated when the prompt comes.
   std::uint32_t longest_prompt = 0;
-  bool watched = false;         ///< observers may look at what the caches do: slow
-  bool plain_eviction = false;  ///< by kernels/evict/plain_eviction.cu: slow, but on any device
+  bool watched = false;         ///< allow observers of the caches; slow
+  bool plain_eviction = false;  ///< evict by kernels/evict/plain_eviction.cu: slow, but works on
+                                ///< any device
 
   bool evicts() const { return !caches.empty(); }
   bool keeps_outputs() const { return capture || watched; }
-  /// Most rows that go through a layer together.
+  /// The most rows that go through a layer together.
   int rows() const { return std::max(static_cast<int>(prefill_tokens), sequences); }
 
-  // Where it evicts:
+  // Valid only if evicts():
   const std::shared_ptr<const PolicyEntry>& entry() const { return caches.front().policy.entry; }
   const PolicyInfo& policy() const { return entry()->info; }
-  /// Whether some cache is quantized.
+  /// Whether any cache is quantized.
   bool is_quantized() const {
     return std::ranges::any_of(
         caches, [](const ResolvedConfig& cache) { return cache.policy.tier_plan.is_quantized(); });

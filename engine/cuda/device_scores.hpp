@@ -1,4 +1,4 @@
-// Rows of logits in device memory, scored there.
+// Scores rows of logits in device memory, on the device.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace kvlab {
 
-/// [row], on the default stream; waits. Throws std::runtime_error.
+/// Returns the scores [row]. Runs on the default stream and waits. Throws std::runtime_error.
 std::vector<RowScore> device_scores(const ScoredRows& rows, std::uint32_t vocab);
 
 }  // namespace kvlab

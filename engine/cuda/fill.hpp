@@ -9,39 +9,39 @@ namespace kvlab::cuda {
 
 using kernels::Type;
 
-/// Normal with this deviation; element i depends on (seed, i) alone.
+/// Fills with normally distributed values of mean 0. Element i depends on (seed, i) alone.
 cudaError_t fill_normal(Type type, void* to, std::size_t count, float deviation, std::uint64_t seed,
                         cudaStream_t stream);
 cudaError_t fill_value(Type type, void* to, std::size_t count, float value, cudaStream_t stream);
-/// *found = 1 if an element is not finite, else as it was.
+/// Sets *found = 1 if an element is not finite; otherwise leaves it unchanged.
 cudaError_t find_not_finite(Type type, const void* from, std::size_t count, std::int32_t* found,
                             cudaStream_t stream);
-/// Whether what is read is to stay in the L2 cache, as what is read again soon, or to leave it
-/// first.
+/// Whether read data should stay in the L2 cache, for data that is read again soon, or be evicted
+/// from it first.
 enum class Caching { keep, stream };
-/// Reads `bytes` (a multiple of 16) and writes next to nothing: what a read costs.
+/// Reads `bytes` (a multiple of 16) and writes almost nothing, to measure what a read costs.
 cudaError_t read_all(const void* from, std::size_t bytes, Caching caching, std::uint32_t* sink,
                      cudaStream_t stream);
 
-/// Where the sequences of a batch are, all [row] in device memory.
+/// The state of a batch's sequences. All arrays are [row] in device memory.
 struct StepState {
-  std::int32_t* ids;        ///< the token to be fed next
+  std::int32_t* ids;        ///< the token to feed next
   std::int32_t* positions;  ///< its position
-  std::int32_t* slots;      ///< where its key and value go
-  std::int32_t* lengths;    ///< slots its query sees, its own included; 0: the row is idle
+  std::int32_t* slots;      ///< the slot of its key and value
+  std::int32_t* lengths;    ///< slots that its query sees, its own included; 0: the row is idle
 };
-/// Publishes the sampled ids: ring[*step % ring_rows, row] = ids[row], and ++*step. An id of -1
-/// (the logits were not finite) is published, and 0 is fed.
+/// Publishes the sampled ids: ring[*step % ring_rows, row] = ids[row], then ++*step. An id of -1
+/// (the logits were not finite) is published as -1, and 0 is fed.
 struct FinishStepArgs {
   StepState state;
   int rows;
-  bool advance;        ///< move on, too
+  bool advance;        ///< also call advance()
   std::int32_t* ring;  // [ring_rows, ring_width], pinned host memory
   int ring_rows, ring_width;
   std::uint64_t* step;  ///< device
 };
 cudaError_t finish_step(const FinishStepArgs& args, cudaStream_t stream);
-/// Moves the rows that are not idle on by one token.
+/// Moves every row that is not idle forward by one token.
 cudaError_t advance(const StepState& state, int rows, cudaStream_t stream);
 
 }  // namespace kvlab::cuda

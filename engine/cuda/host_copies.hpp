@@ -1,4 +1,4 @@
-// Copies between host and device that nothing waits for.
+// Asynchronous copies between host and device.
 #pragma once
 
 #include <array>
@@ -11,13 +11,13 @@
 
 namespace kvlab {
 
-/// A prompt's ids on their way to the device.
+/// Uploads a prompt's ids to the device.
 class PromptIds {
  public:
   explicit PromptIds(cudaStream_t stream) : stream_(stream) {}
 
-  /// Copies behind what is on the stream; the ids may go when it returns. Grows where it must, and
-  /// then waits. Returns where they are in device memory, until the next call.
+  /// Enqueues a copy on the stream; the caller may free `ids` when it returns. Waits only if the
+  /// buffers have to grow. Returns the ids in device memory, valid until the next call.
   const std::int32_t* upload(std::span<const std::int32_t> ids);
 
  private:
@@ -28,16 +28,16 @@ class PromptIds {
   bool pending_ = false;
 };
 
-/// Logits on their way to the host: copied behind the steps that compute them, so that the device
-/// does not wait for the host to read each.
+/// Downloads logits to the host. Copies are enqueued after the steps that compute the logits, so
+/// that the device does not wait for the host to read each.
 class LogitRing {
  public:
   explicit LogitRing(cudaStream_t stream) : stream_(stream) {}
 
-  /// Enqueues a copy of so many floats from device memory; they are in `to` after flush() at the
+  /// Enqueues a copy of `floats` floats from device memory. They are in `to` after flush() at the
   /// latest.
   void take(const float* logits, float* to, std::size_t floats);
-  /// Waits.
+  /// Waits for all copies.
   void flush();
 
  private:
@@ -53,8 +53,8 @@ class LogitRing {
   cudaStream_t stream_;
   std::array<cuda::PinnedBuffer, kHalves> staged_;
   std::array<cuda::Event, kHalves> copied_;
-  std::array<std::vector<Copy>, kHalves> copies_;  // on their way
-  std::size_t half_ = 0, filled_ = 0;              // floats of the half that is being filled
+  std::array<std::vector<Copy>, kHalves> copies_;  // enqueued copies
+  std::size_t half_ = 0, filled_ = 0;              // the half that is being filled, and its floats
 };
 
 }  // namespace kvlab

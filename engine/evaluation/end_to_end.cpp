@@ -18,7 +18,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kLogitRows = 48;  // rows of logits held at once
+constexpr std::size_t kLogitRows = 48;  // rows of logits in memory at once
 
 /// A layer's projections for all tokens, before RoPE.
 struct Projections {
@@ -48,11 +48,11 @@ HeadView view_of(const Projections& p, const ModelShape& shape, std::uint32_t to
           .softmax_scale = row.scale};
 }
 
-/// A layer's attention under several configurations. They see the same queries, keys and values,
-/// and share their exponentials, until these are changed.
+/// A layer's attention under several configurations. They have the same queries, keys and values
+/// and share their exponentials, until change() is called.
 class LayerAttention {
  public:
-  /// `p` and `rope` outlive it.
+  /// `p` and `rope` must outlive it.
   LayerAttention(const ModelShape& shape, const Projections& p, std::uint32_t layer,
                  const OutputProjections* output, const RopeTable& rope, const RowSpec& row,
                  const HeadArithmetic& arithmetic, unsigned threads)
@@ -68,8 +68,8 @@ class LayerAttention {
       views_[head].feature_values = &feature_values_[head];
   }
 
-  /// Another configuration, which outlives this and whose outputs go to `out`, [token, query_heads,
-  /// dim]; null: nowhere.
+  /// Adds a configuration, which must outlive this. Its outputs are written to `out` [token,
+  /// query_heads, dim]; null: nowhere.
   void add(const ResolvedConfig& config, float* out) {
     configs_.push_back(&config);
     output_indices_.push_back({config.evicts_by_layer(),
@@ -87,17 +87,18 @@ class LayerAttention {
     write_outputs(output_indices_.size() - 1, out);
   }
 
-  /// Through all configurations.
+  /// Attention of all configurations.
   void attend(QueryRange queries) {
     attend_by_head(queries, 0, by_head_[0].size());
     attend_by_layer(queries, 0, by_layer_.size());
   }
-  /// Through the i-th that was added.
+  /// Attention of the i-th configuration that was added.
   void attend_one(std::size_t i, QueryRange queries) {
     const auto [by_layer, at] = output_indices_[i];
     by_layer ? attend_by_layer(queries, at, 1) : attend_by_head(queries, at, 1);
   }
-  /// The tokens from `first` on have changed; the i-th goes on with them, to `out`.
+  /// Queries, keys and values from token `first` on have changed. The i-th configuration continues
+  /// with them and writes to `out`.
   void change(std::uint32_t first, std::size_t i, float* out) {
     for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
       rows_[head].read_keys(first);
@@ -106,7 +107,7 @@ class LayerAttention {
     write_outputs(i, out);
   }
 
-  /// Of the keys and values that the i-th held at once.
+  /// Peak bytes of the i-th configuration's keys and values.
   std::uint64_t peak_bytes(std::size_t i) {
     std::uint64_t bytes = 0;
     for (std::uint32_t head = 0; head < shape_.kv_heads; ++head) {
@@ -122,7 +123,7 @@ class LayerAttention {
  private:
   struct OutputIndex {
     bool by_layer;
-    std::size_t at;  // of those that do as it does
+    std::size_t at;  // index among the configurations that run in the same way
   };
 
   HeadRun& run(std::size_t i, std::uint32_t head) {
@@ -161,8 +162,8 @@ class LayerAttention {
   std::vector<const ResolvedConfig*> configs_;
 };
 
-/// The configurations that append the prompt at once see the same prompt in every layer, exactly:
-/// the first of them, the base, has rows of all tokens, the others of decoded ones alone.
+/// Configurations that append the prompt at once see exactly the same prompt in every layer. The
+/// first of them, the base, has rows of all tokens; the others have rows of decoded tokens only.
 class LayerEvaluation {
  public:
   LayerEvaluation(const Model& model, std::span<const std::int32_t> ids,
@@ -202,7 +203,7 @@ class LayerEvaluation {
     return std::size_t{tokens_} * shape_.query_heads * shape_.head_size;
   }
 
-  /// How many layers the logits of a configuration are worth, by their products.
+  /// The cost of a configuration's logits in layers, by their products.
   double layers_of_scores() const {
     const ModelConfig& config = model_.config();
     const double heads = (2 * shape_.query_heads + 2 * shape_.kv_heads) * shape_.head_size;
@@ -210,7 +211,7 @@ class LayerEvaluation {
            ((heads + 3.0 * static_cast<double>(config.mlp)) * tokens_);
   }
 
-  /// `layers` of a configuration, or what is worth as many.
+  /// Counts work done: `layers` of a configuration, or work of the same size.
   void note_done(double layers) {
     done_ += layers;
     const double each = shape_.layers + layers_of_scores();
@@ -218,7 +219,7 @@ class LayerEvaluation {
   }
 
   bool appends_at_once(std::size_t c) const { return appends_prompt_at_once(configs_[c], range_); }
-  /// Of the rows that are a configuration's own.
+  /// The first token of which a configuration has a row.
   std::uint32_t first_row(std::size_t c) const {
     return appends_at_once(c) && c != alike_[0] ? range_.prompt : 0;
   }
@@ -237,7 +238,7 @@ class LayerEvaluation {
             row,
             {.softmax_scale = row.scale,
              .softcap = row.softcap,
-             .window = row.window},  // (the rest is a configuration's own)
+             .window = row.window},  // (the rest differs by configuration)
             options_.threads};
   }
 
@@ -272,7 +273,8 @@ class LayerEvaluation {
     finish_layer(layer, c, own.peak_bytes(0), output);
   }
 
-  /// Behind the prompt that all of alike_ have, `p` holds the decoded rows of each in turn.
+  /// Runs the next layer of the configurations alike_. After the prompt, which they share, `p`
+  /// contains the decoded rows of each in turn.
   void next_layer_alike(std::uint32_t layer) {
     Projections p(shape_, tokens_);
     project(layer, alike_[0], p);
@@ -293,7 +295,7 @@ class LayerEvaluation {
     }
   }
 
-  /// The prompt's rows, to a policy that looks: such append it at once.
+  /// Shows the prompt's rows to a policy that reads rows. Such policies append the prompt at once.
   void show(std::uint32_t layer, std::size_t c, const Projections& p) const {
     const PolicyEntry& policy = *configs_[c].policy.entry;
     const RowSpec& row = model_.config().rows[layer];
@@ -303,7 +305,7 @@ class LayerEvaluation {
                        row.rope.inv_freq, row.rope.factor, row.scale});
   }
 
-  /// A configuration's own rows.
+  /// Computes the projections of a configuration's rows.
   void project(std::uint32_t layer, std::size_t c, Projections& p) const {
     const std::size_t first = first_row(c), dim = shape_.head_size,
                       kv = first * shape_.kv_heads * dim;
@@ -366,23 +368,23 @@ class LayerEvaluation {
   const Model& model_;
   const ModelShape shape_;
   std::span<const std::int32_t> ids_;
-  std::shared_ptr<const OutputProjections> output_;  // null where no feature takes it
+  std::shared_ptr<const OutputProjections> output_;  // null if no feature reads it
   std::vector<ResolvedConfig> configs_;
   const SequenceOptions& options_;
   std::vector<std::size_t> alike_, apart_;  // configurations
   std::uint32_t tokens_;
   ScoredRange range_;
   LayerRopes ropes_;
-  std::vector<std::vector<float>> hidden_;  // by configuration: [own row, hidden]
+  std::vector<std::vector<float>> hidden_;  // [configuration][its row, hidden]
   std::vector<EvalScores> scores_;
-  double done_ = 0;  // layers
+  double done_ = 0;  // in layers
 };
 
-constexpr std::uint32_t kBlock = 256;      // tokens whose logits are held at once
-constexpr std::uint32_t kMaxBlock = 8192;  // where a prompt's chunks make them more
+constexpr std::uint32_t kBlock = 256;      // tokens whose logits are in memory at once
+constexpr std::uint32_t kMaxBlock = 8192;  // limit, if a prompt's chunks require more
 
-/// How many tokens of a prompt to feed at once, so that every configuration appends it as if fed
-/// whole; 0: all.
+/// How many tokens of a prompt to feed at once, so that every configuration appends it as if it
+/// were fed whole; 0: all.
 std::uint32_t prompt_block(std::span<const CacheConfig> configs) {
   std::uint64_t block = 1;
   for (const CacheConfig& config : configs) {
@@ -443,7 +445,8 @@ class TokenEvaluation {
       options_.progress(static_cast<double>(first + count) / static_cast<double>(tokens_));
   }
 
-  /// Rows first … first + count - 1 of all configurations; the last token has nothing to foretell.
+  /// Scores rows first to first + count - 1 of all configurations. The last token has no successor
+  /// to predict.
   void score(std::uint32_t first, std::uint32_t count) {
     const std::uint32_t begin = std::max(first, range_.first_scored);
     const std::uint32_t end = std::min(first + count, tokens_ - 1);
@@ -472,7 +475,7 @@ class TokenEvaluation {
   std::uint32_t prompt_block_;
   std::vector<std::unique_ptr<SequenceDecoder>> decoders_;  // by configuration
   std::vector<std::vector<float>> logits_;                  // by configuration, [token, vocab]
-  std::vector<float> seconds_;  // the same, a token of what was fed last
+  std::vector<float> seconds_;  // [configuration]: seconds for a token of the last feed
   std::vector<EvalScores> scores_;
 };
 

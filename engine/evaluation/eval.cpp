@@ -19,7 +19,7 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-/// Texts as sequences, and which text each is of.
+/// Texts as sequences, and the text of each sequence.
 struct Sequences {
   std::vector<Ids> ids;
   std::vector<std::size_t> text;
@@ -35,7 +35,7 @@ SequenceOptions sequence_options(const EvalOptions& options, std::size_t sequenc
           .against_first = options.against_full};
 }
 
-/// Throws std::invalid_argument that names the text if nothing of a sequence of it is scored.
+/// Throws std::invalid_argument that names the text if nothing of the sequence would be scored.
 void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) {
   const std::string name =
       text < options.names.size() ? options.names[text] : fmt::format("{}", text + 1);
@@ -50,8 +50,8 @@ void check_scored(const Ids& ids, std::size_t text, const EvalOptions& options) 
   }
 }
 
-/// Cuts texts into sequences, each behind what the tokenizer puts before one; a text that begins
-/// with that itself has it once.
+/// Cuts texts into sequences. Each begins with the tokenizer's special tokens; if the text itself
+/// begins with them, they are not added again.
 Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
                        const EvalOptions& options) {
   const std::size_t first = options.before.size();
@@ -71,8 +71,8 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
       const std::size_t end = std::min(length, start + step);
       ids.insert(ids.end(), text.begin() + static_cast<std::ptrdiff_t>(start),
                  text.begin() + static_cast<std::ptrdiff_t>(end));
-      // A remainder shorter than half a window would be scored without a cache worth evicting from,
-      // and one that is all prompt not at all.
+      // A remainder shorter than half a window would hardly evict anything, and one that is all
+      // prompt would not be scored, so both are left out.
       const bool long_enough =
           ids.size() * 2 >= window &&
           (options.queries == Queries::all || ids.size() > std::size_t{options.prompt_tokens} + 1);
@@ -86,13 +86,13 @@ Sequences sequences_of(const ModelConfig& model, const std::vector<Ids>& texts,
   return sequences;
 }
 
-/// In tokens, the mean of heads.
+/// The budget in tokens, as the mean over heads.
 std::uint32_t budget_tokens_of(const CacheConfig& config, std::uint32_t length,
                                std::uint32_t head_size) {
   return config.budget_in_tokens(length, head_size) + config.policy.protected_prompt_tokens();
 }
 
-/// Which sequences a longer text has too.
+/// Which sequences a longer text contains, too.
 Overlaps overlaps_of(const Sequences& sequences, const EvalOptions& options) {
   std::vector<TextPiece> pieces;
   for (std::size_t s = 0; s < sequences.ids.size(); ++s) {
@@ -105,7 +105,7 @@ Overlaps overlaps_of(const Sequences& sequences, const EvalOptions& options) {
   return kvlab::overlaps_of(pieces);
 }
 
-/// "1", "2", … of texts without names.
+/// Names of the texts; "text 1", "text 2", … for those without a name.
 std::vector<std::string> names_of(std::size_t texts, std::vector<std::string> names) {
   for (std::size_t t = names.size(); t < texts; ++t) names.push_back(fmt::format("text {}", t + 1));
   return names;
@@ -118,7 +118,7 @@ std::vector<Segment> segments_of_sequence(const Ids& ids, std::size_t index,
                      scored_range(tokens, sequence_options(options, index, tokens, 1)).prompt);
 }
 
-/// Those whose budget fits every sequence.
+/// The configurations whose budget fits every sequence.
 std::vector<CacheConfig> fitting(const ModelConfig& model, const std::vector<Ids>& ids,
                                  std::vector<CacheConfig> configs, const EvalOptions& options) {
   return configs_that_fit(
@@ -130,7 +130,8 @@ std::vector<CacheConfig> fitting(const ModelConfig& model, const std::vector<Ids
       options.leave_out);
 }
 
-/// "" unless some configuration attends over more positions than the model was trained on.
+/// A warning if some configuration attends over more positions than the model was trained on; else
+/// "".
 std::string note_of_context(const ModelConfig& model, const std::vector<Ids>& ids,
                             std::span<const CacheConfig> configs, const EvalOptions& options) {
   std::uint32_t longest = 0;
@@ -148,11 +149,11 @@ std::string note_of_context(const ModelConfig& model, const std::vector<Ids>& id
       longest, model.trained_context, model.trained_context);
 }
 
-/// Budgets at which no configuration evicts anything.
+/// Notes for budgets at which no configuration evicts anything.
 std::vector<std::string> notes_of_budgets(const ModelConfig& model, std::uint32_t length,
                                           std::uint32_t prompt,
                                           std::span<const CacheConfig> configs) {
-  std::map<std::string, bool> evicts;  // by budget
+  std::map<std::string, bool> evicts;  // [budget]
   for (const CacheConfig& config : configs)
     if (config.evicts() && config.budget.is_even()) {
       bool& any = evicts[config.budget.text()];
@@ -169,7 +170,7 @@ std::vector<std::string> notes_of_budgets(const ModelConfig& model, std::uint32_
   return notes;
 }
 
-/// What configurations hold over the sequences.
+/// The memory of the configurations over the sequences.
 std::vector<std::vector<Memory>> memory_of(const ModelConfig& model, const std::vector<Ids>& ids,
                                            std::span<const CacheConfig> configs,
                                            const EvalOptions& options) {
@@ -183,13 +184,13 @@ std::vector<std::vector<Memory>> memory_of(const ModelConfig& model, const std::
   return memory;
 }
 
-/// Sequence by sequence, `at_once` of them: run(ids, configs, SequenceOptions).
+/// Calls run(ids, configs, SequenceOptions) for each sequence, `at_once` at a time.
 template <class Run>
 std::vector<std::vector<EvalScores>> run_each(const std::vector<Ids>& sequences,
                                               const EvalOptions& options, unsigned at_once,
                                               Run run) {
   std::vector<std::vector<EvalScores>> scores(sequences.size());
-  std::vector<double> done(sequences.size());  // tokens, under all configurations
+  std::vector<double> done(sequences.size());  // [sequence]: tokens done, under all configurations
   double tokens = 0;
   for (const Ids& ids : sequences) tokens += static_cast<double>(ids.size());
   if (options.progress) options.progress(0);
@@ -221,7 +222,8 @@ std::vector<std::vector<EvalScores>> run_sequences_in_turn(
 SweepRunner layer_sweep_runner(const Model& model) {
   return [model](const std::vector<Ids>& sequences, std::span<const CacheConfig> configs,
                  const EvalOptions& options) {
-    // Windows are independent: one thread each. A single stream spreads over its heads instead.
+    // Windows are independent and get one thread each. A single stream uses threads for its heads
+    // instead.
     return run_each(sequences, options, sequences.size() == 1 ? 1 : options.threads,
                     [&](const Ids& ids, const SequenceOptions& how) {
                       return evaluate_by_layers(model, ids, configs, how);

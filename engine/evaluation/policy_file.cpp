@@ -45,20 +45,21 @@ void refuse_reserved_and_unknown(const JsonFields& fields, const json& top) {
   }
 }
 
-/// A protection, parameter or modifier as the command line writes it: 4, "50%", yes.
+/// A protection, parameter or modifier as text of the command line: 4, "50%", yes.
 std::string setting_text(const JsonFields& fields, const std::string& key) {
   const json& value = fields.any(key);
   if (value.is_number_unsigned()) return fmt::format("{}", value.get<std::uint64_t>());
   if (value.is_number()) return fmt::format("{}", value.get<double>());
   if (value.is_boolean()) return value.get<bool>() ? "yes" : "no";
   std::string text = value.is_string() ? value.get<std::string>() : ":";
-  // A colon would smuggle in another setting.
+  // A colon would add another setting.
   if (text.find(':') != std::string::npos)
     fail(fields, fmt::format("key '{}' should be a number, or a share such as \"50%\"", key));
   return text;
 }
 
-/// `:every=64:once=yes`; those that are not there are as the policy has them.
+/// The modifiers as text, `:every=64:once=yes`. Modifiers that are not in the file keep the
+/// policy's default.
 std::string modifiers_from(const JsonFields& modifiers, const JsonFields& file) {
   std::string text;
   for (const auto& [name, value] : file.any("modifiers").items()) {
@@ -70,8 +71,7 @@ std::string modifiers_from(const JsonFields& modifiers, const JsonFields& file) 
   return text;
 }
 
-/// Puts the policy together as `name:param=value:sinks=…:recent=…`, so that one parser checks it
-/// all.
+/// Builds the text `name:param=value:sinks=…:recent=…`, so that one parser checks everything.
 PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compiled) {
   const std::string name = fields.text("policy");
   const PolicySpec plain = parse_policy(name, {}, compiled);
@@ -98,7 +98,7 @@ PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compile
   return parse_policy(text, {}, compiled);
 }
 
-/// The policy that the file was made with, if that is not kvlab's own.
+/// The compiled policy of the file, if the policy is not one of kvlab's.
 CompiledPolicies source_of(const JsonFields& fields, const CompiledPolicies& compiled) {
   CompiledPolicies own;
   if (fields.has("source")) {
@@ -110,8 +110,8 @@ CompiledPolicies source_of(const JsonFields& fields, const CompiledPolicies& com
   return own;
 }
 
-/// Tokens, a list of them by layer and KV head, bytes: "64KiB", or how a mean is shared:
-/// "pyramid(128)".
+/// Reads a budget: tokens; a list of tokens by layer and KV head; bytes ("64KiB"); or a mean that
+/// is distributed ("pyramid(128)").
 Budget budget_from(const JsonFields& fields, const PolicySpec& policy) {
   const json& budget = fields.any("budget");
   if (budget.is_string()) {
@@ -163,7 +163,7 @@ nlohmann::ordered_json modifiers_json(const PolicySpec& policy) {
   return object;
 }
 
-/// A protection as policy.json writes it: tokens as a number, a share as text.
+/// A protection in policy.json: tokens as a number, a share as text.
 json protected_json(Extent extent) {
   if (!extent.is_share) return extent.tokens;
   return fmt::format("{}%", extent.share_ppm / 1e4);

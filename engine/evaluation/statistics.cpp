@@ -30,7 +30,7 @@ Values ranks_of(std::span<const double> values) {
   return ranks;
 }
 
-/// Resamples of `count` items, with replacement; each time the same.
+/// Resamples of `count` items with replacement, the same in each run.
 class Resamples {
  public:
   explicit Resamples(std::size_t count) : items_(count) {}
@@ -44,7 +44,7 @@ class Resamples {
   std::vector<std::size_t> items_;
 };
 
-/// The middle 95%.
+/// The interval of the middle 95% of the values.
 Interval middle_of(Values values) {
   return {quantile(values, 0.025), quantile(std::move(values), 0.975)};
 }

@@ -25,22 +25,23 @@
 namespace kvlab {
 namespace {
 
-/// The evicting run of one KV head, as it is watched.
+/// The state of one watched KV head.
 struct WatchedHead {
-  std::unique_ptr<LiveSet> shadow;      // the simulator's, fed with the engine's observations
-  std::unique_ptr<FeatureMaker> maker;  // the simulator's too; null where there are no features
-  std::vector<float> features;          // the engine's, of the append in progress
-  std::vector<Observation> seen;        // of the append in progress, by age
-  std::map<std::uint32_t, std::vector<std::uint32_t>> victims;  // by `now`: positions
+  std::unique_ptr<LiveSet> shadow;      // the simulator's set, fed with the engine's observations
+  std::unique_ptr<FeatureMaker> maker;  // computes features as the simulator does; null if there
+                                        // are none
+  std::vector<float> features;          // the engine's features of the current append
+  std::vector<Observation> seen;        // observations of the current append, oldest first
+  std::map<std::uint32_t, std::vector<std::uint32_t>> victims;  // [now]: positions of the victims
 };
 
-/// The first eviction on which a free-running replay of one head disagrees, if any.
+/// The first eviction in which a free-running replay of one head differs, if any.
 class FreeRun {
  public:
   FreeRun(const WatchedHead& head, std::uint32_t layer, std::uint32_t kv_head)
       : head_(head), layer_(layer), kv_head_(kv_head) {}
 
-  /// Before tokens are evicted for `now`.
+  /// Called before tokens are evicted for `now`.
   void compare(std::uint32_t now, const LiveSet& live) {
     settle(live);
     if (parting || live.surplus() == 0) return;
@@ -49,8 +50,8 @@ class FreeRun {
     keys_ = live.eviction_keys(now);
   }
 
-  /// Which tokens were evicted since then, of a tier plan not just the first by rank, beside whom
-  /// the engine evicted.
+  /// Compares the tokens evicted since then with the engine's victims. Under a tier plan these are
+  /// not just the first by rank.
   void settle(const LiveSet& live) {
     std::sort(keys_.begin(), keys_.end());
     const EvictionKey* spared = nullptr;  // the token that the engine should have evicted,
@@ -179,7 +180,7 @@ class Verifier::Watch final : public DecoderObserver {
   }
 
   VerifyReport report;
-  VerifyReport finish();  ///< asks (c)
+  VerifyReport finish();  ///< runs check (c)
 
  private:
   std::vector<std::optional<Parting>> run_free(const RopeTable& rope, std::uint32_t layer,
@@ -211,7 +212,7 @@ class Verifier::Watch final : public DecoderObserver {
     }
   }
 
-  /// The features are the engine's here; compare_features() holds them to their definition.
+  /// Appends with the engine's features. compare_features() checks them against their definition.
   void append_with_features(std::uint32_t layer, std::uint32_t kv_head, WatchedHead& head,
                             const LiveTokens& live) {
     const Append& append = appends_.back();
@@ -230,7 +231,8 @@ class Verifier::Watch final : public DecoderObserver {
              kv_head, append.first);
   }
 
-  /// After append(): what the keys and values of the append come to, bit for bit.
+  /// After append(): compares the engine's features with those computed from keys and values, bit
+  /// for bit.
   void compare_features(std::uint32_t layer, std::uint32_t kv_head, WatchedHead& head) {
     const Append& append = appends_.back();
     const std::size_t offset = std::size_t{append.first} * shape_.head_size;
@@ -265,15 +267,15 @@ class Verifier::Watch final : public DecoderObserver {
   ResolvedConfig requested_;
   std::optional<Dtype> rounding_;
   VerifyOptions how_;
-  std::shared_ptr<const OutputProjections> output_;  // null where no feature takes it
+  std::shared_ptr<const OutputProjections> output_;  // null if no feature reads it
   std::optional<AttentionCheck> attention_;
-  std::optional<LogitComparison> logits_;  // none without a model to compare with
+  std::optional<LogitComparison> logits_;  // none without a reference model
   std::vector<WatchedHead> heads_;         // [layer, kv_head]
   std::vector<Append> appends_;
-  bool in_prompt_ = false;  // the last append was of a prompt
+  bool in_prompt_ = false;  // whether the last append was of a prompt
 };
 
-/// The KV heads of a layer from `first` on, query by query.
+/// Runs the KV heads of a layer freely from `first` on, query by query.
 std::vector<std::optional<Parting>> Verifier::Watch::run_free(const RopeTable& rope,
                                                               std::uint32_t layer,
                                                               std::uint32_t first,
@@ -365,7 +367,7 @@ VerifyReport verify_decoder(Backend& backend, const ResolvedConfig& cache,
   for (const VerifyTurn& turn : turns)
     tokens += static_cast<std::uint32_t>(turn.prompt.size()) + turn.decode_tokens;
   const auto decoder = backend.watched_decoder(cache, tokens, verifier.observer());
-  // What others run, too: it may take other kernels than one that is watched.
+  // A decoder without an observer, which may use different kernels than a watched one.
   const auto alone = options.reference ? backend.decoder(cache, tokens) : nullptr;
   const auto feed = [&](std::span<const std::int32_t> ids, SegmentKind kind) {
     const std::span<const float> logits = decoder->feed(ids, kind);

@@ -1,4 +1,4 @@
-// What the benchmarks share: a model, ids, what the GPU can do at most, times by its clock.
+// Helpers of the benchmarks: a model, ids, limits of the GPU, times by the device's clock.
 #pragma once
 
 #include <algorithm>
@@ -12,28 +12,27 @@
 
 namespace kvlab {
 
-/// Throws std::runtime_error.
+/// Throws std::runtime_error if there is no CUDA device.
 void refuse_without_device();
-/// A checkpoint's weights, or random ones; throws without a device, too.
+/// Loads a checkpoint's weights or random ones. Throws std::runtime_error without a device.
 DeviceModel bench_model(const BenchModel& model);
-/// What stands first: the bench's name, what it is of, and where.
+/// The first keys of a result: name of the benchmark, model, device.
 nlohmann::ordered_json bench_of(const char* name, const DeviceModel& model);
-/// Any ids: a model's speed does not depend on them.
+/// Some ids. A model's speed does not depend on them.
 std::vector<std::int32_t> bench_ids(std::size_t count, std::uint32_t vocab);
 
-/// How fast the device reads memory, in bytes per second. Whatever moves so many bytes again and
-/// again is held to what reading as many takes: where they fit the L2 cache, or nearly, a part of
-/// them is found there.
+/// How fast the device reads memory, in bytes per second. A launch that moves some bytes again and
+/// again is compared with reading as many bytes again and again, because a part of them is found in
+/// the L2 cache if they fit it, or nearly.
 class ReadLimits {
  public:
   ReadLimits();
 
-  /// Of memory that is much larger than the L2 cache.
+  /// The rate for memory that is much larger than the L2 cache.
   double memory() const { return memory_; }
-  /// Of `bytes` that are read again and again; not less than of memory. Measured when first asked
-  /// for.
+  /// The rate for reading `bytes` again and again, at least memory(). Measured on the first call.
   double of(std::uint64_t bytes);
-  /// The share of that, of `bytes` moved in so long; see share_of_limit().
+  /// `bytes` moved in `milliseconds`, as a share of that rate; see share_of_limit().
   double share(const std::string& what, std::uint64_t bytes, double milliseconds);
 
  private:
@@ -41,7 +40,7 @@ class ReadLimits {
   double memory_;
   std::map<std::uint64_t, double> measured_;
 };
-/// Operations per second of a large product of random matrices by cuBLASLt, sums in float32.
+/// Operations per second of a large product of random matrices by cuBLASLt, with float32 sums.
 double matrix_flops_per_second(kernels::Type type);
 
 template <class Enqueue>
@@ -54,7 +53,7 @@ double milliseconds_of(cudaStream_t stream, Enqueue enqueue) {
   return static_cast<double>(end.since(start));
 }
 
-/// Of so many, or of one that is long; warmed up.
+/// The median of `repeats` runs after a warm-up run, or of one run if that takes over 1 s.
 template <class Enqueue>
 double median_milliseconds(cudaStream_t stream, Enqueue enqueue, int repeats = 5) {
   constexpr double is_long = 1000;

@@ -1,4 +1,4 @@
-// Decode attention over blocks of slots beside slots one behind the other.
+// Times decode attention over blocks of slots, next to contiguous slots.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,14 @@
 
 namespace kvlab {
 
-/// Sequences of `slots` live tokens each, in bfloat16.
+/// Sequences with `slots` live tokens each, in bfloat16.
 struct PagedBenchShape {
   std::uint32_t head_size, group, kv_heads, batch, slots;
-  std::uint64_t pool;  ///< bytes of keys and values, of all layers, at most
+  std::uint64_t pool;  ///< most bytes of keys and values, over all layers
 };
 
-/// Microseconds of one layer's attention, by pages: 0 (no blocks), 16 and 64 slots, where a block
-/// is [slot, kv_head, dim] (NHD) and where it is [kv_head, slot, dim] (HND).
+/// Microseconds of one layer's attention by page size: 0 (no blocks), 16 and 64 slots, for blocks
+/// [slot, kv_head, dim] (NHD) and [kv_head, slot, dim] (HND).
 nlohmann::ordered_json bench_pages(const PagedBenchShape& shape);
 
 }  // namespace kvlab

@@ -1,6 +1,6 @@
-// Shows observers what an evicting cache does: who was live, what each received, the policy's
-// states, q, k and v. It copies everything to the host after each append and waits, so it is for
-// verification, not for speed.
+// Reports to observers what an evicting cache does: live tokens, what each received, policy states,
+// q, k and v. It copies everything to the host after each append and waits, so it is for
+// verification only.
 #pragma once
 
 #include <map>
@@ -11,7 +11,7 @@ namespace kvlab {
 
 class CacheWatch {
  public:
-  /// `cache` must outlive it, and be made to be watched.
+  /// `cache` must outlive it and be made with `watched`.
   CacheWatch(const EvictingCache& cache, const ModelConfig& config, const CaptureShape& shape,
              int sequences, cudaStream_t stream);
 
@@ -19,14 +19,14 @@ class CacheWatch {
   bool watches(int sequence) const { return observers_.contains(sequence); }
   bool watches_any() const { return !observers_.empty(); }
 
-  // An append of many tokens of a watched sequence.
+  // An append of many tokens to a watched sequence.
   void begin(int sequence, std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
              bool new_segment);
-  /// Behind its attention.
+  /// Called after the part's attention.
   void part(std::uint32_t layer, const PromptChunk& part, const LayerOutputs& outputs);
   void end();
 
-  /// A step that fed one token to each of these. `outputs`: LayerOutputMemory::step_data.
+  /// A step fed one token to each of `fed`. `outputs`: LayerOutputMemory::step_data.
   struct Fed {
     int sequence;
     std::int32_t id;
@@ -37,14 +37,14 @@ class CacheWatch {
   void stepped(std::span<const Fed> fed, const std::byte* outputs);
 
  private:
-  /// One KV head's live tokens by age.
+  /// One KV head's live tokens, oldest first.
   struct Head {
     std::vector<std::uint32_t> positions;
     std::vector<std::byte> states;
     std::vector<float> features;
     std::vector<Observation> seen;
   };
-  /// Arrays of slots, on the host.
+  /// Arrays over slots, on the host.
   struct Slots {
     std::vector<std::uint32_t> positions;
     std::vector<std::byte> states;
@@ -68,7 +68,7 @@ class CacheWatch {
   cudaStream_t stream_;
   std::map<int, DecoderObserver*> observers_;
   std::map<std::tuple<int, std::uint32_t, std::uint32_t>, std::vector<std::uint32_t>> live_;
-  int sequence_ = 0;  // of the append
+  int sequence_ = 0;  // sequence of the append
   std::uint32_t first_ = 0, appended_ = 0;
   CapturedLayer captured_;
 };

@@ -1,5 +1,5 @@
-// A cache that evicts, of the engine's decoder: caches of slots for the layers that the policy acts
-// on, rings for those with a window. In decoding everything is in the step's graph.
+// The CUDA decoder's cache that evicts: slot caches for the layers that the policy acts on, rings
+// for layers with a window. In decoding everything is in the step's graph.
 #pragma once
 
 #include "engine/cuda/cache/device_cache.hpp"
@@ -10,9 +10,9 @@
 
 namespace kvlab {
 
-/// What the decoder's caches of slots are made for, but for what only a device has: kernels of
-/// policies from a source, and weights. Throws std::invalid_argument for caches that do not go
-/// together, or do not fit.
+/// The configuration of the decoder's slot caches, without what needs a device: kernels of compiled
+/// policies, and weights. Throws std::invalid_argument for caches that cannot be combined, or do
+/// not fit.
 kernels::SlotsConfig slots_config(const DeviceShape& model, const CudaDecoderOptions& options);
 
 class EvictingCache final : public DeviceCache {
@@ -20,7 +20,7 @@ class EvictingCache final : public DeviceCache {
   /// `batch` must outlive it. Throws as slots_config() does.
   EvictingCache(const DeviceModel& model, const BatchState& batch, CudaDecoderOptions options,
                 cudaStream_t stream);
-  /// What it allocates; where the longest append is known, with what that adds.
+  /// Bytes that it allocates, with those of the longest append if its length is known.
   static CacheBytes bytes(const DeviceModel& model, const CudaDecoderOptions& options);
 
   BatchState::Row row(std::uint32_t fed) const override;
@@ -41,17 +41,17 @@ class EvictingCache final : public DeviceCache {
   }
   void pretend(int sequence, std::uint32_t tokens) override;
 
-  // For those who watch.
+  // For CacheWatch.
   const WindowRings& rings() const { return rings_; }
   const kernels::SlotCaches& slots() const { return slots_; }
-  /// Which of the slots' layers.
+  /// The layer's index among the layers of slots().
   std::uint32_t index_of(std::uint32_t layer) const { return layer_indices_[layer]; }
 
  private:
   class Prompt;
   class Step;
   kernels::AttendedRows attended(const LayerOutputs& to) const;
-  /// The rest of a ring's write.
+  /// Completes the arguments of a ring's write.
   kernels::RopeWriteArgs rotated(std::uint32_t layer, kernels::RopeWriteArgs args) const;
 
   const DeviceModel& model_;
@@ -60,7 +60,7 @@ class EvictingCache final : public DeviceCache {
   CudaDecoderOptions options_;
   cudaStream_t stream_;
   std::vector<std::uint32_t> layer_indices_;          // [layer]
-  std::unique_ptr<kernels::PolicyKernels> compiled_;  // or null: the policy is in the registry
+  std::unique_ptr<kernels::PolicyKernels> compiled_;  // null: the policy is in the registry
   kernels::SlotCaches slots_;
   WindowRings rings_;
   ObserverBranch branch_;

@@ -1,5 +1,5 @@
-// A step's attentions, layer by layer on one stream, and on a branch of it what shows the policy
-// what was attended: nothing waits for that before the step's end.
+// A step's attention, layer by layer on one stream. Observation runs on a parallel branch that only
+// the end of the step waits for.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace kvlab {
 
-/// What the steps of a cache share, one at a time.
+/// State that the steps of a cache share. Only one step uses it at a time.
 struct ObserverBranch {
-  /// Layers alternate between two halves of the workspaces. Before one is used again the stream
-  /// waits for what was observed there a whole half ago: seldom, since each wait takes about a
-  /// microsecond.
+  /// Layers alternate between two halves of the workspaces. Before a workspace is reused, the
+  /// stream waits for the observations of a whole half earlier. Such waits are rare, because each
+  /// takes about 1 µs.
   static constexpr int kHalf = 4;
   static int workspaces(std::size_t layers) {
     return static_cast<int>(std::min<std::size_t>(layers, 2 * kHalf));
@@ -23,22 +23,22 @@ struct ObserverBranch {
 
   cuda::Stream stream;
   cuda::Event attended;
-  std::array<cuda::Event, 2> observed;  ///< of each half
+  std::array<cuda::Event, 2> observed;  ///< [half]
 };
 
 class ObservedAttention {
  public:
-  /// `layers`: of a step, in order, with workspaces that are used again as ObserverBranch says.
+  /// `layers`: a step's layers in order, with workspaces that are reused as ObserverBranch says.
   /// `kernels` and `branch` must outlive it.
   ObservedAttention(const kernels::EvictionKernels& kernels,
                     std::vector<kernels::EvictingAttentionArgs> layers,
                     const ObserverBranch& branch, cudaStream_t stream);
 
   void attend(std::size_t layer) const;
-  /// Behind the first launch after that attention, which most needs to come soon: may branch off
-  /// here what is to be observed.
+  /// Call it after the first launch after that attention, which is the most urgent one. May start
+  /// the observation branch here.
   void observe(std::size_t layer) const;
-  /// Ends the step: the stream goes on when all layers have been observed.
+  /// Ends the step: the stream waits until all layers were observed.
   void join() const;
 
  private:
@@ -48,8 +48,8 @@ class ObservedAttention {
   std::vector<kernels::EvictingAttentionArgs> layers_;
   const ObserverBranch& branch_;
   cudaStream_t stream_;
-  std::size_t together_;   ///< layers that are observed at once
-  bool beside_attention_;  ///< of the next layer
+  std::size_t together_;   ///< layers that are observed together
+  bool beside_attention_;  ///< observe beside the next layer's attention
 };
 
 }  // namespace kvlab

@@ -28,7 +28,7 @@ class WindowRings {
   kernels::RopeWriteArgs write(std::uint32_t layer) const;
   void attend(std::uint32_t layer, int rows, const std::byte* q, const LayerOutputs& to) const;
 
-  /// Likewise of `rows` tokens of a prompt, from a position on.
+  /// The same for `rows` tokens of a prompt, from a position on.
   kernels::RopeWriteArgs write(std::uint32_t layer, int sequence, std::uint32_t position) const;
   void attend(std::uint32_t layer, int sequence, std::uint32_t position, int rows,
               const std::byte* q, const LayerOutputs& to) const;

@@ -1,4 +1,4 @@
-// The weights of a model in device memory, in one block.
+// The weights of a model in one block of device memory.
 #pragma once
 
 #include <filesystem>
@@ -16,12 +16,12 @@ namespace kvlab {
 
 kernels::Type kernel_type(Dtype dtype);
 
-/// A product's weight, and bias where there is one.
+/// The weight of a product, and its bias if it has one.
 struct DeviceMatrix {
   int n = 0, k = 0;
   void* weight = nullptr;  // [n, k]
   void* bias = nullptr;    // [n], or null
-  int experts = 0;         ///< such matrices one behind the other, and biases; 0: one
+  int experts = 0;  ///< number of such matrices and biases one after another; 0: a single one
 };
 
 struct DeviceLayer {
@@ -31,19 +31,19 @@ struct DeviceLayer {
   void* sinks = nullptr;                                    // [query_head], or null
   DeviceMatrix qkv;  ///< query heads, then key heads, then value heads
   DeviceMatrix output;
-  DeviceMatrix router;   ///< a layer of experts has one
-  DeviceMatrix gate_up;  ///< the gate's rows, then those of up
+  DeviceMatrix router;   ///< only in layers with experts
+  DeviceMatrix gate_up;  ///< rows of gate, then rows of up
   DeviceMatrix down;
 };
 
 struct DeviceWeights {
   void* embedding = nullptr;  // [vocab, hidden]
-  DeviceMatrix head;          ///< the embedding itself where it is tied
+  DeviceMatrix head;          ///< the embedding, if it is tied
   void* norm = nullptr;       // [hidden]
   std::vector<DeviceLayer> layers;
 };
 
-/// What a model's caches are laid out by: needs no device.
+/// The shape of a model that determines its caches. Needs no device.
 class DeviceShape {
  public:
   DeviceShape(ModelConfig config, Dtype dtype) : config_(std::move(config)), dtype_(dtype) {}
@@ -51,13 +51,15 @@ class DeviceShape {
   const ModelConfig& config() const { return config_; }
   Dtype dtype() const { return dtype_; }
   kernels::Type type() const { return kernel_type(dtype_); }
-  /// Bytes of one token's key in one head, or of its value.
+  /// Bytes of one token's key, or value, in one head.
   std::size_t key_bytes() const { return config_.head_size * bytes_of(dtype_); }
-  /// Bytes of keys and values of so many tokens, all layers and KV heads; windows hold no more.
+  /// Bytes of the keys and values of `tokens` tokens over all layers and KV heads. Layers with a
+  /// window count at most the window.
   std::uint64_t cache_bytes(std::uint64_t tokens) const;
-  /// A layer's attention over a cache [sequence, kv_head, slot, dim] of `slots` for each head.
+  /// The shape of a layer's attention over a cache [sequence, kv_head, slot, dim] with `slots`
+  /// slots for each head.
   kernels::AttentionShape attention_shape(int slots, std::uint32_t layer = 0) const;
-  /// [query_head], in device memory: a layer's sink logits, or null.
+  /// A layer's sink logits [query_head] in device memory, or null.
   const float* sinks(std::uint32_t layer) const;
 
  protected:
@@ -66,26 +68,28 @@ class DeviceShape {
   cuda::DeviceBuffer sinks_;
 };
 
-/// Head sizes 64, 96, 128, 256, at most 16 query heads for a KV head.
+/// A model in device memory. Supports head sizes 64, 96, 128 and 256, and at most 16 query heads
+/// for a KV head.
 class DeviceModel : public DeviceShape {
  public:
-  /// Reads a checkpoint into device memory, tensor by tensor from the mapped files. The dtype is
-  /// the embedding's, or the one that is given; tensors of another dtype are rounded to it. Throws
-  /// std::runtime_error: what Model::load throws, a shape that the kernels do not take, too little
-  /// device memory (with what would fit).
+  /// Reads a checkpoint to device memory, tensor by tensor from the mapped files. The dtype is
+  /// `dtype` or else the embedding's; tensors of another dtype are rounded to it. Throws
+  /// std::runtime_error as Model::load does, for a shape that the kernels do not support, and for
+  /// too little device memory (the message says what would fit).
   static DeviceModel load(const std::filesystem::path& directory, std::optional<Dtype> dtype = {});
-  /// Weights sampled on the device, as a model is initialised: for benchmarks at real shapes.
+  /// Samples weights on the device as for initialisation, for benchmarks at real shapes.
   static DeviceModel random(ModelConfig config, std::uint64_t seed = 0);
 
-  /// Weights of the output projections, read back at the first call. From one thread.
+  /// The output projections, read back on the first call. Not thread-safe.
   std::shared_ptr<const OutputProjections> output_projections() const;
   const DeviceWeights& weights() const { return weights_; }
   std::uint64_t bytes() const { return block_.bytes(); }
-  /// Bytes that one decode step of one sequence reads: all but the embedding, of which it reads a
-  /// row, unless it is the head too, and but the experts that are not chosen.
+  /// Bytes of weights that one decode step of one sequence reads: all except the experts that are
+  /// not chosen, and except the embedding, of which it reads one row, unless it is also the head.
   std::uint64_t step_bytes() const;
 
-  /// XXH3-64 of the weight files (read anew) and of tokenizer.json; empty for random weights.
+  /// XXH3-64 of the weight files (which it reads again) and of tokenizer.json; empty for random
+  /// weights.
   std::string weights_xxh3() const;
   std::string tokenizer_xxh3() const;
 
@@ -95,7 +99,7 @@ class DeviceModel : public DeviceShape {
 
   cuda::DeviceBuffer block_;
   DeviceWeights weights_;
-  std::filesystem::path directory_;  ///< empty: random
+  std::filesystem::path directory_;  ///< empty for random weights
   mutable std::shared_ptr<const OutputProjections> output_;
 };
 

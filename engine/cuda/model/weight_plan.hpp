@@ -1,4 +1,4 @@
-// Which tensors a model has, and where each lies in the block of device memory.
+// Which tensors a model has, and where each is in the block of device memory.
 #pragma once
 
 #include <cstddef>
@@ -10,21 +10,22 @@
 
 namespace kvlab {
 
-enum class Initial { normal, ones, zeros };  ///< of random weights
+enum class Initial { normal, ones, zeros };  ///< how random weights are initialised
 
-/// Where a row's elements lie in a checkpoint's tensor: the first, and how far to the next.
+/// Where a row's elements are in a checkpoint's tensor: the first element, and the distance to the
+/// next.
 struct RowSource {
   std::size_t first, step;
 };
 
 struct WeightPart {
-  std::string name;  // as in the checkpoint
+  std::string name;  // name in the checkpoint
   std::vector<std::size_t> shape;
   Initial initial;
-  std::size_t offset;  ///< bytes
-  /// Rows that lie otherwise in the checkpoint; null: all is as it lies there.
+  std::size_t offset;  ///< in bytes
+  /// Where each row is in the checkpoint, if the order differs; null: the order is the same.
   std::function<RowSource(std::size_t row)> source = {};
-  std::size_t columns = 0;  ///< of such a row
+  std::size_t columns = 0;  ///< columns of such a row
 
   std::size_t elements() const;
 };
@@ -32,10 +33,10 @@ struct WeightPart {
 struct WeightPlan {
   std::vector<WeightPart> parts;
   std::size_t bytes = 0;
-  DeviceWeights weights;  ///< pointers into the block; null where `base` is
+  DeviceWeights weights;  ///< pointers into the block; null if `base` is
 };
 
-/// The plan of a model's weights; with a null `base` it says how many bytes they need.
+/// Plans a model's weights. With a null `base` it computes only how many bytes they need.
 WeightPlan plan_weights(const ModelConfig& config, Dtype dtype, std::byte* base);
 
 }  // namespace kvlab
