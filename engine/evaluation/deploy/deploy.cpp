@@ -41,7 +41,7 @@ void refuse_several_models(const RunInfo& info) {
           info.traces.front().name, trace.name));
 }
 
-/// What the yardsticks reached at the same budget.
+/// Scores of the baselines at the same budget.
 json baseline_scores(const MetricTable& metric_table, const Ballot& ballot) {
   json scores = json::object();
   for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
@@ -53,7 +53,7 @@ json baseline_scores(const MetricTable& metric_table, const Ballot& ballot) {
   return scores;
 }
 
-/// A column of a run's metrics as a budget, a share of the traces' length in tokens.
+/// The budget of a column of a run's metrics. A share becomes tokens by the traces' length.
 Budget budget_of(const RunInfo& info, const BudgetColumn& column) {
   for (const RunConfig& config : info.sweep)
     if (config.budget == column.text && config.budgets.size() == info.traces.front().layers)
@@ -140,7 +140,7 @@ std::vector<Confirmed> confirm(const Evaluation& evaluation, Ballot& ballot) {
   const Recommendation& made = judged.recommendation;
   std::vector<Confirmed> confirmed;
   const auto add = [&](std::size_t c, const Difference& from_choice, bool over) {
-    const std::size_t score = judged.scores[c];  // behind the full cache
+    const std::size_t score = judged.scores[c];  // score 0 is the full cache
     confirmed.push_back({score - 1, evaluation.scores[score], from_choice, over});
   };
   for (std::size_t i = 0; i < made.order.size(); ++i)
@@ -175,10 +175,10 @@ using nlohmann::json;
 
 const std::vector<double> kDepths{0, 0.25, 0.5, 0.75, 1};
 constexpr std::uint32_t kMinWords = 30;
-constexpr double kEnough = 0.8;  // of the questions, that the full cache has to find
+constexpr double kEnough = 0.8;  // share of the questions that the full cache must answer
 constexpr std::size_t kMostEvaluated = 12,
-                      kMostEvaluatedNear = 9;  // finalists, where there are more
-// Of the prompt itself: a cache behind it, and what is asked again to hear an answer out.
+                      kMostEvaluatedNear = 9;  // most finalists that answer all questions
+// Cost relative to the prompt: of a cache after it, and of asking again to hear the whole answer.
 constexpr double kCacheWork = 0.15, kAgainWork = 0.3;
 constexpr double kTokensOfWord = 1.4;
 
@@ -221,7 +221,7 @@ class FinalistEvaluator {
 
   static std::uint32_t first_round_samples(std::uint32_t samples) { return (samples + 3) / 4; }
 
-  /// A length at which the full cache finds four of five; 0: none.
+  /// The first length at which the full cache answers four of five questions; 0: none.
   std::uint32_t length_of(const TaskSpec& task, std::uint32_t most) {
     for (std::uint32_t words = most; words >= std::min(kMinWords, most) && words > 0; words /= 2) {
       std::vector<bool> full;
@@ -232,8 +232,8 @@ class FinalistEvaluator {
   }
 
  private:
-  /// The one with the lowest KL, and those with the best task accuracy: most of them near in KL,
-  /// some from anywhere.
+  /// The finalists that answer the rest of the questions: the one with the lowest KL, and those
+  /// with the best task accuracy, most of them near in KL.
   std::vector<std::size_t> goes_on(const std::vector<TaskAccuracy>& evaluated) const {
     std::vector<std::size_t> others(finalists_.size() - 1), chosen{0};
     std::iota(others.begin(), others.end(), std::size_t{1});
@@ -251,7 +251,7 @@ class FinalistEvaluator {
     return chosen;
   }
 
-  /// Answers [prompt][configuration], the full cache first.
+  /// Whether each answer is right, [prompt][configuration], the full cache first.
   std::vector<std::vector<bool>> answers(const TaskSpec& task, std::uint32_t words,
                                          std::span<const std::size_t> which, std::uint32_t first,
                                          std::uint32_t samples, double weight) {
@@ -264,7 +264,8 @@ class FinalistEvaluator {
                         .modes = {QueryMode::agnostic},
                         .configs = {CacheConfig{}},
                         .chat = plan_.chat,
-                        .beyond_context = true,  // where it finds nothing, words are halved
+                        .beyond_context = true,  // if the full cache finds nothing, the length is
+                                                 // halved
                         .answers = {.max_rows = plan_.max_rows}};
     for (const std::size_t f : which) request.configs.push_back(finalists_[f].config);
     request.answers.progress = [&](double part) {
@@ -280,7 +281,7 @@ class FinalistEvaluator {
     return right;
   }
 
-  /// Asks some of them the samples first … last - 1 of every task.
+  /// Asks the finalists `which` samples first to last - 1 of every task.
   void run(std::vector<TaskAccuracy>& evaluated, std::span<const std::size_t> which,
            std::uint32_t first, std::uint32_t last) {
     const double all = task_accuracy_work(finalists_.size(), plan_);
@@ -296,7 +297,7 @@ class FinalistEvaluator {
   }
 
  public:
-  /// Of one task.
+  /// The work of one task.
   static double work_of(std::size_t caches, std::uint32_t samples, std::uint32_t words) {
     return static_cast<double>(kDepths.size() * samples) * words * kTokensOfWord *
            (1 + (caches ? kAgainWork : 0) + kCacheWork * static_cast<double>(caches));
@@ -311,7 +312,7 @@ class FinalistEvaluator {
   double done_ = 0;
 };
 
-/// Those of `which` that answer best: by the first task, then by the next.
+/// The finalists of `which` with the best answers: by the first task, then by the next.
 std::vector<std::size_t> best_of(std::vector<std::size_t> which,
                                  std::span<const TaskAccuracy> evaluated) {
   for (const TaskAccuracy& task : evaluated) {
@@ -324,7 +325,7 @@ std::vector<std::size_t> best_of(std::vector<std::size_t> which,
   return which;
 }
 
-/// One share less another's, over the same samples.
+/// One share of right answers minus another, paired over the same samples.
 Difference from(const std::vector<bool>& own, const std::vector<bool>& other) {
   std::uint64_t gained = 0, lost = 0;
   for (std::size_t i = 0; i < own.size(); ++i) {
@@ -334,7 +335,7 @@ Difference from(const std::vector<bool>& own, const std::vector<bool>& other) {
   return share_difference(gained, lost, own.size());
 }
 
-/// "100% of passkey, 88% of needle".
+/// The shares as text: "100% of passkey, 88% of needle".
 std::string shares_text(std::span<const TaskAccuracy> evaluated, std::size_t finalist) {
   std::vector<std::string> shares;
   for (const TaskAccuracy& task : evaluated)

@@ -1,5 +1,5 @@
-// policy.json for users of kvlab.h: the integers that the library's calls take. Compiled into the
-// library, which knows the policies of the registry and no catalogue.
+// Reads policy.json for users of kvlab.h, as integers that the library's calls take. It is compiled
+// into the library, which contains the registered policies but no catalogue.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ std::string text_of(const std::string& path) {
   return text;
 }
 
-/// Tokens, or a share as text: "50%".
+/// Reads tokens, or a share as text ("50%").
 Extent extent_from(const JsonFields& protected_tokens, const char* key) {
   if (protected_tokens.any(key).is_number()) return tokens(protected_tokens.whole32(key));
   const std::string text = protected_tokens.text(key);
@@ -43,7 +43,7 @@ Extent extent_from(const JsonFields& protected_tokens, const char* key) {
   return {.share_ppm = static_cast<std::uint32_t>(std::lround(share * 1e4)), .is_share = true};
 }
 
-/// Of a word among those that a modifier takes: whether it is the second.
+/// Reads a modifier with two possible words. Returns whether it is the second.
 bool is_second(const JsonFields& fields, const char* key, const char* first, const char* second) {
   if (!fields.has(key)) return false;
   const std::string word = fields.text(key);
@@ -94,7 +94,7 @@ void read_policy(const JsonFields& top, kvlab_policy_file& file) {
     top.refuse("params", "numbers in the ranges of `kvlab policies` are expected");
 }
 
-/// One number, or one for each head; null: all tokens stay.
+/// Reads a layer's budgets: one number, or one for each head; null: all tokens stay.
 std::vector<std::uint32_t> layer_from(const json& layer, std::size_t heads,
                                       std::string_view where) {
   if (layer.is_null()) return std::vector<std::uint32_t>(heads, kNoBudget);
@@ -104,7 +104,7 @@ std::vector<std::uint32_t> layer_from(const json& layer, std::size_t heads,
   return own;
 }
 
-/// The mean of "pyramid(128)"; 0: it is none.
+/// The mean of "pyramid(128)"; 0 if the budget is not a pyramid.
 std::uint32_t pyramid_from(const json& budget) {
   const std::string text = budget.is_string() ? budget.get<std::string>() : "";
   unsigned mean = 0;

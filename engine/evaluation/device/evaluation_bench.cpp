@@ -1,4 +1,4 @@
-// What the end-to-end evaluation on a device costs, beside the products that it cannot do without.
+// Times the end-to-end evaluation on a device, next to the products that it cannot avoid.
 #include <algorithm>
 #include <chrono>
 
@@ -8,10 +8,10 @@
 namespace kvlab {
 namespace {
 
-constexpr int kRepeats = 3;  // the fastest counts
+constexpr int kRepeats = 3;  // the fastest run counts
 
 /// Operations of all products of one configuration: every token through the layers, and the head
-/// for those that are scored.
+/// for scored tokens.
 double product_flops(const ModelConfig& config, double tokens, double scored) {
   const double heads = config.query_heads + 2.0 * config.kv_heads,
                of_layer = config.hidden *
@@ -27,7 +27,7 @@ nlohmann::ordered_json bench_eval(const EvalBenchOptions& options) {
   const EvalOptions how{.prompt_tokens = options.prompt_tokens, .threads = options.threads};
   const std::vector<std::vector<std::int32_t>> ids{bench_ids(options.tokens, model.config().vocab)};
   double seconds = 0;
-  for (int run = 0; run <= kRepeats; ++run) {  // the first one compiles the policies' walks
+  for (int run = 0; run <= kRepeats; ++run) {  // the first run compiles the policies' kernels
     const auto start = std::chrono::steady_clock::now();
     run_sweep(ids, options.configs, how);
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;

@@ -21,12 +21,12 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-constexpr int kTileRows = 8192;             // that go through a product together
-constexpr std::size_t kScoredRows = 1024;   // whose logits are held at once
-constexpr double kUsableMemory = 0.9;       // of what is free
-constexpr std::size_t kReserve = 1u << 29;  // what CUDA loads later
+constexpr int kTileRows = 8192;             // rows of one product
+constexpr std::size_t kScoredRows = 1024;   // rows of logits in memory at once
+constexpr double kUsableMemory = 0.9;       // share of the free memory
+constexpr std::size_t kReserve = 1u << 29;  // bytes that CUDA needs later
 
-/// What a sweep keeps from sequence to sequence.
+/// State that a sweep keeps from sequence to sequence.
 struct DeviceEvaluation {
   explicit DeviceEvaluation(const DeviceModel& of)
       : model(of),
@@ -43,7 +43,8 @@ struct DeviceEvaluation {
   cuda::DeviceBuffer projections;  // [row of a tile, query heads, key heads, value heads, dim]
 };
 
-/// Whose threshold counts: it means nothing to a cache that never evicts.
+/// The configuration whose threshold counts. The threshold has no meaning for caches that never
+/// evict.
 const CacheConfig& first_evicting(std::span<const CacheConfig> configs) {
   const auto found = std::ranges::find_if(configs, &CacheConfig::evicts);
   return found == configs.end() ? configs.front() : *found;
@@ -78,7 +79,7 @@ ModelShape shape_of(const DeviceModel& model) {
   return shape;
 }
 
-/// Null where no feature takes them.
+/// The output projections; null if no feature reads them.
 std::shared_ptr<const OutputProjections> projections_for(const DeviceModel& model,
                                                          std::span<const CacheConfig> configs) {
   const bool wanted = std::ranges::any_of(
@@ -93,17 +94,18 @@ HeadArithmetic arithmetic_of(const DeviceModel& model, const CacheConfig& config
           .threshold16 = request_threshold16(config.threshold)};
 }
 
-/// The rows of configurations side by side: those that all have in common, which are computed once,
-/// then each configuration's own.
+/// The rows of a group of configurations: first the shared ones, which are computed once, then each
+/// configuration's own.
 struct EvalRows {
   std::size_t shared, own, configs;
   std::size_t all() const { return shared + configs * own; }
-  std::size_t of_config() const { return shared + own; }  ///< as attention sees it
-  /// Of a token that is not shared.
+  /// Rows of a configuration, as attention sees them.
+  std::size_t of_config() const { return shared + own; }
+  /// The row of a token that is not shared.
   std::size_t row(std::size_t config, std::size_t token) const { return config * own + token; }
 };
 
-/// Hidden states and what attention takes and gives.
+/// Hidden states, and inputs and outputs of attention.
 struct GroupMemory {
   GroupMemory(cuda::Arena& arena, const DeviceModel& model, const EvalRows& rows)
       : x(arena.take<float>(rows.all() * model.config().hidden)),
@@ -118,9 +120,9 @@ struct GroupMemory {
     return model.config().query_heads * model.key_bytes();
   }
   float* x = nullptr;          // [row, hidden]
-  std::byte* heads = nullptr;  // [row, query_head, dim]: queries, then outputs
+  std::byte* heads = nullptr;  // [row, query_head, dim]: queries, later outputs
   std::int32_t *configs = nullptr, *tokens = nullptr;  // [row]
-  std::byte* whole = nullptr;  // [config, token, query_head, dim]: heads, for attention
+  std::byte* whole = nullptr;  // [config, token, query_head, dim]: `heads`, arranged for attention
 };
 
 /// One sequence under all configurations.
@@ -204,7 +206,7 @@ class SequenceRun {
       each(first, static_cast<int>(std::min<std::size_t>(kTileRows, rows - first)));
   }
 
-  /// Leaves the hidden states behind the last layer.
+  /// Runs all layers and leaves the last hidden states in `memory`.
   void forward(std::span<const ResolvedConfig* const> group, const EvalRows& rows,
                const GroupMemory& memory, std::size_t first) {
     EvalAttention attention(plan_, group, tables_, options_.threads, on_.product, on_.streams,
@@ -227,7 +229,7 @@ class SequenceRun {
     }
   }
 
-  /// The tokens' embeddings, and which token of which configuration a row is.
+  /// Computes the embeddings, and which token of which configuration each row is.
   void embed(const EvalRows& rows, const GroupMemory& memory) {
     Ids config, token;
     const auto part = [&](std::size_t first, std::size_t count, std::size_t c) {
@@ -242,7 +244,7 @@ class SequenceRun {
     cuda::write(memory.tokens, token, "the end-to-end evaluation");
   }
 
-  /// Of the layers with a window, which have one table.
+  /// Makes the RoPE table of the layers with a window, which share one.
   void make_window_rope() {
     const auto row =
         std::ranges::find_if(config_.rows, [](const RowSpec& one) { return one.window > 0; });
@@ -256,7 +258,8 @@ class SequenceRun {
     on_.streams.synchronize();
   }
 
-  /// A layer on which no policy acts: each query sees its window, however the prompt comes.
+  /// Attention of a layer on which no policy acts. Each query sees its window, however the prompt
+  /// is appended.
   void attend_windows(std::uint32_t layer, const EvalRows& rows, const GroupMemory& memory,
                       const EvalAttention& attention) {
     const std::size_t of_keys = rows_ * config_.kv_heads * on_.model.key_bytes();
@@ -268,14 +271,15 @@ class SequenceRun {
                                       .q = heads,
                                       .keys = attention.keys() + c * of_keys,
                                       .values = attention.values() + c * of_keys,
-                                      .out = heads},  // a block reads just the rows that it writes
+                                      .out = heads},  // in place: a block reads only the rows that
+                                                      // it writes
                                      static_cast<int>(config_.rows[layer].window), stream()),
           "attention over windows");
     }
   }
 
-  /// Queries to memory.heads, keys and values to where attention reads them, before RoPE but in
-  /// layers with a window.
+  /// Computes queries to memory.heads, and keys and values to where attention reads them. They are
+  /// before RoPE, except in layers with a window.
   void project(std::uint32_t layer, const GroupMemory& memory, const EvalAttention& attention,
                std::size_t all_rows) {
     const std::size_t of_head = rows_ * config_.head_size;
@@ -311,7 +315,7 @@ class SequenceRun {
     return memory.heads + row * GroupMemory::row_bytes(on_.model);
   }
 
-  /// What was computed once, to each configuration: queries, and the keys and values that the first
+  /// Copies the shared rows to each configuration: queries, and the keys and values that the first
   /// one has.
   void share(const EvalRows& rows, const GroupMemory& memory, const EvalAttention& attention) {
     if (rows.shared == 0) return;
@@ -330,7 +334,7 @@ class SequenceRun {
                     rows.configs, stream());
   }
 
-  /// The way back: outputs to the rows that products take.
+  /// Copies outputs back to the rows that products take.
   void gather(const EvalRows& rows, const GroupMemory& memory) {
     if (rows.shared == 0) return;
     const std::size_t of_row = GroupMemory::row_bytes(on_.model);
@@ -394,8 +398,8 @@ class SequenceRun {
   const std::shared_ptr<const OutputProjections> output_;
   const HeadTaskPlan plan_;
   const Tables tables_;
-  const std::size_t rows_;  ///< of a configuration
-  std::size_t shared_ = 0;  ///< of them, that all configurations have in common
+  const std::size_t rows_;  ///< rows of a configuration
+  std::size_t shared_ = 0;  ///< rows that all configurations share
   std::vector<ResolvedConfig> resolved_;
   std::vector<const ResolvedConfig*> pointers_;
   cuda::DeviceBuffer device_ids_, full_x_, full_logits_, logits_, window_rope_;

@@ -1,4 +1,4 @@
-// The end-to-end evaluation on a device, of a build without CUDA.
+// Stands in for the end-to-end evaluation on a device in a build without CUDA.
 #include <stdexcept>
 
 #include "engine/evaluation/device/layered_evaluation.hpp"

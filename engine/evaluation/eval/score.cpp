@@ -18,7 +18,8 @@
 namespace kvlab {
 namespace {
 
-/// One configuration's scores by `tokens` of each sequence that counts, all their tokens together.
+/// One configuration's scores by blocks of `tokens` tokens of each sequence that counts; a block
+/// covers all sequences together.
 std::vector<EvalBlock> blocks_of(std::size_t c, const ScoredSequences& sequences,
                                  std::size_t tokens) {
   std::vector<EvalBlock> blocks;
@@ -46,7 +47,7 @@ std::vector<EvalBlock> blocks_of(std::size_t c, const ScoredSequences& sequences
   return blocks;
 }
 
-/// A metric that is no number is no metric.
+/// Throws if a score is not finite.
 void refuse_not_finite(const ScoredSequences& sequences, std::size_t c) {
   for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
     const std::vector<double>& nll = sequences.scores[s][c].nll;
@@ -60,7 +61,7 @@ void refuse_not_finite(const ScoredSequences& sequences, std::size_t c) {
   }
 }
 
-/// Scored tokens, and what the sequences hold.
+/// Adds the number of scored tokens, and the memory of the sequences.
 void add_means(EvalScore& score, std::size_t c, const ScoredSequences& sequences) {
   double counted = 0;
   for (std::size_t s = 0; s < sequences.scores.size(); ++s) {
@@ -116,7 +117,7 @@ void add_texts(EvalScore& score, std::size_t c, const ScoredSequences& sequences
   score.kl_deviation = spread_of(kl).deviation;
 }
 
-/// The full cache was not there: nothing is compared with it.
+/// Without the full cache there is nothing to compare with: sets the scores against it to NaN.
 void forget_full(EvalScore& score) {
   score.kl = score.kl_error = score.kl_p50 = score.kl_p90 = score.kl_p99 = score.same_first =
       score.same_first_error = kNaN;
@@ -180,7 +181,8 @@ std::vector<std::string> Evaluation::budgets() const {
   std::vector<std::string> budgets;
   std::map<std::uint32_t, std::string> by_tokens;
   for (const EvalScore& score : scores)
-    if (score.config.evicts() && !score.config.budget.all)  // at `all` policies do not differ
+    // At budget `all` policies do not differ.
+    if (score.config.evicts() && !score.config.budget.all)
       by_tokens.try_emplace(score.budget_tokens, score.config.budget.text());
   for (const auto& [tokens, budget] : by_tokens) budgets.push_back(budget);
   return budgets;
@@ -312,7 +314,7 @@ ordered_json pair_json(const Evaluation& evaluation, std::size_t a, std::size_t 
   return object;
 }
 
-/// Every configuration with the first one, and every two of one budget in tokens.
+/// Pairs every configuration with the first one, and every two of one budget in tokens.
 ordered_json pairs_json(const Evaluation& evaluation) {
   const auto& scores = evaluation.scores;
   ordered_json pairs = ordered_json::array();
@@ -324,7 +326,7 @@ ordered_json pairs_json(const Evaluation& evaluation) {
   return pairs;
 }
 
-/// Error against bytes, over all budgets: those that none dominates.
+/// Error against bytes over all budgets: the configurations that no other dominates.
 ordered_json frontier_json(const Evaluation& evaluation) {
   const auto judged = evaluation.all_judged();
   if (judged.scores.empty()) return ordered_json::array();
@@ -393,7 +395,7 @@ std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std:
 
 std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
   std::vector<std::string> lines = evaluation.notes;
-  // Of the full cache alone there is a perplexity, and no recommendation.
+  // The full cache alone has a perplexity, but no recommendation.
   if (const std::string few = few_tokens_warning(evaluation.scores.front().tokens); !few.empty())
     lines.push_back(few);
   for (std::string& line : recommendation_warnings(evaluation.recommendations()))
@@ -403,7 +405,8 @@ std::vector<std::string> eval_warnings(const Evaluation& evaluation) {
 
 namespace {
 
-/// Of each budget; `configurations` are those of the candidates in `order`, then in `over_budget`.
+/// The recommendations of each budget. `configurations` are those of the candidates in `order`,
+/// then in `over_budget`.
 ordered_json eval_recommendations_json(const Evaluation& evaluation) {
   ordered_json list = ordered_json::array();
   for (const std::string& budget : evaluation.budgets()) {

@@ -1,4 +1,5 @@
-// What an evaluation finds: one configuration's metrics, and how far apart two of them are.
+// The results of an evaluation: each configuration's metrics, and differences between
+// configurations.
 #pragma once
 
 #include <cstdint>
@@ -13,80 +14,81 @@
 #include "sim/run/results.hpp"
 
 namespace kvlab {
-/// The scored tokens of each sequence from `first` on, so many as a block has.
+/// A block of scored tokens: those from `first` on of each sequence.
 struct EvalBlock {
   std::uint64_t first;
-  double nll;                     ///< mean nats per token
-  double milliseconds_per_token;  ///< NaN on the CPU, which works layer by layer
+  double nll;                     ///< mean -ln p of a token, in nats
+  double milliseconds_per_token;  ///< NaN on the CPU, which computes layer by layer
 };
 
-/// The scored tokens of one text that count.
+/// The scores of one text.
 struct EvalTextScore {
-  double nll, kl;        ///< mean nats; NaN where none count
-  std::uint64_t tokens;  ///< scored
+  double nll, kl;        ///< means in nats; NaN if no token counts
+  std::uint64_t tokens;  ///< number of scored tokens
 };
 
-/// One configuration's metrics: means over texts of their means over scored tokens. Percentiles are
-/// those of all scored tokens together.
+/// One configuration's metrics: means over texts of the means over their scored tokens. Percentiles
+/// are over all scored tokens together.
 struct EvalScore {
   CacheConfig config;
   std::uint32_t budget_tokens;
-  double nll, nll_error;                ///< mean nats per token, standard error
-  double perplexity, perplexity_error;  ///< exp(nll), by the delta method
-  double kl, kl_error;                  ///< mean nats, to the full cache; NaN without it
-  double kl_p50, kl_p90, kl_p99;        ///< percentiles over the tokens
+  double nll, nll_error;                ///< mean -ln p of a token in nats; standard error
+  double perplexity, perplexity_error;  ///< exp(nll); standard error by the delta method
+  double kl, kl_error;            ///< mean KL to the full cache in nats; NaN without the full cache
+  double kl_p50, kl_p90, kl_p99;  ///< percentiles of KL over the tokens
   double same_first, same_first_error;  ///< share of tokens; NaN without the full cache
-  std::uint64_t tokens;                 ///< scored
-  std::uint64_t kv_bytes_most;          ///< measured, prompts included, of one sequence
-  Memory memory;                        ///< mean of the sequences, the most of one
+  std::uint64_t tokens;                 ///< number of scored tokens
+  std::uint64_t kv_bytes_most;          ///< measured peak of one sequence, prompts included
+  Memory memory;                        ///< mean over the sequences, and the peak of one
   std::vector<EvalTextScore> texts;
-  double nll_deviation, kl_deviation;  ///< standard deviation of the texts' means; NaN of one text
-  std::vector<EvalBlock> blocks;       ///< where they were requested
+  double nll_deviation, kl_deviation;  ///< standard deviation of the texts' means; NaN for one text
+  std::vector<EvalBlock> blocks;       ///< empty unless requested
 
-  /// The policy, and the budget where heads differ in it; `whole`: with its defaults.
+  /// The policy, with the budget if heads differ in it. `whole`: with the policy's defaults.
   std::string label(bool whole = false) const;
 };
 
 struct Evaluation {
   std::vector<EvalScore> scores;
   bool against_full = true;
-  PairedScores kl{0}, nll{0}, same_first{0};  ///< what texts have in common counts once
-  std::vector<std::string> notes = {};        ///< of what the sequences are, for eval_warnings()
+  PairedScores kl{0}, nll{0}, same_first{0};  ///< text that overlaps counts once
+  std::vector<std::string> notes = {};        ///< notes about the sequences, for eval_warnings()
 
-  /// Of what decides: KL, or nll without the full cache.
+  /// The scores that decide: KL, or nll without the full cache.
   const PairedScores& deciding() const { return against_full ? kl : nll; }
   double deciding_mean(std::size_t score) const {
     return against_full ? scores[score].kl : scores[score].nll;
   }
-  /// Budgets that configurations which evict were requested, by tokens; of those of as many the
+  /// The budgets of configurations that evict, ordered by tokens. Of budgets with equal tokens, the
   /// first.
   std::vector<std::string> budgets() const;
-  /// Those that evict at as many tokens as a budget (as requested), compared.
+  /// The configurations that evict at the tokens of a budget (as requested), compared.
   struct Judged {
     std::vector<std::size_t> scores;  ///< [candidate]
     Recommendation recommendation;
   };
   Judged judged(const std::string& budget) const;
-  /// All that evict, whatever their budget: error against bytes.
+  /// All configurations that evict, at any budget: error against bytes.
   Judged all_judged() const;
-  /// At each budget, by tokens.
+  /// The recommendation at each budget, ordered by tokens.
   std::vector<Recommendation> recommendations() const;
 
  private:
   Judged judge(std::vector<std::size_t> which, const std::string& budget) const;
 };
 
-/// Scores [sequence][configuration], and which text each sequence is of.
+/// Scores [sequence][configuration], and the text of each sequence.
 struct ScoredSequences {
   std::vector<std::vector<EvalScores>> scores;
   std::vector<std::size_t> text;
-  std::vector<bool> repeats;  ///< [sequence]: another text has it, and counts; empty: none
+  std::vector<bool> repeats;  ///< [sequence]: a longer text contains it, and counts instead; empty:
+                              ///< none
   std::vector<std::vector<Memory>> memory;  ///< [configuration][sequence]
 
   bool counts(std::size_t sequence) const { return repeats.empty() || !repeats[sequence]; }
 };
 
-/// A metric of every configuration by token, of the sequences that count.
+/// A metric of every configuration for each token, of the sequences that count.
 template <class Value>
 PairedScores paired_scores(const ScoredSequences& sequences,
                            std::vector<Value> EvalScores::*values_of) {
@@ -102,29 +104,32 @@ PairedScores paired_scores(const ScoredSequences& sequences,
   return paired;
 }
 
-/// Says which texts are short beside the longest, and count as much; nothing, or one line.
+/// One line that names texts that are short compared with the longest but have the same weight;
+/// empty if there are none.
 std::vector<std::string> short_text_warnings(const ScoredSequences& sequences,
                                              std::span<const std::string> names);
 
-/// Metrics of the `c`-th configuration in `evaluation`, whose paired scores are there.
-/// `block_tokens`: scores by so many tokens, too; 0: not. Throws std::runtime_error where a
-/// log-likelihood is not finite.
+/// The metrics of the `c`-th configuration. `evaluation` must already contain the paired scores.
+/// `block_tokens`: also report scores for blocks of this many tokens; 0: do not. Throws
+/// std::runtime_error if a log-likelihood is not finite.
 EvalScore score_of(const CacheConfig& config, std::uint32_t budget_tokens, std::size_t c,
                    const ScoredSequences& sequences, const Evaluation& evaluation,
                    std::size_t block_tokens);
 
-// An evaluation as a tidy table and as a JSON object, and tidy tables of scores read back.
+// An evaluation as a tidy table and as a JSON object, and a reader of tidy tables of scores.
 
 inline constexpr const char* kEvalCsv = "eval.csv";
 inline constexpr const char* kEvalBlocksCsv = "blocks.csv";
 inline constexpr const char* kEvalJson = "eval.json";
 inline constexpr int kEvalFormat = 1;
 
-/// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value,stderr,count: one
-/// metric a row; `text` is `all` for what is over all of them. `texts` are their names.
+/// CSV with one metric in a row:
+/// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value,stderr,count. `text`
+/// is `all` for metrics over all texts. `texts`: their names.
 std::string eval_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
 
-/// KL and −ln p of each text by block, as blocks_csv() has them: what differences are paired by.
+/// CSV of KL and −ln p of each text by block, in the format of blocks_csv(); differences are paired
+/// by these blocks.
 std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std::string>& texts);
 
 /// `format`, `texts`, `tokens`, `configurations`, `pairs`, `recommendations` by budget,
@@ -132,20 +137,19 @@ std::string eval_blocks_csv(const Evaluation& evaluation, const std::vector<std:
 nlohmann::ordered_json eval_json(const Evaluation& evaluation,
                                  const std::vector<std::string>& texts);
 
-/// What to say on standard error, one line each: of texts, and recommendation_warnings() of every
-/// budget.
+/// Lines for standard error: about texts, and recommendation_warnings() of every budget.
 std::vector<std::string> eval_warnings(const Evaluation& evaluation);
 
-/// Beginning of each row of a tidy table that names a configuration: from policy to seed.
+/// The columns from policy to seed that name a configuration in a row of a tidy table.
 std::string config_columns(const CacheConfig& config, std::uint32_t budget_tokens);
 inline constexpr std::string_view kConfigColumns =
     "policy,params,budget,budget_tokens,prefill,positions,seed";
 
-/// A record of a tidy table with kConfigColumns (perhaps without budget_tokens), metric, value, and
-/// perhaps stderr and count; the row's `trace` is what the column `name` says.
+/// Reads a record of a tidy table with kConfigColumns (perhaps without budget_tokens), metric,
+/// value, and perhaps stderr and count. The row's `trace` is the value in column `name`.
 ResultRow score_row(const CsvRecord& record, std::string_view name);
-/// Rows of such a table, whose `trace` is in the column text. Throws std::runtime_error that names
-/// `file`, the line and the column.
+/// Reads the rows of such a table. Their `trace` is the column `text`. Throws std::runtime_error
+/// that names `file`, the line and the column.
 std::vector<ResultRow> parse_score_rows(std::string_view text, std::string_view file);
 
 }  // namespace kvlab

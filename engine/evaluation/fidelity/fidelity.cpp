@@ -35,7 +35,7 @@ double mean_of_finite(const Values& values) {
   return count > 0 ? sum / count : kNaN;
 }
 
-/// A text's values of a metric, lower being better.
+/// A text's values of a metric, with the sign changed if needed so that lower is better.
 Values cost_of(const FidelityText& text, const std::string& metric) {
   Values values = text.replay_metrics.at(metric);
   if (find_metric(metric)->higher_is_better)
@@ -43,7 +43,7 @@ Values cost_of(const FidelityText& text, const std::string& metric) {
   return values;
 }
 
-/// The mean over some texts of values [text][configuration].
+/// The mean of values [text][configuration] over some texts.
 Values mean_over(const std::vector<Values>& values, std::span<const std::size_t> texts) {
   Values mean(values.front().size());
   for (const std::size_t text : texts)
@@ -109,7 +109,7 @@ Apart pairs_apart(std::span<const FidelityText> texts, const BudgetGroup& group)
   return apart;
 }
 
-/// One metric against KL over the same texts.
+/// Compares one metric with KL over the same texts.
 class MetricAgainstKl {
  public:
   MetricAgainstKl(std::span<const FidelityText> texts, const std::string& metric) {
@@ -143,7 +143,7 @@ class MetricAgainstKl {
   }
   double pooled(std::span<const std::size_t> which) const { return rho(all_, which); }
 
-  /// Of the pairs that differ significantly in KL, those that the metric orders the other way.
+  /// The pairs that differ significantly in KL and that the metric orders the other way.
   std::vector<Misordered> misordered(const Apart& apart) const {
     const Values cost = mean_over(cost_, all_), kl = mean_over(kl_, all_);
     std::vector<Misordered> wrong;
@@ -158,10 +158,10 @@ class MetricAgainstKl {
     return spearman(picked(mean_over(cost_, texts), which), picked(mean_over(kl_, texts), which));
   }
   std::vector<Values> kl_, cost_;  // [text][configuration]
-  std::vector<std::size_t> all_;   // texts
+  std::vector<std::size_t> all_;   // indices of all texts
 };
 
-/// Metrics that every text has.
+/// The metrics that every text has.
 std::vector<std::string> common_metrics(std::span<const FidelityText> texts) {
   std::vector<std::string> names;
   for (const auto& entry : texts.front().replay_metrics)
@@ -349,7 +349,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr std::size_t kMaxMisordered = 10;  // shown, of each metric and budget
+constexpr std::size_t kMaxMisordered = 10;  // most shown for each metric and budget
 constexpr std::size_t kMaxTableBytes = std::size_t{64} << 20;
 
 ordered_json wrong_json(const FidelityBudget& budget, std::span<const CacheConfig> configs) {
@@ -392,9 +392,8 @@ ordered_json metric_json(const FidelityMetric& metric, std::span<const CacheConf
   return object;
 }
 
-/// Tokens of a budget as requested, a mean where heads share it, in texts of so many tokens by
-/// their names; none of bytes, or of budgets in a file. Throws std::runtime_error for a share of
-/// texts that differ in length.
+/// The tokens of a budget (the mean if heads differ) in texts with these lengths; none for bytes
+/// and for budgets in a file. Throws std::runtime_error for a share of texts that differ in length.
 std::optional<double> tokens_of(const std::string& budget, const JsonFields& tokens) {
   if (budget.starts_with('@')) return std::nullopt;
   Budget requested;
@@ -415,7 +414,7 @@ std::optional<double> tokens_of(const std::string& budget, const JsonFields& tok
   return static_cast<double>(*lengths.begin()) * requested.extent.share_ppm / 1e6;
 }
 
-/// A rank correlation.
+/// Reads a rank correlation, if it is there.
 std::optional<double> optional_rho(const JsonFields& fields, const std::string& key) {
   return fields.has(key) ? std::optional(fields.number(key, -1, 1)) : std::nullopt;
 }

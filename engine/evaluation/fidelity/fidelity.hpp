@@ -1,5 +1,5 @@
-// `kvlab fidelity`: does a metric of the offline replay order policies as the end-to-end evaluation
-// does?
+// `kvlab fidelity`: measures whether a metric of the offline replay orders policies as the
+// end-to-end evaluation does.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,8 @@
 namespace kvlab {
 
 // One text in the offline replay and in the end-to-end evaluation, over the same ids.
-/// A text by its tokens, or a trace that was captured before, whose ids are the text.
+/// A text in the offline replay and in the end-to-end evaluation: its tokens, or a trace that was
+/// captured before, whose ids are the text.
 struct EvalText {
   std::string name;
   std::vector<std::int32_t> ids;
@@ -27,12 +28,12 @@ struct EvalText {
   std::optional<TraceReader> trace;
 };
 
-/// Throws std::runtime_error unless the trace verifies, is of these weights, and holds one prompt
-/// and then decoded tokens, two at least.
+/// Reads a trace as a text. Throws std::runtime_error unless the trace verifies, was captured from
+/// these weights, and has one prompt and then at least two decoded tokens.
 EvalText text_of_trace(const std::filesystem::path& directory, const std::string& weights_xxh3,
                        unsigned threads);
 
-/// The texts that count, and one line for each two that have text in common: overlaps_of().
+/// The texts that count, and a warning for each two that overlap (overlaps_of()).
 struct DistinctTexts {
   std::vector<EvalText> texts;
   std::vector<std::string> warnings;
@@ -40,116 +41,118 @@ struct DistinctTexts {
 DistinctTexts distinct_texts(std::vector<EvalText> texts);
 
 struct OfflineReplayOptions {
-  const OutputSketch& sketch;     ///< of the model's output projections, for captures
-  std::filesystem::path capture;  ///< where a trace of the text goes, if it has none; a new folder
+  const OutputSketch& sketch;     ///< sketch of the model's output projections, for captures
+  std::filesystem::path capture;  ///< new folder for a trace of the text, if it has none
   bool every_output_error = false;
   unsigned threads = 1;
   HeadReplayer* device = nullptr;
-  std::function<void(double)> capturing = {};  ///< the share that is captured; may be empty
-  std::function<void(double)> progress = {};   ///< of the replay
+  std::function<void(double)> capturing = {};  ///< gets the fraction captured, 0 to 1; may be empty
+  std::function<void(double)> progress = {};   ///< gets the fraction replayed, 0 to 1; may be empty
 };
 
-/// Every metric of the replay by which policies may be put in order, and kv_bytes_mean and _peak:
-/// [metric][configuration]; NaN where there is none.
+/// Every metric of the replay that can rank policies, and kv_bytes_mean and kv_bytes_peak,
+/// [metric][configuration]; NaN if there is none.
 using ReplayMetrics = std::map<std::string, std::vector<double>>;
 ReplayMetrics run_offline_replay(Backend& backend, const EvalText& text,
                                  std::span<const CacheConfig> configs,
                                  const OfflineReplayOptions& options);
 
-/// What each configuration scored, and the full cache before them.
+/// The scores of the full cache and of each configuration, in this order.
 std::vector<EvalScores> end_to_end_scores(const SweepRunner& run_sweep, const EvalText& text,
                                           std::span<const CacheConfig> configs, unsigned threads,
                                           std::function<void(double)> progress);
 
-/// KL to the full cache of each scored token, [configuration][token], of all but the first.
+/// KL to the full cache, [configuration][scored token], without the first configuration.
 std::vector<std::vector<double>> kl_of(std::vector<EvalScores> scores);
-/// Seconds that the end-to-end evaluation takes for each token of a configuration, by a run of the
-/// full cache over the beginning of a text: what its progress is reckoned from as long as nothing
-/// else is known.
+/// Seconds that the end-to-end evaluation takes for each token of a configuration, measured by a
+/// run of the full cache over the beginning of a text. Progress is estimated from it until more is
+/// known.
 double end_to_end_rate(const SweepRunner& run_sweep, const EvalText& text, unsigned threads);
 
-/// What one text showed, by configuration.
+/// The results of one text.
 struct FidelityText {
   std::string name;
   std::uint32_t tokens = 0, prompt_tokens = 0;
-  std::vector<std::vector<double>>
-      kl_tokens;                 ///< nats to the full cache, end-to-end evaluation, by token
-  std::vector<double> kl;        ///< their means
-  ReplayMetrics replay_metrics;  ///< of the offline replay, by metric
+  std::vector<std::vector<double>> kl_tokens;  ///< [configuration][token]: KL to the full cache in
+                                               ///< the end-to-end evaluation, in nats
+  std::vector<double> kl;        ///< [configuration]: mean of kl_tokens
+  ReplayMetrics replay_metrics;  ///< metrics of the offline replay
 };
 FidelityText fidelity_text(const EvalText& text, std::vector<std::vector<double>> kl_tokens,
                            ReplayMetrics replay_metrics);
 
 /// Two policies that a metric puts in the wrong order.
 struct Misordered {
-  std::size_t preferred, better;  ///< configurations: the metric's, and the one of less KL
-  double ratio;                   ///< KL of the first over that of the second
+  std::size_t preferred, better;  ///< the configuration that the metric prefers, and the one with
+                                  ///< lower KL
+  double ratio;                   ///< KL of `preferred` over KL of `better`
 };
 
-/// How one metric does among the configurations of one budget.
+/// How well one metric predicts KL among the configurations of one budget.
 struct FidelityBudget {
   std::string budget;
-  double rho;                ///< Spearman's, of the means over texts
-  Interval rho_interval;     ///< 95%, texts resampled; NaN where there is one text
-  double rho_single;         ///< the mean of the texts' own
-  double regret;             ///< KL of the metric's first over the least KL, means over texts
-  double worst_regret;       ///< the largest of the texts' own
-  std::size_t chosen, best;  ///< configurations
-  std::size_t significantly_different;  ///< pairs that differ significantly in KL, by a paired
-                                        ///< block bootstrap
+  double rho;                ///< Spearman's rho of the means over texts
+  Interval rho_interval;     ///< 95% interval by resampling texts; NaN for one text
+  double rho_single;         ///< mean of the rhos of single texts
+  double regret;             ///< KL of the metric's first over the lowest KL, of means over texts
+  double worst_regret;       ///< the largest regret of a single text
+  std::size_t chosen, best;  ///< configurations that the metric and KL put first
+  std::size_t significantly_different;  ///< number of pairs that differ significantly in KL, by a
+                                        ///< paired block bootstrap
   std::vector<Misordered>
-      misordered;  ///< those of them that the metric gets wrong, the worst first
+      misordered;  ///< pairs among them that the metric orders wrongly, the worst first
 };
 
 struct FidelityMetric {
   std::string metric;
-  std::vector<FidelityBudget> within;  ///< by budget, as in the sweep
+  std::vector<FidelityBudget> within;  ///< [budget], in the order of the sweep
   double pooled;                       ///< Spearman's rho over all budgets, of the means over texts
 };
 
 struct Fidelity {
-  std::vector<FidelityMetric> metrics;  ///< those that every text has
-  std::string standard;                 ///< the one that `deploy` goes by
-  /// KL on one text against KL on another, the mean of all pairs: what no metric of one text can
-  /// be expected to exceed; by budget, NaN where there is one text.
+  std::vector<FidelityMetric> metrics;  ///< metrics that every text has
+  std::string standard;                 ///< the metric that `deploy` uses
+  /// Rank correlation of KL on one text with KL on another, mean over all pairs, by budget; NaN for
+  /// one text. A metric from one text cannot be expected to do better.
   std::vector<double> ceiling;
 
   const FidelityMetric* find(const std::string& metric) const;
 };
 
-/// Throws std::invalid_argument where a budget has fewer than three configurations, or one that
-/// never evicts.
+/// Throws std::invalid_argument if a budget has fewer than three configurations, or one that never
+/// evicts.
 void check_fidelity_sweep(std::span<const CacheConfig> configs);
-/// Of a sweep that check_fidelity_sweep() takes.
+/// Assesses every metric. check_fidelity_sweep() must accept the sweep.
 Fidelity assess_fidelity(std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
 
-/// The metric that `deploy` would go by among those of all texts, [text].
+/// The metric that `deploy` would use among those of all texts, [text].
 std::string default_metric(std::span<const ReplayMetrics> replay_metrics);
 
-// What `kvlab fidelity` leaves behind: a tidy table, a JSON object, and what policy files say of
-// it.
+// The results of `kvlab fidelity` as a tidy table, as a JSON object, and as evidence for policy
+// files.
 
 inline constexpr int kFidelityFormat = 2;
 inline constexpr const char* kFidelityCsv = "fidelity.csv";
 inline constexpr const char* kFidelityJson = "fidelity.json";
 
-/// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value: one metric a row;
-/// `kl` is the truth.
+/// CSV with one metric in a row:
+/// text,policy,params,budget,budget_tokens,prefill,positions,seed,metric,value. `kl` is what the
+/// others should predict.
 std::string fidelity_csv(std::span<const CacheConfig> configs, std::span<const FidelityText> texts,
                          std::uint32_t head_size);
 
 /// Adds `texts`, `tokens` and `prompt_tokens` by text, `metrics`, `default_metric` and `ceiling` to
-/// what is there.
+/// `json`.
 void add_fidelity(nlohmann::ordered_json& json, const Fidelity& fidelity,
                   std::span<const CacheConfig> configs, std::span<const FidelityText> texts);
 
-/// How good a metric was when it was measured, from a fidelity.json: at the budget that is nearest
-/// in tokens. Throws std::runtime_error that names the file: broken, of other weights, without this
-/// metric, of shares of texts that differ in length.
+/// Reads from a fidelity.json how well a metric predicted, at the budget that is nearest in tokens.
+/// Throws std::runtime_error that names the file: it is broken, for other weights, lacks this
+/// metric, or has budgets as shares of texts that differ in length.
 nlohmann::json fidelity_evidence(const std::filesystem::path& file, const std::string& metric,
                                  std::uint32_t budget_tokens, const std::string& weights_xxh3);
 
-/// One sentence of that evidence.
+/// That evidence as one sentence.
 std::string evidence_text(const nlohmann::json& evidence);
 
 }  // namespace kvlab
