@@ -6,7 +6,8 @@ namespace kvlab {
 namespace {
 
 constexpr int kChunkBuffers = 8;
-// Steps that wait while a shard is being sealed: as many as fit, between these.
+// Buffers for steps that wait while a shard is written: as many as fit these bytes, within these
+// limits.
 constexpr std::size_t kStepBytes = 192u << 20;
 constexpr std::size_t kMinSteps = 16, kMaxSteps = 512;
 
@@ -41,7 +42,7 @@ AsyncCapture::~AsyncCapture() {
   }
   changed_.notify_all();
   thread_.join();
-  cudaDeviceSynchronize();  // pinned memory is about to go
+  cudaDeviceSynchronize();  // pinned memory is freed next
 }
 
 void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cudaStream_t stream) {
@@ -51,8 +52,8 @@ void AsyncCapture::chunk(const CudaDecoder::Chunk& chunk, SegmentKind kind, cuda
   computed_.hold(copies_.get(), "ordering a copy");
   const int before = last_chunk_;
   last_chunk_ = copy(chunks_, chunk.data, shape_.offsets(chunk.ids.size()).end, copies_.get());
-  // The next chunk of a layer goes where the one before this was; that buffer's event is its copy,
-  // or a later one.
+  // The next chunk reuses the memory of the chunk before this one. The event of that buffer records
+  // its copy, or a later one.
   if (before >= 0) chunks_.copied[static_cast<std::size_t>(before)].hold(stream, "ordering a copy");
   write_layers(chunks_, last_chunk_, chunk.layer, 1, chunk.ids.size());
   if (chunk.last) end();

@@ -3,7 +3,7 @@
 namespace kvlab {
 namespace {
 
-/// Rows of `width` out of rows of `stride` elements, widened.
+/// Converts rows of `width` elements, `stride` elements apart, to float32.
 void widen_rows(Dtype dtype, const std::byte* from, std::size_t rows, std::size_t stride,
                 std::size_t width, std::vector<float>& to) {
   to.resize(rows * width);
@@ -83,7 +83,7 @@ LayerOutputMemory::LayerOutputMemory(const CaptureShape& shape, Rows rows, bool 
       rows_(rows),
       keep_(keep),
       memory_("queries, keys and values", shape, rows, keep) {
-  // Attention writes nothing for idle rows; what follows still computes on them.
+  // Attention writes nothing for idle rows, but the following launches compute on them.
   const cuda::DeviceBuffer& all = memory_.memory();
   cuda::check(cudaMemsetAsync(all.data(), 0, all.bytes(), stream), "attention outputs");
 }

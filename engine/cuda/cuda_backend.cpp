@@ -15,7 +15,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::uint32_t kBatchPromptTokens = 2048;  // at once
+constexpr std::uint32_t kBatchPromptTokens = 2048;  // most prompt tokens at once
 
 void refuse_eviction(const ResolvedConfig& cache) {
   if (cache.evicts())
@@ -51,7 +51,7 @@ class CudaBatch final : public BatchDecoder {
     decoder_.force(rows, ids, logits);
     decoder_.synchronize();
   }
-  /// It never holds less than before.
+  /// The cache never becomes smaller, so its peak is its current size.
   std::uint64_t kv_bytes_peak(int sequence) const override { return decoder_.live_bytes(sequence); }
 
  private:

@@ -17,7 +17,7 @@ using cuda::DeviceBuffer;
 
 namespace {
 
-constexpr std::size_t kLogitRows = 128;  // of a prompt, at once
+constexpr std::size_t kLogitRows = 128;  // rows of a prompt's logits at once
 
 }  // namespace
 
@@ -39,7 +39,7 @@ CudaDecoder::CudaDecoder(const DeviceModel& model, CudaDecoderOptions options)
       appended_behind_(fed_.size()),
       work_("hidden states and logits", config_, options_.rows(), options_.sequences) {
   make_cache();
-  // A sequence that was given nothing is sampled, too, with the rest of its batch.
+  // A sequence that was fed nothing is also sampled, with the rest of its batch.
   check(
       cudaMemsetAsync(work_->logits, 0, fed_.size() * config_.vocab * sizeof(float), stream_.get()),
       "logits");
@@ -61,7 +61,7 @@ void CudaDecoder::make_cache() {
   cache_ = std::move(cache);
 }
 
-// --- What is asked -------------------------------------------------------------------------------
+// --- Checks --------------------------------------------------------------------------------------
 
 void CudaDecoder::check_ids(std::span<const std::int32_t> ids) const {
   for (const std::int32_t id : ids)
@@ -136,7 +136,7 @@ struct CudaDecoder::Piece {
   SegmentKind kind;
   const std::int32_t* device_ids;
   std::span<const std::int32_t> ids;
-  bool opens, is_last;  ///< of what is being fed
+  bool opens, is_last;  ///< the first and the last piece of a feed
 };
 
 void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
@@ -153,7 +153,7 @@ void CudaDecoder::prefill(int sequence, std::span<const std::int32_t> ids,
   for (std::size_t start = 0; start < ids.size();) {
     throw_if_cancelled();
     const std::size_t left = ids.size() - start;
-    // Single tokens go by steps, all that follow each other at once.
+    // Consecutive single tokens go through steps together.
     const bool alone = evicts() && (most == 1 || left == 1);
     const std::size_t count = alone ? left : std::min(most, left);
     const Piece piece{.sequence = sequence,
@@ -180,7 +180,7 @@ std::size_t CudaDecoder::tokens_at_once(int sequence, SegmentKind kind, std::siz
   return requested == 0 ? count : requested;
 }
 
-/// The forward pass of many tokens, layer by layer, each in parts that fit the work buffers.
+/// The forward pass of many tokens, layer by layer, each layer in parts that fit the work buffers.
 void CudaDecoder::append(const Piece& piece, float* logits, const OnChunk& on_chunk) {
   const std::size_t count = piece.ids.size();
   const std::uint32_t behind = tokens(piece.sequence);
@@ -230,19 +230,19 @@ void CudaDecoder::append(const Piece& piece, float* logits, const OnChunk& on_ch
     layers_.head(states + (count - 1) * config_.hidden, 1, logits_row(piece.sequence));
 }
 
-/// Room for the hidden states of an append: those of a step, or more.
+/// The buffer for the hidden states of an append: the step's, or a larger one.
 float* CudaDecoder::append_states(std::size_t count) {
   if (count <= static_cast<std::size_t>(options_.rows())) return work_->x;
   if (count * config_.hidden * sizeof(float) > append_.memory().bytes()) {
     synchronize();
-    append_ = {};  // first give back, then take
+    append_ = {};  // free before allocating again
     append_ =
         cuda::Placed<DecoderWork>("a prompt's hidden states", config_, static_cast<int>(count), 0);
   }
   return append_->x;
 }
 
-/// Tokens one by one, by steps in which the other sequences sit out.
+/// Feeds tokens one by one in steps in which the other sequences are idle.
 void CudaDecoder::feed_alone(const Piece& piece, float* logits) {
   const int sequence = piece.sequence;
   for (int row = 0; row < options_.sequences; ++row)
@@ -273,7 +273,7 @@ void CudaDecoder::note_fed(int row) {
   appended_behind_[at] = fed_[at]++;
 }
 
-/// Logits of every token of a chunk, to the host.
+/// Copies the logits of every token of a chunk to the host.
 void CudaDecoder::copy_logits(const float* x, std::size_t count, float* to) {
   if (logit_rows_.bytes() == 0)
     logit_rows_ = DeviceBuffer(kLogitRows * config_.vocab * sizeof(float), "logits");
@@ -285,8 +285,7 @@ void CudaDecoder::copy_logits(const float* x, std::size_t count, float* to) {
   logit_ring_.flush();
 }
 
-/// A step of one sequence computes something for the rows before it, too: their logits are put
-/// aside.
+/// Saves the logits of the rows before a sequence, because a step of one sequence overwrites them.
 void CudaDecoder::keep_logits(std::size_t rows) {
   if (rows == 0) return;
   const std::size_t bytes = rows * config_.vocab * sizeof(float);
@@ -353,7 +352,7 @@ void CudaDecoder::run_graph(int rows, Next next) {
   after_step(rows, next);
 }
 
-/// What a step is about to feed to those who are watched.
+/// What a step will feed to the sequences that are watched.
 std::vector<CacheWatch::Fed> CudaDecoder::watched_rows(int rows) const {
   std::vector<CacheWatch::Fed> watched;
   if (!watch_ || !watch_->watches_any()) return watched;

@@ -12,8 +12,8 @@ namespace kvlab {
 namespace {
 
 constexpr std::uint32_t kPrefillTokens = 2048;
-constexpr std::uint32_t kCapturedTokens = 512;  // of a prompt at once: bounds the pinned memory
-/// Steps in flight ahead of the token that the host looks at.
+constexpr std::uint32_t kCapturedTokens = 512;  // prompt tokens at once; bounds the pinned memory
+/// Steps that are enqueued ahead of the token that the host reads.
 constexpr std::uint32_t kAhead = 4;
 static_assert(kAhead < CudaDecoder::kRing);
 
@@ -72,10 +72,10 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
   decoder_.set_sampling(0, sampler.options(), sampler.counter());
   decoder_.choose(1);
 
-  // What has left cannot come back: where tokens are evicted, no step runs that may be forgotten.
+  // If tokens are evicted, no step may run ahead, because a fed token cannot be removed.
   const std::uint32_t ahead = decoder_.can_forget() ? kAhead : 0;
-  std::deque<int> copies;        // of steps that are not kept yet,
-  std::deque<std::int32_t> fed;  // and tokens; those that run ahead, or that wait for their step
+  std::deque<int> copies;        // buffers of steps that are not kept yet,
+  std::deque<std::int32_t> fed;  // and their tokens: of steps that run ahead, or wait to be kept
   std::uint32_t chosen = 1, seen = 0;
   for (bool more = true; more && seen < count;) {
     throw_if_cancelled();
@@ -94,7 +94,7 @@ void CudaSequence::extend(Sampler& sampler, std::uint32_t count,
     if (more && capture_) fed.push_back(id);
   }
   for (const int copy : copies) capture_->drop(copy);
-  // Steps were under way when it was over; what they fed is forgotten, their samples too.
+  // Removes what the steps that ran ahead fed and sampled.
   decoder_.rewind(0, before + seen - 1);
   sampler.skip(seen);
 }

@@ -1,4 +1,4 @@
-// What a CUDA decoder takes of the device's memory: checked before anything is allocated.
+// The device memory that a CUDA decoder needs, checked before anything is allocated.
 #include <fmt/format.h>
 
 #include <stdexcept>
@@ -11,7 +11,8 @@
 namespace kvlab {
 namespace {
 
-/// Not for buffers: their rounding up, a prompt's ids, and what CUDA loads and records later.
+/// Reserved for the rounding of buffer sizes, a prompt's ids, and what CUDA loads and records
+/// later.
 constexpr std::uint64_t kReserve = 256u << 20;
 
 void check_options(const CudaDecoderOptions& options) {
@@ -37,15 +38,15 @@ CacheBytes memory_for(const DeviceModel& model, const CudaDecoderOptions& option
                 LayerOutputMemory::bytes(capture_shape(config, model.dtype()), output_rows(options),
                                          options.keeps_outputs()) +
                 DeviceLayers::bytes(model, rows);
-  // Hidden states of a prompt that is longer than the rows at once.
+  // Hidden states of a prompt that exceeds the rows of a call.
   if (options.longest_prompt > static_cast<unsigned>(rows))
     bytes.work +=
         cuda::Placed<DecoderWork>::bytes(config, static_cast<int>(options.longest_prompt), 0);
   return bytes;
 }
 
-/// Whether the device can launch what the model needs, whatever the memory: attention has a head's
-/// vectors in shared memory.
+/// Checks that the device can launch the model's kernels. Attention keeps a head's vectors in
+/// shared memory.
 void check_launches(const DeviceModel& model, const CudaDecoderOptions& options) {
   const ModelConfig& config = model.config();
   kernels::DeviceLimits limits;
@@ -70,7 +71,7 @@ bool fits(const CacheBytes& bytes, std::uint64_t free) {
   return bytes.storage + bytes.work + kReserve <= free;
 }
 
-/// The most slots a sequence that fit; work buffers grow with them, too.
+/// The most slots of a sequence that fit. Work buffers grow with them, too.
 std::uint32_t slots_that_fit(const DeviceModel& model, CudaDecoderOptions options,
                              std::uint64_t free) {
   std::uint32_t most = 0;

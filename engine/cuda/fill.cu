@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// SplitMix64's finaliser.
+/// The finaliser of SplitMix64.
 __device__ std::uint64_t hash(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -17,14 +17,14 @@ __device__ std::uint64_t hash(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// Box and Muller's normal from two uniforms in (0, 1].
+/// A normal number from two uniform numbers in (0, 1], by Box and Muller.
 __device__ float normal(std::uint64_t bits) {
   const float u = (static_cast<float>(static_cast<std::uint32_t>(bits) >> 8) + 1.0f) * 0x1p-24f;
   const float v = static_cast<float>(bits >> 40) * 0x1p-24f;
   return sqrtf(-2.0f * logf(u)) * cospif(2.0f * v);
 }
 
-// What the fills do at element i, for cub::DeviceFor.
+// Functors for cub::DeviceFor that write element i.
 
 template <class T>
 struct FillNormal {
@@ -52,7 +52,7 @@ struct FindNotFinite {
   }
 };
 
-/// Eight 16-byte loads in flight a thread.
+/// Each thread has eight 16-byte loads in flight.
 template <Caching caching>
 __global__ void read_all_kernel(const uint4* from, std::size_t count, std::uint32_t* sink) {
   constexpr int kUnroll = 8;
@@ -70,7 +70,7 @@ __global__ void read_all_kernel(const uint4* from, std::size_t count, std::uint3
     for (int u = 0; u < kUnroll; ++u) sum += values[u].x ^ values[u].y ^ values[u].z ^ values[u].w;
   }
   for (; i < count; i += stride) sum += from[i].x;
-  if (sum == 0x5a5a5a5au) *sink = sum;  // keeps the loads
+  if (sum == 0x5a5a5a5au) *sink = sum;  // so that the compiler keeps the loads
 }
 
 __device__ void advance_row(const StepState& state, int row) {
@@ -93,7 +93,9 @@ __global__ void finish_step_kernel(FinishStepArgs args) {
     const std::int32_t id = args.state.ids[row];
     args.ring[ring_row * static_cast<std::size_t>(args.ring_width) +
               static_cast<std::size_t>(row)] = id;
-    if (id < 0) args.state.ids[row] = 0;  // no token to be had; a step ahead must find one
+    if (id < 0)
+      args.state.ids[row] = 0;  // there is no token, but a step that runs ahead needs a
+                                // valid id
     if (args.advance) advance_row(args.state, row);
   }
   __syncthreads();

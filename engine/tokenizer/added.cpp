@@ -28,7 +28,7 @@ AddedToken read_added_token(const Node& node) {
   return token;
 }
 
-// Start of the character that ends at `end` > 0.
+// The start of the character that ends at `end` > 0.
 std::size_t last_char(std::string_view text, std::size_t end) {
   do --end;
   while ((static_cast<unsigned char>(text[end]) & 0xC0) == 0x80);
@@ -171,11 +171,11 @@ PostProcessor PostProcessor::from_file(const Node& file) {
   for (const Node& node : flatten_sequence(file, "post_processor", "processors")) {
     const std::string type = node.type();
     if (type == "TemplateProcessing") {
-      // A later template goes around an earlier one.
+      // A later template is put around an earlier one.
       const PostProcessor outer = read_template(node);
       result.before.insert(result.before.begin(), outer.before.begin(), outer.before.end());
       result.after.insert(result.after.end(), outer.after.begin(), outer.after.end());
-    } else if (type != "ByteLevel") {  // which moves offsets only
+    } else if (type != "ByteLevel") {  // ByteLevel changes offsets only
       throw std::runtime_error(
           fmt::format("{}: post-processor {} is not supported; "
                       "TemplateProcessing, ByteLevel and Sequence are",

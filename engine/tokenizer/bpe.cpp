@@ -15,16 +15,17 @@
 namespace kvlab::tokenizer {
 namespace {
 
-constexpr std::size_t kBlockBytes = 16 * 1024;  // of a long piece, so that merging it takes little
+constexpr std::size_t kBlockBytes = 16 * 1024;  // block of a long piece, so that merging needs
+                                                // little memory
 
-/// Where the last character of `text` begins.
+/// The start of the last character of `text`.
 std::size_t last_char(std::string_view text) {
   std::size_t at = text.size() - 1;
   while (at > 0 && (static_cast<unsigned char>(text[at]) & 0xC0) == 0x80) --at;
   return at;
 }
 
-/// Of the two characters on both sides of `at`.
+/// The key of the two characters on both sides of `at`.
 std::uint64_t junction_key(std::string_view text, std::size_t at) {
   return std::uint64_t{code_point_at(text, last_char(text.substr(0, at)))} << 32 |
          code_point_at(text, at);
@@ -35,7 +36,7 @@ std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
          static_cast<std::uint32_t>(right);
 }
 
-// A model without a type is BPE where it has merges: so were the first files written.
+// A model without a type is BPE if it has merges, as in the first files.
 void require_bpe(const Node& model) {
   if (model.find("type") == nullptr && model.find("merges") != nullptr) return;
   const std::string type = model.type();
@@ -79,13 +80,13 @@ std::pair<std::string, std::string> merge_parts(const Json& merge, std::size_t i
 struct Bpe::Candidate {
   std::int32_t rank, id;
   std::uint32_t left;
-  // For a priority queue: the lowest rank first, then the leftmost.
+  // Order of the priority queue: the lowest rank first, then the leftmost.
   bool operator<(const Candidate& other) const {
     return std::pair(other.rank, other.left) < std::pair(rank, left);
   }
 };
 
-// The symbols of a piece as a linked list; each merge takes the right one out.
+// The symbols of a piece as a linked list. A merge removes its right symbol.
 class Bpe::Word {
  public:
   Word(const Bpe& bpe, std::vector<std::int32_t> ids) : bpe_(bpe), symbols_(ids.size()) {
@@ -133,8 +134,8 @@ class Bpe::Word {
     if (found != nullptr) out.push_back({found->rank, found->id, left});
   }
 
-  // A neighbour may have changed since. The tokenizers library requests the same result, not the
-  // same rank, and so do we.
+  // Whether the candidate is still valid, because a neighbour may have changed. As in the
+  // tokenizers library, the resulting id must be equal, not the rank.
   bool still_holds(const Candidate& candidate) const {
     const Symbol& left = symbols_[candidate.left];
     if (left.id == kMerged || left.next == kNone) return false;
@@ -230,12 +231,13 @@ const Bpe::Merge* Bpe::find_merge(std::int32_t left, std::int32_t right) const {
   return it == merges_.end() ? nullptr : &it->second;
 }
 
-// Whether merges and the fusing of unknown characters can reach past this one only by a junction.
+// Whether merges and the fusing of unknown characters can extend beyond this character only by a
+// junction.
 bool Bpe::stands_alone(std::string_view character) const {
   return id_of(character).has_value() || bytes_stand_alone_;
 }
 
-// Between two characters that no merge joins.
+// A block ends between two characters that no merge joins.
 std::size_t Bpe::end_of_block(std::string_view piece) const {
   std::size_t before = 0;
   for (std::size_t at = char_bytes(piece[0]); at < piece.size();
@@ -264,7 +266,8 @@ void Bpe::encode(std::string_view piece, std::vector<std::int32_t>& ids, std::si
   }
 }
 
-// All bytes of the character, or nothing and false.
+// Appends the ids of all bytes of the character. If one has no id, appends nothing and returns
+// false.
 bool Bpe::append_bytes(std::string_view character, std::vector<std::int32_t>& ids) const {
   if (byte_ids_.empty()) return false;
   const auto id_of_byte = [&](char byte) { return byte_ids_[static_cast<std::uint8_t>(byte)]; };
@@ -277,7 +280,7 @@ bool Bpe::append_bytes(std::string_view character, std::vector<std::int32_t>& id
 std::vector<std::int32_t> Bpe::characters(std::string_view piece) const {
   std::vector<std::int32_t> ids;
   ids.reserve(piece.size());
-  bool unk_waits = false;  // a run of unknown characters waits, to be fused
+  bool unk_waits = false;  // a run of unknown characters is pending, to be fused
   for (std::size_t at = 0, bytes; at < piece.size(); at += bytes) {
     bytes = char_bytes(piece[at]);
     const std::string_view character = piece.substr(at, bytes);
@@ -285,7 +288,7 @@ std::vector<std::int32_t> Bpe::characters(std::string_view piece) const {
       if (std::exchange(unk_waits, false)) ids.push_back(*unk_);
       ids.push_back(*id);
     } else if (!append_bytes(character, ids) && unk_) {
-      // As in the tokenizers library, bytes do not end a waiting run.
+      // As in the tokenizers library, bytes do not end a pending run.
       if (unk_waits && !fuse_unk_) ids.push_back(*unk_);
       unk_waits = true;
     }

@@ -68,7 +68,7 @@ std::string Detokenizer::apply(std::vector<std::string> tokens) const {
   return joined(tokens);
 }
 
-// A token with a character outside the alphabet stands for itself.
+// A token with a character outside the byte-level alphabet stays unchanged.
 Detokenizer::Tokens Detokenizer::run(const ByteLevel&, Tokens tokens) {
   for (std::string& token : tokens) {
     if (auto bytes = chars_to_bytes(token)) token = std::move(*bytes);
@@ -118,7 +118,7 @@ Detokenizer::Tokens Detokenizer::run(const Strip& step, Tokens tokens) {
   return tokens;
 }
 
-// The library drops every mark of the first token where a mark was prepended.
+// The library drops every mark of the first token if a mark was prepended.
 Detokenizer::Tokens Detokenizer::run(const MetaspaceMark& step, Tokens tokens) {
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     const bool drop = i == 0 && step.scheme != PrependScheme::kNever;

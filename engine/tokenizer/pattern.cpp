@@ -13,12 +13,12 @@ namespace kvlab::tokenizer {
 namespace {
 
 constexpr std::size_t kMaxPatternBytes = 16 * 1024;
-constexpr std::uint32_t kMaxSteps = 10'000'000;         // from one place of the text on
-constexpr std::size_t kPlaces = 16, kMaxPlaces = 4096;  // where a match may begin, in one call
+constexpr std::uint32_t kMaxSteps = 10'000'000;         // steps of one match attempt
+constexpr std::size_t kPlaces = 16, kMaxPlaces = 4096;  // start positions that one call tries
 constexpr double kSeconds = 1, kSecondsPerByte = 1e-5;
 constexpr std::size_t kJitStackStart = 32 * 1024;      // bytes
 constexpr std::size_t kJitStackMax = 8 * 1024 * 1024;  // bytes
-constexpr std::uint32_t kMaxHeap = 256 * 1024;         // KiB, where there is no JIT
+constexpr std::uint32_t kMaxHeap = 256 * 1024;         // in KiB, used without JIT
 
 struct FreeCode {
   void operator()(pcre2_code* code) const { pcre2_code_free(code); }
@@ -63,12 +63,12 @@ std::unique_ptr<pcre2_code, FreeCode> compile(std::string_view pattern, std::uin
     throw std::runtime_error(
         fmt::format("the pattern does not compile: {} at offset {}", message_of(error), at));
   }
-  // Without JIT the interpreter runs it: the same matches, slower.
+  // If JIT is not available, the interpreter gives the same matches, but slower.
   pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);
   return code;
 }
 
-// What one scan of a text needs.
+// The state of one scan of a text.
 class Matcher {
  public:
   explicit Matcher(const pcre2_code& code)
@@ -81,8 +81,8 @@ class Matcher {
     pcre2_jit_stack_assign(context_.get(), nullptr, stack_.get());
   }
 
-  // The first match at or after `from`; false if there is none. Looks from a few places on at a
-  // time, for one call cannot be stopped.
+  // Finds the first match at or after `from`; returns false if there is none. It tries a few start
+  // positions at a time, because a call cannot be interrupted.
   bool find(std::string_view text, std::size_t from, const MatchTime& time, ByteRange& match) {
     for (std::size_t places = kPlaces; from < text.size();
          places = std::min(2 * places, kMaxPlaces)) {
@@ -96,7 +96,7 @@ class Matcher {
   }
 
  private:
-  // Where the character begins that is at `at` or behind it.
+  // The start of the next character at or after `at`.
   static std::size_t start_of_char(std::string_view text, std::size_t at) {
     while (at < text.size() && (static_cast<unsigned char>(text[at]) & 0xc0) == 0x80) ++at;
     return at;
@@ -121,7 +121,8 @@ class Matcher {
   std::unique_ptr<pcre2_jit_stack, FreeJitStack> stack_;
 };
 
-// Oniguruma's regular expressions in PCRE2's words: only what both read alike is let through.
+// Translates Oniguruma's regular expressions to PCRE2's. Only what both read in the same way is
+// accepted.
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
@@ -175,7 +176,7 @@ class Translator {
   void escape() {
     if (rest_.size() < 2) refuse("an unfinished escape");
     switch (const char c = rest_[1]; c) {
-      // PCRE2's own \s has U+180E, which is no white space any more.
+      // PCRE2's \s matches U+180E, which is no longer white space in Unicode.
       case 's':
         return replace(2, "\\p{White_Space}");
       case 'S':
@@ -198,7 +199,8 @@ class Translator {
     }
   }
 
-  // A general category, such as \p{L} or \p{Lu}; scripts and their kind are read differently.
+  // A general category, such as \p{L} or \p{Lu}. Scripts and other properties are refused, because
+  // the two libraries read them differently.
   void property() {
     const std::size_t close = rest_.find('}');
     const bool one = close == 4, two = close == 5;
@@ -221,7 +223,7 @@ class Translator {
     replace(2 + kDigits, text);
   }
 
-  // Oniguruma nests classes and intersects them with &&.
+  // Oniguruma allows nested classes and intersections with &&.
   void character_class() {
     copy(1);
     if (rest_.starts_with('^')) copy(1);
@@ -247,7 +249,7 @@ class Translator {
     copy(1);
   }
 
-  // {n}, {n,} or {n,m}; what follows + or ? means differs.
+  // {n}, {n,} or {n,m}. A following + or ? has a different meaning in the two libraries.
   void repeat() {
     const std::size_t close = rest_.find('}');
     if (close == rest_.npos || close < 2 || !is_digit(rest_[1])) refuse("a bare {");
@@ -302,7 +304,7 @@ MatchTime::Seconds MatchTime::of_thread() {
   return std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec);
 }
 
-// The clock on the wall is quicker to ask, and never behind the thread's.
+// Checks the wall clock first: it is faster to read, and never behind the thread's CPU time.
 void MatchTime::check() const {
   if (std::chrono::steady_clock::now() - at_ < max_ || of_thread() - began_ < max_) return;
   throw std::runtime_error(fmt::format(
@@ -316,7 +318,7 @@ bool Pattern::cut(std::string_view text, const MatchTime& time,
   std::size_t done = 0;
   for (ByteRange match{}; done < text.size() && matcher.find(text, done, time, match);
        done = match.end) {
-    // Look-behind could yet leave an empty match; it must not stop the scan.
+    // Look-behind could still cause an empty match, which must not end the scan early.
     if (match.end <= done || match.begin == match.end) break;
     if (match.begin > done && !sink({done, match.begin}, false)) return false;
     if (!sink(match, true)) return false;

@@ -31,7 +31,7 @@ Pattern digits_pattern(const Node& node) {
 }
 
 PrependScheme read_scheme(const Node& node) {
-  // Files older than prepend_scheme say add_prefix_space.
+  // Files older than prepend_scheme have add_prefix_space.
   const bool prefix = node.flag("add_prefix_space", true);
   const std::string scheme = node.text_or("prepend_scheme", prefix ? "always" : "never");
   if (scheme == "always") return PrependScheme::kAlways;
@@ -45,7 +45,7 @@ std::string_view part(std::string_view text, ByteRange range) {
   return text.substr(range.begin, range.end - range.begin);
 }
 
-// Every mark begins a piece.
+// Splits before every mark.
 bool cut_before(std::string_view mark, std::string_view piece, const PieceSink& sink) {
   for (std::size_t begin = 0, end; begin < piece.size(); begin = end) {
     const std::size_t from = begin + (piece.substr(begin).starts_with(mark) ? mark.size() : 0);
@@ -171,7 +171,7 @@ bool PreTokenizer::run(const Split& step, std::string_view piece, bool, const Ma
     return step.pattern.cut(piece, time, [&](ByteRange range, bool is_match) {
       return step.behavior == Behavior::kKept && !is_match ? true : sink(part(piece, range));
     });
-  // A match ends the piece before it, unless that ended with a match already.
+  // A match ends the piece before it, unless that piece already ended with a match.
   ByteRange open{0, 0};
   bool ended = false;
   const bool more = step.pattern.cut(piece, time, [&](ByteRange range, bool is_match) {

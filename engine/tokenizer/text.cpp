@@ -13,7 +13,7 @@
 namespace kvlab::tokenizer {
 namespace {
 
-constexpr int kChars = 0x144;  // the last byte character is U+0143
+constexpr int kChars = 0x144;  // the last character of the alphabet is U+0143
 
 constexpr bool stands_for_itself(int byte) {
   return (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
@@ -21,10 +21,10 @@ constexpr bool stands_for_itself(int byte) {
 
 struct ByteMap {
   std::array<std::string, kBytes> chars;
-  std::array<std::int16_t, kChars> bytes;  ///< by code point; -1: stands for no byte
+  std::array<std::int16_t, kChars> bytes;  ///< by code point; -1: the character stands for no byte
 };
 
-// Printable bytes keep their Latin-1 character; the others take U+0100 and on, in order.
+// Printable bytes keep their Latin-1 character. The others become U+0100 and following, in order.
 ByteMap make_byte_map() {
   ByteMap map;
   map.bytes.fill(-1);
@@ -47,8 +47,8 @@ bool is_ascii(char c) { return static_cast<unsigned char>(c) < 0x80; }
 constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
 
 struct Lead {
-  std::size_t bytes = 0;                 ///< of the whole character; 0: cannot begin one
-  std::uint8_t low = 0x80, high = 0xBF;  ///< the second byte's range
+  std::size_t bytes = 0;  ///< bytes of the whole character; 0: the byte cannot begin one
+  std::uint8_t low = 0x80, high = 0xBF;  ///< range of the second byte
 };
 
 // Table 3-7 of the Unicode standard: well-formed UTF-8.
@@ -70,7 +70,7 @@ struct Part {
   bool valid;
 };
 
-// The character at `at`, or the maximal part there that cannot be one.
+// The character at `at`, or the maximal invalid part there.
 Part part_at(std::string_view text, std::size_t at) {
   const Lead lead = lead_of(static_cast<std::uint8_t>(text[at]));
   if (lead.bytes == 0) return {1, false};
@@ -102,7 +102,8 @@ void append_decomposed(char32_t code_point, std::vector<Decomposed>& out) {
   }
 }
 
-// Canonical order: each run of combining marks by class. (utf8proc's own ordering is quadratic.)
+// Sorts each run of combining marks by class, which is the canonical order. (utf8proc's own
+// ordering takes quadratic time.)
 void order_marks(std::vector<Decomposed>& chars) {
   const auto is_starter = [](const Decomposed& c) { return c.combining_class == 0; };
   for (auto begin = chars.begin(); begin != chars.end();) {
@@ -234,7 +235,7 @@ bool is_white_space(char32_t c) {
 
 bool is_word(char32_t c) {
   if (c == 0x200C || c == 0x200D) return true;  // Join_Control
-  // Circled and squared Latin letters are symbols by category, yet alphabetic.
+  // Circled and squared Latin letters have the category of symbols, but are alphabetic.
   if ((c >= 0x24B6 && c <= 0x24E9) || (c >= 0x1F130 && c <= 0x1F149) ||
       (c >= 0x1F150 && c <= 0x1F169) || (c >= 0x1F170 && c <= 0x1F189)) {
     return true;
@@ -257,8 +258,8 @@ bool is_word(char32_t c) {
   }
 }
 
-// By blocks: characters as numbers take many times their bytes. Nothing is composed with an ASCII
-// character behind it, so one may begin there.
+// Works in blocks, because code points take many times the memory of the bytes. A block may begin
+// at an ASCII character, because nothing composes with an ASCII character after it.
 std::string nfc(std::string_view text) {
   constexpr std::size_t kNfcBytes = 64 * 1024;
   std::string out;

@@ -28,8 +28,9 @@ using tokenizer::PostProcessor;
 using tokenizer::PreTokenizer;
 using tokenizer::Segment;
 
-// A loss would be silent. Byte-level vocabularies may lack tokens of bytes, as SmolLM2's does: the
-// tokenizers library drops such a byte.
+// Refuses a tokenizer that would silently lose characters. Byte-level vocabularies are accepted
+// even if they lack tokens of some bytes, as SmolLM2's does: the tokenizers library drops such a
+// byte.
 void require_no_loss(const Bpe& model, const PreTokenizer& pre_tokenizer) {
   if (!model.loses_unknown_characters() || pre_tokenizer.is_byte_level()) return;
   throw std::runtime_error(
@@ -37,13 +38,13 @@ void require_no_loss(const Bpe& model, const PreTokenizer& pre_tokenizer) {
       "to <0xFF>, an unk_token or a ByteLevel pre_tokenizer is needed");
 }
 
-// Pieces recur: the ids of one seen before are copied from where they were first written.
+// Encodes pieces. The ids of a repeated piece are copied from its first occurrence.
 class PieceEncoder {
  public:
   PieceEncoder(const Bpe& model, std::vector<std::int32_t>& ids, std::size_t most)
       : model_(model), ids_(ids), max_(most) {}
 
-  // False where there are enough ids now.
+  // Returns false if there are enough ids.
   bool append(std::string_view piece) {
     throw_if_cancelled();
     if (const auto it = seen_.find(piece); it != seen_.end()) {
@@ -67,7 +68,7 @@ class PieceEncoder {
  private:
   static constexpr std::size_t kMaxPieceBytes = 128, kMaxPieces = 1 << 16;
   struct Range {
-    std::size_t begin, end;  // of ids_
+    std::size_t begin, end;  // range in ids_
   };
 
   const Bpe& model_;
@@ -83,7 +84,7 @@ std::string quoted(std::string_view text) {
                                                : std::string(text.substr(0, kMaxQuoted)) + "...");
 }
 
-/// Where in `whole` the text begins.
+/// The position of `text` in `whole`.
 std::size_t find_once(std::string_view whole, std::string_view text) {
   const std::size_t found = text.empty() ? whole.npos : whole.find(text);
   if (found == whole.npos)
@@ -183,7 +184,7 @@ class Tokenizer::Impl {
       added_id_of_.emplace(token.content, token.id);
       if (token.special) special_.insert(token.id);
     }
-    // Special tokens come first: where two have one spelling, the first one counts.
+    // Special tokens come first: if two tokens have one spelling, the first counts.
     for (const bool special : {true, false}) {
       for (const AddedToken& token : tokens) {
         if (token.special == special) make_findable(token);
@@ -191,8 +192,9 @@ class Tokenizer::Impl {
     }
   }
 
-  // What decoding makes of an added token: as it is looked for, so that the text comes back. A byte
-  // decoder would read it as bytes; where these are no text, it is spelled so that they are.
+  // The text of an added token in decoding: as it is matched in encoding, so that the text is
+  // restored. A byte-level decoder would read it as bytes, so it is written in characters that
+  // decode to it.
   std::string written(const AddedToken& token) const {
     std::string text = spelling(token);
     if (!pre_tokenizer_.is_byte_level()) return text;
@@ -305,7 +307,7 @@ TokenRange covering_tokens(const Tokenizer& tokenizer, std::span<const std::int3
     return tokenizer.decode(rest.first(count), false).size();
   };
   const std::size_t begin = find_once(tokenizer.decode(rest, false), text);
-  /// The least count of tokens that spell so many bytes, by bisection.
+  /// The smallest number of tokens that spell `bytes` bytes, by bisection.
   const auto fewest = [&](std::size_t bytes) {
     std::size_t low = 0, high = rest.size();
     while (low < high) {

@@ -13,20 +13,20 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr std::uint32_t kKvHeads = 8;
-constexpr std::uint64_t kPool = std::uint64_t{8} << 30;  // bytes of keys and values, at most
+constexpr std::uint64_t kPool = std::uint64_t{8} << 30;  // most bytes of keys and values
 constexpr std::uint64_t kMaxLayers = 32;
 constexpr int kRepeats = 9;
 
 struct Shape {
   std::uint32_t head_size, group, batch, slots;
 
-  /// Of one layer's keys and values.
+  /// Bytes of one layer's keys and values.
   std::uint64_t bytes() const {
     return std::uint64_t{2} * batch * kKvHeads * slots * head_size * bytes_of(Dtype::bf16);
   }
 };
 
-/// As many layers as the pool holds, and next to nothing but attention.
+/// A model with as many layers as fit the pool, and almost nothing besides attention.
 DeviceModel model_of(const Shape& shape) {
   constexpr std::uint32_t little = 64;
   ModelConfig config{.name = "attention", .layers = 0, .hidden = little, .mlp = little};
@@ -43,20 +43,20 @@ DeviceModel model_of(const Shape& shape) {
   return DeviceModel::random(std::move(config));
 }
 
-/// Median microseconds of one layer's attention. Every sequence holds so many slots' tokens; a
+/// Median microseconds of one layer's attention. Every sequence has as many tokens as slots; a
 /// cache that evicts is full, so that every step evicts.
 double microseconds(const DeviceModel& model, const Shape& shape,
                     std::vector<ResolvedConfig> caches) {
   const bool evicts = !caches.empty();
   const std::uint32_t held = evicts ? caches.front().budget_tokens : shape.slots;
-  // The whole cache has one slot more than tokens.
+  // The full cache has one slot more than tokens.
   CudaDecoder decoder(model, {.sequences = static_cast<int>(shape.batch),
                               .slots = evicts ? 0 : shape.slots - 1,
                               .prefill_tokens = 1,
                               .caches = std::move(caches)});
   const auto batch = static_cast<int>(shape.batch);
   for (int row = 0; row < batch; ++row) decoder.pretend(row, evicts ? 2 * held : held - 2);
-  decoder.step(batch);  // leaves queries
+  decoder.step(batch);  // computes queries for the launches below
   const DecodeStep step = decoder.decode_step(batch);
   const auto parts = step.parts(0);
   const auto attention = std::ranges::find(parts, "attention", &DecodeStep::Part::name);
@@ -65,7 +65,7 @@ double microseconds(const DeviceModel& model, const Shape& shape,
   return median_milliseconds(decoder.stream(), launch, kRepeats) * 1e3 / model.config().layers;
 }
 
-/// Of keys and values that such caches hold, one layer's.
+/// Bytes of one layer's keys and values in such caches.
 std::uint64_t bytes_held(const Shape& shape, const ResolvedConfig& cache) {
   const auto tiers = cache.tiers.find(cache.budget_tokens);
   if (tiers == cache.tiers.end()) return shape.bytes();
@@ -75,7 +75,7 @@ std::uint64_t bytes_held(const Shape& shape, const ResolvedConfig& cache) {
   return bytes * (shape.head_size / kQuantBlock) * shape.batch * kKvHeads;
 }
 
-/// Of all layers, after each other, `bytes` each.
+/// The rate of all layers one after another, `bytes` each, as a share of the read rate.
 double share_of_read(ReadLimits& limits, const DeviceModel& model, const Shape& shape,
                      const std::string& policy, std::uint64_t bytes, double microseconds) {
   const std::uint32_t layers = model.config().layers;

@@ -12,8 +12,10 @@ namespace kvlab {
 namespace {
 
 constexpr int kLimitRepeats = 9;
-constexpr std::uint64_t kManyCaches = 16;  // of the L2 cache: then next to nothing is found there
-constexpr std::uint64_t kReadInARow = std::uint64_t{256} << 20;  // bytes, so that launches are few
+constexpr std::uint64_t kManyCaches = 16;  // multiples of the L2 cache's size, so that almost
+                                           // nothing is found there
+// Bytes of one launch, so that launches are few.
+constexpr std::uint64_t kReadInARow = std::uint64_t{256} << 20;
 
 std::uint64_t l2_bytes() {
   int device = 0, bytes = 0;
@@ -23,7 +25,7 @@ std::uint64_t l2_bytes() {
   return static_cast<std::uint64_t>(bytes);
 }
 
-/// Of reading `wanted` bytes again and again, or as many as half of what is free.
+/// The rate of reading `wanted` bytes again and again, or half of the free memory if that is less.
 double read_bytes_per_second(std::uint64_t wanted, cuda::Caching caching) {
   constexpr const char* measuring = "measuring the read bandwidth";
   const std::size_t bytes =

@@ -48,7 +48,8 @@ ordered_json time_parts(CudaDecoder& decoder, int rows, ReadLimits& limits) {
   return times;
 }
 
-/// Tokens per second of sampling, with or without capture; what is still to be written counts.
+/// Tokens per second of sampling, with or without capture. The time includes writing the rest of
+/// the trace.
 double sampling_rate(const DeviceModel& model, const DecodeBenchOptions& options,
                      TraceWriter* writer) {
   const std::uint32_t count = options.steps + 1;
@@ -56,7 +57,7 @@ double sampling_rate(const DeviceModel& model, const DecodeBenchOptions& options
   Sampler sampler({});
   const auto prompt = bench_ids(options.context, model.config().vocab);
   sequence.feed(prompt, SegmentKind::prompt);
-  sequence.flush();  // the prompt is not what is measured
+  sequence.flush();  // excludes the prompt from the measurement
   const auto start = std::chrono::steady_clock::now();
   sequence.extend(sampler, count, [](std::int32_t) { return true; });
   sequence.flush();
@@ -65,7 +66,7 @@ double sampling_rate(const DeviceModel& model, const DecodeBenchOptions& options
 }
 
 ordered_json time_capture(const DeviceModel& model, const DecodeBenchOptions& options) {
-  sampling_rate(model, options, nullptr);  // warms up
+  sampling_rate(model, options, nullptr);  // a warm-up run
   const double plain = sampling_rate(model, options, nullptr);
   TraceWriter writer(options.capture, cuda_trace_header(model, {{"random_weights", true}}));
   const double captured = sampling_rate(model, options, &writer);
@@ -73,7 +74,7 @@ ordered_json time_capture(const DeviceModel& model, const DecodeBenchOptions& op
   return {{"tokens_per_second_without", plain}, {"tokens_per_second_with", captured}};
 }
 
-/// Two products of each query head with each token that it sees.
+/// Operations of attention: two products of each query head with each token that it sees.
 double attention_flops(const ModelConfig& config, const PrefillBenchOptions& options) {
   const bool evicts = options.cache.evicts();
   double pairs = 0;
@@ -129,7 +130,7 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
   const DeviceModel model = bench_model(options.model);
   const ModelConfig& config = model.config();
   const double matrix_rate = matrix_flops_per_second(model.type());
-  // What has left cannot come back: a cache that evicts takes one prompt.
+  // A cache that evicts takes only one prompt, because it cannot be rewound.
   constexpr int repeats = 5;
   const int sequences = options.cache.evicts() ? repeats + 1 : 1;
   CudaDecoderOptions how{.sequences = sequences,
@@ -144,7 +145,7 @@ ordered_json bench_prefill(const PrefillBenchOptions& options) {
     decoder.prefill(next++ % sequences, ids);
   };
   const double milliseconds = median_milliseconds(decoder.stream(), prefill, repeats);
-  double weights = 0;  // elements of one layer's matrices, of experts those that are chosen
+  double weights = 0;  // elements of one layer's matrices; of experts, those that are chosen
   const DeviceLayer& layer = model.weights().layers.front();
   for (const DeviceMatrix* m : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
     weights += static_cast<double>(m->n) * m->k * (m->experts > 0 ? config.experts.chosen : 1);

@@ -9,10 +9,11 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr std::uint32_t kWarmUpSteps = 4;    // steps
-constexpr std::uint32_t kSampledSteps = 16;  // at each length
-constexpr std::uint32_t kLengths = 5;        // at which the full cache's steps are timed
+constexpr std::uint32_t kSampledSteps = 16;  // steps timed at each length
+constexpr std::uint32_t kLengths = 5;        // lengths at which the full cache's steps are timed
 
-/// What a decoder's steps take, its sequences grown to `length` by random keys and values.
+/// Milliseconds of a decoder's step, after random keys and values have filled its sequences to
+/// `length`.
 double step_milliseconds(CudaDecoder& decoder, int batch, std::uint32_t length,
                          std::uint32_t steps) {
   const auto ids = bench_ids(static_cast<std::size_t>(batch), decoder.model().config().vocab);
@@ -42,8 +43,8 @@ CudaDecoderOptions decoder_options(const EvictBenchOptions& options, int batch, 
   return how;
 }
 
-/// All steps, by the trapezoid rule over the lengths at which some were timed: a full cache grows,
-/// one that evicts does not.
+/// The time of all steps, by the trapezoid rule over the timed lengths: a full cache grows, one
+/// that evicts does not.
 ordered_json run(const DeviceModel& model, const EvictBenchOptions& options, int batch,
                  bool evicts) {
   const cuda::MemoryInfo before = cuda::memory_info();
@@ -84,7 +85,7 @@ ordered_json bench_stream(const StreamBenchOptions& options) {
                   {"points", ordered_json::array()}});
   for (const std::uint32_t budget : options.budgets) {
     double step = 0;
-    std::uint64_t taken = 0;  // from the driver, weights included
+    std::uint64_t taken = 0;  // memory from the driver, weights included
     CacheConfig requested = options.cache;
     requested.budget = {.extent = tokens(budget)};
     const ResolvedConfig cache = resolve(requested, budget);

@@ -26,12 +26,13 @@ kernels::EvictionKernels window_kernels() {
       *std::ranges::find(all, "window", &kernels::DevicePolicy::name));
 }
 
-/// Some layers' caches, full, and what their attention needs. The policy is `window`, which leaves
-/// attention alone.
+/// Full caches of some layers, and buffers for their attention. The policy is `window`, which does
+/// not change attention.
 class PagedLayers {
  public:
   explicit PagedLayers(const PagedBenchShape& shape);
-  /// Of one layer. `by_head`: blocks are [kv_head, slot, dim], else [slot, kv_head, dim].
+  /// Microseconds of one layer. `by_head`: blocks are [kv_head, slot, dim], else [slot, kv_head,
+  /// dim].
   double microseconds(std::uint32_t page, bool by_head) const;
 
  private:
@@ -39,7 +40,7 @@ class PagedLayers {
     return (shape_.slots + kLargestPage - 1) / kLargestPage * kLargestPage;
   }
   std::uint64_t pairs() const { return std::uint64_t{shape_.batch} * shape_.kv_heads; }
-  /// Of a layer's keys, or values.
+  /// Elements of a layer's keys, or values.
   std::uint64_t elements() const { return pairs() * slots() * shape_.head_size; }
   kvlab_cache cache(std::uint32_t layer) const;
   cuda::DeviceBuffer blocks(std::uint32_t page) const;
@@ -95,7 +96,7 @@ kvlab_cache PagedLayers::cache(std::uint32_t layer) const {
   return cache;
 }
 
-/// All blocks of the pool, in any order.
+/// The numbers of all blocks of the pool, shuffled.
 cuda::DeviceBuffer PagedLayers::blocks(std::uint32_t page) const {
   std::vector<std::int32_t> numbers(shape_.batch * slots() / page);
   std::iota(numbers.begin(), numbers.end(), 0);

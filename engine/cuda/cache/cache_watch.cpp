@@ -8,7 +8,7 @@
 namespace kvlab {
 namespace {
 
-/// Of an array that may be null.
+/// Copies an array, which may be null, to the host.
 template <class T>
 std::vector<T> to_host(const T* from, std::size_t count, cudaStream_t stream) {
   return from ? cuda::read(from, count, stream, "watching the cache") : std::vector<T>{};
@@ -96,7 +96,8 @@ void CacheWatch::part(std::uint32_t layer, const PromptChunk& part, const LayerO
   if (part.first + tokens == appended_) show_append(layer);
 }
 
-/// A ring holds no positions: they follow from its length. Its policy is none of the cache's.
+/// The heads of a layer with a ring. A ring stores no positions; they follow from its length. The
+/// cache's policy does not apply to it.
 std::vector<CacheWatch::Head> CacheWatch::ring(std::uint32_t layer, std::uint32_t first,
                                                std::uint32_t appended) const {
   const std::uint32_t older = std::min(first, config_.rows[layer].window - 1);

@@ -18,13 +18,13 @@ std::vector<std::uint32_t> layer_indices(const ModelConfig& config) {
   return layer_indices;
 }
 
-/// Null for a policy of the registry.
+/// The kernels of a compiled policy; null for a registered one.
 std::unique_ptr<kernels::PolicyKernels> compiled(const CudaDecoderOptions& options) {
   if (!options.entry()->source) return nullptr;
   return std::make_unique<kernels::PolicyKernels>(options.entry());
 }
 
-/// With what only a device has.
+/// The configuration completed with what needs a device.
 kernels::SlotsConfig complete(const DeviceModel& model, const CudaDecoderOptions& options,
                               const kernels::PolicyKernels* compiled) {
   kernels::SlotsConfig config = slots_config(model, options);
@@ -180,7 +180,7 @@ class EvictingCache::Step final : public CacheStep {
     const std::uint32_t index = cache_.index_of(layer);
     cache_.slots_.store_in_tiers(index, rows_);
     attention_.attend(index);
-    // The keys must be there still.
+    // Here, because the keys must still be in their slots.
     cache_.slots_.bring(index, rows_, cache_.attended(to));
   }
   void observe(std::uint32_t layer) const override {

@@ -1,4 +1,4 @@
-// From a model and a decoder's options to the plain numbers of caches of slots.
+// Converts a model and a decoder's options to the plain numbers of slot caches.
 #include <fmt/format.h>
 
 #include <stdexcept>
@@ -13,7 +13,7 @@ namespace {
 
 static_assert(kMaxDeviceTiers == kernels::kMaxDeviceTiers);
 
-/// Refuses caches that one launch cannot serve.
+/// Refuses caches that one launch cannot process together.
 void check_caches(const ModelConfig& config, const std::vector<ResolvedConfig>& caches) {
   const auto& first = caches.front();
   for (const ResolvedConfig& cache : caches) {
@@ -25,7 +25,7 @@ void check_caches(const ModelConfig& config, const std::vector<ResolvedConfig>& 
   }
 }
 
-/// Of a policy from a source, what memory depends on.
+/// The properties of a compiled policy that memory depends on.
 kernels::DevicePolicy device_policy(const CudaDecoderOptions& options) {
   const PolicyEntry& entry = *options.entry();
   if (entry.source)

@@ -8,8 +8,8 @@ namespace {
 using cuda::check;
 using Output = cuda::ProductArgs::Output;
 
-/// Whether the device has shared memory enough for products of few rows: a row's hidden states lie
-/// there.
+/// Whether the device has enough shared memory for products of few rows, which keep a row's hidden
+/// states there.
 bool has_few(const DeviceModel& model) {
   using kernels::Form;
   kernels::DeviceLimits limits;

@@ -16,11 +16,12 @@
 namespace kvlab {
 namespace {
 
-constexpr float kDeviation = 0.02f;  // of an initialised weight: transformers' initializer_range
+constexpr float kDeviation = 0.02f;  // standard deviation of random weights: transformers'
+                                     // initializer_range
 constexpr std::size_t kConvertedAtOnce = 1 << 22;  // elements
-constexpr std::size_t kRowsAtOnce = 64;            // that are gathered
+constexpr std::size_t kRowsAtOnce = 64;            // rows gathered at once
 
-/// What kernels/ takes, in the words of config.json.
+/// Refuses a model that kernels/ does not support, in the words of config.json.
 void refuse_unsupported(const ModelConfig& config) {
   const auto refuse = [&](const std::string& what) {
     throw std::runtime_error(
@@ -43,7 +44,7 @@ void refuse_unsupported(const ModelConfig& config) {
       refuse(fmt::format("a width of {}: the CUDA kernels take multiples of 8", width));
 }
 
-/// Takes the tensors of a checkpoint to the device.
+/// Uploads the tensors of a checkpoint to the device.
 class Upload {
  public:
   Upload(TensorReader& tensors, Dtype dtype) : tensors_(tensors), dtype_(dtype) {}
@@ -63,7 +64,8 @@ class Upload {
   }
 
  private:
-  /// Some rows side by side: neighbours may lie in one line of the file.
+  /// Gathers several rows together, because elements of neighbouring rows may share a cache line of
+  /// the file.
   void gather(const WeightPart& part, std::size_t first, std::size_t rows, const std::byte* from,
               std::size_t element) {
     std::vector<RowSource> sources;
@@ -94,7 +96,7 @@ class Upload {
   std::vector<std::byte> narrow_, gathered_;
 };
 
-/// Names the first tensor with a value that is not finite.
+/// Throws if a value is not finite, and names the first tensor with one.
 void check_finite(const TensorReader& tensors, const WeightPlan& plan, Dtype dtype,
                   const std::byte* base) {
   const std::size_t count = plan.parts.size();
@@ -114,7 +116,7 @@ void check_finite(const TensorReader& tensors, const WeightPlan& plan, Dtype dty
                             fmt::format(" in {}", torch_name(dtype)));
 }
 
-/// Throws where the weights do not fit.
+/// Allocates memory for the weights. Throws if it does not fit.
 cuda::DeviceBuffer allocate(const ModelConfig& config, Dtype dtype, std::size_t bytes) {
   const cuda::MemoryInfo memory = cuda::memory_info();
   if (bytes > memory.free)
@@ -181,7 +183,7 @@ DeviceModel DeviceModel::random(ModelConfig config, std::uint64_t seed) {
   return model;
 }
 
-/// Attention takes them in float32, and so does whoever checks it.
+/// Copies the sink logits in float32, as attention and its checks need them.
 void DeviceModel::read_sinks() {
   if (!config_.sinks) return;
   std::vector<float> all;

@@ -5,7 +5,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kWeightAlignment = 256;  // bytes, which cuBLASLt's fastest kernels want
+constexpr std::size_t kWeightAlignment = 256;  // bytes, as cuBLASLt's fastest kernels need
 
 class Planner {
  public:
@@ -96,8 +96,8 @@ class Planner {
     layer.down = stacked(mlp + "experts.down_proj", width, hidden, false);
   }
 
-  /// A tensor [expert, input, output] and its biases. in_turns: outputs of the gate and of up are
-  /// neighbours there.
+  /// A tensor [expert, input, output] and its biases. in_turns: outputs of gate and up are
+  /// interleaved.
   DeviceMatrix stacked(const std::string& name, std::size_t inputs, std::size_t outputs,
                        bool in_turns) {
     const std::size_t count = config_.experts.count;
@@ -119,7 +119,7 @@ class Planner {
     return of_experts(matrix);
   }
 
-  /// The first rows of a tensor, of queries and keys, as RoPE takes them.
+  /// Reorders the first rows of a tensor, of queries and keys, as RoPE expects them.
   void turn(WeightPart& part, std::size_t rows) const {
     if (config_.rotated == config_.head_size) return;
     part.columns = config_.hidden;
@@ -134,7 +134,7 @@ class Planner {
     std::size_t count;
   };
 
-  /// Matrices of one input below each other, as one.
+  /// Matrices with the same input, one below the other, as one matrix.
   DeviceMatrix fused(const std::vector<Rows>& parts, std::size_t inputs, bool bias) {
     DeviceMatrix matrix;
     matrix.k = static_cast<int>(inputs);

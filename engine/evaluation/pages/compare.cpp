@@ -17,7 +17,8 @@
 namespace kvlab {
 namespace {
 
-/// The folders' names, or with a number where two are alike. No ':' or '=', which parameters use.
+/// The folders' names, with a number if two are equal. Contains no ':' or '=', which separate
+/// parameters.
 std::vector<std::string> names_of(const std::vector<ScoreSet>& sets) {
   std::vector<std::string> names;
   for (const ScoreSet& set : sets) {
@@ -32,7 +33,7 @@ std::vector<std::string> names_of(const std::vector<ScoreSet>& sets) {
   return names;
 }
 
-/// What a policy is given in a comparison, beside its own parameters.
+/// A policy's parameters in a comparison: its own, and the run.
 std::string params_in(const std::string& params, const std::string& run) {
   return params + (params.empty() ? "run=" : ":run=") + run;
 }
@@ -80,7 +81,7 @@ void join(ScoreSet& together, const ScoreSet& set, const std::string& run) {
   }
 }
 
-/// The series of `like`, which is of another run, in `run`.
+/// The series in `run` of the same configuration as `like`, which is from another run.
 std::optional<std::size_t> series_in(const MetricTable& metric_table, const ResultRow& like,
                                      const std::string& params) {
   for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
@@ -162,7 +163,7 @@ std::string table_of(const Comparison& comparison) {
                       rows.empty() ? "" : table(columns, rows));
 }
 
-/// Policies that evict, not oracles and not the full cache.
+/// Whether a row is a policy that evicts, not an oracle or the full cache.
 bool is_policy(const ComparedRow& line) {
   const std::string name = line.policy.substr(0, line.policy.find(':'));
   return name != "full" && !is_oracle(name);
@@ -204,7 +205,7 @@ std::string shared_text(const Comparison& comparison) {
           : " Other texts are in one run alone, and do not count for differences.");
 }
 
-/// What to choose in each run.
+/// The recommendations of each run.
 std::string front_of(const Comparison& comparison) {
   std::string html = fmt::format("<p class=\"answer\" style=\"--accent:var(--blue)\">{}</p>\n",
                                  shared_text(comparison));

@@ -65,7 +65,7 @@ class EvalPage {
                        escape(join_names(texts())));
   }
 
-  /// What to choose at each budget, and what to be careful about.
+  /// The recommendations and warnings.
   std::string front() const {
     if (!fields_.has("recommendations"))
       return "<p class=\"answer\">This evaluation was made by an older kvlab and has no "

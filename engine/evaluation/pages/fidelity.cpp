@@ -21,7 +21,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxFidelityBytes = std::size_t{256} << 20;
-constexpr std::size_t kMaxWrong = 5;  // cases a budget
+constexpr std::size_t kMaxWrong = 5;  // most misordered pairs shown for a budget
 
 constexpr const char* kFidelityFootnote =
     "Rho: Spearman’s rank correlation among the policies of one budget, means over texts; its 95% "
@@ -79,15 +79,14 @@ class FidelityPage {
                      data);
   }
 
-  /// The end-to-end evaluation's KL against what was held; empty of older measurements, without
-  /// bytes.
+  /// KL of the end-to-end evaluation against bytes; empty for older results, which have no bytes.
   Figure frontier() const {
     std::vector<std::size_t> all(metric_table_.series().size());
     std::iota(all.begin(), all.end(), std::size_t{0});
     return frontier_figure(metric_table_, all, {"kl", "KL to the full cache, nats", false, true});
   }
 
-  /// The metric that decides against KL, at each budget.
+  /// KL against the deciding metric, at each budget.
   std::vector<Figure> scatters() const {
     const MetricInfo* const known = find_metric(standard_);
     std::vector<Figure> found;
@@ -143,7 +142,7 @@ class FidelityPage {
         escape(standard_), join_names(parts), worst, escape(worst_budget));
   }
 
-  /// Those that order as the end-to-end evaluation does come first.
+  /// The metrics, best predictor first.
   std::vector<std::string> metrics_in_order() const {
     const JsonFields metrics = fields_.object("metrics");
     std::vector<std::pair<double, std::string>> found;
@@ -216,7 +215,7 @@ class FidelityPage {
                               rows));
   }
 
-  /// Once for texts of one length, or else in the order of the texts.
+  /// The texts' lengths: one number if all are equal, else in the order of the texts.
   std::string tokens() const {
     const JsonFields all = fields_.object("tokens"), prompts = fields_.object("prompt_tokens");
     std::vector<std::string> lengths;

@@ -19,7 +19,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::size_t kMostDrawn = 8;  // so that the answer fits one screen
+constexpr std::size_t kMostDrawn = 8;  // so that the answer fits on one screen
 constexpr const char* kHalvingFootnote =
     "Offline replay ordered the sweep; its first configurations were evaluated end to end, in "
     "rounds over more and more text. A configuration is eliminated when the 95% CI of its paired "
@@ -28,7 +28,7 @@ constexpr const char* kHalvingFootnote =
 /// One policy in one round.
 struct Standing {
   std::string policy, fate;
-  double kl, mean, low, high;  ///< nats; behind the round's leader
+  double kl, mean, low, high;  ///< in nats; difference from the round's leader with its interval
   bool significantly_different;
 };
 
@@ -65,7 +65,7 @@ class HalvingPage {
                         ? fmt::format(" The first {} of {}.", kMostDrawn, rounds_.back().size())
                         : ""),
         {behind_figure()}, data);
-    // The answer and its figure fill one screen; the rounds follow.
+    // The answer and its figure fill one screen. The rounds follow below.
     return html_page("kvlab: " + title,
                      html_front("kvlab tune", escape(title), "", answer()) + drawn +
                          html_section("Recommendation by KL", "", recommended()) +
@@ -74,15 +74,16 @@ class HalvingPage {
   }
 
  private:
-  /// The policy that the file deploys, as its last round has it.
+  /// The deployed policy, as in its last round.
   const Standing& winner(const std::filesystem::path& file) const {
     std::string text = file_.text("policy");
     try {
       text = read_policy_file(file).cache.policy.text();
-    } catch (const std::exception&) {  // of a header that is not compiled here: by its name alone
+    } catch (const std::exception&) {  // the policy is a header that is not compiled here, so
+                                       // search by its name
     }
     for (std::size_t round = rounds_.size();
-         round-- > 0;)  // which has the best task accuracy may have left early
+         round-- > 0;)  // the best by task accuracy may be eliminated early
       for (const Standing& standing : rounds_[round])
         if ((standing.policy + ":").starts_with(text + ":")) return standing;
     return rounds_.back().front();
@@ -98,7 +99,7 @@ class HalvingPage {
     return fmt::format("{} decoded tokens of {}", tokens, join_names(names));
   }
 
-  /// What was chosen, at what budget, by what, on what; then the recommendation by KL.
+  /// The choice, its budget, the criterion and the texts; then the recommendation by KL.
   std::string answer() const {
     std::string text = fmt::format(
         "At a budget of {} tokens <strong>{}</strong> was chosen: KL {} nats to the full cache, "
@@ -117,7 +118,7 @@ class HalvingPage {
         [](const std::string&) { return std::string(); });
   }
 
-  /// What is best by each criterion, and why one is deployed.
+  /// The best policy by each criterion, and why one is deployed.
   std::string criteria() const {
     const JsonFields criteria = run_.object("criteria");
     const auto name = [&](const char* key) {
@@ -128,7 +129,7 @@ class HalvingPage {
                        name("distribution"), name("task_accuracy"), escape(criteria.text("why")));
   }
 
-  /// What the finalists answered, and those that are named beside the full cache.
+  /// Task accuracy of the finalists and the full cache.
   std::string task_accuracy_table() const {
     if (!run_.has("criteria")) return "";
     const JsonFields criteria = run_.object("criteria");
@@ -203,7 +204,7 @@ class HalvingPage {
     return figure;
   }
 
-  /// One row a policy: its KL in each round, and when it left.
+  /// A row for each policy: its KL in each round, and when it was eliminated.
   std::string rounds_table() const {
     std::vector<Column> columns{{"policy", false}};
     for (std::size_t r = 0; r < rounds_.size(); ++r)

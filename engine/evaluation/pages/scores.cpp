@@ -27,7 +27,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::string_view kAllTexts = "all";  // in eval.csv
+constexpr std::string_view kAllTexts = "all";  // the text `all` in eval.csv
 constexpr std::size_t kMaxScoresBytes = std::size_t{256} << 20;
 
 constexpr std::array kEvalMetrics{MetricInfo{"kl", "KL, nats", false, true},
@@ -44,7 +44,7 @@ constexpr std::array kTaskMetrics{
     MetricInfo{"lost", "right answers lost, share", false, true},
     MetricInfo{"gained", "right answers gained, share", true, true}};
 
-/// Those of `known` that a row has.
+/// The metrics of `known` that occur in a row.
 std::vector<MetricInfo> present(std::span<const MetricInfo> known,
                                 const std::vector<ResultRow>& rows) {
   std::vector<MetricInfo> metrics;
@@ -75,14 +75,14 @@ ScoreSet scores_of_run(const std::filesystem::path& folder) {
     const auto [place, added] =
         places.try_emplace(trace.weights_xxh3 + trace.model, set.groups.size());
     if (added) set.groups.push_back({trace.model, {}});
-    row.trace += " " + trace.hash;  // what is of one sequence is paired, whatever it is called
+    row.trace += " " + trace.hash;  // the hash pairs rows of one sequence, whatever its name
     set.groups[place->second].rows.push_back(std::move(row));
   }
   set.metrics = present(all_metrics(), run.rows);
   return set;
 }
 
-/// What eval.json decided, with the series of each candidate.
+/// The recommendations of eval.json, with the series of each candidate.
 void add_recommendations(ScoreSet& set, const JsonFields& fields) {
   std::vector<Series> configurations;
   for (const JsonFields& one : fields.objects("configurations"))
@@ -122,7 +122,8 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   auto rows = parse_score_rows(read_text_file(csv, kMaxScoresBytes), csv);
   if (const auto blocks = folder / kEvalBlocksCsv; std::filesystem::exists(blocks))
     parse_blocks_csv(read_text_file(blocks, kMaxScoresBytes), blocks.string(), rows);
-  // What is known by text is taken by text, and paired by it; the rest is of all texts together.
+  // Metrics that are known for each text are read by text and paired by it. The others are read for
+  // all texts together.
   std::set<std::string> by_text;
   for (const ResultRow& row : rows)
     if (row.trace != kAllTexts) by_text.insert(row.metric);
@@ -137,7 +138,7 @@ ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   return set;
 }
 
-/// The number in "64" and "20%": where the budget stands on an axis.
+/// The number in "64" or "20%", which is the budget's place on an axis.
 std::uint32_t number_in(const std::string& text) {
   std::uint32_t number = 0;
   const std::size_t first = std::min(text.find_first_of("0123456789"), text.size());
@@ -145,7 +146,7 @@ std::uint32_t number_in(const std::string& text) {
   return std::max(number, 1u);
 }
 
-/// What a row of task.csv or answers.csv is of: configuration, mode, length, depth.
+/// The key of a row of task.csv or answers.csv: configuration, mode, length, depth.
 std::string task_key(const CsvRecord& record, const std::string& words, const std::string& depth,
                      std::string_view metric) {
   std::string key = fmt::format("{},{},{}", words, depth, metric);
@@ -154,8 +155,8 @@ std::string task_key(const CsvRecord& record, const std::string& words, const st
   return key;
 }
 
-/// Each sample's answer, of every place and of all together, by task_key(): what metrics are paired
-/// by. Samples come in one order for every configuration.
+/// The answer to each sample, at every length and depth and over all, by task_key(). Metrics are
+/// paired by them. Samples have the same order for every configuration.
 std::map<std::string, std::vector<double>> answers_in(const std::filesystem::path& folder) {
   std::map<std::string, std::vector<double>> answers;
   const std::string file = (folder / "answers.csv").string();
@@ -212,7 +213,7 @@ std::optional<std::size_t> find_series(const MetricTable& metric_table, const Se
   return std::nullopt;
 }
 
-/// The tables of what an evaluation decided.
+/// The tables of the recommendations that an evaluation stored.
 RankedTables decided_tables(const ScoreSet& set, const MetricTable& metric_table) {
   RankedTables tables;
   for (std::size_t b = 0; b < set.recommended.size(); ++b) {
@@ -229,7 +230,7 @@ RankedTables decided_tables(const ScoreSet& set, const MetricTable& metric_table
   return tables;
 }
 
-/// Those that evict, and the oracles that say something of the metric.
+/// The policies that evict, and the oracles that are meaningful for the metric.
 std::vector<std::size_t> drawn_for(const MetricTable& metric_table, const MetricInfo& metric) {
   std::vector<std::size_t> drawn;
   for (std::size_t s = 0; s < metric_table.series().size(); ++s)

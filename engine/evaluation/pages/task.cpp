@@ -29,7 +29,7 @@ std::string next_of(std::span<const Recommendation> made) {
                      one.chosen_candidate().name, one.scope.budget);
 }
 
-/// What to choose at each budget, by the first group, which is over all lengths and depths.
+/// The recommendations by the first group, which covers all lengths and depths.
 std::string front_of(const ScoreSet& set) {
   const auto made = recommendations_for(set, set.metrics.front());
   return recommendations_html(made, made.empty() ? "" : next_of(made), colours_for(set)) +

@@ -16,27 +16,28 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-constexpr std::size_t kLogitFloats = std::size_t{1} << 24;  // that are held at once, or a step's
+// Most logits in memory at once, unless a step has more.
+constexpr std::size_t kLogitFloats = std::size_t{1} << 24;
 
-/// One cache: a question, how it is asked, and of which configuration.
+/// One cache: a question, its query mode, and a configuration.
 struct Row {
   std::size_t prompt, mode, config;
 };
 
-/// Questions that are answered, and kept, together.
+/// Questions that are answered and stored together.
 struct Unit {
-  std::size_t batch, first;  ///< of configurations that go side by side; the first prompt
+  std::size_t batch, first;  ///< batch of configurations; first prompt
   std::vector<Row> rows;
 };
 
-/// What a model says of its own accord: the likeliest token after each, as long as those fed are
-/// the same.
+/// The model's own greedy answer: the most probable token after each fed token, as long as the fed
+/// tokens are those of the answer.
 struct Path {
   Ids ids;
-  bool open = true;  ///< the tokens fed are still those of the path
+  bool open = true;  ///< whether the fed tokens are still those of the path
 };
 
-/// A checksum, and the answers behind it.
+/// A checksum followed by the answers.
 std::string pack_answers(std::span<const TaskAnswer> answers) {
   nlohmann::json list = nlohmann::json::array();
   for (const TaskAnswer& answer : answers)
@@ -45,7 +46,7 @@ std::string pack_answers(std::span<const TaskAnswer> answers) {
   return xxh3_hex(text) + "\n" + text;
 }
 
-/// None of bytes that are not as they were packed.
+/// The answers; empty if the bytes are damaged.
 std::vector<TaskAnswer> unpack_answers(const std::string& bytes) {
   const std::size_t border = std::min(bytes.find('\n'), bytes.size() - 1);
   const std::string text = bytes.empty() ? "" : bytes.substr(border + 1);
@@ -79,7 +80,7 @@ class TaskAnswerer {
         note_done(unit);
       else
         missing.push_back(std::move(unit));
-    show();  // where the work begins
+    show();  // reports the initial progress
     for (const Unit& unit : missing) {
       answer(unit.rows);
       keep(unit);
@@ -90,7 +91,7 @@ class TaskAnswerer {
   }
 
  private:
-  /// Whole prompts at a time, as many as fit side by side.
+  /// Units of whole prompts, as many as fit in a batch.
   std::vector<Unit> units() const {
     const auto alike = [&](const CacheConfig& one, const CacheConfig& other) {
       return backend_.side_by_side(one, other);
@@ -120,7 +121,7 @@ class TaskAnswerer {
               [&](std::span<const Row> group, BatchDecoder& decoder) { follow(group, decoder); });
   }
 
-  /// Whether the answers were there from before. Those that are damaged were not.
+  /// Reads the stored answers of a unit. False if there are none, or they are damaged.
   bool take_up(const Unit& unit) {
     const std::vector<Row>& rows = unit.rows;
     const auto bytes =
@@ -137,7 +138,7 @@ class TaskAnswerer {
     options_.kept->write_unit(unit.batch, unit.first, pack_answers(answers));
   }
 
-  /// Calls `body` with as many rows as fit, and a decoder of them.
+  /// Calls `body` with as many rows as fit, and a decoder for them.
   template <class Body>
   void in_groups(std::span<const Row> rows, Body body) {
     std::size_t most = options_.max_rows;
@@ -181,11 +182,11 @@ class TaskAnswerer {
     return static_cast<std::uint32_t>(longest);
   }
 
-  /// Appends the prompts; returns the last tokens' logits [row, vocab].
+  /// Appends the prompts. Returns the logits of the last tokens [row, vocab].
   std::unique_ptr<LogitMemory> append(std::span<const Row> rows, BatchDecoder& decoder) {
     auto logits = backend_.logit_memory(rows.size() * vocab_);
     for (std::size_t first = 0; first < rows.size();) {
-      std::size_t count = 1;  // rows that are asked the same
+      std::size_t count = 1;  // rows with the same question
       while (first + count < rows.size() && rows[first + count].prompt == rows[first].prompt &&
              rows[first + count].mode == rows[first].mode)
         ++count;
@@ -197,7 +198,7 @@ class TaskAnswerer {
     return logits;
   }
 
-  /// Rows of logits [next], each against its next id (-1: nothing is wanted).
+  /// Scores rows of logits, each against its next id (-1: not wanted).
   std::vector<RowScore> score(const float* logits, const Ids& next) {
     Ids itself(next.size());
     std::iota(itself.begin(), itself.end(), 0);
@@ -209,8 +210,8 @@ class TaskAnswerer {
     return scores;
   }
 
-  /// Feeds the right answers, which gives their likelihood, and the model's own path up to where it
-  /// leaves them. Returns the rows of which that does not decide.
+  /// Feeds the right answers, which gives their likelihood, and follows the model's own path until
+  /// it differs. Returns the rows that this does not decide.
   std::vector<Row> force(std::span<const Row> rows, BatchDecoder& decoder) {
     std::vector<Path> paths(rows.size());
     std::size_t longest = 0;
@@ -225,7 +226,8 @@ class TaskAnswerer {
       for (std::size_t step = at; step < at + steps; ++step)
         for (const Row& row : rows) {
           const Ids& answer = prompt_of(row).answer;
-          ids.push_back(answer[std::min(step, answer.size() - 1)]);  // past its end: for nothing
+          // After the answer's end; ignored.
+          ids.push_back(answer[std::min(step, answer.size() - 1)]);
         }
       decoder.decode(static_cast<int>(rows.size()), ids, logits->data());
       take_scores(rows, at + 1, steps, logits->data(), paths);
@@ -236,14 +238,15 @@ class TaskAnswerer {
     return open;
   }
 
-  /// Takes in logits [step, row, vocab] of the answers' tokens from `at` on.
+  /// Scores the logits [step, row, vocab] of the answers' tokens from `at` on.
   void take_scores(std::span<const Row> rows, std::size_t at, std::size_t steps,
                    const float* logits, std::vector<Path>& paths) {
     Ids next;
     for (std::size_t step = at; step < at + steps; ++step)
       for (const Row& row : rows) {
         const Ids& answer = prompt_of(row).answer;
-        // Behind the last one the likeliest is still wanted: the number may go on.
+        // After the last token the most probable one is still needed, because the number may
+        // continue.
         next.push_back(step < answer.size() ? answer[step] : step == answer.size() ? 0 : -1);
       }
     const std::vector<RowScore> scores = score(logits, next);
@@ -258,14 +261,14 @@ class TaskAnswerer {
     }
   }
 
-  /// Whether a path says enough; then the row's answer is settled.
+  /// Whether a path decides the row. If so, stores the answer.
   bool decide(const Row& row, Ids path) {
     const auto end = std::ranges::find_first_of(path, backend_.config().eos);
     const bool ended = end != path.end() || path.size() >= options_.max_new_tokens;
     path.erase(end, path.end());
     TaskAnswer& answer = answer_of(row);
-    // The answer's border may lie within a word, and tokens at a border show as in a text: with
-    // those before them.
+    // The answer may begin within a word, and a tokenizer decodes tokens correctly only after the
+    // tokens before them.
     const Ids& before = prompt_of(row).question;
     Ids text = before;
     text.insert(text.end(), path.begin(), path.end());
@@ -276,7 +279,7 @@ class TaskAnswerer {
     return judgement != Judgement::open;
   }
 
-  /// Decodes what the model says until that decides.
+  /// Decodes the model's answer until it decides.
   void follow(std::span<const Row> rows, BatchDecoder& decoder) {
     std::vector<Path> paths(rows.size());
     auto logits = append(rows, decoder);
@@ -296,7 +299,7 @@ class TaskAnswerer {
     }
   }
 
-  /// By the tokens of their prompts: long ones take longer.
+  /// Counts work by the tokens of the prompts, because long prompts take longer.
   void note_done(const Unit& unit) {
     for (const Row& row : unit.rows) done_ += prompt_of(row).tokens();
   }
@@ -317,7 +320,7 @@ class TaskAnswerer {
   std::span<const CacheConfig> configs_;
   const AnswerOptions& options_;
   std::vector<std::vector<std::vector<TaskAnswer>>> answers_;
-  double done_ = 0;  // tokens of the prompts of rows that are done
+  double done_ = 0;  // prompt tokens of finished rows
 };
 
 }  // namespace
@@ -330,7 +333,7 @@ Judgement judge(std::string_view said, std::span<const std::string> expected, bo
     if (at == std::string_view::npos) return ended ? Judgement::wrong : Judgement::open;
     const std::size_t end = said.find_first_not_of(kDigits, at);
     const std::string_view number = said.substr(at, end - at);
-    if (end == std::string_view::npos && !ended) {  // it may grow
+    if (end == std::string_view::npos && !ended) {  // the number may continue
       const bool may_be = std::ranges::any_of(
           missing, [&](std::string_view one) { return one.starts_with(number); });
       return may_be ? Judgement::open : Judgement::wrong;

@@ -1,4 +1,4 @@
-// The text that questions are hidden in, written for kvlab; it holds no digits.
+// The text in which answers are hidden, written for kvlab. It contains no digits.
 #include "engine/evaluation/task/sample.hpp"
 
 namespace kvlab {

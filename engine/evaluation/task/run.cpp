@@ -28,12 +28,12 @@ ResolvedConfig resolve_for(const CacheConfig& requested, const TaskPrompt& promp
   for (const auto& segment : prompt.segments(mode)) add(segment.size(), SegmentKind::prompt);
   add(prompt.answer.size(), SegmentKind::decode);
   CacheConfig config = requested;
-  // (Of the prompt, without the answer.)
+  // The budget is a share of the prompt, without the answer.
   config.budget = config.budget_at_length(prompt.tokens(), model.head_size);
   return resolve(config, segments, 0, model);
 }
 
-/// Those whose budget fits every question.
+/// The configurations whose budget fits every question.
 std::vector<CacheConfig> fitting(const TaskRun& run, const CacheShape& model,
                                  const LeaveOut& leave_out) {
   return configs_that_fit(
@@ -45,7 +45,7 @@ std::vector<CacheConfig> fitting(const TaskRun& run, const CacheShape& model,
       leave_out);
 }
 
-/// Whether each sample was answered right, of one mode: [configuration][prompt].
+/// Whether each sample was answered right in one mode, [configuration][prompt].
 PairedScores right_answers(const TaskRun& run, std::size_t mode) {
   PairedText samples{.text = "samples", .is_binary = true};
   for (std::size_t c = 0; c < run.configs.size(); ++c) {
@@ -139,7 +139,7 @@ std::vector<Recommendation> task_recommendations(const TaskRun& run, std::size_t
     }
     made.push_back(
         recommend(std::move(candidates), std::move(scope), [&](std::size_t a, std::size_t b) {
-          return right.difference(configs[b], configs[a]);  // of errors
+          return right.difference(configs[b], configs[a]);  // differences of errors
         }));
   }
   return made;
@@ -170,7 +170,7 @@ TaskRun run_task(Backend& backend, const Tokenizer& tokenizer, const TaskRequest
 
 namespace {
 
-/// The answers of one configuration and mode at some places, and the first configuration's.
+/// The answers of one configuration and mode at some points, and those of the first configuration.
 struct Sample {
   std::vector<const TaskAnswer*> own, first;
 };
@@ -226,7 +226,7 @@ class TaskMetricList {
   TaskMetric entry_;
 };
 
-/// The different values of a member, ascending, behind "all".
+/// "All", followed by the different values of a member, ascending.
 template <class T, class Member>
 std::vector<std::optional<T>> all_and_each(std::span<const TaskPoint> points, Member member) {
   std::vector<std::optional<T>> values{std::nullopt};
@@ -237,7 +237,7 @@ std::vector<std::optional<T>> all_and_each(std::span<const TaskPoint> points, Me
   return values;
 }
 
-/// The columns that say which configuration.
+/// The columns that name the configuration.
 std::string config_fields(const TaskRun& run, std::size_t c, QueryMode mode) {
   const CacheConfig& config = run.configs[c];
   return fmt::format("{},{},{},{},{},{},{},{}", csv_field(run.task), csv_field(config.policy.name),

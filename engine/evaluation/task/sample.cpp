@@ -22,7 +22,7 @@
 namespace kvlab {
 namespace {
 
-/// Whether a word ends a sentence: a full stop, perhaps in quotes or brackets.
+/// Whether a word ends a sentence: it ends in a full stop, perhaps followed by quotes or brackets.
 bool ends_sentence(std::string_view word) {
   while (!word.empty() && (word.back() == '"' || word.back() == '\'' || word.back() == ')'))
     word.remove_suffix(1);
@@ -48,7 +48,7 @@ constexpr std::array<std::string_view, 48> kNouns{
     "spider",  "statue", "teapot", "ticket",  "turnip", "violin",  "whistle", "window"};
 constexpr std::uint32_t kWordsOfPair = 3;  // "amber lantern: 4821"
 
-/// SplitMix64 behind a hash of what was asked.
+/// SplitMix64, seeded with a hash of the arguments.
 class Random {
  public:
   explicit Random(std::initializer_list<std::uint64_t> seeds) {
@@ -57,7 +57,7 @@ class Random {
   std::uint64_t next() { return split_mix(std::exchange(state_, state_ + kSplitMixStep)); }
   std::uint64_t below(std::uint64_t count) { return next() % count; }
   double share() { return static_cast<double>(next() >> 11) * 0x1p-53; }
-  /// Of so many digits, the first one not 0.
+  /// A number of `digits` digits that does not start with 0.
   std::string number(std::uint32_t digits) {
     std::string text(1, static_cast<char>('1' + below(9)));
     while (text.size() < digits) text += static_cast<char>('0' + below(10));
@@ -68,7 +68,7 @@ class Random {
   std::uint64_t state_ = 0;
 };
 
-/// Different keys: an adjective and a noun.
+/// Samples different keys, each an adjective and a noun.
 std::vector<std::string> sample_keys(std::size_t count, Random& random) {
   std::vector<std::size_t> order(kAdjectives.size() * kNouns.size());
   if (count > order.size())
@@ -84,7 +84,7 @@ std::vector<std::string> sample_keys(std::size_t count, Random& random) {
   return keys;
 }
 
-/// Different numbers.
+/// Samples different numbers.
 std::vector<std::string> sample_numbers(std::size_t count, std::uint32_t digits, Random& random) {
   std::set<std::string> known;
   std::vector<std::string> numbers;
@@ -110,7 +110,8 @@ TaskSample sample_passkey(const Haystack& haystack, TaskPoint point, Random& ran
           .evidence = {hidden.sentence}};
 }
 
-/// The asked key's first number is at the place, all other numbers anywhere.
+/// A needle question. The first number of the requested key is at `point`; all other numbers are
+/// anywhere.
 TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoint point,
                          Random& random) {
   constexpr std::uint32_t kDigits = 6;
@@ -140,8 +141,8 @@ TaskSample sample_needle(const TaskSpec& spec, const Haystack& haystack, TaskPoi
   return sample;
 }
 
-/// Lines of a key and a number. Reassigned: every fourth line gives an earlier key a new number,
-/// the asked one among them.
+/// A recall question: lines of a key and a number. With `reassigned`, every fourth line gives an
+/// earlier key a new number, the requested key among them.
 TaskSample sample_recall(const TaskSpec& spec, TaskPoint point, Random& random) {
   constexpr std::uint32_t kDigits = 4;
   const std::uint32_t least = spec.reassigned ? 2 : 1;
@@ -178,7 +179,8 @@ TaskSample sample_recall(const TaskSpec& spec, TaskPoint point, Random& random) 
 }  // namespace
 
 Haystack::Haystack(std::string_view text) {
-  constexpr std::uint32_t kMaxWords = 60;  // of a sentence: texts without full stops are cut
+  constexpr std::uint32_t kMaxWords = 60;  // most words of a sentence, so that texts without full
+                                           // stops are split
   std::istringstream in{std::string(text)};
   Sentence sentence{"", 0};
   for (std::string word; in >> word;) {
@@ -195,7 +197,7 @@ Haystack::Haystack(std::string_view text) {
 std::string Haystack::with(std::uint32_t words, std::size_t start,
                            std::span<const Hidden> hidden) const {
   std::vector<const Sentence*> taken;
-  std::vector<double> words_before{0};  // of each border
+  std::vector<double> words_before{0};  // words before each sentence border
   while (words_before.back() < words) {
     taken.push_back(&sentences_[(start + taken.size()) % sentences_.size()]);
     words_before.push_back(words_before.back() + taken.back()->words);
@@ -266,7 +268,7 @@ bool contains(std::string_view text, std::string_view part) {
   return text.find(part) != std::string_view::npos;
 }
 
-/// What a template is, for the message that refuses it.
+/// What kind of template it is, for the message that refuses it.
 std::string_view name_of_template(std::string_view chat_template) {
   constexpr std::array<std::pair<std::string_view, std::string_view>, 4> kKnown{{
       {"<|start_header_id|>", "Llama 3's headers"},
@@ -279,7 +281,7 @@ std::string_view name_of_template(std::string_view chat_template) {
   return "of an unknown kind";
 }
 
-/// Line breaks may be escaped: within Jinja's quotes both forms stand for one.
+/// Replaces escaped line breaks. In Jinja's quotes both forms are equal.
 std::string unescaped(std::string_view text) {
   std::string plain;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -290,7 +292,7 @@ std::string unescaped(std::string_view text) {
   return plain;
 }
 
-/// The first system message that stands in the template as a whole; "" if none does.
+/// The first system message that the template contains as a whole; "" if there is none.
 std::string default_system_message(std::string_view chat_template) {
   const std::string plain = unescaped(chat_template);
   const std::string opening = fmt::format("{}system\n", kStart);
@@ -304,14 +306,14 @@ std::string default_system_message(std::string_view chat_template) {
   return "";
 }
 
-/// The text of the first token, as a template may write it.
+/// The text of the BOS token, as a template may write it.
 std::string bos_of(const nlohmann::json& config) {
   const nlohmann::json* entry = json_find(config, "bos_token");
   if (entry && entry->is_object()) entry = json_find(*entry, "content");
   return entry && entry->is_string() ? entry->get<std::string>() : "";
 }
 
-/// The template's text: a string, or the default of several.
+/// The template: a string, or the default one of several.
 std::string template_of(const nlohmann::json& config, const std::string& file) {
   const nlohmann::json* const entry = json_find(config, "chat_template");
   if (!entry) return "";
@@ -381,7 +383,7 @@ TaskPrompt encode_task(const Tokenizer& tokenizer, const std::optional<ChatFrame
                         : encode_prompt(tokenizer, sample.context);
   const std::string question =
       sample.question + (chat ? chat->after : std::string("\n")) + sample.lead;
-  // The border of the answer is where its text changes the ids.
+  // The answer begins at the first id that its text changes.
   prompt.question = tokenizer.encode(question, false);
   const std::vector<std::int32_t> answered = tokenizer.encode(question + sample.answer(), false);
   const auto border = std::ranges::mismatch(prompt.question, answered);

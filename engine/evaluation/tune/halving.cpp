@@ -8,7 +8,7 @@
 namespace kvlab {
 namespace {
 
-constexpr double kMargin = 0.05;  // of the leader's KL
+constexpr double kMargin = 0.05;  // share of the leader's KL
 
 using Rounds = std::vector<std::vector<std::size_t>>;
 
@@ -46,7 +46,8 @@ class Runner {
   }
 
  private:
-  /// How many may run in this round, if every later one has half of the one before it.
+  /// How many configurations may run in this round, if every later round has half as many as the
+  /// one before.
   std::size_t affordable(std::size_t round) const {
     double each = 0, full = 0, share = 1;
     for (std::size_t r = round; r < rounds_.size(); ++r, share /= 2) {
@@ -57,9 +58,9 @@ class Runner {
     return std::max<std::size_t>(2, static_cast<std::size_t>(std::max(free_work / each, 0.0)));
   }
 
-  /// Whether the leader would stay within the interval of every difference, were all text to show
-  /// twice the differences of the text so far. The interval of texts narrows with their number;
-  /// that of one text's blocks is taken to narrow as the root of the length grows.
+  /// Whether the leader would stay within the interval of every difference if all text showed twice
+  /// the differences of the text so far. The interval over texts narrows with their number. The
+  /// interval over one text's blocks is assumed to narrow with the square root of its length.
   bool stays_alike(std::size_t round) const {
     constexpr double kUnseen = 2;
     double done = 0, all = 0;
@@ -83,7 +84,7 @@ class Runner {
     return tokens;
   }
 
-  /// Marks those of the round before that no longer take part.
+  /// Marks the configurations of the previous round that do not continue.
   void mark_dropped(std::size_t round) {
     halving_.limited = true;
     if (round == 0) return;
@@ -103,8 +104,8 @@ class Runner {
     }
   }
 
-  /// Those that ran, over all text so far. As long as more is to come, a small difference decides
-  /// nothing: what is ahead on one text may be behind on the next.
+  /// The configurations that ran, over all text so far. While more text is to come, a small
+  /// difference does not eliminate, because it may reverse on the next text.
   std::vector<HalvingEntry> standings(bool more) {
     halving_.last = left_;
     halving_.kl = PairedScores(left_.size());
@@ -133,10 +134,10 @@ class Runner {
   const HalvingRunner& run_;
   Rounds rounds_;
   double limit_ = 0;
-  std::vector<std::size_t> left_;  // the best first
-  std::vector<std::size_t> ran_;   // texts, as they came
+  std::vector<std::size_t> left_;  // best first
+  std::vector<std::size_t> ran_;   // texts in the order in which they ran
   std::vector<std::vector<std::vector<double>>>
-      scores_;  // [configuration][text, as they came][token]
+      scores_;  // [configuration][text, in the order in which they ran][token]
   Halving halving_;
 };
 

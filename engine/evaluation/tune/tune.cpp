@@ -28,7 +28,9 @@ constexpr std::uint32_t kRecent[] = {25, 50, 75, 90};  // percent
 std::vector<Extent> recent_of(const PolicyInfo& info) {
   std::vector<Extent> values;
   if (info.recent == Extent{} || info.oldest_first) values.push_back(info.recent);
-  if (info.oldest_first) return values;  // whatever is protected, the oldest are evicted first
+  if (info.oldest_first)
+    return values;  // `recent` makes no difference, because the oldest token
+                    // is evicted first
   for (const std::uint32_t share : kRecent) values.push_back(percent(share));
   if (std::ranges::find(values, info.recent) == values.end()) values.push_back(info.recent);
   return values;
@@ -41,7 +43,7 @@ std::vector<Extent> sinks_of(const PolicyInfo& info) {
   return values;
 }
 
-/// Parameters as requested, then each of them at other values.
+/// The requested parameters, then variants that change one of them.
 std::vector<std::vector<double>> parameters_of(const PolicySpec& spec) {
   std::vector<std::vector<double>> all{spec.params};
   for (std::size_t i = 0; i < spec.params.size(); ++i) {
@@ -68,7 +70,7 @@ using nlohmann::json;
 
 constexpr std::size_t kMaxFinalists = 48;
 
-/// Phases of the work: two for each text, then successive halving, then the answers.
+/// The phases of the work: two for each text, then successive halving, then task accuracy.
 enum Kind { kCapture, kReplay, kHalving, kTaskAccuracy };
 
 std::uint32_t common_budget(const TuneRequest& request, std::uint32_t head_size) {
@@ -98,12 +100,13 @@ WorkPlan plan_of(const SweepRunner& run_sweep, const TuneRequest& request,
   phases.push_back({kHalving, work_from(field, 0, first_round)});
   phases.push_back({kTaskAccuracy, task_accuracy_work(std::min(first_round, kMaxFinalists),
                                                       request.task_accuracy)});
-  // A replay is a small part of the end-to-end evaluation; the first text says how small.
+  // A replay takes a small share of the end-to-end evaluation's time. The first text shows how
+  // small.
   const double rate = end_to_end_rate(run_sweep, request.texts.front(), request.threads);
   return {request.progress, std::move(phases), {rate, rate / 20, rate, request.task_accuracy.rate}};
 }
 
-/// What a configuration holds over the first text, whose budget is that of all.
+/// The memory of a configuration over the first text. The budget is the same for all texts.
 Memory memory_of(const CacheConfig& config, const TuneRequest& request, const ModelConfig& model) {
   const EvalText& text = request.texts.front();
   const auto segments =
@@ -111,7 +114,7 @@ Memory memory_of(const CacheConfig& config, const TuneRequest& request, const Mo
   return kvlab::memory_of(resolve(config, segments, 0, model.heads()), model.heads());
 }
 
-/// The metrics of every text; a trace that is made for it goes at once.
+/// Replays every text and returns its metrics. Temporary traces are deleted immediately.
 std::vector<ReplayMetrics> offline_replay(Backend& backend, const OutputSketch& sketch,
                                           const TuneRequest& request, WorkPlan& plan) {
   std::vector<ReplayMetrics> replay_metrics;
@@ -129,7 +132,7 @@ std::vector<ReplayMetrics> offline_replay(Backend& backend, const OutputSketch& 
   return replay_metrics;
 }
 
-/// The mean over texts, lower being better.
+/// The mean of a metric over texts, with the sign changed if needed so that lower is better.
 std::vector<double> cost_of(const std::vector<ReplayMetrics>& replay_metrics,
                             const std::string& metric, std::size_t configs) {
   const MetricInfo* const info = find_metric(metric);
@@ -143,7 +146,7 @@ std::vector<double> cost_of(const std::vector<ReplayMetrics>& replay_metrics,
       cost[c] += (info->higher_is_better ? -1 : 1) * found->second[c] /
                  static_cast<double>(replay_metrics.size());
   }
-  for (double& value : cost)  // what has no metric comes last
+  for (double& value : cost)  // configurations without the metric come last
     if (std::isnan(value)) value = std::numeric_limits<double>::infinity();
   return cost;
 }
@@ -154,8 +157,8 @@ bool is_as_registered(const PolicySpec& policy) {
          std::ranges::equal(policy.params, policy.entry->params, {}, {}, &ParamInfo::standard);
 }
 
-/// The sweep by its metric; before all others the first of each policy and each as it is
-/// registered, so that no policy is left out for the work's sake.
+/// The order of the sweep: the best variant of each policy and each policy's defaults come first,
+/// so that the work limit drops no policy entirely; then all others by the metric.
 std::vector<std::size_t> order_of(const TuneRequest& request, const std::vector<double>& cost) {
   std::vector<std::size_t> order(request.sweep.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -207,7 +210,7 @@ Halving halving(const SweepRunner& run_sweep, const TuneRequest& request, const 
   });
 }
 
-/// A mean over texts, each of weight 1, as in PairedScores.
+/// The mean over texts, each of weight 1, as in PairedScores.
 template <class Value>
 double mean_over(std::span<const TuneScore> scores, Value value) {
   double sum = 0;
@@ -215,16 +218,16 @@ double mean_over(std::span<const TuneScore> scores, Value value) {
   return sum / static_cast<double>(scores.size());
 }
 
-/// KL of one of the sweep over the winner's, over the texts that both ran: which token is evicted
-/// has run the first of the winner's.
+/// KL of a configuration over the winner's, over the texts that both ran. A configuration that was
+/// eliminated ran the first of the winner's texts.
 double kl_of_least(const Tuning& tuning, std::size_t config, std::size_t winner) {
   const std::vector<TuneScore>&own = tuning.scores[config], &first = tuning.scores[winner];
   return mean_over(own, &TuneScore::kl) /
          mean_over(std::span(first).first(own.size()), &TuneScore::kl);
 }
 
-/// The winner in KL, those that were evaluated behind it by their KL, as many as there is room for,
-/// and of every policy the one of least KL: who is far says what answers would cost.
+/// The finalists: the configuration with the lowest KL; the next ones by KL, up to the limit; and
+/// the best of every other policy, so that its task accuracy is known.
 std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& request,
                                       std::size_t winner) {
   std::vector<std::size_t> evaluated;
@@ -244,14 +247,15 @@ std::vector<std::size_t> finalists_of(const Tuning& tuning, const TuneRequest& r
   return finalists;
 }
 
-/// What the budget is in bytes: a tier plan's rounding leaves some of them.
+/// The budget in bytes. The rounding of a tier plan leaves some of them unused.
 double budget_bytes(const Tuning& tuning) {
   return std::ranges::max(tuning.memory, {}, &Memory::budget).budget;
 }
 
-/// The configurations of the last round, compared.
+/// Compares the configurations of the last round.
 void judge(Tuning& tuning, const TuneRequest& request) {
-  std::vector<std::size_t> place(request.sweep.size(), request.sweep.size());  // in the last round
+  // Index in the last round.
+  std::vector<std::size_t> place(request.sweep.size(), request.sweep.size());
   for (std::size_t i = 0; i < tuning.halving.last.size(); ++i)
     place[tuning.order[tuning.halving.last[i]]] = i;
   std::vector<Candidate> candidates;
@@ -263,7 +267,7 @@ void judge(Tuning& tuning, const TuneRequest& request) {
       .texts = tuning.halving.kl.texts(),
       .tokens = tuning.halving.kl.tokens(),
       .note = request.task_accuracy.tasks.empty() ? "Task accuracy was not measured." : ""};
-  for (std::size_t c = 0; c < request.sweep.size(); ++c) {  // the sweep's order
+  for (std::size_t c = 0; c < request.sweep.size(); ++c) {  // in the order of the sweep
     if (place[c] == request.sweep.size()) continue;
     const PolicySpec& policy = request.sweep[c].policy;
     tuning.judged_configs.push_back(c);
@@ -281,7 +285,7 @@ void judge(Tuning& tuning, const TuneRequest& request) {
       });
 }
 
-/// Those that are over budget do not take part, unless all do.
+/// Removes configurations that are over budget, unless all are.
 void drop_over_budget(Tuning& tuning) {
   const double most = kSameMemory * budget_bytes(tuning);
   const auto more = [&](std::size_t c) { return tuning.memory[c].peak > most; };
@@ -299,7 +303,7 @@ std::vector<Finalist> as_finalists(const Tuning& tuning, const TuneRequest& requ
   return finalists;
 }
 
-/// What is deployed, by both criteria.
+/// Chooses the configuration to deploy by KL and task accuracy.
 void decide(Backend& backend, const Tokenizer& tokenizer, const TuneRequest& request,
             WorkPlan& plan, Tuning& tuning) {
   tuning.finalists =
@@ -314,7 +318,7 @@ void decide(Backend& backend, const Tokenizer& tokenizer, const TuneRequest& req
   tuning.winner = tuning.finalists[tuning.choice.deployed];
 }
 
-/// What one of the sweep scored, or the full cache: over which texts, too.
+/// The scores of a configuration or the full cache, with the texts that it ran.
 json score_json(const Tuning& tuning, const TuneRequest& request, std::size_t config) {
   const std::vector<TuneScore>& scores = tuning.scores[config];
   std::vector<double> kl;
@@ -338,7 +342,7 @@ json score_json(const Tuning& tuning, const TuneRequest& request, std::size_t co
           {"texts", texts}};
 }
 
-/// The full cache, the winner for each criterion, and what is deployed.
+/// The scores of the full cache, the best by each criterion, and the deployed configuration.
 json scores_json(const Tuning& tuning, const TuneRequest& request) {
   std::vector<std::size_t> named{request.sweep.size(), tuning.winner, tuning.finalists.front()};
   if (tuning.choice.best_accuracy) named.push_back(tuning.finalists[*tuning.choice.best_accuracy]);
@@ -365,7 +369,7 @@ json halving_json(const Tuning& tuning, const TuneRequest& request) {
   return rounds;
 }
 
-/// One of the sweep in the offline replay, and what it holds.
+/// A configuration's result in the offline replay, and its memory.
 json held_json(const Tuning& tuning, const TuneRequest& request, std::size_t config) {
   return {{"policy", request.sweep[config].policy.text()},
           {tuning.metric, number_or_null(tuning.cost[config])},
@@ -398,7 +402,7 @@ std::vector<std::string> tunable_policies(const CompiledPolicies& compiled) {
 
 std::vector<double> parameter_values(double standard, double least, double most) {
   std::vector<double> values{standard};
-  // A share near 1 (a decay) is told by what it lacks of 1.
+  // A share near 1 (a decay) varies by its distance from 1.
   const bool share = least >= 0 && most <= 1 && standard > 0.5 && standard < 1;
   const bool whole = standard >= 2 && standard == std::floor(standard);
   for (const double factor : {0.25, 4.0}) {
@@ -484,7 +488,7 @@ PolicyFile policy_file_of(const Tuning& tuning, const TuneRequest& request,
   json more = json::array();
   for (const std::size_t config : tuning.over_budget)
     more.push_back(held_json(tuning, request, config));
-  json layers = json::array();  // those that the policy acts on
+  json layers = json::array();  // the layers that the policy acts on
   const std::vector<std::uint32_t> windows = backend.config().heads().windows;
   for (std::size_t layer = 0; layer < windows.size(); ++layer)
     if (windows[layer] == 0) layers.push_back(layer);

@@ -9,9 +9,10 @@
 namespace kvlab {
 namespace {
 
-constexpr double kFloatError = 1e-5;   // of a float32 probability or output
-constexpr double kOfPlain = 2;         // errors that are accepted, of a plain attention's
-constexpr double kManyProducts = 1e6;  // fewer multiplications: threads cost more
+constexpr double kFloatError = 1e-5;   // error of a float32 probability or output
+constexpr double kOfPlain = 2;         // accepted error, relative to a plain attention's
+constexpr double kManyProducts = 1e6;  // below this number of multiplications threads cost more
+                                       // than they save
 
 double larger_error(double worst, double error) {
   return std::isnan(error) ? std::numeric_limits<double>::infinity() : std::max(worst, error);
@@ -81,7 +82,7 @@ AttentionCheck::HeadCheck AttentionCheck::check_head(std::uint32_t layer, std::u
   return check;
 }
 
-/// Of all query heads of the group.
+/// The attention rows of all query heads of the group.
 std::vector<AttentionCheck::CheckedRow> AttentionCheck::rows_of_query(
     std::uint32_t layer, std::uint32_t kv_head, const LiveSet& live, Query query,
     const AttendedRows& rows, const AttendedRows& plain) const {
@@ -145,7 +146,7 @@ void AttentionCheck::check_observations(const AttendingHead& head,
   }
 }
 
-/// By how much a probability near the threshold may be off, relatively.
+/// The relative error that a probability near the threshold may have.
 double AttentionCheck::relative_error(const CheckedRow& row, double threshold) {
   double worst = 0;
   const std::vector<double>& exact = row.exact.p;
@@ -155,7 +156,8 @@ double AttentionCheck::relative_error(const CheckedRow& row, double threshold) {
   return std::max(kFloatError, 2 * worst);
 }
 
-/// Adds what the query gives. Layers with a window observe nothing, so it sees all older tokens.
+/// Adds what the query gives to each token. It sees all older tokens, because layers with a window
+/// observe nothing.
 void AttentionCheck::expect_from_query(const LiveSet& live, Query query,
                                        std::span<const CheckedRow> group,
                                        std::vector<Expected>& expected) const {
@@ -176,7 +178,7 @@ void AttentionCheck::expect_from_query(const LiveSet& live, Query query,
     for (std::size_t i = 0; i < visible; ++i) {
       give(mass[i], weight * p[i]);
       give(plain_mass[i], weight * (row.plain ? row.plain->p[i] : p[i]));
-      // The relative error of a probability, and the absolute one of its Q32.32.
+      // The relative error of a probability, and the absolute error of its Q32.32 value.
       const double slack = relative * threshold * largest + 0x1p-31;
       sure[i] |= p[i] > threshold * largest + slack;
       unclear[i] |= std::fabs(p[i] - threshold * largest) <= slack;
@@ -193,7 +195,7 @@ void AttentionCheck::expect_from_query(const LiveSet& live, Query query,
   }
 }
 
-/// Of the layer that comes nearest to its tolerance, or exceeds it most.
+/// The result of the layer whose error is the largest share of its tolerance.
 OutputCheck AttentionCheck::outputs() const {
   OutputCheck check;
   for (std::uint32_t layer = 0; layer < outputs_.size(); ++layer) {

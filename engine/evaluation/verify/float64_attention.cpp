@@ -115,7 +115,7 @@ AttendedRows HeadTokens::attended(const LiveSet& live, const Append& append,
   for (std::uint32_t age = 0; age < count; ++age) {
     const std::uint32_t position = live.positions()[age];
     double *const key = &rows.keys[age * dim], *const value = &rows.values[age * dim];
-    // The tokens of a prompt are quantized once all its queries have attended.
+    // The tokens of a prompt are quantized after all its queries have attended.
     const bool waits = append.tokens > 1 && position >= append.first;
     if (!waits && !live.format(age).exact()) {
       quantize(live, age, rounding, key, value);
@@ -130,7 +130,7 @@ AttendedRows HeadTokens::attended(const LiveSet& live, const Append& append,
   return rows;
 }
 
-/// What is read back of the live token at `age`.
+/// The dequantized key and value of the live token at `age`.
 void HeadTokens::quantize(const LiveSet& live, std::size_t age, std::optional<Dtype> rounding,
                           double* key, double* value) const {
   const std::size_t dim = attention_.head_size();
