@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import ROOT
 
-PAGES = ["README.md", "docs/guides/python.md"]
+PAGES = ["README.md", "docs/guides/python.md", "docs/guides/deploy-in-transformers.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -15,6 +15,8 @@ def test_the_examples_of_a_page(page: str, tmp_path: object, monkeypatch: pytest
     for needed in ("pandas", "pyarrow"):
         pytest.importorskip(needed)
     pytest.importorskip("matplotlib").use("agg")
+    if "transformers" in page:
+        pytest.importorskip("transformers")
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
     monkeypatch.chdir(tmp_path)  # type: ignore[arg-type]
