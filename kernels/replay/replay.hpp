@@ -20,7 +20,7 @@
 //   row         a query's exponentials of all tokens, [head group, token]; each head's largest is 1
 //   shared      used by all caches of a head task, as rows are (also CUDA's shared memory)
 //   direct      of one cache: exponentials that it computes itself, [head group, slot]
-//   old         at cache positions, a token that has lost a younger one; its exponentials are direct
+//   old         at cache positions, a token that has lost a younger one; exponentials are direct
 //   measured    the queries that metrics cover; index: a query's number among them
 //   sample      every sample_every-th measured query, whose outputs are measured
 //   kept set    the tokens that a cache attends to at a query, as bits

@@ -1,4 +1,4 @@
-// What a decode step asks of the CUDA runtime, by CUPTI: a graph's launch, and no memory or
+// The CUDA runtime calls of a decode step, counted by CUPTI: a graph launch, and no allocation or
 // waiting.
 #include <cupti.h>
 
@@ -56,7 +56,7 @@ std::string text_of(const std::map<std::string, int>& calls) {
 
 }  // namespace
 
-TEST_CASE("A step launches a graph and records an event: no allocation, no waiting", "[gpu]") {
+TEST_CASE("A step launches a graph and records an event, without allocation or waiting", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const DeviceModel model = DeviceModel::load(KVLAB_SOURCE_DIR "/engine/models/tiny");
   constexpr int kSequences = 4, kSteps = 100;

@@ -1,4 +1,4 @@
-// No metric of a benchmark may exceed the limit that it measured.
+// No benchmark result may exceed the limit that was measured with it.
 #include "engine/bench_limits.hpp"
 
 #include <limits>
@@ -8,20 +8,20 @@
 using namespace kvlab;
 using Catch::Matchers::ContainsSubstring;
 
-TEST_CASE("a share of a limit is refused where it cannot be") {
+TEST_CASE("an impossible share of a limit is refused") {
   CHECK(share_of_limit("decode", 3.3e12, 4.4e12, "bytes/s") == Approx(0.75));
   CHECK(share_of_limit("decode", 4.4e12 * 1.049, 4.4e12, "bytes/s") == Approx(1.049));
   CHECK_THROWS_WITH(share_of_limit("attention: window, batch 1", 5.4e12, 4.5e12, "bytes/s"),
                     ContainsSubstring("attention: window, batch 1: 5.4e+12 bytes/s is 120% of the "
                                       "limit of 4.5e+12 bytes/s that this run measured"));
-  // A launch that does nothing takes no time; and what is no number is no share.
+  // A launch that does nothing takes no time, and NaN is not a share.
   for (const double rate :
        {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
     CHECK_THROWS_AS(share_of_limit("prefill", rate, 9e14, "FLOP/s"), LimitExceeded);
   CHECK_THROWS_AS(share_of_limit("prefill", 1, 0, "FLOP/s"), LimitExceeded);
 }
 
-TEST_CASE("the pairs of a prompt are those that its queries see") {
+TEST_CASE("the pairs of a prompt are the keys that its queries see") {
   CHECK(attended_pairs(4, 0, 0, 0) == 1 + 2 + 3 + 4);
   CHECK(attended_pairs(4, 2, 0, 0) == 1 + 2 + 2 + 2);
   CHECK(attended_pairs(4, 0, 2, 0) == 1 + 2 + 3 + 4);

@@ -14,7 +14,7 @@ const Model& tiny() {
   return model;
 }
 
-/// A path in a directory of its own, removed at the end.
+/// A path in a separate directory, which is removed at the end.
 class Scratch {
  public:
   Scratch() {
@@ -56,7 +56,7 @@ TraceReader capture(const std::filesystem::path& path, Prefill prefill) {
 
 }  // namespace
 
-TEST_CASE("A captured trace verifies, and holds what was fed") {
+TEST_CASE("A captured trace verifies, and contains the ids that were fed") {
   const Scratch scratch;
   const TraceReader trace = capture(scratch.at("trace"), {});
   CHECK(trace.tokens() == 1150);
@@ -85,7 +85,7 @@ TEST_CASE("How a prompt is appended does not change its trace") {
     CHECK(chunked.shards()[i].xxh3 == dense.shards()[i].xxh3);
 }
 
-TEST_CASE("An abandoned capture is no trace") {
+TEST_CASE("An abandoned capture leaves no trace") {
   const Scratch scratch;
   {
     TraceWriter writer(scratch.at("trace"), trace_header(tiny(), {}));

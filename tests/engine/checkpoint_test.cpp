@@ -1,4 +1,4 @@
-// Weights: checkpoints of one and several files, and what is wrong with broken ones.
+// Weights: checkpoints of one and of several files, and errors of broken checkpoints.
 #include "engine/checkpoint/checkpoint.hpp"
 
 #include <cstring>
@@ -23,7 +23,7 @@ using nlohmann::json;
 
 const std::filesystem::path kModels = std::filesystem::path(KVLAB_SOURCE_DIR) / "tests/data/models";
 
-/// A checkpoint's tensors, to be changed and written again.
+/// A checkpoint's tensors, which tests change and write again.
 struct Tensor {
   Dtype dtype;
   std::vector<std::size_t> shape;
@@ -47,7 +47,7 @@ void write(const std::filesystem::path& path, const Tensors& tensors) {
   write_safetensors(path, list, {});
 }
 
-/// The error of a miniature whose tensors were changed.
+/// The error of loading a miniature model after a change to its tensors.
 std::string error_after(const std::string& name, const std::function<void(Tensors&)>& change) {
   const test::TemporaryFolder folder;
   std::filesystem::copy_file(kModels / name / "config.json", folder / "config.json");
@@ -66,7 +66,7 @@ TEST_CASE("an unchanged copy of a checkpoint loads") {
   CHECK(error_after("qwen2", [](Tensors&) {}).empty());
 }
 
-TEST_CASE("each tensor that is missing is missed by name") {
+TEST_CASE("each missing tensor is named") {
   for (const char* name : {"llama3", "llama_biases", "qwen2", "qwen3"})
     for (const auto& [key, tensor] : tensors_of(name)) {
       CAPTURE(name, key);
@@ -75,7 +75,7 @@ TEST_CASE("each tensor that is missing is missed by name") {
     }
 }
 
-TEST_CASE("a checkpoint around an adapter that is not merged is refused with the way out") {
+TEST_CASE("a checkpoint with an unmerged adapter is refused with the remedy") {
   const auto rename = [](Tensors& t) {
     Tensors renamed;
     for (const auto& [key, tensor] : t) renamed["base_model.model." + key] = tensor;
@@ -84,7 +84,7 @@ TEST_CASE("a checkpoint around an adapter that is not merged is refused with the
   CHECK_THAT(error_after("llama3", rename), ContainsSubstring("merge_and_unload()"));
 }
 
-TEST_CASE("each tensor of a wrong shape or dtype is refused by name") {
+TEST_CASE("each tensor with a wrong shape or dtype is refused by name") {
   for (const auto& [key, tensor] : tensors_of("llama_biases")) {
     CAPTURE(key);
     const auto flat = [k = key](Tensors& t) { t[k].shape.push_back(1); };
@@ -110,10 +110,10 @@ TEST_CASE("a tensor that the model would not use is refused by name") {
         "model.layers.0.self_attn.q_norm.weight"})
     CHECK_THAT(extra(key),
                ContainsSubstring("tensor " + json_quoted(key) + " is not part of the model"));
-  CHECK(extra("model.layers.0.self_attn.rotary_emb.inv_freq").empty());  // of older files
+  CHECK(extra("model.layers.0.self_attn.rotary_emb.inv_freq").empty());  // in older files
 }
 
-TEST_CASE("a name that is made to deceive is shown escaped") {
+TEST_CASE("a deceptive name is shown escaped") {
   CHECK_THAT(error_after("llama_biases",
                          [](Tensors& tensors) {
                            Tensor extra = tensors.begin()->second;
@@ -122,7 +122,7 @@ TEST_CASE("a name that is made to deceive is shown escaped") {
              ContainsSubstring("tensor \"evil\\n\\u001b[31mline\" is not part of the model"));
 }
 
-TEST_CASE("a copy of a tied head must be a copy") {
+TEST_CASE("a copy of a tied head must equal the embedding") {
   const auto copy = [](Tensors& t) { t["lm_head.weight"] = t["model.embed_tokens.weight"]; };
   CHECK(error_after("qwen2", copy).empty());
   const auto other = [&](Tensors& t) {
@@ -159,7 +159,7 @@ TEST_CASE("a file that is missing or cut off is refused by name") {
 
 // --- several files ------------------------------------------------------------------------------
 
-/// A copy of the checkpoint of several files, whose index may be changed.
+/// A copy of the checkpoint with several files; tests may change its index.
 struct Sharded {
   Sharded() {
     std::filesystem::copy(kModels / "mistral", folder.path());

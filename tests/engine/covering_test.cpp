@@ -23,7 +23,7 @@ using Range = std::vector<std::int32_t>;
 
 }  // namespace
 
-TEST_CASE("a text is covered by the fewest tokens") {
+TEST_CASE("a passage is covered by the fewest tokens") {
   const Tokenizer tokenizer = load_json(small_tokenizer());
   const std::vector<std::int32_t> ids = tokenizer.encode("abc ab é ca");
   REQUIRE(ids == std::vector<std::int32_t>{264, 259, 263, 259, 198, 172, 259, 262, 260});
@@ -37,14 +37,14 @@ TEST_CASE("a text is covered by the fewest tokens") {
   CHECK(range_of(tokenizer, ids, "abc ab é ca") == Range{0, 9});
 }
 
-TEST_CASE("a special token in front is not text, and counts as a token") {
+TEST_CASE("a special token in front counts as a token, but not as text") {
   const Tokenizer tokenizer = load_json(small_tokenizer());
   CHECK(range_of(tokenizer, {1, 264, 262}, "abcc") == Range{1, 2});
   CHECK(range_of(tokenizer, {1, 262, 1, 264}, "<s>abc") == Range{2, 2});
   CHECK_THROWS(covering_tokens(tokenizer, std::vector<std::int32_t>{1, 264, 262}, "<s>"));
 }
 
-TEST_CASE("a text that is not there once is quoted") {
+TEST_CASE("the error quotes a passage that does not occur exactly once") {
   const Tokenizer tokenizer = load_json(small_tokenizer());
   const auto refusal = [&](const std::vector<std::int32_t>& ids, const std::string& text) {
     return error_of<std::invalid_argument>([&] { covering_tokens(tokenizer, ids, text); });

@@ -1,4 +1,4 @@
-// The CUDA decoder against the CPU one: logits, batches, graphs, texts and traces.
+// The CUDA decoder compared with the CPU decoder: logits, batches, graphs, texts and traces.
 #include "engine/cuda/cuda_decoder.hpp"
 
 #include <cmath>
@@ -26,9 +26,9 @@ namespace {
 // Relative errors of logits against the CPU decoder, which computes in float32 from the same
 // weights.
 constexpr double kFloatTolerance = 2e-5;  // float32: only the order of sums differs
-// Twice the error of transformers in bf16 on this model.
+// Twice the error of transformers in bf16 on this model (0.0066).
 constexpr double kBf16Tolerance = 2 * 0.0066;
-constexpr double kF16Tolerance = kBf16Tolerance / 8;  // three bits more
+constexpr double kF16Tolerance = kBf16Tolerance / 8;  // fp16 has three more bits
 
 std::vector<float> all_logits_on_cpu(const Model& model, const Ids& ids) {
   Decoder decoder(model, {}, 2);
@@ -41,14 +41,14 @@ std::span<const float> row(const std::vector<float>& logits, std::size_t index, 
   return std::span(logits).subspan(index * vocab, vocab);
 }
 
-/// The id that is sampled next, and the logits it came from.
+/// The sampled id, and the logits that it comes from.
 struct Sampled {
   std::vector<std::int32_t> ids;
   std::vector<std::vector<float>> logits;  // by row
   bool operator==(const Sampled&) const = default;
 };
 
-/// `steps` greedy steps of all rows after prompts of these lengths, 0: none.
+/// `steps` greedy steps of all rows after prompts of these lengths; 0: no prompt.
 std::vector<Sampled> run_batch(const DeviceModel& model, const std::vector<std::size_t>& lengths,
                                int steps, bool graph, std::uint32_t chunk = 64) {
   const auto rows = static_cast<int>(lengths.size());
@@ -88,7 +88,7 @@ Ids generate(SequenceDecoder& decoder, const Ids& prompt, std::uint32_t count,
 
 namespace {
 
-/// An append that writes and attends to nothing.
+/// An append that writes nothing and attends to nothing.
 class Nothing final : public DeviceAppend {
  public:
   using DeviceAppend::DeviceAppend;
@@ -100,7 +100,7 @@ class Nothing final : public DeviceAppend {
 
 }  // namespace
 
-TEST_CASE("An append goes layer by layer, part by part; any other order is refused") {
+TEST_CASE("An append goes layer by layer and chunk by chunk; any other order is refused") {
   const PromptChunk first{.first = 0, .rows = 4}, last{.first = 4, .rows = 1};
   Nothing append(2, 5);
   CHECK_THROWS_AS(append.attend(0, first, {}), std::logic_error);
@@ -117,7 +117,7 @@ TEST_CASE("An append goes layer by layer, part by part; any other order is refus
   CHECK_THROWS_AS(append.write(2, first), std::logic_error);
 }
 
-TEST_CASE("What is measured of a layout is what it takes when it is placed") {
+TEST_CASE("A layout takes as many bytes when placed as when measured") {
   struct Parts {
     Parts(cuda::Arena& arena, std::size_t count)
         : bytes(arena.take<std::byte>(count)),
@@ -137,7 +137,7 @@ TEST_CASE("What is measured of a layout is what it takes when it is placed") {
   CHECK(arena.bytes() == sizeof memory);
 }
 
-TEST_CASE("Logits of a prompt are the CPU decoder's, in every dtype and chunk", "[gpu]") {
+TEST_CASE("Logits of a prompt equal the CPU decoder's, for every dtype and chunk size", "[gpu]") {
   if (no_device()) return;
   const Ids ids = some_ids(300);
   const std::vector<float> expected = all_logits_on_cpu(cpu_tiny(), ids);
@@ -154,7 +154,7 @@ TEST_CASE("Logits of a prompt are the CPU decoder's, in every dtype and chunk", 
     }
 }
 
-TEST_CASE("Decoding token by token gives the logits that a prompt gives", "[gpu]") {
+TEST_CASE("Decoding token by token gives the logits of a prompt", "[gpu]") {
   if (no_device()) return;
   const Ids ids = some_ids(140);
   const std::vector<float> expected = all_logits_on_cpu(cpu_tiny(), ids);
@@ -169,7 +169,7 @@ TEST_CASE("Decoding token by token gives the logits that a prompt gives", "[gpu]
       worst = std::max(worst, relative_error(decoder.logits(0), row(expected, i, 8192)));
     }
     CAPTURE(torch_name(dtype));
-    CHECK(worst < 2 * tolerance);  // the worst of single tokens, not their mean
+    CHECK(worst < 2 * tolerance);  // the worst single token, not the mean
     CHECK(decoder.tokens(0) == 140);
   }
 }
@@ -178,7 +178,7 @@ TEST_CASE("A sequence decodes in a batch of unequal lengths as it does alone", "
   if (no_device()) return;
   const std::vector<std::size_t> lengths{1, 17, 64, 65, 0, 300, 128, 2, 33, 90, 7, 200};
   for (const std::size_t rows :
-       {std::size_t{3}, std::size_t{8}, std::size_t{12}}) {  // own kernels, cuBLASLt
+       {std::size_t{3}, std::size_t{8}, std::size_t{12}}) {  // kvlab's kernels, and cuBLASLt
     const std::vector<std::size_t> batch(lengths.begin(),
                                          lengths.begin() + static_cast<std::ptrdiff_t>(rows));
     const auto together = run_batch(tiny(Dtype::f32), batch, 6, true);
@@ -197,8 +197,7 @@ TEST_CASE("A sequence decodes in a batch of unequal lengths as it does alone", "
   }
 }
 
-TEST_CASE("A replayed graph computes what launch by launch does, bit for bit, and twice the same",
-          "[gpu]") {
+TEST_CASE("A replayed graph gives the bits of single launches, twice", "[gpu]") {
   if (no_device()) return;
   for (const std::vector<std::size_t>& lengths :
        {std::vector<std::size_t>{40}, {3, 50, 0, 300}, {1, 2, 3, 4, 5, 6, 7, 8, 9}}) {
@@ -215,14 +214,14 @@ TEST_CASE("A replayed graph computes what launch by launch does, bit for bit, an
   }
 }
 
-TEST_CASE("A batch that is small enough for a race checker: plain, and replayed", "[gpu][small]") {
+TEST_CASE("A batch small enough for a race checker, plain and as a graph", "[gpu][small]") {
   if (no_device()) return;
   const std::vector<std::size_t> lengths{3, 0, 9};
   CHECK((run_batch(tiny(Dtype::bf16), lengths, 2, false, 4)[1].ids[2] ==
          run_batch(tiny(Dtype::bf16), lengths, 2, true, 4)[1].ids[2]));
 }
 
-TEST_CASE("Texts are the CPU decoder's, greedy and drawn", "[gpu]") {
+TEST_CASE("Texts equal the CPU decoder's, greedy and sampled", "[gpu]") {
   if (no_device()) return;
   for (const SamplingOptions& sampling :
        {SamplingOptions{},
@@ -236,7 +235,7 @@ TEST_CASE("Texts are the CPU decoder's, greedy and drawn", "[gpu]") {
   }
 }
 
-TEST_CASE("Sampling stops when it is told to, and what ran ahead is forgotten", "[gpu]") {
+TEST_CASE("Sampling stops on request, and drops tokens that ran ahead", "[gpu]") {
   if (no_device()) return;
   const Ids prompt = some_ids(30), turn = some_ids(9, 8192, 77);
   const auto talk = [&](SequenceDecoder& decoder, Sampler& sampler) {
@@ -264,7 +263,8 @@ TEST_CASE("Sampling stops when it is told to, and what ran ahead is forgotten", 
   CHECK(one.counter() == other.counter());
 }
 
-TEST_CASE("Every family's parts: biases, q/k norms, untied heads, head sizes and groups", "[gpu]") {
+TEST_CASE("The CUDA decoder supports biases, q/k norms, untied heads, all head sizes and groups",
+          "[gpu]") {
   if (no_device()) return;
   auto biased = small_config("LlamaForCausalLM", "llama", 4, 4, 64);
   biased["attention_bias"] = biased["mlp_bias"] = true;
@@ -282,7 +282,7 @@ TEST_CASE("Every family's parts: biases, q/k norms, untied heads, head sizes and
     const DeviceModel device = DeviceModel::load(folder / "model");
     const Ids ids = some_ids(90, 301);
     const std::vector<float> expected = all_logits_on_cpu(model, ids);
-    for (const std::uint32_t chunk : {90u, 5u}) {  // cuBLASLt, own kernels
+    for (const std::uint32_t chunk : {90u, 5u}) {  // cuBLASLt, and kvlab's kernels
       CudaSequence sequence(device, {.tokens = 90, .prefill_chunk = chunk});
       std::vector<float> logits;
       sequence.feed(std::span(ids).first(60), SegmentKind::prompt);
@@ -309,7 +309,7 @@ TEST_CASE("Every family's parts: biases, q/k norms, untied heads, head sizes and
   }
 }
 
-TEST_CASE("A trace captured from the device verifies and holds what the CPU computes", "[gpu]") {
+TEST_CASE("A trace captured on the device verifies, and equals the CPU's", "[gpu]") {
   if (no_device()) return;
   const test::TemporaryFolder folder;
   const Ids prompt = some_ids(1010), turn = some_ids(70, 8192, 5);
@@ -324,7 +324,7 @@ TEST_CASE("A trace captured from the device verifies and holds what the CPU comp
       Sampler sampler({});
       decoder->extend(sampler, 41, [&](std::int32_t id) {
         ids.push_back(id);
-        return ids.size() < 31;  // ten more would be welcome, and some ran ahead
+        return ids.size() < 31;  // ten more are requested, and some ran ahead
       });
       decoder->feed({&ids.back(), 1}, SegmentKind::decode);
     } else {
@@ -368,17 +368,17 @@ TEST_CASE("A trace captured from the device verifies and holds what the CPU comp
       CHECK(std::fabs(a.measurements[i].value - b.measurements[i].value) < 2e-3);
 }
 
-TEST_CASE("What a capture copies is not written over by the chunk that follows", "[gpu]") {
+TEST_CASE("The next chunk does not overwrite data that a capture copies", "[gpu]") {
   if (no_device()) return;
   LayerOutputMemory memory(capture_shape(tiny(Dtype::bf16).config(), Dtype::bf16),
                            {.chunk = 4, .step = 1}, true, nullptr);
-  // The layers of two chunks of a model with an odd number of them.
+  // The layers of two chunks of a model with an odd number of layers.
   std::vector<const void*> places;
   for (int chunk = 0; chunk < 6; ++chunk) places.push_back(memory.next_chunk(4).qkv);
   for (std::size_t i = 1; i < places.size(); ++i) CHECK(places[i] != places[i - 1]);
 }
 
-TEST_CASE("A trace that cannot be written fails the capture, and does not look whole", "[gpu]") {
+TEST_CASE("A trace that cannot be written fails the capture, and does not look complete", "[gpu]") {
   if (no_device()) return;
   const test::TemporaryFolder folder;
   const DeviceModel& model = tiny(Dtype::bf16);
@@ -404,7 +404,7 @@ TEST_CASE("Logits that are not finite end the text with an error", "[gpu]") {
   CHECK_NOTHROW(sequence.flush());
 }
 
-TEST_CASE("What does not fit is refused, with what would", "[gpu]") {
+TEST_CASE("A request that does not fit is refused, with one that would", "[gpu]") {
   if (no_device()) return;
   const auto refusal = [](auto action) { return error_of<std::exception>(action); };
   const DeviceModel& model = tiny(Dtype::bf16);

@@ -1,4 +1,4 @@
-// The CUDA decoder's caches that evict: against the CPU decoder's, and under the simulator's eyes.
+// The CUDA decoder's caches that evict, compared with the CPU decoder's caches and the simulator.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -60,7 +60,7 @@ constexpr const char* kPolicies[]{"window", "sink", "lru", "h2o", "streaming_h2o
 
 }  // namespace
 
-TEST_CASE("In float32 logits are the CPU decoder's, whatever is asked of the caches", "[gpu]") {
+TEST_CASE("In float32, logits equal the CPU decoder's for every cache configuration", "[gpu]") {
   if (no_device()) return;
   const CacheShape heads = cpu_tiny().config().heads();
   const test::Choices choices{
@@ -75,8 +75,8 @@ TEST_CASE("In float32 logits are the CPU decoder's, whatever is asked of the cac
     CudaSequence cuda(tiny(Dtype::f32), {.tokens = 220, .cache = options});
     Decoder cpu(cpu_tiny(), options, 2);
     INFO(test::text_of(config));
-    // A near-tie may part them: later rows then differ by what one token of 48 is worth. Likewise a
-    // key that differs in its last bit may have another quantized value.
+    // After a near tie the two may evict different tokens; later rows then differ by the effect of
+    // one token of 48. Also, a key that differs in its last bit may have another quantized value.
     CHECK(relative_error(conversation(cuda), conversation(cpu)) <
           (options.policy.tier_plan.is_quantized() ? 1e-2 : 1e-3));
     CHECK(cuda.evictions() == cpu.evictions());
@@ -84,7 +84,7 @@ TEST_CASE("In float32 logits are the CPU decoder's, whatever is asked of the cac
   }
 }
 
-TEST_CASE("Tiers take the bytes that their tier plan says, and beside them whole tiles", "[gpu]") {
+TEST_CASE("Tiers take the bytes of their tier plan, padded to whole tiles", "[gpu]") {
   if (no_device()) return;
   const DeviceModel& model = tiny(Dtype::bf16);
   const ModelConfig& config = model.config();
@@ -109,7 +109,7 @@ TEST_CASE("The CUDA decoder refuses a feature that it cannot compute", "[gpu]") 
       "policy lagkv: the CUDA decoder does not know its feature lagkv; --device cpu does");
 }
 
-TEST_CASE("Keys that are cached rotated cost cache positions no precision", "[gpu]") {
+TEST_CASE("Cache positions lose no precision with rotated keys", "[gpu]") {
   if (no_device()) return;
   for (const char* policy : {"window", "sink"}) {
     const auto error = [&](Positions positions) {
@@ -126,7 +126,7 @@ TEST_CASE("Keys that are cached rotated cost cache positions no precision", "[gp
 
 namespace {
 
-/// How many tokens a parity run feeds, and how closely it looks.
+/// The number of tokens of a parity run, and how closely it checks.
 struct ParityShape {
   std::uint32_t scale = 1;    ///< of budgets and prompts
   bool shares_slots = false;  ///< budgets are ada()
@@ -134,8 +134,8 @@ struct ParityShape {
   VerifyOptions verify{.threads = 2};
 };
 
-/// Four unequal sequences: budgets by layer and head, with protected tokens, of one token; all
-/// three kinds of prefill.
+/// Four different sequences: budgets by layer and head, with protected tokens, and of one token;
+/// all three prefill modes.
 std::vector<ResolvedConfig> parity_caches(const PolicySpec& policy, Positions positions,
                                           const ModelConfig& model, const ParityShape& shape) {
   const std::uint32_t scale = shape.scale;
@@ -144,7 +144,7 @@ std::vector<ResolvedConfig> parity_caches(const PolicySpec& policy, Positions po
     own.sinks = sinks, own.recent = recent;
     return own;
   };
-  // A tier plan holds more tokens, and no tier without one.
+  // A tier plan holds more tokens, and no tier may be empty.
   const auto bytes_of = [&](std::uint32_t tokens) {
     return policy.tier_plan.is_quantized() ? std::max(tokens / 2, 4u) : tokens;
   };
@@ -167,7 +167,8 @@ std::vector<ResolvedConfig> parity_caches(const PolicySpec& policy, Positions po
   return caches;
 }
 
-/// Decodes a batch of four, one of them with a second turn, and asks the three questions of each.
+/// Decodes a batch of four sequences, one of them with a second turn, and makes verify's three
+/// checks of each.
 std::vector<VerifyReport> parity(const DeviceModel& model, const PolicySpec& policy, bool plain,
                                  Positions positions, const ParityShape& shape) {
   const auto caches = parity_caches(policy, positions, model.config(), shape);
@@ -187,7 +188,7 @@ std::vector<VerifyReport> parity(const DeviceModel& model, const PolicySpec& pol
   const std::size_t lengths[]{70, 33, 50, 9};
   for (int s = 0; s < 4; ++s) {
     decoder.prefill(s, some_ids(lengths[s] * shape.scale, 8192, 100 * s));
-    // Greedy text of a small model soon repeats itself.
+    // Greedy text of a small model soon repeats itself, so tokens are sampled.
     decoder.set_sampling(s, {.temperature = 1, .seed = 5u + static_cast<unsigned>(s)});
   }
   decoder.choose(4);
@@ -215,7 +216,7 @@ void check_parity(const std::vector<VerifyReport>& reports, bool evicts = true) 
   }
 }
 
-/// A line a sequence, for docs/measurements.
+/// Prints a line per sequence, for docs/internals/measurements.
 void print_parity(const std::string& model, const std::string& policy, Positions positions,
                   const std::vector<VerifyReport>& reports) {
   for (std::size_t s = 0; s < reports.size(); ++s) {
@@ -239,12 +240,12 @@ std::string environment(const char* name, const char* otherwise) {
 
 }  // namespace
 
-TEST_CASE("Sequences that are fed side by side have the logits that they have alone", "[gpu]") {
+TEST_CASE("Sequences fed side by side have the logits that they have alone", "[gpu]") {
   if (no_device()) return;
   const auto cuda = load_backend(Device::cuda, kTiny, 2);
   for (const char* policy : {"full", "h2o", "sink"}) {
     std::vector<ResolvedConfig> caches;
-    for (std::uint32_t s = 0; s < 12; ++s) {  // more than the products of a few rows take
+    for (std::uint32_t s = 0; s < 12; ++s) {  // more rows than the kernels for few rows support
       caches.push_back(cache(policy, 16 + 4 * s, Prefill{0}, Positions::original));
       caches.back().sequence = s;
     }
@@ -277,8 +278,7 @@ TEST_CASE("Sequences that are fed side by side have the logits that they have al
   }
 }
 
-TEST_CASE("A batch's later prompts, and the logits of their last tokens, are those of one alone",
-          "[gpu]") {
+TEST_CASE("A batch's later prompts give the logits that they give alone", "[gpu]") {
   if (no_device()) return;
   const auto cuda = load_backend(Device::cuda, kTiny, 2);
   const std::size_t vocab = cuda->config().vocab;
@@ -314,12 +314,12 @@ TEST_CASE("A batch's later prompts, and the logits of their last tokens, are tho
   }
 }
 
-/// Which of the covering configurations a test case runs: few enough that no case takes over a
-/// minute, twelve side by side.
+/// The part of the covering configurations that a test case runs: few enough that no case takes
+/// over a minute, with twelve running side by side.
 struct BatchPart {
   Dtype dtype;
-  bool plain_steps;  ///< in which a prompt is read
-  bool early_names;  ///< of policies: a to k, or l to z
+  bool plain_steps;  ///< how the prompt is read
+  bool early_names;  ///< policies a to k; otherwise l to z
 };
 
 void check_batches(const BatchPart& part) {
@@ -329,7 +329,7 @@ void check_batches(const BatchPart& part) {
                  "feature:name=key_cosine"},
       .tier_plans = {"", "4", "16@12t+4@100%", "8@25%+4@50%+k4v2@25%", "fp8@30%+fp8@30%+2@40%"},
       .budgets = {parse_budget("64"), parse_budget("ada(64)")},
-      .prefills = {Prefill{0}, Prefill{1}}};  // the latter: plain steps
+      .prefills = {Prefill{0}, Prefill{1}}};  // the second one uses plain steps
   const CacheShape heads = cpu_tiny().config().heads();
   bool bf16 = false;
   int checked = 0;
@@ -340,7 +340,7 @@ void check_batches(const BatchPart& part) {
         (config.policy.name < "l") != part.early_names)
       continue;
     CAPTURE(config.policy.text(), config.budget.text(), plain, name_of(config.positions), bf16);
-    // All of a short prompt may fit a tier plan.
+    // All tokens of a short prompt may fit a tier plan.
     const bool evicts = !(config.policy.tier_plan.is_quantized() && config.policy.modifiers.once);
     check_parity(parity(tiny(part.dtype), config.policy, plain, config.positions,
                         {.shares_slots = config.shares_slots()}),
@@ -350,42 +350,46 @@ void check_batches(const BatchPart& part) {
   CHECK(checked > 0);
 }
 
-TEST_CASE("Sequences of a batch pass the three questions: bf16, whole prompts, policies a to k",
+TEST_CASE("Sequences of a batch pass verify's three checks: bf16, whole prompts, policies a to k",
           "[gpu]") {
   check_batches({.dtype = Dtype::bf16, .plain_steps = false, .early_names = true});
 }
-TEST_CASE("Sequences of a batch pass the three questions: bf16, whole prompts, policies l to z",
+TEST_CASE("Sequences of a batch pass verify's three checks: bf16, whole prompts, policies l to z",
           "[gpu]") {
   check_batches({.dtype = Dtype::bf16, .plain_steps = false, .early_names = false});
 }
-TEST_CASE("Sequences of a batch pass the three questions: bf16, plain steps, policies a to k",
+TEST_CASE("Sequences of a batch pass verify's three checks: bf16, plain steps, policies a to k",
           "[gpu]") {
   check_batches({.dtype = Dtype::bf16, .plain_steps = true, .early_names = true});
 }
-TEST_CASE("Sequences of a batch pass the three questions: bf16, plain steps, policies l to z",
+TEST_CASE("Sequences of a batch pass verify's three checks: bf16, plain steps, policies l to z",
           "[gpu]") {
   check_batches({.dtype = Dtype::bf16, .plain_steps = true, .early_names = false});
 }
-TEST_CASE("Sequences of a batch pass the three questions: float32, whole prompts, policies a to k",
-          "[gpu]") {
+TEST_CASE(
+    "Sequences of a batch pass verify's three checks: float32, whole prompts, policies a "
+    "to k",
+    "[gpu]") {
   check_batches({.dtype = Dtype::f32, .plain_steps = false, .early_names = true});
 }
-TEST_CASE("Sequences of a batch pass the three questions: float32, whole prompts, policies l to z",
-          "[gpu]") {
+TEST_CASE(
+    "Sequences of a batch pass verify's three checks: float32, whole prompts, policies l "
+    "to z",
+    "[gpu]") {
   check_batches({.dtype = Dtype::f32, .plain_steps = false, .early_names = false});
 }
-TEST_CASE("Sequences of a batch pass the three questions: float32, plain steps, policies a to k",
+TEST_CASE("Sequences of a batch pass verify's three checks: float32, plain steps, policies a to k",
           "[gpu]") {
   check_batches({.dtype = Dtype::f32, .plain_steps = true, .early_names = true});
 }
-TEST_CASE("Sequences of a batch pass the three questions: float32, plain steps, policies l to z",
+TEST_CASE("Sequences of a batch pass verify's three checks: float32, plain steps, policies l to z",
           "[gpu]") {
   check_batches({.dtype = Dtype::f32, .plain_steps = true, .early_names = false});
 }
 
-// Hidden, as it takes minutes: KVLAB_PARITY_MODEL is a checkpoint's folder, or a configuration
-// whose weights are drawn; KVLAB_PARITY_STEPS, KVLAB_PARITY_POLICY, KVLAB_PARITY_POSITIONS.
-TEST_CASE("Long parity", "[.][parity][gpu]") {
+// Hidden, because it takes minutes. KVLAB_PARITY_MODEL is a checkpoint's folder, or a configuration
+// for random weights; see also KVLAB_PARITY_STEPS, KVLAB_PARITY_POLICY, KVLAB_PARITY_POSITIONS.
+TEST_CASE("Long sequences of a chosen model pass verify's three checks", "[.][parity][gpu]") {
   if (no_device()) return;
   const std::filesystem::path path = environment("KVLAB_PARITY_MODEL", kTiny.c_str());
   const bool drawn = path.extension() == ".json";
@@ -396,7 +400,7 @@ TEST_CASE("Long parity", "[.][parity][gpu]") {
   ParityShape shape{.scale = 2, .steps = std::stoi(environment("KVLAB_PARITY_STEPS", "2000"))};
   shape.steps_of_second_turn = shape.steps / 4;
   shape.verify.check_every = 16;
-  // A large model: (b) and (c) at its ends and its middle, (a) everywhere.
+  // For a large model, checks (b) and (c) run on the first, middle and last layer, and (a) on all.
   const std::uint32_t layers = model.config().layers;
   if (layers > 16) shape.verify.layers = {0, layers / 2, layers - 1};
   for (const char* policy : kPolicies)

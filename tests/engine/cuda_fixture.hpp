@@ -1,5 +1,5 @@
-// The bundled model on both sides, and checkpoints of random weights, for tests of the CUDA
-// decoder.
+// The bundled model on the CPU and on the device, and checkpoints of random weights, for tests of
+// the CUDA decoder.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,8 @@ inline Ids some_ids(std::size_t count, std::int32_t vocab = 8192, std::int64_t f
   return ids;
 }
 
-/// A random checkpoint of the given config, with biases and norms that are not neutral.
-/// `head_deviation`: of the head's weights.
+/// Writes a random checkpoint for the given config, with biases and norms that are not neutral.
+/// `head_deviation`: standard deviation of the head's weights.
 inline void write_checkpoint(const std::filesystem::path& directory, const nlohmann::json& json,
                              float head_deviation = 0.1f) {
   std::filesystem::create_directories(directory);

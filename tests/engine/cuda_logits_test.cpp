@@ -1,5 +1,5 @@
-// The CUDA decoder in bfloat16 against transformers in float32: at most twice as far as
-// transformers' own bfloat16. See tests/fixtures/make_model_fixtures.py.
+// The CUDA decoder in bfloat16 compared with transformers in float32: its error is at most twice
+// that of transformers' bfloat16. See tests/fixtures/make_model_fixtures.py.
 #include <cstdlib>
 
 #include "engine/backend.hpp"
@@ -12,13 +12,13 @@
 namespace kvlab {
 namespace {
 
-constexpr double kMaxOfTheirs = 2;  // the bar
+constexpr double kMaxOfTheirs = 2;  // largest allowed ratio of the errors
 
 struct Expected {
   std::vector<std::int32_t> ids, rows, columns;
   std::vector<float> logits, bf16_logits;  // [rows, columns]
 
-  /// The chosen ones of logits [ids, vocab].
+  /// The chosen rows and columns of logits [ids, vocab].
   std::vector<float> chosen(const std::vector<float>& all, std::size_t vocab) const {
     std::vector<float> result;
     for (const std::int32_t row : rows)
@@ -39,7 +39,7 @@ Expected expected(const std::string& name) {
           std::move(wide)};
 }
 
-/// Logits [ids, vocab] of a prompt, `chunk` tokens at once.
+/// Logits [ids, vocab] of a prompt that is read `chunk` tokens at a time.
 std::vector<float> of_prompt(const DeviceModel& model, std::span<const std::int32_t> ids,
                              std::uint32_t chunk) {
   CudaSequence sequence(model,
@@ -49,7 +49,7 @@ std::vector<float> of_prompt(const DeviceModel& model, std::span<const std::int3
   return logits;
 }
 
-/// Logits [ids, vocab] of a text, each token but the first by a step of decoding.
+/// Logits [ids, vocab] of a text; each token except the first is a decode step.
 std::vector<float> of_steps(const DeviceModel& model, std::span<const std::int32_t> ids) {
   CudaDecoder decoder(
       model,
@@ -65,7 +65,7 @@ std::vector<float> of_steps(const DeviceModel& model, std::span<const std::int32
   return logits;
 }
 
-/// `ctest -V`, or the test with -s, shows both errors.
+/// Prints both errors; `ctest -V`, or the test with -s, shows them.
 void compare(const std::string& name, const std::filesystem::path& directory) {
   const Expected wanted = expected(name);
   const DeviceModel model = DeviceModel::load(directory);
@@ -79,7 +79,8 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
     CHECK(ours <= kMaxOfTheirs * theirs);
   };
   check("prompt at once", of_prompt(model, wanted.ids, length));
-  check("prompt in chunks of 7", of_prompt(model, wanted.ids, 7));  // not cuBLASLt, but own kernels
+  // kvlab's kernels instead of cuBLASLt
+  check("prompt in chunks of 7", of_prompt(model, wanted.ids, 7));
   check("token by token", of_steps(model, wanted.ids));
 }
 
@@ -89,20 +90,20 @@ bool no_device() {
   return true;
 }
 
-TEST_CASE("bf16 logits of every family are as near to float32 as those of transformers", "[gpu]") {
+TEST_CASE("bf16 logits of every family are as close to float32 as transformers' logits", "[gpu]") {
   if (no_device()) return;
   for (const char* name : {"llama3_64", "llama_biases_96", "mistral_128", "qwen2_64", "qwen3_128",
                            "phi3_64", "olmo3_64", "gpt_oss_64", "qwen3_moe_64"})
     compare(name, test::source_path("tests/data/models") / name);
 }
 
-TEST_CASE("bf16 logits of the bundled model are as near to float32 as those of transformers",
+TEST_CASE("bf16 logits of the bundled model are as close to float32 as transformers' logits",
           "[gpu]") {
   if (no_device()) return;
   compare("tiny", test::source_path("engine/models/tiny"));
 }
 
-TEST_CASE("bf16 logits of the small model are as near to float32 as those of transformers",
+TEST_CASE("bf16 logits of the small model are as close to float32 as transformers' logits",
           "[gpu]") {
   if (no_device()) return;
   const char* directory = std::getenv("KVLAB_SMALL_MODEL");

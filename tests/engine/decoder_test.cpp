@@ -22,7 +22,7 @@ const Model& tiny() {
   return model;
 }
 
-/// <s> and then some ids; any will do.
+/// <s>, then some arbitrary ids.
 std::vector<std::int32_t> some_ids(std::size_t count) {
   std::vector<std::int32_t> ids{0};
   for (std::uint32_t x = 1; ids.size() < count;) {
@@ -59,7 +59,7 @@ std::vector<float> conversation_logits(const ResolvedConfig& options, unsigned t
   return all;
 }
 
-/// Writes down every call.
+/// Records every call.
 class Recorder : public DecoderObserver {
  public:
   void begin_append(std::span<const std::int32_t> ids, std::uint32_t first, SegmentKind kind,
@@ -105,7 +105,7 @@ TEST_CASE("The full cache's logits equal a plain forward pass in float64") {
   CHECK(std::sqrt(error / norm) < 1e-5);
 }
 
-TEST_CASE("With a budget of the whole length every policy gives the bits of the full cache") {
+TEST_CASE("With a budget for every token, every policy gives the bits of the full cache") {
   static const auto full = conversation_logits({});
   const std::string policy = GENERATE("window", "sink", "lru", "h2o", "streaming_h2o", "random");
   const Prefill prefill = GENERATE(Prefill{0}, Prefill{32}, Prefill{1});
@@ -114,7 +114,7 @@ TEST_CASE("With a budget of the whole length every policy gives the bits of the 
   CHECK(conversation_logits(cache(policy, 60, prefill)) != full);
 }
 
-TEST_CASE("Neither threads nor the size of an append change a full cache's bits", "[threads]") {
+TEST_CASE("Threads and append sizes do not change a full cache's bits", "[threads]") {
   const auto full = conversation_logits({});
   CHECK(conversation_logits({}, 3) == full);
   CHECK(conversation_logits(cache("full", kNoBudget, {1})) == full);
@@ -126,8 +126,8 @@ TEST_CASE("Threads do not change what a policy keeps", "[threads]") {
   CHECK(conversation_logits(cache(policy, 40), 3) == conversation_logits(cache(policy, 40), 1));
 }
 
-// Nothing is read of what is too long, so that it need not be there.
-TEST_CASE("A sequence ends before a sum of attention or a count of requests is full") {
+// A text that is too long is refused before it is read, so it need not exist.
+TEST_CASE("A sequence ends before a sum of attention or a count of requests overflows") {
   const auto sum_of_ones = [](std::uint64_t group) {
     return static_cast<double>(longest_sequence(static_cast<std::uint32_t>(group)) * group);
   };
@@ -143,7 +143,7 @@ TEST_CASE("A sequence ends before a sum of attention or a count of requests is f
   CHECK(decoder.tokens() == 0);
 }
 
-TEST_CASE("A decoded query windows its budget, and a dense prompt all of itself") {
+TEST_CASE("A decoded query sees its budget's tokens, and a dense prompt sees all of its tokens") {
   Decoder decoder(tiny(), cache("h2o", 32), 1);
   const auto ids = some_ids(100);
   decoder.feed(std::span(ids).first(80), SegmentKind::prompt);
@@ -167,7 +167,7 @@ TEST_CASE("Budgets may differ by layer and KV head") {
   CHECK_THROWS_AS(Decoder(tiny(), options, 1), std::invalid_argument);
 }
 
-TEST_CASE("An observer hears of every step in order") {
+TEST_CASE("An observer is called for every step in order") {
   const auto ids = some_ids(20);
   Decoder decoder(tiny(), cache("lru:sinks=1", 4, {3}), 1);
   Recorder recorder;
@@ -195,7 +195,7 @@ TEST_CASE("An observer hears of every step in order") {
   CHECK(recorder.sizes_agree);
 }
 
-TEST_CASE("A decoder refuses what it cannot run") {
+TEST_CASE("A decoder refuses configurations that it cannot run") {
   CHECK_THROWS_AS(Decoder(tiny(), cache("sink", 4), 1), std::invalid_argument);
   const std::string_view oracles[] = {"oracle_attention"};
   ResolvedConfig reference;

@@ -1,5 +1,5 @@
-// A device that is lost in the middle of a capture. An executable of its own: its process can use
-// the device no more.
+// A device that is lost in the middle of a capture. This is a separate executable, because its
+// process cannot use the device any more.
 #include "engine/backend.hpp"
 #include "engine/cuda/cuda_sequence.hpp"
 #include "engine/cuda/fill.hpp"
@@ -23,14 +23,14 @@ std::vector<std::int32_t> some_ids(std::size_t count) {
   return ids;
 }
 
-/// A kernel that writes where no memory is: what a fault of the hardware looks like, too.
+/// A kernel that writes to an invalid address, which looks like a hardware fault.
 void lose_device() {
   constexpr std::uintptr_t nowhere = 256;
   cuda::check(cuda::fill_value(KVLAB_F32, reinterpret_cast<void*>(nowhere), 1024, 1, nullptr),
               "launching");
 }
 
-/// A trace under way.
+/// A trace in progress.
 struct Capture {
   Capture(const DeviceModel& model, const std::filesystem::path& path, std::size_t prompt)
       : writer(path, cuda_trace_header(model, {})),
@@ -38,7 +38,7 @@ struct Capture {
     sequence.feed(some_ids(prompt), SegmentKind::prompt);
     sequence.flush();
   }
-  /// Decodes; the device is lost on the way.
+  /// Decodes; the device is lost meanwhile.
   void decode() {
     Sampler sampler({});
     sequence.extend(sampler, 200, [&](std::int32_t) {
@@ -54,7 +54,7 @@ struct Capture {
 
 }  // namespace
 
-TEST_CASE("Errors after which nothing works say that the device was lost") {
+TEST_CASE("Errors that leave the device unusable say that it was lost") {
   for (const cudaError_t error :
        {cudaErrorIllegalAddress, cudaErrorLaunchFailure, cudaErrorECCUncorrectable,
         cudaErrorIllegalInstruction, cudaErrorLaunchTimeout, cudaErrorUnknown})
@@ -65,7 +65,7 @@ TEST_CASE("Errors after which nothing works say that the device was lost") {
              !ContainsSubstring("lost"));
 }
 
-TEST_CASE("A lost device ends captures with an error, and their traces do not look whole",
+TEST_CASE("A lost device ends captures with an error, and their traces do not look complete",
           "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;

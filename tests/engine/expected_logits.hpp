@@ -1,4 +1,4 @@
-// What tests/fixtures/make_model_fixtures.py stored, and how far numbers are from it.
+// Logits stored by tests/fixtures/make_model_fixtures.py, and the relative error against them.
 #pragma once
 
 #include <cmath>

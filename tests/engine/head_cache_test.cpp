@@ -1,4 +1,4 @@
-// A head's cache against attention in float64 that numbers the live tokens 0, 1, 2, … by itself.
+// A head's cache compared with float64 attention that numbers the live tokens 0, 1, 2, … itself.
 #include "engine/cache/head_cache.hpp"
 
 #include <cmath>
@@ -79,7 +79,7 @@ Row brute_row(const Tensors& all, std::uint32_t query, std::uint32_t head,
   return row;
 }
 
-/// What the live tokens should have received from an append.
+/// The expected observations of the live tokens after an append.
 std::vector<Observation> brute_observations(const std::vector<std::vector<Row>>& rows, Needs needs,
                                             std::uint32_t first, std::size_t live) {
   std::vector<Observation> seen(needs == Needs::nothing ? 0 : live);
@@ -210,7 +210,7 @@ TEST_CASE("A head's cache equals float64 attention over its live tokens, positio
   CHECK((runner.cache().live().evictions() > 0) == !full);
 }
 
-TEST_CASE("Blocks of queries give the same bits in any size and order") {
+TEST_CASE("Blocks of queries give the same bits for any size and order") {
   const Tensors all = random_tensors(130);
   const std::string policy = GENERATE("h2o", "lru");
   Runner whole(all, policy, 30, Positions::cache), split(all, policy, 30, Positions::cache);
@@ -223,7 +223,7 @@ TEST_CASE("Blocks of queries give the same bits in any size and order") {
   CHECK(whole.outputs().lse == split.outputs().lse);
 }
 
-TEST_CASE("After a long prompt a head's cache gives its memory back") {
+TEST_CASE("After a long prompt a head's cache releases its memory") {
   const Tensors all = random_tensors(700);
   const Positions positions = GENERATE(Positions::original, Positions::cache);
   Runner runner(all, "random", 40, positions);
@@ -234,7 +234,7 @@ TEST_CASE("After a long prompt a head's cache gives its memory back") {
   CHECK(runner.cache().row_count() <= 80);
 }
 
-TEST_CASE("After a prompt's end a head's cache holds the budget's rows and no more") {
+TEST_CASE("After a prompt a head's cache holds only the budget's rows") {
   constexpr std::uint32_t kBudget = 48;  // whole panels
   const Tensors all = random_tensors(700);
   const Positions positions = GENERATE(Positions::original, Positions::cache);

@@ -1,4 +1,5 @@
-// A plain Llama forward pass in float64, with its own arithmetic: what the decoder is held against.
+// A plain Llama forward pass in float64 with separate arithmetic, which the decoder is compared
+// with.
 #pragma once
 
 #include <cstdint>

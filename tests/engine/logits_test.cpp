@@ -1,4 +1,4 @@
-// Logits against those that transformers computed in float32; see
+// Logits compared with those that transformers computed in float32; see
 // tests/fixtures/make_model_fixtures.py.
 #include <cstdlib>
 
@@ -33,7 +33,7 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
 
   const std::size_t half = model.config().head_size / 2;
   REQUIRE(wanted.inv_freq.size() % half == 0);
-  for (std::size_t i = 0; i < wanted.inv_freq.size(); ++i)  // of the first layer, or of all
+  for (std::size_t i = 0; i < wanted.inv_freq.size(); ++i)  // of the first layer, or of all layers
     CHECK(model.config().rows[i / half].rope.inv_freq[i % half] ==
           Approx(wanted.inv_freq[i]).epsilon(5e-7).margin(0));
   CHECK(model.config().rows[0].rope.factor == Approx(wanted.rope_factor[0]).epsilon(1e-6));
@@ -50,7 +50,7 @@ void compare(const std::string& name, const std::filesystem::path& directory) {
   }
 }
 
-TEST_CASE("miniature checkpoints give the logits of transformers") {
+TEST_CASE("miniature checkpoints give transformers' logits") {
   for (const char* name :
        {"llama3", "llama_biases", "mistral", "qwen2", "qwen3", "gemma3_mini", "mistral_windows",
         "qwen3_windows", "olmo2", "olmo3", "phi3", "qwen3_moe", "gpt_oss", "gemma3_mini_older",
@@ -125,8 +125,7 @@ bool equal_bits(std::span<const float> a, std::span<const float> b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size_bytes()) == 0;
 }
 
-TEST_CASE("a row's bits depend neither on the rows computed with it nor on the threads",
-          "[threads]") {
+TEST_CASE("a row's bits do not depend on other rows or on threads", "[threads]") {
   for (const char* name :
        {"engine/models/tiny", "tests/data/models/qwen3", "tests/data/models/llama_biases",
         "tests/data/models/gpt_oss", "tests/data/models/phi3"}) {

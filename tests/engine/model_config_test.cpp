@@ -28,7 +28,7 @@ json llama() {
           {"torch_dtype", "float16"}};
 }
 
-/// Llama's, but for what another family's says.
+/// Llama's config with another family's changes.
 json family(const std::string& name, const std::string& type, const json& more = json::object()) {
   json config = llama();
   config.update({{"architectures", {name + "ForCausalLM"}}, {"model_type", type}});
@@ -41,7 +41,7 @@ json qwen2() { return family("Qwen2", "qwen2"); }
 json qwen3() { return family("Qwen3", "qwen3", {{"head_dim", 32}}); }
 
 json with(json config, const json& changes) {
-  config.merge_patch(changes);  // null removes
+  config.merge_patch(changes);  // null removes a key
   return config;
 }
 
@@ -51,7 +51,7 @@ ModelConfig read(const json& config) {
   return load_model_config(folder.path());
 }
 
-/// The error of a config, which must be one line that names the file.
+/// The error of a config; it must be one line that names the file.
 std::string error_of(const json& config) {
   const test::TemporaryFolder folder;
   test::write_bytes(folder / "config.json", config.dump());
@@ -67,7 +67,7 @@ void refused(const json& config, const std::string& key) {
   CHECK_THAT(error_of(config), ContainsSubstring("\"" + key + "\""));
 }
 
-TEST_CASE("a config's numbers arrive") {
+TEST_CASE("a config's numbers are read") {
   const ModelConfig c = read(with(llama(), {{"bos_token_id", 7},
                                             {"eos_token_id", {8, 9}},
                                             {"tie_word_embeddings", true},
@@ -94,7 +94,7 @@ TEST_CASE("a config's numbers arrive") {
   CHECK(c.rope_config->at("rope_type") == "default");
 }
 
-TEST_CASE("what may be left out takes the architecture's default") {
+TEST_CASE("a key that is left out takes the architecture's default") {
   const ModelConfig c =
       read(with(llama(), {{"num_key_value_heads", nullptr}, {"torch_dtype", nullptr}}));
   CHECK(c.kv_heads == 6);
@@ -106,7 +106,7 @@ TEST_CASE("what may be left out takes the architecture's default") {
   CHECK(read(with(llama(), {{"head_dim", 20}})).head_size == 20);
 }
 
-TEST_CASE("architectures bring their biases and norms") {
+TEST_CASE("each architecture sets its biases and norms") {
   CHECK_FALSE(read(llama()).qkv_bias);
   const ModelConfig biased = read(with(llama(), {{"attention_bias", true}, {"mlp_bias", true}}));
   CHECK((biased.qkv_bias && biased.output_bias && biased.mlp_bias && !biased.qk_norm));
@@ -118,7 +118,7 @@ TEST_CASE("architectures bring their biases and norms") {
   CHECK((q3.qk_norm && !q3.qkv_bias && q3.head_size == 32));
 }
 
-TEST_CASE("each key that a config must have is missed by name") {
+TEST_CASE("each required key of a config is named if it is missing") {
   for (const char* key :
        {"architectures", "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "max_position_embeddings", "rms_norm_eps", "vocab_size"})
@@ -152,7 +152,7 @@ TEST_CASE("heads that do not divide and odd head sizes are refused") {
   refused(with(llama(), {{"head_dim", 15}}), "head_dim");
 }
 
-TEST_CASE("architectures that are not supported are refused by name") {
+TEST_CASE("unsupported architectures are refused by name") {
   for (const json& value :
        {json{"GPT2LMHeadModel"}, json{"MixtralForCausalLM"}, json::array(),
         json{"LlamaForCausalLM", "MistralForCausalLM"}, json("LlamaForCausalLM"), json{3}})
@@ -162,7 +162,7 @@ TEST_CASE("architectures that are not supported are refused by name") {
   refused(with(llama(), {{"model_type", "qwen2"}}), "model_type");
 }
 
-TEST_CASE("options that change what is computed are refused by name") {
+TEST_CASE("options that would change the computation are refused by name") {
   refused(with(llama(), {{"hidden_act", "gelu"}}), "hidden_act");
   refused(with(llama(), {{"pretraining_tp", 2}}), "pretraining_tp");
   refused(with(llama(), {{"quantization_config", {{"bits", 4}}}}), "quantization_config");
@@ -179,7 +179,7 @@ TEST_CASE("options that change what is computed are refused by name") {
   CHECK_NOTHROW(read(with(llama(), {{"hidden_act", "silu"}, {"pretraining_tp", 1}})));
 }
 
-TEST_CASE("keys of related models are refused where they are on, and harmless where they are off") {
+TEST_CASE("keys of related models are refused if they are on, and ignored if they are off") {
   const std::vector<std::pair<std::string, json>> on{
       {"attn_output_gate", true},
       {"clip_qkv", 8.0},
@@ -211,7 +211,7 @@ TEST_CASE("keys of related models are refused where they are on, and harmless wh
   }
 }
 
-TEST_CASE("keys that are not known are named, those that change nothing are not") {
+TEST_CASE("unknown keys are named, unless they change nothing") {
   CHECK(read(with(llama(),
                   {{"use_cache", true}, {"attention_dropout", 0.1}, {"id2label", {{"0", "a"}}}}))
             .unknown_keys.empty());
@@ -220,7 +220,7 @@ TEST_CASE("keys that are not known are named, those that change nothing are not"
   CHECK(read(config).unknown_keys == std::vector<std::string>{"attention_magic", "novel_gate"});
 }
 
-TEST_CASE("layers that attend otherwise are refused for what they are") {
+TEST_CASE("layers with another kind of attention are refused with that reason") {
   for (const char* type : {"linear_attention", "sparse_attention", "mamba"}) {
     const json config =
         with(llama(), {{"layer_types", {"full_attention", type}}, {"sliding_window", 512}});
@@ -230,7 +230,7 @@ TEST_CASE("layers that attend otherwise are refused for what they are") {
   }
 }
 
-TEST_CASE("a folder that holds another program's model is refused for that") {
+TEST_CASE("a folder with another program's model is refused with that reason") {
   const auto error_beside = [](const char* name, bool has_config) {
     const test::TemporaryFolder folder;
     if (has_config) test::write_bytes(folder / "config.json", llama().dump());
@@ -263,7 +263,7 @@ std::vector<std::uint32_t> windows(const json& config) { return read(config).hea
 
 const json kFull = "full_attention", kSliding = "sliding_attention";
 
-TEST_CASE("each layer's window is the one that its family gives it") {
+TEST_CASE("each layer has its family's sliding window") {
   using Windows = std::vector<std::uint32_t>;
   CHECK(windows(mistral()) == Windows{0, 0, 0});
   CHECK(windows(with(mistral(), {{"sliding_window", 512}})) == Windows{512, 512, 512});
@@ -279,7 +279,7 @@ TEST_CASE("each layer's window is the one that its family gives it") {
   CHECK_NOTHROW(read(with(qwen3(), {{"layer_types", {kFull, kFull, kFull}}})));
 }
 
-TEST_CASE("windows that a family does not have, or contradict themselves, are refused") {
+TEST_CASE("sliding windows that a family lacks, or that contradict each other, are refused") {
   refused(with(llama(), {{"sliding_window", 4096}}), "sliding_window");
   refused(with(llama(), {{"use_sliding_window", true}}), "use_sliding_window");
   refused(with(mistral(), {{"use_sliding_window", true}}), "use_sliding_window");
@@ -290,7 +290,7 @@ TEST_CASE("windows that a family does not have, or contradict themselves, are re
   refused(with(gemma3(), {{"sliding_window", 0}}), "sliding_window");
 }
 
-TEST_CASE("Gemma 3 has its own scales, norms and two tables of RoPE, in either layout") {
+TEST_CASE("Gemma 3's scales, norms and two RoPE tables are read in both layouts") {
   const ModelConfig c =
       read(with(gemma3(), {{"layer_types", {kSliding, kFull, kSliding}},
                            {"rope_scaling", {{"rope_type", "linear"}, {"factor", 8.0}}}}));
@@ -316,7 +316,7 @@ TEST_CASE("Gemma 3 has its own scales, norms and two tables of RoPE, in either l
   refused(with(newer, {{"rope_parameters", {{"linear_attention", kFull}}}}), "linear_attention");
 }
 
-TEST_CASE("OLMo 2 and 3 norm behind blocks alone, and all heads together") {
+TEST_CASE("OLMo 2 and 3 norm only after blocks, and all heads together") {
   const json olmo3 = family("Olmo3", "olmo3", {{"num_hidden_layers", 4}, {"sliding_window", 12}});
   const ModelConfig c = read(olmo3);
   CHECK((c.qk_norm && c.whole_qk_norm && c.norms.before_attention.empty() && !c.gelu));
@@ -328,7 +328,7 @@ TEST_CASE("OLMo 2 and 3 norm behind blocks alone, and all heads together") {
   CHECK(!olmo2.norms_each_head());
 }
 
-TEST_CASE("what Gemma 3 may have and kvlab does not is refused") {
+TEST_CASE("options of Gemma 3 that kvlab does not support are refused") {
   refused(with(gemma3(), {{"hidden_activation", "silu"}}), "hidden_activation");
   refused(with(gemma3(), {{"attn_logit_softcapping", 50.0}}), "attn_logit_softcapping");
   refused(with(gemma3(), {{"final_logit_softcapping", 30.0}}), "final_logit_softcapping");
@@ -345,7 +345,7 @@ json moe() {
                  {"norm_topk_prob", true}});
 }
 
-TEST_CASE("Qwen3-MoE's experts are in the layers that its keys name") {
+TEST_CASE("Qwen3-MoE has experts in the layers that its keys name") {
   const ModelConfig all = read(moe());
   CHECK((all.experts.count == 8 && all.experts.chosen == 2 && all.experts.mlp == 40));
   CHECK((all.experts.among_chosen && all.unknown_keys.empty()));
@@ -362,7 +362,7 @@ TEST_CASE("Qwen3-MoE's experts are in the layers that its keys name") {
   refused(with(qwen3(), {{"num_experts", 8}}), "num_experts");
 }
 
-TEST_CASE("gpt-oss has windows in turns, sinks, biases and a clamp; MXFP4 is refused") {
+TEST_CASE("gpt-oss has alternating sliding windows, sinks, biases and a clamp; MXFP4 is refused") {
   const json oss = family("GptOss", "gpt_oss",
                           {{"head_dim", 32},
                            {"sliding_window", 12},
@@ -378,7 +378,7 @@ TEST_CASE("gpt-oss has windows in turns, sinks, biases and a clamp; MXFP4 is ref
              ContainsSubstring("Mxfp4Config"));
 }
 
-TEST_CASE("Phi-3's heads may turn in part; longrope is refused") {
+TEST_CASE("Phi-3's heads may be partly rotated; longrope is refused") {
   const json phi = family("Phi3", "phi3");
   CHECK(read(phi).heads().windows == std::vector<std::uint32_t>{0, 0, 0});
   CHECK(windows(with(phi, {{"sliding_window", 9}})) == std::vector<std::uint32_t>{9, 9, 9});
@@ -402,7 +402,7 @@ const json kLlama3{{"rope_type", "llama3"},
                    {"original_max_position_embeddings", 256}};
 const json kYarn{{"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 256}};
 
-TEST_CASE("both layouts of the RoPE parameters read the same") {
+TEST_CASE("both layouts of the RoPE parameters give the same result") {
   const ModelConfig older = read(with(scaled(kLlama3), {{"rope_theta", 5000.0}}));
   const ModelConfig newer =
       read(with(llama(), {{"rope_parameters", with(kLlama3, {{"rope_theta", 5000.0}})}}));
@@ -490,7 +490,7 @@ TEST_CASE("RoPE parameters that are missing, extra, contradictory or out of rang
 
 // --- broken files -------------------------------------------------------------------------------
 
-TEST_CASE("a config that is missing, cut off or no object is refused by name") {
+TEST_CASE("a config that is missing, truncated or not an object is refused by name") {
   const test::TemporaryFolder folder;
   const std::string file = (folder / "config.json").string();
   const auto error = [&] { return test::error_of([&] { load_model_config(folder.path()); }); };

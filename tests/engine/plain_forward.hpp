@@ -1,4 +1,4 @@
-// The blocks of a model put together with the plainest attention there is: float64, all keys.
+// A model's blocks with the simplest attention: float64, over all keys.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace kvlab::test {
 
-/// out [n, query_heads, head_size] of rotated q [n, query_heads, head_size] and k, v [n, kv_heads,
-/// head_size].
+/// out [n, query_heads, head_size], from rotated q [n, query_heads, head_size] and k, v [n,
+/// kv_heads, head_size].
 inline std::vector<float> plain_attention(const ModelConfig& c, const RowSpec& row, std::size_t n,
                                           const float* q, const float* k, const float* v) {
   const std::size_t dim = c.head_size, group = c.query_heads / c.kv_heads;

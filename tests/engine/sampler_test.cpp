@@ -25,7 +25,7 @@ const std::vector<float> kLogits{0.0f, 2.0f, 1.0f, -1.0f, 2.0f};
 
 }  // namespace
 
-TEST_CASE("Greedy sampling takes the most likely token, the lowest id of equals") {
+TEST_CASE("Greedy sampling takes the most likely token, and the lowest id among equal ones") {
   Sampler sampler({});
   CHECK(sampler.pick(kLogits) == 1);
   CHECK(sampler.pick(kLogits) == 1);
@@ -59,7 +59,7 @@ TEST_CASE("Top-p keeps the fewest of the likeliest tokens that reach the share")
   CHECK(both.at(1) == Approx(0.5).margin(0.012));
 }
 
-TEST_CASE("Samples depend on the seed and the counter alone") {
+TEST_CASE("Samples depend only on the seed and the counter") {
   std::vector<std::int32_t> first, again, other;
   Sampler a({.temperature = 1, .seed = 5}), b({.temperature = 1, .seed = 5}),
       c({.temperature = 1, .seed = 6});

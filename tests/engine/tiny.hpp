@@ -1,4 +1,4 @@
-// The bundled model, loaded once.
+// The bundled model, which is loaded once.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What a tokenizer.json may say, and what it is refused for.
+// Settings of a tokenizer.json that are supported, and those that are refused.
 #include <string>
 #include <vector>
 
@@ -18,7 +18,7 @@ using test::load_text;
 using test::small_tokenizer;
 using Ids = std::vector<std::int32_t>;
 
-// The ids are small_tokenizer()'s.
+// The ids of small_tokenizer().
 constexpr std::int32_t kMark = 259, kA = 260, kB = 261, kAbc = 264, kMarkA = 265;
 
 json metaspace(const std::string& scheme, bool split) {
@@ -69,7 +69,8 @@ TEST_CASE("ids need not follow each other") {
 }
 
 TEST_CASE(
-    "a model may have ids that its file has not: they are no text; the other way is refused") {
+    "a model may have ids that its tokenizer lacks: they decode to nothing; the reverse is "
+    "refused") {
   const test::TemporaryFolder folder;
   const auto path = folder / "tokenizer.json";
   write_file_atomically(path, small_tokenizer().dump());
@@ -86,7 +87,7 @@ TEST_CASE(
       Catch::Matchers::ContainsSubstring("tokenizer.json: the text has the token id"));
 }
 
-TEST_CASE("Metaspace prepends its mark always, at the start or never") {
+TEST_CASE("Metaspace prepends its mark always, only at the start, or never") {
   json file = small_tokenizer();
   file["pre_tokenizer"] = metaspace("always", true);
   CHECK(load_json(file).encode("a<s>a") == Ids{kMarkA, 1, kMarkA});
@@ -102,7 +103,7 @@ TEST_CASE("Metaspace prepends its mark always, at the start or never") {
   CHECK(load_json(file).encode("a") == Ids{kA});
 }
 
-TEST_CASE("Metaspace may leave the text whole, so that merges cross spaces") {
+TEST_CASE("Metaspace may leave the text unsplit, so that merges cross spaces") {
   json file = small_tokenizer();
   file["model"]["vocab"]["b▁"] = 300;
   file["model"]["merges"].push_back("b ▁");
@@ -132,7 +133,7 @@ TEST_CASE("ByteLevel may put a space before the text") {
   CHECK(plain.encode("the fox") != plain.encode(" the fox"));
 }
 
-TEST_CASE("a character outside the vocabulary is read as bytes, else as the unknown token") {
+TEST_CASE("a character outside the vocabulary is encoded as bytes, or else as the unknown token") {
   json file = small_tokenizer();
   CHECK(load_json(file).encode("é") == Ids{3 + 0xC3, 3 + 0xA9});
   file["model"]["byte_fallback"] = false;
@@ -141,7 +142,7 @@ TEST_CASE("a character outside the vocabulary is read as bytes, else as the unkn
   CHECK(load_json(file).encode("aéüb") == Ids{kA, 0, kB});
 }
 
-TEST_CASE("added tokens take white space along and respect words as they are told") {
+TEST_CASE("added tokens strip white space and respect words according to their options") {
   json file = small_tokenizer();
   file["added_tokens"].push_back(added(400, "[l]", {{"lstrip", true}}));
   file["added_tokens"].push_back(added(401, "[r]", {{"rstrip", true}}));
@@ -160,7 +161,7 @@ TEST_CASE("added tokens take white space along and respect words as they are tol
   CHECK(tokenizer.encode("[r]]\n\t\n") == Ids{403, 404});
 }
 
-TEST_CASE("a normalized added token is looked for in the normalised text") {
+TEST_CASE("a normalized added token is matched in the normalized text") {
   json file = small_tokenizer();
   file["normalizer"] = {{"type", "NFC"}};
   file["added_tokens"].push_back(added(400, "e\u0301", {{"normalized", true}}));
@@ -173,7 +174,7 @@ TEST_CASE("a normalized added token is looked for in the normalised text") {
   CHECK(tokenizer.decode(Ids{400, 401}) == "\u00E9u\u0308");
 }
 
-TEST_CASE("a byte without a token is dropped by a byte-level tokenizer, as the library drops it") {
+TEST_CASE("a byte-level tokenizer drops a byte without a token, as the tokenizers library does") {
   auto file = json::parse(
       test::read_bytes(std::string(KVLAB_SOURCE_DIR) + "/tests/data/tokenizer/qwen2.json"));
   const Tokenizer whole = load_json(file);
@@ -184,7 +185,7 @@ TEST_CASE("a byte without a token is dropped by a byte-level tokenizer, as the l
   CHECK(lacking.encode("\x04").empty());
 }
 
-TEST_CASE("an added token beside byte-level ones is decoded as it is written") {
+TEST_CASE("an added token beside byte-level tokens is decoded literally") {
   json file = json::parse(
       test::read_bytes(std::string(KVLAB_SOURCE_DIR) + "/tests/data/tokenizer/qwen2.json"));
   file["added_tokens"].push_back(added(900, "\u00E9t\u00E9", json::object()));
@@ -193,7 +194,7 @@ TEST_CASE("an added token beside byte-level ones is decoded as it is written") {
   CHECK(tokenizer.decode(Ids{900}) == "\u00E9t\u00E9");
 }
 
-TEST_CASE("templates put tokens before and after, the later template outside") {
+TEST_CASE("templates add tokens before and after; a later template adds them outside") {
   const auto single = [](const std::string& before, const std::string& after) {
     json items = json::array();
     if (!before.empty()) items.push_back({{"SpecialToken", {{"id", before}, {"type_id", 0}}}});
@@ -215,14 +216,14 @@ TEST_CASE("templates put tokens before and after, the later template outside") {
   CHECK(load_json(file).encode("a") == Ids{2, 1, kA, 2});
 }
 
-TEST_CASE("truncation and padding of the file are not part of what a text's ids are") {
+TEST_CASE("truncation and padding in the file do not change a text's ids") {
   json file = small_tokenizer();
   file["truncation"] = {{"max_length", 1}};
   file["padding"] = {{"strategy", {{"Fixed", 9}}}};
   CHECK(load_json(file).encode("ab") == Ids{263});
 }
 
-TEST_CASE("a missing or broken file is one line that names it") {
+TEST_CASE("a missing or broken file gives a one-line error that names it") {
   CHECK(contains(test::error_of([] { Tokenizer::load("/nowhere/tokenizer.json"); }),
                  "/nowhere/tokenizer.json"));
   const std::string whole = small_tokenizer().dump();
@@ -237,9 +238,9 @@ TEST_CASE("a missing or broken file is one line that names it") {
   }
 }
 
-TEST_CASE("what is wrong or not supported is named") {
+TEST_CASE("wrong or unsupported settings are named") {
   struct Bad {
-    std::string at, value;  ///< no value: the key is taken out
+    std::string at, value;  ///< no value: the key is removed
     std::string says;
   };
   const std::string huge = '"' + std::string(5000, 'a') + '"';
@@ -343,7 +344,7 @@ TEST_CASE("what is wrong or not supported is named") {
   check(lost, "would be lost");
 }
 
-TEST_CASE("a normalizer that blows a text up is stopped") {
+TEST_CASE("a normalizer that expands a text too much is stopped") {
   json file = small_tokenizer();
   const json step = {
       {"type", "Replace"}, {"pattern", {{"String", "a"}}}, {"content", std::string(1000, 'a')}};

@@ -1,4 +1,4 @@
-// A small tokenizer.json to change and load.
+// A small tokenizer.json for tests to change and load.
 #pragma once
 
 #include <string>
@@ -42,7 +42,7 @@ inline nlohmann::json small_tokenizer() {
         {"merges", {"a b", "ab c", "▁ a"}}}}};
 }
 
-/// Loads what the text says, from a file called tokenizer.json.
+/// Loads a text as tokenizer.json.
 inline Tokenizer load_text(const std::string& text) {
   const TemporaryFolder folder;
   const auto path = folder.path() / "tokenizer.json";

@@ -1,4 +1,4 @@
-// What encoding a text costs beside the text.
+// The memory that encoding a text takes, in addition to the text.
 #include <malloc.h>
 
 #include <algorithm>
@@ -45,17 +45,17 @@ std::string repeated(const std::string& unit, std::size_t bytes) {
   return text;
 }
 
-/// The most bytes held at once while the text's first `most` ids are made, those ids aside.
+/// The peak memory in bytes while the text's first `most` ids are made, without those ids.
 std::size_t cost(const Tokenizer& tokenizer, const std::string& text, std::size_t most) {
   const std::size_t before = live;
   peak = before;
   const std::size_t ids = tokenizer.encode(text, true, most).size();
-  const std::size_t growing = 3 * sizeof(std::int32_t) * ids;  // a full array and one twice as long
+  // a full array, and one of twice the size
+  const std::size_t growing = 3 * sizeof(std::int32_t) * ids;
   return peak - before - std::min(peak - before, growing);
 }
 
-TEST_CASE(
-    "A text costs at most four times its length, itself included, and the ids that are used") {
+TEST_CASE("Encoding a text takes at most four times its length, the text included, and the ids") {
   constexpr std::size_t kBytes = 2 << 20, kBlocks = 2 << 20;
   const std::string root = KVLAB_SOURCE_DIR "/";
   for (const char* file : {"engine/models/tiny/tokenizer.json", "tests/data/tokenizer/llama2.json",
@@ -67,7 +67,7 @@ TEST_CASE(
                              "的一是不了人我在有他。\n", "caf\xe9 au lait, "}) {
       const std::string text = repeated(unit, kBytes);
       CAPTURE(file, unit);
-      // What is not UTF-8 is made so first: three bytes for one.
+      // Text that is not UTF-8 is first made valid: three bytes for one.
       const std::size_t most = (tokenizer::valid_bytes(text) < text.size() ? 5 : 3) * kBytes;
       CHECK(cost(tokenizer, text, 100) <= most + kBlocks);
       CHECK(cost(tokenizer, text, text.size()) <= most + kBlocks);

@@ -1,4 +1,4 @@
-// Against the tokenizers library: tests/fixtures/make_tokenizer_fixtures.py made the cases.
+// Compared with the tokenizers library; tests/fixtures/make_tokenizer_fixtures.py made the cases.
 #include "engine/tokenizer/tokenizer.hpp"
 
 #include <cstdint>
@@ -41,7 +41,7 @@ std::string fnv1a(const Ids& ids) {
   return hex;
 }
 
-/// The model that `./dev model NAME` fetches, on the same texts.
+/// Checks a model that `./dev model NAME` fetches, on the same texts.
 void check_pretrained(const std::string& name) {
   const auto file = kRoot / "engine/models" / name / "tokenizer.json";
   if (!std::filesystem::exists(file))
@@ -79,7 +79,7 @@ TEST_CASE("ids and decoded text equal the library's for every text and tokenizer
       INFO(name << ", text " << i << ": " << nlohmann::json(texts[i]).dump());
       const Ids ids = tokenizer.encode(texts[i]);
       REQUIRE(ids == expected.at("ids").at(i).get<Ids>());
-      // Listed where decoding does not give the text back: special tokens, NFC, unknown characters.
+      // Listed if decoding does not give the text back: special tokens, NFC, unknown characters.
       const auto listed = decoded.find(std::to_string(i));
       const std::string back = listed == decoded.end() ? texts[i] : listed->get<std::string>();
       REQUIRE(tokenizer.decode(ids) == back);
@@ -87,15 +87,17 @@ TEST_CASE("ids and decoded text equal the library's for every text and tokenizer
   }
 }
 
-TEST_CASE("ids of SmolLM2's own tokenizer, which lacks tokens of bytes, equal the library's") {
+TEST_CASE("ids of SmolLM2's tokenizer, which lacks byte tokens, equal the library's") {
   check_pretrained("smollm2");
 }
 
-TEST_CASE("ids of Gemma 3's own tokenizer, of half a million merges, equal the library's") {
+TEST_CASE("ids of Gemma 3's tokenizer, with half a million merges, equal the library's") {
   check_pretrained("gemma3");
 }
 
-TEST_CASE("long texts without a break equal the library's, and take no quadratic time") {
+TEST_CASE(
+    "ids of long texts without a break equal the library's, and take less than quadratic "
+    "time") {
   for (const auto& expected : cases().at("long")) {
     const auto name = expected.at("tokenizer").get<std::string>();
     INFO(name);
@@ -104,14 +106,14 @@ TEST_CASE("long texts without a break equal the library's, and take no quadratic
     CHECK(ids.size() == expected.at("count").get<std::size_t>());
     CHECK(fnv1a(ids) == expected.at("fnv1a").get<std::string>());
   }
-  // Would take hours if merging, the pattern's white space or the order of marks were quadratic.
+  // These take hours if merging, the pattern's white space or the order of marks is quadratic.
   const auto qwen2 = Tokenizer::load(file_of("qwen2"));
   for (const std::string unit : {"a", " ", "\xCC\x81\xCC\xA3", "<", "\n "}) {
     CHECK(!qwen2.encode(repeated(unit, 1'000'000 / unit.size())).empty());
   }
 }
 
-TEST_CASE("what the template adds can be left out") {
+TEST_CASE("the template's tokens can be left out") {
   const auto llama3 = Tokenizer::load(file_of("llama3"));
   const std::int32_t bos = llama3.id_of("<|begin_of_text|>").value();
   Ids with = llama3.encode("Hello, world", true);
@@ -123,7 +125,7 @@ TEST_CASE("what the template adds can be left out") {
   CHECK(llama3.encode("", false).empty());
 }
 
-TEST_CASE("the first ids of a text are those of the whole") {
+TEST_CASE("the first ids of a text are the same as those of the whole text") {
   for (const std::string name : {"llama3", "llama2", "gemma", "qwen2"}) {
     const auto tokenizer = Tokenizer::load(file_of(name));
     const std::string text = repeated("The quick brown fox, <s> e\u0301. ", 2000);
@@ -157,14 +159,14 @@ TEST_CASE("decoding byte by byte gives the bytes, even within a character") {
   CHECK(llama2.decode(Ids{llama2.id_of("<0xE7>").value()}) == "\xE7");
 }
 
-TEST_CASE("an unknown id is out of range") {
+TEST_CASE("decoding an unknown id throws out_of_range") {
   const auto tiny = Tokenizer::load(file_of("tiny"));
   CHECK(tiny.vocab_size() == 8192);
   CHECK_THROWS_AS(tiny.decode(Ids{8192}), std::out_of_range);
   CHECK_THROWS_AS(tiny.decode(Ids{-1}), std::out_of_range);
 }
 
-TEST_CASE("random bytes are encoded as their replacement text and come back as it") {
+TEST_CASE("random bytes are encoded as their replacement text and decode to it") {
   std::mt19937 random(7);
   std::vector<Tokenizer> tokenizers;
   for (const char* name : {"tiny", "llama3", "metaspace"}) {
@@ -181,7 +183,7 @@ TEST_CASE("random bytes are encoded as their replacement text and come back as i
     for (const Tokenizer& tokenizer : tokenizers) {
       const Ids ids = tokenizer.encode(bytes, false);
       REQUIRE(ids == tokenizer.encode(text, false));
-      // Metaspace takes the space in front away again.
+      // Metaspace removes the leading space.
       const std::string back = tokenizer.decode(ids);
       REQUIRE((back == text || " " + back == text));
     }

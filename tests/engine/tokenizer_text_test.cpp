@@ -31,7 +31,7 @@ bool contains(const std::string& text, const std::string& part) {
 }  // namespace
 
 TEST_CASE("each maximal invalid part of UTF-8 becomes one U+FFFD") {
-  // As Python's bytes.decode("utf-8", errors="replace").
+  // The same result as Python's bytes.decode("utf-8", errors="replace").
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"plain", "plain"},
       {"\xC3\xA9\xE7\x9A\x84\xF0\x9F\x98\x80", "\u00E9\u7684\U0001F600"},
@@ -78,7 +78,7 @@ TEST_CASE("code points are read and written") {
   }
 }
 
-TEST_CASE("NFC composes, orders marks and leaves the rest") {
+TEST_CASE("NFC composes characters, orders marks and leaves the rest") {
   CHECK(nfc("plain") == "plain");
   CHECK(nfc("e\u0301") == "\u00E9");
   CHECK(nfc("e\u0302\u0323") == "\u1EC7");
@@ -86,7 +86,7 @@ TEST_CASE("NFC composes, orders marks and leaves the rest") {
   CHECK(nfc("\u1100\u1161\u11A8") == "\uAC01");
   CHECK(nfc("\u212B\u2126") == "\u00C5\u03A9");
   CHECK(nfc("\u0958") == "\u0915\u093C");  // excluded from composition
-  CHECK(nfc("\uFB01") == "\uFB01");        // compatibility only
+  CHECK(nfc("\uFB01") == "\uFB01");        // only a compatibility decomposition
 }
 
 TEST_CASE("every byte has its own character in the byte-level alphabet") {
@@ -122,7 +122,7 @@ TEST_CASE("white space is Unicode's, without U+180E") {
   CHECK(cut(Pattern::regex("[^\\s]"), "\u180E\u180E").size() == 2);
 }
 
-TEST_CASE("what Oniguruma and PCRE2 read differently is refused by name") {
+TEST_CASE("patterns that Oniguruma and PCRE2 read differently are refused by name") {
   using test::error_of;
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"\\w+", "escape \\w at offset 0"},
@@ -159,20 +159,20 @@ TEST_CASE("what Oniguruma and PCRE2 read differently is refused by name") {
   }
 }
 
-TEST_CASE("a pattern that explodes is stopped") {
+TEST_CASE("a pattern with exponential backtracking is stopped") {
   const auto pattern = Pattern::regex("(?:a+)+[bc]");
   const std::string text(100'000, 'a');
   CHECK(contains(test::error_of([&] { cut(pattern, text); }), "cannot split this text"));
 }
 
-TEST_CASE("a pattern each of whose matches is allowed, but not all of them, is stopped") {
+TEST_CASE("a pattern whose matches together take too long is stopped") {
   const auto pattern = Pattern::regex("(?:a|aa){20}[bc]|a");
   CHECK(cut(pattern, std::string(30, 'a')).size() == 30);
   CHECK(contains(test::error_of([&] { cut(pattern, std::string(5'000, 'a')); }),
                  "takes more than 1.1 s for 5000 bytes"));
 }
 
-TEST_CASE("a match is found however far it is") {
+TEST_CASE("a match is found at any distance") {
   std::string before;
   for (int i = 0; i < 5'000; ++i) {
     if (i % 100 == 0) CHECK(cut(Pattern::regex("x+"), before + "xx").back() == "xx");

@@ -159,7 +159,7 @@ void AttentionErrors::add(std::span<const float> out, float lse, const Attention
 }
 
 bool AttentionErrors::good() const {
-  // Weights whose logits are off by e are off by the share e, each way.
+  // If logits have an error of e, weights have a relative error of e, in either direction.
   return finite_ && out_ <= 2 * naive_out_ + (epsilon(type_) + 2 * logit_error_) * largest_out_ &&
          lse_ <= 2 * naive_lse_ + epsilon(KVLAB_F32) * largest_lse_ + logit_error_;
 }

@@ -1,5 +1,5 @@
-// Attention of one query on the host: exactly (float64), and as a plain kernel of the same
-// precision would have it. The error of the second is the measure for that of ours.
+// Attention of one query on the host: exact (float64), and as a plain kernel of the same precision
+// computes it. Our kernels' errors are compared with the error of the plain one.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace kvlab::kernels {
 
 /// The value after rounding to `type`.
 float rounded(Type type, float value);
-/// Elements of `type` in memory, and back.
+/// Converts to elements of `type` in memory; decode() converts back.
 std::vector<std::byte> encode(Type type, std::span<const float> values);
 std::vector<float> decode(Type type, std::span<const std::byte> bytes);
 
@@ -26,26 +26,26 @@ struct AttentionRow {
   double lse;
 };
 inline constexpr float kNoSink = -std::numeric_limits<float>::infinity();
-/// `keys`, `values`: the visible ones, [key, dim]. `sink`: a logit that none of them has.
+/// `keys`, `values`: the visible ones, [key, dim]. `sink`: a logit that belongs to no key.
 AttentionRow exact_row(std::span<const float> query, std::span<const float> keys,
                        std::span<const float> values, float scale, float sink = kNoSink);
 /// Float32 sums; weights and output rounded to `type`.
 AttentionRow naive_row(Type type, std::span<const float> query, std::span<const float> keys,
                        std::span<const float> values, float scale, float sink = kNoSink);
 
-/// Sink logits of so many query heads: some far above all others, some far below; none unless
+/// Sink logits of `heads` query heads: some far above all others, some far below. None unless
 /// `some`.
 std::vector<float> sample_sinks(std::size_t heads, bool some);
 
-/// Collects rows of a kernel beside exact and naive ones.
+/// Compares rows of a kernel with the exact and the naive ones.
 class AttentionErrors {
  public:
   explicit AttentionErrors(Type type) : type_(type) {}
   void add(std::span<const float> out, float lse, const AttentionRow& exact,
            const AttentionRow& naive);
-  /// Accepts that much more in any logit than a plain kernel would have.
+  /// Tolerates an additional error in any logit, beyond that of a plain kernel.
   void allow(double logit_error) { logit_error_ = logit_error; }
-  /// Every error is finite and at most twice the largest naive one, or a rounding of the result.
+  /// Every error is finite and at most twice the largest naive error, or a rounding of the result.
   bool good() const;
   double out() const { return out_; }
   double naive_out() const { return naive_out_; }

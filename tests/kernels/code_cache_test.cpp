@@ -1,4 +1,4 @@
-// The cache of device code: NVRTC needs no device, so all of this runs anywhere that has it.
+// The cache of device code. NVRTC needs no device, so these tests run on any machine that has it.
 #include "kernels/runtime/code_cache.hpp"
 
 #include <fmt/format.h>
@@ -42,7 +42,7 @@ bool equal(const DeviceCode& a, const DeviceCode& b) {
 
 }  // namespace
 
-TEST_CASE("device code is compiled once, and then found") {
+TEST_CASE("device code is compiled once and then read from the cache") {
   if (!has_nvrtc()) return skip("no NVRTC");
   const TemporaryFolder root;
   const std::string folder = root / "new" / "device";
@@ -56,7 +56,7 @@ TEST_CASE("device code is compiled once, and then found") {
   CHECK(fs::last_write_time(files_of(folder).front()) == written);
 }
 
-TEST_CASE("a device that is newer than NVRTC gets PTX, which its driver compiles") {
+TEST_CASE("a device newer than NVRTC gets PTX, which its driver compiles") {
   if (!has_nvrtc()) return skip("no NVRTC");
   constexpr int kOfTheFuture = 990;
   const DeviceCode known = compile(program(1)), future = compile(program(1, "int", kOfTheFuture));
@@ -73,7 +73,7 @@ TEST_CASE("a device that is newer than NVRTC gets PTX, which its driver compiles
   CHECK(program(1, "int", kOfTheFuture).key() != program(1).key());
 }
 
-TEST_CASE("another text, kernel or architecture is another program") {
+TEST_CASE("a different text, kernel or architecture gives a different program key") {
   if (!has_nvrtc()) return skip("no NVRTC");
   const TemporaryFolder root;
   const std::string folder = root / "device";
@@ -88,7 +88,7 @@ TEST_CASE("another text, kernel or architecture is another program") {
   }
 }
 
-TEST_CASE("device code that is damaged, or of another program, is compiled anew") {
+TEST_CASE("device code that is damaged or belongs to another program is compiled again") {
   if (!has_nvrtc()) return skip("no NVRTC");
   const TemporaryFolder root;
   const std::string folder = root / "device";
@@ -111,7 +111,7 @@ TEST_CASE("device code that is damaged, or of another program, is compiled anew"
   }
 }
 
-TEST_CASE("device code that somebody else could have written is compiled anew") {
+TEST_CASE("device code that another user could have written is compiled again") {
   if (!has_nvrtc()) return skip("no NVRTC");
   const TemporaryFolder root;
   const std::string folder = root / "device";
@@ -128,7 +128,7 @@ TEST_CASE("device code that somebody else could have written is compiled anew") 
   CHECK(equal(cache.code_of(program(1)), first));
   CHECK_FALSE(fs::is_symlink(file));
 
-  // A folder that others write in: nothing is read there, nor written.
+  // In a folder that other users may write, nothing is read or written.
   fs::remove(file);
   fs::permissions(folder, fs::perms::group_write, fs::perm_options::add);
   CHECK(equal(cache.code_of(program(1)), first));
@@ -139,7 +139,7 @@ TEST_CASE("device code that somebody else could have written is compiled anew") 
   CHECK(files_of(folder).empty());
 }
 
-TEST_CASE("without a folder that can be used, device code is compiled every time") {
+TEST_CASE("without a usable folder, device code is compiled every time") {
   if (!has_nvrtc()) return skip("no NVRTC");
   const DeviceCode first = compile(program(1));
   for (const char* folder : {"", "/dev/null/kvlab", "a/relative/folder"})

@@ -1,5 +1,5 @@
-// The compaction after an append, for every policy of the registry (and the two of the tests),
-// against the rule's home on the host.
+// The compaction after an append, for every policy of the registry (and the two test policies),
+// compared with the rule on the host.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -29,7 +29,7 @@ struct Pair {
   std::uint32_t budget = kNoBudget, sinks = 0, recent = 0;
 };
 
-/// What every token receives; the default is sample_observation.
+/// Returns what every token receives; the default is sample_observation.
 using ObservationOf = Observation (*)(std::uint32_t position, std::uint32_t first,
                                       std::uint32_t count);
 
@@ -49,7 +49,7 @@ std::vector<std::byte> row_of(int pair, std::uint32_t position, int part) {
   return row;
 }
 
-/// One layer's cache, on the device, with a copy on the host to look at and to change.
+/// One layer's cache on the device, with a copy on the host to inspect and to change.
 class Cache {
  public:
   struct Host {
@@ -64,7 +64,7 @@ class Cache {
       : slot_bytes_(policy.slot_bytes), feature_count_(policy.features.size()) {
     for (const std::uint32_t capacity : capacities) {
       first_slots_.push_back(slots_);
-      slots_ += capacity + 2;  // two that stay as they are
+      slots_ += capacity + 2;  // two slots that must not change
       most_ = std::max(most_, static_cast<int>(capacity));
     }
     const std::size_t all = static_cast<std::size_t>(slots_);
@@ -123,7 +123,7 @@ class Cache {
     return std::span(host.states).subspan(slot * slot_bytes_, slot_bytes_);
   }
 
-  /// A token's key and value, and what it brings, where the engine would write them.
+  /// Writes a token's key, value and features, where the engine would write them.
   void write_rows(int pair, std::size_t slot, std::uint32_t position) {
     std::ranges::copy(row_of(pair, position, 0), host.keys.begin() + slot * kRowBytes);
     std::ranges::copy(row_of(pair, position, 1), host.values.begin() + slot * kRowBytes);
@@ -139,7 +139,7 @@ class Cache {
                sample_features(position, 1, feature_count_),
                std::span(host.features).subspan(slot * feature_count_, feature_count_));
   }
-  /// What decoding does to the order of slots.
+  /// Swaps two slots, as decoding may reorder them.
   void swap_slots(std::size_t a, std::size_t b) {
     const auto swap = [&](auto& all, std::size_t size) {
       std::swap_ranges(all.begin() + a * size, all.begin() + (a + 1) * size,
@@ -173,11 +173,11 @@ class Cache {
   std::unique_ptr<DeviceArray<std::int64_t>> starts_;
 };
 
-/// Some sequences under one policy, on the host and on the device, side by side.
+/// Runs some sequences under one policy on the host and on the device.
 class Run {
  public:
-  /// In place: `most` tokens may be appended at a time behind the budget's; else they go through a
-  /// cache of their own, of `most` slots a pair.
+  /// In place: at most `most` tokens are appended at a time after the budget's tokens. Otherwise
+  /// they go through a separate cache with `most` slots per pair.
   Run(const DevicePolicy& policy, std::vector<Pair> pairs, std::uint32_t most, bool in_place,
       ObservationOf observation_of = sample_observation, std::string modifiers = "")
       : policy_(policy),
@@ -220,7 +220,7 @@ class Run {
     seen_ = std::make_unique<DeviceArray<Observation>>(working().slots());
   }
 
-  /// Appends counts[sequence] tokens (0: the sequence sits out) and checks what is left.
+  /// Appends counts[sequence] tokens (0: the sequence is idle) and checks the result.
   void append(const std::vector<std::uint32_t>& counts, CapturedGraph* graph = nullptr) {
     prepare(counts);
     if (graph != nullptr)
@@ -246,7 +246,7 @@ class Run {
     return compact;
   }
 
-  /// Turns the order of each pair's slots into another one.
+  /// Shuffles the slots of each pair.
   void shuffle(std::mt19937& random) {
     for (std::size_t i = 0; i < pairs_.size(); ++i) {
       const std::size_t begin = resident_->begin(static_cast<int>(i));
@@ -257,7 +257,7 @@ class Run {
     resident_->upload();
   }
 
-  /// All that a pass has left, from the same start each time.
+  /// Repeats an append from the same state and returns the result.
   Cache::Host once_more(const std::vector<std::uint32_t>& counts) {
     const Cache::Host start = resident_->host;
     prepare(counts);
@@ -336,7 +336,7 @@ class Run {
     appended_->assign(counts);
   }
 
-  /// Writes the tokens' keys and values, and what every live token is given.
+  /// Writes the tokens' keys and values, and the observation of every live token.
   void prepare(const std::vector<std::uint32_t>& counts) {
     std::vector<std::uint32_t> now = next_;
     for (std::size_t s = 0; s < counts.size(); ++s)
@@ -354,7 +354,7 @@ class Run {
                                               : working().host.positions[slot];
         if (is_new) working().write_rows(pair, slot, position);
         seen[slot] = observation_of_(position, first, count);
-        seen[slot].queries = 0xBAD;  // to be filled in
+        seen[slot].queries = 0xBAD;  // must be overwritten
       }
     }
     working().upload();
@@ -362,7 +362,7 @@ class Run {
     put_counts(now, counts);
   }
 
-  /// The older tokens, by a compaction that evicts nothing.
+  /// Copies the older tokens by a compaction that evicts nothing.
   void copy_to_scratch(const std::vector<std::uint32_t>& now) {
     put_counts(now, std::vector<std::uint32_t>(now.size(), 0));
     kvlab_shrink_args copy = args_between(*resident_, *scratch_);
@@ -428,7 +428,7 @@ class Run {
   Modifiers modifiers_;
   Needs needs_ = Needs::nothing;
   std::vector<std::unique_ptr<LiveSet>> live_;
-  std::vector<std::uint32_t> next_;  // [sequence]: position to come
+  std::vector<std::uint32_t> next_;  // [sequence]: next position
   std::unique_ptr<Cache> resident_, scratch_;
   std::unique_ptr<DeviceArray<kvlab_rule>> rules_, unlimited_;
   std::unique_ptr<DeviceArray<std::uint64_t>> seeds_;
@@ -438,8 +438,8 @@ class Run {
   std::unique_ptr<DeviceArray<Observation>> seen_;
 };
 
-/// Budgets 1 and 2, sinks only, recent only, protected tokens that fill the budget, none, beyond
-/// any length.
+/// Budgets 1 and 2; only sinks; only recent tokens; protected tokens that fill the budget; no
+/// budget; a budget beyond any length.
 std::vector<Pair> all_kinds() {
   return {{1, 0, 0},   {2, 1, 0},    {2, 0, 2},    {40, 39, 0},       {40, 0, 40},    {64, 4, 32},
           {100, 0, 0}, {130, 5, 60}, {5000, 4, 9}, {kNoBudget, 0, 0}, {1500, 4, 750}, {700, 0, 1}};
@@ -455,13 +455,15 @@ TEST_CASE("every policy of the catalogue has a compaction") {
   }
 }
 
-TEST_CASE("a compaction refuses what cannot be one before any launch") {
+TEST_CASE("a compaction refuses invalid arguments before any launch") {
   for (const DevicePolicy& policy : device_policies())
     CHECK(compact(policy, kvlab_shrink_args{}, nullptr) == cudaErrorInvalidValue);
 }
 
-TEST_CASE("prompts and later turns leave what the rule leaves, in place and from elsewhere",
-          "[gpu]") {
+TEST_CASE(
+    "prompts and later turns keep the tokens that the rule keeps, in place and from "
+    "another cache",
+    "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const bool in_place : {true, false})
     for (const DevicePolicy& policy : device_policies()) {
@@ -475,7 +477,7 @@ TEST_CASE("prompts and later turns leave what the rule leaves, in place and from
     }
 }
 
-TEST_CASE("token by token is the decode rule", "[gpu]") {
+TEST_CASE("appending one token at a time equals the decode rule", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const DevicePolicy& policy : device_policies()) {
     INFO(policy.name);
@@ -505,14 +507,15 @@ void check_under_modifiers(bool in_place) {
     }
 }
 
-TEST_CASE("under modifiers what stays is what the rule keeps: in place", "[gpu]") {
+TEST_CASE("a compaction under modifiers keeps the tokens that the rule keeps: in place", "[gpu]") {
   check_under_modifiers(true);
 }
-TEST_CASE("under modifiers what stays is what the rule keeps: from elsewhere", "[gpu]") {
+TEST_CASE("a compaction under modifiers keeps the tokens that the rule keeps: from another cache",
+          "[gpu]") {
   check_under_modifiers(false);
 }
 
-TEST_CASE("equal scores leave by age", "[gpu]") {
+TEST_CASE("tokens with equal scores are evicted oldest first", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const DevicePolicy& policy : device_policies()) {
     INFO(policy.name);
@@ -522,7 +525,7 @@ TEST_CASE("equal scores leave by age", "[gpu]") {
   }
 }
 
-TEST_CASE("a compaction works at every length around its blocks", "[gpu]") {
+TEST_CASE("a compaction is correct at every length around its block sizes", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const auto named = [](const DevicePolicy& policy) { return policy.name == "h2o"; };
   const DevicePolicy& h2o = *std::ranges::find_if(device_policies(), named);
@@ -534,7 +537,7 @@ TEST_CASE("a compaction works at every length around its blocks", "[gpu]") {
     }
 }
 
-TEST_CASE("a compaction gives equal bits 200 times", "[gpu]") {
+TEST_CASE("200 runs of a compaction give equal bits", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const DevicePolicy& policy : device_policies()) {
     Run run(policy, {{200, 4, 100}, {90, 0, 0}}, 1200, true);

@@ -20,7 +20,7 @@ using namespace kvlab::kernels;
 
 namespace {
 
-constexpr int kPoison = 0xFF;  // every type's all-ones is not a number
+constexpr int kPoison = 0xFF;  // all ones is NaN in every type
 
 struct Size {
   Type type = KVLAB_BF16;
@@ -29,7 +29,7 @@ struct Size {
   bool sinks = false;
 };
 
-/// A batch on the device: random queries and caches, poison wherever no length reaches.
+/// A batch on the device: random queries and caches, with poison wherever no length reaches.
 class Batch {
  public:
   Batch(const Size& size, std::vector<std::int32_t> lengths, bool equal_keys = false)
@@ -52,7 +52,7 @@ class Batch {
     upload_cache(lengths_);
   }
 
-  /// New lengths; the cache beyond them is poison again.
+  /// Sets new lengths, and poisons the cache beyond them.
   void set_lengths(const std::vector<std::int32_t>& lengths) {
     lengths_ = lengths;
     device_lengths_->assign(lengths_);
@@ -72,8 +72,8 @@ class Batch {
             .workspace = workspace_->data()};
   }
 
-  /// The newest tokens, which are taken out of the cache, and put back to where a ring has them by
-  /// the launch ahead of the attention.
+  /// Removes the newest tokens from the cache. The launch before the attention writes them back,
+  /// where a ring has them.
   void take_out_newest() {
     std::vector<float> newest;
     std::vector<std::int32_t> slots, sequences;
@@ -137,7 +137,7 @@ class Batch {
     const auto [bytes, lse] = bits();
     const std::vector<float> out = kernels::decode(size_.type, bytes);
     AttentionErrors errors(size_.type);
-    // To base 2 a sink comes alone, not with the products' scale: two roundings of a logit of 80.
+    // In base 2 a sink is scaled separately from the products: two roundings of a logit of 80.
     if (size_.sinks) errors.allow(0x1p-17);
     std::size_t touched = 0;
     for (std::size_t row = 0; row < heads() + kGuardRows; ++row) {
@@ -156,7 +156,7 @@ class Batch {
  private:
   static constexpr std::size_t kGuardRows = 2;
 
-  /// The newest token's.
+  /// The row of the newest token.
   const float* row(const std::vector<float>& cache, int sequence, int head) const {
     const std::size_t first = (std::size_t(sequence) * size_.kv_heads + head) * size_.slots;
     return &cache[(first + (lengths_[sequence] - 1) % size_.slots) * dim()];
@@ -257,7 +257,7 @@ TEST_CASE("decode attention agrees with float64 for every type, head size and gr
       }
 }
 
-TEST_CASE("decode attention agrees with float64 where CTAs take many tiles", "[gpu]") {
+TEST_CASE("decode attention agrees with float64 if CTAs process many tiles", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F32}) {
     INFO(name({.type = type}));
@@ -274,8 +274,8 @@ TEST_CASE("decode attention agrees with float64 where CTAs take many tiles", "[g
   }
 }
 
-/// Plans and runs on this GPU as one of `shared_bytes` of shared memory does; each shape that fits
-/// is checked, at least `min_shapes` of them.
+/// Plans and runs on this GPU as a GPU with `shared_bytes` of shared memory does. Checks each shape
+/// that fits, at least `min_shapes` of them.
 void check_smaller_gpu(int shared_bytes, Type type, int min_shapes) {
   if (!has_device()) return skip("no CUDA device");
   const SmallerGpu small(shared_bytes);
@@ -301,7 +301,7 @@ void check_smaller_gpu(int shared_bytes, Type type, int min_shapes) {
   CHECK(launched >= min_shapes);
 }
 
-// Shared memory of GPUs of 8.6, 8.9 and 12.0, and less.
+// The shared memory of GPUs of compute capability 8.6, 8.9 and 12.0, and less.
 TEST_CASE("decode attention agrees with float64 in 99 KB of shared memory, bf16", "[gpu]") {
   check_smaller_gpu(101'376, KVLAB_BF16, 15);
 }
@@ -321,8 +321,8 @@ TEST_CASE("decode attention agrees with float64 in 64 KB of shared memory, float
   check_smaller_gpu(65'536, KVLAB_F32, 6);
 }
 
-/// As many slots as a cluster's shared memory holds of a pair, and lengths around its CTAs' shares.
-TEST_CASE("decode attention agrees with float64 where each of few pairs has a cluster", "[gpu]") {
+/// As many slots per pair as a cluster's shared memory holds, and lengths around its CTAs' shares.
+TEST_CASE("decode attention agrees with float64 if few pairs have a cluster each", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
@@ -337,7 +337,7 @@ TEST_CASE("decode attention agrees with float64 where each of few pairs has a cl
       }
 }
 
-TEST_CASE("decode attention over rings waits for their newest tokens", "[gpu]") {
+TEST_CASE("decode attention over rings waits for the newest tokens", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const int slots : {512, 500, 9000}) {
@@ -359,7 +359,7 @@ TEST_CASE("decode attention of few pairs, small enough for a race checker", "[gp
                   {700, 65});
 }
 
-TEST_CASE("decode attention holds for logits of 80 either way and for equal ones", "[gpu]") {
+TEST_CASE("decode attention is correct for logits of +80 and -80, and for equal logits", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int kv_heads : {1, 2}) {
@@ -371,14 +371,13 @@ TEST_CASE("decode attention holds for logits of 80 either way and for equal ones
                 .slots = 300};
       INFO(name(size));
       run_and_check(size, kRagged, true);
-      // The largest of some hundreds lie beyond 80.
+      // The largest of several hundred logits are beyond 80.
       size.scale = 30 / std::sqrt(static_cast<float>(head_size));
       run_and_check(size, kRagged);
     }
 }
 
-TEST_CASE("decode attention counts sink logits, of whole pairs, cut ones and in clusters",
-          "[gpu]") {
+TEST_CASE("decode attention counts sink logits: whole pairs, cut pairs and clusters", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 128, 256})
@@ -423,7 +422,7 @@ TEST_CASE("decode attention in a captured graph follows lengths that change", "[
   }
 }
 
-TEST_CASE("decode attention gives equal bits 200 times", "[gpu]") {
+TEST_CASE("200 runs of decode attention give equal bits", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Size& size : {Size{.group = 7, .sequences = 3, .slots = 5000},
                            Size{.head_size = 64, .group = 7, .sequences = 3, .slots = 3000},
@@ -446,7 +445,7 @@ TEST_CASE("decode attention gives equal bits 200 times", "[gpu]") {
   }
 }
 
-TEST_CASE("decode attention refuses what it does not support before any launch") {
+TEST_CASE("decode attention refuses unsupported arguments before any launch") {
   DecodeAttentionArgs args{};
   args.shape = {.type = KVLAB_BF16,
                 .query_heads = 32,

@@ -14,10 +14,10 @@
 namespace kvlab::kernels {
 namespace {
 
-constexpr int kPoison = 0xFF;  // every type's all-ones is not a number
+constexpr int kPoison = 0xFF;  // all ones is NaN in every type
 constexpr std::uint64_t kSeed = 42;
 constexpr std::uint32_t kLayer = 3;
-constexpr int kGap = 3;  // slots between pairs, so that they begin anywhere
+constexpr int kGap = 3;  // slots between pairs, so that pairs begin at any slot
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 const char* name_of(Type type) {
@@ -39,11 +39,11 @@ void append(std::vector<std::byte>& bytes, const std::vector<T>& values) {
   bytes.insert(bytes.end(), more.begin(), more.end());
 }
 
-/// What rotation in the kernel may add to a logit of a few units: a key is two elements, its sines
-/// are good to 2^-20.
+/// The error that rotation in the kernel may add to a logit of a few units: a key is two elements,
+/// and its sines are accurate to 2^-20.
 double rotation_error(Type type) { return std::ldexp(1.0, type == KVLAB_BF16 ? -15 : -18); }
 
-/// A key rotated by -`behind` places.
+/// A key rotated back by `behind` positions.
 std::vector<float> turned_back(std::span<const float> key, double behind,
                                std::span<const float> inv_freq) {
   std::vector<float> to(key.size());
@@ -86,7 +86,8 @@ EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize&
   for (Pair& pair : all_) {
     std::vector<std::uint32_t> slots(pair.live->size());
     std::iota(slots.begin(), slots.end(), 0u);
-    const std::uint32_t sinks = keeps_rotated_keys() ? pair.sinks : 0;  // those have their places
+    // sinks keep their positions
+    const std::uint32_t sinks = keeps_rotated_keys() ? pair.sinks : 0;
     std::shuffle(slots.begin() + std::min<std::ptrdiff_t>(sinks, std::ssize(slots)), slots.end(),
                  random_);
     for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -133,7 +134,7 @@ void EvictingBatch::begin_pair(int index) {
   max_slots_ = std::max(max_slots_, pair.capacity);
 }
 
-/// Draws the token's key and value, and what it brings.
+/// Samples the token's key, value and features.
 void EvictingBatch::put(Pair& pair, std::uint32_t position, std::uint32_t slot) {
   const std::size_t at = static_cast<std::size_t>(pair.first) + slot;
   auto key = random_values(size_.type, dim(), random_);
@@ -235,7 +236,8 @@ EvictingAttentionArgs EvictingBatch::args() const {
            .q = device_q_->data(),
            .inv_freq = device_inv_freq_->data(),
            .rotated = size_.head_size,
-           .rope_factor = keeps_rotated_keys() ? 1.5f : 1.0f,  // in keys and queries already
+           // already included in keys and queries
+           .rope_factor = keeps_rotated_keys() ? 1.5f : 1.0f,
            .out = out_->data(),
            .lse = device_lse_->data(),
            .workspace = workspace_ ? workspace_->data() : nullptr,
@@ -300,7 +302,7 @@ std::vector<float> EvictingBatch::gather(const std::vector<float>& from, const P
   return rows;
 }
 
-/// Outputs and observations against float64; the live tokens stand in order of age.
+/// Compares outputs and observations with float64. The live tokens are in order of age.
 void EvictingBatch::check_observations(const Pair& pair, int index, AttentionErrors& errors) {
   const std::vector<float> values = gather(values_, pair), plain = gather(keys_, pair);
   std::vector<float> keys = plain;

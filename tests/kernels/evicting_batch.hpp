@@ -1,4 +1,4 @@
-// A batch under eviction on the device, beside what the host's rule makes of it.
+// A batch under eviction on the device, compared with the rule on the host.
 #pragma once
 
 #include <memory>
@@ -17,13 +17,13 @@ struct EvictingSize {
   Type type = KVLAB_BF16;
   int head_size = 64, group = 4, kv_heads = 2, sequences = 1;
   std::vector<std::uint32_t> budgets = {33};  ///< [pair], repeated; 0: no budget
-  std::uint32_t prompt = 0;                   ///< tokens that have been there
+  std::uint32_t prompt = 0;                   ///< tokens that are in the cache at the start
   Positions numbering = Positions::original;
   double tau = 0.01;
   float scale = 0;          ///< 0: 1 / sqrt(head_size)
   bool equal_keys = false;  ///< every key is the same
   bool settled = false;
-  int steps = 0;  ///< to come: sizes caches without a budget
+  int steps = 0;  ///< number of steps, which sizes caches without a budget
   bool sinks = false;
 
   std::string name() const;
@@ -33,20 +33,20 @@ class EvictingBatch {
  public:
   EvictingBatch(const EvictionKernels& kernels, const EvictingSize& size);
 
-  /// Draws each sequence's next token and puts it where it goes. `idle`: [sequence].
+  /// Samples each sequence's next token and writes it to its slot. `idle`: [sequence].
   void sample_tokens(const std::vector<bool>& idle = {});
-  /// Layers of a step have one workspace.
+  /// Shares the workspace, as the layers of a step do.
   void share_workspace(const EvictingBatch& other) { workspace_ = other.workspace_; }
-  /// Enqueues the kernels; may be captured.
+  /// Enqueues the kernels; can be captured.
   cudaError_t enqueue(cudaStream_t stream) const;
-  /// Though the policy may not allow it.
+  /// Enqueues with rotated keys, even if the policy does not allow it.
   cudaError_t enqueue_with_rotated_keys() const;
   /// Compares outputs and observations with float64, and states, victims and lengths with the
-  /// host's rule fed with those observations. Then the host's next step may begin.
+  /// host's rule, which gets those observations. Then the host is ready for the next step.
   void check();
-  /// What the device holds: outputs, states, observations, lengths, next slots.
+  /// The device's outputs, states, observations, lengths and next slots.
   std::vector<std::byte> bits() const;
-  /// Back to before the step on the device, for repeats of it.
+  /// Restores the device's state before the step, to repeat it.
   void restore();
 
  private:
@@ -61,7 +61,7 @@ class EvictingBatch {
   int pairs() const { return size_.kv_heads * size_.sequences; }
   std::size_t dim() const { return static_cast<std::size_t>(size_.head_size); }
   std::size_t group() const { return static_cast<std::size_t>(size_.group); }
-  /// Where positions are cache positions, policies that can have it.
+  /// With cache positions, for policies that support rotated keys.
   bool keeps_rotated_keys() const {
     return size_.numbering == Positions::cache && kernels_.oldest_first;
   }
@@ -74,7 +74,7 @@ class EvictingBatch {
   void check_observations(const Pair& pair, int index, class AttentionErrors& errors);
   std::vector<float> gather(const std::vector<float>& from, const Pair& pair) const;
 
-  /// What a step changes on the device, as it was before.
+  /// The data that a step changes on the device, before the step.
   struct Before {
     std::vector<std::int32_t> lengths, next_slots;
     std::vector<std::byte> states;

@@ -1,4 +1,4 @@
-// Features that the device computes, against the host's FeatureMaker.
+// Token features computed on the device, compared with the host's FeatureMaker.
 #include "kernels/evict/features.hpp"
 
 #include <bit>
@@ -18,13 +18,13 @@ namespace {
 
 constexpr int kSequences = 2, kKvHeads = 3, kGroup = 3, kPairs = kSequences * kKvHeads;
 constexpr std::uint32_t kHidden = 200;
-constexpr int kSlots = 200;  // of a pair
+constexpr int kSlots = 200;  // per pair
 using Names = std::vector<std::string>;
 const std::vector<Names> kNames{{"value_norm1", "key_cosine", "key_norm", "value_norm"},
                                 {"value_out_norm1"},
                                 {"key_norm", "value_out_norm1"}};
 
-/// Some sequences' caches, on both sides.
+/// The caches of some sequences, on the host and on the device.
 class Features {
  public:
   Features(Type type, int head_size, Names names)
@@ -48,12 +48,12 @@ class Features {
     unit_keys_ = std::make_unique<DeviceArray<float>>(kPairs * dim_);
   }
 
-  /// `tokens` of each sequence, but of those that sit out.
+  /// Appends `tokens` tokens to each sequence that is not idle.
   void append(int tokens, const std::vector<bool>& idle = {}) {
-    const std::size_t row = kKvHeads * dim_ + 16;  // as if queries lay between
+    const std::size_t row = kKvHeads * dim_ + 16;  // with a gap, as if queries lay between
     std::vector<float> keys =
         random_values(type_, static_cast<std::size_t>(kSequences * tokens) * row, random_);
-    std::fill_n(keys.begin(), dim_, 0.0f);  // a key of no length
+    std::fill_n(keys.begin(), dim_, 0.0f);  // a key of norm 0
     const std::vector<std::int32_t> slots = next_;
     std::vector<std::uint32_t> now(kSequences, 7);
     for (std::size_t pair = 0; pair < kPairs; ++pair) {
@@ -137,7 +137,7 @@ class Features {
 
 }  // namespace
 
-TEST_CASE("features on the device are the host's, to the bit, prompt and steps", "[gpu]") {
+TEST_CASE("token features on the device have the host's bits, for prompts and steps", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
@@ -154,6 +154,6 @@ TEST_CASE("features on the device are the host's, to the bit, prompt and steps",
       }
 }
 
-TEST_CASE("features are refused without what they are made of, before any launch") {
+TEST_CASE("token features are refused before any launch if an input is missing") {
   CHECK(make_features({}, nullptr) == cudaErrorInvalidValue);
 }

@@ -1,5 +1,5 @@
 // Every launcher's plan for the limits of seven GPUs. Plans are functions of a shape and of limits,
-// so this needs no GPU.
+// so the tests need no GPU.
 #include "kernels/launch_plans.hpp"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct Gpu {
   DeviceLimits limits;
 };
 
-/// Of each the largest there is, by multiprocessors, and what a thread block may have.
+/// The largest GPU of each architecture: multiprocessors, and shared memory per thread block.
 constexpr std::array kGpus{
     Gpu{"sm_80", {.multiprocessors = 108, .shared_bytes = 166'912}},
     Gpu{"sm_86", {.multiprocessors = 84, .shared_bytes = 101'376}},
@@ -44,7 +44,7 @@ constexpr std::array kHeadSizes{64, 96, 128, 256};
 constexpr std::array kSlots{64, 100, 512, 1024, 2048, 4096, 16'384, 32'768, 131'072};
 constexpr std::array kPositions{KVLAB_ORIGINAL, KVLAB_SQUEEZED, KVLAB_TWO_FRAMES};
 
-/// The first few things that are wrong.
+/// Collects the first few errors.
 class Wrong {
  public:
   template <class... Parts>
@@ -63,8 +63,8 @@ class Wrong {
   std::string text_;
 };
 
-/// No plan exceeds the limits. Where there is none, the refusal names what is needed and what there
-/// is, and that is true.
+/// Checks that no plan exceeds the limits. If there is no plan, the refusal must name the need and
+/// the limit, and both must be true.
 template <class... Parts>
 void check_plan(Wrong& wrong, const Gpu& gpu, const LaunchPlan& plan, const std::string& why,
                 const Parts&... of) {
@@ -80,7 +80,7 @@ void check_plan(Wrong& wrong, const Gpu& gpu, const LaunchPlan& plan, const std:
              "has no plan, and no reason:", why);
 }
 
-/// Decode attention of a shape.
+/// Decode attention with a shape.
 struct Decode {
   PairAttention args{};
   std::uint32_t age = 0;
@@ -115,7 +115,9 @@ void for_decodes(Visit visit) {
 
 }  // namespace
 
-TEST_CASE("decode attention has a plan within each GPU's limits, or a refusal that names them") {
+TEST_CASE(
+    "decode attention has a plan within each GPU's limits, or a refusal that names the "
+    "limits") {
   Wrong wrong;
   int plans = 0;
   for (const Gpu& gpu : kGpus)
@@ -128,7 +130,7 @@ TEST_CASE("decode attention has a plan within each GPU's limits, or a refusal th
             args.table.max_slots = slots;
             const PairLaunch launch = pair_attention_plan(args, gpu.limits);
             const LaunchPlan& plan = launch.plan;
-            // A refusal does not depend on the sizes: requested once.
+            // A refusal does not depend on the sizes, so it is checked once.
             const bool first = slots == kSlots[0] && batch == 1 && kv_heads == 1;
             const auto why = first || !plan.fits() ? why_not_pair_attention(args, gpu.limits) : "";
             check_plan(wrong, gpu, plan, why, "type", args.type, "head size", args.head_size,
@@ -147,7 +149,7 @@ TEST_CASE("decode attention has a plan within each GPU's limits, or a refusal th
   CHECK(plans > 100'000);
 }
 
-TEST_CASE("16-bit types and groups of up to eight decode on every GPU of 99 KB and more") {
+TEST_CASE("16-bit types and groups of up to eight decode on every GPU with 99 KB or more") {
   Wrong wrong;
   for (const Gpu& gpu : kGpus)
     for_decodes([&](Decode& decode) {
@@ -190,7 +192,7 @@ TEST_CASE("decode attention over tiers has a plan within each GPU's limits, or a
   CHECK(wrong.text() == "");
 }
 
-TEST_CASE("a cache of slots takes plain kernels where the fast ones do not fit, or is refused") {
+TEST_CASE("a cache of slots uses plain kernels if the fast ones do not fit, or is refused") {
   const auto config_of = [](Type type, int head_size, bool quantized) {
     SlotsConfig config{.type = type, .query_heads = 8, .kv_heads = 1, .head_size = head_size};
     config.layers = {{}};
@@ -220,7 +222,7 @@ TEST_CASE("a cache of slots takes plain kernels where the fast ones do not fit, 
       Catch::Matchers::ContainsSubstring("prefill attention with head size 128 in bf16 needs"));
 }
 
-TEST_CASE("prefill attention and what observes it fit each GPU of 99 KB and more, or are refused") {
+TEST_CASE("prefill attention and its second pass fit each GPU with 99 KB or more, or are refused") {
   Wrong wrong;
   for (const Gpu& gpu : kGpus)
     for (const Type type : kTypes)
@@ -268,10 +270,10 @@ TEST_CASE("products of experts have a plan within each GPU's limits") {
 
 namespace {
 
-/// The static shared memory of a walk's kernel, at most: ReplayShared, and a tier's.
+/// An upper bound of the static shared memory of a walk's kernel: ReplayShared, and a tier's.
 constexpr std::size_t kStaticOfWalk = 24 << 10;
 
-/// Of one configuration of `slots` slots.
+/// Checks the walk of one configuration with `slots` slots.
 void check_walk(Wrong& wrong, const Gpu& gpu, int tokens, std::uint32_t slots, ReplayTokens kind) {
   ReplayWalkArgs args{};
   args.shape = {.tasks = 8,
@@ -304,7 +306,7 @@ void check_walk(Wrong& wrong, const Gpu& gpu, int tokens, std::uint32_t slots, R
 
 }  // namespace
 
-TEST_CASE("a replay's launches fit each GPU, or the text is too long and says so") {
+TEST_CASE("a replay's launches fit each GPU, or the refusal says that the text is too long") {
   Wrong wrong;
   for (const Gpu& gpu : kGpus) {
     const auto limit = static_cast<std::size_t>(gpu.limits.shared_bytes);
@@ -354,7 +356,7 @@ std::vector<std::string> texts(std::initializer_list<std::size_t> numbers) {
   return all;
 }
 
-/// What is planned today, as the row has it.
+/// Today's plan in the format of the row.
 std::vector<std::string> planned_decode(const Recorded& row) {
   const Type type = row.word(1) == "bf16" ? KVLAB_BF16 : KVLAB_F32;
   Decode decode(type, row.number(2), row.number(3),
@@ -391,9 +393,9 @@ std::vector<std::string> planned_tiers(const Recorded& row) {
 
 }  // namespace
 
-/// Recorded where plans did not yet ask a GPU for its shared memory. A product that had no plan
+/// The file was recorded before plans asked a GPU for its shared memory. A product that had no plan
 /// then (0 blocks) may have one now.
-TEST_CASE("an H100's plans are those that its measurements were made with") {
+TEST_CASE("an H100's plans are unchanged since its measurements") {
   std::ifstream file(KVLAB_SOURCE_DIR "/tests/kernels/plans/h100.csv");
   int rows = 0;
   for (std::string line; std::getline(file, line); ++rows) {
@@ -407,7 +409,7 @@ TEST_CASE("an H100's plans are those that its measurements were made with") {
   CHECK(rows > 600);
 }
 
-TEST_CASE("a GPU that is too old, or that this build has no code for, is refused in plain words") {
+TEST_CASE("a GPU that is too old, or without code in this build, is refused with the reason") {
   CHECK(why_not_device(9, 0, cudaSuccess) == "");
   CHECK(why_not_device(7, 5, cudaErrorNoKernelImageForDevice) ==
         "compute capability 7.5 is not supported; 8.0 or newer is");
@@ -417,9 +419,9 @@ TEST_CASE("a GPU that is too old, or that this build has no code for, is refused
                                      Catch::Matchers::ContainsSubstring("GPU"));
 }
 
-/// Of the architectures in the build, the driver loads the newest that is no newer than the device:
-/// what sm_90 has is used there, and nowhere else.
-TEST_CASE("a device uses what sm_90 has if the build has code of sm_90 for it", "[gpu]") {
+/// Of the architectures in the build, the driver loads the newest that is not newer than the
+/// device. sm_90 features are used there, and nowhere else.
+TEST_CASE("a device uses sm_90 features if the build has sm_90 code for it", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   int major = 0, minor = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));

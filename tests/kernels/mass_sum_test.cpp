@@ -9,7 +9,7 @@
 using namespace kvlab;
 using namespace kvlab::kernels;
 
-TEST_CASE("a sum of masses is the sum of each, to the bit") {
+TEST_CASE("MassSum equals the sum of the single masses, to the bit") {
   std::mt19937_64 random(3);
   for (int again = 0; again < 200; ++again) {
     MassSum sum;
@@ -27,7 +27,7 @@ TEST_CASE("a sum of masses is the sum of each, to the bit") {
   CHECK(most.total(16384) == 16384 * fixed_mass(1.0f, 1.5f));
 }
 
-TEST_CASE("the least requested probability splits the floats as the definition does") {
+TEST_CASE("the least requested probability separates requests as the definition does") {
   std::mt19937_64 random(4);
   int checked = 0;
   for (int again = 0; again < 20000; ++again) {

@@ -1,4 +1,5 @@
-// Attention that observes and evicts, fast and plain, against float64 and against the host's rule.
+// Attention that observes and evicts, fast and plain, compared with float64 and with the host's
+// rule.
 #include <memory>
 
 #include "kernels/evict/eviction_kernels.hpp"
@@ -20,8 +21,8 @@ EvictionKernels kernels_of(const std::string& spec,
   throw std::invalid_argument("no kernels of " + spec);
 }
 
-/// A policy under protected tokens that the smallest budget holds: some keep a number of recent
-/// tokens.
+/// A policy with protected tokens that fit the smallest budget; some policies need a number of
+/// recent tokens.
 std::string fitting(std::string_view name) {
   const Extent recent = parse_policy(name).recent;
   return std::string(name) + (recent.is_share || recent.tokens <= 5 ? "" : ":recent=5");
@@ -46,7 +47,7 @@ void run(EvictingSize size, int steps,
   run_steps(batch, steps);
 }
 
-/// At cache positions with rotated keys: by the fast kernels and by the plain ones.
+/// Cache positions with rotated keys, by the fast kernels and by the plain ones.
 void run_with_rotated_keys(EvictingSize size, int steps) {
   size.numbering = Positions::cache;
   INFO(size.name());
@@ -72,7 +73,7 @@ TEST_CASE("every policy evicts on the device as on the host, step by step", "[gp
           90);
 }
 
-TEST_CASE("observing attention holds for every type, head size and group", "[gpu]") {
+TEST_CASE("observing attention is correct for every type, head size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
@@ -88,7 +89,8 @@ TEST_CASE("observing attention holds for every type, head size and group", "[gpu
               4);
 }
 
-TEST_CASE("with rotated keys hold for every type, head size and group", "[gpu]") {
+TEST_CASE("cache positions with rotated keys are correct for every type, head size and group",
+          "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
@@ -102,7 +104,10 @@ TEST_CASE("with rotated keys hold for every type, head size and group", "[gpu]")
                               3);
 }
 
-TEST_CASE("with rotated keys hold at the ends of budgets and sinks, and at any position", "[gpu]") {
+TEST_CASE(
+    "cache positions with rotated keys are correct at extreme budgets and sinks, and at "
+    "any position",
+    "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::uint32_t budget : {1u, 2u, 3u})
     run_with_rotated_keys(
@@ -111,13 +116,13 @@ TEST_CASE("with rotated keys hold at the ends of budgets and sinks, and at any p
   run_with_rotated_keys({.policy = "sink:sinks=64", .budgets = {65, 129}, .prompt = 200}, 5);
   run_with_rotated_keys({.policy = "sink:sinks=100:recent=7", .budgets = {200}, .prompt = 90}, 130);
   run_with_rotated_keys({.policy = "sink", .budgets = {400}, .prompt = 30},
-                        3);  // beyond the length
+                        3);  // longer than the sequence
   run_with_rotated_keys({.policy = "window", .budgets = {33}, .prompt = 60}, 5);
   run_with_rotated_keys({.policy = "sink", .budgets = {100}, .prompt = 120, .scale = 30.0f / 8}, 5);
   run_with_rotated_keys({.policy = "sink", .kv_heads = 1, .budgets = {70}, .prompt = 4'000'000}, 3);
 }
 
-TEST_CASE("with rotated keys hold where pairs are cut", "[gpu]") {
+TEST_CASE("cache positions with rotated keys are correct if pairs are cut", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   run_with_rotated_keys({.policy = "sink",
                          .head_size = 128,
@@ -127,7 +132,7 @@ TEST_CASE("with rotated keys hold where pairs are cut", "[gpu]") {
                         3);
 }
 
-TEST_CASE("observing attention holds where pairs are cut, and over many blocks", "[gpu]") {
+TEST_CASE("observing attention is correct if pairs are cut, and over many blocks", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o", "lru", "window", "full", "random"})
     for (const Positions numbering : {Positions::original, Positions::cache})
@@ -141,20 +146,20 @@ TEST_CASE("observing attention holds where pairs are cut, and over many blocks",
           3);
 }
 
-TEST_CASE("observing attention holds at the ends of budgets and protected tokens", "[gpu]") {
+TEST_CASE("observing attention is correct at extreme budgets and protected tokens", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy :
        {"h2o:recent=0", "h2o:recent=1", "lru", "window", "random", "lru:recent=1"})
     for (const std::uint32_t budget : {1u, 2u, 3u})
       run({.policy = policy, .kv_heads = 1, .budgets = {budget}}, 12);
-  run({.policy = "h2o:sinks=7:recent=1", .budgets = {8}}, 30);  // sinks, and the newest
-  run({.policy = "h2o:sinks=0:recent=8", .budgets = {8}}, 30);  // recent tokens alone
+  run({.policy = "h2o:sinks=7:recent=1", .budgets = {8}}, 30);  // sinks, and the newest token
+  run({.policy = "h2o:sinks=0:recent=8", .budgets = {8}}, 30);  // only recent tokens
   run({.policy = "lru:sinks=4:recent=50%", .budgets = {20}}, 60);
-  run({.policy = "h2o", .budgets = {400}, .prompt = 30}, 12);          // beyond the length
-  run({.policy = "streaming_h2o", .budgets = {0}, .prompt = 30}, 12);  // none
+  run({.policy = "h2o", .budgets = {400}, .prompt = 30}, 12);          // longer than the sequence
+  run({.policy = "streaming_h2o", .budgets = {0}, .prompt = 30}, 12);  // no budget
 }
 
-TEST_CASE("observing attention holds for equal keys and for logits of 80", "[gpu]") {
+TEST_CASE("observing attention is correct for equal keys and for logits of 80", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o:recent=0", "lru"}) {
     run({.policy = policy, .budgets = {33}, .prompt = 40, .equal_keys = true}, 60);
@@ -164,7 +169,7 @@ TEST_CASE("observing attention holds for equal keys and for logits of 80", "[gpu
   }
 }
 
-TEST_CASE("observing attention sees what sink logits leave to the tokens, plainly and fast",
+TEST_CASE("observing attention sees the tokens' share beside sink logits, plain and fast",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto launched : {observing_kernels, plain_kernels})
@@ -194,7 +199,7 @@ TEST_CASE("observing attention agrees with the host over hundreds of steps", "[g
         500);
 }
 
-TEST_CASE("an idle sequence is left as it is", "[gpu]") {
+TEST_CASE("an idle sequence does not change", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   EvictingBatch batch(kernels_of("h2o"), {.sequences = 3, .budgets = {16}, .prompt = 12});
   const Stream stream;
@@ -206,7 +211,7 @@ TEST_CASE("an idle sequence is left as it is", "[gpu]") {
   }
 }
 
-TEST_CASE("a captured graph of observing attention serves a growing sequence", "[gpu]") {
+TEST_CASE("a captured graph of observing attention stays valid for a growing sequence", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o", "lru", "sink", "full"})
     for (const bool settled : {false, true}) {
@@ -231,7 +236,7 @@ TEST_CASE("a captured graph of observing attention serves a growing sequence", "
     }
 }
 
-TEST_CASE("layers in a row observe their own logits alone", "[gpu]") {
+TEST_CASE("consecutive layers observe only their own logits", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   constexpr int kLayers = 12;
   for (const std::string policy : {"h2o", "lru", "window", "sink", "streaming_h2o"}) {
@@ -263,7 +268,7 @@ TEST_CASE("layers in a row observe their own logits alone", "[gpu]") {
   }
 }
 
-TEST_CASE("observing attention gives equal bits 200 times", "[gpu]") {
+TEST_CASE("200 runs of observing attention give equal bits", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o", "lru", "sink", "streaming_h2o"}) {
     EvictingBatch batch(kernels_of(policy),
@@ -288,7 +293,7 @@ TEST_CASE("observing attention gives equal bits 200 times", "[gpu]") {
   }
 }
 
-TEST_CASE("observing attention refuses what it does not support before any launch") {
+TEST_CASE("observing attention refuses unsupported arguments before any launch") {
   for (const DevicePolicy& policy : device_policies()) {
     const EvictionKernels kernels = observing_kernels(policy);
     CHECK(kernels.attention({}, nullptr) == cudaErrorInvalidValue);
@@ -296,7 +301,7 @@ TEST_CASE("observing attention refuses what it does not support before any launc
   }
 }
 
-TEST_CASE("with rotated keys are refused where what stays has gaps", "[gpu]") {
+TEST_CASE("cache positions with rotated keys are refused if the kept tokens have gaps", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   EvictingBatch batch(kernels_of("h2o"), {.prompt = 5, .numbering = Positions::cache});
   CHECK(batch.enqueue_with_rotated_keys() == cudaErrorInvalidValue);

@@ -12,8 +12,8 @@ namespace kvlab {
 namespace {
 
 constexpr int kPoison = 0xFF;
-constexpr int kGap = 3;          // slots between pairs, so that they begin anywhere
-constexpr int kSpareBlocks = 5;  // of the pool, nobody's
+constexpr int kGap = 3;          // slots between pairs, so that pairs begin at any slot
+constexpr int kSpareBlocks = 5;  // unused blocks in the pool
 constexpr std::int32_t kNoBlock = -(1 << 30);
 
 template <class T>
@@ -179,7 +179,7 @@ std::size_t PagedCache::strays() const {
 
 namespace {
 
-/// What lets one stream wait for another.
+/// Makes one stream wait for another.
 class Event {
  public:
   Event() { check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
@@ -195,7 +195,7 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-/// A run: what its kernels are given beside the two caches.
+/// A run: the arguments of its kernels, in addition to the two caches.
 class Run {
  public:
   Run(const LayerSize& size, const Paging& prompt, const Paging& resident);
@@ -376,7 +376,7 @@ void Run::run_prompts() {
   check_cuda(cudaDeviceSynchronize());
 }
 
-/// All prompts' tokens at once.
+/// Writes all prompts' tokens at once.
 void Run::write_prompts() {
   std::vector<std::int32_t> sequence, slot;
   for (int s = 0; s < sequences(); ++s)

@@ -1,5 +1,5 @@
-// One layer driven through kvlab.h alone: prompts, then steps. The same with its keys and values
-// slot by slot, or in the blocks of an engine.
+// One layer driven through kvlab.h only: prompts, then steps. Its keys and values lie slot by slot,
+// or in an engine's pages (blocks of slots).
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@
 
 namespace kvlab {
 
-/// What lies behind what in a pool of blocks.
+/// The order of dimensions in a pool of blocks.
 enum class PoolOrder {
   slot_head,   ///< [block, slot, kv_head, dim]
   head_slot,   ///< [block, kv_head, slot, dim]
@@ -32,35 +32,36 @@ struct LayerSize {
   int head_size = 64, group = 4, kv_heads = 2;
   std::vector<int> prompts = {70, 5, 33};      ///< [sequence]: tokens
   std::vector<int> budgets = {17, 40, 65, 8};  ///< [pair], repeated
-  bool in_place = false;                       ///< prompts are compacted where they lie
-  bool captured = false;                       ///< steps are launches of one graph
+  bool in_place = false;                       ///< prompts are compacted in place
+  bool captured = false;                       ///< steps are launches of one captured graph
   bool settled = false;
-  bool in_parts = false;     ///< prompts' keys are attended in parts
-  bool two_streams = false;  ///< victims are chosen on a stream of their own
-  std::string header = "";   ///< of the policy, below policies/: compiled; else the registry's
+  bool in_parts = false;     ///< attention splits prompts' keys into parts
+  bool two_streams = false;  ///< victims are chosen on a second stream
+  /// the policy's header below policies/, to compile; empty: the registry's policy
+  std::string header = "";
 
   std::string name() const;
 };
 
-/// One cache's arrays. Its pool is all-ones, which no type takes for a number, but for what kernels
-/// write; its blocks are shuffled, and no block's number stands where no slot is.
+/// One cache's arrays. Its pool is all ones, which is NaN in every type, except for what kernels
+/// write. Its blocks are shuffled, and table entries without a slot hold no block number.
 class PagedCache {
  public:
   PagedCache(const LayerSize& size, const Paging& paging, const std::vector<int>& slots);
 
   kvlab_cache cache() const;
-  /// One sequence of it.
+  /// One of its sequences.
   kvlab_cache sequence(int index) const;
   std::size_t slots() const { return static_cast<std::size_t>(slots_); }
-  /// Its first blocks are another sequence's too.
+  /// Makes the first `count` blocks of `from` also those of `to`.
   void share_blocks(int from, int to, int count);
-  /// Keys and values by slot, as the host finds them.
+  /// Keys and values by slot, read on the host.
   std::vector<std::byte> rows() const;
-  /// Bytes that a kernel has written outside of the cache's slots.
+  /// The number of bytes that a kernel has written outside of the cache's slots.
   std::size_t strays() const;
 
  private:
-  /// Bytes of an element, and where a slot's row begins, in bytes of the pool.
+  /// Bytes of an element; below, where a slot's row begins, in bytes of the pool.
   std::size_t element() const { return size_.type == KVLAB_F32 ? 4 : 2; }
   std::size_t row_bytes() const { return static_cast<std::size_t>(size_.head_size) * element(); }
   std::size_t row_at(int pair, int slot) const;
@@ -82,7 +83,7 @@ class PagedCache {
   Array<std::uint32_t> positions_, ages_;
 };
 
-/// What is left of a run, of which all must be equal whatever the blocks are.
+/// The result of a run, which must be equal for every block layout.
 struct LayerLeft {
   std::vector<std::byte> prompt_outputs, step_outputs, rows, states, features, seen;
   std::vector<std::uint32_t> positions, ages;

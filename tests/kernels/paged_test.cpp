@@ -1,4 +1,5 @@
-// Caches in blocks: where rows lie, what is refused, and that nothing differs from caches without.
+// Paged caches: where rows lie, what is refused, and that results equal those of caches without
+// pages.
 #include <utility>
 
 #include "tests/catch.hpp"
@@ -29,7 +30,7 @@ void compare(const LayerLeft& contiguous, const LayerLeft& paged) {
   CHECK(paged.seen == contiguous.seen);
 }
 
-/// Prompts and steps in blocks, each way, beside the same without.
+/// Runs prompts and steps with each kind of pages, and compares them with a run without pages.
 void check_layer(const LayerSize& size, int steps, const std::vector<Paging>& pagings = kPagings) {
   INFO(size.name());
   const LayerLeft contiguous = run_layer(size, {}, {}, steps);
@@ -41,7 +42,7 @@ void check_layer(const LayerSize& size, int steps, const std::vector<Paging>& pa
   }
 }
 
-/// Arguments that lack nothing but memory: pointers are never followed.
+/// A cache that is complete except for its memory; its pointers are never followed.
 kvlab_cache cache_of_nothing() {
   static std::byte somewhere[64];
   void* const any =
@@ -123,7 +124,7 @@ cudaError_t attend_prompt(const kvlab_cache& cache) {
 
 }  // namespace
 
-TEST_CASE("The library refuses blocks that it cannot take before any launch") {
+TEST_CASE("The library refuses unsupported pages before any launch") {
   const kvlab_cache good = cache_of_nothing();
   const auto all_refuse = [](const kvlab_cache& cache) {
     kvlab_cache to = cache;
@@ -142,7 +143,8 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
   };
   CHECK(refused([](kvlab_pages& pages) { pages.page = 8, pages.max_blocks = 100; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = 24; }));
-  CHECK(refused([](kvlab_pages& pages) { pages.page = 1, pages.max_blocks = 100; }));  // of tokens
+  // more blocks than tokens allow
+  CHECK(refused([](kvlab_pages& pages) { pages.page = 1, pages.max_blocks = 100; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = 0; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = -16; }));
   CHECK(refused([](kvlab_pages& pages) { pages.blocks = nullptr; }));
@@ -159,14 +161,14 @@ TEST_CASE("The library refuses blocks that it cannot take before any launch") {
   CHECK(kvlab_choose_victims(nullptr, layers, 1, nullptr) == cudaErrorInvalidValue);
   for (const int count : {-1, 0, 1, 9})
     CHECK(kvlab_choose_victims(h2o, layers, count, nullptr) == cudaErrorInvalidValue);
-  if (has_device()) return;  // these would be launched
+  if (has_device()) return;  // with a device these calls would launch
   CHECK(write_to(good) != cudaErrorInvalidValue);
   CHECK(features_of(good) != cudaErrorInvalidValue);
   CHECK(attend_prompt(good) != cudaErrorInvalidValue);
   CHECK(compact_between(good, good) != cudaErrorInvalidValue);
 }
 
-TEST_CASE("Halves of a compaction are refused without what they are for") {
+TEST_CASE("The halves of a compaction are refused without what they need") {
   const kvlab_policy* const window = kvlab_find_policy("window");
   const kvlab_cache cache = cache_of_nothing();
   kvlab_shrink_args args = compact_args(cache, cache);
@@ -183,7 +185,8 @@ TEST_CASE("Halves of a compaction are refused without what they are for") {
         "kvlab_keep: devices is 0, of 2 KV heads each: 1 or more, and 65535 heads at most");
 }
 
-TEST_CASE("A cache in blocks evicts as one without, for every type, size and group", "[gpu]") {
+TEST_CASE("A paged cache evicts as a cache without pages, for every type, size and group",
+          "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
@@ -195,7 +198,8 @@ TEST_CASE("A cache in blocks evicts as one without, for every type, size and gro
                     20);
 }
 
-TEST_CASE("A cache in blocks evicts as one without, by policies that need nothing", "[gpu]") {
+TEST_CASE("A paged cache evicts as a cache without pages, under policies that observe nothing",
+          "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"window", "knorm", "keydiff"})
     for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32})
@@ -203,15 +207,16 @@ TEST_CASE("A cache in blocks evicts as one without, by policies that need nothin
   check_layer({.policy = "knorm", .prompts = {900, 1300}, .budgets = {600, 1000, 63}}, 9);
 }
 
-// Their features are made of values, which are read from their blocks.
-TEST_CASE("A cache in blocks evicts as one without, by a feature of values", "[gpu]") {
+// Its features are computed from values, which are read from pages.
+TEST_CASE("A paged cache evicts as a cache without pages, under a token feature of values",
+          "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"vatp", "criticalkv"})
     for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32})
       check_layer({.policy = policy, .type = type, .head_size = 128}, 30);
 }
 
-TEST_CASE("A cache in blocks evicts as one without, where positions are cache positions", "[gpu]") {
+TEST_CASE("A paged cache evicts as a cache without pages, with cache positions", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256}) {
@@ -226,14 +231,14 @@ TEST_CASE("A cache in blocks evicts as one without, where positions are cache po
     }
 }
 
-TEST_CASE("A cache in blocks evicts as one without, in a graph", "[gpu]") {
+TEST_CASE("A paged cache evicts as a cache without pages, in a graph", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const bool settled : {false, true})
     for (const std::string policy : {"h2o", "window", "keydiff"})
       check_layer({.policy = policy, .head_size = 128, .captured = true, .settled = settled}, 40);
 }
 
-TEST_CASE("Victims that are chosen on a second stream are the same", "[gpu]") {
+TEST_CASE("Victims are the same if they are chosen on a second stream", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o", "window", "keydiff"})
     for (const bool captured : {false, true}) {
@@ -245,7 +250,7 @@ TEST_CASE("Victims that are chosen on a second stream are the same", "[gpu]") {
     }
 }
 
-TEST_CASE("A policy that the library compiles evicts as the registry's", "[gpu]") {
+TEST_CASE("A policy compiled by the library evicts as the registry's policy", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto& [policy, header] : {std::pair{"h2o", "mass/h2o.hpp"},
                                        {"a2sf", "mass/a2sf.hpp"},
@@ -263,14 +268,16 @@ TEST_CASE("A policy that the library compiles evicts as the registry's", "[gpu]"
     }
 }
 
-TEST_CASE("A prompt in blocks is compacted where it lies", "[gpu]") {
+TEST_CASE("A paged prompt is compacted in place", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o", "knorm", "window"})
     check_layer({.policy = policy, .prompts = {300, 20, 129}, .in_place = true}, 20);
 }
 
-TEST_CASE("A prompt goes from blocks to slots, from slots to blocks, and to blocks of another size",
-          "[gpu]") {
+TEST_CASE(
+    "A prompt is compacted from pages to slots, from slots to pages, and to pages of "
+    "another size",
+    "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32}) {
     const LayerSize size{.policy = "h2o", .type = type, .prompts = {200, 77}};
@@ -282,9 +289,8 @@ TEST_CASE("A prompt goes from blocks to slots, from slots to blocks, and to bloc
   }
 }
 
-TEST_CASE(
-    "A cache in blocks evicts as one without, where pairs are cut and where many tiles are ahead",
-    "[gpu]") {
+TEST_CASE("A paged cache evicts as a cache without pages, with cut pairs and many tiles ahead",
+          "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const std::vector<Paging> two{kPagings[0], kPagings[1]};
   check_layer(

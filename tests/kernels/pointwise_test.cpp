@@ -21,7 +21,7 @@ DeviceArray<std::byte> upload(Type type, std::span<const float> values) {
   return DeviceArray<std::byte>(std::span<const std::byte>(encode(type, values)));
 }
 
-/// `count` elements of not-a-number, and 64 bytes behind that must stay so.
+/// `count` elements of NaN, and 64 bytes after them that must not change.
 class Poisoned {
  public:
   Poisoned(Type type, std::size_t count)
@@ -46,7 +46,7 @@ class Poisoned {
   DeviceArray<std::byte> device_;
 };
 
-/// Each within a rounding of `type` and a few of float32.
+/// Each value is within a rounding of `type` and a few roundings of float32.
 void check_close(Type type, std::span<const float> values, std::span<const double> exact) {
   REQUIRE(values.size() == exact.size());
   const double rounding = type == KVLAB_BF16 ? 0x1p-8 : type == KVLAB_F16 ? 0x1p-11 : 0x1p-24;
@@ -60,7 +60,7 @@ void check_close(Type type, std::span<const float> values, std::span<const doubl
   CHECK(wrong == 0);
 }
 
-/// What `enqueue(stream)` does, plain, then from a graph.
+/// Runs `enqueue(stream)` plain, then from a graph.
 template <class Enqueue, class Check>
 void plain_and_captured(Enqueue enqueue, Check check) {
   check_cuda(enqueue(cudaStream_t{nullptr}));
@@ -72,7 +72,7 @@ void plain_and_captured(Enqueue enqueue, Check check) {
 
 }  // namespace
 
-TEST_CASE("the pointwise kernels refuse what they do not support before launching") {
+TEST_CASE("the pointwise kernels refuse unsupported arguments before any launch") {
   alignas(16) float memory[16] = {};
   std::int32_t id = 0;
   CHECK(embed(KVLAB_BF16, memory, 12, 1, &id, 1, memory, nullptr) == cudaErrorInvalidValue);
@@ -90,7 +90,7 @@ TEST_CASE("the pointwise kernels refuse what they do not support before launchin
   CHECK(sample(SampleArgs{}, nullptr) == cudaErrorInvalidValue);
 }
 
-TEST_CASE("embed widens and scales rows of the table; an id below 0 gives not-a-number", "[gpu]") {
+TEST_CASE("embed widens and scales rows of the table; an id below 0 gives NaN", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(1);
   for (const Type type : kTypes)
@@ -156,14 +156,14 @@ TEST_CASE("norms divide by the root mean square, and round once or not at all", 
       }
 }
 
-TEST_CASE("a norm in place takes part of each row and leaves the rest", "[gpu]") {
+TEST_CASE("a norm in place changes part of each row and leaves the rest", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(8);
   for (const Type type : kTypes)
     for (const std::size_t width : {8, 520, 4096}) {
       const std::size_t tokens = 3, stride = width + 24, first = 16;
       std::vector<float> y = random_values(type, tokens * stride, random);
-      y[first] = 80;  // one that weighs most
+      y[first] = 80;  // a large element, which dominates the norm
       const auto gamma = random_values(type, width, random);
       const auto device_gamma = upload(type, gamma), device_y = upload(type, y);
       check_cuda(norm_in_place(type, device_y.data() + first * bytes_of(type), std::int64_t(stride),
@@ -181,7 +181,7 @@ TEST_CASE("a norm in place takes part of each row and leaves the rest", "[gpu]")
     }
 }
 
-TEST_CASE("add_residual adds every element once, whatever the count", "[gpu]") {
+TEST_CASE("add_residual adds every element once, for every count", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(3);
   for (const Type type : kTypes)
@@ -197,7 +197,7 @@ TEST_CASE("add_residual adds every element once, whatever the count", "[gpu]") {
     }
 }
 
-TEST_CASE("gate multiplies up by what the activation leaves, far from zero too", "[gpu]") {
+TEST_CASE("gate multiplies up by the activation, also far from zero", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(4);
   for (const Activation activation : {Activation::silu, Activation::gelu_tanh})
@@ -226,7 +226,7 @@ TEST_CASE("gate multiplies up by what the activation leaves, far from zero too",
       }
 }
 
-TEST_CASE("a clamped gate is bounded above, what it multiplies on both sides", "[gpu]") {
+TEST_CASE("a clamped gate is bounded above, and up is bounded on both sides", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : kTypes) {
     const std::vector<float> gate_up{80, -80, 2, -2, 8, 0.5f, -9, 7, 3, 3, 80, -80, 8, -8, 7, -7};
@@ -252,7 +252,7 @@ struct RopeCase {
   float offset = 0;
 };
 
-/// A projection of four tokens of two sequences, and where its parts must go.
+/// A projection of four tokens of two sequences, and the places where its parts must go.
 class RopeTrial {
  public:
   explicit RopeTrial(const RopeCase& c)
@@ -383,7 +383,7 @@ class RopeTrial {
 
 }  // namespace
 
-TEST_CASE("rope_write norms, rotates and puts each head where it belongs, and nothing elsewhere",
+TEST_CASE("rope_write norms, rotates and writes each head to its place, and writes nothing else",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : kTypes)

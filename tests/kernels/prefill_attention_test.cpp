@@ -74,7 +74,7 @@ TEST_CASE("prefill attention agrees with float64 for every type, head size and g
             {.type = type, .head_size = head_size, .group = group, .first = 37, .queries = 67});
 }
 
-TEST_CASE("prefill attention shows a query just its window", "[gpu]") {
+TEST_CASE("prefill attention shows a query only its sliding window", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 128, 256})
@@ -107,7 +107,7 @@ TEST_CASE("prefill attention counts sink logits, with a window and without", "[g
                            .sinks = true});
 }
 
-TEST_CASE("prefill attention takes any first position and number of queries", "[gpu]") {
+TEST_CASE("prefill attention supports any first position and number of queries", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const int first : {0, 1, 63, 64, 65, 500})
@@ -115,7 +115,7 @@ TEST_CASE("prefill attention takes any first position and number of queries", "[
         run_and_check({.type = type, .kv_heads = 1, .first = first, .queries = queries});
 }
 
-TEST_CASE("prefill attention whose keys are cut into parts agrees with float64", "[gpu]") {
+TEST_CASE("prefill attention with keys in parts agrees with float64", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
@@ -134,14 +134,14 @@ TEST_CASE("prefill attention whose keys are cut into parts agrees with float64",
       }
 }
 
-TEST_CASE("prefill attention takes KV heads of unequal length, wherever they begin", "[gpu]") {
+TEST_CASE("prefill attention supports KV heads of unequal length, wherever they begin", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const int first : {0, 5})
       run_and_check({.type = type, .kv_heads = 3, .first = first, .queries = 100, .ragged = true});
 }
 
-TEST_CASE("prefill attention holds for logits of 80 either way and for equal ones", "[gpu]") {
+TEST_CASE("prefill attention is correct for logits of +80 and -80, and for equal logits", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {128, 256})
@@ -154,13 +154,13 @@ TEST_CASE("prefill attention holds for logits of 80 either way and for equal one
                          .window = window};
         run_and_check(size);
         size.equal_keys = false;
-        // The largest of some hundreds lie beyond 80.
+        // The largest of several hundred logits are beyond 80.
         size.scale = 30 / std::sqrt(static_cast<float>(head_size));
         run_and_check(size);
       }
 }
 
-TEST_CASE("prefill attention gives equal bits 200 times, plain and in a captured graph", "[gpu]") {
+TEST_CASE("200 runs of prefill attention give equal bits, plain and in a captured graph", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32}) {
     const bool wide = type != KVLAB_F16;
@@ -186,7 +186,7 @@ TEST_CASE("prefill attention gives equal bits 200 times, plain and in a captured
   }
 }
 
-TEST_CASE("prefill attention refuses what it does not support before any launch") {
+TEST_CASE("prefill attention refuses unsupported arguments before any launch") {
   kvlab_prefill_args args{.type = KVLAB_BF16,
                           .query_heads = 32,
                           .kv_heads = 8,
@@ -200,6 +200,6 @@ TEST_CASE("prefill attention refuses what it does not support before any launch"
   args.queries = 0;
   CHECK(prefill_attention(args, {}, nullptr) == cudaErrorInvalidValue);
   args.queries = 3;
-  args.keys_end = 257;  // in two parts
+  args.keys_end = 257;  // requires two parts
   CHECK(prefill_workspace(args) == 3 * 32 * 2 * (128 + 4) * sizeof(float));
 }

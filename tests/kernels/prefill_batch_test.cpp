@@ -1,4 +1,4 @@
-// Prompts of several sequences in one call, beside a call for each: equal to the bit.
+// Prompts of several sequences in one call, compared with one call per sequence: equal to the bit.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,14 +12,14 @@ using namespace kvlab;
 
 namespace {
 
-/// Queries of each sequence, and how many slots of the cache lie before them.
+/// The number of queries of each sequence, and of slots in the cache before them.
 struct Prompts {
   std::vector<int> queries, older;  ///< [sequence], [pair]
-  std::vector<std::int32_t> first;  ///< [sequence + 1], of queries
+  std::vector<std::int32_t> first;  ///< [sequence + 1]: first query
 };
 
 constexpr int kKvHeads = 2, kFirst = 5, kMaxQueries = 513, kMaxOlder = 90;
-constexpr int kLeading = 3, kTrailing = 9;  // queries that are unused
+constexpr int kLeading = 3, kTrailing = 9;  // unused queries
 
 Prompts prompts_of(const std::vector<int>& queries) {
   Prompts prompts{queries, {}, {kLeading}};
@@ -76,7 +76,7 @@ class Batch {
     write_cache();
   }
 
-  /// Queries anew, not a number where they are nobody's.
+  /// Sets new queries, with NaN where a query belongs to no sequence.
   void set(const Prompts& prompts) {
     prompts_ = prompts;
     std::vector<std::byte> q(all() * row_bytes(), std::byte{0xFF});
@@ -91,7 +91,7 @@ class Batch {
     copy(older_, prompts.older);
   }
 
-  /// A call for each sequence.
+  /// Runs one call per sequence.
   Results run_each() {
     poison();
     for (int s = 0; s < kSequences; ++s) {
@@ -134,7 +134,7 @@ class Batch {
     return results();
   }
 
-  /// Both calls. The workspace is as large as it has to be, and holds anything.
+  /// Runs both calls. The workspace has exactly the required size and arbitrary contents.
   cudaError_t enqueue(kvlab_observe_args args, cudaStream_t stream) {
     check_cuda(kvlab_prefill_attention(&args.prefill, stream));
     if (stream == nullptr) {
@@ -200,7 +200,7 @@ class Batch {
     to.assign(from);
   }
 
-  /// Keys and values sampled at random, in every slot.
+  /// Fills every slot with random keys and values.
   void write_cache() {
     std::vector<std::int32_t> sequences, slots;
     for (int s = 0; s < kSequences; ++s)
@@ -262,7 +262,7 @@ void compare(const Results& each, const Results& batch) {
   CHECK(same(each.seen, batch.seen));
 }
 
-/// Outputs of calls for each sequence are theirs alone, and no query of them is not a number.
+/// Checks that calls per sequence write only their sequence's outputs, and that no output is NaN.
 void check_each(const Results& each, const Prompts& prompts, int heads) {
   const auto begin = static_cast<std::size_t>(prompts.first.front() * heads),
              end = static_cast<std::size_t>(prompts.first.back() * heads);
@@ -272,7 +272,7 @@ void check_each(const Results& each, const Prompts& prompts, int heads) {
   CHECK(wrong == 0);
 }
 
-/// Plain, and two launches of one graph with other prompts each.
+/// Compares plain runs, and two launches of one graph with different prompts.
 void run_and_check(const Case& given) {
   INFO(given.size.name() << " page " << given.paging.page << " by pair " << given.paging.by_pair
                          << " needs " << given.needs << " weighted " << given.weighted
@@ -289,7 +289,7 @@ void run_and_check(const Case& given) {
   compare(batch.run_each(), again);
 }
 
-/// Arguments that lack nothing but memory: pointers are never followed.
+/// Arguments that are complete except for memory; their pointers are never followed.
 kvlab_observe_args args_of_nothing() {
   alignas(16) static std::byte somewhere[16];
   void* const any = somewhere;
@@ -319,7 +319,7 @@ kvlab_observe_args args_of_nothing() {
 
 }  // namespace
 
-TEST_CASE("Batches of prompts are refused that the kernels cannot take") {
+TEST_CASE("Batches of prompts that the kernels do not support are refused") {
   const auto refused = [](auto change) {
     kvlab_observe_args args = args_of_nothing();
     change(args.prefill);
@@ -333,15 +333,15 @@ TEST_CASE("Batches of prompts are refused that the kernels cannot take") {
   CHECK(refused([](kvlab_prefill_args& args) { args.all_queries = 99; }));
   CHECK(refused([](kvlab_prefill_args& args) { args.all_queries = 1 << 27; }));
   CHECK(refused([](kvlab_prefill_args& args) { args.sequences = 0, args.first_query = nullptr; }));
-  // Terms of 8 bytes for each query, each sequence's from a tile of 64 on.
+  // Terms take 8 bytes per query; each sequence's terms begin at a multiple of 64.
   kvlab_observe_args args = args_of_nothing();
   CHECK(kvlab_observe_workspace(&args) == std::size_t{8} * 8 * (128 + 3 * 64));
-  if (has_device()) return;  // these would be launched
+  if (has_device()) return;  // with a device these calls would launch
   CHECK(kvlab_prefill_attention(&args.prefill, nullptr) != cudaErrorInvalidValue);
   CHECK(kvlab_observe(&args, nullptr) != cudaErrorInvalidValue);
 }
 
-TEST_CASE("Prompts in one call give the bits of a call each, for every type, size and group",
+TEST_CASE("Prompts in one call give the bits of one call each, for every type, size and group",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
@@ -351,7 +351,7 @@ TEST_CASE("Prompts in one call give the bits of a call each, for every type, siz
             {.size = {.type = type, .head_size = head_size, .group = group}, .needs = KVLAB_BOTH});
 }
 
-TEST_CASE("Prompts in one call give the bits of a call each, in blocks", "[gpu]") {
+TEST_CASE("Prompts in one call give the bits of one call each, with pages", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F32})
     for (const Paging& paging :
@@ -361,7 +361,7 @@ TEST_CASE("Prompts in one call give the bits of a call each, in blocks", "[gpu]"
           {.size = {.type = type, .head_size = 128}, .paging = paging, .needs = KVLAB_BOTH});
 }
 
-TEST_CASE("Prompts in one call give the bits of a call each, weighted and by the largest",
+TEST_CASE("Prompts in one call give the bits of one call each, weighted and with group=max",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})

@@ -1,4 +1,4 @@
-// Queries of an append and the keys and values they see, on the host and on the device.
+// The queries of an append and the keys and values that they see, on the host and on the device.
 #pragma once
 
 #include <cmath>
@@ -16,17 +16,17 @@
 
 namespace kvlab::kernels {
 
-inline constexpr int kPoison = 0xFF;  // every type's all-ones is not a number
+inline constexpr int kPoison = 0xFF;  // all ones is NaN in every type
 
 struct PrefillSize {
   Type type = KVLAB_BF16;
   int head_size = 128, group = 4, kv_heads = 2, first = 0, queries = 64;
   float scale = 0;      ///< 0: 1 / sqrt(head_size)
-  bool ragged = false;  ///< KV head h has 41 * h more older tokens, its slots begin anywhere
+  bool ragged = false;  ///< KV head h has 41 * h more older tokens, and its slots begin anywhere
   bool equal_keys = false;
   int window = 0;
   bool sinks = false;
-  bool parts = false;  ///< keys are cut into parts
+  bool parts = false;  ///< keys are split into parts
 
   std::string text() const {
     const char* types[] = {"bf16", "f16", "f32"};
@@ -38,7 +38,7 @@ struct PrefillSize {
   }
 };
 
-/// A chunk of a prompt; poison in the slots that no query sees, and behind every output.
+/// A chunk of a prompt, with poison in the slots that no query sees and after every output.
 class PrefillChunk {
  public:
   explicit PrefillChunk(const PrefillSize& size) : size_(size) {
@@ -117,7 +117,7 @@ class PrefillChunk {
   std::size_t query_heads() const { return std::size_t(size_.group) * size_.kv_heads; }
   std::size_t rows() const { return query_heads() * size_.queries; }
   std::size_t row_bytes() const { return dim() * bytes_of(size_.type); }
-  /// Slots before the first query's, of one KV head; and those that some query sees.
+  /// Slots of one KV head before the first query's slot; visible(): slots that some query sees.
   std::size_t first(int kv_head) const { return std::size_t(size_.first) + older_[kv_head]; }
   std::size_t visible(int kv_head) const { return first(kv_head) + size_.queries; }
   std::size_t begin(int kv_head) const { return first_slot_[kv_head]; }
@@ -126,7 +126,7 @@ class PrefillChunk {
   float sink(std::size_t row) const { return size_.sinks ? sinks_[row % query_heads()] : kNoSink; }
   std::span<const float> query(std::size_t row) const { return {&q_[row * dim()], dim()}; }
   int kv_head(std::size_t row) const { return static_cast<int>(row % query_heads()) / size_.group; }
-  /// The slot behind those that a row sees, and their keys and values.
+  /// The number of slots that a row sees; below, their keys and values.
   std::size_t seen_by(std::size_t row) const {
     return first(kv_head(row)) + row / query_heads() + 1;
   }

@@ -13,15 +13,15 @@ using namespace kvlab::kernels;
 
 namespace {
 
-constexpr std::uint32_t kPosition = 1000;  // of the first query
+constexpr std::uint32_t kPosition = 1000;  // position of the first query
 constexpr Observation kUntouched{
     .mass = 12345, .requests = 678, .last_request = 0xffff'ffff, .queries = 90};
 
 struct Request {
   Needs needs = Needs::mass;
   double tau = 0.01;
-  bool weighted = false;  ///< 1 / (1 + age / 8), else null
-  bool ones = false;      ///< weights of 1, written out
+  bool weighted = false;  ///< weights 1 / (1 + age / 8); otherwise null
+  bool ones = false;      ///< weights that are all 1
   std::uint32_t tail = kNoTail;
   int younger = 0;
   int parts = 1;
@@ -30,7 +30,7 @@ struct Request {
   float weight(int age) const { return weighted ? 1 / (1 + age / 8.0f) : 1.0f; }
 };
 
-/// The second pass over a chunk that attention has been over.
+/// The second pass over a chunk, after attention.
 class Observer {
  public:
   Observer(const PrefillChunk& chunk, const Request& requested)
@@ -42,7 +42,7 @@ class Observer {
     clear();
   }
 
-  /// Zeroes where a query may see; what must stay as it is elsewhere.
+  /// Zeroes what a query may see, and marks the rest, which must not change.
   void clear() {
     std::vector<Observation> start(chunk_.all_slots(), kUntouched);
     for (int h = 0; h < chunk_.size().kv_heads; ++h)
@@ -113,7 +113,8 @@ std::vector<double> logits(const PrefillChunk& chunk, std::size_t row) {
   return logit;
 }
 
-/// A row's probabilities in float64; and as plain attention has them: weights rounded to the type.
+/// A row's probabilities: in float64, and as plain attention computes them, with weights rounded to
+/// the type.
 struct Row {
   std::vector<double> exact, plain;
 
@@ -133,15 +134,16 @@ struct Row {
   }
 };
 
-/// What a key should have been given.
+/// The expected statistics of a key.
 struct Expected {
   double mass = 0, plain_mass = 0;
-  std::uint32_t surely = 0, perhaps = 0;  ///< queries that request it, but for rounding
+  /// queries that request it for certain, or depending on rounding
+  std::uint32_t surely = 0, perhaps = 0;
   std::uint32_t last_surely = 0, last_perhaps = 0;
 };
 
 std::vector<Expected> expect(const PrefillChunk& chunk, const Request& requested) {
-  constexpr double kNear = 1e-3;  // relative, of a probability at the threshold
+  constexpr double kNear = 1e-3;  // relative distance of a probability from the threshold
   std::vector<Expected> all(chunk.all_slots());
   const int group = chunk.size().group, queries = chunk.size().queries;
   const double tau = request_threshold16(requested.tau) / 65536.0;
@@ -151,7 +153,7 @@ std::vector<Expected> expect(const PrefillChunk& chunk, const Request& requested
     const double weight =
         static_cast<std::uint32_t>(age) < requested.tail ? requested.weight(age) : 0.0f;
     const std::size_t begin = chunk.begin(chunk.kv_head(first_row));
-    std::vector<int> asks(chunk.seen_by(first_row));  // 1: perhaps, 2: surely
+    std::vector<int> asks(chunk.seen_by(first_row));  // 1: perhaps, 2: for certain
     std::vector<double> mass(asks.size()), plain_mass(asks.size());
     const auto give = [&](double& sum, double p) {
       sum = requested.group_max ? std::max(sum, p) : sum + p;
@@ -189,7 +191,7 @@ void check_mass(const PrefillChunk& chunk, const std::vector<Observation>& seen,
       largest = std::max(largest, expected[i].mass);
     }
   INFO("error " << error << ", plain attention's " << plain_error << ", largest " << largest);
-  // 2^-17: float32 logits of up to 100, as any float32 attention has them.
+  // 2^-17 is the error of float32 logits up to 100 in any float32 attention.
   CHECK(error <= 2 * plain_error + std::ldexp(largest, -17));
 }
 
@@ -208,7 +210,7 @@ void check_requests(const PrefillChunk& chunk, const std::vector<Observation>& s
   CHECK(bad == 0);
 }
 
-/// Whether what was not requested is as it was.
+/// Whether the statistics that were not requested are unchanged.
 bool has_only(const PrefillChunk& chunk, const std::vector<Observation>& seen, Needs needs) {
   bool only = true;
   for (int h = 0; h < chunk.size().kv_heads; ++h)
@@ -271,7 +273,7 @@ TEST_CASE("the second pass agrees with float64 for every type, head size and gro
                         {.needs = needs});
 }
 
-TEST_CASE("the second pass takes any first slot and number of queries", "[gpu]") {
+TEST_CASE("the second pass supports any first slot and number of queries", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const int first : {0, 1, 63, 127, 128, 129, 300})
@@ -281,14 +283,14 @@ TEST_CASE("the second pass takes any first slot and number of queries", "[gpu]")
                         {.needs = needs});
 }
 
-TEST_CASE("the second pass takes more queries than one block walks over", "[gpu]") {
+TEST_CASE("the second pass supports more queries than one block processes", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
     run_and_check({.head_size = 64, .group = 1, .kv_heads = 1, .first = 3, .queries = 2100},
                   {.needs = needs});
 }
 
-TEST_CASE("the second pass takes KV heads of unequal length, wherever they begin", "[gpu]") {
+TEST_CASE("the second pass supports KV heads of unequal length, wherever they begin", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const Needs needs : {Needs::mass, Needs::requests, Needs::both})
@@ -306,7 +308,7 @@ TEST_CASE("the second pass weighs queries by age, and only the tail", "[gpu]") {
                         {.weighted = weighted, .tail = tail, .younger = younger});
 }
 
-TEST_CASE("the second pass takes the largest of a group's masses", "[gpu]") {
+TEST_CASE("the second pass counts the largest of a group's masses", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
@@ -328,7 +330,7 @@ TEST_CASE("the second pass takes the largest of a group's masses", "[gpu]") {
   }
 }
 
-TEST_CASE("queries beyond the tail leave all as it was", "[gpu]") {
+TEST_CASE("queries beyond the tail change nothing", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const auto seen = run(PrefillChunk({.queries = 100}), {.tail = 64, .younger = 64});
   CHECK(std::all_of(seen.begin(), seen.end(), [](const Observation& key) {
@@ -336,7 +338,7 @@ TEST_CASE("queries beyond the tail leave all as it was", "[gpu]") {
   }));
 }
 
-TEST_CASE("thresholds from none to the largest alone decide requests", "[gpu]") {
+TEST_CASE("thresholds from 0 to the largest probability decide requests", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F32})
     for (const double tau : {0.0, 0.5, 1.0})
@@ -344,19 +346,19 @@ TEST_CASE("thresholds from none to the largest alone decide requests", "[gpu]") 
                     {.needs = Needs::requests, .tau = tau});
 }
 
-TEST_CASE("the second pass holds for logits of 80 either way and for equal ones", "[gpu]") {
+TEST_CASE("the second pass is correct for logits of +80 and -80, and for equal logits", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {
       PrefillSize size{.type = type, .first = 70, .queries = 130, .equal_keys = true};
       run_and_check(size, {.needs = needs, .tau = 0.999});
       size.equal_keys = false;
-      size.scale = 30 / std::sqrt(128.0f);  // the largest of some hundreds lie beyond 80
+      size.scale = 30 / std::sqrt(128.0f);  // the largest of several hundred logits are beyond 80
       run_and_check(size, {.needs = needs});
     }
 }
 
-TEST_CASE("the second pass sees what sink logits leave to the keys", "[gpu]") {
+TEST_CASE("the second pass sees the keys' share beside sink logits", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 128, 256})
@@ -370,7 +372,7 @@ TEST_CASE("the second pass sees what sink logits leave to the keys", "[gpu]") {
                       {.needs = Needs::both, .group_max = group_max});
 }
 
-TEST_CASE("parts of an append add up to the whole, to the bit", "[gpu]") {
+TEST_CASE("the parts of an append add up to the whole append, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {
@@ -381,7 +383,7 @@ TEST_CASE("parts of an append add up to the whole, to the bit", "[gpu]") {
     }
 }
 
-TEST_CASE("sums of masses are those of each one's own rounding, to the bit", "[gpu]") {
+TEST_CASE("sums of masses equal the sum of separately rounded masses, to the bit", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256}) {
@@ -390,7 +392,7 @@ TEST_CASE("sums of masses are those of each one's own rounding, to the bit", "[g
     }
 }
 
-TEST_CASE("the second pass gives equal bits 200 times, plain and in a captured graph", "[gpu]") {
+TEST_CASE("200 runs of the second pass give equal bits, plain and in a captured graph", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const Needs needs : {Needs::mass, Needs::requests, Needs::both}) {
@@ -412,7 +414,7 @@ TEST_CASE("the second pass gives equal bits 200 times, plain and in a captured g
     }
 }
 
-TEST_CASE("the second pass refuses what it does not support before any launch") {
+TEST_CASE("the second pass refuses unsupported arguments before any launch") {
   kvlab_observe_args args{.prefill = {.type = KVLAB_BF16,
                                       .query_heads = 32,
                                       .kv_heads = 8,
@@ -430,7 +432,7 @@ TEST_CASE("the second pass refuses what it does not support before any launch") 
   args.seen = reinterpret_cast<kvlab_observation*>(bytes);
   args.needs = KVLAB_NOTHING;
   CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);
-  args.needs = KVLAB_REQUESTS;  // without a threshold
+  args.needs = KVLAB_REQUESTS;  // requires a threshold
   CHECK(observe_queries(args, nullptr) == cudaErrorInvalidValue);
   args.needs = KVLAB_MASS;
   queries.head_size = 80;

@@ -15,7 +15,7 @@ using namespace kvlab::kernels;
 
 namespace {
 
-/// In float64, from the definition.
+/// The scores in float64, from the definition.
 ScoredRow reference(std::span<const float> yardstick, std::span<const float> logits,
                     std::int32_t next) {
   if (next < 0) return {};
@@ -38,7 +38,7 @@ ScoredRow reference(std::span<const float> yardstick, std::span<const float> log
           .first = static_cast<std::int32_t>(first(logits))};
 }
 
-/// Rows against fewer rows of a yardstick, their scores poisoned.
+/// Rows compared with fewer yardstick rows; their scores are poisoned at first.
 class Scores {
  public:
   Scores(std::size_t rows, std::size_t yardsticks, std::size_t vocab, float spread, bool ties)
@@ -54,7 +54,7 @@ class Scores {
       of_yardstick_.push_back(static_cast<std::int32_t>(row % yardsticks));
       next_.push_back(row % 7 == 5 ? -1 : static_cast<std::int32_t>(random() % vocab));
     }
-    // A row that is its yardstick: no divergence, the same first.
+    // The first row equals its yardstick row: no divergence, and the same likeliest token.
     std::copy_n(yardstick_.begin(), vocab, logits_.begin());
     upload();
   }
@@ -94,7 +94,7 @@ class Scores {
     CHECK(std::abs(scored[0].kl) < 1e-9);
   }
 
-  /// Other tokens follow.
+  /// Changes the tokens that follow.
   void turn() {
     for (std::int32_t& id : next_) id = (id + 2) % static_cast<std::int32_t>(vocab_);
     device_next_->assign(next_);
@@ -120,11 +120,11 @@ class Scores {
 
 }  // namespace
 
-TEST_CASE("row scores refuse what is not there") {
+TEST_CASE("row scores refuse missing arrays") {
   CHECK(score_rows({}, nullptr) == cudaErrorInvalidValue);
 }
 
-TEST_CASE("rows of logits are scored as in float64, plainly and in a graph", "[gpu][small]") {
+TEST_CASE("scores of rows agree with float64, plain and in a graph", "[gpu][small]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::size_t vocab : {1, 2, 31, 255, 256, 257, 8192, 32003})
     for (const bool ties : {false, true})
@@ -143,7 +143,7 @@ TEST_CASE("rows of logits are scored as in float64, plainly and in a graph", "[g
       }
 }
 
-TEST_CASE("scores of rows are bitwise equal from run to run", "[gpu]") {
+TEST_CASE("scores of rows have equal bits in every run", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const Scores run(300, 40, 8192, 4, false);
   check_cuda(run.enqueue(nullptr));

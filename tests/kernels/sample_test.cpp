@@ -16,7 +16,7 @@ using namespace kvlab::kernels;
 
 namespace {
 
-/// Rows with their own options on the device; each sample() advances their counters.
+/// Rows with separate options on the device; each sample() advances their counters.
 class Rows {
  public:
   Rows(std::span<const float> logits, std::size_t vocab, std::span<const SamplingOptions> options)
@@ -67,7 +67,7 @@ class Rows {
   DeviceArray<std::byte> workspace_;
 };
 
-/// Normal, or on a grid of 16 values, so that there are many ties.
+/// Normal logits, or 16 discrete values, so that there are many ties.
 std::vector<float> random_logits(std::size_t count, bool ties, std::mt19937& random) {
   std::normal_distribution<float> normal(0, 3);
   std::vector<float> logits(count);
@@ -87,7 +87,7 @@ std::vector<SamplingOptions> many_options() {
 
 }  // namespace
 
-TEST_CASE("the device samples what the host samples, whatever the options", "[gpu]") {
+TEST_CASE("the device samples the ids that the host samples, for all options", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(1);
   constexpr int kSamples = 20;
@@ -114,7 +114,7 @@ TEST_CASE("the device samples what the host samples, whatever the options", "[gp
   CHECK(different <= samples / 1000);  // probabilities are float32 on the device
 }
 
-TEST_CASE("a graph of sample() samples anew at every replay, as the host does", "[gpu]") {
+TEST_CASE("a graph of sample() gives a new sample at every replay, as the host does", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   std::mt19937 random(2);
   const std::size_t vocab = 128'256;
@@ -134,8 +134,10 @@ TEST_CASE("a graph of sample() samples anew at every replay, as the host does", 
   CHECK(different == 0);
 }
 
-TEST_CASE("greedy takes the lowest of equal ids, and -1 where the largest logit is not finite",
-          "[gpu]") {
+TEST_CASE(
+    "greedy sampling takes the lowest of equal ids, and -1 if the largest logit is not "
+    "finite",
+    "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();

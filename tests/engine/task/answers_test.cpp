@@ -1,4 +1,4 @@
-// Answers under a policy, against decoders that are fed one by one.
+// Answers under a policy, compared with decoders that are fed one sequence at a time.
 #include "engine/evaluation/task/answers.hpp"
 
 #include <cmath>
@@ -39,7 +39,8 @@ std::vector<TaskPrompt> some_prompts(TaskSpec spec = {}) {
   return prompts;
 }
 
-/// The same by definition: one decoder is given the right answer, another one speaks to the end.
+/// The answer by definition: one decoder is given the right answer, another one generates to the
+/// end.
 TaskAnswer plain_answer(const TaskPrompt& prompt, QueryMode mode, const CacheConfig& config,
                         std::uint32_t sequence, std::uint32_t max_new_tokens) {
   const ResolvedConfig cache = resolve(config, prompt.tokens(), sequence);
@@ -75,13 +76,13 @@ TaskAnswer plain_answer(const TaskPrompt& prompt, QueryMode mode, const CacheCon
   return answer;
 }
 
-TEST_CASE("Every answer is that of decoders which are fed by themselves, bit for bit") {
+TEST_CASE("Every answer has the bits of a decoder that is fed alone") {
   const std::vector<CacheConfig> configs{config("full", 1),           config("window", 24),
                                          config("h2o", 24),           config("h2o", 40, Prefill{7}),
                                          config("streaming_h2o", 30), config("lru", 24, Prefill{1}),
                                          config("random", 40)};
   constexpr std::uint32_t kMax = 14;
-  // Pass keys, of which the model says nothing for long; and lists, of which it says some number.
+  // Pass keys, for which the model says nothing for long; and lists, for which it says some number.
   std::vector<TaskPrompt> prompts = some_prompts();
   for (TaskPrompt prompt : some_prompts({.kind = TaskKind::recall})) {
     const std::string said = plain_answer(prompt, QueryMode::aware, configs[0], 0, kMax).said;
@@ -118,7 +119,7 @@ TEST_CASE("Every answer is that of decoders which are fed by themselves, bit for
   }
 }
 
-TEST_CASE("A budget of the whole sequence answers as the full cache does, bit for bit") {
+TEST_CASE("A budget for the whole sequence gives the full cache's answers, bit for bit") {
   const std::vector<CacheConfig> configs{config("full", 1), config("h2o", 1000),
                                          config("lru", 1000, Prefill{1}), config("sink", 1000),
                                          config("window", 20)};
@@ -128,7 +129,7 @@ TEST_CASE("A budget of the whole sequence answers as the full cache does, bit fo
     for (const auto& of_mode : of_prompt)
       for (std::size_t c = 1; c < 4; ++c) {
         if (c < 3) CHECK(of_mode[c].log_likelihood == of_mode[0].log_likelihood);
-        // Cache positions round elsewhere.
+        // Cache positions round differently.
         CHECK(std::abs(of_mode[c].log_likelihood - of_mode[0].log_likelihood) < 1e-3);
         CHECK(of_mode[c].said == of_mode[0].said);
         CHECK(of_mode[4].log_likelihood != of_mode[0].log_likelihood);
@@ -138,7 +139,7 @@ TEST_CASE("A budget of the whole sequence answers as the full cache does, bit fo
     CHECK(of_prompt[0][0].log_likelihood == of_prompt[1][0].log_likelihood);
 }
 
-TEST_CASE("Answers of a task that was stopped are taken up; damaged ones are asked again") {
+TEST_CASE("Answers of a stopped task are reused; damaged ones are computed again") {
   const std::vector<CacheConfig> configs{config("full", 1), config("h2o", 24)};
   const auto prompts = some_prompts();
   AnswerOptions options{.max_new_tokens = 4, .max_rows = 1, .progress = {}};
@@ -158,7 +159,7 @@ TEST_CASE("Answers of a task that was stopped are taken up; damaged ones are ask
   REQUIRE(unit);
   CHECK_FALSE(kept.read_unit(0, 1));
 
-  // Whoever takes the unit up says what it says.
+  // A run that reuses the file takes its answers as they are.
   options.progress = {};
   auto told = parse_json(unit->substr(unit->find('\n') + 1), "answers");
   told[0][2] = "kept";
@@ -174,7 +175,7 @@ TEST_CASE("Answers of a task that was stopped are taken up; damaged ones are ask
   }
 }
 
-TEST_CASE("A CUDA device gives answers the likelihood that the CPU gives them", "[gpu]") {
+TEST_CASE("A CUDA device gives answers the CPU's likelihood", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const auto cuda = load_backend(Device::cuda, kTinyModel, 2);
   const std::vector<CacheConfig> configs{config("full", 1),      config("h2o", 30),
@@ -190,12 +191,12 @@ TEST_CASE("A CUDA device gives answers the likelihood that the CPU gives them", 
         for (std::size_t c = 0; c < configs.size(); ++c) {
           const double cpu = wanted[p][m][c].log_likelihood, own = answers[p][m][c].log_likelihood;
           CAPTURE(rows, p, m, c, cpu, own);
-          CHECK(std::abs(own - cpu) < 0.05 * std::abs(cpu));  // bf16 beside float32
+          CHECK(std::abs(own - cpu) < 0.05 * std::abs(cpu));  // bf16 compared with float32
         }
   }
 }
 
-TEST_CASE("A run puts the full cache first, and refuses what the model was not trained for") {
+TEST_CASE("A run puts the full cache first, and refuses lengths beyond the trained context") {
   TaskRequest request{
       .spec = {.kind = TaskKind::recall}, .words = {12}, .configs = {config("h2o", 16)}};
   request.depths = {0, 1};
@@ -221,7 +222,7 @@ TEST_CASE("A run puts the full cache first, and refuses what the model was not t
   CHECK(error.find("was trained on") != std::string::npos);
 }
 
-TEST_CASE("what layers with a window hold is a metric of its own") {
+TEST_CASE("the memory of layers with a sliding window is a separate metric") {
   TaskRun run;
   run.configs = {CacheConfig{}};
   run.modes = {QueryMode::aware};
@@ -238,7 +239,7 @@ TEST_CASE("what layers with a window hold is a metric of its own") {
   CHECK(peak({}) == -1);
 }
 
-TEST_CASE("SmolLM2 finds a pass key, and a window that has lost it does not") {
+TEST_CASE("SmolLM2 finds a pass key, and fails once policy window has evicted it") {
   const std::filesystem::path directory = KVLAB_SOURCE_DIR "/engine/models/smollm2";
   if (!std::filesystem::exists(directory / "model.safetensors"))
     return skip("no SmolLM2, which ./dev model smollm2 fetches");

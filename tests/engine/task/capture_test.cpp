@@ -1,4 +1,4 @@
-// Traces of questions: which tokens are the answer's.
+// Traces of questions, and which of their tokens are the answer's.
 #include "engine/evaluation/task/answers.hpp"
 
 #include <fmt/format.h>
@@ -13,7 +13,7 @@
 namespace kvlab {
 namespace {
 
-TEST_CASE("The answer's window is the tokens of what says it, for every kind of question") {
+TEST_CASE("The answer's passage is the tokens that say it, for every kind of question") {
   const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   const Haystack text(bundled_haystack());
   for (const TaskSpec& spec :
@@ -45,7 +45,9 @@ TaskRequest two_questions() {
   return request;
 }
 
-TEST_CASE("A question's trace has its segments, the right answer decoded, and the passage") {
+TEST_CASE(
+    "A question's trace has its segments, the expected answer as decoded tokens, and the "
+    "passage") {
   const test::TemporaryFolder folder;
   const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   const TaskRun run = run_task(tiny(), tokenizer, two_questions());
@@ -79,7 +81,7 @@ TEST_CASE("A question's trace has its segments, the right answer decoded, and th
     }
 }
 
-TEST_CASE("Traces of questions that cannot all be written are not there") {
+TEST_CASE("If one trace of a set of questions cannot be written, none is") {
   const test::TemporaryFolder folder;
   const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   TaskRun run = run_task(tiny(), tokenizer, two_questions());

@@ -1,4 +1,4 @@
-// Chat templates that are known, and those that are refused.
+// Chat templates that kvlab knows, and those that it refuses.
 
 #include <stdexcept>
 
@@ -20,7 +20,7 @@ constexpr const char* kSmolLm =
     "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}";
 
-TEST_CASE("ChatML is recognised, with its own system message") {
+TEST_CASE("ChatML is recognised, with its default system message") {
   const ChatFrame frame = chat_frame(kSmolLm, "f");
   CHECK(frame.before ==
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
@@ -28,8 +28,10 @@ TEST_CASE("ChatML is recognised, with its own system message") {
   CHECK(frame.after == "<|im_end|>\n<|im_start|>assistant\n");
 }
 
-TEST_CASE("A system message is taken whole, not from a branch that puts it together") {
-  // As Qwen2.5: line breaks are Jinja's, and a branch for tools comes first.
+TEST_CASE(
+    "A system message is taken only if it is one literal, not from a branch that composes "
+    "it") {
+  // Like Qwen2.5: line breaks are written in Jinja, and a branch for tools comes first.
   const ChatFrame qwen = chat_frame(
       R"({%- if tools %}{{- '<|im_start|>system\n' }}{{- messages[0]['content'] }}{{- '<|im_end|>\n' }})"
       R"({%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{%- endif %})"
@@ -52,7 +54,7 @@ TEST_CASE("Other templates are refused by name") {
   CHECK(refusal("<|im_start|> <|im_end|> <think>").find("thoughts") != std::string::npos);
 }
 
-TEST_CASE("A model's template is found where it has one") {
+TEST_CASE("A model's template is found if the model has one") {
   const test::TemporaryFolder folder;
   const auto write = [&](const char* name, const std::string& text) {
     std::ofstream(folder / name) << text;
@@ -77,7 +79,7 @@ TEST_CASE("A model's template is found where it has one") {
   CHECK_THROWS_AS(read_chat_frame(folder.path()), std::invalid_argument);
 }
 
-TEST_CASE("A template that writes the first token has it in front, and no second one comes") {
+TEST_CASE("A template that writes the first token does not get a second one") {
   const test::TemporaryFolder folder;
   const auto write = [&](const char* name, const std::string& text) {
     std::ofstream(folder / name) << text;
@@ -95,7 +97,7 @@ TEST_CASE("A template that writes the first token has it in front, and no second
   CHECK(ids.front() == 0);
 }
 
-TEST_CASE("SmolLM2: the template's marks are single tokens, and the ids are those of the text") {
+TEST_CASE("SmolLM2's template marks are single tokens, and the ids are those of the text") {
   const std::filesystem::path directory = KVLAB_SOURCE_DIR "/engine/models/smollm2";
   if (!std::filesystem::exists(directory / "model.safetensors"))
     return skip("no SmolLM2, which ./dev model smollm2 fetches");

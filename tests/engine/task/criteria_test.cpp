@@ -1,4 +1,4 @@
-// What is deployed by both criteria.
+// The choice of what to deploy by both criteria, KL and task accuracy.
 #include "engine/evaluation/deploy/deploy.hpp"
 
 #include "engine/backend.hpp"
@@ -16,7 +16,7 @@ std::vector<bool> samples(int right, int all = 40) {
   return answers;
 }
 
-/// Finalists of these KLs, and how many of 40 they answered.
+/// Finalists with these KLs, and how many of 40 samples each answers right.
 struct Field {
   std::vector<Finalist> finalists;
   std::vector<TaskAccuracy> evaluated{
@@ -30,7 +30,7 @@ struct Field {
   Choice choice() const { return choose_by_both_criteria(finalists, evaluated); }
 };
 
-TEST_CASE("What answers more is deployed where that costs at most 20% more KL") {
+TEST_CASE("A configuration with more right answers is deployed if its KL is at most 20% higher") {
   Field field;
   field.add("a2sf", 1.00, 10);
   field.add("lru", 1.05, 12);
@@ -42,7 +42,9 @@ TEST_CASE("What answers more is deployed where that costs at most 20% more KL") 
   CHECK(choice.why.find("the price is 15% more KL") != std::string::npos);
 }
 
-TEST_CASE("Where answers cost more KL than that, both are named, and the price") {
+TEST_CASE(
+    "If more right answers cost more than 20% KL, both configurations and the cost are "
+    "named") {
   Field field;
   field.add("a2sf", 1.00, 10);
   field.add("lru", 1.19, 14);
@@ -62,7 +64,7 @@ TEST_CASE("Where answers cost more KL than that, both are named, and the price")
   CHECK(criteria_text(json).find("best by task accuracy: " + field.text(2)) != std::string::npos);
 }
 
-TEST_CASE("A few points of answers are not worth more KL") {
+TEST_CASE("A small gain in task accuracy does not justify higher KL") {
   Field field;
   field.add("a2sf", 1.00, 38);
   field.add("h2o", 1.01, 40);
@@ -70,7 +72,7 @@ TEST_CASE("A few points of answers are not worth more KL") {
   CHECK(field.choice().best_accuracy == 0);
 }
 
-TEST_CASE("The first task decides first, the next among those that it leaves") {
+TEST_CASE("The first task decides first, and the next task among the rest") {
   Field field;
   field.evaluated.push_back({.task = "needle", .words = 250, .full = samples(40), .right = {}});
   field.add("a2sf", 1.00, 10);
@@ -80,7 +82,7 @@ TEST_CASE("The first task decides first, the next among those that it leaves") {
   CHECK(field.choice().deployed == 2);
 }
 
-TEST_CASE("Nothing is decided by answers that were not asked, or that the model itself lacks") {
+TEST_CASE("Tasks that were not evaluated, or that the model fails itself, decide nothing") {
   Field field;
   field.add("a2sf", 1.00, -1);
   field.add("h2o", 1.01, -1);
@@ -94,7 +96,7 @@ TEST_CASE("Nothing is decided by answers that were not asked, or that the model 
   CHECK(criteria_json(field.finalists, {}, choice)["task_accuracy"].is_null());
 }
 
-TEST_CASE("Finalists answer the same samples; where they are many, the best answer most of them") {
+TEST_CASE("Finalists answer the same samples; of many finalists the best answer most samples") {
   const std::string directory = KVLAB_SOURCE_DIR "/engine/models/tiny";
   const auto backend = load_backend(Device::cpu, directory, 2);
   const Tokenizer tokenizer = Tokenizer::load(directory + "/tokenizer.json");
@@ -112,17 +114,17 @@ TEST_CASE("Finalists answer the same samples; where they are many, the best answ
   CHECK(last == Approx(1));
   REQUIRE(evaluated.size() == 1);
   CHECK(evaluated[0].samples() == 15);
-  CHECK(evaluated[0].right[0].size() == 15);  // the least KL, whatever it answered
+  CHECK(evaluated[0].right[0].size() == 15);  // the lowest KL, with any answers
   CHECK(std::ranges::count_if(evaluated[0].right,
                               [](const auto& own) { return own.size() == 15; }) == 12);
   CHECK(std::ranges::count_if(evaluated[0].right, &std::vector<bool>::empty) == 2);
 
-  find_lengths(*backend, tokenizer, plan);  // the bundled model finds no pass key at all
+  find_lengths(*backend, tokenizer, plan);  // the bundled model never finds a pass key
   CHECK(plan.tasks[0].words == 0);
   CHECK(task_accuracy_work(12, plan) == 0);
 }
 
-TEST_CASE("What finalists are asked is named, or nothing is") {
+TEST_CASE("The tasks of finalists are named, or there are none") {
   const auto plan = [](const std::string& task) {
     po::options_description description;
     add_task_accuracy_options(description);

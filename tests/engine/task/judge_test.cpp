@@ -1,4 +1,4 @@
-// What is right, and what the counts say.
+// Which answers are right, and the metrics from their counts.
 #include "engine/evaluation/task/answers.hpp"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ Judgement one(std::string_view said, bool ended = false) {
   return judge(said, expected, ended);
 }
 
-TEST_CASE("The first number decides, when it is whole") {
+TEST_CASE("The first number decides, once it is complete") {
   CHECK(one(" 4821.") == Judgement::right);
   CHECK(one("is it 4821, or 17?") == Judgement::right);
   CHECK(one(" 4821") == Judgement::open);
@@ -30,7 +30,7 @@ TEST_CASE("The first number decides, when it is whole") {
   CHECK(one("no number", true) == Judgement::wrong);
 }
 
-TEST_CASE("Several numbers: each of them once, in any order, before any other") {
+TEST_CASE("Several numbers count once each, in any order, before any other number") {
   const std::vector<std::string> expected{"12", "123", "7"};
   const auto judgement = [&](std::string_view said, bool ended = true) {
     return judge(said, expected, ended);
@@ -40,12 +40,12 @@ TEST_CASE("Several numbers: each of them once, in any order, before any other") 
   CHECK(judgement("12, 12, 7") == Judgement::wrong);
   CHECK(judgement("12, 7") == Judgement::wrong);
   CHECK(judgement("12, 7", false) == Judgement::open);
-  CHECK(judgement("12, 7, 12", false) == Judgement::open);  // it may become 123
+  CHECK(judgement("12, 7, 12", false) == Judgement::open);  // it may continue to 123
   CHECK(judgement("12, 7, 8", false) == Judgement::wrong);
 }
 
-/// Every judgement at a prefix of an answer, if it is one, is that of the whole answer.
-TEST_CASE("A judgement before the end is never taken back") {
+/// A judgement of a prefix of an answer, if there is one, is also that of the whole answer.
+TEST_CASE("A judgement before the end of an answer is final") {
   const std::vector<std::string> expected{"48", "481"};
   std::string said(6, ' ');
   constexpr std::string_view kAlphabet = "481 ";
@@ -60,10 +60,10 @@ TEST_CASE("A judgement before the end is never taken back") {
   }
 }
 
-TEST_CASE("Metrics count each place and all of them, against the first configuration") {
+TEST_CASE("Metrics count each depth and all depths, against the first configuration") {
   const std::vector<TaskPoint> points{{10, 0}, {10, 0}, {10, 1}, {20, 1}};
   const std::vector<QueryMode> modes{QueryMode::agnostic};
-  // The first: right, wrong, right, wrong. The second: wrong, wrong, right, right.
+  // The first configuration: right, wrong, right, wrong. The second: wrong, wrong, right, right.
   const std::vector<std::vector<std::vector<TaskAnswer>>> answers{
       {{{true, -1, ""}, {false, -5, ""}}},
       {{{false, -2, ""}, {false, -8, ""}}},
@@ -85,14 +85,14 @@ TEST_CASE("Metrics count each place and all of them, against the first configura
   CHECK(find(1, {}, {}, "lost")->count == 2);
   CHECK(find(1, {}, {}, "gained")->value == 0.5);
   CHECK(find(1, 10, 0, "lost")->value == 1);
-  CHECK(find(1, 10, 1, "gained") == nullptr);  // the first was never wrong there
+  CHECK(find(1, 10, 1, "gained") == nullptr);  // the first configuration was never wrong there
   CHECK(find(1, 20, 1, "lost") == nullptr);
   CHECK(find(1, {}, 1, "exact_match")->value == 1);
   CHECK(find(1, 20, 0, "exact_match") == nullptr);
   CHECK(find(1, 10, {}, "log_likelihood")->value == Approx(-14.0 / 3));
   const TaskMetric& change = *find(1, {}, {}, "log_likelihood_change");
   CHECK(change.value == Approx((-4 - 6 + 0 + 2) / 4.0));
-  CHECK(std::isnan(change.interval.low));  // of four samples nothing is known
+  CHECK(std::isnan(change.interval.low));  // four samples are too few for an interval
   CHECK(std::isnan(find(1, 20, 1, "log_likelihood_change")->interval.low));
 }
 

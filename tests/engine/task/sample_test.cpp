@@ -1,4 +1,4 @@
-// Questions: where the answer stands, and that there is only one.
+// Questions: where the answer is, and that there is only one.
 #include "engine/evaluation/task/sample.hpp"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ std::size_t count_of(const std::string& text, const std::string& part) {
   return count;
 }
 
-TEST_CASE("The text is whole sentences, begun again at its end, with what is hidden at its depth") {
+TEST_CASE("The text is whole sentences, repeats at its end, and hides the answer at its depth") {
   const Haystack text("One two. Three \"four!\" Five six seven? Eight");
   REQUIRE(text.sentences() == 4);
   CHECK(text.with(4, 0, {}) == "One two. Three \"four!\"");
@@ -35,12 +35,12 @@ TEST_CASE("The text is whole sentences, begun again at its end, with what is hid
   CHECK_THROWS_AS(Haystack(" \n"), std::invalid_argument);
 }
 
-TEST_CASE("The bundled text has no number that could be an answer, and enough words") {
+TEST_CASE("The bundled text has enough words, and no number that could be an answer") {
   CHECK(bundled_haystack().find_first_of("0123456789") == std::string_view::npos);
   CHECK(words_in(std::string(bundled_haystack())) > 1000);
 }
 
-TEST_CASE("A pass key stands in the text at its depth, and nowhere in the question") {
+TEST_CASE("A pass key is in the text at its depth, and not in the question") {
   const Haystack text(bundled_haystack());
   for (const std::uint32_t words : {50u, 400u, 2500u})
     for (const double depth : {0.0, 0.3, 1.0}) {
@@ -54,11 +54,11 @@ TEST_CASE("A pass key stands in the text at its depth, and nowhere in the questi
       CHECK(sample.answer() == " " + key);
       const auto before = words_in(sample.context.substr(0, sample.context.find("The pass key")));
       CHECK(std::abs(static_cast<double>(before) - depth * words) <
-            45);  // a sentence, and the intro
+            45);  // a sentence, and the introduction
     }
 }
 
-TEST_CASE("Samples are the same again, and differ by seed, number and place") {
+TEST_CASE("Samples are reproducible, and differ by seed, number and depth") {
   const Haystack text(bundled_haystack());
   std::set<std::string> contexts;
   for (const std::uint64_t seed : {0u, 1u})
@@ -71,7 +71,7 @@ TEST_CASE("Samples are the same again, and differ by seed, number and place") {
   CHECK(contexts.size() == 12);
 }
 
-TEST_CASE("Needles: every key has its numbers, and one key is requested all of its own") {
+TEST_CASE("Needles: every key has its numbers, and the question asks for all numbers of one key") {
   const Haystack text(bundled_haystack());
   const TaskSpec spec{.kind = TaskKind::needle, .keys = 3, .values = 2};
   const TaskSample sample = sample_task(spec, text, {200, 0.5}, 7, 3);
@@ -93,7 +93,7 @@ TEST_CASE("Needles: every key has its numbers, and one key is requested all of i
                   std::invalid_argument);
 }
 
-/// The list of a recall question: the last number of each key, and how many it had.
+/// The list in a recall question: the last number of each key, and how many numbers it had.
 struct Listed {
   std::map<std::string, std::string> last;
   std::map<std::string, int> count;
@@ -111,7 +111,7 @@ Listed listed(const std::string& context) {
   return result;
 }
 
-TEST_CASE("Recall: the asked key's line is at the depth, and every key comes once") {
+TEST_CASE("Recall: the requested key's line is at the depth, and every key occurs once") {
   for (const double depth : {0.0, 0.25, 1.0}) {
     const TaskSample sample =
         sample_task({.kind = TaskKind::recall}, Haystack("a"), {90, depth}, 5, 1);

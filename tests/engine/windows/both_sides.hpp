@@ -1,4 +1,4 @@
-// A model of random weights on the CPU and on the device, and what is asked of both.
+// A model of random weights on the CPU and on the device, and common checks of both.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@
 
 namespace kvlab::test {
 
-inline constexpr double kFloatTolerance = 2e-5;  // as for models without windows
+inline constexpr double kFloatTolerance = 2e-5;  // same as for models without sliding windows
 inline constexpr double kBf16Tolerance = 0.03;
 inline constexpr std::int32_t kVocab = 301;
 inline constexpr std::uint32_t kConversation = 390;  ///< tokens
@@ -64,7 +64,7 @@ inline std::vector<float> conversation(SequenceDecoder& decoder) {
   return all;
 }
 
-/// `after`(sequence) looks at each device's sequence once it has been fed.
+/// Calls `after`(sequence) for each device's sequence after it has been fed.
 template <class After>
 void check_logits(BothSides& model, After after, double bf16_tolerance = kBf16Tolerance) {
   Decoder cpu(model.cpu(), {}, 2);
@@ -93,7 +93,7 @@ inline void check_policies(BothSides& model, std::initializer_list<const char*> 
       }
 }
 
-/// Three sequences, each with its own budget, under the simulator's eyes.
+/// Verifies three sequences, each with a separate budget, against the simulator.
 inline void verify_batch(BothSides& both, const char* policy) {
   const DeviceModel& model = both.device(Dtype::bf16);
   const Positions positions = parse_policy(policy).entry->info.positions;
@@ -130,7 +130,7 @@ inline void verify_batch(BothSides& both, const char* policy) {
   }
 }
 
-/// A trace captured on the device, which must verify. In `folder`.
+/// Captures a trace on the device, in `folder`; it must verify.
 inline TraceReader capture_on_device(BothSides& model, const std::filesystem::path& folder) {
   TraceWriter writer(folder / "trace", cuda_trace_header(model.device(Dtype::bf16), {}));
   CudaSequence sequence(model.device(Dtype::bf16), {.tokens = 400, .writer = &writer});

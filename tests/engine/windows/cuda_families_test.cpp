@@ -1,4 +1,4 @@
-// The CUDA decoder of families of other parts, against the CPU's and under the simulator's eyes.
+// The CUDA decoder of families with other parts, compared with the CPU decoder and the simulator.
 #include "tests/engine/windows/both_sides.hpp"
 
 using namespace kvlab;
@@ -27,7 +27,7 @@ std::vector<Family> families() {
       {"norms behind blocks, of all heads", small_config("Olmo2ForCausalLM", "olmo2", 6, 2, 96)});
   all.push_back({"norms behind blocks, of all heads, and windows",
                  with(small_config("Olmo3ForCausalLM", "olmo3", 4, 4, 64), windows)});
-  // Of two experts with nearly the same logit, rounded weights may choose the other one.
+  // If two experts have nearly equal logits, rounded weights may choose the other one.
   constexpr double kOtherExperts = 0.1;
   all.push_back({"experts behind a dense layer",
                  with(small_config("Qwen3MoeForCausalLM", "qwen3_moe", 16, 1, 64),
@@ -55,7 +55,8 @@ void each_family(Each each) {
 
 }  // namespace
 
-TEST_CASE("Logits of each family are the CPU decoder's, in every dtype and chunk", "[gpu]") {
+TEST_CASE("Logits of each family equal the CPU decoder's, for every dtype and chunk size",
+          "[gpu]") {
   if (no_device()) return;
   each_family([](const Family& family, BothSides& model) {
     check_logits(
@@ -63,14 +64,15 @@ TEST_CASE("Logits of each family are the CPU decoder's, in every dtype and chunk
   });
 }
 
-TEST_CASE("Policies act on each family as on the CPU, in every mode", "[gpu]") {
+TEST_CASE("Policies act on each family as on the CPU, in every prefill and position mode",
+          "[gpu]") {
   if (no_device()) return;
   each_family([](const Family&, BothSides& model) {
     check_policies(model, {"sink", "lru", "h2o"});
   });
 }
 
-TEST_CASE("A batch of each family passes the three questions", "[gpu]") {
+TEST_CASE("A batch of each family passes verify's three checks", "[gpu]") {
   if (no_device()) return;
   each_family([](const Family&, BothSides& model) {
     for (const char* policy : {"h2o", "lru", "streaming_h2o", "feature:name=key_norm"})
@@ -78,7 +80,7 @@ TEST_CASE("A batch of each family passes the three questions", "[gpu]") {
   });
 }
 
-TEST_CASE("A trace of each family that was captured on the device verifies", "[gpu]") {
+TEST_CASE("A trace of each family captured on the device verifies", "[gpu]") {
   if (no_device()) return;
   each_family([](const Family&, BothSides& model) {
     const TemporaryFolder folder;

@@ -1,5 +1,5 @@
-// The CUDA decoder of a model whose layers see windows, against the CPU's and under the simulator's
-// eyes: heads of 256, two tables of RoPE, norms behind blocks and above one, GELU.
+// The CUDA decoder of a model with sliding windows, compared with the CPU decoder and the
+// simulator: heads of 256, two RoPE tables, norms after blocks and with an offset of one, GELU.
 #include "tests/engine/windows/both_sides.hpp"
 
 using namespace kvlab;
@@ -7,7 +7,7 @@ using namespace kvlab::test;
 
 namespace {
 
-constexpr std::uint32_t kWindow = 100;  // more than a tile of slots
+constexpr std::uint32_t kWindow = 100;  // larger than a tile of slots
 
 /// Layers 1 and 3 of 5 see all tokens.
 BothSides& windowed() {
@@ -29,8 +29,10 @@ BothSides& windowed() {
 
 }  // namespace
 
-TEST_CASE("Logits of layers with windows are the CPU decoder's, in every dtype and chunk",
-          "[gpu]") {
+TEST_CASE(
+    "Logits of layers with sliding windows equal the CPU decoder's, for every dtype and "
+    "chunk size",
+    "[gpu]") {
   if (no_device()) return;
   check_logits(windowed(), [](const CudaSequence& sequence, Dtype dtype) {
     const CacheShape heads = windowed().cpu().config().heads();
@@ -39,10 +41,12 @@ TEST_CASE("Logits of layers with windows are the CPU decoder's, in every dtype a
   });
 }
 
-TEST_CASE("Sequences with windows decode in a batch as they do alone, replayed and plain",
-          "[gpu]") {
+TEST_CASE(
+    "Sequences with sliding windows decode in a batch as they do alone, as a graph and "
+    "plain",
+    "[gpu]") {
   if (no_device()) return;
-  constexpr int kRows = 9;  // more than the products of a few rows take
+  constexpr int kRows = 9;  // more rows than the kernels for few rows support
   const std::size_t lengths[kRows]{1, 99, 100, 0, 101, 250, 64, 3, 199};
   const auto run = [&](const DeviceModel& model, bool graph) {
     CudaDecoder decoder(model, {.sequences = kRows, .slots = 400, .prefill_tokens = 64});
@@ -68,19 +72,20 @@ TEST_CASE("Sequences with windows decode in a batch as they do alone, replayed a
   }
 }
 
-TEST_CASE("Policies act on the layers without a window, as on the CPU, in every mode", "[gpu]") {
+TEST_CASE("Policies act on the layers without a sliding window, as on the CPU, in every mode",
+          "[gpu]") {
   if (no_device()) return;
   check_policies(windowed(), {"window", "sink", "lru", "h2o", "random", "h2o:every=16"});
 }
 
-TEST_CASE("A batch with windows, each sequence with its own budget, passes the three questions",
+TEST_CASE("A batch with sliding windows and a budget per sequence passes verify's three checks",
           "[gpu]") {
   if (no_device()) return;
   for (const char* policy : {"h2o", "lru", "streaming_h2o", "knorm", "h2o:scope=layer"})
     verify_batch(windowed(), policy);
 }
 
-TEST_CASE("A trace of layers with windows that was captured on the device verifies", "[gpu]") {
+TEST_CASE("A trace of layers with sliding windows captured on the device verifies", "[gpu]") {
   if (no_device()) return;
   const TemporaryFolder folder;
   const TraceReader trace = capture_on_device(windowed(), folder.path());
@@ -88,7 +93,8 @@ TEST_CASE("A trace of layers with windows that was captured on the device verifi
   CHECK_FALSE(trace.has_residuals());
 }
 
-TEST_CASE("What a window has left behind cannot be fed again, but all can be forgotten", "[gpu]") {
+TEST_CASE("Tokens that left a sliding window cannot be fed again, but a sequence can be cleared",
+          "[gpu]") {
   if (no_device()) return;
   CudaDecoder decoder(windowed().device(Dtype::f32),
                       {.sequences = 1, .slots = 400, .prefill_tokens = 64});
@@ -101,7 +107,7 @@ TEST_CASE("What a window has left behind cannot be fed again, but all can be for
   CHECK(decoder.logits(0) == first);
 }
 
-TEST_CASE("Windows and cache positions may share one table of RoPE", "[gpu]") {
+TEST_CASE("Sliding windows and cache positions may share one RoPE table", "[gpu]") {
   if (no_device()) return;
   nlohmann::json json = small_config("Qwen3ForCausalLM", "qwen3", 4, 2, 64);
   json.update(

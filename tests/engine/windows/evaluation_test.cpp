@@ -1,4 +1,4 @@
-// The end-to-end evaluation and verify on a model of which most layers see a window.
+// The end-to-end evaluation and verify on a model with sliding windows in most layers.
 
 #include "engine/backend.hpp"
 #include "engine/decoder.hpp"
@@ -23,7 +23,7 @@ CacheConfig config_of(const std::string& policy, Prefill prefill,
           .positions = positions};
 }
 
-/// -ln p(next) of every decoded token but the last, by the decoder.
+/// -ln p(next) of every decoded token except the last, by the decoder.
 std::vector<double> decoded(const CacheConfig& config) {
   const auto ids = window_ids();
   Decoder decoder(gemma(), resolve(config, kTokens, 0, gemma().config().heads()), 1);
@@ -38,8 +38,7 @@ std::vector<double> decoded(const CacheConfig& config) {
 
 }  // namespace
 
-TEST_CASE(
-    "The end-to-end evaluation by layers gives the decoder's bits where layers have windows") {
+TEST_CASE("The end-to-end evaluation by layers gives the decoder's bits with sliding windows") {
   for (const Prefill prefill : {Prefill{0}, Prefill{7}, Prefill{1}})
     for (const Positions positions : {Positions::original, Positions::cache}) {
       std::vector<CacheConfig> configs{config_of("full", prefill)};
@@ -56,7 +55,7 @@ TEST_CASE(
     }
 }
 
-TEST_CASE("The engine's evictions are the simulator's where layers have windows") {
+TEST_CASE("The engine evicts the simulator's tokens if layers have sliding windows") {
   const auto backend = cpu_backend(gemma(), 2);
   const auto ids = window_ids();
   const std::vector<VerifyTurn> turns{{{ids.begin(), ids.begin() + 50}, 40},
@@ -77,16 +76,16 @@ TEST_CASE("The engine's evictions are the simulator's where layers have windows"
         CHECK(report.logits.rows > 0);
         CHECK(report.partings.empty());
         CHECK(report.heads == 8);
-        CHECK(report.evictions > 0);  // of windows too
+        CHECK(report.evictions > 0);  // also in sliding windows
       }
 }
 
-TEST_CASE("Memory counts the layers that a policy acts on") {
+TEST_CASE("The memory metric counts the layers that a policy acts on") {
   const auto own = [&](const char* policy) {
     ResolvedConfig config =
         resolve(config_of(policy, {}), segments_of(kTokens, kPrompt), 0, gemma().config().heads());
     return memory_of(config, gemma().config().heads());
   };
-  CHECK(own("h2o").peak == 2 * 24 * 4 * 16);  // one layer, two heads of 16 in 16 bit
+  CHECK(own("h2o").peak == 2 * 24 * 4 * 16);  // one layer, two heads of 16 elements, 16 bits
   CHECK(own("full").peak == 2 * kTokens * 4 * 16);
 }

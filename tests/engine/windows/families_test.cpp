@@ -1,4 +1,4 @@
-// Families of other parts: experts, sink logits, fused projections, heads that turn in part.
+// Families with other parts: experts, sink logits, fused projections, partly rotated heads.
 #include <nlohmann/json.hpp>
 
 #include "engine/backend.hpp"
@@ -52,7 +52,7 @@ constexpr const char* kFamilies[] = {"phi3", "qwen3_moe", "gpt_oss"};
 
 }  // namespace
 
-TEST_CASE("A decoder of each family gives a plain forward pass, however a prompt comes") {
+TEST_CASE("A decoder of each family equals a plain forward pass, for every prefill mode") {
   for (const char* family : kFamilies) {
     CAPTURE(family);
     const Model& model = model_of(family);
@@ -111,7 +111,7 @@ TEST_CASE("The end-to-end evaluation by layers gives the decoder's bits in each 
       }
 }
 
-TEST_CASE("The engine's evictions are the simulator's in each family") {
+TEST_CASE("The engine evicts the simulator's tokens in each family") {
   const auto ids = window_ids();
   const std::vector<VerifyTurn> turns{{{ids.begin(), ids.begin() + 50}, 40},
                                       {{ids.begin() + 50, ids.end()}, 20}};

@@ -1,4 +1,4 @@
-// A miniature of Gemma 3: layer 2 of 4 sees all tokens, the others windows.
+// A miniature of Gemma 3: layer 2 of 4 sees all tokens, the other layers have sliding windows.
 #pragma once
 
 #include <cstdint>

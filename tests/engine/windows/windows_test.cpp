@@ -1,4 +1,4 @@
-// Layers that see a window of the model's own: they keep just that, and policies act on the others.
+// Layers with a sliding window keep exactly that; policies act on the other layers.
 #include <memory>
 #include <numeric>
 
@@ -48,7 +48,7 @@ std::vector<std::uint32_t> live(const Fed& run, std::uint32_t layer) {
 
 }  // namespace
 
-TEST_CASE("A decoder of windows gives a plain forward pass, however a prompt comes") {
+TEST_CASE("A decoder with sliding windows equals a plain forward pass, for every prefill mode") {
   const Fed whole = fed({});
   CHECK(test::relative_error(whole.logits, test::plain_forward(gemma(), window_ids(), 1)) < 1e-5);
   for (const std::uint32_t chunk : {1u, 4u, kWindow, 29u})
@@ -56,7 +56,7 @@ TEST_CASE("A decoder of windows gives a plain forward pass, however a prompt com
   CHECK(fed({}, 3).logits == whole.logits);
 }
 
-TEST_CASE("Layers with a window keep it under any policy, and the others have the budget") {
+TEST_CASE("Layers with a sliding window keep it under any policy, and the others have the budget") {
   std::vector<std::uint32_t> window(kWindow);
   std::iota(window.begin(), window.end(), kTokens - kWindow);
   const Fed full = fed({});
@@ -73,7 +73,7 @@ TEST_CASE("Layers with a window keep it under any policy, and the others have th
   CHECK(fed(cache("h2o", kTokens)).logits == full.logits);
 }
 
-TEST_CASE("Budgets by head are of the layers that policies act on") {
+TEST_CASE("Budgets by head cover the layers that policies act on") {
   CacheConfig config{.policy = parse_policy("h2o"), .budget = budget_of_heads({{20, 30}})};
   const ResolvedConfig own = resolve(config, kTokens, 0, gemma().config().heads());
   CHECK(own.requested_tokens == 25);
@@ -94,7 +94,7 @@ TEST_CASE("A policy with nothing to act on is refused") {
         }).find("every layer") != std::string::npos);
 }
 
-TEST_CASE("A capture says how each layer attends, and verifies") {
+TEST_CASE("A capture records how each layer attends, and verifies") {
   const test::TemporaryFolder folder;
   const auto ids = window_ids();
   for (const char* name : {"dense", "stream"}) {
@@ -114,7 +114,7 @@ TEST_CASE("A capture says how each layer attends, and verifies") {
     const RowSpec &row = trace.row(layer), &own = gemma().config().rows[layer];
     CHECK((row.window == own.window && row.scale == own.scale && row.rope == own.rope));
   }
-  // (An error before the norm behind attention is not one of the residual stream.)
+  // (An error before the norm after attention is not an error of the residual stream.)
   CHECK_FALSE(trace.has_residuals());
   const TraceCheck check = verify_trace(trace, 1);
   CHECK(check.ok);

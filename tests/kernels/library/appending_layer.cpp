@@ -127,7 +127,7 @@ AppendingLayer::AppendingLayer(const LayerSize& size, const Paging& paging, int 
   compact_workspace_ = std::make_unique<Array<std::byte>>(kvlab_shrink_workspace(&cache));
 }
 
-/// Its query heads, then its keys and its values, of the layer's KV heads among all.
+/// Samples its query heads, then its keys and its values, for the layer's KV heads among all.
 std::vector<std::byte> AppendingLayer::sample(int sequence, std::uint32_t position,
                                               bool right) const {
   if (position < alike_) sequence = 0;
@@ -136,7 +136,7 @@ std::vector<std::byte> AppendingLayer::sample(int sequence, std::uint32_t positi
   const auto dim = static_cast<std::size_t>(size_.head_size);
   std::vector<float> all = kernels::random_values(
       type, static_cast<std::size_t>((size_.group + 2) * of_.all) * dim, random);
-  // Some logits are far above others.
+  // Makes some logits far larger than others.
   for (float& value : all) value *= position % 5 == 0 ? 2.0f : 1.0f;
   std::vector<float> own;
   const auto take = [&](int first, int count) {
@@ -152,7 +152,7 @@ std::vector<std::byte> AppendingLayer::sample(int sequence, std::uint32_t positi
 void AppendingLayer::put(const Counts& tokens, const Counts& right) {
   tokens_ = tokens;
   right_ = right;
-  begun_ = total_.front();  // parts of an append are of equal lengths
+  begun_ = total_.front();  // chunks of an append have equal lengths
   std::vector<std::byte> qkv;
   std::vector<std::int32_t> sequence, slots, first{0};
   std::vector<std::uint32_t> now, positions, appended, ended;
@@ -187,7 +187,7 @@ void AppendingLayer::put(const Counts& tokens, const Counts& right) {
   check_cuda(cudaDeviceSynchronize());
 }
 
-/// Those that are not computed, by hand.
+/// Writes by hand the features that are not computed.
 void AppendingLayer::put_features(const std::vector<std::int32_t>& new_slots) {
   const auto first = to_host(cache_.cache().first_slot, static_cast<std::size_t>(pairs()));
   for (std::size_t pair = 0; pair < first.size(); ++pair) {

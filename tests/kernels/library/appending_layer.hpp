@@ -1,5 +1,5 @@
-// One layer that appends some tokens at a time through kvlab.h: drafted ones, parts of a prompt,
-// the KV heads of one rank. What a token is hangs on its sequence, position and head alone.
+// One layer that appends several tokens at a time through kvlab.h: drafts, chunks of a prompt, the
+// KV heads of one rank. A token's data depends only on its sequence, position and head.
 #pragma once
 
 #include <cstddef>
@@ -13,14 +13,14 @@
 
 namespace kvlab {
 
-/// A pair's live tokens, slot by slot, and what hangs on them, by names.
+/// A pair's live tokens, slot by slot, and the data of each, by name.
 using LiveTokens = std::map<std::string, std::vector<std::byte>>;
-/// The first index at which they differ; -1: nowhere.
+/// The first index at which they differ; -1: they are equal.
 int first_difference(std::span<const std::byte> a, std::span<const std::byte> b);
-/// CHECKs that they are equal, and says where they are not.
+/// CHECKs that they are equal, and reports the first difference.
 void check_equal(const LiveTokens& expected, const LiveTokens& found);
 
-/// Which KV heads a layer has, of a model with so many; 0: all of them.
+/// The KV heads that a layer has, of a model with `all` heads; 0: all of them.
 struct OwnHeads {
   int first = 0, all = 0;
 };
@@ -29,36 +29,38 @@ class AppendingLayer {
  public:
   using Counts = std::vector<int>;  ///< [sequence]
 
-  /// Room for `free_slots` tokens of a sequence behind a budget's. `size.prompts`: one for each
+  /// Slots for `free_slots` tokens of a sequence beyond its budget. `size.prompts`: one for each
   /// sequence.
   AppendingLayer(const LayerSize& size, const Paging& paging, int free_slots, OwnHeads heads = {});
 
-  /// What the next calls work on: the next tokens of each sequence, of which those from `right` on
-  /// are others, as wrong drafts are.
+  /// Sets the input of the next calls: the next tokens of each sequence. Tokens from `right` on are
+  /// different ones, as wrong drafts are.
   void put(const Counts& tokens, const Counts& right);
-  /// Writes and attends; then shows what the right ones give and bring, and no others.
+  /// Writes and attends; observe() then applies the observations and features of the right tokens
+  /// only.
   void attend(cudaStream_t stream = nullptr);
   void observe(cudaStream_t stream = nullptr);
-  /// What ends an append, of all that was put since the last one; to another layer, or in place.
+  /// Arguments that end an append of all tokens put since the last one, to another layer or in
+  /// place.
   kvlab_shrink_args end_args(const AppendingLayer& to) const;
-  /// The same, where it was a captured graph that did it: what comes next comes behind it.
+  /// Updates the host's state after a captured graph has ended the append.
   void ended(AppendingLayer& to);
 
-  /// From now on tokens at positions below this one are alike in all sequences.
+  /// From now on tokens at positions below `tokens` are equal in all sequences.
   void begin_alike(int tokens) { alike_ = static_cast<std::uint32_t>(tokens); }
-  /// The other sequences have what the first one has put: its blocks of `page` slots, and by
-  /// kvlab_copy_prefix all else.
+  /// Gives the first sequence's tokens to the others: shares its pages of `page` slots, and copies
+  /// the rest by kvlab_copy_prefix.
   cudaError_t share_prefix(int page);
 
-  /// All of it, in place.
+  /// Runs a whole append, in place.
   void append(const Counts& tokens, const Counts& right);
-  /// One token of each sequence, by kvlab_evicting_attention; then `evict_to_budget` as an append
-  /// wants it.
+  /// Decodes one token of each sequence by kvlab_evicting_attention. evict_to_budget() then evicts
+  /// as an append requires.
   void decode();
   void evict_to_budget();
 
   LiveTokens live(int pair) const;
-  /// Of the right tokens, and of decoded ones.
+  /// Outputs of right tokens and of decoded tokens.
   const std::vector<std::byte>& outputs() const { return outputs_; }
   const kvlab_policy* policy() const { return policy_; }
   int pairs() const { return sequences() * size_.kv_heads; }
@@ -81,11 +83,11 @@ class AppendingLayer {
   LayerSize size_;
   OwnHeads of_;
   const kvlab_policy* policy_;
-  std::vector<kvlab_column> computed_;  ///< none where one of the policy's features is not
+  std::vector<kvlab_column> computed_;  ///< empty if one of the policy's features is not computed
   std::size_t feature_count_ = 0;
   int max_tokens_;
-  std::vector<std::uint32_t> position_;  ///< [sequence]: of the append's first token
-  int begun_ = 0;                        ///< tokens of it that are there
+  std::vector<std::uint32_t> position_;  ///< [sequence]: position of the append's first token
+  int begun_ = 0;                        ///< tokens of the append that are already written
   std::uint32_t alike_ = 0;
   Counts tokens_, right_, total_;
   PagedCache cache_;

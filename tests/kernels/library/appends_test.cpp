@@ -1,4 +1,4 @@
-// Appends through kvlab.h that are not a prompt's: each beside a plain one, equal to the bit.
+// Appends through kvlab.h other than prompts, each compared with a plain append, equal to the bit.
 #include <algorithm>
 #include <memory>
 #include <random>
@@ -30,7 +30,8 @@ void check_layers(const AppendingLayer& expected, const AppendingLayer& found) {
   CHECK(first_difference(expected.outputs(), found.outputs()) == -1);
 }
 
-/// How many of each sequence's drafts are right, and the token behind them; 0: it sits out.
+/// How many of each sequence's drafts are right, plus the token after them; 0: the sequence is
+/// idle.
 AppendingLayer::Counts sample_right(int sequences, std::mt19937& random) {
   AppendingLayer::Counts right;
   for (int s = 0; s < sequences; ++s)
@@ -38,7 +39,7 @@ AppendingLayer::Counts sample_right(int sequences, std::mt19937& random) {
   return right;
 }
 
-/// Prompts, drafts, some decoded tokens, drafts; beside appends of the right tokens alone.
+/// Prompts, drafts, some decoded tokens, drafts; compared with appends of the right tokens only.
 void check_drafts(const LayerSize& size, const Paging& paging) {
   INFO(size.name() << " page " << paging.page);
   const int free_slots = std::max(kDrafted, std::ranges::max(size.prompts));
@@ -63,7 +64,7 @@ void check_drafts(const LayerSize& size, const Paging& paging) {
 
 constexpr int kPrefix = 64, kRest = 37;
 
-/// A prefix that is read once and shared, beside the same whole prompts.
+/// A prefix that is read once and shared, compared with reading the same whole prompts.
 void check_prefix(const LayerSize& size, const Paging& paging) {
   INFO(size.name() << " page " << paging.page);
   const auto sequences = size.prompts.size();
@@ -96,7 +97,7 @@ void check_prefix(const LayerSize& size, const Paging& paging) {
   }
 }
 
-/// Four KV heads on one device and on two, two each, which share their ranks.
+/// Four KV heads on one device, and split over two devices that exchange their ranks.
 class TwoDevices {
  public:
   TwoDevices(const LayerSize& size, bool by_layer, std::uint32_t smooth)
@@ -183,13 +184,13 @@ kvlab_prefix_args prefix_of_nothing(std::int64_t& slot, kvlab_observation& seen,
 
 }  // namespace
 
-TEST_CASE("Drafts that are accepted are one append, and the others leave no trace", "[gpu]") {
+TEST_CASE("Accepted drafts are one append, and rejected drafts change nothing", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string& policy : policies())
     for (const Paging& paging : {kSlots, kBlocks}) check_drafts({.policy = policy}, paging);
 }
 
-TEST_CASE("Drafts are one append for every type, size and group", "[gpu]") {
+TEST_CASE("Accepted drafts are one append for every type, size and group", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const kvlab_type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const int head_size : {64, 96, 128, 256})
@@ -204,7 +205,7 @@ TEST_CASE("Drafts are one append for every type, size and group", "[gpu]") {
                      kBlocksOfHeads);
 }
 
-TEST_CASE("Drafts are attended, and then appended, by a graph each", "[gpu]") {
+TEST_CASE("One graph attends to drafts, and another one appends them", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string policy : {"h2o", "lru", "snapkv", "keydiff", "random"}) {
     const LayerSize size{.policy = policy};
@@ -239,8 +240,10 @@ TEST_CASE("Drafts are attended, and then appended, by a graph each", "[gpu]") {
   }
 }
 
-TEST_CASE("A shared prefix leaves what reading it anew leaves, by every policy that allows it",
-          "[gpu]") {
+TEST_CASE(
+    "A shared prefix gives the same cache as a prefix that is read again, for every policy "
+    "that allows it",
+    "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   int shared = 0;
   for (const std::string& policy : policies()) {
@@ -255,7 +258,7 @@ TEST_CASE("A shared prefix leaves what reading it anew leaves, by every policy t
   CHECK(shared > 15);
 }
 
-TEST_CASE("A prefix is refused by name where it depends on what follows it") {
+TEST_CASE("A prefix is refused by name if its state depends on the tokens after it") {
   std::int64_t slot = 0;
   kvlab_observation seen{};
   float feature = 0;
@@ -286,7 +289,7 @@ TEST_CASE("A prefix is refused by name where it depends on what follows it") {
   CHECK(said("knorm", args) == wrong + "features or to_features is NULL: knorm reads 1 a slot");
 }
 
-TEST_CASE("KV heads on two devices keep and draw what they do on one", "[gpu]") {
+TEST_CASE("KV heads split over two devices keep and sample the same tokens as on one", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string& policy : policies()) {
     INFO(policy);
@@ -299,7 +302,7 @@ TEST_CASE("KV heads on two devices keep and draw what they do on one", "[gpu]") 
   }
 }
 
-TEST_CASE("KV heads on two devices keep one set of a layer's", "[gpu]") {
+TEST_CASE("KV heads split over two devices keep one set per layer", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const std::string& policy : policies())
     for (const std::uint32_t smooth : {0u, 2u}) {

@@ -1,4 +1,4 @@
-// kvlab_cache_memory beside what the engine lays out, to the byte. Needs no device.
+// kvlab_cache_memory compared with the engine's layout, to the byte. Needs no device.
 #include <algorithm>
 #include <random>
 
@@ -11,7 +11,7 @@ using namespace kvlab;
 
 namespace {
 
-/// A cache of the engine's, sampled at random.
+/// A cache of the engine, sampled at random.
 struct SampledCache {
   DeviceShape model;
   CudaDecoderOptions options;
@@ -44,7 +44,7 @@ ModelConfig sampled_config(ShapeSampler& sampler) {
   return config;
 }
 
-/// Policies whose features the engine computes.
+/// A policy whose features the engine computes.
 std::string sampled_policy(ShapeSampler& sampler) {
   for (;;) {
     const auto& all = policy_catalogue();
@@ -103,7 +103,7 @@ std::size_t sum(std::initializer_list<std::size_t> parts) {
   return all;
 }
 
-/// Of all layers, of which a layer's arrays are parts; `slots`: of each layer.
+/// The bytes of all layers; a layer's arrays are parts of these. `slots`: of each layer.
 std::size_t storage_of(const SampledCache& sampled, const kernels::SlotsConfig& config,
                        const kernels::PairSlots& pairs, const std::vector<std::int64_t>& slots) {
   const kvlab_cache cache = shape_of(sampled, sampled.options.sequences, pairs.max_slots());
@@ -119,7 +119,7 @@ std::size_t storage_of(const SampledCache& sampled, const kernels::SlotsConfig& 
     all.params = one.params, all.threshold16 = one.threshold16;
     all.seeds = one.seeds, all.sequence_ids = one.sequence_ids;
   }
-  // The engine has a table of room for steps, one for compactions, and one that says never.
+  // The engine has one table of limits for steps, one for compactions, and one that says never.
   const std::size_t evict_at = config.has_modifiers() ? all.evict_at : 0;
   return sum({all.keys, all.values, all.positions, all.ages, all.states, all.features,
               all.unit_keys, sampled.options.watched ? all.seen : 0, all.first_slot, all.lengths,
@@ -127,7 +127,7 @@ std::size_t storage_of(const SampledCache& sampled, const kernels::SlotsConfig& 
               all.sequence_ids, all.seeds});
 }
 
-/// Of a prompt of one sequence, which each layer goes through in turn.
+/// The bytes for a prompt of one sequence, which each layer uses in turn.
 std::size_t prompt_of(const SampledCache& sampled, int tokens) {
   const CudaDecoderOptions& options = sampled.options;
   const kvlab_cache cache = shape_of(sampled, 1, tokens);
@@ -151,7 +151,7 @@ std::size_t prompt_of(const SampledCache& sampled, int tokens) {
 
 }  // namespace
 
-TEST_CASE("The library's bytes are those that the engine lays out") {
+TEST_CASE("The library reports the bytes that the engine allocates") {
   ShapeSampler sampler(1);
   for (int shape = 0; shape < 200; ++shape) {
     const SampledCache some = sampled(sampler);
@@ -173,7 +173,7 @@ TEST_CASE("The library's bytes are those that the engine lays out") {
   }
 }
 
-TEST_CASE("The library measures blocks, and refuses what is no shape") {
+TEST_CASE("The library measures pages, and refuses invalid shapes") {
   const kvlab_policy* const h2o = kvlab_find_policy("h2o");
   kvlab_cache cache{.type = KVLAB_BF16,
                     .sequences = 3,

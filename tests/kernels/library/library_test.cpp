@@ -1,4 +1,4 @@
-// kvlab.h beside the host's catalogue, and what it refuses: without a device.
+// kvlab.h compared with the host's catalogue, and its refusals. Needs no device.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -20,7 +20,7 @@ using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-/// What kvlab_compile_policy says of a text, called my.hpp, and whether it gave a policy.
+/// Compiles a text as my.hpp with kvlab_compile_policy; the error, and whether there is a policy.
 struct Compiled {
   cudaError_t error;
   bool there;
@@ -43,7 +43,7 @@ std::vector<double> defaults_of(const PolicyEntry& entry) {
 
 }  // namespace
 
-TEST_CASE("The library weighs a prompt's queries as the host does") {
+TEST_CASE("The library gives a prompt's queries the host's weights") {
   int weighted = 0;
   for (const PolicyEntry& entry : policy_catalogue()) {
     CAPTURE(entry.info.name);
@@ -66,7 +66,7 @@ TEST_CASE("The library weighs a prompt's queries as the host does") {
   CHECK(weighted > 0);
 }
 
-TEST_CASE("The library takes a parameter where the command does, in its range alone") {
+TEST_CASE("The library accepts the command's parameters, in their ranges only") {
   int refused = 0;
   for (const PolicyEntry& entry : policy_catalogue()) {
     const std::string name(entry.info.name);
@@ -97,7 +97,7 @@ TEST_CASE("The library takes a parameter where the command does, in its range al
   CHECK(refused > 20);
 }
 
-TEST_CASE("The library tells a shape that it does not take from a machine without a device") {
+TEST_CASE("The library distinguishes an unsupported shape from a machine without a device") {
   const kvlab_policy* const h2o = kvlab_find_policy("h2o");
   kvlab_cache cache{.type = KVLAB_BF16,
                     .sequences = 1,
@@ -113,7 +113,7 @@ TEST_CASE("The library tells a shape that it does not take from a machine withou
   CHECK(kvlab_evicting_attention_workspace(h2o, &cache) == 0);
 }
 
-TEST_CASE("The library refuses what it cannot do before any launch") {
+TEST_CASE("The library refuses unsupported calls before any launch") {
   const kvlab_policy* const snapkv = kvlab_find_policy("snapkv");
   float weight = 0;
   std::uint32_t tail = 0;
@@ -212,7 +212,7 @@ TEST_CASE("The library says in one line why a call was refused") {
             "kvlab_prefill_attention: first is 0, queries 0; from 0, from 1, and below 2^26"));
 }
 
-TEST_CASE("Each refused call leaves a reason of its own, and none of the call before") {
+TEST_CASE("Each refused call replaces the reason of the call before") {
   const kvlab_policy* const h2o = kvlab_find_policy("h2o");
   const kvlab_policy* const snapkv = kvlab_find_policy("snapkv");
   const kvlab_policy* policy = nullptr;
@@ -286,7 +286,7 @@ TEST_CASE("Each refused call leaves a reason of its own, and none of the call be
         "out does not begin at a multiple of 16 bytes");
 }
 
-TEST_CASE("Sizes that a launch cannot count in 32 bits are refused before it") {
+TEST_CASE("Sizes that exceed 32 bits are refused before any launch") {
   const auto said = [](cudaError_t error) {
     CHECK(error == cudaErrorInvalidValue);
     return std::string(kvlab_last_error());
@@ -322,7 +322,7 @@ TEST_CASE("Sizes that a launch cannot count in 32 bits are refused before it") {
              ContainsSubstring("max_slots is 1073741825; at most 2^30"));
 }
 
-TEST_CASE("The library compiles a header, and says what is wrong at its own line") {
+TEST_CASE("The library compiles a header, and reports errors at the header's line") {
   const std::string h2o = read_bytes(KVLAB_SOURCE_DIR "/policies/mass/h2o.hpp");
   const Compiled whole = compiled(h2o);
   if (whole.error == cudaErrorNotSupported) return skip("no NVRTC");
@@ -356,7 +356,7 @@ TEST_CASE("The library compiles a header, and says what is wrong at its own line
   CHECK_THAT(compiled("int x;").log, ContainsSubstring("my.hpp: holds no struct"));
 }
 
-TEST_CASE("The library says what it cannot read, in the room that there is") {
+TEST_CASE("The library says what it cannot read, within the caller's buffer") {
   const kvlab_policy* policy = nullptr;
   std::array<char, 9> log{};
   CHECK(kvlab_compile_policy("/nowhere/my.hpp", &policy, log.data(), 8) == cudaErrorFileNotFound);

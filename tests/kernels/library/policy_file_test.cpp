@@ -1,4 +1,5 @@
-// kvlab_read_policy_file beside the reader of `kvlab generate --policy-file`. Needs no device.
+// kvlab_read_policy_file compared with the reader of `kvlab generate --policy-file`. Needs no
+// device.
 #include <array>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -15,7 +16,7 @@ using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-/// What the library reads of a policy.json with this text, for two layers of three KV heads.
+/// Reads a policy.json with this text through the library, for two layers of three KV heads.
 struct ReadFile {
   std::array<kvlab_rule, 6> rules{};
   kvlab_policy_file file{.struct_size = sizeof(kvlab_policy_file)};
@@ -33,7 +34,7 @@ struct ReadFile {
   }
 };
 
-/// A policy.json, with other values for some keys.
+/// A policy.json with changes to some keys.
 std::string policy_json(const std::string& changes = "{}") {
   nlohmann::json file = nlohmann::json::parse(R"({
     "format": 1, "policy": "a2sf", "params": {"keep": 0.75},
@@ -88,7 +89,7 @@ TEST_CASE("The library reads a policy.json as the engine does") {
   }
 }
 
-TEST_CASE("The library says in one line what it cannot hold of a policy.json") {
+TEST_CASE("The library says in one line which part of a policy.json it cannot represent") {
   const auto said = [](const std::string& changes) { return ReadFile(policy_json(changes)).said; };
   CHECK_THAT(said(R"({"tier_plan": "8"})"), ContainsSubstring("key \"tiers\" is not known"));
   CHECK_THAT(said(R"j({"budget": "ada(64)"})j"),

@@ -1,5 +1,5 @@
-// kvlab_slots beside the CPU's caches, which get the same queries, keys and values; and what it
-// refuses, which needs no device.
+// kvlab_slots compared with the CPU's caches, which get the same queries, keys and values; and its
+// refusals, which need no device.
 #include <cmath>
 #include <memory>
 #include <random>
@@ -33,7 +33,7 @@ void done(cudaError_t error) {
   REQUIRE(error == cudaSuccess);
 }
 
-/// What a configuration comes to, as a caller in C lays it out.
+/// A resolved configuration as a caller in C lays it out.
 struct Layout {
   explicit Layout(const ResolvedConfig& cache, int sequences = 1, kvlab_type type = KVLAB_F32) {
     const PolicySpec& policy = cache.policy;
@@ -110,7 +110,7 @@ class Slots {
   ~Slots() { kvlab_slots_destroy(slots_); }
   Slots(const Slots&) = delete;
 
-  /// Of a prompt's chunk in a layer, in two parts.
+  /// Appends a prompt's chunk in a layer, in two parts.
   std::vector<float> append(int sequence, std::uint32_t layer, std::uint32_t fed, bool ends,
                             std::span<const float> qkv) {
     qkv_.assign(qkv);
@@ -174,7 +174,7 @@ class Slots {
   kvlab_slots* slots_ = nullptr;
 };
 
-/// The CPU's, fed as the rule says.
+/// The CPU's caches, driven as the rule says.
 class Host {
  public:
   explicit Host(const ResolvedConfig& config) {
@@ -205,7 +205,8 @@ class Host {
     if (ends) cache.end_prompt();
     return out;
   }
-  /// Before the token at `now`, as a device that has evicted to the budget already holds it.
+  /// The positions before the token at `now`, after eviction to the budget, as the device holds
+  /// them.
   std::vector<std::uint32_t> kept(std::uint32_t layer, std::uint32_t head) const {
     const auto positions = layers_[layer].heads()[head].live().positions();
     return {positions.begin(), positions.end()};
@@ -240,7 +241,8 @@ class SampledRows {
   std::normal_distribution<float> normal_;
 };
 
-/// A prompt, a text and a second turn, on both sides. Returns the largest difference of an output.
+/// Runs a prompt, a text and a second turn on both sides. Returns the largest difference of an
+/// output.
 double conversation(const ResolvedConfig& config) {
   const Layout layout(config);
   Slots slots(layout);
@@ -252,7 +254,7 @@ double conversation(const ResolvedConfig& config) {
     const std::uint32_t chunk = config.prefill.chunk == 0 ? prompt : config.prefill.chunk;
     std::vector<std::vector<float>> rows;
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) rows.push_back(sampled.rows(prompt));
-    for (std::uint32_t layer = 0; layer < kLayers; ++layer)  // as transformers goes
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer)  // in the order of transformers
       for (std::uint32_t first = 0; first < prompt; first += chunk) {
         const std::uint32_t tokens = std::min(chunk, prompt - first);
         const auto part = std::span(rows[layer]).subspan(first * kRow, tokens * kRow);
@@ -290,7 +292,7 @@ ResolvedConfig resolved(const char* policy, std::uint32_t budget) {
 
 }  // namespace
 
-TEST_CASE("Slots keep what the CPU's caches keep, and attend as they do", "[gpu]") {
+TEST_CASE("Slots keep the tokens that the CPU's caches keep, and give the same outputs", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const test::Choices choices{
       .policies = {"window", "sink", "lru", "h2o", "snapkv", "random", "knorm", "keydiff"},
@@ -305,11 +307,12 @@ TEST_CASE("Slots keep what the CPU's caches keep, and attend as they do", "[gpu]
   CHECK(conversation(resolved("full:tiers=8", 32)) < 3e-2);
 }
 
-TEST_CASE("A graph of slots' steps goes on serving, also when they have been cleared", "[gpu]") {
+TEST_CASE("A captured graph of slots' steps stays valid, also after clear()", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const Layout layout(resolved("h2o:tiers=16@8t+4@100%", 32), 1, KVLAB_BF16);
   CHECK(layout.config.tier_count == 2);
-  // Two-byte numbers of what a float's halves happen to be would be no numbers: of ones and zeros.
+  // The memory holds zeros and ones, because the halves of arbitrary floats may be NaN as 2-byte
+  // numbers.
   constexpr std::size_t kBytes = kRow * 2;
   Stream stream;
   kvlab_slots* slots = nullptr;
@@ -355,7 +358,7 @@ TEST_CASE("A graph of slots' steps goes on serving, also when they have been cle
   kvlab_slots_destroy(slots);
 }
 
-TEST_CASE("Sequences in slots decode beside each other as they do alone", "[gpu]") {
+TEST_CASE("Sequences in slots decode in a batch as they do alone", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const ResolvedConfig config = resolved("h2o:every=4", 24);
   const Layout both(config, 2), one(config);
@@ -367,7 +370,7 @@ TEST_CASE("Sequences in slots decode beside each other as they do alone", "[gpu]
     alone.append(0, layer, 0, true, prompt);
   }
   for (int step = 0; step < 30; ++step) {
-    const bool first = step % 3 == 0;  // the other has had no prompt
+    const bool first = step % 3 == 0;  // the other sequence has had no prompt
     slots.before_step({static_cast<unsigned char>(first), 1});
     alone.before_step();
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
@@ -382,7 +385,7 @@ TEST_CASE("Sequences in slots decode beside each other as they do alone", "[gpu]
     CHECK(slots.kept(1, 1, head) == alone.kept(0, 1, head));
 }
 
-TEST_CASE("Steps and appends of sequences in slots do not spoil each other's", "[gpu]") {
+TEST_CASE("Steps and appends of different sequences in slots do not affect each other", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const ResolvedConfig config = resolved("h2o", 24);
   Layout three(config, 3);
@@ -395,7 +398,7 @@ TEST_CASE("Steps and appends of sequences in slots do not spoil each other's", "
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
   };
   unannounced();
-  CHECK(slots.kept(0, 1, 0).empty());  // nobody was told to decode
+  CHECK(slots.kept(0, 1, 0).empty());  // before_step() was not called
 
   const auto same = [&](int sequence, std::uint32_t layer, std::uint32_t fed, const auto& tokens,
                         const std::vector<float>& out) {
@@ -410,7 +413,7 @@ TEST_CASE("Steps and appends of sequences in slots do not spoil each other's", "
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
       same(sequence, layer, 0, prompt, first[layer]);
       if (sequence > 0 || layer > 0) continue;
-      // Far more than there is memory for, between two layers of another.
+      // Far more tokens than fit, between two layers of another sequence's append.
       const kvlab_slots_part part{.struct_size = sizeof part,
                                   .sequence = 1,
                                   .tokens = 1u << 30,
@@ -419,15 +422,15 @@ TEST_CASE("Steps and appends of sequences in slots do not spoil each other's", "
                                   .out = slots.rows()};
       CHECK(kvlab_slots_admit(slots.get(), &part, nullptr) == cudaErrorMemoryAllocation);
     }
-  slots.before_step({0, 1, 0});  // whose launches come when another's append has been made
+  slots.before_step({0, 1, 0});  // the step's launches come after another sequence's append
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(0, layer, 5, next, second[layer]);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) slots.step(layer, rows);
-  unannounced();  // once for each before_step()
+  unannounced();  // one step per before_step()
   CHECK(slots.kept(1, 1, 0).size() == 6);
   for (std::uint32_t layer = 0; layer < kLayers; ++layer) same(2, layer, 5, next, second[layer]);
 }
 
-TEST_CASE("Slots are measured without a device, and say what they refuse") {
+TEST_CASE("Slots are measured without a device, and refusals give a reason") {
   const auto why = [](auto spoil) {
     Layout layout(resolved("h2o:tiers=16@8t+4@100%", 32));
     spoil(layout);
@@ -479,7 +482,7 @@ TEST_CASE("A cache that keeps all tokens keeps them on its first tier") {
     done(kvlab_slots_memory(&layout.config, &all));
     return all;
   };
-  // Of 160 tokens, whole tiles; 2 layers, 2 heads, 128 channels, of which 16 bits become 4 and 5.
+  // 160 tokens are whole tiles; 2 layers, 2 heads, 128 channels, with 4 and 5 bits instead of 16.
   const std::size_t saved = kLayers * kHeads * kTokens * 2 * kSize;
   CHECK(bytes("full:tiers=4") + saved / 2 < bytes("full"));
 }

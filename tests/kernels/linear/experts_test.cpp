@@ -1,4 +1,4 @@
-// A router's choice, products by the chosen experts and their sum, against float64.
+// A router's choice, products of the chosen experts and their sum, compared with float64.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -87,7 +87,7 @@ class ExpertLayer {
   DeviceArray<std::byte> upload(const std::vector<float>& values) const {
     return DeviceArray<std::byte>(std::span<const std::byte>(encode(size_.type, values)));
   }
-  /// Not-a-number everywhere.
+  /// An array filled with NaN.
   static std::unique_ptr<DeviceArray<std::byte>> fill(std::size_t count, Type type) {
     auto array = std::make_unique<DeviceArray<std::byte>>(count * bytes_of(type));
     check_cuda(cudaMemset(array->data(), 0xFF, count * bytes_of(type)));
@@ -109,7 +109,7 @@ class ExpertLayer {
     return all;
   }
 
-  /// Who is chosen by float64; but of two with nearly the same logit either is right.
+  /// Compares the choice with float64; of two experts with nearly equal logits either is right.
   void check_routes(const std::vector<std::int32_t>& expert) const {
     const auto shares = decode(KVLAB_F32, shares_->to_host());
     int wrong = 0;
@@ -136,7 +136,7 @@ class ExpertLayer {
     CHECK(worst < 1e-3);
   }
 
-  /// From the norms as the device rounded them.
+  /// Computes the expected products from the norms as the device rounded them.
   void check_products(const std::vector<std::int32_t>& expert) const {
     const auto y = decode(KVLAB_F32, y_->to_host()),
                normed = decode(size_.type, normed_->to_host());
@@ -202,13 +202,13 @@ TEST_CASE("experts agree with float64 for every type, few tokens and many", "[gp
       }
 }
 
-TEST_CASE("of experts with equal logits the first are chosen", "[gpu]") {
+TEST_CASE("among experts with equal logits the first ones are chosen", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F32})
     ExpertLayer({type, 40, 100, 4, 64, 16, true, true, true}).check();
 }
 
-TEST_CASE("experts refuse what they do not support before any launch") {
+TEST_CASE("experts refuse unsupported arguments before any launch") {
   alignas(16) float memory[16] = {};
   std::int32_t ids[16] = {};
   Routes routes{1, 4, 2, memory, ids, ids, ids};

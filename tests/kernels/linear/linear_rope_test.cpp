@@ -1,5 +1,5 @@
-// The product that ends with RoPE and the write to the cache, beside the two kernels that it is one
-// of; each of those is tested against float64 on its own.
+// The product that ends with RoPE and the cache write, compared with the two kernels that it
+// replaces; other tests compare each of these with float64.
 #include <algorithm>
 #include <cmath>
 #include <random>
@@ -18,7 +18,7 @@ using namespace kvlab::kernels;
 
 namespace {
 
-constexpr std::size_t kRopeRedzone = 64;  // bytes behind every output
+constexpr std::size_t kRopeRedzone = 64;  // bytes after every output
 constexpr int kSlots = 5, kPositions = 100;
 
 struct Case {
@@ -36,7 +36,7 @@ struct Case {
   }
 };
 
-/// What is written: the plain projection, rotated queries, the cache.
+/// The outputs: the plain projection, rotated queries, the cache.
 struct Outputs {
   explicit Outputs(const Case& c)
       : y(bytes(c, c.rows * c.heads())),
@@ -53,7 +53,7 @@ struct Outputs {
       check_cuda(cudaMemset(part->data(), 0xFF, part->to_host().size()));
     check_cuda(cudaDeviceSynchronize());
   }
-  /// All of it, redzones too.
+  /// All outputs, redzones included.
   std::vector<std::byte> take() const {
     std::vector<std::byte> all;
     for (const auto* part : {&y, &q, &keys, &values, &positions}) {
@@ -78,12 +78,13 @@ class RopeTrial {
     sequences_.assign(sequence_);
     move(0);
   }
-  /// Other positions and slots.
+  /// Changes positions and slots.
   void move(int by) {
     std::vector<std::int32_t> position, slot;
     for (int row = 0; row < c_.rows; ++row) {
       position.push_back((row * 37 + by * 11) % kPositions);
-      slot.push_back((row + by) % (c_.pairs ? 2 : kSlots));  // with pairs: added to the next slot
+      // with pairs: relative to the next slot
+      slot.push_back((row + by) % (c_.pairs ? 2 : kSlots));
     }
     positions_.assign(position);
     slots_.assign(slot);
@@ -190,7 +191,7 @@ void check(const Case& c) {
 
 }  // namespace
 
-TEST_CASE("a product that ends with RoPE refuses what does not belong together") {
+TEST_CASE("a product that ends with RoPE refuses arguments that do not match") {
   alignas(16) float memory[16] = {};
   std::int32_t index = 0;
   float2 turn{};
@@ -254,7 +255,7 @@ TEST_CASE("a product that ends with RoPE equals the two launches to the bit", "[
     }
   check({.rows = 8, .query_heads = 2, .kv_heads = 1, .k = 8192});  // in two passes
   check({.rows = 5, .query_heads = 6, .kv_heads = 3, .pairs = true});
-  // What takes two launches:
+  // These need two launches:
   check({.rows = 3, .head_norm = true});
   check({.rows = 3, .head_size = 80, .rotated = 32});
 }

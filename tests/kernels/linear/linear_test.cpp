@@ -20,7 +20,7 @@ using namespace kvlab::kernels;
 namespace {
 
 constexpr float kEpsilon = 1e-5f;
-constexpr std::size_t kRedzone = 64;  // bytes behind every output
+constexpr std::size_t kRedzone = 64;  // bytes after every output
 
 enum class Output { y, logits, residual };
 
@@ -49,12 +49,12 @@ double activated(Activation activation, double x) {
   return x / 2 * (1 + std::tanh(kRoot2OverPi * (x + 0.044715 * x * x * x)));
 }
 
-/// Inputs of a problem on both sides, and its results by three ways.
+/// A problem's inputs on both sides, and its results computed in three ways.
 class Trial {
  public:
   explicit Trial(const Problem& problem) : p_(problem), out_(out_bytes() + kRedzone) {}
 
-  /// Poisons the output, but for a residual, which starts as it was.
+  /// Poisons the output, except for a residual, which is reset to its start.
   void reset() {
     check_cuda(cudaMemset(out_.data(), 0xFF, out_bytes() + kRedzone));
     if (p_.output == Output::residual)
@@ -95,7 +95,7 @@ class Trial {
   }
 
   std::vector<std::byte> bytes() const { return out_.to_host(); }
-  /// The output, once its redzone is seen to be untouched.
+  /// The output, after checking that its redzone is untouched.
   std::vector<float> results() const {
     std::vector<std::byte> all = bytes();
     CHECK(std::all_of(all.begin() + static_cast<std::ptrdiff_t>(out_bytes()), all.end(),
@@ -107,7 +107,7 @@ class Trial {
   std::vector<double> exact() const {
     return compute<double>([](double x) { return x; }, [](double x) { return x; });
   }
-  /// Float32 sums in order; the normed x and the result rounded.
+  /// Float32 sums in order; the normed x and the result are rounded.
   std::vector<double> naive() const {
     return compute<float>([&](float x) { return rounded(p_.type, x); },
                           [&](float x) { return rounded(out_type(), x); });
@@ -174,7 +174,7 @@ double largest_error(std::span<const double> exact, auto&& values) {
   double error = 0;
   for (std::size_t i = 0; i < exact.size(); ++i) {
     const double off = std::abs(double(values[i]) - exact[i]);
-    if (!(off <= error)) error = off;  // not-a-number stays
+    if (!(off <= error)) error = off;  // keeps NaN
   }
   return error;
 }
@@ -194,7 +194,7 @@ void check_accuracy(const Problem& problem) {
 
 }  // namespace
 
-TEST_CASE("linear refuses what it does not support before launching") {
+TEST_CASE("linear refuses unsupported arguments before any launch") {
   alignas(16) float memory[16] = {};
   const LinearArgs good{.type = KVLAB_BF16,
                         .rows = 1,
@@ -223,7 +223,7 @@ TEST_CASE("linear refuses what it does not support before launching") {
   CHECK(gated_linear(GatedLinearArgs{}, nullptr) == cudaErrorInvalidValue);
 }
 
-TEST_CASE("linear is as exact as float32 sums of the type's values, at every ragged size",
+TEST_CASE("linear is as exact as float32 sums of the type's values, for every ragged size",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
@@ -258,7 +258,7 @@ TEST_CASE("gated linear is as exact as float32 sums of the type's values", "[gpu
                           .activation = activation});
 }
 
-TEST_CASE("linear is right where blocks take many units, and for long rows", "[gpu]") {
+TEST_CASE("linear is correct if blocks process many units, and for long rows", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const bool norm : {false, true}) {
     for (const int n : {1061, 2048, 3072, 4096, 20001})  // units of 8, 16 and 32 weight rows
@@ -269,11 +269,11 @@ TEST_CASE("linear is right where blocks take many units, and for long rows", "[g
   }
 }
 
-TEST_CASE("linear is right as a GPU of less shared memory runs it", "[gpu]") {
+TEST_CASE("linear is correct with the plans of a GPU with less shared memory", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const int shared_bytes : {101'376, 65'536}) {
     const SmallerGpu small(shared_bytes);
-    const int longest = shared_bytes > 100'000 ? 8192 : 3072;  // normed: by a ring of two stages
+    const int longest = shared_bytes > 100'000 ? 8192 : 3072;  // normed: with a ring of two stages
     for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
       for (const int rows : {1, 3, 8}) {
         INFO(shared_bytes << " bytes, rows " << rows);
@@ -302,7 +302,7 @@ TEST_CASE("a normed x is not rounded to the type before the product", "[gpu]") {
   }
 }
 
-TEST_CASE("a row comes out the same alone and in a batch, to the bit", "[gpu]") {
+TEST_CASE("a row has the same bits alone and in a batch", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16, KVLAB_F32})
     for (const bool norm : {false, true}) {
@@ -363,7 +363,7 @@ TEST_CASE("200 runs of linear, plain and in a graph, are equal to the bit", "[gp
 
 namespace {
 
-/// Layers of a small model: residual += down(gated(residual)), each launch reading what the last
+/// Layers of a small model: residual += down(gated(residual)). Each launch reads what the last one
 /// wrote.
 class Chain {
  public:
@@ -426,7 +426,7 @@ class Chain {
 
 }  // namespace
 
-TEST_CASE("launches that start early wait for what they read: one by one, in a stream, in a graph",
+TEST_CASE("launches that start early wait for their inputs: one by one, in a stream, in a graph",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   Chain chain;

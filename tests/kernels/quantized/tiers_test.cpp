@@ -1,4 +1,4 @@
-// What the device writes on a tier is what the host quantizes, bit for bit.
+// The device writes to a tier the bits that the host quantizes.
 #include <cmath>
 #include <random>
 #include <utility>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kPairs = 7;
 
-/// Rows of all magnitudes: of one number, of zeros, of one outlier, too small for a fp16 scale.
+/// Rows of all magnitudes: constant, zero, with one outlier, too small for an fp16 scale.
 std::vector<float> rows_of(Type type, int head_size) {
   std::mt19937 random(static_cast<unsigned>(head_size));
   std::vector<float> rows =
@@ -37,7 +37,7 @@ std::vector<float> rows_of(Type type, int head_size) {
   return rows;
 }
 
-/// What a row's quantized values and metadata are read as.
+/// The values that a row's quantized values and metadata stand for.
 std::vector<float> read_back(const RowPart& part, const KvFormat& format, bool key, int head_size) {
   const int bits = key ? format.key_bits : format.value_bits;
   const std::byte* const metadata = part.metadata;
@@ -158,13 +158,13 @@ DeviceFormat device_format(const KvFormat& format) {
           format.floating};
 }
 
-/// As EvictionCandidate there.
+/// The layout of EvictionCandidate.
 struct First {
   EvictionKey key{~0u, ~std::uint64_t{0}, ~0u};
   int slot = -1;
 };
 
-/// A layer's rows of drawn quantized values, under an attention by two kernels.
+/// A layer's rows with random quantized values; two kernels attend to them.
 class RandomTiers {
  public:
   RandomTiers(Type type, int head_size, int group, const std::vector<const KvFormat*>& tier_plan)
@@ -230,7 +230,7 @@ class RandomTiers {
   }
   std::size_t tokens() const { return total_; }
 
-  /// Where all tokens are.
+  /// The places of all tokens.
   struct State {
     std::vector<std::byte> bytes;
     std::vector<std::uint32_t> row_of_slot, slot_of_row, next_rows;
@@ -239,8 +239,8 @@ class RandomTiers {
   State state() const {
     return {bytes_, row_of_slot_, slot_of_row_, std::vector(kPairs, 0u), counts_};
   }
-  /// Behind a step in which `firsts` [pair, kMaxDeviceTiers] leave their tiers first. A pair is a
-  /// sequence, of which the fifth sits out.
+  /// The state after a step in which `firsts` [pair, kMaxDeviceTiers] are the first victims. A pair
+  /// is a sequence; the fifth one is idle.
   State demote(const std::vector<First>& firsts) const {
     const DeviceArray<DeviceTierPlan> tier_plans{std::span<const DeviceTierPlan>(tier_plans_)};
     const DeviceArray<std::byte> bytes{std::span<const std::byte>(bytes_)};
@@ -275,7 +275,7 @@ class RandomTiers {
   std::size_t owner_at(std::size_t pair, std::uint32_t row) const {
     return static_cast<std::size_t>(tier_plans_[pair].first_row + row);
   }
-  /// A row's key or value as it is read: of quantized values, after the Hadamard rotation.
+  /// A row's key or value as it is read; quantized values are after the Hadamard rotation.
   std::vector<float> read(const State& from, std::size_t pair, std::uint32_t row, bool key) const {
     const DeviceTier& tier = tier_plan(pair).tier[tier_of(tier_plan(pair), row)];
     const int element = static_cast<int>(bytes_of(type_));
@@ -288,7 +288,7 @@ class RandomTiers {
   }
 
  private:
-  /// Unequal numbers of tokens, on tiers that are full or not.
+  /// Adds a pair with a varying number of tokens, on tiers that are full or not.
   void add_pair(int pair, const std::vector<const KvFormat*>& tier_plan) {
     DeviceTierPlan own{.tiers = static_cast<int>(tier_plan.size()),
                        .first_row = static_cast<std::int64_t>(slot_of_row_.size())};
@@ -335,7 +335,7 @@ class RandomTiers {
       }
       for (std::size_t i = 0; part.row == 0 && i < wide * kRowsOfTile; ++i) {
         auto byte = static_cast<std::uint8_t>(random_());
-        if (tier.format.floating && (byte & 0x7f) == 0x7f) byte ^= 1;  // no number
+        if (tier.format.floating && (byte & 0x7f) == 0x7f) byte ^= 1;  // avoids NaN
         part.data[i] = std::byte{byte};
       }
       for (int b = 0; b < head_size_ / 32; ++b) draw_metadata(tier.format, key, part, b);
@@ -401,7 +401,7 @@ void check_attention(Type type, int head_size, int group,
 
 }  // namespace
 
-TEST_CASE("Attention over tiers by tensor cores is the plain one's", "[gpu]") {
+TEST_CASE("Attention over tiers by tensor cores equals the plain attention", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_BF16, KVLAB_F16})
     for (const int head_size : {64, 96, 128, 256}) {
@@ -414,9 +414,9 @@ TEST_CASE("Attention over tiers by tensor cores is the plain one's", "[gpu]") {
     }
 }
 
-/// Rings of one stage: head size 256 with eight query heads on an A100, with four on GPUs of 99 KB.
-TEST_CASE("Attention over tiers is the plain one's as a GPU of less shared memory runs it",
-          "[gpu]") {
+/// Rings of one stage: head size 256 with eight query heads on an A100, with four on GPUs with 99
+/// KB.
+TEST_CASE("Attention over tiers equals the plain attention with a smaller GPU's plans", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto& [shared_bytes, group] : {std::pair{166'912, 8}, {101'376, 4}}) {
     const SmallerGpu small(shared_bytes);
@@ -430,7 +430,7 @@ TEST_CASE("Attention over tiers is the plain one's as a GPU of less shared memor
 
 namespace {
 
-/// What a row becomes that is being demoted, as demotion_path() has it.
+/// The result of demoting a row, as demotion_path() says.
 std::vector<float> demoted(std::vector<float> row, const DeviceTierPlan& tier_plan, int from,
                            unsigned to, bool key) {
   bool is_quantized = !tier_plan.tier[from].format.exact();
@@ -443,8 +443,8 @@ std::vector<float> demoted(std::vector<float> row, const DeviceTierPlan& tier_pl
   return row;
 }
 
-/// All tiers are full, but for those below pair 2's first. Tier 1 of pair 3 is full of protected
-/// tokens; from pair 5's tier 2 on all are evicted last.
+/// All tiers are full, except those below pair 2's first tier. Tier 1 of pair 3 has only protected
+/// tokens. From pair 5's tier 2 on, all tokens are last in the eviction order.
 void check_steps(Type type, int head_size, const std::vector<const KvFormat*>& formats) {
   const RandomTiers tiers(type, head_size, 1, formats);
   const auto before = tiers.state();
@@ -462,7 +462,7 @@ void check_steps(Type type, int head_size, const std::vector<const KvFormat*>& f
   const auto after = tiers.demote(firsts);
   auto expected = before;
   for (std::size_t pair = 0; pair < kPairs; ++pair) {
-    if (pair == 4) continue;  // it sits out
+    if (pair == 4) continue;  // idle
     CAPTURE(pair, static_cast<int>(type), head_size, formats.size());
     const DeviceTierPlan& tier_plan = tiers.tier_plan(pair);
     const First* going = &firsts[pair * kMaxDeviceTiers];
@@ -491,7 +491,7 @@ void check_steps(Type type, int head_size, const std::vector<const KvFormat*>& f
 
 }  // namespace
 
-TEST_CASE("A demoted token is quantized as on the host, and among equal formats stays as it was",
+TEST_CASE("A demoted token is quantized as on the host, and is unchanged between equal formats",
           "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const Type type : {KVLAB_F32, KVLAB_BF16, KVLAB_F16})
@@ -505,8 +505,8 @@ TEST_CASE("A demoted token is quantized as on the host, and among equal formats 
 }
 
 TEST_CASE(
-    "Of a tile's quantized values each channel of a row has its own place, and no two rows a "
-    "byte") {
+    "Each channel of each row has its own bits in a tile of quantized values, and rows "
+    "share no byte") {
   for (const bool key : {true, false})
     for (const int bits : {8, 4, 2})
       for (const int blocks : {2, 3, 4, 8}) {
