@@ -1,5 +1,4 @@
-// One subcommand of `kvlab`. Each lives in its own tools/commands/<name>.cpp and has one line in
-// commands.cpp.
+// A subcommand of `kvlab`. Each has a file tools/commands/<name>.cpp and a line in commands.cpp.
 #pragma once
 
 #include <boost/program_options.hpp>
@@ -7,7 +6,7 @@
 #include <string>
 #include <vector>
 
-// Most kinds of option, compiled once, in options.cpp.
+// Most kinds of option are compiled only once, in options.cpp.
 extern template class boost::program_options::typed_value<bool>;
 extern template class boost::program_options::typed_value<double>;
 extern template class boost::program_options::typed_value<std::int64_t>;
@@ -20,11 +19,12 @@ namespace po = boost::program_options;
 struct Command {
   std::string name, summary;
   std::string usage;    ///< after "kvlab NAME "
-  std::string example;  ///< one line that works, shown by --help
+  std::string example;  ///< a working command line, shown by --help
   void (*add_options)(po::options_description&);
-  /// Positional arguments go to this option, if any ("trace-args", say); -1 count: any number.
+  /// The option that positional arguments go to, if any (such as "trace-args"). A count of -1
+  /// allows any number.
   std::string positional = "";
-  /// Returns the exit code: 0, or 1 where a check failed. Throws std::exception for bad input.
+  /// Returns the exit code: 0, or 1 if a check failed. Throws std::exception for bad input.
   int (*run)(const po::variables_map&);
 };
 
@@ -46,15 +46,15 @@ Command trace_command();
 Command tune_command();
 Command verify_command();
 
-/// Parses `words` (without the command's name) by the command's own options and runs it; with
-/// --help, prints its help. Returns the exit code. Throws std::exception for bad input.
+/// Parses `words` (without the command's name) with the command's options and runs it, or prints
+/// its help for --help. Returns the exit code. Throws std::exception for bad input.
 int run_command(const Command& command, const std::vector<std::string>& words);
 
-/// The whole command, by the words that follow its name: messages to standard error, signals heard,
-/// nothing thrown. Returns the exit code. Once in a process.
+/// Runs the `kvlab` program: prints errors to standard error, handles signals, and never throws.
+/// Returns the exit code. Call it once in a process.
 int kvlab_main(int argc, char** argv);
 
-/// All of them, in the order of the help.
+/// All commands, in the order of the help.
 std::vector<Command> all_commands();
 
 }  // namespace kvlab

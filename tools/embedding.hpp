@@ -1,5 +1,5 @@
-// A command within another program, as Python's: what that gives to it, and takes in place of what
-// would be printed.
+// Runs a command inside another program, such as Python: what that program provides, and what it
+// gets instead of printed output.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@
 
 namespace kvlab {
 
-/// While it lives, commands that this thread runs are within it.
+/// While this object exists, commands of this thread use it.
 class Embedding {
  public:
   Embedding(CompiledPolicies policies, std::function<void(double)> progress)
@@ -21,14 +21,14 @@ class Embedding {
   Embedding(const Embedding&) = delete;
   Embedding& operator=(const Embedding&) = delete;
 
-  /// Beside those of --policy-source.
+  /// Policies in addition to those of --policy-source.
   const CompiledPolicies& policies() const { return policies_; }
-  /// Gets the fraction done; may be empty.
+  /// Gets the fraction done, 0 to 1; may be empty.
   const std::function<void(double)>& progress() const { return progress_; }
-  /// What --json prints.
+  /// The text that --json would print.
   std::string json = "";
 
-  /// Null: the command is a process of its own.
+  /// The thread's embedding. Null if the command is a process.
   static Embedding*& of_thread() {
     static thread_local Embedding* own = nullptr;
     return own;

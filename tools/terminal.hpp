@@ -1,4 +1,4 @@
-// What the command says, as a terminal may have it.
+// Filters what a command prints, so that it is safe for a terminal.
 #pragma once
 
 #include <cstdio>
@@ -7,14 +7,16 @@
 
 namespace kvlab {
 
-/// While it lives, all that is printed to `stdout` and `stderr` goes through it, whatever the
-/// names, files and tokens that it quotes hold:
-/// - stdout: line ends and tabs stay, of other control characters a question mark;
-/// - stderr: each print is one line, not too long. It waits until there is something else to show,
-///   output or a bar, so that an error found before stands alone. It never fails.
-/// A standard stream that is closed stays so: no file that is opened takes its place.
-/// The streams that it puts there are never closed: a library that was loaded meanwhile, as NVRTC
-/// is, with a C++ library of its own, keeps them, and flushes them when the process ends.
+/// While this object exists, everything printed to `stdout` and `stderr` goes through it, because
+/// names, files and tokens that are quoted may contain anything.
+///
+/// On stdout line ends and tabs stay; other control characters become question marks. On stderr
+/// each print is one line of limited length. It waits until there is something else to show, output
+/// or a progress bar, so that an error found before is printed alone. It never fails.
+///
+/// A standard stream that is closed stays closed: no file that is opened later takes its place. The
+/// streams that it installs are never closed, because a library that was loaded meanwhile with its
+/// own C++ library, such as NVRTC, keeps them and flushes them when the process ends.
 class Terminal {
  public:
   Terminal();
@@ -22,7 +24,7 @@ class Terminal {
   Terminal(const Terminal&) = delete;
   Terminal& operator=(const Terminal&) = delete;
 
-  /// Forgets the lines that wait: an error is to be said instead.
+  /// Drops the waiting lines, because an error is printed instead.
   void drop_lines();
 
  private:
@@ -30,9 +32,9 @@ class Terminal {
   static ssize_t take_line(void* cookie, const char* bytes, std::size_t count);
   void say_lines();
 
-  std::FILE *out_, *error_;  // the true ones
+  std::FILE *out_, *error_;  // the original streams
   std::mutex mutex_;
-  std::string lines_;  // that wait
+  std::string lines_;  // waiting lines
 };
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-# kvlab_want_cuda(<version> <what>): stops where CUDA is older than kvlab needs. cudaLibraryLoadData came with 12.8.
+# kvlab_want_cuda(<version> <what>): stops if CUDA is older than kvlab needs. cudaLibraryLoadData is new in 12.8.
 function(kvlab_want_cuda version what)
   if(version VERSION_LESS 12.8)
     message(FATAL_ERROR "kvlab needs CUDA 12.8 or newer, for cudaLibraryLoadData; ${what} is of ${version}. Install a "

@@ -1,5 +1,5 @@
-# kvlab_embed_text(<target> <function> <files…>): a source file in <target> that holds the text of each file,
-# by its path in the project; kvlab::<function>() returns them all (policies/embedded.hpp).
+# kvlab_embed_text(<target> <function> <files…>): adds a source file to <target> that contains the text of each file, by
+# its path in the project. kvlab::<function>() returns them all (policies/embedded.hpp).
 function(kvlab_embed_text target function)
   set(output ${CMAKE_CURRENT_BINARY_DIR}/${function}.cpp)
   list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/ OUTPUT_VARIABLE files)
@@ -8,6 +8,7 @@ function(kvlab_embed_text target function)
     COMMAND ${CMAKE_COMMAND} -DOUTPUT=${output} -DFUNCTION=${function} -DROOT=${PROJECT_SOURCE_DIR}
             "-DFILES=${ARGN}" -P ${PROJECT_SOURCE_DIR}/tools/cmake/write_embedded.cmake
     DEPENDS ${files} ${PROJECT_SOURCE_DIR}/tools/cmake/write_embedded.cmake VERBATIM)
-  set_source_files_properties(${output} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON) # clang-tidy reads what is ours alone
+  set_source_files_properties(${output} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)  # so that clang-tidy reads only
+                                                                                   # kvlab's sources
   target_sources(${target} PRIVATE ${output})
 endfunction()

@@ -1,5 +1,5 @@
-# One line of the registry is one policy: `header.hpp Struct`. From it follow the registry's header and,
-# for CUDA, translation units that compile every policy for the device.
+# Each line of the registry is a policy: `header.hpp Struct`. The registry's header and, for CUDA, translation units
+# that compile every policy for the device are generated from it.
 
 # Sets <headers> and <types> in the caller to the two columns of <registry.txt>.
 function(kvlab_read_registry registry headers types)
@@ -23,7 +23,7 @@ function(kvlab_read_registry registry headers types)
   set(${types} ${found_types} PARENT_SCOPE)
 endfunction()
 
-# kvlab_generate_registry(<registry.txt> <registry.hpp>): includes, a type list, and its checks.
+# kvlab_generate_registry(<registry.txt> <registry.hpp>): writes the includes, a type list, and its checks.
 function(kvlab_generate_registry registry output)
   kvlab_read_registry(${registry} headers types)
   list(TRANSFORM headers REPLACE "(.+)" "#include \"policies/\\1\"")
@@ -45,8 +45,8 @@ static_assert(check_registry(Registry{}));
 ]])
 endfunction()
 
-# kvlab_generate_device_policies(<registry.txt> <device_policies.cu>): kvlab::kernels::device_policies(), every policy's
-# kernels (kernels/evict/device_policy.hpp).
+# kvlab_generate_device_policies(<registry.txt> <device_policies.cu>): writes kvlab::kernels::device_policies(), every
+# policy's kernels (kernels/evict/device_policy.hpp).
 function(kvlab_generate_device_policies registry output)
   kvlab_read_registry(${registry} headers types)
   set(entries "")

@@ -1,8 +1,8 @@
-# Writes OUTPUT, a C++ file whose function FUNCTION returns the text of FILES (paths below ROOT).
+# Writes OUTPUT, a C++ file whose function FUNCTION returns the texts of FILES (paths relative to ROOT).
 set(entries "")
 foreach(file IN LISTS FILES)
   file(READ ${ROOT}/${file} text)
-  # A compiler need not take a literal of more than 64 KiB.
+  # Compilers need not support literals of more than 64 KiB.
   string(LENGTH "${text}" length)
   if(length GREATER 65000)
     message(FATAL_ERROR "${file}: ${length} bytes are too many to embed; at most 65000")

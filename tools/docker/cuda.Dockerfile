@@ -1,10 +1,10 @@
 # kvlab on CUDA: docker build -f tools/docker/cuda.Dockerfile -t kvlab-cuda . &&
 #   docker run --rm --gpus all -v "$PWD:/work" kvlab-cuda demo
-# ARCHITECTURES: of the card, as CMake names them; the fewer, the sooner it is built.
+# ARCHITECTURES: those of the GPU, as CMake names them. Fewer architectures build faster.
 FROM debian:12-slim AS vega
 RUN apt-get update && apt-get install -y --no-install-recommends libjs-vega
 
-# What the measurements were taken with; it wants a driver of 580 or newer.
+# The version that the measurements used. It needs driver 580 or newer.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 ARG ARCHITECTURES=80-real;90
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \

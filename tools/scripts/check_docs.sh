@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks the pages for readers: links, anchors and paths in the tree lead somewhere, README names policies that exist,
-# docs/reference/python.md has every public name, lines hold at most 120 characters (tables may be wider).
+# Checks the docs: links, anchors and paths in the tree exist; README names policies that exist;
+# docs/reference/python.md has every public name; lines have at most 120 characters (tables may be wider).
 set -euo pipefail
 export LC_ALL=C.UTF-8
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -10,7 +10,7 @@ complain() { echo "$*" && failed=1; }
 anchors() {
   sed -n 's/^##* //p' "$1" | tr '[:upper:]' '[:lower:]' | sed 's/[^[:alnum:]_ -]//g; s/ /-/g'
 }
-# A page's paths in the tree, but for the reader's own policies/peak.hpp.
+# A page's paths in the tree, except the example policies/peak.hpp.
 paths() {
   grep -oE '`(docs|engine|kernels|policies|sim|tests|tools|traces)/[^` ]*`' "$1" | tr -d '`' | grep -v '/peak\.hpp$' || true
 }

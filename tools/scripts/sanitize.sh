@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# compute-sanitizer over every test case with the tag [gpu], some at a time:
+# Runs compute-sanitizer on every test case with the tag [gpu], several at a time:
 #
-#   tools/scripts/sanitize.sh BUILD TOOL [AT_ONCE] [SECONDS] [PROGRAMS]
+#       tools/scripts/sanitize.sh BUILD TOOL [AT_ONCE] [SECONDS] [PROGRAMS]
 #
-# BUILD holds tests/. TOOL is memcheck, racecheck, initcheck or synccheck. Each program mirrors its device memory, so
-# more than four at once (the default) fill a GPU. A case that takes longer than SECONDS (300) is cut short. Cases that
-# only repeat ("200 times") are left out. PROGRAMS: a pattern of their names. Prints a line for each case that is not
-# clean, then how many were; logs stay in BUILD/sanitize/TOOL. Exits 1 unless all are clean.
+# BUILD contains tests/. TOOL is memcheck, racecheck, initcheck or synccheck. Each program mirrors its device memory, so
+# more than AT_ONCE (4) fill a GPU. A case that takes longer than SECONDS (300) is stopped. Cases that only repeat ("200
+# times") are left out. PROGRAMS: a pattern of program names.
 #
-# COMPUTE_SANITIZER names another version than the toolkit's, such as those of PyPI's nvidia-cuda-sanitizer-api: before
-# 2025.4 initcheck does not follow copies of the copy engine. See docs/internals/measurements/README.md.
+# It prints a line for each case that is not clean, then how many are. Logs stay in BUILD/sanitize/TOOL. It exits with 1
+# unless all are clean.
+#
+# COMPUTE_SANITIZER names a version other than the toolkit's, such as that of PyPI's nvidia-cuda-sanitizer-api: before
+# 2025.4 initcheck does not follow copies by the copy engine. See docs/internals/measurements/README.md.
 set -euo pipefail
 
 build=${1:?BUILD} tool=${2:?TOOL} at_once=${3:-4} seconds=${4:-300} programs=${5:-.}
 build=$(cd "$build" && pwd)
 sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
-# Other libraries' kernels are theirs. Barriers that are no cuda::barrier are not counted by the compiler.
+# Excludes kernels of other libraries. The compiler does not count barriers that are not cuda::barrier.
 options="--tool $tool --error-exitcode 77"
 [[ $tool == memcheck ]] || options+=" --kernel-name kns=kvlab --num-cuda-barriers 32"
 logs=$build/sanitize/$tool
@@ -24,7 +26,8 @@ source=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 source "$source/tools/scripts/gpu_cases.sh"
 rm -rf "$logs" && mkdir -p "$logs"
 
-# PROGRAM|CASE for each, in the order of the folders. api_calls needs what the tools hold; device_lost faults on purpose.
+# PROGRAM|CASE of each, in the order of the folders. Excludes api_calls, which needs what the tools occupy, and
+# device_lost, which faults on purpose.
 cases() {
   list_gpu_cases "$build" "$source" >"$logs/listed" || exit 1
   grep -vE '^[^|]*/test_(api_calls|device_lost)[|]|200 ' "$logs/listed" | grep -E -e "^[^|]*($programs)[^|]*[|]" || true

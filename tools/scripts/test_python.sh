@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# The Python package as people install it: an empty virtual environment, pip install, its tests, its types. Those of
-# kvlab.hf by the newest transformers of the day, and by the oldest one that it supports.
-# tools/scripts/test_python.sh [PYTHON]; KVLAB_COMMAND names a kvlab whose results are compared, KVLAB_BUILD a release
-# build whose objects serve: then the extension alone is compiled.
-# tools/scripts/test_python.sh --sanitize, afterwards: the tests once more, the extension under ASan and UBSan.
+# Tests the Python package as users install it: in an empty virtual environment, with pip, its tests and its types.
+# kvlab.hf is tested with the newest transformers and with the oldest supported one.
+#
+#       tools/scripts/test_python.sh [PYTHON]
+#       tools/scripts/test_python.sh --sanitize
+#
+# KVLAB_COMMAND names a kvlab whose results are compared. KVLAB_BUILD names a release build whose objects are reused, so
+# that only the extension is compiled. --sanitize, after a first run, repeats the tests with the extension under ASan
+# and UBSan.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 folder=$PWD/build-python/venv
@@ -11,7 +15,7 @@ folder=$PWD/build-python/venv
 sanitize() {
   local build library preload="" package=$PWD/build-python/asan
   [[ -x $folder/bin/python ]] || { echo "skipped: tools/scripts/test_python.sh has installed nothing"; return; }
-  # What pip has built serves: only the extension's own files, and what reads arrays of Python's, are compiled anew.
+  # Reuses what pip built. Only the extension's own files, and the code that reads Python's arrays, are compiled again.
   build=${KVLAB_BUILD:-$(dirname "$(ls -t build-python/*/CMakeInit.txt | head -1)")}
   "$folder/bin/pip" install --quiet --disable-pip-version-check nanobind
   cmake "$build" -U 'NB_*' -U nanobind_DIR -DKVLAB_SANITIZE_EXTENSION=ON -DPython_EXECUTABLE="$folder/bin/python" >/dev/null
@@ -23,7 +27,7 @@ sanitize() {
   for library in libasan.so libubsan.so libstdc++.so; do
     preload+="$(g++ -print-file-name=$library) "
   done
-  # Python itself leaks by design. What is compiled at run time, PyTorch and the command are no part of the extension.
+  # Python itself leaks by design. Code compiled at run time, PyTorch and the command are not part of the extension.
   local left_out=(commands.py pages.py notebooks.py words.py cache.py hf.py families.py calls.py capture.py sensitivities.py evicting.py evicting_cuda.py ops.py)
   ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 LD_PRELOAD=$preload PYTHONPATH=$package \
     "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python "${left_out[@]/#/--ignore=tests/python/test_}" \
@@ -41,12 +45,13 @@ python=$(command -v "${1:-python3}")
 began=$SECONDS shared=()
 if [[ -n ${KVLAB_BUILD:-} ]]; then
   shared=(-C build-dir="$KVLAB_BUILD")
-  # What its objects were compiled for, in place of pyproject.toml's.
+  # The architectures of the reused objects, instead of those of pyproject.toml.
   for switch in $(sed -nE 's/^(KVLAB_(COMMAND|CUDA|MPI|TESTS|WERROR)):BOOL=/\1=/p' "$KVLAB_BUILD/CMakeCache.txt"); do
     shared+=(-C cmake.define."$switch")
   done
 fi
-wheels=$PWD/build-python/checked  # as pip installs it from the checkout, but kept, so that its contents are checked
+wheels=$PWD/build-python/checked  # the wheel that pip would install from the checkout, kept so that its contents can be
+                                  # checked
 rm -rf "$wheels"
 "$folder/bin/pip" wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" "${shared[@]}" . &&
   "$folder/bin/pip" install --quiet --disable-pip-version-check "$(echo "$wheels"/kvlab-*.whl)[all]" ||
@@ -61,17 +66,17 @@ torch=(torch==2.11.0 transformers safetensors peft torchao bitsandbytes accelera
   "$folder/bin/pip" install --quiet --disable-pip-version-check "${torch[@]}" ||
   echo "PyTorch could not be installed: the tests of kvlab.hf are skipped" >&2
 "$folder/bin/python" -m pytest -q -p no:cacheprovider tests/python
-oldest=$PWD/build-python/oldest-transformers  # before the newest: only what differs
+oldest=$PWD/build-python/oldest-transformers  # searched before the newest; contains only what differs
 rm -rf "$oldest"
 if "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" --no-deps --target "$oldest" \
   transformers==4.54.1 tokenizers==0.21.4 huggingface-hub==0.36.2; then
   PYTHONPATH=$oldest "$folder/bin/python" -m pytest -q -p no:cacheprovider \
     tests/python/test_{hf,cache,families,calls,evicting,capture,sensitivities}.py \
-    -k "not quantised"  # which today's quantisers and that transformers do not do together
+    -k "not quantised"  # today's quantisers do not work with that transformers
 else
   echo "transformers 4.54.1 could not be installed: the tests of kvlab.hf by it are skipped" >&2
 fi
-# Features without transformers, on the PyTorch that ./dev test --optional has made a Python of.
+# Features without transformers, with the PyTorch of the Python that ./dev test --optional made.
 old=${KVLAB_HF_PYTHON:-$PWD/build-python/bin/python} package=$PWD/build-python/package
 mkdir -p "$package"
 ln -sfn "$("$folder/bin/python" -c 'import pathlib, kvlab; print(pathlib.Path(kvlab.__file__).parent)')" "$package/kvlab"
@@ -80,7 +85,7 @@ if PYTHONPATH=$package "$old" -c 'import pytest, torch, kvlab' 2>/dev/null; then
 else
   echo "$old cannot import pytest, torch and kvlab: the tests of features by it are skipped" >&2
 fi
-presses=$PWD/build-python/kvpress  # which wants an older transformers
+presses=$PWD/build-python/kvpress  # kvpress needs an older transformers
 if "$folder/bin/uv" venv --quiet --clear --python "$python" "$presses" &&
   "$folder/bin/uv" pip install --quiet --python "$presses/bin/python" torch==2.11.0 kvpress==0.5.5 pytest; then
   PYTHONPATH=$package "$presses/bin/python" -m pytest -q -p no:cacheprovider tests/python/test_kvpress.py

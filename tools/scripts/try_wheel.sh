@@ -1,15 +1,21 @@
 #!/bin/sh
-# Tries a wheel on an empty system, one with python3 and its venv module alone: tools/scripts/try_wheel.sh WHEEL README
-# Installs WHEEL into a new virtual environment in the current folder, which takes at most 60 seconds; runs the commands
-# and the Python code of README that follow a comment "try_wheel.sh"; then `kvlab demo`, whose page needs its figures.
-# How to make such a system on Debian, as root:
-#   debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm /tmp/empty
-#   mkdir /tmp/empty/try && cp WHEEL README.md tools/scripts/try_wheel.sh /tmp/empty/try
-#   chroot /tmp/empty sh -c 'cd /try && sh try_wheel.sh *.whl README.md'
+# Tries a wheel on an empty system that has only python3 and its venv module:
+#
+#       tools/scripts/try_wheel.sh WHEEL README
+#
+# It installs WHEEL to a new virtual environment in the current folder, which may take at most 60 s; runs the commands
+# and the Python code of README that follow a comment "try_wheel.sh"; then runs `kvlab demo` and checks that its page
+# has figures.
+#
+# To make such a system on Debian, as root:
+#
+#       debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm /tmp/empty
+#       mkdir /tmp/empty/try && cp WHEEL README.md tools/scripts/try_wheel.sh /tmp/empty/try
+#       chroot /tmp/empty sh -c 'cd /try && sh try_wheel.sh *.whl README.md'
 set -eu
 wheel=$1 readme=$2
 fail() { echo "try_wheel.sh: $*" >&2; exit 1; }
-# block LANGUAGE: the block of README that is marked for this script.
+# block LANGUAGE: prints the block of README that is marked for this script.
 block() {
   awk -v fence="\`\`\`$1" '/^<!-- try_wheel.sh -->$/ {marked = 1; next}
     inside && /^```$/ {exit} inside {print} marked && $0 == fence {inside = 1} {marked = 0}' "$readme"

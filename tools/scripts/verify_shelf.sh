@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# kvlab verify of every policy that decodes, in every mode, some at a time:
+# Runs kvlab verify for every policy that decodes, in every mode, several at a time:
 #
-#   tools/scripts/verify_shelf.sh KVLAB MODEL OUT [AT_ONCE] [OPTION...]
+#       tools/scripts/verify_shelf.sh KVLAB MODEL OUT [AT_ONCE] [OPTION...]
 #
-# Modes: positions original and cache; prompts dense, in chunks and as a stream; every=1 and 64; scope=head and layer;
-# budgets by KV head (with scope=head, which is what they are for); a second turn. OPTION: further ones of verify, such
-# as --device cuda. OUT/table has a line for each configuration, OUT/failed the rest. Exits 1 unless all are whole.
+# Modes: original and cache positions; prompts dense, in chunks and as a stream; every=1 and 64; scope=head and layer;
+# budgets by KV head (with scope=head, for which they are meant); a second turn. OPTION: further options of verify, such
+# as --device cuda. OUT/table has a line for each configuration, OUT/failed those that failed. Exits with 1 unless all
+# pass.
 set -euo pipefail
 kvlab=$1 model=$2 out=$3 at_once=${4:-2}
 shift $(($# < 4 ? $# : 4))
@@ -21,7 +22,7 @@ heads = config["num_key_value_heads"]
 print(json.dumps([[(34, 48, 96, 33)[(heads * l + h) % 4] for h in range(heads)] for l in range(config["num_hidden_layers"])]))
 PYTHON
 
-# verify POSITIONS BUDGET POLICIES [OPTION...]
+# verify POSITIONS BUDGET POLICIES [OPTION...]: verifies these policies in one mode.
 verify() {
   local positions=$1 budget=$2 policies=$3 one
   shift 3

@@ -1,4 +1,4 @@
-// Arrays for numpy that own what they hold.
+// numpy arrays that own their memory.
 #pragma once
 
 #include <nanobind/ndarray.h>
@@ -14,7 +14,7 @@ template <class T>
 using Array = nanobind::ndarray<nanobind::numpy, T>;
 using FloatArray = Array<float>;
 
-/// `values`, moved, as an array of that shape. Needs the GIL.
+/// Moves `values` to an array of this shape. Needs the GIL.
 template <class T>
 Array<T> array_of(std::vector<T> values, std::initializer_list<std::size_t> shape) {
   auto held = std::make_unique<std::vector<T>>(std::move(values));

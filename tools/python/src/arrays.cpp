@@ -1,4 +1,4 @@
-// Attention of arrays.
+// Attention over numpy arrays.
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -21,7 +21,7 @@ namespace {
 
 using Heads = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
-/// Throws std::invalid_argument unless the arrays are of one shape that attention has.
+/// The shape of the arrays. Throws std::invalid_argument unless they fit together.
 ModelShape shape_of(const Heads& q, const Heads& k, const Heads& v, const std::string& dtype) {
   for (const Heads* one : {&q, &k, &v})
     for (const std::size_t axis : {std::size_t{0}, std::size_t{1}, std::size_t{2}})
@@ -45,7 +45,7 @@ ModelShape shape_of(const Heads& q, const Heads& k, const Heads& v, const std::s
           .dtype = *known};
 }
 
-/// The rows' lengths are those of the shape from here on: the computation below relies on it.
+/// Checks a row's lengths against the shape, because the computation below relies on them.
 RowSpec checked_row(const nb::dict& said, const std::vector<Rope>& ropes, float softmax_scale,
                     const ModelShape& shape) {
   RowSpec row = row_of(said, ropes, softmax_scale);
@@ -57,7 +57,7 @@ RowSpec checked_row(const nb::dict& said, const std::vector<Rope>& ropes, float 
   return row;
 }
 
-/// [positions, query_heads, head_size]: what full attention puts out there.
+/// Outputs of full attention [positions, query_heads, head_size] at some positions.
 FloatArray attention_outputs(const Heads& q, const Heads& k, const Heads& v, const Tables& inv_freq,
                              const Factors& rope_factor, float softmax_scale,
                              const std::string& dtype, const std::vector<std::uint32_t>& positions,

@@ -1,5 +1,5 @@
-// The parts of the extension _kvlab. Conversions only: what they call is all of the domain's logic.
-// Names beginning with an underscore are the package's own (tools/python/kvlab).
+// The parts of the extension _kvlab. They only convert arguments and results; the logic is in what
+// they call. Names that begin with an underscore are for the package itself (tools/python/kvlab).
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -62,7 +62,7 @@ Array<std::uint32_t> rules_of(const ResolvedConfig& config, const CacheShape& mo
   return array_of(std::move(all), {model.layers, model.kv_heads, 4});
 }
 
-/// [layer, KV head, tier]: format and slots; without tiers where all stay in 16 bit.
+/// [layer, KV head, tier]: format and slots; no tiers if all tokens stay in 16 bit.
 Array<std::uint32_t> tiers_of(const ResolvedConfig& config, const CacheShape& model) {
   const TierPlan& tier_plan = config.policy.tier_plan;
   const std::size_t tiers = tier_plan.is_plain() ? 0 : tier_plan.tiers.size();
@@ -70,7 +70,7 @@ Array<std::uint32_t> tiers_of(const ResolvedConfig& config, const CacheShape& mo
   for (std::uint32_t layer = 0; tiers > 0 && layer < model.layers; ++layer)
     for (std::uint32_t head = 0; head < model.kv_heads; ++head) {
       const auto own = config.tiers.find(config.budget_of(layer, head));
-      for (std::size_t r = 0; r < tiers; ++r) {  // a layer that is exempt stays in 16 bit
+      for (std::size_t r = 0; r < tiers; ++r) {  // an exempt layer stays in 16 bit
         const TierSlots tier = own == config.tiers.end() ? TierSlots{} : own->second[r];
         all.insert(all.end(), {static_cast<std::uint32_t>(tier.format - kKvFormats), tier.slots});
       }
@@ -78,7 +78,7 @@ Array<std::uint32_t> tiers_of(const ResolvedConfig& config, const CacheShape& mo
   return array_of(std::move(all), {model.layers, model.kv_heads, tiers, 2});
 }
 
-/// The smallest and the largest budget of a KV head; none where all tokens stay.
+/// The smallest and the largest budget of a KV head; empty if all tokens stay.
 std::vector<std::uint32_t> budget_range(const CacheRequest& requested) {
   const ResolvedConfig config = resolve(requested, kDecoder);
   std::vector<std::uint32_t> all;

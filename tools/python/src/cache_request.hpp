@@ -1,4 +1,4 @@
-// A cache as Python requests it, for a sequence of some length in a model of some heads.
+// A cache that Python requests, for a sequence of some length in a model of some shape.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,18 @@
 namespace kvlab::python {
 
 struct CacheRequest {
-  std::string policy;  ///< or a file that `deploy` or `tune` wrote, where its name ends in .json
+  std::string policy;  ///< a policy with settings, or a file of `deploy` or `tune` (a name ending
+                       ///< in .json)
   std::vector<Policy> own;
-  std::string budget, prefill, positions;  ///< as on the command line; or empty
+  std::string budget, prefill, positions;  ///< as on the command line; may be empty
   std::uint64_t seed;
   double threshold;
   std::uint32_t length;
   CacheShape model;
-  std::vector<std::uint32_t> layer_numbers;  ///< as ResolvedConfig's
+  std::vector<std::uint32_t> layer_numbers;  ///< as in ResolvedConfig
 };
 
-/// Throws std::invalid_argument for what the executor does not know.
+/// Resolves the request. Throws std::invalid_argument for what the executor does not support.
 ResolvedConfig resolve(const CacheRequest& requested, const Executor& executor);
 
 }  // namespace kvlab::python

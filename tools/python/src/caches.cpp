@@ -1,4 +1,4 @@
-// The caches of a model whose other layers run elsewhere.
+// The caches of a model whose other computations run elsewhere.
 #include <fmt/format.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -58,8 +58,8 @@ class Caches {
 
   Caches& operator=(const Caches&) = delete;
 
-  /// What these hold, for a sequence that goes on in another way. Throws std::invalid_argument
-  /// where a policy remembers rows, which it would of one sequence.
+  /// Copies the caches, for a sequence that continues differently. Throws std::invalid_argument if
+  /// a policy reads rows, because it remembers those of one sequence.
   std::unique_ptr<Caches> copy() const {
     for (const Policy& policy : own_)
       if (policy.entry->see_rows)
@@ -70,7 +70,7 @@ class Caches {
     return std::unique_ptr<Caches>(new Caches(*this));
   }
 
-  /// [token, query_heads, head_size], the outputs of tokens that come together.
+  /// Appends tokens together and returns their attention outputs [token, query_heads, head_size].
   FloatArray attend(std::uint32_t layer, const Rows& q, const Rows& k, const Rows& v,
                     bool is_prompt, unsigned threads) {
     check(q, "q", q.shape(0), kv_heads_ * group_);
@@ -90,8 +90,8 @@ class Caches {
     return array_of(std::move(out), {q.shape(0), q.shape(1), q.shape(2)});
   }
 
-  /// Back to the first `tokens` tokens. Throws std::invalid_argument, before anything is dropped,
-  /// where a cache of some layer cannot.
+  /// Drops all but the first `tokens` tokens. Throws std::invalid_argument before anything is
+  /// dropped if the cache of a layer cannot.
   void crop(std::uint32_t tokens) {
     for (const LayerCache& layer : layers_)
       for (const HeadCache& head : layer.heads())
@@ -120,7 +120,7 @@ class Caches {
   std::uint64_t evictions() const {
     return sum([](const HeadCache& head) { return head.live().evictions(); });
   }
-  /// Of keys and values of the live tokens.
+  /// Bytes of the live tokens' keys and values.
   std::uint64_t kv_bytes() const {
     return sum([](const HeadCache& head) { return head.live_bytes(); });
   }
@@ -131,8 +131,8 @@ class Caches {
  private:
   Caches(const Caches&) = default;
 
-  /// The four steps of the rule for each append that the rows make: a prompt by its prefill,
-  /// decoded tokens one by one.
+  /// Runs the four steps of the rule for each append: a prompt as its prefill says, decoded tokens
+  /// one by one.
   void feed(std::uint32_t layer, LayerRows rows, bool is_prompt, unsigned threads) {
     LayerCache& cache = layers_.at(layer);
     const std::size_t keys = std::size_t{kv_heads_} * head_size_, queries = keys * group_;
@@ -153,7 +153,8 @@ class Caches {
     }
     if (!is_prompt) return;
     cache.end_prompt();
-    // At once, so that no two layers hold a prompt: that does not depend on who comes next.
+    // Evicts right away, so that only one layer at a time has a whole prompt. The result does not
+    // depend on the tokens that follow.
     for (HeadCache& head : cache.heads()) head.evict_to_budget(tokens_[layer]);
   }
 
@@ -164,14 +165,14 @@ class Caches {
                                               heads, head_size_));
   }
 
-  std::vector<Policy> own_;  // whose hooks the layers call
+  std::vector<Policy> own_;  // policies whose hooks the layers call
   std::uint32_t kv_heads_, group_, head_size_;
   std::uint32_t chunk_ = 0;  // tokens of a prompt's append; 0: all
   std::vector<GrowingRope> ropes_;
-  std::vector<std::uint32_t> tables_;                // [layer]: which of them
-  std::shared_ptr<const OutputProjections> output_;  // null where no feature takes it
+  std::vector<std::uint32_t> tables_;                // [layer]: index in ropes_
+  std::shared_ptr<const OutputProjections> output_;  // null if no feature reads it
   std::deque<LayerCache> layers_;
-  std::vector<std::uint32_t> tokens_;  // [layer]: so far
+  std::vector<std::uint32_t> tokens_;  // [layer]: tokens so far
 };
 
 }  // namespace

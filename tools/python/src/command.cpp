@@ -1,5 +1,5 @@
-// The commands of the end-to-end evaluation, in this process, so that Python's functions may be
-// among the policies.
+// Runs the commands of the end-to-end evaluation in this process, so that Python functions can be
+// policies.
 #include <fmt/format.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -25,7 +25,7 @@ Command command_called(const std::string& name) {
   return *command;
 }
 
-/// What the command prints with --json.
+/// Runs a command and returns what it prints with --json.
 std::string run_in_process(const std::string& name, const std::vector<std::string>& words,
                            const std::vector<Policy>& own, const nb::object& progress) {
   return result_of_long([&, told = progress_to(progress)] {
@@ -36,7 +36,7 @@ std::string run_in_process(const std::string& name, const std::vector<std::strin
   });
 }
 
-/// "switch", "whole", "number", "text" or "texts".
+/// The kind of an option: "switch", "whole", "number", "text" or "texts".
 std::string kind_of(const po::value_semantic& value) {
   if (value.max_tokens() == 0) return "switch";
   if (dynamic_cast<const po::typed_value<std::int64_t>*>(&value)) return "whole";
@@ -54,7 +54,7 @@ std::vector<std::pair<std::string, std::string>> options_of(const std::string& n
   return kinds;
 }
 
-/// The command itself, for the script that pip installs.
+/// The `kvlab` program, for the script that pip installs.
 int main_in_process(std::vector<std::string> words) {
   words.insert(words.begin(), "kvlab");
   std::vector<char*> argv;

@@ -14,7 +14,7 @@ namespace {
 constexpr auto kBetweenSignals = std::chrono::milliseconds(50);
 constexpr auto kBetweenCalls = std::chrono::milliseconds(100);
 
-/// Sets `off`, and waits for the work, where a signal has come that raises.
+/// If a signal has raised an exception, sets `off` and waits for the work.
 void call_off_on_signal(std::atomic<bool>& off, std::future<void>& work) {
   const nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return;

@@ -1,4 +1,4 @@
-// Work that may take long: other Python threads go on, and Ctrl-C ends it.
+// Runs long work while other Python threads continue, so that Ctrl-C can end it.
 #pragma once
 
 #include <functional>
@@ -9,12 +9,11 @@
 
 namespace kvlab::python {
 
-/// Runs `work`, which holds no GIL, on a thread of its own. A signal's exception
-/// (KeyboardInterrupt) calls the work off, and comes out when it has ended. So does what `work`
-/// throws.
+/// Runs `work` on another thread, without the GIL. A signal's exception (KeyboardInterrupt) cancels
+/// the work, and is thrown when the work has ended. Exceptions of `work` are thrown, too.
 void call_long(const std::function<void()>& work);
 
-/// The same of work with a result.
+/// The same for work with a result.
 template <class Work>
 auto result_of_long(Work&& work) {
   std::optional<decltype(work())> result;
@@ -22,8 +21,8 @@ auto result_of_long(Work&& work) {
   return std::move(*result);
 }
 
-/// A progress hook for C++ that calls `callback(fraction)`, ten times a second at most and at the
-/// end. None gives none.
+/// A C++ progress hook that calls `callback(fraction)`, at most ten times a second and at the end.
+/// None gives an empty hook.
 std::function<void(double)> progress_to(nb::object callback);
 
 }  // namespace kvlab::python

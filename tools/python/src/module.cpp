@@ -14,12 +14,13 @@
 
 namespace {
 
-/// As the command says it: no control characters, and not too long. Python takes UTF-8 alone.
+/// Raises an error with the message that the command would print: without control characters and of
+/// limited length, because Python accepts only UTF-8.
 void raise(PyObject* kind, std::string_view message) {
   PyErr_SetString(kind, kvlab::brief_line(message).c_str());
 }
 
-/// A compiler's words are several lines.
+/// Raises a compiler's message, which has several lines.
 void raise_not_compiled(std::string_view message) {
   std::string lines;
   for (const std::string& line : kvlab::split_list(message, '\n'))
@@ -27,9 +28,9 @@ void raise_not_compiled(std::string_view message) {
   PyErr_SetString(PyExc_ValueError, lines.c_str());
 }
 
-/// What the command says of an error, the package raises. A value that no conversion takes is an
-/// argument that is no good, like all others; the package checks arguments by name before they come
-/// here. What is not named is raised as nanobind raises it.
+/// Translates errors to Python, with the messages of the command. A value that no conversion
+/// accepts is a bad argument like all others; the package checks arguments by name before they
+/// arrive here. Other errors are raised as nanobind raises them.
 void translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
@@ -57,7 +58,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 NB_MODULE(_kvlab, module) {
   nanobind::register_exception_translator(translate);
   module.doc() = "The compiled half of kvlab.";
-  nanobind::set_leak_warnings(false);  // own policies live as long as the process
+  nanobind::set_leak_warnings(false);  // Python policies live as long as the process
   module.attr("version") = KVLAB_RELEASE;
   kvlab::python::bind_trace(module);
   kvlab::python::bind_trace_writer(module);

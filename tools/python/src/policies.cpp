@@ -27,37 +27,40 @@
 namespace kvlab::python {
 namespace {
 
-// Policies whose text is a Python function over arrays of all live tokens of a cache.
+// Policies that are Python functions over arrays of all live tokens of a cache.
 
-/// What an own policy says of itself, and the function that is called back.
+/// A Python policy: its description, and the function to call.
 struct OwnPolicy {
   std::string name, summary;
-  std::string path, text;  ///< where the function was written, and its source
+  std::string path, text;  ///< the file of the function, and its source
   std::string needs;       ///< nothing, mass, requests, both
   std::vector<std::string> features;
-  std::string defaults;   ///< protected tokens and modifiers, as on the command line; may be empty
-  std::string positions;  ///< original, cache
-  std::size_t state_bytes = 0;  ///< that the function keeps for each token
-  /// Of queries by how many are younger in their append, and 0 from there on; empty: all are 1.
+  std::string defaults;  ///< default protected tokens and modifiers, as on the command line; may be
+                         ///< empty
+  std::string positions;        ///< original, cache
+  std::size_t state_bytes = 0;  ///< bytes of state for each token
+  /// Weight of a query by the number of younger queries in its append; 0 beyond the end. Empty: all
+  /// are 1.
   std::vector<float> weights;
-  bool by_head = false;  ///< looks at the mass of each query head
-  /// (state, mass, requests, last_request, queries, mass_by_head, position, features, step) ->
-  /// ranks: state is uint8 [live, state_bytes], written in place; what is not needed is None; step
-  /// is a tuple.
+  bool by_head = false;  ///< the function reads the mass of each query head
+  /// Called as (state, mass, requests, last_request, queries, mass_by_head, position, features,
+  /// step); returns ranks. state: uint8 [live, state_bytes], changed in place. Arrays that are not
+  /// needed are None. step: a tuple.
   nb::object function;
-  /// rows(sequence, layer, first, q, k, v, inv_freq, rope_factor, softmax_scale), arrays [token,
-  /// head, dim] that are its own, and trace(sequence, path): what PolicyEntry shows. Or None.
+  /// An object with rows(sequence, layer, first, q, k, v, inv_freq, rope_factor, softmax_scale),
+  /// which gets its own arrays [token, head, dim], and trace(sequence, path), as PolicyEntry shows
+  /// them; or None.
   nb::object sight;
 };
 
-/// What a slot holds: this, the features, the function's own state.
+/// The head of a slot, which is followed by the features and the function's state.
 struct SlotHead {
-  std::uint64_t rank;  // that the function gave last: its key
+  std::uint64_t rank;  // the rank that the function returned last, as a sortable key
   std::uint32_t position;
-  RankType type;  // of the rank
+  RankType type;  // type of the rank
 };
 
-/// Behind the pointer that `params` are.
+/// What the pointer `params` points to.
 struct Host {
   OwnPolicy own;
   Needs needs;
@@ -81,7 +84,7 @@ const Host& host_of(const void* params) {
   return *host;
 }
 
-/// The states of a cache's live tokens, by age.
+/// The states of a cache's live tokens, oldest first.
 class Slots {
  public:
   Slots(void* slots, const Host& host) : slots_(static_cast<std::byte*>(slots)), host_(host) {}
@@ -101,7 +104,7 @@ class Slots {
   const Host& host_;
 };
 
-/// One call of the function. Needs the GIL.
+/// The arguments of one call of the function. Needs the GIL.
 struct Call {
   nb::object state = nb::none(), mass = nb::none(), requests = nb::none(),
              last_request = nb::none(), queries = nb::none(), by_head = nb::none(),
@@ -136,7 +139,7 @@ nb::object filled(std::size_t count, Fill fill) {
   return nb::cast(array_of(std::move(values), {count}));
 }
 
-/// `width` of T for each token, copied from where `from(i)` says.
+/// An array of `width` values of T for each token, copied from from(i).
 template <class T, class From>
 nb::object gathered(std::size_t count, std::size_t width, From from) {
   if (width == 0) return nb::none();
@@ -146,7 +149,7 @@ nb::object gathered(std::size_t count, std::size_t width, From from) {
   return nb::cast(array_of(std::move(values), {count, width}));
 }
 
-/// What the tokens received: `seen(i)` is an Observation.
+/// Fills in what the tokens received. `seen(i)` is an Observation.
 template <class SeenAt>
 void fill_seen(Call& call, const Host& host, std::size_t count, SeenAt seen) {
   if (needs_mass(host.needs))
@@ -159,8 +162,8 @@ void fill_seen(Call& call, const Host& host, std::size_t count, SeenAt seen) {
   call.queries = filled<std::uint32_t>(count, [&](std::size_t i) { return seen(i).queries; });
 }
 
-/// Calls the function on what an append gave, and keeps its states and ranks. From then on the
-/// next token is to come. `heads`: empty where the function does not look at each.
+/// Calls the function after an append and stores its states and ranks. Afterwards the next token is
+/// expected. `heads`: empty unless the function reads the mass of each head.
 template <class SeenAt>
 void observe_all(void* data, std::size_t count, const void* params, Step step, SeenAt seen,
                  std::span<const std::uint64_t> heads = {}) {
@@ -223,7 +226,8 @@ void observe_heads(void* data, const Observation* seen, std::span<const std::uin
       data, count, params, step, [&](std::size_t i) { return seen[i]; }, heads);
 }
 
-/// The ranks of all live tokens: those kept, or, of a policy that observes nothing, of a call.
+/// The ranks of all live tokens: the stored ones or, if the policy observes nothing, those of a new
+/// call.
 Ranks all_ranks(const void* data, const Tokens& tokens, const void* params, const Step& step) {
   const Host& host = host_of(params);
   const std::size_t count = step.live;
@@ -268,7 +272,7 @@ std::uint32_t tail(const void* params) {
   return given == 0 ? kNoTail : static_cast<std::uint32_t>(given);
 }
 
-/// A copy for Python.
+/// A copy of rows for Python.
 FloatArray shown(const float* rows, const SeenRows& seen, std::uint32_t heads) {
   const std::size_t count = std::size_t{seen.tokens} * heads * seen.head_size;
   return array_of(std::vector<float>(rows, rows + count), {seen.tokens, heads, seen.head_size});
@@ -312,7 +316,7 @@ PolicyInfo info_of(const Host& host) {
     info.features[c] = own.features[c].c_str();
   }
   if (own.defaults.empty()) return info;
-  // The defaults are what the same words make of the policy without any.
+  // The defaults are parsed from the same words as on the command line.
   auto plain = std::make_shared<PolicyEntry>();
   plain->info = info;
   CompiledPolicies known;
@@ -326,8 +330,8 @@ PolicyInfo info_of(const Host& host) {
   return info;
 }
 
-/// Throws std::invalid_argument for features, protected tokens or modifiers that no policy may
-/// have. Whoever calls knows that the name is not taken.
+/// Makes a policy. The caller has checked that the name is free. Throws std::invalid_argument for
+/// features, protected tokens or modifiers that no policy may have.
 Policy make_own_policy(OwnPolicy own) {
   const Needs needs = needs_from(own.needs);
   if (needs == Needs::nothing && own.state_bytes > 0)

@@ -1,4 +1,4 @@
-// A policy beside the registry's, as Python holds it.
+// A policy that is not in the registry, as a Python object.
 #pragma once
 
 #include <memory>

@@ -30,7 +30,7 @@ namespace {
 
 using Words = nb::typed<nb::dict, std::string, nb::object>;
 
-/// The keyword `name` of a replay. kvlab/_run.py has checked what people give.
+/// The keyword `name` of a replay. kvlab/_run.py has already checked the value.
 template <class T>
 T word(const Words& words, const char* name) {
   try {
@@ -108,7 +108,7 @@ std::vector<std::tuple<std::string, std::string, std::string>> traces_of(const P
   return traces;
 }
 
-/// A configuration of the run again.
+/// Makes a configuration of the run again.
 CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<Policy>& own) {
   const RunConfig& requested = info.sweep.at(index);
   const std::string text =
@@ -122,7 +122,7 @@ CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<
   if (requested.budget == "all") request.budgets.clear();
   if (!requested.budget.starts_with('@'))
     return make_sweep(request, replay_oracles(), compiled_from(own)).front();
-  // The run holds what the file held.
+  // The run contains the budgets of the file.
   constexpr std::uint32_t kAny = 1'000'000'000;
   request.budgets = {std::to_string(kAny)};
   CacheConfig config = make_sweep(request, replay_oracles(), compiled_from(own)).front();
@@ -132,7 +132,7 @@ CacheConfig config_of(const RunInfo& info, std::size_t index, const std::vector<
   return config;
 }
 
-/// Positions of queries, and [query, token]: whether the token was live.
+/// Positions of the queries, and [query, token]: whether the token was live.
 std::pair<Array<std::uint32_t>, Array<bool>> kept_of(const PythonRun& self, const Trace& trace,
                                                      std::uint32_t sequence, std::size_t config,
                                                      const std::vector<Policy>& own,
@@ -159,7 +159,7 @@ std::pair<Array<std::uint32_t>, Array<bool>> kept_of(const PythonRun& self, cons
   return {array_of(std::move(queries), {count}), Array<bool>(data, {count, tokens}, owner)};
 }
 
-/// Writes the run's folder, whole or not at all.
+/// Writes the run's folder completely or not at all.
 void save(PythonRun& self, const std::string& directory) {
   const nb::gil_scoped_release no_gil;
   AtomicFolder folder(directory);
@@ -167,7 +167,8 @@ void save(PythonRun& self, const std::string& directory) {
   folder.commit();
 }
 
-/// Of a budget, as JSON: {"standings", "recommendation"}. An empty metric: the one that decides.
+/// The ranking at a budget as JSON: {"standings", "recommendation"}. An empty metric means the best
+/// predictor.
 std::string ranking(const PythonRun& self, const std::string& budget, const std::string& metric) {
   const MetricTable metric_table(self.run.rows);
   const MetricInfo* const by = find_metric(metric.empty() ? best_metric(self.run.rows) : metric);
@@ -194,8 +195,8 @@ std::vector<std::string> budgets_of(const PythonRun& self) {
   return budgets;
 }
 
-/// Values [configuration][text][block] of two configurations: mean, standard error, low, high,
-/// texts.
+/// The paired difference of two configurations from values [configuration][text][block]: mean,
+/// standard error, low, high, texts.
 std::tuple<double, double, double, double, std::size_t> difference(
     const std::vector<std::vector<std::vector<double>>>& values) {
   if (values.size() != 2 || values[0].size() != values[1].size())

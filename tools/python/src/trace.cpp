@@ -38,7 +38,7 @@ Part part_of(const std::string& name) {
   throw std::invalid_argument(fmt::format("part '{}': should be q, k or v", name));
 }
 
-/// Which of the trace's layers the model calls `number`.
+/// The trace's index of the layer that the model numbers `number`.
 std::uint32_t layer_at(const TraceReader& trace, std::uint32_t number, std::uint32_t head,
                        std::uint32_t heads) {
   const std::uint32_t layer = trace.shape().layer_of(number);
@@ -77,7 +77,7 @@ FloatArray read_feature(const Trace& trace, const std::string& name, std::uint32
   return array_of(std::move(values), {reader.tokens()});
 }
 
-/// [tokens]: a feature that the decoders compute, under settings of one's own.
+/// [tokens]: a feature that decoders compute, with the given settings.
 FloatArray score(const Trace& trace, const std::string& name, std::uint32_t number,
                  std::uint32_t kv_head, std::uint32_t sinks, std::uint32_t lag,
                  std::uint32_t future) {
@@ -96,7 +96,7 @@ FloatArray score(const Trace& trace, const std::string& name, std::uint32_t numb
                   {reader.tokens()});
 }
 
-/// [count, tokens] of one query head.
+/// [count, tokens]: attention probabilities of one query head.
 FloatArray attention(const Trace& trace, std::uint32_t number, std::uint32_t head,
                      std::uint32_t first, std::optional<std::uint32_t> requested) {
   const TraceReader& reader = *trace.reader;
@@ -160,7 +160,7 @@ std::vector<std::uint32_t> layer_numbers(const Trace& trace) {
   return numbers;
 }
 
-/// As TraceWriter takes them.
+/// The rows by layer, as TraceWriter takes them.
 nb::typed<nb::list, nb::dict> rows_of(const Trace& trace) {
   nb::list rows;
   for (std::uint32_t l = 0; l < trace.reader->shape().layers; ++l) {

@@ -1,4 +1,4 @@
-// A trace as Python holds it.
+// A trace as a Python object.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 namespace kvlab::python {
 
 struct Trace {
-  std::string path;  ///< as it was requested
+  std::string path;  ///< the path as it was requested
   std::shared_ptr<const TraceReader> reader;
 };
 

@@ -1,4 +1,4 @@
-// Traces as a model computes them, and what a finished one is given.
+// Writes traces while a model computes them, and adds data to finished traces.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <nanobind/ndarray.h>
@@ -34,7 +34,7 @@ using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::c
 
 std::span<const float> span(const Rows& rows) { return {rows.data(), rows.size()}; }
 
-/// Its files close() takes care of: Python frames may hold it longer.
+/// A writer for Python. close() ends it, because Python frames may keep the object longer.
 struct Writer {
   std::optional<TraceWriter> held;
 
@@ -103,7 +103,7 @@ void make_writer(Writer* at, const std::string& directory, const std::string& he
   new (at) Writer{TraceWriter(directory, std::move(header))};
 }
 
-/// A layer at a time, so that no more than one need be there in float32.
+/// Computes the sketch layer by layer, so that only one layer has to be in float32.
 void sketch(Writer& writer, const nb::iterable& weights) {
   OutputSketch sketch{kSketchSeed, {}};
   std::size_t layer = 0;
@@ -143,7 +143,7 @@ void add_feature(const Trace& trace, const std::string& name, const std::vector<
                 });
 }
 
-/// `all`: [layers, draws, tokens, query_heads, head_size].
+/// `all`: [layers, samples, tokens, query_heads, head_size].
 void add_gradients(const Trace& trace, std::uint32_t gradient_samples, std::uint64_t seed,
                    const std::string& queries, const std::vector<float>& scales, const Rows& all) {
   const ModelShape& shape = trace.reader->shape();
