@@ -1,4 +1,4 @@
-"""A model whose attention kvlab's caches compute: its layers, and the hooks that stand in it while caches need them."""
+"""A model whose attention kvlab's caches compute: its layers, and the hooks in it while caches need them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[int, AttendedModel]] = weakref.WeakK
 
 
 def attended_model(model: Any, length: int | None) -> AttendedModel:
-    """Of a loaded model, which is looked at once for each `length`."""
+    """The AttendedModel of a loaded model, which is inspected once for each `length`."""
     if not hasattr(model, "config"):
         raise Refused(f"kvlab.hf: a {type(model).__name__}; a loaded model of transformers is expected")
     base = base_of(model)
@@ -54,15 +54,15 @@ def refuse_within_block(model: Any) -> None:
 
 
 class Block:
-    """Gives each cache that a block meets a conversation of its own."""
+    """Gives each cache in a block a conversation."""
 
     def __init__(self, attended: AttendedModel, conversation: Callable[[], Conversation]) -> None:
         self._attended, self._new = attended, conversation
-        self._conversation = conversation()  # the last that began
-        self._owner: weakref.ref[Any] | None = None  # the cache that holds it
+        self._conversation = conversation()  # the conversation that began last
+        self._owner: weakref.ref[Any] | None = None  # the cache of that conversation
 
     def begin(self) -> Conversation:
-        """For a cache that is met for the first time. One whose cache is gone gives its memory to the next."""
+        """Starts a conversation for a new cache. It reuses the memory of the last one if that one's cache is gone."""
         if self._owner is None or self._owner() is None:
             self._conversation.begin()
         else:
@@ -74,11 +74,11 @@ class Block:
         self._owner = weakref.ref(cache)
 
     def note(self, conversation: Conversation) -> None:
-        """A call of it has ended."""
+        """Called when a call of the conversation has ended."""
 
 
 class AttendedModel:
-    """What kvlab knows of a loaded model for texts of `length` tokens, and the hooks in it."""
+    """What kvlab knows about a loaded model for texts of `length` tokens, and the hooks in it."""
 
     def __init__(self, model: Any, length: int) -> None:
         devices = {parameter.device for parameter in model.parameters()}
@@ -96,7 +96,7 @@ class AttendedModel:
         self.layer_indices = {layer.index: index for index, layer in enumerate(self.acted)}
         self.windows = {layer.index: layer.window for layer in self.layers.values() if layer.index not in self.layer_indices}
         self.has_others = layer_count(self.decoder, [*self.layers.values()]) > len(self.layers)
-        self.most = min(layer.window for layer in self.acted) or None  # tokens of which a window hides none
+        self.most = min(layer.window for layer in self.acted) or None  # most tokens of which no window hides any
         self.rope_types = rope_types(self.decoder.config)
         self.has_fixed_rope = self.rope_types <= set(ROPE_TYPES)
         self.block: Block | None = None
@@ -104,7 +104,7 @@ class AttendedModel:
         self._checked = False
 
     def is_of(self, model: Any) -> bool:
-        """Whether the model has the modules that were looked at."""
+        """Whether the model still has the modules that were inspected."""
         return (model.dtype, model.device) == (self.dtype, self.device) and _state_of(model) == self._modules
 
     @property
@@ -119,7 +119,7 @@ class AttendedModel:
     def request(
         self, policy: str | Policy, budget: int | str | None, tiers: str | None = None, **words: Any
     ) -> _kvlab.CacheRequest:
-        """`words`: prefill, positions, seed, threshold and length, where they are not as usual."""
+        """A cache request. `words`: prefill, positions, seed, threshold and length, if not the defaults."""
         (text,), own = resolve([policy])
         setting = "" if tiers is None else ":tiers=" + tiers.replace(",", "+").replace(":", "@")
         usual: dict[str, Any] = {"prefill": "dense", "positions": "", "seed": 0, "threshold": 0.01, "length": self.length}
@@ -133,7 +133,8 @@ class AttendedModel:
         )
 
     def caches(self, request: Callable[[], _kvlab.CacheRequest]) -> Callable[[], Any]:
-        """What makes those of one sequence. A request for each, because policies remember what they are shown."""
+        """A function that makes the caches of one sequence. Each needs a new request, because policies remember the
+        rows that they are shown."""
         if self.device.type == "cuda":
             from kvlab.hf.slot_caches import SlotCaches
 
@@ -147,7 +148,7 @@ class AttendedModel:
         return lambda: _kvlab.Caches(request(), *heads, inv_freq, factors, rows, outputs)
 
     def check(self) -> None:
-        """Whether a cache that keeps all gives what the model gives without ours. Once."""
+        """Checks once that a cache that keeps all tokens gives the plain model's logits. Raises Refused if not."""
         if self._checked:
             return
         model = self.model
@@ -173,7 +174,7 @@ class AttendedModel:
     # --- Hooks ----------------------------------------------------------------------------------
 
     def installed(self) -> Hooks:
-        """The hooks, which stay as long as a reference to this is held."""
+        """The model's hooks. They stay while a reference to the returned object exists."""
         hooks = None if self._hooks is None else self._hooks()
         if hooks is None:
             hooks = Hooks(self)
@@ -182,7 +183,7 @@ class AttendedModel:
 
     @contextlib.contextmanager
     def run_in(self, block: Block) -> Iterator[None]:
-        """In the block, calls that come with other caches, or without, are the block's."""
+        """In the block, calls with other caches, or without one, belong to `block`."""
         refuse_within_block(self.model)
         hooks = self.installed()
         self.block = block
@@ -194,7 +195,7 @@ class AttendedModel:
 
 
 def _state_of(model: Any) -> list[tuple[Any, Any]]:
-    """The modules, and what stands in the place of their forward."""
+    """The modules, and the replacements of their forward methods."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return [
         (weakref.ref(module), None if own is None else weakref.ref(own)) for module, own in zip(model.modules(), forwards)

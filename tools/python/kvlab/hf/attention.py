@@ -1,4 +1,4 @@
-"""transformers' attention interface: one function in the place of every layer's attention, and what it is given."""
+"""Replaces the attention of every layer by one function, through transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvlab.hf.refused import Refused
 
-SCORES = 1 << 26  # at once, float32
-HIDDEN = -1e4  # what a mask adds to a score that does not count: this or less
+SCORES = 1 << 26  # most attention scores at once, in float32
+HIDDEN = -1e4  # a mask value of at most this hides a token
 
-# Keywords that change nothing of what is computed here; any other has to be None or False.
+# Keywords that do not change the result. All others must be None or False.
 _HARMLESS = frozenset(
     ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states")
     + ("return_dict", "output_router_logits", "logits_to_keep", "position_embeddings", "training", "layer_idx")
@@ -25,12 +25,12 @@ _HARMLESS = frozenset(
 
 @dataclasses.dataclass
 class Call:
-    """What a layer's attention was given of one sequence: of n queries and the keys and values that are held."""
+    """The arguments of a layer's attention for one sequence: n queries, and all keys and values so far."""
 
     module: Any
     layer: int
-    row: int  # of the batch
-    q: torch.Tensor  # [query_heads, n, key_size], as turned, normed and scaled as the model does it
+    row: int  # row of the batch
+    q: torch.Tensor  # [query_heads, n, key_size], after the model's rotation, norm and scaling
     k: torch.Tensor  # [kv_heads, held, key_size]
     v: torch.Tensor  # [kv_heads, held, value_size]
     mask: torch.Tensor | None  # [1 or query_heads, n, held], added to the scores
@@ -39,12 +39,13 @@ class Call:
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
     last: torch.Tensor | None = (
-        None  # [tokens]: what the mask shows to the last query of the whole text, where it can be asked
+        None  # [tokens]: what the mask shows to the last query of the whole text; None if that is unknown
     )
 
 
 def attention(call: Call) -> torch.Tensor:
-    """[n, query_heads, value_size] float32: softmax(scale · q kᵀ, capped, + mask, and the sink's column) · v."""
+    """Attention outputs [n, query_heads, value_size] in float32: softmax(scale · q kᵀ, capped, + mask, with the sink's
+    column) · v."""
     query_heads, n, _ = call.q.shape
     kv_heads, held, value_size = call.v.shape
     group, step = query_heads // kv_heads, max(1, SCORES // (held * (query_heads // kv_heads)))
@@ -66,7 +67,8 @@ def attention(call: Call) -> torch.Tensor:
 
 
 def check_mask(call: Call, end: int) -> None:
-    """Whether each of the last queries before position `end` sees what a causal query with the call's window sees."""
+    """Raises Refused unless each of the last queries before position `end` sees what a causal query with the call's
+    window sees."""
     n, held = call.q.shape[1], call.k.shape[1]
     rows, keys = (torch.arange(end - count, end, device=call.q.device) for count in (n, held))
     ago = rows[:, None] - keys
@@ -95,12 +97,12 @@ def _last_row(mask_function: Any, tokens: int, device: Any) -> torch.Tensor | No
     try:
         row: torch.Tensor = mask_function(zero, zero, zero + tokens - 1, keys).expand(tokens)
         return row
-    except Exception:  # of a function that knows the tokens alone that are there
+    except Exception:  # the function may support existing tokens only
         return None
 
 
 def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]) -> list[Call]:
-    """Of each sequence."""
+    """The calls of each sequence in the batch."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or layer < 0:
         raise Refused(
@@ -130,18 +132,18 @@ def _calls(module: Any, q: Any, k: Any, v: Any, mask: Any, words: dict[str, Any]
 
 
 class AttentionSwitch:
-    """A function in the place of the decoder's attention, while it is on."""
+    """Replaces the decoder's attention by a function while it is on."""
 
     def __init__(
         self, decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int = 0, *, batches: bool = False
     ) -> None:
-        """`attend` [n, query_heads, value_size] is what the decoder's attention puts out. `tokens`: calls say what their
-        masks show to the last of so many. `batches`: of several sequences too, and of no masks."""
-        self._decoder, self._name = decoder, f"kvlab_{id(self)}"  # each switch has its own
+        """`attend` returns the decoder's attention outputs [n, query_heads, value_size]. `tokens`: calls say what their
+        masks show to the last of this many tokens. `batches`: allow several sequences, and pass no masks."""
+        self._decoder, self._name = decoder, f"kvlab_{id(self)}"  # a separate name for each switch
         configs = {id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}
         self._settings = [vars(one) for one in configs.values() if "_attn_implementation_internal" in vars(one)]
-        self._before: list[Any] | None = None  # while it is on
-        rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by a mask's place: it, and its last row
+        self._before: list[Any] | None = None  # settings to restore; None while it is off
+        rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # mask and its last row, by the mask's address
 
         def function(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *_: Any, **words: Any) -> Any:
             calls = _calls(module, query, key, value, None if batches else attention_mask, words)
@@ -183,7 +185,7 @@ class AttentionSwitch:
 def attending(
     decoder: Any, attend: Callable[[Call], torch.Tensor], tokens: int = 0, *, batches: bool = False
 ) -> Iterator[None]:
-    """An AttentionSwitch that is on in the block."""
+    """Turns an AttentionSwitch on in the block."""
     switch = AttentionSwitch(decoder, attend, tokens, batches=batches)
     try:
         switch.turn_on()

@@ -1,4 +1,4 @@
-"""What a call of a transformers model brings: its cache, and whether its sequences go on."""
+"""Inspects calls of a transformers model: the cache, and whether the sequences continue without gaps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from kvlab.hf.models import text_config
 from kvlab.hf.refused import Refused
 
-# What a decoder may be given; all else has to be None or False. The cache is told by what it can do.
+# Arguments that a decoder may get. All others must be None or False. The cache is recognised by its methods.
 _KNOWN = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "token_type_ids")
     + ("use_cache", "output_hidden_states", "return_dict", "output_router_logits", "logits_to_keep", "per_layer_inputs")
@@ -19,17 +19,17 @@ _KNOWN = frozenset(
 
 
 def cache_word(model: Any) -> str:
-    """What its forward calls the cache: past_key_values, since transformers 5.24 cache."""
+    """The keyword of the cache in the model's forward: past_key_values, or cache since transformers 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def cache_among(values: Iterable[Any]) -> Any:
-    """What takes keys and values and counts their tokens, whatever its keyword; None where nothing does."""
+    """The cache among some values: the first object that takes keys and values and counts their tokens, or None."""
     return next((one for one in values if hasattr(one, "get_seq_length") and hasattr(one, "update")), None)
 
 
 def few_logits(model: Any) -> torch.Tensor:
-    """[4, vocabulary] float32: of a prompt's last token and of three decoded ones."""
+    """Logits [4, vocabulary] in float32: of a prompt's last token and of three decoded ones."""
     ids = torch.arange(1, 10, device=model.device)[None] * 7 % text_config(model.config).vocab_size
     past: dict[str, Any] = {}
     logits = []
@@ -42,25 +42,27 @@ def few_logits(model: Any) -> torch.Tensor:
 
 
 class Calls:
-    """Looks at the calls of a decoder. A decoded token's mask and positions on a device are looked at by end()."""
+    """Checks the calls of a decoder. The mask and positions of a decoded token on a device are checked later, by end(),
+    because reading them waits for the device."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
-        self._wrong: torch.Tensor | None = None  # on the device: whether a decoded token's were
-        self._seen = torch.ones(1, 0, dtype=torch.bool)  # [row, column]: the mask so far, but for decoded tokens
-        self.pads: list[int] = []  # of each row, so far
+        self._wrong: torch.Tensor | None = None  # on the device: whether a decoded token's mask or positions were wrong
+        self._seen = torch.ones(1, 0, dtype=torch.bool)  # [row, column]: the mask so far, without decoded tokens
+        self.pads: list[int] = []  # padding of each row so far
 
     def crop(self, columns: int) -> None:
         self._seen = self._seen[:, :columns]
 
     def look(self, words: Mapping[str, Any], outer_mask: Any) -> tuple[int, int, list[int]] | None:
-        """How many columns are before the call's, how many it has, and how many tokens it brings to each row. Refuses
-        whatever caches of sequences that go on do not do. `outer_mask`: what the model around the decoder is given."""
+        """Returns the number of columns before the call, the number of its columns, and the number of tokens that it
+        brings to each row. Raises Refused if the sequences do not continue without gaps. `outer_mask`: the mask that
+        was given to the model around the decoder."""
         config = self._decoder.config
         given = {"output_attentions": getattr(config, "output_attentions", None)} | dict(words)
         rows = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if rows is None or rows.ndim < 2:
-            return None  # of which transformers complains
+            return None  # transformers reports this itself
         past = cache_among(given.values())
         for name, value in given.items():
             if name not in _KNOWN and all(value is not fine for fine in (None, False, past)):
@@ -73,12 +75,12 @@ class Calls:
             self._seen, self.pads = torch.ones(batch, 0, dtype=torch.bool, device=rows.device), [0] * batch
         if len(self.pads) != batch:
             raise Refused(f"kvlab.hf: a batch of {batch}; the call before had {len(self.pads)} sequences")
-        later = n == 1 and rows.device.type != "cpu"  # where to look means to wait
+        later = n == 1 and rows.device.type != "cpu"  # reading the device would wait for it
         if not later:
             self.end()
         mask = given.get("attention_mask")
         if isinstance(mask, dict) and all(value is None for value in mask.values()):
-            mask = outer_mask  # of which the model around has made what attention is told here to leave out
+            mask = outer_mask  # the outer model made its layers' masks from this one
         new = self._new(mask, batch, start, n, later)
         if start > 0 and min(new) < n and given.get("position_ids") is None:
             what = "padding behind tokens, which the model numbers too; position_ids that count tokens alone are"
@@ -99,7 +101,7 @@ class Calls:
             raise Refused(f"kvlab.hf: {name} {wrong}")
 
     def _new(self, mask: Any, batch: int, start: int, n: int, later: bool) -> list[int]:
-        """Of the call's n columns, the tokens that each row has behind its padding."""
+        """The number of tokens of each row, behind its padding, in the call's n columns."""
         right = f"none, or [{batch}, {start + n}] with padding in front alone, is expected"
         if mask is None and not any(self.pads):
             return [n] * batch
@@ -133,7 +135,7 @@ class Calls:
                 found = list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
                 raise Refused(f"kvlab.hf: {name} is {found}; {right}")
             at, fine = value.to(device), value.to(device) == columns
-            if any(self.pads) and name == "position_ids":  # of padding they are as they may
+            if any(self.pads) and name == "position_ids":  # positions of padding may have any value
                 pads, counts = (torch.tensor(numbers, device=device)[:, None] for numbers in (self.pads, new))
                 fine = (at == columns - pads) | (columns - start < n - counts)
             self._expect(name, fine.all(), later, f"jumps; {right}")

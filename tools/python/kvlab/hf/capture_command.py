@@ -1,7 +1,7 @@
-"""python -m kvlab.hf capture: a trace from a transformers model. See docs/guides/capture-from-transformers.md.
+"""python -m kvlab.hf capture: captures a trace from a transformers model. See docs/guides/capture-from-transformers.md.
 
-python -m kvlab.hf capture --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
-python -m kvlab.hf capture --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
+    python -m kvlab.hf capture --model DIR --prompt TEXT --max-new-tokens 200 --out TRACE
+    python -m kvlab.hf capture --model DIR --prompt-file book.txt --teacher-forced --prompt-tokens 512 --out TRACE
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def prompt_text(arguments: argparse.Namespace) -> str:
 
 
 def tokenizer_of(model: str) -> Any:
-    """That of tokenizer.json, or None."""
+    """The tokenizer of tokenizer.json, or None."""
     file = file_of(model, "tokenizer.json")
     if not file:
         return None
@@ -66,7 +66,7 @@ def tokenizer_of(model: str) -> Any:
 
 
 def encode(model: str, config: Any, text: str) -> list[int]:
-    """As `kvlab capture` does: what the tokenizer puts before a text is not put before one that begins with it."""
+    """Encodes a text as `kvlab capture` does. A special token that the text already begins with is not added again."""
     try:
         if tokenizer := tokenizer_of(model):
             encoding = tokenizer.encode(text)
@@ -93,7 +93,8 @@ def refuse_passage(text: str, why: str) -> NoReturn:
 
 
 def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
-    """The fewest tokens that cover `text`, where it is once in what the tokens spell, less a special one in front."""
+    """The fewest tokens that cover `text`, which must occur once in the decoded text. A special token at the start is
+    ignored."""
     first = 1 if tokenizer.decode(ids[:1]) == "" else 0
 
     def spelled(count: int) -> str:
@@ -109,12 +110,13 @@ def passage_of(tokenizer: Any, ids: list[int], text: str) -> dict[str, Any]:
         refuse_passage(text, "is there more than once; a text that is there once is expected")
 
     def fewest(length: int) -> int:
-        """Tokens that spell so many characters. One whose bytes are not all there yet is spelled as another."""
+        """The fewest tokens that decode to the first `length` characters. Incomplete bytes of a character decode to
+        another one."""
         counts = range(len(ids) - first + 1)
         return bisect.bisect_left(counts, True, key=lambda count: spelled(count)[:length] == whole[:length])
 
     start, stop = fewest(begin), fewest(begin + len(text))
-    if len(spelled(start)) > begin:  # the token in front reaches into the text
+    if len(spelled(start)) > begin:  # the token before it overlaps the text
         start -= 1
     return {"name": _kvlab.without_controls(text), "start": first + start, "tokens": stop - start}
 
@@ -133,7 +135,7 @@ def passages_of(model: str, ids: list[int], texts: Sequence[str]) -> list[dict[s
 
 
 def features_of(texts: Sequence[str]) -> dict[str, Feature]:
-    """name -> function, from NAME=module:function each. Modules are looked for in the working directory too."""
+    """Name -> function, from texts NAME=module:function. Modules may be in the working directory."""
     features: dict[str, Feature] = {}
     for text in texts:
         parts = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=([A-Za-z0-9_.]+):(\w+)", text)

@@ -1,6 +1,5 @@
-"""python -m kvlab.hf features: adds one number a token to finished traces, for the policies that read them
-(docs/reference/configurations.md). Needs no model but for value_out_norm1.
-"""
+"""python -m kvlab.hf features: adds token features to finished traces, for the policies that read them
+(docs/reference/configurations.md). Only value_out_norm1 needs the model."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ Arguments = argparse.Namespace
 
 
 def part(trace: Trace, layer: int, name: Any) -> Numbers:
-    """[heads, tokens, head_size], before RoPE."""
+    """One layer's queries, keys or values [heads, tokens, head_size], before RoPE."""
     heads = trace.query_heads if name == "q" else trace.kv_heads
     return numpy.stack([trace.read(name, layer, head) for head in range(heads)])
 
 
 def refuse_other_weights(trace: Trace, name: str, checksum: str) -> None:
-    """Those that --model names, where the trace names its own."""
+    """Raises Refused if the trace names weights other than those of --model."""
     if (wanted := trace.model["weights_xxh3"]) and wanted != checksum:
         found = checksum or "not in safetensors files"
         raise Refused(f"{trace.path}: was captured from weights {wanted}; those of --model {name} are {found}")
@@ -43,7 +42,7 @@ def group(trace: Trace) -> int:
 
 
 def append_ends(trace: Trace) -> Numbers:
-    """[tokens]: where each token's append ends: a prompt's segment at once, decoded tokens one by one."""
+    """[tokens]: the end of each token's append. A prompt segment is one append, decoded tokens are one each."""
     ends: list[int] = []
     for start, tokens, kind in trace.segments:
         end = start + tokens
@@ -52,12 +51,12 @@ def append_ends(trace: Trace) -> Numbers:
 
 
 def row_of(trace: Trace, layer: int) -> dict[str, Any]:
-    """How the layer's queries attend."""
+    """The layer's entry of Trace.rows."""
     return trace.rows[trace.layer_numbers.index(layer)]
 
 
 def rotated_keys(trace: Trace, layer: int) -> Numbers:
-    """[kv_heads, tokens, head_size] at the tokens' own positions, by the layer's own rotation, float64."""
+    """Keys [kv_heads, tokens, head_size] after the layer's RoPE at their positions, float64."""
     x, table = part(trace, layer, "k"), row_of(trace, layer)["rope"]
     frequencies = numpy.atleast_2d(trace.inv_freq)[table].astype(numpy.float64)
     factor = float(mapped_tensors(str(pathlib.Path(trace.path) / "tokens.safetensors"))["rope_factor"][table])
@@ -74,7 +73,7 @@ def rotated_keys(trace: Trace, layer: int) -> Numbers:
 
 
 def scored(name: str, trace: Trace, layer: int, arguments: Arguments) -> Numbers:
-    """lagkv, expected_attention or redundancy: as the decoders compute them."""
+    """lagkv, expected_attention or redundancy, as the decoders compute them."""
     row = row_of(trace, layer)
     if name == "expected_attention" and (row["softcap"] > 0 or row["sink"] is not None):
         raise Refused(f"{trace.path}: layer {layer} caps its scores or has sinks, which expected_attention knows not")
@@ -83,7 +82,7 @@ def scored(name: str, trace: Trace, layer: int, arguments: Arguments) -> Numbers
 
 
 def key_cosine_rope(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
-    """KeyDiff: cosine of the key, behind RoPE, with the mean of the unit keys up to its append's end."""
+    """KeyDiff: cosine of the key after RoPE with the mean of the unit keys up to the end of its append."""
     k, ends = rotated_keys(trace, layer), append_ends(trace)
     unit = k / numpy.maximum(numpy.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
     mean = unit.cumsum(axis=1)[:, ends - 1]
@@ -92,7 +91,7 @@ def key_cosine_rope(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
 
 
 def output_projection(trace: Trace, folder: str, layer: int) -> Numbers:
-    """o_proj of a layer in a checkpoint, [hidden, query_heads * head_size]."""
+    """o_proj [hidden, query_heads * head_size] of a layer in a checkpoint."""
     name, inputs = f"model.layers.{layer}.self_attn.o_proj.weight", trace.query_heads * trace.head_size
     for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
         found = mapped_tensors(str(file)).get(name)
@@ -107,7 +106,7 @@ def output_projection(trace: Trace, folder: str, layer: int) -> Numbers:
 
 
 def value_out_norm1(trace: Trace, layer: int, arguments: Arguments) -> Numbers:
-    """Σ over the group's query heads of the magnitudes of W_o v."""
+    """Sum over the group's query heads of the L1 norm of W_o v."""
     if arguments.model is None:
         raise Refused("feature value_out_norm1: needs --model DIR, the checkpoint that the trace was captured from")
     if layer == trace.layer_numbers[0]:

@@ -1,4 +1,4 @@
-"""Hooks in a model, by which kvlab's caches see its calls and compute its attention."""
+"""Hooks in a model, through which kvlab's caches see its calls and compute its attention."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Open:
-    """A call of the decoder that goes on."""
+    """A call of the decoder in progress."""
 
     conversation: Conversation
-    cache: Any  # None: the model makes one
-    new: list[int]  # tokens that the call brings to each row
-    before: list[int]  # tokens of each row before them
-    first: list[int]  # the position that the model gives the first of them: without position_ids, padding counts
-    compared: list[tuple[Any, bytes, int]] = dataclasses.field(default_factory=list)  # what turns, by which table, of a row
+    cache: Any  # None until the model has made one
+    new: list[int]  # new tokens of each row
+    before: list[int]  # tokens of each row before the call
+    first: list[int]  # the model's position of each row's first new token; without position_ids, padding counts, too
+    # Rotations that were checked, with table and row.
+    compared: list[tuple[Any, bytes, int]] = dataclasses.field(default_factory=list)
 
 
 class Hooks:
-    """They do nothing in calls that bring no cache of kvlab's, outside of a block of evicting(). They are removed when
-    the last cache that holds this is gone."""
+    """The hooks of one model. They do nothing in calls without one of kvlab's caches, outside of a block of evicting().
+    They are removed when the last cache that holds this object is gone."""
 
     def __init__(self, attended: AttendedModel) -> None:
         self._attended = attended
-        self._depths: list[int] = []  # of the modules that are being called: the model is 0, the decoder the last
-        self._thread = threading.current_thread()  # that calls
+        self._depths: list[int] = []  # depths of the modules being called: the model is 0, the decoder the last
+        self._thread = threading.current_thread()  # the calling thread
         self._open: _Open | None = None
         self._given: dict[int, Given] = {}
         self._outer_mask: Any = None
-        self.attend_token: Callable[[int, torch.Tensor], torch.Tensor] | None = None  # while a graph is captured
-        own, stack = weakref.ref(self), contextlib.ExitStack()  # what is left in the model does not hold this
+        self.attend_token: Callable[[int, torch.Tensor], torch.Tensor] | None = None  # set while a graph is captured
+        own, stack = weakref.ref(self), contextlib.ExitStack()  # the hooks in the model must not keep this object alive
         self._switch = AttentionSwitch(attended.decoder, lambda call: own()._attend(call), batches=True)  # type: ignore[union-attr]
         stack.callback(self._switch.close)
         for depth, module in enumerate(_path(attended.model, attended.decoder)):
@@ -69,12 +70,12 @@ class Hooks:
     # --- Calls ----------------------------------------------------------------------------------
 
     def enter(self, depth: int, module: Any, arguments: tuple[Any, ...], words: dict[str, Any]) -> None:
-        """In front of a call of the model, of its decoder, or of a module between them."""
+        """Before a call of the model, of its decoder, or of a module between them."""
         if self.attend_token is not None:
             return
         if self._depths and self._thread is not threading.current_thread() and self._thread.is_alive():
             raise Refused("kvlab.hf: two threads call one model at once; one call after the other is expected")
-        self.leave(depth)  # of a call that was interrupted
+        self.leave(depth)  # ends a call that was interrupted
         named = dict(zip(inspect.signature(module.forward).parameters, arguments)) | words if arguments else words
         if not self._depths:
             if not self._is_ours(cache_among(named.values())):
@@ -87,7 +88,7 @@ class Hooks:
             self.look(named)
 
     def leave(self, depth: int) -> None:
-        """Behind a call at that depth, which has ended or failed."""
+        """After a call at that depth, which ended or failed."""
         if not self._depths or self._thread is not threading.current_thread() and self._thread.is_alive():
             return
         while self._depths and self._depths[-1] >= depth:
@@ -117,7 +118,7 @@ class Hooks:
         return self._attended.block is not None if conversation is None else conversation.attended is self._attended
 
     def look(self, words: dict[str, Any]) -> None:
-        """At a call of the decoder: which conversation it is of, and where its sequences go on."""
+        """Inspects a call of the decoder: finds its conversation and where its sequences continue."""
         cache, attended = cache_among(words.values()), self._attended
         conversation = conversation_of(cache)
         if conversation is not None and conversation.attended is not attended:
@@ -150,7 +151,7 @@ class Hooks:
             self._take(cache)
 
     def _take(self, cache: Any) -> None:
-        """The call's cache, which becomes one of kvlab's."""
+        """Adopts the call's cache as one of kvlab's."""
         assert self._open is not None
         if conversation_of(cache) is None:
             refuse_filled(cache)
@@ -160,7 +161,7 @@ class Hooks:
         self._open.cache = cache
 
     def look_at_layer(self, given: tuple[Any, ...]) -> None:
-        """At a call of a layer that attends."""
+        """Inspects a call of a layer that attends."""
         if self._open is None or self.attend_token is not None:
             return
         cache = cache_among(given)
@@ -185,14 +186,15 @@ class Hooks:
     # --- Attention ------------------------------------------------------------------------------
 
     def _attend(self, call: Call) -> torch.Tensor:
-        """[n, query_heads, value_size]"""
+        """Computes a layer's attention outputs [n, query_heads, value_size]."""
         attended, opened = self._attended, self._open
         layer = attended.layers.get(call.layer)
         if layer is None or not layer.fits(call):
             what = f"layer {call.layer} attends otherwise than at first"
             raise Refused(f"kvlab.hf: {what}; the same scale, window and shape are expected")
         if self.attend_token is not None:
-            qkv = (layer.stored(call.q, None), layer.stored(call.k, None), call.v.transpose(0, 1))  # a layer that is still
+            # The layer works without a rotation.
+            qkv = (layer.stored(call.q, None), layer.stored(call.k, None), call.v.transpose(0, 1))
             return self.attend_token(attended.layer_indices[call.layer], torch.cat(qkv, 1))
         if opened is None:
             raise Refused(f"kvlab.hf: layer {call.layer} attends outside of a call of the decoder, which is expected")
@@ -212,14 +214,15 @@ class Hooks:
             index = attended.layer_indices[call.layer]
             out = opened.conversation.attend(row, index, own_parts, is_prompt=before == 0 or n > 1)
         if row + 1 == len(opened.new):
-            self._given.pop(layer.index, None)  # the hidden states of a prompt are not held for all layers
+            # Frees the prompt's hidden states, so that they are not kept for all layers.
+            self._given.pop(layer.index, None)
         return out if new == n else torch.cat((out.new_zeros(n - new, *out.shape[1:]), out))
 
     def _compare_turns(self, opened: _Open, layer: Layer, n: int, row: int) -> None:
-        """Caches hold one rotation. Refuses another one, of a RoPE that changes with the length."""
+        """Raises Refused if the rotation differs from the first one, as with a RoPE that changes with the length."""
         attended = self._attended
         if not layer.pairs or (n == 1 and attended.device.type == "cuda" and attended.has_fixed_rope):
-            return  # on a GPU a look at the rotation waits for it
+            return  # reading the rotation would wait for the GPU
         given, table = self._given[layer.index], layer.rope.key
         value = next(filter(is_turns, (*given[0], *given[1].values())), None)
         if any(seen is value and (key, number) == (table, row) for seen, key, number in opened.compared):
@@ -235,7 +238,7 @@ class Hooks:
 
 
 def _path(model: Any, decoder: Any) -> list[Any]:
-    """The modules from the model to its decoder."""
+    """The modules on the path from the model to its decoder."""
     name = next(name for name, module in model.named_modules() if module is decoder)
     parts = name.split(".")
     found = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]

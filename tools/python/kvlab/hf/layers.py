@@ -1,4 +1,4 @@
-"""What a trace says of each layer that attends, found by running the model on a few tokens and compared with it."""
+"""Finds how each layer attends, by running the model on a few tokens, and checks that this reproduces the model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvlab.hf.calls import cache_among
 from kvlab.hf.models import Rope, output_projection, rotate
 from kvlab.hf.refused import Refused, one_line
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module
 
-TOKENS = 64  # that are fed to look at a model
-FAR = 5e-3  # float32 loses of large angles; a million positions: 1e-3
+TOKENS = 64  # tokens that are fed to inspect a model
+FAR = 5e-3  # tolerance for large angles in float32 (1e-3 at position 1,000,000)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer that attends: how its queries attend, and where the parts of its block are."""
+    """How one layer attends, and where the parts of its block are."""
 
-    index: int  # the model's own
+    index: int  # the model's number of the layer
     module: Any
     query_heads: int
     kv_heads: int
@@ -35,23 +35,25 @@ class Layer:
     window: int  # 0: all
     softcap: float  # 0: none
     sink: torch.Tensor | None  # [query_heads]
-    rope: Rope  # [key_size / 2], zeros for what is not turned; with the softmax scale
-    # [key_size]: the model's dimensions as they are stored, pairs half a key apart; None: as they are.
+    rope: Rope  # [key_size / 2], zeros for dimensions that are not rotated; with the softmax scale
+    # [key_size]: the order in which the model's dimensions are stored, with pairs half a key apart; None: unchanged.
     order: torch.Tensor | None
-    pairs: int  # that are turned, in front of those that are not
-    still: bool  # whether the module makes q and k before RoPE if given cos 1 and sin 0; if not, they are turned back
-    output: Any  # the module that projects what attention puts out; None: something is between
-    residual: Any  # the module whose input is the residual stream behind attention; None: there is none
+    pairs: int  # rotated pairs, which come before the others
+    # Whether the module gives q and k before RoPE if called with cos 1 and sin 0; if not, the rotation is
+    # inverted.
+    still: bool
+    output: Any  # the output projection; None: something is between attention and it
+    residual: Any  # the module whose input is the residual stream after attention; None: there is none
 
     def fits(self, call: Call) -> bool:
-        """Whether the call attends as the layer did at first."""
+        """Whether the call attends as the layer did when it was inspected."""
         shape = (*call.q.shape[::2], *call.v.shape[::2])
         same = shape == (self.query_heads, self.key_size, self.kv_heads, self.value_size)
         row = (call.scale, call.window, call.softcap, call.sink is None)
         return same and row == (self.rope.softmax_scale, self.window, self.softcap, self.sink is None)
 
     def stored(self, x: torch.Tensor, turns: Turns | None) -> torch.Tensor:
-        """[n, heads, key_size] before RoPE, from [heads, n, key_size] of a module in `listening`."""
+        """q or k [n, heads, key_size] before RoPE, from [heads, n, key_size] of a module in `listening`."""
         if not self.still:
             return turned_back(x, self.order, turns, self.rope.factor)
         return reordered(x, self.order, self.pairs, self.rope.factor)
@@ -59,7 +61,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """cos and sin [n, pairs] by which a layer turns, one for each pair."""
+    """cos and sin [n, pairs] of a layer's rotation."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -71,7 +73,8 @@ def _ordered(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor | None, pairs: int, factor: float) -> torch.Tensor:
-    """Dimensions that RoPE leaves alone are divided by its factor, which readers multiply all by."""
+    """Reorders x. Dimensions that RoPE does not rotate are divided by its factor, because readers multiply all by it.
+    """
     x, size = _ordered(x, order), x.shape[-1]
     if factor == 1:
         return x
@@ -87,7 +90,7 @@ def turned_back(x: torch.Tensor, order: torch.Tensor | None, turns: Turns | None
 
 
 def is_turns(value: Any) -> bool:
-    """Of position_embeddings: (cos, sin), or complex numbers."""
+    """Whether a value is position_embeddings: (cos, sin), or complex numbers."""
     if isinstance(value, torch.Tensor):
         return value.is_complex()
     pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, torch.Tensor) for x in value)
@@ -103,8 +106,8 @@ def _stilled(value: Any) -> Any:
 
 
 def turns_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Turns | None:
-    """The first among what a module is given, for each pair; the model has them for each pair or for each dimension.
-    `pairs`: how many there are, where that is known. (At position 0 all are equal.)"""
+    """The first rotation among a module's arguments, reduced to one value for each pair; the model may have one for
+    each dimension. `pairs`: the number of pairs, if known. (At position 0 all are equal.)"""
     for value in filter(is_turns, (*given[0], *given[1].values())):
         cos, sin = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
         cos, sin = (x.reshape(-1, n, x.shape[-1]) for x in (cos, sin))
@@ -123,10 +126,10 @@ def turns_among(given: Given, n: int, row: int = 0, pairs: int = 0) -> Turns | N
 def listening(
     layers: Sequence[Layer], given: dict[int, Given], active: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """In the block, `given` is what each layer's module is called with, but for what turns: that is taken away where the
-    layer can be called without. Only while it is `active`."""
+    """In the block, `given` records the arguments of each layer's module. Where the layer works without a rotation, its
+    rotation is replaced by the identity. Works only while `active()`."""
 
-    last: list[Any] = [None, None]  # what turned, and what stands for it: of all layers mostly the same
+    last: list[Any] = [None, None]  # the last rotation and its replacement, because most layers share one
 
     def stilled(value: Any) -> Any:
         if not is_turns(value):
@@ -156,16 +159,17 @@ def listening(
 
 @dataclasses.dataclass
 class Run:
-    """What some tokens gave: each layer's call and output, and what its module was called with."""
+    """The results of a run over some tokens: each layer's call and output, and the arguments of its module."""
 
     calls: list[Call] = dataclasses.field(default_factory=list)
     outs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # [n, query_heads, value_size]
-    given: dict[Any, Given] = dataclasses.field(default_factory=dict)  # by module that knows its layer
-    inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of every module, by name: [n, width]
+    given: dict[Any, Given] = dataclasses.field(default_factory=dict)  # by module with a layer_idx
+    inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # input of every module, by name: [n,
+                                                                               # width]
 
 
 def decoder_of(model: Any) -> Any:
-    """The decoder of text, without the head."""
+    """The text decoder of a model, without the head."""
     own = getattr(model, "get_decoder", lambda: None)()
     for found in (own, getattr(model, "base_model", None), getattr(model, "model", None)):
         if found is not None and found is not model and hasattr(found, "set_attn_implementation"):
@@ -175,7 +179,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def _fed(decoder: Any, ids: Sequence[int], first: int) -> torch.Tensor:
-    """The hidden states [n, width] of ids at positions from `first` on."""
+    """Hidden states [n, width] of ids at positions from `first` on."""
     words: dict[str, Any] = {"input_ids": torch.tensor([list(ids)], device=decoder.device), "use_cache": False}
     if first:
         words["position_ids"] = first + torch.arange(len(ids), device=decoder.device)[None]
@@ -226,7 +230,7 @@ def _look(decoder: Any, ids: Sequence[int], first: int, tokens: int = 0) -> Run:
 
 
 def _tables(decoder: Any) -> Iterator[tuple[torch.Tensor, float]]:
-    """inv_freq and factor of each rotary embedding that the decoder holds."""
+    """inv_freq and factor of each rotary embedding in the decoder."""
     for module in decoder.modules():
         for name, values in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and "original" not in name:
@@ -235,13 +239,13 @@ def _tables(decoder: Any) -> Iterator[tuple[torch.Tensor, float]]:
 
 
 def _read_back(turns: Turns) -> tuple[torch.Tensor, float]:
-    """The table of what turns, from how far it turns from one position to the next."""
+    """inv_freq and factor of a rotation, computed from its change between two positions."""
     z = torch.complex(turns.cos.double(), turns.sin.double()).cpu()
     return (z[1:2] / z[:1]).angle()[0].float(), float(z.abs().mean())
 
 
 def turns_alike(turns: Turns, rope: Rope, pairs: int, first: int) -> bool:
-    """Whether they turn by position · inv_freq at positions from `first` on."""
+    """Whether the rotation is by position · inv_freq at positions from `first` on."""
     positions = first + torch.arange(len(turns.cos), device=turns.cos.device)
     ours = [x[:, :pairs] for x in rope.cos_sin(positions)]
     most = 5e-3 + 2e-7 * (first + len(positions)) * max(1.0, float(rope.inv_freq.abs().max()))
@@ -260,22 +264,23 @@ def _table_of(decoder: Any, turns: Turns, layer: int) -> tuple[torch.Tensor, flo
 
 
 def _orders(size: int, pairs: int) -> Iterator[torch.Tensor]:
-    """Where pairs may lie in a key: in front or behind, far apart or side by side."""
+    """Possible orders of a key's dimensions: pairs at the start or the end, far apart or adjacent."""
     for start in sorted({0, size - 2 * pairs}):
         numbers = torch.arange(pairs)
         rest = torch.tensor([i for i in range(size) if not start <= i < start + 2 * pairs], dtype=torch.int64)
         for a, b in ((numbers, numbers + pairs), (2 * numbers, 2 * numbers + 1)):
-            for one, other in ((a, b), (b, a)):  # turned forwards, or back
+            for one, other in ((a, b), (b, a)):  # rotated in either direction
                 yield torch.cat((one + start, rest[: len(rest) // 2], other + start, rest[len(rest) // 2 :]))
 
 
 def _keys_of_one_token(decoder: Any, call: Call, given: Given, still: bool) -> torch.Tensor:
-    """[kv_heads, n, key_size]: what the layer's module makes of one token at all positions; `still`: without turning."""
+    """Keys [kv_heads, n, key_size] that the layer's module computes from one token at all positions. `still`: with the
+    identity as rotation."""
     n, keys = call.q.shape[1], []
 
     def alike(x: Any) -> Any:
         is_hidden = isinstance(x, torch.Tensor) and x.shape[:2] == (1, n) and x.ndim == 3 and x.is_floating_point()
-        if is_hidden:  # of the first token that is not zero, as an embedding of padding is: zeros do not show a turn
+        if is_hidden:  # uses the first token that is not zero (as padding is), because zeros do not show a rotation
             token = int((x[0].abs().amax(dim=-1) > 0).to(torch.int8).argmax())
             x = x[:, token : token + 1].expand(-1, n, -1).contiguous()
         elif cache_among([x]) is not None:
@@ -292,7 +297,8 @@ def _keys_of_one_token(decoder: Any, call: Call, given: Given, still: bool) -> t
 
 
 def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tensor | None, int, bool]:
-    """The layer's table, the order that it is stored in, the pairs that are turned, and whether it can be called without."""
+    """The layer's RoPE, the order of its dimensions, the number of rotated pairs, and whether the module works without
+    a rotation."""
     size = call.q.shape[-1]
     if size % 2:
         raise Refused(f"--model: layer {call.layer}: keys of {size} dimensions; an even number is expected")
@@ -323,18 +329,18 @@ def _rotation(decoder: Any, call: Call, given: Given) -> tuple[Rope, torch.Tenso
 
 
 def _output_of(modules: dict[str, Any], call: Call, out: torch.Tensor, run: Run) -> str:
-    """The module within attention that is given what attention put out, by name; empty: something is between."""
+    """The name of the module inside attention that gets attention's output as input; empty if something is between."""
     within, wanted = _name_of(modules, call.module) + ".", out.reshape(len(out), -1)
     for name, given in run.inputs.items():
         if name.startswith(within) and torch.equal(given, wanted.to(given.dtype)):
-            weight = getattr(modules[name], "weight", None)  # of what is quantised, a function; of adapters, none
+            weight = getattr(modules[name], "weight", None)  # a function if quantized; None with adapters
             if callable(weight) or getattr(weight, "ndim", 0) == 2 or hasattr(modules[name], "in_features"):
                 return name
     return ""
 
 
 def _residual_of(modules: dict[str, Any], call: Call, output: str, run: Run) -> Any:
-    """The module of the block that is given the block's input and, added, what attention's output is projected to."""
+    """The module of the block whose input is the block's input plus the projected attention output."""
     block = _name_of(modules, call.module).rpartition(".")[0]
     if block not in run.inputs:
         return None
@@ -357,15 +363,15 @@ def _name_of(modules: dict[str, Any], wanted: Any) -> str:
 
 
 def layers_of(decoder: Any, ids: Sequence[int], tokens: int) -> list[Layer]:
-    """Those that attend, in order. Refused where a trace of `tokens` tokens cannot say what the plain model computes, of
-    the first and of the last positions."""
+    """The layers that attend, in order. Raises Refused if a trace of `tokens` tokens cannot represent what the plain
+    model computes, at the first or the last positions."""
     with torch.no_grad(), running(decoder):
         return _layers_of(decoder, ids, tokens)
 
 
 @contextlib.contextmanager
 def running(decoder: Any) -> Iterator[None]:
-    """What a decoder throws that is not known is refused."""
+    """Turns unknown errors of a decoder into Refused."""
     try:
         yield
     except (Refused, OSError, torch.cuda.OutOfMemoryError):
@@ -425,7 +431,7 @@ def _layer_of(decoder: Any, modules: dict[str, Any], call: Call, out: torch.Tens
 
 
 def turns_of(layer: Layer, given: Given, n: int, first: int) -> Turns | None:
-    """By which the layer turns n tokens at positions from `first` on, checked against its table."""
+    """The layer's rotation of n tokens at positions from `first` on, checked against its table."""
     if not layer.pairs:
         return None
     turns = turns_among(given, n, pairs=layer.pairs)
@@ -438,7 +444,8 @@ def turns_of(layer: Layer, given: Given, n: int, first: int) -> Turns | None:
 
 
 def _compare(decoder: Any, layers: Sequence[Layer], ids: Sequence[int], first: int, own: Run) -> None:
-    """What is stored of the layers with what they computed in `own`, and the hidden states with the plain model's."""
+    """Compares attention computed from the stored values with the model's own (`own`), and the hidden states with the
+    plain model's."""
     where, at = f" at positions from {first} on" if first else "", {layer.index: layer for layer in layers}
     plain = _fed(decoder, ids, first)
     given: dict[int, Given] = {}
@@ -474,14 +481,14 @@ def difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
 
 
 def layer_count(decoder: Any, layers: Sequence[Layer]) -> int:
-    """Of the model, those that do not attend among them."""
+    """Number of layers in the model, those without attention included."""
     path = _name_of(dict(decoder.named_modules()), layers[0].module).split(".")
     blocks = ".".join(path[: next((at for at, part in enumerate(path) if part.isdigit()), 0)])
     return len(decoder.get_submodule(blocks)) if blocks else layers[-1].index + 1
 
 
 def policy_layers(layers: Sequence[Layer], tokens: int) -> list[Layer]:
-    """Those that policies act on: without a window, or all where none hides anything of so many tokens."""
+    """The layers that policies act on: those without a window, or all if no window hides any of `tokens` tokens."""
     windows = {layer.window for layer in layers}
     acted = list(layers) if min(windows) >= tokens > 0 else [layer for layer in layers if layer.window == 0]
     if not acted:
@@ -493,7 +500,7 @@ def policy_layers(layers: Sequence[Layer], tokens: int) -> list[Layer]:
 
 
 def said(layers: Sequence[Layer]) -> tuple[list[list[float]], list[float], list[dict[str, Any]]]:
-    """Tables of RoPE, their factors, and each layer's row, as the extension takes them."""
+    """RoPE tables, their factors, and each layer's row, as the extension takes them."""
     tables = {layer.rope.key: layer.rope for layer in layers}
     names = list(tables)
     rows: list[dict[str, Any]] = [
@@ -510,7 +517,7 @@ def said(layers: Sequence[Layer]) -> tuple[list[list[float]], list[float], list[
 
 
 def output_weights(model: Any, layers: Sequence[Layer]) -> Iterator[torch.Tensor]:
-    """Of each layer, [hidden, inputs]."""
+    """The output projection [hidden, inputs] of each layer."""
     for layer in layers:
         if layer.output is None:
             what = "something is between what attention puts out and its projection, which a feature is computed from"
@@ -520,14 +527,14 @@ def output_weights(model: Any, layers: Sequence[Layer]) -> Iterator[torch.Tensor
 
 
 def output_projections(model: Any, layers: Sequence[Layer] = ()) -> _kvlab.OutputProjections:
-    """Those of the layers, or of all that policies act on, as features that are computed from them read them."""
+    """Output projections of the layers, or of all that policies act on, for features that read them."""
     layers = layers or policy_layers(layers_of(decoder_of(model), [], 0), 0)
     weights = [weight.float().T.contiguous().cpu().numpy() for weight in output_weights(model, layers)]
     return _kvlab.OutputProjections(weights, layers[0].kv_heads, layers[0].key_size)
 
 
 def refuse_beyond_format(layers: Sequence[Layer], who: str = "a trace can say") -> None:
-    """Shapes, of which a trace has one."""
+    """Raises Refused unless all layers have one shape, with keys and values of equal size."""
     first = layers[0]
     for layer in layers:
         if layer.key_size != layer.value_size:

@@ -1,4 +1,4 @@
-"""The transformers models that kvlab knows: loaded, or refused by name. What captures and sensitivities share."""
+"""Loads transformers models and refuses unsupported ones by name. Shared by captures and sensitivities."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ def name_of(dtype: torch.dtype) -> str:
 @dataclasses.dataclass
 class Rope:
     inv_freq: torch.Tensor  # [head_size / 2] float32, on the CPU
-    factor: float  # multiplies cos and sin
+    factor: float  # factor on cos and sin
     softmax_scale: float
 
     @functools.cached_property
     def key(self) -> bytes:
-        """Equal for tables that turn alike."""
+        """Equal for equal rotations."""
         return numpy.append(self.inv_freq.numpy(), numpy.float32(self.factor)).tobytes()
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n] to two of [n, head_size / 2], float32 of the float64 angle, as kvlab's."""
+        """cos and sin [n, head_size / 2] of positions [n], in float32 from the float64 angle, as kvlab computes them.
+        """
         angle = torch.outer(positions.double(), self.inv_freq.to(positions.device).double())
         return torch.cos(angle).float() * self.factor, torch.sin(angle).float() * self.factor
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[n, heads, head_size] by [n, head_size / 2], in float32, rounded once."""
+    """Rotates x [n, heads, head_size] by cos and sin [n, head_size / 2] in float32, rounded once."""
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -65,14 +66,15 @@ class Shape:
 
 
 def load_config(name: str) -> Any:
-    """Of a folder or a name of the hub. For commands: what the hub logs of each retry is left out, and transformers' own words."""
+    """The config of a folder or of a name on the hub. For commands: it silences the messages of transformers and the
+    hub."""
     words: Any = transformers.utils.logging
     words.set_verbosity_error()
     words.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         return transformers.AutoConfig.from_pretrained(name)
-    except Exception as error:  # transformers raises nearly anything
+    except Exception as error:  # transformers may raise any exception
         if pathlib.Path(name).is_dir():
             raise Refused(f"--model {name}: {one_line(error)}") from None
         raise Refused(
@@ -82,8 +84,8 @@ def load_config(name: str) -> Any:
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """The parameters of RoPE under their newer names: transformers 5 has rope_parameters, 4 has
-    rope_theta and rope_scaling."""
+    """RoPE parameters under their newer names: transformers 5 has rope_parameters, transformers 4 rope_theta and
+    rope_scaling."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parameters = {key: value for key, value in dict(found).items() if value is not None}
     older = parameters.pop("type", "default")
@@ -94,19 +96,19 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def rope_types(config: Any) -> set[str]:
-    """Of all layers: some configs have parameters for each kind of layer."""
+    """The RoPE types of all layers. Some configs have parameters for each kind of layer."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parts = [part for part in found.values() if isinstance(part, dict)] or [found]
     return {part.get("rope_type") or part.get("type") or "default" for part in parts}
 
 
 def text_config(config: Any) -> Any:
-    """Of the decoder of text, which others may be around."""
+    """The config of the text decoder, which may be inside another model."""
     return config.get_text_config(decoder=True)
 
 
 def context_of(config: Any) -> int:
-    """The most tokens that the model is made for."""
+    """The model's context length in tokens."""
     most = getattr(text_config(config), "max_position_embeddings", None)
     if not (isinstance(most, int) and most > 0):
         what = f"{type(config).__name__} has no max_position_embeddings"
@@ -115,7 +117,7 @@ def context_of(config: Any) -> int:
 
 
 def refuse_no_decoder(name: str, config: Any) -> None:
-    """Whatever is no decoder of text, or would be loaded as another."""
+    """Raises Refused for a model that is not a text decoder, or would be loaded as another."""
 
     def refuse(what: str, right: str) -> NoReturn:
         raise Refused(f"--model {name}: model_type {config.model_type!r}: {what}; {right}")
@@ -132,7 +134,7 @@ def refuse_no_decoder(name: str, config: Any) -> None:
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
-    """Whatever would change what attention computes from q, k and v, and caches cannot say."""
+    """Raises Refused for settings that change attention in a way that caches cannot represent."""
     family = config.model_type
 
     def refuse(what: str, right: str) -> NoReturn:
@@ -172,7 +174,7 @@ def default_device() -> str:
 
 
 def load_model(name: str, dtype: str, attention: str | None, device: str) -> Any:
-    """`attention`: transformers' attn_implementation; None: its own choice."""
+    """Loads a model. `attention`: transformers' attn_implementation; None: its default."""
     argument = "dtype" if TRANSFORMERS >= (4, 56) else "torch_dtype"
     options: dict[str, Any] = {argument: DTYPES.get(dtype, "auto"), "output_loading_info": True}
     if attention is not None:
@@ -196,7 +198,7 @@ def load_model(name: str, dtype: str, attention: str | None, device: str) -> Any
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model in one of PEFT, whose adapters are in its modules; otherwise the model itself."""
+    """The transformers model inside a PEFT model, with the adapters in its modules; otherwise the model itself."""
     for name, settings in getattr(model, "peft_config", {}).items():
         kind = getattr(settings.peft_type, "value", settings.peft_type)
         if settings.is_prompt_learning or kind == "ADAPTION_PROMPT":
@@ -208,8 +210,8 @@ def base_of(model: Any) -> Any:
 
 
 def output_projection(module: Any, model: Any) -> torch.Tensor:
-    """The weight [hidden, inputs] that an output projection works by: of an adapter or quantised weights, what it
-    makes of the unit vectors."""
+    """The weight [hidden, inputs] of an output projection. For adapters and quantized weights it is computed from the
+    unit vectors."""
     weight = getattr(module, "weight", None)
     if type(module) is torch.nn.Linear and type(weight) is torch.nn.Parameter and weight.is_floating_point():
         return weight
@@ -221,7 +223,7 @@ def output_projection(module: Any, model: Any) -> torch.Tensor:
 
 
 def shape_of(config: Any) -> Shape:
-    """Of a family that refuse_unsupported() knows."""
+    """The shape of a model that refuse_unsupported() accepts."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Shape(config.num_hidden_layers, heads, config.num_key_value_heads, size)
@@ -232,7 +234,7 @@ def shape_of(config: Any) -> Shape:
 
 
 def file_of(model: str, name: str) -> pathlib.Path | None:
-    """A file of the checkpoint, or None. `model` is a folder or a name of the hub."""
+    """A file of the checkpoint, or None. `model`: a folder or a name on the hub."""
     try:
         found = cached_file(model, name, local_files_only=True)
     except (OSError, ValueError):
@@ -241,7 +243,8 @@ def file_of(model: str, name: str) -> pathlib.Path | None:
 
 
 def weights_xxh3(model: str) -> str:
-    """Of the file; of several, the checksum of their checksums in the order of their names. Empty: there is none."""
+    """XXH3-64 of the weights file. For several files, the checksum of their checksums in the order of names. Empty if
+    there is none."""
     file = file_of(model, "model.safetensors") or file_of(model, "model.safetensors.index.json")
     with refusing(f"--model {model}: "):
         return _kvlab.weights_xxh3(str(file.parent)) if file else ""

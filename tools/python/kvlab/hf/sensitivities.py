@@ -1,9 +1,9 @@
 """python -m kvlab.hf sensitivities: adds to a finished trace how much the model's predictions depend on each head's
 output. See docs/guides/gradients.md.
 
-For each sample, a next token is sampled for every measured query, from the model's own distribution under the full
-cache; stored is the gradient of the sum of their log-likelihoods with respect to what each head puts out (before the
-output projection), at every position.
+For each sample it samples a next token for every measured query, from the model's distribution under the full cache. It
+stores the gradient of the sum of their log-likelihoods with respect to each head's output (before the output
+projection), at every position.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from kvlab.hf.models import (
 from kvlab.hf.refused import Refused, one_line, refusing
 
 PROGRAM = "kvlab.hf sensitivities"
-LOGITS = 1 << 25  # at once: 128 MiB in float32, and four times that for what is made of them
-FLOAT16_EXPONENT = 15  # the largest gradient is stored as less than 2 to this
+LOGITS = 1 << 25  # most logits at once: 128 MiB in float32, and four times that for what is computed from them
+FLOAT16_EXPONENT = 15  # the largest stored gradient is less than 2 to this power
 
 # ---------------------------------------------------------------------------------------------
 # The trace
 
 
 def queries_of(trace: Trace, queries: str) -> torch.Tensor:
-    """The positions of the queries."""
+    """Positions of the measured queries."""
     chosen = [torch.arange(start, start + n) for start, n, kind in trace.segments if queries == "all" or kind == "decode"]
     if not chosen:
         raise Refused(f"{trace.path}: no decode segment; --queries all takes every query")
@@ -64,7 +64,7 @@ def refuse_another_shape(trace: Trace, name: str, model: Any, shape: Shape) -> N
 
 
 def forward(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[Any], torch.Tensor]:
-    """Feeds the ids. Returns each layer's input, what else it was called with, and what the last one put out."""
+    """Feeds the ids. Returns each layer's input, its other arguments, and the last layer's output."""
     inputs: list[torch.Tensor] = []
     calls: list[Any] = []
     last: list[torch.Tensor] = []
@@ -91,10 +91,8 @@ def forward(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[Any
 
 
 def sampled_tokens(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The tokens [samples, n] at which the cumulated probabilities [n, vocabulary] pass `uniforms` [samples, n].
-
-    So a sample is the same on every device, but where rounding decides.
-    """
+    """The tokens [samples, n] at which the cumulated probabilities [n, vocabulary] pass `uniforms` [samples, n]. So a
+    sample is the same on every device, except where rounding decides."""
     cumulated = log_p.double().exp_().cumsum_(-1)
     marks = uniforms.T.to(cumulated.device) * cumulated[:, -1:]
     found: torch.Tensor = torch.searchsorted(cumulated, marks.contiguous(), right=True)
@@ -104,10 +102,8 @@ def sampled_tokens(log_p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def gradients_behind(
     model: Any, hidden: torch.Tensor, queries: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the sums of log p(y) with respect to `hidden`, what the last layer put out: [samples, 1, tokens, width]; and y.
-
-    The logits are made for a part of the queries at a time.
-    """
+    """Gradients of the sums of log p(y) with respect to `hidden`, the last layer's output, [samples, 1, tokens, width];
+    and y. The logits are computed for a part of the queries at a time."""
     head = model.get_output_embeddings()
     gradients = hidden.new_zeros(len(uniforms), *hidden.shape)
     tokens = []
@@ -126,10 +122,8 @@ def gradients_behind(
 
 
 def through(layer: Any, call: Any, hidden: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    """Runs a layer again and takes the gradients through it, in place: from those of its output to those of its input.
-
-    Returns those of its o_proj's input, [samples, tokens, heads * head_size].
-    """
+    """Runs a layer again and propagates the gradients through it, in place: from its output to its input. Returns the
+    gradients of its o_proj's input, [samples, tokens, heads * head_size]."""
     rest, named = call
     outputs: list[torch.Tensor] = []
     hook = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
@@ -155,10 +149,8 @@ def sensitivities(
     uniforms: torch.Tensor,
     put: Callable[[int, torch.Tensor], None],
 ) -> torch.Tensor:
-    """Calls put(layer, gradient [samples, tokens, heads, head_size]) for each layer, the last one first.
-
-    Returns the tokens that were sampled, [samples, queries].
-    """
+    """Calls put(layer, gradient [samples, tokens, heads, head_size]) for each layer, the last one first. Returns the
+    sampled tokens [samples, queries]."""
     inputs, calls, last = forward(model, ids)
     gradients, tokens = gradients_behind(model, last, queries, uniforms)
     for index in reversed(range(shape.layers)):
@@ -179,7 +171,7 @@ def progress(done: int, of: int) -> None:
 
 
 def scale_of(largest: float, dtype: str) -> float:
-    """A power of two, with which float16 holds the gradients of a file; the other dtypes hold whatever float32 does."""
+    """The power of two by which a file's gradients are divided to fit float16. Other dtypes have float32's range."""
     return 2.0 ** (math.frexp(largest)[1] - FLOAT16_EXPONENT) if dtype == "float16" and largest else 1.0
 
 
@@ -188,7 +180,7 @@ def add_to(trace: Trace, model: Any, shape: Shape, arguments: argparse.Namespace
     generator = torch.Generator().manual_seed(arguments.seed)
     uniforms = torch.rand(arguments.samples, len(queries), generator=generator, dtype=torch.float64)
     sizes = (shape.layers, arguments.samples, trace.tokens, shape.query_heads, shape.head_size)
-    with tempfile.TemporaryFile(dir=trace.path) as file:  # only what is being written is in memory
+    with tempfile.TemporaryFile(dir=trace.path) as file:  # only the part being written is in memory
         os.posix_fallocate(file.fileno(), 0, 4 * math.prod(sizes))
         gradients = numpy.memmap(file, numpy.float32, shape=sizes)
 

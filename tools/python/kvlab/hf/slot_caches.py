@@ -1,4 +1,4 @@
-"""The caches of a model on CUDA: slots that the kernel library evicts from, through kvlab.ops."""
+"""The caches of a model on CUDA, in slots that the kernel library evicts from, through kvlab.ops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _refusing() -> Iterator[None]:
 
 
 class SlotCaches:
-    """All layers' caches for one sequence."""
+    """The caches of all layers for one sequence."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class SlotCaches:
         device: torch.device,
         outputs: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """`outputs` gives each layer's W_o [hidden, inputs], if the policy has a feature that reads it."""
+        """`outputs` returns each layer's W_o [hidden, inputs], for policies with a feature that reads it."""
         if name_of(dtype) not in _library.TYPES:
             raise Refused(f"evicting: {name_of(dtype)}; on CUDA one of {', '.join(_library.TYPES)} is expected")
         for layer in layers:
@@ -58,7 +58,7 @@ class SlotCaches:
             self._slots = Slots(plan, own, first.query_heads, first.key_size, dtype, device)
 
     def begin_anew(self) -> None:
-        """Nothing is live. The memory is what it was, so that a graph goes on serving."""
+        """Drops all tokens. Buffers keep their addresses, so captured CUDA graphs stay valid."""
         self._slots.clear()
         self._fed = [0] * len(self._fed)
 
@@ -87,7 +87,8 @@ class SlotCaches:
     # --- Attention ------------------------------------------------------------------------------
 
     def attend(self, layer: int, qkv: torch.Tensor, is_prompt: bool) -> torch.Tensor:
-        """[token, query and KV heads, head size] before RoPE; returns [token, query head, head size]."""
+        """Appends tokens `qkv` [tokens, query_heads + 2 * kv_heads, head_size], before RoPE. Returns [tokens,
+        query_heads, head_size]."""
         if is_prompt:
             return self._append(layer, qkv)
         if layer == 0:
@@ -106,14 +107,14 @@ class SlotCaches:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def before_token(self) -> None:
-        """What the host does for a step of all layers."""
+        """Host work before a step of all layers."""
         with _refusing():
             self._slots.before_step()
 
     def count_token(self) -> None:
-        """A step went through all layers by other means than attend()."""
+        """Counts a step that went through all layers without attend(), as a graph does."""
         self._fed = [fed + 1 for fed in self._fed]
 
     def token(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """One token's attention: nothing but launches."""
+        """Attention of one decoded token. Only launches kernels."""
         return self._slots.step(layer, qkv)

@@ -1,4 +1,4 @@
-"""A model's decode step as a CUDA graph: one launch for a token."""
+"""Runs a model's decode step as a CUDA graph, which is one launch for each token."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from kvlab.hf.cache import conversation_of
 from kvlab.hf.calls import cache_among
 from kvlab.hf.conversation import Conversation
 
-_OF_THE_HEAD = frozenset(("logits_to_keep", "num_logits_to_keep"))  # which the decoder does not see
+_OF_THE_HEAD = frozenset(("logits_to_keep", "num_logits_to_keep"))  # arguments that the decoder does not see
 _KNOWN = _OF_THE_HEAD.union(
     ("input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict")
 )
 
 
 class StepGraph:
-    """The forward pass of one token through a conversation's slots, captured at its second step: the first, which runs
-    as ever, loads what the capture may not."""
+    """The forward pass of one token through a conversation's slots. It is captured at the second step, because the
+    first one, which runs normally, loads what a capture cannot."""
 
     def __init__(self, model: Any) -> None:
         self._ids, self._position = (torch.zeros(1, 1, dtype=torch.int64, device=model.device) for _ in range(2))
-        self._mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)  # of four dimensions: as it is
+        self._mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)  # four dimensions, so that
+                                                                                      # transformers uses it unchanged
         self._graph: Any = None
         self.ran = False
 
     def capture(self, original: Any, conversation: Conversation) -> None:
-        """Before anything is counted: it may fail."""
+        """Captures the graph. Called before anything is counted, because it may fail."""
         if self._graph is not None:
             return
         graph, hooks = torch.cuda.CUDAGraph(), conversation.attended.installed()
@@ -55,14 +56,14 @@ class StepGraph:
 
 
 class StepGraphs:
-    """In a model's forward: each conversation's graph for the steps that it knows."""
+    """Replaces a model's forward, and runs each conversation's graph for the steps that it supports."""
 
     def __init__(self, attended: AttendedModel) -> None:
         self._attended = attended
 
     @contextlib.contextmanager
     def in_model(self, model: Any) -> Iterator[None]:
-        before = vars(model).get("forward")  # of another package, such as accelerate
+        before = vars(model).get("forward")  # set by another package, such as accelerate
         model.forward = self._forward_of(model, model.forward)
         try:
             yield
@@ -78,7 +79,7 @@ class StepGraphs:
             cache = cache_among(words.values())
             conversation = conversation_of(cache)
             if conversation is None or arguments or not _is_plain_step(words, cache, conversation.tokens):
-                return original(*arguments, **words)  # of a batch, of what is padded
+                return original(*arguments, **words)  # batches and padded rows run normally
             graph = conversation.graph = conversation.graph or StepGraph(model)
             if not graph.ran:
                 graph.ran = True
