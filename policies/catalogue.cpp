@@ -15,6 +15,7 @@
 #include "policies/features/features.hpp"
 #include "policies/mass/presets.hpp"
 #include "policies/modifiers/text.hpp"
+#include "policies/old_names.hpp"
 
 namespace kvlab {
 namespace {
@@ -299,7 +300,7 @@ std::string brief_policy(const std::string& text) {
 
 PolicySpec parse_policy(std::string_view text, std::span<const std::string_view> oracles,
                         const CompiledPolicies& compiled) {
-  const std::string requested = without_preset(text);
+  const std::string requested = without_preset(current_policy(text));
   const auto parts = split(requested, ':');
   PolicySpec spec;
   spec.name = parts[0];

@@ -19,10 +19,11 @@ class FeatureSource;  // policies/features/features.hpp
 
 /// The header of a policy that was compiled at run time.
 struct PolicySource {
-  std::string path;  ///< as the user typed it
-  std::string text;
-  std::string xxh3;  ///< hash of the text, 16 hex digits
-  std::string type;  ///< qualified name of the struct: kvlab::Peak
+  std::string path;            ///< as the user typed it
+  std::string text;            ///< in today's names (old_names.hpp)
+  std::string xxh3;            ///< hash of the file's own text, 16 hex digits
+  std::string type;            ///< qualified name of the struct: kvlab::Peak
+  bool has_old_names = false;  ///< true if the file's own text differs from `text`
 };
 
 /// `text` as a C++ string literal, for #line directives.

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "policies/old_names.hpp"
+
 namespace kvlab {
 namespace {
 
@@ -166,6 +168,27 @@ PolicyStruct find_policy_struct(std::string_view text, std::string_view path) {
       "{}: holds no struct; a policy is a struct with `static constexpr PolicyInfo kInfo{{...}}`, "
       "as docs/guides/write-a-policy.md shows",
       path));
+}
+
+std::string current_header(std::string_view header) {
+  std::string text;
+  bool directive = false;
+  for (std::size_t at = 0; at < header.size();) {
+    const char c = header[at];
+    std::size_t end = at + 1;
+    if (c == '\n')
+      directive = false;
+    else if (c == '#')
+      directive = true;
+    else if ((c == '"' || c == '\'') && !directive)
+      end = std::max(end, end_of_opaque(header, at));
+    const bool word = is_word(c);
+    while (word && end < header.size() && is_word(header[end])) ++end;
+    const std::string_view piece = header.substr(at, end - at);
+    text += word ? current_name(kOldHeaderWords, piece) : piece;
+    at = end;
+  }
+  return text;
 }
 
 }  // namespace kvlab

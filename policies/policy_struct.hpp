@@ -16,4 +16,8 @@ struct PolicyStruct {
 /// std::invalid_argument if there is no struct, or if several declare kInfo.
 PolicyStruct find_policy_struct(std::string_view text, std::string_view path);
 
+/// A policy's header in the names of today (old_names.hpp), line by line as it was. Text in quotes
+/// stays, except for paths of #include.
+std::string current_header(std::string_view header);
+
 }  // namespace kvlab

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "policies/catalogue.hpp"
+#include "policies/old_names.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -64,8 +65,51 @@ std::string without_dashes(const std::string& option) {
                                           command.name, command.usage));
 }
 
+/// Words of an option; none where its value is no text.
+std::vector<std::string> texts_of(const po::variable_value& value) {
+  if (const auto* text = boost::any_cast<std::string>(&value.value())) return {*text};
+  if (const auto* list = boost::any_cast<std::vector<std::string>>(&value.value())) return *list;
+  return {};
+}
+
+/// What is compared with all others of its list, as names are, stays cheap.
+void refuse_many(const po::variables_map& values) {
+  constexpr std::size_t kMax = 10'000;
+  for (const auto& [name, value] : values)
+    if (const std::size_t count = texts_of(value).size(); count > kMax)
+      throw std::invalid_argument(
+          fmt::format("--{}: {} values are given; at most {} are accepted", name, count, kMax));
+}
+
+/// `words` with today's names of options. Each old one is told once on standard error.
+std::vector<std::string> with_current_options(std::vector<std::string> words,
+                                              const po::options_description& options) {
+  for (std::string& word : words) {
+    if (!word.starts_with("--")) continue;
+    const std::string name = word.substr(2, word.find('=') - 2);
+    const std::string now(current_name(kOldOptions, name));
+    if (now == name || options.find_nothrow(name, false) || !options.find_nothrow(now, false))
+      continue;
+    fmt::print(stderr, "kvlab: --{} is called --{} now; the next release will refuse --{}\n", name,
+               now, name);
+    word.replace(2, name.size(), now);
+  }
+  return words;
+}
+
+/// Says which policies are written with names of old.
+void warn_of_old_policies(const po::variables_map& values) {
+  if (!values.count("policy")) return;
+  for (const std::string& text : texts_of(values["policy"]))
+    for (const std::string& policy : split_list(text))
+      if (const std::string now = current_policy(policy); now != policy)
+        fmt::print(stderr, "kvlab: policy {} is written {} now; the next release will refuse {}\n",
+                   printable(policy), now, printable(policy));
+}
+
 po::variables_map parse(const Command& command, const po::options_description& options,
-                        const std::vector<std::string>& words) {
+                        const std::vector<std::string>& given) {
+  const std::vector<std::string> words = with_current_options(given, options);
   po::positional_options_description positional;
   if (!command.positional.empty()) positional.add(command.positional.c_str(), -1);
   po::variables_map values;
@@ -91,22 +135,6 @@ po::variables_map parse(const Command& command, const po::options_description& o
   }
   if (!values.count("help")) po::notify(values);
   return values;
-}
-
-/// Words of an option; none where its value is no text.
-std::vector<std::string> texts_of(const po::variable_value& value) {
-  if (const auto* text = boost::any_cast<std::string>(&value.value())) return {*text};
-  if (const auto* list = boost::any_cast<std::vector<std::string>>(&value.value())) return *list;
-  return {};
-}
-
-/// What is compared with all others of its list, as names are, stays cheap.
-void refuse_many(const po::variables_map& values) {
-  constexpr std::size_t kMax = 10'000;
-  for (const auto& [name, value] : values)
-    if (const std::size_t count = texts_of(value).size(); count > kMax)
-      throw std::invalid_argument(
-          fmt::format("--{}: {} values are given; at most {} are accepted", name, count, kMax));
 }
 
 /// An empty path or list is a slip of a script, and nothing that could be named in an error. Texts
@@ -163,6 +191,7 @@ int run_command(const Command& command, const std::vector<std::string>& words) {
   }
   refuse_many(values);
   refuse_empty(values);
+  warn_of_old_policies(values);
   refuse_overwriting(values);
   return command.run(values);
 }

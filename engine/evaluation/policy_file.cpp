@@ -7,10 +7,12 @@
 #include <stdexcept>
 
 #include "policies/modifiers/text.hpp"
+#include "policies/old_names.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "sim/source/policy_source.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/old_keys.hpp"
 #include "traces/base/safetensors.hpp"
 
 namespace kvlab {
@@ -73,7 +75,7 @@ std::string modifiers_from(const JsonFields& modifiers, const JsonFields& file) 
 
 /// Builds the text `name:param=value:sinks=…:recent=…`, so that one parser checks everything.
 PolicySpec policy_from(const JsonFields& fields, const CompiledPolicies& compiled) {
-  const std::string name = fields.text("policy");
+  const std::string name(current_name(kOldPolicies, fields.text("policy")));
   const PolicySpec plain = parse_policy(name, {}, compiled);
   if (name.find(':') != std::string::npos || !plain.entry->info.evicts)
     fail(fields, fmt::format("policy '{}' should be the name of a policy that evicts", name));
@@ -172,7 +174,7 @@ json protected_json(Extent extent) {
 }  // namespace
 
 PolicyFile read_policy_file(const std::filesystem::path& path, const CompiledPolicies& compiled) {
-  const json top = parse_json(read_text_file(path, kMaxPolicyBytes), path.string());
+  const json top = parse_result_json(read_text_file(path, kMaxPolicyBytes), path.string());
   const JsonFields fields(top, path.string());
   fields.check_format(kPolicyFormat);
   refuse_reserved_and_unknown(fields, top);

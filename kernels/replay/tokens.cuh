@@ -61,7 +61,7 @@ class ExactTokens {
   __device__ bool is_direct(std::uint32_t) const { return false; }
   /// From this position on, all tokens' exponentials are a row's.
   __device__ std::uint32_t evicted_end() const { return 0; }
-  __device__ const std::uint32_t* places() const { return nullptr; }
+  __device__ const std::uint32_t* positions_in_cache() const { return nullptr; }
   /// Maps slots to copies, for tokens before `exact_from`.
   __device__ ExactCopies copies(std::uint32_t) const { return {}; }
 

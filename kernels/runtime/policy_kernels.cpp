@@ -124,7 +124,8 @@ PolicyKernels::PolicyKernels(std::shared_ptr<const PolicyEntry> entry)
               .settle_tokens = code_.kernel(kSettle),
               .run_states = code_.kernel(kProbe)} {}
 
-DeviceCode code_of_header(const std::string& path, const std::string& text, int architecture) {
+DeviceCode code_of_header(const std::string& path, const std::string& given, int architecture) {
+  const std::string text = current_header(given);
   const PolicyStruct found = find_policy_struct(text, path);
   PolicyEntry entry{};
   entry.source = std::make_shared<const PolicySource>(

@@ -94,7 +94,7 @@ void check_modifiers(const Modifiers& modifiers, const PolicyInfo& info) {
                     info.name, modifiers.every));
   if (modifiers.pool == Modifiers::Pool::max && modifiers.smooth == 0)
     throw std::invalid_argument(
-        fmt::format("policy {}: pool=max does nothing without smooth; smooth=R, places on either "
+        fmt::format("policy {}: pool=max does nothing without smooth; smooth=R, tokens on either "
                     "side, would be right",
                     info.name));
   if (modifiers.group == Modifiers::Group::max && !needs_mass(info.needs))

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "policies/old_names.hpp"
 #include "traces/base/numeric/nan.hpp"
 #include "traces/base/text.hpp"
 
@@ -22,6 +23,8 @@ constexpr std::string_view kHeader =
     "layer,head,metric,value,stderr,count,tiers,budget_bytes";
 /// Header of runs without tier plans (older versions): without the last two columns.
 constexpr std::string_view kOlderHeader = kHeader.substr(0, kHeader.find(",tiers"));
+/// Columns of kHeader under the names that they had, in files of before.
+constexpr OldName kOldColumns[] = {{"ladder", "tiers"}, {"span", "queries"}};  // old name
 constexpr std::string_view kBlockHeader =
     "trace,policy,params,budget,prefill,positions,seed,metric,block,value,weight";
 
@@ -46,9 +49,18 @@ void append_row(std::string& text, const ResultRow& row) {
                       number_field(row.budget_bytes));
 }
 
-/// Throws std::runtime_error if a table has another header.
+/// The first line, with today's names of columns.
+std::string header_of(std::string_view text) {
+  std::string header;
+  for (const std::string& column :
+       split_list(std::string(text.substr(0, text.find_first_of("\r\n")))))
+    header += (header.empty() ? "" : ",") + std::string(current_name(kOldColumns, column));
+  return header;
+}
+
+/// Throws std::runtime_error where a table begins otherwise.
 void check_header(std::string_view text, std::string_view file, std::string_view header) {
-  if (text.substr(0, text.find_first_of("\r\n")) != header)
+  if (header_of(text) != header)
     throw std::runtime_error(fmt::format("{}: line 1: the header should read {}", file, header));
 }
 
@@ -67,8 +79,8 @@ class RowParser {
   ResultRow parse() {
     ResultRow row;
     row.trace = name("trace");
-    row.policy = name("policy");
-    row.params = text();
+    row.policy = current_name(kOldPolicies, name("policy"));
+    row.params = current_params(text());
     row.budget = name("budget");
     row.budget_tokens = number<std::uint32_t>("budget_tokens");
     if (row.budget_tokens == 0)
@@ -81,7 +93,7 @@ class RowParser {
     row.layer = scope("layer");
     row.head = scope("head");
     if (row.layer < 0 && row.head >= 0) throw std::runtime_error("a head without a layer");
-    row.metric = text();
+    row.metric = current_metric(text());
     if (!find_metric(row.metric))
       throw std::runtime_error(fmt::format("unknown metric '{}'", shown_field(row.metric)));
     row.value = number<double>("value");
@@ -258,7 +270,7 @@ std::string results_csv(std::span<const ResultRow> rows) {
 std::vector<ResultRow> parse_results_csv(std::string_view text, std::string_view file) {
   std::vector<ResultRow> rows;
   std::vector<std::size_t> lines;
-  const bool older = text.substr(0, text.find_first_of("\r\n")) == kOlderHeader;
+  const bool older = header_of(text) == kOlderHeader;
   check_header(text, file, older ? kOlderHeader : kHeader);
   read_records(text, file, [&](const CsvRecord& record) {
     rows.push_back(RowParser(record.fields).parse());
@@ -287,7 +299,10 @@ void parse_blocks_csv(std::string_view text, std::string_view file, std::span<Re
     std::string key;
     for (std::size_t i = 0; i < 8; ++i) {
       if (i > 0) key += ',';
-      key += csv_field(fields[i]);
+      key += csv_field(i == 1   ? std::string(current_name(kOldPolicies, fields[i]))
+                       : i == 2 ? current_params(fields[i])
+                       : i == 7 ? current_metric(fields[i])
+                                : fields[i]);
     }
     const auto found = known.find(key);
     if (found == known.end()) throw std::runtime_error("there is no such row of the whole model");

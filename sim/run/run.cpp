@@ -1,4 +1,5 @@
 #include "sim/run/run.hpp"
+#include "policies/old_names.hpp"
 
 #include <fmt/format.h>
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/old_keys.hpp"
 #include "traces/manifest.hpp"
 
 namespace kvlab {
@@ -97,8 +99,8 @@ RunConfig config_from(const JsonFields& fields) {
   HeadBudgets budgets;
   if (fields.has("budgets"))
     budgets = budget_from_json(fields.list("budgets"), fields.where() + ": budgets").heads;
-  return {.policy = fields.text("policy"),
-          .params = fields.text("params"),
+  return {.policy = std::string(current_name(kOldPolicies, fields.text("policy"))),
+          .params = current_params(fields.text("params")),
           .budget = fields.text("budget"),
           .prefill = fields.text("prefill"),
           .positions = fields.text("positions"),
@@ -202,7 +204,10 @@ json to_json(const KeptSeries& series) {
 }
 
 KeptSeries series_from(const JsonFields& fields) {
-  KeptSeries series{fields.text("policy"), fields.text("params"), fields.text("positions"), {}};
+  KeptSeries series{std::string(current_name(kOldPolicies, fields.text("policy"))),
+                    current_params(fields.text("params")),
+                    fields.text("positions"),
+                    {}};
   for (const json& entry : fields.list("lifetimes")) {
     const std::string where =
         fmt::format("{}: lifetimes[{}]", fields.where(), series.lifetimes.size());
@@ -421,7 +426,7 @@ Run load_run(const std::filesystem::path& directory) {
         "{}: is not a run; it should be a directory made by `kvlab replay`", directory.string()));
   Run run;
   const std::string info = read_text_file(info_path, kMaxJsonBytes);
-  const json info_json = parse_json(info, info_path.string());
+  const json info_json = parse_result_json(info, info_path.string());
   const JsonFields fields(info_json, info_path.string());
   fields.check_format(kRunFormat);
   run.info = info_from(fields);
@@ -439,7 +444,8 @@ Run load_run(const std::filesystem::path& directory) {
 
   const std::filesystem::path kept_path = directory / "kept.json";
   if (std::filesystem::exists(kept_path)) {
-    const json kept = parse_json(read_text_file(kept_path, kMaxJsonBytes), kept_path.string());
+    const json kept =
+        parse_result_json(read_text_file(kept_path, kMaxJsonBytes), kept_path.string());
     run.kept = read_kept(JsonFields(kept, kept_path.string()));
   }
   return run;

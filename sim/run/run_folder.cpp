@@ -11,6 +11,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/old_keys.hpp"
 
 namespace kvlab {
 namespace {
@@ -193,7 +194,7 @@ void RunFolder::start(const json& job) {
 
 void RunFolder::resume(const json& job) const {
   const fs::path path = staging_ / kJobFile;
-  const json before = parse_json(read_text_file(path, kMaxJobBytes), path.string());
+  const json before = parse_result_json(read_text_file(path, kMaxJobBytes), path.string());
   if (before == job) return;
   throw std::runtime_error(
       fmt::format("{}: holds what a {} of something else has finished (differs in: {}); repeat "

@@ -19,6 +19,7 @@
 
 #include "policies/catalogue.hpp"
 #include "policies/embedded.hpp"
+#include "policies/old_names.hpp"
 #include "policies/ops/instruction_set.hpp"
 #include "policies/policy_struct.hpp"
 #include "policies/private_folder.hpp"
@@ -234,10 +235,11 @@ bool is_taken(std::string_view name) {
 }
 
 std::shared_ptr<const PolicyEntry> compile_policy_source(const fs::path& path) {
-  PolicySource source{.path = path.string(), .text = read_text_file(path, kMaxSourceBytes)};
+  const std::string text = read_text_file(path, kMaxSourceBytes);
+  PolicySource source{.path = path.string(), .text = current_header(text), .xxh3 = xxh3_hex(text)};
+  source.has_old_names = source.text != text;
   const PolicyStruct found = find_policy_struct(source.text, source.path);
   source.type = found.name;
-  source.xxh3 = xxh3_hex(source.text);
 
   const HostCompiler compiler;
   const ObjectCache cache(private_folder("policies"));

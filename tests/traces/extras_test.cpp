@@ -120,7 +120,7 @@ TEST_CASE("Damaged extras are refused by name") {
     return error_of([&] { TraceReader::open(path); });
   };
   CHECK_THAT(error_with([](json& m) { m["spans"][0]["tokens"] = 2000; }),
-             ContainsSubstring("passages[0]") && ContainsSubstring("tokens"));
+             ContainsSubstring("spans[0]") && ContainsSubstring("tokens"));
   CHECK_THAT(error_with([](json& m) { m["spans"][1]["name"] = "early"; }),
              ContainsSubstring("the name \"early\" is there twice"));
   CHECK_THAT(error_with([](json& m) { m["spans"][1]["name"] = "a\nb"; }),

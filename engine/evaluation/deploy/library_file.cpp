@@ -15,6 +15,7 @@
 #include "policies/observation.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/old_keys.hpp"
 
 namespace kvlab {
 namespace {
@@ -199,7 +200,7 @@ extern "C" cudaError_t kvlab_read_policy_file(const char* path, kvlab_policy_fil
                             .kv_heads = file->kv_heads,
                             .tokens = file->tokens,
                             .rules = file->rules};
-    const json top = parse_json(text_of(path), path);
+    const json top = parse_result_json(text_of(path), path);
     read(JsonFields(top, path), found);
     *file = found;
     return kernels::record_error("kvlab_read_policy_file", cudaSuccess);

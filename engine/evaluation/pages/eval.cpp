@@ -13,6 +13,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/old_keys.hpp"
 
 namespace kvlab {
 namespace {
@@ -173,7 +174,7 @@ class EvalPage {
 
 std::string eval_page(const std::filesystem::path& folder) {
   const std::string file = (folder / kEvalJson).string();
-  const json top = parse_json(read_text_file(file, kMaxEvalBytes), file);
+  const json top = parse_result_json(read_text_file(file, kMaxEvalBytes), file);
   JsonFields(top, file).check_format(kEvalFormat);
   const ScoreSet scores = load_scores(folder);
   return EvalPage(top, file, scores).html(explorer_of(scores, "Error against budget"));

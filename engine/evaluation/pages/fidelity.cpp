@@ -14,6 +14,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/old_keys.hpp"
 
 namespace kvlab {
 namespace {
@@ -261,7 +262,7 @@ template <class Use>
 auto with_page(const std::filesystem::path& folder, Use&& use) {
   const std::string file = (folder / kFidelityJson).string(),
                     csv = (folder / kFidelityCsv).string();
-  const json top = parse_json(read_text_file(file, kMaxFidelityBytes), file);
+  const json top = parse_result_json(read_text_file(file, kMaxFidelityBytes), file);
   JsonFields(top, file).check_format(kFidelityFormat);
   const std::vector<ResultRow> rows = parse_score_rows(read_text_file(csv, kMaxFidelityBytes), csv);
   return use(FidelityPage(top, file, rows));

@@ -13,6 +13,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/old_keys.hpp"
 
 namespace kvlab {
 namespace {
@@ -261,7 +262,7 @@ class HalvingPage {
 
 std::string halving_page(const std::filesystem::path& policy_file) {
   const std::string file = policy_file.string();
-  const json top = parse_json(read_text_file(file, std::size_t{64} << 20), file);
+  const json top = parse_result_json(read_text_file(file, std::size_t{64} << 20), file);
   return HalvingPage(top, file).html();
 }
 

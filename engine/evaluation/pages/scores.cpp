@@ -20,6 +20,7 @@
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
 #include "traces/base/numeric/nan.hpp"
+#include "traces/base/old_keys.hpp"
 #include "traces/base/text.hpp"
 
 namespace kvlab {
@@ -108,7 +109,7 @@ void add_recommendations(ScoreSet& set, const JsonFields& fields) {
 
 ScoreSet scores_of_eval(const std::filesystem::path& folder) {
   const std::string file = (folder / kEvalJson).string(), csv = (folder / kEvalCsv).string();
-  const json top = parse_json(read_text_file(file, kMaxScoresBytes), file);
+  const json top = parse_result_json(read_text_file(file, kMaxScoresBytes), file);
   const JsonFields fields(top, file);
   fields.check_format(kEvalFormat);
   const std::string model = fields.text("model");
@@ -173,7 +174,7 @@ std::map<std::string, std::vector<double>> answers_in(const std::filesystem::pat
 
 ScoreSet scores_of_task(const std::filesystem::path& folder) {
   const std::string file = (folder / kTaskJson).string(), csv = (folder / "task.csv").string();
-  const json top = parse_json(read_text_file(file, kMaxScoresBytes), file);
+  const json top = parse_result_json(read_text_file(file, kMaxScoresBytes), file);
   const JsonFields fields(top, file);
   const std::string model = fields.text("model");
   ScoreSet set{.kind = "task",

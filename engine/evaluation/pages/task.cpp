@@ -9,6 +9,7 @@
 #include "traces/base/files.hpp"
 #include "traces/base/json.hpp"
 #include "traces/base/json_fields.hpp"
+#include "traces/base/old_keys.hpp"
 
 namespace kvlab {
 namespace {
@@ -41,7 +42,7 @@ std::string front_of(const ScoreSet& set) {
 std::string task_page(const std::filesystem::path& folder) {
   const ScoreSet set = load_scores(folder);
   const std::string file = (folder / kTaskJson).string();
-  const nlohmann::json top = parse_json(read_text_file(file, std::size_t{256} << 20), file);
+  const nlohmann::json top = parse_result_json(read_text_file(file, std::size_t{256} << 20), file);
   const JsonFields fields(top, file);
   const std::string title = "Does " + fields.text("model") + " still answer under evictions?";
   const Explorer explorer = explorer_of(set, "Right answers against budget");

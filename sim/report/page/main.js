@@ -70,7 +70,7 @@ class Page {
   }
   dotText(dot) {
     const spread = dot.least === null ? '' : `; sequences from ${this.valueText(dot.least)} to ${this.valueText(dot.most)}`;
-    return `${shown(dot.label)} at ${shown(dot.asked)}: ${this.valueText(dot.y)}${this.errorText(dot.error)}` +
+    return `${shown(dot.label)} at ${shown(dot.requested)}: ${this.valueText(dot.y)}${this.errorText(dot.error)}` +
       `, ${dot.count.toLocaleString('en-US')} counted${spread}`;
   }
   cellText(cell) {

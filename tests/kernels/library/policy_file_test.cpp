@@ -91,7 +91,7 @@ TEST_CASE("The library reads a policy.json as the engine does") {
 
 TEST_CASE("The library says in one line which part of a policy.json it cannot represent") {
   const auto said = [](const std::string& changes) { return ReadFile(policy_json(changes)).said; };
-  CHECK_THAT(said(R"({"tier_plan": "8"})"), ContainsSubstring("key \"tiers\" is not known"));
+  CHECK_THAT(said(R"({"tiers": "8"})"), ContainsSubstring("key \"tiers\" is not known"));
   CHECK_THAT(said(R"j({"budget": "ada(64)"})j"),
              ContainsSubstring("tokens, a list of them, or pyramid(TOKENS) are expected"));
   CHECK_THAT(said(R"({"protected": {"prompt": true}})"), ContainsSubstring("prompt"));

@@ -103,7 +103,7 @@ def check_dots(browser: Browser, run: Path, metric: str, layer: str = "all", hea
     dots = browser.dots()
     assert len(dots) >= 6, dots
     for dot in dots:
-        row = wanted[(dot["label"].split(" ")[0], dot["evaluated"])]
+        row = wanted[(dot["label"].split(" ")[0], dot["requested"])]
         assert same(dot["y"], float(row["value"])), (dot, row)
         assert dot["count"] == int(row["count"]), (dot, row)
         if row["stderr"]:
@@ -533,7 +533,7 @@ def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None
 
     def check(dots: list[dict[str, Any]]) -> None:
         for dot in dots:
-            values = of[(*series[dot["series"]], dot["evaluated"])]
+            values = of[(*series[dot["series"]], dot["requested"])]
             assert len(values) == 2 and same(dot["y"], sum(values) / 2), (dot, values)
             assert same(dot["least"], min(values)) and same(dot["most"], max(values)), (dot, values)
 

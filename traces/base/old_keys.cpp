@@ -1,0 +1,78 @@
+#include "traces/base/old_keys.hpp"
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "traces/base/json.hpp"
+
+namespace kvlab {
+namespace {
+
+using nlohmann::json;
+
+struct OldKey {
+  std::string_view before, now;
+};
+
+constexpr OldKey kOldKeys[] = {{"asked", "evaluated"},
+                               {"draws", "samples"},
+                               {"grid", "sweep"},
+                               {"guards", "protected"},
+                               {"holds_more", "over_budget"},  // old name
+                               {"ladder", "tiers"},            // old name
+                               {"open_loop", "offline_replay"},
+                               {"span", "queries"},
+                               {"span_bytes_mean", "window_bytes_mean"},
+                               {"span_bytes_peak", "window_bytes_peak"},
+                               {"span_layers", "window_layers"},
+                               {"ties", "not_significantly_different"},
+                               {"ties_with_first", "not_significantly_different"},
+                               {"told_apart", "significantly_different"},  // old name
+                               {"truths", "criteria"}};
+
+/// Within `criteria` "answers" was a criterion; elsewhere it is what a model said.
+void rename_answers(json& criteria) {
+  const auto rename = [](json& object) {
+    if (!object.is_object() || !object.contains("answers") || object.contains("task_accuracy"))
+      return;
+    object["task_accuracy"] = std::move(object["answers"]);
+    object.erase("answers");
+  };
+  rename(criteria);
+  if (!criteria.is_object() || !criteria.contains("policies")) return;
+  for (json& policy : criteria["policies"]) rename(policy);
+}
+
+}  // namespace
+
+void rename_old_keys(json& top) {
+  std::vector<json*> waiting{&top};
+  while (!waiting.empty()) {
+    json& one = *waiting.back();
+    waiting.pop_back();
+    if (one.is_object())
+      for (const auto& [before, now] : kOldKeys) {
+        const auto found = one.find(before);
+        if (found == one.end() || one.contains(now)) continue;
+        json value = std::move(*found);
+        one.erase(found);
+        one[std::string(now)] = std::move(value);
+      }
+    if (!one.is_structured()) continue;
+    for (auto child = one.begin(); child != one.end(); ++child) {
+      if (one.is_object() && child.key() == "capture") continue;
+      if (one.is_object() && child.key() == "criteria") rename_answers(*child);
+      if (child->is_structured()) waiting.push_back(&*child);
+    }
+  }
+}
+
+json parse_result_json(std::string_view text, std::string_view what) {
+  json top = parse_json(text, what);
+  rename_old_keys(top);
+  return top;
+}
+
+}  // namespace kvlab
