@@ -12,7 +12,7 @@ namespace kvlab {
 struct Random {
   static constexpr PolicyInfo kInfo{
       .name = "random",
-      .summary = "any token leaves, sampled afresh at each step",
+      .summary = "a random token is evicted, sampled anew at each step",
       .citation =
           "SplitMix64 finaliser: Steele et al. 2014, section 4 (doi:10.1145/2660193.2660195)",
       .order = Order::nested};

@@ -19,7 +19,7 @@ namespace kvlab {
 struct ExpectedAttention : LowestEvictedFirst {
   static constexpr PolicyInfo kInfo{
       .name = "expected_attention",
-      .summary = "the least attention to be expected from queries to come is evicted first",
+      .summary = "the least expected attention from future queries is evicted first",
       .citation = "Devoto et al. 2025, Expected Attention, section 3 (arXiv:2510.00636)",
       .order = Order::nested,
       .sinks = tokens(4),

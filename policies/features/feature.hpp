@@ -12,7 +12,7 @@ namespace kvlab {
 struct Feature {
   static constexpr PolicyInfo kInfo{
       .name = "feature",
-      .summary = "the lowest value of a feature is evicted first: `name=` says of which",
+      .summary = "the lowest value of a feature is evicted first; `name=` selects the feature",
       .citation = "none: any score of one number a token",
       .order = Order::nested,
       .features = {"name=value_norm"}};
@@ -20,7 +20,7 @@ struct Feature {
     double keep;
   };
   static constexpr Param<Params> kParams[]{
-      {"keep", "the highest values stay; below 0: the lowest", &Params::keep, 1, -1, 1}};
+      {"keep", "the highest values are kept; below 0: the lowest", &Params::keep, 1, -1, 1}};
   struct Slot {};
 
   static constexpr void append(Slot&, Token, const Params&, const Step&) {}

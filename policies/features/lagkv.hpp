@@ -22,7 +22,7 @@ namespace kvlab {
 struct LagKV : LowestEvictedFirst {
   static constexpr PolicyInfo kInfo{
       .name = "lagkv",
-      .summary = "the token least told by the range of those after it is evicted first",
+      .summary = "the token that stands out least from those after it is evicted first",
       .citation = "Liang et al. 2025, LagKV, equations 1 to 6 (arXiv:2504.04704)",
       .order = Order::nested,
       .sinks = tokens(4),

@@ -21,7 +21,7 @@ namespace kvlab {
 struct RKV {
   static constexpr PolicyInfo kInfo{
       .name = "r_kv",
-      .summary = "the least recent attention, less redundancy of the key, is evicted first",
+      .summary = "the least recent attention minus redundancy of the key is evicted first",
       .citation = "Cai et al. 2025, R-KV, section 3 (arXiv:2505.24133)",
       .needs = Needs::mass,
       .weighted = true,

@@ -27,8 +27,8 @@ struct Nacl : LastQueries {
   static constexpr PolicyInfo kInfo{
       .name = "nacl",
       .summary =
-          "the least attended by the prompt's last queries is evicted first, but for some at "
-          "random",
+          "the least attended by the prompt's last queries is evicted first, except a random "
+          "share",
       .citation = "Chen et al. 2024, NACL, section 4 (arXiv:2408.03675)",
       .needs = Needs::mass,
       .weighted = true,

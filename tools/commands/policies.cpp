@@ -83,7 +83,7 @@ void print_text(const std::vector<PolicyEntry>& entries) {
     fmt::print("  {:15}  {:35}  {}\n", preset.name,
                preset.policy.empty() ? "the rule cannot hold it" : preset.policy, preset.code);
   fmt::print(
-      "\nReferences, for comparison only (never deployed, no parameters, no protected tokens):\n");
+      "\nOracles, for comparison only (never deployed, no parameters, no protected tokens):\n");
   for (const OracleInfo& oracle : kOracles)
     fmt::print("\n{}\n  {}\n  bounds     {}\n", oracle.name, oracle.summary, oracle.bounds);
 }
@@ -108,7 +108,7 @@ void print_markdown(const std::vector<PolicyEntry>& entries) {
                fmt::join(params, "; "), name_of(info.positions), entry.token_bytes(),
                info.citation);
   }
-  fmt::print("\n| reference | what it does | bounds |\n| --- | --- | --- |\n");
+  fmt::print("\n| oracle | what it does | bounds |\n| --- | --- | --- |\n");
   for (const OracleInfo& oracle : kOracles)
     fmt::print("| `{}` | {} | {} |\n", oracle.name, oracle.summary, oracle.bounds);
 }
