@@ -27,7 +27,8 @@ namespace kvlab {
 struct LazyEviction {
   static constexpr PolicyInfo kInfo{
       .name = "lazy_eviction",
-      .summary = "the longest without a request, relative to its longest interval, is evicted first",
+      .summary =
+          "the longest without a request, relative to its longest interval, is evicted first",
       .citation = "Zhang et al. 2025, LazyEviction, section 4 (arXiv:2506.15969)",
       .needs = Needs::requests,
       .recent = percent(25)};
