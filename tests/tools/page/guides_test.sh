@@ -1,0 +1,23 @@
+#!/bin/sh
+# guides_test.sh KVLAB SOURCE: runs the shell blocks of the guides that need only the bundled model, trace and texts.
+set -eu
+kvlab=$1 source=$2
+. "$source/tests/scripts/check.sh"
+enter_scratch
+mkdir bin
+ln -s "$kvlab" bin/kvlab
+PATH=$folder/bin:$PATH
+
+for page in choose-a-policy report evaluate precision-tiers; do
+  mkdir "$page" && cd "$page"
+  ln -s "$source/engine" "$source/tools" "$source/traces" .
+  awk '/^```$/ {on = 0} on {print} /^```sh$/ {on = 1}' "$source/docs/guides/$page.md" >blocks.sh
+  grep -q '^kvlab ' blocks.sh || fail "docs/guides/$page.md: no commands were found"
+  sh -e blocks.sh >out 2>&1 || { cat out; fail "docs/guides/$page.md"; }
+  cd ..
+done
+grep -qF "Over budget at the peak, so listed and not ranked: snapkv" choose-a-policy/out ||
+  fail "docs/guides/choose-a-policy.md shows a policy that is over budget, and the command does not"
+for file in choose-a-policy/policy.json report/report.html evaluate/eval.html precision-tiers/tiered/results.csv; do
+  [ -s "$file" ] || fail "$file was not written"
+done
