@@ -1,4 +1,4 @@
-// Who may include what: the table of docs/internals/architecture.md against every #include of ours.
+// Checks every #include of the project against the table of docs/internals/architecture.md.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Folders by name, without the last slash, each with those that it may include beside itself.
+/// Folders by name, without the last slash, each with the folders that it may include.
 using Table = std::map<std::string, std::set<std::string>>;
 
 constexpr const char* kAll = "all";
@@ -39,7 +39,7 @@ std::string without_slash(std::string folder) {
   return folder;
 }
 
-/// "nothing", "all", or folders with commas between them.
+/// Parses "nothing", "all", or folders separated by commas.
 std::set<std::string> folders_of(const std::string& cell) {
   std::set<std::string> folders;
   if (cell.starts_with("nothing")) return folders;
@@ -49,8 +49,8 @@ std::set<std::string> folders_of(const std::string& cell) {
   return folders;
 }
 
-/// The first table whose rows begin with a folder and end with what it may include. Throws
-/// std::runtime_error if a row names a folder that has none.
+/// The first table whose rows begin with a folder and end with the folders that it may include.
+/// Throws std::runtime_error if a row names a folder that does not exist.
 Table read_table(std::istream& page) {
   Table table;
   bool found = false;
@@ -71,7 +71,7 @@ Table read_table(std::istream& page) {
   return table;
 }
 
-/// The row for a path: that of the innermost folder around it that has one; "" without any.
+/// The row for a path: that of the innermost folder with a row; "" if there is none.
 std::string row_of(const Table& table, const std::string& path) {
   for (fs::path folder = fs::path(path).parent_path(); !folder.empty();
        folder = folder.parent_path())
@@ -95,7 +95,7 @@ std::vector<std::string> broken_includes(const Table& table, const std::string& 
   for (std::string line; std::getline(text, line);) {
     ++number;
     std::smatch include;
-    // A name without a folder is a file of the test's own, written where it is compiled.
+    // A name without a folder is a file of the test, written where it is compiled.
     if (line.find("include") == line.npos || !std::regex_match(line, include, kInclude) ||
         include[1].str().find('/') == std::string::npos)
       continue;

@@ -1,4 +1,4 @@
-// Catch2 2 (Debian 12) and Catch2 3 by one name.
+// One set of names for Catch2 2 (Debian 12) and Catch2 3.
 #pragma once
 
 #ifdef KVLAB_CATCH2_V2

@@ -16,14 +16,14 @@ namespace kvlab::test {
 namespace {
 
 constexpr std::size_t kFactors = 6;
-/// Which of each list: policy, modifiers, tier plan, budget, prefill, positions.
+/// An index into each list: policy, modifiers, tier plan, budget, prefill, positions.
 using Row = std::array<std::uint16_t, kFactors>;
 
 std::string spell(const std::string& policy, const std::string& modifiers) {
   return modifiers == "own" ? policy : unmodified(policy, modifiers);
 }
 
-/// What the row says; empty if it says nothing that can be.
+/// The configuration of a row; empty if it is not valid.
 std::optional<CacheConfig> config_of(const Choices& from, const Row& row, std::uint32_t length,
                                      const CacheShape& model) {
   try {
@@ -46,7 +46,7 @@ std::array<std::size_t, kFactors> sizes(const Choices& from) {
           from.budgets.size(),  from.prefills.size(),  from.positions.size()};
 }
 
-/// Fails where an entry of a list is in no row that can be, refused or not.
+/// Fails if an entry of a list is in no valid row, refused or not.
 void check_each_is_met(const Choices& from,
                        const std::array<std::set<std::uint16_t>, kFactors>& met) {
   constexpr std::array kLists{"policies", "modifiers", "tier_plans",
@@ -59,7 +59,7 @@ void check_each_is_met(const Choices& from,
             fmt::format("conformance: choice {} of list {} goes with nothing", i, kLists[f]));
 }
 
-/// The pairs of choices that a row has.
+/// The pairs of choices in a row.
 std::vector<std::size_t> pairs_of(const Row& row) {
   std::vector<std::size_t> pairs;
   for (std::size_t a = 0; a < kFactors; ++a)
@@ -74,7 +74,7 @@ std::vector<Row> sample(const std::vector<Row>& rows) {
     for (const std::size_t pair : pairs_of(row)) left[pair] = true;
   std::vector<Row> chosen;
   for (std::ptrdiff_t most = kFactors * (kFactors - 1) / 2; most > 0; --most)
-    for (const Row& row : rows) {  // those that bring `most` new pairs, and then fewer
+    for (const Row& row : rows) {  // first rows that add `most` new pairs, then rows that add fewer
       const auto pairs = pairs_of(row);
       if (std::ranges::count_if(pairs, [&](std::size_t pair) { return left[pair]; }) < most)
         continue;
@@ -89,7 +89,8 @@ std::vector<Row> sample(const std::vector<Row>& rows) {
 std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model) {
   HeadBudgets heads(model.layers, std::vector<std::uint32_t>(model.kv_heads));
   std::uint32_t next = 0;
-  for (auto& layer : heads)  // even within every other layer, as scope=layer needs it in all
+  // equal within every other layer, because scope=layer needs equal budgets in a layer
+  for (auto& layer : heads)
     for (std::uint32_t& own : layer) own = tokens * (4 + next++ * 5 % 7) / 6;
   HeadBudgets layers = heads;
   for (auto& layer : layers) std::ranges::fill(layer, layer.front());
@@ -132,7 +133,7 @@ std::vector<CacheConfig> covering(const Choices& choices, const Executor* execut
   std::ranges::shuffle(rows, std::mt19937(1));
   if (!std::getenv("KVLAB_EVERY")) rows = sample(rows);
   std::vector<CacheConfig> chosen;
-  std::set<std::string> texts;  // "own" may be none
+  std::set<std::string> texts;  // "own" may be empty
   for (const Row& row : rows) {
     const CacheConfig config = *config_of(from, row, length, model);
     if (texts.insert(text_of(config)).second) chosen.push_back(config);

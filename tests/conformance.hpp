@@ -1,5 +1,5 @@
-// Which configurations an executor is held to: of every policy with every modifier, budget, prefill
-// mode and kind of positions, as many as it takes for each two of these to meet once.
+// The configurations that an executor is tested with: enough of them that every two of policies,
+// modifiers, budgets, prefill modes and positions occur together once.
 #pragma once
 
 #include <string>
@@ -10,13 +10,14 @@
 
 namespace kvlab::test {
 
-/// What there is to choose from. What does not go together, or what the executor refuses, is left
+/// The available choices. Combinations that are invalid, or that the executor refuses, are left
 /// out.
 struct Choices {
-  /// With parameters; empty: all of the registry that evict and the executor knows.
+  /// With parameters; empty: all policies of the registry that evict and that the executor
+  /// supports.
   std::vector<std::string> policies = {};
-  std::vector<std::string> beside = {};  ///< further ones
-  /// Behind a policy that has none of its own; "own": as it is registered.
+  std::vector<std::string> beside = {};  ///< additional policies
+  /// Appended to a policy without modifiers; "own": the registered modifiers.
   std::vector<std::string> modifiers = {"own",
                                         "",
                                         ":every=7",
@@ -32,14 +33,15 @@ struct Choices {
   std::vector<Positions> positions = {Positions::original, Positions::cache};
 };
 
-/// "24", "pyramid(24)", "ada(24)", numbers by head about it, and by layer but for one that is
-/// exempt, of a model of two or more heads.
+/// "24", "pyramid(24)", "ada(24)", budgets by head around this number, and budgets by layer with
+/// one exempt layer, for a model with two or more heads.
 std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model);
 
-/// A sample in which each two choices meet that can, by a greedy search in an order of its own; all
-/// there are where the environment has KVLAB_EVERY. For sequences of at most `length` tokens.
+/// A sample in which every two choices that can be combined occur together, by a greedy search in a
+/// fixed order; all combinations if KVLAB_EVERY is set. For sequences of at most `length` tokens.
 /// `executor`: null is the plain replay, which refuses nothing. Throws std::logic_error if a choice
-/// that the executor does not refuse goes with nothing: none is left out silently.
+/// that the executor does not refuse cannot be combined with anything, so that no choice is left
+/// out silently.
 std::vector<CacheConfig> covering(const Choices& choices, const Executor* executor,
                                   std::uint32_t length, const CacheShape& model);
 

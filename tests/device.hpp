@@ -1,4 +1,4 @@
-// CUDA in tests: every call checked, all memory and streams released.
+// CUDA in tests: every call is checked, all memory and streams are released.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,7 +34,7 @@ class DeviceArray {
 
   T* data() const { return const_cast<T*>(thrust::raw_pointer_cast(values_.data())); }
   void clear() { check_cuda(cudaMemset(data(), 0, values_.size() * sizeof(T))); }
-  /// As many values as the array has, or its first ones.
+  /// Assigns as many values as the array has, or only its first ones.
   void assign(std::span<const T> values) const {
     if (values.size() > values_.size())
       throw std::invalid_argument("DeviceArray::assign: more values than the array holds");
@@ -52,7 +52,7 @@ class DeviceArray {
   thrust::device_vector<T> values_;
 };
 
-/// Waits for the fills and copies that were enqueued before on the default stream: cudaMemset, and
+/// Waits for the fills and copies enqueued before on the default stream, because cudaMemset, and
 /// cudaMemcpy from pageable memory, return before they are done.
 class Stream {
  public:
@@ -66,7 +66,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-/// What `enqueue(stream)` does, captured in a graph. Throws if it does what a capture forbids.
+/// Captures the work of `enqueue(stream)` in a graph. Throws if a capture does not allow it.
 class CapturedGraph {
  public:
   template <class Enqueue>

@@ -1,4 +1,4 @@
-// The message of an error, for tests that say what it should be.
+// The message of an error, for tests that check it.
 #pragma once
 
 #include <stdexcept>
@@ -6,7 +6,8 @@
 
 namespace kvlab::test {
 
-/// The message of the `Error` that `action` throws; "" if it throws nothing. Others go through.
+/// The message of the `Error` that `action` throws; "" if it throws nothing. Other exceptions
+/// propagate.
 template <class Error = std::runtime_error, class Action>
 std::string error_of(Action action) {
   try {

@@ -1,4 +1,4 @@
-// What tests of the end-to-end evaluation run: the demo's text under one policy.
+// Inputs for tests of the end-to-end evaluation: the demo's text under one policy.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@
 
 namespace kvlab {
 
-/// Of the demo's text by the bundled model's tokenizer, behind the model's first token.
+/// Tokens of the demo's text by the bundled model's tokenizer, after the model's first token.
 inline std::vector<std::int32_t> some_tokens(std::size_t count) {
   static const Tokenizer tokenizer =
       Tokenizer::load(KVLAB_SOURCE_DIR "/engine/models/tiny/tokenizer.json");

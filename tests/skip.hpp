@@ -1,4 +1,4 @@
-// A test that cannot run on this machine says so, by name: ctest lists it as skipped.
+// A test that cannot run on this machine reports this by name, and ctest lists it as skipped.
 #pragma once
 
 #include <iostream>
@@ -8,7 +8,7 @@
 
 namespace kvlab {
 
-/// Call it and return: `if (!device) return skip("no CUDA device");`.
+/// Usage: `if (!device) return skip("no CUDA device");`.
 inline void skip(std::string_view why) {
   std::cout << "skipped: " << why << ": " << Catch::getResultCapture().getCurrentTestName()
             << std::endl;

@@ -1,5 +1,5 @@
-// corpus_main FOLDER...: a fuzz target over the files of its corpus, within the limits that fuzzing
-// sets: five seconds an input, and no allocation of more than four times the input and 64 MiB.
+// corpus_main FOLDER...: runs a fuzz target on the files of its corpus, within the limits of
+// fuzzing: five seconds per input, and no allocation larger than four times the input plus 64 MiB.
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ std::string read_file(const std::filesystem::path& path) {
 
 }  // namespace
 
-#ifndef KVLAB_SANITIZED  // AddressSanitizer has its own, and pairs them
+#ifndef KVLAB_SANITIZED  // AddressSanitizer has a replacement, and checks pairs
 void* operator new(std::size_t bytes) {
   kvlab::fuzz::require(bytes <= max_bytes, "too large an allocation");
   if (void* const block = std::malloc(std::max<std::size_t>(bytes, 1))) return block;
@@ -44,7 +44,7 @@ int main(int argc, char** argv) {
     std::sort(paths.begin(), paths.end());
     for (const std::filesystem::path& path : paths) {
       const std::string input = read_file(path);
-      std::printf("%s\n", path.c_str());  // the last one, where the process ends
+      std::printf("%s\n", path.c_str());  // the last line is the input at which the process ends
       std::fflush(stdout);
       ::alarm(5);
       max_bytes = 4 * input.size() + (64u << 20);

@@ -13,9 +13,9 @@
 namespace kvlab::fuzz {
 namespace {
 
-constexpr std::size_t kMaxData = 1 << 20;  // of one safetensors file
+constexpr std::size_t kMaxData = 1 << 20;  // bytes per safetensors file
 
-/// A folder that goes with the process.
+/// A folder that is removed when the process ends.
 struct ProcessFolder {
   ProcessFolder() {
     const char* const requested = ::getenv("TMPDIR");
@@ -30,7 +30,7 @@ struct ProcessFolder {
   std::filesystem::path path;
 };
 
-/// A name that stays in its folder.
+/// Whether a name stays within its folder.
 bool is_file_name(std::string_view name) {
   constexpr std::string_view kLetters =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.";
@@ -100,7 +100,7 @@ Folder::Folder(std::string_view input) : parts_(parts_of(input)) {
     write(name, bytes);
     hashes["@" + name] = xxh3_hex(bytes);
   };
-  // Each kind may hold the checksums of those before it.
+  // A kind of file may contain checksums of the kinds before it.
   for (const std::string_view kind : {".safetensors", ".csv", ".jinja", ".json"})
     for (auto& [name, part] : parts_) {
       if (!is_file_name(name) || !name.ends_with(kind)) continue;

@@ -1,5 +1,5 @@
-// What the fuzz targets share. A target reads its input as a command would, and may refuse it as
-// commands do; whatever else happens is a defect.
+// Common code of the fuzz targets. A target reads its input as a command would, and may refuse it
+// as commands do; anything else is a defect.
 #pragma once
 
 #include <cstddef>
@@ -27,9 +27,9 @@ inline void require(bool holds, const char* what, std::string_view more = "") {
   std::abort();
 }
 
-/// Whether `action` takes its input. It may refuse it by the exceptions that commands print, in
-/// words that hold `place` (KVLAB_FUZZ_SHOW in the environment prints them); other exceptions go
-/// through and end the process.
+/// Whether `action` accepts its input. It may refuse it with the exceptions that commands print, if
+/// the message contains `place` (KVLAB_FUZZ_SHOW in the environment prints them). Other exceptions
+/// propagate and end the process.
 template <class Action>
 bool accepts(Action action, std::string_view place = "") {
   std::string refusal;
@@ -48,15 +48,15 @@ bool accepts(Action action, std::string_view place = "") {
   return false;
 }
 
-/// The parts of an input, `=== NAME` on a line before each. What stands before the first is left
-/// out; of two parts of one name the last one counts.
+/// The parts of an input, each after a line `=== NAME`. Text before the first part is ignored; of
+/// two parts with one name the last one counts.
 std::map<std::string, std::string> parts_of(std::string_view input);
 
-/// A folder in memory that holds the parts of one input as files. Where a reader checks lengths and
-/// checksums, they are made right:
-///   a part NAME.safetensors is a line, the JSON header, and then data, which are cut or filled
-///   with zeros as the header's offsets ask for; one that begins with '!' is taken as it is;
-///   "@NAME" in any other part is the XXH3-64 of that file.
+/// A folder in memory with the parts of one input as files. Lengths and checksums that a reader
+/// checks are corrected:
+///   a part NAME.safetensors is a line (the JSON header), then data, which are truncated or filled
+///   with zeros as the header's offsets require; a part that begins with '!' is used unchanged;
+///   "@NAME" in any other part is replaced by the XXH3-64 of that file.
 class Folder {
  public:
   explicit Folder(std::string_view input);
@@ -67,7 +67,7 @@ class Folder {
   /// The same for every input of a process.
   static const std::filesystem::path& path();
   std::filesystem::path operator/(std::string_view name) const { return path() / name; }
-  /// A part that is no file: its name has no dot.
+  /// A part that is not a file, because its name has no dot.
   std::string word(const std::string& name) const;
 
  private:

@@ -1,5 +1,5 @@
-// A model's folder: config.json, the index of its tensor files, all of them as the model requests
-// them, its chat template.
+// A model's folder: config.json, the index of its tensor files with all tensors that the model
+// requires, and its chat template.
 #include "engine/checkpoint/checkpoint.hpp"
 #include "engine/checkpoint/model.hpp"
 #include "engine/evaluation/task/sample.hpp"

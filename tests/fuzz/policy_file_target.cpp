@@ -1,5 +1,4 @@
-// policy.json, budgets by head; a policy file that is accepted is written, and
-// read back the same.
+// policy.json and budgets by head. An accepted policy file is written and read back unchanged.
 #include "engine/evaluation/policy_file.hpp"
 #include "sim/budgets/budget_file.hpp"
 #include "tests/fuzz/fuzz.hpp"

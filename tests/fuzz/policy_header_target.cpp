@@ -1,4 +1,4 @@
-// The header of --policy-source: which struct is its policy.
+// The header of --policy-source: finds the struct of its policy.
 #include "policies/policy_struct.hpp"
 #include "tests/fuzz/fuzz.hpp"
 

@@ -1,5 +1,5 @@
-// What stands on a command line: a policy, a budget, prefill, positions and a tier plan, each on a
-// line. What is accepted parses back to itself, and resolves without harm at any length.
+// Command-line values: a policy, a budget, prefill, positions and a tier plan, one per line.
+// Accepted input parses back to itself, and resolves safely for any length.
 #include "policies/cache_config.hpp"
 #include "policies/catalogue.hpp"
 #include "sim/replay.hpp"

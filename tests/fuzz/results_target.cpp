@@ -1,4 +1,4 @@
-// results.csv: what is accepted is written, and read back the same.
+// results.csv: accepted input is written and read back unchanged.
 #include "sim/run/results.hpp"
 #include "tests/fuzz/fuzz.hpp"
 

@@ -1,5 +1,5 @@
-// A run's folder: read, ranked, put into the report's words, deployed at each of its budgets;
-// written again, and read back the same.
+// A run's folder: it is read, ranked, reported and deployed at each of its budgets, then written
+// and read back unchanged.
 #include "engine/evaluation/deploy/deploy.hpp"
 #include "sim/report/recommendation.hpp"
 #include "tests/fuzz/fuzz.hpp"

@@ -1,4 +1,4 @@
-// A tensor file: header, ranges, metadata; what is accepted is written again and read back.
+// A tensor file: header, ranges, metadata. Accepted input is written again and read back.
 #include "tests/fuzz/fuzz.hpp"
 #include "traces/base/safetensors.hpp"
 

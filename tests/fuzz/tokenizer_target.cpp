@@ -1,4 +1,4 @@
-// A tokenizer.json that may be anything: loaded, a text encoded by it, the ids decoded; also as the
+// An arbitrary tokenizer.json: it is loaded, encodes a text and decodes the ids; also as the
 // tokenizer of a model that has fewer ids.
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/fuzz/fuzz.hpp"

@@ -1,5 +1,4 @@
-// Text that may be anything, by the tokenizers that the tests have. One of bytes gives every text
-// back.
+// Arbitrary text, encoded by the tests' tokenizers. A byte-level tokenizer gives every text back.
 #include "engine/tokenizer/text.hpp"
 #include "engine/tokenizer/tokenizer.hpp"
 #include "tests/fuzz/fuzz.hpp"

@@ -1,6 +1,6 @@
-// A trace's folder, extras too: opened, verified; one that verifies is replayed under what the part
-// `ask` says. Without a manifest it is sealed first. Manifest and sketch are written again, and
-// read back the same.
+// A trace's folder with extras: it is opened and verified. A trace that verifies is replayed as the
+// part `ask` says. Without a manifest it is sealed first. Manifest and sketch are written and read
+// back unchanged.
 #include "sim/replay.hpp"
 #include "tests/fuzz/fuzz.hpp"
 #include "traces/base/files.hpp"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint32_t kMaxTokens = 64, kMaxHeads = 8;
 
-/// `POLICY BUDGET PREFILL POSITIONS QUERIES`, the rest being as by default.
+/// `POLICY BUDGET PREFILL POSITIONS QUERIES`; the rest has its defaults.
 CacheConfig config_of(std::string_view ask, ReplayOptions& options) {
   std::vector<std::string> words = split_list(ask, ' ');
   words.resize(5);

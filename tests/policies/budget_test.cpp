@@ -1,4 +1,4 @@
-// Budgets that differ by layer and head: how they are written, and what they come to.
+// Budgets that differ between layers and heads: their syntax and their values.
 #include "policies/budgets/budget.hpp"
 
 #include <numeric>
@@ -31,7 +31,7 @@ TEST_CASE("a budget reads back as it was written") {
   CHECK(budget_of_heads({{1, 2}}, "b.json").text() == "@b.json");
 }
 
-TEST_CASE("a ratio is of a prompt, and counts as kvpress does") {
+TEST_CASE("a ratio is relative to the prompt, and counts as kvpress does") {
   const auto tokens = [](const char* text, std::uint32_t prompt) {
     return parse_budget(text).at_prompt(prompt).resolve(1'000'000, 0);
   };
@@ -46,7 +46,7 @@ TEST_CASE("a ratio is of a prompt, and counts as kvpress does") {
              ContainsSubstring("budget ratio(0.5): is of a prompt"));
 }
 
-TEST_CASE("an allocator's mean is a budget like any other") {
+TEST_CASE("an allocator's mean is checked like any other budget") {
   const auto refused = [](const char* text) {
     return error_of<std::invalid_argument>([&] { parse_budget(text); });
   };
@@ -58,11 +58,9 @@ TEST_CASE("an allocator's mean is a budget like any other") {
   CHECK_THAT(refused("cone(20%)"), ContainsSubstring("budget: 'cone(20%)' should be"));
 }
 
-TEST_CASE(
-    "PyramidKV's series falls evenly, from twice the mean less the last, and sums to the mean") {
+TEST_CASE("PyramidKV's budgets fall linearly, and their mean is the given budget") {
   CHECK(pyramid_budgets(100, 10'000, 1, 5) == std::vector<std::uint32_t>{195, 148, 100, 52, 5});
-  // The first layer has no more than all tokens, the last one no less than its protected tokens
-  // need.
+  // The first layer gets at most all tokens, the last one at least what its protected tokens need.
   CHECK(pyramid_budgets(100, 160, 1, 3) == std::vector<std::uint32_t>{160, 100, 40});
   CHECK(pyramid_budgets(100, 10'000, 20, 3) == std::vector<std::uint32_t>{180, 100, 20});
   CHECK(pyramid_budgets(100, 50, 1, 3) == std::vector<std::uint32_t>{100, 100, 100});
@@ -81,7 +79,7 @@ TEST_CASE(
       }
 }
 
-TEST_CASE("the setting prompt holds the first prompt, and every budget is beside it") {
+TEST_CASE("the setting prompt keeps the first prompt in addition to every budget") {
   const auto requested = [](const std::string& policy, const std::string& budget) {
     return CacheConfig{.policy = parse_policy(policy), .budget = parse_budget(budget)};
   };
@@ -122,7 +120,7 @@ TEST_CASE("the setting prompt holds the first prompt, and every budget is beside
         "policy h2o: prompt: its length is not known here; sinks=N would be right");
 }
 
-TEST_CASE("each head has its own budget and the protected tokens that belong to it") {
+TEST_CASE("each head has a separate budget and its protected tokens") {
   CacheConfig config{.policy = parse_policy("h2o:sinks=2"),
                      .budget = budget_of_heads({{8, 40}, {20, 4}})};
   const ResolvedConfig resolved = resolve(config, 1000, 3, {2, 2});
@@ -170,8 +168,8 @@ TEST_CASE("budgets by head that do not fit are refused") {
   CHECK_THAT(heads({{}, {}}), ContainsSubstring("[0]: 0 numbers"));
   CHECK_THAT(heads({{1, 2}, {3, 0}}), ContainsSubstring("[1][1]: should be a number of tokens"));
 }
-TEST_CASE("a budget in bytes holds a quantized token that is smaller than one of 16 bit") {
-  constexpr std::uint32_t kHead = 64;  // 256 bytes a token in 16 bit, 80 in 4 bits
+TEST_CASE("a budget in bytes can hold a quantized token even if a 16-bit token does not fit") {
+  constexpr std::uint32_t kHead = 64;  // 256 bytes per token in 16 bits, 80 in 4 bits
   const auto resolved = [](const char* policy, const char* budget) {
     return resolve({.policy = parse_policy(policy), .budget = parse_budget(budget)}, 99, 0,
                    {1, 1, kHead})
@@ -188,7 +186,7 @@ TEST_CASE("a budget in bytes holds a quantized token that is smaller than one of
                     "budget 100B: holds no token, because one takes 256 bytes; give at least 256B");
   CHECK_THROWS_WITH(resolved("h2o:tiers=16@1t+4@100%", "100B"),
                     ContainsSubstring("100 bytes are too few for one token on its first tier"));
-  // The budgets of heads that differ are in tokens of 16 bit.
+  // Budgets that differ between heads count tokens of 16 bits.
   CHECK_THROWS_WITH(resolved("h2o:tiers=4", "pyramid(100B)"),
                     ContainsSubstring("one takes 256 bytes"));
 }

@@ -29,7 +29,7 @@ std::string protected_tokens_refusal(std::string_view text, std::uint32_t budget
 
 }  // namespace
 
-TEST_CASE("the catalogue holds the design's policies that need no feature") {
+TEST_CASE("the catalogue lists the policies that need no token feature") {
   for (const std::string_view name :
        {"full", "window", "sink", "lru", "h2o", "streaming_h2o", "random", "tova", "snapkv", "nacl",
         "lfu", "scissorhands", "lazy_eviction", "a2sf", "h2o_mean", "roco"}) {
@@ -39,7 +39,7 @@ TEST_CASE("the catalogue holds the design's policies that need no feature") {
   }
 }
 
-TEST_CASE("defaults are those of the design's table") {
+TEST_CASE("defaults are those of the documented table") {
   const auto text = [](std::string_view name) { return parse_policy(name).text(); };
   CHECK(text("full") == "full");
   CHECK(text("window") == "window:sinks=0:recent=0");
@@ -66,7 +66,7 @@ TEST_CASE("defaults are those of the design's table") {
     CHECK_FALSE(cache_positions(name));
 }
 
-TEST_CASE("the text of a policy parses back to the same policy") {
+TEST_CASE("a policy's text parses back to the same policy") {
   for (const std::string_view requested :
        {"full", "window", "sink:sinks=8", "lru:recent=50%:sinks=4", "h2o:recent=33.3333%",
         "streaming_h2o:sinks=0.5%", "random:recent=100%", "h2o:recent=2147483647",
@@ -83,7 +83,7 @@ TEST_CASE("the text of a policy parses back to the same policy") {
   CHECK(parse_policy("lru:recent=50%:sinks=4").text() == "lru:sinks=4:recent=50%");
 }
 
-TEST_CASE("oracles are found by name and take nothing") {
+TEST_CASE("oracles are found by name and take no parameters") {
   const PolicySpec spec = parse_policy("oracle_topk", kOracles);
   CHECK(spec.entry == nullptr);
   CHECK(spec.text() == "oracle_topk");
@@ -128,7 +128,7 @@ TEST_CASE("an unknown or malformed parameter is refused with the nearest name") 
         "policy full never evicts: it takes no parameters and no protected tokens");
 }
 
-TEST_CASE("protected tokens are whole tokens or shares up to 100%") {
+TEST_CASE("protected tokens are numbers of tokens or shares up to 100%") {
   const std::string tokens =
       " should be a whole number of tokens, at least 0 and below 2^31, or a share such as 20%";
   CHECK(policy_refusal("h2o:recent=-1") == "policy h2o: recent: '-1'" + tokens);
@@ -179,8 +179,8 @@ TEST_CASE("a budget's share is rounded down from the length, to at least one tok
   CHECK(Budget{.all = true}.text() == "all");
 }
 
-TEST_CASE("a budget in bytes holds as many tokens of 16 bit as fit, of heads of a known size") {
-  constexpr std::uint32_t kHead = 64;  // 256 bytes a token
+TEST_CASE("a budget in bytes holds as many 16-bit tokens as fit, for a known head size") {
+  constexpr std::uint32_t kHead = 64;  // 256 bytes per token
   CHECK(parse_budget("64KiB").resolve(9, kHead) == 256);
   CHECK(parse_budget("1000B").resolve(9, kHead) == 3);
   CHECK(parse_budget("2GiB").resolve(9, 1) == 536'870'912);
@@ -197,7 +197,7 @@ TEST_CASE("a budget in bytes holds as many tokens of 16 bit as fit, of heads of 
   CHECK(parse_budget("20%").at_length(999, kHead).text() == "199");
 }
 
-TEST_CASE("a wrong budget in bytes is refused in a line") {
+TEST_CASE("an invalid budget in bytes is refused in one line") {
   CHECK(budget_refusal("1.5KiB") ==
         "budget: '1.5' should be a whole number of KiB, at least 1 and below 2^31, such as 64KiB");
   CHECK(budget_refusal("0B") ==
@@ -209,7 +209,7 @@ TEST_CASE("a wrong budget in bytes is refused in a line") {
                     "budget 1KiB: the size of a head is not known here; give tokens or a share");
 }
 
-TEST_CASE("sinks and recent have to fit the budget") {
+TEST_CASE("sinks and recent must fit the budget") {
   const ProtectedTokens protected_tokens =
       resolve_protected_tokens(parse_policy("h2o:sinks=4"), 128);
   CHECK(protected_tokens.sinks == 4);
@@ -251,7 +251,7 @@ TEST_CASE("positions are original or cache") {
         "positions: 'here' should be original or cache");
 }
 
-TEST_CASE("a slip is near at two edits, or a third of the word") {
+TEST_CASE("a name is suggested up to two edits away, or a third of the word") {
   const std::vector<std::string> names{"window", "streaming_h2o"};
   CHECK(nearest_name("windwo", names) == "window");
   CHECK(nearest_name("strming_h20", names) == "streaming_h2o");
@@ -259,8 +259,8 @@ TEST_CASE("a slip is near at two edits, or a third of the word") {
 }
 
 TEST_CASE(
-    "a policy's rank times a feature is a policy, with the protected tokens and settings of its "
-    "own") {
+    "a policy's rank times a feature is a policy with that policy's protected tokens and "
+    "settings") {
   const PolicySpec spec = parse_policy("a2sf*value_norm1:keep=0.9:sinks=4");
   CHECK(spec.features == std::vector<std::string>{"value_norm1"});
   CHECK(spec.text() == "a2sf*value_norm1:keep=0.9:sinks=4:recent=50%");
@@ -277,7 +277,7 @@ TEST_CASE(
   CHECK(refused("nobody*value_norm").starts_with("unknown policy 'nobody*value_norm'"));
 }
 
-TEST_CASE("a preset of h2o stands for what another project calls H2O") {
+TEST_CASE("each preset of h2o reproduces another project's H2O") {
   for (const Preset& preset : h2o_presets()) {
     const std::string requested = fmt::format("h2o:preset={}", preset.name);
     INFO(requested);

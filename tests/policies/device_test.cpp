@@ -1,5 +1,5 @@
-// Every line of the registry (and the two of extended_registry.cmake) on the device against the
-// host, bit for bit.
+// Every policy of the registry (and the two of extended_registry.cmake) on the device, compared
+// with the host bit for bit.
 #include <random>
 
 #include "policies/observation.hpp"
@@ -23,7 +23,7 @@ TEST_CASE("a probe refuses an empty run before launching") {
   CHECK(launch_observations(ObservationArgs{}, nullptr) == cudaErrorInvalidValue);
 }
 
-TEST_CASE("every policy does on the device what it does on the host, to the bit", "[gpu]") {
+TEST_CASE("every policy gives the host's bits on the device", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const std::vector<Step> steps = make_steps();
   const std::vector<Observation> seen = make_observations(steps);
@@ -38,7 +38,7 @@ TEST_CASE("every policy does on the device what it does on the host, to the bit"
     }
 }
 
-TEST_CASE("every policy's device code runs in a captured graph, again and again", "[gpu]") {
+TEST_CASE("every policy's device code runs repeatedly in a captured graph", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const std::vector<Step> steps = make_steps();
   const std::vector<Observation> seen = make_observations(steps);
@@ -55,7 +55,7 @@ TEST_CASE("every policy's device code runs in a captured graph, again and again"
     }
 }
 
-TEST_CASE("masses and requests are the same on the device, to the bit", "[gpu]") {
+TEST_CASE("masses and requests have the host's bits on the device", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   constexpr std::uint32_t kCount = 100'000;
   std::mt19937_64 random(5);

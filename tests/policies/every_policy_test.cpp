@@ -1,4 +1,4 @@
-// What holds for every line of the registry.
+// Invariants of every policy in the registry.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -36,7 +36,7 @@ std::vector<Appended> conversation(std::uint32_t chunk) {
 }
 
 struct Replayed {
-  std::vector<std::vector<std::uint32_t>> kept;  ///< live while each append attends
+  std::vector<std::vector<std::uint32_t>> kept;  ///< positions live while each append attends
   std::vector<std::vector<std::byte>> states;    ///< at the end, by age
 };
 
@@ -64,14 +64,14 @@ Replayed replay(const PolicySpec& spec, std::uint32_t budget, std::uint32_t chun
   return result;
 }
 
-/// Whether the protected tokens leave room at this budget.
+/// Whether the protected tokens fit this budget.
 bool fits(const PolicySpec& spec, std::uint32_t budget) {
   const std::uint32_t sinks = spec.sinks.resolve(budget), recent = spec.recent.resolve(budget);
   return sinks < budget && sinks + recent <= budget;
 }
 
-/// Calls `check(spec)` with each policy of the registry, by the plain rule, with its own protected
-/// tokens and with others.
+/// Calls `check(spec)` for each policy of the registry, without modifiers, with its default
+/// protected tokens and with others.
 template <class Check>
 void for_every_policy(Check check) {
   for (const PolicyEntry& entry : policy_catalogue()) {
@@ -89,7 +89,7 @@ void for_every_policy(Check check) {
 constexpr std::uint32_t kBudgets[] = {8, 9, 16, 64, 200};
 constexpr std::uint32_t kChunks[] = {1, 7, 70};
 
-/// Those that the protected tokens leave room in.
+/// The budgets that the protected tokens fit.
 std::vector<std::uint32_t> budgets_for(const PolicySpec& spec) {
   std::vector<std::uint32_t> fitting;
   for (const std::uint32_t budget : kBudgets)
@@ -100,7 +100,7 @@ std::vector<std::uint32_t> budgets_for(const PolicySpec& spec) {
 
 }  // namespace
 
-TEST_CASE("every policy keeps to its budget and evicts no more than it must") {
+TEST_CASE("every policy respects its budget and evicts no more than needed") {
   for_every_policy([](const PolicySpec& spec) {
     for (const std::uint32_t budget : budgets_for(spec))
       for (const std::uint32_t chunk : kChunks) {
@@ -131,7 +131,7 @@ TEST_CASE("no policy evicts a protected token") {
         for (const Appended& append : conversation(chunk)) {
           const auto& kept = replayed.kept[i++];
           const auto is_live = [&](std::uint32_t p) { return std::ranges::binary_search(kept, p); };
-          // sinks + recent <= budget, and now itself is one of the recent.
+          // sinks + recent <= budget, and `now` is one of the recent tokens.
           for (std::uint32_t p = 0; p < std::min(protected_tokens.sinks, append.first); ++p)
             REQUIRE(is_live(p));
           for (std::uint32_t back = 0; back < std::min(protected_tokens.recent, append.first + 1);
@@ -142,7 +142,7 @@ TEST_CASE("no policy evicts a protected token") {
   });
 }
 
-TEST_CASE("every policy does the same again, to the bit") {
+TEST_CASE("every policy is deterministic, to the bit") {
   for_every_policy([](const PolicySpec& spec) {
     const Replayed once = replay(spec, 64, 7), again = replay(spec, 64, 7);
     CHECK(once.kept == again.kept);
@@ -150,8 +150,9 @@ TEST_CASE("every policy does the same again, to the bit") {
   });
 }
 
-TEST_CASE("a nested policy keeps at a budget what it keeps at a smaller one") {
-  // With protected tokens in tokens: a share of the budget is another policy at each budget.
+TEST_CASE("a nested policy keeps at a budget all that it keeps at a smaller one") {
+  // Protected tokens are numbers, because a share of the budget gives another policy at each
+  // budget.
   for (const PolicyEntry& entry : policy_catalogue()) {
     if (entry.info.order != Order::nested || !entry.info.evicts) continue;
     for (const std::string protected_tokens : {":sinks=0:recent=0", ":sinks=4:recent=4"})
@@ -169,7 +170,7 @@ TEST_CASE("a nested policy keeps at a budget what it keeps at a smaller one") {
   }
 }
 
-TEST_CASE("a policy that is oldest_first keeps the sinks and a run of the newest") {
+TEST_CASE("an oldest_first policy keeps the sinks and a run of the newest tokens") {
   for_every_policy([](const PolicySpec& spec) {
     if (!spec.entry->info.oldest_first) return;
     for (const std::uint32_t budget : kBudgets)
@@ -183,7 +184,7 @@ TEST_CASE("a policy that is oldest_first keeps the sinks and a run of the newest
   });
 }
 
-TEST_CASE("every policy describes itself") {
+TEST_CASE("every policy has a complete description") {
   for (const PolicyEntry& entry : policy_catalogue()) DYNAMIC_SECTION(entry.info.name) {
       const std::string name = entry.info.name;
       CHECK(name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_") == std::string::npos);

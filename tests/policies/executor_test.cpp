@@ -1,4 +1,4 @@
-// What each executor of the rule refuses, and in which words.
+// The settings that each executor of the rule refuses, and the messages.
 #include "policies/executor.hpp"
 
 #include <fmt/format.h>
@@ -17,13 +17,15 @@ constexpr Executor kPlain{.name = "an engine", .instead = "--device cpu"};
 
 }  // namespace
 
-TEST_CASE("Every executor runs what has no more than bursts, smoothing and protected tokens") {
+TEST_CASE("Every executor supports bursts, smoothing and protected tokens") {
   for (const Executor& executor : {kPlain, kDecoder, kCudaDecoder, kCudaEvaluation, kCudaReplay})
     for (const char* policy : {"full", "h2o:every=64", "lru:once:smooth=3:pool=max:sinks=4"})
       CHECK(refusal(executor, requested(policy)) == "");
 }
 
-TEST_CASE("An executor refuses what it does not know, in one line that names it and who does") {
+TEST_CASE(
+    "An executor refuses an unsupported setting in one line that names it and a supporting "
+    "executor") {
   CHECK(refusal(kPlain, requested("h2o", "ada(20%)")) ==
         "budget ada(20%): an engine does not know it; --device cpu does");
   CHECK(refusal(kPlain, requested("h2o", "pyramid(64)")) ==
@@ -44,7 +46,7 @@ TEST_CASE("An executor refuses what it does not know, in one line that names it 
   CHECK(refusal(kDecoder, requested("h2o", "ada(64)")) == "");
 }
 
-TEST_CASE("KIVI runs in the replay and the end-to-end evaluation on the CPU alone") {
+TEST_CASE("KIVI runs only in the replay and the end-to-end evaluation on the CPU") {
   CHECK(refusal(kEvaluation, requested("full:tiers=kivi2")) == "");
   CHECK(refusal(kDecoder, requested("full:tiers=kivi2")) ==
         "policy full: tiers kivi2: a decoder does not quantize by channel; a replay and the "
@@ -69,7 +71,7 @@ TEST_CASE("A device refuses a plan of too many tiers by the policy's name; the C
   CHECK(refusal(kDecoder, requested(plan(kMaxTiers))) == "");
 }
 
-TEST_CASE("Layers that a budget exempts are run on the CPU alone") {
+TEST_CASE("Layers that a budget exempts run only on the CPU") {
   CacheConfig config = requested("h2o");
   config.budget = budget_of_heads({{8}, {kNoBudget}}, "b.json");
   CHECK(refusal(kDecoder, config) == "");
@@ -79,7 +81,7 @@ TEST_CASE("Layers that a budget exempts are run on the CPU alone") {
                       executor.instead));
 }
 
-TEST_CASE("Who runs no trace refuses features that only a trace has, and references") {
+TEST_CASE("Executors without a trace refuse trace features and oracles") {
   for (const Executor& executor : {kPlain, kDecoder})
     CHECK(refusal(executor, requested("feature:name=mine")) ==
           "policy feature: feature mine: a decoder computes key_norm, value_norm, value_norm1, "
@@ -99,7 +101,7 @@ TEST_CASE("Who runs no trace refuses features that only a trace has, and referen
         "policy oracle_attention is an oracle of the replay; a decoder needs a policy");
 }
 
-TEST_CASE("Caches of one policy, its features and one kind of positions are held side by side") {
+TEST_CASE("Caches with the same policy, features and positions can run side by side") {
   const CacheConfig one = requested("feature:name=key_norm");
   CHECK(side_by_side(one, requested("feature:name=key_norm:keep=-1:every=16", "pyramid(64)")));
   CHECK(!side_by_side(one, requested("feature:name=value_norm")));
@@ -109,7 +111,7 @@ TEST_CASE("Caches of one policy, its features and one kind of positions are held
   CHECK(!side_by_side(one, cache_positions));
 }
 
-TEST_CASE("Budgets by head are refused where they are not those of the model") {
+TEST_CASE("Budgets by head are refused if their shape is not the model's") {
   ResolvedConfig config = resolve(requested("h2o", "64"), 100);
   config.head_budgets = {{32, 64}, {64}};
   CHECK_THROWS_WITH(check_held(kDecoder, config, {.layers = 2, .kv_heads = 2}),

@@ -1,4 +1,4 @@
-// The registry with two lines more: `peak`, as docs/guides/write-a-policy.md shows it, and `leaky`.
+// The registry with two more policies: `peak` from docs/guides/write-a-policy.md, and `leaky`.
 #include <algorithm>
 
 #include "policies/aged_set.hpp"
@@ -23,7 +23,7 @@ std::string refusal(std::string_view text) {
 
 }  // namespace
 
-TEST_CASE("the documentation's peak is in the catalogue, from one header and one line") {
+TEST_CASE("the documentation's peak is in the catalogue after adding one header and one line") {
   const PolicySpec spec = parse_policy("peak");
   CHECK(spec.text() == "peak:sinks=0:recent=0");
   CHECK(spec.entry->slot_bytes == 8);
@@ -32,21 +32,21 @@ TEST_CASE("the documentation's peak is in the catalogue, from one header and one
   CHECK(refusal("pea").ends_with("did you mean 'peak'?"));
 }
 
-TEST_CASE("the documentation's peak weighs the last query alone") {
+TEST_CASE("the documentation's peak weighs only the last query") {
   const PolicyEntry& peak = *parse_policy("peak").entry;
   CHECK(peak.weight(0, nullptr) == 1.0f);
   CHECK(peak.weight(1, nullptr) == 0.0f);
   CHECK(peak.tail(nullptr) == 1);
 }
 
-TEST_CASE("the documentation's peak evicts what was never looked at hard") {
+TEST_CASE("the documentation's peak evicts tokens that never had high attention") {
   LiveSet live(parse_policy("peak"), 4, {});
   live.append(0, 5);
   live.observe(masses({50, 10, 40, 30, 20}));
-  live.evict_to_budget(5);  // 10 and 20 leave
+  live.evict_to_budget(5);  // 10 and 20 are evicted
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 2, 3}));
   live.append(5, 1);
-  live.observe(masses({5, 20, 60, 39}));  // now 50, 40, 60, 39: what came before counts
+  live.observe(masses({5, 20, 60, 39}));  // now 50, 40, 60, 39: earlier attention counts
   live.evict_to_budget(6);
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 2, 3}));
   live.append(6, 1);
@@ -83,7 +83,7 @@ TEST_CASE("parameters reach the hooks") {
 
 namespace {
 
-/// A policy whose state has four bytes that mean nothing.
+/// A policy whose state has four bytes of padding.
 struct Padded {
   static constexpr PolicyInfo kInfo{.name = "padded",
                                     .summary = "accumulated mass, and how often",
@@ -109,7 +109,7 @@ struct Padded {
 
 }  // namespace
 
-TEST_CASE("states are told apart by what they hold, not by their padding") {
+TEST_CASE("states are compared by their members, not by their padding") {
   LiveSet live(make_ops<Padded>(), {}, 4, {}, {});
   live.append(0, 1);
   const auto bytes = live.state(0);

@@ -1,4 +1,4 @@
-// Features that are computed, against float64; and ranks from numbers that are not integers.
+// Computed token features, compared with float64; and ranks from numbers that are not integers.
 #include "policies/features/features.hpp"
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace {
 constexpr std::uint32_t kSize = 24, kTokens = 60, kStride = 31;
 const std::vector<std::string> kAll{"value_norm1", "key_norm", "key_cosine", "value_norm"};
 
-/// Keys of several sizes around a common direction; one key and one value are zero.
+/// Keys with several norms around a common direction; one key and one value are zero.
 struct Rows {
   std::vector<float> k, v;  // [token, kStride]
 
@@ -38,7 +38,7 @@ struct Rows {
   }
 };
 
-/// The cosine of key t with the mean of the unit keys before `end`, as its definition says.
+/// The cosine of key t with the mean of the unit keys before `end`, from its definition.
 double cosine(const Rows& rows, std::uint32_t t, std::uint32_t end) {
   const auto size = [&](std::uint32_t j) {
     double squares = 0;
@@ -58,7 +58,7 @@ double cosine(const Rows& rows, std::uint32_t t, std::uint32_t end) {
 
 }  // namespace
 
-TEST_CASE("features that are computed are what their names say") {
+TEST_CASE("computed features agree with their definitions") {
   const Rows rows;
   for (const std::uint32_t chunk : {1u, 13u, kTokens}) {
     FeatureMaker maker(kAll, kSize);
@@ -83,7 +83,7 @@ TEST_CASE("features that are computed are what their names say") {
   }
 }
 
-TEST_CASE("sums of features go by index, in float32") {
+TEST_CASE("sums of features are in index order, in float32") {
   // 2^24 + 1 is lost; 1 + 1 + 2^24 is not.
   std::vector<float> late(3), early(3);
   late = {16777216.0f, 1, 1}, early = {1, 1, 16777216.0f};
@@ -93,7 +93,8 @@ TEST_CASE("sums of features go by index, in float32") {
   }
 }
 
-TEST_CASE("value_out_norm1 is that of the output projections, and brought without them") {
+TEST_CASE(
+    "value_out_norm1 is computed from the output projections; without them it must be given") {
   const Rows rows;
   constexpr std::uint32_t kGroup = 3, kHidden = 21, kInputs = 2 * kGroup * kSize;
   std::mt19937 rng(5);
@@ -123,7 +124,7 @@ TEST_CASE("value_out_norm1 is that of the output projections, and brought withou
   CHECK(*FeatureMaker(names, kSize).append(rows.from(0, 1), &feature_values, 0) == 7);
 }
 
-TEST_CASE("a feature that is not computed is brought, from where the append begins") {
+TEST_CASE("a feature that is not computed is given per token, starting at the append") {
   const Rows rows;
   FeatureMaker maker({"score", "key_norm"}, kSize);
   const FeaturesByName feature_values{{"score", {1, 2, 3, 4, 5}}};
@@ -147,7 +148,7 @@ TEST_CASE("a cache refuses tokens without the features of its policy") {
         std::vector<float>{2, 4});
 }
 
-TEST_CASE("a policy names the feature that it reads") {
+TEST_CASE("a policy names the features that it reads") {
   CHECK(parse_policy("feature").features == std::vector<std::string>{"value_norm"});
   const PolicySpec spec = parse_policy("feature:recent=4:name=my-score.2");
   CHECK(spec.features == std::vector<std::string>{"my-score.2"});

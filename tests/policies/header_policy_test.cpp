@@ -1,4 +1,4 @@
-// Policies from headers that no compiler of the host's reads: their code describes them.
+// Policies from headers that only the device compiler reads; their compiled code describes them.
 #include <cstring>
 
 #include "kernels/runtime/policy_kernels.hpp"
@@ -15,7 +15,7 @@ using namespace kvlab::test;
 
 namespace {
 
-/// Parameters in another order than Params has them.
+/// Lists its parameters in another order than Params.
 struct Turned : Leaky {
   static constexpr Param<Params> kParams[] = {{"span", "", &Params::span, 64, 1, 1e6},
                                               {"keep", "", &Params::keep, 0.9, 0, 1},
@@ -36,7 +36,7 @@ DeviceCode code_of(const std::string& header, int architecture) {
   return code_of_header(path, read_bytes(path), architecture);
 }
 
-/// check(description, what the library has) of every registered policy.
+/// Calls check(description, the library's entry) for every registered policy.
 template <class Check, class... P>
 void for_each_policy(Check check, PolicyList<P...>) {
   std::size_t index = 0;
@@ -68,7 +68,7 @@ TEST_CASE("A description says which parameter each double of Params is") {
         std::vector<std::uint32_t>{1, 2, 0});
 }
 
-TEST_CASE("NVRTC makes of every registered header the description that the host makes") {
+TEST_CASE("NVRTC and the host give equal descriptions of every registered header") {
   if (!has_nvrtc()) return skip("no NVRTC");
   for_each_policy(
       [](const PolicyDescription& about, const DevicePolicy& known) {
@@ -90,7 +90,7 @@ TEST_CASE("NVRTC makes of every registered header the description that the host 
   CHECK(holds(code_of("tests/policies/leaky.hpp", 80), describe<Leaky>()));
 }
 
-TEST_CASE("A header's policy is on the device what the registry's is", "[gpu]") {
+TEST_CASE("A header's policy behaves as the registry's on the device", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for_each_policy(
       [](const PolicyDescription& about, const DevicePolicy& known) {

@@ -11,13 +11,14 @@ using namespace kvlab;
 
 namespace {
 
-/// The rule once more, one victim at a time, for a policy that leaves by accumulated mass.
+/// A second implementation of the rule, one victim at a time, for a policy that ranks by
+/// accumulated mass.
 class NaiveCache {
  public:
   NaiveCache(std::int64_t budget, std::int64_t sinks, std::int64_t recent)
       : budget_(budget), sinks_(sinks), recent_(recent) {}
 
-  /// Returns the positions that left.
+  /// Returns the evicted positions.
   std::set<std::int64_t> evict_to_budget(std::int64_t now) {
     std::set<std::int64_t> left;
     while (static_cast<std::int64_t>(mass_.size()) > budget_ - 1) {
@@ -59,7 +60,7 @@ class NaiveCache {
   std::map<std::int64_t, std::uint64_t> mass_;
 };
 
-/// Few different masses, so that ties are common.
+/// Uses few different masses, so that ties are common.
 std::vector<Observation> sample(std::size_t count, std::mt19937& random) {
   std::vector<Observation> seen(count);
   for (Observation& o : seen) o = {.mass = random() % 4, .queries = 1};
@@ -91,7 +92,7 @@ LiveSet live_set(const Setting& s) {
   return LiveSet(spec, s.budget, {});
 }
 
-/// Random appends of up to `most` tokens, compared with the naive cache after each.
+/// Runs random appends of up to `most` tokens, and compares with the naive cache after each.
 void compare(const Setting& setting, std::uint32_t most, std::uint32_t seed) {
   INFO("budget " << setting.budget << ", sinks " << setting.sinks << ", recent " << setting.recent
                  << ", appends of up to " << most << ", seed " << seed);
@@ -145,7 +146,7 @@ TEST_CASE("a budget that is never reached evicts nothing") {
   CHECK(live.evict_to_budget(10).size() == 1);
 }
 
-TEST_CASE("a budget of one keeps the query alone") {
+TEST_CASE("a budget of one keeps only the query's token") {
   LiveSet live = live_set({.budget = 1, .sinks = 0, .recent = 0});
   live.append(0, 5);
   CHECK(live.evict_to_budget(5).size() == 5);
@@ -162,15 +163,15 @@ TEST_CASE("at equal rank the older tokens are evicted") {
   CHECK(std::ranges::equal(live.positions(), std::vector{5, 6, 7}));
 }
 
-TEST_CASE("sinks and recent tokens stay, and may fill the budget") {
-  // The first token to be appended is the second of the recent ones.
+TEST_CASE("sinks and recent tokens are kept, and may fill the budget") {
+  // The first token to be appended is the second recent token.
   LiveSet live = live_set({.budget = 4, .sinks = 2, .recent = 2});
   live.append(0, 8);
   live.evict_to_budget(8);
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 1, 7}));
 }
 
-TEST_CASE("victims are given by age, as they were before the eviction") {
+TEST_CASE("victims are given by age before the eviction") {
   LiveSet live = live_set({.budget = 4, .sinks = 1, .recent = 1});
   live.append(0, 6);
   std::vector<Observation> seen(6, {.mass = 9, .queries = 6});
@@ -181,24 +182,24 @@ TEST_CASE("victims are given by age, as they were before the eviction") {
   CHECK(std::ranges::equal(live.positions(), std::vector{0, 1, 3}));
 }
 
-TEST_CASE("slots are numbered anew by age, and states stay with their tokens") {
+TEST_CASE("slots are renumbered by age, and states stay with their tokens") {
   LiveSet live = live_set({.budget = 4, .sinks = 0, .recent = 0});
   live.append(0, 6);
   std::vector<Observation> seen(6, {.mass = 9, .queries = 6});
   seen[0].mass = seen[2].mass = seen[4].mass = 1;
   live.observe(seen);
-  live.evict_to_budget(6);  // 0, 2 and 4 leave
+  live.evict_to_budget(6);  // 0, 2 and 4 are evicted
   CHECK(std::ranges::equal(live.renumber(), std::vector{1, 3, 5}));
   CHECK(std::ranges::equal(live.slots(), std::vector{0, 1, 2}));
   CHECK(live.slot_count() == 3);
   live.append(6, 1);
   CHECK(std::ranges::equal(live.slots(), std::vector{0, 1, 2, 3}));
   live.observe(std::vector<Observation>{{.mass = 0}, {.mass = 5}, {.mass = 5}, {.mass = 99}});
-  CHECK(std::ranges::equal(live.evict_to_budget(7), std::vector{0}));  // of 9, 14, 14 and 99
+  CHECK(std::ranges::equal(live.evict_to_budget(7), std::vector{0}));  // among 9, 14, 14 and 99
   CHECK(std::ranges::equal(live.positions(), std::vector{3, 5, 6}));
 }
 
-TEST_CASE("a freed slot is used again, with a fresh state") {
+TEST_CASE("a freed slot is reused with a new state") {
   LiveSet live = live_set({.budget = 2, .sinks = 0, .recent = 0});
   live.append(0, 1);
   live.observe(std::vector<Observation>{{.mass = 5, .queries = 1}});
@@ -206,7 +207,7 @@ TEST_CASE("a freed slot is used again, with a fresh state") {
   live.append(1, 1);
   live.observe(std::vector<Observation>{{.mass = 1}, {.mass = 2}});
   CHECK(live.slot_count() == 2);
-  live.evict_to_budget(2);  // 6 against 2: position 1 leaves
+  live.evict_to_budget(2);  // 6 against 2: position 1 is evicted
   CHECK(std::ranges::equal(live.positions(), std::vector{0}));
   live.append(2, 1);
   CHECK(live.slot_count() == 2);
@@ -215,7 +216,7 @@ TEST_CASE("a freed slot is used again, with a fresh state") {
   CHECK(std::ranges::equal(live.positions(), std::vector{0}));
 }
 
-TEST_CASE("full keeps everything, whatever the budget") {
+TEST_CASE("full keeps all tokens for every budget") {
   LiveSet live(parse_policy("full"), 2, {});
   live.append(0, 100);
   CHECK(live.evict_to_budget(100).empty());
@@ -223,7 +224,7 @@ TEST_CASE("full keeps everything, whatever the budget") {
   CHECK(live.evictions() == 0);
 }
 
-TEST_CASE("random differs by seed, sequence, layer and head, and is sampled afresh at each step") {
+TEST_CASE("random differs by seed, sequence, layer and head, and is sampled again at each step") {
   const PolicySpec spec = parse_policy("random");
   const auto kept = [&](LiveSet::Identity identity, std::uint32_t steps) {
     LiveSet live(spec, 32, identity);
@@ -240,8 +241,9 @@ TEST_CASE("random differs by seed, sequence, layer and head, and is sampled afre
   CHECK(kept({}, 1) != kept({.layer = 1}, 1));
   CHECK(kept({}, 1) != kept({.kv_head = 1}, 1));
   CHECK(kept({.layer = 1}, 1) != kept({.kv_head = 1}, 1));
-  // A fixed draw by position would let the lowest rank leave at once: with a fresh one, the newest
-  // of 200 appended tokens are more often live than the oldest.
+  // With one fixed random number per position, the token with the lowest one would always be
+  // evicted at once. With a new one at each step, the newest of 200 appended tokens are live more
+  // often than the oldest.
   const auto late = kept({}, 200);
   CHECK(std::ranges::count_if(late, [](std::uint32_t p) { return p >= 200; }) > 16);
 }

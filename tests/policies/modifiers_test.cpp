@@ -1,4 +1,4 @@
-// How modifiers are written, and what they do to ranks.
+// The syntax of modifiers, and their effect on ranks.
 #include <algorithm>
 #include <limits>
 #include <random>
@@ -31,7 +31,7 @@ std::vector<std::uint64_t> smoothed(std::vector<std::uint64_t> keys, std::uint32
 
 }  // namespace
 
-TEST_CASE("modifiers are written like protected tokens, and shown where they are there") {
+TEST_CASE("modifiers are written like protected tokens, and shown only if present") {
   CHECK(parse_policy("h2o").text() == "h2o:sinks=0:recent=50%");
   CHECK(parse_policy("h2o:group=max:scope=layer:pool=max:smooth=3:every=64").text() ==
         "h2o:sinks=0:recent=50%:every=64:smooth=3:pool=max:scope=layer:group=max");
@@ -46,7 +46,7 @@ TEST_CASE("modifiers are written like protected tokens, and shown where they are
         Modifiers{});
 }
 
-TEST_CASE("a policy's own modifiers are shown, and so is one that is taken off it") {
+TEST_CASE("a policy's default modifiers are shown, and so is a removed default") {
   const Modifiers standard{.once = true, .smooth = 3, .pool = Pool::max};
   const auto texts = [&](const Modifiers& modifiers) {
     std::string all;
@@ -58,7 +58,7 @@ TEST_CASE("a policy's own modifiers are shown, and so is one that is taken off i
   CHECK(texts({.every = 8}) == "every=8 once=no smooth=0 pool=mean ");
 }
 
-TEST_CASE("a modifier that is wrong, or would do nothing, is refused by name") {
+TEST_CASE("a modifier that is invalid or has no effect is refused by name") {
   CHECK(refusal("h2o:every=0") ==
         "policy h2o: every: '0' should be a whole number of tokens, at least 1 and below 2^31");
   CHECK(refusal("h2o:every=2147483648").starts_with("policy h2o: every: '2147483648'"));
@@ -122,7 +122,7 @@ TEST_CASE("ranks are smoothed by age, rounded down, and do not overflow") {
   }
 }
 
-TEST_CASE("one set for a layer's KV heads has one budget") {
+TEST_CASE("one kept set for a layer's KV heads requires one budget") {
   CacheConfig config{.policy = parse_policy("h2o:scope=layer"),
                      .budget = budget_of_heads({{8, 8}, {9, 9}})};
   CHECK(resolve(config, 100, 0, {2, 2}).budget_of(1, 0) == 9);
@@ -135,7 +135,7 @@ TEST_CASE("one set for a layer's KV heads has one budget") {
       "of 9 and 7 tokens are requested; one would be right");
 }
 
-TEST_CASE("one rank is smoothed on a device as all are on the host") {
+TEST_CASE("smoothing a single rank (device) equals smoothing all ranks (host)") {
   std::mt19937_64 rng(6);
   for (const RankType type : {RankType::whole, RankType::real})
     for (const Pool pool : {Pool::mean, Pool::max})
@@ -155,7 +155,7 @@ TEST_CASE("one rank is smoothed on a device as all are on the host") {
       }
 }
 
-TEST_CASE("a layer's ranks are summed, and its caches keep one set") {
+TEST_CASE("with scope=layer, a layer's ranks are summed and its caches keep one set") {
   const PolicySpec spec = parse_policy("h2o:recent=0:scope=layer");
   std::vector<LiveSet> heads;
   for (std::uint32_t h = 0; h < 2; ++h) heads.emplace_back(spec, 3, AgedSet::Identity{0, 0, 0, h});
@@ -167,7 +167,7 @@ TEST_CASE("a layer's ranks are summed, and its caches keep one set") {
   AgedSet* const both[] = {&heads[0], &heads[1]};
   share_ranks(both);
   for (LiveSet& head : heads) head.append(0, 4);
-  // By itself the first would keep 0 and 1, the second 2 and 3.
+  // Separately, the first head would keep 0 and 1, the second 2 and 3.
   heads[0].observe(std::vector<Observation>{{.mass = 9}, {.mass = 8}, {.mass = 1}, {.mass = 2}});
   heads[1].observe(std::vector<Observation>{{.mass = 1}, {.mass = 0}, {.mass = 5}, {.mass = 9}});
   for (LiveSet& head : heads) {

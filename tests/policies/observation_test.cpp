@@ -26,13 +26,13 @@ Exact exact(float value) {
   return {fraction | 0x80'0000, static_cast<int>(exponent) - 150};
 }
 
-/// round(weight * p * 2^32), ties to even, in integers alone.
+/// round(weight * p * 2^32), ties to even, with integers only.
 std::uint64_t reference(float weight, float p) {
   const Exact a = exact(weight), b = exact(p);
   const std::uint64_t product = a.significand * b.significand;  // < 2^48
   const int shift = a.exponent + b.exponent + 32;
   if (shift >= 0) return product << shift;
-  if (shift < -63) return 0;  // the product is below 2^48: far below one half
+  if (shift < -63) return 0;  // the product is below 2^48, so this is far below one half
   const std::uint64_t whole = product >> -shift;
   const std::uint64_t rest = product - (whole << -shift), half = std::uint64_t{1} << (-shift - 1);
   return whole + (rest > half || (rest == half && whole % 2 == 1) ? 1 : 0);

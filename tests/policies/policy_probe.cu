@@ -14,7 +14,7 @@ __global__ void observe_all(ObservationArgs args) {
   args.requests[i] = is_requested(unweighted, args.row_max, args.threshold16) ? 1 : 0;
 }
 
-/// A thread for each token of a step (blockIdx.y): its place in the eviction order.
+/// Computes a token's place in the eviction order; a thread for each token of a step (blockIdx.y).
 __global__ void place_tokens(ProbeArgs args) {
   const std::uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= args.tokens) return;
@@ -33,7 +33,7 @@ cudaError_t run_probe(const kernels::DevicePolicy& policy, const ProbeArgs& args
                       std::span<const double> values, cudaStream_t stream) {
   if (args.tokens == 0 || args.steps == 0) return cudaErrorInvalidValue;
   std::vector<double> to(policy.params_bytes / sizeof(double) +
-                         1);  // an empty Params has a byte, too
+                         1);  // an empty Params has one byte, too
   policy.params(values, reinterpret_cast<std::byte*>(to.data()));
   ProbeArgs first = args;
   void* parameters[] = {&first, to.data()};

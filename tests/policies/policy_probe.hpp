@@ -1,5 +1,5 @@
-// The policies' own text run on the device, bare: no attention, no cache. It shows that a policy
-// compiles for the device and does there what it does on the host, bit for bit.
+// Runs the policies' source on the device, without attention or cache. It shows that a policy
+// compiles for the device and gives the host's bits there.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@
 
 namespace kvlab {
 
-/// Enqueues the probe on `stream`; may be captured in a graph. `values` as in the catalogue.
+/// Enqueues the probe on `stream`; can be captured in a graph. `values`: as in the catalogue.
 cudaError_t run_probe(const kernels::DevicePolicy& policy, const ProbeArgs& args,
                       std::span<const double> values, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// A policy's probe run on the host and on the device, to compare what comes out.
+// Runs a policy's probe on the host and on the device, and compares the results.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace kvlab {
 inline constexpr std::uint32_t kTokens = 1000, kSteps = 48;
 inline constexpr ProtectedTokens kProtectedTokens{.sinks = 4, .recent = 100};
 
-/// What a probe computes, on the host or from the device.
+/// A probe's results, from the host or the device.
 struct Outcome {
   std::vector<std::uint64_t> ranks;           // [step, token]
   std::vector<std::uint32_t> eviction_order;  // [step, token]
@@ -51,7 +51,7 @@ inline std::vector<Observation> make_observations(std::span<const Step> steps) {
   return seen;
 }
 
-/// How many tokens are evicted before each, with these ranks.
+/// The number of tokens that are evicted before each token, with these ranks.
 inline void place(std::span<const std::uint64_t> ranks, std::uint32_t now,
                   std::span<std::uint32_t> eviction_order) {
   std::vector<std::uint32_t> order(ranks.size());

@@ -1,4 +1,4 @@
-// Floats that go to the edges of what a policy's observations are made from.
+// Random floats that include the edge cases of a policy's observations.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// What scope=layer and smooth= make of ranks, for every line of the registry: against sums, means
-// and maxima of the very numbers that the hooks return.
+// How scope=layer and smooth= change ranks, for every policy of the registry: compared with sums,
+// means and maxima of the numbers that the hooks return.
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -69,7 +69,7 @@ Step step_of(std::uint32_t head, std::uint32_t now, std::uint32_t live, std::uin
           .kv_head = head};
 }
 
-/// One layer, token by token, by P's hooks alone.
+/// One layer, token by token, by P's hooks only.
 template <class P>
 class NaiveLayer {
  public:
@@ -164,7 +164,7 @@ class NaiveLayer {
   std::array<std::vector<One>, kHeads> heads_;
 };
 
-/// The same by live sets; calls each(heads) before every append.
+/// The same with live sets; calls each(heads) before every append.
 template <class Each>
 void run_sets(const PolicySpec& spec, Each each) {
   std::vector<LiveSet> heads;
@@ -190,7 +190,7 @@ void run_sets(const PolicySpec& spec, Each each) {
   }
 }
 
-/// Positions that the first head keeps, append by append.
+/// The positions that the first head keeps, append by append.
 std::vector<std::vector<std::uint32_t>> kept_by(const PolicySpec& spec) {
   std::vector<std::vector<std::uint32_t>> kept;
   run_sets(spec, [&](const std::vector<LiveSet>& heads, std::uint32_t, std::uint32_t) {
@@ -221,12 +221,13 @@ void compare_all(PolicyList<P...>) {
 
 }  // namespace
 
-TEST_CASE("every policy's ranks are added, averaged and compared as the numbers that they are") {
+TEST_CASE("every policy's ranks are added, averaged and compared as numbers") {
   compare_all(Registry{});
 }
 
 TEST_CASE(
-    "one set for a layer's KV heads is not the window's, unless the oldest are evicted first") {
+    "one set for a layer's KV heads is not policy window's set, unless the oldest are "
+    "evicted first") {
   const auto window = kept_by(parse_policy(Request{}.text("window")));
   for (const PolicyEntry& entry : policy_catalogue()) {
     if (!entry.info.evicts) continue;
@@ -236,7 +237,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("keys order as the numbers that they stand for, and give them back") {
+TEST_CASE("rank keys have the order of their numbers, and convert back to them") {
   constexpr double inf = std::numeric_limits<double>::infinity();
   constexpr double tiny = std::numeric_limits<double>::denorm_min();
   std::vector<double> ascending{-inf, -1e308, -2, -1, -tiny, 0, tiny, 1, 1 + 0x1p-52, 1e308, inf};
@@ -246,13 +247,13 @@ TEST_CASE("keys order as the numbers that they stand for, and give them back") {
     if (i > 0) CHECK(rank_key(ascending[i - 1]) < rank_key(ascending[i]));
   }
   CHECK(rank_key(-0.0) == rank_key(0.0));
-  // What differs between machines is a NaN's sign: it is evicted last, whatever its bits.
+  // A NaN's sign differs between machines; NaN is evicted last for any sign.
   CHECK(rank_key(inf - inf) == rank_key(-(inf - inf)));
   CHECK(rank_key(inf) < rank_key(inf - inf));
   CHECK(rank_sum(RankType::real, rank_key(inf), rank_key(-inf)) == rank_key(inf - inf));
 }
 
-TEST_CASE("sums of doubles are those of the numbers; whole ones stop at the largest") {
+TEST_CASE("sums of double ranks equal the sums of numbers; integer sums saturate") {
   constexpr std::uint64_t most = std::numeric_limits<std::uint64_t>::max();
   CHECK(rank_sum(RankType::real, rank_key(1.5), rank_key(2.25)) == rank_key(3.75));
   CHECK(rank_sum(RankType::real, rank_key(-1.5), rank_key(1.5)) == rank_key(0.0));
@@ -260,8 +261,8 @@ TEST_CASE("sums of doubles are those of the numbers; whole ones stop at the larg
   CHECK(rank_sum(RankType::whole, most, 5) == most);
 }
 
-TEST_CASE("no policy's whole ranks reach the largest number over 256 KV heads") {
-  // Of all that 64 queries of 32 query heads give.
+TEST_CASE("no policy's integer ranks overflow over 256 KV heads") {
+  // From the largest possible observation of 64 queries of 32 query heads.
   for (const PolicyEntry& entry : policy_catalogue()) {
     LiveSet live(parse_policy(entry.info.name), kNoBudget, {});
     live.append(0, 64, features_for(0, 0, 64, live.features().size()).data());
@@ -275,8 +276,8 @@ TEST_CASE("no policy's whole ranks reach the largest number over 256 KV heads") 
   }
 }
 
-TEST_CASE("lazy_eviction: equal importances are equal ranks") {
-  // Intervals i and silences s by (i * i + i + s) / (i * (i + s)), compared as whole numbers.
+TEST_CASE("lazy_eviction: equal importances give equal ranks") {
+  // Intervals i and silences s are ranked by (i * i + i + s) / (i * (i + s)), compared as integers.
   struct State {
     std::uint64_t interval, silent;
   };

@@ -1,4 +1,4 @@
-// What a policy's hooks are called with, and in which order.
+// The arguments and the order of the calls to a policy's hooks.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 std::vector<std::string>* log_of_this_test = nullptr;
 
-/// Writes each call down. The oldest token is evicted first.
+/// Records each call. Evicts the oldest token first.
 struct Recorder {
   static constexpr PolicyInfo kInfo{.name = "recorder",
                                     .summary = "writes every call down",
@@ -48,7 +48,7 @@ struct Recorder {
 };
 static_assert(Policy<Recorder>);
 
-/// A cache of four tokens under the recorder, and what it wrote.
+/// A cache of four tokens with the recorder, and its record.
 class Recorded {
  public:
   Recorded() : live_(spec(), 4, {.seed = 9, .sequence = 1, .layer = 2, .kv_head = 3}) {
@@ -58,8 +58,8 @@ class Recorded {
   Recorded& operator=(const Recorded&) = delete;
   ~Recorded() { log_of_this_test = nullptr; }
 
-  /// One append: evict to the budget, append, attend, observe. Each token sees 100 + its age's
-  /// index.
+  /// One append: evict to the budget, append, attend, observe. Each token receives 100 plus its
+  /// index by age.
   void append(std::uint32_t count) {
     live_.evict_to_budget(next_);
     live_.append(next_, count);
@@ -68,7 +68,7 @@ class Recorded {
     for (std::size_t i = 0; i < seen.size(); ++i) seen[i].mass = 100 + i;
     live_.observe(seen);
   }
-  /// What was written since the last call.
+  /// The calls recorded since the last call.
   std::vector<std::string> written() { return std::exchange(log_, {}); }
 
  private:
@@ -90,7 +90,8 @@ using Lines = std::vector<std::string>;
 }  // namespace
 
 TEST_CASE(
-    "a dense prompt is appended and observed once, then is compacted before the first token") {
+    "a dense prompt is appended and observed once, then compacted before the first decoded "
+    "token") {
   Recorded cache;
   cache.append(6);
   CHECK(cache.written() == Lines{"append @0: now 0 live 6 queries 6 budget 4",
@@ -132,7 +133,7 @@ TEST_CASE("a prompt in chunks evicts to the budget before each chunk") {
                                  "observe 101 @1: now 2 live 4 queries 2 budget 4",
                                  "observe 102 @2: now 2 live 4 queries 2 budget 4",
                                  "observe 103 @3: now 2 live 4 queries 2 budget 4"});
-  cache.append(2);  // one has to be evicted; up to B - 1 + n = 5 are live
+  cache.append(2);  // one token must be evicted; up to B - 1 + n = 5 are live
   CHECK(cache.written() == Lines{"rank @0: now 4 live 4 queries 0 budget 4",
                                  "rank @1: now 4 live 4 queries 0 budget 4",
                                  "rank @2: now 4 live 4 queries 0 budget 4",
@@ -146,7 +147,7 @@ TEST_CASE("a prompt in chunks evicts to the budget before each chunk") {
                                  "observe 104 @5: now 4 live 5 queries 2 budget 4"});
 }
 
-TEST_CASE("a streamed prompt and decoding are the same: one token at a time, ranked when full") {
+TEST_CASE("a streamed prompt equals decoding: one token at a time, ranked when full") {
   Recorded cache;
   cache.append(1);
   CHECK(cache.written() == Lines{"append @0: now 0 live 1 queries 1 budget 4",
@@ -154,7 +155,7 @@ TEST_CASE("a streamed prompt and decoding are the same: one token at a time, ran
   cache.append(1);
   cache.append(1);
   cache.append(1);
-  // Nothing was ranked: four tokens fit.
+  // No token was ranked, because four tokens fit.
   const Lines filled = cache.written();
   CHECK(filled.size() == 3 + 2 + 3 + 4);
   CHECK(std::ranges::none_of(filled, [](const auto& line) { return line.starts_with("rank"); }));
@@ -189,7 +190,7 @@ TEST_CASE("a second turn is an append like any other") {
                                  "observe 103 @5: now 5 live 6 queries 3 budget 4",
                                  "observe 104 @6: now 5 live 6 queries 3 budget 4",
                                  "observe 105 @7: now 5 live 6 queries 3 budget 4"});
-  cache.append(1);  // three leave at once
+  cache.append(1);  // three tokens are evicted at once
   const Lines after = cache.written();
   CHECK(after.size() == 6 + 1 + 4);
   CHECK(after[6] == "append @8: now 8 live 4 queries 1 budget 4");

@@ -21,8 +21,8 @@ TEST_CASE("sinks protect the positions below their number") {
   CHECK(ProtectedTokens{}.protection(0, 100) == 0);
 }
 
-TEST_CASE("recent counts the first appended token as one of its own") {
-  // now = 100 is to be appended: with recent = 3 it is protected together with 99 and 98.
+TEST_CASE("recent includes the first token to be appended") {
+  // now = 100 is the next token: with recent = 3, tokens 98, 99 and 100 are protected.
   constexpr ProtectedTokens protected_tokens{.recent = 3};
   CHECK(protected_tokens.protection(97, 100) == 0);
   CHECK(protected_tokens.protection(98, 100) == 1);
@@ -35,7 +35,7 @@ TEST_CASE("a token that is both recent and a sink is a sink") {
   CHECK(ProtectedTokens{.sinks = 10, .recent = 10}.protection(5, 6) == 2);
 }
 
-TEST_CASE("protected tokens do not overflow at the largest positions") {
+TEST_CASE("protection does not overflow at the largest positions") {
   CHECK(ProtectedTokens{.recent = kLast}.protection(kLast - 1, kLast) == 1);
   CHECK(ProtectedTokens{.recent = 2}.protection(kLast - 1, kLast) == 1);
   CHECK(ProtectedTokens{.recent = 1}.protection(kLast - 1, kLast) == 0);

@@ -1,4 +1,4 @@
-// Observations drawn from a hash, so that a token receives the same whatever else is live.
+// Observations from a hash, so that a token receives the same with any other live tokens.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace kvlab {
 
-/// What the token at `position` receives from the `count` queries from `first` on. Every third
-/// token or so is not requested, and masses are often equal.
+/// The observation of the token at `position` from the `count` queries starting at `first`. About
+/// every third token is not requested, and masses are often equal.
 constexpr Observation sample_observation(std::uint32_t position, std::uint32_t first,
                                          std::uint32_t count) {
   const std::uint64_t bits = split_mix(std::uint64_t{position} << 32 | first);
@@ -24,14 +24,14 @@ constexpr Observation sample_observation(std::uint32_t position, std::uint32_t f
   return seen;
 }
 
-/// Feature `which` of the token at `position`: of either sign, and often equal.
+/// Feature `which` of the token at `position`: positive or negative, and often equal.
 constexpr float sample_feature(std::uint32_t position, std::uint32_t which) {
   const std::uint64_t bits = split_mix(std::uint64_t{position} << 8 | which);
   return static_cast<float>(static_cast<std::int64_t>(bits % 4 ? bits % 2000 : bits % 7) - 1000) /
          8;
 }
 
-/// What the `count` tokens from `first` on bring, [token, features].
+/// The features of the `count` tokens starting at `first`, [token, features].
 inline std::vector<float> sample_features(std::uint32_t first, std::uint32_t count,
                                           std::size_t features) {
   std::vector<float> all;

@@ -1,4 +1,4 @@
-// A policy without the modifiers of its own, for tests of the plain rule and of other modifiers.
+// A policy without its default modifiers, for tests of the plain rule and of other modifiers.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace kvlab::test {
 
-/// "snapkv:once=no:smooth=0" of "snapkv"; with others, "snapkv:once=no:smooth=3:every=4" of
+/// "snapkv:once=no:smooth=0" for "snapkv"; with others, "snapkv:once=no:smooth=3:every=4" for
 /// "snapkv" and ":smooth=3:every=4".
 inline std::string unmodified(std::string policy, const std::string& others = "") {
   for (const std::string& off : modifier_texts({}, parse_policy(policy).entry->info.modifiers))

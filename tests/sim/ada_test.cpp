@@ -1,4 +1,4 @@
-// Ada-KV's shares of a layer's slots, against tokens taken away one by one.
+// Ada-KV's budgets of a layer's heads, compared with removing tokens one by one.
 #include <numeric>
 #include <random>
 
@@ -13,8 +13,8 @@ namespace {
 
 using Heads = std::vector<std::vector<EvictionKey>>;
 
-/// The least of all leaves, of heads that hold more than a fifth, until the layer holds no more
-/// than it may.
+/// Removes the first victim of all heads that have more than a fifth of the mean, until the layer
+/// has no more tokens than allowed.
 std::vector<std::uint32_t> one_by_one(Heads heads, std::uint32_t mean) {
   const auto live = [&] {
     std::size_t sum = 0;
@@ -37,7 +37,7 @@ std::vector<std::uint32_t> one_by_one(Heads heads, std::uint32_t mean) {
   return budgets;
 }
 
-TEST_CASE("a layer's heads share its slots by their ranks, and each keeps a fifth") {
+TEST_CASE("under ada() a layer's heads share its slots by rank, and each keeps at least a fifth") {
   std::mt19937 rng(7);
   for (int round = 0; round < 300; ++round) {
     Heads heads(1 + rng() % 4);
@@ -54,7 +54,7 @@ TEST_CASE("a layer's heads share its slots by their ranks, and each keeps a fift
   }
 }
 
-/// What the queries of a prompt give each token of a KV head, in units of 2^-32.
+/// The mass that a prompt's queries give each token of a KV head, in units of 2^-32.
 std::vector<std::uint64_t> prompt_mass(const brute::Simulator& exact, std::uint32_t layer,
                                        std::uint32_t kv_head, std::uint32_t prompt) {
   const std::uint32_t group = exact.sequence().group();
@@ -67,7 +67,7 @@ std::vector<std::uint64_t> prompt_mass(const brute::Simulator& exact, std::uint3
   return mass;
 }
 
-TEST_CASE("a replay under ada() keeps what each head keeps alone with its share") {
+TEST_CASE("a replay under ada() keeps what each head keeps alone with its budget") {
   constexpr std::uint32_t kPrompt = 60, kMean = 14, kTokens = 110;
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(
@@ -100,7 +100,7 @@ TEST_CASE("a replay under ada() keeps what each head keeps alone with its share"
   }
   CHECK(differ);
 
-  // The whole layer together has the bytes of the mean.
+  // The whole layer has the bytes of the mean budget.
   const std::vector<CacheConfig> sweep{
       config, {.policy = config.policy, .budget = {.extent = tokens(kMean)}}};
   const ReplayResult result = replay(trace, 0, sweep, {.threads = 2});

@@ -17,7 +17,7 @@ Vector difference(const Vector& a, const Vector& b) {
   return c;
 }
 
-/// Probabilities are float32 where they become integers: Q32.32. (All weights are 1.)
+/// Probabilities become Q32.32 integers from float32. (All weights are 1.)
 std::uint64_t fixed_point(double p) {
   return static_cast<std::uint64_t>(
       std::nearbyint(static_cast<double>(static_cast<float>(p)) * kTwo32));
@@ -40,7 +40,7 @@ std::vector<bool> requests_of(const Vector& p, std::uint64_t threshold16, double
 
 using Ranks = std::vector<std::uint64_t>;
 
-/// The mean or the maximum of those at most config.smooth places away.
+/// The mean or the maximum of the ranks at most config.smooth places away.
 Ranks smoothed(const Config& config, const Ranks& ranks) {
   Ranks result;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
@@ -150,7 +150,7 @@ Simulator::Simulator(Sequence sequence, double threshold)
     for (std::uint32_t h = 0; h < s_.query_heads; ++h)
       full_[layer].push_back(attend_in_full(layer, h));
     for (std::uint32_t g = 0; g < s_.kv_heads; ++g) {
-      // One row more than there are queries: nothing is left to give after the last.
+      // One row more than there are queries: after the last query nothing is left to give.
       std::vector<std::vector<std::uint64_t>> sums(s_.tokens + 1,
                                                    std::vector<std::uint64_t>(s_.tokens));
       for (std::uint32_t now = s_.tokens; now-- > 0;)
@@ -244,7 +244,7 @@ class Simulator::HeadRun {
     }
   }
 
-  /// Takes away whoever comes first, until one less than the budget are left.
+  /// Evicts the first victims until budget - 1 tokens are left.
   void evict(const Ranks& ranks, std::uint32_t now) {
     std::vector<EvictionCandidate> order;
     for (std::size_t i = 0; i < live_.size(); ++i) {
@@ -296,7 +296,7 @@ class Simulator::HeadRun {
       return;
     const double gap =
         static_cast<double>(first_in.rank - last_out.rank) / static_cast<double>(first_in.rank);
-    // Equal integers are equal small ones, or equal by symmetry: float32 agrees on both.
+    // Equal integers are either small or equal by symmetry; float32 agrees in both cases.
     if (gap > 0) narrowest_ = std::min(narrowest_, gap);
   }
 
@@ -339,7 +339,7 @@ class Simulator::HeadRun {
     return keys;
   }
 
-  /// With the full cache. `p` is over the first index + 1 live tokens.
+  /// Compares with the full cache. `p` is over the first index + 1 live tokens.
   AtQuery compare(std::uint32_t h, std::uint32_t t, const Vector& p, std::size_t index) const {
     const Full& full = sim_.full_[layer_][h];
     AtQuery at;
@@ -383,7 +383,7 @@ class Simulator::HeadRun {
   std::vector<std::uint32_t> last_request_;
 };
 
-/// A layer's KV heads may evict together.
+/// Evicts to the budget; a layer's KV heads may evict together.
 void Simulator::evict_to_budget(const Config& config, std::vector<HeadRun>& heads,
                                 std::uint32_t now, bool after_prompt) {
   if (config.policy == "full" || (config.once && !after_prompt)) return;
@@ -400,7 +400,7 @@ void Simulator::evict_to_budget(const Config& config, std::vector<HeadRun>& head
     heads[h].evict(smooth ? smoothed(config, ranks[h]) : ranks[h], now);
 }
 
-/// The rule, step by step.
+/// Runs the rule, step by step.
 void Simulator::run_layer(const Config& config, std::vector<HeadRun>& heads) const {
   bool after_prompt = false;
   for (const Segment& segment : s_.segments) {

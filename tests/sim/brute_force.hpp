@@ -1,5 +1,5 @@
-// A second simulator, for tests alone: float64, explicit matrices, every formula as
-// docs/reference/metrics.md has it and nothing shared with the replay. Slow and short.
+// A second simulator, for tests only: float64, explicit matrices, every formula as in
+// docs/reference/metrics.md, and no code shared with the replay. Slow and short.
 #pragma once
 
 #include <cmath>
@@ -24,12 +24,12 @@ struct Sequence {
   double scale = 1;             ///< of logits
   std::vector<float> inv_freq;  ///< [rotated / 2]
   float rope_factor = 1;        ///< on cos and sin
-  std::vector<RowSpec> rows;    ///< by layer; empty: all by the three above
+  std::vector<RowSpec> rows;    ///< by layer; empty: all layers have the three values above
   std::vector<Segment> segments;
   std::vector<Passage> passages;
   std::vector<std::vector<Matrix>> q;     ///< [layer][query head][token, dim], before RoPE
   std::vector<std::vector<Matrix>> k, v;  ///< [layer][KV head][token, dim]
-  // Of format 2, or empty: the residual stream's squared norms, and 32 directions of W_o.
+  // For format 2, or empty: squared norms of the residual stream, and 32 directions of W_o.
   Matrix norm2;                             ///< [layer, token]
   std::vector<std::vector<Matrix>> sketch;  ///< [layer][query head][dim, direction]
   std::vector<std::vector<std::vector<Matrix>>>
@@ -37,15 +37,15 @@ struct Sequence {
 
   std::uint32_t group() const { return query_heads / kv_heads; }
   RowSpec row(std::uint32_t layer) const;
-  /// A product of query and key as a score.
+  /// The score of a product of query and key.
   double score(std::uint32_t layer, double product) const;
 };
 Sequence load(const TraceReader& trace);
 
-/// `value` to `bits` significant bits, to nearest even.
+/// `value` rounded to `bits` significant bits, to nearest even.
 double round_to_bits(double value, int bits);
 
-/// Cosines and sines of RoPE's angles, [position, rotated / 2], times its factor.
+/// Cosines and sines of RoPE's angles, [position, rotated / 2], times RoPE's factor.
 struct RopeAngles {
   Matrix cos, sin;
 };
@@ -56,48 +56,48 @@ inline double dot(const Vector& a, const Vector& b) {
   for (std::size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
   return sum;
 }
-/// A token's vector rotated to `position`: dimensions i and i + half go together.
+/// A token's vector rotated to `position`: dimensions i and i + half form a pair.
 Vector rotate(const RopeAngles& angles, const Vector& x, std::uint32_t position);
-/// A token's vector at its original position, where q and k are rounded: rotated in float32, then
+/// A token's vector at its original position if q and k are rounded: rotated in float32, then
 /// rounded once to the dtype.
 Vector rotate_and_round(const Sequence& s, std::uint32_t layer, const Vector& x,
                         std::uint32_t position);
 
-/// Probabilities of one query over `keys`, and over a sink logit where there is one, which comes
-/// last and is always there: minus infinity for none.
+/// Probabilities of one query over `keys` and over a sink logit. The sink comes last and is always
+/// present; minus infinity stands for none.
 Vector softmax(const Vector& logits, double sink);
 inline constexpr double kNoSink = -std::numeric_limits<double>::infinity();
 inline double sink_of(const RowSpec& row, std::uint32_t query_head) {
   return row.sinks.empty() ? kNoSink : double{row.sinks[query_head]};
 }
 
-/// One configuration. Protected tokens are in tokens.
+/// One configuration. Protected tokens are given as numbers of tokens.
 struct Config {
-  std::string policy;  ///< one of the seven names, or a reference
+  std::string policy;  ///< one of the seven names, or an oracle
   std::uint32_t budget = 0;
   std::uint32_t sinks = 0, recent = 0;
-  std::uint32_t chunk = 0;              ///< tokens an append of a prompt; 0: dense
+  std::uint32_t chunk = 0;              ///< tokens per append of a prompt; 0: dense
   bool cache_positions = false;         ///< positions = cache
-  std::uint32_t every = 1, smooth = 0;  ///< modifiers: all by the rule's names
+  std::uint32_t every = 1, smooth = 0;  ///< modifiers, with the rule's names
   bool once = false, max_pool = false, by_layer = false, max_group = false;
   std::uint64_t seed = 0;
   std::uint32_t sequence = 0;
 };
-/// With the protected tokens that the page gives `policy` at `budget`.
+/// With the documented protected tokens of `policy` at `budget`.
 Config standard(const std::string& policy, std::uint32_t budget);
 
-/// What happened at one query of one query head.
+/// The result of one query of one query head.
 struct AtQuery {
   double recall = 0;
   std::uint32_t requested = 0, missed = 0;  ///< |N_t| and |N_t \ S_t|
   double error2 = 0, out2 = 0;              ///< squared norms of o - ô and of o
   Vector off;                               ///< o - ô
   std::vector<std::pair<double, double>>
-      passages;              ///< by passage before the query: kept mass, all of it
-  double oracle_recall = 0;  ///< where the outcome has a attention_oracle
+      passages;              ///< by passage before the query: kept mass, and full mass
+  double oracle_recall = 0;  ///< set if the outcome has an attention_oracle
 };
 
-/// What happened to one KV head's cache.
+/// The history of one KV head's cache.
 struct Cache {
   std::vector<std::vector<std::uint32_t>> kept;  ///< [query] live positions while it attended
   std::vector<std::uint64_t> mass;               ///< [token] accumulated while live, Q32.32
@@ -109,19 +109,20 @@ struct Outcome {
   Config config;
   std::vector<std::vector<std::vector<AtQuery>>> queries;  ///< [layer][query head][query]
   std::vector<std::vector<Cache>> caches;                  ///< [layer][KV head]
-  /// The closest call: the smallest relative gap between a victim and the next in line, or between
-  /// a probability and the request threshold. Under about 1e-6, float32 may decide otherwise.
+  /// The closest decision: the smallest relative gap between a victim and the next candidate, or
+  /// between a probability and the request threshold. Below about 1e-6, float32 may decide
+  /// differently.
   double narrowest = 1;
-  /// oracle_attention beside it, for regrets, which has to outlive this; null: there is none.
+  /// The outcome of oracle_attention, for regrets; it must outlive this object. Null: none.
   const Outcome* attention_oracle = nullptr;
 };
 
-/// One metric. `standard_error` is NaN where there is none.
+/// One metric. `standard_error` is NaN if there is none.
 struct MetricValue {
   double value = 0, standard_error = 0;
   std::uint64_t count = 0;
 };
-/// By (layer, KV head, metric); -1 for the aggregates.
+/// By (layer, KV head, metric); -1 stands for aggregates.
 using MetricValues = std::map<std::tuple<int, int, std::string>, MetricValue>;
 
 enum class Queries { decode, all };
@@ -132,18 +133,18 @@ class Simulator {
 
   const Sequence& sequence() const { return s_; }
   Outcome run(const Config& config) const;
-  /// `error_stride`: the errors are taken on every so-manieth measured query.
+  /// `error_stride`: errors are taken at every error_stride-th measured query.
   MetricValues measure(const Outcome& outcome, Queries queries,
                        std::uint32_t error_stride = 8) const;
 
-  /// Attention under the full cache, [query, key] and [query, dim].
+  /// Attention with the full cache, [query, key] and [query, dim].
   const Matrix& probabilities(std::uint32_t layer, std::uint32_t query_head) const {
     return full_[layer][query_head].p;
   }
   const Matrix& outputs(std::uint32_t layer, std::uint32_t query_head) const {
     return full_[layer][query_head].out;
   }
-  /// ln Σ exp of the logits of query `t` under the full cache.
+  /// ln Σ exp of the logits of query `t` with the full cache.
   double log_sum(std::uint32_t layer, std::uint32_t query_head, std::uint32_t t) const {
     const Full& full = full_[layer][query_head];
     return full.logits[t][t] - std::log(full.p[t][t]);
@@ -152,7 +153,7 @@ class Simulator {
  private:
   struct Full {
     Matrix logits, p, out;  // lower triangles
-    Vector sink;            // what no token gets of a query
+    Vector sink;            // the probability of each query's sink, which no token gets
     std::vector<std::vector<bool>> requested;
   };
   class HeadRun;
@@ -170,7 +171,7 @@ class Simulator {
   std::vector<RopeAngles> angles_;  // by layer
   std::uint64_t threshold16_;
   std::vector<std::vector<Full>> full_;  // [layer][query head]
-  /// [layer][KV head][now][token]: what queries from `now` on give the token
+  /// [layer][KV head][now][token]: mass that queries from `now` on give the token
   std::vector<std::vector<std::vector<std::vector<std::uint64_t>>>> future_;
 };
 

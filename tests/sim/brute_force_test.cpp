@@ -1,4 +1,4 @@
-// The brute force against examples worked by hand.
+// The brute force compared with examples worked out by hand.
 #include "tests/sim/brute_force.hpp"
 
 #include <cmath>
@@ -9,8 +9,8 @@
 namespace kvlab::brute {
 namespace {
 
-/// One head of two dimensions without rotation, in which every query gives key j a probability in
-/// proportion to weights[j]. The value of token j is (j + 1, 0). `prompt` tokens, then decoding.
+/// One head of two dimensions without rotation. Every query gives key j a probability in proportion
+/// to weights[j]. The value of token j is (j + 1, 0). `prompt` tokens, then decoding.
 Sequence weighted(const std::vector<double>& weights, std::uint32_t prompt) {
   Sequence s;
   s.head_size = 2;
@@ -41,7 +41,8 @@ double value(const MetricValues& metric_values, const char* metric) {
 }
 
 TEST_CASE(
-    "h2o by hand: without protected tokens the token with the least accumulated mass leaves") {
+    "h2o by hand: without protected tokens, the token with the least accumulated mass is "
+    "evicted") {
   const Simulator sim(weighted(kWeights, 1));
   // Masses before token 3: 1 + 4/5 + 4/7, 1/5 + 1/7, 2/7; before token 4: + 4/6, + 1/6, token 3:
   // 1/6.
@@ -55,7 +56,8 @@ TEST_CASE(
   REQUIRE(value(metric_values, "recall") == Approx((1 + 1 + 6.0 / 8 + 13.0 / 16) / 4));
   REQUIRE(value(metric_values, "nll_recall") ==
           Approx((-std::log(6.0 / 8) - std::log(13.0 / 16)) / 4));
-  // Requested: every earlier token, each having at least 1/8 of the row's largest: 1 + 2 + 3 + 4.
+  // Requested: every earlier token, because each has at least 1/8 of the row's largest: 1 + 2 + 3 +
+  // 4.
   REQUIRE(value(metric_values, "miss_rate") == Approx((0 + 0 + 1 + 2) / 10.0));
   // Only the first of the four queries is sampled, and it misses nothing.
   REQUIRE(value(metric_values, "output_error") == Approx(0).margin(1e-12));
@@ -70,7 +72,7 @@ TEST_CASE(
   REQUIRE(each.at({-1, -1, "recall"}).count == 4);
 }
 
-TEST_CASE("protected tokens by hand: the recent and the sinks are evicted last") {
+TEST_CASE("protected tokens by hand: recent tokens and sinks are evicted last") {
   const Simulator sim(weighted(kWeights, 1));
   Config config = streamed("h2o", 3);
   config.recent = 2;  // the token to be appended and the one before it
@@ -82,7 +84,7 @@ TEST_CASE("protected tokens by hand: the recent and the sinks are evicted last")
   REQUIRE(sim.run(sink).caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {0, 2, 3}, {0, 3, 4}});
 }
 
-TEST_CASE("a dense prompt is attended in full, and is compacted before the first decoded token") {
+TEST_CASE("a dense prompt is attended in full and compacted before the first decoded token") {
   const Simulator sim(weighted({4, 1, 2, 1, 8, 1}, 5));
   Config config = standard("h2o", 3);
   config.recent = 0;
@@ -94,26 +96,29 @@ TEST_CASE("a dense prompt is attended in full, and is compacted before the first
   REQUIRE(outcome.caches[0][0].evictions == 3);
   REQUIRE(outcome.caches[0][0].live_max == 5);
   config.chunk = 2;
-  // At most 2 + 2: {0,1}, {0,1,2,3}; then 1 and 3 leave (0: 2.87, 1: .47, 2: .54, 3: .125).
+  // At most 2 + 2 live tokens: {0,1}, {0,1,2,3}; then 1 and 3 are evicted (0: 2.87, 1: .47, 2: .54,
+  // 3: .125).
   const Outcome chunked = sim.run(config);
   REQUIRE(chunked.caches[0][0].kept[2] == std::vector<std::uint32_t>{0, 1, 2});
   REQUIRE(chunked.caches[0][0].kept[3] == std::vector<std::uint32_t>{0, 1, 2, 3});
   REQUIRE(chunked.caches[0][0].kept[4] == std::vector<std::uint32_t>{0, 2, 4});
 }
 
-TEST_CASE("lru by hand: the threshold is a share of the row's largest entry, over what is live") {
-  // Beside token 3, token 0 has under 1%; before, all are requested.
+TEST_CASE("lru by hand: the threshold is a share of the largest live entry of a row") {
+  // At token 3, token 0 has less than 1% of the largest; before, all are requested.
   const Simulator sim(weighted({1, 2, 50, 101, 3}, 1));
   const Outcome outcome = sim.run(streamed("lru", 3));
   REQUIRE(outcome.caches[0][0].kept == Kept{{0}, {0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3, 4}});
-  // With two more tokens: 0 was last requested at 2; 1 has 2/101 of the largest.
+  // With two more tokens: 0 was last requested at query 2; 1 has 2/101 of the largest.
   const Outcome larger = sim.run(streamed("lru", 4));
   REQUIRE(larger.caches[0][0].kept[4] == std::vector<std::uint32_t>{1, 2, 3, 4});
-  REQUIRE(larger.narrowest < 0.011);  // 1/101 against 1%
+  REQUIRE(larger.narrowest < 0.011);  // 1/101 compared with 1%
   REQUIRE(value(sim.measure(larger, Queries::decode), "miss_rate") == 0);
 }
 
-TEST_CASE("oracles by hand: the least future mass leaves; the most probable are kept") {
+TEST_CASE(
+    "oracles by hand: the token with the least future mass is evicted, the most probable "
+    "are kept") {
   const Simulator sim(weighted({1, 4, 2, 8, 1}, 1));
   REQUIRE(sim.run(streamed("oracle_attention", 3)).caches[0][0].kept ==
           Kept{{0}, {0, 1}, {0, 1, 2}, {1, 2, 3}, {1, 3, 4}});
@@ -124,7 +129,7 @@ TEST_CASE("oracles by hand: the least future mass leaves; the most probable are 
   REQUIRE(top.queries[0][0][3].missed == 2);
 }
 
-/// One head in which logits are cosines of the distance.
+/// One head whose logits are cosines of the distance.
 Sequence turning(std::uint32_t tokens) {
   Sequence s = weighted(std::vector<double>(tokens, 1), 1);
   s.inv_freq = {1.0f};
@@ -132,7 +137,7 @@ Sequence turning(std::uint32_t tokens) {
   return s;
 }
 
-TEST_CASE("rotation by hand: logits depend on distances, and cache positions shorten them") {
+TEST_CASE("rotation by hand: logits depend on distances, which cache positions shorten") {
   const Sequence s = turning(6);
   const Vector y = rotate(exact_angles(s), {1, 0}, 2);
   REQUIRE(y[0] == Approx(std::cos(2.0)));
@@ -144,18 +149,19 @@ TEST_CASE("rotation by hand: logits depend on distances, and cache positions sho
   Config config = streamed("sink", 3);
   config.sinks = 1;
   config.cache_positions = true;
-  const AtQuery at = sim.run(config).queries[0][0][5];  // live 0, 4, 5 at 0, 1, 2
+  // live tokens 0, 4, 5 at cache positions 0, 1, 2
+  const AtQuery at = sim.run(config).queries[0][0][5];
   const double a = std::exp(std::cos(2.0)), b = std::exp(std::cos(1.0)), c = std::exp(1.0);
   const double out = (1 * a + 5 * b + 6 * c) / (a + b + c);
   REQUIRE(std::sqrt(at.error2) == Approx(std::abs(out - sim.outputs(0, 0)[5][0])));
   REQUIRE(at.recall == Approx(p[5][0] + p[5][4] + p[5][5]));
 }
 
-TEST_CASE("a group shares one cache: its heads' masses are summed, its requests joined") {
+TEST_CASE("a group shares one cache: masses of its heads are summed, requests are joined") {
   Sequence s = weighted({4, 1, 2, 1}, 1);
   s.query_heads = 2;
   s.q[0].push_back(s.q[0][0]);
-  for (auto& row : s.q[0][1]) row[0] = -1;  // the second head weighs by 1 / w
+  for (auto& row : s.q[0][1]) row[0] = -1;  // the second head has weights 1 / w
   const Simulator sim(s);
   const Outcome outcome = sim.run(streamed("h2o", 4));
   // Rows 4 | 1/4; 4:1 | 1/4:1; 4:1:2 | 1/4:1:1/2; 4:1:2:1 | 1/4:1:1/2:1
@@ -176,7 +182,7 @@ TEST_CASE("a jackknife of a mean is the standard error of the blocks' means") {
   const Simulator sim(weighted(weights, 1));
   const Outcome outcome = sim.run(streamed("window", 4));
   const MetricValue recall = sim.measure(outcome, Queries::decode).at({-1, -1, "recall"});
-  Vector r;  // sixteen decoded queries, one a block
+  Vector r;  // sixteen decoded queries, one per block
   for (std::uint32_t t = 1; t < 17; ++t) r.push_back(std::min(1.0, 4.0 / (t + 1)));
   double mean = 0, variance = 0;
   for (double x : r) mean += x / 16;

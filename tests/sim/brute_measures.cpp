@@ -1,4 +1,4 @@
-// The brute force's metrics: plain sums over what happened at each query.
+// The brute force's metrics: plain sums over the results of each query.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -10,7 +10,7 @@
 namespace kvlab::brute {
 namespace {
 
-/// Of a policy's own state.
+/// Bytes of a policy's state per token.
 std::uint32_t slot_bytes(const std::string& policy) {
   if (policy == "lru") return 4;
   return policy == "h2o" || policy == "streaming_h2o" || policy.starts_with("oracle_") ? 8 : 0;
@@ -53,7 +53,7 @@ class Measures {
 
  private:
   using Head = const std::vector<AtQuery>*;
-  enum class Counted { queries, terms };  ///< terms: queries with something below
+  enum class Counted { queries, terms };  ///< terms: queries with a nonzero denominator
   static constexpr std::size_t kNoBlock = static_cast<std::size_t>(-1);
   static constexpr std::size_t kDirections = 32;  ///< of the residual stream
 
@@ -61,7 +61,7 @@ class Measures {
   std::size_t blocks() const { return std::min<std::size_t>(16, queries_.size()); }
   std::size_t block_of(std::size_t i) const { return i * blocks() / queries_.size(); }
 
-  /// Jackknife. `statistic(b)` leaves block b out; `there[b]`: block b has something in it.
+  /// Jackknife standard error. `statistic(b)` leaves out block b; `there[b]`: block b is not empty.
   template <class Statistic>
   double jackknife(const std::vector<bool>& there, Statistic statistic) const {
     Vector without;
@@ -75,8 +75,8 @@ class Measures {
     return std::sqrt((n - 1) / n * sum);
   }
 
-  /// The mean over heads of a ratio of sums over queries; `term(at)` is what one query adds to
-  /// both. Heads whose lower sum is 0 have none.
+  /// The mean over heads of a ratio of sums over queries; `term(at)` gives what one query adds to
+  /// the numerator and the denominator. Heads whose denominator is 0 are left out.
   template <class Term>
   void add_ratio(int layer, int head, const std::string& metric, const std::vector<Head>& heads,
                  std::uint32_t stride, Counted counted, Term term) {
@@ -113,8 +113,8 @@ class Measures {
         counted == Counted::queries ? used * queries_.size() : terms};
   }
 
-  /// The mean over heads of each one's 10% quantile of recall: the least value that at least a
-  /// tenth of the queries do not exceed.
+  /// The mean over heads of the 10% quantile of recall: the least value that at least a tenth of
+  /// the queries do not exceed.
   void add_recall_p10(int layer, int head, const std::vector<Head>& heads) {
     const auto p10 = [&](std::size_t block, double sum = 0) {
       for (Head h : heads) {
@@ -157,7 +157,7 @@ class Measures {
                 [s](const AtQuery& at) { return at.passages[s]; });
   }
 
-  /// √(Σ_h ‖o − ô‖² / Σ_h ‖o‖²) of a layer at one query; negative: all o are zero.
+  /// √(Σ_h ‖o − ô‖² / Σ_h ‖o‖²) of a layer at one query; negative if all o are zero.
   double layer_error(std::size_t layer, std::uint32_t t) const {
     double error2 = 0, out2 = 0;
     for (const auto& head : outcome_.queries[layer]) {
@@ -203,8 +203,8 @@ class Measures {
         mean_of_layers(kNoBlock), jackknife(there_any, mean_of_layers), count_all * s_.query_heads};
   }
 
-  /// ‖Σ_h W_o (o - ô)‖² / ‖x‖² of some query heads of a layer at one query: in one of the sketch's
-  /// directions alone, as if all were like it.
+  /// ‖Σ_h W_o (o - ô)‖² / ‖x‖² of some query heads of a layer at one query, estimated from one of
+  /// the sketch's directions.
   double residual_error(std::size_t layer, std::size_t first, std::size_t count, std::uint32_t t,
                         std::size_t direction) const {
     double sum = 0;
@@ -214,8 +214,7 @@ class Measures {
     return kDirections * sum * sum / s_.norm2[layer][t];
   }
 
-  /// The mean over directions, which are gradient samples of chance: so their standard error counts
-  /// too.
+  /// The mean over directions. These are random, so their standard error counts too.
   void residual_errors() {
     std::vector<MetricValues> by_direction;
     for (std::size_t direction = 0; direction < kDirections; ++direction) {
@@ -281,7 +280,7 @@ class Measures {
                                                      queries_.size() * s_.query_heads * s_.layers};
   }
 
-  // Of every `stride`-th measured query.
+  // At every `stride`-th measured query.
   std::vector<bool> filled_blocks(std::uint32_t stride) const {
     std::vector<bool> there(blocks());
     for (std::size_t i = 0; i < queries_.size(); i += stride) there[block_of(i)] = true;
@@ -298,8 +297,8 @@ class Measures {
     return sum / n;
   }
 
-  /// A metric whose aggregate is the sum over layers; `at(layer, first, count, t)`: of some query
-  /// heads of a layer at one query; of every `stride`-th.
+  /// A metric whose aggregate is the sum over layers. `at(layer, first, count, t)`: its value for
+  /// some query heads of a layer at one query; taken at every `stride`-th query.
   template <class At>
   void sums_of_layers(const char* metric, std::uint32_t stride, At at) {
     const std::vector<bool> there = filled_blocks(stride);
@@ -349,7 +348,7 @@ class Measures {
       }
   }
 
-  /// Tokens that a KV head held at a query, itself included.
+  /// The number of tokens in a KV head's cache at a query, the query's token included.
   double live_at(int layer, int g, std::uint32_t query) const {
     return static_cast<double>(
         outcome_.caches[static_cast<std::size_t>(layer)][static_cast<std::size_t>(g)]
@@ -357,7 +356,7 @@ class Measures {
             .size());
   }
 
-  /// Bytes over decoded queries, 16 bit.
+  /// Bytes over decoded queries, in 16 bits.
   void held() {
     const double token = 2.0 * s_.head_size * 2;
     for (int layer = 0; layer < static_cast<int>(s_.layers); ++layer)
@@ -377,7 +376,7 @@ class Measures {
       }
   }
 
-  /// Sampled rows of a KV head that have no output_error.
+  /// The number of sampled rows of a KV head that have no output_error.
   double zero_outputs(int layer, int kv_head) const {
     double zeros = 0;
     for (std::uint32_t i = 0; i < s_.group(); ++i)

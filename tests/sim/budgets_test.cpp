@@ -29,7 +29,7 @@ std::string refusal(const std::string& text) {
   return error_of<std::runtime_error>([&] { read(text); });
 }
 
-/// Every way to share `total`, the least error of all.
+/// The least error of all ways to share `total`.
 double min_error(std::span<const Curve> hulls, std::uint64_t total) {
   const std::function<double(std::size_t, std::uint64_t)> best = [&](std::size_t c,
                                                                      std::uint64_t left) {
@@ -56,7 +56,7 @@ Curve random_curve(std::mt19937& rng) {
   return curve;
 }
 
-/// Two layers of two heads, whose errors at `tokens` are a / tokens for a = 1, 4, 16, 64.
+/// Two layers of two heads with errors a / tokens at `tokens`, for a = 1, 4, 16, 64.
 Run run_of_curves(const std::string& metric, const std::vector<std::string>& budgets) {
   Run run = made_up_run({{"h2o", "sinks=0:recent=50%", 1, 0}});
   run.info.traces.front().layers = 2;
@@ -94,7 +94,7 @@ TEST_CASE("a file gives one budget, or one for each layer, or for each layer and
   CHECK(read_budget("pyramid(20%)").split == Budget::Split::pyramid);
 }
 
-TEST_CASE("what a budget file cannot be is refused by file and place, on one line") {
+TEST_CASE("an invalid budget file is refused in one line, with the file and the position") {
   for (const auto& [text, says] : std::vector<std::pair<std::string, std::string>>{
            {"0", "b.json: budgets: should be a number of tokens, at least 1"},
            {"-3", "b.json: budgets"},
@@ -126,10 +126,11 @@ TEST_CASE("what a budget file cannot be is refused by file and place, on one lin
              ContainsSubstring("a file's path"));
 }
 
-TEST_CASE("The configurations of one command are counted before any is made") {
+TEST_CASE("The configurations of one command are counted before they are made") {
   SweepRequest request{.policies = {"h2o"}, .budgets = {}};
   for (std::size_t i = 1; i <= kMaxConfigs; ++i) request.budgets.push_back(std::to_string(i + 1));
-  CHECK(make_sweep(request, {}, {}).size() == kMaxConfigs);  // in seconds where each is compared
+  // takes seconds if each configuration is compared with all others
+  CHECK(make_sweep(request, {}, {}).size() == kMaxConfigs);
   request.budgets.push_back("1");
   const auto refusal = [&] {
     return error_of<std::invalid_argument>([&] { make_sweep(request, {}, {}); });
@@ -141,7 +142,7 @@ TEST_CASE("The configurations of one command are counted before any is made") {
   CHECK_THAT(refusal(), ContainsSubstring("up to 10002 configurations"));
 }
 
-TEST_CASE("a lower hull lies below its curve, falls ever more slowly, and touches it at its ends") {
+TEST_CASE("a lower hull is convex, lies below its curve, and touches it at both ends") {
   std::mt19937 rng(3);
   for (int i = 0; i < 200; ++i) {
     const Curve curve = random_curve(rng), hull = lower_hull(curve);
@@ -155,7 +156,7 @@ TEST_CASE("a lower hull lies below its curve, falls ever more slowly, and touche
   }
 }
 
-TEST_CASE("no way to share tokens over hulls has less error") {
+TEST_CASE("no other way to share tokens over hulls has a lower error") {
   std::mt19937 rng(5);
   for (int i = 0; i < 60; ++i) {
     std::vector<Curve> hulls;
@@ -179,7 +180,7 @@ TEST_CASE("no way to share tokens over hulls has less error") {
   }
 }
 
-TEST_CASE("heads that gain more from a token get more, at equal bytes") {
+TEST_CASE("heads that gain more from a token get more tokens, at equal bytes") {
   const Run run = run_of_curves("residual_error", {"8", "16", "32", "64", "128", "256", "512"});
   for (const char* budget : {"8", "32", "100", "12.8%"}) {
     const Allocation found = allocate_budgets(run, at(budget));
@@ -196,7 +197,7 @@ TEST_CASE("heads that gain more from a token get more, at equal bytes") {
   }
 }
 
-TEST_CASE("gradients decide where the run has them, unless another metric is requested") {
+TEST_CASE("gradients decide if the run has them, unless another metric is requested") {
   Run run = run_of_curves("residual_error", {"8", "64", "512"});
   const Run other = run_of_curves("kl_estimate", {"8", "64", "512"});
   for (const ResultRow& row : other.rows)
@@ -206,7 +207,7 @@ TEST_CASE("gradients decide where the run has them, unless another metric is req
         "residual_error");
 }
 
-TEST_CASE("a run that cannot say what heads need is refused") {
+TEST_CASE("a run without the data for budgets by head is refused") {
   const auto refused = [](Run run, const AllocationRequest& request) {
     return error_of<std::invalid_argument>([&] { allocate_budgets(run, request); });
   };

@@ -1,4 +1,4 @@
-// The replay of a trace that the trained bundled model leaves on English prose.
+// The replay of a trace of the trained bundled model on English prose.
 #include <cmath>
 
 #include "engine/capture.hpp"
@@ -35,7 +35,7 @@ constexpr const char* kPassage =
     "themselves about money matters. But I find I have got into the habit, Alice, of talking "
     "to you very much as I should talk with your dear mother if she were with us.'";
 
-/// The passage behind <s>, as two turns.
+/// The passage after <s>, as two turns.
 struct Captured {
   Captured() : trace(capture(folder / "trace")) {}
 
@@ -71,7 +71,7 @@ double recall(const TraceReader& trace, const Case& c) {
   return std::nan("");
 }
 
-TEST_CASE("a captured trace verifies and has sinks: it is a trained model's") {
+TEST_CASE("a trained model's captured trace verifies and has sinks") {
   const Captured captured;
   CHECK(verify_trace(captured.trace, 2).ok);
   CHECK(captured.trace.tokens() == 320);
@@ -92,7 +92,7 @@ TEST_CASE("replay agrees with the brute force on a captured trace") {
   check_agreement(captured.trace, cases, {.threads = 2}, 1e-3);
 }
 
-TEST_CASE("the size of prefill chunks hardly moves the recall of heavy hitters") {
+TEST_CASE("the size of prefill chunks hardly changes the recall of heavy hitters") {
   const Captured captured;
   for (const char* policy : {"h2o", "streaming_h2o"})
     for (const bool cache_positions : {false, true})

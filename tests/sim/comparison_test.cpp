@@ -1,4 +1,4 @@
-// What is chosen at a budget, and what is said of it.
+// The choice at a budget, and the text about it.
 #include "sim/run/comparison.hpp"
 
 #include "sim/report/recommendation.hpp"
@@ -14,7 +14,7 @@ namespace {
 Difference apart(double mean) { return {mean, 0.01, {mean - 0.001, mean + 0.001}, 3}; }
 Difference unsure(double mean) { return {mean, 1, {mean - 1, mean + 1}, 3}; }
 
-/// At a budget of 100 bytes; `significant`: whether errors that differ do so significantly.
+/// The recommendation at a budget of 100 bytes; `significant`: whether differences are significant.
 Recommendation recommended(const std::vector<Candidate>& candidates, bool significant) {
   const ComparisonScope scope{.budget = "64",
                               .budget_bytes = 100,
@@ -28,7 +28,7 @@ Recommendation recommended(const std::vector<Candidate>& candidates, bool signif
   });
 }
 
-/// A candidate that holds so many bytes on average and at its peak.
+/// A candidate with these mean and peak bytes.
 Candidate candidate(const std::string& name, double error, double mean = 98, double peak = 100) {
   return {.name = name, .error = error, .memory = {.mean = mean, .peak = peak, .budget = 100}};
 }
@@ -41,7 +41,7 @@ using Indices = std::vector<std::size_t>;
 
 }  // namespace
 
-TEST_CASE("a candidate over the budget is never chosen, and stands on the frontier") {
+TEST_CASE("a candidate over the budget is never chosen, but is on the frontier") {
   const std::vector<Candidate> candidates{candidate("a", 0.3), candidate("once", 0.1, 2000, 2600),
                                           candidate("every", 0.2, 99, 111), candidate("b", 0.4)};
   const Recommendation made = recommended(candidates, true);
@@ -63,7 +63,8 @@ TEST_CASE("a candidate over the budget is never chosen, and stands on the fronti
   CHECK_THAT(recommendation_text(none), ContainsSubstring("no policy stays within the budget"));
 }
 
-TEST_CASE("the lowest mean is chosen, whatever the order of candidates; equal means by name") {
+TEST_CASE(
+    "the lowest mean is chosen for any order of candidates; equal means are ordered by name") {
   const std::vector<Candidate> candidates{candidate("window", 0.3), candidate("sink", 0.2),
                                           candidate("h2o", 0.1), candidate("random", 0.05)};
   for (const bool significant : {false, true}) {
@@ -74,7 +75,7 @@ TEST_CASE("the lowest mean is chosen, whatever the order of candidates; equal me
   CHECK(choice({candidate("h2o", 0.1), candidate("tova", 0.1)}) == "h2o");
 }
 
-TEST_CASE("at least 2% less memory is preferred where the difference is not significant") {
+TEST_CASE("at least 2% less memory is preferred if the difference is not significant") {
   CHECK(choice({candidate("a", 0.1, 100), candidate("b", 0.2, 98.5)}) == "a");
   CHECK(choice({candidate("a", 0.1, 100), candidate("b", 0.2, 98)}) == "b");
   CHECK(choice({candidate("a", 0.1, 100), candidate("b", 0.2, 90), candidate("c", 0.3, 80)}) ==
@@ -84,14 +85,15 @@ TEST_CASE("at least 2% less memory is preferred where the difference is not sign
       recommended({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, false);
   CHECK(made.for_memory);
   CHECK(made.runner_up == std::size_t{0});
-  CHECK(made.difference(0).mean == Approx(-0.1));  // the runner-up's mean is lower, and it shows
+  // the runner-up's mean is lower, and the text shows it
+  CHECK(made.difference(0).mean == Approx(-0.1));
   const std::string reason =
       "a has the lowest mean (0.100), but b was chosen because it needs 10.0% less memory and the "
       "difference is not significant";
   CHECK_THAT(recommendation_text(made), ContainsSubstring(reason));
   CHECK_THAT(recommendations_text({&made, 1}), ContainsSubstring("a has the lowest mean (0.100)"));
   CHECK(recommendation_json(made)["reason"] == "less memory");
-  // Without an interval nothing says that they are alike.
+  // Without an interval there is no evidence that they are equal.
   const auto unknown = [](std::size_t, std::size_t) { return Difference{.mean = 0.1}; };
   CHECK(
       recommend({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, {.budget_bytes = 100}, unknown)
@@ -99,7 +101,7 @@ TEST_CASE("at least 2% less memory is preferred where the difference is not sign
           .name == "a");
 }
 
-TEST_CASE("significance is the same from both sides") {
+TEST_CASE("significance is symmetric") {
   const std::vector<Candidate> candidates{candidate("a", 0.1), candidate("b", 0.2),
                                           candidate("c", 0.3)};
   const Recommendation made = recommended(candidates, true), alike = recommended(candidates, false);
@@ -123,7 +125,7 @@ TEST_CASE("a recommendation is read back as it was written") {
                         ContainsSubstring("kv_bytes_mean"));
 }
 
-TEST_CASE("the table of a terminal has at most 80 columns") {
+TEST_CASE("the terminal table has at most 80 columns") {
   std::vector<Recommendation> all;
   for (const char* name : {"h2o", "a2sf:keep=0.995:sinks=4:recent=75%"}) {
     all.push_back(recommended({candidate(name, 0.00012345), candidate("lazy_eviction", 0.2),
@@ -145,7 +147,7 @@ TEST_CASE("the table of a terminal has at most 80 columns") {
   CHECK(lines >= 5);
 }
 
-TEST_CASE("the decisive budget is the smallest whose choice is significantly better") {
+TEST_CASE("the decisive budget is the smallest one with a significantly better choice") {
   const std::vector<Candidate> two{candidate("a", 0.1), candidate("b", 0.2)};
   const std::vector<Recommendation> all{recommended(two, false), recommended(two, true),
                                         recommended(two, true)};

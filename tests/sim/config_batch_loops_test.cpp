@@ -1,5 +1,5 @@
-// The configuration batches' loops against their definitions, on every instruction set that there
-// is.
+// The loops of configuration batches compared with their definitions, on every available
+// instruction set.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -24,8 +24,8 @@ std::vector<const RowLoops*> sets() {
   return all;
 }
 
-/// Exponentials of a head group, [count][4]: most of them small, some zero, some equal. Behind them
-/// zeros, up to whole blocks.
+/// Exponentials of a head group, [count][4]: most of them small, some zero, some equal. Zeros
+/// follow, up to whole blocks.
 std::vector<float> random_row(std::mt19937& rng, std::size_t count) {
   std::uniform_real_distribution<float> exponent(-70, 0.5f);
   std::vector<float> e(whole_blocks(count) * kHeadGroupSize);
@@ -47,7 +47,8 @@ float at(const std::vector<float>& kept, std::size_t i, std::size_t head) {
   return kept[i * kHeadGroupSize + head];
 }
 
-TEST_CASE("gathered rows: the sums are lane sums, the masses are fixed_mass, on every set") {
+TEST_CASE(
+    "gathered rows: sums equal lane sums, masses equal fixed_mass, on every instruction set") {
   std::mt19937 rng(1);
   for (const std::size_t tokens : {1u, 2u, 15u, 16u, 17u, 63u, 200u, 1501u}) {
     const auto e = random_row(rng, tokens);
@@ -91,7 +92,7 @@ TEST_CASE("gathered rows: the sums are lane sums, the masses are fixed_mass, on 
   }
 }
 
-TEST_CASE("masses of tokens that all heads hold alike, on every set") {
+TEST_CASE("masses of tokens with equal shares in all heads, on every instruction set") {
   const float shares[] = {0.03f, 0.1249f, 0.125f, 0.2499f, 0.25f, 0.4999f, 0.5f, 0.9f, 1.0f};
   for (const float share : shares) {
     std::vector<float> e(kBlockTokens * kHeadGroupSize);
@@ -107,7 +108,7 @@ TEST_CASE("masses of tokens that all heads hold alike, on every set") {
   }
 }
 
-TEST_CASE("quotients without a division are rounded as a division's, a million times over") {
+TEST_CASE("quotients without a division are rounded as a division's, in a million cases") {
   std::mt19937 rng(2);
   std::uniform_real_distribution<float> mantissa(1, 2);
   for (int round = 0; round < 1000; ++round) {
@@ -129,7 +130,9 @@ TEST_CASE("quotients without a division are rounded as a division's, a million t
   }
 }
 
-TEST_CASE("a row of a head group has the exponentials and sums of softmax.hpp, on every set") {
+TEST_CASE(
+    "a row of a head group has the exponentials and sums of softmax.hpp, on every "
+    "instruction set") {
   std::mt19937 rng(3);
   std::normal_distribution<float> normal(0, 30);
   for (const std::size_t count : {1u, 3u, 16u, 31u, 100u, 1025u})
@@ -167,8 +170,7 @@ TEST_CASE("a row of a head group has the exponentials and sums of softmax.hpp, o
           }
           for (std::size_t i = 0; i < count; ++i) {
             const float x = e[i * kHeadGroupSize + h];
-            if (std::max(x, wanted[i]) >
-                0x1p-125f)  // what was taken down to less may have become 0
+            if (std::max(x, wanted[i]) > 0x1p-125f)  // numbers scaled below this may have become 0
               REQUIRE(std::bit_cast<std::uint32_t>(x) == std::bit_cast<std::uint32_t>(wanted[i]));
           }
           for (std::size_t i = count; i < stride; ++i) REQUIRE(e[i * kHeadGroupSize + h] == 0);
@@ -180,7 +182,7 @@ TEST_CASE("a row of a head group has the exponentials and sums of softmax.hpp, o
 }
 
 TEST_CASE(
-    "a joined row has the exponentials and sums of its own and the shared part, on every set") {
+    "a joined row has the exponentials and sums of both its parts, on every instruction set") {
   std::mt19937 rng(7);
   std::normal_distribution<float> normal(0, 30);
   for (const std::size_t old : {0u, 1u, 15u, 16u, 17u, 40u, 64u})
@@ -191,7 +193,7 @@ TEST_CASE(
       std::vector<float> own(kHeadGroupSize * (old + 16)), e = random_row(rng, shared),
                                                            wanted(count);
       for (float& x : own) x = normal(rng);
-      own[0] = 4 * 0.70f * (shift[0] + 80);  // if it is there: too large for head 0
+      own[0] = 4 * 0.70f * (shift[0] + 80);  // if present, it is too large for head 0
       const float* rows[kHeadGroupSize] = {};
       for (std::size_t h = 0; h < 3; ++h) rows[h] = own.data() + h * (old + 16);
       for (std::size_t i = 0; i < shared; ++i) e[i * kHeadGroupSize + 3] = 0;
@@ -216,7 +218,7 @@ TEST_CASE(
     }
 }
 
-TEST_CASE("a key taken out of panels leaves the others in their order, on every set") {
+TEST_CASE("removing a key from panels keeps the order of the others, on every instruction set") {
   const std::size_t dim = 3;
   for (std::size_t gap = 0; gap < kPanelTokens; ++gap)
     for (const bool more : {false, true})
@@ -236,7 +238,9 @@ TEST_CASE("a key taken out of panels leaves the others in their order, on every 
       }
 }
 
-TEST_CASE("panels of keys: rotated as a rotation does, multiplied as fused chains, on every set") {
+TEST_CASE(
+    "panels of keys: rotations and products have the plain code's bits, on every "
+    "instruction set") {
   std::mt19937 rng(8);
   std::normal_distribution<float> normal;
   for (const std::size_t dim : {8u, 20u, 64u, 128u})
@@ -283,7 +287,7 @@ TEST_CASE("panels of keys: rotated as a rotation does, multiplied as fused chain
     }
 }
 
-TEST_CASE("A row without probabilities is refused, not searched for ever") {
+TEST_CASE("A row without probabilities is refused and does not loop for ever") {
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN(),
                   kInfinity = std::numeric_limits<float>::infinity();
   for (const float sum : {kNaN, kInfinity, 0.0f, -1.0f})
@@ -292,7 +296,7 @@ TEST_CASE("A row without probabilities is refused, not searched for ever") {
     CHECK_THROWS_AS(min_requested(1.0f, most, 655), std::runtime_error);
 }
 
-TEST_CASE("the least exponential that requests: it does, and its neighbour below does not") {
+TEST_CASE("the least exponential that requests does, and its neighbour below does not") {
   std::mt19937 rng(4);
   std::uniform_real_distribution<float> log_sum(-40, 12), share(0, 1);
   for (int round = 0; round < 20000; ++round) {
@@ -310,7 +314,7 @@ TEST_CASE("the least exponential that requests: it does, and its neighbour below
   }
 }
 
-TEST_CASE("the first of equal ranks is found in any range, on every set") {
+TEST_CASE("the first of equal ranks is found in any range, on every instruction set") {
   std::mt19937_64 rng(5);
   std::vector<std::uint64_t> ranks(300);
   for (int round = 0; round < 400; ++round) {
@@ -324,7 +328,7 @@ TEST_CASE("the first of equal ranks is found in any range, on every set") {
   }
 }
 
-TEST_CASE("weighted sums of values and bits in common, on every set") {
+TEST_CASE("weighted sums of values and common bits, on every instruction set") {
   std::mt19937 rng(6);
   for (const std::size_t dim : {8u, 20u, 64u, 96u, 128u}) {
     const std::size_t tokens = 70;
@@ -353,7 +357,9 @@ TEST_CASE("weighted sums of values and bits in common, on every set") {
   }
 }
 
-TEST_CASE("sums and hits of some tokens are theirs, in runs and scattered, on every set") {
+TEST_CASE(
+    "sums and hits of chosen tokens are correct, in runs and scattered, on every "
+    "instruction set") {
   std::mt19937 rng(9);
   for (const std::size_t tokens : {1u, 15u, 16u, 17u, 40u, 200u}) {
     const auto e = random_row(rng, tokens);
@@ -388,7 +394,7 @@ TEST_CASE("sums and hits of some tokens are theirs, in runs and scattered, on ev
   }
 }
 
-TEST_CASE("running sums and hits of lists that follow one another, on every set") {
+TEST_CASE("running sums and hits of consecutive lists, on every instruction set") {
   std::mt19937 rng(12);
   const auto e = random_row(rng, 200);
   std::vector<std::uint32_t> all(150);
@@ -429,7 +435,9 @@ TEST_CASE("running sums and hits of lists that follow one another, on every set"
     }
 }
 
-TEST_CASE("exponentials in bins by size: a larger one is in no later bin, on every set") {
+TEST_CASE(
+    "exponentials in bins by size: a larger one is in no later bin, on every instruction "
+    "set") {
   std::mt19937 rng(10);
   for (const std::size_t tokens : {1u, 16u, 77u}) {
     const auto e = random_row(rng, tokens);
@@ -452,7 +460,7 @@ TEST_CASE("exponentials in bins by size: a larger one is in no later bin, on eve
   }
 }
 
-TEST_CASE("weights and distances of live sets, on every set") {
+TEST_CASE("weights and distances of live sets, on every instruction set") {
   std::mt19937 rng(11);
   const auto e = random_row(rng, 70);
   const auto list = every_third(rng, 70);

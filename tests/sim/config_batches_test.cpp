@@ -1,4 +1,4 @@
-// The configuration batches against the plain replay, which takes one configuration at a time.
+// Configuration batches compared with the plain replay, which runs one configuration at a time.
 #include <random>
 
 #include "policies/observation.hpp"
@@ -12,7 +12,7 @@
 namespace kvlab {
 namespace {
 
-/// The third of them longer.
+/// The group shapes; the third one is longer.
 std::vector<RandomTrace> shapes() {
   std::vector<RandomTrace> all = group_shapes();
   all[2].segments[1].tokens = 100;
@@ -37,9 +37,7 @@ void check_equal_sets(const TraceReader& trace, const std::vector<CacheConfig>& 
   }
 }
 
-TEST_CASE(
-    "configuration batches measure what the plain replay measures, and keep the very sets that it "
-    "keeps") {
+TEST_CASE("configuration batches give the plain replay's metrics and kept sets") {
   for (const RandomTrace& wanted : shapes()) {
     const Traced traced(wanted);
     const std::vector<CacheConfig> configs = replay_configs(whole_sweep(traced.trace.tokens()));
@@ -56,7 +54,8 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "configuration batches measure and keep what the plain replay does, whatever is requested") {
+    "configuration batches give the plain replay's metrics and kept sets, for every "
+    "configuration") {
   const test::Choices choices{
       .beside = {"h2o:prompt", "knorm*value_norm1", "snapkv*value_norm"},
       .tier_plans = {"", "4", "fp8@30%+4@70%", "16@5t+8@20%+k4v2@80%", "16@50%+16@50%"}};
@@ -72,8 +71,8 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "in a layer that a budget exempts all tokens stay, exact, in configuration batches and "
-    "plainly") {
+    "a layer that a budget exempts keeps all tokens exact, in configuration batches and "
+    "plain") {
   RandomTrace wanted = shapes()[0];
   wanted.layers = 2;
   wanted.head_size = 32;
@@ -106,7 +105,7 @@ TEST_CASE(
 // --- claims --------------------------------------------------------------------------------------
 
 /// Whether the live sets of all budgets are nested at every step, under random observations that
-/// differ from budget to budget, as those of real caches do.
+/// differ between budgets, as those of real caches do.
 bool stays_nested(const PolicyOps& ops, std::span<const double> params) {
   std::vector<std::byte> packed(ops.params_bytes);
   ops.write_params(params, packed.data());
@@ -135,7 +134,7 @@ bool stays_nested(const PolicyOps& ops, std::span<const double> params) {
   return true;
 }
 
-/// Claims to be nested, and looks at the budget.
+/// Claims to be nested, but uses the budget.
 struct FalseClaim {
   static constexpr PolicyInfo kInfo{
       .name = "false_claim", .summary = "", .citation = "", .order = Order::nested};
@@ -147,7 +146,7 @@ struct FalseClaim {
   }
 };
 
-TEST_CASE("a policy that claims a nested order keeps nested sets; false claims are found out") {
+TEST_CASE("a policy that claims a nested order keeps nested sets; false claims are detected") {
   for (const PolicyEntry& entry : policy_catalogue()) {
     INFO(entry.info.name);
     std::vector<double> params;

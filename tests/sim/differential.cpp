@@ -28,7 +28,7 @@ bool is_exact(const std::string& metric) {
 brute::MetricValues metric_values_of(const ReplayResult& result, std::size_t config) {
   brute::MetricValues metric_values;
   for (const Measurement& m : result.measurements)
-    if (m.config == config && m.metric != "budget_bytes")  // what was requested
+    if (m.config == config && m.metric != "budget_bytes")  // the budget as requested
       metric_values[{m.layer, m.head, m.metric}] = {m.value, m.standard_error, m.count};
   return metric_values;
 }
@@ -43,7 +43,7 @@ bool near(double a, double b, double tolerance) {
   return std::abs(a - b) <= tolerance * std::max(1.0, std::abs(b));
 }
 
-/// What differs, a line each.
+/// The differences, one per line.
 std::string differences(const brute::MetricValues& got, const brute::MetricValues& wanted,
                         double tolerance) {
   std::string text;
@@ -76,7 +76,7 @@ void check_kept(const TraceReader& trace, const Case& c, const brute::Outcome& o
     }
 }
 
-/// Each head's cache as it is in a model whose heads all have that head's budget.
+/// Each head's cache as in a model in which all heads have that head's budget.
 brute::Outcome run_by_head(const brute::Simulator& exact, const Case& c) {
   brute::Outcome outcome = exact.run(c.brute);
   const std::uint32_t group = exact.sequence().group();
@@ -88,7 +88,7 @@ brute::Outcome run_by_head(const brute::Simulator& exact, const Case& c) {
       own.seed = c.brute.seed;
       own.sequence = c.brute.sequence;
       brute::Outcome alone = exact.run(own);
-      if (!outcome.caches[layer].empty())  // oracle_topk has none
+      if (!outcome.caches[layer].empty())  // oracle_topk has no caches
         outcome.caches[layer][head] = std::move(alone.caches[layer][head]);
       for (std::uint32_t q = head * group; q < (head + 1) * group; ++q)
         outcome.queries[layer][q] = std::move(alone.queries[layer][q]);
@@ -127,7 +127,7 @@ std::vector<Case> whole_sweep(std::uint32_t tokens) {
   std::vector<Case> cases;
   for (const std::string& name : names)
     for (const std::uint32_t budget : {name == "sink" ? 5u : 1u, 2u, 19u, tokens + 5}) {
-      if (name == "full" && budget != 19) continue;  // takes no budget
+      if (name == "full" && budget != 19) continue;  // full has no budget
       const bool one_sink = name == "sink" && budget == 2;
       std::set<std::uint32_t> chunks{0, 1, 7};
       if (budget > 1) chunks.insert(budget - 1);
@@ -207,13 +207,13 @@ std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases) {
 
 namespace {
 
-/// The outcomes of the oracles of a sweep, each run once.
+/// The outcomes of a sweep's oracles, each run once.
 class Oracles {
  public:
   Oracles(const brute::Simulator& exact, const std::vector<Case>& cases)
       : exact_(exact), cases_(cases) {}
 
-  /// Gives `outcome`, of `c`, those that are beside it.
+  /// Attaches to `outcome`, the outcome of `c`, its oracles.
   void put_beside(const Case& c, brute::Outcome& outcome) {
     if (is_oracle(c.brute.policy) || c.brute.policy == "full") return;
     outcome.attention_oracle = find("oracle_attention", c);

@@ -1,4 +1,4 @@
-// One sweep of configurations through the replay and through the brute force.
+// Runs one sweep of configurations through the replay and through the brute force.
 #pragma once
 
 #include <functional>
@@ -15,49 +15,49 @@ namespace kvlab {
 
 inline constexpr std::uint32_t kSequence = 3;  ///< every test replays the run's fourth trace
 
-/// One configuration as both simulators take it.
+/// One configuration, in the form of both simulators.
 struct Case {
   std::string text;  ///< for messages
   CacheConfig replay;
   brute::Config brute;
-  HeadBudgets heads = {};  ///< of the brute force too: each head by itself; empty: brute.budget
+  HeadBudgets heads = {};  ///< budgets of single heads, in the brute force too; empty: brute.budget
 };
 
-/// The protected tokens are the page's for `policy`, unless `sinks` and `recent` give them, in
-/// tokens.
+/// The protected tokens are the documented ones of `policy`, unless `sinks` and `recent` give them
+/// as numbers of tokens.
 Case make_case(const std::string& policy, std::uint32_t budget, std::uint32_t chunk,
                bool cache_positions, std::optional<std::uint32_t> sinks = {},
                std::optional<std::uint32_t> recent = {});
 
-/// Every policy and reference, prefill mode, position mode and budget that fits: the least, 2, a
-/// small one and one above `tokens`.
+/// Every policy and oracle, prefill mode, position mode and valid budget: the least, 2, a small one
+/// and one above `tokens`.
 std::vector<Case> whole_sweep(std::uint32_t tokens);
 
-/// With the protected tokens that are the page's at each head's budget.
+/// With the documented protected tokens at each head's budget.
 Case make_case_by_head(const std::string& policy, const HeadBudgets& heads, std::uint32_t chunk,
                        bool cache_positions);
 
-/// Every policy and reference under budgets that differ from head to head and from layer to layer,
-/// in every prefill and position mode.
+/// Every policy and oracle with budgets that differ between heads and layers, in every prefill and
+/// position mode.
 std::vector<Case> by_head_sweep(const ModelShape& shape, std::uint32_t tokens);
 
-/// With every feature that a registered policy reads and no decoder computes, and one named
-/// "drawn": all drawn.
+/// Writes a trace with random values of every feature that a registered policy reads and no decoder
+/// computes, and of one feature named "drawn".
 TraceReader write_with_features(const std::filesystem::path& directory, const RandomTrace& wanted);
 
-/// test::covering over the trace's heads, with budgets about so many tokens.
+/// test::covering for the trace's heads, with budgets around `budget` tokens.
 std::vector<CacheConfig> configs_of(const test::Choices& choices, const Executor* executor,
                                     const TraceReader& trace, std::uint32_t budget);
 
 std::vector<CacheConfig> replay_configs(const std::vector<Case>& cases);
 
-/// Fails unless all metrics agree to `tolerance` (relative above 1; counts, bytes and tokens
-/// exactly); `name` is a configuration's.
+/// Fails unless all metrics agree to `tolerance` (relative for values above 1; counts, bytes and
+/// tokens exactly). `name` returns a configuration's name.
 void check_measured(const ReplayResult& got, const ReplayResult& wanted, double tolerance,
                     const std::function<std::string(std::size_t)>& name);
 
-/// Fails, naming the case, unless all metrics agree to `tolerance` (relative above 1; counts, bytes
-/// and tokens exactly) and the kept sets are identical at every query.
+/// Fails, naming the case, unless all metrics agree to `tolerance` (relative for values above 1;
+/// counts, bytes and tokens exactly) and the kept sets are identical at every query.
 void check_agreement(const TraceReader& trace, const std::vector<Case>& cases,
                      ReplayOptions options, double tolerance);
 

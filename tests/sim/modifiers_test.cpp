@@ -1,4 +1,4 @@
-// The modifiers of the rule against the brute force's.
+// The rule's modifiers compared with those of the brute force.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,9 +12,10 @@ namespace kvlab {
 namespace {
 
 constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
-constexpr std::uint32_t kFirst = 30;  // tokens of the first prompt
+constexpr std::uint32_t kFirst = 30;  // tokens in the first prompt
 
-/// Of `two_turns()`, with the first segment's prompt kept beside the budget, or not.
+/// A case for `two_turns()`. `keeps_prompt`: the first segment's prompt is kept in addition to the
+/// budget.
 Case case_of(brute::Config requested, bool keeps_prompt) {
   const std::string text = fmt::format(
       "{}:sinks={}:recent={}:every={}:smooth={}{}{}{}{}{}", requested.policy, requested.sinks,
@@ -78,7 +79,7 @@ RandomTrace two_turns() {
       .seed = 21};
 }
 
-TEST_CASE("kept sets and metrics under every modifier are those of a second writing of the rule") {
+TEST_CASE("kept sets and metrics under every modifier agree with the brute force") {
   const Traced traced(two_turns());
   for (const bool plain : {true, false})
     check_agreement(traced.trace, cases(), {.plain = plain, .threads = 2}, 1e-5);
@@ -92,7 +93,7 @@ double live_max(const TraceReader& trace, const CacheConfig& config) {
   return most;
 }
 
-TEST_CASE("live tokens never exceed the rule's capacity, and reach it") {
+TEST_CASE("the number of live tokens reaches the rule's capacity and never exceeds it") {
   const Traced traced(two_turns());
   for (const Case& c : cases()) {
     if (c.brute.once) continue;
@@ -105,7 +106,7 @@ TEST_CASE("live tokens never exceed the rule's capacity, and reach it") {
   }
 }
 
-TEST_CASE("modifiers that are written out and modify nothing give what none give") {
+TEST_CASE("modifiers with neutral values give the same result as no modifiers") {
   const Traced traced(two_turns());
   for (const std::string policy : {"h2o", "lru", "window", "sink", "random"}) {
     const CacheConfig none{.policy = parse_policy(policy), .budget = {.extent = tokens(12)}};

@@ -1,4 +1,4 @@
-// Texts that have tokens in common count once.
+// Tokens that several texts share count once.
 #include "sim/run/overlap.hpp"
 
 #include <random>
@@ -23,7 +23,7 @@ Ids part(const Ids& ids, std::size_t first, std::size_t tokens) {
              ids.begin() + static_cast<std::ptrdiff_t>(first + tokens));
 }
 
-/// Texts of one piece, the second half of which is scored.
+/// Texts of one piece each; the second half is scored.
 std::vector<bool> repeats(const std::vector<Ids>& texts) {
   std::vector<TextPiece> pieces;
   for (const Ids& ids : texts)
@@ -33,19 +33,19 @@ std::vector<bool> repeats(const std::vector<Ids>& texts) {
 
 }  // namespace
 
-TEST_CASE("A text counts once: equal, with a few more words, or an excerpt") {
+TEST_CASE("An equal text, a text with a few more words and an excerpt count once") {
   const Ids text = random_text(400, 1), other = random_text(400, 2);
   Ids longer = text;
   longer.insert(longer.end(), {1, 2, 3});
   CHECK(repeats({text, other}) == std::vector<bool>{false, false});
   CHECK(repeats({text, other, text}) == std::vector<bool>{false, false, true});
-  CHECK(repeats({text, longer}) == std::vector<bool>{true, false});  // the longer one counts
+  CHECK(repeats({text, longer}) == std::vector<bool>{true, false});  // the longer text counts
   CHECK(repeats({longer, text}) == std::vector<bool>{false, true});
   CHECK(repeats({part(text, 37, 120), text}) == std::vector<bool>{true, false});
   CHECK(repeats({{5, 6, 7}, {5, 6, 7}, {5, 6, 8}}) == std::vector<bool>{false, true, false});
 }
 
-TEST_CASE("Texts that share a prompt alone are two") {
+TEST_CASE("Texts that share only a prompt count as two") {
   const Ids prompt = random_text(200, 1);
   Ids a = prompt, b = prompt;
   for (const std::int32_t id : random_text(200, 2)) a.push_back(id);
@@ -53,7 +53,7 @@ TEST_CASE("Texts that share a prompt alone are two") {
   CHECK(repeats({a, b}) == std::vector<bool>{false, false});
 }
 
-TEST_CASE("Of two texts that overlap the windows that both have count once, and both are named") {
+TEST_CASE("Windows that two overlapping texts share count once, and both texts are named") {
   const Ids book = random_text(1000, 1);
   const Ids first = part(book, 0, 600), second = part(book, 400, 600);
   std::vector<Ids> windows;
@@ -70,7 +70,7 @@ TEST_CASE("Of two texts that overlap the windows that both have count once, and 
   CHECK(overlap_warnings(overlaps, names) ==
         std::vector<std::string>{"a.txt and b.txt have text in common, which counts once: 100 "
                                  "scored tokens of b.txt are left out"});
-  // One text's own windows may be alike.
+  // Windows within one text may be equal.
   const std::vector<TextPiece> alike{{.text = 0, .ids = windows[0]},
                                      {.text = 0, .ids = windows[0]}};
   CHECK(overlaps_of(alike).repeats == std::vector<bool>{false, false});

@@ -1,4 +1,4 @@
-// The estimator: means over texts, differences and their 95% intervals.
+// The estimator: means over texts, paired differences and their 95% intervals.
 #include "sim/run/paired_scores.hpp"
 
 #include <cmath>
@@ -13,7 +13,7 @@ namespace {
 
 using Values = std::vector<double>;
 
-/// Scores of `tokens` tokens whose neighbours are alike: noise that changes every `run` tokens.
+/// Scores of `tokens` tokens with autocorrelated noise, which changes every `run` tokens.
 Values scores(std::size_t tokens, std::size_t run, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<double> normal;
@@ -26,7 +26,7 @@ Values scores(std::size_t tokens, std::size_t run, unsigned seed) {
   return values;
 }
 
-/// One text's scores by token.
+/// One text's scores, token by token.
 PairedScores one_text(const std::vector<Values>& configurations) {
   PairedScores paired(configurations.size());
   const std::vector<std::span<const double>> spans(configurations.begin(), configurations.end());
@@ -34,7 +34,7 @@ PairedScores one_text(const std::vector<Values>& configurations) {
   return paired;
 }
 
-/// Means of two configurations by text.
+/// Means of two configurations per text.
 PairedScores texts(const std::vector<std::pair<double, double>>& means) {
   PairedScores paired(2);
   for (const auto& [a, b] : means)
@@ -42,8 +42,8 @@ PairedScores texts(const std::vector<std::pair<double, double>>& means) {
   return paired;
 }
 
-/// Texts of `blocks` blocks each: means that differ from text to text with a variance of `between`,
-/// and blocks whose mean is that of their text, with a variance of 1.
+/// Texts of `blocks` blocks each. Text means have variance `between`; block values have their
+/// text's mean and variance 1.
 class Texts {
  public:
   Texts(double between, bool skewed, unsigned seed)
@@ -65,7 +65,7 @@ class Texts {
   }
 
  private:
-  /// Mean 0 and variance 1; skewed: a gamma distribution of shape 4, whose skewness is 1.
+  /// Mean 0 and variance 1. Skewed: a gamma distribution of shape 4, with skewness 1.
   double value() { return skewed_ ? (gamma_(random_) - 4) / 2 : normal_(random_); }
 
   double between_;
@@ -87,7 +87,7 @@ double half(const Difference& difference) {
 
 }  // namespace
 
-TEST_CASE("A small difference shows in pairs, whatever the tokens have in common") {
+TEST_CASE("A small difference is significant in pairs, even if tokens share large noise") {
   const Values noise = scores(4096, 1, 7);
   Values plain = scores(4096, 64, 1), more = plain, other = scores(4096, 64, 2);
   for (std::size_t i = 0; i < plain.size(); ++i) more[i] += 0.02 + 0.05 * noise[i];
@@ -104,8 +104,9 @@ TEST_CASE("A small difference shows in pairs, whatever the tokens have in common
   CHECK_FALSE(itself.significantly_different());
 }
 
-TEST_CASE("Texts count before their blocks, and one that comes twice counts once") {
-  // On each text the second is surely behind; from text to text it is not.
+TEST_CASE("Intervals are over texts before blocks, and a repeated text counts once") {
+  // On each text the second configuration is clearly worse; over texts the difference is not
+  // significant.
   const PairedScores paired = texts({{1, 2}, {1, 4}, {1, 0.5}});
   CHECK(paired.difference(1, 0).mean == Approx(7 / 6.0));
   CHECK(paired.difference(1, 0).interval.high ==
@@ -117,7 +118,7 @@ TEST_CASE("Texts count before their blocks, and one that comes twice counts once
   CHECK(std::isnan(twice.difference(1, 0).standard_error));
 }
 
-TEST_CASE("Fewer than eight blocks of a text say nothing of an error") {
+TEST_CASE("Fewer than eight blocks of a text give no interval") {
   const auto of_tokens = [](std::size_t tokens) {
     Values low(tokens, 1.0), high(tokens, 2.0);
     high.front() = 2.5;
@@ -127,20 +128,20 @@ TEST_CASE("Fewer than eight blocks of a text say nothing of an error") {
   CHECK(std::isnan(of_tokens(7 * 64).interval.low));
   CHECK_FALSE(of_tokens(7 * 64).significantly_different());
   CHECK(of_tokens(7 * 64 + 1).significantly_different());
-  // The last block is shorter, and counts by its tokens.
+  // The last block is shorter, and is weighted by its tokens.
   Values values(65, 1.0);
   values.back() = 66;
   CHECK(one_text({values}).mean(0) == Approx(2));
 }
 
-TEST_CASE("Shares of right answers are compared by the samples in which they differ") {
+TEST_CASE("Shares of right answers are compared by the samples that differ") {
   CHECK_FALSE(share_difference(2, 0, 4).significantly_different());  // 4 of 4 against 2 of 4
   CHECK_FALSE(share_difference(5, 0, 40).significantly_different());
   CHECK(share_difference(6, 0, 40).significantly_different());
   CHECK(share_difference(6, 0, 40).mean == Approx(0.15));
   CHECK_FALSE(share_difference(0, 0, 40).significantly_different());
   CHECK(share_difference(0, 0, 40).interval.high == 0);
-  // Clopper and Pearson's own table: 4 of 10, 0 of 10.
+  // From Clopper and Pearson's table: 4 of 10, 0 of 10.
   CHECK(share_interval(4, 10).low == Approx(0.1216).margin(1e-4));
   CHECK(share_interval(4, 10).high == Approx(0.7376).margin(1e-4));
   CHECK(share_interval(0, 10).high == Approx(0.3085).margin(1e-4));
@@ -156,7 +157,7 @@ TEST_CASE("Shares of right answers are compared by the samples in which they dif
 
 TEST_CASE("Intervals of one text cover its mean in 95% of cases") {
   int covered = 0;
-  for (unsigned trial = 0; trial < 400; ++trial)  // noise in runs that are as long as the blocks
+  for (unsigned trial = 0; trial < 400; ++trial)  // noise with runs as long as the blocks
     covered += !one_text({scores(640, 64, 100 + trial), Values(640, 0.0)})
                     .difference(0, 1)
                     .significantly_different();
@@ -165,14 +166,14 @@ TEST_CASE("Intervals of one text cover its mean in 95% of cases") {
 }
 
 TEST_CASE("Intervals over texts cover 90 to 97% for any mixture of lengths") {
-  // In blocks; the shortest text has 4, that is 256 tokens.
+  // Lengths in blocks. The shortest text has 4 blocks, 256 tokens.
   const std::vector<std::vector<std::size_t>> mixtures{
       {4, 4},         {16, 4, 4},         {40, 4},         {32, 4, 4, 4},
       {40, 4, 4},     {160, 4, 4, 4},     {8, 8, 8, 8, 8}, {8, 8, 8, 8, 8, 8, 8, 8},
       {20, 4, 8, 12}, {80, 4, 4, 4, 4, 4}};
   constexpr int kTrials = 2000;
   for (const bool skewed : {false, true})
-    for (const double between : {0.05, 0.25})  // of the variance of one block
+    for (const double between : {0.05, 0.25})  // relative to the variance of one block
       for (const auto& blocks : mixtures) {
         Texts texts(between, skewed, 1);
         int covered = 0;
@@ -184,7 +185,7 @@ TEST_CASE("Intervals over texts cover 90 to 97% for any mixture of lengths") {
       }
 }
 
-TEST_CASE("Beside one long text a short one never makes the interval narrower") {
+TEST_CASE("A short text beside a long one never makes the interval narrower") {
   Texts texts(0.01, false, 3);
   std::mt19937 random(4);
   int narrower_by_texts = 0;
@@ -197,7 +198,7 @@ TEST_CASE("Beside one long text a short one never makes the interval narrower") 
     CHECK(together >= alone * (1 - 1e-12));
     narrower_by_texts += together < alone * (1 + 1e-12);
   }
-  CHECK(narrower_by_texts > 20);  // the texts by themselves would have made it narrower
+  CHECK(narrower_by_texts > 20);  // intervals over texts alone would have been narrower
 }
 
 TEST_CASE("Every text has weight 1, however long it is") {
@@ -213,7 +214,7 @@ TEST_CASE("Every text has weight 1, however long it is") {
   CHECK(half(difference) == Approx(12.7062));
 }
 
-TEST_CASE("Blocks go on from one sequence of a text to the next") {
+TEST_CASE("Blocks continue from one sequence of a text to the next") {
   PairedScores paired(1);
   const Values sequence = scores(65, 1, 3);  // blocks of 64, 64, … and not of 64, 1, 64, 1, …
   PairedScores whole(1);

@@ -41,7 +41,7 @@ int bits_of(Dtype dtype) {
   return dtype == Dtype::f16 ? 11 : 24;
 }
 
-/// Samples from a normal distribution by a portable recipe (the library's differ).
+/// Samples from a normal distribution by a portable algorithm (the standard library's differ).
 class NormalSampler {
  public:
   explicit NormalSampler(std::uint64_t seed) : engine_(seed) {}
@@ -54,8 +54,8 @@ class NormalSampler {
   std::mt19937_64 engine_;
 };
 
-/// The tensors of a random sequence. A common direction, along the dimensions that turn slowest,
-/// lets every query pull at the heavy tokens: the first and about one in twelve.
+/// The tensors of a random sequence. A common direction, along the dimensions that rotate slowest,
+/// makes every query attend to the heavy tokens: the first token and about one in twelve.
 brute::Sequence sample_sequence(const RandomTrace& wanted, const TraceHeader& header) {
   brute::Sequence s;
   s.layers = wanted.layers, s.query_heads = wanted.query_heads, s.kv_heads = wanted.kv_heads;
@@ -101,7 +101,7 @@ brute::Sequence sample_sequence(const RandomTrace& wanted, const TraceHeader& he
   return s;
 }
 
-/// [head][token, dim] as [token, head, dim], tokens [first, first + count).
+/// Converts [head][token, dim] to [token, head, dim], for tokens [first, first + count).
 std::vector<float> interleave(const std::vector<brute::Matrix>& heads, const Segment& segment) {
   std::vector<float> all;
   for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t)
@@ -185,7 +185,7 @@ std::vector<RandomTrace> group_shapes() {
        .segments = {{0, 48, kPrompt}, {48, 16, kDecode}},
        .silent_first = true,
        .seed = 6},
-      // Heavy tokens that are evicted take all of the row's exponentials with them.
+      // If heavy tokens are evicted, all of the row's exponentials go with them.
       {.layers = 1,
        .query_heads = 4,
        .kv_heads = 1,

@@ -1,4 +1,4 @@
-// Synthetic traces on disk, with attention that has sinks and heavy hitters.
+// Synthetic traces on disk whose attention has sinks and heavy hitters.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@ struct RandomTrace {
   Rounding rounding = Rounding::none;
   float rope_factor = 1;
   std::vector<Segment> segments{{0, 40, SegmentKind::prompt}, {40, 80, SegmentKind::decode}};
-  double spread = 1.5;        ///< standard deviation of the logits of ordinary tokens
-  double pull = 4;            ///< logits of heavy tokens lie higher by this, roughly; 0: none
-  bool silent_first = false;  ///< the first value is zero, and so is the first output
-  bool residuals = true;      ///< with what residual_error needs
-  std::uint32_t gradient_samples = 3;  ///< of gradients
+  double spread = 1.5;                 ///< standard deviation of the logits of ordinary tokens
+  double pull = 4;                     ///< added to the logits of heavy tokens, roughly; 0: none
+  bool silent_first = false;           ///< the first value is zero, and so is the first output
+  bool residuals = true;               ///< includes the data for residual_error
+  std::uint32_t gradient_samples = 3;  ///< number of gradient samples
   Queries gradients_of = Queries::decode;
   std::vector<Passage> passages;
-  std::vector<RowSpec> rows;  ///< by layer; empty: alike
+  std::vector<RowSpec> rows;  ///< by layer; empty: all layers are equal
   std::vector<std::uint32_t> numbers;
   std::uint64_t seed = 1;
 };
@@ -36,7 +36,7 @@ void add_random_gradients(const std::filesystem::path& directory, std::uint32_t 
 /// in float64.
 TraceReader write_random_trace(const std::filesystem::path& directory, const RandomTrace& wanted);
 
-/// A trace that lives as long as the test.
+/// A trace that exists as long as this object.
 struct Traced {
   explicit Traced(const RandomTrace& wanted)
       : trace(write_random_trace(folder / "trace", wanted)) {}
@@ -44,15 +44,15 @@ struct Traced {
   TraceReader trace;
 };
 
-/// Groups of 1, 3, 7 and 4 about a head group, lengths about a block of queries, two turns, every
-/// rounding.
+/// Query groups of 1, 3, 7 and 4 (a head group has 4), lengths around a block of queries, two
+/// turns, every rounding.
 std::vector<RandomTrace> group_shapes();
 
 using Sets = std::vector<std::vector<std::uint32_t>>;  ///< [query] positions
-/// What one KV head keeps at every query.
+/// The positions that one KV head keeps at every query.
 Sets every_set(const TraceReader& trace, std::uint32_t sequence, const CacheConfig& config,
                const ReplayOptions& options, std::uint32_t layer, std::uint32_t kv_head);
-/// Fails at the first query whose sets differ.
+/// Fails at the first query with different sets.
 void check_sets(const Sets& kept, const Sets& wanted);
 
 }  // namespace kvlab

@@ -1,4 +1,4 @@
-// The order of policies, and which do not differ significantly.
+// The order of policies, and which of them do not differ significantly.
 #include "sim/run/ranking.hpp"
 
 #include "tests/catch.hpp"
@@ -19,7 +19,7 @@ std::string order(const MetricTable& metric_table, const Ranking& ranking) {
 
 }  // namespace
 
-TEST_CASE("policies stand in order, references and full do not stand") {
+TEST_CASE("policies are ranked; oracles and full are not") {
   const Run run = made_up_run({{"window", "", 0.8, 0.01},
                                {"h2o", "", 0.3, 0.01},
                                {"lru", "", 0.31, 0.01},
@@ -31,11 +31,11 @@ TEST_CASE("policies stand in order, references and full do not stand") {
   CHECK(order(metric_table, rank_policies(metric_table, "64", *find_metric("recall"))) ==
         "h2o= lru= window ");
   CHECK(rank_policies(metric_table, "96", nll()).empty());
-  CHECK(metric_table.average(5, "64", "recall")->mean == 1);  // full, under any budget
+  CHECK(metric_table.average(5, "64", "recall")->mean == 1);  // full, at any budget
 }
 
 TEST_CASE("a difference whose interval over blocks of queries includes zero is not significant") {
-  // The error of a difference of two is 0.01 * sqrt(2): 2.131 of them are 0.0301.
+  // The standard error of a difference of two is 0.01 * sqrt(2); times 2.131 it is 0.0301.
   const Run run =
       made_up_run({{"h2o", "", 0.3, 0.01}, {"sink", "", 0.330, 0.01}, {"lru", "", 0.331, 0.01}});
   const MetricTable metric_table(run.rows);
@@ -49,24 +49,24 @@ TEST_CASE("without intervals nothing is significantly different") {
   const MetricTable metric_table(run.rows);
   const Ranking ranking = rank_policies(metric_table, "64", nll());
   CHECK(order(metric_table, ranking) == "h2o= sink= lru= ");
-  CHECK(ranking.winner == 0);  // the lowest mean, the first by name
+  CHECK(ranking.winner == 0);  // the lowest mean; ties by name
 }
 
-TEST_CASE("over several traces their scatter is the error, paired by trace") {
+TEST_CASE("over several traces, the error is their scatter, paired by trace") {
   const Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
   const MetricTable metric_table(run.rows);
   const Average average = *metric_table.average(0, "64", "nll_recall");
   CHECK(average.mean == Approx(0.4));
   CHECK(average.standard_error == Approx(0.1 / std::sqrt(3)));
   CHECK(average.texts == 3);
-  // Every trace says the same of the two.
+  // Every trace gives the same difference of the two.
   const Difference difference = *metric_table.difference(1, 0, "64", "nll_recall");
   CHECK(difference.mean == Approx(0.1));
   CHECK(difference.standard_error < 1e-12);
   CHECK(order(metric_table, rank_policies(metric_table, "64", nll())) == "h2o= sink ");
 }
 
-TEST_CASE("a trace that is there twice under two names counts once") {
+TEST_CASE("a trace that appears under two names counts once") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 2);
   for (ResultRow& row : run.rows) row.text = "the same";
   const MetricTable metric_table(run.rows);
@@ -74,26 +74,28 @@ TEST_CASE("a trace that is there twice under two names counts once") {
   CHECK(metric_table.difference(1, 0, "64", "nll_recall")->texts == 1);
 }
 
-TEST_CASE("a trace whose text a longer one has too does not count") {
+TEST_CASE("a trace whose text is part of a longer one does not count") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
   for (ResultRow& row : run.rows) row.counts = row.trace != "trace1";
   const MetricTable metric_table(run.rows);
   CHECK(metric_table.average(0, "64", "nll_recall")->texts == 2);
-  CHECK(metric_table.average(0, "64", "nll_recall")->mean == Approx(0.4));  // of 0.3, 0.4 and 0.5
+  // the mean of 0.3, 0.4 and 0.5
+  CHECK(metric_table.average(0, "64", "nll_recall")->mean == Approx(0.4));
   for (ResultRow& row : run.rows) row.counts = false;
   CHECK(!MetricTable(run.rows).average(0, "64", "nll_recall"));
 }
 
-TEST_CASE("of one trace the standard error is that of its row, and the interval goes with it") {
+TEST_CASE(
+    "for one trace, the standard error is that of its row, and the interval follows from it") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.01}});
   const Average plain = *MetricTable(run.rows).average(0, "64", "nll_recall");
-  for (ResultRow& row : run.rows) row.standard_error *= 2;  // a sketch's variance is in it
+  for (ResultRow& row : run.rows) row.standard_error *= 2;  // includes a sketch's variance
   const Average average = *MetricTable(run.rows).average(0, "64", "nll_recall");
   CHECK(average.standard_error == Approx(2 * plain.standard_error));
   CHECK(average.interval.high - average.mean == Approx(2 * (plain.interval.high - plain.mean)));
 }
 
-TEST_CASE("several series are averaged over the traces that all of them have") {
+TEST_CASE("several series are averaged over the traces that they share") {
   Run run = made_up_run({{"h2o", "", 0.3, 0.001}, {"sink", "", 0.4, 0.001}}, 3);
   std::erase_if(run.rows, [](const ResultRow& row) {
     return row.policy == "sink" ? row.trace == "trace0" : row.trace == "trace2";
@@ -101,7 +103,7 @@ TEST_CASE("several series are averaged over the traces that all of them have") {
   const MetricTable metric_table(run.rows);
   const std::size_t both[] = {0, 1};
   const auto common = metric_table.in_common(both, "64", "nll_recall");
-  CHECK(common.averages[0].mean == Approx(0.4));  // of trace1 alone
+  CHECK(common.averages[0].mean == Approx(0.4));  // only trace1
   CHECK(common.averages[1].mean == Approx(0.5));
   CHECK(common.difference->mean == Approx(0.1));
   CHECK(common.difference->texts == 1);
@@ -111,7 +113,7 @@ TEST_CASE("several series are averaged over the traces that all of them have") {
   CHECK(!none.difference);
 }
 
-TEST_CASE("a policy over the budget is not ranked, whatever it scores") {
+TEST_CASE("a policy over the budget is never ranked") {
   Run run = made_up_run({{"snapkv", "sinks=0:recent=32:once", 0.1, 0.001},
                          {"h2o", "sinks=0:recent=50%", 0.3, 0.001}});
   for (const auto& [policy, params, bytes] : {std::tuple("snapkv", "sinks=0:recent=32:once", 26e3),
@@ -142,7 +144,7 @@ TEST_CASE("a series is labelled by what sets it apart") {
   CHECK(labels == "h2o; h2o:recent=25%; sink (original positions); sink (cache positions); ");
 }
 
-TEST_CASE("a budget is found as requested, or in tokens where all traces agree") {
+TEST_CASE("a budget is found as requested, or in tokens if all traces agree") {
   Run run = made_up_run({{"h2o", "", 0.3, 0}}, 2);
   for (ResultRow& row : run.rows)
     if (row.budget == "128") row.budget = "20%";

@@ -1,4 +1,4 @@
-// The replay against a brute force that shares nothing with it, and against what must hold anyway.
+// The replay compared with a brute force that shares no code with it, and general invariants.
 #include "sim/replay.hpp"
 
 #include <algorithm>
@@ -103,7 +103,8 @@ TEST_CASE("replay agrees with the brute force on the decoded queries: heads, tur
   }
 }
 
-TEST_CASE("replay agrees with the brute force on all queries, of a prompt without an answer too") {
+TEST_CASE(
+    "replay agrees with the brute force on all queries, also for a prompt without an answer") {
   for (const RandomTrace& wanted :
        {single_heads(), two_turns_in_bf16(), prompt_only_in_groups_of_four()}) {
     const Traced traced(with_gradients_of_all(wanted));
@@ -112,7 +113,7 @@ TEST_CASE("replay agrees with the brute force on all queries, of a prompt withou
   }
 }
 
-TEST_CASE("replay agrees with the brute force on errors at every query, one with a zero output") {
+TEST_CASE("replay agrees with the brute force on errors at every query, including a zero output") {
   const Traced traced(with_gradients_of_all(half_precision_not_rounded()));
   const ReplayOptions options{.queries = Queries::all, .every_output_error = true, .threads = 2};
   std::vector<Case> cases = whole_sweep(traced.trace.tokens());
@@ -122,11 +123,11 @@ TEST_CASE("replay agrees with the brute force on errors at every query, one with
                 "zero_outputs") == 4);
 }
 
-TEST_CASE("replay agrees with the brute force where logits reach 80") {
+TEST_CASE("replay agrees with the brute force for logits up to 80") {
   RandomTrace wanted = single_heads();
   wanted.spread = 30;
   wanted.pull = 0;
-  wanted.seed = 17;  // no close call: one-hot rows often tie to a few parts in 2^32
+  wanted.seed = 17;  // no close decision: one-hot rows often tie to a few parts in 2^32
   const Traced traced(wanted);
   const brute::Simulator exact(brute::load(traced.trace));
   double largest = 0;
@@ -151,7 +152,7 @@ TEST_CASE("replay agrees with the brute force of each head alone under budgets b
   }
 }
 
-TEST_CASE("budgets by layer, and PyramidKV's, are those of every head of a layer") {
+TEST_CASE("budgets by layer, and PyramidKV's, apply to every head of a layer") {
   const Traced traced(two_turns_in_bf16());
   const ModelShape& shape = traced.trace.shape();
   REQUIRE(shape.layers == 2);
@@ -166,7 +167,7 @@ TEST_CASE("budgets by layer, and PyramidKV's, are those of every head of a layer
   CHECK(result.budget_tokens == std::vector<std::uint32_t>{20, 20, 20, 20});
 }
 
-TEST_CASE("estimates of KL are taken on every query, errors of outputs on every eighth") {
+TEST_CASE("estimates of KL use every query, errors of outputs every eighth") {
   const Traced traced(single_heads());
   const std::vector<Case> cases{make_case("h2o", 16, 0, false), make_case("sink", 9, 0, true)};
   for (const bool plain : {true, false}) {
@@ -183,7 +184,7 @@ TEST_CASE("estimates of KL are taken on every query, errors of outputs on every 
   }
 }
 
-TEST_CASE("gradients of other queries than the replay's are left out") {
+TEST_CASE("gradients of queries that the replay does not measure are left out") {
   const std::vector<Case> cases{make_case("h2o", 16, 0, false)};
   const auto has_estimates = [&](RandomTrace wanted, Queries of, Queries queries) {
     wanted.gradients_of = of;
@@ -200,7 +201,7 @@ TEST_CASE("gradients of other queries than the replay's are left out") {
     CHECK(has_estimates(wanted, Queries::all, Queries::all));
     CHECK_FALSE(has_estimates(wanted, Queries::decode, Queries::all));
   }
-  // What is decoded last of all knows of no other queries.
+  // The last decoded token has no gradients of other queries.
   CHECK(has_estimates(single_heads(), Queries::all, Queries::decode));
   CHECK_FALSE(has_estimates(two_turns_in_bf16(), Queries::all, Queries::decode));
 }
@@ -255,7 +256,7 @@ TEST_CASE("oracle_topk bounds every policy's recall and misses, row by row") {
   }
 }
 
-TEST_CASE("measurements are the same bytes for any number of threads", "[threads]") {
+TEST_CASE("measurements have the same bytes for any number of threads", "[threads]") {
   const Traced traced(two_turns_in_bf16());
   const auto cases = whole_sweep(traced.trace.tokens());
   const auto once = replay_all(traced.trace, cases, Queries::decode, 1).measurements;
@@ -287,8 +288,9 @@ TEST_CASE("a configuration's metrics do not depend on the others of the sweep") 
   }
 }
 
-TEST_CASE("under uniform attention h2o keeps the first tokens: it is sink with as many sinks") {
-  // Token j scores Σ 1/(t + 1) over the queries t ≥ j, about ln(n / j): older is heavier.
+TEST_CASE("under uniform attention h2o keeps the first tokens, as sink does with as many sinks") {
+  // Token j scores Σ 1/(t + 1) over the queries t ≥ j, about ln(n / j), so older tokens score
+  // higher.
   RandomTrace wanted = two_turns_in_bf16();
   wanted.spread = 0;
   wanted.pull = 0;
@@ -317,7 +319,7 @@ TEST_CASE("nested policies recall more with a larger budget") {
   }
 }
 
-/// The first promise of the rule that these kept sets break, or "".
+/// The first invariant of the rule that these kept sets violate, or "".
 std::string broken_promise(const TraceReader& trace, const brute::Config& config,
                            const Sets& kept) {
   std::vector<bool> gone(trace.tokens());
@@ -325,7 +327,8 @@ std::string broken_promise(const TraceReader& trace, const brute::Config& config
     const std::uint32_t prompt_step = config.chunk ? config.chunk : segment.tokens;
     const std::uint32_t step = segment.kind == kDecode ? 1 : prompt_step;
     for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t) {
-      const std::uint32_t now = t - (t - segment.start) % step;  // first of its append
+      // position of the first token of its append
+      const std::uint32_t now = t - (t - segment.start) % step;
       const std::string at = " at query " + std::to_string(t);
       std::vector<bool> live(t + 1);
       for (const std::uint32_t position : kept[t]) live.at(position) = true;
@@ -343,9 +346,7 @@ std::string broken_promise(const TraceReader& trace, const brute::Config& config
   return "";
 }
 
-TEST_CASE(
-    "kept sets: the newest is live, protected tokens hold, the budget is used, and no token "
-    "returns") {
+TEST_CASE("kept sets have the newest and protected tokens, use the budget, and no token returns") {
   const Traced traced(two_turns_in_bf16());
   for (const Case& c : whole_sweep(traced.trace.tokens())) {
     if (c.brute.policy == "oracle_topk" || c.brute.policy == "full") continue;
@@ -363,7 +364,7 @@ TEST_CASE("recall is at most 1") {
   }
 }
 
-TEST_CASE("random depends on the seed, the sequence, the layer and the head, and on nothing else") {
+TEST_CASE("random depends only on the seed, the sequence, the layer and the head") {
   const Traced traced(two_turns_in_bf16());
   Case c = make_case("random", 12, 0, false);
   const auto kept = kept_of(traced.trace, c, 0, 0);
@@ -374,7 +375,7 @@ TEST_CASE("random depends on the seed, the sequence, the layer and the head, and
   CHECK(kept != kept_of(traced.trace, c, 0, 0));
 }
 
-TEST_CASE("a replay of some layers gives their rows, and the mean of these") {
+TEST_CASE("a replay of some layers gives their rows and the mean over them") {
   const Traced traced(single_heads());
   const std::vector<Case> cases{make_case("h2o", 12, 0, false)};
   const auto whole = replay_all(traced.trace, cases).measurements;
@@ -398,7 +399,7 @@ bool mentions(const std::string& message, std::initializer_list<const char*> wor
                      [&](const char* word) { return message.find(word) != std::string::npos; });
 }
 
-TEST_CASE("what cannot be replayed is refused by name") {
+TEST_CASE("configurations that cannot be replayed are refused by name") {
   const Traced traced(single_heads());
   const Case window = make_case("window", 8, 0, false);
 

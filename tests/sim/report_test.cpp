@@ -1,4 +1,4 @@
-// The page: says what the metrics say, lets nothing in that is not its own.
+// The report: it shows the metrics, and it embeds no untrusted content.
 #include "sim/report/report.hpp"
 
 #include <fmt/format.h>
@@ -51,7 +51,7 @@ Run whole_run() {
   return run;
 }
 
-/// The JSON of an interactive page.
+/// The JSON in an interactive report.
 nlohmann::json data_of(const std::string& html) {
   const std::string open = "<script type=\"application/json\" id=\"data\">";
   const std::size_t at = html.find(open) + open.size();
@@ -60,7 +60,7 @@ nlohmann::json data_of(const std::string& html) {
 
 }  // namespace
 
-TEST_CASE("the page begins with a row for each budget and the next command") {
+TEST_CASE("the report begins with a row per budget and the next command") {
   const std::string html = report_html(whole_run(), {.folder = "five/run"});
   const std::size_t table = html.find("<table class=\"recommendations\">");
   REQUIRE(table != html.npos);
@@ -73,7 +73,7 @@ TEST_CASE("the page begins with a row for each budget and the next command") {
     CHECK_THAT(html, ContainsSubstring(part));
 }
 
-TEST_CASE("policies that do not differ significantly are named, many of them in a fold") {
+TEST_CASE("policies that do not differ significantly are named; many of them are folded") {
   const std::string two = report_html(
       made_up_run({{"window", "", 0.8, 0.01}, {"lru", "", 0.31, 0.01}, {"h2o", "", 0.3, 0.01}}));
   CHECK_THAT(two,
@@ -85,7 +85,7 @@ TEST_CASE("policies that do not differ significantly are named, many of them in 
              ContainsSubstring("<details><summary>5 policies</summary>"));
 }
 
-TEST_CASE("an oracle is drawn for attention metrics alone, and is no bound") {
+TEST_CASE("an oracle is drawn for attention metrics only, and not as a bound") {
   if (!vega_script()) return skip(kNoVegaHere);
   const Run run = made_up_run({{"h2o", "", 0.3, 0.01}, {"oracle_attention", "", 0.4, 0.01}});
   const auto data = data_of(report_html(run));
@@ -98,7 +98,7 @@ TEST_CASE("an oracle is drawn for attention metrics alone, and is no bound") {
                  ContainsSubstring("it is not a bound"));
 }
 
-TEST_CASE("numbers are written with few digits and their errors beside them") {
+TEST_CASE("numbers have few digits, with their errors beside them") {
   CHECK(number_text(0.012345) == "0.0123");
   CHECK(number_text(1234567) == "1,234,567");
   CHECK(number_text(-1234) == "-1,234");
@@ -119,7 +119,7 @@ TEST_CASE("text is escaped") {
   CHECK(escape("<a href=\"x\">'&'</a>") == "&lt;a href=&quot;x&quot;&gt;&#39;&amp;&#39;&lt;/a&gt;");
 }
 
-TEST_CASE("no two series look alike, and a policy has one colour on every page") {
+TEST_CASE("all series look different, and a policy has the same colour in every report") {
   std::vector<Series> shelf{{.policy = "oracle_attention"}, {.policy = "oracle_topk"}};
   for (const PolicyEntry& entry : policy_catalogue())
     shelf.push_back({.policy = std::string(entry.info.name)});
@@ -143,7 +143,7 @@ TEST_CASE("no two series look alike, and a policy has one colour on every page")
   for (const SeriesStyle& style : styles) CHECK_NOTHROW(light_of(style.colour));
 }
 
-TEST_CASE("a figure as Vega-Lite says what it is of, and shows dash and marker") {
+TEST_CASE("a figure as Vega-Lite has a description, dashes and markers") {
   const Run run = whole_run();
   const MetricTable metric_table(run.rows);
   const MetricInfo& metric = *find_metric("nll_recall");
@@ -153,14 +153,14 @@ TEST_CASE("a figure as Vega-Lite says what it is of, and shows dash and marker")
   CHECK(plot["data"]["values"].size() == 6);
   CHECK(plot["data"]["values"][0]["x"] == 64);
   CHECK(plot["layer"][2]["encoding"]["y"]["title"] == "−ln recall");
-  CHECK(plot["layer"][2]["encoding"]["y"]["scale"]["type"] == "log");  // .05 to .8
+  CHECK(plot["layer"][2]["encoding"]["y"]["scale"]["type"] == "log");  // 0.05 to 0.8
   CHECK(plot["layer"][2]["encoding"]["strokeDash"]["scale"]["range"].size() == 3);
   CHECK(spec["hconcat"][1]["data"]["values"][1]["label"] == "h2o");
   const auto recall = curve_figure(metric_table, {0, 1, 2}, *find_metric("recall"));
   CHECK_FALSE(recall.y.logarithmic);
 }
 
-TEST_CASE("a frontier stands at the mean of bytes held, with a bar to the peak") {
+TEST_CASE("a frontier point is at the mean bytes, with a bar to the peak") {
   Run run = made_up_run({{"h2o", "", 0.4, 0.01}});
   for (const char* budget : {"64", "128"})
     for (const auto& [name, bytes] :
@@ -175,10 +175,10 @@ TEST_CASE("a frontier stands at the mean of bytes held, with a bar to the peak")
   CHECK(point.y == Approx(0.4));
   CHECK(point.note == "budget 64");
   CHECK(figure.x.base == 2);
-  CHECK(figure.x.ticks.empty());  // what draws it chooses them inside of its axis
+  CHECK(figure.x.ticks.empty());  // the renderer chooses the ticks within its axis
 }
 
-TEST_CASE("one value of 0 leaves an axis of errors logarithmic, and is drawn at its bottom") {
+TEST_CASE("a value of 0 is drawn at the bottom of a logarithmic axis of errors") {
   const Run run =
       made_up_run({{"window", "", 0.8, 0.01}, {"h2o", "", 0.05, 0.1}, {"lru", "", 0, 0}});
   const MetricTable metric_table(run.rows);
@@ -190,12 +190,12 @@ TEST_CASE("one value of 0 leaves an axis of errors logarithmic, and is drawn at 
     least = std::min(least, row["y"].get<double>());
     if (row.contains("y_low")) CHECK(row["y_low"].get<double>() > 0);
   }
-  CHECK(least == Approx(0.0125));  // half of the least that is not 0
+  CHECK(least == Approx(0.0125));  // half of the least value that is not 0
   CHECK_THAT(spec["hconcat"][0]["layer"][2]["encoding"]["y"]["title"].get<std::string>(),
              ContainsSubstring("0 is drawn at the bottom"));
 }
 
-TEST_CASE("the page holds every section and needs nothing else") {
+TEST_CASE("the report has every section and is self-contained") {
   const std::string html = report_html(whole_run());
   for (const char* part :
        {"What each budget buys", "Where it is lost", "What was kept, seen", "All metrics",
@@ -204,7 +204,7 @@ TEST_CASE("the page holds every section and needs nothing else") {
     CHECK_THAT(html, ContainsSubstring(part));
 }
 
-TEST_CASE("oracle_topk is drawn only where it is a bound") {
+TEST_CASE("oracle_topk is drawn only for metrics that it bounds") {
   const auto drawn = [](const Run& run) {
     const auto data = data_of(report_html(run));
     for (const auto& one : data["series"])
@@ -229,13 +229,13 @@ TEST_CASE("a budget that the run lacks is refused by name") {
                     ContainsSubstring("96") && ContainsSubstring("64, 128"));
 }
 
-TEST_CASE("a run of one budget and one policy makes a page") {
+TEST_CASE("a run of one budget and one policy makes a report") {
   Run run = made_up_run({{"lru", "", 0.3, NAN}});
   std::erase_if(run.rows, [](const ResultRow& row) { return row.budget != "64"; });
   CHECK_THAT(report_html(run), ContainsSubstring("<td class=\"none\">–</td>"));
 }
 
-TEST_CASE("the interactive page holds its figures, its scripts and nothing from elsewhere") {
+TEST_CASE("the interactive report contains its figures and scripts and is self-contained") {
   if (!vega_script()) return skip(kNoVegaHere);
   const std::string html = report_html(whole_run());
   const auto data = data_of(html);
@@ -254,18 +254,20 @@ TEST_CASE("the interactive page holds its figures, its scripts and nothing from 
   CHECK(html.size() < 700'000);
 }
 
-TEST_CASE("a stranger's names stay inside the page's JSON") {
+TEST_CASE("untrusted names stay inside the report's JSON") {
   if (!vega_script()) return skip(kNoVegaHere);
   const std::string name = "</script><script>alert(1)</script><!--\u202e\"'";
   Run run = made_up_run({{name, "a=<b>", 0.3, 0.01}, {"window", "", 0.8, 0.01}});
   run.info.traces[0].model = name + std::string(10'000, 'x');
   const std::string html = report_html(run);
-  CHECK(count_of(html, "<script") == 3);  // data, Vega, ours
+  CHECK(count_of(html, "<script") == 3);  // data, Vega, kvlab's script
   CHECK(count_of(html, "</script") == 3);
   CHECK(data_of(html)["series"][0]["policy"] == name);
 }
 
-TEST_CASE("models are never averaged: each has its own answer, and a figure of both is refused") {
+TEST_CASE(
+    "models are never averaged: each has a separate recommendation, and a joint figure is "
+    "refused") {
   Run run = made_up_run({{"window", "", 0.8, 0.01}, {"h2o", "", 0.3, 0.01}}, 2);
   run.info.traces[1].model = "other";
   run.info.traces[1].weights_xxh3 = "00000000000000ff";
@@ -277,11 +279,11 @@ TEST_CASE("models are never averaged: each has its own answer, and a figure of b
   const auto data = data_of(html);
   CHECK(data["groups"].size() == 2);
   CHECK(data["groups"][1]["name"] == "other");
-  CHECK(count_of(html, "<caption>other</caption>") == 2);  // what to choose, and all metrics
-  CHECK_THAT(html, !ContainsSubstring("kvlab deploy"));    // of one model
+  CHECK(count_of(html, "<caption>other</caption>") == 2);  // the recommendation, and all metrics
+  CHECK_THAT(html, !ContainsSubstring("kvlab deploy"));    // only for one model
 }
 
-TEST_CASE("a page of many policies, layers and heads stays under three megabytes") {
+TEST_CASE("a report of many policies, layers and heads stays under three megabytes") {
   if (!vega_script()) return skip(kNoVegaHere);
   Run run = made_up_run({});
   run.info.traces[0].layers = 30;

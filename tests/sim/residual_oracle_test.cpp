@@ -1,4 +1,5 @@
-// oracle_residual against the same choice in float64, by explicit attention over each live set.
+// oracle_residual compared with the same choice in float64, by explicit attention over each live
+// set.
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -15,7 +16,7 @@ namespace {
 
 constexpr std::uint32_t kAhead = 32, kDirections = 16;
 
-/// One KV head.
+/// The greedy choice for one KV head.
 class GreedyByHand {
  public:
   GreedyByHand(const brute::Simulator& sim, std::uint32_t layer, std::uint32_t kv_head)
@@ -84,7 +85,7 @@ CacheConfig oracle(std::uint32_t budget, std::uint32_t chunk) {
   return config;
 }
 
-TEST_CASE("oracle_residual keeps the greedy choice's sets, after a prompt and token by token") {
+TEST_CASE("oracle_residual keeps the greedy choice's sets, after a prompt and in steps") {
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(
       folder / "trace", {.head_size = 4,
@@ -99,7 +100,7 @@ TEST_CASE("oracle_residual keeps the greedy choice's sets, after a prompt and to
     }
 }
 
-TEST_CASE("oracle_residual brings a regret, and needs what the error needs") {
+TEST_CASE("oracle_residual adds a regret, and requires the inputs of residual_error") {
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", {});
   CacheConfig window = oracle(16, 0);

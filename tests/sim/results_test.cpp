@@ -1,4 +1,4 @@
-// results.csv: what is written reads back, and what nobody wrote is refused by its line.
+// results.csv: written rows read back, and other rows are refused with their line number.
 #include "sim/run/results.hpp"
 
 #include <cmath>
@@ -36,12 +36,12 @@ ResultRow row() {
 
 const std::string kHeader = results_csv({});
 
-/// The message of the error that `text` is refused with; empty if it is read.
+/// The error message that refuses `text`; empty if it is read.
 std::string refusal(const std::string& text) {
   return error_of([&] { parse_results_csv(text, "results.csv"); });
 }
 
-/// A good row with one column replaced.
+/// A valid row with one column replaced.
 std::string with_column(std::size_t column, const std::string& value) {
   std::string fields[] = {"book",     "h2o",    "recent=50%", "64",  "64",  "dense",
                           "original", "decode", "0.01",       "0",   "all", "all",
@@ -75,7 +75,7 @@ TEST_CASE("results read back to the same bytes and values") {
   CHECK(read[1].value == 5e-324);
 }
 
-TEST_CASE("results have the columns that are promised") {
+TEST_CASE("results have the documented columns") {
   CHECK(kHeader ==
         "trace,policy,params,budget,budget_tokens,prefill,positions,queries,threshold,seed,layer,"
         "head,"
@@ -88,7 +88,7 @@ TEST_CASE("results have the columns that are promised") {
           "nll_recall,0.30000000000000004,1e-17,12345678901234,\"16:5t,4:100%\",1536\n");
 }
 
-TEST_CASE("results of runs that are older than tier plans are read") {
+TEST_CASE("results of runs from before tier plans are read") {
   std::string older = with_column(0, "book");
   for (const std::string part : {",tiers,budget_bytes", ",16,1024"})
     older.erase(older.find(part), part.size());
@@ -99,7 +99,7 @@ TEST_CASE("results of runs that are older than tier plans are read") {
   CHECK(std::isnan(read[0].budget_bytes));
 }
 
-TEST_CASE("a metric that some traces lack does not decide, and the reason is said") {
+TEST_CASE("a metric that some traces lack does not decide, and the reason is given") {
   const auto row = [](const char* trace, const char* metric) {
     return ResultRow{.trace = trace, .policy = "h2o", .metric = metric, .value = 1};
   };
@@ -114,7 +114,7 @@ TEST_CASE("a metric that some traces lack does not decide, and the reason is sai
   CHECK(best_metric_text(std::vector{row("a", "recall")}).empty());
 }
 
-TEST_CASE("a value that is no number has no row") {
+TEST_CASE("a value that is not a number has no row") {
   const std::vector<CacheConfig> sweep{{.policy = parse_policy("full"), .budget = {.all = true}}};
   ReplayResult result{.budget_tokens = {100}};
   result.measurements.push_back({0, 0, 0, "recall", 1, NAN, 5});
@@ -128,7 +128,7 @@ TEST_CASE("a value that is no number has no row") {
   CHECK(std::isnan(rows[0].budget_bytes));
 }
 
-TEST_CASE("a bad row is refused by its line") {
+TEST_CASE("a bad row is refused with its line number") {
   REQUIRE(refusal(with_column(0, "book")).empty());
   struct Bad {
     std::size_t column;
@@ -153,7 +153,7 @@ TEST_CASE("a bad row is refused by its line") {
   CHECK(message.find('\n') == std::string::npos);
 }
 
-TEST_CASE("a file that is not made of such rows is refused") {
+TEST_CASE("a file that is not a results table is refused") {
   CHECK_THAT(refusal(""), ContainsSubstring("line 1") && ContainsSubstring("header"));
   CHECK_THAT(refusal("policy,value\n"), ContainsSubstring("line 1"));
   CHECK_THAT(refusal(kHeader + "book,h2o\n"),
@@ -168,13 +168,13 @@ TEST_CASE("a file that is not made of such rows is refused") {
              ContainsSubstring("line 3: repeats the row of line 2"));
 }
 
-TEST_CASE("every cut of a results file is read or refused, never more") {
+TEST_CASE("every truncation of a results file is read or refused, without other errors") {
   const std::vector<ResultRow> rows{row()};
   const std::string text = results_csv(rows);
   for (std::size_t length = 0; length < text.size(); ++length) {
     const std::string cut = text.substr(0, length);
     const bool read = refusal(cut).empty();
-    // Only a header alone, the older one too, or a last number cut short or off makes sense.
+    // Only a header (also the older one), or a truncated or missing last number, can still be read.
     CHECK(read == (length == kHeader.find(",tiers") || length + 1 == kHeader.size() ||
                    length == kHeader.size() || text.rfind(',') < length));
   }

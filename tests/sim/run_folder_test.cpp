@@ -1,4 +1,4 @@
-// The folder in which a run is made, and the units of work that wait in it.
+// The folder in which a run is made, and the head tasks that are stored in it.
 #include "sim/run/run_folder.hpp"
 
 #include <fmt/format.h>
@@ -27,7 +27,7 @@ std::vector<CacheConfig> sweep() {
           {.policy = parse_policy("oracle_topk", replay_oracles()), .budget = parse_budget("16")}};
 }
 
-/// Everything but the rows' order is in the text.
+/// A text with everything except the rows' order.
 std::string text_of(const ReplayResult& result, const std::vector<CacheConfig>& configs,
                     const ReplayOptions& options) {
   return results_csv(result_rows("trace", configs, options, result));
@@ -35,8 +35,7 @@ std::string text_of(const ReplayResult& result, const std::vector<CacheConfig>& 
 
 }  // namespace
 
-TEST_CASE(
-    "head tasks that were packed and come in any order make the metrics of a replay in memory") {
+TEST_CASE("packed head tasks in any order give the metrics of a replay in memory") {
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", {});
   const auto configs = sweep();
@@ -58,7 +57,7 @@ TEST_CASE(
   CHECK_THROWS_WITH(again.put(0, odd), ContainsSubstring("another replay"));
 }
 
-TEST_CASE("a replay over other queries than the gradients' says that it leaves them out") {
+TEST_CASE("a replay says that it leaves out gradients of queries that it does not measure") {
   const TemporaryFolder folder;
   write_random_trace(folder / "trace", {});
   std::string said;
@@ -74,7 +73,7 @@ TEST_CASE("a replay over other queries than the gradients' says that it leaves t
   }
 }
 
-TEST_CASE("a replay in memory comes to the run that a replay to a folder leaves") {
+TEST_CASE("a replay in memory gives the same run as a replay to a folder") {
   const TemporaryFolder folder;
   std::vector<TraceReader> traces;
   ReplayRequest request{.sweep = with_references(sweep()), .options = {.threads = 2}};
@@ -94,7 +93,7 @@ TEST_CASE("a replay in memory comes to the run that a replay to a folder leaves"
     CHECK(test::read_bytes(folder / "memory" / file) == test::read_bytes(folder / "run" / file));
 }
 
-TEST_CASE("a head task that was cut, changed or is another's is refused by the file's name") {
+TEST_CASE("a head task file that is truncated, changed or from another run is refused by name") {
   const HeadTaskId id{7, 1, 2};
   HeadOutcome outcome{.evictions = 3};
   outcome.stats.quantiles = {{.value = 0.25, .without = {0.5}}};
@@ -119,7 +118,7 @@ TEST_CASE("a head task that was cut, changed or is another's is refused by the f
     CHECK_THAT(refusal(other, bytes), ContainsSubstring("another"));
 }
 
-TEST_CASE("a run's folder appears whole or not at all") {
+TEST_CASE("a run's folder appears completely or not at all") {
   const TemporaryFolder folder;
   const auto out = folder / "run", part = folder / "run.part";
   { const RunFolder unused(out, kJob, false); }
@@ -137,7 +136,7 @@ TEST_CASE("a run's folder appears whole or not at all") {
              ContainsSubstring("cannot be made"));
 }
 
-TEST_CASE("a run's folder is continued by the same job alone, one process at a time") {
+TEST_CASE("a run's folder is continued only by the same job, one process at a time") {
   const TemporaryFolder folder;
   const auto out = folder / "run";
   {
@@ -160,7 +159,7 @@ TEST_CASE("a run's folder is continued by the same job alone, one process at a t
   CHECK(test::read_bytes(folder / "run.part" / "mine") == "x");
 }
 
-TEST_CASE("a run that cannot be written is named, not the folder in which it is made") {
+TEST_CASE("a run that cannot be written is named by its path, not by its temporary folder") {
   const TemporaryFolder folder;
   RunFolder made(folder / "run", kJob, false);
   std::filesystem::create_directory(made.unit_path(0, 0));

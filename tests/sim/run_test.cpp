@@ -1,4 +1,4 @@
-// A run's directory: whole or not at all, and read with suspicion.
+// A run's directory: it is complete or absent, and is validated when it is read.
 #include "sim/run/run.hpp"
 
 #include <fstream>
@@ -53,7 +53,7 @@ void replace(const std::filesystem::path& path, const std::string& from, const s
 
 }  // namespace
 
-TEST_CASE("a run reads back as it was saved, and saves to the same bytes") {
+TEST_CASE("a run reads back as it was saved, and is saved again with the same bytes") {
   const TemporaryFolder folder;
   Run run = small_run();
   save_run(run, folder.path());
@@ -67,7 +67,7 @@ TEST_CASE("a run reads back as it was saved, and saves to the same bytes") {
   CHECK(read(folder.path() / "run.json") == before);
 }
 
-TEST_CASE("a run that was changed or broken is refused by file and key") {
+TEST_CASE("a changed or broken run is refused with the file and the key") {
   const TemporaryFolder folder;
   Run run = small_run();
   save_run(run, folder.path());
@@ -128,7 +128,7 @@ TEST_CASE("a run that was changed or broken is refused by file and key") {
   }
 }
 
-TEST_CASE("a row that is not of the run's traces, layers or heads is refused") {
+TEST_CASE("a row with another trace, layer or head than the run's is refused") {
   for (const auto& [change, message] :
        {std::pair<void (*)(ResultRow&), const char*>{[](ResultRow& row) { row.trace = "another"; },
                                                      "a row is of trace \"another\""},
@@ -142,7 +142,7 @@ TEST_CASE("a row that is not of the run's traces, layers or heads is refused") {
   }
 }
 
-TEST_CASE("lifetimes are the first and last shown queries that spanned a token") {
+TEST_CASE("lifetimes are the first and last shown queries at which a token was live") {
   const std::vector<KeptSet> sets{{10, {1, 9, 10}}, {12, {1, 12}}, {14, {9, 12, 14}}};
   const std::vector<Lifetime> expected{{1, 10, 12},  {9, 10, 10},  {9, 14, 14},
                                        {10, 10, 10}, {12, 12, 14}, {14, 14, 14}};

@@ -1,4 +1,4 @@
-// Commands as a person types them.
+// Runs commands as a user types them.
 #pragma once
 
 #include <stdexcept>
@@ -11,7 +11,7 @@ namespace kvlab::test {
 
 inline const std::string kTiny = KVLAB_SOURCE_DIR "/engine/models/tiny";
 
-/// Runs `line`, the command's name and its words, as a shell would cut them.
+/// Runs `line` (the command's name and its arguments), split as a shell would.
 inline int call(const std::string& line) {
   const std::vector<std::string> words = po::split_unix(line);
   for (const Command& command : all_commands())
@@ -19,7 +19,7 @@ inline int call(const std::string& line) {
   throw std::logic_error("no command " + words[0]);
 }
 
-/// The message that it is refused with; empty if it runs.
+/// The message that refuses the command; empty if it runs.
 inline std::string refusal(const std::string& line) {
   return error_of<std::exception>([&] { call(line); });
 }

@@ -1,4 +1,4 @@
-// The replay on a device against the plain replay on the CPU.
+// The replay on a device compared with the plain replay on the CPU.
 #include "sim/device/cuda_replay.hpp"
 
 #include <cstdlib>
@@ -23,12 +23,12 @@ namespace {
 constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
 constexpr double kTolerance = 1e-4;
 
-/// On all cores: most of the time goes into compiling walks, two to three seconds each.
+/// Uses all cores, because most of the time is spent compiling walks, two to three seconds each.
 ReplayOptions options_for(Queries queries) {
   return {.queries = queries, .plain = true, .threads = default_threads()};
 }
 
-/// And one of several hundred tokens, two turns.
+/// The group shapes, and one of several hundred tokens and two turns.
 std::vector<RandomTrace> shapes() {
   std::vector<RandomTrace> all = group_shapes();
   all.push_back(
@@ -43,7 +43,7 @@ std::vector<RandomTrace> shapes() {
 
 using KeptSets =
     std::map<std::pair<std::size_t, std::size_t>, Sets>;  ///< by head task, configuration
-/// A device that says what it keeps.
+/// A device replayer that records the kept sets.
 auto keeping(KeptSets& kept, const TraceReader& trace) {
   return cuda_replayer(
       [&kept, tokens = trace.tokens()](auto task, auto config, auto query, auto live) {
@@ -53,7 +53,7 @@ auto keeping(KeptSets& kept, const TraceReader& trace) {
       });
 }
 
-/// What a device measures and keeps, of queries of either kind.
+/// Checks the metrics and kept sets of a device, for both kinds of measured queries.
 void check_measures(const RandomTrace& wanted) {
   for (const Queries queries : {Queries::decode, Queries::all}) {
     const test::TemporaryFolder folder;
@@ -85,28 +85,28 @@ void check_measures(const RandomTrace& wanted) {
   }
 }
 
-TEST_CASE("a device measures and keeps what the plain replay does: single query heads", "[gpu]") {
+TEST_CASE("a device gives the plain replay's metrics and kept sets: single query heads", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   check_measures(shapes()[0]);
 }
 
-TEST_CASE("a device measures and keeps what the plain replay does: groups of three", "[gpu]") {
+TEST_CASE("a device gives the plain replay's metrics and kept sets: groups of three", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   check_measures(shapes()[1]);
 }
 
-TEST_CASE("a device measures and keeps what the plain replay does: groups of seven", "[gpu]") {
+TEST_CASE("a device gives the plain replay's metrics and kept sets: groups of seven", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   check_measures(shapes()[2]);
 }
 
-TEST_CASE("a device measures and keeps what the plain replay does: further shapes", "[gpu]") {
+TEST_CASE("a device gives the plain replay's metrics and kept sets: further shapes", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const std::vector<RandomTrace> all = shapes();
   for (const RandomTrace& wanted : std::span(all).subspan(3)) check_measures(wanted);
 }
 
-TEST_CASE("a device replays layers that turn and scale differently, each by its number", "[gpu]") {
+TEST_CASE("a device replays layers with different rotations and scales by their numbers", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;
   RandomTrace wanted{.layers = 4, .gradient_samples = 0, .numbers = {1, 4, 6, 9}};
@@ -136,7 +136,7 @@ TEST_CASE("a device replays layers that turn and scale differently, each by its 
   CHECK(!device->takes(write_random_trace(folder / "capped", wanted), sweep[0]));
 }
 
-/// Metrics and, at every query, the kept sets: of all head tasks.
+/// Checks that metrics, and the kept sets at every query, are equal for all head tasks.
 void check_same(const TraceReader& trace, const std::vector<CacheConfig>& sweep) {
   KeptSets kept;
   const auto device = keeping(kept, trace);
@@ -156,9 +156,9 @@ void check_same(const TraceReader& trace, const std::vector<CacheConfig>& sweep)
     }
 }
 
-/// Every policy is compared on one shape; those that stand for a kind, by what they observe and by
-/// the modifiers that only they have, on all of them. With KVLAB_EVERY, all policies on all shapes:
-/// a policy's hooks are the same code in the walks of each shape.
+/// Every policy is compared on one shape. Policies that represent a kind (by what they observe and
+/// by modifiers that only they have) are compared on all shapes. With KVLAB_EVERY, all policies run
+/// on all shapes; a policy's hooks are the same code in the walks of each shape.
 void check_policies(const RandomTrace& wanted, std::size_t shape) {
   constexpr std::size_t shapes = 3;
   std::vector<std::string> policies{"feature:name=drawn",
@@ -179,20 +179,18 @@ void check_policies(const RandomTrace& wanted, std::size_t shape) {
   check_same(trace, configs_of({.policies = policies}, &kCudaReplay, trace, 37));
 }
 
-TEST_CASE("a device keeps the sets of the plain replay, whatever is requested: groups of heads",
+TEST_CASE("a device keeps the plain replay's sets for every configuration: groups of heads",
           "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   check_policies(shapes()[1], 0);
 }
 
-TEST_CASE("a device keeps the sets of the plain replay, whatever is requested: one KV head",
-          "[gpu]") {
+TEST_CASE("a device keeps the plain replay's sets for every configuration: one KV head", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   check_policies(shapes()[2], 1);
 }
 
-TEST_CASE("a device keeps the sets of the plain replay, whatever is requested: two turns",
-          "[gpu]") {
+TEST_CASE("a device keeps the plain replay's sets for every configuration: two turns", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   check_policies({.layers = 3,
                   .segments = {{0, 40, kPrompt}, {40, 80, kDecode}, {120, 20, kPrompt}},
@@ -201,7 +199,7 @@ TEST_CASE("a device keeps the sets of the plain replay, whatever is requested: t
                  2);
 }
 
-/// Heads of whole blocks of channels: groups of 1, 3, 7 and 4, every rounding, two turns; heavy
+/// Heads of whole blocks of channels: groups of 1, 3, 7 and 4, every rounding, two turns; and heavy
 /// tokens that take all of a row's exponentials with them.
 std::vector<RandomTrace> quantized_shapes() {
   return {
@@ -271,10 +269,10 @@ TEST_CASE("a device keeps tokens on tiers as the plain replay does: heavy tokens
   check_tiers(quantized_shapes()[3]);
 }
 
-TEST_CASE("on a device equal tiers are one tier", "[gpu]") {
+TEST_CASE("on a device, equal tiers give the results of one tier", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
-  {  // -1.5 in memory that is not written: recalls that an fp16 copy does not have were sorted for
-     // ever
+  {  // fills memory that is not written with -1.5: recalls that an fp16 copy does not have were
+     // sorted without end
     const cuda::DeviceBuffer garbage(std::size_t{1} << 30, "the test");
     cuda::check(cudaMemset(garbage.data(), 0xbf, garbage.bytes()), "the test");
   }
@@ -303,7 +301,7 @@ TEST_CASE("on a device equal tiers are one tier", "[gpu]") {
     if (c % 4 >= 2) check_sets(kept[{0, c}], kept[{0, c - 2}]);
 }
 
-TEST_CASE("a device does not take heads that share slots", "[gpu]") {
+TEST_CASE("a device refuses heads that share slots", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", {});
@@ -311,7 +309,7 @@ TEST_CASE("a device does not take heads that share slots", "[gpu]") {
       trace, {.policy = parse_policy("h2o"), .budget = parse_budget("ada(24)")}));
 }
 
-TEST_CASE("a device takes one KV head of a layer whose caches evict together", "[gpu]") {
+TEST_CASE("a device supports one KV head of a layer whose caches evict together", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", {});
@@ -348,8 +346,8 @@ TEST_CASE("a device replays the sample trace as the CPU does", "[gpu]") {
   check_measured(replay(trace, 0, sweep, options), here, kTolerance, text);
 }
 
-/// Of a trace in float32, whose outputs are then made by a ring of two stages.
-TEST_CASE("a device of 99 KB of shared memory replays as the CPU does", "[gpu]") {
+/// For a trace in float32, whose outputs then use a ring of two stages.
+TEST_CASE("a device with 99 KB of shared memory replays as the CPU does", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const kernels::SmallerGpu small(101'376);
   const test::TemporaryFolder folder;

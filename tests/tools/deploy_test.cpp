@@ -1,4 +1,4 @@
-// What is deployed, with which evidence.
+// The choice of what to deploy, and its evidence.
 #include "engine/evaluation/deploy/deploy.hpp"
 
 #include "tests/catch.hpp"
@@ -50,8 +50,8 @@ TEST_CASE("the best policy at the budget is deployed, with its settings and evid
   CHECK(file.run["references"]["full"] == 0.0);
 }
 
-TEST_CASE("the higher recall wins, and the lower error") {
-  // recall and -ln recall of the fixture agree, so swap the metrics to tell the two apart.
+TEST_CASE("the higher recall or the lower error is deployed") {
+  // recall and -ln recall of the fixture agree, so the test swaps the metrics to distinguish them.
   Run run = made_up_run(
       {{"window", "sinks=0:recent=0", 0.8, 0.01}, {"lru", "sinks=0:recent=0", 0.3, 0.01}});
   CHECK(deployed(run, "64", "recall").cache.policy.name == "lru");
@@ -62,15 +62,14 @@ TEST_CASE("the higher recall wins, and the lower error") {
   CHECK(deployed(run, "64", "nll_recall").cache.policy.name == "lru");
 }
 
-TEST_CASE("the lowest mean is deployed, whatever the order of the command line") {
+TEST_CASE("the lowest mean is deployed for every command-line order") {
   const MadeUp low{"random", "sinks=0:recent=0", 0.3, 0.01},
       high{"window", "sinks=0:recent=0", 0.31, 0.01};
   CHECK(deployed(made_up_run({low, high})).cache.policy.name == "random");
   CHECK(deployed(made_up_run({high, low})).cache.policy.name == "random");
 }
 
-TEST_CASE(
-    "a policy that needs 2% less memory is deployed where the difference is not significant") {
+TEST_CASE("a policy with 2% less memory is deployed if the difference is not significant") {
   const std::string_view policies[] = {"h2o", "lru", "window"};
   Run run = made_up_run({{"h2o", "sinks=0:recent=50%", 0.29, 0.01},
                          {"lru", "sinks=0:recent=0", 0.3, 0.01},
@@ -88,7 +87,8 @@ TEST_CASE(
       }
     return held;
   };
-  CHECK(deployed(hold(1e6, 0.99e6)).cache.policy.name == "h2o");  // one token of 100 says nothing
+  // the difference of one token of 100 is not significant
+  CHECK(deployed(hold(1e6, 0.99e6)).cache.policy.name == "h2o");
   CHECK(deployed(hold(1e6, 0.97e6)).cache.policy.name == "lru");
   const PolicyFile more = deployed(hold(3e6, 1e6));  // h2o is over the budget
   CHECK(more.cache.policy.name == "lru");
@@ -101,8 +101,8 @@ TEST_CASE(
   CHECK(deployed(hold(1e6, 0.5e6)).cache.policy.name == "h2o");  // a significant difference
 }
 
-TEST_CASE("a difference over the same queries is significant, however far they scatter") {
-  // Each metric's own error is as large as their difference; in every block it is the same.
+TEST_CASE("a paired difference over the same queries is significant despite their scatter") {
+  // Each metric's standard error is as large as their difference, which is the same in every block.
   Run run =
       made_up_run({{"h2o", "sinks=0:recent=50%", 0.3, 0.1}, {"lru", "sinks=0:recent=0", 0.4, 0.1}});
   for (ResultRow& row : run.rows)
@@ -114,15 +114,15 @@ TEST_CASE("a difference over the same queries is significant, however far they s
   CHECK(deployed(run).run["not_significantly_different"].size() == 1);
 }
 
-TEST_CASE("confirmation orders by KL, and says what is not significantly different") {
+TEST_CASE("confirmation orders by KL, and names what is not significantly different") {
   const Run run = made_up_run({{"window", "sinks=0:recent=0", 0.2, 0.01},
                                {"lru", "sinks=0:recent=0", 0.3, 0.01},
                                {"h2o", "sinks=0:recent=50%", 0.4, 0.01}});
   const MetricTable metric_table(run.rows);
   Ballot ballot = rank_for_deployment(run, metric_table, "64", "nll_recall");
   REQUIRE(ballot.winner == 0);
-  // h2o has the least KL and the greatest perplexity; lru is behind it within the interval, window
-  // behind it outside.
+  // h2o has the lowest KL and the highest perplexity. lru's difference to it is within the
+  // interval, window's is not.
   const char* names[] = {"full", "window", "lru", "h2o"};
   const double perplexity[] = {8, 8.1, 8.2, 8.3};
   const auto evaluation_of = [&](const Memory& of_h2o) {
@@ -156,11 +156,11 @@ TEST_CASE("confirmation orders by KL, and says what is not significantly differe
 
   const auto more = confirm(evaluation_of({300, 300, 0, 100}), ballot);
   CHECK(ballot.winner == 1);
-  CHECK(more[2].standing == 2);  // the least KL, holding three times the budget
+  CHECK(more[2].standing == 2);  // the lowest KL, but three times the budget
   CHECK(more[2].over_budget);
 }
 
-TEST_CASE("what cannot be deployed is refused by name") {
+TEST_CASE("configurations that cannot be deployed are refused by name") {
   const MadeUp window{"window", "sinks=0:recent=0", 0.8, 0.01};
   Run run = made_up_run({window}, 2);
   CHECK_THROWS_WITH(deployed(run, "96"), ContainsSubstring("96") && ContainsSubstring("64, 128"));

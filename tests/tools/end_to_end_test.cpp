@@ -1,4 +1,4 @@
-// The end-to-end evaluation by layers against the token-by-token decoder: the same log-likelihoods.
+// The end-to-end evaluation by layers gives the log-likelihoods of the token-by-token decoder.
 #include "engine/evaluation/end_to_end.hpp"
 
 #include <cmath>
@@ -19,7 +19,7 @@ namespace {
 
 const std::string kModel = KVLAB_SOURCE_DIR "/engine/models/tiny";
 
-/// -ln p(next) of every decoded token but the last, by the decoder.
+/// -ln p(next) of every decoded token except the last, by the decoder.
 std::vector<double> decode(const Model& model, const std::vector<std::int32_t>& ids,
                            std::uint32_t prompt, const CacheConfig& config) {
   const auto length = static_cast<std::uint32_t>(ids.size());
@@ -60,7 +60,7 @@ TEST_CASE("The end-to-end evaluation by layers gives every token the decoder's l
   }
 }
 
-TEST_CASE("The end-to-end evaluation knows KIVI, in as many bytes as were counted") {
+TEST_CASE("The end-to-end evaluation runs KIVI with the counted bytes") {
   const Model model = Model::load(kModel, 2);
   const auto configs = with_full_first(
       {{.policy = parse_policy("full:tiers=kivi4")}, {.policy = parse_policy("full:tiers=kivi2")}});
@@ -69,7 +69,7 @@ TEST_CASE("The end-to-end evaluation knows KIVI, in as many bytes as were counte
   const auto worst = [&](std::size_t c) { return std::ranges::max(scores[c].kl); };
   CHECK(worst(1) > 0);
   CHECK(worst(1) < worst(2));
-  // As the prompt is exact; all its tokens are.
+  // The prompt is exact, and all tokens belong to it.
   CHECK(scores[2].kv_bytes_peak == 8 * 140 * 2 * 64 * 4);
 }
 
@@ -83,8 +83,7 @@ TEST_CASE("The end-to-end evaluation counts the bytes of budgets by layer and KV
   CHECK(scores[1].kv_bytes_peak == (20 + 25 + 30 + 35 + 40 + 45 + 50 + 55) * 2 * 64 * 4);
 }
 
-TEST_CASE(
-    "On tiers the end-to-end evaluation gives the decoder's log-likelihood, in as many bytes") {
+TEST_CASE("On tiers, the end-to-end evaluation gives the decoder's log-likelihood and bytes") {
   const Model model = Model::load(kModel, 2);
   const std::vector<std::int32_t> ids = some_tokens(120);
   std::vector<CacheConfig> configs{{}};
@@ -107,7 +106,8 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("Equal tiers are one tier in the end-to-end evaluation and in the decoder, bit for bit") {
+TEST_CASE(
+    "Equal tiers give the bits of one tier, in the end-to-end evaluation and in the decoder") {
   const Model model = Model::load(kModel, 2);
   const std::vector<std::int32_t> ids = some_tokens(120);
   const auto backend = cpu_backend(model, 1);
@@ -126,7 +126,7 @@ TEST_CASE("Equal tiers are one tier in the end-to-end evaluation and in the deco
     }
 }
 
-/// A trace of `ids`, with the feature `mine`: the norm of a token's key.
+/// Writes a trace of `ids` with the feature `mine`, the norm of a token's key.
 void write_trace(Backend& backend, std::span<const std::int32_t> ids,
                  const std::filesystem::path& path) {
   TraceWriter writer(path, backend.trace_header({}));
@@ -152,7 +152,8 @@ CacheConfig with_features(const std::string& policy, std::shared_ptr<const Featu
 }
 
 TEST_CASE(
-    "A feature beside a trace of the prompt does in both evaluations what the computed one does") {
+    "A feature from a trace of the prompt gives the computed feature's results in both "
+    "evaluations") {
   const Model model = Model::load(kModel, 1);
   const auto backend = cpu_backend(model, 1);
   const std::vector<std::int32_t> ids = some_tokens(90);
@@ -200,7 +201,7 @@ TEST_CASE(
           }).starts_with(trace + " has 4 layers of 2 KV heads of 64; "));
 }
 
-TEST_CASE("A product of a rank and a feature is the policy that says so itself, bit for bit") {
+TEST_CASE("A rank times a feature gives the bits of a policy that computes the product itself") {
   const Model model = Model::load(kModel, 1);
   const auto backend = cpu_backend(model, 1);
   const std::vector<std::int32_t> ids = some_tokens(90);

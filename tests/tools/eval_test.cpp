@@ -1,4 +1,4 @@
-// How `kvlab eval` cuts texts into sequences.
+// How `kvlab eval` splits texts into sequences.
 #include "engine/evaluation/eval.hpp"
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 namespace kvlab {
 namespace {
 
-/// Tokens that `full` scores on one text of `length` tokens, in windows of 64 with the model's
-/// first token in front of each.
+/// The number of tokens that `full` scores on one text of `length` tokens, in windows of 64 that
+/// begin with the model's first token.
 std::uint64_t scored(std::size_t length, EvalOptions options) {
   static const Model model = Model::load(KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   options.window = 64;
@@ -29,7 +29,7 @@ std::uint64_t scored(std::size_t length, EvalOptions options) {
       .tokens;
 }
 
-TEST_CASE("Half of each window is scored, but for its last token, which has no successor") {
+TEST_CASE("Half of each window is scored, except its last token, which has no successor") {
   CHECK(scored(63, {}) == 31);
   CHECK(scored(126, {}) == 62);
   CHECK(scored(126, {.queries = Queries::all}) == 126);
@@ -47,7 +47,7 @@ TEST_CASE("A remainder that is all prompt is left out") {
   CHECK(scored(63 + 40, {.prompt_tokens = 41, .queries = Queries::all}) == 63 + 40);
 }
 
-TEST_CASE("A stream is one sequence, whatever the window") {
+TEST_CASE("A stream is one sequence for every window size") {
   CHECK(scored(200, {.stream = true}) == 100);
 }
 
@@ -76,7 +76,7 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
     sum += block.nll * static_cast<double>(std::min<std::uint64_t>(64, 300 - block.first));
   CHECK(std::fabs(sum / 300 - by_layers[0].nll) < 1e-9);
 
-  // By tokens, where the prompt is fed in parts: the same.
+  // Token by token, with the prompt fed in parts, the result is the same.
   const auto backend = load_backend(Device::cpu, KVLAB_SOURCE_DIR "/engine/models/tiny", 2);
   const auto by_tokens =
       evaluate(model.config(), token_sweep_runner(*backend), {ids}, {window}, options).scores;
@@ -85,7 +85,7 @@ TEST_CASE("Blocks of a stream share its tokens, and nothing is compared without 
   CHECK(by_tokens[0].blocks[4].milliseconds_per_token > 0);
 }
 
-/// A sweep that makes scores up: `kl` of each token by configuration and place.
+/// A sweep runner with made-up scores: `kl` gives each token's KL by configuration and index.
 SweepRunner invented(
     const std::function<double(std::size_t configuration, std::size_t token)>& kl) {
   return [kl](const std::vector<std::vector<std::int32_t>>& sequences,
@@ -116,11 +116,12 @@ std::vector<CacheConfig> three_at_two_budgets() {
 constexpr auto kWaves = [](std::size_t c, std::size_t i) {
   const double wave = 1 + 0.5 * std::sin(static_cast<double>(i));
   if (c == 0) return 0.0;
-  if (c == 2) return 0.1 * wave + (i / 64 % 2 == 0 ? 0.01 : -0.01);  // as good as the third
+  // as good as the third configuration
+  if (c == 2) return 0.1 * wave + (i / 64 % 2 == 0 ? 0.01 : -0.01);
   return c == 1 ? 0.3 * wave : 0.1 * wave;
 };
 
-/// Over texts of different tokens; the later ones lose more.
+/// An evaluation over different texts; configurations lose more on later texts.
 Evaluation invented_evaluation(std::size_t texts = 2,
                                std::vector<CacheConfig> configs = three_at_two_budgets()) {
   std::vector<std::vector<std::int32_t>> ids;
@@ -143,13 +144,13 @@ TEST_CASE("Configurations are compared in pairs") {
   CHECK(last.significantly_different());
   CHECK(last.mean == Approx(0.2).epsilon(0.02));
   CHECK(made.scope.texts == 1);
-  // Of two texts whose differences are 0.2 and 0.4 nothing is known of a third.
+  // Two texts with differences of 0.2 and 0.4 give no interval.
   const auto two = invented_evaluation(2).judged("8");
   CHECK(two.recommendation.behind[2].mean == Approx(0.3).epsilon(0.02));
   CHECK_FALSE(two.recommendation.behind[2].significantly_different());
 }
 
-TEST_CASE("A text that is given twice counts once") {
+TEST_CASE("A repeated text counts once") {
   const std::vector<std::vector<std::int32_t>> texts(2, std::vector<std::int32_t>(1024, 1));
   const Evaluation twice = evaluate(
       ModelConfig{.layers = 1, .kv_heads = 1, .head_size = 64, .trained_context = 1024, .bos = -1},
@@ -180,7 +181,7 @@ TEST_CASE("A text with a few more words counts once, and both are named") {
   CHECK(eval_csv(both, {"a.txt", "a2.txt"}).find("\na.txt,") == std::string::npos);
 }
 
-TEST_CASE("Means are those of texts, whatever their lengths, and a short text is named") {
+TEST_CASE("Means are over texts of any length, and a short text is named") {
   std::vector<std::vector<std::int32_t>> texts{std::vector<std::int32_t>(1000, 1),
                                                std::vector<std::int32_t>(20, 2)};
   const Evaluation evaluation =
@@ -195,7 +196,7 @@ TEST_CASE("Means are those of texts, whatever their lengths, and a short text is
     return line.starts_with("every text has weight 1") &&
            line.ends_with("snippet (20) scored tokens beside long (1000)");
   }));
-  // The snippet does not narrow what the long text by itself says.
+  // The short text does not narrow the interval of the long text.
   const Evaluation alone = evaluate(ModelConfig{.trained_context = 1000}, invented(kWaves),
                                     {texts[0]}, three_at_two_budgets(), {});
   const auto width = [](const Difference& of) { return of.interval.high - of.interval.low; };
@@ -209,7 +210,7 @@ TEST_CASE("Peak memory over decoded queries decides which configurations are eli
   const Evaluation evaluation = invented_evaluation(1, configs);
   const auto kv = [&](std::size_t c) { return evaluation.scores[c].memory; };
   const double token = 2 * 2 * 64;
-  CHECK(kv(1).peak == (7 + 512) * token);  // a prompt of 512, and as many decoded
+  CHECK(kv(1).peak == (7 + 512) * token);  // a prompt of 512 tokens, and as many decoded
   CHECK(kv(1).mean == Approx((7 + 256.5) * token));
   CHECK(kv(2).peak == 15 * token);
   CHECK(kv(3).mean == 8 * token);
@@ -226,7 +227,7 @@ TEST_CASE("Peak memory over decoded queries decides which configurations are eli
   }));
 }
 
-TEST_CASE("Percentiles are those of single tokens, and texts have a spread") {
+TEST_CASE("Percentiles are over single tokens, and the spread is over texts") {
   const Evaluation evaluation = evaluate(
       ModelConfig{.trained_context = 1000},
       invented([](std::size_t c, std::size_t i) { return c ? static_cast<double>(i) : 0; }),
@@ -245,7 +246,7 @@ TEST_CASE("Percentiles are those of single tokens, and texts have a spread") {
   CHECK(two.kl_deviation == Approx(two.texts[0].kl / std::sqrt(2.0)));
 }
 
-TEST_CASE("Each window has what the tokenizer puts before a text once, or nothing") {
+TEST_CASE("Each window begins once with the tokenizer's prefix, if there is one") {
   std::vector<std::vector<std::int32_t>> seen;
   const SweepRunner run_sweep = [&](const auto& sequences, std::span<const CacheConfig> configs,
                                     const EvalOptions& options) {
@@ -264,7 +265,7 @@ TEST_CASE("Each window has what the tokenizer puts before a text once, or nothin
   CHECK(windows({8, 1, 2, 3}, {8, 9}) == Windows{{8, 9, 1, 2}, {8, 9, 3}});
 }
 
-TEST_CASE("Few scored tokens are warned of") {
+TEST_CASE("A warning says that few tokens were scored") {
   const auto warns = [](std::size_t tokens, const std::vector<CacheConfig>& configs) {
     const auto lines = eval_warnings(
         evaluate(ModelConfig{.trained_context = 1024, .bos = -1},
@@ -274,14 +275,14 @@ TEST_CASE("Few scored tokens are warned of") {
       return line.starts_with("only 999 tokens were scored");
     });
   };
-  // The full cache alone has a perplexity, and no recommendation that could warn.
+  // The full cache alone has a perplexity, but no recommendation that could warn.
   for (const auto& configs : {three_at_two_budgets(), std::vector<CacheConfig>{}}) {
     CHECK(warns(999, configs) == 1);
     CHECK(warns(1000, configs) == 0);
   }
 }
 
-TEST_CASE("A text of which nothing would be scored is refused by name before any runs") {
+TEST_CASE("A text without scored tokens is refused by name before any work") {
   bool ran = false;
   const SweepRunner run_sweep = [&](const auto& sequences, std::span<const CacheConfig> configs,
                                     const EvalOptions& options) {
@@ -308,7 +309,7 @@ TEST_CASE("A text of which nothing would be scored is refused by name before any
   CHECK(refusal(1, {.queries = Queries::all}).empty());
 }
 
-TEST_CASE("An evaluation's folder is read back for its page, and damage is named") {
+TEST_CASE("An evaluation's folder is read back for its report, and damage is named") {
   const Evaluation evaluation = invented_evaluation();
   const std::vector<std::string> texts{"one", "two, too"};
   const test::TemporaryFolder folder;
@@ -319,7 +320,8 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   CHECK(json["pairs"].size() == 12);
   REQUIRE(json["recommendations"].size() == 2);
   CHECK(json["recommendations"][0]["budget"] == "8");
-  CHECK(json["recommendations"][0]["order"][2]["from_lowest"]["significant"] == false);  // 2 texts
+  // only 2 texts
+  CHECK(json["recommendations"][0]["order"][2]["from_lowest"]["significant"] == false);
   CHECK(json["recommendations"][0]["configurations"].size() == 3);
   CHECK(json["recommendations"][0]["texts"] == 2);
   CHECK(json["frontier"].size() > 1);
@@ -329,7 +331,7 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   write_file_atomically(folder / kEvalCsv, csv);
   write_file_atomically(folder / kEvalJson, json_text(json));
   write_file_atomically(folder / kEvalBlocksCsv, eval_blocks_csv(evaluation, texts));
-  // Read back, two configurations have the difference that the evaluation found.
+  // The scores that are read back give the difference that the evaluation found.
   const ScoreSet set = load_scores(folder.path());
   const MetricTable metric_table(set.groups.front().rows);
   const Difference read = *metric_table.difference(1, 2, "8", "kl"),
@@ -341,9 +343,9 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
   CHECK(page.find("m&lt;1&gt;") != std::string::npos);
   CHECK(page.find("not significant") != std::string::npos);
   const auto at_8 = page.find("<caption>budget 8<"), at_16 = page.find("<caption>budget 16<");
-  CHECK(at_8 < at_16);  // by tokens, though not as text
+  CHECK(at_8 < at_16);  // ordered by tokens, although not as text
   CHECK(at_16 != std::string::npos);
-  CHECK(page.find("<td>lru</td>") != std::string::npos);  // no row repeats the defaults
+  CHECK(page.find("<td>lru</td>") != std::string::npos);  // no row repeats default settings
 
   std::string damaged = csv;
   damaged.replace(damaged.find("1024,dense"), 4, "many");
@@ -362,7 +364,7 @@ TEST_CASE("An evaluation's folder is read back for its page, and damage is named
           eval_page(folder.path());
         }).find("recommendations[1]: configurations: 99; it should be below 7") !=
         std::string::npos);
-  whole.erase("recommendations");  // of an older version
+  whole.erase("recommendations");  // as an older version writes it
   write_file_atomically(folder / kEvalJson, json_text(whole));
   CHECK(eval_page(folder.path()).find("older kvlab") != std::string::npos);
 }

@@ -1,5 +1,5 @@
-// The commands, one after another, as a person would type them: capture, replay, report, deploy,
-// generate, and the demo that strings them together.
+// The commands one after another, as a user types them: capture, replay, report, deploy, generate,
+// and the demo that runs them all.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -28,7 +28,7 @@ void capture(const std::filesystem::path& trace, const std::string& seed = "1") 
                " --out " + trace.string()) == 0);
 }
 
-/// A replay of it.
+/// Replays the trace.
 std::string sweep(const std::filesystem::path& trace, const std::filesystem::path& out,
                   const std::string& more = "") {
   return "replay --trace " + trace.string() + " --policy window,sink,h2o --budget 8,16,50% --out " +
@@ -37,7 +37,7 @@ std::string sweep(const std::filesystem::path& trace, const std::filesystem::pat
 
 }  // namespace
 
-TEST_CASE("a replay leaves the sweep and the references, the same for any number of threads") {
+TEST_CASE("a replay writes the sweep and the oracles, equal for any number of threads") {
   const TemporaryFolder folder;
   capture(folder / "trace");
   REQUIRE(call(sweep(folder / "trace", folder / "a", "--threads 1")) == 0);
@@ -59,7 +59,7 @@ TEST_CASE("a replay leaves the sweep and the references, the same for any number
   CHECK(run.kept->heads.front().series.size() == 4);  // three policies and oracle_attention
 }
 
-TEST_CASE("a replay without references has none, and only the layers requested") {
+TEST_CASE("a replay without oracles writes none, and only the requested layers") {
   const TemporaryFolder folder;
   capture(folder / "trace");
   REQUIRE(call(sweep(folder / "trace", folder / "run", "--no-references --layers 2,0,2")) == 0);
@@ -71,7 +71,7 @@ TEST_CASE("a replay without references has none, and only the layers requested")
   }
 }
 
-TEST_CASE("what a replay cannot do is refused, and nothing is left behind") {
+TEST_CASE("unsupported replays are refused, and leave no files") {
   const TemporaryFolder folder;
   capture(folder / "trace");
   std::filesystem::create_directory(folder / "other");
@@ -108,7 +108,7 @@ TEST_CASE("what a replay cannot do is refused, and nothing is left behind") {
   CHECK_THAT(refused(""), ContainsSubstring("exists"));
 }
 
-TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can settle it") {
+TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can confirm the choice") {
   const TemporaryFolder folder;
   capture(folder / "first", "1");
   capture(folder / "second", "2");
@@ -135,7 +135,7 @@ TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can se
       confirmed, [&](const auto& entry) { return entry["policy"] == closed.cache.policy.name; });
   REQUIRE(deployed != confirmed.end());
   CHECK((*deployed)["not_significantly_different"] == true);
-  // Both criteria, or that there is but one.
+  // Both criteria, or the statement that there is only one.
   CHECK(open.run["criteria"]["why"] ==
         "Task accuracy was not evaluated; --confirm K evaluates the best K");
   CHECK(closed.run["criteria"]["deployed"] == closed.cache.policy.text());
@@ -149,7 +149,8 @@ TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can se
 }
 
 TEST_CASE(
-    "budgets by head go from a run's errors to a file, a replay, a deployment and the engine") {
+    "budgets by head from a run's errors work in a file, a replay, a deployment and the "
+    "engine") {
   const TemporaryFolder folder;
   capture(folder / "trace");
   const auto path = [&](const char* name) { return (folder / name).string(); };
@@ -168,7 +169,7 @@ TEST_CASE(
   const Run run = load_run(folder / "run");
   CHECK(run.info.sweep.at(1).budgets == by_head.heads);
   CHECK(run.info.sweep.at(2).budgets.empty());
-  // What is kept at the end is what every head may keep.
+  // The last query's kept tokens are the budget of every head.
   for (const ResultRow& row : run.rows) {
     if (row.policy != "full") CHECK(row.budget_tokens == 12);
     if (row.policy != "h2o" || row.metric != "kv_bytes" || row.head < 0) continue;
@@ -190,7 +191,7 @@ TEST_CASE(
   }
   CHECK(call("verify " + kNight + " --max-new-tokens 30 --policy h2o --budget " + budgets) == 0);
 
-  // An unfinished replay does not go on under another file's budgets.
+  // An unfinished replay does not continue with another budget file.
   RunInfo other = run.info;
   other.sweep.at(1).budgets.at(3).at(1) += 1;
   CHECK(job_of(run.info, "") == job_of(load_run(folder / "run").info, ""));
@@ -203,7 +204,7 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "a prompt over the trained context is refused, with what would fit, unless it is wanted") {
+    "a prompt over the trained context is refused with the length that fits, unless allowed") {
   const TemporaryFolder folder;
   std::string text;
   while (text.size() < 9000) text += "It was a dark and stormy night, and the wind blew. ";
@@ -248,7 +249,7 @@ TEST_CASE("a capture records the tokens of a text in the prompt as a passage") {
   CHECK(passages[1] == Passage{"The", passages[1].start, 1});
 }
 
-TEST_CASE("the demo runs the whole loop, and replaces its own folder only") {
+TEST_CASE("the demo runs the whole loop, and replaces only its own folder") {
   const TemporaryFolder folder;
   const std::string demo = "demo --out " + (folder / "demo").string();
   REQUIRE(call(demo) == 0);

@@ -1,4 +1,4 @@
-// Backends with a fault, which `kvlab verify` has to find.
+// Backends with a fault that `kvlab verify` must find.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@ namespace kvlab::test {
 /// Changes the attention outputs [token, query head, dim] of a layer.
 using Fault = std::function<void(std::uint32_t layer, std::span<float> out)>;
 
-/// Passes on what it is shown, with a fault in the attention outputs.
+/// Forwards what it is shown, with a fault in the attention outputs.
 class FaultyObserver final : public DecoderObserver {
  public:
   FaultyObserver(DecoderObserver& to, Fault fault) : to_(to), fault_(std::move(fault)) {}
@@ -45,8 +45,8 @@ class FaultyObserver final : public DecoderObserver {
   Fault fault_;
 };
 
-/// Says that it runs the model of `named`. Decoders that are watched are those of `watched`, with a
-/// fault in their outputs; the others are those of `alone`.
+/// A backend that claims to run the model of `named`. Its observed decoders are those of `watched`,
+/// with a fault in their outputs; its other decoders are those of `alone`.
 class FaultyBackend final : public Backend {
  public:
   FaultyBackend(Backend& named, Backend& watched, Backend& alone, Fault fault = {})

@@ -23,7 +23,7 @@ std::vector<CacheConfig> sweep(const std::vector<std::string>& policies,
   return configs;
 }
 
-/// A text whose tokens all have a configuration's mean, and one metric or two.
+/// A text in which every token has a configuration's mean, and one or two metrics.
 FidelityText text_of(const std::string& name, const std::vector<double>& kl,
                      ReplayMetrics replay_metrics) {
   FidelityText text{.name = name,
@@ -35,7 +35,7 @@ FidelityText text_of(const std::string& name, const std::vector<double>& kl,
   return text;
 }
 
-TEST_CASE("A metric is judged within a budget, and by what its choice costs") {
+TEST_CASE("A metric is judged within a budget, and by the cost of its choice") {
   const auto configs = sweep({"window", "sink", "h2o"}, {"8", "16"});
   const FidelityText one = text_of(
       "one", {3, 2, 1, .3, .2, .1},
@@ -45,14 +45,14 @@ TEST_CASE("A metric is judged within a budget, and by what its choice costs") {
               {{"nll_recall", {30, 20, 10, 1, 2, 3}}, {"recall", {1, 2, 3, 4, 5, 6}}});
   const std::vector<FidelityText> texts{one, two};
   const Fidelity found = assess_fidelity(configs, texts);
-  REQUIRE(found.metrics.size() == 2);  // those that every text has
+  REQUIRE(found.metrics.size() == 2);  // the metrics that every text has
   CHECK(found.standard == "nll_recall");
   const FidelityMetric& nll = found.metrics[0];
   CHECK(nll.metric == "nll_recall");
   CHECK(nll.within[0].rho ==
         Approx(spearman(std::vector<double>{30, 20, 10}, std::vector<double>{3, 1.5, 1.5})));
   CHECK(nll.within[0].rho_single == Approx((1 + 0.5) / 2));
-  CHECK(nll.within[0].worst_regret == Approx(2));  // of text two
+  CHECK(nll.within[0].worst_regret == Approx(2));  // on text two
   CHECK(nll.within[1].rho == Approx(-1));
   CHECK(nll.within[1].regret == Approx(3));
   CHECK(nll.within[1].chosen == 3);
@@ -60,8 +60,8 @@ TEST_CASE("A metric is judged within a budget, and by what its choice costs") {
   CHECK(found.metrics[1].within[1].rho == Approx(1));  // recall: higher is better
   CHECK(found.ceiling[0] == Approx(0.5));
   CHECK(found.ceiling[1] == Approx(1));
-  // At 8 the two texts differ in every pair too much to tell one apart. At 16 none does, and all
-  // three are misordered.
+  // At budget 8 the two texts differ too much in every pair for a significant difference. At 16
+  // every pair differs significantly, and all three are misordered.
   CHECK(nll.within[0].significantly_different == 0);
   CHECK(nll.within[0].misordered.empty());
   CHECK(nll.within[1].significantly_different == 3);
@@ -72,7 +72,7 @@ TEST_CASE("A metric is judged within a budget, and by what its choice costs") {
   CHECK_THROWS_AS(assess_fidelity(sweep({"window", "sink"}, {"8"}), texts), std::invalid_argument);
 }
 
-TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a metric was") {
+TEST_CASE("fidelity's output makes a report, and policy files say how good a metric was") {
   const auto configs = sweep({"window", "sink", "h2o"}, {"8", "16"});
   const std::vector<FidelityText> texts{
       text_of("one", {3, 2, 1, .3, .2, .1},
@@ -120,7 +120,9 @@ TEST_CASE("What fidelity wrote makes a page, and tells policy files how good a m
         std::string::npos);
 }
 
-TEST_CASE("A share of texts that differ in length is no evidence at a budget in tokens") {
+TEST_CASE(
+    "Budgets as shares of texts of different lengths give no evidence for a budget in "
+    "tokens") {
   const test::TemporaryFolder folder;
   const auto file = folder / kFidelityJson;
   const auto evidence_at = [&](const std::string& budget, std::uint32_t second_tokens) {
@@ -174,11 +176,11 @@ TEST_CASE("A text is captured, replayed and run over the same ids") {
   for (std::size_t c = 0; c < 3; ++c) {
     CHECK(residual[c] > 0);
     CHECK(measured.kl[c] > 0);
-    CHECK(residual[c + 3] == 0);  // a budget for every token; cache positions differ by rounding
+    CHECK(residual[c + 3] == 0);  // the budget fits every token; cache positions differ by rounding
   }
   CHECK(measured.kl[3] == 0);
 
-  // The trace that was left is the text, as good as the text itself.
+  // The trace that was written can replace the text.
   const EvalText again = text_of_trace(folder / "prompt", backend->weights_xxh3(), 2);
   CHECK(again.name == "prompt");
   CHECK(again.ids == text.ids);

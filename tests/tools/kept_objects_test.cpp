@@ -1,4 +1,4 @@
-// Compiled policies that are kept between runs, and several of them in one run.
+// Compiled policies that are cached between runs, and several policies in one run.
 #include <stdlib.h>
 #include <sys/stat.h>
 
@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-/// A variable of the environment, as long as this lives.
+/// An environment variable that is set while this object lives.
 class Variable {
  public:
   Variable(const char* name, const std::string& value) : name_(name) {
@@ -36,7 +36,7 @@ class Variable {
   std::optional<std::string> before_;
 };
 
-/// A policy that is called `name` and ranks by its mass plus `more`.
+/// A policy called `name` that ranks by its mass plus `more`.
 std::string shop_text(const std::string& name, int more = 0) {
   return "#include \"policies/policy.hpp\"\n"
          "struct Own {\n"
@@ -57,7 +57,7 @@ std::string shop_text(const std::string& name, int more = 0) {
          "};\n";
 }
 
-/// A cache folder of one's own, and a compiler that can be told to fail.
+/// A separate cache folder, and a compiler that can be made to fail.
 class Workshop {
  public:
   Workshop()
@@ -99,7 +99,7 @@ std::uint64_t rank_of(const PolicyEntry& entry) {
 
 }  // namespace
 
-TEST_CASE("a policy that was compiled before is not compiled again") {
+TEST_CASE("a policy that is already compiled is not compiled again") {
   const Workshop shop;
   CHECK(rank_of(*shop.compile(shop_text("own", 1))) == 41);
   REQUIRE(shop.objects().size() == 1);
@@ -117,7 +117,7 @@ TEST_CASE("a policy that was compiled before is not compiled again") {
   CHECK(shop.objects().size() == 1);
 }
 
-TEST_CASE("a damaged object is compiled again, and then kept whole") {
+TEST_CASE("a damaged object is compiled again, and then stored completely") {
   const Workshop shop;
   shop.compile(shop_text("own", 3));
   REQUIRE(shop.objects().size() == 1);
@@ -132,7 +132,7 @@ TEST_CASE("a damaged object is compiled again, and then kept whole") {
   }
 }
 
-TEST_CASE("a folder that others may write is not used, and nothing else changes") {
+TEST_CASE("a folder that other users may write is not used, and nothing else changes") {
   const Workshop shop;
   fs::create_directories(shop.kept());
   for (const fs::path& open : {shop.kept(), shop.kept().parent_path()}) {
@@ -150,7 +150,7 @@ TEST_CASE("a folder that others may write is not used, and nothing else changes"
   CHECK_NOTHROW(ObjectCache("").keep("key", "nothing"));
 }
 
-TEST_CASE("what includes a file of one's own is not kept: that file may change") {
+TEST_CASE("a policy that includes a user's file is not cached, because that file may change") {
   const Workshop shop;
   const std::string other = (shop.folder() / "other.hpp").string();
   write_bytes(other, "constexpr int kMore = 5;\n");
@@ -159,7 +159,7 @@ TEST_CASE("what includes a file of one's own is not kept: that file may change")
   CHECK(shop.objects().empty());
 }
 
-TEST_CASE("several policies from headers, but not two of one name") {
+TEST_CASE("several policies from headers are accepted, but not two with one name") {
   const Workshop shop;
   const std::vector<std::string> paths{(shop.folder() / "a.hpp").string(),
                                        (shop.folder() / "b.hpp").string()};
@@ -178,7 +178,7 @@ TEST_CASE("several policies from headers, but not two of one name") {
             "; give one of them another kInfo.name");
 }
 
-TEST_CASE("one run takes several headers, and names each; a deployed one requests its own") {
+TEST_CASE("a run accepts several headers and names each; a deployed policy requires its header") {
   const Workshop shop;
   const std::string a = (shop.folder() / "a.hpp").string(), b = (shop.folder() / "b.hpp").string(),
                     run = (shop.folder() / "run").string(),

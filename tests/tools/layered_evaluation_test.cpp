@@ -1,4 +1,4 @@
-// The end-to-end evaluation by layers on a device against the CPU's, and against the engine that
+// The end-to-end evaluation by layers on a device, compared with the CPU's and with the engine that
 // decodes token by token.
 #include "engine/evaluation/device/layered_evaluation.hpp"
 
@@ -12,7 +12,7 @@
 namespace kvlab {
 namespace {
 
-/// The full cache, and whatever may be requested; with protected tokens too.
+/// The full cache and a covering set of configurations, also with protected tokens.
 std::vector<CacheConfig> sweep() {
   const CacheShape heads = cpu_tiny().config().heads();
   auto configs = with_full_first(
@@ -43,24 +43,22 @@ double mean(const std::vector<double>& values) {
   return sum;
 }
 
-/// In float32. A rounding decides which token is evicted where ranks nearly tie, and the
-/// evaluations diverge: `roco` takes the difference of two sums, and was seen to do so on a GPU
-/// (0.005 nats at one token).
+/// For float32. If ranks nearly tie, rounding decides which token is evicted, and the evaluations
+/// diverge. `roco` takes the difference of two sums, and did so on a GPU (0.005 nats at one token).
 double tolerance(const CacheConfig& config) { return config.policy.name == "roco" ? 1e-2 : 1e-3; }
 
-/// On tiers a key that differs in its last bit may have another quantized value: text by text the
-/// evaluations are as near as a sixth of what the tier plan costs. On a GPU the worst was a
-/// twelfth.
+/// On tiers, a key that differs in its last bit may have another quantized value. Per text the
+/// evaluations agree within a sixth of the tier plan's cost; on a GPU the worst was a twelfth.
 void check_quantized(const EvalScores& ours, const EvalScores& wanted) {
   CHECK(std::fabs(mean(ours.nll) - mean(wanted.nll)) <= 2e-2);
   CHECK(std::fabs(mean(ours.kl) - mean(wanted.kl)) <= 1e-3 + mean(wanted.kl) / 6);
 }
 
-/// In bf16, where such ties are many: a sixteenth of what evicting costs at all, and bf16's own
-/// error. On a GPU `keydiff`, to which a cache's keys look alike, was a twentieth away.
+/// For bf16, where near ties are common: a sixteenth of the cost of evicting, plus bf16's error. On
+/// a GPU `keydiff`, to which a cache's keys look alike, was off by a twentieth.
 double tolerance_in_bf16(const EvalScores& scores) { return 3e-3 + mean(scores.kl) / 16; }
 
-TEST_CASE("In float32 the evaluation on a device gives every token the CPU's log-likelihood",
+TEST_CASE("In float32, the evaluation on a device gives every token the CPU's log-likelihood",
           "[gpu]") {
   if (no_device()) return;
   const auto backend = load_cuda_backend(kTiny);
@@ -84,7 +82,7 @@ TEST_CASE("In float32 the evaluation on a device gives every token the CPU's log
     }
 }
 
-TEST_CASE("Layers with windows see them in the evaluation on a device as on the CPU", "[gpu]") {
+TEST_CASE("Layers with sliding windows are evaluated on a device as on the CPU", "[gpu]") {
   if (no_device()) return;
   nlohmann::json json = small_config("Olmo3ForCausalLM", "olmo3", 4, 2, 64);
   json.update({{"num_hidden_layers", 3},
@@ -114,12 +112,16 @@ TEST_CASE("Layers with windows see them in the evaluation on a device as on the 
   }
 }
 
-TEST_CASE("In bf16 the evaluation by layers is the engine's that decodes, within bf16", "[gpu]") {
+TEST_CASE(
+    "In bf16, the evaluation by layers agrees with the decoding engine, within bf16's "
+    "precision",
+    "[gpu]") {
   if (no_device()) return;
   const auto backend = load_cuda_backend(kTiny);
   const std::vector<Ids> sequences{some_tokens(300)};
   const CacheShape heads = cpu_tiny().config().heads();
-  // In bf16 near ties are many: each policy, and some modifiers; the test above takes them all.
+  // In bf16 near ties are common, so this runs each policy and some modifiers; the test above runs
+  // all.
   std::vector<CacheConfig> configs =
       with_full_first(test::covering({.modifiers = {"own"},
                                       .budgets = {parse_budget("36"), parse_budget("70")},
@@ -141,7 +143,7 @@ TEST_CASE("In bf16 the evaluation by layers is the engine's that decodes, within
   }
 }
 
-TEST_CASE("The evaluation by layers on a device refuses what it cannot hold to", "[gpu]") {
+TEST_CASE("The evaluation by layers on a device refuses unsupported configurations", "[gpu]") {
   if (no_device()) return;
   const auto backend = load_cuda_backend(kTiny);
   const SweepRunner run_sweep = device_layer_sweep_runner(*backend->device_model());

@@ -29,7 +29,7 @@ po::variables_map parse(const std::string& line) {
   return values;
 }
 
-/// The sweep as text: one "policy budget prefill positions" a line.
+/// The sweep as text: one "policy budget prefill positions" per line.
 std::string sweep(const std::string& words, std::span<const std::string_view> oracles = {}) {
   std::string text;
   for (const CacheConfig& c : sweep_from(parse(words), oracles))
@@ -44,7 +44,7 @@ std::string message_of(const std::string& words) {
 
 }  // namespace
 
-TEST_CASE("The sweep is every policy at every budget, with the policy's own positions") {
+TEST_CASE("The sweep is every policy at every budget, with the policy's default positions") {
   CHECK(sweep("--policy window,sink --budget 64,20%") ==
         "window:sinks=0:recent=0 64 dense original\n"
         "window:sinks=0:recent=0 20% dense original\n"
@@ -53,7 +53,7 @@ TEST_CASE("The sweep is every policy at every budget, with the policy's own posi
   CHECK(sweep("") == "full all dense original\n");
 }
 
-TEST_CASE("The sweep takes lists of prefill and position modes") {
+TEST_CASE("The sweep accepts lists of prefill and position modes") {
   CHECK(sweep("--policy h2o:recent=8 --budget 64 --prefill stream,chunk:63 --positions "
               "original,cache") ==
         "h2o:sinks=0:recent=8 64 stream original\n"
@@ -96,7 +96,7 @@ TEST_CASE("Bad sweeps are refused by name") {
   CHECK_THROWS_AS(only_config(parse("--policy sink --budget 8,9")), std::invalid_argument);
 }
 
-TEST_CASE("Threads, devices and required options say what would be right") {
+TEST_CASE("Errors for threads, devices and required options say what is expected") {
   CHECK(threads_from(parse("--threads 3")) == 3);
   CHECK(threads_from(parse("")) >= 1);
   CHECK_THROWS_AS(threads_from(parse("--threads 0")), std::invalid_argument);
@@ -120,13 +120,13 @@ TEST_CASE("A list is split at each comma") {
   CHECK(split_list("") == std::vector<std::string>{""});
 }
 
-TEST_CASE("A reference is refused as one where only policies run") {
+TEST_CASE("An oracle is refused as such where only policies run") {
   CHECK(message_of("--policy oracle_topk --budget 64") ==
         "policy oracle_topk: is a reference of `kvlab replay`, which knows the future; name a "
         "policy");
 }
 
-TEST_CASE("The time left is reckoned from where the work began") {
+TEST_CASE("The remaining time is computed from the start of the work") {
   CHECK(time_left(0, 0.25, 60) == "3:00 left");
   CHECK(time_left(0.5, 0.75, 65) == "1:05 left");
   CHECK(time_left(0.9, 0.901, 100) == "2:45:00 left");
@@ -135,7 +135,7 @@ TEST_CASE("The time left is reckoned from where the work began") {
   CHECK(time_left(0, 0.5, 0.2).empty());
 }
 
-TEST_CASE("Long work is announced once its rate is known, and short work is not") {
+TEST_CASE("Long work is announced once its rate is known; short work is not announced") {
   CHECK(announcement(0, 0.1, 12) == "about 1:48 left, 2:00 in all");
   CHECK(announcement(0.5, 0.6, 60) == "about 4:00 left, 5:00 in all");
   CHECK(announcement(0, 0.1, 1).empty());
@@ -143,12 +143,12 @@ TEST_CASE("Long work is announced once its rate is known, and short work is not"
   CHECK(announcement(0, 0, 12).empty());
 }
 
-/// Work in phases on a clock of its own, and how wrong the time left ever was once a tenth was
-/// over.
+/// Simulated work in phases with a separate clock, and the worst error factor of the remaining time
+/// after a tenth of the work.
 struct Simulated {
   double now = 0, fraction = 0, worst = 1;
 
-  /// `seconds` of each phase, in ten steps each.
+  /// Spends `seconds` on each phase, in ten steps each.
   void run(WorkPlan& plan, const std::vector<double>& seconds) {
     double all = 0;
     for (const double one : seconds) all += one;
@@ -163,9 +163,9 @@ struct Simulated {
   }
 };
 
-TEST_CASE("The time left of unlike phases is right within a factor of two after a tenth") {
+TEST_CASE("The remaining time of different phases is right within a factor of two after a tenth") {
   Simulated work;
-  // A capture, a replay of four configurations, a race: 0.1 s, 1 ms and 0.2 s a unit.
+  // A capture, a replay of four configurations, successive halving: 0.1 s, 1 ms and 0.2 s per unit.
   WorkPlan plan([&](double fraction) { work.fraction = fraction; },
                 {{0, 100}, {1, 400}, {0, 100}, {1, 400}, {2, 1000}}, {0, 0, 0.15},
                 [&] { return work.now; });
@@ -173,7 +173,7 @@ TEST_CASE("The time left of unlike phases is right within a factor of two after 
   CHECK(work.worst < 2);
   CHECK(work.fraction == Approx(1));
 
-  // By the share of the phases that are done, a tenth of the bar would have been 21 s of 221.
+  // Judged by the share of finished phases, a tenth of the bar would have been 21 s of 221 s.
   Simulated other;
   WorkPlan longer([&](double fraction) { other.fraction = fraction; }, {{0, 100}, {1, 10}}, {0, 1},
                   [&] { return other.now; });
@@ -182,7 +182,7 @@ TEST_CASE("The time left of unlike phases is right within a factor of two after 
   CHECK(other.worst < 1.2);
 }
 
-TEST_CASE("A word that is not expected is named, and a budget that nobody heeds") {
+TEST_CASE("An unexpected word is named, and so is a budget that has no effect") {
   const auto starts = [](const std::string& text) { return Catch::Matchers::StartsWith(text); };
   CHECK_THAT(refusal("generate Once"),
              starts("'Once' is not expected here; usage: kvlab generate"));
@@ -195,7 +195,7 @@ TEST_CASE("A word that is not expected is named, and a budget that nobody heeds"
              starts("--budget: of which policy?"));
 }
 
-TEST_CASE("A misspelt option and a number that is none are told what would be right") {
+TEST_CASE("Errors for a misspelt option or an invalid number say what is expected") {
   CHECK(refusal("replay --bugdet 64") == "unknown option '--bugdet'; did you mean --budget?");
   CHECK(refusal("replay --volume 11") ==
         "unknown option '--volume'; `kvlab replay --help` lists those that there are");
@@ -205,7 +205,9 @@ TEST_CASE("A misspelt option and a number that is none are told what would be ri
         "--request-threshold: 'low' should be a number");
 }
 
-TEST_CASE("What cannot be written is refused before the work: no folder there, or a folder") {
+TEST_CASE(
+    "An output that cannot be written is refused before the work: no parent folder, or a "
+    "folder") {
   const kvlab::test::TemporaryFolder folder;
   const std::string file = (folder / "a.json").string(), none = (folder / "b" / "a.json").string();
   CHECK_NOTHROW(refuse_unwritable(file, "--out"));
@@ -218,7 +220,7 @@ TEST_CASE("What cannot be written is refused before the work: no folder there, o
   CHECK(error_of([&] { refuse_unwritable(file + "/", "--out"); }).starts_with("--out: " + file));
 }
 
-TEST_CASE("Commands refuse a folder for a file before they load a model") {
+TEST_CASE("Commands refuse a folder in place of a file before they load a model") {
   const kvlab::test::TemporaryFolder folder;
   const std::string path = folder.path().string(), wrong = path + " is a folder; give a file";
   const std::string none = " --model none --text t --budget 8 --out " + path;
@@ -227,7 +229,7 @@ TEST_CASE("Commands refuse a folder for a file before they load a model") {
         "--report: " + wrong);
 }
 
-TEST_CASE("Texts go by their files' names, or by their paths where those would not tell") {
+TEST_CASE("Texts are named by file name, or by path if file names are equal") {
   CHECK(text_names({"a/one.txt", "b/two.txt"}) == std::vector<std::string>{"one", "two"});
   const std::vector<std::string> twice{"a/one.txt", "b/one.txt"};
   CHECK(text_names(twice) == twice);

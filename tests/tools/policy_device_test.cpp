@@ -1,5 +1,5 @@
-// A policy source on the device: NVRTC takes every policy's text, and gives the bits that the
-// compiled one gives.
+// A policy source on the device: NVRTC compiles every policy's text, and the result gives the bits
+// of the built-in policy.
 #include <fmt/format.h>
 
 #include "kernels/evict/append.hpp"
@@ -16,7 +16,7 @@ using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-/// The registry's header of `policy`, as a source of its own: called my_<policy>.
+/// The registry's header of `policy` as a separate source, called my_<policy>.
 std::shared_ptr<const PolicyEntry> source_of(const std::string& header, const std::string& policy) {
   std::string text = read_bytes(fmt::format("{}/{}", KVLAB_SOURCE_DIR, header));
   const std::string name = fmt::format("\"{}\"", policy);
@@ -40,7 +40,7 @@ bool has_nvrtc() {
   return true;
 }
 
-/// A prompt of kPrompt tokens at the end of its append: what a compaction to kBudget leaves.
+/// The result of compacting a prompt of kPrompt tokens to kBudget at the end of its append.
 struct CompactedPrompt {
   std::vector<std::int32_t> lengths, next_slots;
   std::vector<std::uint32_t> positions;
@@ -157,7 +157,7 @@ TEST_CASE("NVRTC compiles the walks of a registered policy and of a source, with
   CHECK(compiles(*leaky, {1, Tokens::exact, false, KVLAB_BF16}, 90));
 }
 
-TEST_CASE("what the device cannot compile is shown at the source's own line") {
+TEST_CASE("text that the device compiler refuses is reported at the source's line") {
   if (!has_nvrtc()) return skip("no NVRTC");
   PolicyEntry entry = *source_of("policies/mass/h2o.hpp", "h2o");
   PolicySource broken = *entry.source;
@@ -175,7 +175,7 @@ TEST_CASE("what the device cannot compile is shown at the source's own line") {
                           ContainsSubstring("\"sen\" is undefined"));
 }
 
-TEST_CASE("a policy source does on the device what it does on the host, to the bit", "[gpu]") {
+TEST_CASE("a policy source gives the host's bits on the device", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   const std::vector<Step> steps = make_steps();
   const std::vector<Observation> seen = make_observations(steps);
@@ -191,13 +191,13 @@ TEST_CASE("a policy source does on the device what it does on the host, to the b
     }
 }
 
-TEST_CASE("a policy source evicts on the device as on the host, fast and plainly", "[gpu]") {
+TEST_CASE("a policy source evicts on the device as on the host, fast and plain", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto& [header, policy] : std::span(kHeaders).first(3)) DYNAMIC_SECTION(policy) {
       const kernels::PolicyKernels compiled(source_of(header, policy));
       for (const auto& device : {kernels::observing_kernels(compiled.policy()),
                                  kernels::plain_kernels(compiled.policy())}) {
-        // The batch's host side is the registry's policy of that name.
+        // The batch's host side uses the registry's policy of that name.
         kernels::EvictingBatch batch(device,
                                      {.policy = policy, .sequences = 2, .prompt = 20, .steps = 60});
         const Stream stream;
@@ -211,7 +211,7 @@ TEST_CASE("a policy source evicts on the device as on the host, fast and plainly
     }
 }
 
-TEST_CASE("a policy source compacts a prompt as the compiled one does, to the bit", "[gpu]") {
+TEST_CASE("a policy source compacts a prompt with the bits of the built-in policy", "[gpu]") {
   if (!has_device()) return skip("no CUDA device");
   for (const auto& [header, policy] : std::span(kHeaders).first(3)) DYNAMIC_SECTION(policy) {
       const kernels::PolicyKernels compiled(source_of(header, policy));

@@ -1,4 +1,4 @@
-// policy.json: reads back, and refuses what would not run.
+// policy.json: it reads back, and a file that could not run is refused.
 #include "engine/evaluation/policy_file.hpp"
 
 #include <array>
@@ -31,7 +31,7 @@ PolicyFile h2o_file() {
 
 const CacheShape kShape{.layers = 2, .kv_heads = 2, .head_size = 64};
 
-/// What reading a good file, changed by `change`, is refused with; empty if it is read.
+/// The message that refuses a valid file after `change`; empty if it is read.
 template <class Change>
 std::string refusal(Change change) {
   const TemporaryFolder folder;
@@ -69,7 +69,7 @@ TEST_CASE("a policy file reads back as it was written") {
   CHECK(read_bytes(path) == before);
 }
 
-TEST_CASE("modifiers read back as they were written, and are there only where they modify") {
+TEST_CASE("modifiers read back as they were written, and are present only if they have an effect") {
   const TemporaryFolder folder;
   const auto path = folder / "policy.json";
   write_policy_file(path, h2o_file());
@@ -126,7 +126,7 @@ TEST_CASE("a budget in bytes reads back as it was written") {
   CHECK(resolve(read.cache, 1000, 0, {2, 2, 64}).budget_tokens == 256);
 }
 
-TEST_CASE("a tier plan reads back as it was written, and those who decode run it") {
+TEST_CASE("a tier plan reads back as it was written, and decoders run it") {
   const TemporaryFolder folder;
   PolicyFile file = h2o_file();
   file.cache.policy = parse_policy("h2o:tiers=16@16t+4@100%");
@@ -160,7 +160,7 @@ TEST_CASE("budgets may differ by layer and KV head, in the model's shape") {
                     ContainsSubstring("2 layers x 2 KV heads") && ContainsSubstring("3 x 2"));
 }
 
-TEST_CASE("a policy file that would not run is refused by file and key") {
+TEST_CASE("a policy file that could not run is refused with the file and the key") {
   REQUIRE(refusal([](json&) {}).empty());
   struct Bad {
     const char* pointer;
@@ -208,7 +208,7 @@ TEST_CASE("a policy file that would not run is refused by file and key") {
   CHECK(message.find('\n') == std::string::npos);
 }
 
-TEST_CASE("every key of a policy file but the record is needed") {
+TEST_CASE("every key of a policy file except the record is required") {
   for (const char* key : {"format", "policy", "params", "protected", "budget", "positions",
                           "prefill", "threshold", "model"})
     CHECK_THAT(refusal([&](json& file) { file.erase(key); }), ContainsSubstring(key));

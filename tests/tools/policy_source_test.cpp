@@ -1,4 +1,4 @@
-// A policy compiled while kvlab runs: found, checked, and the same as one that is built in.
+// A policy compiled at run time: it is found and checked, and behaves as a built-in one.
 #include "sim/source/policy_source.hpp"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
-/// The page's own example.
+/// The example of docs/guides/write-a-policy.md.
 std::string peak_text() {
   const std::string page = read_bytes(KVLAB_SOURCE_DIR "/docs/guides/write-a-policy.md");
   const std::size_t begin = page.find("```cpp\n// peak: ") + 7;
@@ -60,7 +60,7 @@ std::string compile_error(const std::string& text) {
 
 PolicyStruct found(std::string_view text) { return find_policy_struct(text, "my.hpp"); }
 
-/// The positions live after each of many steps with random observations.
+/// The live positions after each of many steps with random observations.
 std::vector<std::vector<std::uint32_t>> kept(const PolicySpec& spec) {
   std::mt19937 random(7);
   LiveSet live(spec, 24, {.seed = 3, .sequence = 1, .layer = 2, .kv_head = 0});
@@ -90,7 +90,7 @@ TEST_CASE("the policy of a header is the struct that declares kInfo") {
   CHECK(found(policy_text("baseline/random.hpp")).name == "kvlab::Random");
 }
 
-TEST_CASE("comments, literals and functions are not taken for structs") {
+TEST_CASE("comments, literals and functions are not mistaken for structs") {
   const PolicyStruct policy = found(
       "// struct Comment { PolicyInfo kInfo }\n"
       "/* struct Other { static constexpr PolicyInfo kInfo{}; */\n"
@@ -106,7 +106,7 @@ TEST_CASE("comments, literals and functions are not taken for structs") {
   CHECK(policy.line == 4);
 }
 
-TEST_CASE("no text is too long for the search of a struct") {
+TEST_CASE("the search for a struct handles texts of any length") {
   const std::string spaces(1'000'000, ' '), name(900'000, 'a'),
       info = " { static constexpr PolicyInfo" + spaces + "kInfo{}; };";
   CHECK(found("struct A" + spaces + info).name == "A");
@@ -127,7 +127,7 @@ TEST_CASE("a header without a kInfo names the struct that should have one") {
   CHECK_NOTHROW(found("struct A { /* never ends"));
 }
 
-TEST_CASE("a compiled policy does what the registry's does") {
+TEST_CASE("a compiled policy behaves as the registry's") {
   const auto entry = compiled(replaced(policy_text("mass/h2o.hpp"), "\"h2o\"", "\"mine\""));
   CHECK(entry->info.name == std::string("mine"));
   CHECK(entry->slot_bytes == 8);
@@ -139,7 +139,7 @@ TEST_CASE("a compiled policy does what the registry's does") {
   CHECK_FALSE(kept(mine) == kept(parse_policy("h2o:sinks=2:recent=50%")));
 }
 
-TEST_CASE("two texts of one struct live side by side") {
+TEST_CASE("two texts with the same struct name can be used together") {
   const auto lowest = compiled(peak_text());
   const auto highest = compiled(replaced(peak_text(), "return slot.most;", "return ~slot.most;"));
   const auto live = [](const auto& entry) {
@@ -156,7 +156,7 @@ TEST_CASE("parameters of a compiled policy are checked like any other's") {
         "policy leaky: unknown parameter 'kep'; did you mean 'keep'?");
 }
 
-TEST_CASE("a header's ranks are whole numbers or doubles, as its return type says") {
+TEST_CASE("a header's ranks are integers or doubles, as its return type says") {
   const std::string real = replaced(peak_text(), "std::uint64_t rank", "double rank");
   CHECK(compiled(peak_text())->rank_type == RankType::whole);
   const auto entry = compiled(replaced(real, "return slot.most;", "return -1.0 * slot.most;"));
@@ -167,7 +167,7 @@ TEST_CASE("a header's ranks are whole numbers or doubles, as its return type say
   CHECK(live.ranks(2).keys == std::vector{rank_key(-3.0), rank_key(-8.0)});
 }
 
-TEST_CASE("a mistake is shown at the header's own line") {
+TEST_CASE("an error is reported at the header's line") {
   const std::string broken = compile_error(replaced(peak_text(), "= seen.mass >", "= sen.mass >"));
   CHECK(broken.starts_with("my.hpp: does not compile\n"));
   CHECK_THAT(broken, ContainsSubstring("\nmy.hpp:32:17: error: "));
@@ -175,7 +175,7 @@ TEST_CASE("a mistake is shown at the header's own line") {
   CHECK_THAT(broken, !ContainsSubstring("entry.cpp"));
 }
 
-TEST_CASE("what check_policy says comes through, at the struct's line") {
+TEST_CASE("messages of check_policy are shown, at the struct's line") {
   CHECK(
       compile_error(replaced(peak_text(), "void observe", "void obsrve")) ==
       "my.hpp: does not compile\n"
@@ -197,7 +197,7 @@ TEST_CASE("what check_policy says comes through, at the struct's line") {
       ContainsSubstring("error: policy: weight() must be constexpr"));
 }
 
-TEST_CASE("what check_policy says comes through from clang, which warns of GCC's options") {
+TEST_CASE("messages of check_policy are shown with clang, which warns about GCC's options") {
   const std::string log =
       "clang: warning: argument unused during compilation: '-fmax-errors=20' "
       "[-Wunused-command-line-argument]\n"
@@ -207,14 +207,14 @@ TEST_CASE("what check_policy says comes through from clang, which warns of GCC's
         "\nmy.hpp:15: error: policy: a check");
 }
 
-TEST_CASE("a policy's own mistake is shown without what follows from it") {
+TEST_CASE("a policy's error is shown without the errors that follow from it") {
   const std::string broken =
       compile_error(replaced(peak_text(), "std::uint64_t rank", "std::uint64 rank"));
   CHECK_THAT(broken, ContainsSubstring("\nmy.hpp:34:"));
   CHECK_THAT(broken, !ContainsSubstring("policy: needs"));
 }
 
-TEST_CASE("functions of the mathematical library are refused by name") {
+TEST_CASE("functions of the math library are refused by name") {
   const auto refused = [](const std::string& call) {
     return compile_error("#include <cmath>\n" +
                          replaced(peak_text(), "return slot.most;", "return " + call + ";"));
@@ -224,7 +224,7 @@ TEST_CASE("functions of the mathematical library are refused by name") {
   CHECK_THAT(refused("std::log(1.0f + float(slot.most))"), ContainsSubstring(": calls logf; "));
 }
 
-TEST_CASE("names of kvlab's own are taken") {
+TEST_CASE("names that kvlab uses are refused") {
   CHECK(compile_error(replaced(peak_text(), "\"peak\"", "\"h2o\"")) ==
         "my.hpp: kInfo.name 'h2o' is taken by a policy of kvlab; give another");
   CHECK_THAT(compile_error(replaced(peak_text(), "\"peak\"", "\"oracle_attention\"")),
@@ -233,7 +233,7 @@ TEST_CASE("names of kvlab's own are taken") {
              ContainsSubstring("should be letters, digits and underscores"));
 }
 
-TEST_CASE("a path with odd characters is a path like any other") {
+TEST_CASE("a path with unusual characters works") {
   const TemporaryFolder folder;
   const auto path = folder / "my \"odd\\ {0}.hpp";
   write_bytes(path, peak_text());
@@ -254,7 +254,7 @@ TEST_CASE("without a compiler the error says what to do") {
       "a C++20 compiler, or name one in the environment's CXX");
 }
 
-TEST_CASE("a policy file names the source, and runs from that text alone") {
+TEST_CASE("a policy file contains the source, and runs from that text only") {
   const TemporaryFolder folder;
   const auto path = folder / "policy.json";
   const auto entry = compiled(peak_text());
@@ -276,7 +276,7 @@ TEST_CASE("a policy file names the source, and runs from that text alone") {
   CHECK_THAT(refusal(renamed), ContainsSubstring("is leak"));
 }
 
-TEST_CASE("a Python function is no source: its run says what to write instead") {
+TEST_CASE("a Python function is not a source: the error says what to write instead") {
   for (const std::string path : {"notes/dep.py", "<stdin>"})
     for (const CompiledPolicies& given :
          {CompiledPolicies{}, CompiledPolicies(compiled(peak_text()))})

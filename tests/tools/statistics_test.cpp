@@ -1,4 +1,4 @@
-// Ranks, quantiles, and the bootstrap.
+// Ranks, quantiles and the bootstrap.
 #include "engine/evaluation/statistics.hpp"
 
 #include <cmath>
@@ -29,13 +29,13 @@ TEST_CASE("A quantile lies between its neighbours in proportion") {
   CHECK(std::isnan(quantile({}, 0.5)));
 }
 
-TEST_CASE("The spread of one text is not known") {
+TEST_CASE("One text gives no spread") {
   CHECK(spread_of(Values{1, 3}).mean == 2);
   CHECK(spread_of(Values{1, 3}).deviation == Approx(std::sqrt(2.0)));
   CHECK(std::isnan(spread_of(Values{1}).deviation));
 }
 
-TEST_CASE("Items drawn anew give the percentiles of a statistic") {
+TEST_CASE("Resampled items give the percentiles of a statistic") {
   Values items(100);
   std::iota(items.begin(), items.end(), 0.0);
   const auto mean = [&](std::span<const std::size_t> which) {

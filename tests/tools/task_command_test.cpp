@@ -1,4 +1,4 @@
-// `kvlab task`: its tables, and one line for what is wrong.
+// `kvlab task`: its tables, and its one-line errors.
 #include <filesystem>
 #include <stdexcept>
 
@@ -21,7 +21,7 @@ const std::string kTask =
     "--max-new-tokens 2 --query-aware ";
 const std::string kQuestion = kTask + "--model " + kTiny;
 
-TEST_CASE("A run leaves a metric a row, an answer a row, and what was asked") {
+TEST_CASE("A run writes a row per metric, a row per answer, and the questions") {
   const test::TemporaryFolder folder;
   const std::string out = (folder / "run").string();
   CHECK(
@@ -37,7 +37,7 @@ TEST_CASE("A run leaves a metric a row, an answer a row, and what was asked") {
     CHECK((*fields)[0] == "needle:keys=4:values=1");
     CHECK((*fields)[7] == "query-agnostic");
   }
-  CHECK(rows == 1 + 5 * 2 * 2 * 2);  // configurations, lengths, depths, draws
+  CHECK(rows == 1 + 5 * 2 * 2 * 2);  // configurations, lengths, depths, samples
   const std::string metrics = read_text_file(out + "/task.csv", 1 << 20);
   CHECK(metrics.find("window,sinks=0:recent=0,24,dense,original,0,query-agnostic,20,100%,"
                      "exact_match,") != std::string::npos);
@@ -47,7 +47,7 @@ TEST_CASE("A run leaves a metric a row, an answer a row, and what was asked") {
   CHECK_THROWS_AS(call("task recall --model " + kTiny + " --out " + out), std::runtime_error);
 }
 
-TEST_CASE("The questions of a run are captured into a folder that is made") {
+TEST_CASE("The questions of a run are captured into a new folder") {
   const test::TemporaryFolder folder;
   const std::string line = kQuestion + " --capture " + (folder / "traces").string();
   CHECK(call(line) == 0);
@@ -55,7 +55,7 @@ TEST_CASE("The questions of a run are captured into a folder that is made") {
   CHECK_THROWS_AS(call(line), std::runtime_error);
 }
 
-TEST_CASE("Folders are made where there are none above them") {
+TEST_CASE("Missing parent folders are created") {
   const test::TemporaryFolder folder;
   const auto out = folder / "no" / "run", traces = folder / "no" / "such" / "traces";
   CHECK(call(kQuestion + " --out " + out.string() + " --capture " + traces.string()) == 0);
@@ -63,7 +63,7 @@ TEST_CASE("Folders are made where there are none above them") {
   CHECK(std::filesystem::exists(out / "task.json"));
 }
 
-TEST_CASE("A folder that something else fills is left alone, and refused for answers") {
+TEST_CASE("A folder with other contents is not changed, and refused for answers") {
   const test::TemporaryFolder folder;
   const std::string out = (folder / "out").string(), capture = (folder / "capture").string();
   for (const std::string& path : {out, capture})
@@ -75,7 +75,7 @@ TEST_CASE("A folder that something else fills is left alone, and refused for ans
     CHECK(std::filesystem::exists(path + ".part/trace"));
 }
 
-TEST_CASE("What a task of something else has left is named, and thrown away if that is requested") {
+TEST_CASE("Files that a different task has left are named, and deleted on request") {
   const test::TemporaryFolder folder;
   const std::string out = (folder / "run").string();
   std::filesystem::create_directory(out + ".part");
@@ -99,7 +99,7 @@ TEST_CASE("A folder for tables in one for traces is refused, and the other way r
   }
 }
 
-TEST_CASE("What is wrong is named, with what would be right") {
+TEST_CASE("Errors name what is wrong and what is expected") {
   for (const auto& [words, says] : std::vector<std::pair<std::string, std::string>>{
            {"", "--task: missing; "},
            {"pass --model " + kTiny, "task: \"pass\" should be passkey, needle or recall"},

@@ -20,9 +20,9 @@ bool is_valid(const std::string& text) {
 
 }  // namespace
 
-TEST_CASE("Streams that somebody has kept outlive the terminal") {
+TEST_CASE("Streams that are still referenced outlive the terminal") {
   std::FILE *out = nullptr, *error = nullptr;
-  mallopt(M_PERTURB, 0xa5);  // what is freed is overwritten
+  mallopt(M_PERTURB, 0xa5);  // freed memory is overwritten
   {
     const kvlab::Terminal terminal;
     out = stdout;
@@ -35,7 +35,7 @@ TEST_CASE("Streams that somebody has kept outlive the terminal") {
   mallopt(M_PERTURB, 0);
 }
 
-TEST_CASE("A character that may still be completed is kept back") {
+TEST_CASE("A character that may still be completed is held back") {
   const std::string whole = GENERATE("\xc3\xa9", "\xe2\x82\xac", "\xed\x9f\xbf", "\xf0\x9f\x98\x80",
                                      "\xf4\x8f\xbf\xbf", "\xe0\xa4\xb9");
   for (std::size_t cut = 1; cut < whole.size(); ++cut) {
@@ -61,7 +61,7 @@ TEST_CASE("Bytes that cannot be part of a character become U+FFFD") {
   CHECK(take_utf8(bytes, true) == bad + bad);
 }
 
-TEST_CASE("Streamed text is the text, in whole characters") {
+TEST_CASE("Streamed text equals the text, in whole characters") {
   const Tokenizer tokenizer =
       Tokenizer::load(KVLAB_SOURCE_DIR "/engine/models/tiny/tokenizer.json");
   std::string text;
@@ -79,7 +79,7 @@ TEST_CASE("Streamed text is the text, in whole characters") {
   CHECK(streamed + stream.finish() == text);
 }
 
-TEST_CASE("A prompt's ids are AutoTokenizer's, but that no first token is put before another") {
+TEST_CASE("A prompt's ids equal AutoTokenizer's, except that a first token is not added twice") {
   const std::string root = KVLAB_SOURCE_DIR "/";
   const auto cases = nlohmann::json::parse(
       std::ifstream(root + "tests/data/tokenizer/cases.json", std::ios::binary));

@@ -21,7 +21,7 @@ std::string write(const test::TemporaryFolder& folder, Mistake mistake) {
   return path.string();
 }
 
-TEST_CASE("A right trace exits 0 from info and verify, with and without --json") {
+TEST_CASE("info and verify exit 0 for a correct trace, with and without --json") {
   const test::TemporaryFolder folder;
   const std::string path = write(folder, Mistake::none);
   CHECK(call("trace info " + path) == 0);
@@ -30,7 +30,7 @@ TEST_CASE("A right trace exits 0 from info and verify, with and without --json")
   CHECK(call("trace verify " + path + " --json --threads 2") == 0);
 }
 
-TEST_CASE("A trace that does not verify exits 1, also where an error is not a number") {
+TEST_CASE("verify exits 1 for a wrong trace, also if an error is NaN") {
   for (const Mistake mistake : {Mistake::scale, Mistake::nan_output}) {
     const test::TemporaryFolder folder;
     const std::string path = write(folder, mistake);
@@ -51,7 +51,7 @@ TEST_CASE("An unfinished trace is refused until it is sealed") {
   CHECK_THROWS_AS(call("trace seal " + path), std::runtime_error);
 }
 
-TEST_CASE("A missing or unknown action is named with what would be right") {
+TEST_CASE("A missing or unknown action is named with what is expected") {
   CHECK_THROWS_MATCHES(
       call("trace verify"), std::invalid_argument,
       Message("an action and one trace are expected: kvlab trace info|verify|seal TRACE"));

@@ -1,4 +1,4 @@
-// The sweep, successive halving, and the whole of `kvlab tune`.
+// The sweep, successive halving, and all of `kvlab tune`.
 #include "engine/evaluation/tune/tune.hpp"
 
 #include <algorithm>
@@ -16,14 +16,14 @@
 namespace kvlab {
 namespace {
 
-TEST_CASE("A bare name stands for its variants, and settings for themselves") {
+TEST_CASE("A bare name stands for its variants; a name with settings stands for itself") {
   std::vector<std::string> texts;
   for (const PolicySpec& spec : policy_variants("h2o", 64, {})) texts.push_back(spec.text());
   CHECK(texts.size() == 8);
   CHECK(std::ranges::find(texts, "h2o:sinks=4:recent=90%") != texts.end());
   CHECK(std::ranges::find(texts, "h2o:sinks=0:recent=50%") != texts.end());
-  CHECK(policy_variants("lru", 64, {}).size() == 10);    // its default protects nothing recent
-  CHECK(policy_variants("window", 64, {}).size() == 2);  // the oldest are evicted first anyway
+  CHECK(policy_variants("lru", 64, {}).size() == 10);    // by default it protects no recent tokens
+  CHECK(policy_variants("window", 64, {}).size() == 2);  // it evicts the oldest tokens in any case
   REQUIRE(policy_variants("h2o:recent=10%", 64, {}).size() == 1);
   CHECK(policy_variants("h2o:recent=10%", 64, {})[0].text() == "h2o:sinks=0:recent=10%");
   CHECK(policy_variants("h2o", 4, {}).size() == 4);  // four sinks do not fit
@@ -32,7 +32,7 @@ TEST_CASE("A bare name stands for its variants, and settings for themselves") {
   const auto names = tunable_policies({});
   CHECK(std::ranges::find(names, "random") == names.end());
   CHECK(std::ranges::find(names, "h2o") != names.end());
-  // The policy's own protected tokens, beside those that all policies are tried with.
+  // The policy's default protected tokens, and those that are tried with all policies.
   texts.clear();
   for (const PolicySpec& spec : policy_variants("nacl", 200, {})) texts.push_back(spec.text());
   CHECK(std::ranges::find(texts, parse_policy("nacl").text()) != texts.end());
@@ -40,7 +40,7 @@ TEST_CASE("A bare name stands for its variants, and settings for themselves") {
   CHECK(std::ranges::find(texts, parse_policy("roco:sinks=4").text()) != texts.end());
 }
 
-TEST_CASE("The standard tier plans hold 16 bit, and each can be read") {
+TEST_CASE("The standard tier plans include 16 bits, and each can be parsed") {
   std::vector<std::string> texts;
   for (const char* const text : kStandardTierPlans) texts.push_back(parse_tier_plan(text).text());
   CHECK(parse_tier_plan(kStandardTierPlans[0]).is_plain());
@@ -61,15 +61,14 @@ TEST_CASE("Parameters are tried around their defaults, within their range") {
   CHECK(near(0, 0, 10) == std::vector<double>{0});
 }
 
-TEST_CASE("Rounds take a quarter of the texts, as many again, then the rest") {
+TEST_CASE("Rounds use a quarter of the texts, another quarter, then the rest") {
   using Rounds = std::vector<std::vector<std::size_t>>;
   CHECK(halving_texts(1) == Rounds{{0}});
   CHECK(halving_texts(3) == Rounds{{0}, {1}, {2}});
   CHECK(halving_texts(8) == Rounds{{0, 1}, {2, 3}, {4, 5, 6, 7}});
 }
 
-/// KL by token of configurations whose means are given, with noise that all of them share, and
-/// noise of their own.
+/// KL by token for configurations with given means, with shared noise and separate noise.
 HalvingRunner invented(const std::vector<double>& means, double own = 0.05) {
   return [means, own](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
@@ -85,10 +84,11 @@ HalvingRunner invented(const std::vector<double>& means, double own = 0.05) {
   };
 }
 
-TEST_CASE("Successive halving ends with the best ahead, at a quarter of the work") {
+TEST_CASE("Successive halving finds the best configuration with a quarter of the work") {
   std::vector<double> means(40);
   for (std::size_t i = 0; i < means.size(); ++i)
-    means[i] = 1 + 0.05 * std::fabs(static_cast<double>(i) - 5);  // the offline replay's sixth
+    means[i] =
+        1 + 0.05 * std::fabs(static_cast<double>(i) - 5);  // the offline replay ranks it sixth
   const Halving halving = successive_halving(
       {.configurations = 40, .lengths = std::vector<std::uint64_t>(8, 1024)}, invented(means));
   CHECK(halving.first == std::vector<std::size_t>{5});
@@ -101,7 +101,7 @@ TEST_CASE("Successive halving ends with the best ahead, at a quarter of the work
   CHECK(halving.rounds.front().entries.front().configuration == 5);
 }
 
-TEST_CASE("Successive halving stops where more text would not tell those that are left apart") {
+TEST_CASE("Successive halving stops if more text would not make the rest significantly different") {
   const std::vector<double> means{1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
   const Halving halving = successive_halving(
       {.configurations = 16, .lengths = std::vector<std::uint64_t>(4, 1024)}, invented(means, 0.5));
@@ -113,9 +113,9 @@ TEST_CASE("Successive halving stops where more text would not tell those that ar
   CHECK(halving.rounds.size() == 1);
 }
 
-TEST_CASE("Successive halving goes on where more text may tell those that are left apart") {
-  // A lead within its interval after two texts, but not within what the interval would be after
-  // all.
+TEST_CASE("Successive halving continues if more text may make the rest significantly different") {
+  // A lead that is within the interval after two texts, but would exceed the interval after all
+  // texts.
   const std::vector<double> means{1, 1.03, 3, 3, 3, 3, 3, 3};
   const HalvingRunner run = [&](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
@@ -131,7 +131,8 @@ TEST_CASE("Successive halving goes on where more text may tell those that are le
   CHECK(halving.rounds.size() > 1);
   CHECK(halving.end != HalvingEnd::alike);
 
-  // Too few tokens of one text say nothing at all; two texts that are equal say that others may be.
+  // Too few tokens of one text give no interval; two equal texts suggest that other texts may be
+  // equal too.
   const Halving brief =
       successive_halving({.configurations = 3, .lengths = {2, 2, 2}},
                          [](std::size_t, std::span<const std::size_t> configurations) {
@@ -145,7 +146,8 @@ TEST_CASE("A small lead on the first text decides nothing") {
   const HalvingRunner run = [](std::size_t text, std::span<const std::size_t> configurations) {
     std::vector<std::vector<double>> scores;
     for (const std::size_t configuration : configurations) {
-      // The first is 2% better on two texts and 10% worse on the others; all others are far behind.
+      // The first is 2% better on two texts and 10% worse on the others; all other configurations
+      // are far worse.
       const double mean = configuration > 1 ? 3 : configuration == 1 ? 1.02 : text < 2 ? 1.0 : 1.12;
       scores.emplace_back(1024, mean);
     }
@@ -157,8 +159,8 @@ TEST_CASE("A small lead on the first text decides nothing") {
   CHECK(halving.first == std::vector<std::size_t>{1});
 }
 
-TEST_CASE("Configurations that the work limit dropped are not called significantly worse") {
-  std::vector<double> means;  // behind by too little to leave, and by enough to go on
+TEST_CASE("Configurations dropped by the work limit are not called significantly worse") {
+  std::vector<double> means;  // too little worse to be eliminated, enough to continue
   for (std::size_t i = 0; i < 24; ++i) means.push_back(1 + 0.02 * static_cast<double>(i % 3));
   const Halving halving = successive_halving(
       {.configurations = 24, .lengths = std::vector<std::uint64_t>(4, 1024)}, invented(means));
@@ -172,7 +174,7 @@ TEST_CASE("Configurations that the work limit dropped are not called significant
   CHECK(next == halving.rounds[1].entries.size());
 }
 
-TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
+TEST_CASE("Tuning the bundled model gives a policy file with its evidence") {
   const std::filesystem::path directory = KVLAB_SOURCE_DIR "/engine/models/tiny";
   const Model model = Model::load(directory, 2);
   const auto backend = cpu_backend(model, 2);
@@ -200,7 +202,7 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(tuning.finalists.front() == tuning.judged_configs[tuning.recommendation.choice]);
   REQUIRE(tuning.evaluated.size() == 1);
   CHECK(tuning.evaluated[0].samples() == 5);
-  // Of every policy somebody answers, and all that are near in KL.
+  // At least one variant of every policy is evaluated, and all that are close in KL.
   for (const char* policy : {"window", "lru", "h2o", "sink"})
     CHECK(std::ranges::any_of(tuning.finalists, [&](std::size_t config) {
       return request.sweep[config].policy.name == policy;
@@ -227,11 +229,12 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(read.run["recommendation"]["warnings"].dump().find("tokens were scored") !=
         std::string::npos);
 
-  // By what successive halving says: the winner's KL beats or ties every other of the last round.
+  // By the result of successive halving, the winner's KL is not higher than any other of the last
+  // round.
   const auto& entries = tuning.halving.rounds.back().entries;
   for (const HalvingEntry& entry : entries) CHECK(entry.kl >= entries.front().kl);
 
-  // Those that keep what they decode are over budget: they do not take part.
+  // Configurations that keep all decoded tokens are over budget, so they do not take part.
   TuneRequest alike = request;
   alike.task_accuracy.tasks.clear();
   alike.sweep.clear();
@@ -246,7 +249,7 @@ TEST_CASE("Tuning the bundled model: a policy file with its evidence") {
   CHECK(evidence["over_budget"].size() == 2);
   CHECK(evidence["recommendation"]["note"] == "Task accuracy was not measured.");
   CHECK(evidence["criteria"]["why"] == "task accuracy was not measured");
-  // Where all do, they take part.
+  // If all configurations do so, they take part.
   alike.sweep.resize(2);
   CHECK(tune(*backend, layer_sweep_runner(model), sketch, tokenizer, alike).over_budget.empty());
 

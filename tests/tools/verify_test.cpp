@@ -1,4 +1,4 @@
-// The decoder's evictions against the simulator's, on the bundled model.
+// The decoder's evictions compared with the simulator's, on the bundled model.
 #include "engine/evaluation/verify.hpp"
 
 #include <cmath>
@@ -64,7 +64,8 @@ void check(Backend& backend, const ResolvedConfig& options, const std::vector<Ve
   CHECK(report.first_difference == "");
   CHECK(report.worst_mass <= 1e-5);
   CHECK(report.wrong_requests == 0);
-  // A near tie. Heads that share slots part by one of another head, which moves their budgets.
+  // A near tie. Heads that share slots may also part after a near tie in another head, which
+  // changes budgets.
   for (const Parting& parting : report.partings)
     CHECK((parting.margin <= 1e-5 || options.shares_slots()));
   CHECK(report.heads == 8);
@@ -72,7 +73,7 @@ void check(Backend& backend, const ResolvedConfig& options, const std::vector<Ve
   if (options.policy.entry->info.needs != Needs::nothing) CHECK(report.observations > 0);
 }
 
-TEST_CASE("The engine and the simulator evict the same tokens, whatever is requested") {
+TEST_CASE("The engine and the simulator evict the same tokens for every configuration") {
   const auto backend = cpu_backend(model(), 2);
   const CacheShape heads = backend->config().heads();
   test::Choices choices{
@@ -109,7 +110,7 @@ TEST_CASE("A policy that needs mass and requests is verified by both") {
           two_turns(40));
 }
 
-/// The bundled model with another number in its config.json.
+/// Writes the bundled model with one number in config.json changed.
 void write_changed_model(const std::filesystem::path& folder, const char* key, double value) {
   std::filesystem::create_directories(folder);
   for (const char* file : {"model.safetensors", "tokenizer.json"})
@@ -126,12 +127,12 @@ ResolvedConfig fault_config(const char* policy) {
   return resolve({.policy = parse_policy(policy), .budget = parse_budget("64")}, 400);
 }
 
-/// Attention of layer 2 that is broken in some way: (d) finds it, and the others hold.
+/// Breaks the attention of layer 2 in several ways: check (d) finds it, and the other checks pass.
 void check_output_faults(Backend& backend) {
   constexpr std::uint32_t broken = 2;
   const auto turns = two_turns(20);
   const std::size_t width =
-      std::size_t{backend.config().query_heads} * backend.config().head_size;  // of a token
+      std::size_t{backend.config().query_heads} * backend.config().head_size;  // per token
   std::vector<float> last;
   const std::vector<std::pair<const char*, test::Fault>> faults{
       {"writes nothing", [](auto, std::span<float> out) { std::ranges::fill(out, 0.0f); }},
@@ -170,7 +171,7 @@ void check_output_faults(Backend& backend) {
     }
 }
 
-/// A decoder that computes something else than its model says.
+/// Checks a decoder that differs from its model.
 void check_model_faults(
     Backend& backend,
     const std::function<std::unique_ptr<Backend>(const std::filesystem::path&)>& load) {
@@ -196,7 +197,7 @@ void check_model_faults(
     CHECK(normed.outputs.right());
     CHECK(!normed.logits.right());
 
-    // Only the decoder that nothing watches, which others run.
+    // Only the decoder without observer differs.
     test::FaultyBackend alone(backend, backend, *rope);
     const VerifyReport other = report_of(alone, config, turns);
     CHECK(!other.ok());
@@ -205,11 +206,11 @@ void check_model_faults(
   }
 }
 
-TEST_CASE("verify finds attention that is broken in one layer, whatever the policy observes") {
+TEST_CASE("verify finds broken attention in one layer for every kind of policy") {
   check_output_faults(*cpu_backend(model(), 2));
 }
 
-TEST_CASE("verify finds a decoder that computes something else than its model says") {
+TEST_CASE("verify finds a decoder that differs from its model") {
   check_model_faults(*cpu_backend(model(), 2), [](const std::filesystem::path& folder) {
     return cpu_backend(Model::load(folder, 2), 2);
   });
@@ -234,7 +235,7 @@ TEST_CASE("verify finds broken attention and broken models on a device", "[gpu]"
   check_model_faults(*backend, load);
 }
 
-TEST_CASE("verify holds on a device, on every tier and in every mode", "[gpu]") {
+TEST_CASE("verify passes on a device, for every tier and mode", "[gpu]") {
   if (!has_cuda_device()) return skip("no CUDA device");
   const auto backend = load_backend(Device::cuda, kModel, 2);
   const auto turns = two_turns(40);

@@ -1,4 +1,4 @@
-// Extras of a trace, as tests add them.
+// Extras of a trace, as tests write them.
 #pragma once
 
 #include "traces/extras.hpp"
@@ -8,7 +8,7 @@ namespace kvlab::test {
 using kvlab::write_feature;
 using kvlab::write_gradients;
 
-/// Makes a trace of format 1 one of format 2, without extras.
+/// Converts a trace of format 1 to format 2, without extras.
 void make_format_2(const std::filesystem::path& directory);
 
 }  // namespace kvlab::test

@@ -1,4 +1,4 @@
-// Extras of format 2: what is written is read, what is damaged is named, what is killed is kept.
+// Extras of format 2: they read back, damage is named, and a killed capture keeps them.
 #include "traces/extras.hpp"
 
 #include <cmath>
@@ -61,7 +61,7 @@ std::filesystem::path write_whole(const TemporaryFolder& folder, float worst = 0
   return folder / "t";
 }
 
-TEST_CASE("Residual norms, the sketch and passages are read as they were written") {
+TEST_CASE("Residual norms, the sketch and passages read back as they were written") {
   const TemporaryFolder folder;
   const TraceReader trace = open_verified_trace(write_whole(folder), 1);
   REQUIRE(trace.has_residuals());
@@ -81,7 +81,7 @@ TEST_CASE("Residual norms, the sketch and passages are read as they were written
   CHECK(half[32 + 3] == std::sqrt(2.0f) * all[64 + 3]);
 }
 
-TEST_CASE("A sketch's numbers are normal") {
+TEST_CASE("A sketch's numbers are normally distributed") {
   double sum = 0, squares = 0;
   constexpr int kCount = 100'000;
   for (int i = 0; i < kCount; ++i) {
@@ -92,7 +92,7 @@ TEST_CASE("A sketch's numbers are normal") {
   CHECK(std::abs(squares / kCount - 1) < 0.02);
 }
 
-TEST_CASE("A sketch whose file names no seed has the manifest's") {
+TEST_CASE("A sketch without a seed in its file has the manifest's seed") {
   const TemporaryFolder folder;
   const auto path = write_whole(folder);
   const auto file = SafetensorsFile::open(path / "output.safetensors");
@@ -155,7 +155,7 @@ TEST_CASE("A residual norm that no decoder computed does not verify") {
   }
 }
 
-/// Element i of a layer is i, counted through the layers and files.
+/// Element i of a layer has value i, counted through the layers and files.
 std::filesystem::path write_with_gradients(const TemporaryFolder& folder,
                                            std::uint32_t gradient_samples) {
   const auto path = write_whole(folder);
@@ -164,7 +164,7 @@ std::filesystem::path write_with_gradients(const TemporaryFolder& folder,
   return path;
 }
 
-TEST_CASE("Gradients are read as they were written, times their scale") {
+TEST_CASE("Gradients read back as they were written, times their scale") {
   const TemporaryFolder folder;
   const TraceReader trace = open_verified_trace(write_with_gradients(folder, 3), 2);
   REQUIRE(trace.gradient_samples() == 3);
@@ -172,7 +172,7 @@ TEST_CASE("Gradients are read as they were written, times their scale") {
   CHECK(trace.gradient_samples(Queries::all) == 0);
   const ModelShape& shape = trace.shape();
   const std::size_t size = shape.head_size, heads = shape.query_heads;
-  const std::vector<std::uint32_t> positions{3, 1022, 1023, 1024, 1026};  // of both files
+  const std::vector<std::uint32_t> positions{3, 1022, 1023, 1024, 1026};  // in both files
   const std::size_t stride = size + 5;
   std::vector<float> rows(positions.size() * stride, -1);
   trace.gradient(1, 2, 1, positions, rows.data(), stride);
@@ -193,7 +193,7 @@ TEST_CASE("Gradients are read as they were written, times their scale") {
   CHECK_THROWS(trace.gradient(0, 0, 0, std::vector<std::uint32_t>{kTokens}, rows.data(), stride));
 }
 
-TEST_CASE("Gradients of before their queries were recorded are those of decoded queries") {
+TEST_CASE("Gradients without recorded queries count as gradients of decoded queries") {
   const TemporaryFolder folder;
   const auto path = write_with_gradients(folder, 2);
   json manifest = json::parse(read_bytes(path / "manifest.json"));
@@ -250,7 +250,7 @@ TEST_CASE("A gradient that is not finite does not verify") {
   const TemporaryFolder folder;
   const auto path = write_whole(folder);
   const ModelShape& shape = two_shards().header.shape;
-  // Of the first file, layer 1, gradient sample 1, query head 2, token 17.
+  // In the first file: layer 1, gradient sample 1, query head 2, token 17.
   const std::size_t size = shape.head_size,
                     wrong = (((std::size_t{2} + 1) * shape.query_heads + 2) * 1024 + 17) * size + 1;
   std::size_t next = 0;
@@ -265,8 +265,8 @@ TEST_CASE("A gradient that is not finite does not verify") {
           ContainsSubstring("token 17"));
 }
 
-/// What opening says once the first file's gradients, in `dtype`, are to be multiplied with
-/// `scale`.
+/// The error of opening a trace after the scale of the first file's gradients, in `dtype`, is set
+/// to `scale`.
 std::string error_of_scale(Dtype dtype, float scale) {
   const TemporaryFolder folder;
   const Sample s = make_sample(16, dtype, Rounding::none);
@@ -305,7 +305,7 @@ TEST_CASE("A scale that could make a finite gradient infinite is refused by name
              refused("2; a positive number up to 1 is expected for gradients in float32"));
 }
 
-TEST_CASE("A trace that is sealed again has no gradients: they are of the whole") {
+TEST_CASE("Sealing a trace again drops its gradients, because they need the whole trace") {
   const TemporaryFolder folder;
   const auto path = write_with_gradients(folder, 1);
   std::filesystem::remove(path / "manifest.json");
@@ -316,7 +316,6 @@ TEST_CASE("A trace that is sealed again has no gradients: they are of the whole"
 }
 
 // --- features
-// ---------------------------------------------------------------------------------------
 
 std::filesystem::path write_with_features(const TemporaryFolder& folder) {
   write_trace(folder / "t", two_shards(), kTokens);
@@ -327,7 +326,7 @@ std::filesystem::path write_with_features(const TemporaryFolder& folder) {
   return folder / "t";
 }
 
-TEST_CASE("Features are read as they were written, by layer, KV head and token") {
+TEST_CASE("Features read back as they were written, by layer, KV head and token") {
   const TemporaryFolder folder;
   const TraceReader trace = open_verified_trace(write_with_features(folder), 1);
   CHECK(trace.has_feature("score"));
@@ -340,7 +339,7 @@ TEST_CASE("Features are read as they were written, by layer, KV head and token")
   CHECK_THROWS_AS(trace.feature("other", 0, 0, values.data()), std::logic_error);
 }
 
-TEST_CASE("A feature of another shape, with a value that is not finite, or not there is named") {
+TEST_CASE("A feature that is missing, has another shape or is not finite is named") {
   const TemporaryFolder folder;
   const auto path = write_with_features(folder);
   const std::string manifest = read_bytes(path / "manifest.json");
@@ -385,7 +384,7 @@ TEST_CASE("A feature of another shape, with a value that is not finite, or not t
              ContainsSubstring("layers.0.column.score") && ContainsSubstring("1099"));
 }
 
-TEST_CASE("A trace that is sealed again has no features: they are of the whole") {
+TEST_CASE("Sealing a trace again drops its features, because they need the whole trace") {
   const TemporaryFolder folder;
   const auto path = write_with_features(folder);
   std::filesystem::remove(path / "manifest.json");

@@ -19,10 +19,10 @@ using Catch::Matchers::ContainsSubstring;
 using test::read_bytes;
 using test::TemporaryFolder;
 
-TEST_CASE("What is being written has a name that was not there and that cannot be predicted") {
+TEST_CASE("A file that is being written has a new and unpredictable name") {
   const TemporaryFolder folder;
   write_file_atomically(folder / "theirs", "theirs");
-  std::filesystem::create_symlink("theirs", folder / "t.part");  // as names were once made
+  std::filesystem::create_symlink("theirs", folder / "t.part");  // the name that was once used
   std::set<std::string> names;
   for (int i = 0; i < 20; ++i) {
     const AtomicFile file(folder / "t");
@@ -40,9 +40,8 @@ TEST_CASE("What is being written has a name that was not there and that cannot b
   CHECK(finished_name(".01234567.part") == ".01234567");
 }
 
-TEST_CASE(
-    "Of many folders of one name that are begun at once, one goes on and the others are refused",
-    "[threads]") {
+TEST_CASE("If many processes begin one folder, one continues and the others are refused",
+          "[threads]") {
   constexpr int kRounds = 50, kAtOnce = 4;
   const TemporaryFolder folder;
   for (int round = 0; round < kRounds; ++round) {
@@ -54,7 +53,7 @@ TEST_CASE(
       const std::string error = test::error_of([&] {
         AtomicFolder one(path);
         ++made;
-        while (made + refused < kAtOnce) continue;  // so that none is gone before all have tried
+        while (made + refused < kAtOnce) continue;  // all try before one is gone
       });
       if (!error.empty()) ++refused;
     };
@@ -66,8 +65,7 @@ TEST_CASE(
   CHECK(test::names_in(folder.path()).empty());
 }
 
-TEST_CASE(
-    "A file is claimed by one at a time; what a killed process left claims nothing, and goes") {
+TEST_CASE("One process at a time claims a file; a killed process's claim is void and removed") {
   const TemporaryFolder folder;
   write_file_atomically(folder / "out.part", "theirs");
   std::filesystem::create_directories(folder / "out.00000001.part" / "in it");
@@ -85,10 +83,11 @@ TEST_CASE(
   std::vector<std::string> names = test::names_in(folder.path());
   std::erase_if(names, [](const std::string& name) { return name.ends_with(".part"); });
   CHECK(names == std::vector<std::string>{"out"});
-  CHECK(test::names_in(folder.path()).size() == 4);  // the link, which is not ours, and the claim
+  // the link, which is not kvlab's, and the claim
+  CHECK(test::names_in(folder.path()).size() == 4);
 }
 
-TEST_CASE("A folder that a killed process left does not stand in the way of the next, and goes") {
+TEST_CASE("A folder that a killed process left does not block the next, and is removed") {
   const TemporaryFolder folder;
   std::filesystem::create_directories(folder / "out.part");
   std::filesystem::create_directories(folder / "out.0123abcd.part" / "traces");
@@ -107,8 +106,7 @@ TEST_CASE("A folder that a killed process left does not stand in the way of the 
   CHECK(test::names_in(folder.path()).size() == 2);
 }
 
-TEST_CASE("A program that is called off ends at once, with those that it has started",
-          "[threads]") {
+TEST_CASE("A cancelled program ends at once, with its child processes", "[threads]") {
   const TemporaryFolder folder;
   std::atomic<bool> called_off = false;
   std::thread caller([&] {
@@ -124,7 +122,7 @@ TEST_CASE("A program that is called off ends at once, with those that it has sta
   CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(30));
   const std::string pid = read_bytes(folder / "pid");
   std::string state;
-  const auto ended = [&] {  // what was killed may take a moment to be gone
+  const auto ended = [&] {  // a killed process may take a moment to disappear
     std::ifstream status("/proc/" + pid.substr(0, pid.find('\n')) + "/stat");
     std::string number, name;
     if (!(status >> number >> name >> state)) state = "gone";
@@ -135,7 +133,7 @@ TEST_CASE("A program that is called off ends at once, with those that it has sta
   CHECK((state == "gone" || state == "Z" || state == "X"));
 }
 
-TEST_CASE("A scratch folder that a killed process left goes with the next one that is made") {
+TEST_CASE("A scratch folder that a killed process left is removed when the next one is made") {
   const test::TemporaryFolder folder;
   const char* const before = ::getenv("TMPDIR");
   const std::string restored = before ? before : "";
@@ -153,14 +151,14 @@ TEST_CASE("A scratch folder that a killed process left goes with the next one th
     std::filesystem::create_symlink(folder / "other-scratch-others",
                                     folder / "kvlab-scratch-linked");
     const kvlab::TemporaryFolder first;
-    const kvlab::TemporaryFolder second;  // does not take the first one away
+    const kvlab::TemporaryFolder second;  // does not remove the first one
     CHECK(std::filesystem::is_directory(first.path()));
     CHECK(entries() == std::set<std::string>{"kvlab-scratch-linked", "other-scratch-others",
                                              first.path().filename().string(),
                                              second.path().filename().string()});
   }
   CHECK(entries().size() == 2);
-  REQUIRE(::setenv("TMPDIR", "", 1) == 0);  // as if it were not set
+  REQUIRE(::setenv("TMPDIR", "", 1) == 0);  // as if it were unset
   CHECK(kvlab::TemporaryFolder().path().parent_path() == "/tmp");
   if (before)
     ::setenv("TMPDIR", restored.c_str(), 1);
@@ -168,7 +166,7 @@ TEST_CASE("A scratch folder that a killed process left goes with the next one th
     ::unsetenv("TMPDIR");
 }
 
-TEST_CASE("A program that says too much is ended, and its log stays small") {
+TEST_CASE("A program with too much output is ended, and its log stays small") {
   const test::TemporaryFolder folder;
   const auto log = folder / "log";
   CHECK(run_program({"sh", "-c", "echo short"}, log) == 0);

@@ -1,4 +1,4 @@
-// The hot loops of every instruction set of this machine: right, and with equal bits.
+// The hot loops on every instruction set of this machine: correct, and with equal bits.
 #include "traces/base/numeric/hot_loops.hpp"
 
 #include <cmath>
@@ -35,7 +35,7 @@ bool equal_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), 4 * a.size()) == 0;
 }
 
-/// x [m, depth] times w [16 * panels, depth], each element one sum in the order of depth.
+/// x [m, depth] times w [16 * panels, depth]; each element is one sum in the order of the depth.
 std::vector<float> plain_product(const std::vector<float>& x, const Panels& w, std::size_t m) {
   const std::size_t depth = w.depth(), outputs = 16 * w.panel_count();
   std::vector<float> y(m * outputs), row(depth);
@@ -50,7 +50,7 @@ std::vector<float> plain_product(const std::vector<float>& x, const Panels& w, s
   return y;
 }
 
-TEST_CASE("every instruction set multiplies in the order of the depth, to the bit") {
+TEST_CASE("every instruction set sums products in the order of the depth, to the bit") {
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16})
     for (const std::size_t depth : {1u, 12u, 64u, 257u, 700u})
       for (const std::size_t m : {1u, 2u, 3u, 5u, 6u, 7u, 13u}) {
@@ -86,7 +86,9 @@ std::vector<float> fused_product(const std::vector<float>& x, const Panels& w, s
   return y;
 }
 
-TEST_CASE("fused products have the bits of fused chains; of narrow values, those of plain ones") {
+TEST_CASE(
+    "fused products have the bits of fused chains, and for narrow values those of plain "
+    "ones") {
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16})
     for (const std::size_t depth : {1u, 64u, 129u})
       for (const std::size_t m : {1u, 2u, 6u, 8u, 17u, 24u}) {
@@ -108,7 +110,7 @@ TEST_CASE("fused products have the bits of fused chains; of narrow values, those
 }
 
 TEST_CASE("a fused sum is rounded once on every instruction set") {
-  // Ties of the rounding, what a double still holds and what it does not, extremes.
+  // Ties of the rounding, sums that a double holds and sums that it does not, extremes.
   const std::vector<float> values{1.0f,      -1.0f,     1 + 0x1p-23f, 1 - 0x1p-24f, 0x1p-24f,
                                   -0x1p-24f, 0x1p-49f,  -0x1p-49f,    0x1p-75f,     3e38f,
                                   -3e38f,    0x1p-126f, 0x1p-149f,    -0x1p-140f,   0.1f,
@@ -131,7 +133,7 @@ TEST_CASE("a fused sum is rounded once on every instruction set") {
       }
 }
 
-TEST_CASE("a tile of a product is the product's part") {
+TEST_CASE("a tile of a product equals that part of the product") {
   Panels w(71, 20, Dtype::bf16);
   const std::vector<float> rows = noise(71 * 20, 3), x = noise(7 * 20, 4);
   for (std::size_t o = 0; o < 71; ++o) w.set_row(o, rows.data() + 20 * o);
@@ -156,7 +158,7 @@ TEST_CASE("rows are accumulated in their order, to the bit") {
   }
 }
 
-TEST_CASE("exponentials are right to an ulp or so and equal on every instruction set") {
+TEST_CASE("exponentials are correct to about 1 ulp and equal on every instruction set") {
   std::vector<float> s;
   for (float x = -90; x < 80; x += 0.37f) s.push_back(x);
   std::vector<float> wanted(s.size());
@@ -180,7 +182,7 @@ TEST_CASE("exponentials are right to an ulp or so and equal on every instruction
   }
 }
 
-TEST_CASE("SiLU is right at every size, and equal on every instruction set") {
+TEST_CASE("SiLU is correct at every magnitude, and equal on every instruction set") {
   std::vector<float> gate{0.0f, -0.0f, 1e-30f, -1e-30f, 88.0f, -88.0f, 1e30f, -1e30f, 3e38f};
   for (float x = -30; x < 30; x += 0.13f) gate.push_back(x);
   const std::vector<float> up = noise(gate.size(), 7);
@@ -230,7 +232,7 @@ TEST_CASE("sums, norms and scalings are equal on every instruction set") {
   }
 }
 
-TEST_CASE("Logits that are no logits have a shift, in the range of an integer") {
+TEST_CASE("Invalid logits have a shift in the range of an integer") {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity, 1e30f}) {
     std::vector<float> s(20, bad), e(20);

@@ -16,21 +16,21 @@ std::string parse_error(std::string_view text) {
   return error_of([&] { parse_json(text, "file.json"); });
 }
 
-TEST_CASE("Well-formed JSON parses to what it says") {
+TEST_CASE("Well-formed JSON is parsed") {
   const auto value =
       parse_json(R"({"a": [1, -2, 3.5, "x", null, true, {}], "b": {"c": []}})", "file");
   CHECK(value.dump() == R"({"a":[1,-2,3.5,"x",null,true,{}],"b":{"c":[]}})");
   CHECK(parse_json("7", "file") == 7);
 }
 
-TEST_CASE("Broken JSON is refused with the file and the byte") {
+TEST_CASE("Broken JSON is refused with the file and the byte offset") {
   for (const char* text : {"", "{", "[1,]", "{\"a\" 1}", "nul", "[1] 2", "\"\xff\"", "[1e999]"}) {
     INFO(text);
     CHECK(parse_error(text).starts_with("file.json: broken at byte "));
   }
 }
 
-TEST_CASE("Numbers that Python writes and JSON has not are named") {
+TEST_CASE("Numbers that Python writes but JSON does not allow are named") {
   for (const char* text : {"{\"a\": Infinity}", "{\"a\": -Infinity}", "[1, NaN]"}) {
     const std::string error = parse_error(text);
     INFO(error);
@@ -41,14 +41,14 @@ TEST_CASE("Numbers that Python writes and JSON has not are named") {
   CHECK(parse_error("[Inf]").starts_with("file.json: broken at byte "));
 }
 
-TEST_CASE("A NUL ends no text: what follows it is not passed over") {
+TEST_CASE("A NUL does not end a text: what follows it is not ignored") {
   using namespace std::string_view_literals;
   CHECK(parse_error("{}\0"sv) == "file.json: byte 2 is a NUL; valid JSON is expected");
   CHECK(parse_error("{}\0 rubbish"sv) == "file.json: byte 2 is a NUL; valid JSON is expected");
   CHECK(parse_error("{\"a\0\": 1}"sv).starts_with("file.json: byte 3 is a NUL"));
 }
 
-TEST_CASE("What a terminal would obey is refused in names, and shown as something else") {
+TEST_CASE("Terminal control characters are refused in names, and shown escaped") {
   const auto object = parse_json("{\"a\": \"x\\u001b[2J\", \"b\": \"x y\"}", "f");
   const JsonFields fields(object, "f");
   CHECK(fields.text("b") == "x y");
@@ -71,7 +71,7 @@ TEST_CASE("What a terminal would obey is refused in names, and shown as somethin
   CHECK(printable_json("{\"a\":\n\"\u202e\x7f\u00e9\"}") == "{\"a\":\n\"\\u202e\\u007f\u00e9\"}");
 }
 
-TEST_CASE("The last name of a path does not depend on how it ends") {
+TEST_CASE("The last name of a path does not depend on trailing slashes and dots") {
   for (const char* path : {"a/trace", "a/trace/", "a/trace/.", "a/b/../trace//", "./trace"})
     CHECK(last_name(path) == "trace");
   CHECK(last_name(".") == std::filesystem::current_path().filename());
@@ -83,7 +83,7 @@ TEST_CASE("A key that appears twice is refused") {
   CHECK(parse_error(R"([{"k": 1}, {"k": 2}])") == "");
 }
 
-TEST_CASE("Nesting beyond the limit is refused, whatever the depth") {
+TEST_CASE("Nesting beyond the limit is refused at any depth") {
   const auto nested = [](std::size_t depth) {
     return std::string(depth, '[') + std::string(depth, ']');
   };
@@ -92,7 +92,7 @@ TEST_CASE("Nesting beyond the limit is refused, whatever the depth") {
   CHECK(parse_error(std::string(10'000'000, '[')) == "file.json: nested more than 64 deep");
 }
 
-TEST_CASE("A member of another type or out of range is named with what is expected") {
+TEST_CASE("A member with a wrong type or out of range is named with what is expected") {
   const auto object = parse_json(
       R"({"n": 5, "f": 2.5, "s": "text", "z": null, "big": 18446744073709551615, "b": true})", "f");
   const JsonFields fields(object, "f");
@@ -117,7 +117,7 @@ TEST_CASE("A member of another type or out of range is named with what is expect
         }) == R"(f: key "big" is not known to this version of kvlab)");
 }
 
-TEST_CASE("A quoted name stays on one line and short") {
+TEST_CASE("A quoted name stays short and on one line") {
   CHECK(json_quoted("a\nb\x01\"") == R"("a\nb\u0001\"")");
   CHECK(json_quoted("\xff") == R"("\ufffd")");
   CHECK(json_quoted(std::string(1000, 'x')).size() < 100);

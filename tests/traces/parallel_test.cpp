@@ -14,7 +14,7 @@
 namespace kvlab {
 namespace {
 
-TEST_CASE("every item of a loop is done once, however many threads", "[threads]") {
+TEST_CASE("every item of a loop is processed once, for any number of threads", "[threads]") {
   for (const unsigned threads : {0u, 1u, 2u, 5u, 40u})
     for (const std::size_t count : {0u, 1u, 3u, 1000u}) {
       std::vector<std::atomic<int>> done(count);
@@ -43,8 +43,10 @@ TEST_CASE("loops may be started from several threads at once", "[threads]") {
   CHECK(done == 4 * 200 * 10);
 }
 
-TEST_CASE("the first exception of a loop comes out, no item is left running, and others go on",
-          "[threads]") {
+TEST_CASE(
+    "the first exception of a loop is thrown, no item is left running, and other loops "
+    "continue",
+    "[threads]") {
   std::atomic<int> running{0};
   const auto loop = [&] {
     parallel_for(1000, 4, [&](std::size_t i) {
@@ -65,7 +67,7 @@ TEST_CASE("the first exception of a loop comes out, no item is left running, and
   CHECK(done == 100);
 }
 
-TEST_CASE("a loop that is called off drops what it has not started, nested loops too",
+TEST_CASE("a cancelled loop drops the items that it has not started, also in nested loops",
           "[threads]") {
   std::atomic<bool> off{false};
   std::atomic<int> done{0};
@@ -84,7 +86,7 @@ TEST_CASE("a loop that is called off drops what it has not started, nested loops
     off = false;
     done = 0;
   }
-  loop(4);  // out of its scope, nobody is asked
+  loop(4);  // out of the cancellation's scope
   CHECK(done == 10'000);
   done = 0;
   off = true;
@@ -92,14 +94,14 @@ TEST_CASE("a loop that is called off drops what it has not started, nested loops
   CHECK(done == 10'000);
 }
 
-// (Without the tag: ThreadSanitizer cannot follow a child that begins threads.)
-TEST_CASE("a forked child has threads of its own") {
+// (Not tagged [threads], because ThreadSanitizer cannot follow a child that starts threads.)
+TEST_CASE("a forked child gets new threads") {
   parallel_for(100, 4, [](std::size_t) {});
   const pid_t child = ::fork();
   if (child == 0) {
     std::atomic<int> done{0};
     parallel_for(1000, 4, [&](std::size_t) { ++done; });
-    std::exit(done == 1000 ? 0 : 1);  // and leaves as anybody does
+    std::exit(done == 1000 ? 0 : 1);  // exits as any process does
   }
   int status = -1;
   REQUIRE(::waitpid(child, &status, 0) == child);

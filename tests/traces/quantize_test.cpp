@@ -1,4 +1,4 @@
-// Quantized values of rows against a second writing.
+// Quantized values of rows, compared with a second implementation.
 #include "traces/base/numeric/quantize.hpp"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ std::vector<float> draw(std::size_t size, float spread, std::uint32_t seed) {
   return row;
 }
 
-/// One round of sums and differences after the other, out of place.
+/// Rounds of sums and differences, one after another, not in place.
 std::vector<float> hadamard_matrix_times(std::vector<float> x) {
   for (std::size_t bit = 0; bit < 5; ++bit) {
     std::vector<float> y(x.size());
@@ -54,7 +54,7 @@ std::vector<float> naive_quantized(const std::vector<float>& row, int bits) {
 
 }  // namespace
 
-TEST_CASE("the Hadamard rotation is Hadamard's matrix, and is its own inverse but for 32") {
+TEST_CASE("the Hadamard rotation is Hadamard's matrix, and applied twice multiplies by 32") {
   std::vector<float> row = draw(96, 1, 1), twice = row;
   hadamard_rotate(row);
   CHECK(row == hadamard_matrix_times(twice));
@@ -66,7 +66,7 @@ TEST_CASE("the Hadamard rotation is Hadamard's matrix, and is its own inverse bu
   for (std::size_t i = 0; i < row.size(); ++i) CHECK(row[i] / 32 == Approx(twice[i]).margin(1e-6));
 }
 
-TEST_CASE("integer formats have the second writing's bits") {
+TEST_CASE("integer formats have the bits of the reference in this test") {
   for (const int bits : {8, 4, 2})
     for (const float spread : {1e-7f, 1e-3f, 1.0f, 300.0f})
       for (std::uint32_t seed = 0; seed < 20; ++seed) {
@@ -77,7 +77,7 @@ TEST_CASE("integer formats have the second writing's bits") {
       }
 }
 
-TEST_CASE("a block of equal numbers is kept") {
+TEST_CASE("a block of equal numbers is kept exactly") {
   std::vector<float> row(32, 0.5f);
   quantize_row(row, 2, false);
   CHECK(row == std::vector<float>(32, 0.5f));
@@ -86,8 +86,8 @@ TEST_CASE("a block of equal numbers is kept") {
   CHECK(nothing == std::vector<float>(32));
 }
 
-TEST_CASE("e4m3 keeps three bits behind the first, and what is small beside its block") {
-  // 448 = 1.75 * 2^8 is e4m3's largest: the scale is 1.
+TEST_CASE("e4m3 keeps three bits after the first, also of numbers that are small in their block") {
+  // 448 = 1.75 * 2^8 is e4m3's largest number, so the scale is 1.
   std::vector<float> row(32);
   const std::vector<std::pair<float, float>> pairs{
       {448, 448},         {1, 1},     {1.0625f, 1},           {1.1875f, 1.25f},
@@ -96,12 +96,12 @@ TEST_CASE("e4m3 keeps three bits behind the first, and what is small beside its 
   for (std::size_t i = 0; i < pairs.size(); ++i) row[i] = pairs[i].first;
   quantize_row(row, 8, true);
   for (std::size_t i = 0; i < pairs.size(); ++i) CHECK(row[i] == pairs[i].second);
-  std::vector<float> larger(32, 449.0f);  // under 2: 224.5 is nearest to 224
+  std::vector<float> larger(32, 449.0f);  // scale 2: 224.5 is closest to 224
   quantize_row(larger, 8, true);
   CHECK(larger.front() == 448);
 }
 
-TEST_CASE("what fp16 does not hold is refused") {
+TEST_CASE("numbers out of fp16's range are refused") {
   std::vector<float> row(32);
   row[3] = 1e6f, row[4] = -70000.0f;
   CHECK_THROWS_WITH(quantize_row(row, 4, false),

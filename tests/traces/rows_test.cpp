@@ -1,4 +1,4 @@
-// Traces whose layers attend differently: windows, caps, sinks, rotation tables, layers by number.
+// Traces whose layers attend differently: sliding windows, caps, sinks, RoPE tables, layer numbers.
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
@@ -32,7 +32,7 @@ Sample row_sample(std::uint32_t tokens, Dtype dtype = Dtype::f32,
   return sample;
 }
 
-TEST_CASE("Rows and layer numbers are read back as they were written") {
+TEST_CASE("Row specs and layer numbers read back as they were written") {
   const TemporaryFolder folder;
   const Sample sample = row_sample(1100);
   write_trace(folder / "t", sample, 1050);
@@ -60,7 +60,8 @@ TEST_CASE("Rows and layer numbers are read back as they were written") {
 }
 
 TEST_CASE(
-    "Attention with windows, caps, sinks and two tables verifies; without any one of them not") {
+    "Attention with sliding windows, caps, sinks and two tables verifies only with all of "
+    "them") {
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
     const TemporaryFolder folder;
     const Sample sample = row_sample(300, dtype, Rounding::model_dtype);
@@ -97,7 +98,7 @@ TEST_CASE("Scores in the thousands verify under a cap and beside a sink") {
   CHECK(verify_trace(TraceReader::open(folder / "t"), 1).ok);
 }
 
-TEST_CASE("Where no layer needs a row, format 2 is written, byte for byte") {
+TEST_CASE("If no layer needs a row spec, format 2 is written, byte for byte") {
   const TemporaryFolder folder;
   Sample sample = make_sample(1100, Dtype::bf16, Rounding::model_dtype);
   write_trace(folder / "plain", sample, 900);
@@ -117,7 +118,7 @@ TEST_CASE("Where no layer needs a row, format 2 is written, byte for byte") {
   CHECK(tokens.at("inv_freq").shape == std::vector<std::size_t>{3});
 }
 
-TEST_CASE("A killed capture with rows is sealed, its sinks and tables kept") {
+TEST_CASE("A killed capture with row specs is sealed, and keeps its sinks and tables") {
   const TemporaryFolder folder;
   const Sample sample = row_sample(2000);
   const auto whole = folder / "whole";
@@ -132,7 +133,7 @@ TEST_CASE("A killed capture with rows is sealed, its sinks and tables kept") {
   CHECK(sealed.shape().numbers == sample.header.shape.numbers);
 }
 
-TEST_CASE("A row that a header cannot have is refused before anything is written") {
+TEST_CASE("An invalid row spec is refused before anything is written") {
   const TemporaryFolder folder;
   const TraceHeader good = row_sample(1).header;
   const auto refused = [&](auto change) {
@@ -145,7 +146,7 @@ TEST_CASE("A row that a header cannot have is refused before anything is written
   refused([](TraceHeader& h) { h.shape.numbers = {7, 3}; });
   refused([](TraceHeader& h) { h.shape.numbers = {3, 1u << 20}; });
   refused([](TraceHeader& h) { h.rows[0].table = 2; });
-  refused([](TraceHeader& h) { h.rows[0].table = 0; });  // whose frequencies are others
+  refused([](TraceHeader& h) { h.rows[0].table = 0; });  // whose frequencies differ
   refused([](TraceHeader& h) { h.rows[0].rope.inv_freq.pop_back(); });
   refused([](TraceHeader& h) { h.rows[0].scale = 0; });
   refused([](TraceHeader& h) { h.rows[0].softcap = -1; });
@@ -155,7 +156,7 @@ TEST_CASE("A row that a header cannot have is refused before anything is written
   CHECK(std::filesystem::is_empty(folder.path()));
 }
 
-TEST_CASE("A manifest whose rows are wrong is refused, by name") {
+TEST_CASE("A manifest with wrong row specs is refused by name") {
   const TemporaryFolder folder;
   write_trace(folder / "t", row_sample(30), 20);
   const auto path = folder / "t/manifest.json";
@@ -192,7 +193,7 @@ TEST_CASE("A manifest whose rows are wrong is refused, by name") {
              ContainsSubstring("\"rows\" is not known"));
 }
 
-TEST_CASE("Tables and sinks that do not go with the rows are refused") {
+TEST_CASE("Tables and sinks that do not match the row specs are refused") {
   const TemporaryFolder folder;
   const Sample sample = row_sample(30);
   write_trace(folder / "t", sample, 20);

@@ -23,12 +23,12 @@ std::string length_bytes(std::uint64_t length) {
   return bytes;
 }
 
-/// A file of this header and so many zero bytes of data.
+/// A file with this header and `data_bytes` zero bytes of data.
 std::string crafted(const std::string& header, std::size_t data_bytes) {
   return length_bytes(header.size()) + header + std::string(data_bytes, '\0');
 }
 
-/// What opening a file of these bytes complains of.
+/// The error of opening a file with these bytes.
 std::string open_error(const std::string& bytes) {
   const TemporaryFolder folder;
   const auto path = folder / "x.safetensors";
@@ -62,7 +62,7 @@ std::string write_sample(const std::filesystem::path& path) {
   return write_safetensors(path, tensors, {{"by", "a test"}});
 }
 
-TEST_CASE("What is written is read back, aligned and with its checksum") {
+TEST_CASE("A file reads back as it was written, aligned and with its checksum") {
   const TemporaryFolder folder;
   const std::string hash = write_sample(folder / "a.safetensors");
   const auto file = SafetensorsFile::open(folder / "a.safetensors");
@@ -85,7 +85,7 @@ TEST_CASE("What is written is read back, aligned and with its checksum") {
         }).ends_with("tensor \"floats\" is F32 [2, 3]; F16 [6] is expected"));
 }
 
-TEST_CASE("A file of a valid header opens") {
+TEST_CASE("A file with a valid header opens") {
   CHECK(open_error(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})", 8) == "");
   CHECK(open_error(R"({"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}})", 4) == "");
   CHECK(open_error(R"({"b":{"dtype":"F16","shape":[1],"data_offsets":[4,6]},)"
@@ -105,7 +105,7 @@ TEST_CASE("A header longer than the file or than the limit is refused") {
   CHECK_THAT(open_error(""), ContainsSubstring("0 bytes long; a safetensors file begins"));
 }
 
-TEST_CASE("A header that is no JSON object of tensors is refused") {
+TEST_CASE("A header that is not a JSON object of tensors is refused") {
   CHECK_THAT(open_error("[]", 0), ContainsSubstring("the header is not a JSON object"));
   CHECK_THAT(open_error("{\"a\":", 0), ContainsSubstring("broken at byte"));
   CHECK_THAT(open_error(R"({"a":1})", 0), ContainsSubstring("a JSON object is expected"));
@@ -142,7 +142,7 @@ TEST_CASE("A shape that does not fill its bytes, or overflows, is refused") {
   CHECK_THAT(shaped("[1]", "[0,8]"), ContainsSubstring("span 8 bytes, but F32 [1] takes 4"));
   CHECK_THAT(shaped("[4294967296,4294967296]", "[0,8]"),
              ContainsSubstring("more than can be addressed"));
-  // 2^62 + 2 floats: the product of bytes wraps round to 8.
+  // 2^62 + 2 floats: the number of bytes wraps around to 8.
   CHECK_THAT(shaped("[4611686018427387906]", "[0,8]"),
              ContainsSubstring("more than can be addressed"));
   CHECK_THAT(shaped("[-2]", "[0,8]"), ContainsSubstring("non-negative integers"));
@@ -158,7 +158,7 @@ TEST_CASE("A shape that does not fill its bytes, or overflows, is refused") {
              ContainsSubstring("truncated"));
 }
 
-TEST_CASE("Overlaps, holes and bytes of no tensor are refused") {
+TEST_CASE("Overlapping tensors, holes and extra bytes are refused") {
   const auto two = [](const std::string& first, const std::string& second, std::size_t data_bytes) {
     return open_error(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":)" + first +
                           R"(},"b":{"dtype":"F32","shape":[2],"data_offsets":)" + second + "}}",
@@ -211,7 +211,7 @@ TEST_CASE("A text file longer than the limit is refused") {
              ContainsSubstring("5 bytes long; at most 4"));
 }
 
-TEST_CASE("A file that is abandoned leaves neither itself nor a .part, and an older one stays") {
+TEST_CASE("An abandoned file leaves neither itself nor a .part, and an older file stays") {
   const TemporaryFolder folder;
   write_file_atomically(folder / "t", "old");
   {
@@ -223,7 +223,7 @@ TEST_CASE("A file that is abandoned leaves neither itself nor a .part, and an ol
   CHECK(read_bytes(folder / "t") == "old");
 }
 
-TEST_CASE("A folder that is abandoned leaves none of the parents that were made for it") {
+TEST_CASE("An abandoned folder also removes the parents that were made for it") {
   const TemporaryFolder folder;
   std::filesystem::create_directory(folder / "there");
   const auto deep = folder / "there/a/b/out";
@@ -244,7 +244,7 @@ TEST_CASE("A folder that is abandoned leaves none of the parents that were made 
     out.commit();
   }
   CHECK(std::filesystem::is_directory(deep));
-  // A file stands where a parent should be made.
+  // A file has the place of a parent that should be created.
   CHECK_THROWS_AS(AtomicFolder(folder / "there/a/theirs/c/out"), std::runtime_error);
   CHECK(std::filesystem::is_regular_file(folder / "there/a/theirs"));
 }
@@ -262,7 +262,7 @@ TEST_CASE("Only a regular file is replaced: not a link, not a folder, not a devi
   CHECK(!std::filesystem::exists("/dev/null.part"));
 }
 
-TEST_CASE("Tensors that do not fit their shape, or share a name, are not written") {
+TEST_CASE("Tensors that do not match their shape, or share a name, are not written") {
   const TemporaryFolder folder;
   const std::vector<TensorToWrite> wrong{{"a", Dtype::f32, {5}, bytes_of_values(kFloats)}};
   CHECK_THROWS_AS(write_safetensors(folder / "x", wrong, {}), std::invalid_argument);

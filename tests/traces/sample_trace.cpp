@@ -32,7 +32,7 @@ std::vector<float> random_rows(std::mt19937& random, std::size_t count, Dtype dt
   return values;
 }
 
-/// One head's vector rotated to a position, in float64, then rounded if the model does.
+/// One head's vector rotated to a position, in float64, then rounded if the model rounds.
 std::vector<double> rotated(const float* x, std::uint32_t position, const TraceHeader& header,
                             const Rope& rope, Mistake mistake) {
   std::vector<double> y(x, x + kSize);
@@ -51,7 +51,7 @@ std::vector<double> rotated(const float* x, std::uint32_t position, const TraceH
   return y;
 }
 
-/// Attention of one layer, all rows.
+/// The attention of one layer, all rows.
 class Attention {
  public:
   Attention(Sample& sample, std::size_t layer, Mistake mistake)

@@ -1,5 +1,5 @@
-// A small random sequence with attention in float64, written by plain loops of its own, and the
-// mistakes that a decoder might make.
+// A small random sequence with attention in float64, computed by separate plain loops, and errors
+// that a decoder might make.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 
 namespace kvlab::test {
 
-/// What is wrong with a decoder's outputs.
+/// The error in a decoder's outputs.
 enum class Mistake {
   none,
   no_rope,
-  interleaved_rope,  // dimensions 2 i and 2 i + 1 turn together
-  later_positions,   // keys one position off
+  interleaved_rope,  // dimensions 2 i and 2 i + 1 rotate together
+  later_positions,   // keys are one position off
   heads_in_turn,     // query head h reads KV head h mod Hkv
   scale,             // softmax scale 10% too large
   not_causal,        // each query sees one key of its future
@@ -34,21 +34,21 @@ struct Sample {
   std::uint32_t tokens() const { return static_cast<std::uint32_t>(ids.size()); }
 };
 
-/// 2 layers, 6 query and 2 KV heads of 8, 6 of whose dimensions turn. `magnitude`: of queries and
-/// keys.
+/// 2 layers, 6 query heads and 2 KV heads of size 8, with 6 rotated dimensions. `magnitude`: of
+/// queries and keys.
 Sample make_sample(std::uint32_t tokens, Dtype dtype, Rounding rounding,
                    Mistake mistake = Mistake::none, float magnitude = 1.3f,
                    std::vector<RowSpec> rows = {});
-/// Of 1,100 tokens, two shards, in float32.
+/// 1,100 tokens in two shards, in float32.
 const Sample& two_shards();
-/// Two rows that differ in everything: window, cap, table, scale, sinks.
+/// Two row specs that differ in everything: sliding window, cap, table, scale, sinks.
 std::vector<RowSpec> sample_rows();
 
 /// Feeds tokens [first, first + count) as one append.
 void append(TraceWriter& writer, const Sample& sample, std::uint32_t first, std::uint32_t count,
             SegmentKind kind, bool new_segment = false);
 
-/// A trace of `prompt` tokens at once and the rest one by one.
+/// A trace with `prompt` tokens appended at once and the others one by one.
 void write_trace(const std::filesystem::path& directory, const Sample& sample,
                  std::uint32_t prompt);
 

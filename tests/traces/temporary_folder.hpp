@@ -1,4 +1,4 @@
-// A fresh folder for one test, removed with it.
+// A new folder for one test, removed with the object.
 #pragma once
 
 #include <stdlib.h>
@@ -34,7 +34,7 @@ class TemporaryFolder {
   std::filesystem::path path_;
 };
 
-/// What a folder holds, in order.
+/// The names in a folder, sorted.
 inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(folder))

@@ -1,4 +1,4 @@
-// Traces that are broken, unfinished, of a later format, or cut short by a full disk.
+// Traces that are broken, unfinished, of a later format, or truncated by a full disk.
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -37,7 +37,7 @@ std::set<std::string> names_in(const fs::path& folder) {
   return names;
 }
 
-/// A whole trace, to be broken.
+/// A complete trace that tests break.
 class BrokenTrace {
  public:
   BrokenTrace() { write_trace(path(), two_shards(), 900); }
@@ -45,7 +45,7 @@ class BrokenTrace {
   fs::path path() const { return folder_ / "t"; }
   fs::path file(const char* name) const { return path() / name; }
 
-  /// What opening complains of: one line that begins with a path in the trace.
+  /// The error of opening the trace: one line that begins with a path in the trace.
   std::string error() const {
     const std::string text = error_of([&] { TraceReader::open(path()); });
     CHECK((text.empty() || text.starts_with(path().string())));
@@ -68,7 +68,7 @@ class BrokenTrace {
   TemporaryFolder folder_;
 };
 
-TEST_CASE("A folder that is no trace is refused by name") {
+TEST_CASE("A folder that is not a trace is refused by name") {
   const TemporaryFolder folder;
   CHECK_THAT(error_of([&] { TraceReader::open(folder / "none"); }),
              ContainsSubstring("no such folder"));
@@ -76,7 +76,7 @@ TEST_CASE("A folder that is no trace is refused by name") {
              ContainsSubstring("not a trace: it has neither manifest.json nor a whole shard"));
 }
 
-TEST_CASE("A later format is refused as such, whatever else it holds") {
+TEST_CASE("A later format is refused as such, with any other contents") {
   const BrokenTrace trace;
   CHECK_THAT(trace.error_with_manifest([](json& m) {
     m = {{"format", 4}, {"novel", 1}};
@@ -135,7 +135,7 @@ TEST_CASE("A manifest truncated at any byte is refused") {
   const BrokenTrace trace;
   const std::string text = read_bytes(trace.file("manifest.json"));
   CHECK_NOTHROW(parse_manifest(text, "manifest.json"));
-  for (std::size_t size = 0; size + 1 < text.size(); ++size) {  // the last byte is a line's end
+  for (std::size_t size = 0; size + 1 < text.size(); ++size) {  // the last byte is a newline
     INFO(size);
     CHECK_THAT(
         error_of([&] { parse_manifest(std::string_view(text).substr(0, size), "manifest.json"); }),
@@ -249,7 +249,7 @@ TEST_CASE("Wrong ids, frequencies or scale are refused by name") {
   CHECK_THAT(trace.error(), ContainsSubstring("tokens.safetensors: cannot open"));
 }
 
-/// Runs `body` in a child process that kills itself at the end of it, as kill -9 would.
+/// Runs `body` in a child process that then kills itself, as kill -9 would.
 template <class Body>
 void run_and_kill(Body body) {
   const pid_t child = ::fork();
@@ -267,7 +267,7 @@ void run_and_kill(Body body) {
   REQUIRE(WIFSIGNALED(status));
 }
 
-TEST_CASE("A killed capture leaves whole shards, says that it is unfinished, and can be sealed") {
+TEST_CASE("A killed capture leaves whole shards, is marked unfinished, and can be sealed") {
   const TemporaryFolder folder;
   const auto path = folder / "t";
   const Sample& s = two_shards();
@@ -298,7 +298,7 @@ TEST_CASE("A long prompt killed between its shards is sealed up to the last whol
   const TemporaryFolder folder;
   const Sample s = make_sample(3000, Dtype::bf16, Rounding::model_dtype);
   write_trace(folder / "t", s, 3000);
-  // As if killed after the second shard's rename: the ids may be ahead of the shards.
+  // As if killed after the second shard was renamed: the ids may be ahead of the shards.
   fs::remove(folder / "t/manifest.json");
   fs::remove(folder / "t/shard-00002.safetensors");
   CHECK(seal_trace(folder / "t") == 2048);
@@ -315,7 +315,7 @@ TEST_CASE("A capture killed just before its manifest loses nothing") {
   CHECK(read_bytes(trace.file("manifest.json")) == manifest);
 }
 
-TEST_CASE("Sealing refuses what it cannot make a trace of, and leaves it as it is") {
+TEST_CASE("Sealing refuses files that cannot become a trace, and does not change them") {
   const TemporaryFolder folder;
   CHECK_THAT(error_of([&] { seal_trace(folder / "none"); }), ContainsSubstring("no such folder"));
   CHECK_THAT(error_of([&] { seal_trace(folder.path()); }),
@@ -341,7 +341,7 @@ TEST_CASE("A seal that is refused has written nothing") {
   const BrokenTrace trace;
   fs::remove(trace.file("manifest.json"));
   std::vector<std::int32_t> ids = two_shards().ids;
-  ids.resize(ids.size() + 5);  // as a capture leaves them that was killed: a seal cuts them
+  ids.resize(ids.size() + 5);  // as a killed capture leaves them; sealing truncates them
   const std::vector<float> inv_freq{1, 0.1f}, one{1};
   const std::vector<TensorToWrite> tensors{
       {"ids", Dtype::i32, {ids.size()}, std::as_bytes(std::span(ids))},
@@ -374,7 +374,7 @@ TEST_CASE("A manifest of very many passages is parsed in linear time") {
               .empty());
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   };
-  // Four times the passages took sixteen times as long when each name was compared with all.
+  // Four times the passages took sixteen times as long when each name was compared with all others.
   CHECK(seconds(120'000) < 10 * seconds(30'000) + 0.5);
   CHECK_THAT(trace.error_with_manifest([](json& m) {
     for (int i = 0; i < 2; ++i)
@@ -383,7 +383,7 @@ TEST_CASE("A manifest of very many passages is parsed in linear time") {
              ContainsSubstring("the name \"twice\" is there twice"));
 }
 
-/// No file may grow beyond `bytes` while this lives: what a full disk does to a writer.
+/// While this object lives, no file may grow beyond `bytes`, as if the disk were full.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) {
@@ -404,7 +404,7 @@ class FileSizeLimit {
   void (*handler_)(int) = nullptr;
 };
 
-TEST_CASE("A full disk at the first shard is named, and nothing is left") {
+TEST_CASE("A full disk at the first shard is reported, and no files are left") {
   const TemporaryFolder folder;
   {
     const FileSizeLimit limit(100'000);

@@ -41,7 +41,7 @@ void check_part(const TraceReader& trace, Part part, const std::vector<std::vect
     }
 }
 
-TEST_CASE("A trace is read back as it was written, in every dtype") {
+TEST_CASE("A trace reads back as it was written, in every dtype") {
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
     const TemporaryFolder folder;
     const Sample sample = make_sample(1100, dtype, Rounding::model_dtype);
@@ -87,7 +87,8 @@ TEST_CASE("Reading past the end or another head throws") {
 }
 
 TEST_CASE(
-    "The check rows of a whole shard lie on the grid, those of a short one end with its last") {
+    "The check rows of a whole shard lie on a fixed grid; those of a short one end with "
+    "its last row") {
   CHECK(kCheckGrid.front() == 0);
   CHECK(kCheckGrid[1] == 68);
   CHECK(kCheckGrid.back() == 1023);
@@ -109,7 +110,7 @@ TEST_CASE(
     }
 }
 
-TEST_CASE("The files do not depend on how a prompt was cut into appends") {
+TEST_CASE("The files do not depend on how a prompt was split into appends") {
   const TemporaryFolder folder;
   for (const std::uint32_t tokens : {1u, 2u, 17u, 1023u, 1024u, 1025u, 2100u}) {
     INFO(tokens);
@@ -131,7 +132,7 @@ TEST_CASE("The files do not depend on how a prompt was cut into appends") {
   }
 }
 
-TEST_CASE("Turns of a conversation are segments of their own") {
+TEST_CASE("Turns of a conversation are separate segments") {
   const TemporaryFolder folder;
   const Sample sample = make_sample(40, Dtype::f32, Rounding::none);
   TraceWriter writer(folder / "t", sample.header);
@@ -189,7 +190,7 @@ TEST_CASE("Misuse of a writer throws and changes nothing") {
   CHECK(verify_trace(TraceReader::open(folder / "t"), 1).ok);
 }
 
-TEST_CASE("What a capture left that was killed before its first shard is taken over") {
+TEST_CASE("A new capture takes over the files of one that was killed before its first shard") {
   const TemporaryFolder folder;
   const Sample s = make_sample(8, Dtype::f32, Rounding::none);
   std::filesystem::create_directory(folder / "t");
@@ -207,7 +208,7 @@ TEST_CASE("What a capture left that was killed before its first shard is taken o
              ContainsSubstring("exists already"));
 }
 
-TEST_CASE("A capture that fails when its first shard is there leaves the ids too") {
+TEST_CASE("A capture that fails after its first shard also leaves the ids") {
   const TemporaryFolder folder;
   const Sample s = make_sample(8, Dtype::f32, Rounding::none);
   {
@@ -218,7 +219,7 @@ TEST_CASE("A capture that fails when its first shard is there leaves the ids too
   CHECK(read_bytes(folder / "t" / "tokens.safetensors") == "the ids");
 }
 
-TEST_CASE("A folder that exists, or cannot be made, is refused and left alone") {
+TEST_CASE("A folder that exists or cannot be made is refused and not changed") {
   const TemporaryFolder folder;
   const TraceHeader header = make_sample(1, Dtype::f32, Rounding::none).header;
   std::filesystem::create_directory(folder / "notes");

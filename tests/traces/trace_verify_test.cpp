@@ -1,4 +1,4 @@
-// What `kvlab trace verify` lets pass, and what it does not.
+// What `kvlab trace verify` accepts, and what it refuses.
 #include "tests/catch.hpp"
 #include "tests/error_of.hpp"
 #include "tests/traces/sample_trace.hpp"
@@ -35,7 +35,7 @@ TraceCheck check_of(const Numbers& numbers, Mistake mistake, std::uint32_t token
   return verify_trace(TraceReader::open(folder / "t"), 2);
 }
 
-TEST_CASE("A right trace verifies, far inside the tolerance") {
+TEST_CASE("A correct trace verifies, with errors far below the tolerance") {
   for (const Numbers& numbers : kNumbers) {
     const TraceCheck check = check_of(numbers, Mistake::none, 1100);
     INFO(torch_name(numbers.dtype));
@@ -52,7 +52,7 @@ const std::vector<Mistake> kMistakes{
     Mistake::scale,     Mistake::not_causal,       Mistake::no_first_key,    Mistake::lse_base_two,
     Mistake::nan_output};
 
-TEST_CASE("Scores in the thousands, which float32 holds less well, verify where they are right") {
+TEST_CASE("Correct scores in the thousands verify, although float32 is less precise there") {
   for (const float magnitude : {8.0f, 30.0f})
     for (const Rounding rounding : {Rounding::none, Rounding::model_dtype}) {
       INFO(magnitude);
@@ -66,7 +66,7 @@ TEST_CASE("Scores in the thousands, which float32 holds less well, verify where 
   }
 }
 
-TEST_CASE("A decoder's mistake does not verify, whatever the dtype") {
+TEST_CASE("A decoder's error does not verify, for every dtype") {
   for (const Numbers& numbers : kNumbers)
     for (const Mistake mistake : kMistakes) {
       const TraceCheck check = check_of(numbers, mistake, 300);
@@ -79,8 +79,8 @@ TEST_CASE("A decoder's mistake does not verify, whatever the dtype") {
     }
 }
 
-TEST_CASE("Rounding that is not what the trace says does not verify in float32's tolerance") {
-  // Keys rounded to bf16 after RoPE, in a trace that claims that nothing was rounded.
+TEST_CASE("Rounding other than the trace's does not verify within float32's tolerance") {
+  // Keys are rounded to bf16 after RoPE, in a trace that claims that nothing was rounded.
   const TemporaryFolder folder;
   auto sample = make_sample(300, Dtype::bf16, Rounding::model_dtype);
   sample.header.shape.dtype = Dtype::f32;
@@ -89,7 +89,7 @@ TEST_CASE("Rounding that is not what the trace says does not verify in float32's
   CHECK(!verify_trace(TraceReader::open(folder / "t"), 1).ok);
 }
 
-/// Puts `bad` where the only `marker` of a shard is, and makes the checksum right.
+/// Writes `bad` at the only `marker` of a shard, and corrects the checksum.
 void replace_value(const std::filesystem::path& trace, float marker, float bad) {
   const auto bytes_of_float = [](float x) { return std::string(reinterpret_cast<char*>(&x), 4); };
   std::string shard = read_bytes(trace / "shard-00000.safetensors");
@@ -103,7 +103,7 @@ void replace_value(const std::filesystem::path& trace, float marker, float bad) 
   write_bytes(trace / "manifest.json", manifest.replace(said, 16, hash()));
 }
 
-TEST_CASE("A value that is not finite, or too large, does not verify, in no row at all") {
+TEST_CASE("A value that is not finite or too large does not verify in any row") {
   constexpr float kMarker = 2.71875f, kInfinity = std::numeric_limits<float>::infinity();
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), -kInfinity, 1e20f, 1e38f})
     for (const int which : {0, 1, 2}) {
@@ -126,7 +126,8 @@ TEST_CASE("A value that is not finite is not written") {
   for (const int which : {0, 1, 2}) {
     const TemporaryFolder folder;
     auto sample = make_sample(50, Dtype::f16, Rounding::none);
-    (which == 0 ? sample.q : which == 1 ? sample.k : sample.v)[0].back() = 1e5f;  // no float16
+    // overflows float16
+    (which == 0 ? sample.q : which == 1 ? sample.k : sample.v)[0].back() = 1e5f;
     CHECK_THAT(error_of([&] { write_trace(folder / "t", sample, 50); }),
                ContainsSubstring("at position 49 is not finite"));
     CHECK(!std::filesystem::exists(folder / "t"));
@@ -141,10 +142,10 @@ TEST_CASE("The check does not depend on the number of threads", "[threads]") {
   const TraceCheck one = verify_trace(trace, 1), three = verify_trace(trace, 3);
   CHECK(one.problems == three.problems);
   CHECK(one.worst_out == three.worst_out);
-  CHECK(one.problems.size() == 21);  // the rest is counted
+  CHECK(one.problems.size() == 21);  // further problems are only counted
 }
 
-TEST_CASE("A flipped bit anywhere in a shard or in the ids is found, and named") {
+TEST_CASE("A flipped bit anywhere in a shard or in the ids is found and named") {
   const TemporaryFolder folder;
   write_trace(folder / "t", make_sample(1100, Dtype::f32, Rounding::none), 900);
   CHECK_NOTHROW(open_verified_trace(folder / "t", 1));

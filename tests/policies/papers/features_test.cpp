@@ -1,4 +1,4 @@
-// The policies that read features, under the plain replay and the configuration batches, against
+// The policies that read features, in the plain replay and in configuration batches, compared with
 // their papers' formulas on features that are computed here.
 #include <cmath>
 #include <map>
@@ -16,7 +16,7 @@ namespace {
 using Values = std::vector<float>;                // [token]
 using Vectors = std::vector<std::vector<float>>;  // [token][dim]
 
-/// One KV head of a trace, and where each token's append ends.
+/// One KV head of a trace, and the end of each token's append.
 struct Head {
   Vectors k, v;
   std::vector<std::uint32_t> end;
@@ -51,7 +51,7 @@ float magnitude(const std::vector<float>& x) {
   return sum;
 }
 
-/// The cosine of each key with the mean of the unit keys up to its append's end.
+/// The cosine of each key with the mean of the unit keys up to the end of its append.
 Values cosines(const Head& head) {
   Values values;
   for (std::size_t t = 0; t < head.k.size(); ++t) {
@@ -72,7 +72,8 @@ Values each(const Vectors& vectors, Of of) {
   return values;
 }
 
-/// What the policies read of one KV head, by name. The trace brings what is not computed.
+/// All features of one KV head that the policies read, by name. The trace contains those that are
+/// not computed.
 std::map<std::string, Values> features_of(const TraceReader& trace, std::uint32_t layer,
                                           std::uint32_t kv_head, std::uint32_t chunk) {
   const Head head = head_of(trace, layer, kv_head, chunk);
@@ -100,7 +101,7 @@ Formula by(const Values& feature, double sign) {
   };
 }
 
-/// Attention so far, and `epsilon` for each query, times the feature.
+/// (Attention so far, plus `epsilon` for each query) times the feature.
 Formula weighed(const Values& feature, double epsilon) {
   return [&feature, epsilon](const History& history, std::uint32_t token, const Moment&) {
     const auto queries = static_cast<double>(history.queries.size() - token);
@@ -109,8 +110,8 @@ Formula weighed(const Values& feature, double epsilon) {
   };
 }
 
-/// `mix` times the mean attention of the latest queries, an eighth less for each that is older,
-/// less the redundancy.
+/// `mix` times the mean attention of the latest queries, with an eighth less weight for each older
+/// one, minus the redundancy.
 Formula redundant(const Values& feature, double mix) {
   return [&feature, mix](const History& history, std::uint32_t token, const Moment&) {
     double attention = 0, weight = 1;
@@ -162,17 +163,17 @@ void check_features(const FeaturePaper& paper, const TraceReader& trace, std::ui
   }
 }
 
-/// Any numbers: what the values should be is tested where they are computed.
+/// Writes arbitrary numbers; other tests check the computed values.
 void bring_features(const std::filesystem::path& trace) {
   std::mt19937 rng(3);
   std::uniform_real_distribution<float> uniform(0, 1);
   for (const char* name : {"value_out_norm1", "lagkv", "expected_attention"})
     test::write_feature(trace, name, [&](auto, auto, auto) { return uniform(rng); });
-  // As large as the attention beside it.
+  // As large as the attention that it is combined with.
   test::write_feature(trace, "redundancy", [&](auto, auto, auto) { return uniform(rng) / 40; });
 }
 
-TEST_CASE("policies with features keep what their papers' formulas keep, on random traces") {
+TEST_CASE("policies with features keep the tokens of their papers' formulas, on random traces") {
   const test::TemporaryFolder folder;
   write_random_trace(
       folder / "trace",
@@ -191,7 +192,7 @@ TEST_CASE("policies with features keep what their papers' formulas keep, on rand
     }
 }
 
-TEST_CASE("policies with features keep what their papers' formulas keep, on a captured trace") {
+TEST_CASE("policies with features keep the tokens of their papers' formulas, on a captured trace") {
   const test::TemporaryFolder folder;
   std::filesystem::copy(KVLAB_SOURCE_DIR "/traces/samples/tiny-story", folder / "trace");
   test::make_format_2(folder / "trace");

@@ -15,7 +15,8 @@ std::uint64_t in_units(double p) {
   return static_cast<std::uint64_t>(std::nearbyint(p * 4294967296.0));
 }
 
-/// Marks what the query heads request: at least `threshold` of the row's largest.
+/// Marks the tokens that the query heads request: those with at least `threshold` of the row's
+/// largest.
 void mark_requests(Query& query, double threshold) {
   const auto limit = static_cast<std::uint64_t>(std::lround(threshold * 65536));
   query.requested.assign(query.seen.size(), false);
@@ -115,7 +116,7 @@ class NaiveCache {
       std::vector<float> p(live_.size());
       for (std::size_t i = 0; i < p.size(); ++i) p[i] = e[live_[i]];
       const float sum = lane_sum(p.data(), p.size());
-      REQUIRE(sum >= kSharedSumFloor);  // else change the data
+      REQUIRE(sum >= kSharedSumFloor);  // if this fails, change the data
       divide(p.data(), p.size(), sum, p.data());
       auto& row = query.p.emplace_back(t + 1);
       for (std::size_t i = 0; i < p.size(); ++i) row[live_[i]] = p[i];

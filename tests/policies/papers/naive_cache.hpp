@@ -1,5 +1,5 @@
-// A cache that remembers everything: each token's probability under each query it was live for.
-// What a policy's formula is computed from, as its paper writes it.
+// A cache that remembers each token's probability under each query for which it was live. Policies'
+// formulas are computed from it as their papers write them.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace kvlab::papers {
 
 inline constexpr auto kPrompt = SegmentKind::prompt, kDecode = SegmentKind::decode;
 
-/// What the live tokens received from one query.
+/// The probabilities of the live tokens under one query.
 struct Query {
   std::vector<std::vector<float>> p;  ///< [query head][token]; 0 where a token was not seen
   std::vector<bool> seen, requested;  ///< [token]
@@ -21,11 +21,11 @@ struct Query {
   std::uint64_t mass(std::uint32_t token, float weight = 1) const;
 };
 
-/// An append whose queries are all done.
+/// A finished append.
 struct Done {
   std::uint32_t first, count;
   std::uint32_t last() const { return first + count - 1; }
-  /// Queries after `query` in it.
+  /// The number of queries after `query` in the append.
   std::uint32_t age(std::uint32_t query) const { return last() - query; }
 };
 
@@ -34,19 +34,20 @@ struct History {
   std::vector<Done> appends;
 };
 
-/// When tokens are evicted, and where.
+/// The state in which tokens are evicted.
 struct Moment {
   std::uint32_t now, budget, live;
   std::uint64_t seed;
   std::uint32_t sequence, layer, kv_head;
 };
 
-/// What a token is worth: the smallest is evicted first, by the first number, then by the second.
+/// A token's worth. The token with the smallest is evicted first: by the first number, then the
+/// second.
 using Worth = std::pair<double, double>;
 using Formula = std::function<Worth(const History&, std::uint32_t token, const Moment&)>;
 
-/// The kept set at each query of one KV head: the rule with `formula`. `config`'s policy gives the
-/// protected tokens alone.
+/// The kept set at each query of one KV head, by the rule with `formula`. Only the protected tokens
+/// of `config`'s policy are used.
 std::vector<std::vector<std::uint32_t>> kept_by(const Formula& formula, const TraceReader& trace,
                                                 std::uint32_t sequence, const CacheConfig& config,
                                                 std::uint32_t layer, std::uint32_t kv_head);

@@ -1,5 +1,5 @@
-// Each policy's kept sets under the plain replay, at every query, against its paper's formula over
-// the whole history.
+// Each policy's kept sets in the plain replay, at every query, compared with its paper's formula
+// over the whole history.
 #include <cmath>
 
 #include "policies/ops/make_ops.hpp"
@@ -13,13 +13,13 @@ namespace kvlab::papers {
 namespace {
 
 struct Paper {
-  std::string text;  ///< as the command line names it
+  std::string text;  ///< as on the command line
   Formula formula;
   CompiledPolicies compiled = nullptr;
 };
 
-/// The policy of the tests that needs mass and requests: one for each parameter away from its
-/// default, and requests that outweigh mass or do not.
+/// The test policy that needs mass and requests: one variant for each parameter away from its
+/// default, with requests that outweigh mass or do not.
 std::vector<Paper> that_need_both() {
   const CompiledPolicies compiled{
       std::make_shared<const PolicyEntry>(PolicyEntry{make_ops<Leaky>()})};
@@ -28,7 +28,7 @@ std::vector<Paper> that_need_both() {
           {"leaky:slope=0:span=1e6:recent=3", leaky(0.9, 0, 1'000'000), compiled}};
 }
 
-/// The defaults, and every parameter away from its default, with other protected tokens.
+/// The defaults, every parameter away from its default, and other protected tokens.
 std::vector<Paper> papers() {
   return {{"tova", tova()},
           {"tova:sinks=2:recent=25%", tova()},
@@ -67,7 +67,7 @@ void check(const Paper& paper, const TraceReader& trace, std::uint32_t budget, s
              kept_by(paper.formula, trace, kSequence, config, layer, kv_head));
 }
 
-TEST_CASE("each policy keeps what its paper's formula keeps, on random traces") {
+TEST_CASE("each policy keeps the tokens of its paper's formula, on random traces") {
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(
       folder / "trace",
@@ -83,16 +83,14 @@ TEST_CASE("each policy keeps what its paper's formula keeps, on random traces") 
     }
 }
 
-TEST_CASE("each policy keeps what its paper's formula keeps, on a captured trace") {
+TEST_CASE("each policy keeps the tokens of its paper's formula, on a captured trace") {
   const TraceReader trace = TraceReader::open(KVLAB_SOURCE_DIR "/traces/samples/tiny-story");
   for (const Paper& paper : papers()) DYNAMIC_SECTION(paper.text) {
       check(paper, trace, 48, 0, 2, 1);
     }
 }
 
-TEST_CASE(
-    "a policy that needs mass and requests sees both, in the plain replay and in the configuration "
-    "batches") {
+TEST_CASE("a policy that needs mass and requests gets both, plain and in configuration batches") {
   const test::TemporaryFolder folder;
   const TraceReader trace = write_random_trace(
       folder / "trace", {.layers = 1,
@@ -116,7 +114,7 @@ TEST_CASE(
       }
 }
 
-TEST_CASE("a2sf's integers are the paper's sum, but for their rounding") {
+TEST_CASE("a2sf's integers equal the paper's sum except for rounding") {
   const TraceReader trace = TraceReader::open(KVLAB_SOURCE_DIR "/traces/samples/tiny-story");
   const double keep = 0.98;
   double worst = 0;
@@ -129,7 +127,7 @@ TEST_CASE("a2sf's integers are the paper's sum, but for their rounding") {
   const CacheConfig config{.policy = parse_policy("a2sf"), .budget = {.extent = tokens(48)}};
   kept_by(both, trace, 0, config, 1, 0);
   CHECK(worst > 0);
-  CHECK(worst < 1e-6);  // a unit is 2.3e-10; 50 queries' worth of half units, and float32 weights
+  CHECK(worst < 1e-6);  // a unit is 2.3e-10; half units of 50 queries, and float32 weights
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Policies against code that is not ours, on the same queries, keys and values: kvpress's presses
-// rank a prompt's tokens as ours do, and the caches of H2O's and StreamingLLM's authors keep the
-// same sets at every query. tests/fixtures/make_press_fixtures.py ran them.
+// Policies compared with other projects' code on the same queries, keys and values: kvpress's
+// presses rank a prompt's tokens in the same order, and the caches of H2O's and StreamingLLM's
+// authors keep the same sets at every query. tests/fixtures/make_press_fixtures.py ran them.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -25,7 +25,7 @@ const nlohmann::json& fixture() {
   return read;
 }
 
-/// Of a prompt: tensors, where they are drawn, scores and features.
+/// A prompt's data: tensors (if random), scores and features.
 const nlohmann::json& random_prompt() { return fixture().at("random"); }
 const nlohmann::json& captured_prompt() { return fixture().at("captured"); }
 
@@ -49,7 +49,8 @@ brute::Sequence sequence(std::vector<brute::Matrix> q, std::vector<brute::Matrix
   return s;
 }
 
-/// The drawn tensors. `stride`: of the query heads every so many; 2 leaves each KV head one.
+/// The random tensors. `stride`: takes every stride-th query head; 2 leaves each KV head one query
+/// head.
 brute::Sequence random_sequence(std::size_t stride) {
   const nlohmann::json& sampled = random_prompt();
   const double unit = sampled.at("unit").get<double>();
@@ -66,7 +67,7 @@ brute::Sequence random_sequence(std::size_t stride) {
                   sampled.at("inv_freq").get<std::vector<float>>(), length_of(sampled));
 }
 
-/// The first tokens of one layer of the sample, and one that is decoded.
+/// The first tokens of one layer of the sample trace as a prompt, and one decoded token.
 brute::Sequence captured_sequence() {
   const TraceReader sample = TraceReader::open(KVLAB_SOURCE_DIR "/traces/samples/tiny-story");
   const auto layer = captured_prompt().at("layer").get<std::uint32_t>();
@@ -86,7 +87,7 @@ brute::Sequence captured_sequence() {
                   sample.header().rope.inv_freq, count - 1);
 }
 
-/// [head][token, dim] as [token, head, dim], the tokens of a segment.
+/// Converts [head][token, dim] to [token, head, dim], for the tokens of a segment.
 std::vector<float> interleave(const std::vector<brute::Matrix>& parts, const Segment& segment) {
   std::vector<float> all;
   for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t)
@@ -117,7 +118,7 @@ void write(const std::filesystem::path& directory, const brute::Sequence& s) {
   writer.finish();
 }
 
-/// The numbers that the policies read, as kvpress computes them; decoded tokens have 0.
+/// Writes the features that the policies read, as kvpress computes them; 0 for decoded tokens.
 void bring_features(const std::filesystem::path& directory, const nlohmann::json& prompt) {
   for (const auto& [name, by_head] : prompt.at("features").items()) {
     const auto values = by_head.get<std::vector<std::vector<float>>>();
@@ -127,8 +128,8 @@ void bring_features(const std::filesystem::path& directory, const nlohmann::json
   }
 }
 
-/// The first decoded query sees one token less with each smaller budget: who left, the first to go
-/// first, down to what protected tokens hold.
+/// The eviction order, first victim first. With each smaller budget the first decoded query sees
+/// one token less, down to the protected tokens.
 Tokens eviction_order(const TraceReader& trace, const std::string& policy, std::uint32_t kv_head) {
   const PolicySpec spec = parse_policy(policy);
   const std::uint32_t prompt = trace.prompt_tokens(), query[] = {prompt};
@@ -138,18 +139,19 @@ Tokens eviction_order(const TraceReader& trace, const std::string& policy, std::
   for (std::uint32_t budget = prompt; budget >= std::max(sinks + recent, sinks + 1); --budget) {
     const CacheConfig config{.policy = spec, .budget = {.extent = tokens(budget)}};
     Tokens kept = kept_sets(trace, 0, config, {.plain = true}, 0, kv_head, query)[0].positions;
-    REQUIRE(kept.size() == budget);  // itself included
+    REQUIRE(kept.size() == budget);  // the query's token included
     REQUIRE(kept.back() == prompt);
     kept.pop_back();
     std::set_difference(before.begin(), before.end(), kept.begin(), kept.end(),
                         std::back_inserter(order));
-    REQUIRE(order.size() + kept.size() == prompt);  // who left for a larger budget stays away
+    // a token that is evicted at a larger budget is not kept at a smaller one
+    REQUIRE(order.size() + kept.size() == prompt);
     before = kept;
   }
   return order;
 }
 
-/// The same tokens, the lowest score first; at equal scores the older.
+/// The same tokens ordered by score, lowest first; at equal scores the older one first.
 Tokens by_scores(Tokens order, const std::vector<double>& scores) {
   std::sort(order.begin(), order.end());
   std::stable_sort(order.begin(), order.end(),
@@ -157,7 +159,7 @@ Tokens by_scores(Tokens order, const std::vector<double>& scores) {
   return order;
 }
 
-/// Whether scores ascend, but where they are equal as far as float32 and units of 2^-32 tell.
+/// Whether scores ascend, up to differences within float32 and units of 2^-32.
 bool ascends(const Tokens& order, const std::vector<double>& scores) {
   double most = std::numeric_limits<double>::lowest();
   return std::ranges::all_of(order, [&](std::uint32_t token) {
@@ -168,23 +170,23 @@ bool ascends(const Tokens& order, const std::vector<double>& scores) {
 
 struct Pair {
   std::string press, policy;
-  bool pooled = false;  ///< two tokens at both ends are ranked differently, as stated
+  bool pooled = false;  ///< the ranks of two tokens at both ends differ, as documented
 };
 
-/// What is stated, here and in docs/reference/policies.md. All: a press scores a prompt once, so
-/// `once`.
+/// The pairs documented here and in docs/reference/policies.md. All have `once`, because a press
+/// scores a prompt once.
 std::vector<Pair> pairs() {
   return {
-      // kvpress lets the prompt's last token never leave: a protection here.
+      // kvpress never evicts the prompt's last token; here it is protected.
       {"tova", "tova:once:scope=layer:recent=2"},
       {"snapkv", "snapkv:smooth=0:window=8:recent=9"},
-      // At the ends of what is pooled, kvpress takes zeros for neighbours; here the window's own
-      // tokens are neighbours, and what is not there does not count.
+      // At the ends of the pooled range, kvpress takes zeros for neighbours. Here the window's
+      // tokens are neighbours, and missing ones do not count.
       {"snapkv_pooled", "snapkv:window=8:recent=9", true},
       {"observed_attention", "h2o:preset=kvpress"},
       {"observed_attention", "h2o_mean:once:recent=0"},
       {"knorm", "knorm:once"},
-      // The press was given keys before RoPE: ours compares them so.
+      // The press was given keys before RoPE, which kvlab compares too.
       {"keydiff", "keydiff:once"},
       // On sums over queries, without kvpress's first stage and its epsilon.
       {"criticalkv", "criticalkv:once:recent=0:epsilon=0"},
@@ -195,7 +197,7 @@ std::vector<Pair> pairs() {
 }
 
 struct Ranked {
-  Tokens order;                ///< as ours leave
+  Tokens order;                ///< kvlab's eviction order
   std::vector<double> scores;  ///< of the press, by token
 };
 
@@ -236,7 +238,7 @@ TEST_CASE("kvpress ranks the tokens of a captured prompt as our policies do") {
     }
 }
 
-/// What the decoders compute of one KV head, append by append: [token].
+/// A feature as the decoders compute it for one KV head, append by append: [token].
 std::vector<float> scored(const brute::Sequence& s, const char* name, std::uint32_t kv_head,
                           std::vector<std::uint32_t> appends) {
   const nlohmann::json& settings = fixture().at("settings");
@@ -282,7 +284,8 @@ TEST_CASE("Decoders score a prompt's tokens as kvpress does") {
   }
 }
 
-TEST_CASE("A score is fixed by its own append's end, and queries by the last prompt's") {
+TEST_CASE(
+    "A score is fixed at its append's end, and scores from queries at the last prompt's end") {
   const brute::Sequence s = random_sequence(1);
   const std::vector<std::uint32_t> parts{9, 12, 1, 1, 5};
   for (const char* name : {"lagkv", "expected_attention", "redundancy"}) {
@@ -292,10 +295,11 @@ TEST_CASE("A score is fixed by its own append's end, and queries by the last pro
       CHECK(std::equal(some.begin(), some.end(), whole.begin()));
     }
   }
-  // Partitions of 8 from token 4 on: of the first, tokens 9 to 11 come with all of the next one.
+  // Partitions of 8 from token 4 on. Of the first partition, tokens 9 to 11 arrive with all of the
+  // next one.
   const auto places = scored(s, "lagkv", 0, parts);
   CHECK(std::ranges::count_if(places, [](float place) { return place < 1; }) == 3);
-  // The softmax of mean cosines with the others.
+  // The softmax over the mean cosines with the other tokens.
   const auto redundant = scored(s, "redundancy", 0, {9, 1});
   std::vector<double> e;
   for (std::uint32_t a = 0; a < 10; ++a) {
@@ -320,7 +324,7 @@ TEST_CASE("kvpress lets the heads of a layer compete as ada() does") {
     const std::uint32_t query[] = {trace.prompt_tokens()};
     for (const auto& [mean, theirs] :
          (sampled ? random_prompt() : captured_prompt()).at("ada").items()) {
-      // One more for the token to come.
+      // One more for the next token.
       const std::string budget = "ada(" + std::to_string(std::stoul(mean) + 1) + ")";
       const CacheConfig config{.policy = parse_policy("h2o:preset=kvpress"),
                                .budget = parse_budget(budget)};
@@ -335,7 +339,7 @@ TEST_CASE("kvpress lets the heads of a layer compete as ada() does") {
   }
 }
 
-/// `budget`: what their query sees.
+/// `budget`: tokens that the policy's query sees.
 struct Cache {
   std::string policy;
   std::uint32_t budget;
@@ -349,14 +353,14 @@ Cache as_ours(const nlohmann::json& cache) {
   }
   const auto heavy = cache.at("heavy").get<std::uint32_t>();
   const std::string preset = "h2o:preset=real_drop";
-  // The preset is half recent, the query's own token included.
+  // In the preset, half of the budget is recent tokens, the query's token included.
   if (heavy == recent + 1) return {preset, heavy + recent + 1};
   return {preset + ":recent=" + std::to_string(recent + 1), heavy + recent + 1};
 }
 
-TEST_CASE("the caches of H2O's and StreamingLLM's authors keep our policies' sets") {
+TEST_CASE("the caches of H2O's and StreamingLLM's authors keep the sets of our policies") {
   const test::TemporaryFolder folder;
-  write(folder / "trace", random_sequence(2));  // H2O's has one query head for each KV head
+  write(folder / "trace", random_sequence(2));  // H2O's cache has one query head per KV head
   const TraceReader trace = TraceReader::open(folder / "trace");
   for (const auto& theirs : fixture().at("caches")) {
     const Cache ours = as_ours(theirs);

@@ -8,7 +8,7 @@ namespace {
 
 using Wide = unsigned __int128;
 
-/// Appends whose queries saw the token.
+/// The appends whose queries saw the token.
 std::vector<Done> appends_of(const History& history, std::uint32_t token) {
   std::vector<Done> own;
   for (const Done& done : history.appends)
@@ -31,13 +31,13 @@ std::vector<std::uint32_t> requests_of(const History& history, const Done& done,
   return own;
 }
 
-/// A share of a mass, both in units of 2^-32, rounded down.
+/// A share of a mass, in units of 2^-32, rounded down.
 std::uint64_t share_of(std::uint64_t mass, double share) {
   const auto units = static_cast<Wide>(std::floor(share * 4294967296.0 + 0.5));
   return static_cast<std::uint64_t>(Wide{mass} * units >> 32);
 }
 
-/// What the last `window` queries gave, as far as appends let it be known.
+/// The mass from the last `window` queries, as far as finished appends show it.
 std::uint64_t last_queries(const History& history, std::uint32_t token, std::uint32_t window) {
   std::uint64_t mass = 0;
   for (const Done& done : appends_of(history, token)) {
@@ -125,7 +125,7 @@ Formula h2o_mean() {
 
 Formula roco(double spread) {
   return [spread](const History& history, std::uint32_t token, const Moment&) -> Worth {
-    std::vector<double> given;  // by query; of one append alike
+    std::vector<double> given;  // by query; the queries of one append get equal shares
     for (const Done& done : appends_of(history, token)) {
       const auto own = queries_of(done, token);
       double sum = 0;
@@ -180,7 +180,7 @@ Formula nacl(std::uint32_t proxies, double random) {
     const std::uint64_t cache = scrambled(scrambled(at.seed) ^ at.sequence);
     const std::uint64_t head = scrambled(cache ^ ((std::uint64_t{at.layer} << 32) + at.kv_head));
     const std::uint64_t hash = scrambled(head ^ ((std::uint64_t{token} << 32) + at.now));
-    // Of the live tokens budget stay, and of these a share by chance.
+    // `budget` of the live tokens are kept, and a share of these at random.
     const double share = random * std::min(at.budget, at.live) / at.live;
     const bool spared = static_cast<double>(hash >> 32) < std::floor(share * 4294967296.0 + 0.5);
     return {spared ? 1 : 0, static_cast<double>(last_queries(history, token, proxies))};

@@ -1,4 +1,4 @@
-// The formulas of papers, over all that the queries ever gave.
+// Papers' formulas, over all probabilities that queries ever gave.
 #pragma once
 
 #include "tests/policies/papers/naive_cache.hpp"

@@ -1,4 +1,4 @@
-// Tier plans: their texts, their slots, and which token is demoted.
+// Tier plans: their texts, their slots, and which tokens are demoted.
 #include "policies/tiers/tier_plan.hpp"
 
 #include <algorithm>
@@ -11,7 +11,8 @@ using namespace kvlab;
 
 namespace {
 
-/// The rule once more, one token after another, for a policy that leaves by accumulated mass.
+/// A second implementation of the rule, one token at a time, for a policy that ranks by accumulated
+/// mass.
 class NaiveTierPlan {
  public:
   NaiveTierPlan(std::vector<std::uint32_t> slots, std::uint32_t sinks, std::uint32_t recent)
@@ -112,13 +113,13 @@ std::string refusal_of(std::string_view text) {
 
 }  // namespace
 
-TEST_CASE("a token's bytes by format, for heads of 128") {
+TEST_CASE("a token's bytes by format, for head size 128") {
   std::vector<std::uint32_t> bytes;
   for (const KvFormat& format : kKvFormats) bytes.push_back(4 * format.block_bytes());
   CHECK(bytes == std::vector<std::uint32_t>{512, 264, 288, 160, 128, 96, 160, 96});
 }
 
-TEST_CASE("tier plans are read as they are written") {
+TEST_CASE("tier plans read back as they are written") {
   for (const char* text :
        {"16", "4", "k4v2", "16:16t,4:100%", "16:50%,16:50%", "8:25%,4:50%,k4v2:25%"}) {
     CHECK(parse_tier_plan(text).text() == text);
@@ -132,7 +133,7 @@ TEST_CASE("tier plans are read as they are written") {
                     Catch::Matchers::ContainsSubstring("never evicts"));
 }
 
-TEST_CASE("what is no tier plan is refused") {
+TEST_CASE("invalid tier plans are refused") {
   CHECK_THAT(refusal_of("5"),
              Catch::Matchers::ContainsSubstring("'5' is not a format; known: 16, fp8, 8, 4"));
   CHECK_THAT(refusal_of(""), Catch::Matchers::ContainsSubstring("is not a format"));
@@ -148,7 +149,7 @@ TEST_CASE("what is no tier plan is refused") {
   CHECK_THAT(refusal_of("16:-1%,4:101%"), Catch::Matchers::ContainsSubstring("at least 0%"));
 }
 
-TEST_CASE("A plan of more tiers than a cache can count is refused, however long its text is") {
+TEST_CASE("A plan with too many tiers is refused, for a text of any length") {
   const auto plan = [](std::size_t tiers) {
     std::string text;
     for (std::size_t i = 1; i < tiers; ++i) text += "16:1t,";
@@ -166,7 +167,7 @@ TEST_CASE("A plan of more tiers than a cache can count is refused, however long 
                   std::logic_error);
 }
 
-TEST_CASE("slots are what bytes hold") {
+TEST_CASE("the slots of a tier plan fit its bytes") {
   const auto slots = [](const char* tier_plan, std::uint64_t bytes) {
     std::vector<std::uint32_t> counts;
     for (const TierSlots& tier : parse_tier_plan(tier_plan).slots(bytes, 4))
@@ -183,7 +184,7 @@ TEST_CASE("slots are what bytes hold") {
                     Catch::Matchers::ContainsSubstring("2048 bytes are too few for one token"));
 }
 
-TEST_CASE("which token is demoted, and which token is evicted, is as the rule says") {
+TEST_CASE("tokens are demoted and evicted as the rule says") {
   const std::vector<std::vector<std::uint32_t>> tier_plans{
       {4, 3}, {1, 5}, {3, 0, 4}, {2, 2, 2, 2}, {5, 1, 9}};
   for (const auto& slots : tier_plans)

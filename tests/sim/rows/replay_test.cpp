@@ -1,5 +1,5 @@
-// Layers that attend each in its own way, in the replay: a second writing in float64, and what
-// layers with a window are left out of.
+// The replay of layers with different attention, compared with a reference in float64; layers with
+// a sliding window are left out.
 #include <cmath>
 #include <set>
 
@@ -23,7 +23,7 @@ Rope turning(double theta, std::uint32_t half, float factor = 1) {
   return rope;
 }
 
-/// A soft cap; a layer that does not turn, with sinks; another table and scale.
+/// A soft cap; a layer without rotation, with sinks; another RoPE table and scale.
 RandomTrace bent(std::uint32_t head_size) {
   const std::uint32_t half = head_size / 2;
   const float scale = 1 / std::sqrt(static_cast<float>(head_size));
@@ -40,7 +40,7 @@ RandomTrace bent(std::uint32_t head_size) {
                    {.table = 2, .scale = 1.5f * scale, .rope = turning(100, half, 1.1f)}}};
 }
 
-/// Two layers with a window among four of a model of ten.
+/// Two layers with a sliding window among four layers of a ten-layer model.
 RandomTrace with_windows() {
   const RowSpec plain{.table = 0, .scale = 0.25f, .rope = turning(1e4, 8)};
   RowSpec near{.window = 9, .table = 1, .scale = 0.25f, .rope = turning(100, 8)};
@@ -52,7 +52,7 @@ RandomTrace with_windows() {
           .numbers = {1, 4, 6, 9}};
 }
 
-/// Some layers of a trace as a capture would have written them alone.
+/// Writes some layers of a trace, as a capture of only these layers would.
 TraceReader copied(const TraceReader& trace, const std::filesystem::path& to,
                    const std::vector<std::uint32_t>& layers) {
   TraceHeader header = trace.header();
@@ -76,7 +76,7 @@ TraceReader copied(const TraceReader& trace, const std::filesystem::path& to,
   TraceWriter writer(to, header);
   for (const Segment& segment : trace.segments()) {
     writer.begin(std::vector<std::int32_t>(segment.tokens, 7), segment.kind, true);
-    const std::vector<float> out(std::size_t{segment.tokens} * 4 * size);  // nobody verifies it
+    const std::vector<float> out(std::size_t{segment.tokens} * 4 * size);  // not verified
     for (std::uint32_t i = 0; i < layers.size(); ++i)
       writer.layer(i, read(Part::q, layers[i], 4, segment), read(Part::k, layers[i], 2, segment),
                    read(Part::v, layers[i], 2, segment), out, {});
@@ -97,7 +97,9 @@ std::vector<Row> rows_of(const ReplayResult& result) {
 
 }  // namespace
 
-TEST_CASE("replay agrees with the brute force where layers differ in cap, sinks, table and scale") {
+TEST_CASE(
+    "replay agrees with the brute force for layers that differ in cap, sinks, table and "
+    "scale") {
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", bent(16));
   REQUIRE(verify_trace(trace, 2).problems == std::vector<std::string>{});
@@ -107,7 +109,8 @@ TEST_CASE("replay agrees with the brute force where layers differ in cap, sinks,
                   {.queries = Queries::all, .every_output_error = true, .threads = 2}, 1e-5);
 }
 
-TEST_CASE("two tables are replayed in configuration batches as they are plainly") {
+TEST_CASE(
+    "a trace with two RoPE tables gives the same results in configuration batches and plain") {
   const TemporaryFolder folder;
   RandomTrace wanted = bent(16);
   wanted.rows[0].softcap = 0;
@@ -118,10 +121,10 @@ TEST_CASE("two tables are replayed in configuration batches as they are plainly"
     check_agreement(trace, cases, {.plain = plain, .threads = 2}, 1e-5);
 }
 
-TEST_CASE("beside a sink the live masses sum to less than one, and what it gets is never lost") {
+TEST_CASE("a sink logit takes mass from the live tokens, and its share does not count as lost") {
   const TemporaryFolder folder;
   RandomTrace wanted = bent(16);
-  wanted.rows[1].sinks = {20, 20, 20, 20};  // nearly all of every row
+  wanted.rows[1].sinks = {20, 20, 20, 20};  // take nearly all of every row
   const TraceReader trace = write_random_trace(folder / "trace", wanted);
   const ReplayOptions only{.layers = {1}};
   const CacheConfig config{.policy = parse_policy("window"), .budget = {.extent = tokens(2)}};
@@ -131,7 +134,7 @@ TEST_CASE("beside a sink the live masses sum to less than one, and what it gets 
   }
 }
 
-TEST_CASE("layers with a window are left out, as if the trace had not had them") {
+TEST_CASE("layers with a sliding window are left out, as if the trace did not contain them") {
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", with_windows());
   CHECK(trace.layers_with_window(true) == std::vector<std::uint32_t>{0, 2});
@@ -168,7 +171,7 @@ TEST_CASE("layers with a window are left out, as if the trace had not had them")
   }
 }
 
-TEST_CASE("a trace whose layers all have a window is refused in one line") {
+TEST_CASE("a trace with only sliding-window layers is refused in one line") {
   const TemporaryFolder folder;
   RandomTrace wanted = with_windows();
   for (RowSpec& row : wanted.rows) row.window = 5;
@@ -180,7 +183,9 @@ TEST_CASE("a trace whose layers all have a window is refused in one line") {
                     ContainsSubstring("every layer has a window") && !ContainsSubstring("\n"));
 }
 
-TEST_CASE("attention of a layer with a window, and with sinks, is the brute force's") {
+TEST_CASE(
+    "attention of a layer with a sliding window, and with sinks, agrees with the brute "
+    "force") {
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(folder / "trace", with_windows());
   const brute::Simulator exact(brute::load(trace));

@@ -1,5 +1,5 @@
-// Tier plans in the replay: equal tiers are one tier, and attention over quantized values is a
-// second writing's.
+// Tier plans in the replay: equal tiers give the results of one tier, and attention over quantized
+// values agrees with a reference.
 #include <cmath>
 #include <map>
 #include <numeric>
@@ -48,8 +48,9 @@ CacheConfig config_of(const std::string& policy, const std::string& tier_plan, s
 
 using Rows = std::vector<brute::Vector>;
 
-/// The mean error of decoded queries. `held(keys, values)`, of a head's rotated keys and its
-/// values, says of a query what is there in their place. Float64 but for quantized values.
+/// The mean error of decoded queries. `held(keys, values)` takes a head's rotated keys and its
+/// values, and returns a function that gives what a query sees instead. Float64 except for
+/// quantized values.
 template <class Held>
 double naive_error(const TraceReader& trace, Held held) {
   const brute::Sequence s = brute::load(trace);
@@ -86,7 +87,7 @@ double naive_error(const TraceReader& trace, Held held) {
   return sum / count;
 }
 
-/// `window` behind a dense prompt: who is live, and on which tier, is known.
+/// Policy `window` after a dense prompt: the live tokens and their tiers are known.
 double naive_tier_plan_error(const TraceReader& trace, const std::vector<TierSlots>& tier_plan) {
   const auto quantize = [&](const brute::Vector& exact, std::size_t tier, bool key) {
     if (tier_plan[tier].format->exact()) return exact;
@@ -104,7 +105,7 @@ double naive_tier_plan_error(const TraceReader& trace, const std::vector<TierSlo
   return naive_error(trace, [&](const Rows& exact, const Rows& v) {
     return [&](std::uint32_t t) {
       std::pair<Rows, Rows> rows;
-      std::uint32_t young = t + 1;  // from the youngest on
+      std::uint32_t young = t + 1;  // starting with the youngest
       for (std::size_t tier = 0; tier < tier_plan.size(); ++tier)
         for (std::uint32_t left = tier_plan[tier].slots; left > 0 && young > 0; --left) {
           rows.first.push_back(quantize(exact[--young], tier, true));
@@ -153,7 +154,7 @@ TEST_CASE("attention over quantized values agrees with float64") {
   }
 }
 
-/// KIVI of so many bits behind a dense prompt.
+/// KIVI with `bits` bits after a dense prompt.
 double naive_kivi_error(const TraceReader& trace, int bits) {
   const auto quantize = [&](std::vector<double*> group) {
     double least = *group[0], most = least;
@@ -165,7 +166,7 @@ double naive_kivi_error(const TraceReader& trace, int bits) {
       *x = std::rint(std::clamp((static_cast<float>(*x) - mn) / scale, 0.0f, levels)) * scale + mn;
   };
   return naive_error(trace, [&](Rows keys, Rows values) {
-    // What the cache held before query t: a window of keys that fills, one of values that moves.
+    // The cache before query t: a window of keys that fills, and one of values that moves.
     return [quantize, keys, values, quantized_keys = 0u,
             quantized_values = 0u](std::uint32_t t) mutable {
       for (std::uint32_t full = t - t % 128; quantized_keys < full; quantized_keys += 32)
@@ -185,7 +186,8 @@ double naive_kivi_error(const TraceReader& trace, int bits) {
 }
 
 TEST_CASE(
-    "KIVI quantizes keys by channel as a window fills, values as they leave one, and all stay") {
+    "KIVI quantizes keys by channel when a window fills, values when they leave it, and "
+    "keeps all") {
   const TemporaryFolder folder;
   const TraceReader trace = write_random_trace(
       folder.path() / "trace",
@@ -201,7 +203,7 @@ TEST_CASE(
     CHECK(own.at({-1, -1, "output_error"}) == Approx(naive_kivi_error(trace, bits)).epsilon(1e-5));
     CHECK(own == config_batches);
     CHECK(own.at({-1, -1, "recall"}) == 1);
-    // The last query before a window is full sees 128 keys and 129 values in 16 bit.
+    // The last query before a window is full sees 128 keys and 129 values in 16 bits.
     const double quantized = 32 * bits / 8 + 4;
     CHECK(own.at({-1, -1, "kv_bytes_peak"}) ==
           std::max(256 * 64 + 64 + 0.0, 128 * (quantized + 64) + 127 * quantized + 129 * 64));
@@ -213,7 +215,7 @@ TEST_CASE(
       "tiers '16:50%,kivi2:50%': kivi2 keeps all tokens in its own way; it stands alone");
 }
 
-TEST_CASE("KIVI's quantized values are the authors' and those of transformers' quantised cache") {
+TEST_CASE("KIVI's quantized values equal the authors' and transformers' quantized cache") {
   const std::string file = KVLAB_SOURCE_DIR "/tests/data/quantized_cache.json";
   const nlohmann::json theirs = parse_json(read_text_file(file, 1 << 20), file);
   constexpr std::size_t kDim = 32;
@@ -226,9 +228,10 @@ TEST_CASE("KIVI's quantized values are the authors' and those of transformers' q
     std::vector<float> values = keys;
     quantize_keys(keys, kDim, bits);
     quantize_row(values, bits, false);
-    for (const std::string whose : {"", "authors_"})  // who round to fp16 more often, or less
+    // the authors' code rounds to fp16 at other places
+    for (const std::string whose : {"", "authors_"})
       for (std::size_t i = 0; i < 8; ++i)
-        for (std::size_t j = 0; j < kDim; ++j) {  // a step is of a part in 15 at least
+        for (std::size_t j = 0; j < kDim; ++j) {  // a step is at least 1/15
           const auto found = [&](const std::string& part, std::size_t row, std::size_t column) {
             return theirs[whose + part + std::to_string(bits)][row][column].get<float>();
           };
@@ -238,9 +241,9 @@ TEST_CASE("KIVI's quantized values are the authors' and those of transformers' q
   }
 }
 
-TEST_CASE("bytes are shared among tiers to the byte, and tokens of 16 bit are as many bytes") {
+TEST_CASE("tiers share a budget to the byte, and 16-bit tokens take the same bytes") {
   const TemporaryFolder folder;
-  const TraceReader trace = random_trace(folder);  // heads of 32: 128 bytes a token
+  const TraceReader trace = random_trace(folder);  // heads of size 32: 128 bytes per token
   const auto requested = [](const char* policy, const char* budget) {
     return CacheConfig{.policy = parse_policy(policy), .budget = parse_budget(budget)};
   };
@@ -256,7 +259,7 @@ TEST_CASE("bytes are shared among tiers to the byte, and tokens of 16 bit are as
   CHECK(share.requested_tokens == 31);
 }
 
-TEST_CASE("bytes are of one unit under every tier plan, whatever the trace's type") {
+TEST_CASE("bytes count 16-bit elements under every tier plan, for every data type of the trace") {
   for (const Dtype dtype : {Dtype::f32, Dtype::f16}) {
     const TemporaryFolder folder;
     const TraceReader trace =
@@ -277,7 +280,7 @@ TEST_CASE("bytes are of one unit under every tier plan, whatever the trace's typ
   }
 }
 
-TEST_CASE("attention over quantized values is the layer's own: table, scale, cap and sinks") {
+TEST_CASE("attention over quantized values uses the layer's table, scale, cap and sinks") {
   const TemporaryFolder folder;
   std::vector<RowSpec> rows(2);
   for (std::uint32_t l = 0; l < 2; ++l) {
@@ -297,7 +300,7 @@ TEST_CASE("attention over quantized values is the layer's own: table, scale, cap
   }
 }
 
-TEST_CASE("what quantization costs is what the same tokens in 16 bit do not") {
+TEST_CASE("the quantization error is relative to the same tokens in 16 bits") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
   for (const char* tier_plan : {"4", "16@5t+2@100%", "fp8@50%+4@50%"})
@@ -333,7 +336,7 @@ TEST_CASE("a full cache on one tier quantizes every decoded token") {
   CHECK(quantized.at({-1, -1, "kv_bytes_peak"}) == exact.at({-1, -1, "kv_bytes_peak"}) * 288 / 512);
 }
 
-TEST_CASE("counted bytes are those of the tiers that tokens are on") {
+TEST_CASE("the bytes of tokens are counted on their tiers") {
   const TemporaryFolder folder;
   const TraceReader trace = random_trace(folder);
   for (const char* policy : {"h2o", "h2o:once", "lru:every=6"})
@@ -369,7 +372,7 @@ TEST_CASE("counted bytes are those of the tiers that tokens are on") {
     }
 }
 
-TEST_CASE("keys that 4 bits move too far are named by layer") {
+TEST_CASE("layers whose keys change too much in 4 bits are named") {
   const TemporaryFolder folder;
   const auto trace_of = [&](const char* name, double spread, std::uint32_t head_size) {
     return write_random_trace(folder.path() / name,
@@ -385,7 +388,7 @@ TEST_CASE("keys that 4 bits move too far are named by layer") {
   CHECK(key_quantization_errors(trace_of("narrow", 60, 16)).empty());
 }
 
-TEST_CASE("what tier plans do not go with is refused") {
+TEST_CASE("options that tier plans do not support are refused") {
   const auto refuse = [](CacheConfig config, const char* why) {
     CHECK_THROWS_WITH(resolve(config, 64, 0, {2, 2}), Catch::Matchers::ContainsSubstring(why));
   };
@@ -398,7 +401,7 @@ TEST_CASE("what tier plans do not go with is refused") {
   refuse({.policy = parse_policy("full:tiers=16@50%+4@50%")}, "one format");
   refuse(config_of("h2o", "16@1%+4@99%", 16), "too few for one token on its first tier");
   const TemporaryFolder folder;
-  const TraceReader trace = write_random_trace(folder.path() / "trace", {});  // heads of 16
+  const TraceReader trace = write_random_trace(folder.path() / "trace", {});  // heads of size 16
   CHECK_THROWS_WITH(metric_values(trace, config_of("h2o", "4", 16)),
                     Catch::Matchers::ContainsSubstring("whole blocks of 32"));
 }

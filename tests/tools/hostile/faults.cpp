@@ -1,10 +1,10 @@
-// Preloaded: counts the calls by which a program changes files, or its allocations, and makes one
-// of them fail.
-//   FAULT_AT=N        which one, from 1; 0 or absent: none
-//   FAULT=KIND        kill: the process is killed before it; ENOSPC, EIO: it fails so; EINTR,
-//   short: write() does less
-//                     and may be called again; memory: the N-th operator new has none
-//   FAULT_COUNT=FILE  at the end, how many there were
+// Preload library. Counts the calls by which a program changes files, or its allocations, and makes
+// one of them fail.
+//   FAULT_AT=N        the call that fails, from 1; 0 or absent: none
+//   FAULT=KIND        kill: the process is killed before the call; ENOSPC, EIO: the call fails with
+//                     this error; EINTR, short: write() writes less and may be called again; memory:
+//                     the N-th operator new fails
+//   FAULT_COUNT=FILE  receives the number of calls at the end
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -64,7 +64,8 @@ Function next(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_NEXT, name));
 }
 
-/// Counts a call. Whether it is the one; under `kill` it does not return then.
+/// Counts a call, and returns whether it is the chosen one. With `kill` it does not return in that
+/// case.
 bool is_the_one() {
   Plan& p = plan();
   if (p.kind == Kind::memory || ++p.seen != p.at) return false;
@@ -72,7 +73,7 @@ bool is_the_one() {
   return true;
 }
 
-/// The same, for calls that have an error to give.
+/// The same, for calls that can return an error.
 bool fails() {
   if (!is_the_one() || plan().kind != Kind::error) return false;
   errno = plan().error;
@@ -81,7 +82,7 @@ bool fails() {
 
 using Main = int (*)(int, char**, char**);
 Main real_main = nullptr;
-std::atomic<bool> in_main{false};  // what is made before it cannot be refused in words
+std::atomic<bool> in_main{false};  // failures before main() cannot be reported as messages
 
 int counted_main(int count, char** words, char** environment) {
   in_main = true;

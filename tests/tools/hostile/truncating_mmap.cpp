@@ -1,5 +1,5 @@
-// Preloaded: a file whose name holds $TRUNCATES becomes one page long as soon as it has been
-// mapped.
+// Preload library. A file whose name contains $TRUNCATES is truncated to one page directly after it
+// is mapped.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
