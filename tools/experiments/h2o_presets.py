@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""One name, many policies: what public codes call H2O, side by side (docs/results/h2o.md)."""
+"""Compares what public codebases call H2O (docs/results/h2o.md)."""
 
 import json
 
 from experiment import Experiment, number_with_error, main, table, values
 
 QUESTION = """
-The authors of H2O released five versions of it, and eleven other public codes say "H2O" too. They keep different
-tokens. `h2o:preset=NAME` is the nearest to each of them that the one rule can do. How much does the name leave open?
+This page compares what public codebases mean by "H2O". The authors of H2O released five versions, and eleven other
+public codebases use the name too. They keep different tokens. `h2o:preset=NAME` is the nearest configuration of kvlab
+to each of them.
 
-*Overlap* is of the tokens kept, with those of `h2o` as it is here: tokens and queries in both, over those in either, of
-the two heads on which the policies of one replay differ most.
+*Overlap* compares the kept tokens with those of kvlab's `h2o`: the pairs of token and query that both keep, divided by
+the pairs that either keeps. It is measured on the two heads on which the policies of one replay differ most.
 """
 
 
@@ -61,10 +62,10 @@ def h2o_presets():
         lines.append([", ".join(presets_of), f"`{requested}`", *numbers])
     header = ["preset", "policy", "overlap", "`residual_error`", "KL, nats", "pass key"]
     experiment.section(
-        f"## Side by side\n\nBudget {budget}; the pass key, asked later, under a budget of {budget // 2}: the share of "
-        "right answers.\n\n" + table(header, lines)
+        f"## Side by side\n\nKL, error and overlap at budget {budget}. Pass key: the share of right answers at budget "
+        f"{budget // 2}, asked after the eviction.\n\n" + table(header, lines)
     )
-    codes = [[f"`{one['name']}`", one["code"], f"`{one['policy']}`" if one["policy"] else "not held",
+    codes = [[f"`{one['name']}`", one["code"], f"`{one['policy']}`" if one["policy"] else "refused",
               refused.get(one["name"]) or one["deviates"]] for one in presets]  # fmt: skip
     experiment.section("## What each is\n\n" + table(["preset", "code", "here", "what differs"], codes))
     experiment.write('What "H2O" means', QUESTION)

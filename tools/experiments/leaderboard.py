@@ -7,13 +7,14 @@ import math
 from experiment import Experiment, main, name_of_model, ranking, table, values
 
 QUESTION = """
-Every registered policy with its defaults, at several budgets, judged twice: how far do its predictions move from the
-full cache's (KL, in nats), and does the model still find a number in the text (pass key, asked after the prompt is
-cut)? The two need not agree, nor need two models: the last part says what holds on each.
+This page ranks every registered policy, with its defaults, at several budgets and by two criteria. KL (in nats) says
+how far predictions move from those of the full cache. The pass key says whether the model still finds a number in the
+text, when it is asked after the eviction. The two criteria need not agree, and neither need two models; the last
+sections compare them.
 
-A policy that compresses prompts (`once`) keeps all that it decodes: its memory grows. Such lines stand apart, beside
-the same policy without. Budgets are of the layers that see everything: a layer with a window keeps its window, whatever
-the policy.
+A policy that compresses prompts (`once`) keeps all tokens that it decodes, so its memory grows. Such policies are
+listed separately, and the same policy without `once` is in the main table. Budgets apply to the layers without a
+sliding window; a layer with a window keeps its window under every policy.
 """
 LENGTHS = (100, 200, 300, 400)  # words of a pass key's text
 FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"  # for which metric predicts
@@ -71,13 +72,14 @@ class Board:
         names = sorted(self.names(once), key=self.times_the_least)
         ordered = {(*name, str(budget)): self.kl[(*name, str(budget))] for name in names for budget in self.budgets}
         lines = ranking(ordered, self.budgets).replace(" ± ", "±").split("\n")
-        heads = ["times the least |", "--- |", *(f"{self.times_the_least(name):.2f} |" for name in names)]
+        heads = ["times the lowest |", "--- |", *(f"{self.times_the_least(name):.2f} |" for name in names)]
         return "\n".join(f"{line} {more}" for line, more in zip(lines, heads))
 
     def by_kl(self):
-        self.experiment.section(f"## {self.name}: KL\n\nThe best of all budgets first.\n\n" + self.ranked(once=False))
+        self.experiment.section(f"## {self.name}: KL\n\nThe lowest geometric mean over the budgets comes first. "
+            '"times the lowest" is relative to the lowest KL at each budget.\n\n' + self.ranked(once=False))
         if self.names(once=True):
-            self.experiment.section("Prompts compressed once, all decoded tokens kept:\n\n" + self.ranked(once=True))
+            self.experiment.section("Policies that compress the prompt once and keep all decoded tokens:\n\n" + self.ranked(once=True))
         if "cpu" in self.groups and self.experiment.arguments.device != "cpu":
             names = ", ".join(f"`{name}`" for name in self.groups["cpu"])
             self.experiment.section(f"The device refuses {names}; they ran on the CPU.")
@@ -90,8 +92,8 @@ class Board:
                 break
         self.answers = self.right(words, self.groups, self.requested) if share > 0 else {}
         self.experiment.section(
-            f"## {self.name}: pass key\n\nThe share of right answers in texts of {words} words; the full cache has "
-            f"{share:.2f}.\n\n" + (ranking(self.answers, self.requested, best=max) if self.answers else "")
+            f"## {self.name}: pass key\n\nThe share of right answers in texts of {words} words. The full cache "
+            f"reaches {share:.2f}.\n\n" + (ranking(self.answers, self.requested, best=max) if self.answers else "")
         )
 
     def right(self, words, groups, budgets):
@@ -136,14 +138,14 @@ def agreement(boards, found_of, budget):
     """The least ρ between the first model's order of policies and another's."""
     names = [key for key in found_of(boards[0]) if key[2] == str(budget) and all(key in found_of(own) for own in boards)]
     orders = [[found_of(own)[name][0] for name in names] for own in boards]
-    return f"orders: ρ {min(spearman(orders[0], order) for order in orders[1:]):.2f}"
+    return f"rank correlation {min(spearman(orders[0], order) for order in orders[1:]):.2f}"
 
 
 def findings(boards):
     """One line a question, one column a model, and whether they agree."""
     lines = []
     for budget in boards[0].budgets:
-        lines.append([f"least KL at {budget}", *(best(own.kl, budget, True) for own in boards),
+        lines.append([f"lowest KL at {budget}", *(best(own.kl, budget, True) for own in boards),
                       agreement(boards, lambda own: own.kl, budget)])  # fmt: skip
     for budget in boards[0].requested if all(own.answers for own in boards) else []:
         lines.append([f"most pass keys at {budget}", *(best(own.answers, budget, False) for own in boards),
@@ -151,9 +153,9 @@ def findings(boards):
     for count, what in ((0, "no sink"), (1, "one sink")):
         times = [own.sinks[f"sinks={count}"] / own.sinks["sinks=4"] for own in boards]
         same = "yes" if min(times) > 1.1 or max(times) < 1.1 else "no"
-        lines.append([f"KL of `sink` with {what}, times that with 4", *(f"{one:.2f}" for one in times), same])
+        lines.append([f"KL of `sink` with {what}, relative to four", *(f"{one:.2f}" for one in times), same])
     predict = [max(own.fidelity, key=lambda name: sum(own.fidelity[name])) for own in boards]
-    lines.append(["metric of a replay that orders best", *(f"`{name}`" for name in predict),
+    lines.append(["metric of a replay that predicts KL best", *(f"`{name}`" for name in predict),
                   "yes" if len(set(predict)) == 1 else "no"])  # fmt: skip
     return table(["question", *(own.name for own in boards), "the same?"], lines)
 
@@ -161,7 +163,7 @@ def findings(boards):
 def predictors(boards):
     """A metric that a model has not is `-`: no residual error where a norm is behind attention."""
     names = list(dict.fromkeys(name for own in boards for name in own.fidelity))
-    header = ["figure", *(f"{own.name} {budget}" for own in boards for budget in (64, 256))]
+    header = ["metric", *(f"{own.name} {budget}" for own in boards for budget in (64, 256))]
     rows = [
         [f"`{name}`", *(f"{rho:.2f}" if rho is not None else "-" for own in boards for rho in own.fidelity.get(name, [None] * 2))]
         for name in names
@@ -173,10 +175,10 @@ def leaderboard():
     experiment = Experiment(__doc__, models=True)
     boards = [Board(experiment, directory) for directory in experiment.models]
     if len(boards) > 1:
-        experiment.section("## What holds on each\n\n" + findings(boards))
+        experiment.section("## What holds on each model\n\n" + findings(boards))
     experiment.section(
-        "## Which metric of a replay predicts\n\nSpearman's ρ between a metric and the end-to-end evaluation's KL, over ten policies at "
-        "a budget.\n\n" + predictors(boards)
+        "## Which metric of a replay predicts KL\n\nSpearman's ρ between a metric and the KL of the end-to-end evaluation, over ten "
+        'policies at each budget. "-": the model has no such metric.\n\n' + predictors(boards)
     )
     experiment.write("Leaderboard", QUESTION)
 

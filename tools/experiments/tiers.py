@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tier plans: how exactly should tokens be kept, at equal bytes? End-to-end evaluation, pass key, and quantized values alone (tiers)."""
+"""Compares tier plans at equal bytes: end-to-end evaluation, pass key, and quantization alone (docs/results/tiers.md)."""
 
 import numpy
 from quantize import quantize, rotated
@@ -8,9 +8,12 @@ from experiment import Experiment, number_with_error, main, name_of_model, table
 from kvlab import Trace
 
 QUESTION = """
-A budget of bytes holds few tokens exactly, or more in fewer bits. Which is better, for which policy, and from where on?
-Budgets are the bytes of so many tokens in 16 bit, in the layers that see everything; words are those of
-[precision tiers](../guides/precision-tiers.md). KL is to the model's own full cache, in nats, over the texts together.
+This page compares tier plans at equal bytes. The same bytes hold few tokens exactly, or more tokens in fewer bits.
+Which is better, for which policy, and at which budget?
+
+A budget is given as the bytes of that many tokens in 16 bit, in the layers without a sliding window. [Precision
+tiers](../guides/precision-tiers.md) defines the terms. KL is relative to the model's own full cache, in nats, over all
+texts.
 """
 POLICIES = ["a2sf:keep=0.99:sinks=4:recent=11", "h2o:sinks=4:recent=11", "sink:sinks=4"]
 TIER_PLANS = ["16", "fp8", "8", "4", "2", "16:16t,4:100%", "16:16t,k4v2:100%", "8:25%,4:50%,k4v2:25%"]
@@ -129,12 +132,12 @@ def tier_plans():
         for tier_plan in tier_plans
     ]
     experiment.section(
-        f"## Which tier plan\n\nKL under `{policies[0]}`, of {', '.join(names)}:\n\n"
+        f"## Which tier plan\n\nKL under `{policies[0]}`, in each cell for {', '.join(names)}:\n\n"
         + table(["tiers", *map(str, budgets)], rows)
     )
-    others = ", ".join(f"`{own}`" for own in policies)
+    others = ", ".join(f"`{own}`" for own in policies[:-1]) + f" and `{policies[-1]}`"
     experiment.section(
-        f"## Tier plan and policy\n\nThe least KL of {others}: in 16 bit; on any tier plan.\n\n"
+        f"## Tier plan and policy\n\nThe lowest KL among {others}: first in 16 bit, then with any tier plan.\n\n"
         + table(["bytes of", *names], best_of(experiment, found))
     )
     rows = [
@@ -143,17 +146,17 @@ def tier_plans():
         for tier_plan in ASKED
     ]
     experiment.section(
-        "## Pass key\n\nRequested after the prompt is cut, `h2o:sinks=4`: the share of right answers of "
-        f"{', '.join(requested)}; of other models the full cache answers less than 80%.\n\n"
+        f"## Pass key\n\nThe share of right answers of {', '.join(requested)} under `h2o:sinks=4`, asked after the eviction. In "
+        "other models even the full cache answers less than 80% correctly.\n\n"
         + table(["tiers", *map(str, KEYS_AT)], rows)
     )
     rows = [
         [*(f"{part}" for part in way), *(f"{own[way]:.4f}" for own in errors)] for way in errors[0]
     ]
     experiment.section(
-        "## Quantized values alone\n\nEvery token in 4 bits where nothing else is said, nobody gone: the error of attention's "
-        "output relative to its size, 512 tokens of the first text, up to six layers without a window. Blocks of 64 channels "
-        "take a tenth fewer bytes.\n\n" + table(["quantized", "block", "Hadamard rotation", *names], rows)
+        "## Quantization alone\n\nThe error of attention's output, relative to its size, if no token is evicted and every token is "
+        "quantized: to 4 bits unless the row says otherwise. 512 tokens of the first text, up to six layers without a sliding "
+        "window. Blocks of 64 channels take a tenth fewer bytes.\n\n" + table(["quantized", "block", "Hadamard rotation", *names], rows)
     )
     experiment.write("Which tier plan, at which bytes", QUESTION)
 
