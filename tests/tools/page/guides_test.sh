@@ -8,7 +8,7 @@ mkdir bin
 ln -s "$kvlab" bin/kvlab
 PATH=$folder/bin:$PATH
 
-for page in choose-a-policy report evaluate precision-tiers; do
+for page in choose-a-policy report evaluate precision-tiers fidelity; do
   mkdir "$page" && cd "$page"
   ln -s "$source/engine" "$source/tools" "$source/traces" .
   awk '/^```$/ {on = 0} on {print} /^```sh$/ {on = 1}' "$source/docs/guides/$page.md" >blocks.sh
@@ -18,6 +18,7 @@ for page in choose-a-policy report evaluate precision-tiers; do
 done
 grep -qF "Over budget at the peak, so listed and not ranked: snapkv" choose-a-policy/out ||
   fail "docs/guides/choose-a-policy.md shows a policy that is over budget, and the command does not"
-for file in choose-a-policy/policy.json report/report.html evaluate/eval.html precision-tiers/tiered/results.csv; do
+for file in choose-a-policy/policy.json report/report.html evaluate/eval.html precision-tiers/tiered/results.csv \
+  fidelity/fidelity.html; do
   [ -s "$file" ] || fail "$file was not written"
 done
