@@ -25,7 +25,7 @@ std::vector<std::string> paths_of(const po::variables_map& options, const char* 
                              : std::vector<std::string>{};
 }
 
-/// Of texts of so many tokens. The default is at most half of them.
+/// The prompt length for texts of `tokens` tokens. The default is at most half of them.
 std::uint32_t prompt_tokens_from(const po::variables_map& options, std::int64_t tokens) {
   if (options["prompt-tokens"].defaulted())
     return static_cast<std::uint32_t>(
@@ -33,7 +33,7 @@ std::uint32_t prompt_tokens_from(const po::variables_map& options, std::int64_t 
   return count_from(options, "prompt-tokens", 1, tokens - 2);
 }
 
-/// A text's traces and rows go by its file's name without the extension.
+/// The name of a text in traces and tables: its file's name without the extension.
 std::string name_of_text(const std::string& path) {
   return std::filesystem::path(path).stem().string();
 }
@@ -138,11 +138,11 @@ void add_task_accuracy_options(po::options_description& options) {
 }
 
 TaskAccuracyPlan task_accuracy_plan_from(const po::variables_map& options) {
-  constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches side by side
+  constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches in a batch
   const std::uint32_t words = count_from(options, "words", 1, 1'000'000);
   TaskAccuracyPlan plan{.samples = count_from(options, "samples", 1, 100'000),
                         .max_rows = device_from(options) == Device::cuda ? kCudaRows : kCpuRows};
-  // Features are of the texts, not of questions, unless somebody says so.
+  // Features are for the texts, so questions are skipped unless requested.
   const bool of_texts = options.count("features") > 0 && options["task"].defaulted();
   const auto names = of_texts ? std::vector<std::string>{"none"} : list_from(options, "task");
   if (names == std::vector<std::string>{"none"})

@@ -29,7 +29,8 @@ namespace kvlab {
 namespace {
 
 constexpr std::int64_t kMaxThreads = 1024;
-// Work that will take longer is announced, when so much of it is done that its rate is known.
+// Work that will take longer than kLongSeconds is announced after kAnnounceSeconds, when its rate
+// is known.
 constexpr double kAnnounceSeconds = 3, kLongSeconds = 15;
 
 bool is_given(const po::variables_map& options, const char* name) {
@@ -101,7 +102,7 @@ std::vector<std::string> requested_policies(const po::variables_map& options,
   return names;
 }
 
-/// Each policy with each of `--tiers`; oracles keep 16 bit.
+/// Each policy with each plan of `--tiers`. Oracles stay in 16 bit.
 std::vector<std::string> with_tier_plans(const std::vector<std::string>& policies,
                                          const po::variables_map& options,
                                          std::span<const std::string_view> oracles) {
@@ -117,8 +118,8 @@ std::vector<std::string> with_tier_plans(const std::vector<std::string>& policie
   return all;
 }
 
-/// What a bar has drawn; again when another percent is done, ten times a second at most,
-/// and on a terminal each second. Where there is no observer, one line says how long it will take.
+/// A progress bar. It is drawn again for each percent, at most ten times a second, and on a
+/// terminal every second. Without a terminal, one line says how long the work will take.
 class Bar {
  public:
   explicit Bar(std::string label) : label_(std::move(label)) {}
@@ -246,7 +247,7 @@ void add_features_option(po::options_description& options) {
 
 namespace {
 
-/// Null where none is given.
+/// The features of `--features`; null if none are given.
 std::shared_ptr<const FeatureSource> features_from(const po::variables_map& options) {
   const auto found = options.find("features");
   if (found == options.end()) return nullptr;
@@ -391,7 +392,7 @@ void check_device(const po::variables_map& options) {
 
 namespace {
 
-/// "1:05", "2:45:00".
+/// The time as text: "1:05", "2:45:00".
 std::string clock_text(double seconds) {
   const std::int64_t all = std::llround(seconds), hours = all / 3600, minutes = all / 60 % 60;
   return hours ? fmt::format("{}:{:02}:{:02}", hours, minutes, all % 60)
@@ -432,11 +433,11 @@ void announce_traces(std::string_view command, const ModelShape& shape, std::uin
 }
 
 std::vector<std::string> text_names(const std::vector<std::string>& paths) {
-  constexpr std::string_view kTaken = "all";  // what metrics over all texts go by
+  constexpr std::string_view kTaken = "all";  // the name of metrics over all texts
   if (std::ranges::find(paths, kTaken) != paths.end())
     throw std::invalid_argument("--text: all is what metrics over all texts go by; write ./all");
   std::vector<std::string> names;
-  std::set<std::string_view> seen;  // of `names`, which does not move
+  std::set<std::string_view> seen;  // views of `names`, which is not reallocated
   names.reserve(paths.size());
   for (const std::string& path : paths) {
     names.push_back(std::filesystem::path(path).stem().string());

@@ -69,7 +69,7 @@ int run(const std::vector<std::string>& words) {
   return run_command(*command, {words.begin() + 1, words.end()});
 }
 
-/// What went wrong, a line for each of `lines`, in place of what was still to be said.
+/// Prints the error, a line for each of `lines`, instead of the waiting messages.
 void complain(Terminal& terminal, const std::vector<std::string>& words,
               const std::vector<std::string>& lines) {
   terminal.drop_lines();
@@ -82,29 +82,30 @@ constexpr std::string_view kOutOfMemoryAtOnce =
     "kvlab: out of memory; a shorter input or fewer configurations would fit; "
     "what was unfinished is left, as *.part\n";
 
-/// Without an allocation.
+/// Prints a line without an allocation.
 void say_as_it_is(std::string_view line) {
   [[maybe_unused]] const auto said = ::write(STDERR_FILENO, line.data(), line.size());
 }
 
-/// Where memory ends in what may not throw, as the destructor of JSON: nothing more can be undone.
+/// Called if memory runs out in code that may not throw, such as the destructor of JSON. Nothing
+/// more can be undone.
 [[noreturn]] void end_without_memory() {
   try {
     if (const auto error = std::current_exception()) std::rethrow_exception(error);
   } catch (const std::bad_alloc&) {
     say_as_it_is(kOutOfMemoryAtOnce);
     ::_exit(kBadInput);
-  } catch (...) {  // a mistake of ours, which a core shows
+  } catch (...) {  // a bug in kvlab, which a core dump shows
   }
   std::abort();
 }
 
-/// Signals that call a command off, with their names.
+/// Signals that cancel a command, with their names.
 constexpr std::pair<int, const char*> kCallers[] = {
     {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGXCPU, "SIGXCPU"}};
 
-/// One of these: what is at work ends at its next item and takes away what is not whole. A
-/// second one ends the process at once, and so does check_deadline().
+/// Set by one of these signals. Work ends at its next item and removes incomplete files. A second
+/// signal ends the process at once, and so does check_deadline().
 std::atomic<bool> called_off = false;
 volatile std::sig_atomic_t caller = 0;
 
@@ -114,15 +115,15 @@ double seconds_of(clockid_t clock) {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-/// When the command was called off, by the wall and by this process's work.
+/// When the command was cancelled, by the wall clock and by this process's CPU time.
 struct CalledOff {
   double wall, work;
 };
 CalledOff called_off_at{};
 
-/// One long step does not look whether it was called off: after a second the process ends, and what
-/// it leaves is what `kill -9` leaves. A process that hardly ran in that second, because others had
-/// the processors, has up to five. In a handler: no allocation, no lock.
+/// A long step does not check for cancellation, so the process ends after 1 s and leaves what `kill
+/// -9` leaves. A process that got little CPU time in that second has up to 5 s. This runs in a
+/// signal handler: no allocation, no lock.
 void check_deadline(int) {
   constexpr double kWall = 0.85, kWork = 0.3, kLongest = 5;
   const double wall = seconds_of(CLOCK_MONOTONIC) - called_off_at.wall;
@@ -150,12 +151,12 @@ void call_off(int signal) {
   ::setitimer(ITIMER_REAL, &ticks, nullptr);
 }
 
-/// Signals that whoever began this process ignores, as `nohup` does, stay so.
+/// Handles a signal, unless the parent process has set it to be ignored, as `nohup` does.
 void listen_to(int signal) {
   if (std::signal(signal, call_off) == SIG_IGN) std::signal(signal, SIG_IGN);
 }
 
-/// Says what is left of work that was called off, and how it goes on. Returns the exit code.
+/// Prints what a cancelled command leaves, and how to continue. Returns the exit code.
 int say_called_off(Terminal& terminal, const std::vector<std::string>& words,
                    std::string_view error) {
   const Cancelled plain;
@@ -169,8 +170,8 @@ int say_called_off(Terminal& terminal, const std::vector<std::string>& words,
   return 128 + caller;
 }
 
-/// What is printed at once meets a full disk at once, and a reader that has gone: `ends_quietly`,
-/// this process goes as it would have by the signal.
+/// Reports that output could not be printed, because of a full disk or a closed pipe.
+/// `ends_quietly`: the process ends as the signal would end it.
 int say_unprinted(Terminal& terminal, const std::vector<std::string>& words,
                   const std::error_code& error, bool ends_quietly) {
   if (error.value() == EPIPE && ends_quietly) {
@@ -181,7 +182,7 @@ int say_unprinted(Terminal& terminal, const std::vector<std::string>& words,
   return kBadInput;
 }
 
-/// A crash would say nothing.
+/// Refuses a small stack, because a stack overflow would print no message.
 void refuse_small_stack() {
   constexpr rlim_t kMin = 256 << 10;
   rlimit stack{};
@@ -191,8 +192,8 @@ void refuse_small_stack() {
                   stack.rlim_cur >> 10, kMin >> 10, kMin >> 10));
 }
 
-/// A mapped file that is truncated while it is read raises SIGBUS, where nothing but this can be
-/// done.
+/// Handles SIGBUS, which a mapped file raises if it is truncated while it is read. Nothing else can
+/// be done then.
 void report_truncated_file(int) {
   say_as_it_is(
       "kvlab: a file became shorter while it was read; leave inputs as they are until it is "
@@ -205,7 +206,7 @@ void report_truncated_file(int) {
 int kvlab_main(int argc, char** argv) {
   std::set_terminate(end_without_memory);
   std::signal(SIGBUS, report_truncated_file);
-  std::signal(SIGXFSZ, SIG_IGN);  // the call that writes too much fails
+  std::signal(SIGXFSZ, SIG_IGN);  // the call that writes too much then fails
   const bool ends_by_pipe = std::signal(SIGPIPE, SIG_IGN) != SIG_IGN;
   for (const auto& [signal, name] : kCallers) listen_to(signal);
   const Cancellable scope(&called_off);

@@ -20,14 +20,14 @@ namespace {
 
 void print_help(const Command& command, const po::options_description& options) {
   fmt::print("{}\n\nUsage: kvlab {} {}\n\n", command.summary, command.name, command.usage);
-  // The words that follow the command have a name too, which nobody needs.
+  // The option for positional words has a name that is not shown.
   po::options_description named("Options", 100);
   for (const auto& option : options.options())
     if (option->long_name() != command.positional) named.add(option);
   fmt::print("{}\nExample: {}\n", fmt::streamed(named), command.example);
 }
 
-/// Boost names an option now with its dashes, now without.
+/// Boost names an option sometimes with its dashes, sometimes without.
 std::string without_dashes(const std::string& option) {
   return option.substr(std::min(option.find_first_not_of('-'), option.size()));
 }
@@ -43,7 +43,7 @@ std::string without_dashes(const std::string& option) {
            : fmt::format("`kvlab {} --help` lists those that there are", command.name)));
 }
 
-/// Boost says what is wrong with a value, but not what would be right.
+/// Throws an error that says what a value should be, which Boost's message does not.
 [[noreturn]] void refuse_value(const std::string& name, const po::parsed_options& parsed,
                                const po::options_description& options) {
   const auto given = std::find_if(parsed.options.begin(), parsed.options.end(),
@@ -56,7 +56,7 @@ std::string without_dashes(const std::string& option) {
                   whole ? "a whole number" : "a number"));
 }
 
-/// A word that is no option's value, where the command takes none, or no more.
+/// Throws an error for a positional word that the command does not accept.
 [[noreturn]] void refuse_word(const Command& command, const po::parsed_options& loose) {
   std::string last;
   for (const auto& option : loose.options)
@@ -65,14 +65,14 @@ std::string without_dashes(const std::string& option) {
                                           command.name, command.usage));
 }
 
-/// Words of an option; none where its value is no text.
+/// The words of an option; empty if its value is not text.
 std::vector<std::string> texts_of(const po::variable_value& value) {
   if (const auto* text = boost::any_cast<std::string>(&value.value())) return {*text};
   if (const auto* list = boost::any_cast<std::vector<std::string>>(&value.value())) return *list;
   return {};
 }
 
-/// What is compared with all others of its list, as names are, stays cheap.
+/// Limits lists whose entries are compared with all others, such as names.
 void refuse_many(const po::variables_map& values) {
   constexpr std::size_t kMax = 10'000;
   for (const auto& [name, value] : values)
@@ -113,9 +113,9 @@ po::variables_map parse(const Command& command, const po::options_description& o
   po::positional_options_description positional;
   if (!command.positional.empty()) positional.add(command.positional.c_str(), -1);
   po::variables_map values;
-  // No guessing of abbreviated options: a slip should be named, not completed.
+  // No abbreviated options, so that a typing error is reported instead of completed.
   const int style = po::command_line_style::default_style & ~po::command_line_style::allow_guessing;
-  po::command_line_parser loose(words);  // any number of words
+  po::command_line_parser loose(words);  // accepts any number of words
   loose.options(options).style(style);
   po::command_line_parser strict = loose;
   po::parsed_options parsed(&options);
@@ -137,8 +137,8 @@ po::variables_map parse(const Command& command, const po::options_description& o
   return values;
 }
 
-/// An empty path or list is a slip of a script, and nothing that could be named in an error. Texts
-/// may be empty: what is wrong with that, their command says.
+/// Refuses an empty path or list, which is an error of a script and cannot be named in messages.
+/// Texts may be empty; their command checks them.
 void refuse_empty(const po::variables_map& values) {
   for (const auto& [name, value] : values) {
     if (value.defaulted() || name == "prompt" || name == "turn") continue;
@@ -149,7 +149,7 @@ void refuse_empty(const po::variables_map& values) {
   }
 }
 
-/// Whether a file of this name is part of a trace, a run or a model.
+/// Whether a file with this name is part of a trace, a run or a model.
 bool is_part_of_input(const std::filesystem::path& path) {
   constexpr std::string_view kParts[] = {"manifest.json", "run.json",    "results.csv",
                                          "kept.json",     "config.json", "tokenizer.json"};
@@ -157,7 +157,7 @@ bool is_part_of_input(const std::filesystem::path& path) {
          std::ranges::find(kParts, path.filename().string()) != std::end(kParts);
 }
 
-/// An output takes the place of what is there: that must not be what another option reads.
+/// Refuses an output that would overwrite the input of another option.
 void refuse_overwriting(const po::variables_map& values) {
   for (const std::string output : {"out", "report"}) {
     if (!values.count(output)) continue;
@@ -168,7 +168,7 @@ void refuse_overwriting(const po::variables_map& values) {
     for (const auto& [name, value] : values)
       for (const std::string& text : texts_of(value))
         for (const std::string& item : split_list(text)) {
-          std::error_code none;  // what is no file is no input
+          std::error_code none;  // a path that is not a file is not an input
           const bool is_file = item.starts_with('@');
           if (name == output || !std::filesystem::equivalent(path, item.substr(is_file), none))
             continue;

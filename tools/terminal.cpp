@@ -11,10 +11,11 @@
 namespace kvlab {
 namespace {
 
-/// That there is: one for the process, as the streams are.
+/// The process's only Terminal.
 Terminal* terminal = nullptr;
 
-/// Who reads from, or writes to, what was closed has an error, not another file.
+/// Makes reading and writing closed standard streams fail, instead of using a file that is opened
+/// later.
 void keep_closed_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(stream, F_GETFD) < 0) [[maybe_unused]]
@@ -29,7 +30,7 @@ std::string line_of(std::string_view text) {
 std::FILE* through(cookie_write_function_t* write) {
   std::FILE* const stream = ::fopencookie(nullptr, "w", {nullptr, write, nullptr, nullptr});
   if (!stream) throw std::bad_alloc();
-  std::setvbuf(stream, nullptr, _IONBF, 0);  // each print arrives whole
+  std::setvbuf(stream, nullptr, _IONBF, 0);  // each print arrives as a whole
   return stream;
 }
 
@@ -70,7 +71,7 @@ ssize_t Terminal::take_output(void*, const char* bytes, std::size_t count) {
     if (std::fwrite(text.data(), 1, text.size(), self.out_) == text.size() &&
         std::fflush(self.out_) == 0)
       return static_cast<ssize_t>(count);
-  } catch (const std::bad_alloc&) {  // nothing may be thrown through the C library
+  } catch (const std::bad_alloc&) {  // exceptions must not pass through the C library
     errno = ENOMEM;
   }
   return 0;
@@ -85,7 +86,7 @@ ssize_t Terminal::take_line(void*, const char* bytes, std::size_t count) {
     const bool is_bar = text.starts_with('\r') || text == "\n";
     self.lines_ += is_bar ? std::string(text) : line_of(text);
     if (is_bar) self.say_lines();
-  } catch (const std::bad_alloc&) {  // then it stays unsaid
+  } catch (const std::bad_alloc&) {  // the message is lost
   }
   return static_cast<ssize_t>(count);
 }

@@ -22,7 +22,7 @@ namespace {
 constexpr std::int64_t kMaxTokens = 1 << 30;
 constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
 
-/// What `encode` makes of a text of this name.
+/// Calls `encode` and names the text in its errors.
 template <class Encode>
 std::vector<std::int32_t> named(const std::string& name, Encode encode) {
   try {
@@ -141,7 +141,7 @@ SamplingOptions sampling_from(const po::variables_map& options) {
                                  .top_k = count_from(options, "top-k", 0, kMaxTokens),
                                  .top_p = options["top-p"].as<double>(),
                                  .seed = seed_from(options)};
-  Sampler{sampling};  // refuses what is out of range, before a model is loaded
+  Sampler{sampling};  // refuses values out of range before a model is loaded
   return sampling;
 }
 

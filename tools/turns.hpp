@@ -54,7 +54,7 @@ std::string check_context(const po::variables_map& options, const ModelConfig& c
 
 /// `--max-new-tokens`, `--turn`, `--temperature`, `--top-k`, `--top-p`.
 void add_turn_options(po::options_description& options);
-/// Throws std::invalid_argument for a number out of range; `--seed` is read too.
+/// Reads the sampling options and `--seed`. Throws std::invalid_argument for a number out of range.
 SamplingOptions sampling_from(const po::variables_map& options);
 std::uint32_t max_new_tokens_from(const po::variables_map& options);
 /// The ids of each turn: `first`, then those of `--turn`, in order. Throws std::invalid_argument

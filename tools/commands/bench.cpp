@@ -20,12 +20,12 @@
 namespace kvlab {
 namespace {
 
-// What a bench found, for people: the names of its JSON, numbers shortened.
+// Prints the result of a benchmark for people: the names of its JSON, with rounded numbers.
 
 using nlohmann::ordered_json;
 using Cells = std::vector<std::string>;
 
-/// Four digits, and thousands as k, M, G, T.
+/// Four digits, with suffixes k, M, G, T.
 std::string shortened(const ordered_json& value) {
   if (!value.is_number()) return value.is_string() ? value.get<std::string>() : json_text(value);
   double number = value.get<double>();
@@ -39,7 +39,7 @@ std::string shortened(const ordered_json& value) {
   return fmt::format("{:.4g}{}", number, unit);
 }
 
-/// The first line names the columns; `first`: what stands before each row.
+/// A table. The first line names the columns. `first`: text before each row.
 class Table {
  public:
   void add(const ordered_json& row, const std::string& first = "") {
@@ -75,9 +75,9 @@ class Table {
   std::vector<Cells> lines_{Cells{}};
 };
 
-/// One JSON object as lines on standard output. Lists of objects are tables, and so are objects in
-/// a row that have the same members; of a list within a table's row, each object is a column under
-/// its first member, which shows its last.
+/// Prints a JSON object as lines. Lists of objects become tables, and so do objects in a row with
+/// the same members. In a list inside a table's row, each object becomes a column named by its
+/// first member, with the value of its last.
 void print_metrics(const ordered_json& metrics) {
   Table rows;
   for (const auto& [name, value] : metrics.items()) {
@@ -97,13 +97,13 @@ void print_metrics(const ordered_json& metrics) {
   rows.print();
 }
 
-// `kvlab bench replay`: a replay beside an exact pass of attention.
+// `kvlab bench replay`: a replay next to an exact pass of attention.
 
 using nlohmann::ordered_json;
 
 constexpr std::int64_t kMaxReplayTokens = 1 << 20, kMaxHeads = 1024, kMaxRepeats = 1000;
 
-/// A synthetic trace for as long as it is measured.
+/// A synthetic trace that exists only while it is measured.
 class TemporaryTrace {
  public:
   explicit TemporaryTrace(const SyntheticShape& shape)
@@ -186,7 +186,7 @@ void add_bench_replay_options(po::options_description& options) {
       "replay: its gradient samples; with any, it has residual norms and a sketch too");
 }
 
-/// What was measured. Throws as commands do.
+/// Runs the benchmark. Throws as commands do.
 ordered_json bench_replay(const po::variables_map& options) {
   const auto device =
       options.count("device") && device_from(options) == Device::cuda ? cuda_replayer() : nullptr;
@@ -265,7 +265,7 @@ ordered_json prefill(const po::variables_map& options) {
                         .cache = resolve(only_config(options), tokens)});
 }
 
-/// `--policy` and `--budget`: one policy that evicts, at one budget or more.
+/// `--policy` and `--budget`: one policy that evicts, at one or more budgets.
 std::vector<CacheConfig> evicting_from(const po::variables_map& options) {
   std::vector<CacheConfig> sweep = sweep_from(options);
   for (const CacheConfig& config : sweep)
@@ -310,7 +310,7 @@ ordered_json evict(const po::variables_map& options) {
   return bench_evict(how);
 }
 
-/// What it is already, if the option was not given.
+/// Reads a list of numbers; keeps the default if the option was not given.
 void read_numbers(const po::variables_map& options, const char* name, std::uint32_t most,
                   std::vector<std::uint32_t>& numbers) {
   if (!options.count(name)) return;
@@ -328,7 +328,7 @@ void read_numbers(const po::variables_map& options, const char* name, std::uint3
 ordered_json attention(const po::variables_map& options) {
   AttentionBenchOptions how{.slots = count_from(options, "slots", 4, kMaxSlots)};
   if (options.count("policy")) how.policies = list_from(options, "policy");
-  if (options.count("tiers")) {  // in as many bytes
+  if (options.count("tiers")) {  // at the same number of bytes
     const std::vector<std::string> policies = std::exchange(how.policies, {});
     for (const TierPlan& tier_plan : tier_plans_from(options))
       for (const std::string& policy : policies)

@@ -44,10 +44,10 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-/// What is captured: a text that is given, or turns that are answered.
+/// What to capture: a given text, or turns that the model answers.
 struct Plan {
   bool teacher_forced = false;
-  std::vector<Ids> turns;            // teacher-forced: one, the whole text
+  std::vector<Ids> turns;            // teacher-forced: a single one, the whole text
   std::size_t prompt_tokens = 0;     // teacher-forced
   std::uint32_t max_new_tokens = 0;  // otherwise
 };
@@ -70,7 +70,7 @@ void check_modes(const po::variables_map& options) {
     refuse(name, "samples, and --teacher-forced does not; leave out one of them");
 }
 
-/// How many tokens of the text are used at most.
+/// The most tokens of the text to use.
 std::size_t max_tokens_from(const po::variables_map& options) {
   if (!options.count("max-tokens")) return kAllTokens;
   return static_cast<std::size_t>(number_from(options, "max-tokens", 1, kMaxTokens));
@@ -90,13 +90,13 @@ Plan plan_from(const po::variables_map& options, const Tokenizer& tokenizer, Ids
   return plan;
 }
 
-/// Of all turns.
+/// Prompt tokens of all turns.
 std::uint32_t prompt_tokens(const Plan& plan) {
   if (plan.teacher_forced) return static_cast<std::uint32_t>(plan.prompt_tokens);
   return max_tokens(plan.turns, 0);
 }
 
-/// What `--passage` names in the prompt, each text being the passage's name.
+/// The passages of the prompt that `--passage` names; each text is its passage's name.
 std::vector<Passage> passages_from(const po::variables_map& options, const Tokenizer& tokenizer,
                                    const Ids& prompt) {
   std::vector<Passage> passages;
@@ -128,7 +128,7 @@ nlohmann::json record(const po::variables_map& options, const Plan& plan) {
   return record;
 }
 
-/// Feeds everything; returns the sampled text.
+/// Feeds everything. Returns the sampled text.
 std::string run_plan(const Plan& plan, SequenceDecoder& decoder, const ModelConfig& config,
                      const Tokenizer& tokenizer, SamplingOptions sampling) {
   if (plan.teacher_forced) {
@@ -145,7 +145,7 @@ std::string run_plan(const Plan& plan, SequenceDecoder& decoder, const ModelConf
   return sampled;
 }
 
-/// What to say of a trace that an error ended.
+/// The message about a trace that an error left incomplete.
 std::string unfinished(const std::string& out) {
   const std::filesystem::path folder = out;
   if (!std::filesystem::exists(folder / shard_name(0)) ||
@@ -164,7 +164,7 @@ int run(const po::variables_map& options) {
   if (!is_unbegun_trace(out)) refuse_existing(out, "--out");
   const unsigned threads = threads_from(options);
   const SamplingOptions sampling = sampling_from(options);
-  ResolvedConfig cache;  // the whole one: `full`
+  ResolvedConfig cache;  // the full cache
   cache.prefill = parse_prefill(options["prefill"].as<std::string>());
   const std::string prompt = prompt_from(options);
 

@@ -49,7 +49,7 @@ std::string model_directory(const po::variables_map& options) {
   return shipped(options["real"].as<bool>() ? "engine/models/smollm2" : "engine/models/tiny");
 }
 
-/// Makes an empty directory. Replaces what an earlier demo left, and nothing else.
+/// Makes an empty directory. Replaces only what an earlier demo left.
 void make_directory(const fs::path& directory) {
   if (fs::exists(fs::symlink_status(directory))) {
     if (!fs::exists(directory / kMarker))
@@ -63,7 +63,7 @@ void make_directory(const fs::path& directory) {
                         "Made by kvlab demo, which may replace this directory.\n");
 }
 
-/// What a tour that ends early has made goes with this.
+/// Removes the files of a tour that ends early.
 struct UnlessWhole {
   fs::path folder;
   bool whole = false;
@@ -73,13 +73,13 @@ struct UnlessWhole {
   }
 };
 
-/// A word as a person would type it.
+/// A word as a person would type it in a shell.
 std::string typed(const std::string& word) {
   const bool plain = !word.empty() && word.find_first_of(" '\"$&;|<>()*?!\\`") == std::string::npos;
   return plain ? word : fmt::format("'{}'", word);
 }
 
-/// Steps, each with the command line that does the same.
+/// Runs steps, and prints the command line of each.
 class Tour {
  public:
   void step(const char* title, const char* text) {
@@ -159,7 +159,7 @@ void tune_tiny(Tour& tour, const std::string& model, const std::string& out) {
   tour.run(tune_command(), words);
 }
 
-/// A real model: tuned on four texts, then requested a pass key.
+/// The tour with a real model: tunes it on four texts, then asks it a pass key.
 void real_tour(Tour& tour, const std::string& model, const std::string& out) {
   const std::string policy = out + "/policy.json";
   tour.step("Tune",
@@ -199,7 +199,7 @@ void generate_twice(Tour& tour, const Paths& paths) {
             "The samples are the same; the texts part where the caches begin to matter.");
   Words generate{"--model", paths.model,     "--prompt-file", paths.prompt, "--max-new-tokens",
                  "80",      "--temperature", "0.8",           "--seed",     "7"};
-  // Both from the decoder that evicts, so that only the cache differs.
+  // Both use the decoder that evicts, so that only the cache differs.
   if (has_cuda_device()) generate.insert(generate.end(), {"--device", "cpu"});
   tour.run(generate_command(), generate);
   Words deployed = generate;
@@ -244,7 +244,7 @@ int run(const po::variables_map& options) {
     take_tour(options, paths, out);
     made.whole = true;
     return 0;
-  } catch (const std::system_error&) {  // of standard output
+  } catch (const std::system_error&) {  // standard output failed
     throw;
   } catch (const std::runtime_error& error) {
     throw_if_cancelled();

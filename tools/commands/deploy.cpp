@@ -44,7 +44,7 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-/// How many of the first --confirm settles, the model that does, and null where nothing is asked.
+/// The number of --confirm, and the model that confirms; none if the number is 0.
 std::size_t confirms(const po::variables_map& options) {
   return static_cast<std::size_t>(number_from(options, "confirm", 0, 1 << 20));
 }
@@ -60,7 +60,7 @@ std::optional<EvalModel> model_from(const po::variables_map& options, const Run&
   return model;
 }
 
-/// The full cache and the first standings in the end-to-end evaluation.
+/// Evaluates the full cache and the first standings end to end.
 Evaluation evaluate_first(const po::variables_map& options, const EvalModel& model, const Run& run,
                           const MetricTable& metric_table, const Ballot& ballot,
                           const CompiledPolicies& compiled) {
@@ -86,13 +86,14 @@ Evaluation evaluate_first(const po::variables_map& options, const EvalModel& mod
   return evaluation;
 }
 
-/// Those that were confirmed answer too, and the ballot's winner becomes the one of both criteria.
+/// Measures the task accuracy of the confirmed standings, and makes the best by both criteria the
+/// ballot's winner.
 nlohmann::json decide_by_both_criteria(const po::variables_map& options, const EvalModel& model,
                                        const std::vector<Confirmed>& confirmed, Ballot& ballot) {
   TaskAccuracyPlan plan = task_accuracy_plan_from(options);
   if (!plan.tasks.empty()) plan.chat = read_chat_frame(model.directory);
   find_lengths(*model.backend, model.tokenizer, plan);
-  std::vector<Confirmed> order = confirmed;  // the winner in KL first
+  std::vector<Confirmed> order = confirmed;  // lowest KL first
   std::ranges::stable_partition(
       order, [&](const Confirmed& entry) { return entry.standing == ballot.winner; });
   std::vector<Finalist> finalists;
@@ -115,8 +116,8 @@ void print_recommended(const Recommendation& made) {
     fmt::print(stderr, "kvlab deploy: {}\n", warning);
 }
 
-/// Every candidate, the lowest mean first: metric, memory on average and at its peak, and the
-/// difference from the choice.
+/// Prints every candidate, lowest mean first: metric, mean and peak memory, and the difference from
+/// the choice.
 void print_candidates(const Recommendation& made) {
   fmt::print("\n  {:<28} {:>8} {:>9} {:>9}  {}\n", "policy", "mean", "memory", "peak",
              "difference from the choice");
@@ -196,7 +197,7 @@ int run(const po::variables_map& options) {
                            : fmt::format("How well {} predicts this model's end-to-end KL is not "
                                          "known. kvlab fidelity measures it.",
                                          ballot.metric->name));
-  std::string sources;  // without them the file cannot be read again
+  std::string sources;  // reading the file again needs them
   if (options.count("policy-source"))
     for (const auto& source : options["policy-source"].as<std::vector<std::string>>())
       sources += " --policy-source " + source;

@@ -66,7 +66,7 @@ void print_blocks(const EvalScore& score) {
                    : fmt::format("  {:.4f} ms/token", block.milliseconds_per_token));
 }
 
-/// In tokens; the full cache has none.
+/// The budget in tokens. The full cache has none.
 std::string budget_cell(const EvalScore& score) {
   return score.config.evicts() ? std::to_string(score.budget_tokens) : score.config.budget_text();
 }
@@ -98,7 +98,7 @@ void print_table(const std::vector<EvalScore>& scores, const CacheShape& model) 
     fmt::print("{}\n", windows_text(windows, memory.window_mean, memory.window_peak));
 }
 
-/// How far a configuration's texts differ.
+/// Prints how much a configuration's texts differ.
 void print_texts(const Evaluation& evaluation) {
   if (evaluation.deciding().texts() < 2) return;
   fmt::print("\nby text, {}: mean and standard deviation of the texts' means\n",
@@ -112,7 +112,7 @@ void print_texts(const Evaluation& evaluation) {
   }
 }
 
-/// What to choose at each budget, and the next command.
+/// Prints the recommendation at each budget, and the next command.
 void print_recommendations(const Evaluation& evaluation, const std::string& out) {
   const std::vector<Recommendation> made = evaluation.recommendations();
   if (made.empty()) return;
@@ -151,7 +151,7 @@ int run(const po::variables_map& options) {
   const auto& paths = options["text"].as<std::vector<std::string>>();
   EvalOptions how = eval_options(options);
   how.names = text_names(paths);
-  threshold_from(options);  // refuses what is out of range, whatever uses it
+  threshold_from(options);  // refuses values out of range in any case
   std::vector<CacheConfig> configs;
   const auto compiled = policy_sources_from(options);
   if (options["stream"].as<bool>())
@@ -177,7 +177,7 @@ int run(const po::variables_map& options) {
         deployed(options["policy-file"].as<std::string>(), compiled, config, weights_xxh3));
 
   how.before = model.tokenizer.before();
-  // Of what a text begins with itself, nothing counts.
+  // Special tokens that a text begins with do not count.
   const std::size_t most = how.max_tokens ? how.max_tokens + how.before.size() : kAllTokens;
   std::vector<std::vector<std::int32_t>> texts;
   for (const std::string& path : paths) texts.push_back(ids_of_file(path, model.tokenizer, most));

@@ -55,7 +55,7 @@ void print_table(const Fidelity& fidelity) {
   }
 }
 
-/// Those whose budget fits every text; enough of them at each budget.
+/// The configurations whose budget fits every text. Throws if too few are left at a budget.
 std::vector<CacheConfig> fitting(std::vector<CacheConfig> configs,
                                  const std::vector<EvalText>& texts, const CacheShape& model,
                                  const LeaveOut& leave_out) {
@@ -71,7 +71,8 @@ std::vector<CacheConfig> fitting(std::vector<CacheConfig> configs,
   return configs;
 }
 
-/// Each text in both loops; traces of texts go into `traces`.
+/// Runs each text in the offline replay and in the end-to-end evaluation. Traces of texts are
+/// written to `traces`.
 std::vector<FidelityText> measure(const po::variables_map& options, const EvalModel& model,
                                   const std::vector<EvalText>& texts,
                                   std::span<const CacheConfig> configs,

@@ -28,7 +28,7 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-/// The cache that `--policy-file` or the other options ask for; with the file, if it was one.
+/// The cache that `--policy-file` or the other options request, with the file if there is one.
 struct Request {
   CacheConfig cache;
   std::optional<PolicyFile> file;
@@ -51,7 +51,7 @@ bool differs_by_head(const ResolvedConfig& cache) {
   return !cache.head_budgets.empty() || cache.shares_slots();
 }
 
-/// "kept at the end: 24.5 tokens a KV head on average, 8 to 40".
+/// For example "kept at the end: 24.5 tokens a KV head on average, 8 to 40".
 std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cache) {
   double sum = 0, heads = 0;
   std::uint32_t least = ~0u, most = 0;
@@ -69,12 +69,13 @@ std::string kept_text(const SequenceDecoder& decoder, const ResolvedConfig& cach
                      least, most);
 }
 
-/// Bytes of one number in the cache.
+/// Bytes of one element in the cache.
 std::size_t value_bytes(const Backend& backend) {
   return bytes_of(backend.rounding().value_or(Dtype::f32));
 }
 
-/// The conversation as it was fed: each turn, and its answer without the last token.
+/// The segments of the conversation as it was fed: each turn, and its answer without the last
+/// token.
 std::vector<Segment> segments_fed(const std::vector<std::vector<std::int32_t>>& turns,
                                   const std::vector<Answer>& answers, std::uint32_t fed) {
   std::vector<Segment> segments;
@@ -91,8 +92,9 @@ std::vector<Segment> segments_fed(const std::vector<std::vector<std::int32_t>>& 
   return segments;
 }
 
-/// "evicted 412 tokens of each KV head; KV 96.0 of 204.0 KiB in 16 bit", or why nothing. `fed`:
-/// of the conversation. Where the engine's numbers are wider, their bytes are said too.
+/// For example "evicted 412 tokens of each KV head; KV 96.0 of 204.0 KiB in 16 bit", or why nothing
+/// was evicted. `fed`: tokens of the conversation. If the engine's elements are wider than 16 bit,
+/// also their bytes.
 std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model,
                          std::size_t number_bytes, const ResolvedConfig& cache,
                          const std::vector<Segment>& fed) {
@@ -119,7 +121,7 @@ std::string evicted_text(const SequenceDecoder& decoder, const CacheShape& model
   return text;
 }
 
-/// Of the keys and values that layers with a window hold at the end.
+/// Bytes of the keys and values in layers with a window at the end.
 std::size_t window_bytes(const SequenceDecoder& decoder, const ResolvedConfig& cache,
                          std::size_t token_bytes) {
   std::size_t tokens = 0;
@@ -199,7 +201,7 @@ int run(const po::variables_map& options) {
     }));
     if (!json) fmt::print("\n");
   }
-  std::fflush(stdout);  // before what is said of it, where both go to one file
+  std::fflush(stdout);  // before the messages about it, if both go to one file
   if (json) {
     ordered_json result =
         to_json(answers, cache, *decoder, conversation, backend->rounding().value_or(Dtype::f32));

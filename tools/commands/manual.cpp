@@ -11,12 +11,12 @@
 namespace kvlab {
 namespace {
 
-// What other programs know of the command line, made from the options themselves.
+// The man page and shell completions, made from the options themselves.
 
 /// An option as a shell sees it.
 struct Flag {
-  std::string name, value, text;     ///< value: its name in --help; empty: it takes none
-  std::vector<std::string> choices;  ///< of "cpu|cuda"
+  std::string name, value, text;     ///< value: its name in --help; empty: the option takes none
+  std::vector<std::string> choices;  ///< the words of "cpu|cuda"
 };
 
 std::vector<Flag> flags_of(const Command& command) {
@@ -124,7 +124,7 @@ std::string fish() {
   return text;
 }
 
-/// Text that troff takes for text.
+/// Text escaped for troff.
 std::string troff(const std::string& text) {
   std::string safe;
   for (const char c : text) {
@@ -164,7 +164,7 @@ std::string man_page() {
   return text + ".SH EXIT STATUS\n0; 1 where a check failed; 2 for bad input.\n";
 }
 
-/// A script that completes commands and options: of bash, zsh or fish. Throws std::invalid_argument
+/// A script that completes commands and options in bash, zsh or fish. Throws std::invalid_argument
 /// for another shell.
 std::string completion_script(const std::string& shell) {
   if (shell == "bash") return bash();

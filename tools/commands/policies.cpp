@@ -27,7 +27,7 @@ constexpr OracleInfo kOracles[] = {
      "next 32 queries; slow, and run only where it is named",
      "nothing: a greedy choice that knows those queries, but no other head"}};
 
-/// "mass, the feature value_norm1".
+/// What a policy needs, for example "mass, the feature value_norm1".
 std::string needs_of(const PolicyInfo& info) {
   std::string needs(name_of(info.needs));
   if (info.feature_count() == 0) return needs;
@@ -35,8 +35,7 @@ std::string needs_of(const PolicyInfo& info) {
   return info.needs == Needs::nothing ? features : needs + ", " + features;
 }
 
-/// The default protected tokens that protect anything, and modifiers: "sinks=4 recent=50% once", or
-/// "".
+/// The default protected tokens and modifiers: "sinks=4 recent=50% once", or "".
 std::string protected_tokens_of(const PolicyInfo& info) {
   std::vector<std::string> parts;
   if (info.sinks != Extent{}) parts.push_back("sinks=" + text_of(info.sinks));
@@ -52,7 +51,7 @@ std::string describe(const ParamInfo& param) {
 
 std::string or_none(const std::string& text) { return text.empty() ? "none" : text; }
 
-/// The registry, and the policies of --policy-source behind it.
+/// The registered policies, then those of --policy-source.
 std::vector<PolicyEntry> all_entries(const CompiledPolicies& compiled) {
   std::vector<PolicyEntry> entries = policy_catalogue();
   for (const auto& entry : compiled.entries) entries.push_back(*entry);
@@ -92,7 +91,7 @@ std::string code_or_blank(const std::string& text) {
   return text.empty() ? "" : fmt::format("`{}`", text);
 }
 
-/// Two tables, as docs/reference/policies.md holds them.
+/// Prints the two tables of docs/reference/policies.md.
 void print_markdown(const std::vector<PolicyEntry>& entries) {
   fmt::print(
       "| policy | what it does | needs | order | protected tokens | parameters | positions | bytes "

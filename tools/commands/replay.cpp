@@ -59,7 +59,7 @@ std::vector<std::uint32_t> layers_from(const po::variables_map& options) {
   return layers;
 }
 
-/// By default the processes of a host share its cores.
+/// The threads of this process. By default the processes of a host share its cores.
 unsigned threads_in(const ProcessGroup& group, const po::variables_map& options) {
   const unsigned threads = threads_from(options);
   if (options.count("threads")) return threads;
@@ -79,7 +79,7 @@ ReplayOptions replay_options(const po::variables_map& options, const ProcessGrou
           .progress = group.leads() ? progress_bar("replay") : nullptr};
 }
 
-/// One metric, policies by budgets, averaged over the traces.
+/// Prints one metric, policies by budgets, averaged over the traces.
 void print_metric(const MetricTable& metric_table, const MetricInfo& metric, std::size_t width) {
   fmt::print("{:<{}}", metric.label, width + 2);
   for (const BudgetColumn& budget : metric_table.budgets()) fmt::print(" {:>7}", budget.text);
@@ -98,8 +98,8 @@ void print_metric(const MetricTable& metric_table, const MetricInfo& metric, std
   fmt::print("\n");
 }
 
-/// What the KV heads of a series kept at the end of a model's traces, of which `trace` is one, on
-/// average: "24.5, 8 to 40".
+/// What the KV heads of a series kept at the end of a model's traces, on average: "24.5, 8 to 40".
+/// `trace` is one of these traces.
 std::string kept_text(const RunTrace& trace, const MetricTable& metric_table, std::size_t series,
                       const std::string& budget) {
   std::vector<double> kept;
@@ -117,7 +117,7 @@ std::string kept_text(const RunTrace& trace, const MetricTable& metric_table, st
       std::ranges::min(kept), std::ranges::max(kept));
 }
 
-/// Where budgets differ by head.
+/// Prints what is kept, if budgets differ by head.
 void print_kept(const RunTrace& trace, const MetricTable& metric_table, std::size_t width) {
   for (const BudgetColumn& budget : metric_table.budgets()) {
     const bool in_file = budget.text.starts_with('@');
@@ -131,7 +131,7 @@ void print_kept(const RunTrace& trace, const MetricTable& metric_table, std::siz
   }
 }
 
-/// What the full caches of a run lose by the tiers that they keep their tokens on; "" if nothing.
+/// How much the full caches of a run lose by quantization in their tiers; "" if there is no loss.
 std::string full_losses_text(const MetricTable& metric_table, const MetricInfo& metric) {
   std::string text;
   for (std::size_t s = 0; s < metric_table.series().size(); ++s) {
@@ -144,8 +144,9 @@ std::string full_losses_text(const MetricTable& metric_table, const MetricInfo& 
   return text;
 }
 
-/// Of the rows of one model, to which `trace` belongs: the metric that decides, then those of
-/// --show, then the recommendations. Returns the decisive budget. `tokens`: scored.
+/// Prints results of one model, to which `trace` belongs: the deciding metric, the metrics of
+/// --show, then the recommendations. Returns the decisive budget. `tokens`: number of scored
+/// tokens.
 std::string print_metrics(const RunTrace& trace, const std::vector<ResultRow>& rows,
                           const std::vector<std::string>& show, std::uint64_t tokens) {
   const MetricTable metric_table(rows);
@@ -176,7 +177,7 @@ std::string print_metrics(const RunTrace& trace, const std::vector<ResultRow>& r
   return made.empty() ? "" : made[decisive_budget(made)].scope.budget;
 }
 
-/// Where a budget exempts layers of a trace: what those hold, and the others.
+/// If a budget exempts layers of a trace, prints the bytes of those and of the other layers.
 void print_exempt(const Run& run, const RunTrace& trace) {
   for (const RunConfig& config : run.info.sweep) {
     if (!Budget{.heads = config.budgets}.exempts()) continue;
@@ -194,7 +195,7 @@ void print_exempt(const Run& run, const RunTrace& trace) {
   }
 }
 
-/// As --show names them. Throws std::invalid_argument for what is no metric.
+/// The metrics of --show. Throws std::invalid_argument for an unknown one.
 std::vector<std::string> metrics_from(const po::variables_map& options) {
   std::vector<std::string> names = list_from(options, "show");
   for (const std::string& name : names)
@@ -204,7 +205,7 @@ std::vector<std::string> metrics_from(const po::variables_map& options) {
   return names;
 }
 
-/// Of a run where every token stays.
+/// The text for a run in which every token stays.
 std::string text_without_eviction(const Run& run) {
   const bool only_full = std::ranges::all_of(
       run.rows, [](const ResultRow& row) { return row.policy == "full" || is_oracle(row.policy); });
@@ -215,10 +216,10 @@ std::string text_without_eviction(const Run& run) {
   return text + losses;
 }
 
-/// Each model by itself: metrics of several have no mean.
+/// Prints each model separately, because metrics of several models are not averaged.
 void print_table(const Run& run, const std::string& out, const std::vector<std::string>& show) {
   std::map<std::string, std::string> model_of;
-  std::vector<std::pair<std::string, const RunTrace*>> models;  // each with its first trace
+  std::vector<std::pair<std::string, const RunTrace*>> models;  // each model with its first trace
   for (const RunTrace& trace : run.info.traces) {
     const std::string model = trace.model + " " + trace.weights_xxh3;
     model_of[trace.name] = model;
@@ -285,7 +286,7 @@ void print_json(const Run& run, const std::string& out) {
                      {"results", std::move(results)}});
 }
 
-/// As check_budgets() of the traces, which are opened for it.
+/// Opens the traces and calls check_budgets() for them.
 void check_budgets(ReplayRequest& request) {
   std::vector<TraceReader> traces;
   for (const std::string& path : request.traces) traces.push_back(TraceReader::open(path));
@@ -313,7 +314,7 @@ ReplayRequest request_from(const po::variables_map& options, const ProcessGroup&
       .notice = group.leads() ? left_out_of("replay") : [](const std::string&) {}};
   request.sweep =
       sweep_from(options, replay_oracles(), policy_sources_from(options), request.notice);
-  metrics_from(options);  // a mistake is better said before the work
+  metrics_from(options);  // refuses mistakes before the work
   check_budgets(request);
   if (!options["no-references"].as<bool>())
     request.sweep = with_references(std::move(request.sweep));
@@ -328,7 +329,7 @@ int run(const po::variables_map& options) {
   std::optional<Run> result;
   if (do_together(*group, [&] { request = request_from(options, *group); }))
     result = replay_to(*request, options["out"].as<std::string>(), *group);
-  if (!result) return 0;  // the first process speaks for all
+  if (!result) return 0;  // only the first process prints
   const std::string out = options["out"].as<std::string>();
   if (options["json"].as<bool>())
     print_json(*result, out);

@@ -52,12 +52,13 @@ std::vector<std::string> token_texts(const Run& run, const po::variables_map& op
   return texts;
 }
 
-/// One line for standard error; none for nothing.
+/// Prints a line to standard error, unless it is empty.
 void say(const std::string& line) {
   if (!line.empty()) fmt::print(stderr, "kvlab report: {}\n", line);
 }
 
-/// The figures that are requested go into `figures`, here and below; null: none are.
+/// The page of a run. Requested figures are written to `figures`, here and below; null: none are
+/// requested.
 std::string page_of_run(const std::filesystem::path& folder, const po::variables_map& options,
                         const AtomicFolder* figures) {
   const Run run = load_run(folder);
@@ -67,7 +68,7 @@ std::string page_of_run(const std::filesystem::path& folder, const po::variables
                            .tokens = token_texts(run, options)});
 }
 
-/// The page of whatever lies in the folder.
+/// The page of a folder of any kind.
 std::string page_of(const std::filesystem::path& folder, const po::variables_map& options,
                     const AtomicFolder* figures) {
   if (std::error_code error; !std::filesystem::exists(folder, error))
@@ -111,7 +112,7 @@ int run(const po::variables_map& options) {
   std::optional<AtomicFolder> figures;
   if (options.count("figures")) figures.emplace(options["figures"].as<std::string>());
   const std::string html = page_of(directory, options, figures ? &*figures : nullptr);
-  AtomicFile page(out);  // both, or on a full disk none
+  AtomicFile page(out);  // writes both or, on a full disk, none
   page.write(std::as_bytes(std::span(html)));
   if (figures) figures->commit();
   page.commit();

@@ -22,7 +22,7 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr std::int64_t kMaxWords = 1'000'000, kMostSamples = 100'000, kMaxNeedles = 64;
-constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches side by side
+constexpr std::uint32_t kCpuRows = 16, kCudaRows = 128;  // caches in a batch
 
 void add_options(po::options_description& options) {
   auto add = options.add_options();
@@ -59,7 +59,7 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-/// The items of a list, each read as a number up to `suffix`.
+/// The items of a list, each read as a number followed by `suffix`.
 std::vector<double> numbers_from(const po::variables_map& options, const char* name, double most,
                                  std::string_view suffix, std::string_view example) {
   std::vector<double> numbers;
@@ -149,7 +149,7 @@ TaskRequest request_from(const po::variables_map& options) {
   return request;
 }
 
-// --- What is shown -------------------------------------------------------------------------------
+// --- Output --------------------------------------------------------------------------------------
 
 const TaskMetric* find_task_metric(std::span<const TaskMetric> metrics, std::size_t config,
                                    QueryMode mode, std::optional<std::uint32_t> words,
@@ -234,7 +234,7 @@ ordered_json to_json(const TaskRun& run, const TaskMetric& entry) {
           {"count", entry.count}};
 }
 
-/// What was asked, and of which model.
+/// Describes the task and the model.
 ordered_json about(const TaskRequest& request, const Backend& backend) {
   ordered_json depths = ordered_json::array(), modes = ordered_json::array();
   for (const double depth : request.depths) depths.push_back(depth_text(depth));
@@ -255,7 +255,7 @@ ordered_json about(const TaskRequest& request, const Backend& backend) {
            "95%: shares by Clopper and Pearson, means of 8 samples or more by Student's factor"}};
 }
 
-/// All on which answers depend, and how they are kept.
+/// Everything that answers depend on, and the format in which they are stored.
 ordered_json job_of(const TaskRequest& request, const ordered_json& about, Device device) {
   ordered_json job = about, configs = ordered_json::array();
   for (const CacheConfig& config : request.configs) {
@@ -271,21 +271,21 @@ ordered_json job_of(const TaskRequest& request, const ordered_json& about, Devic
   return job;
 }
 
-/// One could not appear whole where the other is in it.
+/// Refuses two outputs of which one is inside the other, because they are committed separately.
 void refuse_nested(const std::string& out, const std::string& capture) {
   const auto whole = [](const std::string& path) {
     return (std::filesystem::absolute(path) / "").lexically_normal();
   };
   const std::filesystem::path a = whole(out), b = whole(capture);
   const auto [rest_a, rest_b] =
-      std::mismatch(a.begin(), --a.end(), b.begin(), --b.end());  // less the "" at the end
+      std::mismatch(a.begin(), --a.end(), b.begin(), --b.end());  // without the "" at the end
   if (rest_a == --a.end() || rest_b == --b.end())
     throw std::invalid_argument(
         fmt::format("--capture: {} and --out {} should be two directories, neither in the other",
                     capture, out));
 }
 
-/// Throws for folders that cannot be made, so that no work is lost to it.
+/// Throws for folders that cannot be made, before work is lost.
 void check_folders(const po::variables_map& options) {
   if (options.count("out") && options.count("capture"))
     refuse_nested(options["out"].as<std::string>(), options["capture"].as<std::string>());
@@ -297,7 +297,7 @@ void check_folders(const po::variables_map& options) {
   }
 }
 
-/// Where answers are kept as they come; none where no tables were requested.
+/// The folder that stores answers as they come; none if no tables were requested.
 std::optional<RunFolder> folder_of(const po::variables_map& options, const ordered_json& job) {
   if (!options.count("out")) return std::nullopt;
   const std::filesystem::path path = options["out"].as<std::string>();
@@ -314,7 +314,7 @@ void write_run(RunFolder& folder, const TaskRun& run, std::span<const TaskMetric
   });
 }
 
-/// Answers, kept as they come where there is a folder to be.
+/// Runs the task, and stores answers as they come if there is a folder.
 TaskRun answered(Backend& backend, const Tokenizer& tokenizer, TaskRequest& request,
                  const std::optional<RunFolder>& out) {
   if (out) request.answers.kept = &*out;

@@ -37,7 +37,7 @@ std::uint64_t file_bytes(const TraceReader& trace) {
   return bytes;
 }
 
-/// What a manifest's `extras` holds, without its files.
+/// A manifest's `extras` without its files.
 Json extras_json(const TraceReader& trace) {
   Json extras = Json::object();
   if (trace.extras().residual_norm2) extras["residual_norm2"] = Json::object();
@@ -68,7 +68,7 @@ std::string passages_text(const TraceReader& trace) {
   return parts.empty() ? "none" : fmt::format("{}", fmt::join(parts, ", "));
 }
 
-/// How the layers attend; of a trace that says so by layer.
+/// How the layers attend, for traces that store it by layer.
 Json rows_json(const TraceReader& trace) {
   Json rows = Json::array();
   for (const RowSpec& row : trace.header().rows)
@@ -81,7 +81,7 @@ Json rows_json(const TraceReader& trace) {
   return rows;
 }
 
-/// Of how many layers what is so.
+/// How many layers have which property.
 std::string rows_text(const std::vector<RowSpec>& rows) {
   const auto count = [&](auto is) { return std::ranges::count_if(rows, is); };
   return fmt::format("{} of {} layers with a window, {} capped, {} with sinks",

@@ -18,7 +18,7 @@
 namespace kvlab {
 namespace {
 
-constexpr std::size_t kMaxShown = 8;  // of each round
+constexpr std::size_t kMaxShown = 8;  // most configurations shown for a round
 
 void add_options(po::options_description& options) {
   add_eval_model_options(options);
@@ -41,7 +41,7 @@ void add_options(po::options_description& options) {
   add_common_options(options);
 }
 
-/// All variants at the budget on each tier plan, each once.
+/// All variants at the budget, with each tier plan, each once.
 std::vector<CacheConfig> sweep_of(const po::variables_map& options, const Budget& budget,
                                   std::uint32_t tokens, const CompiledPolicies& compiled,
                                   const LeaveOut& leave_out) {
@@ -77,7 +77,7 @@ std::vector<CacheConfig> sweep_of(const po::variables_map& options, const Budget
   return sweep;
 }
 
-/// How far one is behind the leader, and the interval where there is one.
+/// The difference from the leader, with its interval if there is one.
 std::string behind_text(const Difference& behind) {
   const std::string mean = fmt::format("+{:.4f}", behind.mean);
   if (std::isnan(behind.interval.low)) return mean + ", no error known";
@@ -102,7 +102,7 @@ void print_round(const Tuning& tuning, const TuneRequest& request, std::size_t i
     fmt::print("  and {} more\n", round.entries.size() - kMaxShown);
 }
 
-/// Perplexity and top-1 beside the full cache's, and how far texts differ.
+/// Prints perplexity and top-1 next to the full cache's, and how much texts differ.
 void print_scores(const nlohmann::json& scores) {
   fmt::print("\n{:<44} {:>10} {:>18} {:>7} {:>8}\n", "", "perplexity", "KL ± of texts", "top-1",
              "tokens");
@@ -141,7 +141,7 @@ void print_recommendation(const Tuning& tuning, const TuneRequest& request,
       tuning.halving.exhaustive);
 }
 
-/// In tokens of 16 bit; refused where no tier plan that is tried holds a token.
+/// The budget in tokens of 16 bit. Throws if a token fits the budget in none of the tier plans.
 std::uint32_t budget_in_tokens(const po::variables_map& options, const Budget& budget,
                                std::uint32_t length, const EvalModel& model) {
   const std::uint32_t head_size = model.backend->config().head_size;
@@ -167,7 +167,7 @@ int run(const po::variables_map& options) {
                       .task_accuracy = task_accuracy_plan_from(options),
                       .progress = progress_bar("tune")};
   const auto compiled = policy_sources_from(options);
-  // Whatever is wrong is refused before a model is loaded, where no model has to be known.
+  // Refuses errors before a model is loaded, where the model is not needed.
   if (!budget.extent.is_share && !budget.in_bytes)
     sweep_of(options, budget, budget.extent.tokens, compiled, nullptr);
   const EvalModel model = load_eval_model(options);

@@ -114,10 +114,10 @@ nlohmann::ordered_json to_json(const CacheConfig& config, const VerifyReport& re
             {"tolerance", report.logits.tolerance}}}};
 }
 
-/// What is decoded, and under which caches.
+/// What to decode, and under which caches.
 struct Dialogue {
   std::vector<VerifyTurn> turns;
-  std::vector<CacheConfig> configs;  ///< whose budget fits
+  std::vector<CacheConfig> configs;  ///< configurations whose budget fits
   std::vector<ResolvedConfig> caches;
 };
 
@@ -157,7 +157,7 @@ int run(const po::variables_map& options) {
                     : sweep_from(options, {}, policy_sources_from(options), left_out_of("verify"));
   const std::string directory = required(options, "model", "--model DIR, a checkpoint's directory");
   const Device device = device_from(options);
-  // The CPU's model: what runs, or what a device's logits are compared with.
+  // The model on the CPU: it runs, or a device's logits are compared with it.
   std::optional<Model> model;
   if (device == Device::cpu || !options["skip-logits"].as<bool>())
     model = Model::load(directory, threads);

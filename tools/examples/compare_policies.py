@@ -1,4 +1,4 @@
-"""One's own policy beside published ones, on any trace: python3 tools/examples/compare_policies.py TRACE"""
+"""Compares your own policy with published ones, on any trace: python3 tools/examples/compare_policies.py TRACE"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import kvlab
 
 @kvlab.policy(needs="mass", state={"mass": "f8"}, sinks=4, recent="50%")
 def fading(state: Any, seen: kvlab.Seen, token: kvlab.Token, step: kvlab.Step) -> numpy.typing.NDArray[numpy.float64]:
-    """What was attended lately stays."""
+    """Keeps the tokens that received attention recently."""
     mass: numpy.typing.NDArray[numpy.float64] = state["mass"] * 0.98 + seen.mass
     state["mass"] = mass
     return mass

@@ -35,7 +35,7 @@ class Request:
     swapped: dict | None = None
 
     def chunk(self, most):
-        """The next tokens of its prompt to append together: a prefix by itself, then at most so many."""
+        """The next tokens of its prompt to append together: the prefix alone, later at most `most` tokens."""
         if self.fed < len(self.prefix):
             return self.prefix
         begun = self.fed - len(self.prefix)
@@ -47,7 +47,7 @@ class Request:
 
 
 class Model:
-    """Random weights, and what a layer does besides attention."""
+    """Random weights, and a layer's computations besides attention."""
 
     def __init__(self, layers, dtype):
         torch.manual_seed(1)

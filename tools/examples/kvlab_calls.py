@@ -1,4 +1,4 @@
-"""The calls of kvlab.h that an engine with blocks of its own makes, by ctypes: their structs and arguments."""
+"""ctypes declarations of the kvlab.h calls for an engine that has its own blocks: structs and arguments."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def library() -> Any:
 
 
 class Policy:
-    """A policy of the library, by its name."""
+    """A policy of the library, by name."""
 
     def __init__(self, name: str) -> None:
         self.handle = _library.policy(name)

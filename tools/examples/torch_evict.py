@@ -79,7 +79,7 @@ class H2OCache:
         self.workspace = zeros(size, dtype=torch.uint8)
 
     def step(self, t, q, key, value):
-        """q [sequence, query_head, dim]; key and value [sequence, kv_head, dim]. Nothing here waits for the device."""
+        """q [sequence, query_head, dim]; key and value [sequence, kv_head, dim]. Does not wait for the device."""
         sequences, kv_heads, _, dim = self.keys.shape
         slot = self.next_slots.long().view(sequences, kv_heads, 1)
         at = slot.unsqueeze(-1).expand(-1, -1, 1, dim)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How attention is spread: sparsity, heavy hitters, and whether they last.
+"""How attention is distributed: sparsity, heavy hitters, and whether they persist.
 
 Zhang et al. 2023, H2O (arXiv:2306.14048), sections 3.1 and 3.2; Liu et al. 2023, Scissorhands (arXiv:2305.17118),
 section 3.
@@ -22,7 +22,7 @@ Eviction can work because attention is uneven. Three measures of that, by layer,
 
 
 def measures(attention):
-    """Sparsity, share of the first 5% and 20%, slope, persistence of one head's [query, key] probabilities."""
+    """Sparsity, share of the first 5% and 20%, slope and persistence of one head's [query, key] probabilities."""
     tokens = len(attention)
     rows = numpy.arange(1, tokens + 1)
     seen = numpy.tri(tokens, dtype=bool)
@@ -33,7 +33,8 @@ def measures(attention):
     slope = numpy.polyfit(numpy.log(rows[:fifth]), numpy.log(mass[:fifth] + 1e-12), 1)[0]
     half = tokens // 2
     early, late = attention[:half, :half].sum(axis=0), attention[half:, :half].sum(axis=0)
-    # Both sums by the queries that could see the token: an old token has had more of them in the first half.
+    # Divides both sums by the number of queries that could see the token, because more queries of the first half saw an
+    # old token.
     early /= half - numpy.arange(half)
     important, was = late > late.mean(), early > early.mean()
     lasting = (important & was).sum() / max(1, important.sum())

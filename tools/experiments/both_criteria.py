@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Does tune deploy a policy that answers?
+"""Does `tune` deploy a policy with good task accuracy?
 
-Tunes at some budgets, then asks and scores every policy that were evaluated, with other questions, and holds the deployed one
-against the best: within 10 points of its pass-key share wherever its KL is at most 20% higher.
+Tunes at some budgets, then measures KL and task accuracy of every policy that was evaluated, with new questions. The
+deployed policy should be within 10 points of the best pass-key share among policies whose KL is at most 20% higher than
+its own.
 """
 
 import json
@@ -18,7 +19,7 @@ POINTS, NEAR, SEED = 0.10, 1.2, 1000
 
 
 def at_budget(experiment, budget):
-    """One row of the table, and whether the bar is met."""
+    """A row of the table, and whether the deployed policy is within the limit."""
     texts = ["--text", *experiment.arguments.text, "--max-tokens", experiment.tokens]
     sweep = ["--policy", "a2sf,h2o,window,lru"] if experiment.arguments.quick else []
     model = ["--model", experiment.arguments.model]

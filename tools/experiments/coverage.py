@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""How often 95% intervals contain what they should, for texts of equal and of unequal lengths.
+"""How often 95% intervals contain the truth, for texts of equal and of unequal lengths.
 
-Needs the kvlab package. Windows of the texts count as texts of their own.
+Needs the kvlab package. Each window of a text counts as a text.
 """
 
 import collections
@@ -24,7 +24,7 @@ at most 8%.
 # Lengths of the texts in units; a unit is UNIT blocks, and a block is 64 scored tokens.
 MIXTURES = [(1, 1), (1, 1, 1), (4, 1, 1), (10, 1), (8, 1, 1, 1), (10, 1, 1), (40, 1, 1, 1), (1,) * 5, (1,) * 8]
 UNIT = 4
-# The variance between texts over that within a block, and the same for a mean of UNIT blocks.
+# Values of the variance between texts over that within a block, and over that of a mean of UNIT blocks.
 BETWEEN = [0.0, 0.05, 0.25]
 
 
@@ -33,12 +33,13 @@ def name_of(mixture):
 
 
 def sampled(generator, skewed, size):
-    """Mean 0 and variance 1; skewed: a gamma distribution of shape 4, whose skewness is 1."""
+    """Random numbers of mean 0 and variance 1; skewed: from a gamma distribution of shape 4, whose skewness is 1."""
     return (generator.gamma(4, 1, size) - 4) / 2 if skewed else generator.standard_normal(size)
 
 
 def simulated(mixture, between, skewed, trials):
-    """The share of intervals that contain the true difference. It is 0 here; intervals move with it."""
+    """The share of intervals that contain the true difference. The truth is 0, because a shift would move the intervals
+    with it."""
     generator = numpy.random.default_rng(1)
     held = 0
     for _ in range(trials):
@@ -69,7 +70,7 @@ def simulate(experiment):
 
 
 def windows(experiment, folder, tokens, most):
-    """Files of as many characters as `tokens` tokens surely have, cut from the texts in turn."""
+    """Files with enough characters for `tokens` tokens, cut from the texts in turn."""
     length = 6 * tokens
     files = []
     cuts = [
@@ -87,7 +88,7 @@ def windows(experiment, folder, tokens, most):
 
 
 def blocks_by_text(experiment, files, policies, budget, seed, tokens):
-    """{policy: {text: [KL of each block of 64 tokens]}}, end to end."""
+    """{policy: {text: [KL of each block of 64 tokens]}} of the end-to-end evaluation."""
     window = min(1024, experiment.context())
     rows = experiment.kvlab(
         ["eval"], "--model", experiment.model, "--text", *files, "--policy", ",".join(policies), "--budget", budget,
@@ -101,7 +102,7 @@ def blocks_by_text(experiment, files, policies, budget, seed, tokens):
 
 
 def samples_of(texts, mixture, resamples):
-    """Lists of (text, first block, blocks): different texts, the places within them at random."""
+    """Lists of (text, first block, blocks): different texts, at random places within them."""
     chosen = random.Random(1)
     for _ in range(resamples):
         places = []
@@ -136,7 +137,7 @@ def significant(a, b, mixture, resamples):
 
 
 def between_of(found):
-    """Median over pairs: the variance between texts over that within a block, and the skewness of texts."""
+    """Medians over pairs: the variance between texts over that within a block, and the skewness of texts."""
     ratios, skews = [], []
     for first, second in itertools.combinations(found, 2):
         texts = [numpy.subtract(x, y) for x, y in zip(found[first], found[second])]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What `deploy` names from a replay, held against the end-to-end evaluation on texts that were left out.
+"""Compares what `deploy` chooses from a replay with the end-to-end evaluation on other texts.
 
-The shelf with `once` and `every` variants, at five levels of bytes.
+The policies are all registered ones and variants with `once` and `every`, at five levels of bytes.
 """
 
 import json
@@ -30,7 +30,7 @@ def run_json(experiment, command, *options):
 
 
 def shelf(experiment):
-    """Those that the engine runs, without a text's own features, and two kinds of variants."""
+    """The policies that the engine runs and that need no feature of a text, and two kinds of variants."""
     names = [one["name"] for one in experiment.policies() if one["name"] not in ("full", "feature")]
     names = [name for name in names if experiment.refusal(name) is None]
     return [*names, "h2o:once", "lru:once", "h2o:every=16", "window:every=64", "lru:every=2"]
@@ -41,7 +41,7 @@ def key_of(entry):
 
 
 def judge(recommendation, evaluation, budget):
-    """(name written, how far the end-to-end evaluation puts it significantly behind the lowest KL, agreeing pairs, pairs)."""
+    """(chosen name, how far it is significantly worse than the lowest KL end to end, agreeing pairs, pairs)."""
     ranking = [one for one in recommendation["evidence"]["ranking"] if not one["over_budget"]]
     made = next(one for one in evaluation["recommendations"] if one["budget"] == str(budget))
     order = list(zip(made["order"], made["configurations"]))

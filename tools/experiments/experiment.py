@@ -1,10 +1,8 @@
-"""What the experiments share: running kvlab, reading its tables, and a page of Markdown that no hand has touched.
+"""Helpers of the experiments: they run kvlab, read its tables, and write a Markdown page that is not edited by hand.
 
-Each script beside this one makes one page, from its own run alone (docs/results/README.md). All take
+Each script in this folder makes one page, from its own run alone (docs/results/README.md). All take
 
     --kvlab build/kvlab --model DIR --out PAGE.md [--text FILE...] [--tokens N] [--device cpu|cuda] [--quick]
-
-and `--quick` is what a CPU does in minutes: fewer tokens, budgets and questions.
 """
 
 import argparse
@@ -22,7 +20,7 @@ TEXTS = sorted((ROOT / "tools/texts").glob("*.txt"))
 
 
 class Refused(Exception):
-    """What was asked cannot be done: one line."""
+    """The request cannot be done. The message is one line."""
 
 
 def parse_arguments(purpose, models):
@@ -39,10 +37,10 @@ def parse_arguments(purpose, models):
 
 
 class Experiment:
-    """One page: the runs it is made of, and their tables."""
+    """A page: its runs and their tables."""
 
     def __init__(self, purpose, models=False):
-        """`models`: `--model` names several, and `self.models` lists them; `self.model` says of which a run is."""
+        """`models`: `--model` takes several, listed in `self.models`; runs use `self.model`."""
         self.arguments = parse_arguments(purpose, models)
         self.models = self.arguments.model if models else [self.arguments.model]
         self.model = self.models[0]
@@ -54,7 +52,7 @@ class Experiment:
 
     @property
     def tokens(self):
-        """Of each text, within what the model was trained on."""
+        """Tokens of each text, within the model's context."""
         return self.arguments.tokens or min(self.quick(1024, 2560), self.context())
 
     def context(self):
@@ -62,7 +60,7 @@ class Experiment:
         return json.loads(config.read_text()).get("max_position_embeddings", 1 << 30)
 
     def kvlab(self, command, *options, table=None, device=None):
-        """Runs `kvlab command`; returns the rows of the table that it wrote, as dictionaries, or where it wrote."""
+        """Runs `kvlab command`. Returns the rows of the table that it wrote, as dictionaries, or the output's path."""
         out = pathlib.Path(self.scratch.name) / f"{command[0]}-{self.runs}"
         self.runs += 1
         options = [*map(str, options)]
@@ -79,21 +77,21 @@ class Experiment:
             return list(csv.DictReader(file))
 
     def capture(self, tokens, prompt=None):
-        """A trace of the first text."""
+        """Captures a trace of the first text."""
         return self.kvlab(
             ["capture"], "--model", self.model, "--prompt-file", self.arguments.text[0], "--teacher-forced",
             "--prompt-tokens", prompt or tokens // 4, "--max-tokens", tokens,
         )  # fmt: skip
 
     def add_feature(self, trace, name):
-        """Adds a feature to a finished trace by the Python package."""
+        """Adds a feature to a finished trace with the Python package."""
         command = ["-m", "kvlab.hf", "features", trace, "--feature", name, "--model", self.model]
         done = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise Refused(f"feature {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
 
     def eval(self, policies, budgets, *options, tokens=None, prompt=None, device=None):
-        """The end-to-end evaluation over every text: rows of eval.csv, of all texts together."""
+        """Runs the end-to-end evaluation over every text. Returns the rows of eval.csv for all texts together."""
         tokens = tokens or self.tokens
         rows = self.kvlab(
             ["eval"], "--model", self.model, "--text", *self.arguments.text, "--window", tokens,
@@ -103,7 +101,7 @@ class Experiment:
         return [row for row in rows if row["text"] == "all"]
 
     def pass_keys(self, policies, budgets, words, samples, *options, device=None):
-        """The share of right answers of all depths together, asked after the prompt is cut: as values()."""
+        """The share of right pass keys over all depths, asked after the eviction; as values() returns it."""
         rows = self.kvlab(
             ["task", "passkey"], "--model", self.model, "--words", words, *options, "--samples", samples, "--policy",
             ",".join(policies), "--budget", ",".join(map(str, budgets)), "--query-agnostic", table="task.csv", device=device,
@@ -112,7 +110,7 @@ class Experiment:
         return values(rows, "exact_match")
 
     def registry(self):
-        """What `kvlab policies --json` says: the registered policies, in order, and H2O's presets."""
+        """The output of `kvlab policies --json`: the registered policies, in order, and H2O's presets."""
         done = subprocess.run([self.arguments.kvlab, "policies", "--json"], capture_output=True, text=True, check=True)
         return json.loads(done.stdout)
 
@@ -120,7 +118,7 @@ class Experiment:
         return self.registry()["policies"]
 
     def refusal(self, policy, device=None):
-        """kvlab's own words if its engine cannot run `policy`; None if it can."""
+        """kvlab's message if its engine cannot run `policy`; else None."""
         few = ["--max-tokens", "192", "--window", "192", "--prompt-tokens", "96", "--budget", "100"]
         device = device or self.arguments.device
         device = ["--device", device] if device else []
@@ -132,7 +130,7 @@ class Experiment:
         return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
     def section(self, text):
-        """Paragraphs of one line are folded; headings, tables and lists stay."""
+        """Adds text to the page. Paragraphs of one line are wrapped; headings, tables and lists stay."""
         parts = text.strip().split("\n\n")
         self.sections += [part if "\n" in part or part[0] in "#-" else textwrap.fill(part, 118) for part in parts]
 
@@ -165,14 +163,14 @@ def values(rows, metric, by=("policy", "params", "budget")):
 
 
 def number_with_error(pair, digits=3):
-    """A value, rounded to `digits`, with its standard error at the same place."""
+    """A value rounded to `digits` digits, with its standard error at the same place."""
     value, error = pair
     places = max(0, digits - 1 - (math.floor(math.log10(abs(value))) if value else 0))
     return f"{value:.{places}f}" if math.isnan(error) else f"{value:.{places}f} ± {error:.{places}f}"
 
 
 def table(header, rows):
-    """Markdown of rows of texts."""
+    """A Markdown table of rows of texts."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
@@ -182,7 +180,8 @@ def name_of_policy(policy, params):
 
 
 def ranking(found, budgets, best=min):
-    """A line for each policy, a column for each budget; the `best` of a column is bold unless half of them have it."""
+    """A row for each policy, a column for each budget. The best value of a column is bold unless half of them share it.
+    """
     budgets = [str(budget) for budget in budgets]
     names = list(dict.fromkeys(key[:2] for key in found if key[2] in budgets))
     lines = [[name_of_policy(*name)] for name in names]
@@ -196,7 +195,7 @@ def ranking(found, budgets, best=min):
 
 
 def main(experiment):
-    """Runs a script; what is refused is one line and exit 2."""
+    """Runs a script. Refused requests print one line and exit with 2."""
     try:
         experiment()
     except (Refused, OSError) as error:

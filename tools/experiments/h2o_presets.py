@@ -15,11 +15,12 @@ the pairs that either keeps. It is measured on the two heads on which the polici
 """
 
 
-PLOTTED = 6  # the most policies whose tokens a replay draws
+PLOTTED = 6  # most policies whose kept tokens a replay stores
 
 
 def overlaps(kept):
-    """{policy: overlap with h2o's} from a run's kept.json: [position, first query, last query] for each stay."""
+    """{policy: overlap with h2o's kept tokens} from a run's kept.json, which has [position, first query, last query]
+    for each stay of a token."""
     seen = {}
     for head in kept["heads"]:
         for series in head["series"]:

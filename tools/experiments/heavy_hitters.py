@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""H2O's question: do heavy hitters beat what is cheaper, at every share of the cache?
+"""H2O's question: are heavy hitters better than cheaper policies, at every share of the cache?
 
-Zhang et al. 2023 (arXiv:2306.14048), figures 4 and 8, with KL where they have accuracy.
+Zhang et al. 2023 (arXiv:2306.14048), figures 4 and 8, with KL instead of accuracy.
 """
 
 from experiment import Experiment, main, ranking, values

@@ -17,7 +17,8 @@ listed separately, and the same policy without `once` is in the main table. Budg
 sliding window; a layer with a window keeps its window under every policy.
 """
 LENGTHS = (100, 200, 300, 400)  # words of a pass key's text
-FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"  # for which metric predicts
+# For the table of which metric predicts.
+FEW = "window,sink,lru,h2o,streaming_h2o,tova,snapkv:once=no:smooth=0,a2sf,h2o_mean,roco"
 
 
 def is_once(name):
@@ -25,7 +26,7 @@ def is_once(name):
 
 
 def ranks(numbers):
-    """1 is the least; equal numbers share the mean of their places."""
+    """Ranks of the numbers; 1 is the lowest. Equal numbers share the mean of their ranks."""
     order = sorted(numbers)
     return [order.index(number) + (order.count(number) + 1) / 2 for number in numbers]
 
@@ -39,7 +40,7 @@ def spearman(one, other):
 
 
 class Board:
-    """All that is asked of one model."""
+    """All results of one model."""
 
     def __init__(self, experiment, directory):
         experiment.model, self.experiment = directory, experiment
@@ -61,7 +62,7 @@ class Board:
         return [name for name in every if is_once(name) == once]
 
     def times_the_least(self, name):
-        """Of its KL by the least of its budget, the geometric mean."""
+        """The geometric mean of its KL over the lowest KL at each budget."""
         logs = []
         for budget in map(str, self.budgets):
             least = min(self.kl[(*other, budget)][0] for other in self.names(once=False))
@@ -85,7 +86,7 @@ class Board:
             self.experiment.section(f"The device refuses {names}; they ran on the CPU.")
 
     def by_pass_key(self):
-        """At the shortest length where the full cache is right in 80% or more, or the longest."""
+        """Pass keys at the shortest length at which the full cache is right in 80% or more, or the longest length."""
         for words in LENGTHS:
             share = self.right(words, {None: ["full"]}, self.requested[:1])["full", "", "all"][0]
             if share >= 0.8:
@@ -120,7 +121,7 @@ def roster(experiment):
         if not policy["evicts"] or not policy["decodes"]:
             continue
         names = [policy["name"]]
-        if "once" in policy["modifiers"]:  # and without what it brings of its own
+        if "once" in policy["modifiers"]:  # also without its default modifier
             names.append(":".join(names + ["once=no"] + ["smooth=0"] * any("smooth" in m for m in policy["modifiers"])))
         for name in names:
             groups.setdefault(None if experiment.refusal(name) is None else "cpu", []).append(name)
@@ -135,14 +136,14 @@ def best(found, budget, least):
 
 
 def agreement(boards, found_of, budget):
-    """The least ρ between the first model's order of policies and another's."""
+    """The lowest ρ between the first model's order of policies and another's."""
     names = [key for key in found_of(boards[0]) if key[2] == str(budget) and all(key in found_of(own) for own in boards)]
     orders = [[found_of(own)[name][0] for name in names] for own in boards]
     return f"rank correlation {min(spearman(orders[0], order) for order in orders[1:]):.2f}"
 
 
 def findings(boards):
-    """One line a question, one column a model, and whether they agree."""
+    """A row for each question, a column for each model, and whether they agree."""
     lines = []
     for budget in boards[0].budgets:
         lines.append([f"lowest KL at {budget}", *(best(own.kl, budget, True) for own in boards),
@@ -161,7 +162,7 @@ def findings(boards):
 
 
 def predictors(boards):
-    """A metric that a model has not is `-`: no residual error where a norm is behind attention."""
+    """A table of metrics. `-`: the model lacks the metric (no residual error with a norm after attention)."""
     names = list(dict.fromkeys(name for own in boards for name in own.fidelity))
     header = ["metric", *(f"{own.name} {budget}" for own in boards for budget in (64, 256))]
     rows = [

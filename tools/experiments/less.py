@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""LESS: does a low-rank state of the tokens that were evicted pay for its bytes? Trained and asked from traces alone."""
+"""LESS: is a low-rank state of the evicted tokens worth its bytes? Trained and tested on traces only."""
 
 import json
 import pathlib
@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Nets(torch.nn.Module):
-    """φ and ψ of one layer."""
+    """The nets φ and ψ of one layer."""
 
     def __init__(self, query_heads, kv_heads, size):
         super().__init__()
@@ -38,7 +38,8 @@ class Nets(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.full((2, kv_heads, 1, RANK), 1e-4))
 
     def forward(self, query, key, group):
-        """[query_heads, query, dim], [kv_heads, token, dim] -> logits of those that left [query_heads, query, token]"""
+        """[query_heads, query, dim], [kv_heads, token, dim] -> logits of the evicted tokens [query_heads, query, token]
+        """
         gelu, drop = torch.nn.functional.gelu, torch.nn.functional.dropout
         first, second = self.query
         left = gelu(drop(gelu(query @ first), 0.3, self.training) @ second).abs()
@@ -52,7 +53,8 @@ class Nets(torch.nn.Module):
 
 
 class Sequence:
-    """One layer of one trace under one rule: rotated queries, keys, values and who is live at each query."""
+    """One layer of one trace under one configuration: rotated queries, keys, values and the live tokens at each query.
+    """
 
     def __init__(self, trace, layer, run, policy, budget, is_quantized):
         inv_freq = trace.inv_freq.reshape(-1)
@@ -74,7 +76,7 @@ class Sequence:
         self.live = torch.from_numpy(numpy.stack([own.live for own in kept])).to(DEVICE)  # [kv_head, query, token]
 
     def error(self, output, nets=None, some=None):
-        """[query]: squared error behind W_o over the output's square; `output` is [query_heads, dim, hidden]."""
+        """[query]: squared error after W_o over the output's square; `output` is [query_heads, dim, hidden]."""
         rows = torch.arange(len(self.queries), device=DEVICE) if some is None else some
         positions = self.queries[rows]
         query, scale = self.query[:, positions], self.key.shape[-1] ** -0.5
@@ -123,7 +125,7 @@ class Study:
         self.layers = sorted({count // 8, count // 2, count - 2})
 
     def traces(self, texts, count):
-        """Up to `count` traces, of stretches of the texts by turns."""
+        """Up to `count` traces of parts of the texts, in turn."""
         found, length = [], 6 * self.tokens
         whole = [pathlib.Path(text).read_text(errors="ignore") for text in texts]
         starts = range(3000, max(map(len, whole)), length)
@@ -137,7 +139,7 @@ class Study:
         return found
 
     def output(self, layer, trace):
-        """W_o, [query_heads, dim, hidden], of a checkpoint in one file."""
+        """W_o [query_heads, dim, hidden] of a checkpoint in one file."""
         file = numpy.memmap(f"{self.experiment.model}/model.safetensors", mode="r")
         start = 8 + int.from_bytes(file[:8].tobytes(), "little")
         entry = json.loads(file[8:start].tobytes())[f"model.layers.{layer}.self_attn.o_proj.weight"]

@@ -1,4 +1,4 @@
-"""Quantized values of blocks of channels (docs/guides/precision-tiers.md) and rotations, a second time, for experiments."""
+"""Quantization of blocks of channels (docs/guides/precision-tiers.md) and rotations, reimplemented for experiments."""
 
 import numpy
 
@@ -11,7 +11,7 @@ def hadamard(size):
 
 
 def quantize(rows, bits, block, turned):
-    """[token, dim] as quantized values of `bits` give it back: a fp16 scale and minimum for each block of channels."""
+    """[token, dim] quantized to `bits` and dequantized, with an fp16 scale and minimum for each block of channels."""
     if bits == 16:
         return rows
     own = rows.reshape(len(rows), -1, block)
@@ -25,7 +25,7 @@ def quantize(rows, bits, block, turned):
 
 
 def rotated(rows, inv_freq):
-    """[token, dim], by RoPE."""
+    """[token, dim] rotated by RoPE."""
     half = len(inv_freq)
     angle = numpy.arange(len(rows))[:, None] * inv_freq[None]
     low, high = rows[:, :half], rows[:, half : 2 * half]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""StreamingLLM's questions: how many sinks, how large a cache, and which positions.
+"""StreamingLLM's questions: how many sinks, how large a cache, and which positions?
 
-Xiao et al. 2023 (arXiv:2309.17453), table 2, table 6 and section 3.2, on a model and texts of ours.
+Xiao et al. 2023 (arXiv:2309.17453), table 2, table 6 and section 3.2, with kvlab's model and texts.
 """
 
 from experiment import Experiment, number_with_error, main, table, values

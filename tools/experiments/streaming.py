@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""StreamingH2O against StreamingLLM, by cache size.
+"""Compares StreamingH2O with StreamingLLM, by cache size.
 
-Both number the kept tokens anew; one keeps sinks and the last tokens, the other heavy hitters and the last tokens.
+Both use cache positions. One keeps sinks and the last tokens, the other heavy hitters and the last tokens.
 """
 
 from experiment import Experiment, main, ranking, values

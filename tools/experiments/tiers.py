@@ -36,7 +36,7 @@ def attend(query, key, value, scale):
 
 
 def quantization_alone(trace):
-    """Relative error of attention's output with every token quantized and none gone, by way, block and turning."""
+    """Relative error of attention's output with every token quantized and none evicted, by bits, block and rotation."""
     layers = [layer for layer, row in enumerate(trace.rows) if not row.get("span")][:6]
     errors = {}
     for layer in layers:
@@ -59,7 +59,7 @@ def quantization_alone(trace):
 
 
 def tier_plan_of(params):
-    """`keep=0.99:…:tiers=16@16t+4@100%` -> (without the tier plan, the tier plan)."""
+    """`keep=0.99:…:tiers=16@16t+4@100%` -> (the parameters without the tier plan, the tier plan)."""
     parts = params.split(":")
     tier_plan = [part[6:] for part in parts if part.startswith("tiers=")]
     rest = ":".join(part for part in parts if not part.startswith("tiers="))
@@ -76,7 +76,8 @@ def options_of(tier_plans):
 
 
 def choices(experiment):
-    """Policies, tier plans and budgets; fewer in a CPU's minutes: a quantized configuration costs ten plain ones there."""
+    """Policies, tier plans and budgets. Fewer with --quick, because on a CPU a quantized configuration costs ten plain
+    ones."""
     return experiment.quick((POLICIES[:2], TIER_PLANS[:1] + TIER_PLANS[2:], [64, 256]), (POLICIES, TIER_PLANS, BUDGETS))
 
 
@@ -100,7 +101,7 @@ def digits(values):
 
 
 def best_of(experiment, found):
-    """By budget: the least KL in 16 bit and at all, of each model."""
+    """By budget: the lowest KL in 16 bit and in any plan, of each model."""
     _, _, budgets = choices(experiment)
     lines = []
     for budget in map(str, budgets):

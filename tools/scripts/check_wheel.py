@@ -32,15 +32,15 @@ NEEDED = [
     r"kvlab/share/traces/samples/tiny-story/shard-\d+\.safetensors",
     r"kvlab/share/licenses/.*",
 ]
-MANYLINUX = [r"kvlab/share/javascript/vega/vega-view\.min\.js"]  # a report page without it has no pictures
+MANYLINUX = [r"kvlab/share/javascript/vega/vega-view\.min\.js"]  # without it a report page has no figures
 CUDA = [r"kvlab/libkvlab_kernels\.so"]
-# Of every Linux with glibc and a C++ program.
+# Libraries of every Linux with glibc and C++ programs.
 SYSTEM = re.compile(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux-[a-z0-9_-]+)\.so\.\d+")
 CUDA_SYSTEM = re.compile(r"libcublas(Lt)?\.so\.\d+")
 
 
 def dynamic(library: pathlib.Path) -> tuple[list[str], list[str]]:
-    """The libraries that it needs, and the folders in which it looks for them."""
+    """The libraries that a library needs, and the folders in which it searches for them."""
     text = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", text)
     folders = [folder for found in re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", text) for folder in found.split(":")]
@@ -48,7 +48,7 @@ def dynamic(library: pathlib.Path) -> tuple[list[str], list[str]]:
 
 
 def faults_of_libraries(files: list[str], folder: pathlib.Path, is_cuda: bool) -> list[str]:
-    """Of every shared library of a wheel for manylinux, unpacked in `folder`."""
+    """Faults of the shared libraries of a manylinux wheel, which is unpacked in `folder`."""
     libraries = [name for name in files if re.search(r"\.so(\.|$)", name)]
     feature_values = {pathlib.PurePath(name).name for name in libraries}
     faults = []

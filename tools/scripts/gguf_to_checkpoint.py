@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Turns a GGUF file into a checkpoint: config.json, model.safetensors (bf16), tokenizer.json.
+"""Converts a GGUF file to a checkpoint: config.json, model.safetensors (bf16), tokenizer.json.
 
     python3 tools/scripts/gguf_to_checkpoint.py MODEL.gguf OUT
 
-Takes the architectures llama and gemma3 (texts alone) with byte-level BPE or SentencePiece's, in any quantisation that
-the gguf package can undo; refuses others by name. Exits 2 with one line if anything is wrong with the input, and then
-leaves nothing behind.
+It supports the architectures llama and gemma3 (text only) with byte-level or SentencePiece BPE, in any quantization
+that the gguf package can dequantize, and refuses others by name. For bad input it exits with 2 and one line, and leaves
+no files.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ except ImportError as missing:
     print(f"gguf_to_checkpoint.py: cannot import {missing.name}: pip install gguf numpy", file=sys.stderr)
     sys.exit(2)
 
-# How a text is cut before BPE, by the name that llama.cpp gave it.
+# The split patterns before BPE, by the name in llama.cpp.
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -41,30 +41,30 @@ PRE_TOKENIZERS = {
     },
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # kinds of tokens
-MAX_CHARACTERS = 1024  # of one of SentencePiece's tokens, which is tried cut at each
-SPACE = "\u2581"  # how SentencePiece writes a space
-# Keys of an architecture that change what is computed.
+MAX_CHARACTERS = 1024  # most characters of a SentencePiece token, because every split of it is tried
+SPACE = "\u2581"  # SentencePiece's character for a space
+# Keys of an architecture that change the result.
 UNSUPPORTED = ("rope.scaling", "expert", "attention.scale", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 class Refused(Exception):
-    """Bad input: one line that says what, where, and what would be right."""
+    """Bad input. The message is one line: what is wrong, where, and what is expected."""
 
 
 def one_line(error, most=300):
-    """What a terminal can show: a file may name its parts as it likes."""
+    """The error as printable text on one line, because names in a file may contain anything."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = "".join(character if character.isprintable() else "\ufffd" for character in text)
     return text if len(text) <= most else text[:most] + "..."
 
 
 def reason_of(error):
-    """Why a file cannot be read: in the package's words where it found the fault, but not in those of numpy, which
-    speak of arrays that the reader has never seen."""
+    """Why a file cannot be read: the gguf package's message if it found the fault, but not numpy's, which is about
+    arrays that the reader does not know."""
     where = error.__traceback__
     while where.tb_next:
         where = where.tb_next
-    # `enum` raises for a tensor type that the package does not list, and names it.
+    # `enum` raises for a tensor type that the package does not know, and names it.
     found_by = where.tb_frame.f_globals["__name__"].partition(".")[0]
     known = isinstance(error, (ValueError, KeyError)) and found_by in ("gguf", "enum", __name__)
     if known and not any(word in str(error) for word in ("dtype", "array", "buffer", "shape")):
@@ -73,7 +73,7 @@ def reason_of(error):
 
 
 class Reader(gguf.GGUFReader):
-    """The package's reader takes what lies behind the file's end as empty, and a long array of it as long."""
+    """A reader that refuses data beyond the end of the file. The package's reader takes it as empty."""
 
     def _get(self, offset, dtype, count=1, override_order=None):
         values = super()._get(offset, dtype, count, override_order)
@@ -83,7 +83,7 @@ class Reader(gguf.GGUFReader):
 
 
 class Metadata:
-    """The file's keys, each requested with the type that it must have."""
+    """The file's keys. Each is read with the type that it must have."""
 
     def __init__(self, reader):
         self.fields = reader.fields
@@ -105,7 +105,7 @@ class Metadata:
         return value
 
     def positive(self, key, default=None):
-        """A float32 as it is written in the shortest way."""
+        """A float32 in its shortest notation."""
         value = self.get(key, float, default)
         if not 0 < value < float("inf"):
             raise Refused(f"{key} is {value}; it should be positive and finite")
@@ -129,7 +129,7 @@ def llama_config(meta, config):
 
 
 def gemma3_config(meta, config):
-    """What the file takes for granted is the same in every Gemma 3 without a scaled rotation."""
+    """Adds settings that the file omits because all Gemma 3 models without scaled rotation share them."""
     period = meta.size("gemma3.attention.sliding_window_pattern", 6)
     full = [
         "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(config["num_hidden_layers"])
@@ -152,10 +152,10 @@ def gemma3_config(meta, config):
 class Architecture:
     model_class: str
     model_type: str
-    config: object  # of the metadata and the config so far: the keys that only this one has
-    norms: dict  # of a layer, by GGUF's name
-    interleaved: bool  # GGUF keeps rows of q and k with the two halves of a rotation side by side
-    norm_offset: int  # what GGUF adds to the weights of norms
+    config: object  # function of the metadata and the config so far: keys of this architecture only
+    norms: dict  # norms of a layer, by GGUF's name
+    interleaved: bool  # whether GGUF interleaves the two halves of a rotation in rows of q and k
+    norm_offset: int  # constant that GGUF adds to the weights of norms
 
 
 ARCHITECTURES = {
@@ -235,7 +235,7 @@ def added_token(number, text, kind):
 
 
 def byte_level(meta, tokens, kinds):
-    """The parts of a tokenizer of GPT-2's kind: merges are in the file, and the pre-tokenizer by its name."""
+    """The parts of a GPT-2 style tokenizer. The file contains the merges, and the name of the pre-tokenizer."""
     pre = meta.get("tokenizer.ggml.pre", str, "gpt-2")
     if pre not in PRE_TOKENIZERS:
         raise Refused(f"tokenizer.ggml.pre is '{pre}'; it should be one of {', '.join(PRE_TOKENIZERS)}")
@@ -253,9 +253,10 @@ def byte_level(meta, tokens, kinds):
 
 
 def merges_of_scores(tokens, kinds, scores):
-    """Every way to put two pieces together to a third: by its score, then the longest parts first."""
+    """All merges of two pieces to a third, ordered by its score, then the longest parts first."""
     pieces = {text: score for text, kind, score in zip(tokens, kinds, scores) if kind == NORMAL}
-    pieces |= {text: float("inf") for text, kind in zip(tokens, kinds) if kind == USER_DEFINED}  # cut out first
+    # Matched before all others.
+    pieces |= {text: float("inf") for text, kind in zip(tokens, kinds) if kind == USER_DEFINED}
     merges = []
     for text in pieces:
         halves = ([text[:at], text[at:]] for at in range(1, len(text)))
@@ -264,7 +265,7 @@ def merges_of_scores(tokens, kinds, scores):
 
 
 def sentencepiece(meta, tokens, kinds):
-    """The parts of one of SentencePiece's with bytes for rare characters: merges follow from scores."""
+    """The parts of a SentencePiece tokenizer with byte fallback. The merges follow from the scores."""
     if meta.get("tokenizer.ggml.add_space_prefix", bool, True):
         raise Refused("tokenizer.ggml.add_space_prefix is not false; a space put before texts is not supported")
     scores = meta.get("tokenizer.ggml.scores", list)
@@ -273,7 +274,7 @@ def sentencepiece(meta, tokens, kinds):
     if max(map(len, tokens)) > MAX_CHARACTERS:
         raise Refused(f"tokenizer.ggml.tokens has one of more than {MAX_CHARACTERS} characters")
     for number, kind in enumerate(kinds):
-        if kind == USER_DEFINED:  # which alone are written with spaces
+        if kind == USER_DEFINED:  # only these are written with spaces
             tokens[number] = tokens[number].replace(" ", SPACE)
     space, mark = {"String": " "}, {"String": SPACE}
     steps = [{"type": "Replace", "pattern": mark, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -287,14 +288,14 @@ def sentencepiece(meta, tokens, kinds):
     }
 
 
-TOKENIZERS = {  # and the kinds of tokens that they have
+TOKENIZERS = {  # with the kinds of tokens that they have
     "gpt2": (byte_level, (NORMAL, CONTROL, USER_DEFINED)),
     "llama": (sentencepiece, (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE)),
 }
 
 
 def first_token(number, text):
-    """The post-processor that puts it before a text."""
+    """The post-processor that adds the BOS token before a text."""
     first, rest = {"id": text, "type_id": 0}, {"id": "A", "type_id": 0}
     return {
         "type": "TemplateProcessing",
@@ -343,7 +344,7 @@ def read_tokenizer(meta):
 
 
 def wanted_tensors(config, architecture):
-    """GGUF's name -> (Hugging Face's name, shape, heads whose rows are interleaved)."""
+    """Name in GGUF -> (Hugging Face's name, shape, heads whose rows are interleaved)."""
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     interleaved = (heads, kv_heads) if architecture.interleaved else (0, 0)
@@ -375,13 +376,13 @@ def wanted_tensors(config, architecture):
 
 
 def as_bf16(values):
-    """Rounded to nearest, ties to even."""
+    """Rounds to bfloat16, to nearest, ties to even; returns the bits."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
 def converted(tensor, shape, interleaved, norm_offset):
-    """The tensor's weights in `shape`."""
+    """The tensor's dequantized weights in `shape`."""
     try:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except (NotImplementedError, ValueError) as error:
@@ -416,7 +417,7 @@ def read_weights(reader, config, name):
 
 
 def write_safetensors(weights, path):
-    """The length of a JSON header, the header, and the tensors one behind the other."""
+    """Writes a safetensors file: the length of the JSON header, the header, and the tensors one after another."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, values in weights.items():
         header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [at, at + values.nbytes]}
@@ -432,19 +433,19 @@ def write_safetensors(weights, path):
 def convert(source, folder):
     try:
         reader = Reader(source)
-        for tensor in reader.tensors:  # an offset may wrap around
+        for tensor in reader.tensors:  # an offset may overflow
             if tensor.data_offset < reader.data_offset:
                 raise ValueError(f"tensor {tensor.name} begins before the data")
     except FileNotFoundError:
         raise Refused("there is no such file")
-    except Exception as error:  # the package names no error of its own for a broken file
+    except Exception as error:  # the package defines no error for a broken file
         raise Refused(f"{reason_of(error)}; a whole GGUF file is expected")
     meta = Metadata(reader)
     architecture = read_architecture(meta)
     config, tokenizer = read_config(meta, architecture), read_tokenizer(meta)
     weights = read_weights(reader, config, architecture)
     template = meta.get("tokenizer.chat_template", str, "-")
-    # By its class transformers takes tokenizer.json as it is, and no rules of the model's type.
+    # With this class transformers uses tokenizer.json unchanged, without rules of the model's type.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if template == "-" else {"chat_template": template})
     for key in ("bos", "eos", "pad"):
         if f"{key}_token_id" in config:
@@ -472,7 +473,7 @@ def main():
             raise Refused(f"{out} exists; remove it, or name another folder")
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         work = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
-        with np.errstate(all="ignore"):  # what comes of a broken number is looked at, and said in one line
+        with np.errstate(all="ignore"):  # results are checked below, and reported in one line
             name, licence = convert(source, work)
         os.chmod(work, 0o755)
         os.rename(work, out)

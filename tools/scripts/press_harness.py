@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""kvpress's own evaluation, over items in RULER's form made here: policies of kvlab beside presses of kvpress.
+"""Runs kvpress's evaluation over items in RULER's form that this script makes: policies of kvlab next to presses of
+kvpress.
 
     python3 tools/scripts/press_harness.py KVPRESS engine/models/smollm2 snapkv h2o:once knorm:once --ratio 0.5 0.75
 
-KVPRESS is a checkout of kvpress; its evaluation/ reads the items, runs its pipeline and scores. A name that it has in
-its registry is that press; `kvlab:h2o` and any other name is a policy, as KvlabPress.
+KVPRESS is a checkout of kvpress; its evaluation/ reads the items, runs its pipeline and scores. A name in kvpress's
+registry is that press; `kvlab:h2o` and any other name is a policy, as KvlabPress.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TASKS = {"niah_single": (1, 1), "niah_multikey": (8, 1), "niah_multivalue": (1, 
 
 
 def items(contexts: int, words: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Of each task: a text that gives numbers of towns, and is requested the first's."""
+    """Items of each task: a text with numbers of towns, and a question for the first town's."""
     rng, text = random.Random(seed), TEXT.read_text().split()
     rows = []
     for task, (towns, values) in TASKS.items():

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Tokens a second of transformers' generate on CUDA: with its own caches, and with kvlab.hf.evicting.
+"""Measures tokens per second of transformers' generate on CUDA, with its own caches and with kvlab.hf.evicting.
 
-A Llama of SmolLM2-135M's shape with random weights (--model FOLDER: a real one), bfloat16, one sequence. The prompt
-is not timed: of two runs that differ in the number of new tokens, the difference counts; the median of --repeats.
+The model is a Llama of SmolLM2-135M's shape with random weights (--model FOLDER: a real one), bfloat16, one sequence.
+The time of the prompt is excluded: the result is the difference of two runs with different numbers of new tokens, as
+the median of --repeats.
 
     python3 tools/scripts/time_evicting.py --context 4096 --budget 512 1024
 """

@@ -164,8 +164,8 @@ class Run:
     calls: list[Call] = dataclasses.field(default_factory=list)
     outs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # [n, query_heads, value_size]
     given: dict[Any, Given] = dataclasses.field(default_factory=dict)  # by module with a layer_idx
-    inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # input of every module, by name: [n,
-                                                                               # width]
+    # Input of every module, by name: [n, width].
+    inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 def decoder_of(model: Any) -> Any:

@@ -27,8 +27,8 @@ class StepGraph:
 
     def __init__(self, model: Any) -> None:
         self._ids, self._position = (torch.zeros(1, 1, dtype=torch.int64, device=model.device) for _ in range(2))
-        self._mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)  # four dimensions, so that
-                                                                                      # transformers uses it unchanged
+        # Four dimensions, so that transformers uses it unchanged.
+        self._mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
         self._graph: Any = None
         self.ran = False
 
