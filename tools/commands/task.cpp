@@ -203,9 +203,9 @@ void print_table(const TaskRun& run, std::span<const TaskMetric> metrics,
                  const TaskRequest& request) {
   for (const QueryMode mode : run.modes) print_mode(run, metrics, mode, request.words);
   fmt::print(
-      "{} samples at each of {} depths; (low-high): 95%, Wilson; log p: of the right answer, "
-      "nats;\n"
-      "change: from the first line's, over the same samples; ±: 95%, of 8 samples or more\n",
+      "{} samples at each of {} depths; (low-high): 95%, Clopper-Pearson;\n"
+      "log p: of the right answer, nats; change: from the first line's, over the same\n"
+      "samples; ±: 95%, of 8 samples or more\n",
       request.samples, request.depths.size());
   const bool any = std::ranges::any_of(run.modes, [&](QueryMode mode) {
     const TaskMetric* const full = find_task_metric(metrics, 0, mode, {}, "exact_match");
