@@ -1,4 +1,4 @@
-/* What the examples in C share: errors, which end the program, and memory of the device. */
+/* Helpers of the C examples: errors, which end the program, and device memory. */
 #ifndef KVLAB_EXAMPLES_DEVICE_H
 #define KVLAB_EXAMPLES_DEVICE_H
 
@@ -19,7 +19,7 @@ static void done(cudaError_t error) {
   exit(2);
 }
 
-/* Device memory, from `from` or zeroed. */
+/* Allocates device memory and copies `from` to it, or zeros it if `from` is NULL. */
 static void* on_device(const void* from, size_t bytes) {
   void* to = NULL;
   if (bytes == 0) return NULL;

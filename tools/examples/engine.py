@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""A serving engine in little: continuous batching over kvlab's kernels, with keys and values in blocks of one pool.
+"""A small serving engine: continuous batching over kvlab's kernels, with keys and values in blocks of one pool.
 
-Requests join and leave; prompts come in chunks between decode steps, which are one CUDA graph; requests share a prefix,
-whose attention is paid once; where blocks run out, a request is swapped out to the host and comes back. The model has
-the shape of Llama 3 8B and random weights. Then each request is served alone, its prefix read anew, and exit status 1
-says that its tokens differ. How attention is shared among multiprocessors depends on the batch, and so do its last
-bits: in float32 no token hangs on them; in bfloat16 random weights have near ties, and some do.
+Requests join and finish; prompts come in chunks between decode steps, which are one CUDA graph; requests share a
+prefix, whose attention is computed once; if no block is free, a request is swapped out to the host and later back. The
+model has the shape of Llama 3 8B and random weights.
+
+Then each request is served alone, its prefix computed again. Exit status 1 means that its tokens differ. The batch
+determines how attention is divided among multiprocessors, and so its last bits. In float32 no token depends on them. In
+bfloat16 random weights have near ties, so some tokens do.
 
     KVLAB_CUDA=1 pip install . torch && python3 tools/examples/engine.py
 """
@@ -26,9 +28,9 @@ HIDDEN, QUERY_HEADS, KV_HEADS, DIM, INNER, VOCAB = 4096, 32, 8, 128, 14336, 3200
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    prefix: list  # tokens that others may share; or none
+    prefix: list  # tokens that other requests may share; may be empty
     prompt: list  # the rest of its prompt
-    wanted: int  # tokens
+    wanted: int  # tokens to generate
     said: list = dataclasses.field(default_factory=list)
     fed: int = 0  # tokens that are or were in its cache
     row: int = -1
@@ -67,7 +69,7 @@ class Model:
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), eps=1e-5)
 
     def logits(self, tokens, attend):
-        """`attend(layer, qkv)` [token, head, DIM] to [token, query head, DIM]."""
+        """Returns logits. `attend(layer, qkv)` maps [token, head, DIM] to [token, query head, DIM]."""
         x = self.embedding[tokens]
         for layer, weights in enumerate(self.weights):
             qkv = (self.norm(x) @ weights["qkv"].T).view(len(x), -1, DIM)
@@ -78,20 +80,20 @@ class Model:
 
 
 class Engine:
-    """`rows` requests decode together; one more row holds a prefix. A row's slots lie in blocks of the pool."""
+    """Decodes `rows` requests together. One more row holds a prefix. A row's slots are in blocks of the pool."""
 
     def __init__(self, model, policy, rows, budget, chunk, blocks):
         self.type = kvlab.TYPES[str(model.dtype).removeprefix("torch.")]
         self.model, self.rows, self.budget, self.chunk = model, rows, budget, chunk
         self.library, self.policy = kvlab.library(), kvlab.Policy(policy)
-        self.most = -(-(budget + chunk) // PAGE) * PAGE  # slots of a KV head: what stays, and a chunk
+        self.most = -(-(budget + chunk) // PAGE) * PAGE  # slots of a KV head: the kept tokens and a chunk
         layers, all_rows = model.layers, rows + 1
 
         def zeros(*shape, dtype=torch.int32):
             return torch.zeros(*shape, dtype=dtype, device="cuda")
 
         self.keys, self.values = (zeros(layers, blocks, PAGE, KV_HEADS, DIM, dtype=model.dtype) for _ in range(2))
-        # All else lies by slot: of row and KV head `most` each.
+        # The other arrays are indexed by slot: `most` for each row and KV head.
         self.positions = zeros(layers, all_rows, KV_HEADS, self.most)
         self.states = zeros(layers, all_rows, KV_HEADS, self.most, max(self.policy.slot_bytes, 1), dtype=torch.uint8)
         self.seen = zeros(layers, all_rows, KV_HEADS, self.most, kvlab.OBSERVATION_BYTES, dtype=torch.uint8)
@@ -105,21 +107,21 @@ class Engine:
         self.blocks = zeros(*self.table.shape)
         self.held = [[] for _ in range(all_rows)]
         self.free, self.unused_rows = list(range(blocks)), list(range(rows))
-        self.prefix = None  # whose keys, values and observations the last row holds
+        self.prefix = None  # the prefix whose keys, values and observations the last row holds
         self.now, self.tokens = torch.full((rows,), IDLE, dtype=torch.int32, device="cuda"), zeros(rows, dtype=torch.int64)
-        self.of_chunk = zeros(2)  # position of a chunk's first token; tokens
+        self.of_chunk = zeros(2)  # position of a chunk's first token, and number of tokens
         self.numbers = torch.arange(max(rows, self.most), dtype=torch.int32, device="cuda")
         self.zeros = zeros(self.most)
         size = self.library.kvlab_evicting_attention_workspace(self.policy.handle, self.cache(0, 0, rows))
         self.workspace = zeros(size, dtype=torch.uint8)
-        self.compact_workspace = zeros(self.library.kvlab_shrink_workspace(self.cache(0, 0, 1)), dtype=torch.uint8)
+        self.compact_workspace = zeros(self.library.kvlab_shrink_workspace(self.cache(0, 0, 1)), dtype=torch.uint8)  # old name
         self.swaps = self.hits = self.steps = 0
         self.graph = self.capture()
 
     # --- Blocks -----------------------------------------------------------------------------------
 
     def hold(self, row, slots):
-        """Gives a row the blocks that so many slots take, no more; False: there are not so many."""
+        """Gives a row exactly the blocks for `slots` slots. Returns False if there are too few."""
         held, wanted = self.held[row], -(-slots // PAGE)
         if wanted - len(held) > len(self.free):
             return False
@@ -150,7 +152,7 @@ class Engine:
             raise RuntimeError(f"{name}: {self.library.kvlab_last_error().decode()}")
 
     def write(self, cache, qkv, rope_rows, sequences, slots, now):
-        """Keys and values to their slots; returns the rotated queries."""
+        """Writes keys and values to their slots. Returns the rotated queries."""
         q = torch.empty(len(qkv), QUERY_HEADS, DIM, dtype=qkv.dtype, device="cuda")
         given = (self.model.rope, rope_rows, sequences, slots, now, q)
         self.call("kvlab_write", kvlab.WriteArgs(cache, len(qkv), at(qkv), DIM, *map(at, given)))
@@ -159,7 +161,7 @@ class Engine:
     # --- A decode step ----------------------------------------------------------------------------
 
     def capture(self):
-        """All rows' next tokens, from `tokens` at positions `now`; a row at IDLE sits out."""
+        """Captures a step that feeds all rows `tokens` at positions `now`. Rows at IDLE are skipped."""
 
         def step():
             places = self.now.clamp(min=0)
@@ -168,7 +170,7 @@ class Engine:
 
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            step()  # all idle: libraries make their plans
+            step()  # all rows are idle; libraries initialise
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -201,7 +203,7 @@ class Engine:
     # --- A chunk of a prompt ----------------------------------------------------------------------
 
     def append(self, request, tokens, shared):
-        """Chunk by chunk: attention over what stays and the chunk, what each token received, and room."""
+        """Appends a chunk: attention over the kept tokens and the chunk, observation, and compaction to the budget."""
         row, fed, count = (self.rows if shared else request.row), request.fed, len(tokens)
         self.of_chunk.copy_(torch.tensor([fed, count], dtype=torch.int32))
         if not (shared and self.prefix == tokens):
@@ -229,11 +231,11 @@ class Engine:
         return out
 
     def compact(self, layer, row, to):
-        """What stays of a row, there or, where a prefix stays as it is for others, in another's blocks."""
+        """Compacts a row in place or, if a prefix must stay unchanged for others, to another row's blocks."""
         args = kvlab.CompactArgs(self.cache(layer, row, 1), self.cache(layer, to, 1), self.state(layer, to),
                                 at(self.states[layer]), at(self.of_chunk), at(self.of_chunk[1:]),
                                 at(self.seen[layer]) if self.policy.needs else None, at(self.compact_workspace))  # fmt: skip
-        self.call("kvlab_shrink", self.policy.handle, args)
+        self.call("kvlab_shrink", self.policy.handle, args)  # old name
 
     # --- Requests ---------------------------------------------------------------------------------
 
@@ -248,11 +250,11 @@ class Engine:
         request.row = -1
 
     def read(self, request, share):
-        """One chunk of its prompt; False: there are no blocks for it."""
+        """Appends one chunk of its prompt. Returns False if too few blocks are free."""
         tokens = request.chunk(self.chunk)
         shared = share and request.fed == 0 and bool(request.prefix)
         stays = min(request.fed, self.budget - 1)
-        if shared:  # nothing is older there, and compacting leaves it so
+        if shared:  # the prefix's row starts empty, and compaction leaves it unchanged
             self.lengths[:, self.rows] = 0
             self.next_slots[:, self.rows] = 0
         if shared and self.prefix != tokens:
@@ -292,7 +294,7 @@ class Engine:
             if reading and not self.read(reading, share):
                 if not running:
                     raise RuntimeError("the pool has too few blocks for one request")
-                out.append(running.pop())  # the youngest gives up its blocks
+                out.append(running.pop())  # the youngest request returns its blocks
                 self.swap_out(out[-1])
                 continue
             if reading and reading.is_read:
@@ -337,7 +339,7 @@ def main():
     model = Model(arguments.layers, getattr(torch, arguments.dtype))
 
     def engine(rows):
-        blocks = 20 + 32 + (rows - 1) * (-(-arguments.budget // PAGE)) - 8  # too few for all at once
+        blocks = 20 + 32 + (rows - 1) * (-(-arguments.budget // PAGE)) - 8  # too few for all requests at once
         return Engine(model, arguments.policy, arguments.rows, arguments.budget, 256, blocks)
 
     together = drawn(arguments.requests)

@@ -1,9 +1,9 @@
-/* A decode loop that keeps at most BUDGET tokens, in plain C: one layer, one sequence, keys, values
- * and queries drawn at random, all of the cache behind one handle. By H2O, which looks at
- * attention; by knorm, which reads a feature; and by H2O in the bytes of as many tokens, most of
- * them in 4 bits. Prints what is kept; exits with 1 if an output is not what attention over the
- * kept tokens gives, or knorm evicts another token than the one with the longest key among those
- * that are old enough to leave. */
+/* A decode loop in plain C that keeps at most BUDGET tokens: one layer, one sequence, random keys,
+ * values and queries, with the whole cache behind one handle. It runs H2O, which observes
+ * attention; knorm, which reads a feature; and H2O with a tier plan of the same bytes, in which
+ * most tokens have 4 bits. It prints the kept tokens. It exits with 1 if an output differs from
+ * attention over the kept tokens, or if knorm evicts any token but the one with the longest key
+ * among the unprotected ones. */
 #include <kvlab.h>
 #include <math.h>
 #include <string.h>
@@ -14,7 +14,7 @@ enum { STEPS = 200, BUDGET = 32, QUERY_HEADS = 8, KV_HEADS = 2, DIM = 64, RECENT
 static const float SCALE = 0.125f; /* 1 / sqrt(DIM) */
 enum { GROUP = QUERY_HEADS / KV_HEADS, ROW = (QUERY_HEADS + 2 * KV_HEADS) * DIM };
 
-/* Of each token its query, key and value heads. */
+/* [token]: its query heads, key heads and value heads. */
 static float rows[STEPS][ROW];
 static const float* key(uint32_t token, int head) {
   return rows[token] + (QUERY_HEADS + head) * DIM;
@@ -41,7 +41,7 @@ static double error_of(uint32_t token, int head, const uint32_t* kept, uint32_t 
   return worst;
 }
 
-/* Of those that may be evicted before the token `next` comes, the one with the longest key. */
+/* The token with the longest key, among those that may be evicted before token `next`. */
 static uint32_t longest_of(const uint32_t* kept, uint32_t count, uint32_t next, int head) {
   uint32_t longest = kept[0];
   for (uint32_t i = 0; i < count && kept[i] + RECENT <= next; ++i)
@@ -51,9 +51,9 @@ static uint32_t longest_of(const uint32_t* kept, uint32_t count, uint32_t next, 
   return longest;
 }
 
-/* Caches of BUDGET tokens, or of the tiers of a plan. */
+/* Makes caches of BUDGET tokens, or with the tiers of a plan. */
 static kvlab_slots* make(const kvlab_policy* policy, const kvlab_rung* tier_plan, int tiers) {
-  static const float still[DIM / 2]; /* RoPE that turns nothing */
+  static const float still[DIM / 2]; /* RoPE without rotation */
   const kvlab_rope rope = {still, DIM, 1};
   const kvlab_slots_layer layer = {0, 0.125f, 0, NULL};
   const uint32_t tokens = tiers ? tier_plan[0].slots + tier_plan[1].slots : BUDGET;
@@ -81,7 +81,8 @@ static kvlab_slots* make(const kvlab_policy* policy, const kvlab_rung* tier_plan
   return slots;
 }
 
-/* Whether all went as it should. `tier_plan`: of each KV head; `most`: of errors. */
+/* Runs the loop. Returns whether all checks pass. `tier_plan`: the tiers of each KV head. `most`:
+ * the largest accepted error. */
 static int decode(const char* name, const kvlab_rung* tier_plan, int tiers, double most) {
   kvlab_slots* const slots = make(kvlab_find_policy(name), tier_plan, tiers);
   float* const qkv = on_device(NULL, sizeof rows[0]);
@@ -129,7 +130,7 @@ int main(void) {
     printf("skipped: no CUDA device\n");
     return 0;
   }
-  /* Of 16 bit and 4: rows of 256 and 80 bytes. */
+  /* Tiers of 16 and 4 bits, whose rows have 256 and 80 bytes. */
   const kvlab_rung tier_plan[] = {
       {KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}, {KVLAB_FORM_16, 8}, {KVLAB_FORM_4, 76}};
   const int by_mass = decode("h2o", NULL, 0, 1e-5), by_feature = decode("knorm", NULL, 0, 1e-5);

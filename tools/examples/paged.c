@@ -1,8 +1,8 @@
-/* A paged cache, as vLLM has it, that keeps BUDGET tokens of each KV head by H2O: one layer, two
- * sequences, keys, values and queries drawn at random. Each prompt takes blocks of one pool, is
- * attended and compacted where it lies, and gives back the blocks that it has left; the second
- * prompt finds room only for that. Then both decode. Exits with 1 if an output is not what
- * attention over the kept tokens gives. */
+/* A paged cache, as in vLLM, that keeps BUDGET tokens of each KV head by H2O: one layer, two
+ * sequences, random keys, values and queries. Each prompt takes blocks of one pool, is attended and
+ * compacted in place, and returns the blocks that it no longer needs. The second prompt fits the
+ * pool only because of that. Then both sequences decode. It exits with 1 if an output differs from
+ * attention over the kept tokens. */
 #include <kvlab.h>
 #include <math.h>
 #include <stdio.h>
@@ -27,7 +27,7 @@ static void to_device(const void* to, const void* from, size_t bytes) {
 static int32_t tables[SEQUENCES][MAX_BLOCKS];
 static int held[SEQUENCES], unused[POOL_BLOCKS], unused_count;
 
-/* Gives a sequence the blocks that so many slots take, no more. */
+/* Gives a sequence exactly the blocks for `slots` slots. */
 static void hold(int sequence, int slots) {
   const int blocks = (slots + PAGE - 1) / PAGE;
   while (held[sequence] > blocks) unused[unused_count++] = tables[sequence][--held[sequence]];
@@ -95,14 +95,14 @@ static Layer make_layer(void) {
   return layer;
 }
 
-/* What the products of a layer would have left in qkv. */
+/* Random values for qkv, which a layer's products would compute. */
 static void sample_tokens(const Layer* layer, int tokens) {
   static float values[MAX_SLOTS * QKV];
   for (int i = 0; i < tokens * QKV; ++i) values[i] = 4.0f * (float)rand() / (float)RAND_MAX - 2.0f;
   to_device(layer->qkv, values, (size_t)(tokens * QKV) * sizeof(float));
 }
 
-/* This model has no RoPE: rotated is 0. */
+/* This model has no RoPE, so rotated is 0. */
 static void write_tokens(const Layer* layer, kvlab_cache cache, int tokens, const uint32_t* now,
                          const int32_t* slots) {
   kvlab_write_args write;
@@ -129,7 +129,7 @@ static kvlab_cache sequence_of(const Layer* layer, int sequence) {
   return one;
 }
 
-/* Attention over the prompt, what each key received, and the budget's tokens left in the blocks. */
+/* Computes attention over the prompt and what each key received, then compacts to the budget. */
 static void run_prompt(const Layer* layer, int sequence) {
   const int tokens = prompts[sequence];
   const kvlab_cache one = sequence_of(layer, sequence);
@@ -180,12 +180,12 @@ static void run_prompt(const Layer* layer, int sequence) {
   compact.seen = observe.seen;
   compact.workspace = on_device(NULL, kvlab_shrink_workspace(&one));
   done(kvlab_shrink(layer->policy, &compact, NULL));
-  hold(sequence, BUDGET); /* the first BUDGET slots are all that decoding takes */
+  hold(sequence, BUDGET); /* decoding needs only the first BUDGET slots */
   printf("sequence %d: %d tokens in, %d blocks held, %d unused\n", sequence, tokens, held[sequence],
          unused_count);
 }
 
-/* Where a slot's key begins in the pool, and its value. */
+/* The start of a slot's key, and of its value, in the pool. */
 static int row_of(int sequence, int head, int slot) {
   return tables[sequence][slot / PAGE] * BLOCK + slot % PAGE * KV_HEADS * DIM + head * DIM;
 }
@@ -211,7 +211,7 @@ static double worst_error(const float* q, const float* keys, const float* values
   return worst;
 }
 
-/* Both sequences, step by step; the worst error. */
+/* Decodes both sequences step by step. Returns the largest error. */
 static double decode(const Layer* layer) {
   kvlab_evicting_attention_args step;
   memset(&step, 0, sizeof step);

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""kvlab's kernels from PyTorch, by ctypes: a decode loop over a cache of `--budget` slots that evicts by H2O.
+"""Calls kvlab's kernels from PyTorch by ctypes: a decode loop over a cache of `--budget` slots that evicts by H2O.
 
-Each step's output is compared with torch's own attention over the tokens that are live, and the mass that the
-policy has noted with the sum of torch's probabilities. Exits with 1 if they differ.
+Each step's output is compared with torch's attention over the live tokens, and the policy's accumulated mass with the
+sum of torch's probabilities. Exits with 1 if they differ.
 
     python3 tools/examples/torch_evict.py --library PREFIX/lib/libkvlab_kernels.so
 """
