@@ -114,7 +114,8 @@ class Engine:
         self.zeros = zeros(self.most)
         size = self.library.kvlab_evicting_attention_workspace(self.policy.handle, self.cache(0, 0, rows))
         self.workspace = zeros(size, dtype=torch.uint8)
-        self.compact_workspace = zeros(self.library.kvlab_shrink_workspace(self.cache(0, 0, 1)), dtype=torch.uint8)  # old name
+        size = self.library.kvlab_shrink_workspace(self.cache(0, 0, 1))  # old name
+        self.compact_workspace = zeros(size, dtype=torch.uint8)
         self.swaps = self.hits = self.steps = 0
         self.graph = self.capture()
 

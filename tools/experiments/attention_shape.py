@@ -11,13 +11,14 @@ from experiment import Experiment, main, table
 from kvlab import Trace
 
 QUESTION = """
-Eviction can work because attention is uneven. Three measures of that, by layer, under the full cache:
+Eviction can work because attention is uneven. This page measures how uneven it is, by layer, under the full cache:
 
-- *sparsity*: the share of a row's entries that are under 1% of the row's largest (H2O, section 3.1);
-- *heavy hitters*: how much of all attention the 5% and 20% of the tokens with the largest sums receive, and the slope
-  of log sum against log rank over the first fifth of the tokens: a power law is a straight line (H2O, section 3.2);
-- *persistence*: of the tokens that receive more than the mean in the second half of the text, and were there in the
-  first, the share that already did in the first half (Scissorhands, section 3).
+- *sparsity*: the share of a row's entries that are below 1% of the row's largest (H2O, section 3.1);
+- *heavy hitters*: the share of all attention that the 5% and the 20% of the tokens with the largest sums receive, and
+  the slope of log sum against log rank over the first fifth of the tokens, where a power law is a straight line (H2O,
+  section 3.2);
+- *persistence*: among the tokens of the first half of the text that receive more than the mean in the second half, the
+  share that already received more than the mean in the first half (Scissorhands, section 3).
 """
 
 

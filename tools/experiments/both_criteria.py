@@ -11,9 +11,10 @@ import json
 from experiment import Experiment, main, name_of_policy, table, values
 
 QUESTION = """
-`kvlab tune` deploys by two criteria: KL to the full cache, and answers. All that were evaluated are asked again, by questions that
-`tune` has not seen, and scored over the same texts. Is the deployed one within 10 points of the best pass-key share of
-those whose KL is at most 20% above its own? Where a policy answers more for more KL, the file has to name it.
+`kvlab tune` deploys by two criteria: KL to the full cache, and task accuracy. This page measures all policies that it
+evaluated again, with questions that `tune` has not seen and over the same texts. The deployed policy should be within
+10 points of the best pass-key share among policies whose KL is at most 20% higher than its own. If a policy with a
+higher KL has better accuracy, the policy file has to name it.
 """
 POINTS, NEAR, SEED = 0.10, 1.2, 1000
 
@@ -40,7 +41,7 @@ def at_budget(experiment, budget):
     anywhere = max(names.values(), key=lambda key: shares[key][0])
     met = shares[deployed][0] >= shares[best][0] - POINTS
     cell = lambda key: f"{name_of_policy(*key[:2])}: {kl[key][0]:.4f}, {100 * shares[key][0]:.0f}%"  # noqa: E731
-    named = criteria["task_accuracy"] or "nobody"
+    named = criteria["task_accuracy"] or "none"
     return [budget, cell(deployed), cell(best), cell(anywhere), f"`{named}`", "yes" if met else "**no**"], criteria["why"]
 
 
@@ -51,11 +52,11 @@ def both_criteria():
         row, why = at_budget(experiment, budget)
         rows.append(row)
         reasons.append(f"- {budget}: {why}.")
-    header = ["budget", "deployed: KL, pass key", f"best within {NEAR} × its KL", "best of all that were evaluated",
-              "named for answers", "within 10 points"]  # fmt: skip
-    experiment.section("## Deployed, and the best\n\n" + table(header, rows))
+    header = ["budget", "deployed: KL, pass key", f"best within {NEAR}x its KL", "best of all evaluated",
+              "best by accuracy in the file", "within 10 points"]  # fmt: skip
+    experiment.section("## Deployed and best\n\n" + table(header, rows))
     experiment.section("## Why\n\n" + "\n".join(reasons))
-    experiment.write("Does tune deploy a policy that answers?", QUESTION)
+    experiment.write("Task accuracy of the policies that tune deploys", QUESTION)
 
 
 main(both_criteria)

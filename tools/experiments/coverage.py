@@ -16,10 +16,10 @@ from experiment import Experiment, Refused, main, table
 
 POLICIES = ["window", "sink", "lru", "h2o", "a2sf", "tova"]
 QUESTION = """
-An interval from a few texts should hold for other texts. Here texts of several lengths are sampled, again and again, and
-two configurations are compared on them by kvlab's estimator (docs/reference/recommendations.md). The interval should contain the true
-difference in 90 to 97% of the cases, for any mixture of lengths. `random` under two seeds should differ significantly in
-at most 8%.
+An interval from a few texts should hold for other texts. This page samples texts of several lengths many times, and
+compares two configurations on them by kvlab's estimator (docs/reference/recommendations.md). The interval should
+contain the true difference in 90 to 97% of the cases, for any mixture of lengths. `random` under two seeds should
+differ significantly in at most 8%.
 """
 # Lengths of the texts in units; a unit is UNIT blocks, and a block is 64 scored tokens.
 MIXTURES = [(1, 1), (1, 1, 1), (4, 1, 1), (10, 1), (8, 1, 1, 1), (10, 1, 1), (40, 1, 1, 1), (1,) * 5, (1,) * 8]
@@ -62,9 +62,10 @@ def simulate(experiment):
         lines.append(cells)
     header = ["lengths"] + [f"{kind}, {between:g}" for kind in ("normal", "skewed") for between in BETWEEN]
     experiment.section(
-        f"## Simulated\n\nIntervals that contain the true difference, in % of {trials} samples. A unit of length is {UNIT} "
-        f"blocks. The second number of a column is the variance between texts over that of a block; {1 / UNIT:g} is the "
-        "variance of the mean of a text of one unit. Skewed: skewness 1, between and within texts.\n\n"
+        f"## Simulated\n\nThe table shows the share of intervals that contain the true difference, in % of {trials} "
+        f"samples. A unit of length is {UNIT} blocks. The second number of a column is the variance between texts over "
+        f"that within a block; {1 / UNIT:g} is the variance of the mean of a text of one unit. Skewed: skewness 1, "
+        "between and within texts.\n\n"
         + table(header, lines)
     )
 
@@ -183,7 +184,7 @@ def coverage():
     experiment = Experiment(__doc__.splitlines()[0])
     simulate(experiment)
     measure(experiment)
-    experiment.write("Do the intervals hold?", QUESTION)
+    experiment.write("Coverage of the intervals", QUESTION)
 
 
 if __name__ == "__main__":

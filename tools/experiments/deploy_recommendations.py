@@ -11,10 +11,11 @@ import subprocess
 from experiment import Experiment, Refused, main, table
 
 QUESTION = """
-`deploy` chooses from a replay, in the offline replay. Here it chooses at five levels of bytes among the whole shelf, with
-variants that hold more than their budget. Then the end-to-end evaluation judges the same configurations on texts that the replay
-has not seen. `deploy` should never write a policy that the end-to-end evaluation tells behind the best eligible configuration by over 10%, and
-where it tells two apart the end-to-end evaluation should agree in at least 95%.
+`deploy` chooses a policy from an offline replay. Here it chooses at five budgets of bytes among all registered
+policies, with variants that exceed their budget. Then the end-to-end evaluation runs the same configurations on texts
+that the replay has not seen. The policy that `deploy` writes should never be significantly worse than the best eligible
+configuration by more than 10% in KL. Where `deploy` finds a significant difference, the end-to-end evaluation should
+agree in at least 95% of the pairs.
 """
 
 
@@ -90,10 +91,10 @@ def deploy_recommendations():
         written, share, agreed, apart = judge(recommendation, evaluation, budget)
         agree, pairs, worst = agree + agreed, pairs + apart, max(worst, share)
         lines.append([budget, f"`{written}`", f"{100 * share:.1f}%", f"{agreed} of {apart}"])
-    experiment.section(table(["budget", "written", "told behind by", "pairs that agree"], lines))
+    experiment.section(table(["budget", "written", "significantly worse by", "pairs that agree"], lines))
     experiment.section(
-        f"The worst is told behind by {100 * worst:.1f}% (bar: 10%); the end-to-end evaluation agrees with {agree} of {pairs} "
-        "pairs that are told apart (bar: 95%)."
+        f"The worst choice is significantly worse by {100 * worst:.1f}% (limit: 10%). The end-to-end evaluation agrees "
+        f"with {agree} of {pairs} significant differences (limit: 95%)."
     )
     experiment.write("Does the end-to-end evaluation agree with what is deployed?", QUESTION)
 

@@ -13,11 +13,11 @@ from experiment import Experiment, main, table
 import kvlab
 
 QUESTION = """
-LESS (arXiv:2402.09398, section 3; its formulas and sizes as the authors' code has them) keeps of the tokens that were evicted
-one state of rank 8 for each KV head, and two small nets for each layer, trained for one policy and budget. Here a net
-has φ for each query head and ψ for each KV head, and learns from traces: the squared error behind W_o of the queries
-past the prompt, relative to the output's size, on the first half of the texts. The metric is that error on the other
-half, its root taken for each query, as a mean over queries.
+LESS (arXiv:2402.09398, section 3, with the formulas and sizes of the authors' code) keeps a state of rank 8 for the
+evicted tokens of each KV head, and two small nets for each layer, which are trained for one policy and budget. Here a
+net has φ for each query head and ψ for each KV head, and learns from traces. The loss is the squared error after W_o of
+the queries after the prompt, relative to the output's size, on the first half of the texts. The metric is the root of
+that error for each query, as a mean over the queries of the other half.
 """
 RANK, WIDTH, PROMPT = 8, 512, 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -197,11 +197,11 @@ def less():
     found, token, state, weights = study.run(texts[: len(texts) // 2], texts[len(texts) // 2 :])
     rows = [[*key, *(f"{error:.3f}" for error in [*own, sum(own) / len(own)])] for key, own in found.items()]
     experiment.section(
-        f"`{study.policy}` in the bytes of {study.budget} tokens of 16 bit, texts of {study.tokens}. A token of a KV "
-        f"head has {token} bytes, its state {state}, its part of the nets {weights}.\n\n"
+        f"`{study.policy}` at the bytes of {study.budget} tokens in 16 bit, with texts of {study.tokens} tokens. For a "
+        f"KV head, a token takes {token} bytes, the state {state}, and the head's share of the nets {weights}.\n\n"
         + table(["bits", "kept", "in the bytes of", *(f"layer {layer}" for layer in study.layers), "mean"], rows)
     )
-    experiment.write("Does LESS pay for its bytes?", QUESTION)
+    experiment.write("LESS at equal bytes", QUESTION)
 
 
 main(less)

@@ -7,9 +7,10 @@ Xiao et al. 2023 (arXiv:2309.17453), table 2, table 6 and section 3.2, with kvla
 from experiment import Experiment, number_with_error, main, table, values
 
 QUESTION = """
-The last tokens alone are not enough: without its first tokens a model loses its way, because heads that have nothing to
-say look at them (Xiao et al. 2023). How many of them are needed? Does it matter whether the kept tokens keep their
-positions (`original`) or are numbered anew (`cache`)? Nothing is appended densely here: every token is decoded.
+The last tokens alone are not enough: without its first tokens a model's predictions degrade, because heads with nothing
+to attend to put their attention there (Xiao et al. 2023). This page measures how many first tokens are needed, and
+whether it matters if the kept tokens keep their positions (`original`) or are numbered within the cache (`cache`).
+There is no dense prompt here: every token is decoded.
 """
 
 

@@ -7,9 +7,8 @@ Both use cache positions. One keeps sinks and the last tokens, the other heavy h
 from experiment import Experiment, main, ranking, values
 
 QUESTION = """
-Under a cache of a fixed size, is it better to keep the tokens that received most attention (`streaming_h2o`), or only
-sinks and the last ones (`sink`)? Every token is decoded; positions are those in the cache. The best of each column is
-bold.
+With a cache of a fixed size, is it better to keep the tokens that received most attention (`streaming_h2o`), or only
+sinks and the last tokens (`sink`)? Every token is decoded, with cache positions. The best value of each column is bold.
 """
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares tier plans at equal bytes: end-to-end evaluation, pass key, and quantization alone (docs/results/tiers.md)."""
+"""Compares tier plans at equal bytes (docs/results/tiers.md): end-to-end evaluation, pass key, quantization alone."""
 
 import numpy
 from quantize import quantize, rotated

@@ -1,4 +1,4 @@
-"""Checks arguments of callers. Each function returns the converted value, or raises ValueError with what is expected."""
+"""Checks arguments: each function returns the converted value or raises ValueError with what is expected."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class HeldCache(Facts):
     _installed: Any  # the model's hooks, which must live as long as the cache
 
     def update(self, keys: Any, values: Any, layer_idx: int, *arguments: Any, **words: Any) -> tuple[Any, Any]:
-        """Called by transformers. Returns its arguments, because the model's hooks compute the attention over the cache.
+        """Called by transformers. Returns its arguments, because the model's hooks compute attention over the cache.
 
         Raises Refused outside of a call of the cache's model.
         """
