@@ -144,7 +144,7 @@ std::vector<ResolvedConfig> parity_caches(const PolicySpec& policy, Positions po
     own.sinks = sinks, own.recent = recent;
     return own;
   };
-  // A tier plan holds more tokens, and no tier may be empty.
+  // The same bytes keep more quantized tokens, and no tier may be empty.
   const auto bytes_of = [&](std::uint32_t tokens) {
     return policy.tier_plan.is_quantized() ? std::max(tokens / 2, 4u) : tokens;
   };

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# coverage.sh [CORPORA]: how many lines of the readers' files the fuzz targets reach over their corpora, and over those in
-# CORPORA (a folder for each target, as `./dev fuzz` leaves them in build-fuzz/found/corpora). Builds in build-coverage.
+# coverage.sh [CORPORA]: counts the lines of the readers' files that the fuzz targets reach with their corpora, and with
+# CORPORA (a folder per target, as `./dev fuzz` leaves them in build-fuzz/found/corpora). Builds in build-coverage.
 # KVLAB_SHOW=FILE prints the lines of FILE that are not reached.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

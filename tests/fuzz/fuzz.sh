@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# fuzz.sh BINARIES CORPORA OUT SECONDS [TARGET...]: one target after another on all cores, SECONDS each. New inputs
-# go to OUT/corpora/TARGET, those that end a process to OUT/crashes. Prints one line a target; exits 1 where one was
-# ended. An input has five seconds; no allocation may be larger than 64 MiB (and four inputs, of 64 KiB at most).
+# fuzz.sh BINARIES CORPORA OUT SECONDS [TARGET...]: runs one target after another on all cores, SECONDS each. New inputs
+# go to OUT/corpora/TARGET, inputs that end a process to OUT/crashes. Prints one line per target; exits with 1 if a
+# process was ended. An input has five seconds; no allocation may be larger than 64 MiB plus four times the input (64 KiB
+# at most).
 set -euo pipefail
 binaries=$1 corpora=$2 out=$3 seconds=$4
 shift 4
@@ -11,7 +12,7 @@ limits=(-timeout=5 -malloc_limit_mb=64 -rss_limit_mb=2048 -max_len=65536)
 export ASAN_OPTIONS=quarantine_size_mb=16:malloc_context_size=0
 mkdir -p "$out/crashes" "$out/logs"
 
-# worker TARGET NUMBER: begins again where an input ended the process, until the time is over.
+# worker TARGET NUMBER: restarts after an input ended the process, until the time is over.
 worker() {
   local target=$1 number=$2 end=$((SECONDS + seconds)) left
   for ((run = 0; run < 20; ++run)); do
@@ -34,7 +35,7 @@ for target in "$@"; do
   for ((number = 0; number < cores; ++number)); do worker "$target" "$number" & done
   wait
   took=$((SECONDS - began > 0 ? SECONDS - began : 1))
-  # A process that was ended says how far it was in its last line of progress alone.
+  # For a process that was ended, only its last line of progress says how far it was.
   count=$(for log in "$out/logs/$target".*; do
     grep -hoP '(?<=number_of_executed_units: )\d+' "$log" || grep -hoP '^#\K\d+' "$log" | tail -1
   done | awk '{ sum += $1 } END { printf "%d", sum }')

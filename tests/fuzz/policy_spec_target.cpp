@@ -33,7 +33,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       unsigned __int128 held = 0;
       for (const TierSlots& tier : tier_plan.slots(bytes, 2))
         held += static_cast<unsigned __int128>(tier.slots) * tier.format->block_bytes() * 2;
-      fuzz::require(held <= bytes, "a tier plan that holds more than its bytes:", lines[4]);
+      fuzz::require(held <= bytes, "a tier plan with more bytes than its budget:", lines[4]);
     }
   });
   if (!has_policy || !has_budget || !config.policy.entry) return 0;

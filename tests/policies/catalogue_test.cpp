@@ -274,7 +274,7 @@ TEST_CASE(
   CHECK(refused("h2o*") ==
         "policy h2o*: a feature's name should stand behind the *, such as h2o*value_norm");
   CHECK(refused("h2o*a*b").starts_with("policy h2o*a*b: a feature's name should stand"));
-  CHECK(refused("nobody*value_norm").starts_with("unknown policy 'nobody*value_norm'"));
+  CHECK(refused("missing*value_norm").starts_with("unknown policy 'missing*value_norm'"));
 }
 
 TEST_CASE("each preset of h2o reproduces another project's H2O") {

@@ -1,4 +1,4 @@
-"""What the tests of the Python package share. KVLAB_COMMAND names the command that results are compared with."""
+"""Common code of the tests of the Python package. KVLAB_COMMAND names the command that results are compared with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = ROOT / "engine" / "models" / "tiny"
 
 @pytest.fixture(scope="session")
 def sample() -> kvlab.Trace:
-    """The trace that ships: 1,012 tokens, 4 layers of 2 KV heads, bfloat16."""
+    """The bundled sample trace: 1,012 tokens, 4 layers of 2 KV heads, bfloat16."""
     return kvlab.Trace(SAMPLE)
 
 
@@ -32,7 +32,7 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 def random_arrays(tokens: int = 80, dtype: str = "float32", seed: int = 1) -> dict[str, numpy.ndarray]:
-    """q, k, v and ids of 2 layers, 4 query heads on 2 KV heads of 16."""
+    """q, k, v and ids for 2 layers with 4 query heads and 2 KV heads of size 16."""
     random = numpy.random.default_rng(seed)
 
     def tensor(heads: int) -> numpy.ndarray:

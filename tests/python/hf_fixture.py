@@ -1,4 +1,4 @@
-"""What the tests of `python -m kvlab.hf` share. KVLAB_COMMAND names the kvlab that they compare with."""
+"""Common code of the tests of `python -m kvlab.hf`. KVLAB_COMMAND names the kvlab that they compare with."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ def manifest_of(trace):
 
 
 class CommandTest(unittest.TestCase):
-    """A folder for traces."""
+    """Provides a folder for traces."""
 
     @classmethod
     def setUpClass(cls):
@@ -42,7 +42,7 @@ class CommandTest(unittest.TestCase):
         cls.at = pathlib.Path(folder.name)
 
     def run_main(self, *arguments):
-        """Returns the exit code and what was printed as an error."""
+        """Returns the exit code and the error output."""
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
             try:
@@ -62,7 +62,7 @@ class CommandTest(unittest.TestCase):
 
 
 class ModelTest(CommandTest):
-    """A text of some thousand tokens, and the bundled model in float32."""
+    """Provides a text of some thousand tokens, and the bundled model in float32."""
 
     @classmethod
     def setUpClass(cls):
@@ -84,7 +84,7 @@ def ids_of(trace):
 
 
 def copy_of_tiny(to, dtype):
-    """The bundled model in another dtype: in float32 kvlab stores what it computes."""
+    """The bundled model in another dtype; in float32, kvlab stores exactly what it computes."""
     import safetensors.torch
     import torch
 

@@ -1,4 +1,4 @@
-"""Miniatures of transformers' families: random weights, every structural key of the config kept."""
+"""Miniatures of transformers' families: random weights, with every structural key of the config kept."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VISION = {
 
 
 def covering(kinds: list[str]) -> list[str]:
-    """Of the kinds of layers so many that each is there."""
+    """The fewest layers that include every kind of layer."""
     distinct = list(dict.fromkeys(kinds))
     return (distinct + kinds)[:LAYERS] if len(distinct) > 1 else kinds[:LAYERS]
 
@@ -47,7 +47,7 @@ def covering(kinds: list[str]) -> list[str]:
 def small_words(config: Any) -> dict[str, Any]:
     words = {name: value for name, value in SMALL.items() if name in vars(config)}
     if "qk_rope_head_dim" in words and "head_dim" in words:
-        words["head_dim"] = words["qk_rope_head_dim"]  # what RoPE is made for
+        words["head_dim"] = words["qk_rope_head_dim"]  # RoPE uses this size
     if "kv_lora_rank" in words and "num_key_value_heads" in words:
         words["num_key_value_heads"] = words["num_attention_heads"]
     for name in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers"):
@@ -89,20 +89,20 @@ def model_of(family: str, **words: Any) -> Any:
 
 
 def families() -> list[str]:
-    """All but one whose parts are large whatever its config says."""
+    """All families except one whose parts are large for any config."""
     found = [family for family, config in CONFIG_MAPPING.items() if config in MODEL_FOR_CAUSAL_LM_MAPPING]
     return [family for family in found if family != "blt"]
 
 
 def miniatures(counts: collections.Counter[str], tried: Callable[[Any], object] = id) -> Iterator[tuple[str, Any]]:
-    """Each family with its miniature, warnings put aside; what cannot be made, or `tried`, is printed and counted."""
+    """Each family with its miniature, without warnings. Prints and counts families that cannot be made, or `tried`."""
     for family in families():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 model = model_of(family)
                 tried(model)
-            except Exception as error:  # of a config that wants other numbers
+            except Exception as error:  # this config requires other numbers
                 counts["no miniature"] += 1
                 print(f"{family}: no miniature: {' '.join(str(error).split())[:100]}")
                 continue

@@ -1,4 +1,4 @@
-"""Accesses in libCacheSim's format: the bytes, what is in them, and libCacheSim itself on them."""
+"""Accesses in libCacheSim's format: the bytes, their contents, and libCacheSim's results on them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_attention_that_is_refused(small: kvlab.Trace) -> None:
 
 
 def table_of_the_page() -> dict[int, dict[str, float]]:
-    """Misses in %, by budget, then column."""
+    """Misses in percent, by budget, then column."""
     page = (ROOT / "docs" / "guides" / "cache-simulators.md").read_text()
     rows = [[cell.strip(" `%") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     names = next(row for row in rows if row[0] == "budget")
@@ -129,7 +129,7 @@ def test_the_misses_of_lru_are_those_of_the_pages_table(sample: kvlab.Trace, bud
 
 
 def test_the_page_runs_libcachesim(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its LRU has to miss as often as ours of six lines."""
+    """libCacheSim's LRU must miss as often as the six-line LRU of this test."""
     pytest.importorskip("libcachesim")
     blocks = re.findall(
         r"^```py\n(.*?)^```$", (ROOT / "docs" / "guides" / "cache-simulators.md").read_text(), re.DOTALL | re.MULTILINE

@@ -1,4 +1,4 @@
-"""Arguments that are no good: each raises ValueError, in Python's own terms, and nothing is computed with it."""
+"""Invalid arguments: each raises ValueError with Python's names, and nothing is computed with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trace(**config):
 
 
 def said(code: str) -> list[str]:
-    """What the code prints in a process of its own: a crash there fails one test and not all."""
+    """What the code prints in a separate process, so that a crash fails one test only."""
     done = subprocess.run([sys.executable, "-c", _ARRAYS + textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     return done.stdout.splitlines()
@@ -61,7 +61,7 @@ def kind(value: Any) -> str:
 
 
 def refused(call: Callable[[], Any], name: str = "") -> None:
-    """One line of ours, that names the argument."""
+    """Checks that the error is one line of kvlab's that names the argument."""
     with pytest.raises(ValueError) as caught:
         call()
     line = str(caught.value)

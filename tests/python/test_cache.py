@@ -1,4 +1,4 @@
-"""kvlab.hf.Cache: each conversation goes on from its own keys and values, whatever else the model is asked."""
+"""kvlab.hf.Cache: each conversation continues from its own keys and values, independent of other calls of the model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALL = pytest.mark.parametrize(("family", "words"), FAMILIES, ids=[family for fam
 
 
 def ids_of(text: int, tokens: int) -> Any:
-    """Of a text by its number."""
+    """Ids of the text with this number."""
     return IDS[:, text * 70 : text * 70 + tokens]
 
 
@@ -66,7 +66,7 @@ def cache_of(model: Any, policy: str = "h2o", budget: int | None = BUDGET, **wor
 
 
 def policy_layers(cache: Any) -> list[int]:
-    """The layers that policies act on: all but those with a window of the model's own."""
+    """The layers that policies act on: all except those with a sliding window."""
     return list(cache._conversation.attended.places)
 
 
@@ -118,7 +118,7 @@ def test_a_prefix_answers_ten_questions(family: str, words: dict[str, Any]) -> N
 
 @ALL
 def test_three_turns_and_a_copy_in_generate(family: str, words: dict[str, Any]) -> None:
-    """Answers under `full` are the plain model's, turn after turn."""
+    """Answers under `full` equal the plain model's, turn after turn."""
     model = made(family, words)
     cache, text = cache_of(model, "full", None), ids_of(0, 20)
     for turn in range(3):
@@ -130,7 +130,7 @@ def test_three_turns_and_a_copy_in_generate(family: str, words: dict[str, Any]) 
 
 
 def test_a_block_keeps_conversations_apart() -> None:
-    """Foreign caches: each becomes one of kvlab's, and begin_anew() in between changes nothing."""
+    """Foreign caches each become a cache of kvlab's, and begin_anew() in between changes nothing."""
     model = sharp(model_of())
     texts, questions = [ids_of(text, 60) for text in (0, 1)], ids_of(2, 4)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_a_block_keeps_conversations_apart() -> None:
             c = copy.deepcopy(a)
             for cache, expected in ((a, plain[0]), (b, plain[1]), (c, plain[0])):
                 torch.testing.assert_close(call(model, questions, cache)[-1], expected, rtol=1e-4, atol=1e-4)
-        # Behind the block they are caches of kvlab's.
+        # After the block they are caches of kvlab's.
         more = ids_of(3, 3)
         expected = model(torch.cat([texts[1], questions, more], 1)).logits[0, -1]
         torch.testing.assert_close(call(model, more, b)[-1], expected, rtol=1e-4, atol=1e-4)
@@ -152,7 +152,7 @@ def test_a_block_keeps_conversations_apart() -> None:
 @ALL
 @pytest.mark.parametrize("policy", ["full", "window", "sink"])
 def test_a_crop_goes_back(policy: str, family: str, words: dict[str, Any]) -> None:
-    if "sliding_window" in words:  # a window of the model that has dropped nothing when the crop comes
+    if "sliding_window" in words:  # a sliding window that has not dropped tokens when the crop comes
         words = words | {"sliding_window": words["sliding_window"] and 64}
     model = made(family, words)
     budget = None if policy == "full" else 64
@@ -165,7 +165,7 @@ def test_a_crop_goes_back(policy: str, family: str, words: dict[str, Any]) -> No
         return
     crop_to(cropped, 40)
     call(model, ids_of(0, 40), fresh)
-    for ids in (ids_of(2, 9), ids_of(2, 30)):  # the window forgets at last
+    for ids in (ids_of(2, 9), ids_of(2, 30)):  # the sliding window drops tokens only at the end
         check_equal(cropped, call(model, ids, cropped), fresh, call(model, ids, fresh))
     assert cropped.tokens == 79
 
@@ -214,7 +214,7 @@ def test_chunks_by_hand_are_those_of_generate(policy: str, family: str, words: d
     model = made(family, words)
     text, by_hand, own = ids_of(0, 60), cache_of(model, policy), cache_of(model, policy)
     answer = model.generate(text, **{cache_word(model): own}, **GREEDY, prefill_chunk_size=20, disable_compile=True)
-    old = int(transformers.__version__.split(".")[0]) < 5  # there the last token is decoded
+    old = int(transformers.__version__.split(".")[0]) < 5  # transformers 4 decodes the last token there
     for ids in text.split((20, 20, 19, 1) if old else 20, 1):
         logits = call(model, ids, by_hand)
     for token in answer[0, 60:-1]:
@@ -279,7 +279,7 @@ def test_a_model_that_moved_on_refuses_its_old_caches() -> None:
 
 
 def changing(kind: str) -> Any:
-    """A model whose RoPE turns otherwise from a text of 65 tokens on."""
+    """A model whose RoPE changes for texts of 65 tokens or more."""
     settings: dict[str, Any] = {"rope_type": kind, "factor": 4.0}
     words: dict[str, Any] = {"max_position_embeddings": 64}
     if kind == "longrope":
@@ -353,7 +353,7 @@ def test_gradients_are_refused() -> None:
         model(inputs_embeds=embeddings.requires_grad_(), **words)
     model(ids_of(0, 9), **words)
     model.requires_grad_(True)
-    model(ids_of(0, 9), labels=ids_of(0, 9)).loss.backward()  # without a cache of kvlab's it is as it was
+    model(ids_of(0, 9), labels=ids_of(0, 9)).loss.backward()  # without a cache of kvlab's, nothing changes
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

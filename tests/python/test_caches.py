@@ -1,4 +1,4 @@
-"""The extension's caches, fed from numpy: what they keep, and what they refuse."""
+"""The extension's caches, fed from numpy: the tokens that they keep, and the calls that they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls under kvlab.hf.evicting: what is taken gives the plain model's text, all else is refused in one line."""
+"""Calls under kvlab.hf.evicting: supported calls give the plain model's text, others are refused in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_t
 
 
 def sharp(model: Any) -> Any:
-    """With weights that make attention differ from token to token, and the text with it."""
+    """A model with weights that make attention, and so the text, differ between tokens."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -82,14 +82,14 @@ def test_a_chat_goes_on_with_the_cache_of_the_turn_before() -> None:
 
 
 def steps(model: Any, *lengths: int, **words: Any) -> None:
-    """Calls of so many tokens, one behind the other."""
+    """Calls with these numbers of tokens, one after another."""
     words = {cache_word(model): transformers.DynamicCache()} | words
     for length in lengths:
         model(ids_of(length), **words)
 
 
 def masked(model: Any, *masks: Any) -> None:
-    """A prompt of six tokens, and one token, with these masks."""
+    """A prompt of six tokens, then one token, with these masks."""
     past = transformers.DynamicCache()
     for count, mask in zip((6, 1), masks):
         model(ids_of(count), attention_mask=mask and torch.tensor([mask]), **{cache_word(model): past})
@@ -150,7 +150,7 @@ def test_other_calls_are_refused(call: Any, message: str) -> None:
             call(model)
     assert "\n" not in str(refused.value)
     with torch.no_grad():
-        model.model(ids_of(6).view(2, 3))  # the model is as it was
+        model.model(ids_of(6).view(2, 3))  # the model is restored
 
 
 def test_a_cache_from_elsewhere_is_refused() -> None:
@@ -182,7 +182,7 @@ def test_attention_that_is_not_known_is_refused_at_entry() -> None:
 
 
 def test_a_keyword_of_another_name_brings_the_cache_too() -> None:
-    """As transformers renames it: whatever holds keys and values is the cache."""
+    """As after a rename in transformers: any argument that holds keys and values is the cache."""
     model, ids = sharp(model_of()), ids_of(30)
     with torch.no_grad():
         plain = model.generate(ids, **GREEDY)
@@ -200,7 +200,7 @@ def _renaming(module: Any) -> Any:
 
     def forward(hidden_states: Any, **words: Any) -> Any:
         if not hasattr(inner, "__func__") or inner.__func__ is type(module).forward:
-            return inner(hidden_states, **words)  # transformers' own, by its own word
+            return inner(hidden_states, **words)  # transformers' function, with its argument name
         past = cache_among(words.values())
         others = {name: value for name, value in words.items() if value is not past}
         return inner(hidden_states, kept_states=past, **others)

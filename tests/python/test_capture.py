@@ -38,14 +38,14 @@ def compare(*arguments):
 
 
 def tensors_of(trace, name):
-    """One tensor over the shards."""
+    """One tensor, concatenated over the shards."""
     shards = [safetensors.torch.load_file(trace / shard["file"]) for shard in manifest_of(trace)["shards"]]
     return torch.cat([shard[name] for shard in shards], dim=-1 if "residual" in name else 1).float()
 
 
 class CaptureTest(ModelTest):
     def capture(self, out, *arguments):
-        """Returns the exit code and what was printed as an error."""
+        """Returns the exit code and the error output."""
         return self.run_main("capture", *arguments, "--device", "cpu", "--out", self.at / out)
 
     def captured(self, out, *arguments):
@@ -57,7 +57,7 @@ class CaptureTest(ModelTest):
         self.check_one_line(words, *self.capture(out, *arguments))
 
     def check_same_recall(self, ours, theirs, model):
-        """Of every policy and reference at two budgets."""
+        """For every policy and oracle at two budgets."""
         done = compare(ours, theirs, "--replay", KVLAB, "--model", model, "--budget", "64,25%")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         for policy in json.loads(kvlab("policies", "--json").stdout)["policies"]:
@@ -65,7 +65,7 @@ class CaptureTest(ModelTest):
                 self.assertIn(f"\n{policy['name']} ", done.stdout)
 
     def check_same_residual_error(self, ours, theirs, most):
-        """Of some policies at two budgets, by layer and head."""
+        """For some policies at two budgets, by layer and head."""
         found = []
         for trace in (ours, theirs):
             run = self.at / f"run-{trace.name}"
@@ -82,7 +82,7 @@ class CaptureTest(ModelTest):
             self.assertEqual([ours[key] for key in keys], [theirs[key] for key in keys])
 
     def check_same_sketch(self, ours, theirs):
-        """To the last bit, and under the same seed."""
+        """Equal to the last bit, with the same seed."""
         x, y = (safetensors.torch.load_file(trace / "output.safetensors") for trace in (ours, theirs))
         self.assertEqual(x.keys(), y.keys())
         for name in x:
@@ -92,7 +92,7 @@ class CaptureTest(ModelTest):
         self.assertEqual(a["sketch"]["seed"], b["sketch"]["seed"])
 
     def test_features_of_a_function(self):
-        """A function that sums as kvlab's own key_norm does evicts as that does, and mistakes are named."""
+        """A function that sums as kvlab's key_norm evicts the same tokens, and errors name what is wrong."""
         (self.at / "own_features.py").write_text(
             "def norm(q, k, v, layer):\n"
             "    assert q.shape[1:] == k.shape[1:] == v.shape[1:]\n"
@@ -117,7 +117,7 @@ class CaptureTest(ModelTest):
             metrics.setdefault(row["params"], []).append((row["layer"], row["head"], row["metric"], row["value"]))
         self.assertEqual(len(metrics), 2)
         self.assertEqual(*metrics.values())
-        for words, feature in (  # when all is captured, which stays
+        for words, feature in (  # reported after the capture, which is kept
             ("--feature mine: layer 0 is [2, 179]; [2, 180] is expected", "mine=own_features:short"),
             ("--feature mine: ZeroDivisionError", "mine=own_features:broken"),
         ):
@@ -250,7 +250,7 @@ class CaptureTest(ModelTest):
         self.assertLess(float((x - y).norm() / y.norm()), 1e-4)
 
     def make_older(self, model):
-        """Rewrites config.json as transformers 4 has it, which would ignore the newer key."""
+        """Rewrites config.json in transformers 4's layout, which would ignore the newer key."""
         config = json.loads((model / "config.json").read_text())
         if "rope_parameters" in config:
             self.check_refused("rope_parameters", "refused", "--model", model, "--prompt", "w3")
@@ -292,7 +292,7 @@ class CaptureTest(ModelTest):
         self.addCleanup(setattr, capturing.Listener, "feed_chunk", feed)
 
         def feed_until(file):
-            """A folder is in the place of a file that is to be written."""
+            """Puts a folder in the place of a file that is to be written."""
 
             def feed_chunk(hooked, ids, kind):
                 (out / file).mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ SHORT: dict[str, Any] = {"prompt_tokens": 128, "max_tokens": 256}
 
 @pytest.fixture(autouse=True)
 def there(command: Any) -> None:
-    """Skips where there is no command."""
+    """Skips the test if there is no command."""
 
 
 def test_evaluate_says_what_the_command_says(command: Any) -> None:
@@ -109,7 +109,8 @@ def test_a_function_a_features_file_and_a_header_of_one_rule_agree(command: Any,
     for path in paths:
         trace = kvlab.Trace(path)
         v = numpy.stack([[trace.read("v", layer, head) for head in range(2)] for layer in range(4)])
-        trace.add_feature("mine", numpy.abs(v).cumsum(axis=-1, dtype="f4")[..., -1])  # summed from the first on
+        # cumulative sum from the first token
+        trace.add_feature("mine", numpy.abs(v).cumsum(axis=-1, dtype="f4")[..., -1])
     rules = [small_values, kvlab.policy_source(tmp_path / "small.hpp"), "feature:name=mine:keep=-1:once"]
     opened = kvlab.Trace(tmp_path / "text")
     live = [kvlab.replay(opened, [rule], [32]).kept(1, 1, rule, 32).live for rule in rules]

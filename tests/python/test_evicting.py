@@ -1,4 +1,4 @@
-"""Eviction while transformers runs: what is kept is what the replay of the same queries and keys keeps."""
+"""Eviction while transformers runs keeps the tokens that a replay of the same queries and keys keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DECODED = [entry.name for entry in kvlab.policies()]
 
 
 def decode(model: Any, ids: Any, steps: int, caches: Any) -> list[list[Any]]:
-    """By layer and KV head: what was kept at each decoded query."""
+    """By layer and KV head: the kept set at each decoded query."""
     past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
     kept: list[list[Any]] = [[] for _ in range(caches._attended.shape.layers * caches._attended.shape.kv_heads)]
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_tier_plans_keep_what_the_replay_keeps_in_the_bytes_of_the_budget(tiers:
     with kvlab.hf.evicting(model, policy, 24) as caches:
         decode(model, ids_of(90), 1, caches)
     if tiers == "4":
-        tokens = 24 * 128 // 40  # of 40 bytes, by layer and KV head
+        tokens = 24 * 128 // 40  # 40 bytes per token, by layer and KV head
         assert caches.kv_bytes == 4 * 40 * tokens
 
 
@@ -148,7 +148,7 @@ def test_an_adapters_output_projection_is_what_it_makes() -> None:
     check_against_replay(model, ids_of(40), 30, "criticalkv", 24)
     plain = weights.detach().clone()
 
-    class Doubled(torch.nn.Module):  # as an adapter: no weight of its own
+    class Doubled(torch.nn.Module):  # like an adapter: a module without weights
         def __init__(self, inner: Any) -> None:
             super().__init__()
             self.inner, self.in_features = inner, inner.in_features
@@ -173,7 +173,7 @@ def test_what_is_allocated_is_what_the_budget_says(policy: str, rows: int, promp
     with kvlab.hf.evicting(model, policy, 64, prefill=prefill, positions=positions) as caches:
         hooks = [
             module.self_attn.o_proj.register_forward_pre_hook(lambda *_: held.append(caches.allocated_bytes))
-            for module in model.model.layers  # each gives its prompt back before the next one has it
+            for module in model.model.layers  # each layer releases its prompt before the next one needs memory
         ]
         decode(model, ids_of(prompt), 80, caches)
         for hook in hooks:
@@ -198,7 +198,7 @@ def test_with_a_budget_for_all_the_text_is_transformers_own() -> None:
                 assert caches.tokens == 79
         assert caches.kv_bytes == 2 * 2 * 16 * 2 * 8 * 4  # layers, heads, tokens, K and V, head size, float32
         numpy.testing.assert_array_equal(caches.kept(1, 1), [0, 1, 2, 3, *range(79 - 12, 79)])
-        assert torch.equal(model.generate(ids, **words), plain)  # the model is as it was
+        assert torch.equal(model.generate(ids, **words), plain)  # the model is restored
 
 
 def test_a_forward_that_somebody_else_has_put_there_stays() -> None:

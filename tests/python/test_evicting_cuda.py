@@ -1,4 +1,4 @@
-"""Eviction while transformers runs on CUDA: what is kept is what a replay of the same queries and keys keeps."""
+"""Eviction while transformers runs on CUDA keeps the tokens that a replay of the same queries and keys keeps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from test_evicting import decode  # noqa: E402
 from kvlab.hf.calls import cache_word  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BROUGHT = ("lagkv", "expected_attention", "r_kv")  # whose features the CPU alone computes
+BROUGHT = ("lagkv", "expected_attention", "r_kv")  # policies whose features only the CPU computes
 
 
 def model_of(family: str = "llama", dtype: Any = torch.float32, layers: int = 2, **words: Any) -> Any:
@@ -46,7 +46,7 @@ def model_of(family: str = "llama", dtype: Any = torch.float32, layers: int = 2,
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=8192,
-        initializer_range=0.1,  # attention that differs from token to token
+        initializer_range=0.1,  # makes attention differ between tokens
         **({"sliding_window": None} if family == "mistral" else {}),
         **words,
     )
@@ -65,8 +65,8 @@ def ids_of(tokens: int, seed: int = 5) -> Any:
 
 
 def parted(model: Any, ids: Any, steps: int, policy: str, budget: int | str, **words: Any) -> tuple[int, int, int]:
-    """The first query at which some KV head keeps another set than the replay's, or `steps`; how many of the sets of a
-    head and query differ; and of how many."""
+    """The first query at which some KV head keeps another set than the replay's, or `steps`; the number of sets (per
+    head and query) that differ; the number of all sets."""
     with kvlab.hf.evicting(model, policy, budget, record=True, length=ids.shape[1] + steps, **words) as caches:
         kept = decode(model, ids, steps, caches)
     trace = caches.trace()
@@ -115,7 +115,7 @@ def test_modes_keep_what_the_replay_keeps(policy: str, budget: int | str, words:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_families_keep_what_the_replay_keeps(family: str, dtype: Any) -> None:
-    """In two bytes too, of 500 tokens: what differs are ties that two orders of adding probabilities break apart."""
+    """Also in 2-byte types, over 500 tokens: sets differ only at ties that two orders of adding probabilities break."""
     first, differ, sets = parted(model_of(family, dtype), ids_of(100), 400, "h2o", 64)
     print(f"{differ} of {sets} sets differ")  # pytest -rP shows it
     assert differ <= sets // 100, f"{differ} of {sets} sets differ, from query {first} on"
@@ -131,11 +131,11 @@ def test_with_a_budget_for_all_the_text_is_transformers_own(graph: bool) -> None
         plain = model.generate(ids, **WORDS)
         for policy, budget in (("full", None), ("h2o", 90)):
             with kvlab.hf.evicting(model, policy, budget, length=90, graph=graph) as caches:
-                for _ in range(2):  # a graph goes on serving
+                for _ in range(2):  # the captured graph stays valid
                     caches.begin_anew()
                     assert torch.equal(model.generate(ids, **WORDS), plain)
             assert caches.tokens == 89 and caches.evictions == 0
-        assert torch.equal(model.generate(ids, **WORDS), plain)  # the model is as it was
+        assert torch.equal(model.generate(ids, **WORDS), plain)  # the model is restored
 
 
 @pytest.mark.parametrize("policy", ["h2o", "knorm", "criticalkv", "h2o:every=8", "streaming_h2o", "lru:tiers=4"])
@@ -228,7 +228,8 @@ def test_a_text_ends_where_the_slots_end(graph: bool) -> None:
 
 
 def test_a_batch_is_its_rows_one_by_one() -> None:
-    """By a policy that looks at no figures: those of a batch differ in the last bits, and so near ties do."""
+    """Uses a policy without attention statistics, because those of a batch differ in the last bits, which decides near
+    ties."""
     model, lengths = model_of(), (40, 31)
     ids = ids_of(80).view(2, 40)
     mask = torch.stack([(torch.arange(40) >= 40 - length).long() for length in lengths]).cuda()
@@ -242,7 +243,7 @@ def test_a_batch_is_its_rows_one_by_one() -> None:
 
 @pytest.mark.parametrize("policy", ["knorm", "sink", "window:once", "knorm:tiers=16@8t+4@100%"])
 def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
-    """A prompt, an answer, another prompt: by what near ties in the model's own figures do not change."""
+    """A prompt, an answer, another prompt, under policies that near ties in the model's attention do not change."""
     model, kept = model_of(), []
     for device in ("cpu", "cuda"):
         past = {cache_word(model): transformers.DynamicCache(), "use_cache": True}
@@ -255,12 +256,12 @@ def test_turns_keep_what_the_cpu_keeps(policy: str) -> None:
 
 
 def test_memory_is_what_the_budget_says() -> None:
-    """Keys and values of the slots, the policy's states and positions; what attention works in is shared by layers."""
+    """Keys and values of the slots, the policy's states and positions; layers share the attention's workspace."""
     layers, budget = 12, 1024
     model = model_of(dtype=torch.bfloat16, layers=layers)
     with torch.no_grad():
         model(ids_of(8))
-    gc.collect()  # what other tests have left
+    gc.collect()  # frees what other tests have left
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
     caches = kvlab.hf.evicting(model, "h2o", budget)

@@ -37,17 +37,17 @@ EVICTED: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
     ("gemma2", {"sliding_window": 16, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 4}),
     ("gemma3_text", {"sliding_window": 16}),
-    ("gemma3", {"sliding_window": 16}),  # a wrapper
+    ("gemma3", {"sliding_window": 16}),  # a model inside a wrapper
     ("gpt_oss", {"sliding_window": 16}),
     ("qwen3_next", {}),
     ("qwen3_5_text", {}),
     ("gpt2", {}),
     ("gpt_neox", {}),
     ("apertus", {}),
-    ("hunyuan_v1_dense", {}),  # turned back
+    ("hunyuan_v1_dense", {}),  # norms after RoPE, so keys are rotated back
     ("qwen3_moe", {}),
     ("gemma4_text", {"sliding_window": 16}),
-    ("mimo_v2_flash", {"sliding_window": 16}),  # windows with heads of their own
+    ("mimo_v2_flash", {"sliding_window": 16}),  # layers with sliding windows have other heads
 ]
 NAMES = [family for family, _ in EVICTED]
 
@@ -55,12 +55,12 @@ NAMES = [family for family, _ in EVICTED]
 def made(family: str, words: dict[str, Any]) -> Any:
     model = made_by_default(family, words)
     if "attn_logit_softcapping" in words:
-        model.set_attn_implementation("eager")  # transformers 4 leaves soft caps out elsewhere
+        model.set_attn_implementation("eager")  # with other attention, transformers 4 leaves out soft caps
     return model
 
 
 def text_of(model: Any, ids: Any, **words: Any) -> Any:
-    """What it goes on with. Transformers 4 gives some families another cache if it is not told."""
+    """The text that the model continues with. Transformers 4 gives some families another cache by default."""
     with torch.no_grad():
         return model.generate(ids, **GREEDY, **words)[:, ids.shape[1] :]
 
@@ -73,7 +73,7 @@ def check_full(model: Any) -> None:
 
 
 def check_kept(model: Any) -> None:
-    """Of all layers against the replay of what they were given; of the first against that of a capture."""
+    """Compares all layers with the replay of their inputs, and the first layer with the replay of a capture."""
     past: dict[str, Any] = {}
     with kvlab.hf.evicting(model, "h2o", BUDGET, record=True, length=TOKENS) as caches, torch.no_grad():
         kept: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
@@ -88,7 +88,7 @@ def check_kept(model: Any) -> None:
             numpy.testing.assert_array_equal(caches.kept(layer, 0), numpy.arange(max(0, TOKENS - window), TOKENS))
     assert caches.evictions == len(kept) * (TOKENS - BUDGET)
     replayed = [(caches.trace(), acted)]
-    with contextlib.suppress(kvlab.hf.Refused):  # of windows with other heads, which a trace cannot say
+    with contextlib.suppress(kvlab.hf.Refused):  # sliding-window layers with other heads, which a trace cannot describe
         replayed.append((kvlab.hf.capture(model, IDS[:, :TOKENS], prompt_tokens=PROMPT, progress=False), acted[:1]))
     assert len(replayed) == 2 or caches.window_bytes > 0
     for trace, layers in replayed:
@@ -110,7 +110,7 @@ def test_what_is_kept_is_what_replays_keep(family: str, words: dict[str, Any]) -
 
 
 def padded(lengths: tuple[int, ...]) -> tuple[Any, Any]:
-    """Prompts of so many tokens, and the mask that hides what is in front of the shorter ones."""
+    """Prompts of these lengths, and the mask that hides the padding before the shorter ones."""
     rows = [IDS[0, at * 90 : at * 90 + length] for at, length in enumerate(lengths)]
     most = max(lengths)
     ids = torch.stack([torch.cat((row.new_zeros(most - len(row)), row)) for row in rows])
@@ -154,7 +154,7 @@ def test_a_batch_is_its_rows_one_by_one(family: str, lengths: tuple[int, ...]) -
 
 
 def test_a_batched_chat_goes_on_behind_padding() -> None:
-    """The second turn's prompts are of unequal length too: padding lies between the turns."""
+    """The second turn's prompts have unequal lengths too, so padding lies between the turns."""
     model = made("qwen3", {})
     first, second = padded((40, 25)), padded((10, 21))
     mask = torch.cat((first[1], torch.ones(2, 1, dtype=torch.int64), second[1]), 1)

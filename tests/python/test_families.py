@@ -1,4 +1,4 @@
-"""Captures of transformers' families in miniature: what the trace says is what the plain model's attention computes."""
+"""Captures of transformers' families in miniature: the trace gives the attention that the plain model computes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IDS = torch.randint(3, 97, (1, TOKENS), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Miniatures are slower on several."""
+    """Miniatures are slower on several threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -41,7 +41,7 @@ def one_thread() -> Iterator[None]:
 
 
 def plain_attention(model: Any) -> dict[int, Any]:
-    """By layer [tokens, query_heads, value_size], of the function that the family's own file has for `eager`."""
+    """By layer [tokens, query_heads, value_size], from the `eager` function in the family's file."""
     outs: dict[int, Any] = {}
 
     def record(module: Any, *arguments: Any, **words: Any) -> Any:
@@ -69,7 +69,7 @@ def rotated(x: Any, inv_freq: Any, factor: float) -> Any:
 
 
 def said_attention(trace: kvlab.Trace, index: int, head: int) -> Any:
-    """[tokens, size] of a query head, from the trace alone."""
+    """[tokens, size] of a query head, computed from the trace only."""
     layer, row, kv_head = trace.layer_numbers[index], trace.rows[index], head * trace.kv_heads // trace.query_heads
     table = numpy.atleast_2d(trace.inv_freq)[row["rope"]]
     parts = (trace.read("q", layer, head), trace.read("k", layer, kv_head))
@@ -94,7 +94,7 @@ def check_says(trace: kvlab.Trace, model: Any) -> None:
         assert float((said - plain[layer]).norm() / plain[layer].norm()) <= 1e-5, layer
 
 
-# Under the interface, with a cache, or the same in parts as at once, since transformers 5.
+# With the attention interface, with a cache, and (since transformers 5) equal in chunks and at once.
 NEW = ("gpt2", "deepseek_v2", "bert", "moshi", "llama4", "llama4_text", "gptj", "paligemma")
 
 
@@ -111,14 +111,14 @@ CAPTURED: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": 128}),
     ("phi3", {}),
-    ("glm4", {}),  # RoPE of half a head, side by side
+    ("glm4", {}),  # RoPE rotates half of a head, with neighbouring pairs
     ("cohere", {}),
     ("olmo2", {}),
     ("granite", {"attention_multiplier": 0.3}),
     ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
     ("gemma2", {"sliding_window": 64}),
     ("gemma3_text", {"sliding_window": 64}),
-    ("gemma3", {"sliding_window": 64}),  # a wrapper
+    ("gemma3", {"sliding_window": 64}),  # a model inside a wrapper
     ("gpt_oss", {"sliding_window": 64}),
     ("qwen3_next", {}),
     ("qwen3_5_text", {}),
@@ -126,8 +126,8 @@ CAPTURED: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {}),
     ("gpt_neox", {}),
     ("apertus", {}),
-    ("nanochat", {}),  # turned back
-    ("hunyuan_v1_dense", {}),  # norms behind RoPE
+    ("nanochat", {}),  # keys are rotated back
+    ("hunyuan_v1_dense", {}),  # norms after RoPE
     ("ministral3", {"sliding_window": None}),
     ("deepseek_v2", {}),
     ("llava", {}),
@@ -191,7 +191,7 @@ def test_every_family_is_captured_or_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_a_first_token_of_zeros_does_not_hide_the_rotation(family: str, tmp_path: pathlib.Path) -> None:
-    """Keys of zeros look the same at all positions: a padding token's embedding is zero, and may come first."""
+    """Keys of zeros are equal at all positions: a padding token's embedding is zero, and may come first."""
     model = made(family, {"sliding_window": 64})
     ids = IDS.clone()
     ids[0, 0] = 0

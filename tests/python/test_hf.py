@@ -91,7 +91,7 @@ def test_features_and_passages() -> None:
     assert "passage_recall:middle" in run.csv()
 
 
-# U+200E, U+202E and so on: the marks that turn the direction of text.
+# U+200E, U+202E and so on: characters that change the direction of text.
 CONTROLS = "\n\x00\x1f\x7f\x80\x85\x9f\u200e\u200f\u202a\u202e\u2066\u2069"
 
 
@@ -158,7 +158,7 @@ def _bitsandbytes_4(model: Any, folder: pathlib.Path) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("quantised", [_dynamic, _torchao, _quanto, _bitsandbytes_8, _bitsandbytes_4])
 def test_quantised_weights_are_captured_as_they_compute(quantised: Any, tmp_path: pathlib.Path) -> None:
-    words = {"hidden_size": 128, "intermediate_size": 256}  # a multiple of what four bits are packed by
+    words = {"hidden_size": 128, "intermediate_size": 256}  # a multiple of the group size of 4-bit weights
     ids = ids_of(40)
     plain = kvlab.hf.capture(model_of(**words), ids, max_new_tokens=3)
     model = quantised(model_of(**words), tmp_path)
@@ -173,14 +173,14 @@ def test_quantised_weights_are_captured_as_they_compute(quantised: Any, tmp_path
 
 
 def other_model(family: str, **words: Any) -> Any:
-    """Of a family that nobody listed."""
+    """A model of an unlisted family."""
     model = model_of(family, "sdpa", **{"num_hidden_layers": 4, "head_dim": 8, "pad_token_id": 0} | words)
     if not getattr(type(model), "_supports_attention_backend", False):
         pytest.skip(f"{family} of transformers {transformers.__version__} has attention of its own")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4)  # so that rows of attention differ from each other
+                parameter.mul_(4)  # makes rows of attention differ from each other
     return model
 
 
@@ -189,7 +189,7 @@ def other_model(family: str, **words: Any) -> Any:
     [
         ("granite", {"attention_multiplier": 0.2}, True),
         ("granite", {"residual_multiplier": 0.5}, False),
-        ("olmo2", {}, False),  # norms what attention puts out
+        ("olmo2", {}, False),  # norms the attention's output
         ("gemma", {}, True),
         ("mixtral", {}, True),
         ("starcoder2", {"sliding_window": None}, True),
@@ -199,7 +199,7 @@ def test_families_like_llama_are_captured(family: str, words: dict[str, Any], ha
     model, ids = other_model(family, **words), ids_of(90)
     with torch.no_grad():
         before = model(ids).logits
-    trace = kvlab.hf.capture(model, ids, prompt_tokens=60)  # verified: every layer's attention is recomputed
+    trace = kvlab.hf.capture(model, ids, prompt_tokens=60)  # verifies: recomputes every layer's attention
     with torch.no_grad():
         assert torch.equal(model(ids).logits, before)
     assert trace.layers == 4 and trace.tokens == 90
@@ -208,7 +208,7 @@ def test_families_like_llama_are_captured(family: str, words: dict[str, Any], ha
 
 @pytest.mark.parametrize("family", ["t5", "whisper", "vit"])
 def test_models_of_more_than_text_are_refused_by_name(family: str) -> None:
-    """Their configs alone say it."""
+    """Their configs are enough to refuse them."""
     model = types.SimpleNamespace(config=config_of(family), modules=list, parameters=list)
     for use in (lambda: kvlab.hf.evicting(model, "h2o", 16), lambda: kvlab.hf.capture(model, ids_of(4))):
         with pytest.raises(ValueError, match=f"model_type '{family}'") as refused:
@@ -245,7 +245,7 @@ def test_what_is_refused_leaves_nothing(change: dict[str, Any], message: str, tm
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
     with pytest.raises(ValueError, match=message):
         kvlab.hf.capture(model, **words)
-    assert (tmp_path / "trace").exists() == ("features" in change)  # which are made of the shards
+    assert (tmp_path / "trace").exists() == ("features" in change)  # features are computed after the shards
     assert hooks == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 

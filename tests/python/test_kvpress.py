@@ -28,7 +28,7 @@ def press_of(name: str, ratio: float, **words: Any) -> Any:
 
 
 def live_kept(model: Any, ids: Any, press: Any) -> dict[int, Any]:
-    """By layer [kv_heads, tokens] of bool: what the press keeps in a forward pass of its own."""
+    """By layer [kv_heads, tokens] of bool: what the press keeps in its own forward pass."""
     kept, score = {}, press.score
 
     def scored(module: Any, *rest: Any) -> Any:
@@ -45,7 +45,7 @@ def live_kept(model: Any, ids: Any, press: Any) -> dict[int, Any]:
 
 
 def replayed(trace: kvlab.Trace, policy: Any, budget: str, **words: Any) -> dict[int, Any]:
-    """The same, at the first decoded query of a replay."""
+    """The same in a replay, at the first decoded query."""
     run = kvlab.replay(trace, policy, budget, references=False, **words)
     return {
         layer: numpy.stack(
@@ -57,7 +57,7 @@ def replayed(trace: kvlab.Trace, policy: Any, budget: str, **words: Any) -> dict
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The bundled model, a text, and its trace."""
+    """The bundled model, a text and its trace."""
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32, attn_implementation="eager")
     ids = torch.from_numpy(kvlab.Trace(SAMPLE).ids[:TOKENS].astype(int))[None]
     trace = kvlab.hf.capture(model, ids, prompt_tokens=PROMPT, out=tmp_path_factory.mktemp("press") / "trace")

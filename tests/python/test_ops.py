@@ -1,4 +1,4 @@
-"""The kernel library from Python: its structs are the header's, and its operators trace without a device."""
+"""The kernel library from Python: its structs match the header's, and its operators trace without a device."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_structs_are_the_headers(name: str) -> None:
 
 
 def layouts() -> str:
-    """The sizes and offsets of the header's structs, one a line, behind its version."""
+    """The version, then the sizes and offsets of the header's structs, one struct per line."""
     numbers = re.findall(r"#define KVLAB_VERSION_M[AJIN]+OR (\d+)", HEADER)
     lines = [f"version {'.'.join(numbers)}"]
     for body, name in re.findall(r"typedef struct \{(.*?)\n\} (\w+);", HEADER, re.DOTALL):
@@ -82,7 +82,7 @@ def layouts() -> str:
 
 
 def test_a_layout_moves_with_the_version_alone() -> None:
-    """Where this fails: raise KVLAB_VERSION_MINOR, then put what is found here into the file."""
+    """If this fails: raise KVLAB_VERSION_MINOR, then copy the layouts found here into the file."""
     assert layouts() == LAYOUT.read_text()
 
 
@@ -139,11 +139,11 @@ def test_a_plan_has_rules_for_the_budget() -> None:
     assert plan["rules"].tolist() == [[[100, 4, 50, 0]] * 3] * 2 and plan["tiers"].shape == (2, 3, 0, 2)
     assert (plan["every"], plan["once"], plan["tokens"], plan["chunk"]) == (8, False, 1000, 0)
     assert plan_of("h2o", "pyramid(40)")["rules"][..., 0].mean() == 40
-    # A row of 16 bit has 256 bytes, one of 4 bit 80.
+    # A row in 16 bits has 256 bytes, one in 4 bits has 80.
     plan = plan_of("h2o:tiers=16@8t+4@100%", "40")
     assert plan["tiers"].tolist() == [[[[0, 8], [3, 32 * 256 // 80]]] * 3] * 2
     assert plan["rules"][0, 0, 0] == 8 + 32 * 256 // 80
-    # Where nothing is evicted, all are on one tier.
+    # If nothing is evicted, all tokens are on one tier.
     assert plan_of("full:tiers=4", "")["tiers"].tolist() == [[[[3, 2**31 - 1]]] * 3] * 2
 
 

@@ -1,4 +1,4 @@
-"""The pages' Python runs as it stands, from the top of the checkout."""
+"""The Python code in the docs runs unchanged, from the root of the checkout."""
 
 from __future__ import annotations
 

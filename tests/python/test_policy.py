@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @kvlab.policy(needs="mass", state={"mass": "u8"}, recent="50%")
 def my_h2o(state: Any, seen: Any, token: Any, step: Any) -> Any:
-    """The least accumulated attention is evicted first."""
+    """Evicts the token with the least accumulated attention first."""
     state["mass"] += seen.mass
     return state["mass"]
 
@@ -120,7 +120,7 @@ def refused(trace: kvlab.Trace, answer: Any, **words: Any) -> str:
 
     with pytest.raises((ValueError, TypeError)) as caught:
         kvlab.replay(trace, odd, 16, threads=1)
-    line = odd.function.__code__.co_firstlineno + 1  # behind the decorator
+    line = odd.function.__code__.co_firstlineno + 1  # the line after the decorator
     text = str(caught.value)
     assert text.startswith(f"{__file__}:{line}: policy odd: returned "), text
     assert "\n" not in text
@@ -188,7 +188,7 @@ def test_two_of_one_name(small: kvlab.Trace) -> None:
     one, other = (kvlab.policy(name="twice")(window) for _ in range(2))
     with pytest.raises(ValueError, match="policies: two are called twice"):
         kvlab.replay(small, [one, other], 16)
-    kvlab.replay(small, "twice:sinks=2", 16)  # the last of that name
+    kvlab.replay(small, "twice:sinks=2", 16)  # the last policy of that name
 
 
 def test_the_registry() -> None:
@@ -225,7 +225,7 @@ def test_heads_that_rank_by_other_types_are_refused(small: kvlab.Trace) -> None:
     def mixed(state: Any, seen: Any, token: Any, step: Any) -> Any:
         return token.position if step.kv_head == 0 else token.position / 2
 
-    kvlab.replay(small, mixed, 24)  # each by itself
+    kvlab.replay(small, mixed, 24)  # separately, each works
     with pytest.raises(ValueError, match="one KV head ranks by whole numbers and another by floats"):
         kvlab.replay(small, f"{mixed}:scope=layer", 24)
 
@@ -285,7 +285,7 @@ def test_the_plain_one_of_several_variants_is_kept_by_its_name(small: kvlab.Trac
         wanted = name if name != "h2o" else "h2o:sinks=0"
         numpy.testing.assert_array_equal(run.kept(0, 1, wanted, 16).live, alone)
     with pytest.raises(ValueError, match="4 configurations of h2o at budget 16; say more"):
-        run.kept(0, 1, "h2o", 16)  # sinks=4 is no variant with a modifier
+        run.kept(0, 1, "h2o", 16)  # no variant has sinks=4 with a modifier
     with pytest.raises(ValueError, match="configurations of h2o:sinks=0; say more"):
         run.kept(0, 1, "h2o:sinks=0")
 
@@ -330,14 +330,14 @@ def test_a_function_may_look_at_the_output_projection(command: Any, tmp_path: pa
         return token.position
 
     kvlab.replay(tmp_path / "trace", asking, 4, references=False)
-    sketch = found[2]  # random directions of variance 1 / 64: lengths are kept in the mean
+    sketch = found[2]  # random directions of variance 1 / 64, which preserve lengths in the mean
     assert sketch.shape[0] * sketch.shape[1] == weights.shape[1] and sketch.shape[2] == 64
     assert numpy.square(sketch).sum() == pytest.approx(numpy.square(weights).sum(), rel=0.1)
 
 
 @kvlab.policy(needs="both", state={"mass": "u8"}, recent="50%", by_head=True)
 def by_largest(state: Any, seen: Any, token: Any, step: Any) -> Any:
-    """Of one query at a time h2o:group=max."""
+    """h2o:group=max, for one query at a time."""
     assert seen.mass_by_head.shape == (2, step.live) and (seen.mass_by_head.sum(0) == seen.mass).all()
     state["mass"] += seen.mass_by_head.max(0)
     return state["mass"]

@@ -1,4 +1,4 @@
-"""Tests `python -m kvlab.hf features` against kvpress, by tests/fixtures/make_press_fixtures.py."""
+"""Tests `python -m kvlab.hf features` against kvpress, with data from tests/fixtures/make_press_fixtures.py."""
 
 import json
 
@@ -59,12 +59,12 @@ class PressesTest(CommandTest):
 
     def test_expected_attention(self):
         arguments = ["--future", SETTINGS["future"], "--sinks", SETTINGS["sinks"]]
-        # The first tokens: kvpress gives them a number that none exceeds, here the protection holds them.
+        # The first tokens: kvpress gives them the largest score, kvlab protects them.
         self.compare(self.feature("expected_attention", *arguments), "expected_attention", SETTINGS["sinks"])
 
     def test_value_out_norm1(self):
         ours = self.feature("value_out_norm1", "--model", self.at / "model")
-        self.compare(ours / self.group, "value_out_norm1")  # kvpress: the group's mean, here its sum
+        self.compare(ours / self.group, "value_out_norm1")  # kvpress takes the group's mean, kvlab its sum
 
 
 class CapturedPressesTest(PressesTest):

@@ -1,4 +1,4 @@
-"""Bars: where somebody looks and tqdm is there, and nowhere else."""
+"""Progress bars are shown only on a terminal, if tqdm is installed."""
 
 from __future__ import annotations
 

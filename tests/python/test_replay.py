@@ -99,7 +99,7 @@ def test_plot(run: kvlab.Run) -> None:
     assert all("sinks=0" not in text.get_text() for text in legend.get_texts())
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
     assert {"sink", "knorm", "oracle_attention"} <= labels
-    assert any(label.startswith("h2o:") for label in labels)  # two of that name
+    assert any(label.startswith("h2o:") for label in labels)  # two variants of that name
     with pytest.raises(ValueError, match="plot: the run has no nothing; it has .*recall"):
         run.plot("nothing")
 
@@ -235,7 +235,7 @@ def test_other_threads_go_on(sample: kvlab.Trace) -> None:
 
 LONG = """
     import signal, sys, kvlab
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it at first
     trace = kvlab.Trace(sys.argv[1])
     print("ready", flush=True)
     while True:
@@ -275,10 +275,10 @@ def test_a_policy_over_the_budget_is_not_ranked(sample: kvlab.Trace) -> None:
     run = kvlab.replay(sample, ["snapkv", "h2o", "lru:sinks=4:recent=28"], [32], threads=2)
     ranking = run.ranking(32)
     assert ranking["standings"][-1]["policy"] == "snapkv" and ranking["standings"][-1]["over_budget"]
-    verdict = ranking["verdict"]
-    assert verdict["holds_more"] == ["snapkv"] and verdict["winner"] != "snapkv"
+    verdict = ranking["verdict"]  # old name
+    assert verdict["holds_more"] == ["snapkv"] and verdict["winner"] != "snapkv"  # old name
     made = run.recommendation(32)
-    assert made == ranking["recommendation"] and made["choice"] == verdict["winner"]
+    assert made == ranking["recommendation"] and made["choice"] == verdict["winner"]  # old name
     assert [one["policy"] for one in made["over_budget"]] == ["snapkv"] and made["difference"]["low"] is not None
     assert "not ranked: snapkv" in made["text"] and "1 text" in made["text"]
     assert made["full_bytes"] > made["kv_bytes_mean"]

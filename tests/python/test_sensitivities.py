@@ -46,7 +46,7 @@ class SensitivitiesTest(ModelTest):
         return self.at / name
 
     def rewritten(self, trace, name, dtype=torch.float32, **metadata):
-        """A copy whose shards say something else, in another dtype."""
+        """A copy whose shards have other contents, in another dtype."""
         copy = self.copy(trace, name)
         for path in copy.glob("shard-*.safetensors"):
             with safetensors.safe_open(path, "pt") as file:
@@ -65,7 +65,7 @@ class SensitivitiesTest(ModelTest):
         return copy
 
     def check_refused(self, words, trace, *arguments):
-        """And nothing has changed."""
+        """Checks the error, and that nothing has changed."""
         before = contents(trace)
         self.check_one_line(words, *self.add(trace, *arguments))
         self.assertEqual(contents(trace), before)
@@ -82,7 +82,7 @@ class SensitivitiesTest(ModelTest):
                     * x
                     * x.square().mean(-1, True).add(norm.variance_epsilon).rsqrt()
                 )
-        # Norms and softmax: transformers takes both in float32, whatever the model's dtype.
+        # transformers computes norms and softmax in float32 for every dtype of the model.
         softmax = unittest.mock.patch.object(torch.nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim))
         with torch.no_grad(), softmax:
             hidden = model.model(input_ids=ids[None]).last_hidden_state[0, queries]
@@ -104,7 +104,7 @@ class SensitivitiesTest(ModelTest):
             rng = torch.Generator().manual_seed(5)
             for layer in range(4):
                 gradient = gradient_of(trace, layer).double()  # [samples, heads, n, D]
-                # Of the whole, and of one head at one position of the prompt and of what is decoded.
+                # For the whole, and for one head at one position of the prompt and of the decoded tokens.
                 for head, position in ((None, None), (1, 3), (2, 55), (3, 69)):
                     direction = torch.zeros(4, 70, 64, dtype=torch.float64)
                     at = direction[head, position] if head is not None else direction
@@ -123,7 +123,7 @@ class SensitivitiesTest(ModelTest):
         self.assertEqual([path.name for path in trace.glob("*.part")], [])
         for index, (entry, shard) in enumerate(zip(grad["files"], manifest["shards"], strict=True)):
             path = trace / f"grad-{index:05}.safetensors"
-            right = {"file": path.name, "xxh3": entry["xxh3"]}  # which `trace verify` looks at
+            right = {"file": path.name, "xxh3": entry["xxh3"]}  # `trace verify` checks this
             self.assertEqual(entry, right | {key: shard[key] for key in ("first", "tokens")})
             file = safetensors.torch.load_file(path)
             self.assertEqual(sorted(file), ["grad_scale"] + [f"layers.{layer}.grad" for layer in range(4)])
@@ -132,7 +132,7 @@ class SensitivitiesTest(ModelTest):
                 gradient = file[f"layers.{layer}.grad"]
                 self.assertEqual((gradient.dtype, gradient.shape), (torch.float32, (2, 4, shard["tokens"], 64)))
                 self.assertTrue(bool((gradient != 0).any()))
-        # What the last layer puts out for a token touches that token's prediction alone.
+        # The last layer's output for a token affects only that token's prediction.
         touched = gradient_of(trace, 3).abs().sum(dim=(1, 3)) != 0
         self.assertEqual(touched.tolist(), [[position >= 512 for position in range(TOKENS)]] * 2)
         self.check_verifies(trace)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Compares two traces of the same ids: q, k and v, and what replays of the two say.
+"""Compares two traces of the same ids: q, k and v, and the results of replays of both.
 
     python3 tests/scripts/compare_traces.py OURS THEIRS [--reference TRACE] [--replay build/kvlab --model MODEL] [--json]
 
-Differences are relative (norm of the difference by the norm of THEIRS), and in units of the last place, in the
-traces' dtype, of the largest element of a head's vector. --reference: a trace of the same ids in float32; each
-trace's error against it stands beside, and OURS may be at most twice as far from it as THEIRS. --replay: both
-traces through every policy and reference of kvlab; recall may differ by less than 0.002. Exits 1 if one of the
-two does not hold, 2 if the traces cannot be compared.
+Differences are relative (norm of the difference divided by the norm of THEIRS), and in units of the last place, in the
+traces' dtype, of the largest element of a head's vector. --reference: a trace of the same ids in float32; prints each
+trace's error against it, and OURS may have at most twice the error of THEIRS. --replay: replays both traces with every
+policy and oracle of kvlab; recall may differ by less than 0.002. Exits with 1 if one of these limits is exceeded, and
+with 2 if the traces cannot be compared.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MAX_RECALL_DIFFERENCE = 0.002
 
 
 class Refused(Exception):
-    """Bad input: one line that says what, where, and what would be right."""
+    """Bad input: one line with what is wrong, where, and what is expected."""
 
 
 class Trace:
@@ -85,7 +85,7 @@ def run_kvlab(kvlab, *arguments):
 
 
 def recall_of(arguments, trace, policies):
-    """{(policy, parameters, budget): recall}, references included."""
+    """{(policy, parameters, budget): recall}, oracles included."""
     kvlab = arguments.replay
     with tempfile.TemporaryDirectory() as folder:
         sweep = ["--policy", policies, "--budget", arguments.budget, "--device", "cpu", "--json"]
@@ -96,7 +96,7 @@ def recall_of(arguments, trace, policies):
 
 
 def replays_alone(policy, model):
-    """Whether it reads no feature that a trace would have to bring, nor one that is made of a model's weights."""
+    """Whether the policy reads no feature that a trace must contain or that is computed from a model's weights."""
     return policy["decodes"] and (model or "value_out_norm1" not in policy["features"])
 
 

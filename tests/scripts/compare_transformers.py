@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""kvlab's CUDA decoder against transformers, on the same GPU with the same weights.
+"""Compares kvlab's CUDA decoder with transformers, on the same GPU with the same weights.
 
     python3 tests/scripts/compare_transformers.py text --model DIR --prompt-file FILE [--prompt TEXT …] [--json]
     python3 tests/scripts/compare_transformers.py speed --model DIR | --config CONFIG.json [--json]
 
-text: greedy texts of both, in the checkpoint's dtype and in float32. Where two part, the same tokens so far are
-given to transformers once more in a wider dtype: the margin between the two ids there, against the largest
-error of transformers' own logits of that row. Logits that are each off by so much can part only at margins of
-at most twice that: a near-tie. Exits 1 if two texts part at no near-tie.
+text: greedy texts of both, in the checkpoint's dtype and in float32. Where the two texts part, transformers computes
+the same tokens again in a wider dtype: the margin between the two ids there, and the largest error of transformers'
+logits in that row. Logits with such an error can part only at margins of at most twice the error, which is a near
+tie. Exits with 1 if two texts part without a near tie.
 
-speed: tokens/s of transformers' generate (SDPA, batch 1), the prompt's time taken off, and of kvlab; --config builds a
+speed: tokens/s of transformers' generate (SDPA, batch 1, without the prompt's time) and of kvlab. --config builds a
 model of that shape with random weights, which both load. Needs kvlab[hf] (pip install).
 """
 
@@ -31,7 +31,7 @@ from kvlab.hf.capture_command import encode
 from kvlab.hf.models import load_config
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-NEAR_TIE = 2  # largest errors
+NEAR_TIE = 2  # in units of the largest error
 RANDOM_PROMPT = 64  # tokens, for speed
 REPEATS = 3
 
@@ -65,7 +65,7 @@ def generate(model, ids, count, ends):
 
 
 def float32_copy(directory, to):
-    """The same weights, for a decoder that computes in the checkpoint's dtype."""
+    """The same weights in float32, for a decoder that computes in the checkpoint's dtype."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.save_pretrained(to)
     shutil.copy(pathlib.Path(directory) / "tokenizer.json", to)
@@ -77,7 +77,7 @@ def last_logits(model, ids):
 
 
 def parting(model, wider, ids, theirs, ours):
-    """Why they chose different ids behind `ids`."""
+    """Why the two chose different ids after `ids`."""
     own, exact = last_logits(model, ids), last_logits(wider, ids)
     margin = float((exact[theirs] - exact[ours]).abs())
     error = float((own - exact).abs().max())
@@ -149,7 +149,7 @@ def run_text(arguments):
 
 
 def random_model(config_file, to):
-    """Of that shape, drawn on the GPU; saved, so that kvlab loads the same weights."""
+    """A random model of that shape, made on the GPU and saved, so that kvlab loads the same weights."""
     settings = json.loads(pathlib.Path(config_file).read_text())
     config = transformers.AutoConfig.for_model(**settings)
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def seconds_of(action):
 
 
 def transformers_seconds(model, arguments):
-    """Of a step of generate: what all tokens but the first take, by their number; medians."""
+    """Seconds of a step of generate: the time of all tokens except the first, divided by their number; medians."""
     ids = torch.randint(2, 1000, (RANDOM_PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     count = arguments.new_tokens
 

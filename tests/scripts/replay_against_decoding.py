@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The sweep of 40 configurations by one replay on a CUDA device, beside the same engine decoding them token by token.
+"""Compares one replay of a sweep of 40 configurations on a CUDA device with the same engine decoding them token by
+token.
 
-Both are run by `kvlab bench`, one after the other on the same device, at the shape of Llama-3.1-8B. The replay is timed
-whole, without reading its trace. Of the decoding each configuration's step is timed while its cache is full (64 steps by
-default) and multiplied by the trace's decoded tokens: a prompt, an eighth of the trace, is not counted, nor is loading
-the model. Early steps, whose cache is not full yet, may be faster, so the ratio is given a second time with every step at
-the price of the fastest of all 40.
+`kvlab bench` runs both, one after the other on the same device, with the shape of Llama-3.1-8B. The replay is timed
+completely, except for reading its trace. For decoding, each configuration's step is timed while its cache is full (64
+steps by default) and multiplied by the trace's decoded tokens. A prompt (an eighth of the trace) and loading the model
+are not counted. Early steps, whose cache is not full yet, may be faster, so a second ratio takes every step at the time
+of the fastest of all 40.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import subprocess
 
 POLICIES = ("lru", "window", "h2o", "sink", "streaming_h2o")
-BUDGETS, MIN, MAX = 8, 5.0, 60.0  # shares of the trace in percent, as the replay's sweep has them
+BUDGETS, MIN, MAX = 8, 5.0, 60.0  # percent of the trace, as in the replay's sweep
 
 
 def run(command):

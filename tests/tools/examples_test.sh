@@ -1,6 +1,6 @@
 #!/bin/sh
-# examples_test.sh KVLAB SOURCE: runs the example of each command's --help as it stands, in the order of a
-# tour, from a folder that looks like a checkout.
+# examples_test.sh KVLAB SOURCE: runs the example of each command's --help unchanged, in the order of a tour, in a
+# folder that looks like a checkout.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -12,7 +12,7 @@ PATH=$folder/bin:$PATH
 for command in capture trace replay report compare deploy generate eval task verify policies manual bench demo; do
   example=$(kvlab "$command" --help | sed -n 's/^Example: //p')
   echo "$example"
-  # (OpenBLAS is loaded where it is: a bench alone requests it.)
+  # (OpenBLAS is loaded if it is installed; only a benchmark needs it.)
   if ! said=$(sh -c "$example" 2>&1 >/dev/null); then
     case $said in
       *"OpenBLAS"*"cannot be loaded"*) echo "left out: $said" ;;

@@ -33,7 +33,7 @@ SIZE = WIDTH // HEADS
 
 
 def byte_letters():
-    """How GPT-2 writes the 256 bytes."""
+    """GPT-2's characters for the 256 bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     other = iter(range(256, 512))
     return [chr(byte if byte in plain else next(other)) for byte in range(256)]
@@ -105,7 +105,7 @@ def write_gguf(path, fields, tensors, architecture="llama", raw={}):
 
 
 def min_limits():
-    """So that what a file only announces cannot be had."""
+    """Limits memory, so that sizes which a file only announces cannot be allocated."""
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 
@@ -121,7 +121,7 @@ NORM_NAMES = {  # of Gemma 3
 
 
 def gemma3():
-    """The fields and tensors of a Gemma 3 of seven layers; bytes are its tokens from 7 to 262."""
+    """The fields and tensors of a Gemma 3 of seven layers; its tokens 7 to 262 are bytes."""
     kind = gguf.GGUFValueType
     pieces = {"▁": -9.0, "t": -7.0, "h": -6.0, "e": -5.0, "th": -1.0, "he": -0.0, "the": -2.0, "▁the": -3.0}
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "\n", "  ", "   ", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
@@ -191,7 +191,7 @@ class GgufTest(unittest.TestCase):
         self.assertEqual((settings["bos_token"], settings["eos_token"]), ("<|end|>", "<|end|>"))
 
         found = read_tensor(self.out, "model.layers.1.self_attn.q_proj.weight")
-        # GGUF has the two halves of a rotation side by side; a checkpoint has one half behind the other.
+        # GGUF stores the two elements of a rotated pair side by side; a checkpoint stores one half after the other.
         wanted = weights["blk.1.attn_q.weight"].reshape(HEADS, SIZE // 2, 2, WIDTH)
         wanted = np.concatenate((wanted[:, :, 0], wanted[:, :, 1]), axis=1).reshape(-1)
         np.testing.assert_allclose(found, wanted, rtol=2**-8)
@@ -221,7 +221,7 @@ class GgufTest(unittest.TestCase):
         self.assertEqual(found, ["gemma3_text", 32, 16, 16])
         self.assertEqual((config["rope_theta"], config["rope_local_base_freq"]), (10000, 10000))
         for name, theirs in (NORM_NAMES | {"attn_q": "self_attn.q_proj", "ffn_down": "mlp.down_proj"}).items():
-            # GGUF has 1 + w of norms. Rows of q are as they are.
+            # GGUF stores 1 + w of norms. Rows of q are unchanged.
             wanted = weights[f"blk.3.{name}.weight"].reshape(-1) - ("norm" in name)
             found = read_tensor(self.out, f"model.layers.3.{theirs}.weight")
             np.testing.assert_allclose(found, wanted, rtol=2**-8, err_msg=name)
@@ -297,7 +297,7 @@ class GgufTest(unittest.TestCase):
         self.check_refused("magic")
 
     def test_files_with_changed_bytes_are_refused_in_one_line_or_converted(self):
-        """KVLAB_GGUF_MUTANTS: how many (200)."""
+        """KVLAB_GGUF_MUTANTS sets how many files (200)."""
         spec = importlib.util.spec_from_file_location("gguf_to_checkpoint", SCRIPT)
         script = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(script)
@@ -409,7 +409,7 @@ class GgufTest(unittest.TestCase):
         name = "blk.0.attn_q.weight"
         kind = gguf.GGMLQuantizationType.Q8_0
         packed = gguf.quants.quantize(weights[name], kind)
-        packed.reshape(-1)[:2] = [0x00, 0x7C]  # float16's infinity, of the first block
+        packed.reshape(-1)[:2] = [0x00, 0x7C]  # float16 infinity, in the first block
         packed.reshape(-1)[2] = 0
         write_gguf(self.source, fields(), weights | {name: packed}, raw={name: kind})
         self.check_refused(f"tensor {name} holds a value that is not finite")

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# tools/scripts/gpu_tests.sh on programs that answer as those of Catch2 2 and of Catch2 3 do: SOURCE.
+# gpu_tests_test.sh SOURCE: runs tools/scripts/gpu_tests.sh on programs that behave like Catch2 2 and Catch2 3 tests.
 set -euo pipefail
 source=${1:?SOURCE}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# program NAME MAJOR NAMES [LISTED]: has the cases NAMES (a file) and lists LISTED of them (all). A case passes, is
-# skipped or fails, as its name says.
+# program NAME MAJOR NAMES [LISTED]: makes a program with the cases NAMES (a file), which lists LISTED of them (default:
+# all). A case passes, is skipped or fails, as its name says.
 program() {
   local name=$1 major=$2 names=$3 listed=${4:-1000}
   cat >"$folder/build/tests/$name" <<TEXT
@@ -40,7 +40,7 @@ TEXT
 new_build() { rm -rf "$folder/build" && mkdir -p "$folder/build/tests"; }
 gpu_tests() { "$source/tools/scripts/gpu_tests.sh" "$folder/build" 2 '^test_' >"$folder/out" 2>&1; }
 fail() { echo "$1" && cat "$folder/out" && exit 1; }
-# refused WHAT PATTERN: the script fails, and its last line has the pattern.
+# refused WHAT PATTERN: the script must fail, and its last line must match PATTERN.
 refused() {
   ! gpu_tests || fail "$1: the script reports success"
   tail -1 "$folder/out" | grep -qE -e "$2" || fail "$1: the last line is not $2"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# messages_test.sh KVLAB SOURCE: what commands print where there is little to show, and what they say of common mistakes.
+# messages_test.sh KVLAB SOURCE: the output of commands with little to show, and their messages for common mistakes.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -9,7 +9,7 @@ tiny=$source/engine/models/tiny trace=$source/traces/samples/tiny-story text=$so
 prints() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
 silent_of() { ! grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is said"; }; }
 
-# Quantized tiers of the full cache lose something, and the exact full cache loses nothing.
+# Quantized tiers of the full cache have an error; the exact full cache has none.
 "$kvlab" replay --trace "$trace" --policy full --tiers 4 --out full4 >full4.out
 silent_of "loses nothing" full4.out
 prints "full:tiers=4 evicts nothing; its quantization costs layer error 0." full4.out
@@ -46,7 +46,7 @@ prints "budget 100000 holds all 1012 tokens of the longest trace, so nothing is 
 "$kvlab" eval --model "$tiny" --text "$text" --window 200 --policy h2o --budget 5000 >large.out 2>large.err
 prints "budget 5000 holds all 200 tokens of the longest sequence, so nothing is evicted" large.err
 
-# Bytes: one unit, whatever the engine computes in.
+# Bytes count 16-bit elements, for every dtype that the engine computes in.
 "$kvlab" generate --model "$tiny" --prompt-file "$text" --max-new-tokens 20 --policy sink --budget 64 --device cpu \
   >/dev/null 2>bytes.err
 grep -qE 'KV 128\.0 of [0-9.]+ KiB in 16 bit \(256\.0 KiB in float32, which the CPU computes in\)' bytes.err ||
@@ -55,7 +55,7 @@ grep -qE 'KV 128\.0 of [0-9.]+ KiB in 16 bit \(256\.0 KiB in float32, which the 
   --device cpu >/dev/null 2>bytes.err
 grep -qE 'KV 12[0-9]\.[0-9] of [0-9.]+ KiB in 16 bit' bytes.err || { cat bytes.err; fail "4 bits take more than 16"; }
 
-# A pair that does not fit is left out; the rest runs. Where none is left, the command is refused.
+# A policy that does not fit a budget is left out; the rest runs. If none is left, the command is refused.
 "$kvlab" replay --trace "$trace" --policy h2o,snapkv --budget 2%,64 --out pairs >pairs.out 2>pairs.err
 prints "left out at budget 2%: policy snapkv: sinks=0 and recent=32 tokens exceed the budget of 20 tokens" pairs.err
 prints "snapkv:recent=10 would fit" pairs.err
@@ -70,7 +70,7 @@ prints "left out at budget 5%: policy snapkv" pairs.err
 prints "h2o" eval.out
 silent_of "snapkv" eval.out
 refused "exceed the budget of 20 tokens" "$kvlab" eval --model "$tiny" --text "$text" --window 400 --policy snapkv --budget 5%
-for budget in 20 5%; do # known before the prompt is, and not
+for budget in 20 5%; do # one is known before the prompt, one is not
   "$kvlab" verify --model "$tiny" --prompt-file "$text" --max-new-tokens 3 --policy h2o,snapkv --budget $budget --skip-logits \
     --device cpu >pairs.out 2>pairs.err || { cat pairs.err; fail "verify refuses all for one pair"; }
   prints "left out at budget $budget: policy snapkv" pairs.err
@@ -91,7 +91,7 @@ refused "exceed the budget of 20 tokens" "$kvlab" verify --model "$tiny" --promp
 refused "exceed the budget of 20 tokens" "$kvlab" task passkey --model "$tiny" --policy snapkv --budget 20 --out other
 refused "exceed the budget of 20 tokens" "$kvlab" fidelity --model "$tiny" --text "$text" --policy snapkv --budget 20 --out other
 
-# A long metric's name stands above the table.
+# The name of a metric is above the table if it is long.
 "$kvlab" deploy pairs --budget 64 --out deployed.json >deploy.out 2>deploy.err
 prints "mean: layer error" deploy.out
 
@@ -141,7 +141,7 @@ refused "--prompt-file empty.txt: is empty; give some text" \
 refused "--prompt: is empty" "$kvlab" generate --model "$tiny" --prompt ""
 [ ! -e other ] || fail "what was refused left something"
 
-# Where there is no error of texts, none is printed.
+# If texts give no standard error, none is printed.
 "$kvlab" tune --model "$tiny" --text "$text" --budget 32 --policy sink:sinks=4,h2o:recent=8,snapkv:recent=40 --task none \
   --max-tokens 150 --out tuned.json >tune.out 2>tune.err || { cat tune.err; fail "tune"; }
 prints "left out at budget 32: policy snapkv" tune.err

@@ -1,6 +1,6 @@
 #!/bin/sh
-# sweep_test.sh KVLAB SOURCE kill|refuse|mpi: sweeps that are killed, resumed and spread over processes leave
-# the bytes of one that ran alone and undisturbed.
+# sweep_test.sh KVLAB SOURCE kill|refuse|mpi: sweeps that are killed, resumed or spread over processes write the same
+# bytes as one undisturbed process.
 set -eu
 kvlab=$1 source=$2 part=$3
 . "$source/tests/scripts/check.sh"
@@ -10,7 +10,7 @@ for name in first second; do ln -s "$source/traces/samples/tiny-story" $name; do
 sweep="--policy h2o,lru,streaming_h2o --budget 16,32,64,128"
 units=16 # 2 traces, 4 layers, 2 KV heads
 children() { cat /proc/$1/task/$1/children; }
-# start RUN OPTION...: what this script replays, over both traces, in the place of the shell ($! is kvlab).
+# start RUN OPTION...: replaces the shell by this script's replay of both traces, so that $! is kvlab.
 start() {
   run=$1
   shift
@@ -24,13 +24,14 @@ same() {
   [ ! -e "$1.part" ] || fail "$1.part was left behind"
 }
 finished() { ls "$1.part" 2>/dev/null | grep -c 'unit$' || true; }
-# has_units RUN COUNT: whether so many are finished. Begins no process: a whole replay takes a third of a second.
+# has_units RUN COUNT: whether COUNT units are finished. Starts no process, because a whole replay takes only a third of
+# a second.
 has_units() {
   wanted=$2
   set -- "$1".part/*unit
   [ -e "$1" ] && [ $# -ge "$wanted" ]
 }
-# kill_at RUN COUNT PID: kills -9 when so many units of RUN are finished.
+# kill_at RUN COUNT PID: kills PID with SIGKILL when COUNT units of RUN are finished.
 kill_at() {
   until has_units "$1" "$2"; do
     kill -0 "$3" 2>/dev/null || fail "the replay was over before it could be killed"
@@ -49,7 +50,7 @@ killed_at_several_moments() {
     kill_at run$threads 1 $!
     start run$threads --threads $threads >/dev/null 2>&1 &
     kill_at run$threads $((units / 2)) $!
-    # One finished unit is cut, one has a changed byte, one is another's; and a file is half written.
+    # One finished unit is truncated, one has a changed byte, one belongs to another run; and one file is half written.
     set -- run$threads.part/*.unit
     truncate -s 100 "$1"
     printf X | dd of="$2" bs=1 seek=200 conv=notrunc 2>/dev/null
@@ -84,7 +85,7 @@ refused_or_afresh() {
   refused "novel.txt: was not made by" replay mine --fresh
   [ "$(cat mine.part/novel.txt)" = work ] || fail "somebody's file is gone"
 
-  # A file that cannot grow stands for a full disk.
+  # A file size limit simulates a full disk.
   limited() { (ulimit -f "$1"; shift; replay "$@"); }
   refused "cannot write" limited 1 small
   grep -q '^kvlab replay: small[:/]' err.txt || fail "not RUN was named: $(cat err.txt)"
@@ -98,11 +99,11 @@ refused_or_afresh() {
 several_processes() {
   command -v mpirun >/dev/null || { echo "skipped: there is no mpirun"; exit 0; }
   [ -e "$(dirname "$kvlab")/kvlab_mpi.so" ] || { echo "skipped: this build has no MPI"; exit 0; }
-  # What counts here is that the processes are there, not where they run.
+  # The test needs the processes, on any core.
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
   export OMPI_MCA_btl_base_warn_component_unused=0
-  export ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0" # Open MPI leaves some behind
-  said() { grep -qF -- "$1" err.txt || fail "not '$1', but: $(cat err.txt), of: $2"; } # mpirun speaks too
+  export ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0" # Open MPI leaks memory
+  said() { grep -qF -- "$1" err.txt || fail "not '$1', but: $(cat err.txt), of: $2"; } # mpirun prints lines too
   reference
   start_spread() { # start_spread N RUN OPTION...
     processes=$1 run=$2
@@ -117,7 +118,7 @@ several_processes() {
       fail "several processes printed"
     same run$processes
   done
-  # A process dies: all end. Then a lone one finishes what they had.
+  # One process dies, and all end. Then a single process finishes their work.
   start_spread 4 dead --threads 1 >/dev/null 2>&1 &
   mpirun=$!
   until has_units dead 2; do :; done
@@ -126,12 +127,12 @@ several_processes() {
   kill -9 "$4"
   code=0
   wait $mpirun || code=$?
-  [ $code -ne 0 ] && [ ! -e dead ] || fail "a process died, and nobody noticed"
+  [ $code -ne 0 ] && [ ! -e dead ] || fail "a process died, and the others did not notice"
   [ "$(finished dead)" -ge 2 ] || fail "finished units were lost"
   replay dead >/dev/null 2>err.txt
   grep -qF "head tasks are finished" err.txt || fail "it began again"
   same dead
-  # The leader fails in its work (something is where a unit should go): its error, once, and an end.
+  # The leader fails (a folder has the place of a unit file): its error is printed once, and all end.
   start blocked --threads 1 >/dev/null 2>&1 &
   kill_at blocked 1 $!
   mkdir blocked.part/trace1-unit7.unit
@@ -140,7 +141,7 @@ several_processes() {
   rmdir blocked.part/trace1-unit7.unit
   spread 3 blocked >/dev/null 2>&1
   same blocked
-  # Bad input: said once, by the leader.
+  # Bad input is reported once, by the leader.
   refused "--layers: 'x'" spread 3 bad --layers x
   [ "$(grep -c 'kvlab replay: ' err.txt)" -eq 1 ] || fail "the error was not said once: $(cat err.txt)"
   refused "process 1 of 2: has other traces" timeout -k 5 120 mpirun --oversubscribe \

@@ -1,4 +1,4 @@
-"""Tests tools/scripts/check_wheel.py on wheels that are made here, without the package."""
+"""Tests tools/scripts/check_wheel.py on wheels that the test makes, without the package."""
 
 import contextlib
 import importlib.util
@@ -34,7 +34,7 @@ FILES = [
 NUMPY = ["Requires-Dist: numpy>=1.24", "Requires-Dist: pandas; extra == 'frame'"]
 NVIDIA = ["Requires-Dist: nvidia-cublas<14,>=13", "Requires-Dist: nvidia-cuda-nvrtc<14,>=13"]
 COMMAND = "[console_scripts]\nkvlab = kvlab._commands:main\n"
-# A shared library that needs nothing but the C library, and one that needs more.
+# A shared library that needs only the C library, and one that needs more.
 PLAIN = next(pathlib.Path("/lib").glob("x86_64-linux-gnu/libdl.so.2"), None)
 NEEDY = next(pathlib.Path("/usr/lib/python3").parent.glob("python3*/lib-dynload/_ctypes.cpython*.so"), None)
 
@@ -56,7 +56,7 @@ class Wheels(unittest.TestCase):
         self.assertEqual(self.faults(), [])
 
     def test_what_is_missing_is_named(self):
-        optional = {f"{SHARE}/javascript/vega/vega-view.min.js"}  # of a wheel that stays on its system
+        optional = {f"{SHARE}/javascript/vega/vega-view.min.js"}  # of a wheel for this system only
         for name in set(FILES) - optional:
             self.assertEqual(len(self.faults(without=name)), 1, name)
         self.assertEqual(self.faults(without=optional.pop()), [])

@@ -3,7 +3,7 @@
 #
 #       tools/scripts/gpu_tests.sh BUILD [AT_ONCE] [PATTERN]
 #
-# BUILD was made with the preset cuda, and ctest's "an engine of its own builds against the installed package" must have
+# BUILD was made with the preset cuda, and ctest's "a separate engine builds against the installed package" must have
 # run there, because it makes the package and the examples.
 #
 # It runs every test case with the tag [gpu], the examples in C, the example in Python with KVLAB_HF_PYTHON's PyTorch,

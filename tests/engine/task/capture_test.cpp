@@ -85,7 +85,7 @@ TEST_CASE("If one trace of a set of questions cannot be written, none is") {
   const test::TemporaryFolder folder;
   const Tokenizer tokenizer = Tokenizer::load(kTinyModel + "/tokenizer.json");
   TaskRun run = run_task(tiny(), tokenizer, two_questions());
-  run.prompts[1].evidence = {"what nobody said"};
+  run.prompts[1].evidence = {"words that do not occur"};
   CHECK_THROWS_AS(
       [&] {
         const AtomicFolder filled(folder / "traces");

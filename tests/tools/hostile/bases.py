@@ -1,4 +1,5 @@
-"""What the cases are made from: the bundled model, a miniature with windows, their traces and runs. Made once."""
+"""The files that cases are made from: the bundled model, a miniature with sliding windows, their traces and runs. Made
+once."""
 
 import json
 import pathlib
@@ -22,7 +23,7 @@ def safetensors(tensors):
 
 
 def write_windows_model(folder, tokenizer):
-    """Qwen 3 with a window in one layer of two: its traces are of format 3."""
+    """Qwen 3 with a sliding window in one of two layers, so its traces have format 3."""
     draws = random.Random(7)
     hidden, heads, kv_heads, size, mlp, vocab = 32, 4, 2, 32, 48, 8192
 

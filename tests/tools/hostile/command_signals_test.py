@@ -2,11 +2,13 @@
 
 command_signals_test.py KVLAB SOURCE [--only COMMAND]
 
-"Within a second" is of a process that runs: on a busy machine one that hardly gets a processor has five seconds.
+"Within a second" holds for a process that runs; on a busy machine, a process that gets little processor time has five
+seconds.
 
-The exit code is 128 and the signal's number, the last line says that it was called off, and no output stands under its own name,
-except what is documented: RUN.part of a replay or a task, a trace that `trace seal` saves. A step that lasts longer than a second ends with
-the process: then, and only then, a .part file and a scratch folder may be left, which the next command takes away.
+The exit code is 128 plus the signal's number, the last line says that the command was cancelled, and no output has its
+final name, except documented ones: RUN.part of a replay or a task, and a trace that `trace seal` saves. A step that
+takes longer than a second ends with the process. Only then may a .part file and a scratch folder remain, which the next
+command removes.
 """
 
 import argparse
@@ -21,13 +23,13 @@ import sys
 import tempfile
 import time
 
-QUICK = 1.25  # seconds until the end: docs/security.md, and 0.25 until it is seen
-BUSY, LITTLE = 5.75, 0.5  # seconds until the end of a process that worked so little in them
-DELAY, SOON = 0.4, 0.1  # from when it listens
+QUICK = 1.25  # seconds until the end: docs/reference/security.md, plus 0.25 to notice it
+BUSY, LITTLE = 5.75, 0.5  # seconds until the end of a process with so little processor time
+DELAY, SOON = 0.4, 0.1  # after the handler is installed
 LONG_STEP = "in the middle of a long step"
-# What is over in less than a second, on whatever it is given: no file of any length, no model.
+# Commands that take less than a second for any input: they read no long file and no model.
 SHORT = {"manual"}
-# Needs a GPU, or is another command's run.
+# Commands that need a GPU, or that another command runs.
 ELSEWHERE = {"bench", "demo"}
 
 
@@ -36,19 +38,19 @@ def limited():
 
 
 def listens(pid, name):
-    """Whether the process has a handler of the signal: on a busy machine a start takes its time."""
+    """Whether the process handles the signal; on a busy machine, starting takes time."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)
     return caught is not None and int(caught.group(1), 16) >> (getattr(signal, name) - 1) & 1 == 1
 
 
 def work_of(pid):
-    """Seconds of the processor that it has used."""
+    """Processor time that it has used, in seconds."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Inputs:
-    """Long ones, made once."""
+    """Long inputs, made once."""
 
     def __init__(self, kvlab, source, folder):
         self.kvlab, self.folder = kvlab, folder
@@ -73,7 +75,7 @@ class Inputs:
                 file.writelines(lines[1:])
         self.long_json = folder / "long-json"
         shutil.copytree(self.run, self.long_json)
-        with open(self.long_json / "run.json", "w") as file:  # one step: nothing looks for a signal while it is parsed
+        with open(self.long_json / "run.json", "w") as file:  # one step: no signal is checked while it is parsed
             file.write('{"x":[' + "0.1234567890123456," * 13_000_000 + "1]}")
 
     def made(self, *words):
@@ -83,7 +85,7 @@ class Inputs:
 
 
 def commands(at):
-    """Of each command a call that runs for seconds, and what may be left of it."""
+    """For each command a call that runs for seconds, and what it may leave."""
     model, text = ("--model", at.tiny), ("--text", at.text)
     many = ("--policy", "h2o,lru,tova,sink", "--budget", "16,32,64,128")
     long = ("--beyond-context",)
@@ -110,7 +112,7 @@ def commands(at):
 
 OVER = "it was over before the signal"
 SHORTEST = 0.002  # seconds
-CHECKSUM = "is not what run.json was written for"  # how reading the long run ends
+CHECKSUM = "is not what run.json was written for"  # the error that ends reading the long run
 
 
 class Checker:
@@ -118,7 +120,8 @@ class Checker:
         self.kvlab, self.at, self.longest, self.long_steps = kvlab, at, 0.0, 0
 
     def faults(self, command, words, may_be_left, name):
-        """Of one command in the current folder, which gets the signal in mid-run: sooner, where it was over by then."""
+        """Faults of one command in the current folder that gets the signal in mid-run, or earlier if it had ended by
+        then."""
         delay = SOON if command == "trace" or self.at.long_json in words else DELAY
         while (found := self.tried(command, words, may_be_left, name, delay)) == [OVER] and delay > SHORTEST:
             delay /= 3
@@ -128,7 +131,7 @@ class Checker:
         return found
 
     def tried(self, command, words, may_be_left, name, delay):
-        """The same, with the signal `delay` seconds after the command listens to signals."""
+        """The same, with the signal `delay` seconds after the command handles signals."""
         os.mkdir("scratch")
         there = set(os.listdir())
         env = dict(os.environ, TMPDIR=os.path.abspath("scratch"), XDG_CACHE_HOME=os.path.abspath("scratch/cache"))
@@ -146,7 +149,7 @@ class Checker:
         took, work = time.monotonic() - began, used.ru_utime + used.ru_stime - before
         process.returncode = os.waitstatus_to_exitcode(status)
         said = pathlib.Path("../said").read_text(errors="backslashreplace")
-        # The command ended by itself while the signal was on its way: whole, or with the refusal of a file read to its end.
+        # The command ended while the signal was on its way: complete, or refusing a file that it read to the end.
         if CHECKSUM in said or (process.returncode == 0 and not said):
             return [OVER]
         self.longest = max(self.longest, took)

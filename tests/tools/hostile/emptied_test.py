@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""emptied_test.py KVLAB SOURCE: the folders that commands leave, with one list, object or table in them emptied, or one key
-gone. Whatever reads them makes its page, or exits with 2 and one line, and leaves nothing. Every eighth of them; all
-where the environment has KVLAB_EVERY.
+"""emptied_test.py KVLAB SOURCE: the folders that commands write, with one list, object or table in them emptied, or one
+key removed. Every command that reads them makes its report, or exits with 2 and one line and leaves nothing. Tests
+every eighth case, or all of them if KVLAB_EVERY is set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def kvlab(*words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def make() -> dict[str, list[list[str]]]:
-    """The folders, with the commands that read each."""
+    """Makes the folders, each with the commands that read it."""
     tiny, text = str(SOURCE / "engine/models/tiny"), "text"
     pathlib.Path(text).write_bytes((SOURCE / "tools/texts/austen-emma.txt").read_bytes()[:4000])
     loop = ["--model", tiny, "--text", text, "--max-tokens", "200", "--threads", "2", "--prompt-tokens", "60"]
@@ -54,7 +54,7 @@ def make() -> dict[str, list[list[str]]]:
 
 
 def emptied(value: Any, put: Any) -> Iterator[None]:
-    """Each way to empty something in it: `put` is done with what stands in its place."""
+    """Every way to empty something in it; calls `put` with the replacement."""
     for empty in {list: [[]], dict: [{}], str: [""]}.get(type(value), []):
         if value != empty:
             put(empty)
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def sign(run: pathlib.Path) -> None:
-    """run.json says which results.csv it is of."""
+    """Updates the checksum of results.csv in run.json."""
     hashed = subprocess.run([sys.executable, "-c", "import xxhash"], capture_output=True)
     if hashed.returncode != 0:
         return

@@ -1,10 +1,10 @@
 #!/bin/sh
-# faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: capture, replay, eval and tune, each with one fault at a time:
-# killed before a call that changes files, or that call failing, writing less, or an allocation without memory. What was
-# sealed is whole, the same command goes on or says why not, and nothing else is touched. STEPS moments of each kind (2; 6
-# under KVLAB_EVERY), or `all` (of a hundred thousand allocations, 400). In the environment: KINDS, these kinds of faults
-# alone; KILLS, how often capture and replay are killed at random too, as larger jobs by one to four threads (4 or 12;
-# SEED: other moments).
+# faults_test.sh KVLAB SOURCE FAULTS [STEPS [COMMAND...]]: runs capture, replay, eval and tune, each with one fault at a time:
+# killed before a call that changes files, the call fails or writes less, or an allocation fails. Sealed files must be
+# complete, the same command must continue or say why not, and nothing else may change. STEPS: moments of each kind (2; 6
+# with KVLAB_EVERY), or `all` (400 of a hundred thousand allocations). Environment: KINDS: only these kinds of faults;
+# KILLS: how often capture and replay are also killed at random, as larger jobs with one to four threads (4 or 12); SEED:
+# other moments.
 set -eu
 kvlab=$1 source=$2 faults=$3 steps=${4:-$((${KVLAB_EVERY:+4} + 2))}
 shift 3
@@ -35,10 +35,10 @@ tune() {
     --threads 1 --device cpu --out tuned
 }
 
-# What may lie here after COMMAND, beside what was there.
+# The files that COMMAND may leave, in addition to the files before.
 others() { ls -A | grep -vxE "whole|(out|err|count).txt|$ours" | grep -vxE "$1" || true; }
 
-# ended_at_once FAULT: whether nothing could be taken away: a kill, or no memory in a destructor (JSON's allocates).
+# ended_at_once FAULT: whether the command could not clean up: a kill, or no memory in a destructor (JSON's allocates).
 ended_at_once() {
   case $1 in
     kill*) ;;
@@ -74,7 +74,7 @@ check_evaluate() {
   left=scores
   ! ended_at_once "$1" || left='scores|scores.[0-9a-f]{8}.part'
   [ -z "$(others "$left")" ] || fail "eval, $1: $(others "$left")"
-  [ -z "$(ls -d scores.*.part 2>/dev/null)" ] || rm -rf scores # so that the next begins again
+  [ -z "$(ls -d scores.*.part 2>/dev/null)" ] || rm -rf scores # so that the next run starts again
   [ -e scores ] || evaluate env >/dev/null 2>err.txt || fail "eval, $1: it does not begin again: $(cat err.txt)"
   diff -r scores whole/scores || fail "eval, $1: other scores"
   [ -z "$(others scores)" ] || fail "eval, $1: the next did not take away $(others scores)"
@@ -85,11 +85,11 @@ check_tune() {
   ! ended_at_once "$1" || left='tuned|tuned.[0-9a-f]{8}.part'
   [ -z "$(others "$left")" ] || fail "tune, $1: $(others "$left")"
   case $1:${code:-} in
-    ENOSPC*:0 | EIO*:0) ;; # the call that failed was one that removes it
+    ENOSPC*:0 | EIO*:0) ;; # the call that failed removes the file
     *) ended_at_once "$1" || [ -z "$(ls scratch)" ] || fail "tune, $1, left in TMPDIR: $(ls scratch)" ;;
   esac
   rm -rf scratch/*
-  [ -z "$(ls -d tuned.*.part 2>/dev/null)" ] || rm -f tuned # so that the next begins again
+  [ -z "$(ls -d tuned.*.part 2>/dev/null)" ] || rm -f tuned # so that the next run starts again
   [ -e tuned ] || tune env >/dev/null 2>err.txt || fail "tune, $1: it does not begin again: $(cat err.txt)"
   cmp tuned whole/tuned || fail "tune, $1: another policy"
   [ -z "$(others tuned)" ] || fail "tune, $1: the next did not take away $(others tuned)"
@@ -103,7 +103,7 @@ one() {
   grep -vE 'the text may degrade|intervals are wide|no 95% interval' err.txt >line.txt || true # warnings
   mv line.txt err.txt
   case $2:$code in
-    kill:137 | ENOSPC:0 | EIO:0 | EINTR:0 | short:0 | memory:0) ;; # an error that does not matter: what is removed anyway
+    kill:137 | ENOSPC:0 | EIO:0 | EINTR:0 | short:0 | memory:0) ;; # an error without effect, on a file that is removed anyway
     ENOSPC:2 | EIO:2) [ "$(wc -l <err.txt)" -eq 1 ] || fail "$1, $2 $3: more than one line: $(cat err.txt)" ;;
     memory:2) said "out of memory" "$1, $2 $3" ;;
     *) fail "$1, $2 $3: exit code $code: $(cat err.txt)" ;;
@@ -112,7 +112,7 @@ one() {
   tried=$((tried + 1))
 }
 
-# walk COMMAND KIND: through its moments, evenly.
+# walk COMMAND KIND: tests evenly spaced moments.
 walk() {
   $1 env "FAULT=$2" FAULT_COUNT="$folder/count.txt" "LD_PRELOAD=$faults" >/dev/null 2>&1 || fail "$1 by itself"
   "check_$1" "without a fault"
@@ -133,7 +133,7 @@ walk() {
   echo "$1, $2: $count there are"
 }
 
-# storm COMMAND OUT: killed before counted calls, and every fourth time after a part of the time that it takes.
+# storm COMMAND OUT: kills the command before counted calls, and every fourth time after a part of its run time.
 storm() {
   rm -r "whole/$2"
   killed=0
@@ -158,7 +158,7 @@ END
     esac
     case $code:$time in
       137:*) killed=$((killed + 1)) ;;
-      0:[0-9]* | 124:[0-9]*) ;; # it was over before, or in that moment: 124 is timeout's
+      0:[0-9]* | 124:[0-9]*) ;; # it had ended before, or just then; 124 comes from timeout
       *) fail "$1, kill $draw: exit code $code: $(cat err.txt)" ;;
     esac
     threads=1

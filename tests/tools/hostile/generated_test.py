@@ -1,11 +1,12 @@
-"""Generated hostile inputs: kvlab neither crashes nor hangs, says one line of its own, and leaves nothing.
+"""Generated hostile inputs: kvlab neither crashes nor hangs, prints one line, and leaves nothing.
 
 generated_test.py KVLAB SOURCE [--runs N] [--seed S] [--first N] [--python PYTHON] [--report FILE]
 
-Each case is made from the seed and its number alone, so `--first N --runs 1` does one again. With --python, a Python that has
-numpy and kvlab, as many cases again go to the package's functions (python_cases.py). Checked, of each run: it ends, by no signal,
-within a time and a memory limit (docs/reference/security.md); its exit code is 0, 2, or 1 of `verify`; a refusal is one line without a
-library's words and without control characters; what was refused was not written; no .part and no scratch is left.
+Each case depends only on the seed and its number, so `--first N --runs 1` repeats one. With --python, a Python with
+numpy and kvlab, as many cases again call the package's functions (python_cases.py). Checks of each run: it ends without
+a signal, within a time and a memory limit (docs/reference/security.md); its exit code is 0, 2, or 1 of `verify`; a
+refusal is one line without libraries' messages and without control characters; refused output is not written; no .part
+and no scratch folder is left.
 """
 
 import argparse
@@ -26,18 +27,18 @@ import cases
 from bases import Bases
 
 ADDRESS_SPACE = 6 << 30
-SECONDS = 240  # of the wall: a busy machine
-WORK = 20  # of the processor: longer is a hang
+SECONDS = 240  # wall time, for a busy machine
+WORK = 20  # processor time; a longer run counts as a hang
 LIBRARIES = re.compile(
     r"json\.exception|std::|nanobind|basic_string|vector::|terminate called|boost|regex_error|bad_alloc|bad_cast|\bstoi\b|\bstod\b"
     r"|filesystem error|Assertion|numpy|Traceback|what\(\)|map::at|_M_|pcre2?_|Segmentation|core dumped|logic_error|incompatible function"
 )
-SWEPT = 800_000  # bytes that a configuration of a sweep takes, of the 8 KV heads of the bundled model
-BASE = 110_000_000  # of the program itself, unless its libraries are larger: those of CUDA
+SWEPT = 800_000  # bytes per configuration of a sweep, for the 8 KV heads of the bundled model
+BASE = 110_000_000  # bytes of the program, unless its libraries are larger, as CUDA's are
 
 
 def files_of(folder):
-    """What each file holds, and how much all hold, through links."""
+    """The contents of each file, and their total size, following links."""
     found, size = {}, 0
     for path in sorted(pathlib.Path(folder).rglob("*")):
         if path.is_file():
@@ -70,7 +71,7 @@ def run(words, env):
 
 
 def swept(words):
-    """How many configurations a command's lists ask for, at most."""
+    """The most configurations that a command's lists ask for."""
     count = 1
     for option in ("--policy", "--budget"):
         if option in words[:-1]:
@@ -86,7 +87,7 @@ class Checker:
         self.base = max(BASE, self.peak_of("policies"))
 
     def faults(self, case):
-        """Of the case in the current folder: what is wrong, each as (kind, text)."""
+        """The faults of the case in the current folder, each as (kind, text)."""
         found = []
         before, size = files_of(".")
         words = case.words

@@ -1,10 +1,11 @@
-"""Time grows in proportion to a file: each list, object and text of each JSON file is made long, then ten times as long.
+"""Time grows in proportion to file size: each list, object and text of each JSON file is made long, then ten times as
+long.
 
 growth_test.py KVLAB SOURCE [--only WORD] [--report FILE]
 
-A list gets many copies of its first element, some with one text of their own, an object many unknown keys, a text many characters.
-A fault: the longer one takes more than SHARE times the processor time of the shorter, and more than MIN seconds; or a refusal is
-not one line of exit code 2.
+A list gets many copies of its first element, some with a changed text; an object gets many unknown keys; a text many
+characters. A fault is: the longer file takes more than SHARE times the processor time of the shorter, and more than MIN
+seconds; or a refusal is not one line with exit code 2.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from bases import PROMPT, Bases
 from generated_test import run
 
 SHORT, LONG = 150_000, 1_500_000  # bytes that are added
-MIN, SHARE = 1.0, 25  # seconds; times: ten where time is in proportion
+MIN, SHARE = 1.0, 25  # seconds; ratio (proportional time gives ten)
 
 
 def places(node, path=()):
@@ -32,7 +33,7 @@ def places(node, path=()):
     if isinstance(node, (dict, list)):
         keys = list(node) if isinstance(node, dict) else range(min(len(node), 2))
         if isinstance(node, dict) and (len(keys) > 30 or any(isinstance(v, dict) and "dtype" in v for v in node.values())):
-            keys = keys[:4]  # a table of things that are alike
+            keys = keys[:4]  # a table of similar entries
         for key in keys:
             yield from places(node[key], (*path, key))
 
@@ -44,7 +45,7 @@ def is_list(node, path):
 
 
 def numbered(node, number):
-    """`node` with the number behind its first text or in place of its first whole number, so that no two are equal."""
+    """`node` with the number after its first text or instead of its first integer, so that all copies differ."""
     if isinstance(node, str):
         return f"{node}{number}"
     if isinstance(node, int) and not isinstance(node, bool):
@@ -57,7 +58,7 @@ def numbered(node, number):
 
 
 def grown(node, path, size, distinct):
-    """A copy with what is at `path` longer by `size` bytes."""
+    """A copy in which the value at `path` is longer by `size` bytes."""
     whole = {"": copy.deepcopy(node)}
     holder, key = whole, ""
     for step in path:
@@ -81,7 +82,7 @@ def header(data):
 
 
 class Files:
-    """Each file: what it holds, how it is written with a changed text, and the command that reads it."""
+    """A file: its contents, how to write it with a changed text, and the command that reads it."""
 
     def __init__(self, bases):
         self.bases, root = bases, bases.folder

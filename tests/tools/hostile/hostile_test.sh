@@ -1,6 +1,6 @@
 #!/bin/sh
-# hostile_test.sh KVLAB SOURCE TRUNCATING_MMAP: inputs that once crashed a command, made it run for ever, or lost a file. Each gives
-# exit code 2 and one line.
+# hostile_test.sh KVLAB SOURCE TRUNCATING_MMAP: inputs that once crashed a command, made it run for ever, or lost a file.
+# Each must give exit code 2 and one line.
 set -eu
 kvlab=$1 source=$2 truncating=$3
 . "$source/tests/scripts/check.sh"
@@ -27,13 +27,13 @@ refused "holds no token" "$kvlab" replay --trace story --policy h2o --budget 79B
 refused "too few for one token on its first tier" "$kvlab" replay --trace story --policy h2o --budget 32 --tiers 16:1%,4:99% --out other
 [ ! -e other ] && [ ! -e other.json ] || fail "a refused tier plan left something"
 
-# An output in the place of an input.
+# An output with the path of an input.
 cp run/run.json whole.json
 refused "--out: run/run.json is part of a trace" "$kvlab" deploy run --budget 32 --out run/run.json
 refused "--out: run is what --run reads" "$kvlab" report run --out run
 cmp -s run/run.json whole.json || fail "run.json was replaced"
 
-# A NUL behind a whole policy file, control characters in its names, a folder of a name that a terminal would obey.
+# A NUL after a complete policy file, control characters in its names, a folder with terminal control characters.
 { cat policy.json; printf '\0 rubbish'; } >nul.json
 refused "is a NUL" "$kvlab" generate --model tiny --prompt hi --policy-file nul.json
 sed 's/"name": "tiny"/"name": "tiny\\u001b[2J"/' policy.json >obeyed.json
@@ -46,20 +46,20 @@ sed 's/"weights_xxh3":/"weights": 1, "weights_xxh3":/' policy.json >more.json
 refused "is not known to this version" "$kvlab" generate --model tiny --prompt hi --policy-file more.json
 refused "no such folder" "$kvlab" trace info "$(printf 'a\033[2Jb\nc')"
 
-# Another program's complaint of several lines.
+# Another program's error message of several lines.
 mkdir bin
 printf '#!/bin/sh\nprintf "one\\ntwo\\033[2J\\nthree\\n"\nexit 1\n' >bin/vl-convert
 chmod +x bin/vl-convert
 refused "vl-convert failed" env "PATH=$PWD/bin:$PATH" "$kvlab" report run --figures drawn --out other.html
 [ ! -e other.html ] && [ ! -e drawn ] || fail "a page without its figures"
 
-# A link in the place of what is being written.
+# A link with the path of the file that is written.
 echo theirs >theirs
 for part in made.json.part made.json.00000000.part; do ln -s theirs $part; done
 "$kvlab" deploy run --budget 32 --out made.json >/dev/null
 [ "$(cat theirs)" = theirs ] || fail "a link was written through"
 
-# A tokenizer.json that is broken or of another kind: one line, whatever else there was to say.
+# A tokenizer.json that is broken or of another kind gives one line, even if there are more errors.
 mkdir broken
 cp tiny/config.json tiny/model.safetensors broken/
 for json in '{' '{}' '{"model":{"type":"WordPiece"}}' '{"model":{"type":"BPE","vocab":{"a":0},"merges":["a a"]}}'; do
@@ -68,7 +68,7 @@ for json in '{' '{}' '{"model":{"type":"WordPiece"}}' '{"model":{"type":"BPE","v
   refused "broken/tokenizer.json: " "$kvlab" generate --model broken --prompt hi
   refused "broken/tokenizer.json: " "$kvlab" eval --model broken --text policy.json
 done
-# One that is far too long is refused by its length, which costs no time.
+# A tokenizer.json that is far too long is refused by its length, without reading it.
 truncate -s 100G broken/tokenizer.json
 refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" generate --model broken --prompt hi
 refused "broken/tokenizer.json: 107374182400 bytes long; at most" timeout 60 "$kvlab" capture --model broken --prompt hi --out trace
@@ -77,7 +77,7 @@ rm broken/tokenizer.json
 : >broken/tokenizer.model
 refused 'broken: there is "tokenizer.model", but no tokenizer.json' "$kvlab" generate --model broken --prompt hi
 
-# A whole one of another model, with fewer tokens, and with ids that this one has not.
+# A complete tokenizer.json of another model, with fewer tokens, and with ids that this model lacks.
 echo '{"pre_tokenizer":{"type":"ByteLevel"},"decoder":{"type":"ByteLevel"},"model":{"type":"BPE","vocab":{"a":0,"t":1},"merges":[]}}' >few.json
 sed 's/^\( *"t": \)[0-9]*/\19084/' tiny/tokenizer.json >far.json
 ! cmp -s far.json tiny/tokenizer.json || fail "the token t is not where it was"
@@ -90,7 +90,7 @@ for kind in few far; do
   [ ! -e trace ] || fail "a trace was begun"
 done
 
-# Weights that are numbers, and too large to be computed with (bytes 0x7f in layer 0).
+# Weights that are finite but too large to compute with (bytes 0x7f in layer 0).
 mkdir huge
 cp tiny/config.json tiny/tokenizer.json huge/
 {
@@ -103,13 +103,13 @@ refused "not finite; the checkpoint's weights may be damaged" "$kvlab" capture -
 refused "logits are not finite" "$kvlab" generate --model huge --prompt hi
 refused "scored token 0 is not finite" "$kvlab" eval --model huge --text "$source/tools/demo/prompt.txt" --max-tokens 60
 
-# A scratch folder that is not there.
+# A scratch folder that does not exist.
 head -c 2000 "$source/tools/texts/austen-emma.txt" >text
 tune() { "$@" "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-tokens 100 --budget 64 --policy h2o,lru --out tuned.json; }
 refused "TMPDIR: " tune env TMPDIR=/nowhere
 tune env TMPDIR= >/dev/null 2>&1 || fail "an empty TMPDIR is not as if it were not set"
 rm tuned.json
-# What a killed command left there goes with the same command, once more.
+# Running the same command again removes what a killed command left there.
 mkdir scratch
 TMPDIR=$PWD/scratch "$kvlab" tune --model tiny --text text --max-tokens 500 --prompt-tokens 100 --budget 64 --policy h2o,lru \
   --out tuned.json >/dev/null 2>&1 &
@@ -124,24 +124,24 @@ wait $pid 2>/dev/null || true
 tune env "TMPDIR=$PWD/scratch" >/dev/null 2>&1 || fail "tune after one that was killed"
 [ -z "$(ls scratch)" ] || fail "left in TMPDIR: $(ls scratch)"
 rm tuned.json
-# Lists whose product no memory holds, and a plan of more tiers than a cache counts.
+# Lists whose product does not fit memory, and a plan with more tiers than a cache supports.
 many=$(seq -s, 2 20000)
 refused "up to 19999 configurations are requested" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget "$many" --out lists
 refused "--trace: 10001 values are given; at most 10000" timeout 10 "$kvlab" replay --policy h2o --budget 16 --out lists \
   --trace $(seq 10001)
-# A text of many that has no name of its own: names are compared once.
+# Many texts with equal names: names are compared only once.
 refused "1: cannot open" timeout 10 "$kvlab" eval --model tiny --policy h2o --budget 16 --text $(seq 10000)
 tiers=$(head -c 1275 /dev/zero | sed 's/\x0/16:1t,/g')4:100%
 refused "a plan of 1276 tiers; at most 16" timeout 10 "$kvlab" replay --trace "$source/traces/samples/tiny-story" --policy h2o --budget 16 --tiers "$tiers" --out lists
 
-# A TMPDIR, paths and names that are longer than a system takes: whatever is said, the reason is in it.
+# A TMPDIR, paths and names that are longer than the system allows: every message contains the reason.
 name=$(head -c 250 /dev/zero | tr '\0' n)
 deep=$PWD
 while [ ${#deep} -lt 3800 ]; do
   deep=$deep/$name
   mkdir "$deep"
 done
-deep=$deep/$(head -c $((4080 - ${#deep})) /dev/zero | tr '\0' n) # a folder that can be, and no file in it
+deep=$deep/$(head -c $((4080 - ${#deep})) /dev/zero | tr '\0' n) # the folder can be created, but no file in it
 mkdir "$deep"
 refused "TMPDIR: it should name a folder" tune env "TMPDIR=$deep/$name"
 refused "File name too long" tune env "TMPDIR=$deep"
@@ -161,7 +161,7 @@ for path in "${name}s.longer" "$(head -c 5000 /dev/zero | tr '\0' p)"; do
   refused "File name too long" "$kvlab" eval --model tiny --text text --policy h2o --budget 16 --max-tokens 60 --out "$path"
 done
 
-# A shard that becomes shorter while it is mapped.
+# A shard that is truncated while it is mapped.
 if ldd "$kvlab" | grep -q asan; then
   echo "not tried with the address sanitizer: a shard that is truncated"
 else

@@ -1,4 +1,4 @@
-"""Changes to texts, JSON and tensor files that make them hostile. Every draw is the given generator's."""
+"""Changes to texts, JSON and tensor files that make them hostile. All random choices come from the given generator."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def text(rng, base):
 
 
 def raw(rng, data):
-    """`data` with some of its bytes changed, cut, or more of them."""
+    """`data` with some of its bytes changed, removed or added."""
     data = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
         at = rng.randrange(len(data) + 1)
@@ -63,7 +63,7 @@ def raw(rng, data):
 
 
 def value(rng):
-    """One of its own: what the caller changes later must not change VALUES."""
+    """A new value, so that later changes by the caller do not change VALUES."""
     kind = rng.randrange(12)
     if kind == 0:
         return f"RAW({number(rng)})"  # see written()
@@ -81,7 +81,7 @@ def value(rng):
 
 
 def written(node, ascii_only=False):
-    """JSON's text, numbers as value() wants them: Python itself would write no 1e999."""
+    """JSON text with the numbers that value() wants, because Python would not write 1e999."""
     return re.sub(r'"RAW\(([^)"]*)\)"', r"\1", json.dumps(node, ensure_ascii=ascii_only))
 
 
@@ -95,7 +95,7 @@ def places(node, found, depth=0):
 
 
 def change_json(rng, node):
-    """In place: some values replaced, left out, doubled or added."""
+    """Replaces, removes, duplicates or adds some values, in place."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         all_places = places(node, [])
         if not all_places:
@@ -105,7 +105,7 @@ def change_json(rng, node):
         if kind == 0:
             del holder[key]
         elif kind == 1 and isinstance(holder, list):
-            small = len(json.dumps(holder[key])) < 500  # copies of copies would fill memory here, and not in kvlab
+            small = len(json.dumps(holder[key])) < 500  # nested copies would fill this process's memory, not kvlab's
             holder[key:key] = [copy.deepcopy(holder[key]) for _ in range(rng.choice((1, 3, 500)) if small else 1)]
         elif kind == 2 and isinstance(holder, dict):
             holder[rng.choice(("x", "", "__proto__", "é", str(key) + "s"))] = value(rng)
@@ -117,7 +117,7 @@ def change_json(rng, node):
 
 
 def json_text(rng, node):
-    """The text of a changed copy, now and then with changed bytes or with a key twice."""
+    """The text of a changed copy; sometimes with changed bytes or a repeated key."""
     changed = change_json(rng, json.loads(json.dumps(node)))
     text = written(changed, rng.random() < 0.5)
     if rng.random() < 0.1 and text.startswith("{") and len(text) > 2:
@@ -127,7 +127,7 @@ def json_text(rng, node):
 
 
 def tensors(rng, data):
-    """A tensor file whose header or bytes are changed; the length in front is right, most times."""
+    """A tensor file with a changed header or changed bytes; the length in front is mostly right."""
     size = struct.unpack("<Q", data[:8])[0]
     header, rest = data[8 : 8 + size], data[8 + size :]
     if rng.random() < 0.75:

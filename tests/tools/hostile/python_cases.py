@@ -1,7 +1,7 @@
 """Generated arguments for the package's functions: python_cases.py SEED FIRST RUNS TRACE, with a Python that has numpy and kvlab.
 
-Each call either does what it says or raises ValueError with one line of the package's own. A line is printed for each that does not;
-the last line says that all were done. A crash ends this process, whose last "at" on stderr names the case.
+Each call either works or raises ValueError with one line of the package. Prints a line for each call that does neither;
+the last line says that all cases ran. A crash ends this process; its last "at" on stderr names the case.
 """
 
 import pathlib
@@ -32,7 +32,7 @@ TEXTS = ["h2o", "lru", "full", "window", "h2o:recent=25%", "h2o*lru", "16", "25%
 
 
 class Hostile:
-    """An object whose every answer is an error."""
+    """An object that raises an error on every access."""
 
     def __index__(self):
         raise ValueError("no index")
@@ -48,7 +48,7 @@ class Hostile:
 
 
 def any_of(rng, good, others):
-    """Mostly what is good, so that one bad argument at a time gets far."""
+    """Mostly valid values, so that a single bad argument gets far."""
     return rng.choice(good) if rng.random() < 0.6 else rng.choice(others)
 
 
@@ -165,7 +165,7 @@ def fault_of(call, rng):
             return f"a message of {len(said)} bytes or several lines: {said[:200]!a}"
         if match := LIBRARIES.search(said):
             return f"{match.group()!r} in {said[:300]!a}"
-    except RuntimeError as error:  # what is not there, or cannot be read: as the command's exit code 2
+    except RuntimeError as error:  # missing or unreadable files: the command's exit code 2
         if not any(word in str(error) for word in ("/", "folder", "file", "File name", "trace")) or LIBRARIES.search(str(error)):
             return f"RuntimeError: {str(error)[:300]!a}"
     except Exception as error:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # signals_test.sh KVLAB SOURCE: SIGINT, SIGTERM and SIGHUP end a command with 130, 143 and 129 and one line that says how to
-# go on; nothing is left but what goes on.
+# continue; only files that the next command continues from are left.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -13,7 +13,7 @@ chmod +x slow
 mkdir scratch
 export TMPDIR=$PWD/scratch
 
-# ended SIGNAL WHAT WORDS COMMAND...: the signal is sent $delay seconds after the file or pattern WHAT is there.
+# ended SIGNAL WHAT WORDS COMMAND...: sends the signal $delay seconds after the file or pattern WHAT exists.
 delay=0.1
 ended() {
   signal=$1 what=$2 words=$3 code=0
@@ -30,7 +30,7 @@ ended() {
   wait $pid || code=$?
   case $signal in INT) expected=130 ;; TERM) expected=143 ;; HUP) expected=129 ;; esac
   [ $code -eq $expected ] || fail "exit code $code, not $expected, of: $*: $(cat err.txt)"
-  grep -v 'the text may degrade' err.txt >line.txt || true # a warning, said before
+  grep -v 'the text may degrade' err.txt >line.txt || true # a warning that is printed before
   mv line.txt err.txt
   said "$words" "$*"
   said "called off by SIG$signal" "$*"
@@ -39,7 +39,7 @@ ended() {
 
 again="; nothing is left, and the same command begins again"
 for signal in INT TERM HUP; do
-  # The first shard may be whole by then: what is said is what is there.
+  # The first shard may be complete by then; the message must match the files.
   delay=0
   ended $signal trace "" "$kvlab" capture --model tiny --prompt-file text --teacher-forced --prompt-tokens 12000 \
     --beyond-context --out trace
@@ -75,7 +75,7 @@ for signal in INT TERM HUP; do
     "$kvlab" tune --model tiny --text text --budget 64 --policy h2o,lru --out policy.json
   [ -z "$(ls | grep -E 'scores|policy')" ] || fail "left: $(ls)"
 
-  # While a compiler is at work, which is one that takes its time and starts another.
+  # While a slow compiler runs, which starts another process.
   began=$(date +%s)
   ended $signal compiling "$again" env "CXX=$folder/slow" XDG_CACHE_HOME="$folder/cache" \
     "$kvlab" policies --policy-source "$source/policies/recency/lru.hpp"
@@ -87,7 +87,7 @@ for signal in INT TERM HUP; do
   rm compiling
 done
 
-# Who begins with a signal ignored goes on.
+# A command that starts with a signal ignored continues.
 (trap '' INT; exec "$kvlab" replay --trace story --policy h2o --budget 16,32,64 --threads 1 --out other >/dev/null 2>&1) &
 pid=$!
 while ! ls other.part/*.unit >/dev/null 2>&1; do

@@ -1,6 +1,6 @@
 #!/bin/sh
-# terminal_test.sh KVLAB SOURCE: what a command says, and where: streams that are closed, full or gone, names and tokens
-# that a terminal would obey, limits of the system. Nothing aborts, nothing is lost, one line says why.
+# terminal_test.sh KVLAB SOURCE: a command's output with streams that are closed, full or gone, names and tokens with
+# terminal control characters, and limits of the system. Nothing aborts, nothing is lost, and one line says why.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -20,7 +20,7 @@ ends() {
   [ $code -eq "$expected" ] || fail "exit code $code, not $expected, of: $*"
 }
 
-# Standard error that is closed, full, or read by nobody: no warning and no error costs the work or aborts.
+# Standard error is closed, full, or a pipe without reader: no warning and no error loses work or aborts.
 closed() { "$@" >out.txt 2>&-; }
 full() { "$@" >out.txt 2>/dev/full; }
 unread() { "$@" 2>&1 >out.txt | true; }
@@ -32,19 +32,19 @@ for broken in closed full; do
   ends 0 $broken "$kvlab" generate --model tiny --prompt x --policy h2o --budget 8 --max-new-tokens 20
 done
 ends 0 unread evaluate scores-unread
-[ -s scores-unread/eval.csv ] || fail "no scores with a standard error that nobody reads"
-# No file takes the place of a closed stream.
+[ -s scores-unread/eval.csv ] || fail "no scores with a standard error without reader"
+# No file gets the descriptor of a closed stream.
 ends 0 closed replay run-closed
 diff -r run run-closed || fail "another run under a closed standard error"
 
-# Standard output likewise, which is an error.
+# The same for standard output, which is an error.
 refused "standard output: cannot write: No space left" sh -c "'$kvlab' policies >/dev/full"
 refused "standard output: cannot write: Bad file" sh -c "'$kvlab' policies >&-"
 refused "standard output: cannot write: No space left" sh -c "exec '$kvlab' generate --model tiny --prompt x >/dev/full"
 "$kvlab" policies 2>err.txt | true
 [ ! -s err.txt ] || fail "a reader that has gone is an error: $(cat err.txt)"
 
-# What a terminal would obey, in names and in what a model says; --json has it exactly.
+# Terminal control characters in names and in generated text are escaped; --json contains them unchanged.
 odd=$(printf 'a\033[31m\302\233b\342\200\256c\233')
 control_free_of() {
   "$@" >out.txt 2>err.txt || true
@@ -61,7 +61,7 @@ control_free_of "$kvlab" eval --model tiny --text "text $odd" text --policy "h2o
 control_free_of "$kvlab" eval --model tiny --text "text $odd" text --policy h2o --budget 32 --max-tokens 48 --out "$odd/scores"
 mkdir says
 cp tiny/config.json tiny/model.safetensors says/
-# It says these in the place of each e.
+# The model generates these in place of each e.
 sed '/"decoder": {/,/},/c\
   "decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Replace", "pattern": {"String": "e"},\
     "content": "\\u202e\\u001b[2J\\u009b\\u0007"}]},' tiny/tokenizer.json >says/tokenizer.json
@@ -71,7 +71,7 @@ control_free out.txt || fail "a control character in JSON"
 control_free_of "$kvlab" generate --model says --prompt 'It was' --max-new-tokens 40
 grep -qF '?' out.txt || fail "nothing in the place of what cannot be shown: $(cat out.txt)"
 
-# One line, not too long, whatever is named; nothing without a name; a warning gives way to an error.
+# An error is one short line for any name, and always names something; an error replaces a warning.
 long=$(head -c 100000 /dev/zero | tr '\0' x)
 refused "unknown command" "$kvlab" "$long"
 refused "unknown option" "$kvlab" replay "--$long"
@@ -84,7 +84,7 @@ refused "--out: is empty" "$kvlab" demo --out ""
 refused "--run: is empty" "$kvlab" compare run ""
 refused "nowhere/config.json" "$kvlab" generate --model nowhere --prompt "$(printf 'a\377')"
 
-# The system's limits: of memory, of stacks, of a file's length.
+# The system's limits: memory, stacks, file size.
 ended_in_time() { timeout -k 1 60 "$@"; }
 if ! ldd "$kvlab" | grep -q asan; then
   ! ldd "$kvlab" | grep -qi openblas || fail "a library for one bench is in every command"
@@ -96,11 +96,11 @@ for words in "eval --model tiny --text text --policy h2o --budget 32 --max-token
   "generate --model tiny --prompt x" "trace verify story" "report run --out page.html"; do
   ldd "$kvlab" | grep -q asan || ends 0 sh -c "ulimit -s 256; exec '$kvlab' $words >out.txt 2>&1"
 done
-limited() { (ulimit -f "$1"; shift; exec "$@"); } # a file that cannot grow stands for a full disk
+limited() { (ulimit -f "$1"; shift; exec "$@"); } # a file size limit simulates a full disk
 refused "cannot write: File too large" limited 4 "$kvlab" capture --model tiny --prompt hello --max-new-tokens 8 --out trace
 [ ! -e trace ] || fail "a trace that cannot be written"
 refused "cannot write: File too large" limited 4 "$kvlab" report run --out large.html
-if [ -e "${KVLAB_VEGA:-/usr/share/javascript/vega}" ]; then # a page without it would fit
+if [ -e "${KVLAB_VEGA:-/usr/share/javascript/vega}" ]; then # a report without it would fit
   refused "cannot write: File too large" limited 60 "$kvlab" report run --figures large --out large.html
   refused "demo is taken away" limited 200 "$kvlab" demo
 else
@@ -108,7 +108,7 @@ else
 fi
 [ -z "$(ls -d demo* large* 2>/dev/null)" ] || fail "left: $(ls)"
 
-# An output that cannot be is refused before the work.
+# An output that cannot be written is refused before the work.
 mkdir closed
 chmod a-w closed
 fidelity="$kvlab fidelity --model tiny --text text --policy window,sink,lru --budget 32,64 --max-tokens 500 --prompt-tokens 100 --out fidelity"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# together_test.sh KVLAB SOURCE: commands that write one output at once: one wins, whole, and the others say so. Pages and
-# policy files replace an older one, so there the next may win when the first is over.
+# together_test.sh KVLAB SOURCE: commands that write the same output at once: one writes it completely, and the others say
+# so. Reports and policy files replace an older one, so a later command may write it again after the first has ended.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -15,7 +15,7 @@ evaluate() { "$kvlab" eval --model tiny --text text --policy h2o --budget 32 --m
 report() { "$kvlab" report whole-replay --out "$1"; }
 deploy() { "$kvlab" deploy whole-replay --budget 16 --out "$1"; }
 
-# at_once COMMAND: four of them. Prints how many won.
+# at_once COMMAND: runs four of them. Prints how many succeeded.
 at_once() {
   won=0 pids=
   for i in 1 2 3 4; do

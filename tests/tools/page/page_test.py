@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The interactive page in a browser: page_test.py KVLAB SOURCE; page_test.py KVLAB SOURCE --images hour/report.html
-takes the pictures of docs/images of that page.
+"""The interactive report in a browser: page_test.py KVLAB SOURCE; page_test.py KVLAB SOURCE --images hour/report.html
+takes the pictures of docs/images from that report.
 
-Every control changes what it should, figures carry the numbers of results.csv, nothing is asked of the network,
-nothing is logged. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver python3-selenium).
+Every control changes what it should, figures show the numbers of results.csv, the page makes no network request and
+logs nothing. Needs Chromium, its driver and Selenium (Debian: chromium chromium-driver python3-selenium).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HOSTILE = "x</script><img src=//e.example/x onerror=alert(1)>\"'&lt;\u202eevil" 
 
 
 class Browser:
-    """A headless Chromium that remembers what pages requested and logged."""
+    """A headless Chromium that records what pages request and log."""
 
     def __init__(self, width: int = 1280) -> None:
         options = webdriver.ChromeOptions()
@@ -51,7 +51,7 @@ class Browser:
                                     {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False})
 
     def open(self, page: Path) -> float:
-        """Seconds from the request to the last figure drawn."""
+        """Seconds from the request until the last figure is drawn."""
         began = time.monotonic()
         self.driver.get(page.as_uri())
         self.until("return document.documentElement.dataset.ready === 'yes'")
@@ -97,7 +97,7 @@ def same(a: float, b: float) -> bool:
 
 
 def check_dots(browser: Browser, run: Path, metric: str, layer: str = "all", head: str = "all") -> None:
-    """What is drawn, against the file."""
+    """Compares the drawn points with the file."""
     wanted = {(row["policy"], row["budget"]): row for row in rows_of(run)
               if (row["metric"], row["layer"], row["head"]) == (metric, layer, head)}
     dots = browser.dots()
@@ -169,7 +169,7 @@ def check_tables(browser: Browser) -> None:
 
 
 def check_axis(browser: Browser) -> None:
-    """Errors that span decades get a logarithmic axis; shares have none; either can be chosen."""
+    """Errors over decades get a logarithmic axis, shares do not; the user can choose either."""
     kind = "return kvlabPage.charts[0].view.scale('y').type"
     for metric, wide in (("nll_recall", False), ("recall", False)):
         browser.choose("metric", metric)
@@ -182,7 +182,7 @@ def check_axis(browser: Browser) -> None:
     assert browser.js(kind) == "linear"
 
 
-# Of each figure of points: of each axis its scale and its visible labels, each with its tick's place; of each dot its
+# For each figure of points: for each axis its scale and its visible labels with their ticks' places; for each point its
 # numbers and the place of its symbol.
 AXES = r"""
 const at = (node) => /translate\(([-\d.e]+),([-\d.e]+)\)/.exec(node.getAttribute('transform')).slice(1).map(Number);
@@ -206,7 +206,7 @@ return kvlabPage.charts.filter((c) => c.view && c.box.offsetParent && dotsOf(c))
 
 
 def place_on(axis: dict[str, Any], value: float) -> float:
-    """Where a number belongs on an axis: by its type, its domain and its range alone."""
+    """The place of a number on an axis, computed only from the axis's type, domain and range."""
     if axis["type"] == "point":
         step = (max(axis["range"]) - min(axis["range"])) / len(axis["domain"])
         return min(axis["range"]) + step * (value + 0.5)
@@ -217,8 +217,8 @@ def place_on(axis: dict[str, Any], value: float) -> float:
 
 
 def check_ticks(browser: Browser, charts: int = 1) -> None:
-    """Every label stands where its number is, no two touch, and so does every symbol. A value of 0 on a logarithmic
-    axis stands at the label 0."""
+    """Every label is at its number and no two overlap; every symbol is at its number. A value of 0 on a logarithmic
+    axis is at the label 0."""
     found = browser.js(AXES)
     assert len(found) >= charts, found
     for chart in found:
@@ -255,7 +255,7 @@ def check_labels(chart: dict[str, Any], axis: dict[str, Any], along: int) -> Non
 
 
 def check_legend(browser: Browser) -> None:
-    """Each line's sample has its own look, and says dash and marker; what is exported has it too."""
+    """Each line's sample looks different, and shows dash and marker; the exported figure does too."""
     looks = browser.js("return [...document.querySelectorAll('#explore .chips svg.swatch')].map((s) => s.innerHTML)")
     first = browser.js("return [...document.querySelectorAll('#figure-frontier .chips bdi')].map((b) => b.innerText)")
     assert first == ["window", "sink", "lru", "h2o"], "a legend of its own, without oracles of attention"
@@ -266,7 +266,7 @@ def check_legend(browser: Browser) -> None:
 
 
 def check_frozen(browser: Browser) -> None:
-    """A wide table scrolls in its own box, and its first column stays."""
+    """A wide table scrolls in its box, and its first column stays visible."""
     for width in (1280, 400):
         browser.resize(width)
         time.sleep(0.3)
@@ -280,7 +280,7 @@ def check_frozen(browser: Browser) -> None:
 
 
 def check_halving(browser: Browser, policy_file: Path) -> None:
-    """One screen says who won, at what budget, by how much and on what; rounds follow."""
+    """One screen shows the winner, the budget, the difference and the texts; rounds follow."""
     answer = browser.js("return document.querySelector('.answer').innerText")
     check_front(browser, [json.loads(policy_file.read_text())["run"]["recommendation"]])
     for part in ("budget of 32 tokens", "KL 0.", "96 decoded tokens of carroll-alice"):
@@ -293,7 +293,7 @@ def check_halving(browser: Browser, policy_file: Path) -> None:
 
 
 def check_hand(browser: Browser) -> None:
-    """Hover by the keyboard, and figures to take away."""
+    """Hovering by keyboard, and figures to download."""
     chart = browser.driver.find_element("css selector", "#explore .chart")
     chart.send_keys(Keys.ARROW_RIGHT)
     text = browser.js("return document.querySelector('#explore .readout').value")
@@ -307,7 +307,7 @@ def check_hand(browser: Browser) -> None:
 
 
 def check_kept(browser: Browser, run: Path) -> None:
-    """What is shown as kept, against kept.json, at several steps and of both policies and heads."""
+    """Compares the displayed kept tokens with kept.json, at several steps and for both policies and heads."""
     kept = json.loads((run / "kept.json").read_text())
     assert kept["heads"][0]["series"][0]["policy"] != "window", "the winner comes first"
     slider = browser.driver.find_element("css selector", "input[name=query]")
@@ -344,7 +344,7 @@ def check_looks(browser: Browser) -> None:
 
 
 def hostile(page: str) -> str:
-    """The page with a stranger's names in its data, as JSON says them."""
+    """The report with untrusted names in its data, as JSON escapes them."""
     opened = page.index('id="data">') + len('id="data">')
     closed = page.index("</script>", opened)
     data = json.loads(page[opened:closed])
@@ -375,7 +375,7 @@ def check_hostile(browser: Browser, page: Path) -> None:
 
 
 def check_other_pages(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Evaluations, tasks, tune's successive halving and comparisons: they open, draw, and carry their tables' numbers."""
+    """Evaluations, tasks, tune's successive halving and comparisons open, draw, and show their tables' numbers."""
     call("capture", "--model", source / "engine/models/tiny", "--prompt-file", source / "tools/texts/carroll-alice.txt",
          "--teacher-forced", "--prompt-tokens", "256", "--max-tokens", "640", "--out", folder / "second")
     tiny, text = source / "engine/models/tiny", source / "tools/texts/carroll-alice.txt"
@@ -435,7 +435,8 @@ MANY = ("window,sink,lru,h2o,streaming_h2o,random,a2sf,tova,lfu,h2o_mean,roco,sc
 
 
 def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Many policies and budgets with an exact 0, and one of each: on every metric, labels stand where values are."""
+    """With many policies and budgets and an exact 0, and with one of each: on every metric, labels are at their
+    values."""
     tiny, texts = source / "engine/models/tiny", source / "tools/texts"
     trace = source / "traces/samples/tiny-story"
     call("replay", "--trace", trace, "--policy", MANY, "--budget", "5%,10%,20%,30%,40%,60%,90%", "--out", folder / "many")
@@ -463,7 +464,7 @@ def check_axes(browser: Browser, call: Any, source: Path, folder: Path) -> None:
 
 
 def check_front(browser: Browser, recommendations: list[dict[str, Any]]) -> None:
-    """The first table of a page, a row for each budget, against what the command wrote."""
+    """Compares the first table of a report, with a row per budget, with the command's output."""
     rows = browser.js("return [...document.querySelector('table.recommendations').tBodies[0].rows].map((r) => ({"
                       "text: [...r.cells].map((c) => c.textContent), choice: r.querySelector('strong').textContent}))")
     assert [row["text"][0] for row in rows] == [made["budget"] for made in recommendations], rows
@@ -483,7 +484,7 @@ def check_front(browser: Browser, recommendations: list[dict[str, Any]]) -> None
 
 
 def check_orders(browser: Browser) -> None:
-    """The rows of the table of policies, at each metric and budget, against the order in the page's data."""
+    """Compares the rows of the policy table, for each metric and budget, with the order in the report's data."""
     data = browser.js("const {series, budgets, metrics, ranking, headline, recommendations} = kvlabPage.page.data;"
                       "return {series: series.map((s) => s.label), budgets: budgets.map((b) => b.text), recommendations,"
                       "metrics: metrics.map((m) => m.name), ranking, headline}")
@@ -507,7 +508,8 @@ def check_orders(browser: Browser) -> None:
 
 
 def check_first_screen(browser: Browser) -> None:
-    """Best, by how much, at which memory, how sure and what next: on the first screen, also of a phone."""
+    """The first screen, also on a phone, shows the best, the difference, the memory, the confidence and the next
+    command."""
     for width, height in ((1280, 800), (390, 844)):
         browser.resize(width, height)
         browser.until("return kvlabPage.drawnAt === innerWidth")
@@ -519,7 +521,7 @@ def check_first_screen(browser: Browser) -> None:
 
 
 def check_sweep(browser: Browser, call: Any, source: Path, folder: Path) -> None:
-    """Several values of one parameter are drawn over it; several sequences with the spread between them."""
+    """Several values of one parameter form the x axis; several sequences are drawn with their spread."""
     call("replay", "--trace", source / "traces/samples/tiny-story", folder / "second", "--policy",
          "h2o,a2sf:keep=0.9,a2sf:keep=0.95,a2sf:keep=0.99", "--budget", "32,64", "--out", folder / "sweep")
     call("report", folder / "sweep", "--out", folder / "sweep.html")
@@ -554,7 +556,7 @@ def packed(values: list[float]) -> dict[str, Any]:
 
 
 def large(page: str, metrics: int = 3) -> str:
-    """The page with figures of 24 policies, 8 budgets, 30 layers and 9 heads."""
+    """A report with figures of 24 policies, 8 budgets, 30 layers and 9 heads."""
     opened = page.index('id="data">') + len('id="data">')
     closed = page.index("</script>", opened)
     data = json.loads(page[opened:closed])
