@@ -140,7 +140,7 @@ class Experiment:
         texts = ", ".join(pathlib.Path(text).stem for text in self.arguments.text)
         limits = f"{self.tokens} tokens of each at most{', quick' * self.arguments.quick}"
         made = [
-            f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; every number is the script's. Model: {models}.",
+            f"Made by `tools/experiments/{pathlib.Path(sys.argv[0]).name}`; no number is typed by hand. Model: {models}.",
             f"Texts: {texts}, {limits}.\n{version}, on {self.arguments.device or 'the default device'}.",
         ]
         page = [f"# {title}", question.strip(), "\n".join(made), *self.sections]
