@@ -1,5 +1,5 @@
-// Each element is read and written once: bound by memory where there are many tokens, and by the
-// launch where there are few. Bytes moved per token stand beside each kernel.
+// Each element is read and written once, so the kernels are bound by memory for many tokens, and by
+// the launch for few. A comment at each kernel gives the bytes moved per token.
 #include "kernels/pointwise.hpp"
 
 #include "kernels/device/activation.cuh"
@@ -30,7 +30,7 @@ __device__ inline int chunk_of_thread() {
   return static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x);
 }
 
-/// hidden * (bytes of T + 4).
+/// Bytes: hidden * (bytes of T + 4) per token.
 template <class T>
 __global__ void embed_kernel(const T* table, int hidden, float scale, const std::int32_t* ids,
                              float* x) {

@@ -135,7 +135,7 @@ TEST_CASE("a run is deployed and generates, and the end-to-end evaluation can co
       confirmed, [&](const auto& entry) { return entry["policy"] == closed.cache.policy.name; });
   REQUIRE(deployed != confirmed.end());
   CHECK((*deployed)["not_significantly_different"] == true);
-  // Both criteria, or the statement that there is only one.
+  // Both criteria, or the statement that only one was evaluated.
   CHECK(open.run["criteria"]["why"] ==
         "Task accuracy was not evaluated; --confirm K evaluates the best K");
   CHECK(closed.run["criteria"]["deployed"] == closed.cache.policy.text());

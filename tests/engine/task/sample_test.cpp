@@ -1,4 +1,4 @@
-// Questions: where the answer is, and that there is only one.
+// Questions: where the answer is, and whether it is unique.
 #include "engine/evaluation/task/sample.hpp"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 #!/bin/sh
-# first_hour_test.sh KVLAB SOURCE: the commands of docs/start/first-hour.md as they stand, twice, in a folder that looks
-# like a checkout; README's quickstart; then what stopped new users before.
+# first_hour_test.sh KVLAB SOURCE: runs the commands of docs/start/first-hour.md unchanged, twice, in a folder that looks
+# like a checkout; README's quickstart; then cases that stopped new users before.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -12,7 +12,7 @@ PATH=$folder/build:$PATH
 
 # has TEXT FILE
 has() { grep -qF -- "$1" "$2" || { cat "$2"; fail "'$1' is not said"; }; }
-# All blocks of shell of the page.
+# All shell blocks of the page.
 awk '/^```$/ {on = 0} on {print} /^```sh$/ {on = 1}' "$source/docs/start/first-hour.md" >hour.sh
 [ "$(grep -c '^kvlab ' hour.sh)" -gt 10 ] || fail "the commands of docs/start/first-hour.md were not found"
 for round in first second; do
@@ -63,7 +63,7 @@ has "confidence intervals are wide" err
 kvlab eval --model $tiny --text tools/demo/prompt.txt --max-tokens 200 --policy sink --budget 24 >dense.out
 has "over decoded queries" dense.out
 
-# A policy of one's own: the header that docs/guides/write-a-policy.md shows, by what each command says comes next.
+# A user's policy: the header of docs/guides/write-a-policy.md, with the next command that each command prints.
 awk '/^```cpp$/ {on = 1; next} on && /^```$/ {exit} on' "$source/docs/guides/write-a-policy.md" >peak.hpp
 kvlab replay --trace hour/trace --policy-source peak.hpp --budget 64 --out mine >/dev/null
 kvlab deploy mine --budget 64 --policy-source peak.hpp --out mine.json >deploy.out
@@ -96,12 +96,12 @@ done
 refused "exists" kvlab report $run --figures hour/figures --out again.html
 [ ! -e again.html ] || fail "a refused report left a page"
 
-# README and docs name commands and options that there are.
+# README and docs name only existing commands and options.
 (cd "$source" && sed -e ':a' -e '/\\$/N; s/\\\n//; ta' README.md docs/*.md docs/*/*.md docs/*/*/*.md) |
   grep -oE '(^|[ `])kvlab [a-z]+ [^`#|┤─]*' | sed 's/^[ `]*kvlab //' | sort -u >named.txt
 [ "$(wc -l <named.txt)" -gt 50 ] || fail "no commands were found in docs"
 while read -r command words; do
-  kvlab help "$command" >help.out 2>&1 || continue # a sentence about kvlab, or found below
+  kvlab help "$command" >help.out 2>&1 || continue # an unknown command is prose, or is reported below
   for option in $(echo "$words" | grep -oE -e '--[a-z][a-z-]*'); do
     grep -qE -e "(^|[^a-z-])$option([^a-z-]|\$)" help.out || fail "docs: kvlab $command has no $option"
   done
@@ -121,7 +121,7 @@ refused "prefill: the file of" kvlab eval --model $tiny --text nine.txt --policy
 kvlab replay --trace hour/trace --layers "0, 1" --policy "window, sink" --budget "32, 64" --out listed >listed.out
 has "window" listed.out
 
-# Without vl-convert figures are Vega-Lite, and one line says so; with it they are pictures too.
+# Without vl-convert, figures are Vega-Lite, and one line says so; with it they are pictures too.
 mkdir bin
 printf '#!/bin/sh\nexit 127\n' >bin/vl-convert
 cp bin/vl-convert bin/python3
@@ -133,7 +133,7 @@ printf '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo drawn >"$2"\n' >bi
 PATH=$folder/bin:$PATH kvlab report hour/eval --figures pictures --out spec.html >out 2>err
 [ "$(grep -vc "libjs-vega" err)" = 0 ] && [ -s pictures/kl.svg ] && [ -s pictures/frontier.png ] || fail "figures of an evaluation"
 
-# Without Vega a page has its tables, and one line says what is missing.
+# Without Vega, a report has its tables, and one line says what is missing.
 for what in $run hour/eval hour/tuned.json; do
   KVLAB_VEGA=/nowhere kvlab report $what --out bare.html >out 2>err
   has "libjs-vega" err

@@ -1,5 +1,5 @@
 #!/bin/sh
-# installed_test.sh BUILD SOURCE: an installed kvlab runs its demo in an empty folder, and brings its manual.
+# installed_test.sh BUILD SOURCE: an installed kvlab runs its demo in an empty folder, and includes its manual.
 set -eu
 build=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -8,7 +8,7 @@ cmake --install "$build" --prefix "$folder/prefix" --component command >install.
 prefix/bin/kvlab demo >demo.log 2>&1 || { cat demo.log; fail "the demo of an installed kvlab"; }
 grep -q -- "--model prefix/share/kvlab/engine/models/tiny" demo.log || fail "the demo ran on the checkout's model"
 [ -s demo/report.html ] || fail "the demo left no report"
-# Vega that comes with an installation is taken before Debian's.
+# An installation's Vega has priority over Debian's.
 vega=${KVLAB_VEGA:-/usr/share/javascript/vega}
 if [ -d "$vega" ]; then
   mkdir -p prefix/share/kvlab/javascript
