@@ -1,1 +1,1 @@
-../../../../policies/columns/lagkv.hpp
+../../../../policies/features/lagkv.hpp
