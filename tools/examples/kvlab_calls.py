@@ -141,7 +141,7 @@ class ObserveArgs(Args):  # kvlab_observe_args
     ]
 
 
-class CompactArgs(Args):  # kvlab_shrink_args, old name
+class CompactArgs(Args):  # kvlab_shrink_args
     _fields_ = [
         ("struct_size", SIZE),
         ("from", Cache),
@@ -168,7 +168,7 @@ STRUCTS = {
     "kvlab_evicting_attention_args": EvictingAttentionArgs,
     "kvlab_prefill_args": PrefillArgs,
     "kvlab_observe_args": ObserveArgs,
-    "kvlab_shrink_args": CompactArgs,  # old name
+    "kvlab_shrink_args": CompactArgs,
 }
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -180,8 +180,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_prefill_attention": (I32, [ctypes.POINTER(PrefillArgs), P]),
     "kvlab_observe_workspace": (SIZE, [ctypes.POINTER(ObserveArgs)]),
     "kvlab_observe": (I32, [ctypes.POINTER(ObserveArgs), P]),
-    "kvlab_shrink_workspace": (SIZE, [ctypes.POINTER(Cache)]),  # old name
-    "kvlab_shrink": (I32, [P, ctypes.POINTER(CompactArgs), P]),  # old name
+    "kvlab_shrink_workspace": (SIZE, [ctypes.POINTER(Cache)]),
+    "kvlab_shrink": (I32, [P, ctypes.POINTER(CompactArgs), P]),
 }
 
 

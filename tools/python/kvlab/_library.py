@@ -90,7 +90,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kvlab_slots_create": (I32, [_pointer(SlotsConfig), P, P]),
     "kvlab_slots_destroy": (None, [P]),
     "kvlab_slots_clear": (I32, [P, P]),
-    "kvlab_slots_admit": (I32, [P, _pointer(SlotsPart), P]),  # old name
+    "kvlab_slots_admit": (I32, [P, _pointer(SlotsPart), P]),
     "kvlab_slots_before_step": (I32, [P, P, P]),
     "kvlab_slots_step": (I32, [P, I32, P, P, P, P]),
     "kvlab_slots_ask": (I32, [P, I32, _pointer(SlotsHeld)]),

@@ -194,7 +194,7 @@ def _slots_append(
         qkv=qkv.data_ptr(),
         out=out.data_ptr(),
     )
-    done(library().kvlab_slots_admit(slots, part, stream))  # old name
+    done(library().kvlab_slots_admit(slots, part, stream))
 
 
 def _slots_step(slots: int, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
