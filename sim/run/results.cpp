@@ -79,8 +79,8 @@ class RowParser {
   ResultRow parse() {
     ResultRow row;
     row.trace = name("trace");
-    row.policy = current_name(kOldPolicies, name("policy"));
-    row.params = current_params(text());
+    row.policy = name("policy");
+    row.params = text();
     row.budget = name("budget");
     row.budget_tokens = number<std::uint32_t>("budget_tokens");
     if (row.budget_tokens == 0)
@@ -93,7 +93,7 @@ class RowParser {
     row.layer = scope("layer");
     row.head = scope("head");
     if (row.layer < 0 && row.head >= 0) throw std::runtime_error("a head without a layer");
-    row.metric = current_metric(text());
+    row.metric = text();
     if (!find_metric(row.metric))
       throw std::runtime_error(fmt::format("unknown metric '{}'", shown_field(row.metric)));
     row.value = number<double>("value");
@@ -299,10 +299,7 @@ void parse_blocks_csv(std::string_view text, std::string_view file, std::span<Re
     std::string key;
     for (std::size_t i = 0; i < 8; ++i) {
       if (i > 0) key += ',';
-      key += csv_field(i == 1   ? std::string(current_name(kOldPolicies, fields[i]))
-                       : i == 2 ? current_params(fields[i])
-                       : i == 7 ? current_metric(fields[i])
-                                : fields[i]);
+      key += csv_field(fields[i]);
     }
     const auto found = known.find(key);
     if (found == known.end()) throw std::runtime_error("there is no such row of the whole model");
@@ -384,17 +381,35 @@ const std::string& CsvRecord::text(std::string_view column) const {
   return fields[static_cast<std::size_t>(found - header.begin())];
 }
 
+namespace {
+
+using Rename = std::string (*)(std::string_view);
+
+/// What gives the fields of `column` their names of today; null if they never had others.
+Rename renamed_fields(std::string_view column) {
+  if (column == "policy") return current_policy;
+  if (column == "params") return current_params;
+  if (column == "metric") return current_metric;
+  return nullptr;
+}
+
+}  // namespace
+
 void read_records(std::string_view text, std::string_view file,
                   const std::function<void(const CsvRecord&)>& read) {
   CsvReader reader(text);
   try {
     CsvRecord record{.header = reader.next().value_or(std::vector<std::string>{})};
+    for (std::string& column : record.header) column = current_name(kOldColumns, column);
     while (auto fields = reader.next()) try {
         if (fields->size() != record.header.size())
           throw std::runtime_error(
               fmt::format("{} columns; there should be {}", fields->size(), record.header.size()));
         record.fields = std::move(*fields);
         record.line = reader.line();
+        for (std::size_t i = 0; i < record.fields.size(); ++i)
+          if (const auto rename = renamed_fields(record.header[i]))
+            record.fields[i] = rename(record.fields[i]);
         read(record);
       } catch (const std::exception& error) {
         throw std::runtime_error(fmt::format("line {}: {}", reader.line(), error.what()));

@@ -176,7 +176,7 @@ def test_several_traces(sample: kvlab.Trace, tmp_path: pathlib.Path) -> None:
     both = kvlab.replay([sample, tmp_path / "again"], "window", 64, references=False)
     one = kvlab.replay(sample, "window", 64, references=False)
     assert both.csv().replace("again,", "tiny-story,").splitlines()[1:] == one.csv().splitlines()[1:] * 2
-    with pytest.raises(ValueError, match="trace None: should be one of tiny-story, again"):
+    with pytest.raises(ValueError, match="trace: None should be one of tiny-story, again"):
         both.kept(0, 0, "window", 64)
     assert both.kept(0, 0, "window", 64, trace="again").live[0].sum() == 64
     with pytest.raises(ValueError, match="two traces are called tiny-story"):

@@ -1,6 +1,7 @@
 #include "traces/base/old_keys.hpp"
 
 #include <algorithm>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -45,6 +46,14 @@ void rename_answers(json& criteria) {
   for (json& policy : criteria["policies"]) rename(policy);
 }
 
+/// A policy that stands as text within a result: `h2o:tiers=4`, the name of an oracle.
+void rename_text(std::string& text) {
+  constexpr std::string_view kBefore = "ladder=", kNow = "tiers=";  // old name
+  for (std::size_t at = 0; (at = text.find(kBefore, at)) != std::string::npos; at += kNow.size())
+    if (at == 0 || text[at - 1] == ':') text.replace(at, kBefore.size(), kNow);
+  if (text == "oracle_mass") text = "oracle_attention";  // old name
+}
+
 }  // namespace
 
 void rename_old_keys(json& top) {
@@ -64,6 +73,7 @@ void rename_old_keys(json& top) {
     for (auto child = one.begin(); child != one.end(); ++child) {
       if (one.is_object() && child.key() == "capture") continue;
       if (one.is_object() && child.key() == "criteria") rename_answers(*child);
+      if (child->is_string()) rename_text(child->get_ref<std::string&>());
       if (child->is_structured()) waiting.push_back(&*child);
     }
   }

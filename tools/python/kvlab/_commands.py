@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from kvlab import _arguments, _kvlab
+from kvlab._old_names import OPTIONS, rename
 from kvlab._policy import Policy, known_as, resolve
 from kvlab._progress import Progress, shown
 from kvlab._words import LISTS, python_words
@@ -124,6 +125,8 @@ def _run(
     """Runs the command and returns what it prints with --json. `options`: keywords that are options of the command,
     with '_' for '-'. `named`: parameters of the Python function."""
     kinds = {option: kind for option, kind in _kvlab.command_options(name) if option not in _OWN}
+    options = dict(options)
+    rename(options, {before: now for before, now in OPTIONS.items() if now in kinds}, function)
     for option in options:
         if option.replace("_", "-") not in kinds:
             known = [one.replace("-", "_") for one in kinds]

@@ -15,6 +15,7 @@ import numpy
 import numpy.typing
 
 from kvlab import _arguments, _kvlab
+from kvlab._old_names import renamed
 from kvlab._rows import Rows, Sight
 
 Needs = Literal["nothing", "mass", "requests", "both"]
@@ -232,6 +233,7 @@ def policy_source(path: str | os.PathLike[str]) -> Policy:
     return Policy(_kvlab.Policy.compile(path), source=os.path.abspath(path))
 
 
+@renamed(columns="features")
 def policy(
     needs: Needs | None = "nothing",
     *,

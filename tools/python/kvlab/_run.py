@@ -15,6 +15,7 @@ import numpy
 import numpy.typing
 
 from kvlab import _arguments, _kvlab
+from kvlab._old_names import renamed
 from kvlab._policy import Policy, resolve
 from kvlab._progress import Progress, shown
 from kvlab._trace import MAX_THREADS, Trace
@@ -390,6 +391,7 @@ def _output_of(model: Model) -> _kvlab.OutputProjections | None:
     return output_projections(base_of(model))
 
 
+@renamed(span="queries")
 def replay(
     trace: Trace | str | os.PathLike[str] | Sequence[Trace | str | os.PathLike[str]],
     policies: str | Policy | Sequence[str | Policy],
@@ -468,7 +470,7 @@ def replay(
     with shown(progress, "replay") as words["progress"], python_words(LISTS):
         held = _kvlab.replay([one._held for one in traces], own, words)
     for line in held.notices:
-        warnings.warn(in_python(line, LISTS), stacklevel=2)
+        warnings.warn(in_python(line, LISTS), stacklevel=3)
     return Run(held, traces, own, words["output"])
 
 

@@ -14,6 +14,7 @@ import numpy.typing
 from kvlab import _arguments, _kvlab
 from kvlab._accesses import accesses_of
 from kvlab._arrays import write_arrays
+from kvlab._old_names import renamed
 
 Floats = numpy.typing.NDArray[numpy.float32]
 
@@ -129,6 +130,7 @@ class Trace:
         first = _arguments.whole("first", first, 0, MAX_TOKENS)
         return self._held.attention(_index("layer", layer), _index("head", head), first, count)
 
+    @renamed(span="queries")
     def accesses(
         self,
         out: str | os.PathLike[str] | None = None,

@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvlab.hf.capturing import capture
     from kvlab.hf.cache import Cache
+    from kvlab.hf.capturing import capture
     from kvlab.hf.evicting_block import evicting
     from kvlab.hf.presses import KvlabPress, from_press
     from kvlab.hf.refused import Refused

@@ -17,12 +17,12 @@ from kvlab.hf.calls import few_logits
 from kvlab.hf.conversation import Conversation
 from kvlab.hf.hooks import Hooks
 from kvlab.hf.layers import (
-    policy_layers,
     decoder_of,
     layer_count,
     layers_of,
     output_projections,
     output_weights,
+    policy_layers,
     refuse_beyond_format,
     said,
 )

@@ -20,6 +20,7 @@ import transformers
 
 from kvlab import _kvlab
 from kvlab._arrays import writer_of
+from kvlab._old_names import renamed
 from kvlab._progress import shown
 from kvlab._trace import Trace
 from kvlab.hf.attended_model import refuse_within_block
@@ -327,6 +328,7 @@ def write_capture(
     return tokens
 
 
+@renamed(columns="features", spans="passages")
 def capture(
     model: Any,
     input_ids: Any,
@@ -386,7 +388,7 @@ def capture(
     trace = Trace(path)
     trace._folder = folder
     if unsafe := trace._held.key_quantization_warning:
-        warnings.warn(unsafe, stacklevel=2)
+        warnings.warn(unsafe, stacklevel=3)
     return trace
 
 

@@ -21,7 +21,7 @@ from kvlab import _kvlab
 from kvlab._policy import Policy, Step, Token, policy, resolve
 from kvlab._rows import Rows
 from kvlab.hf.features import output_projection
-from kvlab.hf.layers import policy_layers, decoder_of, layers_of, output_projections, said
+from kvlab.hf.layers import decoder_of, layers_of, output_projections, policy_layers, said
 from kvlab.hf.models import base_of, context_of
 from kvlab.hf.refused import Refused
 

@@ -21,8 +21,8 @@ import torch
 
 from kvlab import _kvlab
 from kvlab._trace import Trace
-from kvlab.hf.features import refuse_other_weights
 from kvlab.hf.command_line import Parser, announce_size, refuse_missing_cuda, whole_number
+from kvlab.hf.features import refuse_other_weights
 from kvlab.hf.models import (
     DTYPES,
     Shape,

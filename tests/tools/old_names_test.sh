@@ -1,0 +1,41 @@
+#!/bin/sh
+# old_names_test.sh KVLAB SOURCE: what version 0.5 wrote, and commands that were written for it, are read for one release
+# more. tests/data/old_names was made by version 0.5.
+set -eu
+kvlab=$1 source=$2
+. "$source/tests/scripts/check.sh"
+enter_scratch
+cp -r "$source/tests/data/old_names/." .
+ln -s "$source/traces/samples/tiny-story" story
+
+# Options, policies and headers of a person are taken, with one line for each that says the new name.
+"$kvlab" replay --trace story --span decode --budget 16 --layers 0 --policy-source old_peak.hpp \
+  --policy 'h2o:ladder=4,column:name=key_norm,old_peak' --out again >said 2>warned || fail "old options: $(cat warned)"
+for line in '--span is called --queries now' 'policy h2o:ladder=4 is written h2o:tiers=4 now' \
+  'policy column:name=key_norm is written feature:name=key_norm now' 'old_peak.hpp: uses names of kvlab 0.5'; do
+  grep -qF -- "$line" warned || fail "no line: $line: $(cat warned)"
+done
+[ "$(wc -l <warned)" -eq 4 ] || fail "warnings: $(cat warned)"
+refused "ladder" "$kvlab" report again --ladder 4 # report never had that option
+
+# A run is what it was: the same results under today's names.
+"$kvlab" compare run again --json >compared || fail "an old run beside a new one"
+rename='s/oracle_mass/oracle_attention/; s/,column,/,feature,/; s/ladder=/tiers=/; s/code_error/quantization_error/'
+sed -e 1d -e "$rename" run/results.csv | sort >before
+sed 1d again/results.csv | sort >now
+cmp before now || fail "an old run's results"
+"$kvlab" deploy run --budget 16 --metric code_error --policy-source old_peak.hpp --out deployed.json >said 2>&1 ||
+  grep -q "code_error\|quantization_error" said || fail "a metric by its old name: $(cat said)"
+
+# Pages of every kind of result.
+for result in run eval fidelity task tuned.json; do
+  "$kvlab" report $result --out page.html >said 2>&1 || fail "$result: $(cat said)"
+  for old in ladder= oracle_mass told_apart; do
+    ! grep -q "$old" page.html || fail "$result: its page says $old"
+  done
+  rm page.html
+done
+
+# A policy file is deployed.
+"$kvlab" generate --model "$source/engine/models/tiny" --prompt "Once upon a time" --max-new-tokens 40 \
+  --policy-file tuned.json --device cpu >said 2>&1 || fail "an old policy file: $(cat said)"
