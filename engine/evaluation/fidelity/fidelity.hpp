@@ -75,8 +75,8 @@ struct FidelityText {
   std::uint32_t tokens = 0, prompt_tokens = 0;
   std::vector<std::vector<double>> kl_tokens;  ///< [configuration][token]: KL to the full cache in
                                                ///< the end-to-end evaluation, in nats
-  std::vector<double> kl;        ///< [configuration]: mean of kl_tokens
-  ReplayMetrics replay_metrics;  ///< metrics of the offline replay
+  std::vector<double> kl;                      ///< [configuration]: mean of kl_tokens
+  ReplayMetrics replay_metrics;                ///< metrics of the offline replay
 };
 FidelityText fidelity_text(const EvalText& text, std::vector<std::vector<double>> kl_tokens,
                            ReplayMetrics replay_metrics);

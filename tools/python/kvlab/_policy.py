@@ -64,7 +64,8 @@ class PolicyInfo:
 class Seen(NamedTuple):
     """What each live token received from the queries of the last append.
 
-    Every array has shape [live], oldest token first. An array is None if the policy's `needs` does not request it.
+    Every array has shape [live], oldest token first. An array is None if the policy's `needs` does not request it. With
+    `needs="nothing"` the function gets None in place of this object.
     """
 
     mass: numpy.typing.NDArray[numpy.uint64]

@@ -190,6 +190,10 @@ class Cache(HeldCache, transformers.DynamicCache):  # type: ignore[misc]
     one conversation, over any number of calls and turns. `copy.deepcopy` makes an independent conversation, so that a
     prefix is computed once and serves many questions (on the CPU only). Each row of a batch is evicted separately.
 
+    `kept(layer, head, row=0)` returns the positions that a KV head keeps, and `trace()` what `record=True` stored.
+    `tokens`, `evictions`, `kv_bytes`, `allocated_bytes` and `window_bytes` are numbers about the conversation.
+    `crop()` and `reset()` work as in any transformers cache.
+
     The first cache of a model checks that kvlab computes what the plain model computes, which takes about as long as
     eight forward passes of 64 tokens.
     """

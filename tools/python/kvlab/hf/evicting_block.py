@@ -26,8 +26,9 @@ class evicting(Facts, Block):
     becomes one of kvlab's and stays one after the block. Layers with a sliding window keep their window. The first
     block of a model checks that policy `full` gives the plain model's logits.
 
-    The object describes the conversation that began last. With `record=True` its `trace()` returns queries, keys and
-    values; a replay of that trace keeps the same tokens.
+    The object describes the conversation that began last, by `kept()`, `tokens`, `evictions`, `kv_bytes`,
+    `allocated_bytes`, `window_bytes` and `trace()`, as in `kvlab.hf.Cache`. A replay of its trace keeps
+    the same tokens.
     """
 
     def __init__(
