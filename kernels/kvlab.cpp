@@ -87,7 +87,7 @@ cudaError_t compile_policy(const char* path, const kvlab_policy** policy, std::s
     said = std::string(path) + ": has more than a MiB; a policy's header is expected";
     return cudaErrorInvalidSource;
   }
-  // regular files only: no pipe, no device
+  // Regular files only: no pipe, no device
   std::ifstream file(error ? "" : path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   if (!file) {

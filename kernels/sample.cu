@@ -26,7 +26,7 @@ constexpr int kParts = 32;  ///< parts of a row in the search for the largest lo
 constexpr int kPartThreads = 256;
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
 constexpr int kLimbBits = 14, kLimbs = 3;  ///< of a weight; limbs keep 32-bit sums from overflowing
-// the largest float below 2^42, so that weights fit the limbs
+// The largest float below 2^42, so that weights fit the limbs
 constexpr float kMaxWeight = 0x1.fffffep41f;
 constexpr int kMaxVocab = 1 << (32 - kLimbBits);
 constexpr int kBucketBits = 11, kBuckets = 1 << kBucketBits;

@@ -89,7 +89,7 @@ std::vector<Row> sample(const std::vector<Row>& rows) {
 std::vector<Budget> budgets_about(std::uint32_t tokens, const CacheShape& model) {
   HeadBudgets heads(model.layers, std::vector<std::uint32_t>(model.kv_heads));
   std::uint32_t next = 0;
-  // equal within every other layer, because scope=layer needs equal budgets in a layer
+  // Equal within every other layer, because scope=layer needs equal budgets in a layer
   for (auto& layer : heads)
     for (std::uint32_t& own : layer) own = tokens * (4 + next++ * 5 % 7) / 6;
   HeadBudgets layers = heads;

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
   state.start(static_cast<const typename Warp::Element*>(args.q) +
                   std::int64_t{slots.pair} * args.group * kDim,
               args.group);
-  if (args.sinks != nullptr && rank == 0 && warp == 0)  // only rank 0 writes the largest logit
+  if (args.sinks != nullptr && rank == 0 && warp == 0)  // once; no observer reads the largest logit
     state.count_sinks(args.sinks + slots.pair % args.table.kv_heads * args.group);
   TileUse use{};
   for (int i = 0; i < count; ++i) {

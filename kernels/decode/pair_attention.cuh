@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kThreads) attend_pairs(const __grid_constant__
   if constexpr (Warp::kRotated == Rotated::keys)
     for (int i = threadIdx.x; i < Warp::kHeadSize / 2; i += kThreads)
       ring.frequencies()[i] = frequency_of(args.inv_freq[i]);
-  // all threads have read the share; later kernels of the stream may change lengths
+  // All threads have read the share; later kernels of the stream may change lengths
   __syncthreads();
   let_successor_start();
   if (left == 0) {

@@ -44,7 +44,7 @@ constexpr int logits_stride(int group) { return group == 1 ? 1 : (group + 1) / 2
 /// The first bytes of a workspace. Their layout does not depend on sizes, so launches of different
 /// sizes may follow each other.
 struct Signals {
-  /// parts that have arrived, of the cut pair that begins in this CTA
+  /// Parts that have arrived, of the cut pair that begins in this CTA
   std::int32_t arrived[kMaxCtas];
   std::int32_t observed[kMaxPairs];  ///< blocks that have observed their slots of a pair
 };

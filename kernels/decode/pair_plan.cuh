@@ -39,7 +39,7 @@ inline std::int64_t max_tiles(const PairAttention& args) {
   return std::int64_t{args.table.pairs} * (row_slots(args.table.max_slots) / kSlotsPerTile);
 }
 
-// shared memory in bytes that the system reserves for each CTA
+// Shared memory in bytes that the system reserves for each CTA
 inline constexpr int kReserved = 1024;
 /// The shared memory of a multiprocessor: the most for one CTA, and its reserved part.
 inline int shared_of_all(const DeviceLimits& limits) { return limits.shared_bytes + kReserved; }

@@ -56,7 +56,7 @@ struct EvictionThreshold {
 
 struct SelectionShared {
   std::uint32_t histogram[kEvictionHistograms][kEvictionBins];
-  /// the bin of the token sought, and how many tokens of its prefix precede it
+  /// The bin of the token sought, and how many tokens of its prefix precede it
   std::uint32_t bin, before;
   std::uint32_t warps[kMaxEvictionWarps];
 };
@@ -97,7 +97,7 @@ template <class Keys>
 __device__ EvictionThreshold select_victims(SelectionShared& shared, const Keys& keys,
                                             std::uint32_t live, std::uint32_t num_evicted) {
   EvictionThreshold found{{}, 0};
-  // tokens of the same prefix before the first token that stays
+  // Tokens of the same prefix before the first token that stays
   std::uint32_t before_it = num_evicted;
   for (int digit = 0; digit < kEvictionDigits && before_it > 0; ++digit) {
     for (int i = threadIdx.x; i < kEvictionHistograms * kEvictionBins;

@@ -31,7 +31,7 @@ struct CachePositionKeysArgs {
   CachePositionArgs shape;
   int slots;
   const std::uint32_t* positions;  // [kv_head, slot], of the older tokens
-  /// keys are rotated at their positions and include rope_factor, which must be 1 here
+  /// Keys are rotated at their positions and include rope_factor, which must be 1 here
   bool rotated;
   std::uint32_t now;  ///< if rotated: position of the first new token
   const void* keys;

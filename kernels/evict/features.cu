@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
   if (args.now != nullptr && args.now[pair.sequence] == kIdle) return;
   const NewTokens<T, kOne> own(args, pair, shared);
   const int count = args.count;
-  // the features of one token in parallel, one warp each
+  // The features of one token in parallel, one warp each
   constexpr int kEach = kOne ? kWarpSize : 1;
   for (int i = static_cast<int>(threadIdx.x); i < own.count() * count * kEach; i += kThreads)
     if (const int at = i / kEach;

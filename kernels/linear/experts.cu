@@ -17,7 +17,7 @@ namespace kvlab::kernels {
 namespace {
 
 constexpr int kRouteThreads = 256, kRouteWarps = kRouteThreads / kWarpSize;
-/// tokens at most for which the block that groups also chooses
+/// Tokens at most for which the block that groups also chooses
 constexpr int kFewTokens = kMaxExperts / kWarpSize;
 constexpr int kMaxHidden = 8192;
 
@@ -171,7 +171,7 @@ __device__ void write_output(const ExpertProductArgs& args, int expert, int pair
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;
 constexpr int kStages = 4;
-/// of a tile: number of outputs, and of inputs at a time
+/// Of a tile: number of outputs, and of inputs at a time
 constexpr int kColumns = 64, kDepth = 64;
 
 template <class T, int kPairs>

@@ -151,7 +151,7 @@ class WarpKeys {
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  /// groups of eight queries whose products are in registers at a time
+  /// Groups of eight queries whose products are in registers at a time
   static constexpr int kEights = 4;
 
   __device__ void multiply(const T* queries, int eight, float (&product)[2][kEights][4]) const {

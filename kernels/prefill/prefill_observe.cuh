@@ -134,7 +134,7 @@ struct Part {
   int first;      ///< slot of query 0
   int first_key;  ///< slot of the CTA's first key
   int keys;       ///< number of its keys that exist
-  /// range of queries; begin is a multiple of kQueries; end <= begin: nothing to do
+  /// Range of queries; begin is a multiple of kQueries; end <= begin: nothing to do
   int begin, end;
 
   __device__ Part(const Plan& plan, int keys_of_cta) : own(plan.args, plan.tail) {
@@ -148,7 +148,7 @@ struct Part {
     keys = min(keys_of_cta, first + own.count - first_key);
     begin = own.silent + rest / plan.args.prefill.kv_heads * kRange;
     end = min(begin + kRange, own.count);
-    // earlier queries see none of the keys
+    // Earlier queries see none of the keys
     begin = max(begin, (first_key - first) / kQueries * kQueries);
     if (keys <= 0) end = begin;
   }

@@ -13,7 +13,7 @@
 namespace kvlab::kernels {
 
 inline constexpr int kMaxDeviceTiers = 8;
-/// query heads per KV head at most, for the tensor core kernels
+/// Query heads per KV head at most, for the tensor core kernels
 inline constexpr int kMaxTierGroup = 8;
 inline constexpr std::uint32_t kRowsOfTile = 16;  ///< a tier's rows are a multiple of it
 
@@ -32,7 +32,7 @@ struct DeviceFormat {
 /// Tiles follow one another.
 struct DeviceTier {
   DeviceFormat format;
-  /// tokens that the tier may hold; rows beyond are for tokens that wait for eviction
+  /// Tokens that the tier may hold; rows beyond are for tokens that wait for eviction
   std::uint32_t slots;
   std::uint32_t rows;       ///< number of rows, a multiple of kRowsOfTile
   std::uint32_t first_row;  ///< index among the pair's rows

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads)
   const TileRow row(args.table);
   const EvenShare share(row.total(), plan.pairs.ctas);
   int left = share.begin(blockIdx.x + 1) - share.begin(blockIdx.x);
-  // all threads have read the share; later kernels of the stream may change lengths
+  // All threads have read the share; later kernels of the stream may change lengths
   __syncthreads();
   let_successor_start();
   if (left == 0) {

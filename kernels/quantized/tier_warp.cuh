@@ -382,7 +382,7 @@ class QuantizedWarp {
 
  private:
   // A lane has rows row() and row() + 8 of a tile, and the head of a head group with the lane's
-  // number modulo four. Of the output it has the row()-th channels of that head.
+  // number modulo four. Of the output it has the channels channel(n, half) of that head.
   __device__ static int row() { return lane_id() / 4; }
   __device__ static int head(int e) { return 4 * e + lane_id() % 4; }
   __device__ static int channel(int n, int half) {
@@ -530,7 +530,7 @@ class QuantizedWarp {
   int group_;
   float base2_scale_;
   bool fresh_ = true;
-  // for this lane's column; the digits of two products
+  // For this lane's column; the digits of two products
   std::uint32_t query_of_[kHeadGroups][kBlocks][4];
   float scale_[kHeadGroups], firsts_[kHeadGroups][kBlocks];
   float out_[kHeadGroups][kDim / 16][4];

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kStepThreads = 2 * kWarpSize * (kMaxDeviceTiers - 1), kAssignThreads = 1024,
               kMoveThreads = 256;
-// per token one warp for the key and one for the value
+// Per token one warp for the key and one for the value
 constexpr int kTokensOfBlock = kMoveThreads / kWarpSize / 2;
 
 /// Sizes of a layer's rows.
@@ -270,7 +270,7 @@ struct MovedRow {
   int pair;
   std::int64_t i;  ///< index among the tokens that stay
   bool key, wanted;
-  /// slot in `from`; `from` and `to`: source and i among all slots there
+  /// Slot in `from`; `from` and `to`: source and i among all slots there
   std::int64_t source, from, to;
 
   __device__ explicit MovedRow(const kvlab_shrink_args& args)

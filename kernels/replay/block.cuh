@@ -15,7 +15,7 @@ constexpr int replay_blocks(bool cache_positions) { return cache_positions ? 1 :
 inline constexpr int kReplayWarps = 12;
 /// Slots that a thread processes together (a strip): as many as its registers hold.
 constexpr int replay_strip(bool cache_positions) { return cache_positions ? 7 : 8; }
-/// dimensions of a value that a warp processes at once
+/// Dimensions of a value that a warp processes at once
 inline constexpr int kReplayDims = 4 * kWarpSize;
 
 /// Four query heads side by side, for each head group of a KV head.

@@ -54,7 +54,7 @@ class ExactTokens {
     return at_.args.rows.e + at_.row(i) * kHeadGroups * at_.args.shape.tokens;
   }
   /// Computes the direct exponentials of slots [0, live) for query i of the block and, with
-  /// `ahead`, for the queries after it up to the next append.
+  /// `ahead`, for the later queries of its query group.
   template <int kHeadGroups>
   __device__ void attend(int, std::uint32_t, bool) {}
   /// Whether a token's exponentials are direct.

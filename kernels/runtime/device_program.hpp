@@ -30,7 +30,7 @@ struct DeviceProgram {
 /// Compiled code for one architecture, or PTX if NVRTC does not know the device's architecture.
 struct DeviceCode {
   std::vector<char> image;
-  /// from a kernel's name in `kernels` to its symbol
+  /// From a kernel's name in `kernels` to its symbol
   std::unordered_map<std::string, std::string> symbols;
 };
 

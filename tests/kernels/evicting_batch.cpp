@@ -86,7 +86,7 @@ EvictingBatch::EvictingBatch(const EvictionKernels& kernels, const EvictingSize&
   for (Pair& pair : all_) {
     std::vector<std::uint32_t> slots(pair.live->size());
     std::iota(slots.begin(), slots.end(), 0u);
-    // sinks keep their positions
+    // Sinks keep their positions
     const std::uint32_t sinks = keeps_rotated_keys() ? pair.sinks : 0;
     std::shuffle(slots.begin() + std::min<std::ptrdiff_t>(sinks, std::ssize(slots)), slots.end(),
                  random_);
@@ -236,7 +236,7 @@ EvictingAttentionArgs EvictingBatch::args() const {
            .q = device_q_->data(),
            .inv_freq = device_inv_freq_->data(),
            .rotated = size_.head_size,
-           // already included in keys and queries
+           // Already included in keys and queries
            .rope_factor = keeps_rotated_keys() ? 1.5f : 1.0f,
            .out = out_->data(),
            .lse = device_lse_->data(),

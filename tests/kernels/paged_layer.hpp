@@ -37,7 +37,7 @@ struct LayerSize {
   bool settled = false;
   bool in_parts = false;     ///< attention splits prompts' keys into parts
   bool two_streams = false;  ///< victims are chosen on a second stream
-  /// the policy's header below policies/, to compile; empty: the registry's policy
+  /// The policy's header below policies/, to compile; empty: the registry's policy
   std::string header = "";
 
   std::string name() const;

@@ -143,7 +143,7 @@ TEST_CASE("The library refuses unsupported pages before any launch") {
   };
   CHECK(refused([](kvlab_pages& pages) { pages.page = 8, pages.max_blocks = 100; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = 24; }));
-  // more blocks than tokens allow
+  // More blocks than tokens allow
   CHECK(refused([](kvlab_pages& pages) { pages.page = 1, pages.max_blocks = 100; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = 0; }));
   CHECK(refused([](kvlab_pages& pages) { pages.page = -16; }));

@@ -149,7 +149,7 @@ TEST_CASE("rotation by hand: logits depend on distances, which cache positions s
   Config config = streamed("sink", 3);
   config.sinks = 1;
   config.cache_positions = true;
-  // live tokens 0, 4, 5 at cache positions 0, 1, 2
+  // Live tokens 0, 4, 5 at cache positions 0, 1, 2
   const AtQuery at = sim.run(config).queries[0][0][5];
   const double a = std::exp(std::cos(2.0)), b = std::exp(std::cos(1.0)), c = std::exp(1.0);
   const double out = (1 * a + 5 * b + 6 * c) / (a + b + c);

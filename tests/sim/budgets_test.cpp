@@ -129,7 +129,7 @@ TEST_CASE("an invalid budget file is refused in one line, with the file and the 
 TEST_CASE("The configurations of one command are counted before they are made") {
   SweepRequest request{.policies = {"h2o"}, .budgets = {}};
   for (std::size_t i = 1; i <= kMaxConfigs; ++i) request.budgets.push_back(std::to_string(i + 1));
-  // takes seconds if each configuration is compared with all others
+  // Takes seconds if each configuration is compared with all others
   CHECK(make_sweep(request, {}, {}).size() == kMaxConfigs);
   request.budgets.push_back("1");
   const auto refusal = [&] {

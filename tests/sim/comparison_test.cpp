@@ -85,7 +85,7 @@ TEST_CASE("at least 2% less memory is preferred if the difference is not signifi
       recommended({candidate("a", 0.1, 100), candidate("b", 0.2, 90)}, false);
   CHECK(made.for_memory);
   CHECK(made.runner_up == std::size_t{0});
-  // the runner-up's mean is lower, and the text shows it
+  // The runner-up's mean is lower, and the text shows it
   CHECK(made.difference(0).mean == Approx(-0.1));
   const std::string reason =
       "a has the lowest mean (0.100), but b was chosen because it needs 10.0% less memory and the "

@@ -79,7 +79,7 @@ TEST_CASE("a trace whose text is part of a longer one does not count") {
   for (ResultRow& row : run.rows) row.counts = row.trace != "trace1";
   const MetricTable metric_table(run.rows);
   CHECK(metric_table.average(0, "64", "nll_recall")->texts == 2);
-  // the mean of 0.3, 0.4 and 0.5
+  // The mean of 0.3, 0.4 and 0.5
   CHECK(metric_table.average(0, "64", "nll_recall")->mean == Approx(0.4));
   for (ResultRow& row : run.rows) row.counts = false;
   CHECK(!MetricTable(run.rows).average(0, "64", "nll_recall"));

@@ -327,7 +327,7 @@ std::string broken_promise(const TraceReader& trace, const brute::Config& config
     const std::uint32_t prompt_step = config.chunk ? config.chunk : segment.tokens;
     const std::uint32_t step = segment.kind == kDecode ? 1 : prompt_step;
     for (std::uint32_t t = segment.start; t < segment.start + segment.tokens; ++t) {
-      // position of the first token of its append
+      // Position of the first token of its append
       const std::uint32_t now = t - (t - segment.start) % step;
       const std::string at = " at query " + std::to_string(t);
       std::vector<bool> live(t + 1);

@@ -87,7 +87,7 @@ TEST_CASE("a policy with 2% less memory is deployed if the difference is not sig
       }
     return held;
   };
-  // the difference of one token of 100 is not significant
+  // The difference of one token of 100 is not significant
   CHECK(deployed(hold(1e6, 0.99e6)).cache.policy.name == "h2o");
   CHECK(deployed(hold(1e6, 0.97e6)).cache.policy.name == "lru");
   const PolicyFile more = deployed(hold(3e6, 1e6));  // h2o is over the budget

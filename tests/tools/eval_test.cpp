@@ -116,7 +116,7 @@ std::vector<CacheConfig> three_at_two_budgets() {
 constexpr auto kWaves = [](std::size_t c, std::size_t i) {
   const double wave = 1 + 0.5 * std::sin(static_cast<double>(i));
   if (c == 0) return 0.0;
-  // as good as the third configuration
+  // As good as the third configuration
   if (c == 2) return 0.1 * wave + (i / 64 % 2 == 0 ? 0.01 : -0.01);
   return c == 1 ? 0.3 * wave : 0.1 * wave;
 };
@@ -320,7 +320,7 @@ TEST_CASE("An evaluation's folder is read back for its report, and damage is nam
   CHECK(json["pairs"].size() == 12);
   REQUIRE(json["recommendations"].size() == 2);
   CHECK(json["recommendations"][0]["budget"] == "8");
-  // only 2 texts
+  // Only 2 texts
   CHECK(json["recommendations"][0]["order"][2]["from_lowest"]["significant"] == false);
   CHECK(json["recommendations"][0]["configurations"].size() == 3);
   CHECK(json["recommendations"][0]["texts"] == 2);

@@ -83,7 +83,7 @@ TEST_CASE("One process at a time claims a file; a killed process's claim is void
   std::vector<std::string> names = test::names_in(folder.path());
   std::erase_if(names, [](const std::string& name) { return name.ends_with(".part"); });
   CHECK(names == std::vector<std::string>{"out"});
-  // the link, which is not kvlab's, and the claim
+  // The link, which is not kvlab's, and the claim
   CHECK(test::names_in(folder.path()).size() == 4);
 }
 

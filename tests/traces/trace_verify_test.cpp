@@ -126,7 +126,7 @@ TEST_CASE("A value that is not finite is not written") {
   for (const int which : {0, 1, 2}) {
     const TemporaryFolder folder;
     auto sample = make_sample(50, Dtype::f16, Rounding::none);
-    // overflows float16
+    // Overflows float16
     (which == 0 ? sample.q : which == 1 ? sample.k : sample.v)[0].back() = 1e5f;
     CHECK_THAT(error_of([&] { write_trace(folder / "t", sample, 50); }),
                ContainsSubstring("at position 49 is not finite"));

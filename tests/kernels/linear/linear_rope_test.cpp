@@ -83,7 +83,7 @@ class RopeTrial {
     std::vector<std::int32_t> position, slot;
     for (int row = 0; row < c_.rows; ++row) {
       position.push_back((row * 37 + by * 11) % kPositions);
-      // with pairs: relative to the next slot
+      // With pairs: relative to the next slot
       slot.push_back((row + by) % (c_.pairs ? 2 : kSlots));
     }
     positions_.assign(position);

@@ -144,7 +144,7 @@ Tokens eviction_order(const TraceReader& trace, const std::string& policy, std::
     kept.pop_back();
     std::set_difference(before.begin(), before.end(), kept.begin(), kept.end(),
                         std::back_inserter(order));
-    // a token that is evicted at a larger budget is not kept at a smaller one
+    // A token that is evicted at a larger budget is not kept at a smaller one
     REQUIRE(order.size() + kept.size() == prompt);
     before = kept;
   }

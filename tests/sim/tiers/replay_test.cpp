@@ -228,7 +228,7 @@ TEST_CASE("KIVI's quantized values equal the authors' and transformers' quantize
     std::vector<float> values = keys;
     quantize_keys(keys, kDim, bits);
     quantize_row(values, bits, false);
-    // the authors' code rounds to fp16 at other places
+    // The authors' code rounds to fp16 at other places
     for (const std::string whose : {"", "authors_"})
       for (std::size_t i = 0; i < 8; ++i)
         for (std::size_t j = 0; j < kDim; ++j) {  // a step is at least 1/15
