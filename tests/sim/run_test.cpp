@@ -73,7 +73,7 @@ TEST_CASE("a changed or broken run is refused with the file and the key") {
   save_run(run, folder.path());
   const auto info = folder.path() / "run.json", rows = folder.path() / "results.csv",
              kept = folder.path() / "kept.json";
-  SECTION("no run") {
+  SECTION("a folder without a run") {
     std::filesystem::remove(info);
     CHECK_THAT(refusal(folder.path()), ContainsSubstring("is not a run"));
   }
@@ -81,7 +81,7 @@ TEST_CASE("a changed or broken run is refused with the file and the key") {
     replace(rows, "recall,", "miss_rate,");
     CHECK(!refusal(folder.path()).empty());
   }
-  SECTION("a row too many") {
+  SECTION("an extra row") {
     write(rows,
           read(rows) + "trace0,sink,,64,64,dense,original,decode,0.01,0,all,all,recall,0.5,,1\n");
     CHECK_THAT(refusal(folder.path()),
@@ -101,12 +101,12 @@ TEST_CASE("a changed or broken run is refused with the file and the key") {
     write(info, "{");
     CHECK_THAT(refusal(folder.path()), ContainsSubstring("run.json"));
   }
-  SECTION("kept sets that make no sense") {
+  SECTION("invalid kept sets") {
     replace(kept, "[3,500,501]", "[3,500]");
     CHECK_THAT(refusal(folder.path()),
                ContainsSubstring("kept.json") && ContainsSubstring("lifetimes[0]"));
   }
-  SECTION("attention that is no list of pairs") {
+  SECTION("attention that is not a list of pairs") {
     replace(kept, "[3,255]", "[3]");
     CHECK_THAT(refusal(folder.path()), ContainsSubstring("attention[0]"));
   }
