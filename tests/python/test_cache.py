@@ -67,7 +67,7 @@ def cache_of(model: Any, policy: str = "h2o", budget: int | None = BUDGET, **wor
 
 def policy_layers(cache: Any) -> list[int]:
     """The layers that policies act on: all except those with a sliding window."""
-    return list(cache._conversation.attended.places)
+    return list(cache._conversation.attended.layer_indices)
 
 
 def kept_of(cache: Any) -> list[list[int]]:
