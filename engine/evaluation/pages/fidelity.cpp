@@ -58,8 +58,8 @@ class FidelityPage {
     if (!fields_.object("metrics").has(standard_))
       throw std::runtime_error(
           fmt::format("{}: metrics has no {}, its default_metric", file, json_quoted(standard_)));
-    for (const auto& [budget, rho] : metric(standard_).object("within").json().items())
-      budgets_.push_back(budget);
+    const auto within = metric(standard_).object("within");
+    for (const auto& [budget, rho] : within.json().items()) budgets_.push_back(budget);
     std::ranges::stable_sort(budgets_, {}, [&](const std::string& budget) {
       const BudgetColumn* const column = metric_table_.find_budget(budget);
       return column ? column->min_tokens : 0;
