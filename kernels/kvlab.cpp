@@ -40,7 +40,7 @@ static_assert(SIZE_MAX == kNoDevice);
 template <class... Structs>
 constexpr std::array kSizes{sizeof(Structs)...};
 static_assert(
-    KVLAB_VERSION == 5 &&
+    KVLAB_VERSION == 6 &&
         kSizes<kvlab_pages, kvlab_cache, kvlab_rule, kvlab_observation, kvlab_policy_state,
                kvlab_memory, kvlab_policy_file, kvlab_write_args, kvlab_columns_args,
                kvlab_evicting_attention_args, kvlab_row_softmax, kvlab_prefill_args,

@@ -17,7 +17,7 @@
 #include <stdint.h>
 
 #define KVLAB_VERSION_MAJOR 0
-#define KVLAB_VERSION_MINOR 5
+#define KVLAB_VERSION_MINOR 6
 /** 100 * major + minor of the header; kvlab_version() is that of the library. */
 #define KVLAB_VERSION (KVLAB_VERSION_MAJOR * 100 + KVLAB_VERSION_MINOR)
 

@@ -1,4 +1,4 @@
-// Names of kvlab 0.5 and older that have changed since. Options, policies, files and headers that
+// Names that version 0.6 changed. Options, policies, files and headers that
 // were written with them are read for one release more; kvlab itself writes the new names alone.
 #pragma once
 

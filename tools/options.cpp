@@ -316,7 +316,7 @@ CompiledPolicies policy_sources_from(const po::variables_map& options) {
   for (const auto& entry : all.entries)
     if (entry->source->has_old_names)
       fmt::print(stderr,
-                 "kvlab: {}: uses names of kvlab 0.5, such as admit and column; "  // old name
+                 "kvlab: {}: uses names of versions before 0.6, such as admit and column; "  // old name
                  "the next release "
                  "will refuse them (docs/guides/write-a-policy.md has today's)\n",
                  entry->source->path);

@@ -1,4 +1,4 @@
-"""Names of version 0.5 are taken for one release more, with a warning that says today's."""
+"""Names of versions before 0.6 are taken for one release more, with a warning that says today's."""
 
 import pathlib
 

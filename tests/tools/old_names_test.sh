@@ -1,6 +1,6 @@
 #!/bin/sh
-# old_names_test.sh KVLAB SOURCE: what version 0.5 wrote, and commands that were written for it, are read for one release
-# more. tests/data/old_names was made by version 0.5.
+# old_names_test.sh KVLAB SOURCE: what versions before 0.6 wrote, and commands that were written for it, are read for one release
+# more. tests/data/old_names was made by such a version.
 set -eu
 kvlab=$1 source=$2
 . "$source/tests/scripts/check.sh"
@@ -12,7 +12,7 @@ ln -s "$source/traces/samples/tiny-story" story
 "$kvlab" replay --trace story --span decode --budget 16 --layers 0 --policy-source old_peak.hpp \
   --policy 'h2o:ladder=4,column:name=key_norm,old_peak' --out again >said 2>warned || fail "old options: $(cat warned)"
 for line in '--span is called --queries now' 'policy h2o:ladder=4 is written h2o:tiers=4 now' \
-  'policy column:name=key_norm is written feature:name=key_norm now' 'old_peak.hpp: uses names of kvlab 0.5'; do
+  'policy column:name=key_norm is written feature:name=key_norm now' 'old_peak.hpp: uses names of versions before 0.6'; do
   grep -qF -- "$line" warned || fail "no line: $line: $(cat warned)"
 done
 [ "$(wc -l <warned)" -eq 4 ] || fail "warnings: $(cat warned)"

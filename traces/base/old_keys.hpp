@@ -1,4 +1,4 @@
-// Keys that kvlab 0.5 and older wrote in policy.json, run.json and other results, which have other
+// Keys that versions before 0.6 wrote in policy.json, run.json and other results, which have other
 // names since. They are read for one release more.
 #pragma once
 

@@ -4,7 +4,7 @@
 
 namespace kvlab {
 
-/// Written for version 0.5.
+/// Written for a version before 0.6.
 struct OldPeak : HighestLeaves {
   static constexpr PolicyInfo kInfo{.name = "old_peak",
                                     .summary = "the largest key norm leaves first",

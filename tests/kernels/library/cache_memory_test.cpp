@@ -203,5 +203,5 @@ TEST_CASE("The library measures pages, and refuses invalid shapes") {
   bytes.struct_size = 0;
   CHECK(ask(1) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
-        std::string("kvlab_cache_memory: struct_size is 0; sizeof is 168 by kvlab.h 0.5"));
+        std::string("kvlab_cache_memory: struct_size is 0; sizeof is 168 by kvlab.h 0.6"));
 }

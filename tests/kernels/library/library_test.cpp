@@ -183,7 +183,7 @@ TEST_CASE("The library says in one line why a call was refused") {
   CHECK(said([](auto& args) { args.cache.head_size = 80; }, h2o) ==
         call + "cache.head_size is 80; 64, 96, 128 or 256");
   CHECK(said([](auto& args) { args.struct_size = 0; }, h2o) ==
-        call + "struct_size is 0; sizeof is 296 by kvlab.h 0.5");
+        call + "struct_size is 0; sizeof is 296 by kvlab.h 0.6");
   CHECK_THAT(said([](auto& args) { args.cache.query_heads = 34; }, h2o),
              ContainsSubstring(call + "cache.query_heads is 34, kv_heads 2: at most "));
   CHECK(said([](auto& args) { args.cache.pages = {.blocks = args.cache.lengths, .page = 12}; },

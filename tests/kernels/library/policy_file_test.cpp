@@ -108,5 +108,5 @@ TEST_CASE("The library says in one line which part of a policy.json it cannot re
   kvlab_policy_file file{};
   CHECK(kvlab_read_policy_file("policy.json", &file) == cudaErrorInvalidValue);
   CHECK(kvlab_last_error() ==
-        std::string("kvlab_read_policy_file: struct_size is 0; sizeof is 280 by kvlab.h 0.5"));
+        std::string("kvlab_read_policy_file: struct_size is 0; sizeof is 280 by kvlab.h 0.6"));
 }

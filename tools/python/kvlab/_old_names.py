@@ -1,4 +1,4 @@
-"""Keywords of version 0.5 that have other names now. They are taken for one release more, with a FutureWarning."""
+"""Keywords of versions before 0.6 that have other names now. They are taken for one release more, with a FutureWarning."""
 
 from __future__ import annotations
 
