@@ -315,11 +315,11 @@ CompiledPolicies policy_sources_from(const po::variables_map& options) {
     all = compile_policy_sources(options["policy-source"].as<std::vector<std::string>>());
   for (const auto& entry : all.entries)
     if (entry->source->has_old_names)
-      fmt::print(stderr,
-                 "kvlab: {}: uses names of versions before 0.6, such as admit and column; "  // old name
-                 "the next release "
-                 "will refuse them (docs/guides/write-a-policy.md has today's)\n",
-                 entry->source->path);
+      fmt::print(
+          stderr,
+          "kvlab: {}: uses names of versions before 0.6, which the next release will refuse; "
+          "docs/guides/write-a-policy.md has today's\n",
+          entry->source->path);
   if (const Embedding* const within = Embedding::of_thread())
     all.entries.insert(all.entries.end(), within->policies().entries.begin(),
                        within->policies().entries.end());

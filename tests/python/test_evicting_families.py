@@ -15,7 +15,7 @@ import kvlab
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from hf_miniatures import miniatures, model_of
+from hf_miniatures import miniatures
 from test_families import IDS, one_thread  # noqa: F401
 from test_families import made as made_by_default
 

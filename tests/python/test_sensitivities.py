@@ -240,7 +240,3 @@ class SensitivitiesTest(ModelTest):
             ("--queries", "--model", self.tiny32, "--queries", "prompt"),
         ):
             self.check_refused(words, self.short, *arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -90,7 +90,6 @@ class Checker:
         """The faults of the case in the current folder, each as (kind, text)."""
         found = []
         before, size = files_of(".")
-        words = case.words
         for step, writes in ((case.words, case.writes_inputs), (case.then, False)):
             if not step:
                 break
